@@ -1,0 +1,49 @@
+"""fshard: functional sharding for PyTorch. A training step is a pure function over trees of parameters."""
+
+from . import collectives, comm, loss_scale, optim, testing
+from .collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
+from .comm import MismatchError, tally
+from .grad import Mean, Sum, Unreduced, global_norm, reduce_grads, value, value_and_grad
+from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, select
+from .plan import Plan, make_plan
+from .shard import Sharded, gather_params, shard_params
+from .train import TrainState, init_state, train_step
+from .tree import DonatedError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DonatedError",
+    "DynamicLossScale",
+    "Mean",
+    "MismatchError",
+    "NoLossScale",
+    "Plan",
+    "Sharded",
+    "StaticLossScale",
+    "Sum",
+    "TrainState",
+    "Unreduced",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "collectives",
+    "comm",
+    "gather_params",
+    "global_norm",
+    "init_state",
+    "loss_scale",
+    "make_plan",
+    "optim",
+    "reduce_grads",
+    "reduce_scatter",
+    "select",
+    "shard_params",
+    "tally",
+    "testing",
+    "train_step",
+    "value",
+    "value_and_grad",
+    "vary",
+]

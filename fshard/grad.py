@@ -1,0 +1,258 @@
+"""What a loss may return, and the gradients of losses of sharded parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import comm, tree
+from .shard import Sharded, local_numel, trainable_kinds, whole_view
+from .tape import Gradients, Tape
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A loss that is a mean: the sum of all totals over the sum of all counts, across ranks and micro-batches.
+
+    `total` is a 0-d tensor, `count` a number or a 0-d tensor (of tokens, say); a rank may have a count of 0.
+
+    >>> value_and_grad(lambda w: Mean((w * 3).sum(), 2))(shard_of(torch.ones(2)))[0]
+    tensor(3.)
+    """
+
+    total: Any
+    count: Any
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A loss that is a sum: of all totals, across ranks and micro-batches.
+
+    >>> value_and_grad(lambda w: Sum((w * 3).sum()))(shard_of(torch.ones(2)))[0]
+    tensor(6.)
+    """
+
+    total: Any
+
+
+tree.register_fields(Mean, ("total", "count"))
+tree.register_fields(Sum, ("total",))
+
+
+@dataclass(frozen=True)
+class Unreduced:
+    """Gradients of this rank alone, whole: trees of them can be added; `reduce_grads` makes them the mesh's, once."""
+
+    local: Any
+
+
+tree.register_fields(Unreduced, ("local",))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one forward gave: the loss's sum and count over all ranks (float64), its class, its dtype, and aux."""
+
+    total: Tensor
+    count: Tensor
+    kind: type
+    dtype: torch.dtype
+    aux: Any
+
+    @property
+    def divisor(self) -> Tensor:
+        """What the gradient of the totals is divided by."""
+        return torch.ones_like(self.count) if self.kind is Sum else self.count
+
+    @property
+    def value(self) -> Tensor:
+        """The loss over all ranks."""
+        return (self.total / self.divisor).to(self.dtype)
+
+
+def _read_loss(out: Any, has_aux: bool) -> tuple[Any, type, Any]:
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise ValueError(f"the loss function: expected (loss, aux), as has_aux=True says, got {type(out).__name__}")
+    loss, aux = out if has_aux else (out, None)
+    kind = type(loss) if isinstance(loss, Mean | Sum) else Tensor
+    loss = Mean(loss, 1) if kind is Tensor else loss
+    total = loss.total
+    if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point():
+        got = f"a {total.dtype} tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else repr(total)
+        raise ValueError(
+            f"the loss function: expected a 0-d floating tensor (or fshard.Mean or Sum of one), got {got}. Sum it, and "
+            "return fshard.Mean(losses.sum(), losses.numel()) for a mean."
+        )
+    return loss, kind, aux
+
+
+def _outcome(out: Any, has_aux: bool, mesh: comm.Mesh) -> tuple[Tensor, Outcome]:
+    """This rank's total, and what it comes to over all ranks: one small collective."""
+    loss, kind, aux = _read_loss(out, has_aux)
+    count = loss.count if kind is not Sum else 1
+    pair = torch.zeros(2, dtype=torch.float64, device=loss.total.device)
+    pair[0], pair[1] = loss.total.detach(), count.detach() if isinstance(count, Tensor) else count
+    sums = comm.total(pair, mesh, label="loss")
+    return loss.total, Outcome(sums[0], sums[1], kind, loss.total.dtype, aux)
+
+
+def run(
+    loss_fn: Callable[..., Any],
+    params: Sharded,
+    args: Sequence[Any],
+    into: Gradients,
+    *,
+    has_aux: bool = False,
+    divisor: Tensor | None = None,
+    scale: Callable[[Tensor], Tensor] = lambda seed: seed,
+) -> Outcome:
+    """Forward and backward: the gradients of `scale(total / divisor)`, summed over ranks, go `into` their buffers.
+
+    `divisor` is by default this loss's own: its count over all ranks.
+    """
+    tape = Tape(params, into)
+    try:
+        with torch.enable_grad(), tape.forward() as view:
+            out = loss_fn(view, *args)
+        del view
+        total, outcome = _outcome(out, has_aux, params.plan.live_mesh())
+        if not total.requires_grad:
+            raise ValueError("the loss function: the loss depends on no trainable parameter (was it detached?)")
+        seed = scale((outcome.divisor if divisor is None else divisor).reciprocal())
+        # on this thread, where the tally and a simulated rank are
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.grad(total, [tape.root], seed.to(total.dtype), allow_unused=True)
+    finally:
+        tape.close()
+    return outcome
+
+
+def empty_grads(params: Sharded, over: comm.Axes) -> Sharded:
+    """Room for the gradients of a whole tree, cut over some axes."""
+    plan, kinds = params.plan, trainable_kinds(params.plan)
+    device = params.tensors[0].device if params.tensors else None
+    tensors = [torch.empty(local_numel(plan, k, over), dtype=plan.kinds[k].dtype, device=device) for k in kinds]
+    return Sharded(whole_view(plan, over, kinds), tensors)
+
+
+def fast_reduction(reduction: str) -> bool:
+    """Whether a reduction leaves the order of its sums to the backend."""
+    if reduction not in ("exact", "fast"):
+        raise ValueError(
+            f"reduction={reduction!r}: expected 'exact' (sums in rank order) or 'fast' (the backend's own)"
+        )
+    return reduction == "fast"
+
+
+def check_sharded(params: Any) -> Sharded:
+    """`params`, if it is the whole of a sharded tree."""
+    if not isinstance(params, Sharded):
+        raise TypeError(
+            f"expected a Sharded, got {type(params).__name__}: call fshard.shard_params(params, plan) first "
+            "(with fshard.make_plan(params) on one device)"
+        )
+    if params.view.spec != params.plan.spec:
+        raise TypeError("expected the whole Sharded, got a subtree of one: pass the whole and index it inside the loss")
+    return params
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], has_aux: bool = False, *, reduce: bool = True, reduction: str = "exact"
+) -> Callable[..., Any]:
+    """`fn(sharded, *args) -> (value, grads)`, or `((value, aux), grads)`: the loss over all ranks, and its gradient.
+
+    `loss_fn(params, *args)` is written for one device; touching a unit of `params` gathers it. It returns `Mean(total,
+    count)`, `Sum(total)`, or a plain 0-d tensor, which means the mean of equally weighted ranks. Gradients come as the
+    plan's `grads_over` says, or with `reduce=False` as `Unreduced`. Eager: inside torch.func's transforms call
+    `gather_params` in the function that is differentiated.
+
+    >>> value, grads = value_and_grad(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
+    >>> value, gather_params(grads)
+    (tensor(5.), tensor([2., 4.]))
+    """
+    fast = fast_reduction(reduction)
+
+    def fn(params: Any, *args: Any) -> Any:
+        plan = check_sharded(params).plan
+        grads = empty_grads(params, plan.grads_over if reduce and plan.axes else ())
+        alone = not plan.axes or not reduce
+        into = Gradients(None, grads) if alone else Gradients(grads, fast=fast)
+        outcome = run(loss_fn, params, args, into, has_aux=has_aux)
+        result = grads if reduce else Unreduced(grads)
+        return ((outcome.value, outcome.aux) if has_aux else outcome.value), result
+
+    return fn
+
+
+def value(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+    """`fn(sharded, *args) -> value`, or `(value, aux)`: the loss over all ranks, without a gradient.
+
+    >>> value(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
+    tensor(5.)
+    """
+
+    def fn(params: Any, *args: Any) -> Any:
+        tape = Tape(check_sharded(params))
+        try:
+            with torch.no_grad(), tape.forward() as view:
+                out = loss_fn(view, *args)
+            del view
+        finally:
+            tape.close()
+        _, outcome = _outcome(out, has_aux, params.plan.live_mesh())
+        return (outcome.value, outcome.aux) if has_aux else outcome.value
+
+    return fn
+
+
+def reduce_grads(grads: Unreduced, reduction: str = "exact") -> Sharded:
+    """The mesh's gradients from every rank's own, cut as the plan's `grads_over` says. TypeError for reduced ones.
+
+    >>> _, own = value_and_grad(lambda w: (w * w).sum(), reduce=False)(shard_of(torch.tensor([1.0, 2.0])))
+    >>> gather_params(reduce_grads(own))
+    tensor([2., 4.])
+    """
+    if not isinstance(grads, Unreduced):
+        raise TypeError(
+            f"reduce_grads: expected Unreduced gradients (value_and_grad(..., reduce=False)), got "
+            f"{type(grads).__name__}: gradients are reduced once"
+        )
+    local: Sharded = grads.local
+    plan = local.plan
+    reduced = empty_grads(local, plan.grads_over)
+    into = Gradients(reduced, local, fast=fast_reduction(reduction))
+    places = [(u, k) for u in range(len(plan.units)) for k in local.view.kinds if plan.units[u].lengths[k]]
+    started = [into.emit(plan, unit, kind, local.piece(unit, kind)) for unit, kind in places]
+    for pending in started:
+        if pending is not None:
+            pending.wait()
+    return reduced
+
+
+def global_norm(grads: Sharded) -> Tensor:
+    """The 2-norm of a whole sharded tree, replicated leaves counted once: one small collective, the same on all ranks.
+
+    >>> global_norm(shard_of(torch.tensor([3.0, 4.0])))
+    tensor(5.)
+    """
+    plan, device = grads.plan, grads.tensors[0].device if grads.tensors else None
+    cut = torch.zeros((), dtype=torch.float64, device=device)
+    whole = torch.zeros_like(cut)
+    dtype = torch.float32
+    for kind, x in zip(grads.view.kinds, grads.tensors, strict=True):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dtype = torch.promote_types(dtype, wide.to_real())
+        square = torch.linalg.vector_norm(x, dtype=wide).double().square()
+        (whole if plan.kinds[kind].whole else cut).add_(square)
+    cut = comm.total(cut, plan.live_mesh(), grads.view.over, label="norm")
+    return (cut + whole).sqrt().to(dtype)
+
+
+def num_elements(x: Sharded) -> int:
+    """Elements this rank holds, padding included."""
+    return sum(math.prod(t.shape) for t in x.tensors)

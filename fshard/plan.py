@@ -1,0 +1,382 @@
+"""Who owns which interval of which flat buffer, worked out once, from shapes alone.
+
+Note [Layout]
+    The leaves of a tree are grouped in *units* (what travels together) and, inside a unit, by *kind* (dtype, trainable
+    or frozen, sharded or whole). The leaves of one unit and kind lie end to end, in the order of use, in one flat
+    buffer, padded with zeros so that the finest interval any rank owns is a multiple of 16 bytes. Rank r along the axes
+    of a partition owns the r-th equal interval. What a rank holds of all units, end to end, is one tensor per kind.
+    The axes of the three partitions extend one another (params, then grads, then state), the first axis the slowest,
+    so an interval of a finer partition lies inside one interval of a coarser one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import comm, tree
+from .comm import Axes, Mesh
+
+Where = str | Sequence[str] | Callable[[str, Any], bool] | None
+_ALIGN = 16  # bytes
+_ROOT = "(root)"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the leaves of one flat buffer have in common."""
+
+    dtype: torch.dtype
+    trainable: bool
+    whole: bool
+
+    def __str__(self) -> str:
+        words = [str(self.dtype).removeprefix("torch.")]
+        return " ".join(words + ["frozen"] * (not self.trainable) + ["whole"] * self.whole)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A leaf's place: elements [start, start + numel) of the flat buffer of its unit and kind."""
+
+    path: str
+    shape: tuple[int, ...]
+    kind: int
+    unit: int
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What travels together: `lengths[k]` elements, padded, in the flat buffer of kind k."""
+
+    name: str
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout of a tree over the axes of a mesh: immutable, hashable, picklable, the same on every rank.
+
+    `slots[leaves[i]]` is the place of leaf i, `claims[i]` the unit that claimed it (another one's if the tensor was
+    seen before). A pickled plan leaves its mesh behind: `plan.on(mesh)` gives it one again.
+    """
+
+    spec: tree.Spec
+    leaves: tuple[int, ...]
+    claims: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    units: tuple[Unit, ...]
+    kinds: tuple[Kind, ...]
+    axes: tuple[tuple[str, int], ...]
+    params_over: Axes
+    grads_over: Axes
+    state_over: Axes
+    regather: bool
+    mesh: Mesh = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    @property
+    def root(self) -> int | None:
+        """The number of the root unit, which holds what no other claims; None if every leaf is claimed."""
+        return 0 if self.units and self.units[0].name == _ROOT else None
+
+    def on(self, mesh: Mesh) -> Plan:
+        """This plan on another mesh with the same axes (ValueError if they differ)."""
+        sizes = comm.axis_sizes(mesh)
+        if tuple(sizes.items()) != self.axes:
+            raise ValueError(
+                f"the plan was made for a mesh with axes {dict(self.axes)}, this one has {sizes}: "
+                "make the plan again for this mesh, and shard whole parameters with it"
+            )
+        return replace(self, mesh=mesh)
+
+    def live_mesh(self) -> Mesh:
+        """The mesh, or an error for a plan that came out of a pickle."""
+        if self.mesh is None and self.axes:
+            raise ValueError(f"this plan has no mesh (it was unpickled): call plan.on(mesh), axes {dict(self.axes)}")
+        return self.mesh
+
+    def over(self, axes: Axes, kind: int) -> Axes:
+        """The axes a kind is partitioned over: none for leaves kept whole."""
+        return () if self.kinds[kind].whole else axes
+
+    def rest(self, axes: Axes) -> Axes:
+        """The axes of the mesh that are not among these."""
+        return tuple(name for name, _ in self.axes if name not in axes)
+
+    def num_parts(self, axes: Axes) -> int:
+        """The number of intervals over these axes."""
+        sizes = dict(self.axes)
+        return math.prod(sizes[axis] for axis in axes)
+
+    def length(self, unit: int, kind: int, axes: Axes) -> int:
+        """Elements of a unit and kind in one interval over these axes."""
+        return self.units[unit].lengths[kind] // self.num_parts(self.over(axes, kind))
+
+    def offset(self, unit: int, kind: int, axes: Axes) -> int:
+        """Where a unit begins in the tensor of one kind that a rank holds (`unit` may be one past the last)."""
+        return self._offsets[self.over(axes, kind)][kind][unit]
+
+    @cached_property
+    def places(self) -> dict[tuple[int, int], list[Slot]]:
+        """The slots of every unit and kind that has any, in the order they lie in."""
+        found: dict[tuple[int, int], list[Slot]] = {}
+        for slot in self.slots:
+            found.setdefault((slot.unit, slot.kind), []).append(slot)
+        return found
+
+    @cached_property
+    def _offsets(self) -> dict[Axes, list[list[int]]]:
+        def ends(axes: Axes, kind: int) -> list[int]:
+            return list(accumulate((u.lengths[kind] // self.num_parts(axes) for u in self.units), initial=0))
+
+        partitions = {(), self.params_over, self.grads_over, self.state_over}
+        return {axes: [ends(axes, kind) for kind in range(len(self.kinds))] for axes in partitions}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of everything that must be equal on all ranks."""
+        return hashlib.sha256(self.describe().encode()).hexdigest()
+
+    def first_difference(self, other: Plan) -> str:
+        """Where another plan begins to differ, in words."""
+        return comm.first_difference(self.describe(), other.describe(), "{}, there is {}")
+
+    def describe(self) -> str:
+        lines = [f"leaf {p}" for p in self._leaf_lines()]
+        lines += [f"unit {u.name!r} of {u.lengths} elements" for u in self.units]
+        lines.append(f"params_over={self.params_over} grads_over={self.grads_over} state_over={self.state_over}")
+        return "\n".join([*lines, f"regather={self.regather}", f"tree {self.spec}"])
+
+    def _leaf_lines(self) -> list[str]:
+        rows = []
+        for path, number in zip(tree.paths(self.spec), self.leaves, strict=True):
+            slot = self.slots[number]
+            tied = f" (the tensor of {slot.path!r})" if path != slot.path else ""
+            rows.append(
+                f"{path!r} {self.kinds[slot.kind]}{list(slot.shape)} in unit {self.units[slot.unit].name!r}{tied}"
+            )
+        return rows
+
+    def __str__(self) -> str:
+        over = {name: ", ".join(axes) or "-" for name, axes in _strategy(self).items()}
+        head = " ".join(f"{name}={axes}" for name, axes in over.items())
+        width = max([len(u.name) for u in self.units] + [4])
+        rows = [f"Plan on {dict(self.axes) or 'one device'}: {head} regather={self.regather}"]
+        rows.append(f"{'unit':<{width}}  {'leaves':>6}  {'elements':>12}  {'bytes':>14}  {'bytes per rank':>14}")
+        for number, unit in enumerate(self.units):
+            slots = [s for s in self.slots if s.unit == number]
+            sizes = [k.dtype.itemsize for k in self.kinds]
+            whole = sum(n * size for n, size in zip(unit.lengths, sizes, strict=True))
+            mine = sum(self.length(number, k, self.params_over) * size for k, size in enumerate(sizes))
+            numel = sum(s.numel for s in slots)
+            rows.append(f"{unit.name:<{width}}  {len(slots):>6}  {numel:>12,}  {whole:>14,}  {mine:>14,}")
+        return "\n".join(rows)
+
+
+def _strategy(plan: Plan) -> dict[str, Axes]:
+    return {"params_over": plan.params_over, "grads_over": plan.grads_over, "state_over": plan.state_over}
+
+
+def make_plan(
+    params: Any,
+    mesh: Mesh = None,
+    *,
+    units: Where | int = None,
+    params_over: str | Sequence[str] = "shard",
+    grads_over: str | Sequence[str] = "shard",
+    state_over: str | Sequence[str] = "shard",
+    regather: bool = True,
+    whole: Where = None,
+    frozen: Where = None,
+) -> Plan:
+    """Lay a tree of tensors (real, meta or fake) out over the axes of a mesh.
+
+    `units` says what travels together: dotted path patterns (`*` one component, `**` any number), a predicate
+    `(path, subtree) -> bool`, or a number of elements at which a unit is full; the rest is the root unit. The three
+    `_over` arguments name the axes over which parameters, gradients and optimizer state are partitioned, each
+    extending the one before. `regather` frees gathered parameters after the forward and gathers them again in the
+    backward. `whole` leaves stay on every rank; `frozen` ones get no gradient and no optimizer state (integer leaves
+    are always frozen). On a mesh of processes the plan's fingerprint is compared between all ranks.
+
+    Raises ValueError (axes, patterns, leaves that are not tensors) and MismatchError (ranks whose plans differ).
+
+    >>> plan = make_plan({"embed": torch.zeros(4, 2), "blocks": [torch.zeros(3), torch.zeros(3)]}, units=["blocks.*"])
+    >>> [unit.name for unit in plan.units]
+    ['(root)', 'blocks.0', 'blocks.1']
+
+    Source: the flat parameter of Zhao et al., PyTorch FSDP (2023); the partitions of Rajbhandari et al., ZeRO (2020).
+    """
+    sizes = comm.axis_sizes(mesh)
+    over = _partitions(sizes, params_over, grads_over, state_over)
+    flat, spec = tree.flatten(params)
+    _check_tensors(flat, tree.paths(spec))
+    first_seen: dict[int, int] = {}
+    origins = [first_seen.setdefault(id(leaf), i) for i, leaf in enumerate(flat)]
+    numbers = {origin: slot for slot, origin in enumerate(dict.fromkeys(origins))}
+    names, claims = _claim_units(params, spec, flat, origins, units)
+    keep, still = (_claim_leaves(params, spec, where, name) for where, name in ((whole, "whole"), (frozen, "frozen")))
+    kind_of = {
+        i: Kind(flat[i].dtype, _differentiable(flat[i]) and not still[i], keep[i]) for i in numbers
+    }  # a tied leaf is what its first place says
+    kinds = tuple(dict.fromkeys(kind_of.values()))
+    parts = math.prod(sizes[axis] for axis in over[-1])
+    slots, lengths = _place(flat, tree.paths(spec), kind_of, kinds, claims, len(names), parts)
+    plan = Plan(
+        spec,
+        tuple(numbers[i] for i in origins),
+        tuple(claims),
+        slots,
+        tuple(Unit(name, tuple(row)) for name, row in zip(names, lengths, strict=True)),
+        kinds,
+        tuple(sizes.items()),
+        *over,
+        regather,
+        mesh,
+    )
+    comm.check_same(mesh, plan.fingerprint.encode(), plan.describe(), "the plan")
+    return plan
+
+
+def _differentiable(leaf: Tensor) -> bool:
+    return leaf.is_floating_point() or leaf.is_complex()
+
+
+def _check_tensors(flat: Sequence[Any], paths: Sequence[str]) -> None:
+    for path, leaf in zip(paths, flat, strict=True):
+        if not isinstance(leaf, Tensor):
+            raise ValueError(
+                f"leaf {path!r}: expected a tensor, got {type(leaf).__name__}. Make it a tensor, or register its type "
+                "as a pytree node (optree, or torch.utils._pytree.register_dataclass)."
+            )
+        if leaf.layout is not torch.strided:
+            raise ValueError(f"leaf {path!r}: expected a dense tensor, got layout {leaf.layout}. Use .to_dense().")
+
+
+def _partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> tuple[Axes, Axes, Axes]:
+    """The three partitions' axes, each beginning with those of the one before."""
+    result: list[Axes] = []
+    before: Axes = ()
+    for name, over in zip(("params_over", "grads_over", "state_over"), overs, strict=True):
+        wanted = ((over,) if isinstance(over, str) else tuple(over)) if sizes else ()
+        if unknown := [axis for axis in wanted if axis not in sizes]:
+            raise ValueError(
+                f"{name}={over!r}: the mesh has no axis {unknown[0]!r}, it has {', '.join(map(repr, sizes))}. "
+                "Name one of those, or give init_device_mesh other mesh_dim_names."
+            )
+        if len(set(wanted)) < len(wanted) or not set(before) <= set(wanted):
+            raise ValueError(
+                f"{name}={over!r} must name each axis once and contain the axes {before} of the partition before it: "
+                "what is sharded stays sharded from parameters to gradients to optimizer state"
+            )
+        before = before + tuple(axis for axis in wanted if axis not in before)
+        result.append(before)
+    return result[0], result[1], result[2]
+
+
+def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(_matches(path[i:], pattern[1:]) for i in range(len(path) + 1))
+    return bool(path) and fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
+
+
+def _selector(params: Any, spec: tree.Spec, where: Where, name: str) -> list[tuple[str, int, int]]:
+    """The subtrees that patterns or a predicate pick, outer before inner: path, first leaf, number of leaves."""
+    nodes = [(path, node, first) for path, node, first in tree.walk(spec) if node.num_leaves]
+    if callable(where):
+        flat = tree.leaves(params)
+        picked = [
+            (path, node, first)
+            for path, node, first in nodes
+            if where(".".join(path), tree.unflatten(node, flat[first : first + node.num_leaves]))
+        ]
+    else:
+        patterns = [where] if isinstance(where, str) else list(where or ())
+        for pattern in patterns:
+            if not any(_matches(path, pattern.split(".")) for path, _, _ in nodes):
+                top = ", ".join(repr(str(child)) for child in tree.names(spec)) if not spec.is_leaf() else "a leaf"
+                raise ValueError(f"{name}: the pattern {pattern!r} matches nothing; the tree's top level is {top}")
+        picked = [
+            (path, node, first)
+            for path, node, first in nodes
+            if any(_matches(path, pattern.split(".")) for pattern in patterns)
+        ]
+    return [(".".join(path), first, node.num_leaves) for path, node, first in picked]
+
+
+def _claim_leaves(params: Any, spec: tree.Spec, where: Where, name: str) -> list[bool]:
+    picked = [False] * spec.num_leaves
+    for _, first, count in _selector(params, spec, where, name):
+        picked[first : first + count] = [True] * count
+    return picked
+
+
+def _claim_units(
+    params: Any, spec: tree.Spec, flat: Sequence[Tensor], origins: Sequence[int], units: Where | int
+) -> tuple[list[str], list[int]]:
+    """The units' names in the order of use (the root first), and the unit of every leaf: the innermost that claims it."""
+    owner = [_ROOT] * spec.num_leaves
+    if isinstance(units, int):
+        owner = _fill_units(flat, origins, units)
+    else:
+        for path, first, count in _selector(params, spec, units, "units"):
+            owner[first : first + count] = [path or _ROOT] * count
+    names = list(dict.fromkeys([_ROOT, *owner] if _ROOT in owner else owner))
+    return names, [names.index(name) for name in owner]
+
+
+def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> list[str]:
+    if size < 1:
+        raise ValueError(f"units={size}: a unit is full at a number of elements, at least 1")
+    owner, number, filled = [], 0, 0
+    for i, leaf in enumerate(flat):
+        if filled >= size:
+            number, filled = number + 1, 0
+        filled += leaf.numel() if origins[i] == i else 0
+        owner.append(f"part.{number}")
+    return owner
+
+
+def _place(
+    flat: Sequence[Tensor],
+    paths: Sequence[str],
+    kind_of: dict[int, Kind],
+    kinds: Sequence[Kind],
+    claims: Sequence[int],
+    num_units: int,
+    num_parts: int,
+) -> tuple[tuple[Slot, ...], list[list[int]]]:
+    """Leaves end to end by unit and kind, then padding up to a multiple of 16 bytes for each of `num_parts` ranks."""
+    lengths = [[0] * len(kinds) for _ in range(num_units)]
+    slots = []
+    for i, kind in kind_of.items():
+        unit, k = claims[i], kinds.index(kind)
+        slots.append(Slot(paths[i], tuple(flat[i].shape), k, unit, lengths[unit][k]))
+        lengths[unit][k] += flat[i].numel()
+    for row in lengths:
+        for k, kind in enumerate(kinds):
+            block = max(1, _ALIGN // kind.dtype.itemsize) * (1 if kind.whole else num_parts)
+            row[k] = -(-row[k] // block) * block
+    return tuple(slots), lengths

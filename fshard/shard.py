@@ -1,0 +1,291 @@
+"""`Sharded`: a tree of which every rank holds its intervals; sharding, gathering and re-partitioning it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import collectives, comm, tree
+from .comm import Axes
+from .plan import Plan, Slot
+
+
+@dataclass(frozen=True)
+class View:
+    """What the tensors of a `Sharded` mean: which kinds and units of which plan, cut over which axes, for which subtree."""
+
+    plan: Plan
+    over: Axes
+    kinds: tuple[int, ...]
+    spec: tree.Spec
+    first: int  # number of the subtree's first leaf
+    units: tuple[int, int]  # first, and one past the last
+
+    def slots(self) -> list[Slot]:
+        """The place of every leaf of the subtree."""
+        numbers = self.plan.leaves[self.first : self.first + self.spec.num_leaves]
+        return [self.plan.slots[n] for n in numbers]
+
+    def axes(self, kind: int) -> Axes:
+        """The axes a kind is cut over here."""
+        return self.plan.over(self.over, kind)
+
+
+class Sharded(tree.Branch):
+    """A tree of parameters, gradients or optimizer state of which this rank holds its intervals: a pytree node.
+
+    Its leaves are flat 1-D tensors, one for each kind (dtype, trainable or frozen, sharded or whole), each this rank's
+    intervals of all units end to end, padding (zeros) included. `x["blocks"][3]` is a subtree, still sharded.
+    """
+
+    def __init__(self, view: View, tensors: Sequence[Any]):
+        self.view = view
+        self.tensors = tuple(tensors)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan it is laid out by."""
+        return self.view.plan
+
+    @property
+    def trainable(self) -> Sharded:
+        """Without the frozen kinds: what gradients and optimizer state have the structure of."""
+        return self.only(k for k in self.view.kinds if self.plan.kinds[k].trainable)
+
+    def only(self, kinds: Iterable[int]) -> Sharded:
+        """Some kinds of it."""
+        keep = tuple(kinds)
+        held = dict(zip(self.view.kinds, self.tensors, strict=True))
+        return Sharded(replace(self.view, kinds=keep), [held[k] for k in keep])
+
+    def piece(self, unit: int, kind: int) -> Tensor:
+        """This rank's interval of one unit and kind, a view."""
+        plan, axes, (begin, _) = self.plan, self.view.over, self.view.units
+        tensor = self.tensors[self.view.kinds.index(kind)]
+        start = plan.offset(unit, kind, axes) - plan.offset(begin, kind, axes)
+        return tensor[start : start + plan.length(unit, kind, axes)]
+
+    def local_views(self) -> dict[str, Tensor]:
+        """This rank's piece of every leaf, by path: 1-D views, empty where other ranks hold it all."""
+        views = {}
+        names = tree.paths(self.plan.spec)[self.view.first :]
+        for path, slot in zip(names, self.view.slots(), strict=False):
+            if slot.kind in self.view.kinds:
+                begin, end, shift = _overlap(self.plan, slot, self.view.over)
+                views[path] = self.piece(slot.unit, slot.kind)[begin + shift : end + shift]
+        return views
+
+    def _node(self) -> tree.Spec:
+        return self.view.spec
+
+    def _child(self, spec: tree.Spec, first: int) -> Any:
+        if spec.num_leaves == 0:
+            return tree.unflatten(spec, [])
+        view = replace(self.view, spec=spec, first=self.view.first + first)
+        inside = [slot.unit for slot in view.slots()]
+        view = replace(view, units=(min(inside), max(inside) + 1))
+        plan, over, begin = self.plan, self.view.over, self.view.units[0]
+        tensors = []
+        for kind, tensor in zip(self.view.kinds, self.tensors, strict=True):
+            start, low, high = (plan.offset(u, kind, over) for u in (begin, *view.units))
+            tensors.append(tensor[low - start : high - start])
+        return Sharded(view, tensors)
+
+    def __repr__(self) -> str:
+        held = ", ".join(
+            f"{self.plan.kinds[k]}{list(getattr(t, 'shape', ['?']))}"
+            for k, t in zip(self.view.kinds, self.tensors, strict=True)
+        )
+        return f"Sharded({self.view.spec.num_leaves} leaves over {self.view.over or 'no axis'}: {held})"
+
+
+tree.register(Sharded, lambda x: (x.tensors, x.view), Sharded)
+
+
+def _overlap(plan: Plan, slot: Slot, over: Axes) -> tuple[int, int, int]:
+    """The part [begin, end) of a leaf in this rank's interval, and what to add for its place in the interval."""
+    axes = plan.over(over, slot.kind)
+    length = plan.length(slot.unit, slot.kind, over)
+    low = comm.coordinate(plan.live_mesh(), axes) * length - slot.start
+    begin = min(max(low, 0), slot.numel)
+    return begin, min(max(low + length, begin), slot.numel), -low
+
+
+def whole_view(plan: Plan, over: Axes, kinds: Sequence[int]) -> View:
+    """The view of a whole tree."""
+    return View(plan, over, tuple(kinds), plan.spec, 0, (0, len(plan.units)))
+
+
+def trainable_kinds(plan: Plan) -> list[int]:
+    """The kinds that get gradients."""
+    return [k for k, kind in enumerate(plan.kinds) if kind.trainable]
+
+
+def local_numel(plan: Plan, kind: int, over: Axes) -> int:
+    """Elements of one kind that a rank holds."""
+    return plan.offset(len(plan.units), kind, over)
+
+
+def shard_params(params: Any, plan: Plan, src: int | None = None) -> Sharded:
+    """Cut a tree of whole tensors into this rank's intervals; its values are copied, the tree is left as it is.
+
+    `src` is a rank of the mesh whose values all ranks take, leaf by leaf; the others' may then be meta tensors.
+    Without it every rank passes the same values. Raises ValueError if the tree, or a leaf's shape, dtype or device,
+    is not the plan's. Dual: `gather_params`.
+
+    >>> plan = make_plan({"w": torch.arange(3.0)})
+    >>> gather_params(shard_params({"w": torch.arange(3.0)}, plan))
+    {'w': tensor([0., 1., 2.])}
+    """
+    leaves = _placed_leaves(params, plan)
+    device = _check_leaves(leaves, plan, src)
+    tensors = [
+        torch.zeros(local_numel(plan, k, plan.params_over), dtype=kind.dtype, device=device)
+        for k, kind in enumerate(plan.kinds)
+    ]
+    sharded = Sharded(whole_view(plan, plan.params_over, range(len(plan.kinds))), tensors)
+    for slot, leaf in zip(plan.slots, leaves, strict=True):
+        whole = leaf.detach() if src is None else _from_rank(leaf.detach(), plan, src, device)
+        begin, end, shift = _overlap(plan, slot, plan.params_over)
+        if begin < end:
+            sharded.piece(slot.unit, slot.kind)[begin + shift : end + shift] = whole.reshape(-1)[begin:end]
+    return sharded
+
+
+def _from_rank(leaf: Tensor, plan: Plan, src: int, device: torch.device) -> Tensor:
+    sizes = dict(plan.axes)
+    whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if leaf.device != device else leaf
+    for axis in reversed(sizes):
+        src, coordinate = divmod(src, sizes[axis])
+        whole = comm.broadcast(whole, comm.along(plan.mesh, axis), coordinate, "shard_params").wait()
+    return whole
+
+
+def _placed_leaves(params: Any, plan: Plan) -> list[Tensor]:
+    """The given tree's leaf for every slot of the plan, matched by path."""
+    flat, spec = tree.flatten(params)
+    given = dict(zip(tree.paths(spec), flat, strict=True))
+    expected = tree.paths(plan.spec)
+    if set(given) != set(expected):
+        missing = [p for p in expected if p not in given]
+        extra = [p for p in given if p not in set(expected)]
+        raise ValueError(
+            f"the tree is not the plan's: it lacks {missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} besides "
+            f"(expected {len(expected)} leaves, got {len(given)}). Make the plan from this tree, or pass the plan's."
+        )
+    placed: dict[int, Tensor] = {}
+    for path, number in zip(expected, plan.leaves, strict=True):
+        if placed.setdefault(number, given[path]) is not given[path]:
+            raise ValueError(
+                f"leaf {path!r}: expected the very tensor of {plan.slots[number].path!r}, as when the plan was made, got "
+                "another one. Tie them again, or make the plan from this tree."
+            )
+    return [placed[n] for n in range(len(plan.slots))]
+
+
+def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torch.device:
+    device = comm.mesh_device(plan.mesh) if plan.axes or not leaves else leaves[0].device
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, torch.get_device_module(device.type).current_device())
+    mine = src is None or src == comm.coordinate(plan.mesh, [name for name, _ in plan.axes])
+    for slot, leaf in zip(plan.slots, leaves, strict=True):
+        kind = plan.kinds[slot.kind]
+        if not isinstance(leaf, Tensor) or (tuple(leaf.shape), leaf.dtype) != (slot.shape, kind.dtype):
+            raise ValueError(
+                f"leaf {slot.path!r}: expected {kind.dtype} {list(slot.shape)}, got "
+                + (f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__)
+                + ". Make the plan from this tree, or convert the leaf."
+            )
+        if mine and leaf.device != device:
+            raise ValueError(
+                f"leaf {slot.path!r}: expected a tensor on {device}, where the mesh is, got one on {leaf.device}. "
+                "Move it there first."
+            )
+    return device
+
+
+def gather_params(x: Any) -> Any:
+    """The whole tensors of a `Sharded` (or of a subtree of one), as a plain tree; a plain tree comes back unchanged.
+
+    Differentiable to any order, under autograd and torch.func: the transpose reduce-scatters over the axes the tree is
+    cut over and sums over the rest of the mesh, so that differentiating on every rank gives the gradient of the sum
+    of all ranks' outputs. On one device the leaves are views of the flat tensors. Of gradients, a frozen leaf is None.
+
+    >>> plan = make_plan({"w": torch.ones(2), "n": torch.tensor(3)})
+    >>> gather_params(shard_params({"w": torch.ones(2), "n": torch.tensor(3)}, plan)["n"])
+    tensor(3)
+    """
+    if not isinstance(x, Sharded):
+        return x
+    slots, found = x.view.slots(), dict[Slot, Tensor]()
+    for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in x.view.kinds}):
+        pieces = cut(x.plan, _gather_unit(x, unit, kind), unit, kind)
+        found.update(zip(x.plan.places[unit, kind], pieces, strict=True))
+    return tree.unflatten(x.view.spec, [found.get(s) for s in slots])
+
+
+def _gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
+    plan, axes = x.plan, x.view.axes(kind)
+    full, label = x.piece(unit, kind), plan.units[unit].name
+    if not full.numel():
+        return full
+    for axis in plan.rest(axes):
+        full = collectives.vary(full, plan.live_mesh(), axis, label)
+    for axis in reversed(axes):
+        full = collectives.all_gather(full, plan.live_mesh(), axis, label)
+    return full
+
+
+def cut(plan: Plan, full: Tensor, unit: int, kind: int) -> list[Tensor]:
+    """The leaves of one unit and kind, views of its gathered flat buffer."""
+    slots = plan.places[unit, kind]
+    sizes = [slot.numel for slot in slots]
+    # split, not narrow: its derivative is one cat, where each narrow's is a whole buffer of zeros
+    *pieces, _ = full.split_with_sizes([*sizes, full.numel() - sum(sizes)])
+    return [piece.view(slot.shape) for piece, slot in zip(pieces, slots, strict=True)]
+
+
+def refine(x: Sharded, over: Axes) -> Sharded:
+    """Cut a whole view further, over axes that extend its own: a copy, or `x` itself where nothing changes."""
+    view = replace(x.view, over=over)
+    if view == x.view:
+        return x
+    plan, extra = x.plan, over[len(x.view.over) :]
+    index = comm.coordinate(plan.live_mesh(), extra)
+
+    def pieces(kind: int) -> Iterator[Tensor]:
+        for unit in range(len(plan.units)):
+            length = plan.length(unit, kind, over)
+            begin = 0 if plan.kinds[kind].whole else index * length
+            yield x.piece(unit, kind)[begin : begin + length]
+
+    return Sharded(view, [torch.cat(list(pieces(kind))) for kind in view.kinds])
+
+
+def coarsen(x: Sharded, over: Axes, into: Sharded | None = None) -> Sharded:
+    """Gather a whole view over the axes by which it is cut more finely than `over`; the inverse of `refine`.
+
+    Writes into the tensors of `into` where it is given.
+    """
+    view = replace(x.view, over=over)
+    if view == x.view:
+        return x
+    plan, extra = x.plan, x.view.over[len(over) :]
+    if into is None:
+        into = Sharded(
+            view, [t.new_empty(local_numel(plan, k, over)) for k, t in zip(view.kinds, x.tensors, strict=True)]
+        )
+    started = []
+    for kind in view.kinds:
+        axes = () if plan.kinds[kind].whole else extra
+        for unit, name in enumerate(u.name for u in plan.units):
+            if plan.length(unit, kind, over):
+                out = into.piece(unit, kind)
+                started.append(comm.gather_over(x.piece(unit, kind), plan.live_mesh(), axes, name, out))
+    for pending in started:
+        pending.wait()
+    return into

@@ -1,0 +1,298 @@
+"""Gather on access, re-gather in backward, reduce when a unit's gradients are there: one forward and backward, eagerly.
+
+Note [Tensors of a step]
+    A `Tape` lives for one forward and one backward over one value of the parameters; every gather in flight belongs to
+    it and dies with it. Touching a unit gathers it into a flat buffer of which the leaves are views. The tape holds
+    the root's buffer and that of the unit touched last, until the forward ends; others live as long as the user's
+    function holds their leaves. What autograd saves of a gathered buffer is replaced by its place in the buffer
+    (`_Saved`), so saving keeps no buffer alive; the first use of such a place in the backward gathers the unit again,
+    and the last one drops it. Which collectives run depends on the program alone, never on when memory is freed:
+    ranks that run the same function issue the same ones.
+
+Note [Anchors]
+    A unit's leaves get their gradients through one autograd node per tape, the anchor. Its outputs stand for the
+    leaves without their memory (strides of zero). Each touch binds the gathered views to them, so that however often
+    a unit is touched, autograd adds its gradients up and runs the anchor once: one reduction per unit. It starts
+    there and is waited for when the backward is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from . import comm, tree
+from .plan import Plan, Slot
+from .shard import Sharded, cut
+
+Buffers = dict[int, Tensor]  # a unit's gathered flat buffers, by kind
+_STAGES_AHEAD = 2  # reductions left alone before older ones are moved on to their next stage
+
+
+@dataclass(frozen=True)
+class _Saved:
+    unit: int
+    kind: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Anchor(torch.autograd.Function):
+    """Stands for a unit's leaves; its backward has all their gradients, and hands them to the tape."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, tape: Tape, unit: int, leaves: Sequence[Tensor]) -> Any:
+        ctx.tape, ctx.unit = tape, unit
+        ctx.set_materialize_grads(False)
+        return tuple(leaf.new_empty(()).expand(leaf.shape) for leaf in leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.tape.reduce(ctx.unit, grads)
+        return None, None, None, None
+
+
+class _Bind(torch.autograd.Function):
+    """Gives the anchor's outputs the values of gathered leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, leaves: Sequence[Tensor], *anchors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(leaf.view_as(leaf) for leaf in leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, *grads
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Where a backward puts its gradients: each unit's are written to (or, with `add`, added to) its flat buffer of
+    `local`, or a buffer of their own without it, and from there reduced into `reduced`, if that is given."""
+
+    reduced: Sharded | None
+    local: Sharded | None = None
+    add: bool = False
+    fast: bool = False
+
+    def buffer(self, plan: Plan, unit: int, kind: int, like: Tensor) -> Tensor:
+        """The flat buffer a unit's gradients go to."""
+        return like.new_empty(plan.units[unit].lengths[kind]) if self.local is None else self.local.piece(unit, kind)
+
+    def emit(self, plan: Plan, unit: int, kind: int, flat: Tensor) -> comm.Pending | None:
+        """Start the reduction of a filled buffer."""
+        if self.reduced is None:
+            return None
+        axes, mesh, name = self.reduced.view.axes(kind), plan.live_mesh(), plan.units[unit].name
+        out = self.reduced.piece(unit, kind)
+        return comm.reduce_over(flat, mesh, axes, plan.rest(axes), name, out, fast=self.fast)
+
+
+class Tape:
+    """The gathers and reductions of one forward and backward over one `Sharded`; without `into`, of a forward alone."""
+
+    def __init__(self, params: Sharded, into: Gradients | None = None):
+        self._params = params
+        self._plan: Plan = params.plan
+        self._into = into
+        self.root = torch.zeros((), requires_grad=into is not None)
+        self._held: dict[int, dict[Slot, Tensor]] = {}
+        self._coming: dict[int, dict[int, comm.Pending]] = {}
+        self._anchors: dict[int, tuple[Tensor, ...]] = {}
+        self._touched: set[int] = set()
+        self._owners: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self._saved: dict[int, int] = {}  # places saved of each unit, the unit saved last at the end
+        self._again: dict[int, Buffers] = {}  # gathered again for the backward
+        self._reductions: list[comm.Pending] = []
+        self._filled: set[tuple[int, int]] = set()
+        self._backward = False
+
+    def view(self) -> Any:
+        """The parameters as the loss sees them."""
+        return self._enter(self._params.view.spec, self._params.view.first)
+
+    def _enter(self, spec: tree.Spec, first: int) -> Any:
+        """Leaves, and subtrees of one unit, are gathered; what spans several is a container to go into."""
+        if len(set(self._plan.claims[first : first + spec.num_leaves])) > 1:
+            return _Lazy(self, spec, first)
+        slots = [self._plan.slots[n] for n in self._plan.leaves[first : first + spec.num_leaves]]
+        found: dict[Slot, Tensor] = {}
+        for unit in dict.fromkeys(slot.unit for slot in slots):
+            found.update(self._touch(unit))
+        return tree.unflatten(spec, [found[slot] for slot in slots])
+
+    def _touch(self, unit: int) -> dict[Slot, Tensor]:
+        if unit not in self._held:
+            self._held = {u: leaves for u, leaves in self._held.items() if u == self._plan.root}
+            self._held[unit] = self._attach(unit, self._take(unit))
+            self._touched.add(unit)
+            after = unit + 1
+            if not self._backward and after < self._params.view.units[1] and after not in self._touched:
+                self._start(after)
+        return self._held[unit]
+
+    def _kinds(self, unit: int) -> list[int]:
+        return [k for k in self._params.view.kinds if (unit, k) in self._plan.places]
+
+    def _start(self, unit: int) -> None:
+        if unit not in self._coming:
+            mesh, name = self._plan.live_mesh(), self._plan.units[unit].name
+            self._coming[unit] = {
+                k: comm.gather_over(self._params.piece(unit, k), mesh, self._params.view.axes(k), name)
+                for k in self._kinds(unit)
+                if self._plan.units[unit].lengths[k]
+            }
+
+    def _take(self, unit: int) -> Buffers:
+        self._start(unit)
+        coming = self._coming.pop(unit)
+        return {k: coming[k].wait() if k in coming else self._params.piece(unit, k) for k in self._kinds(unit)}
+
+    def _attach(self, unit: int, buffers: Buffers) -> dict[Slot, Tensor]:
+        leaves: dict[Slot, Tensor] = {}
+        for kind, full in buffers.items():
+            leaves.update(zip(self._plan.places[unit, kind], cut(self._plan, full.detach(), unit, kind), strict=True))
+            if self._params.view.axes(kind):
+                storage = full.untyped_storage()
+                # `_cdata` is private: the address of the storage, never given to another while a weak reference to it
+                # is held, as the address of its data would be (test_tape.py notices when it goes)
+                self._owners[storage._cdata] = StorageWeakRef(storage), unit, kind
+        trainable = [slot for slot in leaves if self._plan.kinds[slot.kind].trainable]
+        if self.root.requires_grad and torch.is_grad_enabled() and trainable:
+            values = [leaves[slot] for slot in trainable]
+            if unit not in self._anchors:
+                self._anchors[unit] = _Anchor.apply(self.root, self, unit, values)
+            leaves.update(zip(trainable, _Bind.apply(values, *self._anchors[unit]), strict=True))
+        return leaves
+
+    @contextmanager
+    def forward(self) -> Iterator[Any]:
+        """The block in which the loss runs; afterwards the tape holds no gathered buffer."""
+        if self.root.requires_grad and self._plan.regather:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield self.view()
+        else:
+            yield self.view()
+        self._held.clear()
+        self._finish(self._coming)
+        self._backward = True
+        if self._saved:
+            self._start(next(reversed(self._saved)))
+
+    def _pack(self, x: Tensor) -> Tensor | _Saved:
+        owner = self._owners.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
+        if owner is None:
+            return x
+        _, unit, kind = owner
+        self._saved[unit] = self._saved.pop(unit, 0) + 1
+        return _Saved(unit, kind, x.size(), x.stride(), int(x.storage_offset()))
+
+    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        unit = saved.unit
+        if unit not in self._again:
+            self._again[unit] = self._take(unit)
+            before = [u for u in self._saved if u not in self._again]
+            if before:
+                self._start(before[-1])
+        full = self._again[unit][saved.kind]
+        self._saved[unit] = self._saved.get(unit, 1) - 1
+        if not self._saved[unit]:
+            del self._saved[unit], self._again[unit]
+        return full.as_strided(saved.size, saved.stride, saved.offset)
+
+    def reduce(self, unit: int, grads: Sequence[Tensor | None]) -> None:
+        """Put a unit's gradients into flat buffers and start their reduction."""
+        into, plan = self._into, self._plan
+        assert into is not None
+        kinds = [k for k in self._kinds(unit) if plan.kinds[k].trainable]
+        found = dict(zip((slot for k in kinds for slot in plan.places[unit, k]), grads, strict=True))
+        for kind in (k for k in kinds if plan.units[unit].lengths[k]):
+            flat = into.buffer(plan, unit, kind, self._params.piece(unit, kind))
+            self._fill(flat, plan.places[unit, kind], found, into.add)
+            self._filled.add((unit, kind))
+            if pending := into.emit(plan, unit, kind, flat):
+                self._reductions.append(pending)
+        self._move_on(_STAGES_AHEAD)
+
+    def _fill(self, flat: Tensor, slots: Sequence[Slot], grads: dict[Slot, Tensor | None], add: bool) -> None:
+        for slot in slots:
+            grad, part = grads[slot], flat[slot.start : slot.start + slot.numel].view(slot.shape)
+            if grad is not None:
+                part.add_(grad) if add else part.copy_(grad)
+            elif not add:
+                part.zero_()
+        if not add:
+            flat[slots[-1].start + slots[-1].numel :].zero_()
+
+    def _move_on(self, ahead: int) -> None:
+        """Take all but the last few reductions one stage further; those that are done drop out."""
+        cut_off = max(0, len(self._reductions) - ahead)
+        stepped = [pending.step() for pending in self._reductions[:cut_off]]
+        self._reductions[:cut_off] = [p for p in stepped if isinstance(p, comm.Pending)]
+
+    def close(self) -> None:
+        """Finish what is under way, and put zeros where no gradient arrived."""
+        while self._reductions:
+            self._move_on(0)
+        self._finish(self._coming)
+        self._again.clear()
+        self._anchors.clear()  # an anchor holds its tape
+        if self._into is not None:
+            self._fill_untouched(self._into)
+
+    def _fill_untouched(self, into: Gradients) -> None:
+        targets = [into.reduced] if into.local is None or into.local is into.reduced else [into.reduced, into.local]
+        for target in (t for t in targets if t is not None):
+            for unit, kind in ((u, k) for u in range(len(self._plan.units)) for k in target.view.kinds):
+                if (unit, kind) not in self._filled and not (into.add and target is into.local):
+                    target.piece(unit, kind).zero_()
+
+    @staticmethod
+    def _finish(coming: dict[int, dict[int, comm.Pending]]) -> None:
+        for pendings in coming.values():
+            for pending in pendings.values():
+                pending.wait()
+        coming.clear()
+
+
+class _Lazy(tree.Branch):
+    """A container of a loss's parameters: touching a unit in it gathers the unit."""
+
+    def __init__(self, tape: Tape, spec: tree.Spec, first: int):
+        self._tape = tape
+        self._spec = spec
+        self._first = first
+
+    def _node(self) -> tree.Spec:
+        return self._spec
+
+    def _child(self, spec: tree.Spec, first: int) -> Any:
+        return self._tape._enter(spec, self._first + first)
+
+    def whole(self) -> Any:
+        """The whole subtree, all its units gathered."""
+        parts = [self._child(child, at) for child, at in _children(self._spec)]
+        return tree.unflatten(self._spec, tree.leaves([_whole(part) for part in parts]))
+
+
+def _children(spec: tree.Spec) -> Iterator[tuple[tree.Spec, int]]:
+    first = 0
+    for child in spec.children():
+        yield child, first
+        first += child.num_leaves
+
+
+def _whole(x: Any) -> Any:
+    return x.whole() if isinstance(x, _Lazy) else x
+
+
+tree.register(_Lazy, lambda x: ((x.whole(),), None), lambda _, children: children[0])

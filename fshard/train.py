@@ -1,0 +1,241 @@
+"""The training step: a pure function from state and batch to state and metrics."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import comm, tree
+from .grad import Outcome, check_sharded, empty_grads, fast_reduction, global_norm, run
+from .loss_scale import NoLossScale, select
+from .optim import Transform, apply_updates
+from .shard import Sharded, coarsen, refine
+from .tape import Gradients
+
+
+@dataclass(frozen=True)
+class TrainState(tree.Donatable):
+    """Everything a step takes and gives: a pytree, a value.
+
+    `params` is a `Sharded`; `step` (int64) counts the steps made, skipped updates included; `rng` (int64, on the host)
+    is the seed all random numbers come from; `extra` is yours, carried along.
+    """
+
+    params: Any
+    opt_state: Any
+    loss_scale: Any
+    step: Any
+    rng: Any
+    extra: Any
+
+
+tree.register_fields(TrainState, ("params", "opt_state", "loss_scale", "step", "rng", "extra"))
+
+
+def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: int = 0, extra: Any = None) -> TrainState:
+    """The state before the first step; the optimizer's is cut as the plan's `state_over` says.
+
+    >>> from fshard.optim import sgd
+    >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
+    tensor(0)
+    """
+    trained = refine(check_sharded(sharded).trainable, sharded.plan.state_over)
+    scaler = NoLossScale() if loss_scale is None else loss_scale
+    return TrainState(sharded, tx.init(trained), scaler, torch.tensor(0), torch.tensor(seed), extra)
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    tx: Transform,
+    *,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    reduction: str = "exact",
+    reduce_once: bool = False,
+    has_aux: bool = False,
+    donate: bool = False,
+) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+    """`step(state, batch) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
+
+    `batch` is this rank's; its tensors are cut along dim 0 into `accumulate` micro-batches, whose gradients are reduced
+    each time, or with `reduce_once` added up whole on every rank and reduced with the last. `reduction` is "exact"
+    (sums in rank order) or "fast" (the backend's order). `clip_norm` bounds the global 2-norm. An update whose scaled
+    gradients are not finite on any rank is skipped on all. `metrics` has 0-d tensors, equal on all ranks: `loss`,
+    `grad_norm` (before clipping), `found_inf`; and with `has_aux` this rank's `aux` (a list of one for each micro-batch
+    if there are several). Nothing that goes in is changed, unless `donate` hands the state over: it is then updated in
+    place, and touching it raises DonatedError. Random numbers drawn in the loss come from the state alone, differ by
+    rank, step and micro-batch, and leave torch's own generator as it was.
+
+    >>> from fshard.optim import sgd
+    >>> step = train_step(lambda w, x: (w * x).sum(), sgd(0.5))
+    >>> state, metrics = step(init_state(shard_of(torch.ones(2)), sgd(0.5)), torch.tensor([1.0, 2.0]))
+    >>> metrics["loss"], gather_params(state.params)
+    (tensor(3.), tensor([0.5000, 0.0000]))
+    """
+    if accumulate < 1:
+        raise ValueError(f"accumulate={accumulate}: expected a number of micro-batches, at least 1")
+    fast = fast_reduction(reduction)
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        params = check_sharded(state.params)
+        _check_opt_state(state.opt_state, params)
+        parts = _cut(batch, accumulate, params)
+        grads, outcomes = _gradients(loss_fn, state, parts, fast, reduce_once, has_aux)
+        outcome = _joined(outcomes)
+        grads, found_inf = state.loss_scale.unscale(grads)
+        norm = _rescale(grads, outcomes[0].divisor / outcome.divisor if accumulate > 1 else None, clip_norm)
+        skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
+        new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate)
+        scaler = state.loss_scale.adjust(found_inf)
+        after = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, state.extra)
+        found_inf = (~norm.isfinite()).float() if skip is None else skip
+        metrics = {"loss": outcome.value, "grad_norm": norm, "found_inf": found_inf}
+        if has_aux:
+            metrics["aux"] = outcome.aux if accumulate > 1 else outcome.aux[0]
+        if donate:
+            _give_away(state)
+        return after, metrics
+
+    return step
+
+
+def _joined(outcomes: Sequence[Outcome]) -> Outcome:
+    total = torch.stack([o.total for o in outcomes]).sum()
+    count = torch.stack([o.count for o in outcomes]).sum()
+    return Outcome(total, count, outcomes[0].kind, outcomes[0].dtype, [o.aux for o in outcomes])
+
+
+def _cut(batch: Any, num: int, params: Sharded) -> list[Any]:
+    """The micro-batches, and an error for a leaf that cannot give each of them a row."""
+    leaves, spec = tree.flatten(batch)
+    rows = {path: len(x) for path, x in zip(tree.paths(spec), leaves, strict=True) if isinstance(x, Tensor) and x.dim()}
+    for path, n in rows.items():
+        if n < num:
+            rank = comm.coordinate(params.plan.live_mesh(), [name for name, _ in params.plan.axes])
+            raise ValueError(
+                f"batch leaf {path!r}: expected at least {num} row(s) along dim 0, one for each micro-batch, got {n} on "
+                f"rank {rank}. Every rank needs data: give this one a row whose weight in fshard.Mean's count is 0."
+            )
+    if num == 1:
+        return [batch]
+    if len(set(rows.values())) > 1:
+        raise ValueError(
+            f"batch: expected leaves of one length along dim 0, to cut into {num} micro-batches, got {rows}"
+        )
+    cuts = [x.tensor_split(num) if isinstance(x, Tensor) and x.dim() else [x] * num for x in leaves]
+    return [tree.unflatten(spec, [cut[i] for cut in cuts]) for i in range(num)]
+
+
+def _gradients(
+    loss_fn: Callable[..., Any],
+    state: TrainState,
+    parts: Sequence[Any],
+    fast: bool,
+    reduce_once: bool,
+    has_aux: bool,
+) -> tuple[Sharded, list[Outcome]]:
+    """The gradients of all micro-batches, divided by the first one's divisor, times the loss scale."""
+    params, plan = state.params, state.params.plan
+    grads = empty_grads(params, plan.grads_over)
+    local = grads if not plan.axes else empty_grads(params, ()) if reduce_once else None
+    rank = comm.coordinate(plan.live_mesh(), [name for name, _ in plan.axes])
+    outcomes: list[Outcome] = []
+    for i, part in enumerate(parts):
+        target = grads if i == 0 or local else empty_grads(params, plan.grads_over)
+        last = i + 1 == len(parts)
+        into = Gradients(
+            target if local is None or (last and local is not grads) else None, local, bool(local and i), fast
+        )
+        with _random(state, rank, i, params.tensors[0].device):
+            divisor = outcomes[0].divisor if outcomes else None
+            scale = state.loss_scale.scale
+            outcomes.append(run(loss_fn, params, [part], into, has_aux=has_aux, divisor=divisor, scale=scale))
+        _check_equal_parts(outcomes[-1], parts)
+        if target is not grads:
+            tree.map(lambda whole, more: whole.add_(more), grads, target)
+    return grads, outcomes
+
+
+def _check_equal_parts(outcome: Outcome, parts: Sequence[Any]) -> None:
+    sizes = {len(x) for part in parts for x in tree.leaves(part) if isinstance(x, Tensor) and x.dim()}
+    if outcome.kind is Tensor and len(parts) > 1 and len(sizes) > 1:
+        raise ValueError(
+            f"the loss function: a plain scalar is the mean of equally weighted micro-batches, but these have "
+            f"{sorted(sizes)} rows. Return fshard.Mean(total, count), or a batch that divides by {len(parts)}."
+        )
+
+
+@contextmanager
+def _random(state: TrainState, rank: int, part: int, device: torch.device) -> Iterator[None]:
+    """Random numbers from the state, the rank and the micro-batch; the generators are put back afterwards."""
+    words = f"{int(state.rng)} {int(state.step)} {rank} {part}"
+    seed = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little")
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng([device] if cuda else []):
+        torch.default_generator.manual_seed(seed)
+        if cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None) -> Tensor:
+    """Multiply a step's own gradients, in place, by a factor and down to a norm; returns the norm before clipping."""
+    norm = global_norm(grads)
+    if factor is not None:
+        norm = norm * factor.to(norm.dtype)
+    if clip_norm is not None:
+        clip = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = clip if factor is None else factor * clip
+    if factor is not None:
+        for x in grads.tensors:
+            x.mul_(factor.to(torch.promote_types(x.dtype, torch.float32).to_real()))
+    return norm
+
+
+def _update(
+    tx: Transform, grads: Sharded, opt_state: Any, params: Sharded, skip: Tensor | None, donate: bool
+) -> tuple[Sharded, Any]:
+    """New parameters and optimizer state: in place on copies, or on what was given away."""
+    plan, trained = params.plan, params.trainable
+    mine = refine(trained, plan.state_over)
+    slice_of_grads = refine(grads, plan.state_over)
+    result = None
+    if fused := getattr(tx, "fused", None):
+        own = mine if donate or mine is not trained else tree.map(torch.clone, mine)
+        result = fused(slice_of_grads, opt_state if donate else tree.map(torch.clone, opt_state), own, skip)
+    if result is None:
+        updates, new_state = tx.update(slice_of_grads, opt_state, mine)
+        result = apply_updates(mine, updates), new_state
+        result = result if skip is None else select(skip, (mine, opt_state), result)
+    # new containers: the old ones are emptied when they are given away
+    updated, new_state = tree.map(lambda x: x, result)
+    whole = coarsen(updated, plan.params_over, trained if donate else None)
+    held = {
+        **dict(zip(params.view.kinds, params.tensors, strict=True)),
+        **dict(zip(whole.view.kinds, whole.tensors, strict=True)),
+    }
+    return Sharded(params.view, [held[k] for k in params.view.kinds]), new_state
+
+
+def _check_opt_state(opt_state: Any, params: Sharded) -> None:
+    plan = params.plan
+    for part in tree.nodes(opt_state, Sharded):
+        if part.plan != plan or part.view.over != plan.state_over:
+            raise ValueError(
+                f"the optimizer state was made for other parameters: expected {plan.first_difference(part.plan)}"
+                f", cut over {plan.state_over}, got it cut over {part.view.over}. "
+                "Make it with fshard.init_state from these parameters."
+            )
+
+
+def _give_away(state: TrainState) -> None:
+    for part in tree.nodes((state.params, state.opt_state), Sharded):
+        part._give_away()
+    state._give_away()

@@ -1,0 +1,208 @@
+"""The only door to optree: trees in the order of use, lazy containers, values that can be given away.
+
+Note [Order of use]
+    optree sorts the keys of a dict as strings ('10' before '2'). A plan lays parameters out in the order in which a
+    model uses them, which is the order of insertion. optree keeps it in torch's own namespace, where every node type
+    registered with `torch.utils._pytree` is known as well, so that is the namespace used here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import optree
+
+# Private: importing it turns insertion order on in the namespace "torch" (test_tree.py notices when it no longer does).
+import torch.utils._cxx_pytree  # noqa: F401
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+_NAMESPACE = "torch"
+Spec = optree.PyTreeSpec
+
+
+class DonatedError(RuntimeError):
+    """A value was used after a call that was allowed to take it over."""
+
+
+class Donatable:
+    """A value that a donating call can empty; touching it afterwards raises `DonatedError`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not vars(self):
+            raise DonatedError(
+                f"this {type(self).__name__} was given away: a step built with donate=True updated its tensors in "
+                f"place (touched: .{name}). Use the state which that step returned, or build the step with donate=False."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _give_away(self) -> None:
+        vars(self).clear()
+
+
+def _mirror(kind: type) -> None:
+    """Tell optree of a node type that only `torch.utils._pytree` knows (its `register_dataclass` tells optree nothing)."""
+    node = pytree.SUPPORTED_NODES[kind]
+
+    def flatten(value: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
+        children, context = node.flatten_fn(value)
+        if node.flatten_with_keys_fn is None:
+            return children, context, tuple(range(len(children)))
+        keys = [key for key, _ in node.flatten_with_keys_fn(value)[0]]
+        return children, context, tuple(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k))) for k in keys)
+
+    def unflatten(context: Any, children: Any) -> Any:
+        return node.unflatten_fn(list(children), context)
+
+    optree.register_pytree_node(kind, flatten, unflatten, namespace=_NAMESPACE)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Spec]:
+    """Leaves in the order of use, and the structure; None is an empty subtree."""
+    leaves, spec = optree.tree_flatten(tree, namespace=_NAMESPACE)
+    unknown = {type(leaf) for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) in pytree.SUPPORTED_NODES}
+    if not unknown:
+        return leaves, spec
+    for kind in unknown:
+        _mirror(kind)
+    return flatten(tree)
+
+
+def unflatten(spec: Spec, leaves: Sequence[Any]) -> Any:
+    """The tree of that structure with these leaves."""
+    return optree.tree_unflatten(spec, leaves)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Leaves in the order of use."""
+    return flatten(tree)[0]
+
+
+def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`fn` over the leaves of trees of one structure."""
+    first, spec = flatten(tree)
+    others = [spec.flatten_up_to(other) for other in rest]
+    return unflatten(spec, [fn(*args) for args in zip(first, *others, strict=True)])
+
+
+def nodes(tree: Any, kind: type) -> list[Any]:
+    """Every outermost node of one type."""
+    found = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, kind), namespace=_NAMESPACE)
+    return [x for x in found if isinstance(x, kind)]
+
+
+def register(cls: type, flatten: Callable[[Any], tuple[Any, Any]], unflatten: Callable[[Any, Any], Any]) -> None:
+    """Make `cls` a node for optree (every namespace) and for `torch.utils._pytree` (which torch.func flattens with).
+
+    `flatten(x) -> (children, metadata)` and `unflatten(metadata, children) -> x`.
+    """
+    optree.register_pytree_node(cls, flatten, unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)
+    pytree.register_pytree_node(
+        cls, lambda x: _listed(flatten(x)), lambda children, metadata: unflatten(metadata, children)
+    )
+
+
+def _listed(flat: tuple[Any, Any]) -> tuple[list[Any], Any]:
+    return list(flat[0]), flat[1]
+
+
+def register_fields(cls: type, children: Sequence[str], metadata: Sequence[str] = ()) -> None:
+    """Make a dataclass a node: `children` are subtrees, `metadata` is compared with the structure."""
+
+    def flatten(x: Any) -> tuple[Any, Any]:
+        return tuple(getattr(x, name) for name in children), tuple(getattr(x, name) for name in metadata)
+
+    def unflatten(static: Any, dynamic: Any) -> Any:
+        x = object.__new__(cls)  # leaves may be anything while a tree is mapped: __post_init__ must not look at them
+        vars(x).update(zip(children, dynamic, strict=True), **dict(zip(metadata, static, strict=True)))
+        return x
+
+    register(cls, flatten, unflatten)
+
+
+def names(spec: Spec) -> list[Any]:
+    """What a user calls the children of a node: keys, field names or positions."""
+    if spec.type is not None and hasattr(spec.type, "_fields"):
+        return list(spec.type._fields)
+    return list(spec.entries())
+
+
+def walk(spec: Spec, path: tuple[str, ...] = (), first: int = 0) -> Iterator[tuple[tuple[str, ...], Spec, int]]:
+    """Every subtree, outer before inner: its path, its structure, the number of its first leaf."""
+    yield path, spec, first
+    for name, child in zip(names(spec), spec.children(), strict=True):
+        yield from walk(child, (*path, str(name)), first)
+        first += child.num_leaves
+
+
+def paths(spec: Spec) -> list[str]:
+    """The dotted path of every leaf, in the order of use."""
+    return [".".join(path) for path, node, _ in walk(spec) if node.is_leaf()]
+
+
+class Branch(Donatable):
+    """A container whose children are made when they are touched: it reads like the container it stands for."""
+
+    @abstractmethod
+    def _node(self) -> Spec:
+        """The structure this stands for."""
+
+    @abstractmethod
+    def _child(self, spec: Spec, first: int) -> Any:
+        """The child of that structure whose first leaf is `first` leaves after this container's own."""
+
+    def _pick(self, index: int) -> Any:
+        children = self._node().children()
+        return self._child(children[index], sum(child.num_leaves for child in children[:index]))
+
+    def _is_mapping(self) -> bool:
+        kind = self._node().type
+        return kind is not None and issubclass(kind, dict)
+
+    def __getitem__(self, key: Any) -> Any:
+        entries = names(self._node())
+        if self._is_mapping():
+            if key not in entries:
+                raise KeyError(f"{key!r}: there is {', '.join(map_repr(entries))}")
+            return self._pick(entries.index(key))
+        numbers = range(len(entries))[key]
+        return self._pick(numbers) if isinstance(numbers, int) else [self._pick(i) for i in numbers]
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and vars(self):
+            entries = names(self._node())
+            if name in entries and not self._is_mapping():
+                return self._pick(entries.index(name))
+        return super().__getattr__(name)
+
+    def __len__(self) -> int:
+        return len(self._node().children())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.keys()) if self._is_mapping() else (self._pick(i) for i in range(len(self)))
+
+    def __contains__(self, key: Any) -> bool:
+        return self._is_mapping() and key in self.keys()
+
+    def keys(self) -> list[Any]:
+        """Keys in the order of use."""
+        return names(self._node())
+
+    def values(self) -> Iterator[Any]:
+        """Children in the order of use, each made when it is reached."""
+        return (self._pick(i) for i in range(len(self)))
+
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        """Keys with children in the order of use."""
+        return zip(self.keys(), self.values(), strict=True)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The child of that key, or `default`."""
+        return self[key] if key in self else default  # noqa: SIM401
+
+
+def map_repr(items: Sequence[Any]) -> list[str]:
+    """Each item as an error shows it."""
+    return [repr(item) for item in items]
