@@ -89,15 +89,17 @@ def _note(kind: str, ranks: Ranks, label: str, nbytes: int) -> None:
 class Pending:
     """A result under way. `step` waits for what was sent and starts what follows; `wait` goes on to the result."""
 
-    def __init__(self, works: Sequence[Any], finish: Callable[[], Tensor | Pending]):
-        self._works = works
+    def __init__(self, exchange: Exchange | None, finish: Callable[[Sequence[Tensor]], Tensor | Pending]):
+        self._exchange = exchange
         self._finish = finish
 
     def step(self) -> Tensor | Pending:
         """Wait for the messages under way; give the result or its next stage."""
-        for work in self._works:
-            work.wait()
-        return self._finish()
+        if self._exchange is None:
+            return self._finish([])
+        result = self._finish(self._exchange.wait())
+        self._exchange.done()
+        return result
 
     def wait(self) -> Tensor:
         """Wait for the result."""
@@ -107,11 +109,21 @@ class Pending:
     def then(self, start: Callable[[Tensor], Tensor | Pending]) -> Pending:
         """This, then `start` of its result."""
 
-        def finish() -> Tensor | Pending:
-            result = self._finish()
+        def finish(parts: Sequence[Tensor]) -> Tensor | Pending:
+            result = self._finish(parts)
             return result.then(start) if isinstance(result, Pending) else start(result)
 
-        return Pending(self._works, finish)
+        return Pending(self._exchange, finish)
+
+
+class Exchange(Protocol):
+    """Messages under way from every peer."""
+
+    def wait(self) -> Sequence[Tensor]:
+        """What each rank sent, this one's own included; where no place was given for it, good until `done`."""
+
+    def done(self) -> None:
+        """What was received has been read."""
 
 
 class Ranks(Protocol):
@@ -120,26 +132,51 @@ class Ranks(Protocol):
     axis: str
     rank: int
     size: int
+    device: torch.device  # where tensors that nobody else places go
     built_in: Any  # a process group whose own collectives are the fast ones, or None
 
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], call: str) -> Sequence[Any]:
-        """Send `sends[p]` to peer p and receive `recvs[p]` from it, for every p but this rank; works to wait for."""
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Exchange:
+        """Send `sends[p]` to peer p and receive what it sends, into `recvs[p]` where that is given."""
+
+
+@dataclass
+class Works:
+    """An exchange made of works to wait for, and the places it fills."""
+
+    works: Sequence[Any]
+    parts: Sequence[Tensor]
+
+    def wait(self) -> Sequence[Tensor]:
+        """Wait for every work."""
+        for work in self.works:
+            work.wait()
+        return self.parts
+
+    def done(self) -> None:
+        """Nothing is shared with another rank."""
+
+
+def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
+    """A place for what each rank sends: the given one, a new one, or for this rank its own tensor."""
+    own = sends[rank]
+    made = [own if p == rank else torch.empty_like(own) for p in range(len(sends))]
+    return [place if recv is None else recv for recv, place in zip(recvs, made, strict=True)]
 
 
 class _Group:
     """Ranks of a torch process group."""
 
-    def __init__(self, axis: str, group: dist.ProcessGroup, cuda: bool):
-        self.axis, self._group = axis, group
+    def __init__(self, axis: str, group: dist.ProcessGroup, device: torch.device):
+        self.axis, self.device, self._group = axis, device, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.built_in = group if cuda else None
+        self.built_in = None if device.type == "cpu" else group
 
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], call: str) -> Sequence[Any]:
-        ops = []
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Works:
+        parts, ops = places(sends, recvs, self.rank), []
         for peer in (p for p in range(self.size) if p != self.rank):
-            ops.append(dist.P2POp(dist.irecv, recvs[peer], group=self._group, group_peer=peer))
+            ops.append(dist.P2POp(dist.irecv, parts[peer], group=self._group, group_peer=peer))
             ops.append(dist.P2POp(dist.isend, sends[peer], group=self._group, group_peer=peer))
-        return dist.batch_isend_irecv(ops) if ops else []
+        return Works(dist.batch_isend_irecv(ops) if ops else [], parts)
 
 
 def axis_sizes(mesh: Mesh) -> dict[str, int]:
@@ -163,8 +200,9 @@ def coordinate(mesh: Mesh, axes: Sequence[str]) -> int:
 
 
 def mesh_device(mesh: Mesh) -> torch.device:
-    """The kind of device a mesh's tensors live on."""
-    return torch.device("cpu" if mesh is None else mesh.device_type)
+    """The device this rank's tensors live on."""
+    kind = "cpu" if mesh is None else mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def along(mesh: Mesh, axis: str) -> Ranks:
@@ -173,7 +211,7 @@ def along(mesh: Mesh, axis: str) -> Ranks:
     if axis not in sizes:
         raise ValueError(f"the mesh has no axis {axis!r}: it has {', '.join(map(repr, sizes)) or 'no axes'}")
     if isinstance(mesh, DeviceMesh):
-        return _Group(axis, mesh.get_group(axis), mesh.device_type != "cpu")
+        return _Group(axis, mesh.get_group(axis), mesh_device(mesh))
     return mesh.ranks(axis)
 
 
@@ -202,12 +240,12 @@ def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = No
 def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str) -> Pending:
     full = x.new_empty((ranks.size * x.shape[0], *x.shape[1:])) if out is None else out
     if ranks.built_in is not None:
-        works: Sequence[Any] = [dist.all_gather_into_tensor(full, x, group=ranks.built_in, async_op=True)]
-    else:
-        parts = _parts(full, ranks)
-        works = ranks.exchange([x] * ranks.size, parts, _call(kind, x, ranks, label))
-        parts[ranks.rank].copy_(x)
-    return Pending(works, lambda: full)
+        work = dist.all_gather_into_tensor(full, x, group=ranks.built_in, async_op=True)
+        return Pending(Works([work], []), lambda _: full)
+    parts = _parts(full, ranks)
+    exchange = ranks.exchange([x] * ranks.size, parts, _call(kind, x, ranks, label))
+    parts[ranks.rank].copy_(x)
+    return Pending(exchange, lambda _: full)
 
 
 def reduce_scatter(
@@ -225,10 +263,10 @@ def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str,
     parts = _parts(x, ranks)
     result = torch.empty_like(parts[0]) if out is None else out
     if fast and ranks.built_in is not None:
-        return Pending([dist.reduce_scatter_tensor(result, x, group=ranks.built_in, async_op=True)], lambda: result)
-    recvs = [p if i == ranks.rank else torch.empty_like(p) for i, p in enumerate(parts)]
-    works = ranks.exchange(parts, recvs, _call(kind, x, ranks, label))
-    return Pending(works, lambda: _fold(recvs, "sum", result))
+        work = dist.reduce_scatter_tensor(result, x, group=ranks.built_in, async_op=True)
+        return Pending(Works([work], []), lambda _: result)
+    exchange = ranks.exchange(parts, [None] * ranks.size, _call(kind, x, ranks, label))
+    return Pending(exchange, lambda received: _fold(received, "sum", result))
 
 
 def _parts(x: Tensor, ranks: Ranks) -> Sequence[Tensor]:
@@ -252,7 +290,8 @@ def all_reduce(x: Tensor, ranks: Ranks, label: str = "", *, op: str = "sum", fas
     _note("all_reduce", ranks, label, (size - 1) * (x.nbytes if small else 2 * x.nbytes // size))
     if fast and ranks.built_in is not None and op == "sum":
         out = flat.clone()
-        return Pending([dist.all_reduce(out, group=ranks.built_in, async_op=True)], lambda: out.view(shape))
+        work = dist.all_reduce(out, group=ranks.built_in, async_op=True)
+        return Pending(Works([work], []), lambda _: out.view(shape))
     if small:
         gathered = _gather(flat, ranks, None, "all_reduce", label)
         return gathered.then(lambda full: _fold(_parts(full, ranks), op, torch.empty_like(flat)).view(shape))
@@ -267,9 +306,9 @@ def all_to_all(x: Tensor, ranks: Ranks, label: str = "") -> Pending:
     out = torch.empty_like(x)
     recvs = _parts(out, ranks)
     _note("all_to_all", ranks, label, (ranks.size - 1) * parts[0].nbytes)
-    works = ranks.exchange(parts, recvs, _call("all_to_all", x, ranks, label))
+    exchange = ranks.exchange(parts, recvs, _call("all_to_all", x, ranks, label))
     recvs[ranks.rank].copy_(parts[ranks.rank])
-    return Pending(works, lambda: out)
+    return Pending(exchange, lambda _: out)
 
 
 def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending:
@@ -281,13 +320,13 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
     out = x.clone() if sender else torch.empty_like(x)
     sends = [x if sender else nothing] * ranks.size
     recvs = [out if p == src and not sender else nothing for p in range(ranks.size)]
-    return Pending(ranks.exchange(sends, recvs, _call("broadcast", x, ranks, label)), lambda: out)
+    return Pending(ranks.exchange(sends, recvs, _call("broadcast", x, ranks, label)), lambda _: out)
 
 
 def gather_over(x: Tensor, mesh: Mesh, axes: Axes, label: str = "", out: Tensor | None = None) -> Pending:
     """All-gather over several axes, the first of them the slowest; over none: the tensor itself."""
     if not axes:
-        return Pending([], lambda: x if out is None else out.copy_(x))
+        return Pending(None, lambda _: x if out is None else out.copy_(x))
     *outer, last = axes
     pending = all_gather(x, along(mesh, last), label, None if outer else out)
     return pending.then(lambda full: gather_over(full, mesh, tuple(outer), label, out)) if outer else pending
@@ -306,7 +345,7 @@ def reduce_over(
         pending = all_reduce(x, along(mesh, rest[0]), label, fast=fast)
         rest = rest[1:]
     else:
-        return Pending([], lambda: x if out is None or out is x else out.copy_(x))
+        return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
     if last and out is not None:
         return pending.then(lambda y: y if y is out else out.copy_(y))
     return pending.then(lambda y: reduce_over(y, mesh, axes, rest, label, out, fast=fast))
@@ -325,27 +364,34 @@ def num_ranks(mesh: Mesh, axes: Sequence[str] | None = None) -> int:
     return math.prod(sizes[axis] for axis in (sizes if axes is None else axes))
 
 
-def check_same(mesh: Mesh, digest: bytes, describe: str, what: str) -> None:
+def check_same(mesh: Mesh, digest: str, describe: str, what: str) -> None:
     """Raise `MismatchError` on every rank if `digest` differs on any; lines of `describe` say where it begins to."""
-    if mesh is None or (num_ranks(mesh) == 1 and isinstance(mesh, DeviceMesh)):
+    digests = _texts(digest, mesh)
+    other = next((i for i, one in enumerate(digests) if one != digests[0]), None)
+    if other is None:
         return
-    device, axes = mesh_device(mesh), tuple(axis_sizes(mesh))
-    rows = _gather_bytes(digest, mesh, axes, device)
-    if all(row == rows[0] for row in rows):
-        return
-    texts = [row.rstrip(b"\0").decode() for row in _gather_bytes(describe.encode(), mesh, axes, device)]
-    other = next(i for i, row in enumerate(rows) if row != rows[0])
-    where = first_difference(texts[0], texts[other], "Rank 0 has {}; rank %d has {}" % other)
+    texts = _texts(describe, mesh)
+    sentence = f"rank 0 has {{}}; rank {other} has {{}}"
     raise MismatchError(
-        f"{what} differs between ranks. {where}. Build the same tree, in the same order, on all of them."
+        f"{what} differs between ranks: {first_difference(texts[0], texts[other], sentence)}. "
+        "Build the same tree, in the same order, on all of them."
     )
 
 
-def _gather_bytes(data: bytes, mesh: Mesh, axes: Axes, device: torch.device) -> list[bytes]:
-    length = int(total(torch.tensor([len(data)], device=device), mesh, op="max", label="fingerprint"))
-    x = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8).to(device)
-    rows = gather_over(x, mesh, axes, "fingerprint").wait().view(-1, length).cpu()
-    return [bytes(row.tolist()) for row in rows]
+def _texts(text: str, mesh: Mesh) -> list[str]:
+    """Every rank's text, in rank order."""
+    data, end = text.encode(), b"\x1e"
+    for axis in reversed(axis_sizes(mesh)):
+        data = end.join(rows_of_bytes(data, along(mesh, axis)))
+    return [row.decode() for row in data.split(end)]
+
+
+def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
+    """Every rank's bytes."""
+    length = all_reduce(torch.tensor([len(data)], device=ranks.device), ranks, "bytes", op="max").wait()
+    x = torch.frombuffer(bytearray(data.ljust(int(length), b"\0")), dtype=torch.uint8).to(ranks.device)
+    rows = all_gather(x, ranks, "bytes").wait().view(ranks.size, -1).cpu()
+    return [bytes(row.tolist()).rstrip(b"\0") for row in rows]
 
 
 def first_difference(a: str, b: str, sentence: str) -> str:

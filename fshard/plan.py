@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import comm, tree
+from . import comm, host, tree
 from .comm import Axes, Mesh
 
 Where = str | Sequence[str] | Callable[[str, Any], bool] | None
@@ -108,7 +108,7 @@ class Plan:
                 f"the plan was made for a mesh with axes {dict(self.axes)}, this one has {sizes}: "
                 "make the plan again for this mesh, and shard whole parameters with it"
             )
-        return replace(self, mesh=mesh)
+        return replace(self, mesh=host.connect(mesh))
 
     def live_mesh(self) -> Mesh:
         """The mesh, or an error for a plan that came out of a pickle."""
@@ -227,7 +227,7 @@ def make_plan(
 
     Source: the flat parameter of Zhao et al., PyTorch FSDP (2023); the partitions of Rajbhandari et al., ZeRO (2020).
     """
-    sizes = comm.axis_sizes(mesh)
+    sizes, mesh = comm.axis_sizes(mesh), host.connect(mesh)
     over = _partitions(sizes, params_over, grads_over, state_over)
     flat, spec = tree.flatten(params)
     _check_tensors(flat, tree.paths(spec))
@@ -254,7 +254,7 @@ def make_plan(
         regather,
         mesh,
     )
-    comm.check_same(mesh, plan.fingerprint.encode(), plan.describe(), "the plan")
+    comm.check_same(mesh, plan.fingerprint, plan.describe(), "the plan")
     return plan
 
 

@@ -189,8 +189,6 @@ def _placed_leaves(params: Any, plan: Plan) -> list[Tensor]:
 
 def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torch.device:
     device = comm.mesh_device(plan.mesh) if plan.axes or not leaves else leaves[0].device
-    if device.type != "cpu" and device.index is None:
-        device = torch.device(device.type, torch.get_device_module(device.type).current_device())
     mine = src is None or src == comm.coordinate(plan.mesh, [name for name, _ in plan.axes])
     for slot, leaf in zip(plan.slots, leaves, strict=True):
         kind = plan.kinds[slot.kind]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .comm import MismatchError
+from .comm import MismatchError, Works, mesh_device, places
 
 _HERE = Path(__file__).parent
 
@@ -176,16 +176,18 @@ class _SimulatedRanks:
 
     def __init__(self, mesh: SimulatedMesh, world: _World, axis: str):
         self.axis, self._world, self._me = axis, world, mesh.get_rank()
+        self.device = mesh_device(mesh)
         number = mesh.mesh_dim_names.index(axis)
         self.rank, self.size = mesh.get_coordinate()[number], mesh.shape[number]
         stride = math.prod(mesh.shape[number + 1 :])
         first = self._me - self.rank * stride
         self._group = tuple(first + i * stride for i in range(self.size))
 
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor], call: str) -> Sequence[Any]:
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Works:
+        parts = places(sends, recvs, self.rank)
         if self.size > 1:
-            self._world.arrive(self._me, _Post(self._group, sends, recvs, call, _call_site()))
-        return []
+            self._world.arrive(self._me, _Post(self._group, sends, parts, call, _call_site()))
+        return Works([], parts)
 
 
 def _call_site() -> str:

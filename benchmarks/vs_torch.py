@@ -1,0 +1,242 @@
+"""FSDP2, DistributedDataParallel and fshard in turn, in one process group: the same model, data and losses.
+
+    make bench ARGS="--model M"
+
+prints, for each model, the medians of step times as ratios with their spread, the floor (the same batch with no
+communication), the peak resident memory each system added to a rank, and collectives and bytes per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import HEADS, TASKS, Reference, Task
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fshard
+
+Step = Callable[[Tensor], Tensor]
+LR = 1e-3
+
+
+def _reference(name: str) -> Reference:
+    torch.manual_seed(0)
+    return Reference(TASKS[name], TASKS[name].init(), HEADS[name])
+
+
+def _module_step(model: torch.nn.Module, parameters: Any) -> Step:
+    optimizer = torch.optim.AdamW(parameters, lr=LR, fused=True)
+
+    def step(batch: Tensor) -> Tensor:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def local(name: str, mesh: DeviceMesh) -> Step:
+    """The same batch on every rank for itself: the floor."""
+    model = _reference(name)
+    return _module_step(model, model.parameters())
+
+
+def fsdp2(name: str, mesh: DeviceMesh) -> Step:
+    """torch's fully_shard, each repeated part and the root a unit."""
+    model = _reference(name)
+    for part in model.parts:
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _module_step(model, model.parameters())
+
+
+def ddp(name: str, mesh: DeviceMesh) -> Step:
+    """torch's DistributedDataParallel."""
+    model = DistributedDataParallel(_reference(name))
+    return _module_step(model, model.parameters())
+
+
+def _fshard(name: str, mesh: DeviceMesh, **over: Any) -> Step:
+    torch.manual_seed(0)
+    task: Task = TASKS[name]
+    params = task.init()
+    plan = fshard.make_plan(params, mesh, units=[f"{task.repeated}.*"], **over)
+    tx = fshard.optim.adamw(LR)
+    state = fshard.init_state(fshard.shard_params(params, plan), tx)
+    step = fshard.train_step(task.loss, tx, donate=True)
+
+    def next_step(batch: Tensor) -> Tensor:
+        nonlocal state
+        state, metrics = step(state, batch)
+        return metrics["loss"]
+
+    return next_step
+
+
+def fshard_full(name: str, mesh: DeviceMesh) -> Step:
+    """fshard, parameters sharded and gathered again in the backward."""
+    return _fshard(name, mesh)
+
+
+def fshard_whole(name: str, mesh: DeviceMesh) -> Step:
+    """fshard with params_over=(): whole parameters, gradients all-reduced."""
+    return _fshard(name, mesh, params_over=(), grads_over=(), state_over=())
+
+
+SYSTEMS = {"local": local, "fsdp2": fsdp2, "fshard": fshard_full, "ddp": ddp, "fshard ()": fshard_whole}
+PAIRS = [("fshard", "fsdp2"), ("fshard ()", "ddp"), ("local", "fsdp2")]
+
+
+def _memory(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+def _settle() -> None:
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def peak_memory(name: str, system: str, mesh: DeviceMesh, steps: int) -> float:
+    """Peak resident bytes that building a system and a few steps of it add to this rank (Linux)."""
+    _settle()
+    before = _memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    step, generator = SYSTEMS[system](name, mesh), _generator()
+    for _ in range(steps):
+        step(TASKS[name].batch(generator))
+    return _memory("VmHWM") - before
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1 + dist.get_rank())
+
+
+def step_times(name: str, systems: list[str], mesh: DeviceMesh, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round's step, the systems in turn; and a check that they train alike."""
+    steps, generator = {s: SYSTEMS[s](name, mesh) for s in systems}, _generator()
+    times: dict[str, list[float]] = {s: [] for s in systems}
+    warmup = 3
+    for i in range(warmup + rounds):
+        batch, losses = TASKS[name].batch(generator), {}
+        for system, step in steps.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            loss = step(batch)
+            dist.barrier()
+            if i >= warmup:
+                times[system].append(time.perf_counter() - begin)
+            losses[system] = float(loss)
+        _check_losses(losses)
+    return times
+
+
+def _check_losses(losses: dict[str, float]) -> None:
+    means = torch.tensor([losses[s] for s in losses if s != "local"])
+    own = torch.tensor([s.startswith("fshard") for s in losses if s != "local"])
+    averaged = means.clone()
+    dist.all_reduce(averaged)
+    averaged = torch.where(own, means, averaged / dist.get_world_size())
+    if (averaged - averaged[0]).abs().max() > 1e-3 * averaged[0].abs():
+        raise RuntimeError(f"the systems do not train alike: {dict(zip(losses, averaged.tolist(), strict=False))}")
+
+
+def traffic(name: str, mesh: DeviceMesh) -> str:
+    """Collectives and bytes sent by one step of fshard."""
+    step = fshard_full(name, mesh)
+    with fshard.tally() as records:
+        step(TASKS[name].batch(_generator()))
+    kinds = sorted({r.kind for r in records})
+    return ", ".join(f"{len(records.select(k))} {k} ({records.nbytes(k) / 1e6:.1f} MB)" for k in kinds)
+
+
+def reference_traffic(name: str, mesh: DeviceMesh) -> str:
+    """Collectives of one step of FSDP2."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    step = fsdp2(name, mesh)
+    with CommDebugMode() as mode:
+        step(TASKS[name].batch(_generator()))
+    return ", ".join(f"{count} {op}" for op, count in mode.get_comm_counts().items())
+
+
+def _ratio(times: dict[str, list[float]], a: str, b: str) -> dict[str, float]:
+    pairs = sorted(x / y for x, y in zip(times[a], times[b], strict=True))
+    low, high = pairs[len(pairs) // 10], pairs[-1 - len(pairs) // 10]
+    return {"ratio": statistics.median(times[a]) / statistics.median(times[b]), "low": low, "high": high}
+
+
+def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
+    """Everything about one model, the same on all ranks."""
+    systems = [s for s in SYSTEMS if name != "T" or s in ("local", "fsdp2", "fshard")]
+    result: dict[str, Any] = {"model": name, "threads": torch.get_num_threads(), "rounds": args.rounds}
+    if not args.no_memory:
+        result["peak_mb"] = {s: round(peak_memory(name, s, mesh, 3) / 1e6) for s in systems}
+    times = step_times(name, systems, mesh, args.rounds)
+    result["median_ms"] = {s: round(1e3 * statistics.median(t), 2) for s, t in times.items()}
+    result["ratios"] = {f"{a} / {b}": _ratio(times, a, b) for a, b in PAIRS if a in times and b in times}
+    result["fshard"], result["fsdp2"] = traffic(name, mesh), reference_traffic(name, mesh)
+    return result
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """One model's table."""
+    table = Table(title=f"model {result['model']}, {dist.get_world_size()} ranks, {result['rounds']} rounds")
+    for column in ("system", "median ms", "peak MB over imports"):
+        table.add_column(column, justify="left" if column == "system" else "right")
+    for system, ms in result["median_ms"].items():
+        table.add_row(system, f"{ms:.1f}", str(result.get("peak_mb", {}).get(system, "-")))
+    console.print(table)
+    for pair, r in result["ratios"].items():
+        console.print(f"  {pair}: {r['ratio']:.3f}  (10% to 90% of paired rounds: {r['low']:.3f} to {r['high']:.3f})")
+    console.print(f"  per step, fshard: {result['fshard']}\n  per step, fsdp2: {result['fsdp2']}")
+
+
+def main() -> None:
+    """Measure the models asked for and print their tables on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--model", choices=list(TASKS), action="append", help="default: all")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--json", type=Path, help="append a line of JSON for each model")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("run it under torchrun: make bench")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    quiet = contextlib.nullcontext() if dist.get_rank() == 0 else contextlib.redirect_stdout(None)
+    with quiet:
+        for name in args.model or TASKS:
+            result = measure(name, args, mesh)
+            show(result, Console(file=sys.stdout, quiet=dist.get_rank() != 0))
+            if args.json and dist.get_rank() == 0:
+                with args.json.open("a") as out:
+                    out.write(json.dumps(result) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""Ranks that are processes of one host: messages through shared memory, with no thread and no network between them.
+
+Note [Messages on one host]
+    Two ranks share a Unix socket. A small message travels in it; of a large one only a header does, and the data lie in
+    a memory segment that both have mapped (a memfd, which needs no name and dies with its processes). The receiver
+    reads the segment when it waits for the message, and acknowledges it; the sender then uses it again. Sending never
+    waits for the receiver, so ranks may start as many messages as they like, and wait for them in any order. Every
+    header carries the call it belongs to: a rank that calls something else is an error that names both, not a hang.
+
+    On two cores this takes the place of gloo's sockets and of the threads that serve them, which take time from the
+    ranks' own: a 16 KiB message costs about 0.05 ms instead of 0.3.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .comm import Mesh, MismatchError, Ranks, along, axis_sizes, rows_of_bytes
+
+_HEADER = struct.Struct("<BHIQ")  # what it is, length of the call's text, segment, bytes of data
+_INLINE, _SEGMENT, _NEW_SEGMENT, _ACKNOWLEDGED = range(4)
+_SMALL = 1 << 15  # bytes that travel in the socket
+_READ = 1 << 18
+_TIMEOUT = 1800.0  # seconds, as torch's own process groups
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    flat = x.detach().reshape(-1)
+    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+
+
+def _typed(data: Tensor, like: Tensor) -> Tensor:
+    if like.is_complex():
+        return torch.view_as_complex(data.view(like.real.dtype).view(-1, 2)).view(like.shape)
+    return data.view(like.dtype).view(like.shape)
+
+
+class _Segment:
+    """Memory that several processes have mapped."""
+
+    def __init__(self, fd: int, number: int):
+        self.fd, self.number = fd, number
+        self.data = torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)
+        self.readers = 0  # messages in it that are not acknowledged
+        weakref.finalize(self, os.close, fd)
+
+
+class _Outbox:
+    """This rank's segments: those acknowledged by all readers are used again."""
+
+    def __init__(self) -> None:
+        self.segments: list[_Segment] = []
+
+    def stage(self, data: Tensor, readers: int, links: Sequence[_Link]) -> _Segment:
+        segment = self._free(data.numel())
+        if segment is None:
+            for link in links:
+                link.drain()
+            segment = self._free(data.numel()) or self._new(data.numel())
+        segment.data[: data.numel()].copy_(data)
+        segment.readers = readers
+        return segment
+
+    def _free(self, size: int) -> _Segment | None:
+        fits = [s for s in self.segments if not s.readers and size <= s.data.numel() <= 2 * size]
+        return min(fits, key=lambda s: s.data.numel(), default=None)
+
+    def _new(self, size: int) -> _Segment:
+        fd = os.memfd_create("fshard")
+        os.ftruncate(fd, size)
+        self.segments.append(_Segment(fd, len(self.segments)))
+        return self.segments[-1]
+
+
+@dataclass
+class _Message:
+    call: str
+    data: Tensor
+    segment: int | None
+
+
+@dataclass
+class _Link:
+    """The socket to one peer, and what has arrived on it."""
+
+    socket: socket.socket
+    peer: str
+    outbox: _Outbox
+    num_sent: int = 0
+    num_expected: int = 0
+    num_arrived: int = 0
+    arrived: dict[int, _Message] = field(default_factory=dict)
+    mapped: dict[int, _Segment] = field(default_factory=dict)
+    shown: set[int] = field(default_factory=set)
+    stream: bytearray = field(default_factory=bytearray)
+    fds: deque[int] = field(default_factory=deque)
+
+    def send(self, call: str, data: Tensor, segment: _Segment | None) -> None:
+        text, size = call.encode(), data.numel()
+        if segment is None:
+            payload = ctypes.string_at(data.data_ptr(), size) if size else b""
+            self._write(_HEADER.pack(_INLINE, len(text), 0, size) + text + payload, [])
+        else:
+            known = segment.number in self.shown
+            kind, fds = (_SEGMENT, []) if known else (_NEW_SEGMENT, [segment.fd])
+            self.shown.add(segment.number)
+            self._write(_HEADER.pack(kind, len(text), segment.number, size) + text, fds)
+
+    def acknowledge(self, segment: int) -> None:
+        self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0), [])
+
+    def _write(self, data: bytes, fds: list[int]) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                sent = socket.send_fds(self.socket, [view], fds) if fds else self.socket.send(view)
+            except BlockingIOError:
+                self._wait(select.POLLIN | select.POLLOUT, "taking what it was sent")
+                self.drain()  # the peer may be waiting to write as well
+            except (BrokenPipeError, ConnectionResetError):
+                raise self._gone("taking what it was sent") from None
+            else:
+                view, fds = view[sent:], []
+
+    def _wait(self, events: int, doing: str) -> None:
+        poll = select.poll()
+        poll.register(self.socket, events)
+        if not poll.poll(_TIMEOUT * 1000):
+            raise MismatchError(f"{self.peer} did not answer within {_TIMEOUT:.0f} s of {doing}: it is stuck or stopped")
+
+    def _gone(self, doing: str) -> MismatchError:
+        return MismatchError(f"{self.peer} has gone (its process ended, or it let go of its plan) before {doing}")
+
+    def take(self, number: int, call: str) -> _Message:
+        """The message of that number, when it is there."""
+        while number not in self.arrived:
+            if not self.drain(call):
+                self._wait(select.POLLIN, call)
+        message = self.arrived.pop(number)
+        if message.call != call:
+            raise MismatchError(
+                f"ranks called different collectives: this rank {call}, {self.peer} {message.call}. "
+                "All ranks must call the same ones in the same order."
+            )
+        return message
+
+    def drain(self, doing: str = "") -> bool:
+        """Read what is there; whether there was anything."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self.socket, _READ, 16)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            data, fds = b"", []
+        if not data:
+            if doing:
+                raise self._gone(doing)
+            return False
+        self.stream += data
+        self.fds.extend(fds)
+        while self._parse():
+            pass
+        return True
+
+    def _parse(self) -> bool:
+        if len(self.stream) < _HEADER.size:
+            return False
+        kind, length, number, size = _HEADER.unpack_from(self.stream)
+        begin = _HEADER.size + length
+        end = begin + (size if kind == _INLINE else 0)
+        if len(self.stream) < end:
+            return False
+        call, payload = self.stream[_HEADER.size : begin].decode(), self.stream[begin:end]
+        del self.stream[:end]
+        if kind == _ACKNOWLEDGED:
+            self.outbox.segments[number].readers -= 1
+            return True
+        if kind == _NEW_SEGMENT:
+            self.mapped[number] = _Segment(self.fds.popleft(), number)
+        if kind == _INLINE:
+            data = torch.frombuffer(payload, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+            message = _Message(call, data, None)
+        else:
+            message = _Message(call, self.mapped[number].data[:size], number)
+        self.arrived[self.num_arrived] = message
+        self.num_arrived += 1
+        return True
+
+
+@dataclass
+class _Exchange:
+    """Messages under way from each peer."""
+
+    links: dict[int, _Link]
+    numbers: dict[int, int]
+    recvs: list[Tensor | None]
+    like: Tensor
+    call: str
+    held: list[tuple[_Link, int]] = field(default_factory=list)
+
+    def wait(self) -> list[Tensor]:
+        parts = [self.like if recv is None else recv for recv in self.recvs]
+        for peer, link in self.links.items():
+            message = link.take(self.numbers[peer], self.call)
+            recv = self.recvs[peer]
+            if recv is None:
+                parts[peer] = _typed(message.data, self.like)
+                if message.segment is not None:
+                    self.held.append((link, message.segment))
+                continue
+            if recv.numel():
+                recv.copy_(_typed(message.data, recv))
+            if message.segment is not None:
+                link.acknowledge(message.segment)
+        return parts
+
+    def done(self) -> None:
+        for link, segment in self.held:
+            link.acknowledge(segment)
+        self.held.clear()
+
+
+class _HostRanks:
+    built_in = None
+    device = torch.device("cpu")
+
+    def __init__(self, axis: str, rank: int, size: int, sockets: dict[int, socket.socket]):
+        self.axis, self.rank, self.size = axis, rank, size
+        self._outbox = _Outbox()
+        self._links = {p: _Link(s, f"rank {p} of axis {axis!r}", self._outbox) for p, s in sorted(sockets.items())}
+        for link in self._links.values():
+            link.socket.setblocking(False)
+            weakref.finalize(self, link.socket.close)
+
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> _Exchange:
+        staged: dict[int, _Segment] = {}
+        numbers = {}
+        for peer, link in self._links.items():
+            x = sends[peer]
+            data, segment = _bytes_of(x), None
+            if data.numel() > _SMALL:
+                if id(x) not in staged:
+                    readers = sum(sends[p] is x for p in self._links)
+                    staged[id(x)] = self._outbox.stage(data, readers, list(self._links.values()))
+                segment = staged[id(x)]
+            link.send(call, data, segment)
+            numbers[peer], link.num_expected = link.num_expected, link.num_expected + 1
+        return _Exchange(self._links, numbers, list(recvs), sends[self.rank], call)
+
+
+class HostMesh:
+    """A DeviceMesh of CPU processes some of whose axes lie on one host: there, messages go through shared memory."""
+
+    def __init__(self, mesh: Any, ranks: dict[str, Ranks]):
+        self._mesh, self._ranks = mesh, ranks
+        self.mesh_dim_names, self.device_type = mesh.mesh_dim_names, mesh.device_type
+
+    def size(self, dim: int | None = None) -> int:
+        """The number of ranks along a dimension of the mesh (None: in all)."""
+        return self._mesh.size(dim)
+
+    def get_local_rank(self, axis: str | int | None = None) -> int:
+        """This rank's number along an axis."""
+        return self._mesh.get_local_rank(axis)
+
+    def get_rank(self) -> int:
+        """This process's number among all."""
+        return self._mesh.get_rank()
+
+    def ranks(self, axis: str) -> Ranks:
+        """The ranks along one axis."""
+        return self._ranks[axis]
+
+
+def connect(mesh: Mesh) -> Mesh:
+    """The mesh, with shared memory along those axes of a DeviceMesh of CPU processes that lie on one host.
+
+    Every rank must call it. Meshes of GPUs, of one device, simulated ones and other systems than Linux are left alone.
+    """
+    if not hasattr(mesh, "get_group") or mesh.device_type != "cpu" or not hasattr(os, "memfd_create"):
+        return mesh
+    ranks = {axis: along(mesh, axis) for axis in axis_sizes(mesh)}
+    return HostMesh(mesh, {axis: _connected(r) for axis, r in ranks.items()})
+
+
+def _connected(ranks: Ranks) -> Ranks:
+    name = b"\0fshard-" + secrets.token_hex(16).encode()  # an abstract address: no file to clean up
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(name)
+        listener.listen(ranks.size)
+        listener.settimeout(_TIMEOUT)
+        # an abstract address is seen inside one network namespace of one running kernel
+        host = Path("/proc/sys/kernel/random/boot_id").read_text() + str(os.stat("/proc/self/ns/net").st_ino)
+        names, hosts = rows_of_bytes(name, ranks), rows_of_bytes(host.encode(), ranks)
+        if any(other != hosts[0] for other in hosts):
+            return ranks
+        sockets = {peer: _dial(names[peer], ranks.rank) for peer in range(ranks.rank)}
+        for _ in range(ranks.size - 1 - ranks.rank):
+            peer, _ = listener.accept()
+            sockets[struct.unpack("<I", peer.recv(4, socket.MSG_WAITALL))[0]] = peer
+    return _HostRanks(ranks.axis, ranks.rank, ranks.size, sockets)
+
+
+def _dial(name: bytes, rank: int) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX)
+    peer.connect(name)
+    peer.sendall(struct.pack("<I", rank))
+    return peer
