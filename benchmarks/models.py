@@ -42,8 +42,18 @@ def transformer(d: int, layers: int, heads: int, rows: int, length: int) -> Task
 
     def block() -> Tree:
         p: Tree = {"norm1": torch.ones(d), "norm1_bias": torch.zeros(d)}
-        p |= {"qkv": matrix(d, 3 * d), "qkv_bias": torch.zeros(3 * d), "proj": matrix(d, d), "proj_bias": torch.zeros(d)}
-        p |= {"norm2": torch.ones(d), "norm2_bias": torch.zeros(d), "up": matrix(d, 4 * d), "up_bias": torch.zeros(4 * d)}
+        p |= {
+            "qkv": matrix(d, 3 * d),
+            "qkv_bias": torch.zeros(3 * d),
+            "proj": matrix(d, d),
+            "proj_bias": torch.zeros(d),
+        }
+        p |= {
+            "norm2": torch.ones(d),
+            "norm2_bias": torch.zeros(d),
+            "up": matrix(d, 4 * d),
+            "up_bias": torch.zeros(4 * d),
+        }
         return p | {"down": matrix(4 * d, d), "down_bias": torch.zeros(d)}
 
     def init() -> Tree:

@@ -136,7 +136,12 @@ class Ranks(Protocol):
     built_in: Any  # a process group whose own collectives are the fast ones, or None
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Exchange:
-        """Send `sends[p]` to peer p and receive what it sends, into `recvs[p]` where that is given."""
+        """Send `sends[p]` to peer p and receive what it sends, into `recvs[p]` where that is given.
+
+        What is sent stays as it is until the peers have received it."""
+
+    def empty(self, numel: int, like: Tensor) -> Tensor:
+        """A flat tensor from which sending is cheap."""
 
 
 @dataclass
@@ -170,6 +175,9 @@ class _Group:
         self.axis, self.device, self._group = axis, device, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.built_in = None if device.type == "cpu" else group
+
+    def empty(self, numel: int, like: Tensor) -> Tensor:
+        return like.new_empty(numel)
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Works:
         parts, ops = places(sends, recvs, self.rank), []
@@ -238,13 +246,16 @@ def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = No
 
 
 def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str) -> Pending:
-    full = x.new_empty((ranks.size * x.shape[0], *x.shape[1:])) if out is None else out
+    if out is None:
+        out = ranks.empty(ranks.size * x.numel(), x).view(ranks.size * x.shape[0], *x.shape[1:])
+    full = out
     if ranks.built_in is not None:
         work = dist.all_gather_into_tensor(full, x, group=ranks.built_in, async_op=True)
         return Pending(Works([work], []), lambda _: full)
     parts = _parts(full, ranks)
     exchange = ranks.exchange([x] * ranks.size, parts, _call(kind, x, ranks, label))
-    parts[ranks.rank].copy_(x)
+    if parts[ranks.rank].data_ptr() != x.data_ptr():
+        parts[ranks.rank].copy_(x)
     return Pending(exchange, lambda _: full)
 
 
@@ -278,25 +289,34 @@ def _parts(x: Tensor, ranks: Ranks) -> Sequence[Tensor]:
     return x.chunk(ranks.size) if x.numel() else [x[: x.shape[0] // ranks.size]] * ranks.size
 
 
-def all_reduce(x: Tensor, ranks: Ranks, label: str = "", *, op: str = "sum", fast: bool = False) -> Pending:
+def all_reduce(
+    x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = None, *, op: str = "sum", fast: bool = False
+) -> Pending:
     """(...) on each rank -> (...) on all: the sum (or max, min) over ranks.
 
     Sends 2 (W - 1) / W of the tensor: a reduce-scatter, then an all-gather; (W - 1) times it where it is small.
     """
     if op not in _COMBINE:
         raise ValueError(f"all_reduce knows op={', '.join(map(repr, _COMBINE))}, not {op!r}")
-    flat, size, shape = x.contiguous().view(-1), ranks.size, x.shape
-    small = op != "sum" or flat.numel() % size != 0 or flat.nbytes <= _SMALL
-    _note("all_reduce", ranks, label, (size - 1) * (x.nbytes if small else 2 * x.nbytes // size))
+    x, size = x.contiguous(), ranks.size
+    result = torch.empty_like(x) if out is None else out
+    # between two ranks, sending everything is no more than sending both halves of the way
+    direct = op != "sum" or x.numel() % size != 0 or x.nbytes <= _SMALL or size <= 2
+    _note("all_reduce", ranks, label, (size - 1) * (x.nbytes if direct else 2 * x.nbytes // size))
     if fast and ranks.built_in is not None and op == "sum":
-        out = flat.clone()
-        work = dist.all_reduce(out, group=ranks.built_in, async_op=True)
-        return Pending(Works([work], []), lambda _: out.view(shape))
-    if small:
+        work = dist.all_reduce(result.copy_(x), group=ranks.built_in, async_op=True)
+        return Pending(Works([work], []), lambda _: result)
+    call = _call("all_reduce", x, ranks, label)
+    if direct and ranks.built_in is None:
+        exchange = ranks.exchange([x] * size, [None] * size, call)
+        return Pending(exchange, lambda received: _fold(received, op, result))
+    flat, into = x.view(-1), result.view(-1)
+    if direct:
         gathered = _gather(flat, ranks, None, "all_reduce", label)
-        return gathered.then(lambda full: _fold(_parts(full, ranks), op, torch.empty_like(flat)).view(shape))
-    scattered = _scatter(flat, ranks, None, "all_reduce", label, fast=False)
-    return scattered.then(lambda part: _gather(part, ranks, None, "all_reduce", label)).then(lambda y: y.view(shape))
+        return gathered.then(lambda full: _fold(_parts(full, ranks), op, into).view(x.shape))
+    own = _parts(into, ranks)[ranks.rank]
+    scattered = _scatter(flat, ranks, own, "all_reduce", label, fast=False)
+    return scattered.then(lambda part: _gather(part, ranks, into, "all_reduce", label)).then(lambda _: result)
 
 
 def all_to_all(x: Tensor, ranks: Ranks, label: str = "") -> Pending:
@@ -338,17 +358,19 @@ def reduce_over(
     """Reduce-scatter over `axes`, then all-reduce over `rest`: the transpose of gathering over `axes` on all ranks."""
     last = len(axes) + len(rest) == 1
     if axes:
-        to = out if last else None
-        pending = reduce_scatter(x, along(mesh, axes[0]), label, to, fast=fast)
+        pending = reduce_scatter(x, along(mesh, axes[0]), label, out if last else None, fast=fast)
         axes = axes[1:]
     elif rest:
-        pending = all_reduce(x, along(mesh, rest[0]), label, fast=fast)
+        pending = all_reduce(x, along(mesh, rest[0]), label, out if last else None, fast=fast)
         rest = rest[1:]
     else:
         return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
-    if last and out is not None:
-        return pending.then(lambda y: y if y is out else out.copy_(y))
-    return pending.then(lambda y: reduce_over(y, mesh, axes, rest, label, out, fast=fast))
+    return pending if last else pending.then(lambda y: reduce_over(y, mesh, axes, rest, label, out, fast=fast))
+
+
+def buffer(mesh: Mesh, axes: Sequence[str], numel: int, like: Tensor) -> Tensor:
+    """A flat buffer to be sent along the first of some axes."""
+    return along(mesh, axes[0]).empty(numel, like) if axes else like.new_empty(numel)
 
 
 def total(x: Tensor, mesh: Mesh, axes: Sequence[str] | None = None, op: str = "sum", label: str = "") -> Tensor:

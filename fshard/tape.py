@@ -32,7 +32,7 @@ from .plan import Plan, Slot
 from .shard import Sharded, cut
 
 Buffers = dict[int, Tensor]  # a unit's gathered flat buffers, by kind
-_STAGES_AHEAD = 2  # reductions left alone before older ones are moved on to their next stage
+_STAGES_AHEAD = 1  # reductions left alone before older ones are moved on to their next stage
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,11 @@ class Gradients:
 
     def buffer(self, plan: Plan, unit: int, kind: int, like: Tensor) -> Tensor:
         """The flat buffer a unit's gradients go to."""
-        return like.new_empty(plan.units[unit].lengths[kind]) if self.local is None else self.local.piece(unit, kind)
+        if self.local is not None:
+            return self.local.piece(unit, kind)
+        assert self.reduced is not None
+        axes = self.reduced.view.axes(kind)
+        return comm.buffer(plan.live_mesh(), axes + plan.rest(axes), plan.units[unit].lengths[kind], like)
 
     def emit(self, plan: Plan, unit: int, kind: int, flat: Tensor) -> comm.Pending | None:
         """Start the reduction of a filled buffer."""
@@ -280,15 +284,8 @@ class _Lazy(tree.Branch):
 
     def whole(self) -> Any:
         """The whole subtree, all its units gathered."""
-        parts = [self._child(child, at) for child, at in _children(self._spec)]
+        parts = [self._child(child, at) for child, at in tree.children(self._spec)]
         return tree.unflatten(self._spec, tree.leaves([_whole(part) for part in parts]))
-
-
-def _children(spec: tree.Spec) -> Iterator[tuple[tree.Spec, int]]:
-    first = 0
-    for child in spec.children():
-        yield child, first
-        first += child.num_leaves
 
 
 def _whole(x: Any) -> Any:

@@ -183,6 +183,9 @@ class _SimulatedRanks:
         first = self._me - self.rank * stride
         self._group = tuple(first + i * stride for i in range(self.size))
 
+    def empty(self, numel: int, like: Tensor) -> Tensor:
+        return like.new_empty(numel)
+
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Works:
         parts = places(sends, recvs, self.rank)
         if self.size > 1:

@@ -137,6 +137,14 @@ def walk(spec: Spec, path: tuple[str, ...] = (), first: int = 0) -> Iterator[tup
         first += child.num_leaves
 
 
+def children(spec: Spec) -> Iterator[tuple[Spec, int]]:
+    """The structures of a node's children, each with the number of its first leaf."""
+    first = 0
+    for child in spec.children():
+        yield child, first
+        first += child.num_leaves
+
+
 def paths(spec: Spec) -> list[str]:
     """The dotted path of every leaf, in the order of use."""
     return [".".join(path) for path, node, _ in walk(spec) if node.is_leaf()]
@@ -154,8 +162,9 @@ class Branch(Donatable):
         """The child of that structure whose first leaf is `first` leaves after this container's own."""
 
     def _pick(self, index: int) -> Any:
-        children = self._node().children()
-        return self._child(children[index], sum(child.num_leaves for child in children[:index]))
+        if "_children" not in vars(self):  # a container may have many, and is gone through one by one
+            vars(self)["_children"] = list(children(self._node()))
+        return self._child(*vars(self)["_children"][index])
 
     def _is_mapping(self) -> bool:
         kind = self._node().type
