@@ -108,7 +108,7 @@ class _Part(nn.Module):
         return getattr(self, name)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.w, self.b) if hasattr(self, "w") else _block(self, x, self.heads)
+        return F.linear(x, self["w"], self["b"]) if hasattr(self, "w") else _block(self, x, self.heads)
 
 
 class Reference(nn.Module):

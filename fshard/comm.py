@@ -136,12 +136,10 @@ class Ranks(Protocol):
     built_in: Any  # a process group whose own collectives are the fast ones, or None
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Exchange:
-        """Send `sends[p]` to peer p and receive what it sends, into `recvs[p]` where that is given.
+        """Send `sends[p]` to peer p and receive what it sends, into `recvs[p]` where that is given."""
 
-        What is sent stays as it is until the peers have received it."""
-
-    def empty(self, numel: int, like: Tensor) -> Tensor:
-        """A flat tensor from which sending is cheap."""
+    def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
+        """A flat tensor; one that is `lent` is sent without a copy, and must not be written to after that."""
 
 
 @dataclass
@@ -176,7 +174,7 @@ class _Group:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.built_in = None if device.type == "cpu" else group
 
-    def empty(self, numel: int, like: Tensor) -> Tensor:
+    def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
         return like.new_empty(numel)
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Works:
@@ -194,7 +192,7 @@ def axis_sizes(mesh: Mesh) -> dict[str, int]:
     names = mesh.mesh_dim_names
     if names is None:
         raise ValueError(
-            "the mesh has no axis names: give init_device_mesh(..., mesh_dim_names=('shard',)) or ('replicate', 'shard')"
+            "the mesh has no axis names: give init_device_mesh mesh_dim_names=('shard',) or ('replicate', 'shard')"
         )
     return {name: mesh.size(i) for i, name in enumerate(names)}
 
@@ -247,7 +245,7 @@ def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = No
 
 def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str) -> Pending:
     if out is None:
-        out = ranks.empty(ranks.size * x.numel(), x).view(ranks.size * x.shape[0], *x.shape[1:])
+        out = ranks.empty(ranks.size * x.numel(), x, lent=False).view(ranks.size * x.shape[0], *x.shape[1:])
     full = out
     if ranks.built_in is not None:
         work = dist.all_gather_into_tensor(full, x, group=ranks.built_in, async_op=True)
@@ -369,8 +367,8 @@ def reduce_over(
 
 
 def buffer(mesh: Mesh, axes: Sequence[str], numel: int, like: Tensor) -> Tensor:
-    """A flat buffer to be sent along the first of some axes."""
-    return along(mesh, axes[0]).empty(numel, like) if axes else like.new_empty(numel)
+    """A flat buffer to be filled once and then sent along the first of some axes."""
+    return along(mesh, axes[0]).empty(numel, like, lent=True) if axes else like.new_empty(numel)
 
 
 def total(x: Tensor, mesh: Mesh, axes: Sequence[str] | None = None, op: str = "sum", label: str = "") -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -251,8 +250,3 @@ def global_norm(grads: Sharded) -> Tensor:
         (whole if plan.kinds[kind].whole else cut).add_(square)
     cut = comm.total(cut, plan.live_mesh(), grads.view.over, label="norm")
     return (cut + whole).sqrt().to(dtype)
-
-
-def num_elements(x: Sharded) -> int:
-    """Elements this rank holds, padding included."""
-    return sum(math.prod(t.shape) for t in x.tensors)

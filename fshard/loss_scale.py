@@ -21,7 +21,7 @@ class _Scale(Tensor):
     """A 0-d tensor that multiplies a tree when called: a scaler's field `scale` and its method are one."""
 
     # Private, but what torch.nn.Parameter does: results of operations are plain tensors (test_loss_scale.py notices).
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __call__(self, x: Any) -> Any:
         """Every leaf times the scale."""

@@ -35,14 +35,14 @@ class Transform(NamedTuple):
 class SgdState(NamedTuple):
     """Number of updates made (float32, 0-d) and the momenta, None without momentum."""
 
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
     momentum: Any
 
 
 class AdamState(NamedTuple):
     """Number of updates made (float32, 0-d, as torch's fused kernel wants it) and the two moments."""
 
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
     mu: Any
     nu: Any
 

@@ -336,7 +336,7 @@ def _claim_leaves(params: Any, spec: tree.Spec, where: Where, name: str) -> list
 def _claim_units(
     params: Any, spec: tree.Spec, flat: Sequence[Tensor], origins: Sequence[int], units: Where | int
 ) -> tuple[list[str], list[int]]:
-    """The units' names in the order of use (the root first), and the unit of every leaf: the innermost that claims it."""
+    """The units' names in the order of use, the root first, and every leaf's unit: the innermost that claims it."""
     owner = [_ROOT] * spec.num_leaves
     if isinstance(units, int):
         owner = _fill_units(flat, origins, units)

@@ -16,7 +16,7 @@ from .plan import Plan, Slot
 
 @dataclass(frozen=True)
 class View:
-    """What the tensors of a `Sharded` mean: which kinds and units of which plan, cut over which axes, for which subtree."""
+    """What the tensors of a `Sharded` are: which kinds and units of which plan, cut over which axes, and the subtree."""
 
     plan: Plan
     over: Axes
@@ -181,8 +181,8 @@ def _placed_leaves(params: Any, plan: Plan) -> list[Tensor]:
     for path, number in zip(expected, plan.leaves, strict=True):
         if placed.setdefault(number, given[path]) is not given[path]:
             raise ValueError(
-                f"leaf {path!r}: expected the very tensor of {plan.slots[number].path!r}, as when the plan was made, got "
-                "another one. Tie them again, or make the plan from this tree."
+                f"leaf {path!r}: expected the very tensor of {plan.slots[number].path!r}, as in the plan, got another "
+                "one. Tie them again, or make the plan from this tree."
             )
     return [placed[n] for n in range(len(plan.slots))]
 

@@ -149,7 +149,7 @@ class SimulatedMesh:
 
     def get_coordinate(self) -> list[int]:
         """This rank's number along each axis."""
-        rest, coordinate = self._rank, []
+        rest, coordinate = self._rank, list[int]()
         for size in reversed(self.shape):
             rest, at = divmod(rest, size)
             coordinate.insert(0, at)
@@ -183,7 +183,7 @@ class _SimulatedRanks:
         first = self._me - self.rank * stride
         self._group = tuple(first + i * stride for i in range(self.size))
 
-    def empty(self, numel: int, like: Tensor) -> Tensor:
+    def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
         return like.new_empty(numel)
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Works:

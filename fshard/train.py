@@ -119,8 +119,8 @@ def _cut(batch: Any, num: int, params: Sharded) -> list[Any]:
         if n < num:
             rank = comm.coordinate(params.plan.live_mesh(), [name for name, _ in params.plan.axes])
             raise ValueError(
-                f"batch leaf {path!r}: expected at least {num} row(s) along dim 0, one for each micro-batch, got {n} on "
-                f"rank {rank}. Every rank needs data: give this one a row whose weight in fshard.Mean's count is 0."
+                f"batch leaf {path!r}: expected at least {num} row(s) along dim 0, one a micro-batch, got {n} on rank "
+                f"{rank}. Every rank needs data: give this one a row whose weight in fshard.Mean's count is 0."
             )
     if num == 1:
         return [batch]

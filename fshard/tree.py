@@ -34,7 +34,7 @@ class Donatable:
         if not vars(self):
             raise DonatedError(
                 f"this {type(self).__name__} was given away: a step built with donate=True updated its tensors in "
-                f"place (touched: .{name}). Use the state which that step returned, or build the step with donate=False."
+                f"place (touched: .{name}). Use the state that step returned, or build the step with donate=False."
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -43,7 +43,7 @@ class Donatable:
 
 
 def _mirror(kind: type) -> None:
-    """Tell optree of a node type that only `torch.utils._pytree` knows (its `register_dataclass` tells optree nothing)."""
+    """Tell optree of a node type that only `torch.utils._pytree` knows: its `register_dataclass` does not."""
     node = pytree.SUPPORTED_NODES[kind]
 
     def flatten(value: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
@@ -62,7 +62,9 @@ def _mirror(kind: type) -> None:
 def flatten(tree: Any) -> tuple[list[Any], Spec]:
     """Leaves in the order of use, and the structure; None is an empty subtree."""
     leaves, spec = optree.tree_flatten(tree, namespace=_NAMESPACE)
-    unknown = {type(leaf) for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) in pytree.SUPPORTED_NODES}
+    unknown: set[type] = {
+        type(leaf) for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) in pytree.SUPPORTED_NODES
+    }
     if not unknown:
         return leaves, spec
     for kind in unknown:
@@ -115,7 +117,9 @@ def register_fields(cls: type, children: Sequence[str], metadata: Sequence[str] 
         return tuple(getattr(x, name) for name in children), tuple(getattr(x, name) for name in metadata)
 
     def unflatten(static: Any, dynamic: Any) -> Any:
-        x = object.__new__(cls)  # leaves may be anything while a tree is mapped: __post_init__ must not look at them
+        x: Any = object.__new__(
+            cls
+        )  # leaves may be anything while a tree is mapped: __post_init__ must not look at them
         vars(x).update(zip(children, dynamic, strict=True), **dict(zip(metadata, static, strict=True)))
         return x
 
