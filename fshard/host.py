@@ -25,6 +25,7 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,8 @@ class _Link:
         self._write(_HEADER.pack(kind, len(text), segment.number, offset, size) + text, fds)
 
     def acknowledge(self, segment: int) -> None:
-        self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [])
+        with suppress(MismatchError):  # a peer that has gone, having sent all we asked of it, needs none
+            self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [])
 
     def _write(self, data: bytes, fds: list[int]) -> None:
         view = memoryview(data)

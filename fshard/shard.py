@@ -16,7 +16,7 @@ from .plan import Plan, Slot
 
 @dataclass(frozen=True)
 class View:
-    """What the tensors of a `Sharded` are: which kinds and units of which plan, cut over which axes, and the subtree."""
+    """What a `Sharded` holds: which kinds and units of which plan, cut over which axes, for which subtree."""
 
     plan: Plan
     over: Axes

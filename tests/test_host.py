@@ -1,0 +1,167 @@
+"""Messages through shared memory between processes of one host."""
+
+import gc
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import gloo
+
+import fshard
+from fshard import comm, host
+from fshard.testing import simulate
+
+SIZES = [0, 1, 7, 1000, 20_000, 300_000]  # in the socket, in a segment, in buffers that are segments
+DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64]
+
+
+def _value(rank, size, dtype):
+    generator = torch.Generator().manual_seed(1000 * rank + size)
+    return (torch.randn(size, generator=generator) * 4).to(dtype)
+
+
+def _all_kinds(mesh):
+    """Every size and dtype through every collective, started together and waited for in the opposite order."""
+    ranks = host.connect(mesh).ranks("shard")
+    size, started, wrong = ranks.size, [], []
+    for numel in SIZES:
+        for dtype in DTYPES:
+            parts = [_value(r, numel, dtype) for r in range(size)]
+            started.append((comm.all_gather(parts[ranks.rank], ranks), torch.cat(parts), (numel, dtype)))
+            whole = [_value(r, numel * size, dtype) for r in range(size)]
+            swapped = torch.cat([w.tensor_split(size)[ranks.rank] for w in whole])
+            started.append((comm.all_to_all(whole[ranks.rank], ranks), swapped, (numel, dtype)))
+            if dtype != torch.bool:
+                total = whole[0].clone()
+                for w in whole[1:]:
+                    total += w
+                started.append((comm.all_reduce(whole[ranks.rank], ranks), total, (numel, dtype)))
+                mine = total.tensor_split(size)[ranks.rank]
+                started.append((comm.reduce_scatter(whole[ranks.rank], ranks), mine, (numel, dtype)))
+    for pending, expected, case in reversed(started):
+        if not torch.equal(pending.wait(), expected):
+            wrong.append(case)
+    return wrong
+
+
+@pytest.mark.parametrize("shard", [1, 2, 3])
+def test_every_collective_is_right(shard):
+    """Out of order, all sizes and dtypes, bitwise."""
+    assert gloo(_all_kinds, shard=shard) == [[]] * shard
+
+
+def _many_before_any_wait(mesh):
+    """More small messages than the sockets hold."""
+    ranks = host.connect(mesh).ranks("shard")
+    started = [comm.all_gather(torch.full((5000,), i + ranks.rank), ranks) for i in range(300)]
+    return all(p.wait()[::5000].tolist() == [i + r for r in range(ranks.size)] for i, p in enumerate(started))
+
+
+def _memory_is_used_again(mesh):
+    """The segments stop growing, and a buffer comes back when its last view dies."""
+    ranks = host.connect(mesh).ranks("shard")
+    numbers = []
+    for i in range(40):
+        full = comm.all_gather(torch.full((400_000,), float(i)), ranks).wait()
+        view = full[3:7]
+        del full
+        assert view.eq(i).all()
+        numbers.append(len(ranks._memory.segments))
+    return numbers[10] == numbers[-1] < 6
+
+
+def _senders_may_write_again(mesh):
+    """A rank that has its result may change what it sent, though its peer has not read it yet."""
+    ranks = host.connect(mesh).ranks("shard")
+    right = True
+    for numel in (100, 20_000, 400_000):
+        x = comm.all_gather(torch.full((numel,), 1.0), ranks).wait()  # its memory is a segment if it is large
+        pending = comm.all_reduce(x, ranks)
+        if ranks.rank == 0:
+            right &= bool(pending.wait().eq(2.0).all())
+            x.fill_(7.0)
+        dist.barrier()
+        if ranks.rank == 1:
+            right &= bool(pending.wait().eq(2.0).all())
+    return right
+
+
+def _gone(mesh):
+    """A rank that let go of its connection."""
+    ranks = host.connect(mesh).ranks("shard")
+    if ranks.rank == 1:
+        return None
+    with pytest.raises(fshard.MismatchError) as error:
+        comm.all_gather(torch.ones(3), ranks, "blocks.0").wait()
+    return str(error.value)
+
+
+def _different_calls(mesh):
+    """Ranks that call different collectives."""
+    ranks = host.connect(mesh).ranks("shard")
+    call = comm.all_gather if ranks.rank == 0 else comm.reduce_scatter
+    with pytest.raises(fshard.MismatchError) as error:
+        call(torch.ones(4), ranks, "blocks.0").wait()
+    return str(error.value)
+
+
+def _closes(mesh):
+    """Descriptors do not pile up with plans."""
+
+    def use():
+        ranks = host.connect(mesh).ranks("shard")
+        comm.all_gather(torch.ones(400_000), ranks).wait()
+        comm.all_reduce(torch.ones(1), ranks).wait()
+
+    use()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        use()
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")) <= before
+
+
+def _all_of_it(mesh):
+    return (
+        _many_before_any_wait(mesh),
+        _memory_is_used_again(mesh),
+        _senders_may_write_again(mesh),
+        _closes(mesh),
+        _different_calls(mesh),
+        _gone(mesh),
+    )
+
+
+def test_messages_and_memory():
+    """Many messages at once, memory used again, errors that name both sides."""
+    first, second = gloo(_all_of_it, shard=2)
+    assert first[:4] == second[:4] == (True, True, True, True)
+    for text in (first[4], second[4]):
+        assert "all_gather(float32[4]" in text
+        assert "reduce_scatter(float32[4]" in text
+        assert "unit 'blocks.0'" in text
+    assert "rank 1 of axis 'shard' has gone" in first[5]
+    assert "all_gather(float32[3]" in first[5]
+
+
+def test_other_meshes_are_left_alone():
+    """One device and simulated ranks have no processes to connect."""
+    assert host.connect(None) is None
+    assert simulate(lambda mesh: host.connect(mesh) is mesh, shard=2) == [True, True]
+
+
+def _axes(mesh):
+    plan = fshard.make_plan({"w": torch.ones(3)}, mesh)
+    return (
+        type(plan.mesh).__name__,
+        [type(plan.mesh.ranks(a)).__name__ for a in mesh.mesh_dim_names],
+        plan.mesh.get_rank(),
+    )
+
+
+def test_plans_are_connected_along_every_axis():
+    """Each axis of a mesh of one host."""
+    results = gloo(_axes, shard=2, replicate=2)
+    assert results == [("HostMesh", ["_HostRanks"] * 2, rank) for rank in range(4)]
