@@ -142,33 +142,33 @@ class _Link:
         text, size = call.encode(), data.numel()
         if place is None:
             payload = ctypes.string_at(data.data_ptr(), size) if size else b""
-            self._write(_HEADER.pack(_INLINE, len(text), 0, 0, size) + text + payload, [])
+            self._write(_HEADER.pack(_INLINE, len(text), 0, 0, size) + text + payload, [], call)
             return
         segment, offset = place
         segment.readers += 1
         known = segment.number in self.shown
         kind, fds = (_SEGMENT, []) if known else (_NEW_SEGMENT, [segment.fd])
         self.shown.add(segment.number)
-        self._write(_HEADER.pack(kind, len(text), segment.number, offset, size) + text, fds)
+        self._write(_HEADER.pack(kind, len(text), segment.number, offset, size) + text, fds, call)
 
     def acknowledge(self, segment: int) -> None:
         with suppress(MismatchError):  # a peer that has gone, having sent all we asked of it, needs none
-            self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [])
+            self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [], "an acknowledgement")
 
-    def _write(self, data: bytes, fds: list[int]) -> None:
+    def _write(self, data: bytes, fds: list[int], call: str) -> None:
         view = memoryview(data)
         while view:
             try:
                 sent = socket.send_fds(self.socket, [view], fds) if fds else self.socket.send(view)
             except BlockingIOError:
-                self._wait(select.POLLIN | select.POLLOUT, "taking what it was sent")
+                self._wait(select.POLLIN | select.POLLOUT, call)
                 self.drain()  # the peer may be waiting to write as well
             except (BrokenPipeError, ConnectionResetError):
-                raise self._gone("taking what it was sent") from None
+                raise self._gone(call) from None
             else:
                 view, fds = view[sent:], []
 
-    def _wait(self, events: int, doing: str) -> None:
+    def _wait(self, events: int, call: str) -> None:
         poll = select.poll()
         poll.register(self.socket, events)
         if not poll.poll(_TIMEOUT * 1000):
@@ -176,8 +176,10 @@ class _Link:
                 f"{self.peer} did not answer within {_TIMEOUT:.0f} s of {doing}: it is stuck or stopped"
             )
 
-    def _gone(self, doing: str) -> MismatchError:
-        return MismatchError(f"{self.peer} has gone (its process ended, or it let go of its plan) before {doing}")
+    def _gone(self, call: str) -> MismatchError:
+        return MismatchError(
+            f"{self.peer} has gone (its process ended, or it let go of its plan) before it took part in {call}"
+        )
 
     def take(self, number: int, call: str) -> _Message:
         """The message of that number, when it is there."""
@@ -192,7 +194,7 @@ class _Link:
             )
         return message
 
-    def drain(self, doing: str = "") -> bool:
+    def drain(self, call: str = "") -> bool:
         """Read what is there; whether there was anything."""
         try:
             data, fds, _, _ = socket.recv_fds(self.socket, _READ, 16)
@@ -201,8 +203,8 @@ class _Link:
         except ConnectionResetError:
             data, fds = b"", []
         if not data:
-            if doing:
-                raise self._gone(doing)
+            if call:
+                raise self._gone(call)
             return False
         self.stream += data
         self.fds.extend(fds)
