@@ -100,12 +100,20 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, collective: _Collective) -> Any:
+        if collective.kind in ("reduce_scatter", "all_to_all"):
+            comm.check_divides(x.movedim(in_dims[0], -1).shape[:-1], comm.along(collective.mesh, collective.axis))
         return _Apply.apply(x.movedim(in_dims[0], -1), collective), -1  # every collective acts along dim 0
 
 
 def _over(x: Any, collective: _Collective) -> Any:
     comm.along(collective.mesh, collective.axis)
-    return tree.map(lambda t: _Apply.apply(t, collective), x)
+    leaves, spec = tree.flatten(x)
+    for path, leaf in zip(tree.paths(spec), leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{collective.kind}: leaf {path!r}: expected a tensor, got {type(leaf).__name__}")
+    if collective.kind == "all_gather":
+        leaves = [leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in leaves]
+    return tree.unflatten(spec, [_Apply.apply(leaf, collective) for leaf in leaves])
 
 
 def all_gather(x: Any, mesh: Mesh, axis: str, label: str = "") -> Any:
@@ -117,8 +125,7 @@ def all_gather(x: Any, mesh: Mesh, axis: str, label: str = "") -> Any:
     >>> simulate(lambda mesh: all_gather(torch.tensor([mesh.get_rank()]), mesh, "shard").tolist(), shard=2)
     [[0, 1], [0, 1]]
     """
-    collective = _Collective("all_gather", mesh, axis, label)
-    return _over(tree.map(lambda t: t.reshape(1) if t.dim() == 0 else t, x), collective)
+    return _over(x, _Collective("all_gather", mesh, axis, label))
 
 
 def reduce_scatter(x: Any, mesh: Mesh, axis: str, label: str = "") -> Any:

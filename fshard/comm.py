@@ -221,10 +221,10 @@ def along(mesh: Mesh, axis: str) -> Ranks:
     return mesh.ranks(axis)
 
 
-def _call(kind: str, x: Tensor, ranks: Ranks, label: str) -> str:
+def _call(kind: str, x: Tensor, ranks: Ranks, label: str, more: str = "") -> str:
     dtype = str(x.dtype).removeprefix("torch.")
     unit = f" for unit {label!r}" if label else ""
-    return f"{kind}({dtype}{list(x.shape)}, axis={ranks.axis!r}){unit}"
+    return f"{kind}({dtype}{list(x.shape)}, axis={ranks.axis!r}{more}){unit}"
 
 
 def _fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
@@ -278,12 +278,17 @@ def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str,
     return Pending(exchange, lambda received: _fold(received, "sum", result))
 
 
-def _parts(x: Tensor, ranks: Ranks) -> Sequence[Tensor]:
-    if x.dim() == 0 or x.shape[0] % ranks.size:
+def check_divides(shape: Sequence[int], ranks: Ranks) -> None:
+    """Raise ValueError if dim 0 does not divide over the ranks."""
+    if not shape or shape[0] % ranks.size:
         raise ValueError(
-            f"dim 0 of a tensor of shape {tuple(x.shape)} does not divide over the {ranks.size} ranks of axis "
+            f"dim 0 of a tensor of shape {tuple(shape)} does not divide over the {ranks.size} ranks of axis "
             f"{ranks.axis!r}: pad it to a multiple of {ranks.size}"
         )
+
+
+def _parts(x: Tensor, ranks: Ranks) -> Sequence[Tensor]:
+    check_divides(x.shape, ranks)
     return x.chunk(ranks.size) if x.numel() else [x[: x.shape[0] // ranks.size]] * ranks.size
 
 
@@ -304,7 +309,7 @@ def all_reduce(
     if fast and ranks.built_in is not None and op == "sum":
         work = dist.all_reduce(result.copy_(x), group=ranks.built_in, async_op=True)
         return Pending(Works([work], []), lambda _: result)
-    call = _call("all_reduce", x, ranks, label)
+    call = _call("all_reduce", x, ranks, label, "" if op == "sum" else f", op={op!r}")
     if direct and ranks.built_in is None:
         exchange = ranks.exchange([x] * size, [None] * size, call)
         return Pending(exchange, lambda received: _fold(received, op, result))
@@ -331,6 +336,8 @@ def all_to_all(x: Tensor, ranks: Ranks, label: str = "") -> Pending:
 
 def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending:
     """Rank `src`'s tensor on all ranks. `src` sends W - 1 copies; the others' values are not read."""
+    if not 0 <= src < ranks.size:
+        raise ValueError(f"broadcast: src={src}: expected one of the {ranks.size} ranks of axis {ranks.axis!r}, from 0")
     x = x.contiguous()
     sender = ranks.rank == src
     _note("broadcast", ranks, label, (ranks.size - 1) * x.nbytes if sender else 0)
@@ -338,7 +345,7 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
     out = x.clone() if sender else torch.empty_like(x)
     sends = [x if sender else nothing] * ranks.size
     recvs = [out if p == src and not sender else nothing for p in range(ranks.size)]
-    return Pending(ranks.exchange(sends, recvs, _call("broadcast", x, ranks, label)), lambda _: out)
+    return Pending(ranks.exchange(sends, recvs, _call("broadcast", x, ranks, label, f", src={src}")), lambda _: out)
 
 
 def gather_over(x: Tensor, mesh: Mesh, axes: Axes, label: str = "", out: Tensor | None = None) -> Pending:

@@ -65,8 +65,13 @@ class Outcome:
 
     @property
     def divisor(self) -> Tensor:
-        """What the gradient of the totals is divided by."""
+        """What the sum of all totals is divided by."""
         return torch.ones_like(self.count) if self.kind is Sum else self.count
+
+    @property
+    def safe_divisor(self) -> Tensor:
+        """The same, or 1 where nothing counts: a micro-batch may be empty if another is not."""
+        return torch.where(self.divisor == 0, 1.0, self.divisor)
 
     @property
     def value(self) -> Tensor:
@@ -122,7 +127,7 @@ def run(
         total, outcome = _outcome(out, has_aux, params.plan.live_mesh())
         if not total.requires_grad:
             raise ValueError("the loss function: the loss depends on no trainable parameter (was it detached?)")
-        seed = scale((outcome.divisor if divisor is None else divisor).reciprocal())
+        seed = scale((outcome.safe_divisor if divisor is None else divisor).reciprocal())
         # on this thread, where the tally and a simulated rank are
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.grad(total, [tape.root], seed.to(total.dtype), allow_unused=True)

@@ -172,9 +172,7 @@ class _Link:
         poll = select.poll()
         poll.register(self.socket, events)
         if not poll.poll(_TIMEOUT * 1000):
-            raise MismatchError(
-                f"{self.peer} did not answer within {_TIMEOUT:.0f} s of {doing}: it is stuck or stopped"
-            )
+            raise MismatchError(f"{self.peer} did not answer within {_TIMEOUT:.0f} s in {call}: it is stuck or stopped")
 
     def _gone(self, call: str) -> MismatchError:
         return MismatchError(

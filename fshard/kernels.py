@@ -48,8 +48,12 @@ def adamw(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """mu <- b1 mu + (1 - b1) g; nu <- b2 nu + (1 - b2) g²; the change is
     -lr (mu / (1 - b1^t) / (sqrt(nu / (1 - b2^t)) + eps) + weight_decay p), t counting from 1."""
+    if p.is_complex():  # real and imaginary part each by themselves, as torch.optim does it
+        p, g, mu, nu = (torch.view_as_real(x) for x in (p, g, mu, nu))
+        delta, mu, nu = adamw(p, g, mu, nu, count, lr, hyper)
+        return torch.view_as_complex(delta), torch.view_as_complex(mu), torch.view_as_complex(nu)
     mu = hyper.b1 * mu + (1 - hyper.b1) * g
-    nu = hyper.b2 * nu + (1 - hyper.b2) * g * g.conj()
+    nu = hyper.b2 * nu + (1 - hyper.b2) * g * g
     c1, c2 = ((1 - b ** count.double()).to(p.dtype) for b in (hyper.b1, hyper.b2))
     step = mu / c1 / ((nu / c2).sqrt() + hyper.eps)
     return -lr * (step + hyper.weight_decay * p), mu, nu

@@ -91,8 +91,16 @@ def sgd(lr: LearningRate, momentum: float = 0, nesterov: bool = False, weight_de
     def init(params: Any) -> SgdState:
         return SgdState(_zero_count(params), tree.map(torch.zeros_like, params) if momentum else None)
 
-    def update(grads: Any, state: SgdState, params: Any = None, **extra: Any) -> tuple[Any, SgdState]:
+    def check(state: SgdState) -> None:
         _check_state(state, SgdState, "sgd")
+        if (state.momentum is None) != (not momentum):
+            raise ValueError(
+                f"optim.sgd: momentum={momentum}, but the state was made {'without' if momentum else 'with'} one: make "
+                "it with this optimizer's own init"
+            )
+
+    def update(grads: Any, state: SgdState, params: Any = None, **extra: Any) -> tuple[Any, SgdState]:
+        check(state)
         one = partial(kernels.sgd, lr=_at(lr, state.count), hyper=hyper)
         leaves, spec = tree.flatten(params)
         moments = tree.leaves(state.momentum) if momentum else [None] * len(leaves)
@@ -102,7 +110,7 @@ def sgd(lr: LearningRate, momentum: float = 0, nesterov: bool = False, weight_de
         )
 
     def fused(grads: Any, state: SgdState, params: Any, found_inf: Tensor | None = None) -> Any:
-        _check_state(state, SgdState, "sgd")
+        check(state)
         leaves = tree.leaves(params)
         if not kernels.can_fuse(leaves):
             return None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -240,7 +241,7 @@ def make_plan(
         i: Kind(flat[i].dtype, _differentiable(flat[i]) and not still[i], keep[i]) for i in numbers
     }  # a tied leaf is what its first place says
     kinds = tuple(dict.fromkeys(kind_of.values()))
-    parts = math.prod(sizes[axis] for axis in over[-1])
+    parts = math.prod(sizes.values())  # of all axes: an all-reduce over any is then cut evenly, too
     slots, lengths = _place(flat, tree.paths(spec), kind_of, kinds, claims, len(names), parts)
     plan = Plan(
         spec,
@@ -263,6 +264,10 @@ def _differentiable(leaf: Tensor) -> bool:
 
 
 def _check_tensors(flat: Sequence[Any], paths: Sequence[str]) -> None:
+    if twice := [path for path, number in Counter(paths).items() if number > 1]:
+        raise ValueError(
+            f"two leaves have the path {twice[0]!r}: keys with dots, or 1 and '1', look alike. Rename one."
+        )
     for path, leaf in zip(paths, flat, strict=True):
         if not isinstance(leaf, Tensor):
             raise ValueError(
@@ -377,6 +382,6 @@ def _place(
         lengths[unit][k] += flat[i].numel()
     for row in lengths:
         for k, kind in enumerate(kinds):
-            block = max(1, _ALIGN // kind.dtype.itemsize) * (1 if kind.whole else num_parts)
+            block = max(1, _ALIGN // kind.dtype.itemsize) * num_parts
             row[k] = -(-row[k] // block) * block
     return tuple(slots), lengths

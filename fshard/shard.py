@@ -42,9 +42,20 @@ class Sharded(tree.Branch):
     intervals of all units end to end, padding (zeros) included. `x["blocks"][3]` is a subtree, still sharded.
     """
 
-    def __init__(self, view: View, tensors: Sequence[Any]):
+    def __init__(self, view: View, tensors: Sequence[Any], life: tree.Life | None = None):
         self.view = view
-        self.tensors = tuple(tensors)
+        self._tensors = tuple(tensors)
+        self._life = life or tree.Life()
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """Its leaves, one for each kind of the view. DonatedError once they were given away."""
+        self._life.check(type(self).__name__, "tensors")
+        return self._tensors
+
+    def give_away(self) -> None:
+        """End its life, and that of its subtrees: its tensors now belong to another value."""
+        self._life.given_away = True
 
     @property
     def plan(self) -> Plan:
@@ -60,7 +71,7 @@ class Sharded(tree.Branch):
         """Some kinds of it."""
         keep = tuple(kinds)
         held = dict(zip(self.view.kinds, self.tensors, strict=True))
-        return Sharded(replace(self.view, kinds=keep), [held[k] for k in keep])
+        return Sharded(replace(self.view, kinds=keep), [held[k] for k in keep], self._life)
 
     def piece(self, unit: int, kind: int) -> Tensor:
         """This rank's interval of one unit and kind, a view."""
@@ -93,7 +104,7 @@ class Sharded(tree.Branch):
         for kind, tensor in zip(self.view.kinds, self.tensors, strict=True):
             start, low, high = (plan.offset(u, kind, over) for u in (begin, *view.units))
             tensors.append(tensor[low - start : high - start])
-        return Sharded(view, tensors)
+        return Sharded(view, tensors, self._life)
 
     def __repr__(self) -> str:
         held = ", ".join(
@@ -141,6 +152,7 @@ def shard_params(params: Any, plan: Plan, src: int | None = None) -> Sharded:
     >>> gather_params(shard_params({"w": torch.arange(3.0)}, plan))
     {'w': tensor([0., 1., 2.])}
     """
+    plan.live_mesh()
     leaves = _placed_leaves(params, plan)
     device = _check_leaves(leaves, plan, src)
     tensors = [

@@ -249,7 +249,9 @@ class Tape:
             self._move_on(0)
         self._finish(self._coming)
         self._again.clear()
-        self._anchors.clear()  # an anchor holds its tape
+        # these hold autograd nodes that hold this tape, a cycle that Python's collector cannot see
+        self._held.clear()
+        self._anchors.clear()
         if self._into is not None:
             self._fill_untouched(self._into)
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import contextvars
 import math
+import os
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .comm import MismatchError, Works, mesh_device, places
 
-_HERE = Path(__file__).parent
+_NOT_THE_USER = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 
 
 class _Stopped(BaseException):
@@ -195,7 +195,7 @@ class _SimulatedRanks:
 
 def _call_site() -> str:
     frame = sys._getframe(1)
-    while frame.f_back is not None and _HERE in Path(frame.f_code.co_filename).parents:
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

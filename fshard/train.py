@@ -20,7 +20,7 @@ from .tape import Gradients
 
 
 @dataclass(frozen=True)
-class TrainState(tree.Donatable):
+class TrainState:
     """Everything a step takes and gives: a pytree, a value.
 
     `params` is a `Sharded`; `step` (int64) counts the steps made, skipped updates included; `rng` (int64, on the host)
@@ -33,6 +33,11 @@ class TrainState(tree.Donatable):
     step: Any
     rng: Any
     extra: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if not vars(self):
+            tree.Life(given_away=True).check(type(self).__name__, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 tree.register_fields(TrainState, ("params", "opt_state", "loss_scale", "step", "rng", "extra"))
@@ -89,7 +94,7 @@ def train_step(
         grads, outcomes = _gradients(loss_fn, state, parts, fast, reduce_once, has_aux)
         outcome = _joined(outcomes)
         grads, found_inf = state.loss_scale.unscale(grads)
-        norm = _rescale(grads, outcomes[0].divisor / outcome.divisor if accumulate > 1 else None, clip_norm)
+        norm = _rescale(grads, outcomes[0].safe_divisor / outcome.divisor if accumulate > 1 else None, clip_norm)
         skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
         new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate)
         scaler = state.loss_scale.adjust(found_inf)
@@ -153,7 +158,7 @@ def _gradients(
             target if local is None or (last and local is not grads) else None, local, bool(local and i), fast
         )
         with _random(state, rank, i, params.tensors[0].device):
-            divisor = outcomes[0].divisor if outcomes else None
+            divisor = outcomes[0].safe_divisor if outcomes else None
             scale = state.loss_scale.scale
             outcomes.append(run(loss_fn, params, [part], into, has_aux=has_aux, divisor=divisor, scale=scale))
         _check_equal_parts(outcomes[-1], parts)
@@ -237,5 +242,5 @@ def _check_opt_state(opt_state: Any, params: Sharded) -> None:
 
 def _give_away(state: TrainState) -> None:
     for part in tree.nodes((state.params, state.opt_state), Sharded):
-        part._give_away()
-    state._give_away()
+        part.give_away()
+    vars(state).clear()

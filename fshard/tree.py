@@ -1,4 +1,4 @@
-"""The only door to optree: trees in the order of use, lazy containers, values that can be given away.
+"""The only door to optree: trees in the order of use, lazy containers, the life of values that can be given away.
 
 Note [Order of use]
     optree sorts the keys of a dict as strings ('10' before '2'). A plan lays parameters out in the order in which a
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -27,19 +28,19 @@ class DonatedError(RuntimeError):
     """A value was used after a call that was allowed to take it over."""
 
 
-class Donatable:
-    """A value that a donating call can empty; touching it afterwards raises `DonatedError`."""
+@dataclass
+class Life:
+    """Whether a value, and everything that shares its tensors, may still be used."""
 
-    def __getattr__(self, name: str) -> Any:
-        if not vars(self):
+    given_away: bool = False
+
+    def check(self, name: str, touched: str) -> None:
+        """Raise DonatedError once it was given away."""
+        if self.given_away:
             raise DonatedError(
-                f"this {type(self).__name__} was given away: a step built with donate=True updated its tensors in "
-                f"place (touched: .{name}). Use the state that step returned, or build the step with donate=False."
+                f"this {name} was given away: a step built with donate=True updated its tensors in place (touched: "
+                f".{touched}). Use the state which that step returned, or build the step with donate=False."
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def _give_away(self) -> None:
-        vars(self).clear()
 
 
 def _mirror(kind: type) -> None:
@@ -154,7 +155,7 @@ def paths(spec: Spec) -> list[str]:
     return [".".join(path) for path, node, _ in walk(spec) if node.is_leaf()]
 
 
-class Branch(Donatable):
+class Branch:
     """A container whose children are made when they are touched: it reads like the container it stands for."""
 
     @abstractmethod
@@ -184,11 +185,10 @@ class Branch(Donatable):
         return self._pick(numbers) if isinstance(numbers, int) else [self._pick(i) for i in numbers]
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and vars(self):
-            entries = names(self._node())
-            if name in entries and not self._is_mapping():
-                return self._pick(entries.index(name))
-        return super().__getattr__(name)
+        entries = [] if name.startswith("_") or self._is_mapping() else names(self._node())
+        if name not in entries:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self._pick(entries.index(name))
 
     def __len__(self) -> int:
         return len(self._node().children())

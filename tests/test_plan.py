@@ -1,0 +1,419 @@
+"""Plans: every tree, laid out over any number of ranks, comes back whole; intervals are what plain arithmetic says."""
+
+import pickle
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import STRATEGIES, TREES, WORLDS, Pair, counting, padding, same_bits
+from torch import Tensor
+from worlds import gloo, simulated
+
+import fshard
+from fshard import gather_params, make_plan, shard_params, tree
+
+UNITS = {"root": None, "leaves": "**", "size": 6, "top": lambda path, part: path != "" and "." not in path}
+CUTS = {"full": {}, "wide": STRATEGIES["wide"], "wide_state": STRATEGIES["wide_state"], "ddp": STRATEGIES["ddp"]}
+CUTS["whole"] = {"whole": "**"}
+
+
+def lay_out(mesh: Any, name: str) -> list[Any]:
+    """One tree, every way to cut it: what every rank can see by itself is checked, what all must see is returned."""
+    params, rows = TREES[name](), []
+    for cut in CUTS.values():
+        for units in UNITS.values():
+            plan = make_plan(params, mesh, units=units, **cut)
+            sharded = shard_params(params, plan)
+            assert same_bits(gather_params(sharded), params)
+            assert not any(x.count_nonzero() for x in padding(sharded))
+            assert all(x.dim() == 1 and x.is_contiguous() for x in sharded.tensors)
+            assert [x.dtype for x in sharded.tensors] == [kind.dtype for kind in plan.kinds]
+            check_intervals(plan)
+            over, rest = (fshard.comm.coordinate(mesh, a) for a in (plan.params_over, plan.rest(plan.params_over)))
+            rows.append((plan, over, rest, sharded.local_views()))
+    return rows
+
+
+def check_intervals(plan: fshard.Plan) -> None:
+    """Multiples of 16 bytes, no longer than an equal share and one such block."""
+    for unit in range(len(plan.units)):
+        for kind, what in enumerate(plan.kinds):
+            size = what.dtype.itemsize
+            numel = sum(s.numel for s in plan.slots if (s.unit, s.kind) == (unit, kind))
+            for over in (plan.params_over, plan.grads_over, plan.state_over):
+                parts = 1 if what.whole else plan.num_parts(over)
+                nbytes = plan.length(unit, kind, over) * size
+                assert nbytes % 16 == plan.offset(unit, kind, over) * size % 16 == 0
+                finest = plan.num_parts(tuple(axis for axis, _ in plan.axes))
+                assert numel * size <= nbytes * parts < numel * size + 16 * finest
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", TREES)
+def test_gathering_undoes_sharding(name, world):
+    """To the bit, structure, dtypes and shapes; every rank's pieces of a leaf lie end to end and tile it."""
+    replicate, shard = WORLDS[world]
+    params = TREES[name]()
+    expected = dict(zip(tree.paths(tree.flatten(params)[1]), tree.leaves(params), strict=True))
+    for ranks in zip(*simulated(lay_out, name, replicate=replicate, shard=shard), strict=True):
+        plans = [plan for plan, *_ in ranks]
+        assert len({hash(plan) for plan in plans}) == len(set(plans)) == 1
+        copies: dict[int, list[Any]] = {}
+        for _, over, rest, views in ranks:
+            assert list(views) == list(expected)
+            copies.setdefault(rest, []).append((over, views))
+        for parts in copies.values():
+            pieces = [views for _, views in sorted(parts, key=lambda row: row[0])]
+            for number, (path, leaf) in enumerate(expected.items()):
+                whole = plans[0].kinds[plans[0].slots[plans[0].leaves[number]].kind].whole
+                flats = [views[path] for views in pieces]
+                assert all(same_bits(x, leaf.reshape(-1)) for x in (flats if whole else [torch.cat(flats)]))
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
+LEAVES = st.lists(
+    st.tuples(st.integers(0, 3), st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(LEAVES, st.sets(st.integers(0, 3)), st.integers(1, 5))
+def test_intervals_by_brute_force(leaves, claimed, num_ranks):
+    """Buffers filled leaf by leaf, padded, and cut: what a rank holds is that, element by element."""
+    params: dict[str, dict[str, Tensor]] = {}
+    for i, (group, dtype, shape) in enumerate(leaves):
+        params.setdefault(f"g{group}", {})[f"x{i}"] = counting(*shape, dtype=dtype, start=5 * i)
+    patterns = [f"g{group}" for group in sorted(claimed) if f"g{group}" in params]
+    rest = {group: part for group, part in params.items() if group not in patterns}
+    units = [[x for part in rest.values() for x in part.values()]] if rest else []
+    units += [list(part.values()) for group, part in params.items() if group in patterns]
+    order = list(dict.fromkeys(x.dtype for part in params.values() for x in part.values()))
+
+    def run(mesh: Any) -> None:
+        sharded = shard_params(params, make_plan(params, mesh, units=patterns))
+        for dtype, tensor in zip(order, sharded.tensors, strict=True):
+            held = [torch.empty(0, dtype=dtype)]
+            for unit in units:
+                numbers = [n for x in unit if x.dtype == dtype for n in x.reshape(-1).tolist()]
+                while len(numbers) % (num_ranks * (16 // dtype.itemsize)):
+                    numbers.append(0)
+                length = len(numbers) // num_ranks
+                mine = numbers[mesh.get_rank() * length : (mesh.get_rank() + 1) * length]
+                held.append(torch.tensor(mine, dtype=dtype))
+            assert same_bits(tensor, torch.cat(held))
+        assert same_bits(gather_params(sharded), params)
+
+    simulated(run, shard=num_ranks)
+
+
+GRADIENT_CUTS = {
+    "root": {},
+    "leaves": {"units": "**"},
+    "size": {"units": 4},
+    "whole": {"units": "**", "whole": "**"},
+}
+
+
+def weighted(params: Any, rank: int) -> Tensor:
+    """A sum of squares in which every rank, and every other leaf, has another weight; exact in small numbers."""
+    total = torch.zeros((), dtype=torch.float64)
+    for i, x in enumerate(tree.leaves(params)):
+        if x.is_floating_point() or x.is_complex():
+            total = total + ((1 + rank + i % 2) * (x * x.conj()).real.double()).sum()
+    return total
+
+
+def differentiate(mesh: Any, name: str, strategy: str) -> None:
+    """The gathered gradient is the one of the sum over all ranks, where there is one."""
+    params = TREES[name]()
+    twin = tree.map(lambda x: x, params)
+    variables = {id(x): x.detach().clone() for x in tree.leaves(twin)}
+    for x in variables.values():
+        x.requires_grad_(x.is_floating_point() or x.is_complex())
+    twin = tree.map(lambda x: variables[id(x)], twin)
+    torch.stack([weighted(twin, rank) for rank in range(mesh.size())]).sum().backward()
+    expected = [x.grad for x in tree.leaves(twin)]
+    for cut in GRADIENT_CUTS.values():
+        plan = make_plan(params, mesh, **cut, **STRATEGIES[strategy])
+        _, grads = fshard.value_and_grad(lambda p: fshard.Sum(weighted(p, mesh.get_rank())))(shard_params(params, plan))
+        got = plan.spec.flatten_up_to(gather_params(grads))
+        for a, b in zip(got, expected, strict=True):
+            assert (a is None and b is None) or same_bits(a, b)
+        assert not any(x.count_nonzero() for x in padding(grads))
+
+
+@pytest.mark.parametrize("world", ["1", "3", "2x2"])
+@pytest.mark.parametrize("name", TREES)
+def test_every_tree_is_differentiated(name, world):
+    """Tied leaves get both gradients, leaves kept whole the sum over ranks, integers none; to the bit."""
+    replicate, shard = WORLDS[world]
+    for strategy in ("full", "wide", "zero2"):
+        simulated(differentiate, name, strategy, replicate=replicate, shard=shard)
+
+
+def test_frozen_leaves_are_carried():
+    """No gradient, no optimizer state, and the same bits after a step."""
+
+    def run(mesh: Any) -> None:
+        params = TREES["nested"]()
+        plan = make_plan(params, mesh, units="blocks.*", frozen=["blocks.1", "blocks.*.b"], whole="blocks.0")
+        tx = fshard.optim.adamw(0.1)
+        state = fshard.init_state(shard_params(params, plan), tx)
+        _, grads = fshard.value_and_grad(lambda p: fshard.Sum(weighted(p, 0)))(state.params)
+        still = [path.startswith("blocks.1") or path.endswith(".b") for path in tree.paths(plan.spec)]
+        flat = plan.spec.flatten_up_to
+        assert [x is None for x in flat(gather_params(grads))] == still
+        assert [x is None for x in flat(gather_params(state.opt_state.mu))] == still
+        after, _ = fshard.train_step(lambda p, _: fshard.Sum(weighted(p, 0)), tx)(state, torch.zeros(1))
+        now = flat(gather_params(after.params))
+        assert [same_bits(a, b) for a, b in zip(now, flat(params), strict=True)] == still
+
+    simulated(run, shard=3)
+
+
+def names(plan: fshard.Plan) -> dict[str, str]:
+    """The unit of every leaf."""
+    return {s.path: plan.units[s.unit].name for s in plan.slots}
+
+
+def test_units_by_pattern():
+    """One component, any number of them, part of a name; the innermost claim wins, the rest is the root's."""
+    params = {
+        "embed": counting(1),
+        "enc": [{"w": counting(2), "b": counting(3)} for _ in range(2)],
+        "head": counting(4),
+    }
+    root = "(root)"
+    assert names(make_plan(params)) == dict.fromkeys(
+        ["embed", "enc.0.w", "enc.0.b", "enc.1.w", "enc.1.b", "head"], root
+    )
+    for units in (
+        "enc.*",
+        ["enc.*"],
+        ["enc", "enc.*"],
+        ["enc.*", "enc"],
+        lambda path, _: path.startswith("enc.") and path[-1] in "01",
+    ):
+        assert names(make_plan(params, units=units)) == {
+            "embed": root,
+            **{f"enc.{i}.{x}": f"enc.{i}" for i in range(2) for x in "wb"},
+            "head": root,
+        }
+    found = names(make_plan(params, units=["**.w", "enc", "h?ad"]))
+    assert found == {
+        "embed": root,
+        "enc.0.w": "enc.0.w",
+        "enc.0.b": "enc",
+        "enc.1.w": "enc.1.w",
+        "enc.1.b": "enc",
+        "head": "head",
+    }
+    assert [u.name for u in make_plan(params, units=["enc.*"]).units] == [root, "enc.0", "enc.1"]
+
+
+def test_a_predicate_sees_paths_and_subtrees():
+    """Every node that has leaves, from the whole tree inwards."""
+    params, seen = Pair([counting(2)], {"none": None, "x": counting(3)}), {}
+
+    def note(path: str, part: Any) -> bool:
+        seen[path] = part
+        return False
+
+    make_plan(params, units=note)
+    assert list(seen) == ["", "left", "left.0", "right", "right.x"]
+    assert same_bits(seen[""], params)
+    assert same_bits(seen["right"], params.right)
+
+
+@pytest.mark.parametrize(("size", "units"), [(1, 4), (2, 3), (4, 2), (5, 2), (9, 1)])
+def test_units_by_size(size, units):
+    """A unit is full when it has that many elements."""
+    plan = make_plan([counting(2), counting(2), counting(1), counting(4)], units=size)
+    assert len(plan.units) == units
+    for unit in range(units - 1):
+        sizes = [s.numel for s in plan.slots if s.unit == unit]
+        assert sum(sizes) >= size > sum(sizes[:-1])
+
+
+def test_one_leaf_in_two_places():
+    """The same tensor is one leaf, whose unit is that of its first place; equal tensors are two."""
+    shared = counting(5)
+    params = {"a": shared, "b": [shared, counting(5)]}
+    plan = make_plan(params, units="b")
+    assert (len(plan.slots), plan.leaves) == (2, (0, 0, 1))
+    back = gather_params(shard_params(params, plan))
+    assert back["a"] is back["b"][0]
+    assert back["a"] is not back["b"][1]
+
+
+def carry(mesh: Any) -> list[Any]:
+    """What survives a pickle, on a mesh; the plans themselves."""
+    plans = []
+    for make in TREES.values():
+        params = make()
+        plan = make_plan(params, mesh, units=3)
+        twin = pickle.loads(pickle.dumps(plan))
+        assert (twin, hash(twin), twin.mesh) == (plan, hash(plan), None)
+        assert str(twin) == str(plan)
+        with pytest.raises(ValueError, match=r"no mesh.*plan\.on\(mesh\)"):
+            shard_params(params, twin)
+        live = twin.on(mesh)
+        assert live == plan
+        assert same_bits(gather_params(shard_params(params, live)), params)
+        plans.append(plan)
+    return plans
+
+
+def test_plans_are_values():
+    """Immutable, hashable, picklable without their mesh, the same on all ranks: simulated or processes."""
+    simulated_plans = simulated(carry, shard=2)
+    assert simulated_plans[0] == simulated_plans[1]
+    first, second = gloo(carry, shard=2)
+    assert first == second
+    assert [hash(p) for p in first] == [hash(p) for p in second]
+    plan = simulated_plans[0][0]
+    with pytest.raises(FrozenInstanceError):
+        plan.units = ()
+    assert all(plan != other for other in simulated_plans[0][1:])
+    assert len(set(simulated_plans[0])) == len(TREES)
+
+
+def test_a_plan_is_read_off_shapes():
+    """Meta and fake tensors, and other values, give the same plan; another shape, dtype, unit or order does not."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    real = {"w": counting(3, 4), "b": counting(3)}
+    plan = make_plan(real)
+    assert plan == make_plan(tree.map(lambda x: x.to("meta"), real)) == make_plan(tree.map(torch.zeros_like, real))
+    with FakeTensorMode() as mode:
+        assert plan == make_plan(tree.map(mode.from_tensor, real))
+    others = [
+        {"w": counting(4, 3), "b": counting(3)},
+        {"w": counting(3, 4).double(), "b": counting(3)},
+        {"b": counting(3), "w": counting(3, 4)},
+        {"w": counting(3, 4), "c": counting(3)},
+        {"w": counting(3, 4), "b": [counting(3)]},
+    ]
+    assert plan not in [make_plan(other) for other in others]
+    assert plan not in [
+        make_plan(real, **kw) for kw in ({"units": "w"}, {"whole": "b"}, {"frozen": "b"}, {"regather": False})
+    ]
+
+
+def test_one_rank_gives_its_values_to_all():
+    """`src`: the others' leaves may be meta tensors."""
+
+    def run(mesh: Any, src: int) -> None:
+        mine = {"w": counting(3, 5), "n": counting(4, dtype=torch.int64)}
+        empty = tree.map(lambda x: x.to("meta"), mine)
+        given = mine if mesh.get_rank() == src else empty
+        assert same_bits(gather_params(shard_params(given, make_plan(given, mesh), src=src)), mine)
+
+    for src in range(4):
+        simulated(run, src, shard=2, replicate=2)
+
+
+def test_a_plan_prints_as_a_table():
+    """A heading, a row of names, a row for each unit with its leaves, elements and bytes."""
+
+    def run(mesh: Any) -> str:
+        return str(make_plan({"a": counting(100), "b": [counting(3), counting(4)]}, mesh, units="b"))
+
+    head, columns, *rows = simulated(run, shard=2)[0].splitlines()
+    assert "'shard': 2" in head
+    assert "params_over=shard" in head
+    assert "regather=True" in head
+    assert columns.split() == ["unit", "leaves", "elements", "bytes", "bytes", "per", "rank"]
+    assert [row.split() for row in rows] == [["(root)", "1", "100", "416", "208"], ["b", "2", "7", "32", "16"]]
+
+
+ERRORS = {
+    "pattern": ({"units": ["a", "z.*"]}, "units: the pattern 'z.*' matches nothing; the tree's top level is 'a', 'b'"),
+    "whole": ({"whole": "c"}, "whole: the pattern 'c' matches nothing"),
+    "frozen": ({"frozen": "b.1"}, "frozen: the pattern 'b.1' matches nothing"),
+    "size": ({"units": 0}, "units=0"),
+    "axis": (
+        {"params_over": "model"},
+        "params_over='model': the mesh has no axis 'model', it has 'replicate', 'shard'",
+    ),
+    "twice": ({"state_over": ("shard", "shard")}, "must name each axis once"),
+    "narrower": ({"grads_over": ()}, "contain the axes .'shard',. of the partition before it"),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_arguments_that_make_no_sense_are_errors(error):
+    """The sentence names the argument and what there is."""
+    kw, words = ERRORS[error]
+    with pytest.raises(ValueError, match=words.replace("*", r"\*")):
+        simulated(lambda mesh: make_plan({"a": counting(2), "b": [counting(1)]}, mesh, **kw))
+
+
+def test_leaves_that_are_no_dense_tensors_are_errors():
+    """The sentence names the path."""
+    with pytest.raises(ValueError, match=r"leaf 'b\.0': expected a tensor, got float"):
+        make_plan({"a": counting(2), "b": [1.0]})
+    with pytest.raises(ValueError, match=r"leaf 'a': expected a dense tensor, got layout torch\.sparse_coo"):
+        make_plan({"a": torch.eye(2).to_sparse()})
+
+
+def test_a_tree_that_is_not_the_plans_is_an_error():
+    """Of another structure, shape, dtype, or with its ties cut."""
+    shared = counting(2)
+    params = {"a": shared, "b": [shared, counting(3)]}
+    plan = make_plan(params)
+    for other, words in (
+        ({"a": shared, "b": [shared]}, r"lacks \['b\.1'\]"),
+        ({**params, "c": shared}, r"has \['c'\] besides"),
+        (
+            {"a": shared, "b": [shared, counting(4)]},
+            r"leaf 'b\.1': expected torch.float32 \[3\], got torch.float32 \[4\]",
+        ),
+        (
+            {"a": shared, "b": [shared, counting(3).double()]},
+            r"leaf 'b\.1': expected torch.float32 \[3\], got torch.float64",
+        ),
+        ({"a": shared, "b": [counting(2), counting(3)]}, r"leaf 'b\.0': expected the very tensor of 'a'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            shard_params(other, plan)
+
+
+def test_paths_that_look_alike_are_not_confused():
+    """A key with a dot in it, a number and its name: never another leaf's values, without a word."""
+    for params in ({"a.b": counting(3), "a": {"b": counting(3, start=4)}}, {1: counting(3), "1": counting(3, start=4)}):
+        try:
+            back = gather_params(shard_params(params, make_plan(params)))
+        except ValueError as error:
+            assert "path" in str(error) or "leaf" in str(error)  # noqa: PT017
+        else:
+            assert same_bits(back, params)
+
+
+def test_a_plan_keeps_to_its_mesh():
+    """Another mesh is an error that names both."""
+
+    def run(mesh: Any) -> fshard.Plan:
+        return make_plan({"w": counting(4)}, mesh)
+
+    (plan, *_) = simulated(run, shard=2)
+    with pytest.raises(
+        ValueError, match=r"made for a mesh with axes .*'shard': 2.*this one has .*'shard': 3.*make the plan again"
+    ):
+        simulated(lambda mesh: plan.on(mesh), shard=3)
+
+
+def test_ranks_with_other_trees_are_told():
+    """On all ranks, with the first leaf that differs."""
+
+    def run(mesh: Any) -> None:
+        make_plan({"w": counting(4), "b": counting(1 + mesh.get_rank() // 2)}, mesh)
+
+    words = r"plan differs between ranks.*ank 0 has leaf 'b' float32\[1\].*rank 2 has leaf 'b' float32\[2\]"
+    with pytest.raises(fshard.MismatchError, match=words):
+        simulated(run, shard=3)

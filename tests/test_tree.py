@@ -1,0 +1,183 @@
+"""Trees: the order of use, every kind of node, paths, and containers that read like what they stand for."""
+
+import subprocess
+import sys
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from models import TREES, WORLDS, Linear, Norm, Pair, counting, reads_alike, same_bits
+from worlds import simulated
+
+import fshard
+from fshard import tree
+
+PATHS = {
+    "leaf": [""],
+    "order": ["1", "2", "10", "3"],
+    "integer_keys": ["1", "2", "10", "3"],
+    "tuples": ["0", "1.0", "1.1.0", "1.1.1"],
+    "named": ["left", "right.left", "right.right.x"],
+    "classes": ["0.weight", "0.bias", "1.scale", "1.shift", "2.weight"],
+    "ordered": ["z", "a.0", "a.1"],
+    "nothing": ["b", "e.1"],
+    "tied": ["embed", "blocks.0.w", "blocks.1.w", "head"],
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_leaves_come_in_the_order_of_use(name):
+    """Paths are what a user writes; insertion orders the keys of dicts."""
+    assert tree.paths(tree.flatten(TREES[name]())[1]) == PATHS[name]
+
+
+def test_optree_keeps_the_order_of_insertion_in_the_namespace_of_torch():
+    """What `import torch.utils._cxx_pytree` turns on; without it, and in other namespaces, optree sorts."""
+    unsorted = {"2": 0, "10": 1, "1": 2}
+    assert optree.tree_leaves(unsorted, namespace="torch") == [0, 1, 2]
+    assert optree.tree_leaves(unsorted) == [2, 1, 0]
+    code = "import optree, sys; print(optree.tree_leaves({'2': 0, '10': 1, '1': 2}, namespace='torch'))"
+    for before, expected in (("", "[2, 1, 0]"), ("import torch.utils._cxx_pytree;", "[0, 1, 2]")):
+        got = subprocess.run([sys.executable, "-c", before + code], capture_output=True, text=True, check=True)
+        assert got.stdout.strip() == expected
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_flatten_and_unflatten_are_inverse(name):
+    """Structure and the very leaves; `map` keeps both."""
+    whole = TREES[name]()
+    leaves, spec = tree.flatten(whole)
+    again, other = tree.flatten(tree.unflatten(spec, leaves))
+    assert spec == other
+    assert all(a is b for a, b in zip(leaves, again, strict=True))
+    assert type(tree.unflatten(spec, leaves)) is type(whole)
+    assert len(leaves) == len(tree.paths(spec)) == len(set(tree.paths(spec)))
+    assert same_bits(tree.map(lambda x, y: x, whole, whole), whole)
+
+
+def test_trees_of_other_structure_do_not_map():
+    """An error, not a shorter result."""
+    for other in ({"a": 1}, {"a": 1, "b": 2, "c": 3}, {"a": 1, "c": 2}, [1, 2]):
+        with pytest.raises((ValueError, TypeError)):
+            tree.map(lambda x, y: x, {"a": 1, "b": 2}, other)
+
+
+def test_nodes_finds_the_outermost():
+    """Every node of one type."""
+    inner = Pair(1, 2)
+    assert tree.nodes({"a": [Pair(inner, 3)], "b": (inner, None)}, Pair) == [Pair(inner, 3), inner]
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("units", [None, "**", 5], ids=str)
+def test_sharded_and_lazy_trees_read_like_plain_ones(name, units):
+    """Every subtree of a Sharded stays sharded and gathers to its own; inside a loss it reads the same."""
+
+    def run(mesh: Any) -> None:
+        whole = TREES[name]()
+        sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=units))
+        reads_alike(sharded, whole)
+        for part in subtrees(sharded):
+            assert isinstance(part, fshard.Sharded)
+
+        def loss(view: Any) -> Any:
+            reads_alike(view, whole)
+            copies = [
+                tree.map(torch.clone, view),
+                pytree.tree_map(lambda x: x, view),
+                optree.tree_map(lambda x: x, view),
+            ]
+            for copy in copies:
+                reads_alike(copy, whole)
+            return fshard.Sum(sum((x.real.double().sum() for x in tree.leaves(view)), torch.zeros(())))
+
+        fshard.value(loss)(sharded)
+        fshard.value_and_grad(loss)(sharded)
+
+    for shard in (1, 3):
+        simulated(run, shard=shard)
+
+
+def subtrees(part: Any) -> list[Any]:
+    """Every node inside a tree that has leaves, by access."""
+    if not isinstance(part, fshard.Sharded) or part.view.spec.is_leaf():
+        return [part]
+    return [part, *(x for child in part.values() if child not in (None, {}, []) for x in subtrees(child))]
+
+
+def test_what_is_not_there_is_an_error():
+    """Keys name what there is; positions and attributes say so as in Python."""
+
+    def run(mesh: Any) -> None:
+        whole = {"a": [counting(2)], "p": Pair(counting(1), counting(2)), "n": Norm(counting(1), counting(1))}
+        sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units="**"))
+
+        def loss(view: Any) -> Any:
+            for params in (view, sharded):
+                with pytest.raises(KeyError, match="'z': there is 'a', 'p', 'n'"):
+                    params["z"]
+                with pytest.raises(IndexError):
+                    params["a"][1]
+                with pytest.raises(AttributeError, match="middle"):
+                    params["p"].middle  # noqa: B018
+                with pytest.raises(AttributeError, match="a"):
+                    params.a  # noqa: B018
+            return view["n"].scale.sum()
+
+        fshard.value(loss)(sharded)
+
+    simulated(run, shard=2)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("tree_map", [optree.tree_map, pytree.tree_map, tree.map], ids=["optree", "torch", "fshard"])
+def test_an_average_of_sharded_trees_is_the_average(tree_map, world):
+    """EMA: elementwise over the few tensors of a Sharded, then gathered, is EMA of the whole trees."""
+    replicate, shard = WORLDS[world]
+
+    def ema(a: Any, b: Any) -> Any:
+        return 0.75 * a + 0.25 * b
+
+    def run(mesh: Any) -> None:
+        for name in ("nested", "classes", "named", "tied", "nothing", "empty_leaves"):
+            one = TREES[name]()
+            other = tree.map(lambda x: x * x - 1, one)
+            if name == "tied":
+                other["head"] = other["blocks"][1]["w"] = other["embed"]
+            plan = fshard.make_plan(one, mesh, units=3)
+            got = tree_map(ema, fshard.shard_params(one, plan), fshard.shard_params(other, plan))
+            assert same_bits(fshard.gather_params(got), tree.map(ema, one, other))
+            assert len(optree.tree_leaves(got)) == len(pytree.tree_leaves(got)) == len(plan.kinds) == 1
+
+    simulated(run, replicate=replicate, shard=shard)
+
+
+def test_sharded_trees_of_other_plans_do_not_mix():
+    """A plan is part of the structure."""
+    one, other = (fshard.shard_params(w, fshard.make_plan(w)) for w in ({"a": counting(4)}, {"b": counting(4)}))
+    for tree_map in (optree.tree_map, pytree.tree_map, tree.map):
+        with pytest.raises(ValueError):  # noqa: PT011
+            tree_map(torch.add, one, other)
+
+
+def test_a_dataclass_of_optree_alone_is_a_node():
+    """And one of torch's alone, whichever is seen first."""
+    spec = tree.flatten([Linear(1, 2), Norm(3, None), {"n": Norm(4, [5])}])[1]
+    assert tree.paths(spec) == ["0.weight", "0.bias", "1.scale", "2.n.scale", "2.n.shift.0"]
+
+
+def test_a_subtree_holds_its_own_units_only():
+    """A slice of the flat tensors, without a copy."""
+
+    def run(mesh: Any) -> None:
+        whole = TREES["nested"]()
+        plan = fshard.make_plan(whole, mesh, units="blocks.*")
+        sharded = fshard.shard_params(whole, plan)
+        for i in range(4):
+            (tensor,) = sharded["blocks"][i].tensors
+            assert len(tensor) == plan.length(i + 1, 0, plan.params_over)
+            assert tensor.untyped_storage().data_ptr() == sharded.tensors[0].untyped_storage().data_ptr()
+
+    simulated(run, shard=2)
