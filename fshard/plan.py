@@ -164,6 +164,7 @@ class Plan:
         return comm.first_difference(self.describe(), other.describe(), "{}, there is {}")
 
     def describe(self) -> str:
+        """Everything that must be equal on all ranks, line by line."""
         lines = [f"leaf {p}" for p in self._leaf_lines()]
         lines += [f"unit {u.name!r} of {u.lengths} elements" for u in self.units]
         lines.append(f"params_over={self.params_over} grads_over={self.grads_over} state_over={self.state_over}")

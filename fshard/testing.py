@@ -57,9 +57,10 @@ class _World:
     def __post_init__(self) -> None:
         self.num_ranks = math.prod(self.sizes.values())
         self.batons = [threading.Semaphore(0) for _ in range(self.num_ranks)]
-        seed = torch.initial_seed()
+        seeds = torch.Generator().manual_seed(torch.initial_seed())
         for rank in range(self.num_ranks):
-            self.random[rank] = torch.Generator().manual_seed((seed + rank) % 2**63).get_state()
+            seed = int(torch.randint(2**63 - 1, (), generator=seeds))
+            self.random[rank] = torch.Generator().manual_seed(seed).get_state()
 
     def begin(self, rank: int) -> None:
         """Wait for the baton."""
@@ -217,6 +218,8 @@ def simulate(fn: Callable[[SimulatedMesh], Any], shard: int = 4, replicate: int 
     >>> simulate(lambda mesh: mesh.get_local_rank("shard"), shard=3)
     [0, 1, 2]
     """
+    if min(shard, replicate) < 1:
+        raise ValueError(f"simulate: expected at least 1 rank along each axis, got {replicate=} and {shard=}")
     world = _World({"replicate": replicate, "shard": shard}, device)
     results: list[Any] = [None] * world.num_ranks
     num_threads = torch.get_num_threads()

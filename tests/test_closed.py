@@ -1,0 +1,362 @@
+"""Functions that gather sharded parameters are closed under torch.func: against one device, and beside torch's own."""
+
+import contextlib
+import io
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import func, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from worlds import gloo, simulated
+
+import fshard
+from fshard import tree
+
+DOCS = Path(__file__).parent.parent / "docs" / "closed.md"
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    """Random numbers from a seed of their own."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def params(seed: int = 0) -> dict[str, Any]:
+    """Two layers; with another seed a tangent of the same shapes."""
+    return {"w1": randn(6, 4, seed=seed), "b": randn(4, seed=seed + 1), "w2": randn(4, 6, seed=seed + 2)}
+
+
+def batch(rank: int) -> torch.Tensor:
+    """Different data on every rank."""
+    return randn(2, 6, seed=100 + rank)
+
+
+def net(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Nothing in it is linear in the parameters."""
+    return torch.tanh(x @ p["w1"] + p["b"]) @ p["w2"]
+
+
+def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Written for one device."""
+    return net(p, x).square().sum()
+
+
+# --- the programs: (f, p, x, v) with a loss f(p, x) and a tangent v ---
+
+
+def dot(a: Any, b: Any) -> torch.Tensor:
+    """The inner product of two trees."""
+    return torch.stack([(x * y).sum() for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True)]).sum()
+
+
+def grad(f: Loss, p: Any, x: torch.Tensor, v: Any) -> Any:
+    """First order, backward."""
+    return func.grad(f)(p, x)
+
+
+def vjp(f: Loss, p: Any, x: torch.Tensor, v: Any) -> Any:
+    """The same by hand."""
+    out, back = func.vjp(lambda p: f(p, x), p)
+    return back(torch.ones_like(out))[0]
+
+
+def jvp(f: Loss, p: Any, x: torch.Tensor, v: Any) -> Any:
+    """First order, forward: of this rank's loss."""
+    return func.jvp(lambda p: f(p, x), (p,), (v,))[1]
+
+
+def forward_over_reverse(f: Loss, p: Any, x: torch.Tensor, v: Any) -> Any:
+    """A Hessian-vector product: jvp of grad."""
+    return func.jvp(lambda p: func.grad(f)(p, x), (p,), (v,))[1]
+
+
+def reverse_over_reverse(f: Loss, p: Any, x: torch.Tensor, v: Any) -> Any:
+    """A Hessian-vector product: grad of <grad, v>."""
+    return func.grad(lambda p: dot(func.grad(f)(p, x), v))(p)
+
+
+def third_order(f: Loss, p: Any, x: torch.Tensor, v: Any) -> Any:
+    """The derivative of a Hessian-vector product along v."""
+    return func.jvp(lambda p: reverse_over_reverse(f, p, x, v), (p,), (v,))[1]
+
+
+def per_sample(f: Loss, p: Any, x: torch.Tensor, v: Any) -> Any:
+    """Gradients of every row: vmap of grad."""
+    return func.vmap(func.grad(f), (None, 0))(p, x)
+
+
+def several_tangents(f: Loss, p: Any, x: torch.Tensor, v: Any) -> Any:
+    """Hessian-vector products of three tangents at once: vmap of jvp of grad."""
+    tangents = tree.map(lambda t: torch.stack([t, -2 * t, t.sin()]), v)
+    return func.vmap(lambda v: forward_over_reverse(f, p, x, v))(tangents)
+
+
+def double_backward(f: Loss, p: Any, x: torch.Tensor, v: Any) -> Any:
+    """A Hessian-vector product by plain autograd."""
+    leaves, spec = tree.flatten(tree.map(lambda t: t.detach().requires_grad_(), p))
+    grads = torch.autograd.grad(f(tree.unflatten(spec, leaves), x), leaves, create_graph=True)
+    return tree.unflatten(spec, torch.autograd.grad(dot(list(grads), v), leaves))
+
+
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    "gradient: `grad`": grad,
+    "gradient: `vjp`": vjp,
+    "directional derivative: `jvp`": jvp,
+    "Hessian-vector product: `jvp` of `grad`": forward_over_reverse,
+    "Hessian-vector product: `grad` of ⟨`grad`, v⟩": reverse_over_reverse,
+    "Hessian-vector product: double backward": double_backward,
+    "per-sample gradients: `vmap` of `grad`": per_sample,
+}
+MORE = {**PROGRAMS, "third order": third_order, "`vmap` of `jvp` of `grad`": several_tangents}
+BATCHED = {per_sample, several_tangents}
+
+
+def expected(program: Callable[..., Any], num_ranks: int) -> list[Any]:
+    """On one device: the derivative of the sum of all ranks' losses; forward, of each rank's own."""
+    p, v = params(), params(seed=10)
+    rows = [batch(rank) for rank in range(num_ranks)]
+    if program is jvp:
+        return [jvp(loss, p, x, v) for x in rows]
+    # all ranks' i-th rows make one sample: (rows, ranks, features)
+    x = torch.stack(rows, 1) if program is per_sample else torch.cat(rows)
+    return [program(loss, p, x, v)] * num_ranks
+
+
+# --- fshard ---
+
+PLANS: dict[str, dict[str, Any]] = {
+    "shard": {},
+    "()": {"params_over": (), "grads_over": (), "state_over": ()},
+    "a whole leaf": {"whole": ["b"]},
+}
+HYBRID_PLANS = {**PLANS, "both": dict.fromkeys(("params_over", "grads_over", "state_over"), ("replicate", "shard"))}
+
+
+def sharded_loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """The same loss of sharded parameters: gathering is a function like another."""
+    return loss(fshard.gather_params(p), x)
+
+
+def on_shards(mesh: Any, plans: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
+    """Every program under every plan, the results whole."""
+    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own, where jvp is first used
+    found = {}
+    for key, chosen in plans.items():
+        plan = fshard.make_plan(params(), mesh, units=["w1", "w2"], **chosen)
+        p, v = (fshard.shard_params(whole, plan) for whole in (params(), params(seed=10)))
+        for name, program in MORE.items():
+            out = program(sharded_loss, p, batch(mesh.get_rank()), v)
+            gather = func.vmap(fshard.gather_params) if program in BATCHED else fshard.gather_params
+            found[key, name] = tree.map(torch.Tensor.detach, gather(out))
+    return found
+
+
+@pytest.fixture(scope="module")
+def worlds() -> dict[str, list[Any]]:
+    """All of it on three ranks, simulated and in processes, and on two by two."""
+    return {
+        "simulated": simulated(on_shards, PLANS, shard=3),
+        "gloo": gloo(on_shards, PLANS, shard=3),
+        "2 x 2": simulated(on_shards, HYBRID_PLANS, shard=2, replicate=2),
+    }
+
+
+def near(actual: Any, wanted: Any, scales: tuple[float, ...] = (1.0,)) -> bool:
+    """Equal to 1e-12 of the largest element, for one and the same of these factors."""
+    a, b = tree.leaves(actual), tree.leaves(wanted)
+    if [x.shape for x in a] != [x.shape for x in b]:
+        return False
+    return any(
+        all((x - scale * y).abs().max() <= 1e-12 * max(1.0, float(y.abs().max())) for x, y in zip(a, b, strict=True))
+        for scale in scales
+    )
+
+
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("key", ["simulated", "gloo", "2 x 2"])
+def test_derivatives_of_sharded_losses_are_those_of_the_sum(key: str, name: str, worlds: dict[str, list[Any]]) -> None:
+    """Ranks with different data against one device with all of it, to 1e-12, under every partition."""
+    ranks = worlds[key]
+    for found, wanted in zip(ranks, expected(MORE[name], len(ranks)), strict=True):
+        for plan in HYBRID_PLANS if key == "2 x 2" else PLANS:
+            assert near(found[plan, name], wanted), plan
+
+
+def test_processes_have_the_bits_of_the_simulation(worlds: dict[str, list[Any]]) -> None:
+    """Every derivative of every order."""
+    for a, b in zip(tree.leaves(worlds["simulated"]), tree.leaves(worlds["gloo"]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_comparison_can_fail() -> None:
+    """Programs differ from one another, ranks from each other, and a sum over ranks from one rank's."""
+    assert not near(expected(grad, 1)[0], expected(grad, 3)[0])
+    assert not near(expected(jvp, 3)[0], expected(jvp, 3)[1])
+    assert not near(expected(grad, 3)[0], expected(forward_over_reverse, 3)[0])
+    assert near(expected(reverse_over_reverse, 3)[0], expected(forward_over_reverse, 3)[0])
+
+
+# --- the reference: the same programs on torch's own ---
+
+
+class Net(nn.Module):
+    """`net` as a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, value in params().items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return net(self._parameters, x)
+
+
+def by_backward(module: nn.Module, f: Loss, p: Any, x: torch.Tensor, v: Any) -> Any:
+    """`double_backward` of a module that delivers its gradients in `.grad` alone."""
+    module(x).square().sum().backward(create_graph=True)
+    first = [t.grad for t in p.values()]
+    for t in p.values():
+        t.grad = None
+    dot(first, v).backward()
+    return {name: t.grad for name, t in p.items()}
+
+
+def of_module(module: nn.Module, tangent: Callable[[torch.Tensor], Any]) -> tuple[Any, ...]:
+    """A wrapped module as a function of its parameters."""
+    p = dict(module.named_parameters())
+    v = dict(zip(p, map(tangent, params(seed=10).values()), strict=True))
+    f = lambda p, x: func.functional_call(module, p, (x,)).square().sum()  # noqa: E731
+    return f, p, v, {double_backward: partial(by_backward, module)}
+
+
+def with_fsdp2(mesh: Any) -> tuple[Any, ...]:
+    """torch.distributed.fsdp.fully_shard."""
+    module = Net()
+    fully_shard(module, mesh=mesh)
+    return of_module(module, lambda t: distribute_tensor(t, mesh, [Shard(0)]))
+
+
+def with_fsdp1(mesh: Any) -> tuple[Any, ...]:
+    """torch.distributed.fsdp.FullyShardedDataParallel."""
+    module = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    return of_module(module, lambda t: t)
+
+
+def with_ddp(mesh: Any) -> tuple[Any, ...]:
+    """torch.nn.parallel.DistributedDataParallel."""
+    return of_module(DistributedDataParallel(Net()), lambda t: t)
+
+
+def with_dtensor(mesh: Any) -> tuple[Any, ...]:
+    """Parameters as DTensors cut along dim 0, data as one cut by rank."""
+    p, v = ({k: distribute_tensor(t, mesh, [Shard(0)]) for k, t in whole.items()} for whole in (params(), params(10)))
+    return loss, p, v, {}
+
+
+def with_functional(mesh: Any) -> tuple[Any, ...]:
+    """Parameters cut by hand, gathered by torch's functional collectives."""
+    group, rank, size = mesh.get_group(), mesh.get_rank(), mesh.size()
+    p, v = ({k: t.chunk(size)[rank].contiguous() for k, t in whole.items()} for whole in (params(), params(10)))
+
+    def gather(shard: torch.Tensor) -> torch.Tensor:
+        return functional.wait_tensor(functional.all_gather_tensor_autograd(shard, 0, group))
+
+    return lambda p, x: loss({k: gather(t) for k, t in p.items()}, x), p, v, {}
+
+
+def with_fshard(mesh: Any) -> tuple[Any, ...]:
+    """This library."""
+    plan = fshard.make_plan(params(), mesh, units=["w1", "w2"])
+    p, v = (fshard.shard_params(whole, plan) for whole in (params(), params(seed=10)))
+    return sharded_loss, p, v, {}
+
+
+SYSTEMS = {
+    "fshard": with_fshard,
+    "DTensor": with_dtensor,
+    "functional collectives": with_functional,
+    "FSDP2": with_fsdp2,
+    "FSDP1": with_fsdp1,
+    "DDP": with_ddp,
+}
+
+
+def whole(x: Any, mesh: Any, system: str, batched: bool) -> Any:
+    """A result as plain whole tensors."""
+    if system == "fshard":
+        return (func.vmap(fshard.gather_params) if batched else fshard.gather_params)(x)
+    if system == "functional collectives" and isinstance(x, dict):
+        dim = 1 if batched else 0
+        return {k: functional.all_gather_tensor(t.detach(), dim, mesh.get_group()) for k, t in x.items()}
+    return tree.map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, x)
+
+
+def cell(mesh: Any, system: str, name: str) -> str:
+    """What became of one program on one system, on this rank."""
+    program, wanted = PROGRAMS[name], expected(PROGRAMS[name], mesh.size())
+    f, p, v, special = SYSTEMS[system](mesh)
+    try:
+        x = batch(mesh.get_rank())
+        x = DTensor.from_local(x, mesh, [Shard(0)]) if system == "DTensor" else x
+        out = special.get(program, program)(f, p, x, v)
+        out = whole(out, mesh, system, program in BATCHED)
+    except Exception:
+        return "error"
+    # a reference may average over ranks instead, and take the sum over ranks for a rank's own loss
+    answers = [wanted[mesh.get_rank()], torch.stack(wanted).sum()] if program is jvp else wanted[:1]
+    return "right" if any(near(out, answer, (1.0, 1 / mesh.size())) for answer in answers) else "wrong, silently"
+
+
+def cells(mesh: Any) -> dict[tuple[str, str], str]:
+    """All of them; the worst of all ranks."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for system in SYSTEMS:
+        for name in PROGRAMS:
+            heard = [""] * mesh.size()
+            dist.all_gather_object(heard, cell(mesh, system, name))
+            found[system, name] = max(heard, key=["right", "error", "wrong, silently"].index)
+    return found
+
+
+def table(found: dict[tuple[str, str], str]) -> str:
+    """As it stands in the docs."""
+    rows = [["", *SYSTEMS], ["---"] * (len(SYSTEMS) + 1)]
+    rows += [[name, *(found[system, name] for system in SYSTEMS)] for name in PROGRAMS]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def test_the_table_of_the_docs_is_what_happens() -> None:
+    """Regenerated on two gloo ranks. To update docs/closed.md, paste what this test prints between the two markers."""
+    found = gloo(cells, shard=2)[0]
+    text = DOCS.read_text()
+    between = re.search(r"<!-- table: begin -->\n(.*)<!-- table: end -->", text, re.S)
+    assert between is not None
+    print(f"\n{table(found)}")
+    assert between[1] == table(found)
+    assert {found["fshard", name] for name in PROGRAMS} == {"right"}
+    others = [found[system, name] for system in SYSTEMS for name in PROGRAMS if system != "fshard"]
+    assert others.count("right") < len(others) / 4
+    assert all(found[system, name] != "right" for system in ("FSDP1", "FSDP2") for name in PROGRAMS)
+
+
+def test_the_examples_of_the_docs_run() -> None:
+    """Every python block of docs/closed.md, one after the other, and what they print."""
+    text, names = DOCS.read_text(), {"__name__": "docs"}
+    blocks = re.findall(r"```python\n(.*?)```(?:\n\nprints\n\n```\n(.*?)```)?", text, re.S)
+    assert blocks
+    for code, output in blocks:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, str(DOCS), "exec"), names)
+        assert printed.getvalue() == output

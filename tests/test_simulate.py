@@ -1,0 +1,314 @@
+"""Simulated ranks: order, randomness, errors, and meshes that read like DeviceMesh."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from worlds import gloo, simulated
+
+import fshard
+from fshard.testing import SimulatedMesh, simulate
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_results_come_in_rank_order(size: int) -> None:
+    """Also where ranks end at different times, and return None or several things."""
+
+    def job(mesh: SimulatedMesh) -> Any:
+        for _ in range(mesh.get_rank() + 1):
+            fshard.all_reduce(torch.ones(1), mesh, "replicate")
+        return None if mesh.get_rank() == 1 else (mesh.get_rank(), mesh)
+
+    results = simulate(job, shard=size)
+    assert [None if r == 1 else r for r in range(size)] == [x and x[0] for x in results]
+
+
+def test_ranks_advance_in_a_fixed_order() -> None:
+    """The same at every run: each runs until it has to wait."""
+
+    def run() -> list[tuple[int, int]]:
+        seen = []
+
+        def job(mesh: SimulatedMesh) -> None:
+            for turn in range(3):
+                seen.append((mesh.get_rank(), turn))
+                fshard.all_reduce(torch.ones(1), mesh, "shard")
+
+        simulate(job, shard=3)
+        return seen
+
+    first = run()
+    assert [rank for rank, _ in first[:3]] == [0, 1, 2]
+    assert all(run() == first for _ in range(10))
+
+
+def draw(mesh: Any) -> list[torch.Tensor]:
+    """Random numbers before and after a collective."""
+    first = torch.rand(3)
+    fshard.all_reduce(first, mesh, "shard")
+    return [first, torch.rand(3), torch.randn(2)]
+
+
+def test_random_numbers_differ_by_rank_and_follow_from_the_seed() -> None:
+    """A collective between does not disturb them, and another seed gives others."""
+    torch.manual_seed(5)
+    first, again = simulate(draw, shard=3), simulate(draw, shard=3)
+    torch.manual_seed(6)
+    other = simulate(draw, shard=3)
+    flat = [x.tolist() for rank in first for x in rank]
+    assert flat == [x.tolist() for rank in again for x in rank]
+    assert len({tuple(x) for x in flat}) == len(flat)
+    assert all(a != x.tolist() for a, x in zip(flat, [x for rank in other for x in rank], strict=True))
+
+    def alone(mesh: Any) -> list[list[float]]:
+        return [torch.rand(3).tolist(), torch.rand(3).tolist(), torch.randn(2).tolist()]
+
+    torch.manual_seed(5)
+    assert simulate(alone, shard=3) == [[x.tolist() for x in rank] for rank in first]
+
+
+def test_a_rank_may_set_its_own_seed() -> None:
+    """It is its alone."""
+
+    def job(mesh: Any) -> list[float]:
+        if mesh.get_rank() == 1:
+            torch.manual_seed(77)
+        fshard.all_reduce(torch.ones(1), mesh, "shard")
+        return torch.rand(2).tolist()
+
+    torch.manual_seed(5)
+    with_seed = simulate(job, shard=3)
+    torch.manual_seed(77)
+    assert with_seed[1] == torch.rand(2).tolist()
+    assert len({tuple(x) for x in with_seed}) == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_callers_state_is_untouched(fails: bool) -> None:
+    """Random numbers, threads, default dtype and gradient mode; also after an error."""
+
+    def job(mesh: Any) -> None:
+        torch.rand(10)
+        torch.manual_seed(3)
+        fshard.all_reduce(torch.ones(1), mesh, "shard")
+        if fails and mesh.get_rank() == 1:
+            raise KeyError("stop")
+
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    before = torch.get_num_threads(), threading.active_count(), torch.autograd.is_multithreading_enabled()
+    if fails:
+        with pytest.raises(KeyError):
+            simulate(job, shard=3)
+    else:
+        simulate(job, shard=3)
+    assert torch.equal(torch.rand(3), expected)
+    after = torch.get_num_threads(), threading.active_count(), torch.autograd.is_multithreading_enabled()
+    assert after == before
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("when", ["first", "between", "last"])
+def test_an_exception_is_raised_with_a_note_of_its_rank(rank: int, when: str) -> None:
+    """The very exception, its traceback in the user's function; the other ranks stop, and all threads end."""
+    went_on = []
+
+    def job(mesh: SimulatedMesh) -> None:
+        for place in ("first", "between", "last"):
+            if mesh.get_rank() == rank and place == when:
+                raise ZeroDivisionError("here")
+            if place != "last":
+                fshard.all_reduce(torch.ones(1), mesh, "shard")
+        fshard.all_reduce(torch.ones(1), mesh, "shard")
+        went_on.append(mesh.get_rank())
+
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError, match="here") as caught:
+        simulate(job, shard=3)
+    assert caught.value.__notes__ == [f"(raised in simulated rank {rank} of 3)"]
+    assert "job" in [entry.name for entry in caught.traceback]
+    assert went_on == []
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, fshard.MismatchError])
+def test_other_exceptions_come_through_too(kind: type[BaseException]) -> None:
+    """What is no Exception stops all ranks as well."""
+
+    def job(mesh: SimulatedMesh) -> None:
+        if mesh.get_rank() == 1:
+            raise kind("stop")
+        fshard.all_reduce(torch.ones(1), mesh, "shard")
+
+    with pytest.raises(kind, match="stop"):
+        simulate(job, shard=2)
+
+
+def test_a_run_after_one_that_failed() -> None:
+    """Nothing is left behind."""
+
+    def bad(mesh: SimulatedMesh) -> None:
+        if mesh.get_rank() == 1:
+            fshard.all_gather(torch.ones(1), mesh, "shard")
+
+    for _ in range(3):
+        with pytest.raises(fshard.MismatchError):
+            simulate(bad, shard=3)
+        assert simulate(lambda mesh: fshard.all_reduce(torch.ones(1), mesh, "shard").item(), shard=3) == [3.0] * 3
+
+
+def forward_derivative(mesh: SimulatedMesh) -> float:
+    """jvp of grad through collectives, with ranks in each other's levels."""
+    x = torch.tensor(float(mesh.get_rank() + 1), dtype=torch.float64)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (mesh.get_rank() + 1) * fshard.all_reduce(x.sin(), mesh, "shard") ** 2
+
+    inner = torch.func.jvp(torch.func.grad(f), (x,), (torch.ones_like(x),))[1]
+    outer = torch.func.jvp(lambda x: torch.func.jvp(f, (x,), (x,))[1], (x,), (torch.ones_like(x),))[1]
+    return float(inner + outer)
+
+
+def test_forward_derivatives_are_right_every_time() -> None:
+    """torch has one forward-mode level for all threads: 20 runs on 4 ranks, against the same by hand."""
+    x = torch.arange(1, 5, dtype=torch.float64)
+    total = lambda x: 10 * x.sin().sum() ** 2  # noqa: E731
+    inner = torch.func.jvp(torch.func.grad(total), (x,), (torch.ones_like(x),))[1]
+    f = lambda x: torch.arange(1, 5) * x.sin().sum() ** 2  # noqa: E731
+    outer = torch.func.jvp(lambda x: torch.func.jvp(f, (x,), (x,))[1], (x,), (torch.ones_like(x),))[1]
+    for _ in range(20):
+        assert torch.allclose(torch.tensor(simulate(forward_derivative, shard=4), dtype=torch.float64), inner + outer)
+
+
+def test_simulations_inside_a_transform_and_one_after_another() -> None:
+    """A caller's own derivative does not see the ranks', nor they the caller's."""
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        simulate(forward_derivative, shard=2)
+        return x.sin()
+
+    x = torch.tensor(0.5)
+    assert torch.func.grad(outer)(x) == x.cos()
+    assert torch.func.jvp(outer, (x,), (torch.ones(()),))[1] == x.cos()
+
+
+def test_axes_nest() -> None:
+    """2 x 2: a sum over one axis, over the other, over both, and gathers inside of derivatives."""
+
+    def job(mesh: SimulatedMesh) -> list[float]:
+        x = torch.tensor(10.0 ** mesh.get_rank())
+        over = {axis: fshard.all_reduce(x, mesh, axis) for axis in ("replicate", "shard")}
+        both = fshard.all_reduce(over["shard"], mesh, "replicate")
+        return [over["replicate"].item(), over["shard"].item(), both.item()]
+
+    assert simulate(job, shard=2, replicate=2) == [
+        [101.0, 11.0, 1111.0],
+        [1010.0, 11.0, 1111.0],
+        [101.0, 1100.0, 1111.0],
+        [1010.0, 1100.0, 1111.0],
+    ]
+
+
+def test_many_ranks() -> None:
+    """64, with gathers, sums and gradients between them."""
+
+    def job(mesh: SimulatedMesh) -> tuple[int, float]:
+        gathered = fshard.all_gather(torch.tensor([mesh.get_rank()]), mesh, "shard")
+        grad = torch.func.grad(lambda x: fshard.all_reduce(x, mesh, "shard") * mesh.get_rank())(torch.tensor(1.0))
+        return int(gathered.sum()), grad.item()
+
+    assert simulate(job, shard=64) == [(64 * 63 // 2, 64 * 63 / 2)] * 64
+    assert len(simulate(lambda mesh: mesh.get_coordinate(), shard=8, replicate=8)) == 64
+
+
+def mesh_facts(mesh: Any) -> list[Any]:
+    """All that fshard and its users ask of a mesh."""
+    facts: list[Any] = [mesh.get_rank(), list(mesh.get_coordinate()), tuple(mesh.shape), mesh.ndim, mesh.size()]
+    facts += [mesh.mesh_dim_names, mesh.device_type]
+    for number, axis in enumerate(mesh.mesh_dim_names):
+        facts += [mesh.size(number), mesh.get_local_rank(axis), mesh.get_local_rank(number)]
+    return facts
+
+
+def test_a_simulated_mesh_reads_like_a_device_mesh() -> None:
+    """2 x 2, fact by fact."""
+    assert simulated(mesh_facts, shard=2, replicate=2) == gloo(mesh_facts, shard=2, replicate=2)
+
+
+def test_sizes_by_name() -> None:
+    """`mesh.size(axis)`, as the design has it; an axis that is not there is an error that lists those that are."""
+
+    def job(mesh: SimulatedMesh) -> list[int]:
+        with pytest.raises(ValueError, match="no axis 'model': it has 'replicate', 'shard'"):
+            mesh.get_local_rank("model")
+        with pytest.raises(ValueError, match="name one of the axes"):
+            mesh.get_local_rank()
+        return [
+            mesh.size("replicate"),
+            mesh.size("shard"),
+            mesh.get_local_rank("replicate"),
+            mesh.get_local_rank("shard"),
+        ]
+
+    assert simulate(job, shard=3, replicate=2) == [[2, 3, rank // 3, rank % 3] for rank in range(6)]
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 0}, {"shard": -1}, {"replicate": 0}])
+def test_a_world_has_ranks(sizes: dict[str, int]) -> None:
+    """No ranks is a mistake."""
+    with pytest.raises(ValueError, match="at least 1"):
+        simulate(mesh_facts, **sizes)
+
+
+def test_a_tally_around_a_simulation_has_all_ranks() -> None:
+    """One inside has this rank's."""
+
+    def job(mesh: SimulatedMesh) -> int:
+        fshard.all_gather(torch.ones(2), mesh, "shard")
+        with fshard.tally() as mine:
+            fshard.all_reduce(torch.ones(2), mesh, "shard")
+        fshard.all_gather(torch.ones(2), mesh, "shard")
+        return len(mine)
+
+    with fshard.tally() as records:
+        assert simulate(job, shard=3) == [1] * 3
+    assert [r.kind for r in records] == ["all_gather"] * 6
+    assert records.nbytes("all_gather") == 6 * 2 * 8
+
+
+def test_modes_of_torch_are_each_ranks_own() -> None:
+    """A gradient mode or a default dtype of one rank does not reach another."""
+
+    def job(mesh: SimulatedMesh) -> bool:
+        with torch.set_grad_enabled(mesh.get_rank() == 0):
+            fshard.all_reduce(torch.ones(1), mesh, "shard")
+            return torch.is_grad_enabled()
+
+    assert simulate(job, shard=3) == [True, False, False]
+    assert torch.is_grad_enabled()
+
+
+def test_backward_runs_on_the_ranks_own_thread() -> None:
+    """Else ranks would wait for one another inside the one backward thread."""
+
+    class Where(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            found.append(threading.get_ident())
+            return grad
+
+    found: list[int] = []
+
+    def job(mesh: SimulatedMesh) -> int:
+        assert not torch.autograd.is_multithreading_enabled()  # on CUDA it is this that decides
+        x = torch.ones(1, requires_grad=True)
+        fshard.all_reduce(Where.apply(x), mesh, "shard").sum().backward()
+        return threading.get_ident()
+
+    assert sorted(simulate(job, shard=3)) == sorted(found)

@@ -1,0 +1,757 @@
+"""One forward and backward over a `Sharded`: which collectives run, what is alive when, and the gradients."""
+
+import gc
+import traceback
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from worlds import gloo, simulated
+
+import fshard
+from fshard import tree
+
+WORLDS = ["simulated", "gloo"]
+STRATEGIES = {
+    "full": {},
+    "keep": {"regather": False},
+    "ddp": {"params_over": (), "grads_over": (), "state_over": ()},
+    "zero1": {"params_over": (), "grads_over": ()},
+    "zero2": {"params_over": ()},
+}
+HYBRIDS = {
+    **STRATEGIES,
+    "state over all": {"state_over": ("shard", "replicate")},
+    "grads over all": {"grads_over": ("shard", "replicate"), "state_over": ("shard", "replicate")},
+    "all over all": dict.fromkeys(("params_over", "grads_over", "state_over"), ("replicate", "shard")),
+}
+
+
+# --- a zoo of losses: params, loss, plan arguments ---
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Random numbers from a seed of their own."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def chain_params(depth: int = 3, dim: int = 5) -> dict[str, Any]:
+    """A root with leaves used first and last, and a stack of blocks."""
+    blocks = [{"w": randn(dim, dim, seed=i), "b": randn(dim, seed=100 + i)} for i in range(depth)]
+    return {"scale": randn(dim, seed=7), "blocks": blocks, "head": randn(dim, seed=8)}
+
+
+def apply_block(block: Any, x: torch.Tensor) -> torch.Tensor:
+    """A layer that needs its weight in the backward, if `x` needs a gradient."""
+    return torch.tanh(x @ block["w"] + block["b"])
+
+
+def mean(x: torch.Tensor) -> fshard.Mean:
+    """A mean by count."""
+    return fshard.Mean(x.square().sum(), x.numel())
+
+
+def chain(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """Every unit's weights are needed in the backward."""
+    x = x * p["scale"].sin()
+    for block in p["blocks"]:
+        x = apply_block(block, x)
+    return mean(x * p["head"])
+
+
+def input_first(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """The first block's weight is not needed in the backward: the input needs no gradient."""
+    for block in p["blocks"]:
+        x = apply_block(block, x)
+    return mean(x * p["head"])
+
+
+def shared_depth(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """Units touched several times, in turns."""
+    for i in (0, 1, 0, 2, 1, 0):
+        x = apply_block(p["blocks"][i], x)
+    return mean(x * p["head"] + p["scale"])
+
+
+def backwards(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """Units in the opposite of the plan's order, so what is fetched ahead is not what comes."""
+    for i in reversed(range(len(p["blocks"]))):
+        x = apply_block(p["blocks"][i], x)
+    return mean(x * p["head"])
+
+
+def held(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """All units held at once by the user."""
+    blocks = list(p["blocks"])
+    for block in [*blocks, *blocks]:
+        x = apply_block(block, x)
+    return mean(x * p["head"])
+
+
+def sparse(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """Units 0 and 2 alone; block 1 is touched, but does not matter; the root is not touched."""
+    unused = apply_block(p["blocks"][1], x)
+    assert unused.shape == x.shape
+    return mean(apply_block(p["blocks"][2], apply_block(p["blocks"][0], x)))
+
+
+def checkpointed(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """Every block is recomputed in the backward, its parameters touched inside."""
+    x = x * p["scale"].sin()
+    for i in range(len(p["blocks"])):
+        x = checkpoint(lambda y, i=i: apply_block(p["blocks"][i], y), x, use_reentrant=False)
+    return mean(x * p["head"])
+
+
+def checkpointed_outside(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """Recomputed with parameters touched outside."""
+    for block in p["blocks"]:
+        x = checkpoint(apply_block, block, x, use_reentrant=False)
+    return mean(x * p["head"])
+
+
+def tied(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """A leaf used at both ends."""
+    x = x @ p["embed"]
+    for block in p["blocks"]:
+        x = apply_block(block, x)
+    return mean(x @ p["head"].t())
+
+
+def views(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """Views of views: transposed, sliced, reversed, diagonal, expanded."""
+    for block in p["blocks"]:
+        w, b = block["w"], block["b"]
+        x = torch.tanh(x @ w.t()[:, 1:].flip(1) @ w[:-1] + b.expand(2, -1)[1] * w.diagonal().exp() + b[::2].sum().sin())
+    return mean(x * p["head"])
+
+
+def penalty(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """A gradient taken, and differentiated, inside the loss."""
+    x = x.clone().requires_grad_()
+    y = x * p["scale"].sin()
+    for block in p["blocks"]:
+        y = apply_block(block, y)
+    (slope,) = torch.autograd.grad((y * p["head"]).sum(), x, create_graph=True)
+    return fshard.Mean(y.square().sum() + slope.square().sum(), y.numel())
+
+
+def whole_tree(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """The tree flattened inside the loss: every unit gathered."""
+    return mean(sum(leaf.sin().sum() for leaf in tree.leaves(p)) * x)
+
+
+def mixed(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """Several dtypes, a scalar, an empty leaf and an integer one."""
+    y = (x @ p["w"]).float() * p["half"].float() + p["scalar"] + p["empty"].sum()
+    z = y[:, p["order"]].to(torch.complex64) @ p["complex"]
+    return fshard.Mean((z * z.conj()).real.sum(), z.numel())
+
+
+def mixed_params() -> dict[str, Any]:
+    """Parameters of several dtypes and shapes."""
+    return {
+        "w": randn(5, 5),
+        "half": randn(5, seed=1, dtype=torch.bfloat16),
+        "scalar": randn(seed=2, dtype=torch.float32),
+        "empty": torch.zeros(0, 3),
+        "order": torch.tensor([4, 2, 0, 1, 3]),
+        "complex": randn(5, 3, seed=3, dtype=torch.complex64),
+    }
+
+
+def tied_params() -> dict[str, Any]:
+    """One tensor at both ends."""
+    params = {"embed": randn(5, 5, seed=9), "blocks": chain_params()["blocks"]}
+    return {**params, "head": params["embed"]}
+
+
+CHAIN: dict[str, Any] = {"params": chain_params, "units": ["blocks.*"]}
+CASES: dict[str, dict[str, Any]] = {
+    "chain": {**CHAIN, "loss": chain},
+    "one unit": {"params": chain_params, "loss": chain},
+    "a unit per leaf": {**CHAIN, "loss": chain, "units": ["scale", "head", "blocks.*.*"]},
+    "units by size": {**CHAIN, "loss": chain, "units": 20},
+    "input first": {**CHAIN, "loss": input_first},
+    "shared across depth": {**CHAIN, "loss": shared_depth},
+    "backwards": {**CHAIN, "loss": backwards},
+    "held by the user": {**CHAIN, "loss": held},
+    "units not touched": {**CHAIN, "loss": sparse},
+    "checkpointed": {**CHAIN, "loss": checkpointed},
+    "checkpointed outside": {**CHAIN, "loss": checkpointed_outside},
+    "frozen leaf": {**CHAIN, "loss": chain, "frozen": ["blocks.*.b", "blocks.1.w"]},
+    "whole leaf": {**CHAIN, "loss": chain, "whole": ["blocks.*.b"]},
+    "views": {**CHAIN, "loss": views},
+    "gradient inside": {**CHAIN, "loss": penalty},
+    "whole tree": {**CHAIN, "loss": whole_tree},
+    "tied across units": {"params": tied_params, "loss": tied, "units": ["embed", "blocks.*", "head"]},
+    "tied to the root": {"params": tied_params, "loss": tied, "units": ["blocks.*", "head"]},
+    "dtypes": {"params": mixed_params, "loss": mixed, "units": ["w", "half"]},
+}
+
+
+def batch_of(rank: int) -> torch.Tensor:
+    """Different data on every rank, and a different number of rows."""
+    return randn(2 + rank, 5, seed=1000 + rank)
+
+
+def by_hand(loss: Any, params: Any, num_ranks: int) -> tuple[torch.Tensor, Any]:
+    """The oracle: every rank's loss on one device, the sum of totals over the sum of counts, plain autograd."""
+    own = {id(leaf): leaf.detach().clone() for leaf in tree.leaves(params)}
+    trained = {i: x.requires_grad_() for i, x in own.items() if x.is_floating_point() or x.is_complex()}
+    live = tree.map(lambda leaf: own[id(leaf)], params)
+    outs = [loss(live, batch_of(rank)) for rank in range(num_ranks)]
+    value = sum(out.total for out in outs) / sum(out.count for out in outs)
+    grads = torch.autograd.grad(value, list(trained.values()), allow_unused=True, materialize_grads=True)
+    found = dict(zip(trained, grads, strict=True))
+    return value.detach(), tree.map(lambda leaf: found.get(id(leaf)), params)
+
+
+def moved(params: Any) -> Any:
+    """The parameters after a change."""
+    new = {id(leaf): leaf + 0.25 if leaf.is_floating_point() else leaf for leaf in tree.leaves(params)}
+    return tree.map(lambda leaf: new[id(leaf)], params)
+
+
+def by_path(x: Any) -> dict[str, torch.Tensor]:
+    """The leaves of a tree by their paths; None is no leaf."""
+    flat, spec = tree.flatten(x)
+    return dict(zip(tree.paths(spec), flat, strict=True))
+
+
+def make(mesh: Any, case: dict[str, Any], **strategy: Any) -> fshard.Sharded:
+    """The parameters of a case, sharded."""
+    params = case["params"]()
+    chosen = {key: case[key] for key in ("units", "frozen", "whole") if key in case}
+    return fshard.shard_params(params, fshard.make_plan(params, mesh, **chosen, **strategy))
+
+
+# --- gradients ---
+
+
+def two_rounds(mesh: Any, name: str, strategies: dict[str, Any]) -> dict[str, list[Any]]:
+    """Losses and gradients under every strategy, at the start and after a change of the parameters."""
+    found = {}
+    for key, strategy in strategies.items():
+        first = make(mesh, CASES[name], **strategy)
+        rounds = []
+        for sharded in (first, moved(first)):
+            loss, grads = fshard.value_and_grad(CASES[name]["loss"])(sharded, batch_of(mesh.get_rank()))
+            rounds.append((loss, by_path(fshard.gather_params(grads))))
+        found[key] = rounds
+    return found
+
+
+FROZEN = {"frozen leaf": {"blocks.0.b", "blocks.1.b", "blocks.2.b", "blocks.1.w"}}
+TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 2e-2}
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, what: Any) -> None:
+    """Equal as far as the dtype goes, relative to the largest element."""
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), what
+    if expected.numel():
+        error = (actual - expected).abs().max()
+        assert error <= TOLERANCE.get(expected.dtype, 1e-5) * max(1.0, float(expected.abs().max())), (what, error)
+
+
+def check_gradients(name: str, results: list[dict[str, list[Any]]]) -> None:
+    """Every rank, strategy and round against the oracle."""
+    params = CASES[name]["params"]()
+    for turn, at in enumerate((params, moved(params))):
+        loss, grads = by_hand(CASES[name]["loss"], at, len(results))
+        expected = by_path(grads)
+        for rank, found in enumerate(results):
+            for key, rounds in found.items():
+                assert_near(rounds[turn][0], loss.to(rounds[turn][0].dtype), (key, rank, turn))
+                assert set(expected) - set(rounds[turn][1]) == FROZEN.get(name, set()), (key, rank)
+                for path, grad in rounds[turn][1].items():
+                    assert_near(grad, expected[path], (key, rank, turn, path))
+
+
+def all_in_one(mesh: Any) -> dict[Any, Any]:
+    """Everything this file runs on processes; one spawn for all."""
+    jobs: dict[Any, Any] = {name: partial(two_rounds, name=name, strategies=STRATEGIES) for name in CASES}
+    for name, strategy in STRATEGIES.items():
+        jobs["tally", name] = partial(tally_of, strategy=strategy, what="value_and_grad")
+        jobs["unreduced", name] = partial(unreduced, strategy=strategy)
+        jobs["errors", name] = partial(after_errors, strategy=strategy)
+    for loss in LOSSES:
+        for depth in (5, 9):
+            jobs["watched", loss, depth] = partial(watched, loss=loss, strategy={}, depth=depth)
+    jobs["watched", chain, "keep"] = partial(watched, loss=chain, strategy={"regather": False}, depth=6)
+    found = {}
+    for key, job in jobs.items():
+        try:
+            found[key] = job(mesh)
+        except Exception as failure:  # raised by the test that asks for it
+            failure.add_note(traceback.format_exc())
+            found[key] = failure
+    return found
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def world(request: pytest.FixtureRequest) -> Any:
+    """A function from the key of a job to the results of three ranks, simulated or in processes."""
+    ranks = {"simulated": simulated, "gloo": gloo}[request.param](all_in_one, shard=3)
+
+    def results(*key: Any) -> list[Any]:
+        found = [rank[key[0] if len(key) == 1 else key] for rank in ranks]
+        for result in found:
+            if isinstance(result, Exception):
+                raise result
+        return found
+
+    return results
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_right_under_every_strategy(name: str, world: Any) -> None:
+    """Three ranks with different data against one device, at two values of the parameters."""
+    check_gradients(name, world(name))
+
+
+@pytest.mark.parametrize("name", ["chain", "shared across depth", "tied across units", "whole leaf", "frozen leaf"])
+def test_gradients_on_two_axes(name: str) -> None:
+    """As on one axis."""
+    check_gradients(name, simulated(two_rounds, name, HYBRIDS, shard=2, replicate=2))
+
+
+@pytest.mark.parametrize("name", ["chain", "input first", "checkpointed", "dtypes"])
+def test_an_axis_of_size_one_is_an_axis(name: str) -> None:
+    """One rank with an axis, and gloo's one rank, differ in nothing from the oracle."""
+    check_gradients(name, simulated(two_rounds, name, STRATEGIES, shard=1))
+    check_gradients(name, simulated(two_rounds, name, HYBRIDS, shard=1, replicate=2))
+
+
+def test_one_device_needs_no_mesh() -> None:
+    """mesh=None."""
+    for name, case in CASES.items():
+        loss, grads = fshard.value_and_grad(case["loss"])(make(None, case), batch_of(0))
+        expected_loss, expected = by_hand(case["loss"], case["params"](), 1)
+        assert_near(loss, expected_loss.to(loss.dtype), name)
+        for path, grad in by_path(fshard.gather_params(grads)).items():
+            assert_near(grad, by_path(expected)[path], (name, path))
+
+
+def test_the_gradient_of_a_unit_never_touched_is_zero() -> None:
+    """Not garbage, and not None; nor for one touched whose leaves do not matter."""
+    for rank in simulated(two_rounds, "units not touched", STRATEGIES, shard=3):
+        for rounds in rank.values():
+            for path in ("scale", "head", "blocks.1.w", "blocks.1.b"):
+                assert not rounds[0][1][path].any()
+
+
+def in_no_grad(mesh: Any) -> list[Any]:
+    """Gradients asked for where gradients are off, and what mode is on afterwards."""
+    sharded, x = make(mesh, CASES["chain"]), batch_of(mesh.get_rank())
+    plain = fshard.value_and_grad(chain)(sharded, x)
+    with torch.no_grad():
+        inside = fshard.value_and_grad(chain)(sharded, x)
+        assert not torch.is_grad_enabled()
+    assert torch.is_grad_enabled()
+    assert all(not t.requires_grad for t in tree.leaves((plain, inside)))
+    return [torch.equal(a, b) for a, b in zip(tree.leaves(plain), tree.leaves(inside), strict=True)]
+
+
+def test_gradients_do_not_depend_on_the_mode_around() -> None:
+    """torch.no_grad outside changes nothing, and nothing that comes out requires a gradient."""
+    assert all(all(same) for same in simulated(in_no_grad, shard=2))
+
+
+# --- which collectives run ---
+
+WIDE: dict[str, Any] = {"params": lambda: chain_params(depth=4, dim=64), "units": ["blocks.*"]}
+COUNTS = {  # all_gather, reduce_scatter, all_reduce of every unit, in one forward and backward
+    "full": (2, 1, 0),
+    "keep": (1, 1, 0),
+    "ddp": (0, 0, 1),
+    "zero1": (0, 0, 1),
+    "zero2": (0, 1, 0),
+}
+
+
+def wide_batch(rank: int) -> torch.Tensor:
+    """A batch as wide as `WIDE`."""
+    return randn(2, 64, seed=rank)
+
+
+def tally_of(mesh: Any, strategy: dict[str, Any], what: str) -> tuple[list[Any], dict[str, int]]:
+    """The collectives of a call along axes of several ranks, and the bytes of every unit, padding included."""
+    sharded, x = make(mesh, WIDE, **strategy), wide_batch(mesh.get_rank())
+    units = {u.name: 8 * u.lengths[0] for u in sharded.plan.units}
+    tx = fshard.optim.adamw(1e-3)
+    state = fshard.init_state(sharded, tx)
+    with fshard.tally() as records:
+        if what == "step":
+            fshard.train_step(chain, tx)(state, x)
+        else:
+            getattr(fshard, what)(chain)(sharded, x)
+    assert records.nbytes() == sum(r.nbytes for r in records)
+    sizes = {axis: mesh.size(i) for i, axis in enumerate(mesh.mesh_dim_names)}
+    return [r for r in records if sizes[r.axis] > 1], units
+
+
+def sent(kind: str, nbytes: int, size: int) -> int:
+    """What one rank of `size` sends for `nbytes` of whole tensor."""
+    small = kind == "all_reduce" and nbytes <= 1 << 14
+    if small:
+        return (size - 1) * nbytes
+    return (2 if kind == "all_reduce" else 1) * (size - 1) * -(-nbytes // (16 * size)) * 16  # each part whole blocks
+
+
+def of(records: list[Any], kind: str, label: str, axis: str = "shard") -> list[int]:
+    """The bytes of a unit's collectives of one kind."""
+    return [r.nbytes for r in records if (r.kind, r.label, r.axis) == (kind, label, axis)]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_every_unit_is_gathered_and_reduced_as_its_strategy_says(name: str, world: Any) -> None:
+    """The counts of `COUNTS`, and the bytes that follow from the sizes; the same order on all ranks."""
+    results = world("tally", name)
+    for records, units in results:
+        assert records == results[0][0]
+        for unit, nbytes in units.items():
+            for kind, count in zip(("all_gather", "reduce_scatter", "all_reduce"), COUNTS[name], strict=True):
+                assert of(records, kind, unit) == [sent(kind, nbytes, 3)] * count, (unit, kind)
+        assert len(records) == len(units) * sum(COUNTS[name]) + len(of(records, "all_reduce", "loss"))
+        assert of(records, "all_reduce", "loss") == [2 * 16]
+
+
+def test_hybrid_reduces_over_the_replicas_what_it_has_scattered() -> None:
+    """2 x 2: as on one axis, and one all-reduce of this rank's half over `replicate`."""
+    for records, units in simulated(tally_of, {}, "value_and_grad", shard=2, replicate=2):
+        for unit, nbytes in units.items():
+            assert of(records, "all_gather", unit) == [nbytes // 2] * 2
+            assert of(records, "reduce_scatter", unit) == [nbytes // 2]
+            assert of(records, "all_reduce", unit, "replicate") == [sent("all_reduce", nbytes // 2, 2)]
+        assert len(records) == 4 * len(units) + 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "extra"),
+    [
+        ("full", []),
+        ("ddp", []),
+        ("zero1", [("all_gather", "shard", 2)]),
+        ("zero2", [("all_gather", "shard", 2)]),
+        ("state over all", [("all_gather", "replicate", 4)]),
+    ],
+)
+def test_a_step_gathers_parameters_where_only_state_is_cut(strategy: str, extra: list[Any]) -> None:
+    """Beyond a forward and backward a step gathers what the optimizer state's partition cuts more finely."""
+    gradients = simulated(tally_of, HYBRIDS[strategy], "value_and_grad", shard=2, replicate=2)
+    steps = simulated(tally_of, HYBRIDS[strategy], "step", shard=2, replicate=2)
+    for (before, units), (records, _) in zip(gradients, steps, strict=True):
+        rest = [r for r in records if r.label != "norm"]
+        for record in before:
+            rest.remove(record)
+        expected = [(kind, axis, unit, n // parts) for unit, n in units.items() for kind, axis, parts in extra]
+        assert sorted((r.kind, r.axis, r.label, r.nbytes) for r in rest) == sorted(expected)
+
+
+@pytest.mark.parametrize("name", ["full", "keep", "ddp"])
+def test_a_value_gathers_every_unit_once(name: str) -> None:
+    """Forward alone: one gather where parameters are cut, nothing to reduce but the loss."""
+    for records, units in simulated(tally_of, STRATEGIES[name], "value", shard=3):
+        for unit in units:
+            assert len(of(records, "all_gather", unit)) == (name != "ddp")
+        assert len(records) == len(units) * (name != "ddp") + 1
+
+
+def reductions(mesh: Any, name: str) -> list[tuple[str, str]]:
+    """The units a case reduced, in order."""
+    case, x = CASES[name], batch_of(mesh.get_rank())
+    sharded = make(mesh, case)
+    with fshard.tally() as records:
+        fshard.value_and_grad(case["loss"])(sharded, x)
+    return [r.label for r in records.select("reduce_scatter")]
+
+
+@pytest.mark.parametrize("name", ["tied across units", "tied to the root", "shared across depth", "checkpointed"])
+def test_a_unit_is_reduced_once_however_often_it_is_used(name: str) -> None:
+    """Also leaves tied across units, and units recomputed."""
+    params = CASES[name]["params"]()
+    plan = fshard.make_plan(params, units=CASES[name]["units"])
+    for units in simulated(reductions, name, shard=2):
+        assert sorted(units) == sorted(u.name for u in plan.units if sum(u.lengths))
+
+
+# --- what is alive when ---
+
+
+class Watch(TorchDispatchMode):
+    """The storages of `nbytes` bytes that operations inside the block make: how many are alive, and were at most."""
+
+    def __init__(self, nbytes: int):
+        super().__init__()
+        self.nbytes, self.peak, self.refs = nbytes, 0, list[StorageWeakRef]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree.leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        fresh = [x.untyped_storage() for x in tree.leaves(out) if isinstance(x, torch.Tensor)]
+        fresh = [x for x in fresh if x._cdata not in given and x.nbytes() == self.nbytes]
+        self.refs += [StorageWeakRef(x) for x in fresh]
+        self.peak = max(self.peak, self.alive())
+        return out
+
+    def alive(self) -> int:
+        """How many are alive now."""
+        self.refs = [ref for ref in self.refs if not ref.expired()]
+        return len(self.refs)
+
+
+class Probe(torch.autograd.Function):
+    """The identity, whose backward calls a function first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.call()
+        return grad, None
+
+
+def watched(mesh: Any, loss: Any, strategy: dict[str, Any], depth: int) -> dict[str, int]:
+    """How many buffers of a block's size are alive: at most in the forward, between, at most, and afterwards."""
+    case = {"params": lambda: chain_params(depth, dim=20), "units": ["blocks.*"]}
+    sharded = make(mesh, case, **strategy)
+    watch = Watch(8 * sharded.plan.units[1].lengths[0])
+    marks: dict[str, int] = {}
+
+    def observed(p: Any, x: torch.Tensor) -> fshard.Mean:
+        out = loss(p, x)
+        marks["forward"] = watch.peak
+        return fshard.Mean(Probe.apply(out.total, lambda: marks.update(between=watch.alive())), out.count)
+
+    with watch:
+        result = fshard.value_and_grad(observed)(sharded, randn(3, 20, seed=mesh.get_rank()))
+    return {**marks, "peak": watch.peak, "after": watch.alive(), "results": len(result)}
+
+
+LOSSES = (chain, input_first, checkpointed, sparse, backwards)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_with_regather_a_few_units_are_alive_however_deep_the_stack(loss: Any, world: Any) -> None:
+    """In the forward the current one, the next and the user's last; between, what is fetched ahead; then none."""
+    shallow, deep = (world("watched", loss, depth) for depth in (5, 9))
+    for marks in deep:
+        assert 1 <= marks["forward"] <= 3
+        assert marks["between"] <= 1
+        assert marks["after"] == 0
+    assert [m["peak"] for m in deep] == [m["peak"] for m in shallow]
+
+
+def test_without_regather_all_units_stay_until_their_backward(world: Any) -> None:
+    """The memory that SHARD_GRAD_OP pays for half the gathers."""
+    for marks in world("watched", chain, "keep"):
+        assert (marks["forward"], marks["between"], marks["after"]) == (6, 6, 0)
+
+
+def test_a_user_who_holds_all_units_keeps_them_for_the_forward_only() -> None:
+    """What the loss holds lives as long as it holds it."""
+    for marks in simulated(partial(watched, loss=held, strategy={}, depth=6), shard=2):
+        assert marks["forward"] >= 6
+        assert marks["between"] <= 1
+
+
+def leaf_lives(mesh: Any, regather: bool) -> tuple[list[bool], list[bool]]:
+    """For every leaf a loss touched: is its storage gone after the forward, and after the backward?"""
+    refs: list[StorageWeakRef] = []
+    gone: list[bool] = []
+
+    def observed(p: Any, x: torch.Tensor) -> fshard.Mean:
+        x = x * p["scale"].sin()
+        for block in p["blocks"]:
+            refs.extend(StorageWeakRef(leaf.untyped_storage()) for leaf in tree.leaves(block))
+            x = apply_block(block, x)
+        return mean(Probe.apply(x * p["head"], lambda: gone.extend(ref.expired() for ref in refs)))
+
+    fshard.value_and_grad(observed)(make(mesh, CASES["chain"], regather=regather), batch_of(mesh.get_rank()))
+    return gone, [ref.expired() for ref in refs]
+
+
+@pytest.mark.parametrize("regather", [True, False])
+def test_gathered_leaves_die_with_the_forward_if_they_are_gathered_again(regather: bool) -> None:
+    """The storages that the user's function saw."""
+    for gone, after in simulated(leaf_lives, regather, shard=2):
+        assert gone == [regather] * 6
+        assert all(after)
+
+
+def test_the_address_of_a_storage_is_not_used_again_while_it_is_watched() -> None:
+    """The tape tells gathered buffers by torch's private `_cdata`, held by a `StorageWeakRef`: notice when it goes."""
+    storage = torch.zeros(64).untyped_storage()
+    address, ref = storage._cdata, StorageWeakRef(storage)
+    assert not ref.expired()
+    assert torch.zeros(64).untyped_storage()._cdata != address
+    assert torch.zeros(0).set_(storage).view(8, 8).t().untyped_storage()._cdata == address
+    del storage
+    assert ref.expired()
+    others = [torch.zeros(64) for _ in range(1000)]
+    assert address not in {x.untyped_storage()._cdata for x in others}
+
+
+# --- sizes ---
+
+
+def held_bytes(mesh: Any, name: str, strategy: dict[str, Any]) -> dict[str, int]:
+    """The bytes this rank holds of parameters, gradients and each moment of Adam."""
+    sharded = make(mesh, CASES[name], **strategy)
+    _, grads = fshard.value_and_grad(CASES[name]["loss"])(sharded, batch_of(mesh.get_rank()))
+    state = fshard.init_state(sharded, fshard.optim.adamw(1e-3)).opt_state
+    parts = {"params": sharded, "grads": grads, "mu": state.mu, "nu": state.nu}
+    return {key: sum(t.nbytes for t in tree.leaves(part)) for key, part in parts.items()}
+
+
+@pytest.mark.parametrize("shard", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["chain", "a unit per leaf", "tied across units"])
+def test_a_rank_holds_its_part_and_little_padding(name: str, shard: int) -> None:
+    """Parameters, gradients and optimizer state: 1/W, to within 16 bytes for each unit."""
+    params = CASES[name]["params"]()
+    whole = sum({id(x): x.nbytes for x in tree.leaves(params)}.values())
+    num_units = len(fshard.make_plan(params, units=CASES[name]["units"]).units)
+    for held in simulated(held_bytes, name, {}, shard=shard):
+        for nbytes in held.values():
+            assert whole <= nbytes * shard < whole + 16 * shard * num_units
+
+
+def test_each_partition_has_the_size_its_axes_say() -> None:
+    """2 x 2: what is cut over nothing, one axis, or both."""
+    whole = sum(x.nbytes for x in tree.leaves(chain_params()))
+    expected = {
+        "ddp": (1, 1, 1),
+        "zero1": (1, 1, 2),
+        "zero2": (1, 2, 2),
+        "full": (2, 2, 2),
+        "state over all": (2, 2, 4),
+        "grads over all": (2, 4, 4),
+        "all over all": (4, 4, 4),
+    }
+    for name, parts in expected.items():
+        for held in simulated(held_bytes, "chain", HYBRIDS[name], shard=2, replicate=2):
+            for key, part in zip(("params", "grads", "mu"), parts, strict=True):
+                assert whole <= held[key] * part < whole + 16 * 4 * 4, (name, key)
+
+
+# --- gradients of this rank, reduced later ---
+
+
+def unreduced(mesh: Any, strategy: dict[str, Any]) -> dict[str, Any]:
+    """Gradients reduced at once and later, of one batch and of two."""
+    sharded, x = make(mesh, CASES["chain"], **strategy), batch_of(mesh.get_rank())
+    loss, direct = fshard.value_and_grad(chain)(sharded, x)
+    with fshard.tally() as records:
+        same_loss, own = fshard.value_and_grad(chain, reduce=False)(sharded, x)
+    _, more = fshard.value_and_grad(chain, reduce=False)(sharded, x.flip(0) + 1)
+    _, direct_more = fshard.value_and_grad(chain)(sharded, x.flip(0) + 1)
+    both = fshard.reduce_grads(tree.map(torch.add, own, more))
+    assert type(own) is fshard.Unreduced
+    assert not records.select("reduce_scatter")
+    assert {r.label for r in records.select("all_reduce")} == {"loss"}
+    later = fshard.reduce_grads(own)
+    with pytest.raises(TypeError, match=r"expected Unreduced .* got Sharded: gradients are reduced once"):
+        fshard.reduce_grads(later)
+    return {
+        "direct": (loss, direct.tensors),
+        "later": (same_loss, later.tensors),
+        "sum of both": tree.map(torch.add, direct, direct_more).tensors,
+        "both": both.tensors,
+    }
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_gradients_reduced_later_are_those_reduced_at_once(name: str, world: Any) -> None:
+    """To the bit; and sums of unreduced ones reduce to the sum. Reducing twice is an error."""
+    for found in world("unreduced", name):
+        for a, b in zip(tree.leaves(found["direct"]), tree.leaves(found["later"]), strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(found["both"], found["sum of both"], strict=True):
+            assert_near(a, b, name)
+
+
+def values(mesh: Any, name: str) -> list[torch.Tensor]:
+    """The loss of a case, without and with its gradient."""
+    case, x = CASES[name], batch_of(mesh.get_rank())
+    sharded = make(mesh, case)
+    with_aux = fshard.value(lambda p, x: (case["loss"](p, x), "aux"), has_aux=True)(sharded, x)
+    assert with_aux[1] == "aux"
+    return [fshard.value(case["loss"])(sharded, x), with_aux[0], fshard.value_and_grad(case["loss"])(sharded, x)[0]]
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"gradient inside"}))
+def test_a_value_is_that_of_value_and_grad(name: str) -> None:
+    """To the bit."""
+    for without, with_aux, with_gradient in simulated(values, name, shard=3):
+        assert torch.equal(without, with_gradient)
+        assert torch.equal(without, with_aux)
+
+
+# --- errors leave nothing behind ---
+
+
+def after_errors(mesh: Any, strategy: dict[str, Any]) -> list[bool]:
+    """Whether calls that fail in the forward, at the loss, and in the backward leave the next call as it was."""
+    sharded, x = make(mesh, CASES["chain"], **strategy), batch_of(mesh.get_rank())
+    other = tree.map(lambda t: t + 1, sharded)
+
+    def stop() -> None:
+        raise ArithmeticError("stop here")
+
+    def in_forward(p: Any, x: torch.Tensor) -> fshard.Mean:
+        apply_block(p["blocks"][0], x)
+        raise ArithmeticError("stop here")
+
+    def at_the_loss(p: Any, x: torch.Tensor) -> Any:
+        chain(p, x)
+        return "stop here"
+
+    def in_backward(p: Any, x: torch.Tensor) -> fshard.Mean:
+        first = Probe.apply(apply_block(p["blocks"][0], x), stop)
+        return mean(apply_block(p["blocks"][2], apply_block(p["blocks"][1], first)))
+
+    expected = tree.leaves(fshard.value_and_grad(chain)(sharded, x))
+    same = []
+    for bad in (in_forward, at_the_loss, in_backward):
+        for sign in (other, sharded):
+            with pytest.raises((ArithmeticError, ValueError), match="stop here"):
+                fshard.value_and_grad(bad)(sign, x)
+        after = tree.leaves(fshard.value_and_grad(chain)(sharded, x))
+        same.append(all(torch.equal(a, b) for a, b in zip(expected, after, strict=True)))
+    return same
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_an_error_leaves_no_gather_in_flight(name: str, world: Any) -> None:
+    """The next call, on other parameters, has the bits it would have had."""
+    assert world("errors", name) == [[True] * 3] * 3
+
+
+def alive_after_errors(mesh: Any) -> list[int]:
+    """How many gathered blocks are alive after each of three losses that fail once they have touched every unit."""
+
+    def bad(p: Any, x: torch.Tensor) -> Any:
+        chain(p, x)
+        raise ArithmeticError("stop here")
+
+    sharded = make(mesh, {"params": lambda: chain_params(dim=20), "units": ["blocks.*"]})
+    watch, counts = Watch(8 * sharded.plan.units[1].lengths[0]), []
+    for _ in range(3):
+        with watch, pytest.raises(ArithmeticError, match="stop here"):
+            fshard.value_and_grad(bad)(sharded, randn(2, 20))
+        gc.collect()  # the traceback held the loss's frame
+        counts.append(watch.alive())
+    return counts
+
+
+def test_an_error_leaves_nothing_alive() -> None:
+    """Nor does it by way of a reference cycle."""
+    assert simulated(alive_after_errors, shard=2) == [[0, 0, 0]] * 2

@@ -1,0 +1,135 @@
+"""The example trains: in a process of its own, and sharded over two that torchrun starts."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
+TINY = "--steps=25 --d-model=16 --layers=2 --heads=2 --context=16 --batch=4 --warmup=5 --eval-every=10 --sample=20"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_lm", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_lm"] = module  # where dataclasses look up the names of types
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for name in "abc":
+        (folder / name).write_text(f"the {name} of a tree is a tree; " * 100)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["process", "ranks"])
+def trained(
+    request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, subprocess.CompletedProcess[str], Path]:
+    """Number of ranks, how the example ended, and the folder it wrote. 5 windows: one rank lacks one at the end."""
+    out = tmp_path_factory.mktemp("out") / "new"
+    start = [sys.executable, *(TORCHRUN if request.param == 2 else [])]
+    command = [*start, str(EXAMPLE), *TINY.split(), "--eval-bytes=144", f"--data={text}", f"--out={out}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    return request.param, subprocess.run(command, capture_output=True, text=True, env=env, check=False), out
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_ends_well_and_says_what_came_of_it(trained: Any) -> None:
+    ranks, done, _ = trained
+    assert done.returncode == 0, done.stderr
+    assert "arning" not in done.stderr
+    for words in ("this model", "gzip -9", "Written by the model", "unsharded", f"rank {ranks - 1}"):
+        assert done.stdout.count(words) == 1, done.stdout
+
+
+def test_the_loss_falls_and_every_measurement_is_finite(trained: Any) -> None:
+    *steps, result = records(trained[2])
+    assert [record["step"] for record in steps] == [10, 20, 25]
+    assert steps[-1]["train_bits_per_byte"] < steps[0]["train_bits_per_byte"] < 8
+    assert steps[-1]["validation_bits_per_byte"] < steps[0]["validation_bits_per_byte"] < 8
+    assert result["validation_bits_per_byte"] == steps[-1]["validation_bits_per_byte"]
+    assert all(math.isfinite(value) for record in steps for value in record.values())
+    assert math.isfinite(result["gzip_bits_per_byte"])
+
+
+def test_a_rank_holds_its_share_of_everything(trained: Any) -> None:
+    ranks, _, out = trained
+    held = records(out)[-1]["memory_bytes"]
+    assert len(held) == ranks + 1
+    for rank in range(ranks):
+        for mine, whole in zip(held[f"rank {rank}"], held["unsharded"], strict=False):
+            assert whole <= mine * ranks <= whole * 1.01 + 16  # padding, and the optimizer's count on every rank
+
+
+def test_the_curve_is_a_picture(trained: Any) -> None:
+    assert (trained[2] / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_time_that_is_up_ends_training(example: ModuleType, text: Path, tmp_path: Path) -> None:
+    example.main([*TINY.split(), f"--data={text}", f"--out={tmp_path}", "--steps=1000", "--minutes=1e-9"])
+    assert [record.get("step") for record in records(tmp_path)] == [10, None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--data={}/missing"], "there is no such file or folder"),
+        (["--data={}"], "there is no text in it"),
+        (["--data={}/small"], "too little text"),
+        (["--heads=5"], "--d-model 16: expected a multiple of --heads, which is 5"),
+        (["--steps=0"], "--steps 0: expected a number above 0"),
+        (["--eval-bytes=15"], "--eval-bytes 15: expected at least the 16 of --context"),
+    ],
+)
+def test_what_makes_no_sense_is_an_error_in_a_sentence(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    (tmp_path / "small").write_text("" if arguments == ["--data={}"] else "a few words")
+    with pytest.raises(SystemExit) as stopped:
+        example.main([*TINY.split(), *(argument.format(tmp_path) for argument in arguments)])
+    assert stopped.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_split_is_by_file_and_the_same_in_any_order(example: ModuleType) -> None:
+    files = [(f"{n}.py", bytes([n]) * 100) for n in range(100)]
+    train, valid = example.split(files)
+    assert (len(train), len(valid)) == (9500, 500)
+    assert not set(train) & set(valid)
+    assert example.split(files[::-1]) == (train, valid)
+    assert example.split([("one", bytes(range(100)))]) == (bytes(range(95)), bytes(range(95, 100)))
+
+
+def test_every_validation_byte_is_a_target_once(example: ModuleType) -> None:
+    windows = example.all_windows(b"abcdef", example.Settings(context=3), torch.device("cpu"))
+    assert [bytes(row) for row in windows["targets"].tolist()] == [b"abc", b"def"]
+    assert [bytes(row) for row in windows["tokens"].tolist()] == [b"\nab", b"cde"]
+
+
+def test_scores_depend_on_no_later_byte(example: ModuleType) -> None:
+    params = example.init_params(example.Settings(d_model=16, heads=2, context=8))
+    params["head"] = torch.randn(params["head"].shape, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(16).view(2, 8)
+    tokens[1, :5] = tokens[0, :5]
+    scores = example.model(params, tokens, heads=2)
+    torch.testing.assert_close(scores[0, :5], scores[1, :5])
+    assert not torch.allclose(scores[0, 5], scores[1, 5])
