@@ -119,6 +119,7 @@ def run(
 
     `divisor` is by default this loss's own: its count over all ranks.
     """
+    _check_eager()
     tape = Tape(params, into)
     try:
         with torch.enable_grad(), tape.forward() as view:
@@ -134,6 +135,15 @@ def run(
     finally:
         tape.close()
     return outcome
+
+
+def _check_eager() -> None:
+    # Private: torch has no public way to ask whether a transform is running (test_closed.py notices when this goes).
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise TypeError(
+            "value_and_grad and train_step are eager: they cannot run inside torch.func.grad, jvp or vmap. Transform a "
+            "function that calls fshard.gather_params instead."
+        )
 
 
 def empty_grads(params: Sharded, over: comm.Axes) -> Sharded:

@@ -93,6 +93,9 @@ class Plan:
     def __getstate__(self) -> dict[str, Any]:
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
 
+    def __deepcopy__(self, memo: Any) -> Plan:
+        return self  # immutable; a copied state keeps its mesh
+
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 

@@ -90,6 +90,14 @@ class Sharded(tree.Branch):
                 views[path] = self.piece(slot.unit, slot.kind)[begin + shift : end + shift]
         return views
 
+    def gathered(self) -> Any:
+        """What `gather_params` gives."""
+        slots, found = self.view.slots(), dict[Slot, Tensor]()
+        for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in self.view.kinds}):
+            pieces = cut(self.plan, _gather_unit(self, unit, kind), unit, kind)
+            found.update(zip(self.plan.places[unit, kind], pieces, strict=True))
+        return tree.unflatten(self.view.spec, [found.get(s) for s in slots])
+
     def _node(self) -> tree.Spec:
         return self.view.spec
 
@@ -229,13 +237,7 @@ def gather_params(x: Any) -> Any:
     >>> gather_params(shard_params({"w": torch.ones(2), "n": torch.tensor(3)}, plan)["n"])
     tensor(3)
     """
-    if not isinstance(x, Sharded):
-        return x
-    slots, found = x.view.slots(), dict[Slot, Tensor]()
-    for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in x.view.kinds}):
-        pieces = cut(x.plan, _gather_unit(x, unit, kind), unit, kind)
-        found.update(zip(x.plan.places[unit, kind], pieces, strict=True))
-    return tree.unflatten(x.view.spec, [found.get(s) for s in slots])
+    return x.gathered() if isinstance(x, tree.Branch) else x
 
 
 def _gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:

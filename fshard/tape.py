@@ -284,14 +284,14 @@ class _Lazy(tree.Branch):
     def _child(self, spec: tree.Spec, first: int) -> Any:
         return self._tape._enter(spec, self._first + first)
 
-    def whole(self) -> Any:
-        """The whole subtree, all its units gathered."""
+    def gathered(self) -> Any:
+        """The plain subtree, all its units gathered."""
         parts = [self._child(child, at) for child, at in tree.children(self._spec)]
         return tree.unflatten(self._spec, tree.leaves([_whole(part) for part in parts]))
 
 
 def _whole(x: Any) -> Any:
-    return x.whole() if isinstance(x, _Lazy) else x
+    return x.gathered() if isinstance(x, _Lazy) else x
 
 
-tree.register(_Lazy, lambda x: ((x.whole(),), None), lambda _, children: children[0])
+tree.register(_Lazy, lambda x: ((x.gathered(),), None), lambda _, children: children[0])

@@ -35,7 +35,7 @@ class TrainState:
     extra: Any
 
     def __getattr__(self, name: str) -> Any:
-        if not vars(self):
+        if not vars(self) and not name.startswith("__"):  # copy and pickle ask for these of empty objects
             tree.Life(given_away=True).check(type(self).__name__, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -51,7 +51,9 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
     tensor(0)
     """
     trained = refine(check_sharded(sharded).trainable, sharded.plan.state_over)
-    scaler = NoLossScale() if loss_scale is None else loss_scale
+    device = sharded.tensors[0].device if sharded.tensors else None
+    # where the gradients are: a scaler elsewhere would have every step wait for the device
+    scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device), loss_scale)
     return TrainState(sharded, tx.init(trained), scaler, torch.tensor(0), torch.tensor(seed), extra)
 
 

@@ -166,6 +166,10 @@ class Branch:
     def _child(self, spec: Spec, first: int) -> Any:
         """The child of that structure whose first leaf is `first` leaves after this container's own."""
 
+    @abstractmethod
+    def gathered(self) -> Any:
+        """The plain tree this stands for."""
+
     def _pick(self, index: int) -> Any:
         if "_children" not in vars(self):  # a container may have many, and is gone through one by one
             vars(self)["_children"] = list(children(self._node()))

@@ -360,3 +360,24 @@ def test_the_examples_of_the_docs_run() -> None:
         with contextlib.redirect_stdout(printed):
             exec(compile(code, str(DOCS), "exec"), names)
         assert printed.getvalue() == output
+
+
+@pytest.mark.parametrize("transform", ["jvp", "grad", "vmap"])
+def test_an_eager_gradient_inside_a_transform_is_an_error(transform: str) -> None:
+    """Never a derivative of zero, and a loss over a batch that vmap holds is none of its own."""
+
+    def job(mesh: Any) -> Any:
+        whole = {"w": torch.ones(3)}
+        params = fshard.shard_params(whole, fshard.make_plan(whole, mesh))
+
+        def value(p: Any, x: torch.Tensor) -> torch.Tensor:
+            return fshard.value_and_grad(lambda q, x: (q["w"] * x).sum())(p, x)[0]
+
+        if transform == "jvp":
+            return func.jvp(lambda p: value(p, torch.ones(3)), (params,), (params,))
+        if transform == "grad":
+            return func.grad(value)(params, torch.ones(3))
+        return func.vmap(value, (None, 0))(params, torch.ones(2, 3))
+
+    with pytest.raises(TypeError, match=r"cannot run inside torch.func.*gather_params"):
+        simulated(job, shard=2)

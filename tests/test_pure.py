@@ -1,6 +1,7 @@
 """A step is a function: it changes nothing that goes in, and repeats itself; a state that was donated says so."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -163,3 +164,19 @@ def test_a_state_that_was_not_donated_stays():
                 touch(step, keep(state))
 
     simulated(run, shard=1)
+
+
+def test_a_deep_copy_is_a_state_like_any_other():
+    """It keeps its mesh, and shares no tensor."""
+
+    def run(mesh: Any) -> bool:
+        tx = OPTIMIZERS["sgd"]
+        state, step = fresh(mesh, "full", tx), fshard.train_step(mean_loss, tx, donate=True)
+        copied = deepcopy(state)
+        first, _ = step(state, lm_batch(0, 0))
+        second, _ = step(copied, lm_batch(0, 0))
+        return all(
+            torch.equal(a, b) for a, b in zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True)
+        )
+
+    assert all(simulated(run, shard=2))

@@ -755,3 +755,21 @@ def alive_after_errors(mesh: Any) -> list[int]:
 def test_an_error_leaves_nothing_alive() -> None:
     """Nor does it by way of a reference cycle."""
     assert simulated(alive_after_errors, shard=2) == [[0, 0, 0]] * 2
+
+
+def test_a_subtree_may_be_gathered_inside_a_loss() -> None:
+    """gather_params of what the loss is handed is a plain tree; its gradient is right."""
+
+    def job(mesh: Any) -> Any:
+        whole = {"a": [torch.arange(3.0), torch.ones(2)], "b": torch.ones(2)}
+        params = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["a.*"]))
+
+        def loss(p: Any) -> Any:
+            plain = fshard.gather_params(p["a"])
+            assert type(plain) is list
+            return fshard.Sum((plain[0] ** 2).sum() + (fshard.gather_params(p)["b"] * plain[1]).sum())
+
+        return fshard.gather_params(fshard.value_and_grad(loss)(params)[1])
+
+    for grads in simulated(job, shard=3):
+        assert [g.tolist() for g in (*grads["a"], grads["b"])] == [[0.0, 6.0, 12.0], [3.0, 3.0], [3.0, 3.0]]

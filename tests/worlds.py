@@ -41,7 +41,7 @@ def _rank_main(fn: Any, rank: int, shape: tuple[int, int], args: tuple[Any, ...]
 
 
 def gloo(fn: Callable[..., Any], *args: Any, shard: int = 2, replicate: int = 1) -> list[Any]:
-    """`fn(mesh, *args)` in `replicate * shard` processes; `fn` is a function of a module. The first failure is raised."""
+    """`fn(mesh, *args)` in `replicate * shard` processes, `fn` a function of a module. The first failure is raised."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         pipes, processes = [], []

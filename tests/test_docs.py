@@ -1,0 +1,27 @@
+"""What the documents show runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_a_page_runs(page: Path) -> None:
+    """Its blocks, one after the other."""
+    scope: dict[str, object] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        exec(compile(block, str(page), "exec"), scope)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_and_tests_a_page_names_exist(page: Path) -> None:
+    """Links to files, and the tests of the table of parity."""
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / target).exists(), target
+    for file, test in re.findall(r"`(test_\w+\.py)::(test_\w+)`", text):
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(), (file, test)
