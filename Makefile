@@ -14,7 +14,7 @@ lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 bench: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 benchmarks/vs_torch.py $(ARGS)
+	$(BIN)/python benchmarks/vs_torch.py $(ARGS)
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

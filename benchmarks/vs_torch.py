@@ -3,18 +3,17 @@
     make bench ARGS="--model M"
 
 prints, for each model, the medians of step times as ratios with their spread, the floor (the same batch with no
-communication), the peak resident memory each system added to a rank, and collectives and bytes per step.
+communication), collectives and bytes per step, and, each measured in fresh processes, the peak resident memory that a
+system adds to a rank.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
-import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -114,16 +113,9 @@ def _memory(key: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {key}")
 
 
-def _settle() -> None:
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def peak_memory(name: str, system: str, mesh: DeviceMesh, steps: int) -> float:
-    """Peak resident bytes that building a system and a few steps of it add to this rank (Linux)."""
-    _settle()
+def peak_memory(name: str, system: str, mesh: DeviceMesh, steps: int = 3) -> int:
+    """Peak resident bytes that building a system and a few steps of it add to this process (Linux)."""
     before = _memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
     step, generator = SYSTEMS[system](name, mesh), _generator()
     for _ in range(steps):
         step(TASKS[name].batch(generator))
@@ -188,13 +180,15 @@ def _ratio(times: dict[str, list[float]], a: str, b: str) -> dict[str, float]:
     return {"ratio": statistics.median(times[a]) / statistics.median(times[b]), "low": low, "high": high}
 
 
+def systems_for(name: str) -> list[str]:
+    """What a model is measured with."""
+    return [s for s in SYSTEMS if name != "T" or s in ("local", "fsdp2", "fshard")]
+
+
 def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Everything about one model, the same on all ranks."""
-    systems = [s for s in SYSTEMS if name != "T" or s in ("local", "fsdp2", "fshard")]
     result: dict[str, Any] = {"model": name, "threads": torch.get_num_threads(), "rounds": args.rounds}
-    if not args.no_memory:
-        result["peak_mb"] = {s: round(peak_memory(name, s, mesh, 3) / 1e6) for s in systems}
-    times = step_times(name, systems, mesh, args.rounds)
+    times = step_times(name, systems_for(name), mesh, args.rounds)
     result["median_ms"] = {s: round(1e3 * statistics.median(t), 2) for s, t in times.items()}
     result["ratios"] = {f"{a} / {b}": _ratio(times, a, b) for a, b in PAIRS if a in times and b in times}
     result["fshard"], result["fsdp2"] = traffic(name, mesh), reference_traffic(name, mesh)
@@ -204,38 +198,64 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
 def show(result: dict[str, Any], console: Console) -> None:
     """One model's table."""
     table = Table(title=f"model {result['model']}, {dist.get_world_size()} ranks, {result['rounds']} rounds")
-    for column in ("system", "median ms", "peak MB over imports"):
+    for column in ("system", "median ms"):
         table.add_column(column, justify="left" if column == "system" else "right")
     for system, ms in result["median_ms"].items():
-        table.add_row(system, f"{ms:.1f}", str(result.get("peak_mb", {}).get(system, "-")))
+        table.add_row(system, f"{ms:.1f}")
     console.print(table)
     for pair, r in result["ratios"].items():
         console.print(f"  {pair}: {r['ratio']:.3f}  (10% to 90% of paired rounds: {r['low']:.3f} to {r['high']:.3f})")
     console.print(f"  per step, fshard: {result['fshard']}\n  per step, fsdp2: {result['fsdp2']}")
 
 
-def main() -> None:
-    """Measure the models asked for and print their tables on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--model", choices=list(TASKS), action="append", help="default: all")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--no-memory", action="store_true")
-    parser.add_argument("--json", type=Path, help="append a line of JSON for each model")
-    args = parser.parse_args()
-    if "RANK" not in os.environ:
-        parser.error("run it under torchrun: make bench")
+def _torchrun(*args: str, capture: bool = False) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, *args]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=True, env=environment, text=True, stdout=subprocess.PIPE if capture else None)
+    return done.stdout or ""
+
+
+def launch(args: argparse.Namespace) -> None:
+    """Two ranks for the times of each model, and two fresh ones for the memory of each of its systems."""
+    for name in args.model or TASKS:
+        extra = ["--json", str(args.json)] if args.json else []
+        _torchrun("--model", name, "--rounds", str(args.rounds), *extra)
+        if not args.no_memory:
+            peaks = {s: int(_torchrun("--model", name, "--peak", s, capture=True)) / 1e6 for s in systems_for(name)}
+            print("  peak resident MB over imports, the fuller rank:", {s: round(p) for s, p in peaks.items()})
+            print(f"  memory, fshard / fsdp2: {peaks['fshard'] / peaks['fsdp2']:.3f}", flush=True)
+
+
+def on_a_rank(args: argparse.Namespace) -> None:
+    """Measure the models asked for; rank 0 prints."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
-    quiet = contextlib.nullcontext() if dist.get_rank() == 0 else contextlib.redirect_stdout(None)
-    with quiet:
-        for name in args.model or TASKS:
-            result = measure(name, args, mesh)
-            show(result, Console(file=sys.stdout, quiet=dist.get_rank() != 0))
-            if args.json and dist.get_rank() == 0:
-                with args.json.open("a") as out:
-                    out.write(json.dumps(result) + "\n")
+    mesh, first = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",)), dist.get_rank() == 0
+    for name in args.model:
+        if args.peak:
+            peak = torch.tensor(peak_memory(name, args.peak, mesh))
+            dist.all_reduce(peak, dist.ReduceOp.MAX)
+            print(int(peak), file=sys.stdout if first else sys.stderr)
+            continue
+        result = measure(name, args, mesh)
+        if first:
+            show(result, Console(soft_wrap=True))
+        if args.json and first:
+            with args.json.open("a") as out:
+                out.write(json.dumps(result) + "\n")
     dist.destroy_process_group()
+
+
+def main() -> None:
+    """Measure the models asked for and print their tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--model", choices=list(TASKS), action="append", help="default: all")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--json", type=Path, help="append a line of JSON for each model")
+    parser.add_argument("--peak", choices=list(SYSTEMS), help="only one system's memory, on a rank under torchrun")
+    args = parser.parse_args()
+    on_a_rank(args) if "RANK" in os.environ else launch(args)
 
 
 if __name__ == "__main__":

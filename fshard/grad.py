@@ -132,6 +132,7 @@ def run(
         # on this thread, where the tally and a simulated rank are
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.grad(total, [tape.root], seed.to(total.dtype), allow_unused=True)
+        tape.finish()
     finally:
         tape.close()
     return outcome

@@ -185,7 +185,7 @@ class Tape:
         else:
             yield self.view()
         self._held.clear()
-        self._finish(self._coming)
+        self._finish_gathers()
         self._backward = True
         if self._saved:
             self._start(next(reversed(self._saved)))
@@ -243,31 +243,40 @@ class Tape:
         stepped = [pending.step() for pending in self._reductions[:cut_off]]
         self._reductions[:cut_off] = [p for p in stepped if isinstance(p, comm.Pending)]
 
-    def close(self) -> None:
-        """Finish what is under way, and put zeros where no gradient arrived."""
+    def finish(self) -> None:
+        """See to the units that no gradient reached in this backward, and wait for every reduction."""
+        into, plan = self._into, self._plan
+        assert into is not None
+        for unit in range(*self._params.view.units):
+            for kind in (k for k in self._params.trainable.view.kinds if plan.units[unit].lengths[k]):
+                if (unit, kind) not in self._filled:
+                    self._finish_untouched(into, unit, kind)
         while self._reductions:
             self._move_on(0)
-        self._finish(self._coming)
+
+    def _finish_untouched(self, into: Gradients, unit: int, kind: int) -> None:
+        if not into.add:
+            for target in (t for t in (into.reduced, into.local) if t is not None):
+                target.piece(unit, kind).zero_()
+        elif into.local is not None and (pending := into.emit(self._plan, unit, kind, into.local.piece(unit, kind))):
+            self._reductions.append(pending)  # what earlier micro-batches have put there
+
+    def close(self) -> None:
+        """Let go of everything, after an error too: nothing stays under way."""
+        for pending in self._reductions:
+            pending.wait()
+        self._reductions.clear()
+        self._finish_gathers()
         self._again.clear()
         # these hold autograd nodes that hold this tape, a cycle that Python's collector cannot see
         self._held.clear()
         self._anchors.clear()
-        if self._into is not None:
-            self._fill_untouched(self._into)
 
-    def _fill_untouched(self, into: Gradients) -> None:
-        targets = [into.reduced] if into.local is None or into.local is into.reduced else [into.reduced, into.local]
-        for target in (t for t in targets if t is not None):
-            for unit, kind in ((u, k) for u in range(len(self._plan.units)) for k in target.view.kinds):
-                if (unit, kind) not in self._filled and not (into.add and target is into.local):
-                    target.piece(unit, kind).zero_()
-
-    @staticmethod
-    def _finish(coming: dict[int, dict[int, comm.Pending]]) -> None:
-        for pendings in coming.values():
+    def _finish_gathers(self) -> None:
+        for pendings in self._coming.values():
             for pending in pendings.values():
                 pending.wait()
-        coming.clear()
+        self._coming.clear()
 
 
 class _Lazy(tree.Branch):

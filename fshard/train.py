@@ -124,10 +124,9 @@ def _cut(batch: Any, num: int, params: Sharded) -> list[Any]:
     rows = {path: len(x) for path, x in zip(tree.paths(spec), leaves, strict=True) if isinstance(x, Tensor) and x.dim()}
     for path, n in rows.items():
         if n < num:
-            rank = comm.coordinate(params.plan.live_mesh(), [name for name, _ in params.plan.axes])
             raise ValueError(
                 f"batch leaf {path!r}: expected at least {num} row(s) along dim 0, one a micro-batch, got {n} on rank "
-                f"{rank}. Every rank needs data: give this one a row whose weight in fshard.Mean's count is 0."
+                f"{_rank(params)}. Every rank needs data: give this one a row whose weight in fshard.Mean's count is 0."
             )
     if num == 1:
         return [batch]
@@ -139,6 +138,10 @@ def _cut(batch: Any, num: int, params: Sharded) -> list[Any]:
     return [tree.unflatten(spec, [cut[i] for cut in cuts]) for i in range(num)]
 
 
+def _rank(params: Sharded) -> int:
+    return comm.coordinate(params.plan.live_mesh(), [name for name, _ in params.plan.axes])
+
+
 def _gradients(
     loss_fn: Callable[..., Any],
     state: TrainState,
@@ -148,25 +151,30 @@ def _gradients(
     has_aux: bool,
 ) -> tuple[Sharded, list[Outcome]]:
     """The gradients of all micro-batches, divided by the first one's divisor, times the loss scale."""
-    params, plan = state.params, state.params.plan
-    grads = empty_grads(params, plan.grads_over)
-    local = grads if not plan.axes else empty_grads(params, ()) if reduce_once else None
-    rank = comm.coordinate(plan.live_mesh(), [name for name, _ in plan.axes])
+    params = state.params
+    grads = empty_grads(params, params.plan.grads_over)
     outcomes: list[Outcome] = []
-    for i, part in enumerate(parts):
-        target = grads if i == 0 or local else empty_grads(params, plan.grads_over)
-        last = i + 1 == len(parts)
-        into = Gradients(
-            target if local is None or (last and local is not grads) else None, local, bool(local and i), fast
-        )
-        with _random(state, rank, i, params.tensors[0].device):
-            divisor = outcomes[0].safe_divisor if outcomes else None
+    for i, into in enumerate(_places(grads, params, len(parts), fast, reduce_once)):
+        divisor = outcomes[0].safe_divisor if outcomes else None
+        with _random(state, i):
             scale = state.loss_scale.scale
-            outcomes.append(run(loss_fn, params, [part], into, has_aux=has_aux, divisor=divisor, scale=scale))
+            outcomes.append(run(loss_fn, params, [parts[i]], into, has_aux=has_aux, divisor=divisor, scale=scale))
         _check_equal_parts(outcomes[-1], parts)
-        if target is not grads:
-            tree.map(lambda whole, more: whole.add_(more), grads, target)
+        if into.reduced is not None and into.reduced is not grads:
+            tree.map(lambda whole, more: whole.add_(more), grads, into.reduced)
     return grads, outcomes
+
+
+def _places(grads: Sharded, params: Sharded, num: int, fast: bool, reduce_once: bool) -> Iterator[Gradients]:
+    """Where the gradients of each micro-batch go; what does not go to `grads` itself is to be added to it."""
+    over = params.plan.grads_over
+    if not params.plan.axes:
+        yield from (Gradients(None, grads, add=i > 0) for i in range(num))
+    elif reduce_once:
+        local = empty_grads(params, ())
+        yield from (Gradients(grads if i + 1 == num else None, local, add=i > 0, fast=fast) for i in range(num))
+    else:
+        yield from (Gradients(grads if i == 0 else empty_grads(params, over), fast=fast) for i in range(num))
 
 
 def _check_equal_parts(outcome: Outcome, parts: Sequence[Any]) -> None:
@@ -179,10 +187,11 @@ def _check_equal_parts(outcome: Outcome, parts: Sequence[Any]) -> None:
 
 
 @contextmanager
-def _random(state: TrainState, rank: int, part: int, device: torch.device) -> Iterator[None]:
+def _random(state: TrainState, part: int) -> Iterator[None]:
     """Random numbers from the state, the rank and the micro-batch; the generators are put back afterwards."""
-    words = f"{int(state.rng)} {int(state.step)} {rank} {part}"
+    words = f"{int(state.rng)} {int(state.step)} {_rank(state.params)} {part}"
     seed = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little")
+    device = state.params.tensors[0].device
     cuda = device.type == "cuda"
     with torch.random.fork_rng([device] if cuda else []):
         torch.default_generator.manual_seed(seed)

@@ -310,3 +310,30 @@ def test_a_micro_batch_that_counts_nothing_anywhere(empty):
     """Three micro-batches of which one is empty on all ranks give what the whole batch gives."""
     for parts, whole in zip(*(simulated(mean_with_an_empty_part, micro, empty) for micro in (3, 1)), strict=True):
         torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduce_once", [False, True])
+def test_micro_batches_that_use_different_units(reduce_once):
+    """The first uses one block, the second another: both gradients count, on one device and on ranks."""
+    whole = {"blocks": [torch.full((3,), float(i + 1), dtype=torch.float64) for i in range(3)]}
+    tx = fshard.optim.sgd(1.0)
+
+    def loss(p, x):
+        return fshard.Sum((p["blocks"][int(x[0])] * x[0].add(1)).sum())
+
+    def run(mesh):
+        plan = fshard.make_plan(whole, mesh, units=["blocks.*"])
+        state = fshard.init_state(fshard.shard_params(whole, plan), tx)
+        step = fshard.train_step(loss, tx, accumulate=2, reduce_once=reduce_once)
+        return fshard.gather_params(step(state, torch.tensor([0.0, 1.0]))[0].params)
+
+    def run_leaf(mesh):
+        leaf = torch.ones(3, dtype=torch.float64)
+        state = fshard.init_state(fshard.shard_params(leaf, fshard.make_plan(leaf, mesh)), tx)
+        step = fshard.train_step(lambda w, x: fshard.Sum((w * x).sum()), tx, accumulate=2, reduce_once=reduce_once)
+        return fshard.gather_params(step(state, torch.tensor([[1.0], [2.0]]))[0].params)
+
+    for ranks, found in [(1, run(None)), *((2, found) for found in simulated(run, shard=2))]:
+        assert [block.tolist() for block in found["blocks"]] == [[1.0 - ranks] * 3, [2.0 - 2 * ranks] * 3, [3.0] * 3]
+    for ranks, found in [(1, run_leaf(None)), *((2, found) for found in simulated(run_leaf, shard=2))]:
+        assert found.tolist() == [1.0 - 3 * ranks] * 3
