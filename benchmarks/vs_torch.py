@@ -243,7 +243,9 @@ def on_a_rank(args: argparse.Namespace) -> None:
         if args.json and first:
             with args.json.open("a") as out:
                 out.write(json.dumps(result) + "\n")
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # a process that used FSDP2 over gloo aborts at its regular end, one time in four (torch 2.13)
 
 
 def main() -> None:

@@ -373,9 +373,9 @@ def reduce_over(
     return pending if last else pending.then(lambda y: reduce_over(y, mesh, axes, rest, label, out, fast=fast))
 
 
-def buffer(mesh: Mesh, axes: Sequence[str], numel: int, like: Tensor) -> Tensor:
-    """A flat buffer to be filled once and then sent along the first of some axes."""
-    return along(mesh, axes[0]).empty(numel, like, lent=True) if axes else like.new_empty(numel)
+def buffer(mesh: Mesh, axes: Sequence[str], numel: int, like: Tensor, *, lent: bool) -> Tensor:
+    """A flat buffer, made by the ranks of the first of some axes; `lent`: to be filled once and then sent along it."""
+    return along(mesh, axes[0]).empty(numel, like, lent) if axes else like.new_empty(numel)
 
 
 def total(x: Tensor, mesh: Mesh, axes: Sequence[str] | None = None, op: str = "sum", label: str = "") -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import comm, tree
-from .shard import Sharded, local_numel, trainable_kinds, whole_view
+from .shard import Sharded, local_numel, whole_view
 from .tape import Gradients, Tape
 
 
@@ -149,10 +149,12 @@ def _check_eager() -> None:
 
 def empty_grads(params: Sharded, over: comm.Axes) -> Sharded:
     """Room for the gradients of a whole tree, cut over some axes."""
-    plan, kinds = params.plan, trainable_kinds(params.plan)
-    device = params.tensors[0].device if params.tensors else None
-    tensors = [torch.empty(local_numel(plan, k, over), dtype=plan.kinds[k].dtype, device=device) for k in kinds]
-    return Sharded(whole_view(plan, over, kinds), tensors)
+    plan, trained, axes = params.plan, params.trainable, [name for name, _ in params.plan.axes]
+    tensors = [
+        comm.buffer(plan.live_mesh(), axes, local_numel(plan, kind, over), like, lent=False)
+        for kind, like in zip(trained.view.kinds, trained.tensors, strict=True)
+    ]
+    return Sharded(whole_view(plan, over, trained.view.kinds), tensors)
 
 
 def fast_reduction(reduction: str) -> bool:

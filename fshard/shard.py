@@ -139,11 +139,6 @@ def whole_view(plan: Plan, over: Axes, kinds: Sequence[int]) -> View:
     return View(plan, over, tuple(kinds), plan.spec, 0, (0, len(plan.units)))
 
 
-def trainable_kinds(plan: Plan) -> list[int]:
-    """The kinds that get gradients."""
-    return [k for k, kind in enumerate(plan.kinds) if kind.trainable]
-
-
 def local_numel(plan: Plan, kind: int, over: Axes) -> int:
     """Elements of one kind that a rank holds."""
     return plan.offset(len(plan.units), kind, over)

@@ -88,7 +88,7 @@ class Gradients:
             return self.local.piece(unit, kind)
         assert self.reduced is not None
         axes = self.reduced.view.axes(kind)
-        return comm.buffer(plan.live_mesh(), axes + plan.rest(axes), plan.units[unit].lengths[kind], like)
+        return comm.buffer(plan.live_mesh(), axes + plan.rest(axes), plan.units[unit].lengths[kind], like, lent=True)
 
     def emit(self, plan: Plan, unit: int, kind: int, flat: Tensor) -> comm.Pending | None:
         """Start the reduction of a filled buffer."""
