@@ -19,7 +19,7 @@ Note [Anchors]
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,10 +263,12 @@ class Tape:
 
     def close(self) -> None:
         """Let go of everything, after an error too: nothing stays under way."""
-        for pending in self._reductions:
-            pending.wait()
+        with suppress(comm.MismatchError):  # there is one only after an error, which says more
+            for pending in self._reductions:
+                pending.wait()
+            self._finish_gathers()
         self._reductions.clear()
-        self._finish_gathers()
+        self._coming.clear()
         self._again.clear()
         # these hold autograd nodes that hold this tape, a cycle that Python's collector cannot see
         self._held.clear()

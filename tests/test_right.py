@@ -337,3 +337,22 @@ def test_micro_batches_that_use_different_units(reduce_once):
         assert [block.tolist() for block in found["blocks"]] == [[1.0 - ranks] * 3, [2.0 - 2 * ranks] * 3, [3.0] * 3]
     for ranks, found in [(1, run_leaf(None)), *((2, found) for found in simulated(run_leaf, shard=2))]:
         assert found.tolist() == [1.0 - 3 * ranks] * 3
+
+
+def fast_and_exact(mesh):
+    """The parameters after a step of each reduction."""
+    whole, tx = lm_params(), OPTIMIZERS["sgd"][0]
+    plan = fshard.make_plan(whole, mesh, units=LM_UNITS)
+    found = []
+    for reduction in ("exact", "fast"):
+        state = fshard.init_state(fshard.shard_params(whole, plan), tx)
+        state, _ = fshard.train_step(mean_loss, tx, reduction=reduction)(state, lm_batch(0, mesh.get_rank()))
+        found.append(fshard.gather_params(state.params))
+    return found
+
+
+@pytest.mark.parametrize("world", [simulated, gloo])
+def test_a_fast_reduction_is_the_exact_one_up_to_its_order(world):
+    """On CPUs the sum in rank order is the fast one as well."""
+    for exact, fast in world(fast_and_exact, shard=2):
+        assert same_bits(exact, fast)
