@@ -185,8 +185,8 @@ def value_and_grad(
 
     `loss_fn(params, *args)` is written for one device; touching a unit of `params` gathers it. It returns `Mean(total,
     count)`, `Sum(total)`, or a plain 0-d tensor, which means the mean of equally weighted ranks. Gradients come as the
-    plan's `grads_over` says, or with `reduce=False` as `Unreduced`. Eager: inside torch.func's transforms call
-    `gather_params` in the function that is differentiated.
+    plan's `grads_over` says, or with `reduce=False` as `Unreduced`; a leaf the loss does not use gets zeros. Eager:
+    inside torch.func's transforms call `gather_params` in the function that is differentiated.
 
     >>> value, grads = value_and_grad(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
     >>> value, gather_params(grads)
@@ -196,7 +196,7 @@ def value_and_grad(
 
     def fn(params: Any, *args: Any) -> Any:
         plan = check_sharded(params).plan
-        grads = empty_grads(params, plan.grads_over if reduce and plan.axes else ())
+        grads = empty_grads(params, plan.grads_over if reduce else ())
         alone = not plan.axes or not reduce
         into = Gradients(None, grads) if alone else Gradients(grads, fast=fast)
         outcome = run(loss_fn, params, args, into, has_aux=has_aux)
