@@ -59,7 +59,7 @@ class Settings:
 
     data: Path | None = None
     out: Path = Path("runs/train_lm")
-    steps: int = 800
+    steps: int = 500
     minutes: float = 3.5
     d_model: int = 192
     layers: int = 4

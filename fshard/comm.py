@@ -237,24 +237,27 @@ def _fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
     return out
 
 
-def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = None) -> Pending:
-    """(n, ...) on each rank -> (W n, ...) on all: the ranks' tensors end to end. Sends (W - 1) n."""
+def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = None, *, lent: bool = False) -> Pending:
+    """(n, ...) on each rank -> (W n, ...) on all: the ranks' tensors end to end. Sends (W - 1) n.
+
+    `lent` says that nobody will write to the result: peers may then read this rank's part from there.
+    """
     _note("all_gather", ranks, label, (ranks.size - 1) * x.nbytes)
-    return _gather(x.contiguous(), ranks, out, "all_gather", label)
+    return _gather(x.contiguous(), ranks, out, "all_gather", label, lent)
 
 
-def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str) -> Pending:
+def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str, lent: bool = False) -> Pending:
     if out is None:
-        out = ranks.empty(ranks.size * x.numel(), x, lent=False).view(ranks.size * x.shape[0], *x.shape[1:])
+        out = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])
     full = out
     if ranks.built_in is not None:
         work = dist.all_gather_into_tensor(full, x, group=ranks.built_in, async_op=True)
         return Pending(Works([work], []), lambda _: full)
     parts = _parts(full, ranks)
-    exchange = ranks.exchange([x] * ranks.size, parts, _call(kind, x, ranks, label))
-    if parts[ranks.rank].data_ptr() != x.data_ptr():
-        parts[ranks.rank].copy_(x)
-    return Pending(exchange, lambda _: full)
+    own = parts[ranks.rank]
+    if own.data_ptr() != x.data_ptr():
+        own.copy_(x)
+    return Pending(ranks.exchange([own] * ranks.size, parts, _call(kind, x, ranks, label)), lambda _: full)
 
 
 def reduce_scatter(
@@ -348,13 +351,17 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
     return Pending(ranks.exchange(sends, recvs, _call("broadcast", x, ranks, label, f", src={src}")), lambda _: out)
 
 
-def gather_over(x: Tensor, mesh: Mesh, axes: Axes, label: str = "", out: Tensor | None = None) -> Pending:
+def gather_over(
+    x: Tensor, mesh: Mesh, axes: Axes, label: str = "", out: Tensor | None = None, *, lent: bool = False
+) -> Pending:
     """All-gather over several axes, the first of them the slowest; over none: the tensor itself."""
     if not axes:
         return Pending(None, lambda _: x if out is None else out.copy_(x))
     *outer, last = axes
-    pending = all_gather(x, along(mesh, last), label, None if outer else out)
-    return pending.then(lambda full: gather_over(full, mesh, tuple(outer), label, out)) if outer else pending
+    pending = all_gather(x, along(mesh, last), label, None if outer else out, lent=lent)
+    if not outer:
+        return pending
+    return pending.then(lambda full: gather_over(full, mesh, tuple(outer), label, out, lent=lent))
 
 
 def reduce_over(

@@ -149,7 +149,7 @@ class Tape:
         if unit not in self._coming:
             mesh, name = self._plan.live_mesh(), self._plan.units[unit].name
             self._coming[unit] = {
-                k: comm.gather_over(self._params.piece(unit, k), mesh, self._params.view.axes(k), name)
+                k: comm.gather_over(self._params.piece(unit, k), mesh, self._params.view.axes(k), name, lent=True)
                 for k in self._kinds(unit)
                 if self._plan.units[unit].lengths[k]
             }
