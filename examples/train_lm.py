@@ -59,16 +59,16 @@ class Settings:
 
     data: Path | None = None
     out: Path = Path("runs/train_lm")
-    steps: int = 500
+    steps: int = 1650
     minutes: float = 3.5
-    d_model: int = 192
+    d_model: int = 128
     layers: int = 4
     heads: int = 4
-    context: int = 256
+    context: int = 128
     batch: int = 8
-    lr: float = 3e-3
-    warmup: int = 50
-    eval_every: int = 100
+    lr: float = 5e-3
+    warmup: int = 100
+    eval_every: int = 150
     eval_bytes: int = 1 << 16
     sample: int = 400
     prompt: str = "def "
@@ -162,7 +162,8 @@ def generate(params: Any, s: Settings, device: torch.device, temperature: float 
     for _ in range(s.sample):
         scores = model(params, torch.tensor([text[-s.context :]], device=device), s.heads)[0, -1]
         text.append(int(torch.multinomial((scores / temperature).softmax(0), 1, generator=generator)))
-    return bytes(text).decode(errors="replace")
+    shown = bytes(text).decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in shown)  # a terminal obeys the others
 
 
 # --- The text.
