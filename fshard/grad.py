@@ -149,7 +149,7 @@ def _check_eager() -> None:
 
 def empty_grads(params: Sharded, over: comm.Axes) -> Sharded:
     """Room for the gradients of a whole tree, cut over some axes."""
-    plan, trained, axes = params.plan, params.trainable, [name for name, _ in params.plan.axes]
+    plan, trained, axes = params.plan, params.trainable, params.plan.rest(())
     tensors = [
         comm.buffer(plan.live_mesh(), axes, local_numel(plan, kind, over), like, lent=False)
         for kind, like in zip(trained.view.kinds, trained.tensors, strict=True)

@@ -204,7 +204,7 @@ def _placed_leaves(params: Any, plan: Plan) -> list[Tensor]:
 
 def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torch.device:
     device = comm.mesh_device(plan.mesh) if plan.axes or not leaves else leaves[0].device
-    mine = src is None or src == comm.coordinate(plan.mesh, [name for name, _ in plan.axes])
+    mine = src is None or src == comm.coordinate(plan.mesh, plan.rest(()))
     for slot, leaf in zip(plan.slots, leaves, strict=True):
         kind = plan.kinds[slot.kind]
         if not isinstance(leaf, Tensor) or (tuple(leaf.shape), leaf.dtype) != (slot.shape, kind.dtype):

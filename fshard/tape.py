@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import comm, tree
 from .plan import Plan, Slot
-from .shard import Sharded, cut
+from .shard import Sharded, cut, gather_params
 
 Buffers = dict[int, Tensor]  # a unit's gathered flat buffers, by kind
 _STAGES_AHEAD = 1  # reductions left alone before older ones are moved on to their next stage
@@ -298,11 +298,7 @@ class _Lazy(tree.Branch):
     def gathered(self) -> Any:
         """The plain subtree, all its units gathered."""
         parts = [self._child(child, at) for child, at in tree.children(self._spec)]
-        return tree.unflatten(self._spec, tree.leaves([_whole(part) for part in parts]))
-
-
-def _whole(x: Any) -> Any:
-    return x.gathered() if isinstance(x, _Lazy) else x
+        return tree.unflatten(self._spec, tree.leaves([gather_params(part) for part in parts]))
 
 
 tree.register(_Lazy, lambda x: ((x.gathered(),), None), lambda _, children: children[0])

@@ -139,7 +139,7 @@ def _cut(batch: Any, num: int, params: Sharded) -> list[Any]:
 
 
 def _rank(params: Sharded) -> int:
-    return comm.coordinate(params.plan.live_mesh(), [name for name, _ in params.plan.axes])
+    return comm.coordinate(params.plan.live_mesh(), params.plan.rest(()))
 
 
 def _gradients(

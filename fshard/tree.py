@@ -118,9 +118,8 @@ def register_fields(cls: type, children: Sequence[str], metadata: Sequence[str] 
         return tuple(getattr(x, name) for name in children), tuple(getattr(x, name) for name in metadata)
 
     def unflatten(static: Any, dynamic: Any) -> Any:
-        x: Any = object.__new__(
-            cls
-        )  # leaves may be anything while a tree is mapped: __post_init__ must not look at them
+        # leaves may be anything while a tree is mapped: __post_init__ must not look at them
+        x: Any = object.__new__(cls)
         vars(x).update(zip(children, dynamic, strict=True), **dict(zip(metadata, static, strict=True)))
         return x
 
