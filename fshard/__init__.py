@@ -3,8 +3,9 @@
 from . import collectives, comm, loss_scale, optim, testing
 from .collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
 from .comm import MismatchError, tally
-from .grad import Mean, Sum, Unreduced, global_norm, reduce_grads, value, value_and_grad
+from .grad import Mean, Sum, Unreduced, reduce_grads, value, value_and_grad
 from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, select
+from .parts import global_norm
 from .plan import Plan, make_plan
 from .shard import Sharded, gather_params, shard_params
 from .train import TrainState, init_state, train_step

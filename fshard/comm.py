@@ -337,6 +337,44 @@ def all_to_all(x: Tensor, ranks: Ranks, label: str = "") -> Pending:
     return Pending(exchange, lambda _: out)
 
 
+def swap(
+    sends: Sequence[Sequence[Tensor]], recvs: Sequence[Sequence[tuple[torch.dtype, int]]], ranks: Ranks, label: str = ""
+) -> list[list[Tensor]]:
+    """Flat tensors, of any sizes and dtypes, to each rank, and from each those `recvs` tells of: one message to each.
+
+    Wider elements must come before narrower ones. Nothing goes to a rank itself.
+    """
+    nothing = torch.empty(0, dtype=torch.uint8, device=ranks.device)
+    data = [torch.cat([as_bytes(x) for x in xs]) if xs else nothing for xs in sends]
+    sizes = [sum(dtype.itemsize * numel for dtype, numel in row) for row in recvs]
+    _note("all_to_all", ranks, label, sum(x.numel() for x in data))
+    places = [nothing.new_empty(size) for size in sizes]
+    Pending(
+        ranks.exchange(data, places, f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"), lambda _: nothing
+    ).wait()
+    return [list(_views(place, row)) for place, row in zip(places, recvs, strict=True)]
+
+
+def _views(data: Tensor, row: Sequence[tuple[torch.dtype, int]]) -> Iterator[Tensor]:
+    for dtype, numel in row:
+        size = dtype.itemsize * numel
+        yield from_bytes(data[:size], dtype)
+        data = data[size:]
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A tensor's bytes, end to end."""
+    flat = x.detach().reshape(-1)
+    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+
+
+def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """The flat tensor that bytes are of."""
+    if dtype.is_complex:
+        return torch.view_as_complex(data.view(dtype.to_real()).view(-1, 2))
+    return data.view(dtype)
+
+
 def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending:
     """Rank `src`'s tensor on all ranks. `src` sends W - 1 copies; the others' values are not read."""
     if not 0 <= src < ranks.size:

@@ -249,22 +249,3 @@ def reduce_grads(grads: Unreduced, reduction: str = "exact") -> Sharded:
         if pending is not None:
             pending.wait()
     return reduced
-
-
-def global_norm(grads: Sharded) -> Tensor:
-    """The 2-norm of a whole sharded tree, replicated leaves counted once: one small collective, the same on all ranks.
-
-    >>> global_norm(shard_of(torch.tensor([3.0, 4.0])))
-    tensor(5.)
-    """
-    plan, device = grads.plan, grads.tensors[0].device if grads.tensors else None
-    cut = torch.zeros((), dtype=torch.float64, device=device)
-    whole = torch.zeros_like(cut)
-    dtype = torch.float32
-    for kind, x in zip(grads.view.kinds, grads.tensors, strict=True):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        dtype = torch.promote_types(dtype, wide.to_real())
-        square = torch.linalg.vector_norm(x, dtype=wide).double().square()
-        (whole if plan.kinds[kind].whole else cut).add_(square)
-    cut = comm.total(cut, plan.live_mesh(), grads.view.over, label="norm")
-    return (cut + whole).sqrt().to(dtype)

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .comm import Mesh, MismatchError, Ranks, along, axis_sizes, rows_of_bytes
+from .comm import Mesh, MismatchError, Ranks, along, as_bytes, axis_sizes, from_bytes, rows_of_bytes
 
 _HEADER = struct.Struct("<BHIQQ")  # what it is, length of the call's text, segment, offset in it, bytes of data
 _INLINE, _SEGMENT, _NEW_SEGMENT, _ACKNOWLEDGED = range(4)
@@ -41,17 +41,6 @@ _SMALL = 1 << 15  # bytes that travel in the socket
 _LARGE = 1 << 20  # bytes from which a buffer of ours lies in a segment
 _READ = 1 << 18
 _TIMEOUT = 1800.0  # seconds, as torch's own process groups
-
-
-def _bytes_of(x: Tensor) -> Tensor:
-    flat = x.detach().reshape(-1)
-    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
-
-
-def _typed(data: Tensor, like: Tensor, shape: Sequence[int]) -> Tensor:
-    if like.is_complex():
-        return torch.view_as_complex(data.view(like.real.dtype).view(-1, 2)).view(shape)
-    return data.view(like.dtype).view(shape)
 
 
 class _Segment:
@@ -252,12 +241,12 @@ class _Exchange:
             message = link.take(self.numbers[peer], self.call)
             recv = self.recvs[peer]
             if recv is None:
-                parts[peer] = _typed(message.data, self.like, self.like.shape)
+                parts[peer] = from_bytes(message.data, self.like.dtype).view(self.like.shape)
                 if message.segment is not None:
                     self.held.append((link, message.segment))
                 continue
             if recv.numel():
-                recv.copy_(_typed(message.data, recv, recv.shape))
+                recv.copy_(from_bytes(message.data, recv.dtype).view(recv.shape))
             if message.segment is not None:
                 link.acknowledge(message.segment)
         return parts
@@ -284,14 +273,14 @@ class _HostRanks:
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
         if numel * like.itemsize < _LARGE:
             return like.new_empty(numel)
-        return _typed(self._memory.empty(numel * like.itemsize, lent), like, (numel,))
+        return from_bytes(self._memory.empty(numel * like.itemsize, lent), like.dtype)
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> _Exchange:
         places: dict[int, tuple[_Segment, int]] = {}
         numbers = {}
         for peer, link in self._links.items():
             x = sends[peer]
-            data = _bytes_of(x)
+            data = as_bytes(x)
             if data.numel() > _SMALL and id(x) not in places:
                 places[id(x)] = self._memory.place(data)
             link.send(call, data, places.get(id(x)))

@@ -1,121 +1,289 @@
-"""The arithmetic of optimizer updates: plain reference functions, and their fused twins that work in place.
+"""The arithmetic of elementwise updates: plain reference functions, and what runs them in place in one pass.
 
-A reference takes one leaf and gives the change of its parameter and its new moments; it is what a fused kernel is
-tested against. The fused kernels are torch.optim's own, behind its functional interface, and take lists of leaves.
+A reference takes a parameter, a gradient, the moments and constants, and gives the change of the parameter and the new
+moments. Constants are worked out once for a whole update, in float64. The fused kernels of torch.optim, behind its
+functional interface, take lists of tensors; for what torch has no kernel of, `in_blocks` runs the reference itself
+on blocks that stay in the processor's cache, so that no temporary is as large as a parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw as _torch_adamw
+from torch.optim.adam import adam as _torch_adam
 from torch.optim.sgd import sgd as _torch_sgd
 
 Number = float | Tensor
+Moments = tuple[Tensor, ...]
+Change = Callable[[Tensor, Tensor, Moments], tuple[Tensor, Moments]]
+
+_BLOCK = 1 << 15  # elements of a block on a CPU
 
 
 class Sgd(NamedTuple):
-    """Hyper-parameters of SGD."""
+    """Constants of SGD."""
 
-    momentum: float
+    lr: Number
+    momentum: Number
     nesterov: bool
-    weight_decay: float
+    weight_decay: Number
 
 
 class Adam(NamedTuple):
-    """Hyper-parameters of AdamW."""
+    """Constants of Adam; c1 and c2 are 1 - b1^t and 1 - b2^t."""
 
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
+    lr: Number
+    b1: Number
+    b2: Number
+    eps: Number
+    weight_decay: Number
+    decoupled: bool
+    c1: Number
+    c2: Number
 
 
-def sgd(p: Tensor, g: Tensor, m: Tensor | None, lr: Number, hyper: Sgd) -> tuple[Tensor, Tensor | None]:
+class Nadam(NamedTuple):
+    """Constants of NAdam; `g` and `m` multiply gradient and moment in the step."""
+
+    lr: Number
+    b1: Number
+    b2: Number
+    eps: Number
+    weight_decay: Number
+    decoupled: bool
+    g: Number
+    m: Number
+    c2: Number
+
+
+class Rmsprop(NamedTuple):
+    """Constants of RMSprop."""
+
+    lr: Number
+    alpha: Number
+    eps: Number
+    weight_decay: Number
+    momentum: Number
+    centered: bool
+
+
+class Adagrad(NamedTuple):
+    """Constants of Adagrad, its decay already in lr."""
+
+    lr: Number
+    eps: Number
+    weight_decay: Number
+
+
+class Adadelta(NamedTuple):
+    """Constants of Adadelta."""
+
+    lr: Number
+    rho: Number
+    eps: Number
+    weight_decay: Number
+
+
+class Lion(NamedTuple):
+    """Constants of Lion."""
+
+    lr: Number
+    b1: Number
+    b2: Number
+    weight_decay: Number
+
+
+class ScheduleFree(NamedTuple):
+    """Constants of schedule-free AdamW; `c` is the newest point's share in the average, c2 is 1 - b2^t."""
+
+    lr: Number
+    b1: Number
+    b2: Number
+    eps: Number
+    weight_decay: Number
+    c: Number
+    c2: Number
+
+
+def is_zero(x: object) -> bool:
+    """Whether a hyper-parameter is the number zero: a tensor is not looked at."""
+    return not isinstance(x, Tensor) and x == 0
+
+
+def _decayed(p: Tensor, g: Tensor, weight_decay: Number) -> Tensor:
+    return g if is_zero(weight_decay) else g + weight_decay * p
+
+
+def sgd(p: Tensor, g: Tensor, moments: Moments, c: Sgd) -> tuple[Tensor, Moments]:
     """g <- g + weight_decay p; m <- momentum m + g; the change is -lr m (nesterov: -lr (g + momentum m))."""
-    g = g + hyper.weight_decay * p if hyper.weight_decay else g
-    if m is None:
-        return -lr * g, None
-    m = hyper.momentum * m + g
-    return -lr * (g + hyper.momentum * m if hyper.nesterov else m), m
+    g = _decayed(p, g, c.weight_decay)
+    if not moments:
+        return -c.lr * g, ()
+    m = c.momentum * moments[0] + g
+    return -c.lr * (g + c.momentum * m if c.nesterov else m), (m,)
 
 
-def adamw(
-    p: Tensor, g: Tensor, mu: Tensor, nu: Tensor, count: Tensor, lr: Number, hyper: Adam
-) -> tuple[Tensor, Tensor, Tensor]:
-    """mu <- b1 mu + (1 - b1) g; nu <- b2 nu + (1 - b2) g²; the change is
-    -lr (mu / (1 - b1^t) / (sqrt(nu / (1 - b2^t)) + eps) + weight_decay p), t counting from 1."""
-    if p.is_complex():  # real and imaginary part each by themselves, as torch.optim does it
-        p, g, mu, nu = (torch.view_as_real(x) for x in (p, g, mu, nu))
-        delta, mu, nu = adamw(p, g, mu, nu, count, lr, hyper)
-        return torch.view_as_complex(delta), torch.view_as_complex(mu), torch.view_as_complex(nu)
-    mu = hyper.b1 * mu + (1 - hyper.b1) * g
-    nu = hyper.b2 * nu + (1 - hyper.b2) * g * g
-    c1, c2 = ((1 - b ** count.double()).to(p.dtype) for b in (hyper.b1, hyper.b2))
-    step = mu / c1 / ((nu / c2).sqrt() + hyper.eps)
-    return -lr * (step + hyper.weight_decay * p), mu, nu
+def adam(p: Tensor, g: Tensor, moments: Moments, c: Adam) -> tuple[Tensor, Moments]:
+    """mu <- b1 mu + (1 - b1) g; nu <- b2 nu + (1 - b2) g²; the change is -lr mu / c1 / (sqrt(nu / c2) + eps).
+
+    Weight decay is added to g, or if `decoupled` to the step. With a third moment, the largest nu so far is nu's place.
+    """
+    if not c.decoupled:
+        g = _decayed(p, g, c.weight_decay)
+    mu = c.b1 * moments[0] + (1 - c.b1) * g
+    nu = c.b2 * moments[1] + (1 - c.b2) * g * g
+    rest = tuple(torch.maximum(top, nu) for top in moments[2:])
+    step = mu / c.c1 / (((rest or (nu,))[0] / c.c2).sqrt() + c.eps)
+    return -c.lr * (_decayed(p, step, c.weight_decay) if c.decoupled else step), (mu, nu, *rest)
 
 
-def can_fuse(leaves: Sequence[Tensor]) -> bool:
-    """Whether the fused kernels take these: dense real floating tensors on a device that has them."""
-    return all(x.is_floating_point() and x.is_contiguous() and x.device.type in ("cpu", "cuda") for x in leaves)
+def nadam(p: Tensor, g: Tensor, moments: Moments, c: Nadam) -> tuple[Tensor, Moments]:
+    """The moments of Adam; the change is -lr (`g` g + `m` mu) / (sqrt(nu / c2) + eps)."""
+    decay = -c.lr * c.weight_decay * p if c.decoupled and not is_zero(c.weight_decay) else 0
+    if not c.decoupled:
+        g = _decayed(p, g, c.weight_decay)
+    mu = c.b1 * moments[0] + (1 - c.b1) * g
+    nu = c.b2 * moments[1] + (1 - c.b2) * g * g
+    return decay - c.lr * (c.g * g + c.m * mu) / ((nu / c.c2).sqrt() + c.eps), (mu, nu)
+
+
+def rmsprop(p: Tensor, g: Tensor, moments: Moments, c: Rmsprop) -> tuple[Tensor, Moments]:
+    """nu <- alpha nu + (1 - alpha) g²; step = g / (sqrt(nu) + eps), of nu - mean² if centered; then momentum."""
+    g = _decayed(p, g, c.weight_decay)
+    nu, *rest = moments
+    nu = c.alpha * nu + (1 - c.alpha) * g * g
+    new, spread = [nu], nu
+    if c.centered:
+        mean = c.alpha * rest.pop(0) + (1 - c.alpha) * g
+        new, spread = [nu, mean], nu - mean * mean
+    step = g / (spread.sqrt() + c.eps)
+    if rest:
+        step = c.momentum * rest[0] + step
+        new.append(step)
+    return -c.lr * step, tuple(new)
+
+
+def adagrad(p: Tensor, g: Tensor, moments: Moments, c: Adagrad) -> tuple[Tensor, Moments]:
+    """sum <- sum + g²; the change is -lr g / (sqrt(sum) + eps)."""
+    g = _decayed(p, g, c.weight_decay)
+    total = moments[0] + g * g
+    return -c.lr * g / (total.sqrt() + c.eps), (total,)
+
+
+def adadelta(p: Tensor, g: Tensor, moments: Moments, c: Adadelta) -> tuple[Tensor, Moments]:
+    """nu <- rho nu + (1 - rho) g²; s = g sqrt(delta + eps) / sqrt(nu + eps); delta <- rho delta + (1 - rho) s²."""
+    g = _decayed(p, g, c.weight_decay)
+    nu = c.rho * moments[0] + (1 - c.rho) * g * g
+    step = (moments[1] + c.eps).sqrt() / (nu + c.eps).sqrt() * g
+    return -c.lr * step, (nu, c.rho * moments[1] + (1 - c.rho) * step * step)
+
+
+def lion(p: Tensor, g: Tensor, moments: Moments, c: Lion) -> tuple[Tensor, Moments]:
+    """The change is -lr (sign(b1 m + (1 - b1) g) + weight_decay p); m <- b2 m + (1 - b2) g."""
+    step = (c.b1 * moments[0] + (1 - c.b1) * g).sign()
+    return -c.lr * _decayed(p, step, c.weight_decay), (c.b2 * moments[0] + (1 - c.b2) * g,)
+
+
+def schedule_free(p: Tensor, g: Tensor, moments: Moments, c: ScheduleFree) -> tuple[Tensor, Moments]:
+    """p is (1 - b1) z + b1 x; z takes AdamW's step without mu, x moves its share c to z, and p follows both."""
+    z, nu = moments
+    nu = c.b2 * nu + (1 - c.b2) * g * g
+    step = g / ((nu / c.c2).sqrt() + c.eps)
+    x = (p - (1 - c.b1) * z) / c.b1
+    z = z - c.lr * _decayed(p, step, c.weight_decay)
+    x = (1 - c.c) * x + c.c * z
+    return c.b1 * x + (1 - c.b1) * z - p, (z, nu)
+
+
+def apply(change: Change, p: Tensor, g: Tensor, moments: Moments) -> tuple[Tensor, Moments]:
+    """A reference on one tensor, its dtypes kept; complex ones real and imaginary part each by itself."""
+    if p.is_complex():
+        delta, new = apply(
+            change, torch.view_as_real(p), torch.view_as_real(g), tuple(map(torch.view_as_real, moments))
+        )
+        return torch.view_as_complex(delta), tuple(torch.view_as_complex(m) for m in new)
+    shape = p.shape
+    if not shape:  # constants are 0-d tensors too, and would decide the dtype with it
+        p, g, moments = p.reshape(1), g.reshape(1), tuple(m.reshape(1) for m in moments)
+    delta, new = change(p, g, moments)
+    kept = tuple(n.to(old.dtype).reshape(shape) for n, old in zip(new, moments, strict=True))
+    return delta.to(p.dtype).reshape(shape), kept
+
+
+def in_blocks(
+    change: Change, params: Sequence[Tensor], grads: Sequence[Tensor], moments: Sequence[Moments], skip: Tensor | None
+) -> None:
+    """A reference on lists of tensors, in place, block by block; nothing changes where `skip` is 1."""
+    for p, g, ms in zip(params, grads, moments, strict=True):
+        cut = p.device.type == "cpu" and all(x.is_contiguous() for x in (p, g, *ms))
+        columns = [x.view(-1).split(_BLOCK) if cut else [x] for x in (p, g, *ms)]
+        for p_block, g_block, *m_blocks in zip(*columns, strict=True):
+            delta, new = apply(change, p_block, g_block, tuple(m_blocks))
+            for old, value in zip((p_block, *m_blocks), (p_block + delta, *new), strict=True):
+                old.copy_(value if skip is None else where(skip, old, value))
+
+
+def can_fuse(tensors: Sequence[Tensor]) -> bool:
+    """Whether torch's fused kernels take these: dense real floating tensors of one device that has them."""
+    devices = {x.device.type for x in tensors}
+    dense = all(x.is_floating_point() and x.is_contiguous() for x in tensors)
+    return dense and len(devices) == 1 and devices <= {"cpu", "cuda"}
 
 
 def sgd_(
     params: list[Tensor],
     grads: list[Tensor],
-    momenta: list[Tensor] | None,
-    found_inf: Tensor | None,
-    lr: Number,
-    hyper: Sgd,
+    moments: Sequence[list[Tensor]],
+    count: Tensor,
+    skip: Tensor | None,
+    c: Sgd,
 ) -> None:
-    """`sgd` on lists, in place; nothing changes where `found_inf` is 1."""
+    """`sgd` on lists, in place; nothing changes where `skip` is 1."""
     _torch_sgd(
         params,
         grads,
-        [None] * len(params) if momenta is None else [*momenta],
+        list(moments[0]) if moments else [None] * len(params),
         fused=True,
-        found_inf=found_inf,
-        lr=lr,  # type: ignore[arg-type]  # the kernel takes a tensor too
+        found_inf=skip,
+        lr=c.lr,  # type: ignore[arg-type]  # the kernel takes a tensor too
+        momentum=c.momentum,  # type: ignore[arg-type]
+        nesterov=c.nesterov,
+        weight_decay=c.weight_decay,  # type: ignore[arg-type]
         dampening=0.0,
         maximize=False,
-        **hyper._asdict(),
     )
 
 
-def adamw_(
+def adam_(
     params: list[Tensor],
     grads: list[Tensor],
-    mus: list[Tensor],
-    nus: list[Tensor],
+    moments: Sequence[list[Tensor]],
     count: Tensor,
-    found_inf: Tensor | None,
-    lr: Number,
-    hyper: Adam,
-) -> Tensor:
-    """`adamw` on lists, in place; nothing changes where `found_inf` is 1. Returns the new count, `count` is kept."""
-    counts = [count.clone() for _ in params]
-    _torch_adamw(
+    skip: Tensor | None,
+    c: Adam,
+) -> None:
+    """`adam` on lists, in place; nothing changes where `skip` is 1."""
+    _torch_adam(
         params,
         grads,
-        mus,
-        nus,
-        [],
-        counts,
+        moments[0],
+        moments[1],
+        moments[2] if len(moments) > 2 else [],
+        [count.clone() for _ in params],
         fused=True,
-        found_inf=found_inf,
-        lr=lr,
-        beta1=hyper.b1,
-        beta2=hyper.b2,
-        eps=hyper.eps,
-        weight_decay=hyper.weight_decay,
-        amsgrad=False,
+        found_inf=skip,
+        lr=c.lr,
+        beta1=c.b1,
+        beta2=c.b2,
+        eps=c.eps,  # type: ignore[arg-type]
+        weight_decay=c.weight_decay,  # type: ignore[arg-type]
+        decoupled_weight_decay=c.decoupled,
+        amsgrad=len(moments) > 2,
         maximize=False,
     )
-    return counts[0] if counts else count + 1
 
 
 def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -148,6 +147,11 @@ class Plan:
         for slot in self.slots:
             found.setdefault((slot.unit, slot.kind), []).append(slot)
         return found
+
+    @cached_property
+    def layouts(self) -> dict[Any, Any]:
+        """Layouts that were worked out once, by view (`shard.View.layout`): a memo, nothing else."""
+        return {}
 
     @cached_property
     def _offsets(self) -> dict[Axes, list[list[int]]]:
@@ -303,14 +307,6 @@ def _partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> tuple[Axe
     return result[0], result[1], result[2]
 
 
-def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
-    if not pattern:
-        return not path
-    if pattern[0] == "**":
-        return any(_matches(path[i:], pattern[1:]) for i in range(len(path) + 1))
-    return bool(path) and fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
-
-
 def _selector(params: Any, spec: tree.Spec, where: Where, name: str) -> list[tuple[str, int, int]]:
     """The subtrees that patterns or a predicate pick, outer before inner: path, first leaf, number of leaves."""
     nodes = [(path, node, first) for path, node, first in tree.walk(spec) if node.num_leaves]
@@ -324,13 +320,13 @@ def _selector(params: Any, spec: tree.Spec, where: Where, name: str) -> list[tup
     else:
         patterns = [where] if isinstance(where, str) else list(where or ())
         for pattern in patterns:
-            if not any(_matches(path, pattern.split(".")) for path, _, _ in nodes):
+            if not any(tree.matches(path, pattern) for path, _, _ in nodes):
                 top = ", ".join(repr(str(child)) for child in tree.names(spec)) if not spec.is_leaf() else "a leaf"
                 raise ValueError(f"{name}: the pattern {pattern!r} matches nothing; the tree's top level is {top}")
         picked = [
             (path, node, first)
             for path, node, first in nodes
-            if any(_matches(path, pattern.split(".")) for pattern in patterns)
+            if any(tree.matches(path, pattern) for pattern in patterns)
         ]
     return [(".".join(path), first, node.num_leaves) for path, node, first in picked]
 

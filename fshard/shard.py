@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import collectives, comm, tree
+from . import collectives, comm, move, tree
 from .comm import Axes
+from .parts import EVERYONE, Layout, Leaf, Parts, Pieces, Span
 from .plan import Plan, Slot
 
 
@@ -34,8 +35,43 @@ class View:
         """The axes a kind is cut over here."""
         return self.plan.over(self.over, kind)
 
+    @property
+    def layout(self) -> Layout:
+        """Which elements of the leaves lie where, on every rank."""
+        known = self.plan.layouts
+        if self not in known:
+            known[self] = self._layout()
+        return known[self]
 
-class Sharded(tree.Branch):
+    def _layout(self) -> Layout:
+        plan, numbers = self.plan, self.plan.leaves[self.first : self.first + self.spec.num_leaves]
+        order = [n for n in dict.fromkeys(numbers) if plan.slots[n].kind in self.kinds]
+        index = {n: i for i, n in enumerate(order)}
+        spans = [span for i, n in enumerate(order) for span in self._spans(i, plan.slots[n])]
+        return Layout(
+            source=self,
+            spec=self.spec,
+            places=tuple(index.get(n) for n in numbers),
+            leaves=tuple(Leaf(s.path, s.shape, plan.kinds[s.kind].dtype) for s in (plan.slots[n] for n in order)),
+            spans=tuple(sorted(spans, key=lambda s: (s.rank, s.row, s.start))),
+            flat=True,
+            mesh=plan.live_mesh(),
+            axes=self.over,
+        )
+
+    def _spans(self, leaf: int, slot: Slot) -> Iterator[Span]:
+        plan, kind, over = self.plan, slot.kind, self.over
+        length = plan.length(slot.unit, kind, over)
+        base = plan.offset(slot.unit, kind, over) - plan.offset(self.units[0], kind, over)
+        end = slot.start + slot.numel
+        for part in range(slot.start // max(length, 1), -(-end // max(length, 1))):
+            low, high = max(slot.start, part * length), min(end, (part + 1) * length)
+            rank = EVERYONE if plan.kinds[kind].whole else part
+            start = base + low - part * length
+            yield Span(leaf, rank, self.kinds.index(kind), start, low - slot.start, high - low)
+
+
+class Sharded(Parts, tree.Branch):
     """A tree of parameters, gradients or optimizer state of which this rank holds its intervals: a pytree node.
 
     Its leaves are flat 1-D tensors, one for each kind (dtype, trainable or frozen, sharded or whole), each this rank's
@@ -56,6 +92,11 @@ class Sharded(tree.Branch):
     def give_away(self) -> None:
         """End its life, and that of its subtrees: its tensors now belong to another value."""
         self._life.given_away = True
+
+    @property
+    def layout(self) -> Layout:
+        """Which elements of the leaves lie where, on every rank."""
+        return self.view.layout
 
     @property
     def plan(self) -> Plan:
@@ -232,6 +273,8 @@ def gather_params(x: Any) -> Any:
     >>> gather_params(shard_params({"w": torch.ones(2), "n": torch.tensor(3)}, plan)["n"])
     tensor(3)
     """
+    if isinstance(x, Pieces):
+        return move.gathered(x)
     return x.gathered() if isinstance(x, tree.Branch) else x
 
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from . import comm, tree
-from .grad import Outcome, check_sharded, empty_grads, fast_reduction, global_norm, run
-from .loss_scale import NoLossScale, select
-from .optim import Transform, apply_updates
+from .grad import Outcome, check_sharded, empty_grads, fast_reduction, run
+from .loss_scale import NoLossScale
+from .parts import global_norm
 from .shard import Sharded, coarsen, refine
 from .tape import Gradients
+from .transform import Transform, as_transform, clip_factor
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
     >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
     tensor(0)
     """
-    trained = refine(check_sharded(sharded).trainable, sharded.plan.state_over)
+    tx, trained = as_transform(tx), refine(check_sharded(sharded).trainable, sharded.plan.state_over)
     device = sharded.tensors[0].device if sharded.tensors else None
     # where the gradients are: a scaler elsewhere would have every step wait for the device
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device), loss_scale)
@@ -87,7 +88,7 @@ def train_step(
     """
     if accumulate < 1:
         raise ValueError(f"accumulate={accumulate}: expected a number of micro-batches, at least 1")
-    fast = fast_reduction(reduction)
+    tx, fast = as_transform(tx), fast_reduction(reduction)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         params = check_sharded(state.params)
@@ -207,7 +208,7 @@ def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None) -> 
     if factor is not None:
         norm = norm * factor.to(norm.dtype)
     if clip_norm is not None:
-        clip = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        clip = clip_factor(norm, clip_norm)
         factor = clip if factor is None else factor * clip
     if factor is not None:
         for x in grads.tensors:
@@ -221,15 +222,7 @@ def _update(
     """New parameters and optimizer state: in place on copies, or on what was given away."""
     plan, trained = params.plan, params.trainable
     mine = refine(trained, plan.state_over)
-    slice_of_grads = refine(grads, plan.state_over)
-    result = None
-    if fused := getattr(tx, "fused", None):
-        own = mine if donate or mine is not trained else tree.map(torch.clone, mine)
-        result = fused(slice_of_grads, opt_state if donate else tree.map(torch.clone, opt_state), own, skip)
-    if result is None:
-        updates, new_state = tx.update(slice_of_grads, opt_state, mine)
-        result = apply_updates(mine, updates), new_state
-        result = result if skip is None else select(skip, (mine, opt_state), result)
+    result = tx.step(refine(grads, plan.state_over), opt_state, mine, skip, donate)
     # new containers: the old ones are emptied when they are given away
     updated, new_state = tree.map(lambda x: x, result)
     whole = coarsen(updated, plan.params_over, trained if donate else None)

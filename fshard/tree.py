@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import optree
@@ -90,10 +91,19 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return unflatten(spec, [fn(*args) for args in zip(first, *others, strict=True)])
 
 
+def tops(tree: Any, kind: type) -> list[Any]:
+    """Every outermost node of one type, and the leaves that are in none."""
+    return optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, kind), namespace=_NAMESPACE)
+
+
 def nodes(tree: Any, kind: type) -> list[Any]:
     """Every outermost node of one type."""
-    found = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, kind), namespace=_NAMESPACE)
-    return [x for x in found if isinstance(x, kind)]
+    return [x for x in tops(tree, kind) if isinstance(x, kind)]
+
+
+def map_tops(fn: Callable[..., Any], kind: type, tree: Any, *rest: Any) -> Any:
+    """`fn` over the outermost nodes of one type and the leaves that are in none; `rest` is read as far as there."""
+    return optree.tree_map(fn, tree, *rest, is_leaf=lambda x: isinstance(x, kind), namespace=_NAMESPACE)
 
 
 def register(cls: type, flatten: Callable[[Any], tuple[Any, Any]], unflatten: Callable[[Any, Any], Any]) -> None:
@@ -152,6 +162,19 @@ def children(spec: Spec) -> Iterator[tuple[Spec, int]]:
 def paths(spec: Spec) -> list[str]:
     """The dotted path of every leaf, in the order of use."""
     return [".".join(path) for path, node, _ in walk(spec) if node.is_leaf()]
+
+
+def matches(path: Sequence[str], pattern: str) -> bool:
+    """Whether a dotted pattern is a path: `*` stands for (a part of) one component, `**` for any number."""
+    return _matches(path, pattern.split("."))
+
+
+def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(_matches(path[i:], pattern[1:]) for i in range(len(path) + 1))
+    return bool(path) and fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
 
 
 class Branch:
