@@ -15,4 +15,6 @@ def shard_of(params: Any) -> fshard.Sharded:
 
 @pytest.fixture(autouse=True)
 def _names_in_docstrings(doctest_namespace: dict[str, Any]) -> None:
-    doctest_namespace.update({name: getattr(fshard, name) for name in fshard.__all__}, torch=torch, shard_of=shard_of)
+    for module in (fshard.optim, fshard):
+        doctest_namespace.update({name: getattr(module, name) for name in module.__all__})
+    doctest_namespace.update(torch=torch, shard_of=shard_of)

@@ -1,0 +1,256 @@
+"""Optimizers that act on every element by itself: over flat shards they see a few flat tensors, and run one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import kernels, tree
+from .kernels import Number, is_zero
+from .parts import Parts, aligned, pieces, structure
+from .transform import Schedule, Transform, apply_updates, at, check_params, choose, start_count
+
+Rate = Number | Schedule
+
+
+class SgdState(NamedTuple):
+    """Number of updates made (float32, 0-d) and the momenta, None without momentum."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    momentum: Any
+
+
+class AdamState(NamedTuple):
+    """Number of updates made (float32, 0-d) and the two moments."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    mu: Any
+    nu: Any
+
+
+class AmsgradState(NamedTuple):
+    """Adam's state and the largest nu so far."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    mu: Any
+    nu: Any
+    nu_max: Any
+
+
+class NadamState(NamedTuple):
+    """Number of updates made (float32, 0-d), the product of the momenta so far (float64, 0-d) and the two moments."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    mu_product: Tensor
+    mu: Any
+    nu: Any
+
+
+class RmspropState(NamedTuple):
+    """Number of updates made (float32, 0-d), mean of squares; if centered of gradients; with momentum the momenta."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    nu: Any
+    mean: Any
+    momentum: Any
+
+
+class AdagradState(NamedTuple):
+    """Number of updates made (float32, 0-d) and the sum of squares."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    sum: Any
+
+
+class AdadeltaState(NamedTuple):
+    """Number of updates made (float32, 0-d) and running means of squared gradients and squared steps."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    nu: Any
+    delta: Any
+
+
+class LionState(NamedTuple):
+    """Number of updates made (float32, 0-d) and the momenta."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    mu: Any
+
+
+class ScheduleFreeState(NamedTuple):
+    """Number of updates made (float32), largest rate and sum of weights so far (float64); 0-d; the points z, and nu."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    lr_max: Tensor
+    weight_sum: Tensor
+    z: Any
+    nu: Any
+
+
+PARAMS = "params"  # a moment that begins as a copy of the parameters
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An elementwise optimizer: `change` (a reference of `kernels`) with constants worked out by `prepare`.
+
+    `prepare(state) -> (constants, new scalars)`. `moments` and `scalars` say what fields of the state begin as.
+    `kernel` is torch's fused twin where all hyper-parameters but the rate are plain numbers.
+    """
+
+    name: str
+    state: Any  # its NamedTuple
+    change: Callable[..., tuple[Tensor, kernels.Moments]]
+    prepare: Callable[[Any], tuple[Any, dict[str, Tensor]]]
+    moments: Mapping[str, float | str]
+    scalars: dict[str, float] = field(default_factory=dict)
+    kernel: Callable[..., None] | None = None
+    reads_params: bool = True
+    takes_sparse: bool = False
+
+
+def transform(rule: Rule) -> Transform:
+    """The pure functions of a rule."""
+    return Transform(partial(_init, rule), partial(_update, rule), partial(_fused, rule), elementwise=True)
+
+
+def _init(rule: Rule, params: Any) -> Any:
+    count = start_count(params)
+    scalars = {k: torch.full((), v, dtype=torch.float64, device=count.device) for k, v in rule.scalars.items()}
+    fields = dict.fromkeys(rule.state._fields) | {"count": count} | scalars
+    return rule.state(**fields | {name: _begun(params, value) for name, value in rule.moments.items()})
+
+
+def _begun(params: Any, value: float | str) -> Any:
+    if isinstance(value, str):
+        return tree.map(torch.clone, params)
+    begun = tree.map(torch.zeros_like, params)
+    if value:
+        for _, piece in pieces(begun):  # not the padding of flat rows
+            piece.fill_(value)
+    return begun
+
+
+def check_state(state: Any, expected: Any, name: str) -> None:
+    """Raise ValueError for the state of another optimizer."""
+    if not isinstance(state, expected):
+        raise ValueError(
+            f"optim.{name}: expected the state of its own init ({expected.__name__}), got {type(state).__name__}: "
+            "this state was made by another optimizer"
+        )
+
+
+def _check(rule: Rule, grads: Any, state: Any, params: Any) -> None:
+    check_state(state, rule.state, rule.name)
+    for name in rule.state._fields:
+        if name not in ("count", *rule.scalars) and (getattr(state, name) is None) != (name not in rule.moments):
+            raise ValueError(
+                f"optim.{rule.name}: the state was made {'without' if name in rule.moments else 'with'} {name!r}: "
+                "make it with this optimizer's own init"
+            )
+    if rule.reads_params:
+        check_params(params, rule.name)
+        if structure(params) != structure(grads):
+            raise ValueError(
+                f"optim.{rule.name}: gradients and parameters differ: {structure(grads)} and {structure(params)}"
+            )
+    if _is_sparse(grads) and not rule.takes_sparse:
+        flat, spec = tree.flatten(grads)
+        number = next(i for i, g in enumerate(flat) if g.layout is not torch.strided)
+        raise ValueError(
+            f"optim.{rule.name}: the gradient of leaf {tree.paths(spec)[number]!r} is sparse, which only sgd without "
+            "momentum and weight decay takes. Make it dense with .to_dense()."
+        )
+
+
+def _is_sparse(grads: Any) -> bool:
+    return any(isinstance(g, Tensor) and g.layout is not torch.strided for g in tree.tops(grads, Parts))
+
+
+def _columns(rule: Rule, state: Any) -> list[Any]:
+    return [getattr(state, name) for name in rule.moments]
+
+
+def _after(rule: Rule, state: Any, count: Tensor, scalars: dict[str, Tensor], moments: Sequence[Any]) -> Any:
+    return state._replace(count=count, **scalars, **dict(zip(rule.moments, moments, strict=True)))
+
+
+def _update(rule: Rule, grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    _check(rule, grads, state, params)
+    constants, scalars = rule.prepare(state)
+    change = partial(rule.change, c=constants)
+    flat, spec = tree.flatten(grads)
+    columns = [flat if params is None else tree.leaves(params), flat, *map(tree.leaves, _columns(rule, state))]
+    rows = [kernels.apply(change, p, g, tuple(ms)) for p, g, *ms in zip(*columns, strict=True)]
+    moments = [
+        tree.unflatten(tree.flatten(old)[1], [new[i] for _, new in rows]) for i, old in enumerate(_columns(rule, state))
+    ]
+    return tree.unflatten(spec, [delta for delta, _ in rows]), _after(rule, state, state.count + 1, scalars, moments)
+
+
+def _fused(
+    rule: Rule, grads: Any, state: Any, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
+) -> tuple[Any, Any]:
+    _check(rule, grads, state, params)
+    if _is_sparse(grads):
+        updates, after = _update(rule, grads, state, params)
+        return choose(found_inf, (params, state), (apply_updates(params, updates), after))
+    if not donate:
+        params, state = tree.map(torch.clone, (params, state))
+    constants, scalars = rule.prepare(state)
+    held = _columns(rule, state)
+    own, given, *moments = aligned(params, grads, *held)
+    given = [g.to(p.dtype) for g, p in zip(given, own, strict=True)]
+    if rule.kernel and kernels.can_fuse([*own, *given]):
+        rule.kernel(own, given, moments, state.count, found_inf, constants)
+    else:
+        rows = [*zip(*moments, strict=True)] or [()] * len(own)
+        kernels.in_blocks(partial(rule.change, c=constants), own, given, rows, found_inf)
+    count = state.count + (1 if found_inf is None else 1 - found_inf)
+    scalars = choose(found_inf, {name: getattr(state, name) for name in scalars}, scalars)
+    return params, _after(rule, state, count, scalars, held)
+
+
+def plain(*hyperparams: Any) -> bool:
+    """Whether hyper-parameters are numbers, as torch's fused kernels want them."""
+    return not any(isinstance(h, Tensor) for h in hyperparams)
+
+
+def share(beta: Number, t: Tensor) -> Tensor:
+    """What the first t terms of a running mean weigh together: 1 - beta^t."""
+    return 1 - beta**t
+
+
+def adam_rule(
+    name: str,
+    lr: Rate,
+    b1: Number,
+    b2: Number,
+    eps: Number,
+    weight_decay: Number,
+    decoupled: bool,
+    amsgrad: bool = False,
+) -> Transform:
+    """Adam under one of its names."""
+
+    def prepare(state: AdamState) -> tuple[kernels.Adam, dict[str, Tensor]]:
+        t = state.count.double() + 1
+        shares = share(b1, t), share(b2, t)
+        return kernels.Adam(at(lr, state.count), b1, b2, eps, weight_decay, decoupled, *shares), {}
+
+    return transform(
+        Rule(
+            name,
+            AmsgradState if amsgrad else AdamState,
+            kernels.adam,
+            prepare,
+            {"mu": 0.0, "nu": 0.0} | ({"nu_max": 0.0} if amsgrad else {}),
+            kernel=kernels.adam_ if plain(b1, b2, eps, weight_decay) else None,
+            reads_params=not is_zero(weight_decay),
+        )
+    )

@@ -1,0 +1,117 @@
+"""One transformation, or one set of hyper-parameters, for each label of leaves: what parameter groups are for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import tree
+from .parts import Layout, Leaf, layout_of, pick, put, write
+from .transform import Transform, as_transform, identity
+
+# A function of a leaf's path and of an empty tensor of its shape and dtype; or a tree of labels, for leaves or for
+# whole subtrees, whose keys may be patterns ("blocks.*.bias"): the first that fits a leaf is its label.
+Labels = Any
+
+
+@dataclass(frozen=True)
+class LabelState:
+    """The state of each label's transformation, and which leaves are whose."""
+
+    inner: dict[Any, Any]
+    layouts: tuple[tuple[Any, Layout], ...]
+
+
+tree.register_fields(LabelState, ("inner",), ("layouts",))
+
+
+def by_label(transforms: Mapping[Any, Any], labels: Labels) -> Transform:
+    """The transformation of its label for every leaf.
+
+    `labels` is a function `(path, tensor) -> label` (the tensor is a meta tensor of the leaf's shape and dtype), or a
+    tree of labels, for leaves or for subtrees, whose keys may be patterns of `make_plan`'s kind; the first that fits a
+    leaf counts. ValueError names a leaf without a label, and a label without a transformation.
+
+    >>> tx = by_label({"fast": sgd(1.0), "slow": sgd(0.1)}, {"head": "fast", "**": "slow"})
+    >>> params = {"body": torch.ones(1), "head": torch.ones(1)}
+    >>> tx.update(params, tx.init(params), params)[0]
+    {'body': tensor([-0.1000]), 'head': tensor([-1.])}
+    """
+    txs = {label: as_transform(tx) for label, tx in transforms.items()}
+
+    def init(params: Any) -> LabelState:
+        layouts = tuple(_split(layout_of(params), txs, labels).items())
+        return LabelState({label: txs[label].init(pick(params, part)) for label, part in layouts}, layouts)
+
+    def update(grads: Any, state: LabelState, params: Any = None, **extra: Any) -> tuple[Any, LabelState]:
+        updates, inner = tree.map(torch.zeros_like, grads), {}
+        for label, part in _layouts(state, grads):
+            own = None if params is None else pick(params, part)
+            new, inner[label] = txs[label].update(pick(grads, part), state.inner[label], own, **extra)
+            updates = put(updates, new, part)
+        return updates, LabelState(inner, state.layouts)
+
+    def fused(
+        grads: Any, state: LabelState, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
+    ) -> tuple[Any, LabelState]:
+        params, states = (params, state.inner) if donate else tree.map(torch.clone, (params, state.inner))
+        inner = {}
+        for label, part in _layouts(state, grads):
+            own = pick(params, part)
+            new, inner[label] = txs[label].step(pick(grads, part), states[label], own, found_inf, donate=True, **extra)
+            write(own, new)
+        return params, LabelState(inner, state.layouts)
+
+    return Transform(init, update, fused)
+
+
+def masked(tx: Any, mask: Labels) -> Transform:
+    """`tx` for the leaves of which `mask` is true; the gradients of the others pass as they are.
+
+    `mask` is a function or a tree as `by_label`'s labels are, of truth values.
+
+    >>> tx = masked(scale(-1.0), lambda path, leaf: leaf.ndim > 0)
+    >>> grads = {"w": torch.ones(1), "s": torch.tensor(1.0)}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([-1.]), 's': tensor(1.)}
+    """
+    return by_label({True: tx, False: identity()}, mask)
+
+
+def _split(layout: Layout, transforms: Mapping[Any, Any], labels: Labels) -> dict[Any, Layout]:
+    """The leaves of each label that has any."""
+    found: dict[Any, list[int]] = {}
+    for number in layout.numbers:
+        leaf = layout.leaves[number]
+        label = _label(leaf, labels)
+        if label not in transforms:
+            raise ValueError(
+                f"by_label: leaf {leaf.path!r} has the label {label!r}, but there are transformations only for "
+                f"{', '.join(map(repr, transforms))}"
+            )
+        found.setdefault(label, []).append(number)
+    return {label: layout.pick(found[label]) for label in transforms if label in found}
+
+
+def _label(leaf: Leaf, labels: Labels) -> Any:
+    if callable(labels):
+        return labels(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+    path = leaf.path.split(".") if leaf.path else []
+    flat, spec = tree.flatten(labels)
+    for pattern, label in zip(tree.paths(spec), flat, strict=True):
+        if not pattern or any(tree.matches(path[:end], pattern) for end in range(len(path) + 1)):
+            return label
+    raise ValueError(
+        f"by_label: the labels miss the leaf {leaf.path!r}: they are for {', '.join(map(repr, tree.paths(spec)))}. "
+        'A last key "**" is for all the rest.'
+    )
+
+
+def _layouts(state: Any, grads: Any) -> tuple[tuple[Any, Layout], ...]:
+    if not isinstance(state, LabelState):
+        raise ValueError(f"by_label: expected the state of its own init (LabelState), got {type(state).__name__}")
+    return state.layouts

@@ -1,0 +1,357 @@
+"""Optimizers as pairs of pure functions over trees, in optax's shape: what users call.
+
+`init(params) -> state`; `update(grads, state, params, **extra) -> (updates, state)`; `apply_updates(params, updates)`;
+or in one, `tx.step(grads, state, params) -> (params, state)`. Over `Sharded` parameters the state is partitioned
+because they are; over whole ones `fshard.zero` partitions it. Defaults are torch.optim's where it has the optimizer.
+`lr` is a number, a 0-d tensor, or a schedule: a function of the number of updates made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import kernels, tree
+from .elementwise import (
+    PARAMS,
+    AdadeltaState,
+    AdagradState,
+    LionState,
+    NadamState,
+    Rate,
+    RmspropState,
+    Rule,
+    ScheduleFreeState,
+    SgdState,
+    adam_rule,
+    plain,
+    share,
+    transform,
+)
+from .kernels import Number, is_zero
+from .labels import by_label, masked
+from .schedules import constant, cosine, join, linear, one_cycle, piecewise, warmup_cosine
+from .transform import (
+    Transform,
+    add_decayed_weights,
+    apply_updates,
+    at,
+    chain,
+    clip,
+    clip_by_global_norm,
+    clip_by_leaf_norm,
+    ema,
+    every_k,
+    identity,
+    scale,
+    scale_by_schedule,
+    with_hyperparams,
+)
+from .wholeleaf import adafactor, lamb, muon
+
+__all__ = [
+    "Transform",
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamw",
+    "add_decayed_weights",
+    "amsgrad",
+    "apply_updates",
+    "by_label",
+    "chain",
+    "clip",
+    "clip_by_global_norm",
+    "clip_by_leaf_norm",
+    "constant",
+    "cosine",
+    "ema",
+    "every_k",
+    "identity",
+    "join",
+    "lamb",
+    "linear",
+    "lion",
+    "masked",
+    "muon",
+    "nadam",
+    "one_cycle",
+    "piecewise",
+    "rmsprop",
+    "scale",
+    "scale_by_schedule",
+    "schedule_free_adamw",
+    "schedule_free_params",
+    "sgd",
+    "warmup_cosine",
+    "with_hyperparams",
+]
+
+Nothing = dict[str, Tensor]
+
+
+def sgd(lr: Rate, momentum: Number = 0, nesterov: bool = False, weight_decay: Number = 0) -> Transform:
+    """m <- momentum m + g + weight_decay p; p <- p - lr m (nesterov: p - lr (g + weight_decay p + momentum m)).
+
+    As torch.optim.SGD with dampening 0. Takes sparse gradients where momentum and weight decay are 0.
+
+    >>> tx = sgd(0.5)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-1.)
+
+    Source: Sutskever et al., On the importance of initialization and momentum in deep learning (2013).
+    """
+    if nesterov and is_zero(momentum):
+        raise ValueError("sgd: nesterov=True needs a momentum above 0")
+
+    def prepare(state: SgdState) -> tuple[kernels.Sgd, dict[str, Tensor]]:
+        return kernels.Sgd(at(lr, state.count), momentum, nesterov, weight_decay), {}
+
+    bare = is_zero(momentum) and is_zero(weight_decay)
+    return transform(
+        Rule(
+            "sgd",
+            SgdState,
+            kernels.sgd,
+            prepare,
+            {} if is_zero(momentum) else {"momentum": 0.0},
+            kernel=kernels.sgd_ if plain(momentum, weight_decay) else None,
+            reads_params=not is_zero(weight_decay),
+            takes_sparse=bare,
+        )
+    )
+
+
+def adam(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0) -> Transform:
+    """p <- p - lr mû / (sqrt(nû) + eps), mû and nû the bias-corrected running means of g and g².
+
+    Weight decay is added to g (for the decoupled kind see `adamw`). As torch.optim.Adam.
+
+    >>> tx = adam(0.1)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-0.1000)
+
+    Source: Kingma and Ba, Adam: a method for stochastic optimization (2015).
+    """
+    return adam_rule("adam", lr, b1, b2, eps, weight_decay, decoupled=False)
+
+
+def adamw(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0.01) -> Transform:
+    """Adam with decoupled weight decay: p <- p - lr (mû / (sqrt(nû) + eps) + weight_decay p).
+
+    As torch.optim.AdamW.
+
+    >>> tx = adamw(0.1, weight_decay=0.0)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-0.1000)
+
+    Source: Loshchilov and Hutter, Decoupled weight decay regularization (2019).
+    """
+    return adam_rule("adamw", lr, b1, b2, eps, weight_decay, decoupled=True)
+
+
+def amsgrad(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0) -> Transform:
+    """Adam with the largest nu so far in nu's place. As torch.optim.Adam(amsgrad=True).
+
+    >>> tx = amsgrad(0.1)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-0.1000)
+
+    Source: Reddi et al., On the convergence of Adam and beyond (2018).
+    """
+    return adam_rule("amsgrad", lr, b1, b2, eps, weight_decay, decoupled=False, amsgrad=True)
+
+
+def nadam(
+    lr: Rate = 2e-3,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    weight_decay: Number = 0,
+    momentum_decay: Number = 4e-3,
+    decoupled: bool = False,
+) -> Transform:
+    """Adam with Nesterov's momentum, warmed up: b1 (1 - 0.96^(t momentum_decay) / 2) at update t.
+
+    As torch.optim.NAdam; `decoupled` is its decoupled_weight_decay.
+
+    >>> tx = nadam(0.1)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-0.1056)
+
+    Source: Dozat, Incorporating Nesterov momentum into Adam (2016).
+    """
+
+    def prepare(state: NadamState) -> tuple[kernels.Nadam, dict[str, Tensor]]:
+        t = state.count.double() + 1
+        now, following = (b1 * (1 - 0.5 * 0.96 ** (i * momentum_decay)) for i in (t, t + 1))
+        product = state.mu_product * now
+        shares = (1 - now) / (1 - product), following / (1 - product * following)
+        rate = at(lr, state.count)
+        return kernels.Nadam(rate, b1, b2, eps, weight_decay, decoupled, *shares, share(b2, t)), {"mu_product": product}
+
+    return transform(
+        Rule(
+            "nadam",
+            NadamState,
+            kernels.nadam,
+            prepare,
+            {"mu": 0.0, "nu": 0.0},
+            {"mu_product": 1.0},
+            reads_params=not is_zero(weight_decay),
+        )
+    )
+
+
+def rmsprop(
+    lr: Rate = 1e-2,
+    alpha: Number = 0.99,
+    eps: Number = 1e-8,
+    weight_decay: Number = 0,
+    momentum: Number = 0,
+    centered: bool = False,
+) -> Transform:
+    """nu <- alpha nu + (1 - alpha) g²; p <- p - lr g / (sqrt(nu) + eps), if centered nu less the mean gradient squared.
+
+    With momentum, b <- momentum b + g / (sqrt(nu) + eps) is the step. As torch.optim.RMSprop.
+
+    >>> tx = rmsprop(0.1)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-1.0000)
+
+    Source: Tieleman and Hinton, Lecture 6.5 (2012); Graves, Generating sequences with recurrent neural networks (2013).
+    """
+
+    def prepare(state: RmspropState) -> tuple[kernels.Rmsprop, dict[str, Tensor]]:
+        return kernels.Rmsprop(at(lr, state.count), alpha, eps, weight_decay, momentum, centered), {}
+
+    moments = ["nu", *["mean"] * centered, *["momentum"] * (not is_zero(momentum))]
+    begun = dict.fromkeys(moments, 0.0)
+    return transform(
+        Rule("rmsprop", RmspropState, kernels.rmsprop, prepare, begun, reads_params=not is_zero(weight_decay))
+    )
+
+
+def adagrad(
+    lr: Rate = 1e-2,
+    lr_decay: Number = 0,
+    weight_decay: Number = 0,
+    initial_accumulator_value: float = 0.0,
+    eps: Number = 1e-10,
+) -> Transform:
+    """sum <- sum + g²; p <- p - lr / (1 + (t - 1) lr_decay) g / (sqrt(sum) + eps). As torch.optim.Adagrad.
+
+    >>> tx = adagrad(0.1)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-0.1000)
+
+    Source: Duchi et al., Adaptive subgradient methods for online learning and stochastic optimization (2011).
+    """
+
+    def prepare(state: AdagradState) -> tuple[kernels.Adagrad, dict[str, Tensor]]:
+        return kernels.Adagrad(at(lr, state.count) / (1 + state.count.double() * lr_decay), eps, weight_decay), {}
+
+    begun = {"sum": initial_accumulator_value}
+    return transform(
+        Rule("adagrad", AdagradState, kernels.adagrad, prepare, begun, reads_params=not is_zero(weight_decay))
+    )
+
+
+def adadelta(lr: Rate = 1.0, rho: Number = 0.9, eps: Number = 1e-6, weight_decay: Number = 0) -> Transform:
+    """nu <- rho nu + (1 - rho) g²; s = g sqrt(delta + eps) / sqrt(nu + eps); p <- p - lr s; delta as nu, of s².
+
+    As torch.optim.Adadelta.
+
+    >>> tx = adadelta()
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-0.0032)
+
+    Source: Zeiler, ADADELTA: an adaptive learning rate method (2012).
+    """
+
+    def prepare(state: AdadeltaState) -> tuple[kernels.Adadelta, dict[str, Tensor]]:
+        return kernels.Adadelta(at(lr, state.count), rho, eps, weight_decay), {}
+
+    return transform(
+        Rule(
+            "adadelta",
+            AdadeltaState,
+            kernels.adadelta,
+            prepare,
+            {"nu": 0.0, "delta": 0.0},
+            reads_params=not is_zero(weight_decay),
+        )
+    )
+
+
+def lion(lr: Rate, b1: Number = 0.9, b2: Number = 0.99, weight_decay: Number = 1e-3) -> Transform:
+    """p <- p - lr (sign(b1 m + (1 - b1) g) + weight_decay p); m <- b2 m + (1 - b2) g.
+
+    >>> tx = lion(0.1)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(0.0)), torch.tensor(0.0))[0]
+    tensor(-0.1000)
+
+    Source: Chen et al., Symbolic discovery of optimization algorithms (2023); defaults as optax.lion.
+    """
+
+    def prepare(state: LionState) -> tuple[kernels.Lion, dict[str, Tensor]]:
+        return kernels.Lion(at(lr, state.count), b1, b2, weight_decay), {}
+
+    return transform(
+        Rule("lion", LionState, kernels.lion, prepare, {"mu": 0.0}, reads_params=not is_zero(weight_decay))
+    )
+
+
+def schedule_free_adamw(
+    lr: Rate,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.0,
+    weight_power: float = 2.0,
+) -> Transform:
+    """AdamW without a schedule: gradients are taken at y = (1 - b1) z + b1 x, z makes AdamW's steps, x averages z.
+
+    z <- z - lr (g / (sqrt(nû) + eps) + weight_decay y); x <- (1 - c) x + c z, c the share of lr_max^weight_power in its
+    sum so far. The parameters trained are y; for evaluation take x, `schedule_free_params(state, params)`. `lr` may be
+    a schedule for a warm-up.
+
+    >>> tx = schedule_free_adamw(0.1)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-0.1000)
+
+    Source: Defazio et al., The road less scheduled (2024); as optax.contrib.schedule_free_adamw.
+    """
+
+    def prepare(state: ScheduleFreeState) -> tuple[kernels.ScheduleFree, dict[str, Tensor]]:
+        rate = at(lr, state.count)
+        lr_max = torch.maximum(state.lr_max, torch.as_tensor(rate).to(state.lr_max))
+        weight = lr_max**weight_power
+        total = state.weight_sum + weight
+        newest = torch.where(total > 0, weight / total, 0.0)
+        constants = kernels.ScheduleFree(rate, b1, b2, eps, weight_decay, newest, share(b2, state.count.double() + 1))
+        return constants, {"lr_max": lr_max, "weight_sum": total}
+
+    return transform(
+        Rule(
+            "schedule_free_adamw",
+            ScheduleFreeState,
+            kernels.schedule_free,
+            prepare,
+            {"z": PARAMS, "nu": 0.0},
+            {"lr_max": 0.0, "weight_sum": 0.0},
+        )
+    )
+
+
+def schedule_free_params(state: ScheduleFreeState, params: Any, b1: Number = 0.9) -> Any:
+    """The averaged parameters x = (y - (1 - b1) z) / b1 of `schedule_free_adamw`, for evaluation.
+
+    >>> params = torch.tensor(1.0)
+    >>> schedule_free_params(schedule_free_adamw(0.1).init(params), params)
+    tensor(1.)
+    """
+    return tree.map(lambda y, z: ((y - (1 - b1) * z) / b1).to(y.dtype), params, state.z)

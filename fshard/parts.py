@@ -1,0 +1,345 @@
+"""Trees seen leaf by leaf, wherever their elements lie: on this rank, or cut over the ranks of a mesh.
+
+Note [Layouts]
+    A rank holds a tree as a few tensors, its *rows*: flat ones with intervals of many leaves, or whole leaves. A
+    `Layout` says of every leaf which of its elements lie where, on every rank, as plain integers. What an optimizer
+    must know of leaves (a norm for each, those with one label, whole matrices) is worked out from it alone, so it
+    needs to know neither how its parameters are cut nor how many ranks there are.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import comm, tree
+from .comm import Axes, Mesh
+
+EVERYONE = -1
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf of the whole tree."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [begin, begin + numel) of a leaf: on a rank (or on all, `EVERYONE`), from `start` on in one row."""
+
+    leaf: int
+    rank: int
+    row: int
+    start: int
+    begin: int
+    numel: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the elements of a tree's leaves lie. Two are equal if what they were made from (`source`) is."""
+
+    source: Any
+    spec: tree.Spec
+    places: tuple[int | None, ...]  # the number of the leaf at each place of the tree, None for one left out
+    leaves: tuple[Leaf, ...]
+    spans: tuple[Span, ...]  # in the order of rank, row and start
+    flat: bool  # rows are 1-D with spans of many leaves; else each is one whole leaf
+    mesh: Mesh
+    axes: Axes  # that ranks are counted along, the first the slowest
+    origin: Layout | None = None  # what this was picked from
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Layout) and self.source == other.source)
+
+    def __hash__(self) -> int:
+        return hash(self.source)
+
+    @cached_property
+    def rank(self) -> int:
+        """This rank's number."""
+        return comm.coordinate(self.mesh, self.axes)
+
+    @cached_property
+    def mine(self) -> tuple[Span, ...]:
+        """What this rank holds."""
+        return tuple(s for s in self.spans if s.rank in (self.rank, EVERYONE))
+
+    @cached_property
+    def shared(self) -> frozenset[int]:
+        """The leaves that every rank holds."""
+        return frozenset(s.leaf for s in self.spans if s.rank == EVERYONE)
+
+    @cached_property
+    def shared_rows(self) -> frozenset[int]:
+        """The rows that every rank holds; all others are cut."""
+        return frozenset(s.row for s in self.spans if s.rank == EVERYONE)
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The leaves that are in it."""
+        return tuple(dict.fromkeys(n for n in self.places if n is not None))
+
+    def pick(self, numbers: Iterable[int]) -> Layout:
+        """Of some leaves alone. Flat rows are packed, without padding, and those without a leaf dropped."""
+        keep = set(numbers)
+        chosen = [s for s in self.spans if s.leaf in keep]
+        return replace(
+            self,
+            source=(self.source, tuple(sorted(keep))),
+            spans=tuple(_packed(chosen) if self.flat else _renumbered(chosen)),
+            places=tuple(n if n in keep else None for n in self.places),
+            origin=self,
+        )
+
+    @cached_property
+    def routes(self) -> dict[Layout, Any]:
+        """The ways to other layouts that were worked out (`move.Route`): a memo, nothing else."""
+        return {}
+
+    @cached_property
+    def runs(self) -> list[list[tuple[int, int, int]]]:
+        """For each row, where its elements lie on this rank in what it was picked from: row, start, length."""
+        assert self.origin is not None
+        keep = set(self.numbers)
+        chosen = [s for s in self.origin.spans if s.leaf in keep]
+        found: dict[int, list[tuple[int, int, int]]] = {row: [] for row in dict.fromkeys(sorted(s.row for s in chosen))}
+        if not self.flat:
+            return [[(s.row, 0, s.numel)] for s in self.origin.mine if s.leaf in keep]
+        for span in (s for s in self.origin.mine if s.leaf in keep):
+            runs = found[span.row]
+            if runs and sum(runs[-1][1:]) == span.start:
+                span = replace(span, start=runs[-1][1], numel=runs.pop()[2] + span.numel)
+            runs.append((span.row, span.start, span.numel))
+        return [*found.values()]
+
+
+def _packed(spans: Sequence[Span]) -> Iterator[Span]:
+    rows = {row: number for number, row in enumerate(sorted({s.row for s in spans}))}
+    for _, group in groupby(spans, lambda s: (s.rank, s.row)):
+        start = 0
+        for span in group:
+            yield replace(span, row=rows[span.row], start=start)
+            start += span.numel
+
+
+def _renumbered(spans: Sequence[Span]) -> Iterator[Span]:
+    for _, group in groupby(spans, lambda s: s.rank):
+        yield from (replace(span, row=row) for row, span in enumerate(group))
+
+
+class Parts(ABC):
+    """A tree of which this rank holds some elements, in rows: a pytree node whose leaves are the rows."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout:
+        """Where they lie."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Any, ...]:
+        """The rows."""
+
+
+class Pieces(Parts):
+    """Some leaves of a tree, or parts of them: those with one label, or those this rank owns.
+
+    Picked out of flat rows it is, to begin with, a set of views (`runs`, for each row); its rows are packed when they
+    are asked for, and are then copies.
+    """
+
+    def __init__(self, layout: Layout, tensors: Sequence[Any] | None = None, runs: Sequence[Sequence[Tensor]] = ()):
+        self._layout, self._runs = layout, runs
+        self._tensors = None if tensors is None else tuple(tensors)
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        if self._tensors is None:  # not kept: what the views are of may be written to
+            return tuple(torch.cat(list(runs)) for runs in self._runs)
+        return self._tensors
+
+    @property
+    def runs(self) -> list[list[Tensor]]:
+        """What each row is made of: views of what it was picked from, or the row itself."""
+        if self._tensors is None:
+            return [list(runs) for runs in self._runs]
+        return [[row] for row in self._tensors]
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{list(getattr(t, 'shape', ['?']))}" for t in self.tensors)
+        return f"Pieces({len(self.layout.numbers)} leaves of {len(self.layout.leaves)}: {held})"
+
+
+tree.register(Pieces, lambda x: (x.tensors, x.layout), Pieces)
+
+
+def layout_of(x: Any) -> Layout:
+    """The layout of parts, or of a plain tree of whole tensors (the same on every rank)."""
+    if isinstance(x, Parts):
+        return x.layout
+    flat, spec = tree.flatten(x)
+    leaves = tuple(Leaf(path, tuple(leaf.shape), leaf.dtype) for path, leaf in zip(tree.paths(spec), flat, strict=True))
+    spans = tuple(Span(i, EVERYONE, i, 0, 0, leaf.numel) for i, leaf in enumerate(leaves))
+    return Layout((spec, leaves), spec, tuple(range(len(leaves))), leaves, spans, False, None, ())
+
+
+def structure(x: Any) -> Any:
+    """What trees that go together have in common: views are not packed for it."""
+    return x.layout if isinstance(x, Pieces) else tree.flatten(x)[1]
+
+
+def pieces(x: Any, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
+    """This rank's pieces of leaves: the leaf's number, and a view of the row it lies in."""
+    layout, rows = layout or layout_of(x), tree.leaves(x)
+    if not layout.flat:
+        return [(s.leaf, rows[s.row]) for s in layout.mine]
+    return [(s.leaf, rows[s.row][s.start : s.start + s.numel]) for s in layout.mine]
+
+
+def pick(x: Any, layout: Layout) -> Pieces:
+    """The leaves of `x` that are in a layout picked from its own: views."""
+    rows = tree.leaves(x)
+    if not layout.flat:
+        return Pieces(layout, [rows[row] for ((row, _, _),) in layout.runs])
+    views = [[rows[row][start : start + length] for row, start, length in runs] for runs in layout.runs]
+    dtypes = dict(zip((s.row for s in layout.spans), (layout.leaves[s.leaf].dtype for s in layout.spans), strict=True))
+    empty = [torch.empty(0, dtype=dtypes[i], device=rows[0].device) for i in range(len(views))]
+    return Pieces(layout, runs=[runs or [none] for runs, none in zip(views, empty, strict=True)])
+
+
+def put(x: Any, part: Any, layout: Layout) -> Any:
+    """`x` with the leaves of a layout picked from its own taken from `part`: flat rows of `x` are written to."""
+    if layout.flat:
+        write(pick(x, layout), part)
+        return x
+    rows, spec = tree.flatten(x)
+    for ((row, _, _),), new in zip(layout.runs, tree.leaves(part), strict=True):
+        rows[row] = new
+    return tree.unflatten(spec, rows)
+
+
+def write(into: Any, x: Any) -> None:
+    """Copy the elements of `x` to where those of `into`, of the same layout, lie."""
+    if into is not x:
+        for to, new in zip(*aligned(into, x), strict=True):
+            to.copy_(new)
+
+
+def aligned(*trees: Any) -> list[list[Tensor]]:
+    """The elements of trees of one structure as lists of tensors of the same sizes, views of what each lies in."""
+    columns = [x.runs if isinstance(x, Pieces) else [[row] for row in tree.leaves(x)] for x in trees]
+    result: list[list[Tensor]] = [[] for _ in trees]
+    for groups in zip(*columns, strict=True):
+        finest = max(groups, key=len)
+        for into, group in zip(result, groups, strict=True):
+            if len(group) < len(finest):
+                (row,) = group
+                group = list(row.split([run.numel() for run in finest]))
+            into.extend(group)
+    return result
+
+
+def _power_sums(tensors: Sequence[Tensor], p: float) -> Tensor:
+    """The sum of p-th powers of magnitudes of each tensor (or their maximum): float64."""
+    norms = [
+        torch.linalg.vector_norm(x.reshape(-1), p, dtype=torch.promote_types(x.dtype, torch.float32))
+        if x.numel()
+        else torch.zeros((), device=x.device)
+        for x in tensors
+    ]
+    sums = torch.stack([norm.double() for norm in norms])
+    return sums if p == math.inf else sums**p
+
+
+def _root(sums: Tensor, p: float) -> Tensor:
+    return sums if p == math.inf else sums ** (1 / p)
+
+
+def leaf_norms(x: Any, p: float = 2, layout: Layout | None = None) -> Tensor:
+    """The p-norm of each of the layout's leaves (float64), the same on all ranks: one collective."""
+    layout = layout or layout_of(x)
+    held = pieces(x, layout)
+    device = held[0][1].device if held else comm.mesh_device(layout.mesh)
+    sums = torch.zeros(len(layout.leaves), dtype=torch.float64, device=device)
+    if held:
+        index = torch.tensor([number for number, _ in held], device=device)
+        powers = _power_sums([piece for _, piece in held], p)
+        sums.scatter_reduce_(0, index, powers, "amax" if p == math.inf else "sum")
+    if layout.axes:
+        mask = torch.tensor([n in layout.shared for n in range(len(layout.leaves))], device=device)
+        everywhere = torch.where(mask, sums, 0)
+        sums = comm.total(torch.where(mask, 0, sums), layout.mesh, layout.axes, _op(p), label="leaf norms")
+        sums = sums + everywhere
+    return _root(sums, p)
+
+
+def _op(p: float) -> str:
+    return "max" if p == math.inf else "sum"
+
+
+def scale_leaves_(x: Any, factors: Tensor, layout: Layout | None = None) -> Any:
+    """Multiply every leaf by its factor, in place."""
+    by_leaf = factors.unbind()
+    for number, piece in pieces(x, layout):
+        piece.mul_(by_leaf[number].to(torch.promote_types(piece.dtype, torch.float32).to_real()))
+    return x
+
+
+def global_norm(x: Any, p: float = 2) -> Tensor:
+    """The p-norm of a whole tree, plain or sharded or both, leaves that all ranks hold counted once: one collective.
+
+    >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)})
+    tensor(5.)
+    """
+    if not p > 0:
+        raise ValueError(f"global_norm: p={p}: expected a number above 0, or inf")
+    held = tree.tops(x, Parts)
+    worlds: dict[Any, list[Tensor]] = {(None, ()): []}
+    for node in held:
+        for row, mesh, axes in _rows(node):
+            worlds.setdefault((mesh, axes), []).append(row)
+    sums = []
+    for (mesh, axes), rows in worlds.items():
+        if rows or axes:
+            device = rows[0].device if rows else comm.mesh_device(mesh)
+            powers = _power_sums(rows, p) if rows else torch.zeros(1, dtype=torch.float64, device=device)
+            sums.append(comm.total(_joined(powers, p), mesh, axes, _op(p), label="norm"))
+    dtypes = [torch.promote_types(row.dtype, torch.float32).to_real() for node in held for row, _, _ in _rows(node)]
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    return _root(_joined(torch.stack(sums), p), p).to(dtype) if sums else torch.zeros(())
+
+
+def _rows(node: Any) -> Iterator[tuple[Tensor, Mesh, Axes]]:
+    """The rows of a node, and over what each is cut."""
+    if not isinstance(node, Parts):
+        yield node, None, ()
+        return
+    layout = node.layout
+    for number, row in enumerate(node.tensors):
+        yield row, *((None, ()) if number in layout.shared_rows else (layout.mesh, layout.axes))
+
+
+def _joined(powers: Tensor, p: float) -> Tensor:
+    return powers.amax() if p == math.inf else powers.sum()

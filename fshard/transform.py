@@ -1,0 +1,360 @@
+"""Gradient transformations as pairs of pure functions over trees, in optax's shape, and what combines them.
+
+`init(params) -> state`; `update(grads, state, params, **extra) -> (updates, state)`; `apply_updates(params, updates)`.
+They know no ranks: a tree may be plain, or parts of which other ranks hold the rest (`fshard.parts`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import kernels, tree
+from .parts import global_norm, leaf_norms, scale_leaves_
+
+Schedule = Callable[[Tensor], Any]
+Number = float | Tensor
+
+
+class Transform(NamedTuple):
+    """A gradient transformation: `init`, `update`, and if it has one its fused twin.
+
+    `fused(grads, state, params, found_inf, donate) -> (params, state)` does what update and `apply_updates` do, in one
+    kernel and in place: on copies, or if `donate` on what it is given. It leaves everything as it is where `found_inf`
+    is 1. An `elementwise` transformation acts on every element by itself, and so may be run on parts of a tree.
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+    fused: Callable[..., tuple[Any, Any]] | None = None
+    elementwise: bool = False
+
+    def step(
+        self, grads: Any, state: Any, params: Any, found_inf: Tensor | None = None, donate: bool = False, **extra: Any
+    ) -> tuple[Any, Any]:
+        """New parameters and state, or the old ones where `found_inf` (0-d) is 1: no host read.
+
+        With `donate` params and state may be updated in place, and must not be used again.
+
+        >>> from fshard.optim import sgd
+        >>> tx = sgd(0.5)
+        >>> tx.step(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+        tensor(0.)
+        """
+        if self.fused is not None:
+            return self.fused(grads, state, params, found_inf, donate, **extra)
+        updates, new_state = self.update(grads, state, params, **extra)
+        return choose(found_inf, (params, state), (apply_updates(params, updates), new_state))
+
+
+def choose(found_inf: Tensor | None, old: Any, new: Any) -> Any:
+    """`new`, or `old` where `found_inf` is 1."""
+    return new if found_inf is None else tree.map(lambda a, b: kernels.where(found_inf, a, b), old, new)
+
+
+def as_transform(tx: Any) -> Transform:
+    """Any pair `init`, `update` of this shape, TorchOpt's for one: run without changing what it is given."""
+    if isinstance(tx, Transform):
+        return tx
+    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+        raise TypeError(
+            f"expected an optimizer, a pair of functions init and update, got {type(tx).__name__}. "
+            "For an optimizer class of torch.optim write fshard.optim.from_torch(torch.optim.X, ...)."
+        )
+    # TorchOpt updates in place unless it is told not to
+    pure = {"inplace": False} if "inplace" in inspect.signature(tx.update).parameters else {}
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        return tx.update(grads, state, params=params, **pure)
+
+    return Transform(tx.init, update)
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """params + updates, leaf by leaf, in the dtype of params.
+
+    >>> apply_updates({"w": torch.tensor(1.0)}, {"w": torch.tensor(-0.5)})
+    {'w': tensor(0.5000)}
+    """
+    return tree.map(lambda p, u: (p + u).to(p.dtype), params, updates)
+
+
+def start_count(params: Any) -> Tensor:
+    """The number of updates made, none yet: float32 (as torch's fused kernels want it), 0-d, where the leaves are."""
+    leaves = tree.leaves(params)
+    return torch.zeros((), dtype=torch.float32, device=leaves[0].device if leaves else None)
+
+
+def at(value: Any, count: Tensor) -> Any:
+    """A hyper-parameter at a number of updates: schedules are functions of it."""
+    return value(count) if callable(value) else value
+
+
+def check_params(params: Any, name: str) -> None:
+    """Raise ValueError for a transformation that cannot do without parameters."""
+    if params is None:
+        raise ValueError(f"optim.{name}: its update needs the parameters: call update(grads, state, params)")
+
+
+def _stateless(update: Callable[[Any, Any], Any], elementwise: bool = True) -> Transform:
+    return Transform(
+        lambda params: (),
+        lambda grads, state, params=None, **extra: (update(grads, params), state),
+        elementwise=elementwise,
+    )
+
+
+def identity() -> Transform:
+    """Gradients as they are.
+
+    >>> identity().update(torch.tensor(2.0), ())[0]
+    tensor(2.)
+    """
+    return _stateless(lambda grads, params: grads)
+
+
+def scale(factor: Number) -> Transform:
+    """u = factor g.
+
+    >>> scale(-0.5).update(torch.tensor(2.0), ())[0]
+    tensor(-1.)
+    """
+    return _stateless(lambda grads, params: tree.map(lambda g: (g * factor).to(g.dtype), grads))
+
+
+class CountState(NamedTuple):
+    """Number of updates made (float32, 0-d)."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+
+
+def scale_by_schedule(schedule: Schedule) -> Transform:
+    """u = schedule(number of updates made) g.
+
+    >>> tx = scale_by_schedule(lambda count: 1 / (count + 1))
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)))
+    (tensor(2.), CountState(count=tensor(1.)))
+    """
+
+    def update(grads: Any, state: CountState, params: Any = None, **extra: Any) -> tuple[Any, CountState]:
+        factor = schedule(state.count)
+        return tree.map(lambda g: (g * factor).to(g.dtype), grads), CountState(state.count + 1)
+
+    return Transform(lambda params: CountState(start_count(params)), update, elementwise=True)
+
+
+def add_decayed_weights(weight_decay: Number) -> Transform:
+    """u = g + weight_decay p.
+
+    >>> add_decayed_weights(0.5).update(torch.tensor(2.0), (), torch.tensor(4.0))[0]
+    tensor(4.)
+    """
+
+    def update(grads: Any, params: Any) -> Any:
+        check_params(params, "add_decayed_weights")
+        return tree.map(lambda g, p: g + weight_decay * p, grads, params)
+
+    return _stateless(update)
+
+
+def clip(max_magnitude: Number) -> Transform:
+    """Every element clipped to [-max_magnitude, max_magnitude], as torch.nn.utils.clip_grad_value_.
+
+    >>> clip(1.0).update(torch.tensor([-3.0, 0.5]), ())[0]
+    tensor([-1.0000,  0.5000])
+    """
+    return _stateless(lambda grads, params: tree.map(lambda g: g.clamp(-max_magnitude, max_magnitude), grads))
+
+
+def clip_factor(norm: Tensor, max_norm: Number) -> Tensor:
+    """min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
+    """g min(1, max_norm / (norm + 1e-6)) with the p-norm of the whole tree: one small collective.
+
+    As torch.nn.utils.clip_grad_norm_. `p` is above 0, or inf. Leaves that every rank holds count once.
+
+    >>> clip_by_global_norm(1.0).update(torch.tensor([3.0, 4.0]), ())[0]
+    tensor([0.6000, 0.8000])
+    """
+
+    def update(grads: Any, params: Any) -> Any:
+        factor = clip_factor(global_norm(grads, p), max_norm)
+        return tree.map(lambda g: g * factor.to(torch.promote_types(g.dtype, torch.float32).to_real()), grads)
+
+    return _stateless(update, elementwise=False)
+
+
+def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
+    """Every leaf times min(1, max_norm / (its p-norm + 1e-6)): one small collective for all.
+
+    >>> clip_by_leaf_norm(1.0).update({"a": torch.tensor([3.0, 4.0]), "b": torch.tensor(0.5)}, ())[0]
+    {'a': tensor([0.6000, 0.8000]), 'b': tensor(0.5000)}
+    """
+
+    def update(grads: Any, params: Any) -> Any:
+        factors = clip_factor(leaf_norms(grads, p), max_norm)
+        return scale_leaves_(tree.map(torch.clone, grads), factors)
+
+    return _stateless(update, elementwise=False)
+
+
+class EmaState(NamedTuple):
+    """Number of updates made (float32, 0-d) and their running mean."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    mean: Any
+
+
+def ema(decay: float, debias: bool = True) -> Transform:
+    """m <- decay m + (1 - decay) g; u = m, or with `debias` m / (1 - decay^t), t counting from 1.
+
+    >>> tx = ema(0.9)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)))[0]
+    tensor(2.)
+    """
+
+    def init(params: Any) -> EmaState:
+        return EmaState(start_count(params), tree.map(torch.zeros_like, params))
+
+    def update(grads: Any, state: EmaState, params: Any = None, **extra: Any) -> tuple[Any, EmaState]:
+        mean = tree.map(lambda m, g: (decay * m + (1 - decay) * g).to(m.dtype), state.mean, grads)
+        count = state.count + 1
+        share = 1 - decay ** count.double() if debias else 1.0
+        return tree.map(lambda m: (m / share).to(m.dtype), mean), EmaState(count, mean)
+
+    return Transform(init, update, elementwise=True)
+
+
+def chain(*txs: Any) -> Transform:
+    """One after the other: each gets the updates of the one before it.
+
+    >>> chain(clip(1.0), scale(-0.5)).update(torch.tensor(4.0), ((), ()))[0]
+    tensor(-0.5000)
+    """
+    parts = [as_transform(tx) for tx in txs]
+    if not parts:
+        return identity()
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        grads, states = _all_but_last(grads, state, params, extra)
+        grads, last = parts[-1].update(grads, state[-1], params, **extra)
+        return grads, (*states, last)
+
+    def _all_but_last(grads: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        if len(state) != len(parts):
+            raise ValueError(f"optim.chain: expected the states of {len(parts)} transformations, got {len(state)}")
+        states = []
+        for tx, inner in zip(parts[:-1], state, strict=False):
+            grads, inner = tx.update(grads, inner, params, **extra)
+            states.append(inner)
+        return grads, states
+
+    def fused(
+        grads: Any, state: Any, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
+    ) -> tuple[Any, Any]:
+        updates, states = _all_but_last(grads, state, params, extra)
+        states = choose(found_inf, list(state[:-1]), states)
+        params, last = parts[-1].step(updates, state[-1], params, found_inf, donate, **extra)
+        return params, (*states, last)
+
+    return Transform(
+        lambda params: tuple(tx.init(params) for tx in parts), update, fused, all(tx.elementwise for tx in parts)
+    )
+
+
+class EveryState(NamedTuple):
+    """Gradients seen since the last update (float32, 0-d), their mean, and the state of what gets it."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    mean: Any
+    inner: Any
+
+
+def every_k(tx: Any, k: int) -> Transform:
+    """`tx` of the mean of k gradients, every k-th time; the updates between are zero. No host read.
+
+    >>> tx = every_k(scale(-1.0), 2)
+    >>> first, state = tx.update(torch.tensor(2.0), tx.init(torch.tensor(0.0)))
+    >>> first, tx.update(torch.tensor(4.0), state)[0]
+    (tensor(0.), tensor(-3.))
+    """
+    inner = as_transform(tx)
+    if k < 1:
+        raise ValueError(f"optim.every_k: k={k}: expected a number of gradients, at least 1")
+
+    def init(params: Any) -> EveryState:
+        return EveryState(start_count(params), tree.map(torch.zeros_like, params), inner.init(params))
+
+    def update(grads: Any, state: EveryState, params: Any = None, **extra: Any) -> tuple[Any, EveryState]:
+        count = state.count + 1
+        mean = tree.map(lambda m, g: (m + (g - m) / count).to(m.dtype), state.mean, grads)
+        due = (count == k).float()
+        updates, after = inner.update(mean, state.inner, params, **extra)
+        zero = tree.map(torch.zeros_like, updates)
+        updates = choose(due, updates, zero)
+        after = choose(due, after, state.inner)
+        mean = choose(due, tree.map(torch.zeros_like, mean), mean)
+        return updates, EveryState(count * (1 - due), mean, after)
+
+    return Transform(init, update, elementwise=inner.elementwise)
+
+
+class HyperState(NamedTuple):
+    """Hyper-parameters (0-d float64 tensors by name), number of updates made, and the state of the optimizer."""
+
+    hyperparams: dict[str, Tensor]
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    inner: Any
+
+
+def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
+    """`make(**hyperparams)`, its floating hyper-parameters tensors in the state, which may be changed between steps.
+
+    A schedule is evaluated at each update, and its value kept in the state for you to read. What is no float, tensor or
+    schedule is as given. Tensors do not make a compiled step compile again.
+
+    >>> tx = with_hyperparams(scale, factor=-1.0)
+    >>> state = tx.init(torch.tensor(0.0))
+    >>> state = state._replace(hyperparams={"factor": torch.tensor(-3.0)})
+    >>> tx.update(torch.tensor(2.0), state)[0]
+    tensor(-6.)
+    """
+    schedules = {name: value for name, value in hyperparams.items() if callable(value)}
+    values = {name: value for name, value in hyperparams.items() if isinstance(value, float | Tensor)}
+    static = {name: value for name, value in hyperparams.items() if name not in schedules and name not in values}
+
+    def built(current: Mapping[str, Tensor]) -> Transform:
+        return as_transform(make(**current, **static))
+
+    def init(params: Any) -> HyperState:
+        count = start_count(params)
+        both = values | {name: schedule(count) for name, schedule in schedules.items()}
+        start = {name: torch.as_tensor(both[name]).to(count.device, torch.float64, copy=True) for name in both}
+        return HyperState(start, count, built(start).init(params))
+
+    def current(state: HyperState) -> dict[str, Tensor]:
+        old = state.hyperparams
+        return {**old, **{name: torch.as_tensor(fn(state.count)).to(old[name]) for name, fn in schedules.items()}}
+
+    def update(grads: Any, state: HyperState, params: Any = None, **extra: Any) -> tuple[Any, HyperState]:
+        now = current(state)
+        updates, inner = built(now).update(grads, state.inner, params, **extra)
+        return updates, HyperState(now, state.count + 1, inner)
+
+    def fused(
+        grads: Any, state: HyperState, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
+    ) -> tuple[Any, HyperState]:
+        now = current(state)
+        params, inner = built(now).step(grads, state.inner, params, found_inf, donate, **extra)
+        count = state.count + (1 if found_inf is None else 1 - found_inf)
+        return params, HyperState(choose(found_inf, state.hyperparams, now), count, inner)
+
+    elementwise = built(init(torch.zeros(1)).hyperparams).elementwise
+    return Transform(init, update, fused, elementwise)

@@ -1,0 +1,282 @@
+"""Optimizers that must know leaves, not only elements: a norm for each, rows and columns, whole matrices.
+
+Over parts of leaves the norms and sums are added up over ranks in one small collective; a whole matrix is brought to
+one rank, by cost, and the result is sent back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import comm, tree
+from .elementwise import AdamState, Rate, adam_rule, check_state
+from .kernels import Number, is_zero
+from .labels import by_label
+from .move import collect, owned, spread
+from .parts import EVERYONE, Layout, Leaf, Span, layout_of, leaf_norms, pick, pieces, put, scale_leaves_
+from .transform import Transform, at, check_params, start_count
+
+
+def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, weight_decay: Number = 0.0) -> Transform:
+    """AdamW's step u of each leaf, scaled to its norm: p <- p - lr (|p| / |u|) u, a ratio of 1 where either is 0.
+
+    >>> tx = lamb(0.1)
+    >>> tx.update(torch.tensor([2.0]), tx.init(torch.tensor([3.0])), torch.tensor([3.0]))[0]
+    tensor([-0.3000])
+
+    Source: You et al., Large batch optimization for deep learning: training BERT in 76 minutes (2020); as optax.lamb.
+    """
+    inner = adam_rule("lamb", -1.0, b1, b2, eps, weight_decay, decoupled=True)
+
+    def update(grads: Any, state: AdamState, params: Any = None, **extra: Any) -> tuple[Any, AdamState]:
+        check_params(params, "lamb")
+        rate = at(lr, state.count)
+        steps, state = inner.update(grads, state, params)
+        layout = layout_of(steps)
+        norms, sizes = leaf_norms(params, layout=layout), leaf_norms(steps, layout=layout)
+        ratios = torch.where((norms > 0) & (sizes > 0), norms / sizes, 1.0)
+        return scale_leaves_(steps, -rate * ratios, layout), state
+
+    return Transform(inner.init, update)
+
+
+@dataclass(frozen=True)
+class AdafactorState:
+    """Number of updates made (float32, 0-d); mean squares of rows and columns, by path; of leaves without them, nu."""
+
+    count: Tensor
+    row: dict[str, Tensor]  # (..., n, 1)
+    col: dict[str, Tensor]  # (..., 1, m)
+    nu: Any
+    vectors: Layout | None  # of the leaves that have none
+
+
+tree.register_fields(AdafactorState, ("count", "row", "col", "nu"), ("vectors",))
+
+
+class Factors(NamedTuple):
+    """Of one leaf with two or more dims, as a stack of matrices: the rows and columns of all, end to end."""
+
+    leaf: Leaf
+    n: int
+    m: int
+
+    def fold(self, elements: Tensor, begin: int) -> tuple[Tensor, int, Tensor]:
+        """Elements from `begin` on as whole rows, zeros around them; the first row, and the matrix of each row."""
+        first, last = begin // self.m, -(-(begin + elements.numel()) // self.m)
+        rows = elements.new_zeros((last - first) * self.m)
+        rows[begin - first * self.m :][: elements.numel()] = elements
+        return rows.view(-1, self.m), first, torch.arange(first, last, device=elements.device) // self.n
+
+
+def _factors(leaf: Leaf) -> Factors | None:
+    if len(leaf.shape) < 2 or not leaf.numel:
+        return None
+    return Factors(leaf, *leaf.shape[-2:])
+
+
+def adafactor(
+    lr: Rate = 1e-2,
+    beta2_decay: Number = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+    weight_decay: Number = 0.0,
+) -> Transform:
+    """Second moments of matrices kept as means of rows and of columns: nu = row col / mean(row).
+
+    u = g / sqrt(max(nu, eps1²)), of RMS at most d; p <- p - lr weight_decay p - max(eps2, RMS(p)) min(lr, t^-½) u.
+    Leaves of fewer than two dims keep their second moment whole. As torch.optim.Adafactor.
+
+    >>> tx = adafactor(0.1)
+    >>> tx.update(torch.tensor([2.0]), tx.init(torch.tensor([3.0])), torch.tensor([3.0]))[0]
+    tensor([-0.3000])
+
+    Source: Shazeer and Stern, Adafactor: adaptive learning rates with sublinear memory cost (2018).
+    """
+
+    def init(params: Any) -> AdafactorState:
+        layout, count = layout_of(params), start_count(params)
+        row, col = dict[str, Tensor](), dict[str, Tensor]()
+        for leaf in (layout.leaves[n] for n in layout.numbers):
+            if _factors(leaf):
+                *batch, n, m = leaf.shape
+                row[leaf.path] = torch.zeros(*batch, n, 1, dtype=leaf.dtype, device=count.device)
+                col[leaf.path] = torch.zeros(*batch, 1, m, dtype=leaf.dtype, device=count.device)
+        others = [n for n in layout.numbers if not _factors(layout.leaves[n])]
+        vectors = layout.pick(others) if others else None
+        nu = tree.map(torch.zeros_like, pick(params, vectors)) if vectors else None
+        return AdafactorState(count, row, col, nu, vectors)
+
+    def update(grads: Any, state: AdafactorState, params: Any = None, **extra: Any) -> tuple[Any, AdafactorState]:
+        check_state(state, AdafactorState, "adafactor")
+        check_params(params, "adafactor")
+        layout, t = layout_of(grads), state.count.double() + 1
+        share, rate = t**beta2_decay, torch.as_tensor(at(lr, state.count)).to(t)
+        row, col = _row_and_column_means(grads, layout)
+        row, col = (
+            {path: old[path].lerp(new.to(old[path].dtype), share.to(old[path].dtype)) for path, new in means.items()}
+            for old, means in ((state.row, row), (state.col, col))
+        )
+        nu = state.nu
+        if state.vectors is not None:
+            squares = tree.map(torch.square, pick(grads, state.vectors))
+            nu = tree.map(lambda old, g2: old.lerp(g2, share.to(old.dtype)), state.nu, squares)
+        steps = tree.map(torch.zeros_like, grads)
+        for span, (number, g), (_, out) in zip(layout.mine, pieces(grads, layout), pieces(steps, layout), strict=True):
+            if factors := _factors(layout.leaves[number]):
+                path = layout.leaves[number].path
+                out.copy_(_scaled(g, span, factors, row[path], col[path], _floor(eps[0], g)))
+        if state.vectors is not None:
+            roots = tree.map(
+                lambda g, v: g * v.clamp(min=_floor(eps[0], g) ** 2).rsqrt(), pick(grads, state.vectors), nu
+            )
+            steps = put(steps, roots, state.vectors)
+        sizes = torch.tensor([math.sqrt(max(leaf.numel, 1)) for leaf in layout.leaves], dtype=torch.float64).to(
+            t.device
+        )
+        size_of_step, size_of_params = (leaf_norms(x, layout=layout) / sizes for x in (steps, params))
+        alpha = size_of_params.clamp(min=eps[1]) * torch.minimum(rate, t.rsqrt())
+        steps = scale_leaves_(steps, -alpha / (size_of_step / d).clamp(min=1.0), layout)
+        if not is_zero(weight_decay):
+            steps = tree.map(lambda u, p: (u - rate * weight_decay * p).to(u.dtype), steps, params)
+        return steps, AdafactorState(state.count + 1, row, col, nu, state.vectors)
+
+    return Transform(init, update)
+
+
+def _floor(eps: float | None, g: Tensor) -> float:
+    return torch.finfo(g.dtype).eps if eps is None else eps
+
+
+def _row_and_column_means(grads: Any, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Mean squares of the rows and the columns of every leaf that has them: one collective."""
+    factored = {n: f for n in layout.numbers if (f := _factors(layout.leaves[n]))}
+    if not factored:
+        return {}, {}
+    sizes = [size for f in factored.values() for size in (f.leaf.numel // f.m, f.leaf.numel // f.n)]
+    rows = tree.leaves(grads)
+    sums = torch.zeros(
+        sum(sizes), dtype=torch.float64, device=rows[0].device if rows else comm.mesh_device(layout.mesh)
+    )
+    views = dict(zip(((n, k) for n in factored for k in (0, 1)), sums.split(sizes), strict=True))
+    for span, (number, g) in zip(layout.mine, pieces(grads, layout), strict=True):
+        if number in factored and (span.rank != EVERYONE or layout.rank == 0):
+            factors = factored[number]
+            squares, first, matrix = factors.fold(g.reshape(-1).square(), span.begin)
+            views[number, 0][first : first + len(squares)] += squares.sum(1, dtype=torch.float64)
+            views[number, 1].view(-1, factors.m).index_add_(0, matrix, squares.double())
+    whole = comm.total(sums, layout.mesh, layout.axes, label="rows and columns").split(sizes)
+    row, col = {}, {}
+    for f, row_sums, col_sums in zip(factored.values(), whole[::2], whole[1::2], strict=True):
+        *batch, n, m = f.leaf.shape
+        row[f.leaf.path] = (row_sums / m).view(*batch, n, 1)
+        col[f.leaf.path] = (col_sums / n).view(*batch, 1, m)
+    return row, col
+
+
+def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, eps: float) -> Tensor:
+    """A piece of g over the root of its second moment."""
+    rows, first, matrix = factors.fold(g.reshape(-1), span.begin)
+    mean = row.mean(-2).clamp(min=eps).view(-1, 1)[matrix]
+    nu = row.view(-1, 1)[first : first + len(rows)] * col.view(-1, factors.m)[matrix] / mean
+    start = span.begin - first * factors.m
+    return (rows * nu.clamp(min=eps * eps).rsqrt()).view(-1)[start : start + span.numel].view(g.shape)
+
+
+class MuonState(NamedTuple):
+    """Number of updates made (float32, 0-d) and the momenta."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    momentum: Any
+
+
+def muon(
+    lr: Rate = 1e-3,
+    weight_decay: Number = 0.1,
+    momentum: Number = 0.95,
+    nesterov: bool = True,
+    coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+    eps: float = 1e-7,
+    steps: int = 5,
+    adjust_lr: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    rest: Any = None,
+) -> Transform:
+    """Momentum, made orthogonal: p <- p - lr weight_decay p - lr a O, O near U Vᵀ of m = U S Vᵀ; a as `adjust_lr` says.
+
+    m <- momentum m + (1 - momentum) g. O by `steps` Newton-Schulz iterations in `dtype`. For a matrix (A, B), a is
+    sqrt(max(1, A / B)), or with adjust_lr="match_rms_adamw" 0.2 sqrt(max(A, B)). As torch.optim.Muon. Leaves that are
+    no matrices are `rest`'s (by default adamw(lr)); to give it embeddings too, use `by_label`. Of matrices that are cut
+    over ranks each is brought to one rank, evenly by cost: two all-to-alls for all of them.
+
+    >>> tx = muon(0.1, weight_decay=0.0)
+    >>> params = {"w": torch.eye(2), "b": torch.ones(2)}
+    >>> tx.update(params, tx.init(params), params)[0]["b"]
+    tensor([-0.1010, -0.1010])
+
+    Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024).
+    """
+    if adjust_lr not in (None, "original", "match_rms_adamw"):
+        raise ValueError(f"muon: adjust_lr={adjust_lr!r}: expected None, 'original' or 'match_rms_adamw'")
+
+    def init(params: Any) -> MuonState:
+        return MuonState(start_count(params), tree.map(torch.zeros_like, params))
+
+    def update(grads: Any, state: MuonState, params: Any = None, **extra: Any) -> tuple[Any, MuonState]:
+        check_state(state, MuonState, "muon")
+        if not is_zero(weight_decay):
+            check_params(params, "muon")
+        moved = tree.map(lambda m, g: (momentum * m + (1 - momentum) * g).to(m.dtype), state.momentum, grads)
+        ahead = (
+            tree.map(lambda m, g: (momentum * m + (1 - momentum) * g).to(m.dtype), moved, grads) if nesterov else moved
+        )
+        layout = layout_of(ahead)
+        rate = at(lr, state.count)
+        whole = _to_owners(ahead, layout)
+        turned = [
+            orthogonal(x, coefficients, eps, steps, dtype).to(x.dtype) * -_shape_factor(x, adjust_lr)
+            for x in whole.tensors
+        ]
+        out = spread(tree.unflatten(tree.flatten(whole)[1], turned), ahead, "muon")
+        out = tree.map(lambda u: (rate * u).to(u.dtype), out)
+        if not is_zero(weight_decay):
+            out = tree.map(lambda u, p: (u - rate * weight_decay * p).to(u.dtype), out, params)
+        return out, MuonState(state.count + 1, moved)
+
+    fallback = adam_rule("adamw", lr, 0.9, 0.999, 1e-8, 0.01, decoupled=True) if rest is None else rest
+    both = {"matrix": Transform(init, update), "rest": fallback}
+    return by_label(both, lambda path, leaf: "matrix" if leaf.ndim == 2 else "rest")
+
+
+def _to_owners(x: Any, layout: Layout) -> Any:
+    def cost(leaf: Leaf) -> float:  # of one product with the small side's Gram matrix
+        return leaf.numel * min(leaf.shape)
+
+    return collect(x, owned(layout, layout.mesh, layout.axes, cost), "muon")
+
+
+def _shape_factor(x: Tensor, adjust_lr: str | None) -> float:
+    rows, cols = x.shape
+    return (
+        0.2 * math.sqrt(max(rows, cols)) if adjust_lr == "match_rms_adamw" else math.sqrt(max(1, rows / max(cols, 1)))
+    )
+
+
+def orthogonal(
+    x: Tensor, coefficients: tuple[float, float, float], eps: float, steps: int, dtype: torch.dtype
+) -> Tensor:
+    """Newton-Schulz: singular values of x / |x| brought near 1; x <- a x + (b (x xᵀ) + c (x xᵀ)²) x, `steps` times."""
+    a, b, c = coefficients
+    wide = x.to(dtype)
+    tall = x.shape[0] > x.shape[1]
+    wide = wide.T if tall else wide
+    wide = wide / wide.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if tall else wide
