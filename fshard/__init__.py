@@ -10,6 +10,7 @@ from .plan import Plan, make_plan
 from .shard import Sharded, gather_params, shard_params
 from .train import TrainState, init_state, train_step
 from .tree import DonatedError
+from .zero import zero
 
 __version__ = "0.1.0"
 
@@ -47,4 +48,5 @@ __all__ = [
     "value",
     "value_and_grad",
     "vary",
+    "zero",
 ]

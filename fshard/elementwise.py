@@ -55,9 +55,9 @@ class RmspropState(NamedTuple):
     """Number of updates made (float32, 0-d), mean of squares; if centered of gradients; with momentum the momenta."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    nu: Any
-    mean: Any
-    momentum: Any
+    square_avg: Any
+    grad_avg: Any
+    momentum_buffer: Any
 
 
 class AdagradState(NamedTuple):
@@ -71,8 +71,8 @@ class AdadeltaState(NamedTuple):
     """Number of updates made (float32, 0-d) and running means of squared gradients and squared steps."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    nu: Any
-    delta: Any
+    square_avg: Any
+    acc_delta: Any
 
 
 class LionState(NamedTuple):

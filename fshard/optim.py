@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import kernels, tree
+from .adaptor import from_torch
 from .elementwise import (
     PARAMS,
     AdadeltaState,
@@ -49,7 +50,7 @@ from .transform import (
     scale_by_schedule,
     with_hyperparams,
 )
-from .wholeleaf import adafactor, lamb, muon
+from .wholeleaf import adafactor, lamb, muon, whole_leaves
 
 __all__ = [
     "Transform",
@@ -70,6 +71,7 @@ __all__ = [
     "cosine",
     "ema",
     "every_k",
+    "from_torch",
     "identity",
     "join",
     "lamb",
@@ -87,6 +89,7 @@ __all__ = [
     "schedule_free_params",
     "sgd",
     "warmup_cosine",
+    "whole_leaves",
     "with_hyperparams",
 ]
 
@@ -228,7 +231,7 @@ def rmsprop(
     def prepare(state: RmspropState) -> tuple[kernels.Rmsprop, dict[str, Tensor]]:
         return kernels.Rmsprop(at(lr, state.count), alpha, eps, weight_decay, momentum, centered), {}
 
-    moments = ["nu", *["mean"] * centered, *["momentum"] * (not is_zero(momentum))]
+    moments = ["square_avg", *["grad_avg"] * centered, *["momentum_buffer"] * (not is_zero(momentum))]
     begun = dict.fromkeys(moments, 0.0)
     return transform(
         Rule("rmsprop", RmspropState, kernels.rmsprop, prepare, begun, reads_params=not is_zero(weight_decay))
@@ -281,7 +284,7 @@ def adadelta(lr: Rate = 1.0, rho: Number = 0.9, eps: Number = 1e-6, weight_decay
             AdadeltaState,
             kernels.adadelta,
             prepare,
-            {"nu": 0.0, "delta": 0.0},
+            {"square_avg": 0.0, "acc_delta": 0.0},
             reads_params=not is_zero(weight_decay),
         )
     )

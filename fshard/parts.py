@@ -277,6 +277,19 @@ def _root(sums: Tensor, p: float) -> Tensor:
     return sums if p == math.inf else sums ** (1 / p)
 
 
+def clear_padding_(x: Any) -> Any:
+    """Make what lies in rows but in no leaf zero, in place."""
+    layout, rows = layout_of(x), tree.leaves(x)
+    for number, row in enumerate(rows if layout.flat else []):
+        end = 0
+        for span in (s for s in layout.mine if s.row == number):
+            if span.start > end:
+                row[end : span.start].zero_()
+            end = span.start + span.numel
+        row[end:].zero_()
+    return x
+
+
 def leaf_norms(x: Any, p: float = 2, layout: Layout | None = None) -> Tensor:
     """The p-norm of each of the layout's leaves (float64), the same on all ranks: one collective."""
     layout = layout or layout_of(x)

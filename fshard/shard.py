@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -204,12 +204,23 @@ def shard_params(params: Any, plan: Plan, src: int | None = None) -> Sharded:
         for k, kind in enumerate(plan.kinds)
     ]
     sharded = Sharded(whole_view(plan, plan.params_over, range(len(plan.kinds))), tensors)
-    for slot, leaf in zip(plan.slots, leaves, strict=True):
-        whole = leaf.detach() if src is None else _from_rank(leaf.detach(), plan, src, device)
-        begin, end, shift = _overlap(plan, slot, plan.params_over)
-        if begin < end:
-            sharded.piece(slot.unit, slot.kind)[begin + shift : end + shift] = whole.reshape(-1)[begin:end]
+    given = dict(zip(plan.slots, leaves, strict=True))
+    for (unit, kind), slots in plan.places.items():
+        held = given if src is None else {s: _from_rank(given[s].detach(), plan, src, device) for s in slots}
+        pack(held, plan, unit, kind, plan.params_over, sharded.piece(unit, kind))
     return sharded
+
+
+def pack(leaves: Mapping[Slot, Tensor], plan: Plan, unit: int, kind: int, over: Axes, out: Tensor) -> Tensor:
+    """Fill `out`, this rank's interval of one unit and kind, with what lies in it of whole leaves, and zeros."""
+    parts, filled = [], 0
+    for slot in plan.places[unit, kind]:
+        begin, end, shift = _overlap(plan, slot, over)
+        if begin < end:
+            parts += [out.new_zeros(begin + shift - filled)] * (begin + shift > filled)
+            parts.append(leaves[slot].detach().reshape(-1)[begin:end])
+            filled = end + shift
+    return torch.cat([*parts, out.new_zeros(out.numel() - filled)], out=out)
 
 
 def _from_rank(leaf: Tensor, plan: Plan, src: int, device: torch.device) -> Tensor:

@@ -75,12 +75,12 @@ def as_transform(tx: Any) -> Transform:
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
-    """params + updates, leaf by leaf, in the dtype of params.
+    """params + updates, leaf by leaf, in the dtype of params; a leaf whose update is None stays.
 
     >>> apply_updates({"w": torch.tensor(1.0)}, {"w": torch.tensor(-0.5)})
     {'w': tensor(0.5000)}
     """
-    return tree.map(lambda p, u: (p + u).to(p.dtype), params, updates)
+    return tree.map(lambda p, u: p if u is None else (p + u).to(p.dtype), params, updates)
 
 
 def start_count(params: Any) -> Tensor:

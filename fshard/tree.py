@@ -84,6 +84,11 @@ def leaves(tree: Any) -> list[Any]:
     return flatten(tree)[0]
 
 
+def flatten_up_to(spec: Spec, tree: Any) -> list[Any]:
+    """What stands at the leaves of a structure (ValueError if `tree` has another)."""
+    return spec.flatten_up_to(tree)
+
+
 def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`fn` over the leaves of trees of one structure."""
     first, spec = flatten(tree)
@@ -106,10 +111,10 @@ def map_tops(fn: Callable[..., Any], kind: type, tree: Any, *rest: Any) -> Any:
     return optree.tree_map(fn, tree, *rest, is_leaf=lambda x: isinstance(x, kind), namespace=_NAMESPACE)
 
 
-def register(cls: type, flatten: Callable[[Any], tuple[Any, Any]], unflatten: Callable[[Any, Any], Any]) -> None:
+def register(cls: type, flatten: Callable[[Any], tuple[Any, ...]], unflatten: Callable[[Any, Any], Any]) -> None:
     """Make `cls` a node for optree (every namespace) and for `torch.utils._pytree` (which torch.func flattens with).
 
-    `flatten(x) -> (children, metadata)` and `unflatten(metadata, children) -> x`.
+    `flatten(x) -> (children, metadata)`, with the children's names if they have any; `unflatten(metadata, children) -> x`.
     """
     optree.register_pytree_node(cls, flatten, unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)
     pytree.register_pytree_node(
@@ -117,15 +122,16 @@ def register(cls: type, flatten: Callable[[Any], tuple[Any, Any]], unflatten: Ca
     )
 
 
-def _listed(flat: tuple[Any, Any]) -> tuple[list[Any], Any]:
+def _listed(flat: tuple[Any, ...]) -> tuple[list[Any], Any]:
     return list(flat[0]), flat[1]
 
 
 def register_fields(cls: type, children: Sequence[str], metadata: Sequence[str] = ()) -> None:
     """Make a dataclass a node: `children` are subtrees, `metadata` is compared with the structure."""
 
-    def flatten(x: Any) -> tuple[Any, Any]:
-        return tuple(getattr(x, name) for name in children), tuple(getattr(x, name) for name in metadata)
+    def flatten(x: Any) -> tuple[Any, Any, Any]:
+        inner, static = (tuple(getattr(x, name) for name in names) for names in (children, metadata))
+        return inner, static, tuple(children)
 
     def unflatten(static: Any, dynamic: Any) -> Any:
         # leaves may be anything while a tree is mapped: __post_init__ must not look at them

@@ -19,7 +19,7 @@ from .kernels import Number, is_zero
 from .labels import by_label
 from .move import collect, owned, spread
 from .parts import EVERYONE, Layout, Leaf, Span, layout_of, leaf_norms, pick, pieces, put, scale_leaves_
-from .transform import Transform, at, check_params, start_count
+from .transform import Transform, as_transform, at, check_params, start_count
 
 
 def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, weight_decay: Number = 0.0) -> Transform:
@@ -50,13 +50,13 @@ class AdafactorState:
     """Number of updates made (float32, 0-d); mean squares of rows and columns, by path; of leaves without them, nu."""
 
     count: Tensor
-    row: dict[str, Tensor]  # (..., n, 1)
-    col: dict[str, Tensor]  # (..., 1, m)
-    nu: Any
+    row_var: dict[str, Tensor]  # (..., n, 1)
+    col_var: dict[str, Tensor]  # (..., 1, m)
+    variance: Any
     vectors: Layout | None  # of the leaves that have none
 
 
-tree.register_fields(AdafactorState, ("count", "row", "col", "nu"), ("vectors",))
+tree.register_fields(AdafactorState, ("count", "row_var", "col_var", "variance"), ("vectors",))
 
 
 class Factors(NamedTuple):
@@ -120,12 +120,12 @@ def adafactor(
         row, col = _row_and_column_means(grads, layout)
         row, col = (
             {path: old[path].lerp(new.to(old[path].dtype), share.to(old[path].dtype)) for path, new in means.items()}
-            for old, means in ((state.row, row), (state.col, col))
+            for old, means in ((state.row_var, row), (state.col_var, col))
         )
-        nu = state.nu
+        nu = state.variance
         if state.vectors is not None:
             squares = tree.map(torch.square, pick(grads, state.vectors))
-            nu = tree.map(lambda old, g2: old.lerp(g2, share.to(old.dtype)), state.nu, squares)
+            nu = tree.map(lambda old, g2: old.lerp(g2, share.to(old.dtype)), state.variance, squares)
         steps = tree.map(torch.zeros_like, grads)
         for span, (number, g), (_, out) in zip(layout.mine, pieces(grads, layout), pieces(steps, layout), strict=True):
             if factors := _factors(layout.leaves[number]):
@@ -186,6 +186,37 @@ def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, e
     nu = row.view(-1, 1)[first : first + len(rows)] * col.view(-1, factors.m)[matrix] / mean
     start = span.begin - first * factors.m
     return (rows * nu.clamp(min=eps * eps).rsqrt()).view(-1)[start : start + span.numel].view(g.shape)
+
+
+def whole_leaves(tx: Any) -> Transform:
+    """`tx` on whole leaves wherever they are cut: each is brought to one rank, evenly by size, and its update back.
+
+    For optimizers that look at matrices (Shampoo, or a torch.optim class): their state lies where the leaves are.
+
+    >>> tx = whole_leaves(sgd(1.0))
+    >>> tx.update(torch.ones(2), tx.init(torch.ones(2)))[0]
+    tensor([-1., -1.])
+    """
+    inner = as_transform(tx)
+
+    def bring(x: Any) -> Any:
+        layout = layout_of(x)
+        return collect(x, owned(layout, layout.mesh, layout.axes), "whole leaves") if layout.flat else x
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        updates, state = inner.update(bring(grads), state, None if params is None else bring(params), **extra)
+        return (spread(updates, grads, "whole leaves") if layout_of(grads).flat else updates), state
+
+    def fused(
+        grads: Any, state: Any, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
+    ) -> tuple[Any, Any]:
+        if not layout_of(params).flat:
+            return inner.step(grads, state, params, found_inf, donate, **extra)
+        state = state if donate else tree.map(torch.clone, state)
+        new, state = inner.step(bring(grads), state, bring(params), found_inf, True, **extra)
+        return spread(new, params, "whole leaves"), state
+
+    return Transform(lambda params: inner.init(bring(params)), update, fused)
 
 
 class MuonState(NamedTuple):
