@@ -139,7 +139,10 @@ class Ranks(Protocol):
         """Send `sends[p]` to peer p and receive what it sends, into `recvs[p]` where that is given."""
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """A flat tensor; one that is `lent` is sent without a copy, and must not be written to after that."""
+        """A flat tensor; one that is `lent` is sent without a copy, and must not be written to until it is `idle`."""
+
+    def idle(self, x: Tensor) -> bool:
+        """Whether no peer is still to read what was sent of a tensor."""
 
 
 @dataclass
@@ -176,6 +179,9 @@ class _Group:
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
         return like.new_empty(numel)
+
+    def idle(self, x: Tensor) -> bool:
+        return True  # a send that was waited for has left
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Works:
         parts, ops = places(sends, recvs, self.rank), []
@@ -345,10 +351,13 @@ def swap(
     Wider elements must come before narrower ones. Nothing goes to a rank itself.
     """
     nothing = torch.empty(0, dtype=torch.uint8, device=ranks.device)
-    data = [torch.cat([as_bytes(x) for x in xs]) if xs else nothing for xs in sends]
-    sizes = [sum(dtype.itemsize * numel for dtype, numel in row) for row in recvs]
+    data = [nothing] * ranks.size
+    for peer, xs in enumerate(sends):
+        if xs:
+            data[peer] = ranks.empty(sum(x.nbytes for x in xs), nothing, lent=True)
+            torch.cat([as_bytes(x) for x in xs], out=data[peer])
     _note("all_to_all", ranks, label, sum(x.numel() for x in data))
-    places = [nothing.new_empty(size) for size in sizes]
+    places = [ranks.empty(sum(dtype.itemsize * numel for dtype, numel in row), nothing, lent=False) for row in recvs]
     Pending(
         ranks.exchange(data, places, f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"), lambda _: nothing
     ).wait()

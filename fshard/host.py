@@ -93,13 +93,19 @@ class _Memory:
         weakref.finalize(array, segment.release).atexit = False
         return torch.frombuffer(array, dtype=torch.uint8)
 
-    def place(self, data: Tensor) -> tuple[_Segment, int]:
-        """The segment and offset the data lie at: their own, or one they are copied to."""
+    def find(self, data: Tensor) -> tuple[_Segment, int] | None:
+        """The lent segment, and the offset in it, that data lie at."""
         begin = data.data_ptr()
         for segment in (s for s in self.segments if s.used and s.lent):
             offset = begin - segment.data.data_ptr()
             if 0 <= offset < segment.data.numel():
                 return segment, offset
+        return None
+
+    def place(self, data: Tensor) -> tuple[_Segment, int]:
+        """The segment and offset the data lie at: their own, or one they are copied to."""
+        if found := self.find(data):
+            return found
         segment = self.take(data.numel())
         segment.data[: data.numel()].copy_(data)
         return segment, 0
@@ -274,6 +280,13 @@ class _HostRanks:
         if numel * like.itemsize < _LARGE:
             return like.new_empty(numel)
         return from_bytes(self._memory.empty(numel * like.itemsize, lent), like.dtype)
+
+    def idle(self, x: Tensor) -> bool:
+        found = self._memory.find(x)
+        if found and found[0].readers:
+            for link in self._links.values():
+                link.drain()
+        return not (found and found[0].readers)
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> _Exchange:
         places: dict[int, tuple[_Segment, int]] = {}

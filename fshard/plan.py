@@ -140,6 +140,15 @@ class Plan:
         """Where a unit begins in the tensor of one kind that a rank holds (`unit` may be one past the last)."""
         return self._offsets[self.over(axes, kind)][kind][unit]
 
+    def index(self, axes: Axes) -> int:
+        """The number of this rank's interval over the axes of one of the partitions."""
+        return self._indices[axes]
+
+    @cached_property
+    def _indices(self) -> dict[Axes, int]:
+        mesh = self.live_mesh()
+        return {axes: comm.coordinate(mesh, axes) for axes in {(), self.params_over, self.grads_over, self.state_over}}
+
     @cached_property
     def places(self) -> dict[tuple[int, int], list[Slot]]:
         """The slots of every unit and kind that has any, in the order they lie in."""

@@ -170,7 +170,7 @@ def _overlap(plan: Plan, slot: Slot, over: Axes) -> tuple[int, int, int]:
     """The part [begin, end) of a leaf in this rank's interval, and what to add for its place in the interval."""
     axes = plan.over(over, slot.kind)
     length = plan.length(slot.unit, slot.kind, over)
-    low = comm.coordinate(plan.live_mesh(), axes) * length - slot.start
+    low = plan.index(axes) * length - slot.start
     begin = min(max(low, 0), slot.numel)
     return begin, min(max(low + length, begin), slot.numel), -low
 
@@ -214,13 +214,17 @@ def shard_params(params: Any, plan: Plan, src: int | None = None) -> Sharded:
 def pack(leaves: Mapping[Slot, Tensor], plan: Plan, unit: int, kind: int, over: Axes, out: Tensor) -> Tensor:
     """Fill `out`, this rank's interval of one unit and kind, with what lies in it of whole leaves, and zeros."""
     parts, filled = [], 0
-    for slot in plan.places[unit, kind]:
-        begin, end, shift = _overlap(plan, slot, over)
-        if begin < end:
-            parts += [out.new_zeros(begin + shift - filled)] * (begin + shift > filled)
-            parts.append(leaves[slot].detach().reshape(-1)[begin:end])
-            filled = end + shift
+    for slot, begin, end, start in intervals(plan, unit, kind, over):
+        parts += [out.new_zeros(start - filled)] * (start > filled)
+        parts.append(leaves[slot].detach().reshape(-1)[begin:end])
+        filled = start + end - begin
     return torch.cat([*parts, out.new_zeros(out.numel() - filled)], out=out)
+
+
+def intervals(plan: Plan, unit: int, kind: int, over: Axes) -> list[tuple[Slot, int, int, int]]:
+    """What lies in this rank's interval of one unit and kind: elements [begin, end) of a leaf, from `start` on."""
+    found = ((slot, *_overlap(plan, slot, over)) for slot in plan.places[unit, kind])
+    return [(slot, begin, end, begin + shift) for slot, begin, end, shift in found if begin < end]
 
 
 def _from_rank(leaf: Tensor, plan: Plan, src: int, device: torch.device) -> Tensor:

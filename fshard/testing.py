@@ -187,6 +187,9 @@ class _SimulatedRanks:
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
         return like.new_empty(numel)
 
+    def idle(self, x: Tensor) -> bool:
+        return True
+
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Works:
         parts = places(sends, recvs, self.rank)
         if self.size > 1:

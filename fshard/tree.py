@@ -114,7 +114,7 @@ def map_tops(fn: Callable[..., Any], kind: type, tree: Any, *rest: Any) -> Any:
 def register(cls: type, flatten: Callable[[Any], tuple[Any, ...]], unflatten: Callable[[Any, Any], Any]) -> None:
     """Make `cls` a node for optree (every namespace) and for `torch.utils._pytree` (which torch.func flattens with).
 
-    `flatten(x) -> (children, metadata)`, with the children's names if they have any; `unflatten(metadata, children) -> x`.
+    `flatten(x) -> (children, metadata)`, with the children's names if there are any, and `unflatten(metadata, children)`.
     """
     optree.register_pytree_node(cls, flatten, unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)
     pytree.register_pytree_node(

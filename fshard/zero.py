@@ -13,7 +13,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,10 +23,11 @@ from .comm import Axes, Mesh
 from .move import collect, on_rank, owned
 from .parts import EVERYONE, Layout, Parts, Pieces, layout_of, pick
 from .plan import Plan, Slot, make_plan
-from .shard import Sharded, cut, local_numel, pack, whole_view
+from .shard import Sharded, cut, intervals, local_numel, pack, whole_view
 from .transform import Transform, as_transform
 
 BUCKET = 1 << 22  # elements
+_LARGE = 1 << 16  # elements of a leaf from which it is better read where it lies than copied next to others
 
 
 @dataclass(frozen=True)
@@ -178,38 +178,73 @@ def _part(plan: Plan, leaves: Mapping[Slot, Tensor]) -> Sharded:
     return part
 
 
-def _grads_part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool, into: Sharded) -> list[comm.Pending]:
-    """This rank's part of the gradients, for every place: on their way `into` where they are local, else read there."""
-    mesh, axes = plan.live_mesh(), plan.state_over
-    started = []
+def _grads_part(
+    plan: Plan, leaves: Mapping[Slot, Tensor], local: bool, into: Sharded | None = None
+) -> dict[tuple[int, int], comm.Pending]:
+    """This rank's part of the gradients, by place: on its way where they are local, else read when it is waited for."""
+    mesh, axes, started = plan.live_mesh(), plan.state_over, {}
     for unit, kind in _places(plan):
-        out = into.piece(unit, kind)
-        if not local:
-            read = partial(pack, leaves, plan, unit, kind, axes, out)
-            started.append(comm.Pending(None, lambda _, read=read: read()))  # type: ignore[misc]
-            continue
-        whole = comm.buffer(mesh, plan.rest(()), plan.length(unit, kind, ()), out, lent=True)
-        pack(leaves, plan, unit, kind, (), whole)
-        started.append(comm.reduce_over(whole, mesh, axes, plan.rest(axes), plan.units[unit].name, out))
+        like, out = leaves[plan.places[unit, kind][0]], None if into is None else into.piece(unit, kind)
+        if local:
+            whole = comm.buffer(mesh, plan.rest(()), plan.length(unit, kind, ()), like, lent=True)
+            pack(leaves, plan, unit, kind, (), whole)
+            pending = comm.reduce_over(whole, mesh, axes, plan.rest(axes), plan.units[unit].name, out)
+        else:
+            pending = comm.Pending(None, partial(_read, leaves, plan, unit, kind, out))
+        started[unit, kind] = pending
     return started
+
+
+def _read(leaves: Mapping[Slot, Tensor], plan: Plan, unit: int, kind: int, out: Tensor | None, _: Any) -> Tensor:
+    if out is None:
+        like, length = leaves[plan.places[unit, kind][0]], plan.length(unit, kind, plan.state_over)
+        out = comm.buffer(plan.live_mesh(), plan.state_over[-1:], length, like, lent=False)
+    return pack(leaves, plan, unit, kind, plan.state_over, out)
+
+
+def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]) -> Tensor | None:
+    """The bucket that leaves are views of, if they came out of a step of this plan and no peer is still to read it."""
+    slots, length = plan.places[place], plan.length(*place, ())
+    first = leaves[slots[0]]
+    storage = first.untyped_storage()
+    ours = storage.nbytes() == length * first.itemsize and all(
+        leaves[s].untyped_storage().data_ptr() == storage.data_ptr()
+        and leaves[s].storage_offset() == s.start
+        and leaves[s].is_contiguous()
+        for s in slots
+    )
+    if not ours:
+        return None
+    whole = first.detach().as_strided((length,), (1,), 0)
+    mesh = plan.live_mesh()
+    return whole if all(comm.along(mesh, axis).idle(whole) for axis in plan.state_over) else None
+
+
+def _whole_part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool) -> Sharded:
+    """This rank's part of the gradients, all of it."""
+    part = _empty(plan, _device(leaves))
+    for pending in _grads_part(plan, leaves, local, part).values():
+        pending.wait()
+    return part
 
 
 class _Buckets:
     """Whole flat buckets on their way to every rank."""
 
-    def __init__(self, plan: Plan, like: Sharded):
-        self.plan, mesh = plan, plan.live_mesh()
-        dtypes = dict(zip(like.view.kinds, like.tensors, strict=True))
-        self.whole = {
-            (unit, kind): comm.buffer(mesh, plan.state_over[-1:], plan.length(unit, kind, ()), dtypes[kind], lent=True)
-            for unit, kind in _places(plan)
-        }
-        self.started: list[comm.Pending] = []
+    def __init__(self, plan: Plan, device: torch.device, given_away: Mapping[Slot, Tensor] | None = None):
+        self.plan, self.started = plan, list[comm.Pending]()
+        self.whole, self.reused = dict[tuple[int, int], Tensor](), set[tuple[int, int]]()
+        for unit, kind in _places(plan):
+            like, length = torch.empty(0, dtype=plan.kinds[kind].dtype, device=device), plan.length(unit, kind, ())
+            used = None if given_away is None else _bucket_of(given_away, plan, (unit, kind))
+            new = comm.buffer(plan.live_mesh(), plan.state_over[-1:], length, like, lent=True) if used is None else used
+            self.whole[unit, kind] = new
+            self.reused |= {(unit, kind)} if used is not None else set()
 
     def own(self, place: tuple[int, int]) -> Tensor:
         """This rank's interval of a bucket."""
         length = self.plan.length(*place, self.plan.state_over)
-        index = comm.coordinate(self.plan.live_mesh(), self.plan.state_over)
+        index = self.plan.index(self.plan.state_over)
         return self.whole[place][index * length : (index + 1) * length]
 
     def gather(self, parts: Mapping[tuple[int, int], Tensor]) -> None:
@@ -234,12 +269,10 @@ def _flat_update(
 ) -> tuple[Any, ZeroState]:
     _check_state(state, Plan)
     plan, given = state.parting, _by_slot(state.parting, grads, "gradients")
-    part = _empty(plan, _device(given))
-    for pending in _grads_part(plan, given, local, part):
-        pending.wait()
+    part = _whole_part(plan, given, local)
     mine = None if params is None else _part(plan, _by_slot(plan, params, "parameters"))
     updates, inner = tx.update(part, state.inner, mine, **extra)
-    buckets = _Buckets(plan, updates)
+    buckets = _Buckets(plan, _device(given))
     buckets.gather({place: updates.piece(*place) for place in _places(plan)})
     found = buckets.leaves()
     return tree.unflatten(plan.spec, [found.get(slot) for slot in plan.slots]), ZeroState(inner, plan)
@@ -258,23 +291,11 @@ def _flat_step(
     _check_state(state, Plan)
     plan, inner = state.parting, state.inner if donate else tree.map(torch.clone, state.inner)
     old, given = _by_slot(plan, params, "parameters"), _by_slot(plan, grads, "gradients")
-    part = _empty(plan, _device(old))
-    arriving = dict(zip(_places(plan), _grads_part(plan, given, local, part), strict=True))
-    buckets = _Buckets(plan, part)
+    buckets = _Buckets(plan, _device(old), old if donate else None)
     if tx.elementwise:
-        after = inner
-        for unit, places in groupby(_places(plan), lambda place: place[0]):
-            own = {place: pack(old, plan, *place, plan.state_over, buckets.own(place)) for place in places}
-            mine, parts = tuple(own.values()), tuple(arriving[place].wait() for place in own)
-            new, after = tx.step(parts, _of_unit(inner, unit), mine, found_inf, True, **extra)
-            tree.map_tops(partial(_write_unit, unit), Sharded, inner, after)
-            tree.map(_write, mine, new)
-            buckets.gather(own)
-        inner = tree.map_tops(lambda kept, last: kept if isinstance(kept, Sharded) else last, Sharded, inner, after)
+        inner = _step_by_bucket(tx, plan, given, local, inner, old, buckets, found_inf, extra)
     else:
-        for pending in arriving.values():
-            pending.wait()
-        new, inner = tx.step(part, inner, _part(plan, old), found_inf, True, **extra)
+        new, inner = tx.step(_whole_part(plan, given, local), inner, _part(plan, old), found_inf, True, **extra)
         buckets.gather({place: new.piece(*place) for place in _places(plan)})
     found = old | buckets.leaves()
     return tree.unflatten(plan.spec, [found[slot] for slot in plan.slots]), ZeroState(inner, plan)
@@ -284,18 +305,56 @@ def _device(leaves: Mapping[Slot, Any]) -> torch.device:
     return next(leaf.device for leaf in leaves.values() if isinstance(leaf, Tensor))
 
 
-def _pieces(x: Sharded, unit: int) -> tuple[Tensor, ...]:
-    return tuple(x.piece(unit, kind) for kind in x.view.kinds if (unit, kind) in x.plan.places)
+def _step_by_bucket(
+    tx: Transform,
+    plan: Plan,
+    given: Mapping[Slot, Tensor],
+    local: bool,
+    inner: Any,
+    old: Mapping[Slot, Tensor],
+    buckets: _Buckets,
+    found_inf: Tensor | None,
+    extra: Mapping[str, Any],
+) -> Any:
+    """Update a bucket, start to gather it, update the next; the state's trees are updated in place."""
+    arriving, after = _grads_part(plan, given, local), inner
+    for place, pending in arriving.items():
+        own = buckets.own(place)
+        if place not in buckets.reused:  # else the parameters lie there already
+            pack(old, plan, *place, plan.state_over, own)
+        views = [] if local else _large_views(given, plan, place)
+        grads = views or [pending.wait()]
+        sizes = [g.numel() for g in grads]
+        mine, held = _split(own, sizes), _of_place(inner, place, sizes)
+        new, after = tx.step(tuple(grads), held, mine, found_inf, True, **extra)
+        tree.map(_write, mine, new)
+        tree.map_tops(lambda kept, x, place=place, sizes=sizes: _keep(kept, x, place, sizes), Sharded, inner, after)
+        buckets.gather({place: own})
+    return tree.map_tops(lambda kept, last: kept if isinstance(kept, Sharded) else last, Sharded, inner, after)
 
 
-def _of_unit(state: Any, unit: int) -> Any:
-    """A state of sharded trees as the state of one unit's tensors."""
-    return tree.map_tops(lambda x: _pieces(x, unit) if isinstance(x, Sharded) else x, Sharded, state)
+def _large_views(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]) -> list[Tensor]:
+    """What lies in this rank's interval, if that is few large pieces end to end: nothing is copied then."""
+    found = intervals(plan, *place, plan.state_over)
+    views = [leaves[slot].detach().reshape(-1)[begin:end] for slot, begin, end, _ in found]
+    numel = sum(view.numel() for view in views)
+    end_to_end = bool(found) and found[0][3] == 0 and found[-1][3] + views[-1].numel() == numel
+    return views if end_to_end and numel >= _LARGE * len(views) else []
 
 
-def _write_unit(unit: int, kept: Any, new: Any) -> None:
+def _split(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Pieces of these sizes, without the padding after them."""
+    return x.split_with_sizes([*sizes, x.numel() - sum(sizes)])[:-1]
+
+
+def _of_place(state: Any, place: tuple[int, int], sizes: Sequence[int]) -> Any:
+    """A state of sharded trees as the state of one bucket's pieces."""
+    return tree.map_tops(lambda x: _split(x.piece(*place), sizes) if isinstance(x, Sharded) else x, Sharded, state)
+
+
+def _keep(kept: Any, new: Any, place: tuple[int, int], sizes: Sequence[int]) -> None:
     if isinstance(kept, Sharded):
-        tree.map(_write, _pieces(kept, unit), new)
+        tree.map(_write, _split(kept.piece(*place), sizes), new)
 
 
 def _write(old: Tensor, new: Tensor) -> None:
