@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import comm, tree
 from .comm import Axes, Mesh
-from .parts import EVERYONE, Layout, Leaf, Pieces, Span, layout_of, pieces
+from .parts import EVERYONE, Layout, Leaf, Pieces, Span, layout_of, pieces, typed
 
 
 def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
@@ -149,7 +149,7 @@ def _digits(number: int, sizes: Sequence[int]) -> list[int]:
 
 def _moved(x: Any, new: Layout, label: str) -> dict[Span, list[tuple[int, Tensor]]]:
     """What arrives for each of this rank's spans of a layout: where it begins in the leaf, and the elements."""
-    old, rows = layout_of(x), tree.leaves(x)
+    old, rows = typed(x), tree.leaves(x)
     known = old.routes
     if new not in known:
         known[new] = Route(old, new)

@@ -33,6 +33,7 @@ from .elementwise import (
 )
 from .kernels import Number, is_zero
 from .labels import by_label, masked
+from .optim_state import gather_state, load_state_dict, shard_state, state_dict
 from .schedules import constant, cosine, join, linear, one_cycle, piecewise, warmup_cosine
 from .transform import (
     Transform,
@@ -72,11 +73,13 @@ __all__ = [
     "ema",
     "every_k",
     "from_torch",
+    "gather_state",
     "identity",
     "join",
     "lamb",
     "linear",
     "lion",
+    "load_state_dict",
     "masked",
     "muon",
     "nadam",
@@ -88,6 +91,8 @@ __all__ = [
     "schedule_free_adamw",
     "schedule_free_params",
     "sgd",
+    "shard_state",
+    "state_dict",
     "warmup_cosine",
     "whole_leaves",
     "with_hyperparams",

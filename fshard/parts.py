@@ -205,6 +205,18 @@ def layout_of(x: Any) -> Layout:
     return Layout((spec, leaves), spec, tuple(range(len(leaves))), leaves, spans, False, None, ())
 
 
+def typed(x: Any) -> Layout:
+    """The layout of `x`, with the dtypes its flat rows have: a state may keep another than the parameters'."""
+    layout, rows = layout_of(x), tree.leaves(x)
+    if not layout.flat:
+        return layout
+    dtypes = {span.leaf: rows[span.row].dtype for span in layout.spans}
+    if all(layout.leaves[n].dtype == dtype for n, dtype in dtypes.items()):
+        return layout
+    leaves = tuple(replace(leaf, dtype=dtypes.get(n, leaf.dtype)) for n, leaf in enumerate(layout.leaves))
+    return replace(layout, source=(layout.source, tuple(dtypes.items())), leaves=leaves)
+
+
 def structure(x: Any) -> Any:
     """What trees that go together have in common: views are not packed for it."""
     return x.layout if isinstance(x, Pieces) else tree.flatten(x)[1]

@@ -106,15 +106,27 @@ def nodes(tree: Any, kind: type) -> list[Any]:
     return [x for x in tops(tree, kind) if isinstance(x, kind)]
 
 
+def paths_to(tree: Any, kind: type) -> list[tuple[str, Any]]:
+    """Every outermost node of one type, and the leaves that are in none, with their paths."""
+    found, spec = optree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, kind), namespace=_NAMESPACE)
+    return list(zip(paths(spec), found, strict=True))
+
+
+def put_tops(tree: Any, kind: type, tops: Sequence[Any]) -> Any:
+    """The tree with others in the place of its outermost nodes of one type and the leaves that are in none."""
+    spec = optree.tree_structure(tree, is_leaf=lambda x: isinstance(x, kind), namespace=_NAMESPACE)
+    return unflatten(spec, tops)
+
+
 def map_tops(fn: Callable[..., Any], kind: type, tree: Any, *rest: Any) -> Any:
     """`fn` over the outermost nodes of one type and the leaves that are in none; `rest` is read as far as there."""
     return optree.tree_map(fn, tree, *rest, is_leaf=lambda x: isinstance(x, kind), namespace=_NAMESPACE)
 
 
-def register(cls: type, flatten: Callable[[Any], tuple[Any, ...]], unflatten: Callable[[Any, Any], Any]) -> None:
+def register(cls: type, flatten: Callable[[Any], tuple[Any, Any]], unflatten: Callable[[Any, Any], Any]) -> None:
     """Make `cls` a node for optree (every namespace) and for `torch.utils._pytree` (which torch.func flattens with).
 
-    `flatten(x) -> (children, metadata)`, with the children's names if there are any, and `unflatten(metadata, children)`.
+    `flatten(x) -> (children, metadata)` and `unflatten(metadata, children) -> x`.
     """
     optree.register_pytree_node(cls, flatten, unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)
     pytree.register_pytree_node(
@@ -122,16 +134,20 @@ def register(cls: type, flatten: Callable[[Any], tuple[Any, ...]], unflatten: Ca
     )
 
 
-def _listed(flat: tuple[Any, ...]) -> tuple[list[Any], Any]:
+def _listed(flat: tuple[Any, Any]) -> tuple[list[Any], Any]:
     return list(flat[0]), flat[1]
 
 
-def register_fields(cls: type, children: Sequence[str], metadata: Sequence[str] = ()) -> None:
-    """Make a dataclass a node: `children` are subtrees, `metadata` is compared with the structure."""
+def register_fields(
+    cls: type, children: Sequence[str], metadata: Sequence[str] = (), names: Sequence[str] | None = None
+) -> None:
+    """Make a dataclass a node: `children` are subtrees, `metadata` is compared with the structure.
 
-    def flatten(x: Any) -> tuple[Any, Any, Any]:
-        inner, static = (tuple(getattr(x, name) for name in names) for names in (children, metadata))
-        return inner, static, tuple(children)
+    `names` are what paths call the children; an empty one does not show in them.
+    """
+
+    def flatten(x: Any) -> tuple[Any, Any]:
+        return tuple(getattr(x, name) for name in children), tuple(getattr(x, name) for name in metadata)
 
     def unflatten(static: Any, dynamic: Any) -> Any:
         # leaves may be anything while a tree is mapped: __post_init__ must not look at them
@@ -139,13 +155,16 @@ def register_fields(cls: type, children: Sequence[str], metadata: Sequence[str] 
         vars(x).update(zip(children, dynamic, strict=True), **dict(zip(metadata, static, strict=True)))
         return x
 
+    # on the class, because a node of torch's namespace has no names of its own
+    cls.child_names = tuple(children if names is None else names)  # type: ignore[attr-defined]
     register(cls, flatten, unflatten)
 
 
 def names(spec: Spec) -> list[Any]:
     """What a user calls the children of a node: keys, field names or positions."""
-    if spec.type is not None and hasattr(spec.type, "_fields"):
-        return list(spec.type._fields)
+    for kept in ("_fields", "child_names"):
+        if spec.type is not None and hasattr(spec.type, kept):
+            return list(getattr(spec.type, kept))
     return list(spec.entries())
 
 
@@ -167,7 +186,7 @@ def children(spec: Spec) -> Iterator[tuple[Spec, int]]:
 
 def paths(spec: Spec) -> list[str]:
     """The dotted path of every leaf, in the order of use."""
-    return [".".join(path) for path, node, _ in walk(spec) if node.is_leaf()]
+    return [".".join(name for name in path if name) for path, node, _ in walk(spec) if node.is_leaf()]
 
 
 def matches(path: Sequence[str], pattern: str) -> bool:

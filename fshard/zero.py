@@ -38,7 +38,7 @@ class ZeroState:
     parting: Any
 
 
-tree.register_fields(ZeroState, ("inner",), ("parting",))
+tree.register_fields(ZeroState, ("inner",), ("parting",), names=("",))  # a whole state says nothing of partitions
 
 
 def zero(
