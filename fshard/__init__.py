@@ -3,6 +3,7 @@
 from . import collectives, comm, loss_scale, optim, testing
 from .collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
 from .comm import MismatchError, tally
+from .data import join_batches
 from .grad import Mean, Sum, Unreduced, reduce_grads, value, value_and_grad
 from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, select
 from .parts import global_norm
@@ -35,6 +36,7 @@ __all__ = [
     "gather_params",
     "global_norm",
     "init_state",
+    "join_batches",
     "loss_scale",
     "make_plan",
     "optim",

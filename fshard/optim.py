@@ -34,6 +34,7 @@ from .elementwise import (
 from .kernels import Number, is_zero
 from .labels import by_label, masked
 from .optim_state import gather_state, load_state_dict, shard_state, state_dict
+from .quantised import adamw_8bit
 from .schedules import constant, cosine, join, linear, one_cycle, piecewise, warmup_cosine
 from .transform import (
     Transform,
@@ -60,6 +61,7 @@ __all__ = [
     "adagrad",
     "adam",
     "adamw",
+    "adamw_8bit",
     "add_decayed_weights",
     "amsgrad",
     "apply_updates",

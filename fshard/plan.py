@@ -87,6 +87,7 @@ class Plan:
     grads_over: Axes
     state_over: Axes
     regather: bool
+    block: int = 1
     mesh: Mesh = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -184,7 +185,7 @@ class Plan:
         lines = [f"leaf {p}" for p in self._leaf_lines()]
         lines += [f"unit {u.name!r} of {u.lengths} elements" for u in self.units]
         lines.append(f"params_over={self.params_over} grads_over={self.grads_over} state_over={self.state_over}")
-        return "\n".join([*lines, f"regather={self.regather}", f"tree {self.spec}"])
+        return "\n".join([*lines, f"regather={self.regather} block={self.block}", f"tree {self.spec}"])
 
     def _leaf_lines(self) -> list[str]:
         rows = []
@@ -227,6 +228,7 @@ def make_plan(
     regather: bool = True,
     whole: Where = None,
     frozen: Where = None,
+    block: int = 1,
 ) -> Plan:
     """Lay a tree of tensors (real, meta or fake) out over the axes of a mesh.
 
@@ -235,7 +237,8 @@ def make_plan(
     `_over` arguments name the axes over which parameters, gradients and optimizer state are partitioned, each
     extending the one before. `regather` frees gathered parameters after the forward and gathers them again in the
     backward. `whole` leaves stay on every rank; `frozen` ones get no gradient and no optimizer state (integer leaves
-    are always frozen). On a mesh of processes the plan's fingerprint is compared between all ranks.
+    are always frozen). No `block` of elements, counted from a leaf's first, lies on two ranks or holds another leaf's
+    (for state that is kept in blocks). On a mesh of processes the plan's fingerprint is compared between all ranks.
 
     Raises ValueError (axes, patterns, leaves that are not tensors) and MismatchError (ranks whose plans differ).
 
@@ -245,6 +248,8 @@ def make_plan(
 
     Source: the flat parameter of Zhao et al., PyTorch FSDP (2023); the partitions of Rajbhandari et al., ZeRO (2020).
     """
+    if block < 1:
+        raise ValueError(f"block={block}: expected a number of elements, at least 1")
     sizes, mesh = comm.axis_sizes(mesh), host.connect(mesh)
     over = _partitions(sizes, params_over, grads_over, state_over)
     flat, spec = tree.flatten(params)
@@ -259,7 +264,7 @@ def make_plan(
     }  # a tied leaf is what its first place says
     kinds = tuple(dict.fromkeys(kind_of.values()))
     parts = math.prod(sizes.values())  # of all axes: an all-reduce over any is then cut evenly, too
-    slots, lengths = _place(flat, tree.paths(spec), kind_of, kinds, claims, len(names), parts)
+    slots, lengths = _place(flat, tree.paths(spec), kind_of, kinds, claims, len(names), parts, block)
     plan = Plan(
         spec,
         tuple(numbers[i] for i in origins),
@@ -270,6 +275,7 @@ def make_plan(
         tuple(sizes.items()),
         *over,
         regather,
+        block,
         mesh,
     )
     comm.check_same(mesh, plan.fingerprint, plan.describe(), "the plan")
@@ -381,16 +387,18 @@ def _place(
     claims: Sequence[int],
     num_units: int,
     num_parts: int,
+    block: int,
 ) -> tuple[tuple[Slot, ...], list[list[int]]]:
-    """Leaves end to end by unit and kind, then padding up to a multiple of 16 bytes for each of `num_parts` ranks."""
+    """Leaves by unit and kind, from a block's first element on, then padding to whole blocks and 16 bytes a rank."""
     lengths = [[0] * len(kinds) for _ in range(num_units)]
     slots = []
     for i, kind in kind_of.items():
         unit, k = claims[i], kinds.index(kind)
+        lengths[unit][k] = -(-lengths[unit][k] // block) * block
         slots.append(Slot(paths[i], tuple(flat[i].shape), k, unit, lengths[unit][k]))
         lengths[unit][k] += flat[i].numel()
     for row in lengths:
         for k, kind in enumerate(kinds):
-            block = max(1, _ALIGN // kind.dtype.itemsize) * num_parts
-            row[k] = -(-row[k] // block) * block
+            step = math.lcm(max(1, _ALIGN // kind.dtype.itemsize), block) * num_parts
+            row[k] = -(-row[k] // step) * step
     return tuple(slots), lengths

@@ -307,10 +307,12 @@ def _gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
 
 def cut(plan: Plan, full: Tensor, unit: int, kind: int) -> list[Tensor]:
     """The leaves of one unit and kind, views of its gathered flat buffer."""
-    slots = plan.places[unit, kind]
-    sizes = [slot.numel for slot in slots]
+    slots, sizes, end = plan.places[unit, kind], [], 0
+    for slot in slots:
+        sizes += [slot.start - end, slot.numel]
+        end = slot.start + slot.numel
     # split, not narrow: its derivative is one cat, where each narrow's is a whole buffer of zeros
-    *pieces, _ = full.split_with_sizes([*sizes, full.numel() - sum(sizes)])
+    pieces = full.split_with_sizes([*sizes, full.numel() - end])[1::2]
     return [piece.view(slot.shape) for piece, slot in zip(pieces, slots, strict=True)]
 
 

@@ -228,14 +228,18 @@ class Tape:
         self._move_on(_STAGES_AHEAD)
 
     def _fill(self, flat: Tensor, slots: Sequence[Slot], grads: dict[Slot, Tensor | None], add: bool) -> None:
+        end = 0
         for slot in slots:
-            grad, part = grads[slot], flat[slot.start : slot.start + slot.numel].view(slot.shape)
+            if slot.start > end and not add:
+                flat[end : slot.start].zero_()
+            end = slot.start + slot.numel
+            grad, part = grads[slot], flat[slot.start : end].view(slot.shape)
             if grad is not None:
                 part.add_(grad) if add else part.copy_(grad)
             elif not add:
                 part.zero_()
         if not add:
-            flat[slots[-1].start + slots[-1].numel :].zero_()
+            flat[end:].zero_()
 
     def _move_on(self, ahead: int) -> None:
         """Take all but the last few reductions one stage further; those that are done drop out."""

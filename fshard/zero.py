@@ -49,6 +49,7 @@ def zero(
     *,
     over: str | Sequence[str] | None = None,
     bucket: int = BUCKET,
+    block: int = 1,
 ) -> Transform:
     """`tx` over whole parameters, its state partitioned by rank: every rank updates a part, and gets the others'.
 
@@ -56,8 +57,9 @@ def zero(
     act on elements, and for those of fshard.optim) or "leaf" (whole leaves, the largest first to the rank with least;
     for any optimizer). `grads` is "reduced" (the same on all ranks: ZeRO-1) or "local" (each rank's own, which are
     summed over the whole mesh straight into the part: ZeRO-2). `over` names the axes that ranks are counted along: by
-    default "shard", or all where the mesh has none. `step` gives new whole parameters, and starts to gather a bucket
-    as soon as it is updated; `update` gives whole updates. Every rank must call `init` and each step.
+    default "shard", or all where the mesh has none; `block` is `make_plan`'s. `step` gives new whole parameters, and
+    starts to gather a bucket as soon as it is updated; `update` gives whole updates. Every rank must call `init` and
+    each step.
 
     Over `Sharded` parameters the state is partitioned already: nothing to wrap.
 
@@ -73,7 +75,7 @@ def zero(
             raise ValueError(f"zero: {name}={value!r}: expected {known[0]!r} or {known[1]!r}")
     tx, axes, local = as_transform(tx), _axes(mesh, over), grads == "local"
     if partition == "flat":
-        init = partial(_flat_init, tx, mesh, axes, bucket)
+        init = partial(_flat_init, tx, mesh, axes, bucket, block)
         return Transform(init, partial(_flat_update, tx, local), partial(_flat_step, tx, local))
     return Transform(
         partial(_leaf_init, tx, mesh, axes), partial(_leaf_update, tx, local), partial(_leaf_step, tx, local)
@@ -138,9 +140,9 @@ def _check_state(state: Any, kind: type) -> None:
 # ---- flat: equal intervals of buckets
 
 
-def _flat_init(tx: Transform, mesh: Mesh, axes: Axes, bucket: int, params: Any) -> ZeroState:
+def _flat_init(tx: Transform, mesh: Mesh, axes: Axes, bucket: int, block: int, params: Any) -> ZeroState:
     _check_params(params)
-    plan = make_plan(params, mesh, units=bucket, params_over=(), grads_over=(), state_over=axes)
+    plan = make_plan(params, mesh, units=bucket, params_over=(), grads_over=(), state_over=axes, block=block)
     return ZeroState(tx.init(_part(plan, _by_slot(plan, params, "parameters"))), plan)
 
 

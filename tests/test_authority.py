@@ -30,7 +30,7 @@ STEPS = 6
 CLOSE = 1e-11
 MILESTONES = {2: 0.5, 4: 0.5}  # of the rates: where they change, and by what
 Make = Callable[..., Any]
-Keep = Callable[[Tensor], bool]
+Keep = Callable[[Tensor], Any]
 Authority = Callable[[], list[Tensor]]
 
 
@@ -64,11 +64,6 @@ def displacement(params: Any, start: Any = START) -> list[Tensor]:
 # ---- the authorities
 
 
-def full(leaf: Tensor) -> bool:
-    """Leaves with elements, as some classes of torch want them."""
-    return leaf.numel() > 0
-
-
 def matrix(leaf: Tensor) -> bool:
     """Matrices, as torch's Muon wants them."""
     return leaf.ndim == 2
@@ -76,7 +71,7 @@ def matrix(leaf: Tensor) -> bool:
 
 def by_torch(
     cls: Make,
-    keep: Keep = full,
+    keep: Keep = torch.numel,
     rest: Make | None = None,
     before: Make | None = None,
     rate: Make | None = None,
@@ -99,7 +94,7 @@ def by_torch(
             for leaf, grad in zip(leaves, optree.tree_leaves(grads), strict=True):
                 leaf.grad = grad.clone()
             if before:
-                before([x for x in leaves if full(x)])
+                before([x for x in leaves if x.numel()])
             for each in (*optimizers, *schedulers):
                 each.step()
         return displacement(params)
@@ -113,6 +108,15 @@ def by_torch(
             torch.set_default_dtype(usual)
 
     return with_dtype
+
+
+class ExactMuon(to.Muon):
+    """torch's Muon, which computes in bfloat16, in float64."""
+
+    def step(self, closure: Any = None) -> Any:
+        """A step."""
+        with mock.patch.object(Tensor, "bfloat16", Tensor.clone):
+            return super().step(closure)
 
 
 @functools.cache
@@ -178,113 +182,334 @@ def named(family: str, cases: list[Case]) -> dict[str, Case]:
     return {f"{family}/{i}": case for i, case in enumerate(cases)}
 
 
-OUR_NAMES = {
-    "decoupled_weight_decay": "decoupled",
-    "adjust_lr_fn": "adjust_lr",
-    "learning_rate": "lr",
-    "weight_lr_power": "weight_power",
-}
+OUR_NAMES = {"decoupled_weight_decay": "decoupled", "adjust_lr_fn": "adjust_lr"}
 
 
 def our_names(kw: dict[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of torch or optax as ours."""
+    """torch's hyper-parameters by our names."""
     found = {OUR_NAMES.get(name, name): value for name, value in kw.items() if name != "betas"}
     return found | (dict(zip(("b1", "b2"), kw["betas"], strict=True)) if "betas" in kw else {})
 
 
-def torch_cases(make: Make, cls: Make, kws: list[dict[str, Any]], **fixed: Any) -> dict[str, Case]:
+def torch_cases(make: Make, cls: Make, kws: list[dict[str, Any]], ours: Any = (), **fixed: Any) -> dict[str, Case]:
     """A transformation over a grid, and at last with a tensor and with a schedule for a rate."""
-    cases = [Case(make(**our_names(kw)), by_torch(cls, **kw, **fixed)) for kw in kws]
-    last, lr = our_names(kws[-1]), kws[-1]["lr"]
+    cases = [Case(make(**our_names(kw), **dict(ours)), by_torch(cls, **kw, **fixed)) for kw in kws]
+    last, lr = our_names(kws[-1]) | dict(ours), kws[-1]["lr"]
     tensor, schedule = torch.tensor(lr, dtype=torch.float64), optim.piecewise(lr, MILESTONES)
     scheduled = by_torch(cls, rate=lambda o: MultiStepLR(o, [*MILESTONES], 0.5), **kws[-1], **fixed)
     rates = [Case(make(**last | {"lr": tensor}), cases[-1].authority), Case(make(**last | {"lr": schedule}), scheduled)]
     return named(make.__name__, cases + rates)
 
 
-def optax_cases(make: Make, theirs: Make, kws: list[dict[str, Any]], schedule: bool = True) -> dict[str, Case]:
-    """A transformation over a grid, and at last with a schedule. `theirs(optax)` is a function."""
-    cases = [Case(make(**our_names(kw)), by_optax(lambda o, kw=kw: theirs(o)(**kw))) for kw in kws]
-    if schedule:
-        ours, last = our_names(kws[-1]) | {"lr": optim.piecewise(0.1, MILESTONES)}, kws[-1]
-        scheduled = by_optax(
-            lambda o: theirs(o)(**last | {"learning_rate": o.piecewise_constant_schedule(0.1, MILESTONES)})
-        )
-        cases.append(Case(make(**ours), scheduled))
-    return named(make.__name__, cases)
-
-
-def class_cases(cls: Any, *kws: dict[str, Any], keep: Keep = full) -> dict[str, Case]:
+def class_cases(cls: Any, *kws: dict[str, Any], keep: Keep = torch.numel) -> dict[str, Case]:
     """A class of torch.optim as a transformation, against itself."""
     cases = [Case(optim.from_torch(cls, **kw), by_torch(cls, keep, **kw), keep) for kw in kws]
     return named(f"from_torch-{cls.__name__}", cases)
 
 
-def clip_cases(make: Make, clip: Make) -> dict[str, Case]:
-    """Gradients clipped before SGD, always, at times and never; `clip(leaves, max_norm, p)` is torch's."""
+def clip_cases(make: Make, together: bool) -> dict[str, Case]:
+    """Gradients clipped before SGD, never, at times and always: by torch's clip_grad_norm_, of all or of each leaf."""
+
+    def clip(leaves: list[Tensor], **kw: Any) -> None:
+        for some in [leaves] if together else ([leaf] for leaf in leaves):
+            clip_grad_norm_(some, kw["max_norm"], kw["p"])
+
     kws = grid(max_norm=[1e3, 7.0, 0.5], p=[1, 3, float("inf"), 2])
     ours = [optim.chain(make(**kw), optim.sgd(0.1)) for kw in kws]
     theirs = [by_torch(to.SGD, lr=0.1, before=functools.partial(clip, **kw)) for kw in kws]
     return named(make.__name__, [*map(Case, ours, theirs)])
 
 
-def clip_all(leaves: list[Tensor], max_norm: float, p: float) -> None:
-    """torch's clip_grad_norm_."""
-    clip_grad_norm_(leaves, max_norm, p)
-
-
-def clip_each(leaves: list[Tensor], max_norm: float, p: float) -> None:
-    """torch's clip_grad_norm_, leaf by leaf."""
-    for leaf in leaves:
-        clip_grad_norm_([leaf], max_norm, p)
-
-
-def muon_case(nesterov: bool, adjust_lr: str | None) -> Case:
-    """Muon in float64 against optax's, without its correction of m's bias, which matters to Nesterov's sum.
-
-    The sum is made before, by a transformation of optax's shape. optax has matrices as (in, out).
-    """
-
-    def theirs(optax: Any) -> Any:
-        jax, muon = libraries()[0], optax.contrib.muon
-        axes, rms = optax.contrib._muon.MuonDimensionNumbers(1, 0), 0.2 if adjust_lr == "match_rms_adamw" else None
-
-        def mean(m: Any, g: Any) -> Any:
-            return jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g if g.ndim == 2 else g, m, g)
-
-        def update(grads: Any, m: Any, params: Any = None) -> tuple[Any, Any]:
-            m = mean(m, grads)
-            return (mean(m, grads) if nesterov else m), m
-
-        def which(params: Any) -> Any:
-            return jax.tree.map(lambda x: axes if x.ndim == 2 else None, params)
-
-        momentum = optax.GradientTransformation(lambda params: jax.tree.map(jax.numpy.zeros_like, params), update)
-        kw = {"beta": 0.0, "nesterov": False, "eps": 1e-30, "weight_decay": 0.1, "consistent_rms": rms}
-        return optax.chain(momentum, muon(0.1, muon_weight_dimension_numbers=which, **kw))
-
-    rest = optim.adamw(0.1, eps=1e-30, weight_decay=0)
-    kw = {"eps": 1e-30, "adjust_lr": adjust_lr, "dtype": torch.float64, "rest": rest}
-    return Case(optim.muon(0.1, 0.1, 0.9, nesterov, **kw), by_optax(theirs))
+def free_case(weight_power: float, **kw: Any) -> Case:
+    """Schedule-free AdamW."""
+    theirs = by_optax(lambda o: o.contrib.schedule_free_adamw(0.1, weight_lr_power=weight_power, **kw))
+    return Case(optim.schedule_free_adamw(0.1, weight_power=weight_power, **kw), theirs)
 
 
 MATRICES = optree.tree_map(lambda leaf: leaf.ndim > 1, START)
-WIDE = {"wide": True, "**": False}
+WIDE = {**optree.tree_map(lambda _: False, START), "wide": True}
 ON = [0.0, 0.1]  # weight decays
+BOOLS = [False, True]
 ADAM = grid(lr=[0.1], betas=[(0.0, 0.5), (0.9, 0.999), (0.7, 0.95)], eps=[1e-2, 1e-8], weight_decay=ON)
-SGD = grid(lr=[0.1], momentum=[0], weight_decay=ON) + grid(lr=[0.1], momentum=[0.9], nesterov=[0, 1], weight_decay=ON)
-NADAM = grid(
-    lr=[0.1],
-    betas=[(0.5, 0.9), (0.9, 0.999)],
-    momentum_decay=[4e-3, 0.1],
-    weight_decay=ON,
-    decoupled_weight_decay=[False, True],
+SGD = grid(lr=[0.1], momentum=[0], weight_decay=ON) + grid(
+    lr=[0.1], momentum=[0.9], nesterov=BOOLS, weight_decay=ON
 )
-RMS = grid(lr=[0.1], alpha=[0.5, 0.99], eps=[1e-2, 1e-8], weight_decay=ON, momentum=[0, 0.9], centered=[False, True])
+NADAM = grid(lr=[0.1], betas=[(0.5, 0.9)], momentum_decay=[4e-3, 0.1], weight_decay=ON, decoupled_weight_decay=BOOLS)
+RMS = grid(lr=[0.1], alpha=[0.5, 0.99], eps=[1e-2, 1e-8], weight_decay=ON, momentum=[0, 0.9], centered=BOOLS)
 ADAGRAD = grid(lr=[0.1], lr_decay=ON, eps=[1e-10, 1e-2], weight_decay=ON, initial_accumulator_value=[0.0, 0.3])
 DELTA = grid(lr=[1.0, 0.5], rho=[0.5, 0.9], eps=[1e-6, 1e-2], weight_decay=ON)
 FACTOR = grid(lr=[1.0, 0.1], beta2_decay=[-0.5, -0.8], eps=[(1e-3, 0.5), (None, 1e-3)], d=[1.5, 1.0], weight_decay=ON)
-MUON = grid(lr=[0.1], weight_decay=ON, momentum=[0.5, 0.95], nesterov=[0, 1], adjust_lr_fn=["match_rms_adamw", None])
-LION = grid(learning_rate=[0.1], b1=[0.5, 0.9], b2=[0.99], weight_decay=ON)
-LAMB = grid(learning_rate=[0.1], b1=[0.9], b2=[0.9, 0.999], eps=[1e-2, 1e-6], weight_decay=[0.1]) + [{"learning_rate": 0.1}]
-FREE = grid(learning_rate=[0.1], b1=[0.5, 0.9], weight_decay=ON, weight_lr_power=[0.0, 2.0])
+MUON = grid(
+    lr=[0.1], weight_decay=ON, momentum=[0.5, 0.95], nesterov=BOOLS, adjust_lr_fn=["match_rms_adamw", None]
+)
+LION = [{}, *grid(b1=[0.5], b2=[0.5], weight_decay=ON)]
+LAMB = [{}, *grid(b1=[0.5, 0.9], eps=[1e-2, 1e-6], weight_decay=[0.1])]
+FREE = grid(b1=[0.5, 0.9], weight_decay=ON, weight_power=[0.0, 2.0])
+
+CASES: dict[str, Case] = {
+    **torch_cases(optim.sgd, to.SGD, SGD),
+    **torch_cases(optim.adam, to.Adam, ADAM),
+    **torch_cases(optim.adamw, to.AdamW, ADAM),
+    **torch_cases(optim.amsgrad, functools.partial(to.Adam, amsgrad=True), ADAM),
+    **torch_cases(optim.nadam, to.NAdam, NADAM, dtype=torch.float64),
+    **torch_cases(optim.rmsprop, to.RMSprop, RMS),
+    **torch_cases(optim.adagrad, to.Adagrad, ADAGRAD),
+    **torch_cases(optim.adadelta, to.Adadelta, DELTA),
+    **torch_cases(optim.adafactor, to.Adafactor, FACTOR),
+    **torch_cases(optim.muon, to.Muon, MUON, keep=matrix, rest=lambda leaves: to.AdamW(leaves, 0.1)),
+    **torch_cases(optim.muon, ExactMuon, MUON, keep=matrix, rest=REST, ours={"dtype": torch.float64}),
+    **named("lion", [both(lambda o, kw=kw: o.lion(RATE, **kw)) for kw in LION]),
+    **named("lamb", [both(lambda o, kw=kw: o.lamb(RATE, **kw)) for kw in LAMB]),
+    **named("schedule_free_adamw", [free_case(**kw) for kw in FREE]),
+    **clip_cases(optim.clip_by_global_norm, together=True),
+    **clip_cases(optim.clip_by_leaf_norm, together=False),
+    "clip": Case(
+        optim.chain(optim.clip(0.3), optim.adam(0.1)),
+        by_torch(to.Adam, lr=0.1, before=lambda leaves: clip_grad_value_(leaves, 0.3)),
+    ),
+    "numbers": Case(
+        optim.adafactor(lambda count: 0.1 if count < 3 else 0.05),
+        by_torch(to.Adafactor, lr=0.1, rate=lambda o: MultiStepLR(o, [3], 0.5)),
+    ),
+    "whole_leaves": Case(optim.whole_leaves(optim.adafactor(0.1)), by_torch(to.Adafactor, lr=0.1)),
+    "identity": both(lambda o: o.chain(o.identity(), o.lion(0.1))),
+    "scale": both(lambda o: o.scale(-0.1)),
+    "scale_by_schedule": both(lambda o: o.scale_by_schedule(lambda count: -(0.5**count))),
+    "add_decayed_weights": both(lambda o: o.chain(o.add_decayed_weights(0.1), o.scale(-0.1))),
+    "ema": both(lambda o: o.chain(o.ema(0.9), o.scale(-0.1))),
+    "ema-biased": both(lambda o: o.chain(o.ema(0.5, False), o.adam(0.1))),
+    "every_k": Case(
+        optim.every_k(optim.lamb(0.1), 3),
+        by_optax(lambda o: o.MultiSteps(o.lamb(0.1), 3, accumulator_dtype=np.float64)),
+    ),
+    "masked": both(lambda o: o.masked(o.lamb(0.1), MATRICES)),
+    "masked-pattern": Case(
+        optim.chain(optim.masked(optim.add_decayed_weights(0.1), {"wide": True, "**": False}), optim.adam(0.1)),
+        by_optax(lambda o: o.chain(o.masked(o.add_decayed_weights(0.1), WIDE), o.adam(0.1))),
+    ),
+    "by_label": Case(
+        optim.by_label({True: optim.lion(0.1), False: optim.sgd(0.1, 0.9)}, lambda path, leaf: leaf.ndim > 1),
+        by_optax(lambda o: o.multi_transform({True: o.lion(0.1), False: o.sgd(0.1, 0.9)}, MATRICES)),
+    ),
+    "with_hyperparams": Case(
+        optim.with_hyperparams(optim.lamb, lr=0.1, b1=0.8),
+        by_optax(lambda o: o.inject_hyperparams(o.lamb)(0.1, b1=0.8)),
+    ),
+    "with_hyperparams-schedule": Case(
+        optim.with_hyperparams(optim.adam, lr=lambda count: 0.5 ** (count + 2), b2=0.9),
+        by_optax(lambda o: o.inject_hyperparams(o.adam)(lambda count: 0.5 ** (count + 2), b2=0.9)),
+    ),
+    **class_cases(to.SGD, {"momentum": 0.9, "weight_decay": 0.1}, {"momentum": 0.9, "dampening": 0.3}),
+    **class_cases(to.Adam, {"lr": 0.1, "amsgrad": True, "maximize": True}),
+    **class_cases(to.AdamW, {"lr": 0.1, "foreach": False}),
+    **class_cases(to.NAdam, {"lr": 0.1, "decoupled_weight_decay": True, "weight_decay": 0.1}),
+    **class_cases(to.RAdam, {"lr": 0.1, "betas": (0.9, 0.6)}),
+    **class_cases(to.Adamax, {"lr": 0.1, "weight_decay": 0.1}),
+    **class_cases(to.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    **class_cases(to.Adadelta, {}),
+    **class_cases(to.RMSprop, {"centered": True, "momentum": 0.5}),
+    **class_cases(to.ASGD, {"lr": 0.1, "lambd": 0.1, "t0": 2}),
+    **class_cases(to.Rprop, {"lr": 0.1}),
+    **class_cases(to.Adafactor, {"weight_decay": 0.1}),
+    **class_cases(to.Muon, {"lr": 0.1}, keep=matrix),
+}
+LAST = list({name.split("/")[0]: name for name in CASES}.values())  # one of each family
+
+
+# ---- every way to run them
+
+
+def data(name: str) -> tuple[Any, list[Any]]:
+    """Parameters and gradients for a row."""
+    keep = CASES[name].keep
+    return kept(START, keep), [kept(grads, keep) for grads in GRADS]
+
+
+@functools.cache
+def expected(name: str) -> list[Tensor]:
+    """The authority's displacement, of the leaves that are kept."""
+    case = CASES[name]
+    found = [x for x, leaf in zip(case.authority(), optree.tree_leaves(START), strict=True) if case.keep(leaf)]
+    assert max(float(x.abs().max()) for x in found if x.numel()) > 1e-3
+    return found
+
+
+def agree(got: list[Tensor], want: list[Tensor], where: str) -> None:
+    """Two displacements are equal to `CLOSE`, in shape and dtype too."""
+    assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in want], where
+    worst = max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True) if a.numel())
+    assert worst <= CLOSE, f"{where}: off by {worst}"
+
+
+def run(tx: Any, how: str, params: Any, grads: list[Any]) -> tuple[Any, Any]:
+    """State and parameters after the updates: by `update`, by `step`, or by turns."""
+    state = tx.init(params)
+    for i, each in enumerate(grads):
+        if how == "step" or (how == "turns" and i % 2):
+            params, state = tx.step(each, state, params, donate=i > 0)
+        else:
+            updates, state = tx.update(each, state, params)
+            params = optim.apply_updates(params, updates)
+    return state, params
+
+
+def local(mesh: Any, grads: list[Any]) -> list[Any]:
+    """Gradients of this rank, of no rank the same, that add up to the given ones."""
+    world, rank, found = mesh.size(), mesh.get_rank(), []
+    for i, each in enumerate(grads):
+        more, less = (grads[(i + r % world + 1) % len(grads)] for r in (rank, rank + 1))
+        found.append(optree.tree_map(lambda g, a, b: g / world + a - b, each, more, less))
+    return found
+
+
+def through(mesh: Any, tx: Any, hows: list[str], start: Any, grads: list[Any]) -> dict[str, list[Tensor]]:
+    """The displacement by a transformation over sharded parameters, and by ZeRO over whole ones."""
+    overs = [None, ("replicate", "shard")] if mesh.ndim > 1 and mesh.shape[0] > 1 else [None]
+    own, found = local(mesh, grads), {}
+    for how, over in itertools.product(hows, overs):
+        wide = dict.fromkeys(("params_over", "grads_over", "state_over"), over) if over else {}
+        plan = fshard.make_plan(start, mesh, units=["blocks.*"], **wide)
+        params = run(tx, how, fshard.shard_params(start, plan), [fshard.shard_params(g, plan) for g in grads])[1]
+        found[f"Sharded, {how}, {over}"] = fshard.gather_params(params)
+        for partition, (kind, given) in itertools.product(("flat", "leaf"), (("reduced", grads), ("local", own))):
+            zero = fshard.zero(tx, mesh, partition, kind, over=over, bucket=20)
+            found[f"zero, {partition}, {kind}, {how}, {over}"] = run(zero, how, start, given)[1]
+    return {where: displacement(params, start) for where, params in found.items()}
+
+
+def cases_through(mesh: Any, names: list[str], hows: list[str]) -> dict[str, dict[str, list[Tensor]]]:
+    """Rows of the table in every way."""
+    return {name: through(mesh, CASES[name].ours, hows, *data(name)) for name in names}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_transformation_equals_its_authority(name):
+    """By update and by step, over plain parameters."""
+    start, grads = data(name)
+    for how in ("update", "step"):
+        agree(displacement(run(CASES[name].ours, how, start, grads)[1], start), expected(name), how)
+
+
+@pytest.mark.parametrize("name", LAST)
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_change_nothing(world, name):
+    """Sharded parameters and ZeRO on simulated ranks."""
+    (replicate, shard), hows = WORLDS[world], ["update", "step"] if world == "3" else ["turns"]
+    for found in simulated(cases_through, [name], hows, replicate=replicate, shard=shard):
+        for where, got in found[name].items():
+            agree(got, expected(name), where)
+
+
+def test_processes_change_nothing():
+    """Sharded parameters and ZeRO in two gloo processes."""
+    for found in gloo(cases_through, LAST, ["update", "step"]):
+        for name, ways in found.items():
+            for where, got in ways.items():
+                agree(got, expected(name), f"{name}: {where}")
+
+
+def test_every_transformation_has_a_row():
+    """Those of the registry, and every class of torch.optim that can be one."""
+    families = {name.split("/")[0] for name in CASES}
+    assert {name.split("-")[0] for name in TRANSFORMS} <= {name.split("-")[0] for name in families}
+    classes = {x.__name__ for x in vars(to).values() if isinstance(x, type) and issubclass(x, to.Optimizer)}
+    assert {f"from_torch-{name}" for name in classes - {"Optimizer", "LBFGS", "SparseAdam"}} <= families
+
+
+@pytest.mark.parametrize(("world", "hows"), [("3", ["update", "step"]), ("2x2", ["turns"])])
+def test_torchopt_is_taken(world, hows, monkeypatch):
+    """TorchOpt's Adam, as it comes, over plain and sharded parameters, and in ZeRO."""
+    monkeypatch.setitem(sys.modules, "graphviz", types.SimpleNamespace(Digraph=None))  # it draws with it, no more
+    torchopt = pytest.importorskip("torchopt")
+    want, (replicate, shard) = by_torch(to.Adam, lr=0.1)(), WORLDS[world]
+    for found in simulated(through, torchopt.adam(0.1), hows, START, GRADS, replicate=replicate, shard=shard):
+        for where, got in found.items():
+            agree(got, want, where)
+
+
+def evaluated(mesh: Any) -> list[Tensor]:
+    """The averaged parameters of sharded ones."""
+    plan = fshard.make_plan(START, mesh)
+    params, grads = fshard.shard_params(START, plan), [fshard.shard_params(g, plan) for g in GRADS]
+    return displacement(fshard.gather_params(optim.schedule_free_params(*run(FREE_ADAMW, "turns", params, grads))))
+
+
+FREE_ADAMW = optim.schedule_free_adamw(0.1, weight_decay=0.1)
+
+
+def test_schedule_free_params_are_averaged():
+    """As optax's, over plain and sharded parameters."""
+    contrib = libraries()[1].contrib
+    theirs = contrib.schedule_free_eval_params(*run_optax(lambda o: contrib.schedule_free_adamw(0.1, weight_decay=0.1)))
+    ours = displacement(optim.schedule_free_params(*run(FREE_ADAMW, "turns", START, GRADS)))
+    for got in (ours, *simulated(evaluated, shard=3)):
+        agree(got, displacement(to_torch(theirs)), "averaged")
+
+
+# ---- schedules
+
+
+def by_scheduler(cls: Make, lr: float, *args: Any, **kw: Any) -> Make:
+    """The rate that a class of torch.optim.lr_scheduler sets, of a number of updates."""
+
+    def rate(count: int) -> float:
+        optimizer = to.SGD([torch.zeros(1)], lr)
+        scheduler = cls(optimizer, *args, **kw)
+        for _ in range(count):
+            optimizer.step()
+            scheduler.step()
+        return optimizer.param_groups[0]["lr"]
+
+    return rate
+
+
+def by_name(make: Make) -> Make:
+    """A schedule of optax, given floats: it makes float32 of whole numbers."""
+    return lambda count: float(make(libraries()[1])(np.float64(count)))
+
+
+SCHEDULES: dict[str, tuple[Make, Make]] = {
+    "constant": (optim.constant(0.1), by_name(lambda o: o.constant_schedule(0.1))),
+    "linear": (optim.linear(0.1, 0.7, 5), by_name(lambda o: o.linear_schedule(0.1, 0.7, 5))),
+    "linear-torch": (optim.linear(0.1, 0.4, 4), by_scheduler(LinearLR, 0.4, 0.25, 1.0, 4)),
+    "cosine": (optim.cosine(0.5, 7, 0.05), by_name(lambda o: o.cosine_decay_schedule(0.5, 7, 0.1))),
+    "cosine-torch": (optim.cosine(0.5, 12, 0.1), by_scheduler(CosineAnnealingLR, 0.5, 12, 0.1)),
+    "warmup_cosine": (
+        optim.warmup_cosine(0.5, 3, 9, 0.1, 0.2),
+        by_name(lambda o: o.warmup_cosine_decay_schedule(0.1, 0.5, 3, 9, 0.2)),
+    ),
+    "one_cycle": (optim.one_cycle(0.5, 13), by_scheduler(OneCycleLR, 1.0, 0.5, 13, cycle_momentum=False)),
+    "one_cycle-more": (
+        optim.one_cycle(0.5, 20, 0.5, 5.0, 3.0),
+        by_scheduler(OneCycleLR, 1.0, 0.5, 20, pct_start=0.5, div_factor=5, final_div_factor=3, cycle_momentum=False),
+    ),
+    "piecewise": (
+        optim.piecewise(0.5, {6: 0.5, 2: 0.1}),
+        by_name(lambda o: o.piecewise_constant_schedule(0.5, {6: 0.5, 2: 0.1})),
+    ),
+    "piecewise-torch": (optim.piecewise(0.5, {2: 0.1, 7: 0.1}), by_scheduler(MultiStepLR, 0.5, [2, 7], 0.1)),
+    "join": (
+        optim.join([optim.linear(0.1, 0.5, 3), optim.constant(0.7), optim.cosine(0.5, 4)], [4, 6]),
+        by_name(
+            lambda o: o.join_schedules(
+                [o.linear_schedule(0.1, 0.5, 3), o.constant_schedule(0.7), o.cosine_decay_schedule(0.5, 4)], [4, 6]
+            )
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_equals_its_authority(name):
+    """After 0 to 12 updates, before, in and after its end."""
+    ours, theirs = SCHEDULES[name]
+    for count in range(13):
+        assert abs(float(ours(torch.tensor(float(count)))) - theirs(count)) <= CLOSE, count

@@ -1,8 +1,9 @@
 """Laws that hold for every transformation of the registry, over plain and over sharded trees."""
 
 import copy
+import functools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,6 +35,9 @@ FREE = {"sgd", "rmsprop", "scale", "scale_by_schedule", "clip", "clip_by_global_
 FREE |= {"with_hyperparams-schedule"}
 ASKS = {"clip_by_global_norm": "adamw", "every_k": "adamw", "by_label": "adamw", "with_hyperparams": "adamw"}
 ASKS |= {"masked": "lamb", "whole_leaves": "lamb"}
+# They end in a kernel of torch's, which rounds otherwise in a vector than in what is left over, and checks no shape.
+KERNELS = {"sgd", "sgd-all", "adam", "adamw", "adamw-schedule", "amsgrad", "clip", "clip_by_global_norm"}
+KERNELS |= {"clip_by_global_norm-inf", "clip_by_leaf_norm", "by_label", "muon"}
 # Whose state says nothing of who made it, or is looked at by no one.
 TRUSTING = {"scale", "scale_by_schedule", "every_k", "with_hyperparams", "with_hyperparams-schedule"}
 TRUSTING |= {name for name in TRANSFORMS if name.startswith("from_torch")}
@@ -201,54 +205,57 @@ def test_padding_stays_zero(name):
 def test_the_number_of_ranks_makes_no_difference(name):
     """Not to the gathered parameters and state: the same bits of what acts on every element by itself."""
 
-    def law(place: Place) -> list[Tensor]:
+    def law(place: Place) -> list[list[Tensor]]:
         tx, params, grads = start(name, place)
         results = [train(run, tx, params, grads) for run in (by_update, by_step)]
-        return tree.leaves(tree.map_tops(gather_params, Parts, results))
+        return [tree.leaves(tree.map_tops(gather_params, Parts, result)) for result in results]
 
-    expected = law(plain)
+    expected, elementwise = law(plain), TRANSFORMS[name]().elementwise
     for strategy, world in (*(("full", world) for world in WORLDS), ("wide", "2x2")):
         replicate, shard = WORLDS[world]
-        kw = {name: over for name, over in STRATEGIES[strategy].items()}
-        for got in simulated(lambda mesh, kw=kw: law(sharder(mesh, **kw)), replicate=replicate, shard=shard):
+        cut = functools.partial(sharder, **STRATEGIES[strategy])
+        for got in simulated(lambda mesh, cut=cut: law(cut(mesh)), replicate=replicate, shard=shard):
             close(got, expected)
-            assert same_bits(got, expected) or not TRANSFORMS[name]().elementwise
+            assert same_bits(got[0], expected[0]) or not elementwise
+            assert same_bits(got[1], expected[1]) or not elementwise or name in KERNELS
 
 
-def compiled_once(tx: Any, states: Callable[[int, Any], Any] = lambda i, state: state) -> Iterator[tuple[Any, Any]]:
-    """Three updates compiled and not, their states first changed by `states`; one graph, and the same values."""
+def compiled_once(tx: Any, states: Callable[[int, Any], Any] = lambda i, state: state) -> list[Any]:
+    """Three updates, compiled in one graph, that are as those not compiled; `states` changes the states before each."""
     torch._dynamo.reset()
     params = {"w": rand(3, 2, seed=1), "s": rand(seed=2)}
     counter = torch._dynamo.testing.CompileCounter()
     update = torch.compile(tx.update, backend=counter, fullgraph=True)
-    state = expected = tx.init(params)
+    state, found = tx.init(params), []
+    expected = state
     for i in range(3):
         grads, state, expected = like(params, 10 * i), states(i, state), states(i, expected)
         updates, state = update(grads, state, params)
         eager, expected = tx.update(grads, expected, params)
         close((updates, state), (eager, expected))
         assert signature((updates, state)) == signature((eager, expected))
-        yield grads, updates
+        found.append(updates)
     assert counter.frame_count == 1
+    return found
 
 
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in UNCOMPILED])
 def test_an_update_compiles_once(name):
     """As one graph, whatever the number of updates made."""
-    assert len(list(compiled_once(TRANSFORMS[name]()))) == 3
+    compiled_once(TRANSFORMS[name]())
 
 
-@pytest.mark.parametrize(("make", "hyperparams"), [(optim.sgd, {"momentum": 0.9}), (optim.adamw, {"b1": 0.8})])
-def test_a_changed_rate_does_not_compile_again(make, hyperparams):
-    """A rate in the state is a tensor like any other."""
-    tx, rates = optim.with_hyperparams(make, lr=0.1, **hyperparams), [0.1, 0.4, 0.2]
+@pytest.mark.parametrize("make", [optim.sgd, optim.adamw])
+def test_a_changed_rate_does_not_compile_again(make):
+    """A rate in the state is a tensor like any other, and counts."""
+    tx = optim.with_hyperparams(make, lr=0.1, weight_decay=0.1)
 
     def changed(i: int, state: Any) -> Any:
-        return state._replace(hyperparams={**state.hyperparams, "lr": torch.tensor(rates[i], dtype=torch.float64)})
+        rate = torch.tensor(0.1 * (1 + i), dtype=torch.float64)
+        return state._replace(hyperparams={**state.hyperparams, "lr": rate})
 
-    first, *_ = unchanged = [updates for _, updates in compiled_once(tx)]
-    for updates, old, rate in zip((u for _, u in compiled_once(tx, changed)), unchanged, rates, strict=True):
-        close(updates["s"] / rate, old["s"] / 0.1) if make is optim.sgd or old is first else None
+    for i, (one, other) in enumerate(zip(compiled_once(tx, changed), compiled_once(tx), strict=True)):
+        torch.testing.assert_close(one, tree.map(lambda u, i=i: (1 + i) * u, other))
 
 
 @over_all
@@ -292,7 +299,7 @@ def test_nothing_given_is_changed(name):
         for run in (by_update, by_step):
             one, other = (run(tx, *inputs) for _ in range(2))
             assert same_bits(one, other)
-            assert not same_bits(one[1 if name == "every_k" else 0], inputs[1 if name == "every_k" else 2])
+            assert not same_bits(one[0], params)
             assert same_bits(inputs, before)
             assert [x._version for x in tree.leaves(inputs)] == versions
 
@@ -307,7 +314,7 @@ def steps_alike(name: str, params: Any, grads: list[Any]) -> None:
         kept = train(by_step, tx, params, grads, found_inf=found_inf)
         close(kept, expected)
         assert same_bits(train(by_step, tx, clone(params), grads, found_inf=found_inf, donate=True), kept)
-    old = tree.map(lambda x: torch.where(x > 0, x, -0.0), kept[::-1])
+    old = tree.map(lambda x: torch.where(x < 0, -0.0, x), kept[::-1])  # padding stays 0
     bad = tree.map(lambda g: torch.where(g > 0, g, torch.inf * g), grads[0])
     for donate in (False, True):
         new = tx.step(bad, *clone(old), found_inf=torch.ones(()), donate=donate)
@@ -325,7 +332,7 @@ def test_a_step_is_an_update_and_its_application(name):
 def test_the_state_of_another_optimizer_is_refused(name):
     """By update and by step, in a sentence that says who expected a state."""
     tx, params, (grads, *_) = start(name, plain)
-    for other in ("adamw", "nadam", "rmsprop-all", "adafactor", "masked", "by_label", "from_torch-Adam"):
+    for other in ("adamw", "nadam", "rmsprop-all", "adafactor", "masked", "by_label"):
         state = TRANSFORMS[other]().init(params)
         if tree.flatten(state)[1] != tree.flatten(tx.init(params))[1]:
             for run in (by_update, by_step):
@@ -353,14 +360,13 @@ def test_gradients_of_another_structure_are_refused(name):
                 run(tx, wrong, tx.init(params), params)
 
 
-@pytest.mark.parametrize("shape", [(5,), (1,), (15,)])
-@over_all
-def test_a_gradient_of_another_shape_is_refused(name, shape):
-    """Where a kernel would read beyond it."""
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_a_gradient_of_another_shape_is_refused(name):
+    """By step: a kernel would read beyond it."""
     tx, params, (grads, *_) = start(name, plain)
-    if type(tx.init(params)).__module__ == "fshard.elementwise":
-        with pytest.raises(ValueError, match="'w'"):
-            tx.step({**grads, "w": rand(*shape, seed=1)}, tx.init(params), params)
+    for leaf, shape in (("w", (3,)), ("w", (1,)), ("w", (15,)), ("tail", (3,))):
+        with pytest.raises(ValueError, match=f"'{leaf}'"):
+            tx.step({**grads, leaf: rand(*shape, seed=1)}, tx.init(params), params)
 
 
 @over_all
@@ -385,12 +391,14 @@ def test_without_decay_no_parameters_are_needed(make):
 
 @pytest.mark.parametrize("name", HYPERPARAMS)
 def test_hyperparameters_may_be_tensors(name):
-    """0-d ones give what numbers give, and do not change a dtype."""
+    """0-d ones, given or in the state, give what numbers give, and do not change a dtype."""
     make, numbers = getattr(optim, name), HYPERPARAMS[name]
     tensors = {key: torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()}
+    params, *grads = (tree_of(100 * i) for i in range(4))
     for run in (by_update, by_step):
-        params, *grads = (tree_of(100 * i) for i in range(4))
-        close(train(run, make(**tensors), params, grads), train(run, make(**numbers), params, grads))
+        expected = train(run, make(**numbers), params, grads)
+        close(train(run, make(**tensors), params, grads), expected)
+        close(train(run, optim.with_hyperparams(make, **numbers), params, grads)[0], expected[0])
         single = tree_of(1, torch.float32)
         assert signature(train(run, make(**tensors), single, [single])[0]) == signature(single)
 
@@ -411,7 +419,10 @@ def test_rates_of_every_kind(make):
 def test_a_sparse_gradient_is_taken_or_refused(name):
     """It gives what the dense one gives, or an error that names its leaf. Plain SGD takes it."""
     tx, params, (grads, *_) = start(name, plain)
-    state, sparse = tx.init(params), torch.sparse_coo_tensor([[0, 4]], rand(2, 3, seed=1), (5, 3), check_invariants=True)
+    state, sparse = (
+        tx.init(params),
+        torch.sparse_coo_tensor([[0, 4]], rand(2, 3, seed=1), (5, 3), check_invariants=True),
+    )
     for run in (by_update, by_step):
         try:
             got = run(tx, {**grads, "w": sparse}, state, params)
