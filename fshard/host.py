@@ -33,7 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .comm import Mesh, MismatchError, Ranks, along, as_bytes, axis_sizes, from_bytes, rows_of_bytes
+from .agree import rows_of_bytes
+from .comm import Mesh, MismatchError, Ranks, along, as_bytes, axis_sizes, from_bytes
 
 _HEADER = struct.Struct("<BHIQQ")  # what it is, length of the call's text, segment, offset in it, bytes of data
 _INLINE, _SEGMENT, _NEW_SEGMENT, _ACKNOWLEDGED = range(4)

@@ -172,10 +172,12 @@ class Pieces(Parts):
 
     @property
     def layout(self) -> Layout:
+        """Where they lie."""
         return self._layout
 
     @property
     def tensors(self) -> tuple[Any, ...]:
+        """The rows: packed copies of views, if it holds those."""
         if self._tensors is None:  # not kept: what the views are of may be written to
             return tuple(torch.cat(list(runs)) for runs in self._runs)
         return self._tensors

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import comm, host, tree
+from . import agree, comm, host, tree
 from .comm import Axes, Mesh
 
 Where = str | Sequence[str] | Callable[[str, Any], bool] | None
@@ -178,7 +178,7 @@ class Plan:
 
     def first_difference(self, other: Plan) -> str:
         """Where another plan begins to differ, in words."""
-        return comm.first_difference(self.describe(), other.describe(), "{}, there is {}")
+        return agree.first_difference(self.describe(), other.describe(), "{}, there is {}")
 
     def describe(self) -> str:
         """Everything that must be equal on all ranks, line by line."""
@@ -278,7 +278,7 @@ def make_plan(
         block,
         mesh,
     )
-    comm.check_same(mesh, plan.fingerprint, plan.describe(), "the plan")
+    agree.check_same(mesh, plan.fingerprint, plan.describe(), "the plan")
     return plan
 
 
