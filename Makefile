@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint bench bench-optim clean
 
 train: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_lm.py $(ARGS)
@@ -21,6 +21,9 @@ bench: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[examples,test,lint]"
 	touch $@
+
+bench-optim: .venv/ready
+	$(BIN)/python benchmarks/optimizers.py $(ARGS)
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

@@ -13,10 +13,9 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from models import HEADS, TASKS, Reference, Task
 from rich.console import Console
 from rich.table import Table
+from timing import in_turn, leave, on_two_ranks, ratio
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -129,20 +129,17 @@ def _generator() -> torch.Generator:
 def step_times(name: str, systems: list[str], mesh: DeviceMesh, rounds: int) -> dict[str, list[float]]:
     """Seconds of each round's step, the systems in turn; and a check that they train alike."""
     steps, generator = {s: SYSTEMS[s](name, mesh) for s in systems}, _generator()
-    times: dict[str, list[float]] = {s: [] for s in systems}
-    warmup = 3
-    for i in range(warmup + rounds):
-        batch, losses = TASKS[name].batch(generator), {}
-        for system, step in steps.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            loss = step(batch)
-            dist.barrier()
-            if i >= warmup:
-                times[system].append(time.perf_counter() - begin)
-            losses[system] = float(loss)
+    batch, losses = TASKS[name].batch(generator), dict[str, float]()
+
+    def call(system: str) -> None:
+        losses[system] = float(steps[system](batch))
+
+    def check() -> None:
+        nonlocal batch
         _check_losses(losses)
-    return times
+        batch = TASKS[name].batch(generator)
+
+    return in_turn({system: partial(call, system) for system in systems}, rounds, between=check)
 
 
 def _check_losses(losses: dict[str, float]) -> None:
@@ -174,12 +171,6 @@ def reference_traffic(name: str, mesh: DeviceMesh) -> str:
     return ", ".join(f"{count} {op}" for op, count in mode.get_comm_counts().items())
 
 
-def _ratio(times: dict[str, list[float]], a: str, b: str) -> dict[str, float]:
-    pairs = sorted(x / y for x, y in zip(times[a], times[b], strict=True))
-    low, high = pairs[len(pairs) // 10], pairs[-1 - len(pairs) // 10]
-    return {"ratio": statistics.median(times[a]) / statistics.median(times[b]), "low": low, "high": high}
-
-
 def systems_for(name: str) -> list[str]:
     """What a model is measured with."""
     return [s for s in SYSTEMS if name != "T" or s in ("local", "fsdp2", "fshard")]
@@ -190,7 +181,7 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
     result: dict[str, Any] = {"model": name, "threads": torch.get_num_threads(), "rounds": args.rounds}
     times = step_times(name, systems_for(name), mesh, args.rounds)
     result["median_ms"] = {s: round(1e3 * statistics.median(t), 2) for s, t in times.items()}
-    result["ratios"] = {f"{a} / {b}": _ratio(times, a, b) for a, b in PAIRS if a in times and b in times}
+    result["ratios"] = {f"{a} / {b}": ratio(times, a, b) for a, b in PAIRS if a in times and b in times}
     result["fshard"], result["fsdp2"] = traffic(name, mesh), reference_traffic(name, mesh)
     return result
 
@@ -208,20 +199,14 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(f"  per step, fshard: {result['fshard']}\n  per step, fsdp2: {result['fsdp2']}")
 
 
-def _torchrun(*args: str, capture: bool = False) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, *args]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, check=True, env=environment, text=True, stdout=subprocess.PIPE if capture else None)
-    return done.stdout or ""
-
-
 def launch(args: argparse.Namespace) -> None:
     """Two ranks for the times of each model, and two fresh ones for the memory of each of its systems."""
     for name in args.model or TASKS:
         extra = ["--json", str(args.json)] if args.json else []
-        _torchrun("--model", name, "--rounds", str(args.rounds), *extra)
+        on_two_ranks(__file__, "--model", name, "--rounds", str(args.rounds), *extra)
         if not args.no_memory:
-            peaks = {s: int(_torchrun("--model", name, "--peak", s, capture=True)) / 1e6 for s in systems_for(name)}
+            peak = partial(on_two_ranks, __file__, "--model", name, capture=True)
+            peaks = {s: int(peak("--peak", s)) / 1e6 for s in systems_for(name)}
             print("  peak resident MB over imports, the fuller rank:", {s: round(p) for s, p in peaks.items()})
             print(f"  memory, fshard / fsdp2: {peaks['fshard'] / peaks['fsdp2']:.3f}", flush=True)
 
@@ -243,9 +228,7 @@ def on_a_rank(args: argparse.Namespace) -> None:
         if args.json and first:
             with args.json.open("a") as out:
                 out.write(json.dumps(result) + "\n")
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # a process that used FSDP2 over gloo aborts at its regular end, one time in four (torch 2.13)
+    leave()
 
 
 def main() -> None:

@@ -130,10 +130,10 @@ def sharder(mesh: Any, **strategy: Any) -> Place:
     return place
 
 
-def everywhere(law: Callable[[Place], Any]) -> None:
-    """A law for plain trees, and for sharded ones on 2 and 3 ranks."""
+def everywhere(law: Callable[[Place], Any], *sizes: int) -> None:
+    """A law for plain trees, and for sharded ones on 2 and 3 ranks, or on other numbers of them."""
     law(plain)
-    for size in (2, 3):
+    for size in sizes or (2, 3):
         simulated(lambda mesh: law(sharder(mesh)), shard=size)
 
 
@@ -171,7 +171,7 @@ def test_dtypes_are_kept(name):
         for dtypes in ([f32], [bf16], [torch.float64], [f32, bf16], *([[f32, c64]] if name not in REAL else [])):
             keeps(name, place(tree_of(1, *dtypes)), place(tree_of(2, *dtypes)))
 
-    everywhere(law)
+    everywhere(law, 2)
     if name in REAL:
         matrix = tree_of(1, torch.complex64)["w"]
         with pytest.raises((ValueError, RuntimeError), match="complex"):

@@ -1,0 +1,57 @@
+"""Systems in turn in one process group, and ratios of their times with their spread."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+import torch.distributed as dist
+
+
+def in_turn(
+    systems: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warmup: int = 3,
+    between: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Seconds of each round's call, the systems in turn, every rank ready at the start and done at the end.
+
+    `between` is called after each round, and not timed.
+    """
+    times: dict[str, list[float]] = {name: [] for name in systems}
+    for i in range(warmup + rounds):
+        for name, call in systems.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            call()
+            dist.barrier()
+            if i >= warmup:
+                times[name].append(time.perf_counter() - begin)
+        between()
+    return times
+
+
+def ratio(times: Mapping[str, list[float]], a: str, b: str) -> dict[str, float]:
+    """The ratio of two medians, and the middle 80% of the ratios of paired rounds."""
+    pairs = sorted(x / y for x, y in zip(times[a], times[b], strict=True))
+    low, high = pairs[len(pairs) // 10], pairs[-1 - len(pairs) // 10]
+    return {"ratio": statistics.median(times[a]) / statistics.median(times[b]), "low": low, "high": high}
+
+
+def on_two_ranks(file: str, *args: str, capture: bool = False) -> str:
+    """Run a file on two processes of one thread each; what it printed, if that is to be captured."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", file, *args]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=True, env=environment, text=True, stdout=subprocess.PIPE if capture else None)
+    return done.stdout or ""
+
+
+def leave() -> None:
+    """End a rank: a process that used FSDP2 over gloo aborts at its regular end, one time in four (torch 2.13)."""
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
