@@ -115,7 +115,7 @@ def clipping(name: str, mesh: DeviceMesh) -> dict[str, Call]:
     def clip() -> Tensor:
         return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
-    return {"clip_grad_norm_ over FSDP2": clip, "clip_by_global_norm": lambda: tx.update(grads, ())}
+    return {"clip_grad_norm_ over FSDP2": clip, "clip_by_global_norm": lambda: tx.update(grads, (), own_grads=True)}
 
 
 PARTS = {"the optimizer's part": optimizer_part, "a whole ZeRO-1 step": whole_step, "clipping": clipping}

@@ -178,7 +178,9 @@ def flat_step(
     if tx.elementwise:
         inner = _step_by_bucket(tx, plan, given, local, inner, old, buckets, found_inf, extra)
     else:
-        new, inner = tx.step(_whole_part(plan, given, local), inner, _part(plan, old), found_inf, True, **extra)
+        new, inner = tx.step(
+            _whole_part(plan, given, local), inner, _part(plan, old), found_inf, True, **extra | {"own_grads": True}
+        )
         buckets.gather({place: new.piece(*place) for place in _places(plan)})
     found = old | buckets.leaves()
     return tree.unflatten(plan.spec, [found[slot] for slot in plan.slots]), ZeroState(inner, plan)

@@ -326,6 +326,19 @@ def _op(p: float) -> str:
     return "max" if p == math.inf else "sum"
 
 
+def scaled(x: Any, factor: Tensor, own: bool = False) -> Any:
+    """A tree times a 0-d factor; in place where the tree is the caller's own."""
+    mesh, axes = (x.layout.mesh, x.layout.axes[-1:]) if isinstance(x, Parts) else (None, ())
+
+    def one(row: Tensor) -> Tensor:
+        by = factor.to(torch.promote_types(row.dtype, torch.float32).to_real())
+        # a new tensor this large would cost more in page faults than the product
+        out = row if own else comm.buffer(mesh, axes, row.numel(), row, lent=False).view(row.shape)
+        return torch.mul(row, by, out=out)
+
+    return tree.map(one, x)
+
+
 def scale_leaves_(x: Any, factors: Tensor, layout: Layout | None = None) -> Any:
     """Multiply every leaf by its factor, in place."""
     by_leaf = factors.unbind()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import kernels, tree
-from .parts import global_norm, leaf_norms, scale_leaves_
+from .parts import global_norm, leaf_norms, scale_leaves_, scaled
 
 Schedule = Callable[[Tensor], Any]
 Number = float | Tensor
@@ -26,6 +26,8 @@ class Transform(NamedTuple):
     `fused(grads, state, params, found_inf, donate) -> (params, state)` does what update and `apply_updates` do, in one
     kernel and in place: on copies, or if `donate` on what it is given. It leaves everything as it is where `found_inf`
     is 1. An `elementwise` transformation acts on every element by itself, and so may be run on parts of a tree.
+    `update` and `fused` take further arguments by name, and leave alone those they do not know; `own_grads=True` says
+    that the gradients may be overwritten.
     """
 
     init: Callable[[Any], Any]
@@ -100,11 +102,9 @@ def check_params(params: Any, name: str) -> None:
         raise ValueError(f"optim.{name}: its update needs the parameters: call update(grads, state, params)")
 
 
-def _stateless(update: Callable[[Any, Any], Any], elementwise: bool = True) -> Transform:
+def _stateless(update: Callable[[Any, Any], Any]) -> Transform:
     return Transform(
-        lambda params: (),
-        lambda grads, state, params=None, **extra: (update(grads, params), state),
-        elementwise=elementwise,
+        lambda params: (), lambda grads, state, params=None, **extra: (update(grads, params), state), elementwise=True
     )
 
 
@@ -184,11 +184,10 @@ def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
     tensor([0.6000, 0.8000])
     """
 
-    def update(grads: Any, params: Any) -> Any:
-        factor = clip_factor(global_norm(grads, p), max_norm)
-        return tree.map(lambda g: g * factor.to(torch.promote_types(g.dtype, torch.float32).to_real()), grads)
+    def update(grads: Any, state: Any, params: Any = None, own_grads: bool = False, **extra: Any) -> tuple[Any, Any]:
+        return scaled(grads, clip_factor(global_norm(grads, p), max_norm), own_grads), state
 
-    return _stateless(update, elementwise=False)
+    return Transform(lambda params: (), update)
 
 
 def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
@@ -198,11 +197,11 @@ def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
     {'a': tensor([0.6000, 0.8000]), 'b': tensor(0.5000)}
     """
 
-    def update(grads: Any, params: Any) -> Any:
+    def update(grads: Any, state: Any, params: Any = None, own_grads: bool = False, **extra: Any) -> tuple[Any, Any]:
         factors = clip_factor(leaf_norms(grads, p), max_norm)
-        return scale_leaves_(tree.map(torch.clone, grads), factors)
+        return scale_leaves_(grads if own_grads else tree.map(torch.clone, grads), factors), state
 
-    return _stateless(update, elementwise=False)
+    return Transform(lambda params: (), update)
 
 
 class EmaState(NamedTuple):

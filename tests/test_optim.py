@@ -18,28 +18,28 @@ from worlds import simulated
 import fshard
 from fshard import Sharded, gather_params, optim, tree
 from fshard.optim import apply_updates
-from fshard.parts import Parts
+from fshard.parts import Parts, clear_padding_
 
 Place = Callable[[Any], Any]
 over_all = pytest.mark.parametrize("name", TRANSFORMS)
 
 # They clamp, or compute in a real dtype: a complex leaf is refused.
-REAL = {"adafactor", "muon", "clip", "from_torch-Adafactor"}
+REAL = {"adafactor", "adamw_8bit", "muon", "clip", "from_torch-Adafactor"}
 # What dynamo cannot trace in one graph: the lock of a cached property (a layout's, before Python 3.12), dtype.to_real,
 # a generator given as arguments, and the constructors of torch.optim's classes.
 LOCKS = {"lamb", "adafactor", "clip_by_leaf_norm", "masked", "whole_leaves"}
-UNTRACEABLE = {"clip_by_global_norm", "clip_by_global_norm-inf", "muon"}
+UNTRACEABLE = {"every_k-clip", "clip_by_global_norm", "clip_by_global_norm-inf", "muon"}
 UNCOMPILED = LOCKS | UNTRACEABLE | {name for name in TRANSFORMS if name.startswith("from_torch")}
 # Whose updates are the same without parameters; of the others, the part that asks for them where it has another name.
 FREE = {"sgd", "rmsprop", "scale", "scale_by_schedule", "clip", "clip_by_global_norm-inf", "clip_by_leaf_norm", "ema"}
-FREE |= {"with_hyperparams-schedule"}
+FREE |= {"every_k-clip", "with_hyperparams-schedule"}
 ASKS = {"clip_by_global_norm": "adamw", "every_k": "adamw", "by_label": "adamw", "with_hyperparams": "adamw"}
 ASKS |= {"masked": "lamb", "whole_leaves": "lamb"}
 # They end in a kernel of torch's, which rounds otherwise in a vector than in what is left over, and checks no shape.
 KERNELS = {"sgd", "sgd-all", "adam", "adamw", "adamw-schedule", "amsgrad", "clip", "clip_by_global_norm"}
 KERNELS |= {"clip_by_global_norm-inf", "clip_by_leaf_norm", "by_label", "muon"}
 # Whose state says nothing of who made it, or is looked at by no one.
-TRUSTING = {"scale", "scale_by_schedule", "every_k", "with_hyperparams", "with_hyperparams-schedule"}
+TRUSTING = {"scale", "scale_by_schedule", "every_k", "every_k-clip", "with_hyperparams", "with_hyperparams-schedule"}
 TRUSTING |= {name for name in TRANSFORMS if name.startswith("from_torch")}
 # Tensors are taken for all of these.
 HYPERPARAMS: dict[str, dict[str, float]] = {
@@ -53,6 +53,7 @@ HYPERPARAMS: dict[str, dict[str, float]] = {
     "adadelta": {"lr": 0.5, "rho": 0.8, "eps": 1e-3, "weight_decay": 0.1},
     "lion": {"lr": 0.1, "b1": 0.8, "b2": 0.95, "weight_decay": 0.1},
     "schedule_free_adamw": {"lr": 0.1, "b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1},
+    "adamw_8bit": {"lr": 0.1, "b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1},
     "lamb": {"lr": 0.1, "b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1},
     "adafactor": {"lr": 0.1, "beta2_decay": -0.7, "d": 0.5, "weight_decay": 0.1},
     "muon": {"lr": 0.1, "weight_decay": 0.2, "momentum": 0.9},
@@ -121,20 +122,21 @@ def plain(x: Any) -> Any:
     return x
 
 
-def sharder(mesh: Any, **strategy: Any) -> Place:
-    """What cuts trees over a mesh, in three units, as parameters are cut where the optimizer sees them."""
+def sharder(name: str, mesh: Any, **strategy: Any) -> Place:
+    """What cuts trees over a mesh, in three units, as a transformation wants them."""
+    block = 4 if name == "adamw_8bit" else 1
 
     def place(x: Any) -> Any:
-        return fshard.shard_params(x, fshard.make_plan(x, mesh, units=["blocks.*"], **strategy))
+        return fshard.shard_params(x, fshard.make_plan(x, mesh, units=["blocks.*"], block=block, **strategy))
 
     return place
 
 
-def everywhere(law: Callable[[Place], Any], *sizes: int) -> None:
+def everywhere(name: str, law: Callable[[Place], Any], *sizes: int) -> None:
     """A law for plain trees, and for sharded ones on 2 and 3 ranks, or on other numbers of them."""
     law(plain)
     for size in sizes or (2, 3):
-        simulated(lambda mesh: law(sharder(mesh)), shard=size)
+        simulated(lambda mesh: law(sharder(name, mesh)), shard=size)
 
 
 def signature(x: Any) -> Any:
@@ -171,7 +173,7 @@ def test_dtypes_are_kept(name):
         for dtypes in ([f32], [bf16], [torch.float64], [f32, bf16], *([[f32, c64]] if name not in REAL else [])):
             keeps(name, place(tree_of(1, *dtypes)), place(tree_of(2, *dtypes)))
 
-    everywhere(law, 2)
+    everywhere(name, law, 2)
     if name in REAL:
         matrix = tree_of(1, torch.complex64)["w"]
         with pytest.raises((ValueError, RuntimeError), match="complex"):
@@ -191,10 +193,11 @@ def test_padding_stays_zero(name):
     """What belongs to no leaf is zero after three updates, in parameters and in state."""
 
     def law(mesh: Any) -> int:
-        tx, params, grads = start(name, sharder(mesh), torch.float64, torch.float32)
-        results = [train(run, tx, params, grads) for run in (by_update, by_step)]
-        parts = [x for part in tree.nodes(results, Sharded) for x in padding(part)]
+        tx, params, grads = start(name, sharder(name, mesh), torch.float64, torch.float32)
+        nodes = tree.nodes([train(run, tx, params, grads) for run in (by_update, by_step)], Parts)
+        parts = [x for node in nodes if isinstance(node, Sharded) for x in padding(node)]
         assert not any(x.count_nonzero() for x in parts)
+        assert same_bits([clear_padding_(clone(node)) for node in nodes], nodes)
         return sum(len(x) for x in parts)
 
     for size in (2, 3):
@@ -213,7 +216,7 @@ def test_the_number_of_ranks_makes_no_difference(name):
     expected, elementwise = law(plain), TRANSFORMS[name]().elementwise
     for strategy, world in (*(("full", world) for world in WORLDS), ("wide", "2x2")):
         replicate, shard = WORLDS[world]
-        cut = functools.partial(sharder, **STRATEGIES[strategy])
+        cut = functools.partial(sharder, name, **STRATEGIES[strategy])
         for got in simulated(lambda mesh, cut=cut: law(cut(mesh)), replicate=replicate, shard=shard):
             close(got, expected)
             assert same_bits(got[0], expected[0]) or not elementwise
@@ -263,7 +266,7 @@ def test_a_state_survives_a_round_trip(name):
     """All its fields, through fshard.tree, torch's pytree, deepcopy and pickle; and it can be used."""
 
     def filled(x: Tensor) -> Tensor:
-        return _normal(x, x.numel()).abs() + 0.1 if x.is_floating_point() else x
+        return _normal(x, x.numel()).abs() + 0.1 if x.is_floating_point() else torch.full_like(x, 7)
 
     def law(place: Place) -> None:
         tx, params, (grads, *_) = start(name, place, torch.float32)
@@ -275,7 +278,7 @@ def test_a_state_survives_a_round_trip(name):
             assert type(other) is type(state)
             assert same_bits(tx.step(grads, other, params), tx.step(grads, state, params))
 
-    everywhere(law)
+    everywhere(name, law)
 
 
 @over_all
@@ -303,7 +306,7 @@ def test_nothing_given_is_changed(name):
             assert same_bits(inputs, before)
             assert [x._version for x in tree.leaves(inputs)] == versions
 
-    everywhere(law)
+    everywhere(name, law)
 
 
 def steps_alike(name: str, params: Any, grads: list[Any]) -> None:
@@ -313,7 +316,8 @@ def steps_alike(name: str, params: Any, grads: list[Any]) -> None:
     for found_inf in (None, torch.zeros(())):
         kept = train(by_step, tx, params, grads, found_inf=found_inf)
         close(kept, expected)
-        assert same_bits(train(by_step, tx, clone(params), grads, found_inf=found_inf, donate=True), kept)
+        given = {"found_inf": found_inf, "donate": True, "own_grads": True}
+        assert same_bits(train(by_step, tx, *clone((params, grads)), **given), kept)
     old = tree.map(lambda x: torch.where(x < 0, -0.0, x), kept[::-1])  # padding stays 0
     bad = tree.map(lambda g: torch.where(g > 0, g, torch.inf * g), grads[0])
     for donate in (False, True):
@@ -325,7 +329,7 @@ def steps_alike(name: str, params: Any, grads: list[Any]) -> None:
 def test_a_step_is_an_update_and_its_application(name):
     """Over plain trees, also of strided, 0-d and empty leaves, and over sharded ones."""
     steps_alike(name, *((odd := [odd_tree(name, 100 * i) for i in range(4)])[0], odd[1:]))
-    everywhere(lambda place: steps_alike(name, *start(name, place)[1:]))
+    everywhere(name, lambda place: steps_alike(name, *start(name, place)[1:]))
 
 
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in TRUSTING])
