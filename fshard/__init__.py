@@ -1,6 +1,6 @@
 """fshard: functional sharding for PyTorch. A training step is a pure function over trees of parameters."""
 
-from . import collectives, comm, loss_scale, optim, testing
+from . import collectives, comm, loss_scale, optim, testing, tree
 from .collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
 from .comm import MismatchError, tally
 from .data import join_batches
@@ -47,6 +47,7 @@ __all__ = [
     "tally",
     "testing",
     "train_step",
+    "tree",
     "value",
     "value_and_grad",
     "vary",

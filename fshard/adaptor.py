@@ -98,7 +98,7 @@ def from_torch(cls: Any, **hyperparams: Any) -> Transform:
 
 
 def _check_class(cls: Any) -> None:
-    # Private, but the way every class of torch.optim fills its state (test_adaptor.py notices when it is not).
+    # Private, but the way every class of torch.optim fills its state (test_authority.py notices when it is not).
     if not hasattr(cls, "_init_group") or cls.__name__ in ("LBFGS", "SparseAdam"):
         reasons = {"LBFGS": "its step needs a closure", "SparseAdam": "it takes sparse gradients alone"}
         why = reasons.get(getattr(cls, "__name__", ""), "it is no optimizer of torch.optim's kind")

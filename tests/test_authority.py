@@ -60,11 +60,6 @@ def displacement(params: Any, start: Any = START) -> list[Tensor]:
     return [after.detach() - before for after, before in zip(*map(optree.tree_leaves, (params, start)), strict=True)]
 
 
-def matrix(leaf: Tensor) -> bool:
-    """Matrices, as torch's Muon wants them."""
-    return leaf.ndim == 2
-
-
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """torch's default dtype, for a while."""
@@ -89,8 +84,7 @@ def by_torch(
         params = optree.tree_map(lambda x: x.clone().requires_grad_(), START)
         leaves = optree.tree_leaves(params)
         optimizers = [cls([x for x in leaves if keep(x)], **kw)]
-        if rest is not None:
-            optimizers.append(rest([x for x in leaves if not keep(x)]))
+        optimizers += [rest([x for x in leaves if not keep(x)])] if rest else []
         schedulers = [rate(optimizer) for optimizer in optimizers if rate]
         for grads in GRADS:
             for leaf, grad in zip(leaves, optree.tree_leaves(grads), strict=True):
@@ -107,7 +101,6 @@ def by_torch(
 def libraries() -> tuple[Any, Any]:
     """jax, in 64 bits, and optax: loaded where they are asked for, so not by the processes of `gloo`."""
     import jax
-    import optax
     import optax.contrib
 
     jax.config.update("jax_enable_x64", True)
@@ -119,8 +112,8 @@ def by_optax(make: Make, average: bool = False) -> Make:
 
     def run() -> list[Tensor]:
         jax, optax = libraries()
-        start, *grads = [optree.tree_map(lambda x: jax.numpy.asarray(x.numpy()), given) for given in (START, *GRADS)]
-        tx, params = make(optax), start
+        params, *grads = [optree.tree_map(lambda x: jax.numpy.asarray(x.numpy()), given) for given in (START, *GRADS)]
+        tx = make(optax)
         state = tx.init(params)
         update = jax.jit(tx.update, compiler_options={"xla_backend_optimization_level": 0})  # it runs a few times
         for each in grads:
@@ -223,7 +216,7 @@ FACTOR = grid(lr=[1.0, 0.1], beta2_decay=[-0.5, -0.8], eps=[(1e-3, 0.5), (None, 
 MUON = grid(lr=[0.1], weight_decay=ON, momentum=[0.5, 0.95], nesterov=BOOLS, adjust_lr_fn=["match_rms_adamw", None])
 LION = [*itertools.product([0.1, halving], grid(b1=[0.5], b2=[0.9], weight_decay=ON))]
 LAMB = [(0.1, {}), *itertools.product([0.1, halving], grid(b1=[0.5, 0.9], eps=[1e-2], weight_decay=[0.1]))]
-MATRICES_ONLY = {"keep": matrix, "rest": lambda leaves: to.AdamW(leaves, 0.1)}
+MATRICES_ONLY = {"keep": lambda leaf: leaf.ndim == 2, "rest": lambda leaves: to.AdamW(leaves, 0.1)}
 CLIP = functools.partial(clip_grad_value_, clip_value=0.3)
 NUMBERS = optim.adafactor(lambda count: 0.1 if count < 2 else 0.05 if count < 4 else 0.025)
 
@@ -253,7 +246,7 @@ CASES: dict[str, Case] = {
     "ema/0": both(lambda o: o.chain(o.ema(0.9), o.scale(-0.1))),
     "ema/1": both(lambda o: o.chain(o.ema(0.5, False), o.adam(0.1))),
     "every_k": Case(
-        optim.every_k(optim.lamb(0.1), 2), by_optax(lambda o: o.MultiSteps(o.lamb(0.1), 2, accumulator_dtype=float))
+        optim.every_k(optim.lamb(0.1), 2), by_optax(lambda o: o.MultiSteps(o.lamb(0.1), 2, True, None, float))
     ),
     "masked": both(lambda o: o.masked(o.lamb(0.1), MATRICES)),
     "by_label": Case(
@@ -276,9 +269,10 @@ CASES: dict[str, Case] = {
     **class_cases(to.ASGD, {"lr": 0.1, "lambd": 0.1, "t0": 2}),
     **class_cases(to.Rprop, {"lr": 0.1}),
     **class_cases(to.Adafactor, {"weight_decay": 0.1}),
-    **class_cases(to.Muon, {"lr": 0.1}, keep=matrix),
+    **class_cases(to.Muon, {"lr": 0.1}, keep=lambda leaf: leaf.ndim == 2),
 }
-LAST = list({name.split("/")[0]: name for name in CASES}.values())  # one of each family
+# One of each family, and all classes: what is run on many ranks.
+LAST = list({name if name.startswith("from_torch") else name.split("/")[0]: name for name in CASES}.values())
 
 
 def data(name: str) -> tuple[Any, list[Any]]:
@@ -317,11 +311,9 @@ def run(tx: Any, how: str, params: Any, grads: list[Any]) -> tuple[Any, Any]:
 
 def local(mesh: Any, grads: list[Any]) -> list[Any]:
     """Gradients of this rank, of no rank the same, that add up to the given ones."""
-    world, rank, found = mesh.size(), mesh.get_rank(), []
-    for i, each in enumerate(grads):
-        more, less = (grads[(i + r % world + 1) % len(grads)] for r in (rank, rank + 1))
-        found.append(optree.tree_map(lambda g, a, b: g / world + a - b, each, more, less))
-    return found
+    world, rank = mesh.size(), mesh.get_rank()
+    more, less = (grads[r % world + 1 :] + grads[: r % world + 1] for r in (rank, rank + 1))
+    return [optree.tree_map(lambda g, a, b: g / world + a - b, *row) for row in zip(grads, more, less, strict=True)]
 
 
 def through(mesh: Any, tx: Any, hows: list[str], start: Any, grads: list[Any]) -> dict[str, list[Tensor]]:
@@ -429,7 +421,6 @@ def optax_rate(make: Make) -> Make:
 
 
 SLOW = {"pct_start": 0.5, "div_factor": 5.0, "final_div_factor": 3.0}
-DROPS = {6: 0.5, 2: 0.1}
 SCHEDULES: dict[str, tuple[Make, Make]] = {
     "constant": (optim.constant(0.1), lambda count: 0.1),
     "linear": (optim.linear(0.1, 0.7, 5), optax_rate(lambda o: o.linear_schedule(0.1, 0.7, 5))),
@@ -442,7 +433,7 @@ SCHEDULES: dict[str, tuple[Make, Make]] = {
     ),
     "one_cycle": (optim.one_cycle(0.5, 13), by_scheduler(OneCycleLR, 1.0, 0.5, 13)),
     "one_cycle-slow": (optim.one_cycle(0.5, 20, 0.5, 5.0, 3.0), by_scheduler(OneCycleLR, 1.0, 0.5, 20, **SLOW)),
-    "piecewise": (optim.piecewise(0.5, DROPS), optax_rate(lambda o: o.piecewise_constant_schedule(0.5, DROPS))),
+    "piecewise": (optim.piecewise(0.5, {6: 0.5}), optax_rate(lambda o: o.piecewise_constant_schedule(0.5, {6: 0.5}))),
     "piecewise-torch": (optim.piecewise(0.5, {2: 0.1, 7: 0.1}), by_scheduler(MultiStepLR, 0.5, [2, 7], 0.1)),
     "join": (
         optim.join([optim.linear(0.1, 0.5, 3), optim.cosine(0.5, 4)], [5]),
