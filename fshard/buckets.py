@@ -20,7 +20,7 @@ _LARGE = 1 << 16  # elements of a leaf from which it is better read where it lie
 
 
 def flat_init(tx: Transform, mesh: Mesh, axes: Axes, bucket: int, block: int, params: Any) -> ZeroState:
-    """The state of the optimizer for this rank\'s intervals."""
+    """The state of the optimizer for this rank's intervals."""
     plan = make_plan(params, mesh, units=bucket, params_over=(), grads_over=(), state_over=axes, block=block)
     return ZeroState(tx.init(_part(plan, _by_slot(plan, params, "parameters"))), plan)
 
@@ -148,7 +148,7 @@ class _Buckets:
 def flat_update(
     tx: Transform, local: bool, grads: Any, state: ZeroState, params: Any = None, **extra: Any
 ) -> tuple[Any, ZeroState]:
-    """Whole updates: each rank\'s intervals, brought together."""
+    """Whole updates: each rank's intervals, brought together."""
     check_zero_state(state, Plan)
     plan, given = state.parting, _by_slot(state.parting, grads, "gradients")
     part = _whole_part(plan, given, local)
