@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .elementwise import check_state
-from .parts import Layout, Leaf, Pieces, clear_padding_, layout_of, structure
-from .transform import Transform, check_params, choose
+from .parts import Layout, Leaf, Pieces, clear_padding_, layout_of
+from .transform import Needs, Transform, checked, choose
 from .wholeleaf import whole_leaves
 
 # Those of torch.optim that act on every element by itself; all others are given whole leaves.
@@ -78,9 +77,6 @@ def from_torch(cls: Any, **hyperparams: Any) -> Transform:
     def fused(
         grads: Any, state: TorchState, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
     ) -> tuple[Any, TorchState]:
-        check_state(state, TorchState, "from_torch")
-        if structure(grads) != structure(params):
-            raise ValueError(f"from_torch: gradients and parameters differ: {structure(grads)} and {structure(params)}")
         new, inner = (params, state) if donate and found_inf is None else tree.map(torch.clone, (params, state))
         after = run(grads, inner, new)
         if found_inf is not None and after.tensors.keys() != state.tensors.keys():
@@ -89,11 +85,10 @@ def from_torch(cls: Any, **hyperparams: Any) -> Transform:
         return choose(found_inf, (params, state), (new, after))
 
     def update(grads: Any, state: TorchState, params: Any = None, **extra: Any) -> tuple[Any, TorchState]:
-        check_params(params, "from_torch")
         new, after = fused(grads, state, params, None, False)
         return tree.map(torch.sub, new, params), after
 
-    tx = Transform(init, update, fused)
+    tx = checked(Transform(init, update, fused), Needs("from_torch", TorchState, params=True))
     return tx if elementwise else whole_leaves(tx)
 
 

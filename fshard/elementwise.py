@@ -12,8 +12,8 @@ from torch import Tensor
 
 from . import kernels, tree
 from .kernels import Number, is_zero
-from .parts import Parts, aligned, pieces, structure
-from .transform import Schedule, Transform, apply_updates, at, check_params, choose, start_count
+from .parts import Parts, aligned, pieces
+from .transform import Needs, Schedule, Transform, apply_updates, at, checked, choose, start_count
 
 Rate = Number | Schedule
 
@@ -116,7 +116,8 @@ class Rule:
 
 def transform(rule: Rule) -> Transform:
     """The pure functions of a rule."""
-    return Transform(partial(_init, rule), partial(_update, rule), partial(_fused, rule), elementwise=True)
+    tx = Transform(partial(_init, rule), partial(_update, rule), partial(_fused, rule), elementwise=True)
+    return checked(tx, Needs(rule.name, rule.state, rule.reads_params, rule.takes_sparse))
 
 
 def _init(rule: Rule, params: Any) -> Any:
@@ -136,36 +137,13 @@ def _begun(params: Any, value: float | str) -> Any:
     return begun
 
 
-def check_state(state: Any, expected: Any, name: str) -> None:
-    """Raise ValueError for the state of another optimizer."""
-    if not isinstance(state, expected):
-        raise ValueError(
-            f"optim.{name}: expected the state of its own init ({expected.__name__}), got {type(state).__name__}: "
-            "this state was made by another optimizer"
-        )
-
-
-def _check(rule: Rule, grads: Any, state: Any, params: Any) -> None:
-    check_state(state, rule.state, rule.name)
+def _check(rule: Rule, state: Any) -> None:
     for name in rule.state._fields:
         if name not in ("count", *rule.scalars) and (getattr(state, name) is None) != (name not in rule.moments):
             raise ValueError(
                 f"optim.{rule.name}: the state was made {'without' if name in rule.moments else 'with'} {name!r}: "
                 "make it with this optimizer's own init"
             )
-    if rule.reads_params:
-        check_params(params, rule.name)
-        if structure(params) != structure(grads):
-            raise ValueError(
-                f"optim.{rule.name}: gradients and parameters differ: {structure(grads)} and {structure(params)}"
-            )
-    if _is_sparse(grads) and not rule.takes_sparse:
-        flat, spec = tree.flatten(grads)
-        number = next(i for i, g in enumerate(flat) if g.layout is not torch.strided)
-        raise ValueError(
-            f"optim.{rule.name}: the gradient of leaf {tree.paths(spec)[number]!r} is sparse, which only sgd without "
-            "momentum and weight decay takes. Make it dense with .to_dense()."
-        )
 
 
 def _is_sparse(grads: Any) -> bool:
@@ -181,7 +159,7 @@ def _after(rule: Rule, state: Any, count: Tensor, scalars: dict[str, Tensor], mo
 
 
 def _update(rule: Rule, grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-    _check(rule, grads, state, params)
+    _check(rule, state)
     constants, scalars = rule.prepare(state)
     change = partial(rule.change, c=constants)
     flat, spec = tree.flatten(grads)
@@ -196,7 +174,7 @@ def _update(rule: Rule, grads: Any, state: Any, params: Any = None, **extra: Any
 def _fused(
     rule: Rule, grads: Any, state: Any, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
 ) -> tuple[Any, Any]:
-    _check(rule, grads, state, params)
+    _check(rule, state)
     if _is_sparse(grads):
         updates, after = _update(rule, grads, state, params)
         return choose(found_inf, (params, state), (apply_updates(params, updates), after))

@@ -108,6 +108,11 @@ class ScheduleFree(NamedTuple):
     c2: Number
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The real dtype, float32 or float64, that numbers which multiply a tensor of this dtype are kept in."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
 def is_zero(x: object) -> bool:
     """Whether a hyper-parameter is the number zero: a tensor is not looked at."""
     return not isinstance(x, Tensor) and x == 0
@@ -209,8 +214,10 @@ def apply(change: Change, p: Tensor, g: Tensor, moments: Moments) -> tuple[Tenso
     if not shape:  # constants are 0-d tensors too, and would decide the dtype with it
         p, g, moments = p.reshape(1), g.reshape(1), tuple(m.reshape(1) for m in moments)
     delta, new = change(p, g, moments)
-    kept = tuple(n.to(old.dtype).reshape(shape) for n, old in zip(new, moments, strict=True))
-    return delta.to(p.dtype).reshape(shape), kept
+    kept = tuple(n.to(old.dtype) for n, old in zip(new, moments, strict=True))
+    delta = delta.to(p.dtype)
+    # a sparse change has a shape, and cannot be reshaped
+    return (delta, kept) if shape else (delta.reshape(shape), tuple(n.reshape(shape) for n in kept))
 
 
 def in_blocks(

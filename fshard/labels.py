@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import tree
 from .parts import Layout, Leaf, layout_of, pick, put, write
-from .transform import Transform, as_transform, identity
+from .transform import Needs, Transform, as_transform, checked, identity
 
 # A function of a leaf's path and of an empty tensor of its shape and dtype; or a tree of labels, for leaves or for
 # whole subtrees, whose keys may be patterns ("blocks.*.bias"): the first that fits a leaf is its label.
@@ -49,7 +49,7 @@ def by_label(transforms: Mapping[Any, Any], labels: Labels) -> Transform:
 
     def update(grads: Any, state: LabelState, params: Any = None, **extra: Any) -> tuple[Any, LabelState]:
         updates, inner = tree.map(torch.zeros_like, grads), {}
-        for label, part in _layouts(state, grads):
+        for label, part in _layouts(state, txs):
             own = None if params is None else pick(params, part)
             new, inner[label] = txs[label].update(pick(grads, part), state.inner[label], own, **extra)
             updates = put(updates, new, part)
@@ -60,13 +60,13 @@ def by_label(transforms: Mapping[Any, Any], labels: Labels) -> Transform:
     ) -> tuple[Any, LabelState]:
         params, states = (params, state.inner) if donate else tree.map(torch.clone, (params, state.inner))
         inner = {}
-        for label, part in _layouts(state, grads):
+        for label, part in _layouts(state, txs):
             own = pick(params, part)
             new, inner[label] = txs[label].step(pick(grads, part), states[label], own, found_inf, donate=True, **extra)
             write(own, new)
         return params, LabelState(inner, state.layouts)
 
-    return Transform(init, update, fused)
+    return checked(Transform(init, update, fused), Needs("by_label", LabelState))
 
 
 def masked(tx: Any, mask: Labels) -> Transform:
@@ -111,7 +111,7 @@ def _label(leaf: Leaf, labels: Labels) -> Any:
     )
 
 
-def _layouts(state: Any, grads: Any) -> tuple[tuple[Any, Layout], ...]:
-    if not isinstance(state, LabelState):
-        raise ValueError(f"by_label: expected the state of its own init (LabelState), got {type(state).__name__}")
+def _layouts(state: LabelState, transforms: Mapping[Any, Any]) -> tuple[tuple[Any, Layout], ...]:
+    if strange := [label for label, _ in state.layouts if label not in transforms]:
+        raise ValueError(f"optim.by_label: the state was made by another one: it has the label {strange[0]!r}")
     return state.layouts

@@ -195,7 +195,7 @@ def collect(x: Any, layout: Layout, label: str = "") -> Pieces:
 
 def spread(x: Any, like: Any, label: str = "") -> Any:
     """A tree with the elements of `x` where those of `like` lie; padding is zero. Dual: `collect`."""
-    out = tree.map(torch.zeros_like, like)
+    out = tree.map(lambda row: torch.zeros_like(row, memory_format=torch.contiguous_format), like)
     layout = layout_of(like)
     arrived = _moved(x, layout, label)
     for span, (_, piece) in zip(layout.mine, pieces(out), strict=True):

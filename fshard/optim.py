@@ -338,7 +338,7 @@ def schedule_free_adamw(
 
     def prepare(state: ScheduleFreeState) -> tuple[kernels.ScheduleFree, dict[str, Tensor]]:
         rate = at(lr, state.count)
-        lr_max = torch.maximum(state.lr_max, torch.as_tensor(rate).to(state.lr_max))
+        lr_max = torch.maximum(state.lr_max, torch.as_tensor(rate, dtype=torch.float64).to(state.lr_max.device))
         weight = lr_max**weight_power
         total = state.weight_sum + weight
         newest = torch.where(total > 0, weight / total, 0.0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from . import comm, tree
 from .comm import Axes, Mesh
+from .kernels import wide
 
 EVERYONE = -1
 
@@ -72,9 +73,19 @@ class Layout:
     def __hash__(self) -> int:
         return hash(self.source)
 
+    def __deepcopy__(self, memo: Any) -> Layout:
+        return self  # immutable; a copied state keeps its mesh
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
+
     @cached_property
     def rank(self) -> int:
         """This rank's number."""
+        if self.mesh is None and self.axes:
+            raise ValueError(
+                "this layout has no mesh (it was unpickled): make a state with init, and shard_state into it"
+            )
         return comm.coordinate(self.mesh, self.axes)
 
     @cached_property
@@ -224,6 +235,17 @@ def structure(x: Any) -> Any:
     return x.layout if isinstance(x, Pieces) else tree.flatten(x)[1]
 
 
+def held(x: Any) -> list[Tensor]:
+    """The tensors a tree consists of, views not packed."""
+    tops = tree.tops(x, Parts)
+    rows = [t for top in tops for t in ([top] if isinstance(top, Tensor) else _unpacked(top))]
+    return rows
+
+
+def _unpacked(x: Parts) -> list[Tensor]:
+    return [run for runs in x.runs for run in runs] if isinstance(x, Pieces) else list(x.tensors)
+
+
 def pieces(x: Any, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
     """This rank's pieces of leaves: the leaf's number, and a view of the row it lies in."""
     layout, rows = layout or layout_of(x), tree.leaves(x)
@@ -307,12 +329,12 @@ def clear_padding_(x: Any) -> Any:
 def leaf_norms(x: Any, p: float = 2, layout: Layout | None = None) -> Tensor:
     """The p-norm of each of the layout's leaves (float64), the same on all ranks: one collective."""
     layout = layout or layout_of(x)
-    held = pieces(x, layout)
-    device = held[0][1].device if held else comm.mesh_device(layout.mesh)
+    mine = pieces(x, layout)
+    device = mine[0][1].device if mine else comm.mesh_device(layout.mesh)
     sums = torch.zeros(len(layout.leaves), dtype=torch.float64, device=device)
-    if held:
-        index = torch.tensor([number for number, _ in held], device=device)
-        powers = _power_sums([piece for _, piece in held], p)
+    if mine:
+        index = torch.tensor([number for number, _ in mine], device=device)
+        powers = _power_sums([piece for _, piece in mine], p)
         sums.scatter_reduce_(0, index, powers, "amax" if p == math.inf else "sum")
     if layout.axes:
         mask = torch.tensor([n in layout.shared for n in range(len(layout.leaves))], device=device)
@@ -331,7 +353,7 @@ def scaled(x: Any, factor: Tensor, own: bool = False) -> Any:
     mesh, axes = (x.layout.mesh, x.layout.axes[-1:]) if isinstance(x, Parts) else (None, ())
 
     def one(row: Tensor) -> Tensor:
-        by = factor.to(torch.promote_types(row.dtype, torch.float32).to_real())
+        by = factor.to(wide(row.dtype))
         # a new tensor this large would cost more in page faults than the product
         out = row if own else comm.buffer(mesh, axes, row.numel(), row, lent=False).view(row.shape)
         return torch.mul(row, by, out=out)
@@ -343,7 +365,7 @@ def scale_leaves_(x: Any, factors: Tensor, layout: Layout | None = None) -> Any:
     """Multiply every leaf by its factor, in place."""
     by_leaf = factors.unbind()
     for number, piece in pieces(x, layout):
-        piece.mul_(by_leaf[number].to(torch.promote_types(piece.dtype, torch.float32).to_real()))
+        piece.mul_(by_leaf[number].to(wide(piece.dtype)))
     return x
 
 
@@ -355,9 +377,9 @@ def global_norm(x: Any, p: float = 2) -> Tensor:
     """
     if not p > 0:
         raise ValueError(f"global_norm: p={p}: expected a number above 0, or inf")
-    held = tree.tops(x, Parts)
+    tops = tree.tops(x, Parts)
     worlds: dict[Any, list[Tensor]] = {(None, ()): []}
-    for node in held:
+    for node in tops:
         for row, mesh, axes in _rows(node):
             worlds.setdefault((mesh, axes), []).append(row)
     sums = []
@@ -366,7 +388,7 @@ def global_norm(x: Any, p: float = 2) -> Tensor:
             device = rows[0].device if rows else comm.mesh_device(mesh)
             powers = _power_sums(rows, p) if rows else torch.zeros(1, dtype=torch.float64, device=device)
             sums.append(comm.total(_joined(powers, p), mesh, axes, _op(p), label="norm"))
-    dtypes = [torch.promote_types(row.dtype, torch.float32).to_real() for node in held for row, _, _ in _rows(node)]
+    dtypes = [wide(row.dtype) for node in tops for row, _, _ in _rows(node)]
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     return _root(_joined(torch.stack(sums), p), p).to(dtype) if sums else torch.zeros(())
 

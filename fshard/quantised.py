@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels, tree
-from .elementwise import Rate, check_state, share
+from .elementwise import Rate, share
 from .kernels import Number
 from .parts import Layout, Pieces, layout_of
-from .transform import Transform, at, check_params, start_count
+from .transform import Needs, Transform, at, checked, start_count
 
 _CHUNK = 1 << 7  # blocks worked on at a time, so that no temporary is as large as a parameter
 
@@ -126,8 +126,6 @@ def adamw_8bit(
         return Adam8bitState(start_count(params), zero(), zero())
 
     def update(grads: Any, state: Adam8bitState, params: Any = None, **extra: Any) -> tuple[Any, Adam8bitState]:
-        check_state(state, Adam8bitState, "adamw_8bit")
-        check_params(params, "adamw_8bit")
         t = state.count.double() + 1
         constants = kernels.Adam(at(lr, state.count), b1, b2, eps, weight_decay, True, share(b1, t), share(b2, t))
         change = partial(kernels.adam, c=constants)
@@ -138,7 +136,7 @@ def adamw_8bit(
         kept = [Pieces(old.layout, [row[i + 1] for row in rows]) for i, old in enumerate(moments)]
         return updates, Adam8bitState(state.count + 1, Quantised(*kept[:2]), Quantised(*kept[2:]))
 
-    return Transform(init, update)
+    return checked(Transform(init, update), Needs("adamw_8bit", Adam8bitState, params=True, real=True))
 
 
 def _blocks(x: Tensor, block: int) -> tuple[Tensor, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import comm, tree
 from .grad import Outcome, check_sharded, empty_grads, fast_reduction, run
+from .kernels import wide
 from .loss_scale import NoLossScale
 from .parts import global_norm
 from .shard import Sharded, coarsen, refine
@@ -212,7 +213,7 @@ def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None) -> 
         factor = clip if factor is None else factor * clip
     if factor is not None:
         for x in grads.tensors:
-            x.mul_(factor.to(torch.promote_types(x.dtype, torch.float32).to_real()))
+            x.mul_(factor.to(wide(x.dtype)))
     return norm
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import kernels, tree
-from .parts import global_norm, leaf_norms, scale_leaves_, scaled
+from .parts import global_norm, held, leaf_norms, scale_leaves_, scaled, structure
 
 Schedule = Callable[[Tensor], Any]
 Number = float | Tensor
@@ -96,16 +97,67 @@ def at(value: Any, count: Tensor) -> Any:
     return value(count) if callable(value) else value
 
 
-def check_params(params: Any, name: str) -> None:
-    """Raise ValueError for a transformation that cannot do without parameters."""
-    if params is None:
-        raise ValueError(f"optim.{name}: its update needs the parameters: call update(grads, state, params)")
+@dataclass(frozen=True)
+class Needs:
+    """What a transformation asks of its arguments; others are an error that names it."""
+
+    name: str
+    state: Any = None  # the class of its state
+    params: bool = False
+    sparse: bool = False  # takes sparse gradients
+    real: bool = False  # takes real leaves alone
+
+    def check(self, grads: Any, state: Any, params: Any) -> None:
+        """Raise ValueError for the state of another, for no parameters, for gradients that are not of their kind."""
+        if self.state is not None and not isinstance(state, self.state):
+            raise ValueError(
+                f"optim.{self.name}: expected the state of its own init ({self.state.__name__}), got "
+                f"{type(state).__name__}: this state was made by another optimizer"
+            )
+        if params is None and self.params:
+            raise ValueError(f"optim.{self.name}: its update needs the parameters: call update(grads, state, params)")
+        if params is not None and structure(params) != structure(grads):
+            raise ValueError(
+                f"optim.{self.name}: gradients and parameters differ: {structure(grads)} and {structure(params)}"
+            )
+        given, own = held(grads), held(grads if params is None else params)
+        for number, (g, p) in enumerate(zip(given, own, strict=True)):
+            if wrong := self._wrong(g, p):
+                path = tree.paths(tree.flatten(grads)[1])[number]
+                raise ValueError(f"optim.{self.name}: the gradient of leaf {path!r} {wrong}")
+
+    def _wrong(self, g: Tensor, p: Tensor) -> str | None:
+        if g.shape != p.shape:
+            return f"has shape {list(g.shape)}, the parameter {list(p.shape)}"
+        if g.layout is not torch.strided and not self.sparse:
+            return "is sparse, which only sgd without momentum and weight decay takes. Make it dense with .to_dense()"
+        return "is complex, which this takes none of" if self.real and g.is_complex() else None
 
 
-def _stateless(update: Callable[[Any, Any], Any]) -> Transform:
-    return Transform(
-        lambda params: (), lambda grads, state, params=None, **extra: (update(grads, params), state), elementwise=True
-    )
+def checked(tx: Transform, needs: Needs) -> Transform:
+    """A transformation that looks at its arguments first."""
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        needs.check(grads, state, params)
+        return tx.update(grads, state, params, **extra)
+
+    def fused(
+        grads: Any, state: Any, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
+    ) -> tuple[Any, Any]:
+        needs.check(grads, state, params)
+        assert tx.fused is not None
+        return tx.fused(grads, state, params, found_inf, donate, **extra)
+
+    return tx._replace(update=update, fused=None if tx.fused is None else fused)
+
+
+def _stateless(
+    name: str, update: Callable[[Any, Any], Any], params: bool = False, sparse: bool = False, real: bool = False
+) -> Transform:
+    def pair(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        return update(grads, params), state
+
+    return checked(Transform(lambda params: (), pair, elementwise=True), Needs(name, None, params, sparse, real))
 
 
 def identity() -> Transform:
@@ -114,7 +166,7 @@ def identity() -> Transform:
     >>> identity().update(torch.tensor(2.0), ())[0]
     tensor(2.)
     """
-    return _stateless(lambda grads, params: grads)
+    return _stateless("identity", lambda grads, params: grads, sparse=True)
 
 
 def scale(factor: Number) -> Transform:
@@ -123,7 +175,7 @@ def scale(factor: Number) -> Transform:
     >>> scale(-0.5).update(torch.tensor(2.0), ())[0]
     tensor(-1.)
     """
-    return _stateless(lambda grads, params: tree.map(lambda g: (g * factor).to(g.dtype), grads))
+    return _stateless("scale", lambda grads, params: tree.map(lambda g: (g * factor).to(g.dtype), grads), sparse=True)
 
 
 class CountState(NamedTuple):
@@ -144,7 +196,8 @@ def scale_by_schedule(schedule: Schedule) -> Transform:
         factor = schedule(state.count)
         return tree.map(lambda g: (g * factor).to(g.dtype), grads), CountState(state.count + 1)
 
-    return Transform(lambda params: CountState(start_count(params)), update, elementwise=True)
+    tx = Transform(lambda params: CountState(start_count(params)), update, elementwise=True)
+    return checked(tx, Needs("scale_by_schedule", CountState, sparse=True))
 
 
 def add_decayed_weights(weight_decay: Number) -> Transform:
@@ -154,11 +207,11 @@ def add_decayed_weights(weight_decay: Number) -> Transform:
     tensor(4.)
     """
 
-    def update(grads: Any, params: Any) -> Any:
-        check_params(params, "add_decayed_weights")
-        return tree.map(lambda g, p: g + weight_decay * p, grads, params)
-
-    return _stateless(update)
+    return _stateless(
+        "add_decayed_weights",
+        lambda grads, params: tree.map(lambda g, p: g + weight_decay * p, grads, params),
+        params=True,
+    )
 
 
 def clip(max_magnitude: Number) -> Transform:
@@ -167,7 +220,11 @@ def clip(max_magnitude: Number) -> Transform:
     >>> clip(1.0).update(torch.tensor([-3.0, 0.5]), ())[0]
     tensor([-1.0000,  0.5000])
     """
-    return _stateless(lambda grads, params: tree.map(lambda g: g.clamp(-max_magnitude, max_magnitude), grads))
+    return _stateless(
+        "clip",
+        lambda grads, params: tree.map(lambda g: g.clamp(-max_magnitude, max_magnitude), grads),
+        real=True,
+    )
 
 
 def clip_factor(norm: Tensor, max_norm: Number) -> Tensor:
@@ -187,7 +244,7 @@ def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
     def update(grads: Any, state: Any, params: Any = None, own_grads: bool = False, **extra: Any) -> tuple[Any, Any]:
         return scaled(grads, clip_factor(global_norm(grads, p), max_norm), own_grads), state
 
-    return Transform(lambda params: (), update)
+    return checked(Transform(lambda params: (), update), Needs("clip_by_global_norm"))
 
 
 def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
@@ -201,7 +258,7 @@ def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
         factors = clip_factor(leaf_norms(grads, p), max_norm)
         return scale_leaves_(grads if own_grads else tree.map(torch.clone, grads), factors), state
 
-    return Transform(lambda params: (), update)
+    return checked(Transform(lambda params: (), update), Needs("clip_by_leaf_norm"))
 
 
 class EmaState(NamedTuple):
@@ -228,7 +285,7 @@ def ema(decay: float, debias: bool = True) -> Transform:
         share = 1 - decay ** count.double() if debias else 1.0
         return tree.map(lambda m: (m / share).to(m.dtype), mean), EmaState(count, mean)
 
-    return Transform(init, update, elementwise=True)
+    return checked(Transform(init, update, elementwise=True), Needs("ema", EmaState))
 
 
 def chain(*txs: Any) -> Transform:
@@ -247,8 +304,9 @@ def chain(*txs: Any) -> Transform:
         return grads, (*states, last)
 
     def _all_but_last(grads: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-        if len(state) != len(parts):
-            raise ValueError(f"optim.chain: expected the states of {len(parts)} transformations, got {len(state)}")
+        if not isinstance(state, tuple) or len(state) != len(parts):
+            got = len(state) if isinstance(state, tuple) else type(state).__name__
+            raise ValueError(f"optim.chain: expected the states of {len(parts)} transformations, got {got}")
         states = []
         for tx, inner in zip(parts[:-1], state, strict=False):
             grads, inner = tx.update(grads, inner, params, **extra)
@@ -295,14 +353,15 @@ def every_k(tx: Any, k: int) -> Transform:
         count = state.count + 1
         mean = tree.map(lambda m, g: (m + (g - m) / count).to(m.dtype), state.mean, grads)
         due = (count == k).float()
-        updates, after = inner.update(mean, state.inner, params, **extra)
+        # `mean` goes on living: it is nobody's own
+        updates, after = inner.update(mean, state.inner, params, **{**extra, "own_grads": False})
         zero = tree.map(torch.zeros_like, updates)
         updates = choose(due, updates, zero)
         after = choose(due, after, state.inner)
         mean = choose(due, tree.map(torch.zeros_like, mean), mean)
         return updates, EveryState(count * (1 - due), mean, after)
 
-    return Transform(init, update, elementwise=inner.elementwise)
+    return checked(Transform(init, update, elementwise=inner.elementwise), Needs("every_k", EveryState))
 
 
 class HyperState(NamedTuple):
@@ -335,12 +394,13 @@ def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
     def init(params: Any) -> HyperState:
         count = start_count(params)
         both = values | {name: schedule(count) for name, schedule in schedules.items()}
-        start = {name: torch.as_tensor(both[name]).to(count.device, torch.float64, copy=True) for name in both}
+        start = {name: torch.as_tensor(both[name], dtype=torch.float64).to(count.device, copy=True) for name in both}
         return HyperState(start, count, built(start).init(params))
 
     def current(state: HyperState) -> dict[str, Tensor]:
         old = state.hyperparams
-        return {**old, **{name: torch.as_tensor(fn(state.count)).to(old[name]) for name, fn in schedules.items()}}
+        new = {name: torch.as_tensor(fn(state.count), dtype=torch.float64) for name, fn in schedules.items()}
+        return {**old, **{name: value.to(old[name].device) for name, value in new.items()}}
 
     def update(grads: Any, state: HyperState, params: Any = None, **extra: Any) -> tuple[Any, HyperState]:
         now = current(state)
@@ -356,4 +416,5 @@ def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
         return params, HyperState(choose(found_inf, state.hyperparams, now), count, inner)
 
     elementwise = built(init(torch.zeros(1)).hyperparams).elementwise
-    return Transform(init, update, fused, elementwise)
+    needs = Needs("with_hyperparams", HyperState, sparse=True)
+    return checked(Transform(init, update, fused, elementwise), needs)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from . import comm, tree
-from .elementwise import AdamState, Rate, adam_rule, check_state
+from .elementwise import AdamState, Rate, adam_rule
 from .kernels import Number, is_zero
 from .labels import by_label
 from .move import collect, owned, spread
 from .parts import EVERYONE, Layout, Leaf, Span, layout_of, leaf_norms, pick, pieces, put, scale_leaves_
-from .transform import Transform, as_transform, at, check_params, start_count
+from .transform import Needs, Transform, as_transform, at, checked, start_count
 
 
 def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, weight_decay: Number = 0.0) -> Transform:
@@ -34,7 +34,6 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
     inner = adam_rule("lamb", -1.0, b1, b2, eps, weight_decay, decoupled=True)
 
     def update(grads: Any, state: AdamState, params: Any = None, **extra: Any) -> tuple[Any, AdamState]:
-        check_params(params, "lamb")
         rate = at(lr, state.count)
         steps, state = inner.update(grads, state, params)
         layout = layout_of(steps)
@@ -42,7 +41,7 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
         ratios = torch.where((norms > 0) & (sizes > 0), norms / sizes, 1.0)
         return scale_leaves_(steps, -rate * ratios, layout), state
 
-    return Transform(inner.init, update)
+    return checked(Transform(inner.init, update), Needs("lamb", AdamState, params=True))
 
 
 @dataclass(frozen=True)
@@ -113,10 +112,8 @@ def adafactor(
         return AdafactorState(count, row, col, nu, vectors)
 
     def update(grads: Any, state: AdafactorState, params: Any = None, **extra: Any) -> tuple[Any, AdafactorState]:
-        check_state(state, AdafactorState, "adafactor")
-        check_params(params, "adafactor")
         layout, t = layout_of(grads), state.count.double() + 1
-        share, rate = t**beta2_decay, torch.as_tensor(at(lr, state.count)).to(t)
+        share, rate = t**beta2_decay, torch.as_tensor(at(lr, state.count), dtype=torch.float64).to(t)
         row, col = _row_and_column_means(grads, layout)
         row, col = (
             {path: old[path].lerp(new.to(old[path].dtype), share.to(old[path].dtype)) for path, new in means.items()}
@@ -146,7 +143,7 @@ def adafactor(
             steps = tree.map(lambda u, p: (u - rate * weight_decay * p).to(u.dtype), steps, params)
         return steps, AdafactorState(state.count + 1, row, col, nu, state.vectors)
 
-    return Transform(init, update)
+    return checked(Transform(init, update), Needs("adafactor", AdafactorState, params=True, real=True))
 
 
 def _floor(eps: float | None, g: Tensor) -> float:
@@ -213,10 +210,12 @@ def whole_leaves(tx: Any) -> Transform:
         if not layout_of(params).flat:
             return inner.step(grads, state, params, found_inf, donate, **extra)
         state = state if donate else tree.map(torch.clone, state)
-        new, state = inner.step(bring(grads), state, bring(params), found_inf, True, **extra)
+        # what lies whole on its owner is brought as it is
+        own = bring(params) if donate else tree.map(torch.clone, bring(params))
+        new, state = inner.step(bring(grads), state, own, found_inf, True, **extra)
         return spread(new, params, "whole leaves"), state
 
-    return Transform(lambda params: inner.init(bring(params)), update, fused)
+    return checked(Transform(lambda params: inner.init(bring(params)), update, fused), Needs("whole_leaves"))
 
 
 class MuonState(NamedTuple):
@@ -259,9 +258,6 @@ def muon(
         return MuonState(start_count(params), tree.map(torch.zeros_like, params))
 
     def update(grads: Any, state: MuonState, params: Any = None, **extra: Any) -> tuple[Any, MuonState]:
-        check_state(state, MuonState, "muon")
-        if not is_zero(weight_decay):
-            check_params(params, "muon")
         moved = tree.map(lambda m, g: (momentum * m + (1 - momentum) * g).to(m.dtype), state.momentum, grads)
         ahead = (
             tree.map(lambda m, g: (momentum * m + (1 - momentum) * g).to(m.dtype), moved, grads) if nesterov else moved
@@ -280,7 +276,8 @@ def muon(
         return out, MuonState(state.count + 1, moved)
 
     fallback = adam_rule("adamw", lr, 0.9, 0.999, 1e-8, 0.01, decoupled=True) if rest is None else rest
-    both = {"matrix": Transform(init, update), "rest": fallback}
+    needs = Needs("muon", MuonState, params=not is_zero(weight_decay), real=True)
+    both = {"matrix": checked(Transform(init, update), needs), "rest": fallback}
     return by_label(both, lambda path, leaf: "matrix" if leaf.ndim == 2 else "rest")
 
 

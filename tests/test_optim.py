@@ -88,6 +88,7 @@ def like(x: Any, seed: int) -> Any:
 
 
 def _normal(leaf: Tensor, seed: int) -> Tensor:
+    """Normal numbers of a tensor's shape and dtype."""
     real = rand(*leaf.shape, seed=seed)
     return (torch.complex(real, rand(*leaf.shape, seed=-seed)) if leaf.is_complex() else real).to(leaf.dtype)
 
@@ -328,7 +329,8 @@ def steps_alike(name: str, params: Any, grads: list[Any]) -> None:
 @over_all
 def test_a_step_is_an_update_and_its_application(name):
     """Over plain trees, also of strided, 0-d and empty leaves, and over sharded ones."""
-    steps_alike(name, *((odd := [odd_tree(name, 100 * i) for i in range(4)])[0], odd[1:]))
+    params, *grads = (odd_tree(name, 100 * i) for i in range(4))
+    steps_alike(name, params, grads)
     everywhere(name, lambda place: steps_alike(name, *start(name, place)[1:]))
 
 
@@ -347,7 +349,7 @@ def test_the_state_of_another_optimizer_is_refused(name):
 def test_the_state_of_other_settings_is_refused():
     """A state with momenta, or without."""
     params, settings = rand(3, seed=1), [optim.sgd(0.1), optim.sgd(0.1, momentum=0.9)]
-    for tx, other, word in (*(zip(settings, settings[::-1], ("with", "without"), strict=True)),):
+    for tx, other, word in zip(settings, settings[::-1], ("with", "without"), strict=True):
         for run in (by_update, by_step):
             with pytest.raises(ValueError, match=f"optim.sgd: the state was made {word} 'momentum'"):
                 run(tx, params, other.init(params), params)
