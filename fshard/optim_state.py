@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import comm, tree
+from .labels import LabelState
 from .move import collect, on_rank
 from .parts import EVERYONE, Layout, Parts, Span, layout_of, pick, pieces, typed
 
@@ -74,13 +75,18 @@ def gather_state(state: Any, rank: int | None = None) -> dict[str, Tensor]:
     >>> gather_state(sgd(0.1, momentum=0.9).init(params))
     {'count': tensor(0.), 'momentum.w': tensor([0., 0.])}
     """
-    mesh, axes = _world(state)
-    mine = rank is None or rank == comm.coordinate(mesh, axes)
     found: dict[str, Tensor] = {}
     for path, node in tree.paths_to(state, Parts):
         leaves = _whole_leaves(node, rank) if isinstance(node, Parts) else [("", node)]
-        found.update((_joined(path, name), x if rank is None else x.cpu()) for name, x in leaves)
-    return found if mine else {}
+        # copies: what they are of may be given away
+        found.update((_joined(path, name), x.to(x.device if rank is None else "cpu", copy=True)) for name, x in leaves)
+    return found if _holds(state, rank) else {}
+
+
+def _holds(state: Any, rank: int | None) -> bool:
+    """Whether this rank is one that has, or gets, the whole state: all are where nothing in it is cut."""
+    mesh, axes = _world(state)
+    return rank is None or mesh is None or rank == comm.coordinate(mesh, axes)
 
 
 def _whole_leaves(x: Parts, rank: int | None) -> Iterator[tuple[str, Tensor]]:
@@ -102,8 +108,8 @@ def shard_state(whole: Mapping[str, Tensor], like: Any, src: int | None = None) 
     >>> shard_state({"count": torch.tensor(3.0), "momentum.w": torch.ones(2)}, tx.init({"w": torch.zeros(2)}))
     SgdState(count=tensor(3.), momentum={'w': tensor([1., 1.])})
     """
-    mesh, axes = _world(like)
-    held = src is None or src == comm.coordinate(mesh, axes)
+    mesh, _ = _world(like)
+    held = _holds(like, src)
     if held:
         _check(whole, like)
     made = []
@@ -112,7 +118,7 @@ def shard_state(whole: Mapping[str, Tensor], like: Any, src: int | None = None) 
             made.append(_cut(whole, path, node, src))
         else:
             value = whole[path].to(node) if held else node
-            made.append(value.clone() if src is None else _broadcast(value, mesh, src))
+            made.append(value.clone() if src is None or mesh is None else _broadcast(value, mesh, src))
     return tree.put_tops(like, Parts, made)
 
 
@@ -162,37 +168,77 @@ def _broadcast(x: Tensor, mesh: comm.Mesh, src: int) -> Tensor:
 
 
 class _Field(NamedTuple):
-    """A tensor of a state: its key, the state it belongs to, its name there, and its leaf, None for a scalar."""
+    """A tensor of a state: its key in the whole state, its path without leaf and labels, the leaves it is of."""
 
     key: str
-    parent: str
-    name: str
-    leaf: str | None
+    path: str
+    leaves: list[str]
+    lone: bool  # a number, of all its leaves alike
+
+    @property
+    def hyperparam(self) -> str | None:
+        """Its name, if it is one of `with_hyperparams`."""
+        *parents, name = self.path.split(".")
+        return name if parents[-1:] == ["hyperparams"] else None
 
 
-def _fields(like: Any, leaves: Sequence[str]) -> list[_Field]:
-    known, found = set(leaves), []
-    for key, _ in _shapes(like):
-        names = key.split(".")
-        end = next((i for i in range(1, len(names) + 1) if ".".join(names[i:]) in known), None)
-        leaf = None if end is None else ".".join(names[end:])
-        *parent, name = names[:end]
-        found.append(_Field(key, ".".join(p for p in parent if p not in ("tensors", "scalars")), name, leaf))
+def _fields(state: Any, leaves: list[str], spec: tree.Spec | None, key: str = "", path: str = "") -> Iterator[_Field]:
+    """Every tensor of a state. Trees of the parameters' structure, and dicts by leaf path, are of their leaves."""
+
+    def named(x: Any) -> list[str] | None:
+        if isinstance(x, Parts):
+            return _paths(x.layout)
+        if isinstance(x, dict) and x and x.keys() <= set(leaves):
+            return [*x]
+        return tree.paths(spec) if spec is not None and tree.flatten(x)[1] == spec else None
+
+    for name, x in tree.paths_to(state, lambda x: isinstance(x, LabelState) or named(x) is not None):
+        at, to = _joined(key, name), _joined(path, name)
+        if isinstance(x, LabelState):
+            for label, layout in x.layouts:
+                yield from _fields(x.inner[label], _paths(layout), None, _joined(at, "inner", str(label)), to)
+        elif (names := named(x)) is not None:
+            yield from (_Field(_joined(at, leaf), to, [leaf], False) for leaf in names)
+        else:
+            yield _Field(at, to, leaves, True)
+
+
+def _torch_names(fields: Sequence[_Field]) -> dict[tuple[str, str], _Field]:
+    """The field of every leaf and name in torch's format. Where two have one name, the innermost keeps it."""
+    found: dict[tuple[str, str], _Field] = {}
+    for field in fields:
+        last = field.path.rpartition(".")[2]
+        for leaf in field.leaves if field.hyperparam is None else []:
+            name = leaf, _TORCH.get(last, last)
+            if name in found:
+                found[leaf, found[name].path] = found[name]
+            found[name] = field
     return found
 
 
-def _groups(fields: Sequence[_Field], leaves: Sequence[str]) -> dict[str, list[str]]:
-    """The leaves of every state that has any, each in the order of use: torch's parameter groups."""
-    held: dict[str, set[str]] = {}
-    for field in fields:
-        if field.leaf is not None:
-            held.setdefault(field.parent, set()).add(field.leaf)
-    return {parent: [leaf for leaf in leaves if leaf in some] for parent, some in held.items()}
+def _label_sets(state: Any) -> Iterator[set[str]]:
+    for node in tree.nodes(state, LabelState):
+        for label, layout in node.layouts:
+            yield set(_paths(layout))
+            yield from _label_sets(node.inner[label])
 
 
-def _paths(params: Any) -> list[str]:
-    layout = layout_of(params)
+def _groups(state: Any, fields: Sequence[_Field], leaves: Sequence[str]) -> list[list[str]]:
+    """The leaves that have a state, those with the same labels together: torch's parameter groups."""
+    held, sets = {leaf for field in fields for leaf in field.leaves}, list(_label_sets(state))
+    labels = {leaf: tuple(leaf not in some for some in sets) for leaf in leaves if leaf in held}
+    return [[leaf for leaf in labels if labels[leaf] == these] for these in sorted(set(labels.values()))]
+
+
+def _paths(layout: Layout) -> list[str]:
     return [layout.leaves[n].path for n in layout.numbers]
+
+
+def _known(state: Any, params: Any) -> tuple[list[_Field], list[list[str]]]:
+    """The fields of a state, and its groups."""
+    leaves, spec = _paths(layout_of(params)), None if isinstance(params, Parts) else tree.flatten(params)[1]
+    fields = list(_fields(state, leaves, spec))
+    return fields, _groups(state, fields, leaves)
 
 
 def state_dict(
@@ -201,8 +247,7 @@ def state_dict(
     """A state in torch.optim's format, leaves by path (as FSDP keys it) or by "index" (as DDP and ZeRO do).
 
     A parameter group for every label of `by_label`, in order; `groups` adds to each what torch is to find there (its
-    hyper-parameters). On every rank, or on one. What is no tensor of a leaf or of a group is left out. Dual:
-    `load_state_dict`.
+    hyper-parameters; those of `with_hyperparams` are there already). On every rank, or on one. Dual: `load_state_dict`.
 
     >>> params = {"w": torch.ones(1)}
     >>> state_dict(adamw(0.1).init(params), params)["state"]
@@ -210,23 +255,19 @@ def state_dict(
     """
     if key not in ("path", "index"):
         raise ValueError(f"state_dict: key={key!r}: expected 'path' or 'index'")
-    whole, leaves = gather_state(state, rank), _paths(params)
-    if not whole:
+    whole, (fields, by_label) = gather_state(state, rank), _known(state, params)
+    if not _holds(state, rank):
         return {}
-    fields = _fields(state, leaves)
-    entries: dict[str, dict[str, Tensor]] = {}
-    by_parent = _groups(fields, leaves)
-    for field in fields:
-        for leaf in by_parent.get(field.parent, []) if field.leaf is None else [field.leaf]:
-            entries.setdefault(leaf, {})[_TORCH.get(field.name, field.name)] = whole[field.key]
-    order = [leaf for some in by_parent.values() for leaf in some]
-    names: dict[str, Any] = {leaf: leaf if key == "path" else i for i, leaf in enumerate(order)}
-    more = [*groups, *[{}] * len(by_parent)]
-    pairs = zip(more, by_parent.values(), strict=False)
-    return {
-        "state": {names[leaf]: entries[leaf] for leaf in order},
-        "param_groups": [{**settings, "params": [names[leaf] for leaf in some]} for settings, some in pairs],
-    }
+    entries: dict[str, dict[str, Tensor]] = {leaf: {} for some in by_label for leaf in some}
+    for (leaf, name), field in _torch_names(fields).items():
+        # torch changes the numbers of each leaf in place
+        entries[leaf][name] = whole[field.key].clone() if field.lone else whole[field.key]
+    names: dict[str, Any] = {leaf: leaf if key == "path" else i for i, leaf in enumerate(entries)}
+    made = []
+    for some, more in zip(by_label, [*groups, *[{}] * len(by_label)], strict=False):
+        own = {f.hyperparam: whole[f.key].item() for f in fields if f.hyperparam and some[0] in f.leaves}
+        made.append({**own, **more, "params": [names[leaf] for leaf in some]})
+    return {"state": {names[leaf]: entry for leaf, entry in entries.items() if entry}, "param_groups": made}
 
 
 def load_state_dict(
@@ -245,33 +286,33 @@ def load_state_dict(
     """
     if not saved and src is not None:
         return shard_state({}, like, src)
-    leaves = _paths(params)
-    fields = _fields(like, leaves)
-    by_parent = _groups(fields, leaves)
-    entries = _by_path(saved, order or [leaf for some in by_parent.values() for leaf in some])
-    kept = {path: node for path, node in tree.paths_to(like, Parts) if not isinstance(node, Parts)}
-    whole: dict[str, Tensor] = {}
+    fields, by_label = _known(like, params)
+    order = order or [leaf for some in by_label for leaf in some]
+    entries = _by_path(saved, order)
+    hyperparams = {_path(key, order): group for group in saved.get("param_groups", ()) for key in group["params"]}
+    whole = {path: node for path, node in tree.paths_to(like, Parts) if not isinstance(node, Parts)}
+    for (leaf, name), field in _torch_names(fields).items():
+        entry = entries.get(leaf, {})
+        if name in entry:
+            whole[field.key] = torch.as_tensor(entry[name])
+        elif not field.lone:
+            there = ", ".join(map(repr, entry)) or "nothing"
+            raise ValueError(f"load_state_dict: leaf {leaf!r}: expected {name!r} in its state, there is {there}")
     for field in fields:
-        holder = field.leaf or next(iter(by_parent.get(field.parent, [])), None)
-        if holder is None:
-            whole[field.key] = kept[field.key]
-            continue
-        name = _TORCH.get(field.name, field.name)
-        if name not in entries.get(holder, {}):
-            raise ValueError(
-                f"load_state_dict: leaf {holder!r}: expected {name!r} in its state, there is "
-                f"{', '.join(map(repr, entries.get(holder, {}))) or 'nothing'}"
-            )
-        whole[field.key] = torch.as_tensor(entries[holder][name])
+        group = hyperparams.get(field.leaves[0], {}) if field.leaves else {}
+        if field.hyperparam in group:
+            whole[field.key] = torch.as_tensor(group[field.hyperparam], dtype=torch.float64)
     return shard_state(whole, like, src)
 
 
+def _path(key: Any, order: Sequence[str]) -> str:
+    if isinstance(key, int) and key >= len(order):
+        raise ValueError(f"load_state_dict: the state has a parameter number {key}, the tree {len(order)} leaves")
+    return order[key] if isinstance(key, int) else key
+
+
 def _by_path(saved: Mapping[str, Any], order: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    found = {}
-    for key, entry in saved["state"].items():
-        if isinstance(key, int) and key >= len(order):
-            raise ValueError(f"load_state_dict: the state has a parameter number {key}, the tree {len(order)} leaves")
-        found[order[key] if isinstance(key, int) else key] = entry
+    found = {_path(key, order): entry for key, entry in saved["state"].items()}
     if unknown := [path for path in found if path not in order]:
         raise ValueError(f"load_state_dict: the state has {unknown[0]!r}, which is no leaf of the tree: {order[:6]}")
     return found

@@ -126,15 +126,22 @@ class Layout:
         return {}
 
     @cached_property
+    def origin_rows(self) -> list[int]:
+        """The rows of what it was picked from that it has leaves of: those its own, flat rows are packed from."""
+        assert self.origin is not None
+        keep = set(self.numbers)
+        return sorted({s.row for s in self.origin.spans if s.leaf in keep})
+
+    @cached_property
     def runs(self) -> list[list[tuple[int, int, int]]]:
         """For each row, where its elements lie on this rank in what it was picked from: row, start, length."""
         assert self.origin is not None
         keep = set(self.numbers)
-        chosen = [s for s in self.origin.spans if s.leaf in keep]
-        found: dict[int, list[tuple[int, int, int]]] = {row: [] for row in dict.fromkeys(sorted(s.row for s in chosen))}
+        mine = [s for s in self.origin.mine if s.leaf in keep]
         if not self.flat:
-            return [[(s.row, 0, s.numel)] for s in self.origin.mine if s.leaf in keep]
-        for span in (s for s in self.origin.mine if s.leaf in keep):
+            return [[(s.row, 0, s.numel)] for s in mine]
+        found: dict[int, list[tuple[int, int, int]]] = {row: [] for row in self.origin_rows}
+        for span in mine:
             runs = found[span.row]
             if runs and sum(runs[-1][1:]) == span.start:
                 span = replace(span, start=runs[-1][1], numel=runs.pop()[2] + span.numel)
@@ -166,8 +173,18 @@ class Parts(ABC):
 
     @property
     @abstractmethod
+    def key(self) -> Any:
+        """What parts that go together have in common: equal if their layouts are."""
+
+    @property
+    @abstractmethod
     def tensors(self) -> tuple[Any, ...]:
-        """The rows."""
+        """The rows: packed copies, if it holds views."""
+
+    @property
+    def runs(self) -> list[list[Any]]:
+        """What each row is made of: views of what it was picked from, or the row itself."""
+        return [[row] for row in self.tensors]
 
 
 class Pieces(Parts):
@@ -194,11 +211,14 @@ class Pieces(Parts):
         return self._tensors
 
     @property
-    def runs(self) -> list[list[Tensor]]:
-        """What each row is made of: views of what it was picked from, or the row itself."""
-        if self._tensors is None:
-            return [list(runs) for runs in self._runs]
-        return [[row] for row in self._tensors]
+    def key(self) -> Any:
+        """Its layout."""
+        return self._layout
+
+    @property
+    def runs(self) -> list[list[Any]]:
+        """The views that make up each row, or the row."""
+        return [list(runs) for runs in self._runs] if self._tensors is None else super().runs
 
     def __repr__(self) -> str:
         held = ", ".join(f"{list(getattr(t, 'shape', ['?']))}" for t in self.tensors)
@@ -232,18 +252,7 @@ def typed(x: Any) -> Layout:
 
 def structure(x: Any) -> Any:
     """What trees that go together have in common: views are not packed for it."""
-    return x.layout if isinstance(x, Pieces) else tree.flatten(x)[1]
-
-
-def held(x: Any) -> list[Tensor]:
-    """The tensors a tree consists of, views not packed."""
-    tops = tree.tops(x, Parts)
-    rows = [t for top in tops for t in ([top] if isinstance(top, Tensor) else _unpacked(top))]
-    return rows
-
-
-def _unpacked(x: Parts) -> list[Tensor]:
-    return [run for runs in x.runs for run in runs] if isinstance(x, Pieces) else list(x.tensors)
+    return x.key if isinstance(x, Parts) else tree.flatten(x)[1]
 
 
 def pieces(x: Any, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
@@ -260,9 +269,8 @@ def pick(x: Any, layout: Layout) -> Pieces:
     if not layout.flat:
         return Pieces(layout, [rows[row] for ((row, _, _),) in layout.runs])
     views = [[rows[row][start : start + length] for row, start, length in runs] for runs in layout.runs]
-    dtypes = dict(zip((s.row for s in layout.spans), (layout.leaves[s.leaf].dtype for s in layout.spans), strict=True))
-    empty = [torch.empty(0, dtype=dtypes[i], device=rows[0].device) for i in range(len(views))]
-    return Pieces(layout, runs=[runs or [none] for runs, none in zip(views, empty, strict=True)])
+    none = [rows[row][:0] for row in layout.origin_rows]
+    return Pieces(layout, runs=[runs or [empty] for runs, empty in zip(views, none, strict=True)])
 
 
 def put(x: Any, part: Any, layout: Layout) -> Any:
@@ -285,7 +293,7 @@ def write(into: Any, x: Any) -> None:
 
 def aligned(*trees: Any) -> list[list[Tensor]]:
     """The elements of trees of one structure as lists of tensors of the same sizes, views of what each lies in."""
-    columns = [x.runs if isinstance(x, Pieces) else [[row] for row in tree.leaves(x)] for x in trees]
+    columns = [x.runs if isinstance(x, Parts) else [[row] for row in tree.leaves(x)] for x in trees]
     result: list[list[Tensor]] = [[] for _ in trees]
     for groups in zip(*columns, strict=True):
         finest = max(groups, key=len)

@@ -78,16 +78,34 @@ class Sharded(Parts, tree.Branch):
     intervals of all units end to end, padding (zeros) included. `x["blocks"][3]` is a subtree, still sharded.
     """
 
-    def __init__(self, view: View, tensors: Sequence[Any], life: tree.Life | None = None):
+    def __init__(
+        self,
+        view: View,
+        tensors: Sequence[Any],
+        life: tree.Life | None = None,
+        runs: Sequence[Sequence[Tensor]] | None = None,
+    ):
         self.view = view
         self._tensors = tuple(tensors)
         self._life = life or tree.Life()
+        self._runs = runs  # for each kind a view for every unit, instead of tensors
 
     @property
     def tensors(self) -> tuple[Any, ...]:
         """Its leaves, one for each kind of the view. DonatedError once they were given away."""
         self._life.check(type(self).__name__, "tensors")
-        return self._tensors
+        # not kept: what the views are of may be written to
+        return self._tensors if self._runs is None else tuple(torch.cat(list(runs)) for runs in self._runs)
+
+    @property
+    def key(self) -> Any:
+        """Its view."""
+        return self.view
+
+    @property
+    def runs(self) -> list[list[Any]]:
+        """The views that make up each of its tensors, or the tensor."""
+        return super().runs if self._runs is None else [list(runs) for runs in self._runs]
 
     def give_away(self) -> None:
         """End its life, and that of its subtrees: its tensors now belong to another value."""
@@ -117,6 +135,8 @@ class Sharded(Parts, tree.Branch):
     def piece(self, unit: int, kind: int) -> Tensor:
         """This rank's interval of one unit and kind, a view."""
         plan, axes, (begin, _) = self.plan, self.view.over, self.view.units
+        if self._runs is not None:
+            return self._runs[self.view.kinds.index(kind)][unit - begin]
         tensor = self.tensors[self.view.kinds.index(kind)]
         start = plan.offset(unit, kind, axes) - plan.offset(begin, kind, axes)
         return tensor[start : start + plan.length(unit, kind, axes)]
@@ -317,20 +337,20 @@ def cut(plan: Plan, full: Tensor, unit: int, kind: int) -> list[Tensor]:
 
 
 def refine(x: Sharded, over: Axes) -> Sharded:
-    """Cut a whole view further, over axes that extend its own: a copy, or `x` itself where nothing changes."""
+    """Cut a whole view further, over axes that extend its own: views of it, or `x` itself where nothing changes."""
     view = replace(x.view, over=over)
     if view == x.view:
         return x
     plan, extra = x.plan, over[len(x.view.over) :]
     index = comm.coordinate(plan.live_mesh(), extra)
 
-    def pieces(kind: int) -> Iterator[Tensor]:
+    def views(kind: int) -> Iterator[Tensor]:
         for unit in range(len(plan.units)):
             length = plan.length(unit, kind, over)
             begin = 0 if plan.kinds[kind].whole else index * length
             yield x.piece(unit, kind)[begin : begin + length]
 
-    return Sharded(view, [torch.cat(list(pieces(kind))) for kind in view.kinds])
+    return Sharded(view, [], runs=[list(views(kind)) for kind in view.kinds])
 
 
 def coarsen(x: Sharded, over: Axes, into: Sharded | None = None) -> Sharded:

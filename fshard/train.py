@@ -223,10 +223,10 @@ def _update(
     """New parameters and optimizer state: in place on copies, or on what was given away."""
     plan, trained = params.plan, params.trainable
     mine = refine(trained, plan.state_over)
-    result = tx.step(refine(grads, plan.state_over), opt_state, mine, skip, donate, own_grads=True)
-    # new containers: the old ones are emptied when they are given away
-    updated, new_state = tree.map(lambda x: x, result)
+    updated, new_state = tx.step(refine(grads, plan.state_over), opt_state, mine, skip, donate, own_grads=True)
     whole = coarsen(updated, plan.params_over, trained if donate else None)
+    # a new container: the old one is emptied when it is given away
+    new_state = tree.map(lambda x: x, new_state)
     held = {
         **dict(zip(params.view.kinds, params.tensors, strict=True)),
         **dict(zip(whole.view.kinds, whole.tensors, strict=True)),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import kernels, tree
-from .parts import global_norm, held, leaf_norms, scale_leaves_, scaled, structure
+from .parts import Parts, global_norm, leaf_norms, scale_leaves_, scaled, structure
 
 Schedule = Callable[[Tensor], Any]
 Number = float | Tensor
@@ -120,13 +120,17 @@ class Needs:
             raise ValueError(
                 f"optim.{self.name}: gradients and parameters differ: {structure(grads)} and {structure(params)}"
             )
-        given, own = held(grads), held(grads if params is None else params)
-        for number, (g, p) in enumerate(zip(given, own, strict=True)):
+        # the shapes of parts are those of their layouts
+        pairs = zip(tree.tops(grads, Parts), tree.tops(grads if params is None else params, Parts), strict=True)
+        for number, (g, p) in enumerate(pairs):
             if wrong := self._wrong(g, p):
-                path = tree.paths(tree.flatten(grads)[1])[number]
+                path = tree.paths_to(grads, Parts)[number][0]
                 raise ValueError(f"optim.{self.name}: the gradient of leaf {path!r} {wrong}")
 
-    def _wrong(self, g: Tensor, p: Tensor) -> str | None:
+    def _wrong(self, g: Any, p: Any) -> str | None:
+        if isinstance(g, Parts):
+            cut = self.real and any(run.is_complex() for runs in g.runs for run in runs[:1])
+            return "is complex, which this takes none of" if cut else None
         if g.shape != p.shape:
             return f"has shape {list(g.shape)}, the parameter {list(p.shape)}"
         if g.layout is not torch.strided and not self.sparse:

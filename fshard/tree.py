@@ -96,9 +96,17 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return unflatten(spec, [fn(*args) for args in zip(first, *others, strict=True)])
 
 
-def tops(tree: Any, kind: type) -> list[Any]:
-    """Every outermost node of one type, and the leaves that are in none."""
-    return optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, kind), namespace=_NAMESPACE)
+# What to stop at: nodes of one type, or those a predicate is true of.
+Stop = type | Callable[[Any], bool]
+
+
+def _is(stop: Stop) -> Callable[[Any], bool]:
+    return (lambda x: isinstance(x, stop)) if isinstance(stop, type) else stop
+
+
+def tops(tree: Any, stop: Stop) -> list[Any]:
+    """Every outermost node to stop at, and the leaves that are in none."""
+    return optree.tree_leaves(tree, is_leaf=_is(stop), namespace=_NAMESPACE)
 
 
 def nodes(tree: Any, kind: type) -> list[Any]:
@@ -106,21 +114,20 @@ def nodes(tree: Any, kind: type) -> list[Any]:
     return [x for x in tops(tree, kind) if isinstance(x, kind)]
 
 
-def paths_to(tree: Any, kind: type) -> list[tuple[str, Any]]:
-    """Every outermost node of one type, and the leaves that are in none, with their paths."""
-    found, spec = optree.tree_flatten(tree, is_leaf=lambda x: isinstance(x, kind), namespace=_NAMESPACE)
+def paths_to(tree: Any, stop: Stop) -> list[tuple[str, Any]]:
+    """Every outermost node to stop at, and the leaves that are in none, with their paths."""
+    found, spec = optree.tree_flatten(tree, is_leaf=_is(stop), namespace=_NAMESPACE)
     return list(zip(paths(spec), found, strict=True))
 
 
-def put_tops(tree: Any, kind: type, tops: Sequence[Any]) -> Any:
-    """The tree with others in the place of its outermost nodes of one type and the leaves that are in none."""
-    spec = optree.tree_structure(tree, is_leaf=lambda x: isinstance(x, kind), namespace=_NAMESPACE)
-    return unflatten(spec, tops)
+def put_tops(tree: Any, stop: Stop, tops: Sequence[Any]) -> Any:
+    """The tree with others in the place of its outermost nodes to stop at and the leaves that are in none."""
+    return unflatten(optree.tree_structure(tree, is_leaf=_is(stop), namespace=_NAMESPACE), tops)
 
 
-def map_tops(fn: Callable[..., Any], kind: type, tree: Any, *rest: Any) -> Any:
-    """`fn` over the outermost nodes of one type and the leaves that are in none; `rest` is read as far as there."""
-    return optree.tree_map(fn, tree, *rest, is_leaf=lambda x: isinstance(x, kind), namespace=_NAMESPACE)
+def map_tops(fn: Callable[..., Any], stop: Stop, tree: Any, *rest: Any) -> Any:
+    """`fn` over the outermost nodes to stop at and the leaves that are in none; `rest` is read as far as there."""
+    return optree.tree_map(fn, tree, *rest, is_leaf=_is(stop), namespace=_NAMESPACE)
 
 
 def register(cls: type, flatten: Callable[[Any], tuple[Any, Any]], unflatten: Callable[[Any, Any], Any]) -> None:

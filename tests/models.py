@@ -179,8 +179,10 @@ def same_bits(a: Any, b: Any) -> bool:
     return one == other and all(map(_same_tensor, xs, ys))
 
 
-def _same_tensor(x: Tensor, y: Tensor) -> bool:
-    if (x.dtype, x.shape) != (y.dtype, y.shape):
+def _same_tensor(x: Any, y: Any) -> bool:
+    if not isinstance(x, Tensor):
+        return bool(x == y)
+    if not isinstance(y, Tensor) or (x.dtype, x.shape) != (y.dtype, y.shape):
         return False
     return torch.equal(*(t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (x, y)))
 

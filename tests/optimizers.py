@@ -1,4 +1,4 @@
-"""The registry of transformations: a law that holds for all is tested over it, and a new one gets every law by one line."""
+"""The registry of transformations: a law that holds for all is tested over it; a new one gets every law by one line."""
 
 from collections.abc import Callable
 

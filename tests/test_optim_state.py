@@ -1,0 +1,360 @@
+"""Optimizer state in and out: whole, between partitions and numbers of ranks, and in torch.optim's format."""
+
+import copy
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.optim as to
+from models import WORLDS, rand, same_bits
+from optimizers import TRANSFORMS
+from torch import Tensor, nn
+from worlds import simulated
+
+import fshard
+from fshard import optim
+from fshard.optim import gather_state, load_state_dict, shard_state, state_dict
+
+Make = Callable[..., Any]
+over_all = pytest.mark.parametrize("name", TRANSFORMS)
+HOWS = ("sharded", "units", "flat", "leaf")
+SHAPES = {"w": (5, 3), "blocks": [{"a": (3, 4), "b": (5,)}, {"a": (2, 3, 2), "b": (1,)}], "s": (), "tail": (7,)}
+TXS = {name: make() for name, make in TRANSFORMS.items()}
+
+
+def tree_of(seed: int) -> Any:
+    """Matrices, vectors, a scalar, in float64."""
+    seeds = itertools.count(100 * seed)
+    return fshard.tree.map_tops(lambda shape: rand(*shape, seed=next(seeds)), tuple, SHAPES)
+
+
+START, *GRADS = (tree_of(i) for i in range(6))
+
+
+def parted(tx: Any, how: str, mesh: Any, start: Any = START) -> tuple[Any, Make]:
+    """A transformation over one of the partitions, and what places trees for it."""
+    block = 4 if tx is TXS["adamw_8bit"] else 1
+    if how in ("sharded", "units"):
+        plan = fshard.make_plan(start, mesh, units=["blocks.*"] if how == "sharded" else 12, block=block)
+        return tx, lambda x: fshard.shard_params(x, plan)
+    return (tx if how == "plain" else fshard.zero(tx, mesh, how, bucket=20, block=block)), lambda x: x
+
+
+def go(mesh: Any, tx: Any, how: str, steps: Any, start: Any = START, load: Make | None = None) -> tuple[Any, Any]:
+    """State and parameters after some steps; `load(state, params)` makes the first state of that of `init`."""
+    tx, place = parted(tx, how, mesh, start)
+    params = place(start)
+    state = load(tx.init(params), params) if load else tx.init(params)
+    for i in steps:
+        params, state = tx.step(place(GRADS[i]), state, params)
+    return state, params
+
+
+def went(mesh: Any, *args: Any) -> tuple[Any, Any]:
+    """The same, whole."""
+    state, params = go(mesh, *args)
+    return gather_state(state), fshard.gather_params(params)
+
+
+def alike(a: Any, b: Any, tolerance: float = 1e-11) -> None:
+    """Two trees of the same structure, dtypes and values."""
+    (xs, one), (ys, other) = fshard.tree.flatten(a), fshard.tree.flatten(b)
+    assert one == other
+    torch.testing.assert_close(xs, ys, rtol=tolerance, atol=tolerance)
+
+
+@over_all
+def test_a_whole_state_says_nothing_of_ranks(name):
+    """The same keys and values from every partition on every world."""
+    tx = TXS[name]
+    plain = went(None, tx, "plain", range(3))
+    for replicate, shard in ((1, 1), (1, 2), (1, 3), (2, 2)):
+        for how in HOWS[:: 2 if shard == 1 else 1]:
+            for found in simulated(went, tx, how, range(3), replicate=replicate, shard=shard):
+                alike(found, plain)
+
+
+@over_all
+def test_training_goes_on_elsewhere(name):
+    """The very bits in another partition and on another number of ranks; then as if nothing had been moved."""
+    tx, moved = TXS[name], ({}, START)
+
+    def load(state: Any, params: Any) -> Any:
+        loaded = shard_state(moved[0], state) if moved[0] else state
+        assert same_bits(gather_state(loaded), moved[0] or gather_state(state))
+        return loaded
+
+    ways = [("3", "sharded"), ("2", "flat"), ("2x2", "leaf"), ("3", "units"), ("2x2", "flat")]
+    for i, (world, how) in enumerate(ways):
+        replicate, shard = WORLDS[world]
+        found = simulated(went, tx, how, [i], moved[1], load, replicate=replicate, shard=shard)
+        assert all(same_bits(other, found[0]) for other in found)
+        moved = found[0]
+        alike(moved, went(None, tx, "plain", range(i + 1)))
+    alike(went(None, tx, "plain", [], moved[1], load), moved)
+
+
+def odd_states(mesh: Any) -> list[dict[str, Tensor]]:
+    """Whole states of a tree with leaves of every kind, with moments in the leaves' dtypes and in float32."""
+    w = rand(5, 3, seed=1)
+    more = {"c": torch.complex(w, w), "e": rand(0, 2, seed=4), "n": torch.tensor([1]), "frozen": w[0], "whole": w[:2]}
+    params, found = {"w": w, "h": rand(7, seed=5).bfloat16(), **more, "tied": w}, []
+    for units, cast in itertools.product((None, 4), (Tensor.clone, lambda x: x.float() if len(x.shape) else x)):
+        plan = fshard.make_plan(params, mesh, units=units, frozen="frozen", whole="whole")
+        sharded = fshard.shard_params(params, plan)
+        like = fshard.tree.map(
+            lambda x, cast=cast: x if x.is_complex() else cast(x), optim.adam(0.1).init(sharded.trainable)
+        )
+        whole = {key: torch.full_like(x, x.numel() + 0.5) for key, x in gather_state(like).items()}
+        state = shard_state(whole, like)
+        assert same_bits(gather_state(state), whole)
+        assert same_bits(gather_state(load_state_dict(state_dict(state, sharded), like, sharded)), whole)
+        found.append(whole)
+    return found
+
+
+def test_leaves_of_every_kind():
+    """Frozen and integer leaves have no state, tied ones one, others theirs in its dtype; the same on any world."""
+    first = simulated(odd_states, shard=1)[0]
+    assert list(first[0]) == ["count", *(f"{m}.{leaf}" for m in ("mu", "nu") for leaf in ["w", "h", "c", "e", "whole"])]
+    assert [whole["mu.h"].dtype for whole in first] == [torch.bfloat16, torch.float32] * 2
+    for replicate, shard in ((1, 3), (2, 2)):
+        assert all(same_bits(found, first) for found in simulated(odd_states, replicate=replicate, shard=shard))
+
+
+def on_one(mesh: Any, name: str) -> None:
+    """Every rank in turn has the whole state, and gives it back to all."""
+    me, tx = mesh.get_rank(), TXS[name]
+    for how in HOWS:
+        (state, params), (before, _) = go(mesh, tx, how, [0]), go(mesh, tx, how, [])
+        everywhere, saved = gather_state(state), state_dict(state, params, "index")
+        for rank in range(mesh.size()):
+            whole = gather_state(state, rank)
+            assert same_bits(whole, everywhere if me == rank else {})
+            assert all(x.device.type == "cpu" for x in whole.values())
+            assert same_bits(shard_state(whole, before, src=rank), state)
+            mine = state_dict(state, params, "index", rank)
+            assert same_bits(mine, saved if me == rank else {})
+            assert same_bits(load_state_dict(mine, before, params, src=rank), state)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "from_torch-Adafactor"])
+def test_one_rank_alone_has_it(name):
+    """On a line of ranks and on a mesh of two axes."""
+    for replicate, shard in ((1, 3), (2, 2)):
+        simulated(on_one, name, replicate=replicate, shard=shard)
+
+
+def test_a_state_of_numbers_alone_is_not_lost():
+    """The rank that asks has it, though nothing in it is cut."""
+    for rank in range(2):
+        found = simulated(lambda mesh, rank=rank: gather_state(go(mesh, optim.sgd(0.1), "sharded", [0])[0], rank))
+        assert found[rank] == {"count": torch.tensor(1.0)}
+
+
+def messages(mesh: Any, name: str, how: str, rank: int | None) -> tuple[Any, list[int]]:
+    """The whole state, and the bytes of each message on its way."""
+    state, _ = go(mesh, TXS[name], how, [0])
+    with fshard.tally() as records:
+        whole = gather_state(state, rank)
+    return whole, [r.nbytes for r in records.select("all_to_all", "optimizer state")]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_few_leaves_travel_at_a_time(monkeypatch, how, rank):
+    """Small chunks bound what is on its way, and change nothing."""
+    for name in ("adamw", "by_label"):
+        expected = simulated(messages, name, how, rank, shard=3)
+        with monkeypatch.context() as patch:
+            patch.setattr(fshard.optim_state, "_CHUNK", 6)
+            found = simulated(messages, name, how, rank, shard=3)
+        for (whole, sizes), (other, others) in zip(found, expected, strict=True):
+            assert same_bits(whole, other)
+            assert max(sizes) <= 8 * (5 + 15) * (2 if rank is None else 1)
+            assert sum(sizes) == sum(others)
+            assert len(sizes) > len(others)
+
+
+def test_what_is_saved_is_a_copy():
+    """A state that is given away, or trained on by torch, changes nothing that was read from it, and the reverse."""
+
+    def law(mesh: Any, how: str) -> None:
+        tx, place = parted(optim.adamw(0.1), how, mesh)
+        state, params = go(mesh, optim.adamw(0.1), how, [0])
+        whole, saved = gather_state(state), state_dict(state, params, "index", groups=[{"lr": 0.1}])
+        kept, optimizer = copy.deepcopy((whole, saved)), torchs(lambda xs: to.AdamW(xs, 0.1))
+        given, again = shard_state(whole, state), load_state_dict(saved, state, params)
+        for old in (state, given, again):
+            tx.step(place(GRADS[0]), old, place(START), donate=True)
+        assert same_bits((whole, saved), kept)
+        optimizer.load_state_dict({**saved, "param_groups": optimizer.state_dict()["param_groups"]})
+        torch_steps(optimizer, range(1))
+        assert same_bits(whole, kept[0])
+
+    for how in ("plain", *HOWS):
+        simulated(law, how, shard=1)
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """torch's optimizers keep their scalars in the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def in_two(leaves: list[Any], **rest: float) -> list[dict[str, Any]]:
+    """Matrices and the rest, as torch's parameter groups."""
+    return [{"params": [x for x in leaves if x.ndim > 1]}, {"params": [x for x in leaves if x.ndim < 2], **rest}]
+
+
+def by_kind(matrix: Any, rest: Any) -> Any:
+    """The same, as labels."""
+    return optim.by_label({"matrix": matrix, "rest": rest}, lambda path, x: "matrix" if x.ndim > 1 else "rest")
+
+
+# Ours, and what makes torch's optimizer of leaves.
+CLASSES: dict[str, tuple[optim.Transform, Make]] = {
+    "AdamW": (optim.adamw(0.1, weight_decay=0.1), lambda xs: to.AdamW(xs, 0.1, weight_decay=0.1)),
+    "amsgrad": (optim.amsgrad(0.1), lambda xs: to.Adam(xs, 0.1, amsgrad=True)),
+    "SGD": (optim.sgd(0.1, 0.9), lambda xs: to.SGD(xs, 0.1, 0.9)),
+    "SGD-bare": (optim.sgd(0.1), lambda xs: to.SGD(xs, 0.1)),
+    "NAdam": (optim.nadam(0.1), lambda xs: to.NAdam(xs, 0.1)),
+    "Adagrad": (optim.adagrad(0.1, lr_decay=0.1), lambda xs: to.Adagrad(xs, 0.1, 0.1)),
+    "RMSprop": (
+        optim.rmsprop(0.1, momentum=0.9, centered=True),
+        lambda xs: to.RMSprop(xs, 0.1, 0.99, 1e-8, 0, 0.9, True),
+    ),
+    "Adafactor": (optim.adafactor(0.1), lambda xs: to.Adafactor(xs, 0.1)),
+    "from_torch": (optim.from_torch(to.RAdam, lr=0.1), lambda xs: to.RAdam(xs, 0.1)),
+    "chain": (optim.chain(optim.clip(9.0), optim.adamw(0.1)), lambda xs: to.AdamW(xs, 0.1)),
+    "groups": (by_kind(optim.adamw(0.1), optim.adamw(0.02)), lambda xs: to.AdamW(in_two(xs, lr=0.02), 0.1)),
+    "groups-bare": (by_kind(optim.sgd(0.1, 0.9), optim.sgd(0.1)), lambda xs: to.SGD(in_two(xs, momentum=0), 0.1, 0.9)),
+}
+over_classes = pytest.mark.parametrize("name", CLASSES)
+
+
+def torchs(make: Make, start: Any = START) -> Any:
+    """A torch optimizer whose `leaves` are parameters."""
+    leaves = [nn.Parameter(x.clone()) for x in fshard.tree.leaves(start)]
+    optimizer = make(leaves)
+    optimizer.leaves = leaves
+    return optimizer
+
+
+def torch_steps(optimizer: Any, steps: range) -> list[Tensor]:
+    """The parameters after a torch optimizer's steps."""
+    for i in steps:
+        for leaf, g in zip(optimizer.leaves, fshard.tree.leaves(GRADS[i]), strict=True):
+            leaf.grad = g.clone()
+        optimizer.step()
+    return [leaf.detach().clone() for leaf in optimizer.leaves]
+
+
+def in_torchs_format(mesh: Any, tx: Any, how: str, groups: list[dict[str, Any]]) -> tuple[Any, Any]:
+    """Whole parameters after three steps, and the state."""
+    state, params = go(mesh, tx, how, range(3))
+    return fshard.gather_params(params), state_dict(state, params, "index", groups=groups)
+
+
+@over_classes
+def test_torch_goes_on_with_ours(double, name):
+    """A class of torch.optim loads what we saved, with its groups, and trains on as we do."""
+    tx, make = CLASSES[name]
+    groups = [{key: x for key, x in group.items() if key != "params"} for group in torchs(make).param_groups]
+    want = fshard.tree.leaves(went(None, tx, "plain", range(5))[1])
+    for how in HOWS:
+        params, saved = simulated(in_torchs_format, tx, how, groups, shard=3)[0]
+        optimizer = torchs(make, params)
+        optimizer.load_state_dict(saved)
+        alike(torch_steps(optimizer, range(3, 5)), want, 1e-12)
+
+
+@over_classes
+def test_we_go_on_with_torchs(double, name):
+    """We load what a class of torch.optim saved, also of leaves in another order, and train on as it does."""
+    tx, make = CLASSES[name]
+    backward = None if "groups" in name else ["tail", "s", "blocks.1.b", "blocks.1.a", "blocks.0.b", "blocks.0.a", "w"]
+    optimizer = torchs(lambda xs: make(xs[::-1] if backward else xs))
+    start = fshard.tree.unflatten(fshard.tree.flatten(START)[1], torch_steps(optimizer, range(3)))
+    saved = copy.deepcopy(optimizer.state_dict())
+    want = torch_steps(optimizer, range(3, 5))
+    for how in HOWS:
+        load = functools.partial(load_state_dict, saved, order=backward)
+        for _, params in simulated(went, tx, how, range(3, 5), start, load, shard=3):
+            alike(fshard.tree.leaves(params), want, 1e-12)
+
+
+@over_all
+def test_torchs_format_keeps_a_state(name):
+    """Read back, by path and by index, it is the same."""
+
+    def law(mesh: Any, how: str, key: str) -> None:
+        (state, params), (like, _) = go(mesh, TXS[name], how, range(5)), go(mesh, TXS[name], how, [])
+        back = load_state_dict(state_dict(state, params, key), like, params)
+        assert same_bits(gather_state(back), gather_state(state))
+
+    for how, key in (("sharded", "path"), ("leaf", "index")):
+        simulated(law, how, key)
+
+
+@pytest.mark.parametrize("how", ["plain", *HOWS[1:]])
+def test_leaves_may_have_any_name(how):
+    """That of a field, or a number: each has its own state, in one group."""
+    params = {"count": rand(2, seed=1), "mu": {"w": rand(3, seed=2)}, "w": rand(3, seed=3), "1": rand(2, seed=4)}
+
+    def law(mesh: Any) -> None:
+        tx, place = parted(optim.chain(optim.clip(1.0), optim.adamw(0.1)), how, mesh, params)
+        placed = place(params)
+        state = tx.init(placed)
+        saved = state_dict(tx.step(placed, state, placed)[1], placed)
+        assert [group["params"] for group in saved["param_groups"]] == [["count", "mu.w", "w", "1"]]
+        assert all(set(entry) == {"step", "exp_avg", "exp_avg_sq"} for entry in saved["state"].values())
+        alike(
+            [saved["state"][path]["exp_avg"] for path in ("mu.w", "w")],
+            [0.1 * x for x in (params["mu"]["w"], params["w"])],
+        )
+
+    simulated(law)
+
+
+def test_errors():
+    """The sentence, and the leaf it names."""
+    tx = optim.adamw(0.1)
+    state = tx.init(START)
+    whole, saved = gather_state(state), state_dict(state, START)
+    entries, w = saved["state"], {"step": torch.tensor(1.0)}
+    for call, words in (
+        (
+            lambda: shard_state({"count": whole["count"]}, state),
+            "shard_state: the state lacks 'mu.w'; it has ['count'] and so on",
+        ),
+        (
+            lambda: shard_state({**whole, "nu.s": whole["nu.w"]}, state),
+            "shard_state: 'nu.s': expected shape [], got [5, 3]",
+        ),
+        (
+            lambda: load_state_dict({"state": {**entries, "x": w}}, state, START),
+            "the state has 'x', which is no leaf of the tree: ['w', ",
+        ),
+        (
+            lambda: load_state_dict({"state": {7: w}}, state, START),
+            "the state has a parameter number 7, the tree 7 leaves",
+        ),
+        (
+            lambda: load_state_dict({"state": {**entries, "w": w}}, state, START),
+            "leaf 'w': expected 'exp_avg' in its state, there is 'step'",
+        ),
+        (
+            lambda: load_state_dict({"state": {"w": entries["w"]}}, state, START),
+            "leaf 'blocks.0.a': expected 'exp_avg' in its state, there is nothing",
+        ),
+        (lambda: state_dict(state, START, "name"), "state_dict: key='name': expected 'path' or 'index'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call()
