@@ -6,8 +6,6 @@ A row of `CASES` is a transformation and a function that gives its authority's d
 
 import functools
 import itertools
-import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -379,9 +377,8 @@ def test_every_transformation_has_a_row():
     assert {f"from_torch-{name}" for name in classes - {"Optimizer", "LBFGS", "SparseAdam"}} <= families
 
 
-def test_torchopt_is_taken(monkeypatch):
+def test_torchopt_is_taken():
     """TorchOpt's Adam, as it comes, over sharded parameters and in ZeRO."""
-    monkeypatch.setitem(sys.modules, "graphviz", types.SimpleNamespace(Digraph=None))  # it draws with it, no more
     adam, want = pytest.importorskip("torchopt").adam(0.1), by_torch(to.Adam, lr=0.1)()
     with default_dtype(torch.float64):  # of what it computes from the number of updates
         results = simulated(through, adam, ["update", "step"], START, GRADS, replicate=2, shard=3)
