@@ -5,9 +5,10 @@ from .collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_s
 from .comm import MismatchError, tally
 from .data import join_batches
 from .grad import Mean, Sum, Unreduced, reduce_grads, value, value_and_grad
-from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, select
+from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, nonfinite_leaves, select
 from .parts import global_norm
 from .plan import Plan, make_plan
+from .precision import Policy
 from .shard import Sharded, gather_params, shard_params
 from .train import TrainState, init_state, train_step
 from .tree import DonatedError
@@ -22,6 +23,7 @@ __all__ = [
     "MismatchError",
     "NoLossScale",
     "Plan",
+    "Policy",
     "Sharded",
     "StaticLossScale",
     "Sum",
@@ -39,6 +41,7 @@ __all__ = [
     "join_batches",
     "loss_scale",
     "make_plan",
+    "nonfinite_leaves",
     "optim",
     "reduce_grads",
     "reduce_scatter",

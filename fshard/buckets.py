@@ -14,7 +14,7 @@ from .comm import Axes, Mesh
 from .owners import ZeroState, check_zero_state, leaves_of
 from .plan import Plan, Slot, make_plan
 from .shard import Sharded, cut, intervals, local_numel, pack, whole_view
-from .transform import Transform
+from .transform import FoundInf, Transform
 
 _LARGE = 1 << 16  # elements of a leaf from which it is better read where it lies than copied next to others
 
@@ -103,7 +103,7 @@ def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]
 
 def _whole_part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool) -> Sharded:
     """This rank's part of the gradients, all of it."""
-    part = _empty(plan, _device(leaves))
+    part = _empty(plan, _device(plan, leaves))
     for pending in _grads_part(plan, leaves, local, part).values():
         pending.wait()
     return part
@@ -154,7 +154,7 @@ def flat_update(
     part = _whole_part(plan, given, local)
     mine = None if params is None else _part(plan, _by_slot(plan, params, "parameters"))
     updates, inner = tx.update(part, state.inner, mine, **extra)
-    buckets = _Buckets(plan, _device(given))
+    buckets = _Buckets(plan, _device(plan, given))
     buckets.gather({place: updates.piece(*place) for place in _places(plan)})
     found = buckets.leaves()
     return tree.unflatten(plan.spec, [found.get(slot) for slot in plan.slots]), ZeroState(inner, plan)
@@ -166,7 +166,7 @@ def flat_step(
     grads: Any,
     state: ZeroState,
     params: Any,
-    found_inf: Tensor | None = None,
+    found_inf: FoundInf | None = None,
     donate: bool = False,
     **extra: Any,
 ) -> tuple[Any, ZeroState]:
@@ -174,7 +174,7 @@ def flat_step(
     check_zero_state(state, Plan)
     plan, inner = state.parting, state.inner if donate else tree.map(torch.clone, state.inner)
     old, given = _by_slot(plan, params, "parameters"), _by_slot(plan, grads, "gradients")
-    buckets = _Buckets(plan, _device(old), old if donate else None)
+    buckets = _Buckets(plan, _device(plan, old), old if donate else None)
     if tx.elementwise:
         inner = _step_by_bucket(tx, plan, given, local, inner, old, buckets, found_inf, extra)
     else:
@@ -186,8 +186,9 @@ def flat_step(
     return tree.unflatten(plan.spec, [found[slot] for slot in plan.slots]), ZeroState(inner, plan)
 
 
-def _device(leaves: Mapping[Slot, Any]) -> torch.device:
-    return next(leaf.device for leaf in leaves.values() if isinstance(leaf, Tensor))
+def _device(plan: Plan, leaves: Mapping[Slot, Any]) -> torch.device:
+    found = (leaf.device for leaf in leaves.values() if isinstance(leaf, Tensor))
+    return next(found, comm.mesh_device(plan.live_mesh()))
 
 
 def _step_by_bucket(
@@ -198,7 +199,7 @@ def _step_by_bucket(
     inner: Any,
     old: Mapping[Slot, Tensor],
     buckets: _Buckets,
-    found_inf: Tensor | None,
+    found_inf: FoundInf | None,
     extra: Mapping[str, Any],
 ) -> Any:
     """Update a bucket, start to gather it, update the next; the state's trees are updated in place."""

@@ -232,10 +232,21 @@ def _call(kind: str, x: Tensor, ranks: Ranks, label: str, more: str = "") -> str
     return f"{kind}({dtype}{list(x.shape)}, axis={ranks.axis!r}{more}){unit}"
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of a dtype are taken in: float32 for narrower ones."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
 def _fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
     combine = _COMBINE[op]
     if len(parts) == 1:
         return out.copy_(parts[0])
+    if op == "sum" and (parts[0].dtype != out.dtype or sum_dtype(out.dtype) != out.dtype):
+        exact = out.dtype == sum_dtype(parts[0].dtype)
+        total = out.copy_(parts[0]) if exact else parts[0].to(sum_dtype(parts[0].dtype))
+        for part in parts[1:]:
+            combine(total, part.to(total.dtype), out=total)
+        return total if exact else out.copy_(total)
     combine(parts[0], parts[1], out=out)
     for part in parts[2:]:
         combine(out, part, out=out)
@@ -280,8 +291,9 @@ def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str,
     parts = _parts(x, ranks)
     result = torch.empty_like(parts[0]) if out is None else out
     if fast and ranks.built_in is not None:
-        work = dist.reduce_scatter_tensor(result, x, group=ranks.built_in, async_op=True)
-        return Pending(Works([work], []), lambda _: result)
+        summed = result if result.dtype == x.dtype else torch.empty_like(parts[0])
+        work = dist.reduce_scatter_tensor(summed, x, group=ranks.built_in, async_op=True)
+        return Pending(Works([work], []), lambda _: result if summed is result else result.copy_(summed))
     exchange = ranks.exchange(parts, [None] * ranks.size, _call(kind, x, ranks, label))
     return Pending(exchange, lambda received: _fold(received, "sum", result))
 
@@ -305,7 +317,8 @@ def all_reduce(
 ) -> Pending:
     """(...) on each rank -> (...) on all: the sum (or max, min) over ranks.
 
-    Sends 2 (W - 1) / W of the tensor: a reduce-scatter, then an all-gather; (W - 1) times it where it is small.
+    Sends 2 (W - 1) / W of the tensor: a reduce-scatter, then an all-gather; (W - 1) times it where it is small. `out`
+    may be of a wider dtype; the sum is then gathered in that.
     """
     if op not in _COMBINE:
         raise ValueError(f"all_reduce knows op={', '.join(map(repr, _COMBINE))}, not {op!r}")
@@ -313,7 +326,7 @@ def all_reduce(
     result = torch.empty_like(x) if out is None else out
     # between two ranks, sending everything is no more than sending both halves of the way
     direct = op != "sum" or x.numel() % size != 0 or x.nbytes <= _SMALL or size <= 2
-    _note("all_reduce", ranks, label, (size - 1) * (x.nbytes if direct else 2 * x.nbytes // size))
+    _note("all_reduce", ranks, label, (size - 1) * (x.nbytes if direct else (x.nbytes + result.nbytes) // size))
     if fast and ranks.built_in is not None and op == "sum":
         work = dist.all_reduce(result.copy_(x), group=ranks.built_in, async_op=True)
         return Pending(Works([work], []), lambda _: result)
@@ -413,13 +426,19 @@ def gather_over(
 def reduce_over(
     x: Tensor, mesh: Mesh, axes: Axes, rest: Axes, label: str = "", out: Tensor | None = None, *, fast: bool = False
 ) -> Pending:
-    """Reduce-scatter over `axes`, then all-reduce over `rest`: the transpose of gathering over `axes` on all ranks."""
+    """Reduce-scatter over `axes`, then all-reduce over `rest`: the transpose of gathering over `axes` on all ranks.
+
+    What was summed once travels on as wide as it was summed.
+    """
     last = len(axes) + len(rest) == 1
     if axes:
-        pending = reduce_scatter(x, along(mesh, axes[0]), label, out if last else None, fast=fast)
+        ranks = along(mesh, axes[0])
+        into = out if last else x.new_empty(x.numel() // ranks.size, dtype=sum_dtype(x.dtype))
+        pending = reduce_scatter(x, ranks, label, into, fast=fast)
         axes = axes[1:]
     elif rest:
-        pending = all_reduce(x, along(mesh, rest[0]), label, out if last else None, fast=fast)
+        into = out if last else torch.empty_like(x, dtype=sum_dtype(x.dtype))
+        pending = all_reduce(x, along(mesh, rest[0]), label, into, fast=fast)
         rest = rest[1:]
     else:
         return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))

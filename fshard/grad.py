@@ -120,10 +120,10 @@ def run(
     `divisor` is by default this loss's own: its count over all ranks.
     """
     _check_eager()
-    tape = Tape(params, into)
+    tape, policy = Tape(params, into), params.plan.policy
     try:
         with torch.enable_grad(), tape.forward() as view:
-            out = loss_fn(view, *args)
+            out = policy.cast(loss_fn(view, *policy.inputs(args)), "output")
         del view
         total, outcome = _outcome(out, has_aux, params.plan.live_mesh())
         if not total.requires_grad:
@@ -150,10 +150,10 @@ def _check_eager() -> None:
 def empty_grads(params: Sharded, over: comm.Axes) -> Sharded:
     """Room for the gradients of a whole tree, cut over some axes."""
     plan, trained, axes = params.plan, params.trainable, params.plan.rest(())
-    tensors = [
-        comm.buffer(plan.live_mesh(), axes, local_numel(plan, kind, over), like, lent=False)
-        for kind, like in zip(trained.view.kinds, trained.tensors, strict=True)
-    ]
+    tensors = []
+    for kind, row in zip(trained.view.kinds, trained.tensors, strict=True):
+        like = row.new_empty(0, dtype=plan.kinds[kind].precision.grads)
+        tensors.append(comm.buffer(plan.live_mesh(), axes, local_numel(plan, kind, over), like, lent=False))
     return Sharded(whole_view(plan, over, trained.view.kinds), tensors)
 
 
@@ -214,10 +214,10 @@ def value(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., A
     """
 
     def fn(params: Any, *args: Any) -> Any:
-        tape = Tape(check_sharded(params))
+        tape, policy = Tape(check_sharded(params)), params.plan.policy
         try:
             with torch.no_grad(), tape.forward() as view:
-                out = loss_fn(view, *args)
+                out = policy.cast(loss_fn(view, *policy.inputs(args)), "output")
             del view
         finally:
             tape.close()

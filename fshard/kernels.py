@@ -108,6 +108,9 @@ class ScheduleFree(NamedTuple):
     c2: Number
 
 
+_HALF_OR_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The real dtype, float32 or float64, that numbers which multiply a tensor of this dtype are kept in."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
@@ -291,6 +294,31 @@ def adam_(
         amsgrad=len(moments) > 2,
         maximize=False,
     )
+
+
+def unscaled(g: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """A gradient times a 0-d factor (float64), and whether it is not finite (float32, 0-d, 1 or 0)."""
+    return g * inverse.to(wide(g.dtype)), (~torch.isfinite(g).all()).float()
+
+
+def unscale_(rows: Sequence[Tensor], inverse: Tensor) -> Tensor:
+    """`unscaled` on a list, in place and in one pass; returns whether any is not finite."""
+    found = torch.zeros(1, device=inverse.device)
+    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for row in rows:
+        if row.dtype in _HALF_OR_SINGLE and row.layout is torch.strided:
+            lists.setdefault((row.device, row.dtype), []).append(row)
+        elif row.numel():
+            new, bad = unscaled(row, inverse.to(row.device))
+            row.copy_(new)
+            found = torch.maximum(found, bad.to(found.device))
+    for (device, _), some in lists.items():
+        one = torch.zeros(1, device=device)
+        # Private: what torch.amp.GradScaler calls; nothing public reads and writes in one pass (test_loss_scale.py
+        # notices when it goes)
+        torch._amp_foreach_non_finite_check_and_unscale_(some, one, inverse.to(device, torch.float32))
+        found = torch.maximum(found, one.to(found.device))
+    return found.squeeze(0)
 
 
 def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:

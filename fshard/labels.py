@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import tree
 from .parts import Layout, Leaf, layout_of, pick, put, write
-from .transform import Needs, Transform, as_transform, checked, identity
+from .transform import FoundInf, Needs, Transform, as_transform, checked, identity
 
 # A function of a leaf's path and of an empty tensor of its shape and dtype; or a tree of labels, for leaves or for
 # whole subtrees, whose keys may be patterns ("blocks.*.bias"): the first that fits a leaf is its label.
@@ -56,17 +56,17 @@ def by_label(transforms: Mapping[Any, Any], labels: Labels) -> Transform:
         return updates, LabelState(inner, state.layouts)
 
     def fused(
-        grads: Any, state: LabelState, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
+        grads: Any, state: LabelState, params: Any, found_inf: FoundInf | None, donate: bool, **extra: Any
     ) -> tuple[Any, LabelState]:
         params, states = (params, state.inner) if donate else tree.map(torch.clone, (params, state.inner))
         inner = {}
         for label, part in _layouts(state, txs):
-            own = pick(params, part)
-            new, inner[label] = txs[label].step(pick(grads, part), states[label], own, found_inf, donate=True, **extra)
+            own, skip = pick(params, part), _of_label(found_inf, label)
+            new, inner[label] = txs[label].step(pick(grads, part), states[label], own, skip, donate=True, **extra)
             write(own, new)
         return params, LabelState(inner, state.layouts)
 
-    return checked(Transform(init, update, fused), Needs("by_label", LabelState))
+    return checked(Transform(init, update, fused, labelled=True), Needs("by_label", LabelState))
 
 
 def masked(tx: Any, mask: Labels) -> Transform:
@@ -87,7 +87,7 @@ def _split(layout: Layout, transforms: Mapping[Any, Any], labels: Labels) -> dic
     found: dict[Any, list[int]] = {}
     for number in layout.numbers:
         leaf = layout.leaves[number]
-        label = _label(leaf, labels)
+        label = label_of(leaf, labels)
         if label not in transforms:
             raise ValueError(
                 f"by_label: leaf {leaf.path!r} has the label {label!r}, but there are transformations only for "
@@ -97,7 +97,8 @@ def _split(layout: Layout, transforms: Mapping[Any, Any], labels: Labels) -> dic
     return {label: layout.pick(found[label]) for label in transforms if label in found}
 
 
-def _label(leaf: Leaf, labels: Labels) -> Any:
+def label_of(leaf: Leaf, labels: Labels) -> Any:
+    """A leaf's label. ValueError if there is none."""
     if callable(labels):
         return labels(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
     path = leaf.path.split(".") if leaf.path else []
@@ -109,6 +110,14 @@ def _label(leaf: Leaf, labels: Labels) -> Any:
         f"by_label: the labels miss the leaf {leaf.path!r}: they are for {', '.join(map(repr, tree.paths(spec)))}. "
         'A last key "**" is for all the rest.'
     )
+
+
+def _of_label(found_inf: FoundInf | None, label: Any) -> Tensor | None:
+    if not isinstance(found_inf, Mapping):
+        return found_inf
+    if label not in found_inf:
+        raise ValueError(f"optim.by_label: found_inf is for {', '.join(map(repr, found_inf))}, not for {label!r}")
+    return found_inf[label]
 
 
 def _layouts(state: LabelState, transforms: Mapping[Any, Any]) -> tuple[tuple[Any, Layout], ...]:

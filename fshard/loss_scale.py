@@ -7,14 +7,18 @@ Mixed precision training (2018); the dynamic rule is torch.amp.GradScaler's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import comm, kernels, tree
-from .shard import Sharded
+from .labels import Labels, label_of
+from .parts import Parts, layout_of, leaf_norms
+from .transform import FoundInf, any_found
 
 
 class _Scale(Tensor):
@@ -33,17 +37,63 @@ def _as_scale(scale: Any) -> Tensor:
     plain = scale.as_subclass(Tensor) if isinstance(scale, Tensor) else torch.tensor(float(scale))
     if plain.dim():
         raise ValueError(f"a loss scale is a number or a 0-d tensor, got a tensor of shape {tuple(plain.shape)}")
-    return plain
+    if not isinstance(scale, Tensor) and not 0 < scale < math.inf:
+        raise ValueError(f"a loss scale is a finite number above 0, got {scale}")
+    return plain.float()
 
 
-def _unscale(grads: Any, scale: Tensor) -> tuple[Any, Tensor]:
-    inverse = scale.double().reciprocal()
-    leaves = tree.leaves(grads)
-    finite = [torch.isfinite(g).all() for g in leaves]
-    found = 1 - torch.stack(finite).all().float() if finite else torch.zeros(())
-    for part in tree.nodes(grads, Sharded)[:1]:
-        found = comm.total(found, part.plan.live_mesh(), op="max", label="found_inf")
-    return tree.map(lambda g: g * inverse.to(g.device, torch.promote_types(g.dtype, torch.float32)), grads), found
+def _unscale(grads: Any, scale: Tensor, own: bool, labels: Labels) -> tuple[Any, FoundInf]:
+    _check_grads(grads)
+    by_label = None if labels is None else _found_by_label(grads, labels)
+    sparse = any(row.layout is torch.sparse_coo for row in tree.leaves(grads))
+    if not own or sparse:
+        grads = tree.map(_copy, grads)
+    rows = [row.values() if row.layout is torch.sparse_coo else row for row in tree.leaves(grads)]
+    found = kernels.unscale_(rows, scale.double().reciprocal())
+    if not own and not torch.compiler.is_compiling():
+        for row in tree.leaves(grads):
+            row.unscaled = True
+    if by_label is not None:
+        return grads, by_label
+    mesh = next((part.layout.mesh for part in tree.nodes(grads, Parts) if part.layout.mesh is not None), None)
+    return grads, comm.total(found, mesh, op="max", label="found_inf")
+
+
+def _copy(row: Tensor) -> Tensor:
+    return row.coalesce().clone() if row.layout is torch.sparse_coo else row.clone()
+
+
+def _check_grads(grads: Any) -> None:
+    for path, row in tree.paths_to(grads, lambda x: False):
+        if not isinstance(row, Tensor) or not (row.is_floating_point() or row.is_complex()):
+            got = row.dtype if isinstance(row, Tensor) else type(row).__name__
+            raise TypeError(f"unscale: leaf {path!r}: expected a gradient, a floating tensor, got {got}")
+        if hasattr(row, "unscaled"):
+            raise ValueError(f"unscale: leaf {path!r} was unscaled already: use what unscale gave the first time")
+
+
+def _found_by_label(grads: Any, labels: Labels) -> dict[Any, Tensor]:
+    """For each label whether its leaves are finite on all ranks: one collective."""
+    layout, bad = layout_of(grads), (~leaf_norms(grads, math.inf).isfinite()).float()
+    found: dict[Any, list[int]] = {}
+    for number in layout.numbers:
+        found.setdefault(label_of(layout.leaves[number], labels), []).append(number)
+    return {label: bad[numbers].amax() for label, numbers in found.items()}
+
+
+def nonfinite_leaves(x: Any) -> list[str]:
+    """The paths of leaves that are not finite on some rank, the same on all: one collective, and it reads the device.
+
+    >>> nonfinite_leaves({"a": torch.tensor([1.0, torch.inf]), "b": torch.ones(2)})
+    ['a']
+    """
+    found = list[str]()
+    for path, node in tree.paths_to(x, Parts):
+        layout = layout_of(node)
+        finite = leaf_norms(node, math.inf).isfinite().tolist()
+        bad = [layout.leaves[n].path for n in layout.numbers if not finite[n]]
+        found += [".".join(name for name in (path, leaf) if name) for leaf in bad]
+    return found
 
 
 @dataclass(frozen=True, init=False)
@@ -64,11 +114,15 @@ class StaticLossScale:
         """The scale, 0-d float32; called on a tree, the tree times the scale."""
         return self._scale.as_subclass(_Scale)
 
-    def unscale(self, grads: Any) -> tuple[Any, Tensor]:
-        """grads / scale, and whether any rank's are not finite (float32, 0-d, 1 or 0, equal on all ranks)."""
-        return _unscale(grads, self._scale)
+    def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None) -> tuple[Any, Any]:
+        """grads / scale, and whether any rank's are not finite (float32, 0-d, 1 or 0, equal on all ranks).
 
-    def adjust(self, found_inf: Tensor) -> StaticLossScale:
+        In place, if the gradients are the caller's `own`. With `labels` (`by_label`'s) a dict says it for each label,
+        which `by_label(...).step` takes as its `found_inf`. ValueError for what was unscaled already.
+        """
+        return _unscale(grads, self._scale, own, labels)
+
+    def adjust(self, found_inf: FoundInf) -> StaticLossScale:
         """The scaler of the next step."""
         return self
 
@@ -77,15 +131,24 @@ class StaticLossScale:
 class DynamicLossScale(StaticLossScale):
     """A scale that backs off where gradients overflow, and grows after `growth_interval` updates that did not.
 
+    It stays between `min_scale` and `max_scale`, and backs off from the `hysteresis`-th overflow on since it last grew
+    (with 1, from the first: torch.amp.GradScaler's rule).
+
     >>> scaler = DynamicLossScale(16.0, growth_interval=1)
     >>> scaler.adjust(torch.tensor(1.0)).scale.item(), scaler.adjust(torch.tensor(0.0)).scale.item()
     (8.0, 32.0)
+
+    Source of the hysteresis: Megatron-LM's DynamicGradScaler.
     """
 
     growth_factor: float
     backoff_factor: float
     growth_interval: int
+    min_scale: float
+    max_scale: float
+    hysteresis: int
     growth_tracker: Tensor  # updates since the scale last changed, int32, 0-d
+    hysteresis_tracker: Tensor  # overflows still borne, int32, 0-d
 
     def __init__(
         self,
@@ -94,31 +157,74 @@ class DynamicLossScale(StaticLossScale):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         growth_tracker: Tensor | int = 0,
+        *,
+        min_scale: float = 0.0,
+        max_scale: float = math.inf,
+        hysteresis: int = 1,
+        hysteresis_tracker: Tensor | int | None = None,
     ):
         if growth_factor <= 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
             raise ValueError(
                 f"DynamicLossScale: expected growth_factor > 1, 0 < backoff_factor < 1 and growth_interval >= 1, got "
                 f"{growth_factor}, {backoff_factor} and {growth_interval}"
             )
+        if not 0 <= min_scale <= max_scale or hysteresis < 1:
+            raise ValueError(
+                f"DynamicLossScale: expected 0 <= min_scale <= max_scale and hysteresis >= 1, got {min_scale}, "
+                f"{max_scale} and {hysteresis}"
+            )
         plain = _as_scale(scale)
-        tracker = torch.as_tensor(growth_tracker, dtype=torch.int32, device=plain.device)
-        vars(self).update(_scale=plain, growth_factor=growth_factor, backoff_factor=backoff_factor)
-        vars(self).update(growth_interval=growth_interval, growth_tracker=tracker)
+        borne = hysteresis if hysteresis_tracker is None else hysteresis_tracker
+        counts = [torch.as_tensor(n, dtype=torch.int32, device=plain.device) for n in (growth_tracker, borne)]
+        values = (plain, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, *counts)
+        vars(self).update(zip((f.name for f in fields(self)), values, strict=True))
 
-    def adjust(self, found_inf: Tensor) -> DynamicLossScale:
-        """The scaler of the next step: no host read."""
-        found = found_inf.to(self._scale.device)
+    def adjust(self, found_inf: FoundInf, new_scale: Any = None) -> DynamicLossScale:
+        """The scaler of the next step, or one with another scale: no host read."""
+        if new_scale is not None:
+            return self._with(_as_scale(new_scale).to(self._scale.device), self.growth_tracker, self.hysteresis_tracker)
+        found = any_found(found_inf).to(self._scale.device, torch.bool)
+        borne = self.hysteresis_tracker - found.int()
         counted = self.growth_tracker + 1
-        due = counted == self.growth_interval
-        larger = self._scale * self.growth_factor
-        grown = torch.where(due & larger.isfinite(), larger, self._scale)
-        return DynamicLossScale(
-            kernels.where(found, self._scale * self.backoff_factor, grown),
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-            torch.where(found.to(torch.bool) | due, torch.zeros_like(counted), counted),
+        due = ~found & (counted == self.growth_interval)
+        larger, smaller = self._scale * self.growth_factor, self._scale * self.backoff_factor
+        larger = torch.where(larger.isfinite(), larger.clamp(max=self.max_scale), self._scale)
+        smaller = torch.where(borne > 0, self._scale, smaller.clamp(min=self.min_scale))
+        return self._with(
+            torch.where(found, smaller, torch.where(due, larger, self._scale)),
+            torch.where(found | due, torch.zeros_like(counted), counted),
+            torch.where(due, torch.full_like(borne, self.hysteresis), borne.clamp(min=0)),
         )
+
+    def _with(self, scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor) -> DynamicLossScale:
+        new = object.__new__(DynamicLossScale)
+        changed = {"_scale": scale, "growth_tracker": growth_tracker, "hysteresis_tracker": hysteresis_tracker}
+        vars(new).update(vars(self) | changed)
+        return new
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch.amp.GradScaler's. It reads the device. Dual: `load_state_dict`.
+
+        >>> DynamicLossScale(8.0).state_dict()["scale"]
+        8.0
+        """
+        named = {name: getattr(self, name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
+        return {"scale": self._scale.item(), **named, "_growth_tracker": int(self.growth_tracker)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> DynamicLossScale:
+        """The scaler that torch.amp.GradScaler's state dict is of, with this one's bounds and hysteresis.
+
+        >>> DynamicLossScale().load_state_dict(torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()).scale.item()
+        8.0
+        """
+        if not saved:
+            raise ValueError("load_state_dict: the state dict is empty: it was saved by a scaler that was not enabled")
+        names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+        if missing := [name for name in names if name not in saved]:
+            raise ValueError(f"load_state_dict: the state dict lacks {missing[0]!r}; it has {', '.join(saved)}")
+        bounds = {name: getattr(self, name) for name in ("min_scale", "max_scale", "hysteresis")}
+        made = DynamicLossScale(*(saved[name] for name in names), **bounds)
+        return tree.map(lambda x: x.to(self._scale.device), made)
 
 
 @dataclass(frozen=True)
@@ -134,19 +240,21 @@ class NoLossScale:
         """One."""
         return torch.ones(()).as_subclass(_Scale)
 
-    def unscale(self, grads: Any) -> tuple[Any, Tensor]:
+    def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None) -> tuple[Any, Tensor]:
         """grads, and 0."""
         leaves = tree.leaves(grads)
         return grads, torch.zeros((), device=leaves[0].device if leaves else None)
 
-    def adjust(self, found_inf: Tensor) -> NoLossScale:
+    def adjust(self, found_inf: FoundInf) -> NoLossScale:
         """Itself."""
         return self
 
 
 tree.register_fields(StaticLossScale, ("_scale",))
 tree.register_fields(
-    DynamicLossScale, ("_scale", "growth_tracker"), ("growth_factor", "backoff_factor", "growth_interval")
+    DynamicLossScale,
+    ("_scale", "growth_tracker", "hysteresis_tracker"),
+    ("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale", "hysteresis"),
 )
 tree.register_fields(NoLossScale, ())
 

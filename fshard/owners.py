@@ -14,7 +14,7 @@ from . import agree, comm, host, tree
 from .comm import Axes, Mesh
 from .move import collect, on_rank, owned
 from .parts import EVERYONE, Layout, Pieces, layout_of, pick
-from .transform import Transform
+from .transform import FoundInf, Transform
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,12 @@ def leaves_of(x: Any, spec: tree.Spec, what: str) -> list[Any]:
     for i, leaf in enumerate(flat):
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
             raise ValueError(f"zero: {what}: leaf {tree.paths(spec)[i]!r} is sparse: make it dense with .to_dense()")
-    return flat
+    return [without_graph(leaf) for leaf in flat]
+
+
+def without_graph(leaf: Any) -> Any:
+    """The leaf itself, or its values if it requires a gradient."""
+    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
 def check_zero_state(state: Any, kind: type) -> None:
@@ -58,7 +63,8 @@ def leaf_init(tx: Transform, mesh: Mesh, axes: Axes, params: Any) -> ZeroState:
         n for n in layout.numbers if layout.leaves[n].dtype.is_floating_point or layout.leaves[n].dtype.is_complex
     )
     parting = owned(trained, mesh, axes)
-    return ZeroState(tx.init(collect(pick(params, trained), parting)), parting)
+    values = tree.map(without_graph, params)
+    return ZeroState(tx.init(collect(pick(values, trained), parting)), parting)
 
 
 def leaf_update(
@@ -78,7 +84,7 @@ def leaf_step(
     grads: Any,
     state: ZeroState,
     params: Any,
-    found_inf: Tensor | None = None,
+    found_inf: FoundInf | None = None,
     donate: bool = False,
     **extra: Any,
 ) -> tuple[Any, ZeroState]:
@@ -107,9 +113,9 @@ def _owned_grads(parting: Layout, grads: Any, local: bool) -> Pieces:
     if not local:
         return own
     outer, last = parting.axes[:-1], parting.axes[-1:]
-    numbers = sorted(parting.numbers, key=lambda n: -parting.leaves[n].dtype.itemsize)
     flat = leaves_of(grads, parting.spec, "gradients")
-    held = {n: flat[n].reshape(-1) for n in numbers}
+    # as bytes the wider ones must come first
+    held = {n: flat[n].reshape(-1) for n in sorted(parting.numbers, key=lambda n: -flat[n].dtype.itemsize)}
     for axis in (*outer, *(a for a in comm.axis_sizes(mesh) if a not in parting.axes)):
         held = _all_reduced(held, comm.along(mesh, axis))
     for axis in last:

@@ -307,14 +307,16 @@ def aligned(*trees: Any) -> list[list[Tensor]]:
 
 def _power_sums(tensors: Sequence[Tensor], p: float) -> Tensor:
     """The sum of p-th powers of magnitudes of each tensor (or their maximum): float64."""
-    norms = [
-        torch.linalg.vector_norm(x.reshape(-1), p, dtype=torch.promote_types(x.dtype, torch.float32))
-        if x.numel()
-        else torch.zeros((), device=x.device)
-        for x in tensors
-    ]
+    norms = [_norm(x.reshape(-1), p) if x.numel() else torch.zeros((), device=x.device) for x in tensors]
     sums = torch.stack([norm.double() for norm in norms])
     return sums if p == math.inf else sums**p
+
+
+def _norm(x: Tensor, p: float) -> Tensor:
+    if p == math.inf and not x.is_complex():  # on CPUs vector_norm takes a tenfold of the time for this one
+        low, high = torch.aminmax(x)
+        return torch.maximum(-low, high)
+    return torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _root(sums: Tensor, p: float) -> Tensor:

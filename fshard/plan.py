@@ -25,6 +25,7 @@ from torch import Tensor
 
 from . import agree, comm, host, tree
 from .comm import Axes, Mesh
+from .precision import Policy, Precision, policy_of, precisions
 
 Where = str | Sequence[str] | Callable[[str, Any], bool] | None
 _ALIGN = 16  # bytes
@@ -35,13 +36,17 @@ _ROOT = "(root)"
 class Kind:
     """What the leaves of one flat buffer have in common."""
 
-    dtype: torch.dtype
+    precision: Precision
     trainable: bool
     whole: bool
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What they are kept in."""
+        return self.precision.storage
+
     def __str__(self) -> str:
-        words = [str(self.dtype).removeprefix("torch.")]
-        return " ".join(words + ["frozen"] * (not self.trainable) + ["whole"] * self.whole)
+        return " ".join([str(self.precision)] + ["frozen"] * (not self.trainable) + ["whole"] * self.whole)
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class Plan:
     state_over: Axes
     regather: bool
     block: int = 1
+    policy: Policy = field(default_factory=Policy)  # its overrides are in the kinds
     mesh: Mesh = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,7 +191,9 @@ class Plan:
         lines = [f"leaf {p}" for p in self._leaf_lines()]
         lines += [f"unit {u.name!r} of {u.lengths} elements" for u in self.units]
         lines.append(f"params_over={self.params_over} grads_over={self.grads_over} state_over={self.state_over}")
-        return "\n".join([*lines, f"regather={self.regather} block={self.block}", f"tree {self.spec}"])
+        return "\n".join(
+            [*lines, f"regather={self.regather} block={self.block} policy={self.policy}", f"tree {self.spec}"]
+        )
 
     def _leaf_lines(self) -> list[str]:
         rows = []
@@ -229,6 +237,7 @@ def make_plan(
     whole: Where = None,
     frozen: Where = None,
     block: int = 1,
+    policy: Policy | str | None = None,
 ) -> Plan:
     """Lay a tree of tensors (real, meta or fake) out over the axes of a mesh.
 
@@ -238,7 +247,8 @@ def make_plan(
     extending the one before. `regather` frees gathered parameters after the forward and gathers them again in the
     backward. `whole` leaves stay on every rank; `frozen` ones get no gradient and no optimizer state (integer leaves
     are always frozen). No `block` of elements, counted from a leaf's first, lies on two ranks or holds another leaf's
-    (for state that is kept in blocks). On a mesh of processes the plan's fingerprint is compared between all ranks.
+    (for state that is kept in blocks). `policy` says in what dtypes floating leaves are kept, computed with and reduced
+    (`Policy`, or its words). On a mesh of processes the plan's fingerprint is compared between all ranks.
 
     Raises ValueError (axes, patterns, leaves that are not tensors) and MismatchError (ranks whose plans differ).
 
@@ -253,14 +263,16 @@ def make_plan(
     sizes, mesh = comm.axis_sizes(mesh), host.connect(mesh)
     over = _partitions(sizes, params_over, grads_over, state_over)
     flat, spec = tree.flatten(params)
-    _check_tensors(flat, tree.paths(spec))
+    check_tensors(flat, tree.paths(spec))
     first_seen: dict[int, int] = {}
     origins = [first_seen.setdefault(id(leaf), i) for i, leaf in enumerate(flat)]
     numbers = {origin: slot for slot, origin in enumerate(dict.fromkeys(origins))}
     names, claims = _claim_units(params, spec, flat, origins, units)
     keep, still = (_claim_leaves(params, spec, where, name) for where, name in ((whole, "whole"), (frozen, "frozen")))
+    policy = policy_of(policy)
+    dtypes = precisions([leaf.dtype for leaf in flat], _overrides(params, spec, policy), policy)
     kind_of = {
-        i: Kind(flat[i].dtype, _differentiable(flat[i]) and not still[i], keep[i]) for i in numbers
+        i: Kind(dtypes[i], _differentiable(flat[i]) and not still[i], keep[i]) for i in numbers
     }  # a tied leaf is what its first place says
     kinds = tuple(dict.fromkeys(kind_of.values()))
     parts = math.prod(sizes.values())  # of all axes: an all-reduce over any is then cut evenly, too
@@ -276,6 +288,7 @@ def make_plan(
         *over,
         regather,
         block,
+        replace(policy, overrides=()),
         mesh,
     )
     agree.check_same(mesh, plan.fingerprint, plan.describe(), "the plan")
@@ -286,7 +299,8 @@ def _differentiable(leaf: Tensor) -> bool:
     return leaf.is_floating_point() or leaf.is_complex()
 
 
-def _check_tensors(flat: Sequence[Any], paths: Sequence[str]) -> None:
+def check_tensors(flat: Sequence[Any], paths: Sequence[str]) -> None:
+    """Raise ValueError for leaves that are no dense tensors, or have one path."""
     if twice := [path for path, number in Counter(paths).items() if number > 1]:
         raise ValueError(
             f"two leaves have the path {twice[0]!r}: keys with dots, or 1 and '1', look alike. Rename one."
@@ -353,6 +367,20 @@ def _claim_leaves(params: Any, spec: tree.Spec, where: Where, name: str) -> list
     return picked
 
 
+def _overrides(params: Any, spec: tree.Spec, policy: Policy) -> list[Policy | None]:
+    """For every leaf the first override that fits it."""
+    chosen: list[Policy | None] = [None] * spec.num_leaves
+    dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.paths(spec)
+    for where, own in reversed(policy.overrides):
+        for path, first, count in _selector(params, spec, where, "policy"):
+            if path == paths[first] and not dtypes[first].is_floating_point:
+                raise ValueError(
+                    f"policy: leaf {path!r} is {dtypes[first]} and cannot be cast: leave it out of {where!r}"
+                )
+            chosen[first : first + count] = [own] * count
+    return chosen
+
+
 def _claim_units(
     params: Any, spec: tree.Spec, flat: Sequence[Tensor], origins: Sequence[int], units: Where | int
 ) -> tuple[list[str], list[int]]:
@@ -399,6 +427,6 @@ def _place(
         lengths[unit][k] += flat[i].numel()
     for row in lengths:
         for k, kind in enumerate(kinds):
-            step = math.lcm(max(1, _ALIGN // kind.dtype.itemsize), block) * num_parts
+            step = math.lcm(max(1, _ALIGN // kind.precision.itemsize), block) * num_parts
             row[k] = -(-row[k] // step) * step
     return tuple(slots), lengths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -92,6 +93,16 @@ def _check_blocks(layout: Layout, block: int) -> None:
             )
 
 
+def _check_state(state: Adam8bitState, rows: Sequence[Tensor], block: int) -> None:
+    made, held = state.mu.scales.layout.source[1], zip(state.mu.codes.tensors, state.mu.scales.tensors, strict=True)
+    sizes = [(row.numel(), -(-row.numel() // block)) for row in rows]
+    if made != block or [(codes.numel(), scales.numel()) for codes, scales in held] != sizes:
+        raise ValueError(
+            f"optim.adamw_8bit: the state was made with blocks of {made} elements, here of {block}, or for other "
+            "parameters: make it with this optimizer's own init"
+        )
+
+
 def adamw_8bit(
     lr: Rate,
     b1: Number = 0.9,
@@ -103,7 +114,8 @@ def adamw_8bit(
     """AdamW whose moments are kept in 8 bits, in blocks of `block` elements of a leaf: 2 bytes an element instead of 8.
 
     Each update decodes the moments, makes AdamW's step in float32 and encodes them again. Over flat shards the plan
-    must keep blocks together: `make_plan(..., block=256)`. The result does not depend on the number of ranks.
+    must keep blocks together: `make_plan(..., block=256)`. The result does not depend on the number of ranks. Unlike in
+    the paper, a second moment above zero is never rounded to zero.
 
     >>> tx = adamw_8bit(0.1, weight_decay=0.0)
     >>> tx.update(torch.tensor([2.0]), tx.init(torch.tensor([1.0])), torch.tensor([1.0]))[0]
@@ -111,6 +123,8 @@ def adamw_8bit(
 
     Source: Dettmers et al., 8-bit optimizers via block-wise quantization (2022).
     """
+    if block < 1:
+        raise ValueError(f"optim.adamw_8bit: block={block}: expected a number of elements, at least 1")
     books = code_book(signed=True), code_book(signed=False)
 
     def init(params: Any) -> Adam8bitState:
@@ -126,6 +140,7 @@ def adamw_8bit(
         return Adam8bitState(start_count(params), zero(), zero())
 
     def update(grads: Any, state: Adam8bitState, params: Any = None, **extra: Any) -> tuple[Any, Adam8bitState]:
+        _check_state(state, tree.leaves(params), block)
         t = state.count.double() + 1
         constants = kernels.Adam(at(lr, state.count), b1, b2, eps, weight_decay, True, share(b1, t), share(b2, t))
         change = partial(kernels.adam, c=constants)
@@ -155,7 +170,9 @@ def _update_row(
     for p_part, g_part, mu, nu, mu_scale, nu_scale in zip(*wide, *codes, *scales, strict=True):
         old = decode(mu, mu_scale, books[0]), decode(nu, nu_scale, books[1])
         delta, new = change(p_part, g_part, old)
-        pair = [*encode(new[0], books[0]), *encode(new[1], books[1])]
+        # a second moment of zero beside a first one that is not would make a step of mu / eps
+        least = books[1].to(p.device)[1] * new[1].amax(1, keepdim=True)
+        pair = [*encode(new[0], books[0]), *encode(torch.where(new[1] > 0, new[1].maximum(least), new[1]), books[1])]
         for into, x in zip(found, (delta, *pair), strict=True):
             into.append(x)
     shapes = [p.shape, *(m.shape for m in moments)]

@@ -283,7 +283,9 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
     mine = src is None or src == comm.coordinate(plan.mesh, plan.rest(()))
     for slot, leaf in zip(plan.slots, leaves, strict=True):
         kind = plan.kinds[slot.kind]
-        if not isinstance(leaf, Tensor) or (tuple(leaf.shape), leaf.dtype) != (slot.shape, kind.dtype):
+        cast = plan.policy.storage is not None and isinstance(leaf, Tensor) and leaf.is_floating_point()
+        dtype = kind.dtype if cast and kind.dtype.is_floating_point else getattr(leaf, "dtype", None)
+        if not isinstance(leaf, Tensor) or (tuple(leaf.shape), dtype) != (slot.shape, kind.dtype):
             raise ValueError(
                 f"leaf {slot.path!r}: expected {kind.dtype} {list(slot.shape)}, got "
                 + (f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__)

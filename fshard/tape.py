@@ -87,7 +87,7 @@ class Gradients:
         if self.local is not None:
             return self.local.piece(unit, kind)
         assert self.reduced is not None
-        axes = self.reduced.view.axes(kind)
+        axes, like = self.reduced.view.axes(kind), like.new_empty(0, dtype=plan.kinds[kind].precision.reduce)
         return comm.buffer(plan.live_mesh(), axes + plan.rest(axes), plan.units[unit].lengths[kind], like, lent=True)
 
     def emit(self, plan: Plan, unit: int, kind: int, flat: Tensor) -> comm.Pending | None:
@@ -95,7 +95,7 @@ class Gradients:
         if self.reduced is None:
             return None
         axes, mesh, name = self.reduced.view.axes(kind), plan.live_mesh(), plan.units[unit].name
-        out = self.reduced.piece(unit, kind)
+        out, flat = self.reduced.piece(unit, kind), flat.to(plan.kinds[kind].precision.reduce)
         return comm.reduce_over(flat, mesh, axes, plan.rest(axes), name, out, fast=self.fast)
 
 
@@ -147,23 +147,27 @@ class Tape:
 
     def _start(self, unit: int) -> None:
         if unit not in self._coming:
-            mesh, name = self._plan.live_mesh(), self._plan.units[unit].name
-            self._coming[unit] = {
-                k: comm.gather_over(self._params.piece(unit, k), mesh, self._params.view.axes(k), name, lent=True)
-                for k in self._kinds(unit)
-                if self._plan.units[unit].lengths[k]
-            }
+            self._coming[unit] = {k: self._gather(unit, k) for k in self._kinds(unit)}
+
+    def _gather(self, unit: int, kind: int) -> comm.Pending:
+        """Cast a unit's shard to what it is computed in, and start to gather it."""
+        plan, shard, axes = self._plan, self._params.piece(unit, kind), self._params.view.axes(kind)
+        mesh, dtype = plan.live_mesh(), plan.kinds[kind].precision.compute
+        if dtype != shard.dtype:
+            ways = axes or plan.rest(())
+            shard = comm.buffer(mesh, ways, shard.numel(), shard.new_empty(0, dtype=dtype), lent=False).copy_(shard)
+        return comm.gather_over(shard, mesh, axes if shard.numel() else (), plan.units[unit].name, lent=True)
 
     def _take(self, unit: int) -> Buffers:
         self._start(unit)
-        coming = self._coming.pop(unit)
-        return {k: coming[k].wait() if k in coming else self._params.piece(unit, k) for k in self._kinds(unit)}
+        return {kind: pending.wait() for kind, pending in self._coming.pop(unit).items()}
 
     def _attach(self, unit: int, buffers: Buffers) -> dict[Slot, Tensor]:
         leaves: dict[Slot, Tensor] = {}
         for kind, full in buffers.items():
             leaves.update(zip(self._plan.places[unit, kind], cut(self._plan, full.detach(), unit, kind), strict=True))
-            if self._params.view.axes(kind):
+            precision = self._plan.kinds[kind].precision
+            if self._params.view.axes(kind) or precision.compute != precision.storage:
                 storage = full.untyped_storage()
                 # `_cdata` is private: the address of the storage, never given to another while a weak reference to it
                 # is held, as the address of its data would be (test_tape.py notices when it goes)

@@ -14,11 +14,12 @@ from torch import Tensor
 from . import comm, tree
 from .grad import Outcome, check_sharded, empty_grads, fast_reduction, run
 from .kernels import wide
+from .labels import Labels
 from .loss_scale import NoLossScale
 from .parts import global_norm
 from .shard import Sharded, coarsen, refine
 from .tape import Gradients
-from .transform import Transform, as_transform, clip_factor
+from .transform import FoundInf, Transform, any_found, as_transform, clip_factor
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def train_step(
     accumulate: int = 1,
     reduction: str = "exact",
     reduce_once: bool = False,
+    skip_labels: Labels = None,
     has_aux: bool = False,
     donate: bool = False,
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
@@ -75,7 +77,8 @@ def train_step(
     `batch` is this rank's; its tensors are cut along dim 0 into `accumulate` micro-batches, whose gradients are reduced
     each time, or with `reduce_once` added up whole on every rank and reduced with the last. `reduction` is "exact"
     (sums in rank order) or "fast" (the backend's order). `clip_norm` bounds the global 2-norm. An update whose scaled
-    gradients are not finite on any rank is skipped on all. `metrics` has 0-d tensors, equal on all ranks: `loss`,
+    gradients are not finite on any rank is skipped on all; with `skip_labels` (`optim.by_label`'s, `tx` being one) that
+    of the labels concerned alone. `metrics` has 0-d tensors, equal on all ranks: `loss`,
     `grad_norm` (before clipping), `found_inf`; and with `has_aux` this rank's `aux` (a list of one for each micro-batch
     if there are several). Nothing that goes in is changed, unless `donate` hands the state over: it is then updated in
     place, and touching it raises DonatedError. Random numbers drawn in the loss come from the state alone, differ by
@@ -89,6 +92,10 @@ def train_step(
     """
     if accumulate < 1:
         raise ValueError(f"accumulate={accumulate}: expected a number of micro-batches, at least 1")
+    if skip_labels is not None and clip_norm is not None:
+        raise ValueError(
+            "clip_norm with skip_labels: one label's overflow would clip the others to nothing: clip by label"
+        )
     tx, fast = as_transform(tx), fast_reduction(reduction)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -97,13 +104,13 @@ def train_step(
         parts = _cut(batch, accumulate, params)
         grads, outcomes = _gradients(loss_fn, state, parts, fast, reduce_once, has_aux)
         outcome = _joined(outcomes)
-        grads, found_inf = state.loss_scale.unscale(grads)
+        grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=skip_labels)
         norm = _rescale(grads, outcomes[0].safe_divisor / outcome.divisor if accumulate > 1 else None, clip_norm)
         skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
         new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate)
         scaler = state.loss_scale.adjust(found_inf)
         after = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, state.extra)
-        found_inf = (~norm.isfinite()).float() if skip is None else skip
+        found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
         metrics = {"loss": outcome.value, "grad_norm": norm, "found_inf": found_inf}
         if has_aux:
             metrics["aux"] = outcome.aux if accumulate > 1 else outcome.aux[0]
@@ -218,11 +225,13 @@ def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None) -> 
 
 
 def _update(
-    tx: Transform, grads: Sharded, opt_state: Any, params: Sharded, skip: Tensor | None, donate: bool
+    tx: Transform, grads: Sharded, opt_state: Any, params: Sharded, skip: FoundInf | None, donate: bool
 ) -> tuple[Sharded, Any]:
     """New parameters and optimizer state: in place on copies, or on what was given away."""
     plan, trained = params.plan, params.trainable
     mine = refine(trained, plan.state_over)
+    # a policy may have kept them in another dtype until here
+    grads = Sharded(grads.view, [g.to(p.dtype) for g, p in zip(grads.tensors, trained.tensors, strict=True)])
     updated, new_state = tx.step(refine(grads, plan.state_over), opt_state, mine, skip, donate, own_grads=True)
     whole = coarsen(updated, plan.params_over, trained if donate else None)
     # a new container: the old one is emptied when it is given away

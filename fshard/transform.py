@@ -19,6 +19,8 @@ from .parts import Parts, global_norm, leaf_norms, scale_leaves_, scaled, struct
 
 Schedule = Callable[[Tensor], Any]
 Number = float | Tensor
+# Whether an update is to be skipped (0-d, 1 or 0), or for each label whether its own is.
+FoundInf = Tensor | Mapping[Any, Tensor]
 
 
 class Transform(NamedTuple):
@@ -26,7 +28,8 @@ class Transform(NamedTuple):
 
     `fused(grads, state, params, found_inf, donate) -> (params, state)` does what update and `apply_updates` do, in one
     kernel and in place: on copies, or if `donate` on what it is given. It leaves everything as it is where `found_inf`
-    is 1. An `elementwise` transformation acts on every element by itself, and so may be run on parts of a tree.
+    is 1. An `elementwise` transformation acts on every element by itself, and so may be run on parts of a tree; a
+    `labelled` one (`by_label`) takes a `found_inf` for each label.
     `update` and `fused` take further arguments by name, and leave alone those they do not know; `own_grads=True` says
     that the gradients may be overwritten.
     """
@@ -35,11 +38,14 @@ class Transform(NamedTuple):
     update: Callable[..., tuple[Any, Any]]
     fused: Callable[..., tuple[Any, Any]] | None = None
     elementwise: bool = False
+    labelled: bool = False
 
     def step(
-        self, grads: Any, state: Any, params: Any, found_inf: Tensor | None = None, donate: bool = False, **extra: Any
+        self, grads: Any, state: Any, params: Any, found_inf: FoundInf | None = None, donate: bool = False, **extra: Any
     ) -> tuple[Any, Any]:
         """New parameters and state, or the old ones where `found_inf` (0-d) is 1: no host read.
+
+        A dict says it for each label: a `labelled` transformation skips those labels alone, any other one everything.
 
         With `donate` params and state may be updated in place, and must not be used again.
 
@@ -48,15 +54,25 @@ class Transform(NamedTuple):
         >>> tx.step(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
         tensor(0.)
         """
+        if found_inf is not None and not self.labelled:
+            found_inf = any_found(found_inf)
         if self.fused is not None:
             return self.fused(grads, state, params, found_inf, donate, **extra)
         updates, new_state = self.update(grads, state, params, **extra)
         return choose(found_inf, (params, state), (apply_updates(params, updates), new_state))
 
 
-def choose(found_inf: Tensor | None, old: Any, new: Any) -> Any:
+def choose(found_inf: FoundInf | None, old: Any, new: Any) -> Any:
     """`new`, or `old` where `found_inf` is 1."""
-    return new if found_inf is None else tree.map(lambda a, b: kernels.where(found_inf, a, b), old, new)
+    if found_inf is None:
+        return new
+    found = any_found(found_inf)
+    return tree.map(lambda a, b: kernels.where(found, a, b), old, new)
+
+
+def any_found(found_inf: FoundInf) -> Tensor:
+    """Whether it is 1, for any label."""
+    return found_inf if isinstance(found_inf, Tensor) else torch.stack([*found_inf.values()]).amax()
 
 
 def as_transform(tx: Any) -> Transform:
@@ -326,7 +342,11 @@ def chain(*txs: Any) -> Transform:
         return params, (*states, last)
 
     return Transform(
-        lambda params: tuple(tx.init(params) for tx in parts), update, fused, all(tx.elementwise for tx in parts)
+        lambda params: tuple(tx.init(params) for tx in parts),
+        update,
+        fused,
+        elementwise=all(tx.elementwise for tx in parts),
+        labelled=parts[-1].labelled,
     )
 
 

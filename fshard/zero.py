@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import comm, tree
 from .buckets import flat_init, flat_step, flat_update
 from .comm import Axes, Mesh
 from .owners import leaf_init, leaf_step, leaf_update
 from .parts import Parts
+from .plan import check_tensors
 from .transform import Transform, as_transform
 
 BUCKET = 1 << 22  # elements
@@ -63,7 +63,8 @@ def zero(
         make, update, step = partial(flat_init, tx, mesh, axes, bucket, block), flat_update, flat_step
     else:
         make, update, step = partial(leaf_init, tx, mesh, axes), leaf_update, leaf_step
-    return Transform(partial(_checked_init, make), partial(update, tx, local), partial(step, tx, local))
+    fused = partial(step, tx, local)
+    return Transform(partial(_checked_init, make), partial(update, tx, local), fused, labelled=tx.labelled)
 
 
 def _checked_init(make: Callable[[Any], Any], params: Any) -> Any:
@@ -80,6 +81,8 @@ def _axes(mesh: Mesh, over: str | Sequence[str] | None) -> Axes:
         raise ValueError(
             f"zero: over={over!r}: the mesh has no axis {unknown[0]!r}, it has {', '.join(map(repr, names))}"
         )
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"zero: over={over!r} must name each axis once")
     return axes
 
 
@@ -91,9 +94,8 @@ def _check_params(params: Any) -> None:
         raise ValueError("zero: the tree of parameters is empty")
     seen: dict[int, str] = {}
     devices: dict[torch.device, str] = {}
+    check_tensors(flat, tree.paths(spec))
     for path, leaf in zip(tree.paths(spec), flat, strict=True):
-        if not isinstance(leaf, Tensor):
-            raise ValueError(f"zero: leaf {path!r}: expected a tensor, got {type(leaf).__name__}")
         if id(leaf) in seen:
             raise ValueError(
                 f"zero: leaves {seen[id(leaf)]!r} and {path!r} are the same tensor, which would be updated twice: "

@@ -1,0 +1,440 @@
+"""ZeRO over whole parameters: what it computes, what each rank holds, what travels and when; and uneven batches."""
+
+import functools
+import itertools
+import re
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import counting, rand, same_bits
+from optimizers import TRANSFORMS
+from torch import Tensor, nn
+from worlds import gloo, simulated
+
+import fshard
+from fshard import optim, tree, zero
+from fshard.move import assign
+
+SHAPES = {"w": (5, 3), "v": (7,), "s": (), "blocks": [{"c": (2, 3, 2), "m": (4, 6)}, {"one": (1,)}]}
+NUMELS = [15, 7, 1, 12, 24, 1]
+BUCKETS, BUCKET = [22, 37, 1], 20  # w and v, then s, c and m, then one
+THIRDS = [8, 14, 2]  # what each of three ranks has of them, even to 16 bytes
+WAYS = [(partition, grads) for partition in ("flat", "leaf") for grads in ("reduced", "local")]
+NAMES = ["sgd", "sgd-all", "adamw", "lion", "every_k", "muon", "lamb", "adafactor", "by_label", "clip_by_global_norm"]
+TXS = {name: TRANSFORMS[name]() for name in [*NAMES, "from_torch-Adam", "from_torch-Adafactor"]}
+ADAMW, LION = TXS["adamw"], TXS["lion"]
+# In one step they are a kernel of torch's, which rounds otherwise in a vector than in what is left over.
+KERNELS = {"sgd", "sgd-all", "adamw"}
+PARTITIONS, HOWS, BOTH = ("flat", "leaf"), ("step", "update"), ("replicate", "shard")
+# Ranks along both axes, and the axes that the state is parted over.
+PLACES: dict[str, tuple[int, int, Any]] = {str(n): (1, n, None) for n in (1, 2, 3, 4)}
+PLACES |= {f"2x2 {i}": (2, 2, over) for i, over in enumerate((None, "replicate", BOTH, BOTH[::-1]))}
+alike = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+clone = functools.partial(tree.map, torch.clone)
+
+
+def on_ranks(shard: int, *columns: Any) -> Any:
+    """A test that each of some simulated ranks runs, given its mesh and every combination of some arguments."""
+
+    def decorate(law: Any) -> Any:
+        @pytest.mark.parametrize("args", list(itertools.product(*columns)), ids=str)
+        def test(args: Any) -> None:
+            simulated(law, *args, shard=shard)
+
+        return test
+
+    return decorate
+
+
+def tree_of(seed: int) -> Any:
+    """Matrices, vectors, a scalar, in float64."""
+    seeds = itertools.count(100 * seed)
+    return tree.map_tops(lambda shape: rand(*shape, seed=next(seeds)), tuple, SHAPES)
+
+
+START = tree_of(0)
+
+
+def added(trees: Any) -> Any:
+    """Their sum, the first first."""
+    return tree.map(lambda *xs: sum(xs), *trees)
+
+
+def local(step: int, rank: int) -> Any:
+    """A rank's own gradients: multiples of 1/64, whose sums are exact in any order."""
+    return tree.map(lambda x: (64 * x).round() / 64, tree_of(1 + 10 * step + rank))
+
+
+@functools.cache
+def summed(step: int, num_ranks: int) -> Any:
+    """The sum of all ranks' gradients."""
+    return added(local(step, rank) for rank in range(num_ranks))
+
+
+def given(way: tuple[str, str], mesh: Any, steps: int = 3) -> list[Any]:
+    """What a rank passes in each step."""
+    return [local(i, mesh.get_rank()) if way[1] == "local" else summed(i, mesh.size()) for i in range(steps)]
+
+
+def train(tx: Any, params: Any, grads: list[Any], how: str = "step", **kw: Any) -> tuple[Any, Any]:
+    """Parameters and state after some updates, by `step`, or by `update` and its application."""
+    state = tx.init(params)
+    for each in grads:
+        new, state = getattr(tx, how)(each, state, params, **kw)
+        params = new if how == "step" else optim.apply_updates(params, new)
+    return params, state
+
+
+def trained(mesh: Any, name: str, way: tuple[str, str], how: str, over: Any = None) -> Any:
+    """Parameters and whole state after three updates by ZeRO."""
+    params, state = train(zero(TXS[name], mesh, *way, over=over, bucket=BUCKET), START, given(way, mesh), how)
+    return params, optim.gather_state(state)
+
+
+@functools.cache
+def unsharded(name: str, num_ranks: int, how: str) -> Any:
+    """The same by the optimizer itself, with the sum of the gradients."""
+    params, state = train(TXS[name], START, [summed(i, num_ranks) for i in range(3)], how)
+    return params, optim.gather_state(state)
+
+
+@pytest.mark.parametrize("name", TXS)
+@pytest.mark.parametrize("world", PLACES)
+def test_it_computes_what_the_optimizer_does(world, name):
+    """Parameters and state, the same bits on all ranks; the optimizer's own bits where nothing is summed otherwise."""
+    replicate, shard, over = PLACES[world]
+    for way, how in itertools.product(WAYS, HOWS):
+        first, *others = simulated(trained, name, way, how, over, replicate=replicate, shard=shard)
+        assert all(same_bits(first, other) for other in others)
+        cut_alike = TXS[name].elementwise and (how == "update" or name not in KERNELS)
+        if cut_alike if way[0] == "flat" else name != "clip_by_global_norm":
+            assert same_bits(first, unsharded(name, replicate * shard, how))
+        for oracle in HOWS:
+            alike(first, unsharded(name, replicate * shard, oracle))
+
+
+@on_ranks(3, PARTITIONS)
+def test_local_gradients_are_added_in_rank_order(mesh, partition):
+    """Rank 0's first, then rank 1's, and so on, to the bit."""
+    tx, grads = zero(optim.scale(1.0), mesh, partition, "local", bucket=BUCKET), [tree_of(i) for i in range(3)]
+    found, _ = tx.update(grads[mesh.get_rank()], tx.init(START), START)
+    assert same_bits(found, added(grads))
+    assert not same_bits(found, added(grads[::-1]))
+
+
+def partition_of(numels: list[int], num_ranks: int) -> list[list[int]]:
+    """torch's rule: the largest first, each to the rank that has least. The numbers of each rank's leaves."""
+    parts: list[list[int]] = [[] for _ in range(num_ranks)]
+    for i in sorted(range(len(numels)), key=lambda i: (-numels[i], i)):
+        min(parts, key=lambda part: sum(numels[j] for j in part)).append(i)
+    return [sorted(part) for part in parts]
+
+
+def torchs_partition(numels: list[int]) -> list[list[int]]:
+    """Whose each leaf is in torch's own ZeRO."""
+    warnings.simplefilter("ignore")  # what torch says of its own library
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    leaves = [nn.Parameter(torch.zeros(n)) for n in numels]
+    numbers = {id(leaf): i for i, leaf in enumerate(leaves)}
+    parts = ZeroRedundancyOptimizer(leaves, torch.optim.SGD, lr=0.1)._partition_parameters()
+    return [sorted(numbers[id(x)] for group in groups for x in group["params"]) for groups in parts]
+
+
+def large(mesh: Any, way: tuple[str, str]) -> list[int]:
+    """Digests of the parameters of four steps on leaves of megabytes, all kept to the end; equal if donated."""
+    params = {"a": rand(600, 500, seed=1), "b": rand(7, seed=2), "c": rand(300, 400, seed=3)}
+    ranks = range(mesh.size() if way[1] == "local" else 1)
+    rows = [[tree.map(lambda x, n=i + rank: x.roll(n), params) for rank in ranks] for i in range(4)]
+    grads = [row[mesh.get_rank() % len(row)] for row in rows]
+    tx, kept, copies = zero(LION, mesh, *way, bucket=250_000), [params], []
+    state = tx.init(params)
+    for each in grads:
+        after, state = tx.step(each, state, kept[-1])
+        kept.append(after)
+        copies.append(clone(after))
+    assert same_bits(kept[1:], copies)
+    assert same_bits(train(tx, clone(params), grads, donate=True)[0], kept[-1])
+    assert same_bits(train(LION, params, [added(row) for row in rows])[0], kept[-1])
+    return [int(x.reshape(-1).view(torch.int64).sum()) for x in tree.leaves(kept)]
+
+
+CASES = [(name, way, "step") for name in ("adamw", "muon", "clip_by_global_norm") for way in WAYS]
+CASES += [("lamb", WAYS[1], "update"), ("by_label", WAYS[3], "update")]
+UNEVEN = [[4, 9, 9, 1, 16, 2, 2], [1], [5, 5, 5], NUMELS]
+
+
+def runs(mesh: Any) -> Any:
+    """Small trees and large ones; and whose each leaf is, by torch's own ZeRO or, without processes, by its rule."""
+    parts = [torchs_partition(row) if dist.is_initialized() else partition_of(row, 2) for row in UNEVEN]
+    return [trained(mesh, *case) for case in CASES], [large(mesh, way) for way in WAYS], parts
+
+
+def test_processes_change_nothing():
+    """Not a bit, also where buffers are large, lent and used again. And torch's own ZeRO parts leaves as ours does."""
+    for found, want in zip(gloo(runs), simulated(runs), strict=True):
+        assert same_bits(found, want)
+
+
+def test_leaves_are_assigned_by_torchs_rule():
+    """All lists of up to five small sizes, on one to four ranks."""
+    for length, size in itertools.product(range(6), range(1, 5)):
+        for numels in itertools.product((1, 2, 5), repeat=length):
+            ranks = assign(numels, size)
+            assert partition_of(numels, size) == [[i for i in range(length) if ranks[i] == r] for r in range(size)]
+
+
+def holds_its_part(mesh: Any, over: Any) -> None:
+    """One interval of every bucket, or the leaves that torch's rule gives it."""
+    flat, leaf = (zero(ADAMW, mesh, way, over=over, bucket=BUCKET).init(START).inner for way in ("flat", "leaf"))
+    rank, num = 0, 1
+    for axis in (over,) if isinstance(over, str) else over or ("shard",):
+        rank, num = rank * mesh.size(axis) + mesh.get_local_rank(axis), num * mesh.size(axis)
+    even = 2 * mesh.size()  # 16 bytes for each rank of the mesh
+    part = [torch.zeros(sum(-(-n // even) * even // num for n in BUCKETS), dtype=torch.float64)]
+    owned = [torch.zeros_like(tree.leaves(START)[i]) for i in partition_of(NUMELS, num)[rank]]
+    for held, want in ((flat, part), (leaf, owned)):
+        assert all(same_bits(tree.leaves(moment), want) for moment in (held.mu, held.nu))
+
+
+def test_each_rank_holds_its_part_of_the_state():
+    """And no more, along one axis or two."""
+    for replicate, shard, over in PLACES.values():
+        simulated(holds_its_part, over, replicate=replicate, shard=shard)
+
+
+def traffic(mesh: Any, tx: Any, way: tuple[str, str], over: Any = None, how: str = "step") -> Any:
+    """The collectives of one update along axes of several ranks: kind, axis, label, bytes."""
+    tx = zero(tx, mesh, *way, over=over, bucket=BUCKET)
+    state = tx.init(START)
+    with fshard.tally() as records:
+        getattr(tx, how)(local(0, mesh.get_rank()), state, START)
+    return [(r.kind, r.axis, r.label, r.nbytes) for r in records if mesh.size(r.axis) > 1]
+
+
+@on_ranks(3, WAYS, HOWS)
+def test_what_travels(mesh, way, how):
+    """Flat: a gather of each bucket, and a scatter of its gradients; leaf: one message to each rank, and one more."""
+    buckets = [("shard", f"part.{i}", 2 * 8 * n) for i, n in enumerate(THIRDS)]
+    mine = 8 * sum(NUMELS[i] for i in partition_of(NUMELS, 3)[mesh.get_rank()])
+    scatters, gathers = ([(kind, *row) for row in buckets] for kind in ("reduce_scatter", "all_gather"))
+    if way[0] == "leaf":
+        scatters = [("all_to_all", "shard", "gradients", 8 * sum(NUMELS) - mine)]
+        gathers = [("all_to_all", "shard", "parameters", 2 * mine)]
+    assert traffic(mesh, ADAMW, way, None, how) == (scatters if way[1] == "local" else []) + gathers
+
+
+def test_what_travels_along_two_axes():
+    """The state's axes are gathered along; gradients are summed along the others, too."""
+    gathers = {("all_gather", "shard"): 3}
+    for way, over, want in (
+        (WAYS[0], None, gathers),
+        (WAYS[0], BOTH, gathers | {("all_gather", "replicate"): 3}),
+        (WAYS[1], None, gathers | {("reduce_scatter", "shard"): 3, ("all_reduce", "replicate"): 3}),
+        (WAYS[2], "replicate", {("all_to_all", "replicate"): 1}),
+        (WAYS[3], None, {("all_reduce", "replicate"): 1, ("all_to_all", "shard"): 2}),
+    ):
+        for records in simulated(traffic, ADAMW, way, over, replicate=2, shard=2):
+            assert Counter(record[:2] for record in records) == want
+
+
+@on_ranks(3)
+def test_what_else_an_optimizer_sends(mesh):
+    """Over flat parts clipping adds one small sum, and muon two messages for its matrices."""
+    plain, clip, muon = (Counter(traffic(mesh, TXS[n], WAYS[1])) for n in ("adamw", "clip_by_global_norm", "muon"))
+    assert clip - plain == Counter([("all_reduce", "shard", "norm", 2 * 8)])
+    # the ranks' intervals have 8, 7 and 0 elements of w, which rank 1 turns, and 1, 14 and 9 of m, which rank 0 does
+    there, back = [(8, 23), (14, 8), (9, 0)][mesh.get_rank()]
+    assert muon - plain == Counter(("all_to_all", "shard", "muon", 8 * n) for n in (there, back))
+    assert plain <= clip & muon
+
+
+@on_ranks(2, ("reduced", "local"), (True, False))
+def test_a_bucket_travels_while_the_next_is_updated(mesh, grads, elementwise):
+    """All scatters are started first; each bucket's gather is before the next one's update begins."""
+    seen = []
+
+    def update(given: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        seen.append([len(records.select(kind)) for kind in ("reduce_scatter", "all_gather")])
+        return tree.map(torch.neg, given), state
+
+    tx = zero(optim.Transform(lambda params: (), update, None, elementwise), mesh, grads=grads, bucket=BUCKET)
+    state = tx.init(START)
+    with fshard.tally() as records:
+        tx.step(START, state, START)
+    assert seen == [[3 * (grads == "local"), i] for i in range(3 if elementwise else 1)]
+
+
+@on_ranks(2, TXS, WAYS)
+def test_nothing_given_is_changed(mesh, name, way):
+    """Unless donated, which changes no bit; found_inf 0 is as none, 1 leaves parameters, state and counts alone."""
+    tx, grads, found_inf = zero(TXS[name], mesh, *way, bucket=BUCKET), given(way, mesh, 4), torch.zeros(())
+    params, state = train(tx, START, grads)
+    inputs = grads[0], state, params
+    before, versions = clone(inputs), [x._version for x in tree.leaves(inputs)]
+    for call in (tx.step, tx.update):
+        assert same_bits(call(*inputs), call(*inputs))
+    assert not same_bits(tx.step(*inputs)[::-1], inputs[1:])
+    assert same_bits(inputs, before)
+    assert [x._version for x in tree.leaves(inputs)] == versions
+    for kw in ({"donate": True}, {"found_inf": found_inf}, {"donate": True, "found_inf": found_inf}):
+        assert same_bits(train(tx, clone(START), grads, **kw), (params, state))
+    for donate in (False, True):
+        bad = tree.map(lambda g: g * torch.inf, grads[0])
+        assert same_bits(tx.step(bad, state, params, 1 - found_inf, donate)[::-1], before[1:])
+
+
+@on_ranks(2)
+def test_what_is_given_away(mesh):
+    """From the second step on new parameters lie where the donated ones did; a state given away is refused."""
+    tx = zero(ADAMW, mesh, bucket=BUCKET)
+    old, state = tx.step(START, tx.init(START), START, donate=True)
+    new, again = (tx.step(START, state, old, donate=donate)[0] for donate in (False, True))
+    where = [{x.data_ptr() for x in tree.leaves(params)} for params in (START, old, new, again)]
+    assert where[1] == where[3]
+    assert not (where[0] | where[2]) & where[1]
+    for part in tree.nodes(state, fshard.Sharded):
+        part.give_away()
+    for call in (tx.step, tx.update):
+        with pytest.raises(fshard.DonatedError, match="was given away"):
+            call(START, state, START)
+
+
+def kinds_of(seed: int) -> dict[str, Tensor]:
+    """Leaves of several dtypes, 0-d, strided and without elements; small whole numbers."""
+    wide, single, half = torch.float64, torch.float32, torch.bfloat16
+    kinds = {
+        "w": (wide, 5, 3),
+        "h": (half, 9),
+        "e": (wide, 0, 3),
+        "f": (single, 3, 2),
+        "s": (half,),
+        "none": (single, 0),
+    }
+    found = {key: counting(*shape, start=seed, dtype=dtype) for key, (dtype, *shape) in kinds.items()}
+    return found | {"f": found["f"].T, "x": found["w"].T[1:] + 1}
+
+
+@on_ranks(3, WAYS, HOWS, ("lion", "rmsprop-all"))
+def test_leaves_of_every_kind(mesh, way, how, name):
+    """Integer leaves stay, and may have no gradient; those of each dtype are as the optimizer alone makes them."""
+    tx, fixed, nothing = TRANSFORMS[name](), {"n": torch.arange(3), "on": torch.tensor(True)}, {"n": None, "on": None}
+    rows = [[kinds_of(1 + i + rank) for rank in range(3 if way[1] == "local" else 1)] for i in range(3)]
+    mine = [nothing | row[mesh.get_rank() % len(row)] for row in rows]
+    params, state = train(zero(tx, mesh, *way, bucket=BUCKET), fixed | kinds_of(0), mine, how)
+    want, _ = train(tx, kinds_of(0), [added(row) for row in rows], how)
+    assert same_bits(params, fixed | want)
+    assert params["n"] is fixed["n"]
+    assert not any(key.endswith((".n", ".on")) for key in optim.gather_state(state))
+
+
+@on_ranks(2, PARTITIONS, HOWS)
+def test_nothing_to_train(mesh, partition, how):
+    """A tree of integers, or of leaves without elements, comes back as it is."""
+    empty = {"e": rand(0, 3, seed=1)}
+    for params, grads in ((empty, empty), ({"n": torch.arange(3)}, {"n": None})):
+        assert same_bits(train(zero(ADAMW, mesh, partition), params, [grads], how)[0], params)
+
+
+@on_ranks(2, WAYS, ("adamw", "lion", "lamb", "muon", "from_torch-Adam"))
+def test_a_modules_parameters_are_taken(mesh, way, name):
+    """Leaves that require a gradient give the bits of those that do not, and no graph."""
+    tx, grads, results = zero(TXS[name], mesh, *way, bucket=BUCKET), given(way, mesh), []
+    for start in (START, tree.map(lambda x: nn.Parameter(x.clone()), START)):
+        results.append([tx.update(grads[0], tx.init(start), start), *train(tx, start, grads)])
+        assert not any(x.requires_grad for x in tree.leaves(results))
+    assert same_bits(*results)
+
+
+@on_ranks(2, PARTITIONS)
+def test_gradients_may_be_of_another_dtype(mesh, partition):
+    """Than their parameter, and than each other, also where one rank owns both."""
+    params = {key: counting(numel) for key, numel in {"big": 20, "a": 5, "b": 5, "c": 5}.items()}
+    grads = {key: x.bfloat16() if key in "ac" else x for key, x in params.items()}
+    want, _ = train(LION, params, [tree.map(lambda g: 2 * g.float(), grads)] * 2)
+    assert same_bits(train(zero(LION, mesh, partition, "local"), params, [grads] * 2)[0], want)
+
+
+W, TWICE = rand(3, seed=1), ("shard", "shard")
+REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "zero: the tree of parameters is empty": ({"a": {}, "b": None}, {}),
+    "leaf 'b.0': expected a tensor, got float": ({"a": W, "b": [1.0]}, {}),
+    "zero: leaves 'a' and 'b.0' are the same tensor": ({"a": W, "b": [W]}, {}),
+    "zero: leaves on several devices: 'a' on cpu, 'b' on meta. Move": ({"a": W, "b": W.to("meta")}, {}),
+    "leaf 'b': expected a dense tensor": ({"a": W, "b": W.to_sparse()}, {}),
+    "two leaves have the path 'a.b'": ({"a.b": W, "a": {"b": W + 1}}, {}),
+    "zero: expected whole parameters, got sharded ones": (fshard.shard_params(W, fshard.make_plan(W)), {}),
+    "expected an optimizer, a pair of functions init and update, got type. For an": (W, {"tx": torch.optim.Adam}),
+    "zero: partition='rows': expected 'flat' or 'leaf'": (W, {"partition": "rows"}),
+    "zero: grads='mean': expected 'reduced' or 'local'": (W, {"grads": "mean"}),
+    "zero: over='x': the mesh has no axis 'x', it has 'replicate', 'shard'": (W, {"over": "x"}),
+    "over=('shard', 'shard') must name each axis once": (W, {"over": TWICE}),
+}
+
+
+@on_ranks(2, PARTITIONS, REFUSED)
+def test_what_is_refused(mesh, partition, words):
+    """With the leaf's path, and what was expected."""
+    params, kw = REFUSED[words]
+    with pytest.raises((ValueError, TypeError), match=re.escape(words)):
+        zero(**{"tx": ADAMW, "mesh": mesh, "partition": partition} | kw).init(params)
+
+
+@on_ranks(2, PARTITIONS, HOWS)
+def test_gradients_and_states_that_are_refused(mesh, partition, how):
+    """With the leaf's path, or what made the state."""
+    tx, lion, others = zero(ADAMW, mesh, partition), zero(LION, mesh, partition), {"flat": "leaf", "leaf": "flat"}
+    state, w, v, own = tx.init(START), START["w"], START["v"], "expected the state of its own init"
+    for grads, held, params, words in (
+        ({**START, "w": w.T}, state, START, "zero: gradients: leaf 'w': expected shape [5, 3], got [3, 5]"),
+        ({**START, "v": None}, state, START, "zero: gradients: leaf 'v': expected shape [7], got NoneType"),
+        ({**START, "w": w.to_sparse()}, state, START, "leaf 'w' is sparse: make it dense with .to_dense()"),
+        ({"w": w}, state, START, "zero: the gradients are not of the tree the state was made for"),
+        (START, state, {**START, "v": v[:6]}, "zero: parameters: leaf 'v': expected shape [7], got [6]"),
+        (START, zero(ADAMW, mesh, others[partition]).init(START), START, f"zero: {own}, of this partition, got Z"),
+        (START, ADAMW.init(START), START, f"zero: {own}, of this partition, got AdamState"),
+        (START, lion.init(START), START, f"optim.adamw: {own} (AdamState), got LionState"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            getattr(tx, how)(grads, held, params)
+
+
+@on_ranks(3, PARTITIONS, ("x", "v", "s"))
+def test_trees_that_differ_between_ranks(mesh, partition, leaf):
+    """Every rank is told where: by a leaf more, another shape, another dtype."""
+    odd = {"x": rand(2, seed=1), "v": rand(6, seed=1), "s": rand(seed=1).float()}
+    words = rf"differs between ranks: rank 0 has .*; rank 2 has leaf '{leaf}' .*Build the same tree"
+    with pytest.raises(fshard.MismatchError, match=words):
+        zero(ADAMW, mesh, partition).init(START | ({leaf: odd[leaf]} if mesh.get_rank() == 2 else {}))
+
+
+@on_ranks(3)
+def test_uneven_batches_train_as_all_that_there_are(mesh):
+    """A rank that has run out takes part with its last batch, or `like`, at weight 0; the mean is that of the rest."""
+    w, tx, like, rank, weights = rand(3, seed=7), optim.sgd(0.1), rand(4, 3, seed=8), mesh.get_rank(), []
+    state = fshard.init_state(fshard.shard_params({"w": w}, fshard.make_plan({"w": w}, mesh)), tx)
+    step = fshard.train_step(lambda p, b: fshard.Mean(b[1] * (b[0] @ p["w"]).square().sum(), b[1] * len(b[0])), tx)
+    batches = [[rand(2 + i + r, 3, seed=10 * r + i) for i in range(n)] for r, n in enumerate((3, 1, 0))]
+    with fshard.tally() as records:
+        for i, (batch, weight) in enumerate(fshard.join_batches(iter(batches[rank]), mesh, like)):
+            assert same_bits(batch, (batches[0][i], *batches[1], like)[rank])
+            state, metrics = step(state, (batch, weight))
+            weights.append(float(weight))
+            there = torch.cat([x for own in batches for x in own[i : i + 1]])
+            slope, mean = torch.func.grad_and_value(lambda w, there=there: (there @ w).square().mean())(w)
+            w = w - 0.1 * slope
+            alike((fshard.gather_params(state.params), metrics["loss"]), ({"w": w}, mean))
+    assert weights == [float(i < len(batches[rank])) for i in range(3)]
+    assert [r.nbytes for r in records.select("all_reduce", "batches") if r.axis == "shard"] == [2 * 4] * 4
+
+
+def test_uneven_batches_end():
+    """Nothing anywhere is no batch; equal numbers are as they were given; a rank without any needs `like`."""
+    assert simulated(lambda mesh: list(fshard.join_batches([], mesh))) == [[], []]
+    assert simulated(lambda mesh: list(fshard.join_batches("ab", mesh))) == [[("a", 1.0), ("b", 1.0)]] * 2
+    with pytest.raises(ValueError, match="join_batches: this rank has no batch at all: give one as `like`"):
+        simulated(lambda mesh: list(fshard.join_batches("a"[mesh.get_rank() :], mesh)))
