@@ -2,13 +2,14 @@
 
 from . import collectives, comm, loss_scale, optim, testing, tree
 from .collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
-from .comm import MismatchError, tally
+from .comm import MismatchError
 from .data import join_batches
 from .grad import Mean, Sum, Unreduced, reduce_grads, value, value_and_grad
 from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, nonfinite_leaves, select
 from .parts import global_norm
 from .plan import Plan, make_plan
 from .precision import Policy
+from .record import tally
 from .shard import Sharded, gather_params, shard_params
 from .train import TrainState, init_state, train_step
 from .tree import DonatedError

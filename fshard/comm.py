@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from .record import Record, note
 
 Mesh = Any  # a DeviceMesh, a simulated mesh, or None: one device
 Axes = tuple[str, ...]
@@ -37,52 +37,8 @@ class MismatchError(RuntimeError):
     """Ranks that should do the same thing do not."""
 
 
-@dataclass(frozen=True)
-class Record:
-    """One collective of one rank: what it was, along which axis, for whom, and the bytes this rank sent."""
-
-    kind: str
-    axis: str
-    label: str
-    nbytes: int
-
-
-class Tally(list[Record]):
-    """The collectives a rank issued, in order."""
-
-    def select(self, kind: str, label: str | None = None) -> list[Record]:
-        """Those of one kind (and for one unit)."""
-        return [r for r in self if r.kind == kind and label in (None, r.label)]
-
-    def nbytes(self, kind: str | None = None) -> int:
-        """Bytes this rank sent, in all or by one kind."""
-        return sum(r.nbytes for r in self if kind in (None, r.kind))
-
-
-_tally: ContextVar[Tally | None] = ContextVar("fshard_tally", default=None)
-
-
-@contextmanager
-def tally() -> Iterator[Tally]:
-    """Record the collectives this rank issues inside the block.
-
-    >>> with tally() as records:
-    ...     pass
-    >>> records.nbytes()
-    0
-    """
-    records = Tally()
-    token = _tally.set(records)
-    try:
-        yield records
-    finally:
-        _tally.reset(token)
-
-
 def _note(kind: str, ranks: Ranks, label: str, nbytes: int) -> None:
-    records = _tally.get()
-    if records is not None:
-        records.append(Record(kind, ranks.axis, label, nbytes))
+    note(Record(kind, ranks.axis, label, nbytes))
 
 
 class Pending:

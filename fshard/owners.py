@@ -37,12 +37,7 @@ def leaves_of(x: Any, spec: tree.Spec, what: str) -> list[Any]:
     for i, leaf in enumerate(flat):
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
             raise ValueError(f"zero: {what}: leaf {tree.paths(spec)[i]!r} is sparse: make it dense with .to_dense()")
-    return [without_graph(leaf) for leaf in flat]
-
-
-def without_graph(leaf: Any) -> Any:
-    """The leaf itself, or its values if it requires a gradient."""
-    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+    return [leaf if leaf is None else tree.detached(leaf) for leaf in flat]
 
 
 def check_zero_state(state: Any, kind: type) -> None:
@@ -63,8 +58,7 @@ def leaf_init(tx: Transform, mesh: Mesh, axes: Axes, params: Any) -> ZeroState:
         n for n in layout.numbers if layout.leaves[n].dtype.is_floating_point or layout.leaves[n].dtype.is_complex
     )
     parting = owned(trained, mesh, axes)
-    values = tree.map(without_graph, params)
-    return ZeroState(tx.init(collect(pick(values, trained), parting)), parting)
+    return ZeroState(tx.init(collect(pick(tree.detached(params), trained), parting)), parting)
 
 
 def leaf_update(

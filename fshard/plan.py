@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from . import agree, comm, host, tree
+from .claim import ROOT, Where, claim_leaves, claim_policies, claim_units
 from .comm import Axes, Mesh
 from .precision import Policy, Precision, policy_of, precisions
 
-Where = str | Sequence[str] | Callable[[str, Any], bool] | None
 _ALIGN = 16  # bytes
-_ROOT = "(root)"
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class Plan:
     @property
     def root(self) -> int | None:
         """The number of the root unit, which holds what no other claims; None if every leaf is claimed."""
-        return 0 if self.units and self.units[0].name == _ROOT else None
+        return 0 if self.units and self.units[0].name == ROOT else None
 
     def on(self, mesh: Mesh) -> Plan:
         """This plan on another mesh with the same axes (ValueError if they differ)."""
@@ -267,10 +266,10 @@ def make_plan(
     first_seen: dict[int, int] = {}
     origins = [first_seen.setdefault(id(leaf), i) for i, leaf in enumerate(flat)]
     numbers = {origin: slot for slot, origin in enumerate(dict.fromkeys(origins))}
-    names, claims = _claim_units(params, spec, flat, origins, units)
-    keep, still = (_claim_leaves(params, spec, where, name) for where, name in ((whole, "whole"), (frozen, "frozen")))
+    names, claims = claim_units(params, spec, flat, origins, units)
+    keep, still = (claim_leaves(params, spec, where, name) for where, name in ((whole, "whole"), (frozen, "frozen")))
     policy = policy_of(policy)
-    dtypes = precisions([leaf.dtype for leaf in flat], _overrides(params, spec, policy), policy)
+    dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, policy), policy)
     kind_of = {
         i: Kind(dtypes[i], _differentiable(flat[i]) and not still[i], keep[i]) for i in numbers
     }  # a tied leaf is what its first place says
@@ -334,77 +333,6 @@ def _partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> tuple[Axe
         before = before + tuple(axis for axis in wanted if axis not in before)
         result.append(before)
     return result[0], result[1], result[2]
-
-
-def _selector(params: Any, spec: tree.Spec, where: Where, name: str) -> list[tuple[str, int, int]]:
-    """The subtrees that patterns or a predicate pick, outer before inner: path, first leaf, number of leaves."""
-    nodes = [(path, node, first) for path, node, first in tree.walk(spec) if node.num_leaves]
-    if callable(where):
-        flat = tree.leaves(params)
-        picked = [
-            (path, node, first)
-            for path, node, first in nodes
-            if where(".".join(path), tree.unflatten(node, flat[first : first + node.num_leaves]))
-        ]
-    else:
-        patterns = [where] if isinstance(where, str) else list(where or ())
-        for pattern in patterns:
-            if not any(tree.matches(path, pattern) for path, _, _ in nodes):
-                top = ", ".join(repr(str(child)) for child in tree.names(spec)) if not spec.is_leaf() else "a leaf"
-                raise ValueError(f"{name}: the pattern {pattern!r} matches nothing; the tree's top level is {top}")
-        picked = [
-            (path, node, first)
-            for path, node, first in nodes
-            if any(tree.matches(path, pattern) for pattern in patterns)
-        ]
-    return [(".".join(path), first, node.num_leaves) for path, node, first in picked]
-
-
-def _claim_leaves(params: Any, spec: tree.Spec, where: Where, name: str) -> list[bool]:
-    picked = [False] * spec.num_leaves
-    for _, first, count in _selector(params, spec, where, name):
-        picked[first : first + count] = [True] * count
-    return picked
-
-
-def _overrides(params: Any, spec: tree.Spec, policy: Policy) -> list[Policy | None]:
-    """For every leaf the first override that fits it."""
-    chosen: list[Policy | None] = [None] * spec.num_leaves
-    dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.paths(spec)
-    for where, own in reversed(policy.overrides):
-        for path, first, count in _selector(params, spec, where, "policy"):
-            if path == paths[first] and not dtypes[first].is_floating_point:
-                raise ValueError(
-                    f"policy: leaf {path!r} is {dtypes[first]} and cannot be cast: leave it out of {where!r}"
-                )
-            chosen[first : first + count] = [own] * count
-    return chosen
-
-
-def _claim_units(
-    params: Any, spec: tree.Spec, flat: Sequence[Tensor], origins: Sequence[int], units: Where | int
-) -> tuple[list[str], list[int]]:
-    """The units' names in the order of use, the root first, and every leaf's unit: the innermost that claims it."""
-    owner = [_ROOT] * spec.num_leaves
-    if isinstance(units, int):
-        owner = _fill_units(flat, origins, units)
-    else:
-        for path, first, count in _selector(params, spec, units, "units"):
-            owner[first : first + count] = [path or _ROOT] * count
-    names = list(dict.fromkeys([_ROOT, *owner] if _ROOT in owner else owner))
-    return names, [names.index(name) for name in owner]
-
-
-def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> list[str]:
-    if size < 1:
-        raise ValueError(f"units={size}: a unit is full at a number of elements, at least 1")
-    owner, number, filled = [], 0, 0
-    for i, leaf in enumerate(flat):
-        if filled >= size:
-            number, filled = number + 1, 0
-        filled += leaf.numel() if origins[i] == i else 0
-        owner.append(f"part.{number}")
-    return owner
 
 
 def _place(

@@ -96,6 +96,11 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return unflatten(spec, [fn(*args) for args in zip(first, *others, strict=True)])
 
 
+def detached(tree: Any) -> Any:
+    """The tree, leaves that require a gradient replaced by their values."""
+    return map(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, tree)
+
+
 # What to stop at: nodes of one type, or those a predicate is true of.
 Stop = type | Callable[[Any], bool]
 

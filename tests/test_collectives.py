@@ -11,7 +11,7 @@ from torch import Tensor, func
 from worlds import gloo, simulated
 
 import fshard
-from fshard import comm, tree
+from fshard import tree
 
 Call = Callable[[Tensor], Tensor]
 
@@ -399,7 +399,7 @@ def bytes_sent(mesh: Any) -> dict[str, list[tuple[str, int]]]:
     """The tally of each collective, of 12,000 and 24 elements."""
     found = {}
     for name in LINEAR:
-        with comm.tally() as records:
+        with fshard.tally() as records:
             for numel in (12000, 24):
                 collective(name, mesh)(torch.ones(numel, dtype=torch.float64))
         found[name] = [(r.kind, r.nbytes) for r in records]

@@ -33,9 +33,10 @@ def _all_kinds(mesh):
             swapped = torch.cat([w.tensor_split(size)[ranks.rank] for w in whole])
             started.append((comm.all_to_all(whole[ranks.rank], ranks), swapped, (numel, dtype)))
             if dtype != torch.bool:
-                total = whole[0].clone()
+                total = whole[0].to(comm.sum_dtype(dtype), copy=True)
                 for w in whole[1:]:
                     total += w
+                total = total.to(dtype)
                 started.append((comm.all_reduce(whole[ranks.rank], ranks), total, (numel, dtype)))
                 mine = total.tensor_split(size)[ranks.rank]
                 started.append((comm.reduce_scatter(whole[ranks.rank], ranks), mine, (numel, dtype)))

@@ -1,21 +1,25 @@
 """Loss scaling: the dynamic rule is torch's, scalers are values, and a skipped update selects the old tree."""
 
 import copy
+import math
 import pickle
+import re
 from typing import Any
 
 import optree
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from models import same_bits
+from models import rand, same_bits
 from worlds import simulated
 
 import fshard
-from fshard import DynamicLossScale, NoLossScale, StaticLossScale, select
+from fshard import DynamicLossScale, NoLossScale, StaticLossScale, kernels, optim, select
 
 SCALERS = {
-    "dynamic": lambda: DynamicLossScale(24.0, 3.0, 0.25, 7, 5),
+    "dynamic": lambda: DynamicLossScale(
+        24.0, 3.0, 0.25, 7, 5, min_scale=2.0, max_scale=99.0, hysteresis=3, hysteresis_tracker=2
+    ),
     "static": lambda: StaticLossScale(12.0),
     "none": NoLossScale,
 }
@@ -33,6 +37,22 @@ def test_the_dynamic_scale_follows_torch(interval, growth, backoff, start):
         scaler = scaler.adjust(found_inf)
         torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
         assert same_bits([scaler.scale.as_subclass(torch.Tensor), scaler.growth_tracker], [scale, tracker])
+
+
+@pytest.mark.parametrize(("bounds", "hysteresis"), [((8.0, 64.0), 1), ((8.0, 64.0), 3), ((0.0, math.inf), 2)])
+def test_bounds_and_hysteresis(bounds, hysteresis):
+    """Megatron-LM's rule, in plain numbers: overflows are borne until there were too many since the scale last grew."""
+    low, high = bounds
+    scaler = DynamicLossScale(32.0, 2.0, 0.5, 2, min_scale=low, max_scale=high, hysteresis=hysteresis)
+    scale, good, borne = 32.0, 0, hysteresis
+    for bit in [*BITS, 1, 1, 1, 1, 1, *[0] * 12]:
+        scaler = scaler.adjust(torch.tensor(float(bit)))
+        good, borne = (0, borne - 1) if bit else (good + 1, borne)
+        if bit and borne <= 0:
+            scale = max(scale * 0.5, low)
+        if good == 2:
+            scale, good, borne = min(scale * 2, high), 0, hysteresis
+        assert (scaler.scale.item(), scaler.growth_tracker.item()) == (scale, good)
 
 
 def test_a_run_follows_grad_scaler():
@@ -134,6 +154,113 @@ def test_unscale_finds_what_is_not_finite(bad):
         assert NoLossScale().unscale(grads)[1] == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("scale", [8.0, 3.0])
+def test_one_pass_is_the_reference(dtype, scale):
+    """The kernel that reads and writes at once, beside plain tensor code; new tensors, or the caller's own."""
+    values = (torch.randn(2, 37, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
+    for bad in (None, torch.inf, -torch.inf, torch.nan):
+        grads = {"a": values[0].clone(), "e": values[:0], "t": values.clone().t()}
+        if bad is not None:
+            grads["t"][5, 1] = bad
+        want = fshard.tree.map(lambda g: kernels.unscaled(g, torch.tensor(scale).double().reciprocal()), grads)
+        kept = copy.deepcopy(grads)
+        for own in (False, True):
+            found, found_inf = StaticLossScale(scale).unscale(grads, own=own)
+            assert found_inf == (bad is not None)
+            for name, (x, bad_x) in want.items():
+                close = torch.allclose(found[name], x, rtol=torch.finfo(dtype).eps, atol=0, equal_nan=True)
+                assert close, name
+                assert bad_x == (bad is not None and name == "t")
+            assert same_bits(grads, found if own else kept)
+
+
+def test_sparse_gradients_are_coalesced():
+    """Halves of one element that overflow only when they are added up are found; values are divided."""
+    values = torch.tensor([4e4, 4e4, 8.0], dtype=torch.float16)
+    half = torch.sparse_coo_tensor([[1, 1, 0]], values, (3,), check_invariants=True)
+    for own in (False, True):
+        unscaled, found_inf = StaticLossScale(4.0).unscale({"w": half}, own=own)
+        assert found_inf == 1
+        assert unscaled["w"].to_dense()[0] == 2
+        assert StaticLossScale(4.0).unscale(half.float().coalesce(), own=own)[1] == 0
+
+
+def test_unscaling_twice_is_an_error():
+    """And a tree that is no gradient; each names its leaf."""
+    grads, _ = StaticLossScale(4.0).unscale({"a": [torch.ones(2)]})
+    with pytest.raises(ValueError, match=re.escape("leaf 'a.0' was unscaled already")):
+        StaticLossScale(4.0).unscale(grads)
+    StaticLossScale(4.0).unscale(fshard.tree.map(lambda g: 4 * g, grads))
+    for bad, words in (({"n": torch.tensor(1)}, "leaf 'n': expected a gradient, a floating tensor, got torch.int64"),):
+        with pytest.raises(TypeError, match=re.escape(words)):
+            StaticLossScale(4.0).unscale(bad)
+
+
+def labelled(mesh: Any, bad: str) -> tuple[Any, ...]:
+    """A step of two labels where one leaf overflows on one rank: parameters, counts, found_inf, culprits."""
+    tx = optim.by_label({"w": optim.adamw(0.1), "b": optim.sgd(0.1, momentum=0.9)}, lambda path, x: path[0])
+    params = {"w1": rand(5, seed=1), "w2": rand(3, 3, seed=2), "b1": rand(7, seed=3)}
+    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
+
+    def loss(p: Any, weight: torch.Tensor) -> Any:
+        return sum((p[k] * (weight if k == bad else 1.0)).sum() for k in p)
+
+    state = fshard.init_state(sharded, tx, DynamicLossScale(4.0))
+    step = fshard.train_step(loss, tx, skip_labels=lambda path, x: path[0])
+    last = mesh is None or mesh.get_rank() == mesh.size() - 1
+    after, metrics = step(state, torch.tensor(torch.inf if last else 1.0, dtype=torch.float64))
+    grads = fshard.value_and_grad(loss)(sharded, torch.tensor(torch.inf if last else 1.0, dtype=torch.float64))[1]
+    counts = {key: int(x) for key, x in optim.gather_state(after.opt_state).items() if key.endswith("count")}
+    moved = fshard.tree.map(lambda a, b: not torch.equal(a, b), params, fshard.gather_params(after.params))
+    return moved, counts, metrics["found_inf"].item(), after.loss_scale.scale.item(), fshard.nonfinite_leaves(grads)
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 3), (2, 2)])
+def test_one_label_is_skipped_alone(replicate, shard):
+    """The other moves and counts; the scale backs off; the culprit is named on every rank."""
+    for found in simulated(labelled, "w2", replicate=replicate, shard=shard):
+        moved, counts, found_inf, scale, culprits = found
+        assert moved == {"w1": False, "w2": False, "b1": True}
+        assert counts == {"inner.w.count": 0, "inner.b.count": 1}
+        assert (found_inf, scale, culprits) == (1, 2, ["w2"])
+
+
+def test_labels_need_their_found_inf():
+    """The sentences for labels that are not there, and for a norm over all of them."""
+    tx = optim.by_label({"a": optim.sgd(0.1)}, lambda path, x: "a")
+    with pytest.raises(ValueError, match=re.escape("found_inf is for 'b', not for 'a'")):
+        tx.step(torch.ones(1), tx.init(torch.ones(1)), torch.ones(1), {"b": torch.tensor(0.0)})
+    with pytest.raises(ValueError, match="clip by label"):
+        fshard.train_step(lambda p: p, tx, clip_norm=1.0, skip_labels=lambda path, x: "a")
+
+
+def test_torchs_state_dict():
+    """GradScaler's own, in and out, from and for one in the middle of a run."""
+    theirs = torch.amp.GradScaler("cpu", 64.0, 3.0, 0.25, 7)
+    ours = DynamicLossScale(64.0, 3.0, 0.25, 7)
+    for bit in BITS:
+        theirs.scale(torch.ones(1))
+        torch._amp_update_scale_(theirs._scale, theirs._growth_tracker, torch.tensor(float(bit)), 3.0, 0.25, 7)
+        ours = ours.adjust(torch.tensor(float(bit)))
+        assert ours.state_dict() == theirs.state_dict()
+    loaded = DynamicLossScale(hysteresis=2, max_scale=9e9).load_state_dict(theirs.state_dict())
+    assert (loaded.state_dict(), loaded.hysteresis, loaded.max_scale) == (theirs.state_dict(), 2, 9e9)
+    again = torch.amp.GradScaler("cpu")
+    again.load_state_dict(ours.state_dict())
+    assert again.state_dict() == theirs.state_dict()
+    for bad, words in (({}, "is empty"), ({"scale": 1.0}, "lacks 'growth_factor'; it has scale")):
+        with pytest.raises(ValueError, match=words):
+            ours.load_state_dict(bad)
+
+
+def test_a_scale_may_be_set():
+    """For the next step; what counts goes on."""
+    scaler = DynamicLossScale(8.0, growth_interval=3).adjust(torch.tensor(0.0))
+    new = scaler.adjust(torch.tensor(0.0), new_scale=4.0)
+    assert (new.scale.item(), new.growth_tracker, scaler.scale.item()) == (4.0, 1, 8.0)
+
+
 def found_on(mesh: Any, bad: int) -> tuple[float, float]:
     """found_inf where one rank's part is not finite."""
     plan = fshard.make_plan(torch.ones(12), mesh)
@@ -172,8 +299,18 @@ def test_settings_that_make_no_sense_are_errors(bad):
         DynamicLossScale(**bad)
 
 
+@pytest.mark.parametrize("bad", [{"min_scale": 2.0, "max_scale": 1.0}, {"min_scale": -1.0}, {"hysteresis": 0}], ids=str)
+def test_bounds_that_make_no_sense_are_errors(bad):
+    """The sentence says what was expected."""
+    with pytest.raises(ValueError, match="expected 0 <= min_scale <= max_scale and hysteresis >= 1"):
+        DynamicLossScale(**bad)
+
+
 @pytest.mark.parametrize("kind", [StaticLossScale, DynamicLossScale])
 def test_a_scale_is_one_number(kind):
-    """A vector is refused."""
+    """A vector is refused, and what is no positive finite number."""
+    for bad in (0, 0.0, -1.0, torch.inf, torch.nan):
+        with pytest.raises(ValueError, match="a loss scale is a finite number above 0, got"):
+            kind(bad)
     with pytest.raises(ValueError, match="a number or a 0-d tensor"):
         kind(torch.ones(2))

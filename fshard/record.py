@@ -1,0 +1,57 @@
+"""The collectives a rank issues, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Record:
+    """One collective of one rank: what it was, along which axis, for whom, and the bytes this rank sent."""
+
+    kind: str
+    axis: str
+    label: str
+    nbytes: int
+
+
+class Tally(list[Record]):
+    """The collectives a rank issued, in order."""
+
+    def select(self, kind: str, label: str | None = None) -> list[Record]:
+        """Those of one kind (and for one unit)."""
+        return [r for r in self if r.kind == kind and label in (None, r.label)]
+
+    def nbytes(self, kind: str | None = None) -> int:
+        """Bytes this rank sent, in all or by one kind."""
+        return sum(r.nbytes for r in self if kind in (None, r.kind))
+
+
+_tally: ContextVar[Tally | None] = ContextVar("fshard_tally", default=None)
+
+
+@contextmanager
+def tally() -> Iterator[Tally]:
+    """Record the collectives this rank issues inside the block.
+
+    >>> with tally() as records:
+    ...     pass
+    >>> records.nbytes()
+    0
+    """
+    records = Tally()
+    token = _tally.set(records)
+    try:
+        yield records
+    finally:
+        _tally.reset(token)
+
+
+def note(record: Record) -> None:
+    """Tell the tally that is running, if one is."""
+    records = _tally.get()
+    if records is not None:
+        records.append(record)
