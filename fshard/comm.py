@@ -416,4 +416,4 @@ def total(x: Tensor, mesh: Mesh, axes: Sequence[str] | None = None, op: str = "s
 def num_ranks(mesh: Mesh, axes: Sequence[str] | None = None) -> int:
     """The number of ranks along some axes (None: all of them)."""
     sizes = axis_sizes(mesh)
-    return math.prod(sizes[axis] for axis in (sizes if axes is None else axes))
+    return math.prod([sizes[axis] for axis in (sizes if axes is None else axes)])

@@ -94,7 +94,7 @@ def _split(layout: Layout, transforms: Mapping[Any, Any], labels: Labels) -> dic
                 f"{', '.join(map(repr, transforms))}"
             )
         found.setdefault(label, []).append(number)
-    return {label: layout.pick(found[label]) for label in transforms if label in found}
+    return {label: layout.pick(found[label]).prepared() for label in transforms if label in found}
 
 
 def label_of(leaf: Leaf, labels: Labels) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from . import comm, tree
 from .comm import Axes, Mesh
-from .parts import EVERYONE, Layout, Leaf, Pieces, Span, layout_of, pieces, typed
+from .parts import EVERYONE, Layout, Leaf, Pieces, Span, layout_of, memo, pieces, typed
 
 
 def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
@@ -36,7 +35,8 @@ def owned(layout: Layout, mesh: Mesh, axes: Axes, cost: Callable[[Leaf], float] 
     """The layout in which every leaf is whole on one rank along some axes, evenly by cost."""
     numbers = layout.numbers
     ranks = assign([cost(layout.leaves[n]) for n in numbers], comm.num_ranks(mesh, axes))
-    spans, used = list[Span](), [0] * comm.num_ranks(mesh, axes)
+    spans: list[Span] = []
+    used = [0] * comm.num_ranks(mesh, axes)
     for number, rank in zip(numbers, ranks, strict=True):
         spans.append(Span(number, rank, used[rank], 0, 0, layout.leaves[number].numel))
         used[rank] += 1
@@ -91,12 +91,12 @@ class Route:
         """The mesh they belong to."""
         return self.old.mesh if self.old.axes else self.new.mesh
 
-    @cached_property
+    @memo
     def rank(self) -> int:
         """This rank's number."""
         return comm.coordinate(self.mesh, self.axes)
 
-    @cached_property
+    @memo
     def items(self) -> list[Item]:
         """In the order they travel in: those with wide elements first, so that all stay aligned as bytes."""
         taken: dict[int, list[Span]] = {}
@@ -117,7 +117,7 @@ class Route:
         """The dtype of an item's elements."""
         return self.old.leaves[item.leaf].dtype
 
-    @cached_property
+    @memo
     def stages(self) -> list[Stage]:
         """The way of all items, axis after axis, the last first."""
         known = comm.axis_sizes(self.mesh)
@@ -140,7 +140,7 @@ class Route:
 
 def _digits(number: int, sizes: Sequence[int]) -> list[int]:
     """A rank's number along each of several axes, the first the slowest."""
-    digits = list[int]()
+    digits: list[int] = []
     for size in reversed(sizes):
         number, digit = divmod(number, size)
         digits.insert(0, digit)
@@ -150,10 +150,7 @@ def _digits(number: int, sizes: Sequence[int]) -> list[int]:
 def _moved(x: Any, new: Layout, label: str) -> dict[Span, list[tuple[int, Tensor]]]:
     """What arrives for each of this rank's spans of a layout: where it begins in the leaf, and the elements."""
     old, rows = typed(x), tree.leaves(x)
-    known = old.routes
-    if new not in known:
-        known[new] = Route(old, new)
-    route = known[new]
+    route = _route(old, new)
     held = {i: _elements(rows[i.take.row], i) for i in route.items if i.source == route.rank}
     for stage in route.stages:
         held = _along(route, stage, held, label)
@@ -161,6 +158,14 @@ def _moved(x: Any, new: Layout, label: str) -> dict[Span, list[tuple[int, Tensor
     for item, elements in held.items():
         arrived[item.give].append((item.begin, elements))
     return arrived
+
+
+def _route(old: Layout, new: Layout) -> Route:
+    if torch.compiler.is_compiling():  # it cannot hash a layout, and asks only once
+        return Route(old, new)
+    if new not in old.routes:
+        old.routes[new] = Route(old, new)
+    return old.routes[new]
 
 
 def _elements(row: Tensor, item: Item) -> Tensor:

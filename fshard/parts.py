@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -25,6 +24,18 @@ from .comm import Axes, Mesh
 from .kernels import wide
 
 EVERYONE = -1
+
+
+class memo:  # it is used as property is
+    """functools.cached_property, without the lock it takes before Python 3.12, which torch.compile cannot trace."""
+
+    def __init__(self, fn: Callable[[Any], Any]):
+        self.fn, self.__doc__ = fn, fn.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        found = self.fn(instance)
+        object.__setattr__(instance, self.fn.__name__, found)
+        return found
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,7 @@ class Layout:
     def __getstate__(self) -> dict[str, Any]:
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
 
-    @cached_property
+    @memo
     def rank(self) -> int:
         """This rank's number."""
         if self.mesh is None and self.axes:
@@ -88,25 +99,33 @@ class Layout:
             )
         return comm.coordinate(self.mesh, self.axes)
 
-    @cached_property
+    @memo
     def mine(self) -> tuple[Span, ...]:
         """What this rank holds."""
         return tuple(s for s in self.spans if s.rank in (self.rank, EVERYONE))
 
-    @cached_property
+    @memo
     def shared(self) -> frozenset[int]:
         """The leaves that every rank holds."""
         return frozenset(s.leaf for s in self.spans if s.rank == EVERYONE)
 
-    @cached_property
+    @memo
     def shared_rows(self) -> frozenset[int]:
         """The rows that every rank holds; all others are cut."""
         return frozenset(s.row for s in self.spans if s.rank == EVERYONE)
 
-    @cached_property
+    @memo
     def numbers(self) -> tuple[int, ...]:
         """The leaves that are in it."""
         return tuple(dict.fromkeys(n for n in self.places if n is not None))
+
+    def prepared(self) -> Layout:
+        """Itself, with all that is worked out once: worked out in an update, torch.compile would trace that twice."""
+        for name in ("rank", "mine", "shared", "shared_rows", "numbers", "routes"):
+            getattr(self, name)
+        if self.origin is not None:
+            self.runs, self.origin_rows  # noqa: B018
+        return self
 
     def pick(self, numbers: Iterable[int]) -> Layout:
         """Of some leaves alone. Flat rows are packed, without padding, and those without a leaf dropped."""
@@ -120,19 +139,19 @@ class Layout:
             origin=self,
         )
 
-    @cached_property
+    @memo
     def routes(self) -> dict[Layout, Any]:
         """The ways to other layouts that were worked out (`move.Route`): a memo, nothing else."""
         return {}
 
-    @cached_property
+    @memo
     def origin_rows(self) -> list[int]:
         """The rows of what it was picked from that it has leaves of: those its own, flat rows are packed from."""
         assert self.origin is not None
         keep = set(self.numbers)
         return sorted({s.row for s in self.origin.spans if s.leaf in keep})
 
-    @cached_property
+    @memo
     def runs(self) -> list[list[tuple[int, int, int]]]:
         """For each row, where its elements lie on this rank in what it was picked from: row, start, length."""
         assert self.origin is not None
@@ -218,7 +237,9 @@ class Pieces(Parts):
     @property
     def runs(self) -> list[list[Any]]:
         """The views that make up each row, or the row."""
-        return [list(runs) for runs in self._runs] if self._tensors is None else super().runs
+        if self._tensors is not None:
+            return [[row] for row in self._tensors]
+        return [list(runs) for runs in self._runs]
 
     def __repr__(self) -> str:
         held = ", ".join(f"{list(getattr(t, 'shape', ['?']))}" for t in self.tensors)

@@ -105,7 +105,7 @@ class Sharded(Parts, tree.Branch):
     @property
     def runs(self) -> list[list[Any]]:
         """The views that make up each of its tensors, or the tensor."""
-        return super().runs if self._runs is None else [list(runs) for runs in self._runs]
+        return [[row] for row in self.tensors] if self._runs is None else [list(runs) for runs in self._runs]
 
     def give_away(self) -> None:
         """End its life, and that of its subtrees: its tensors now belong to another value."""

@@ -146,8 +146,8 @@ class Needs:
 
     def _wrong(self, g: Any, p: Any) -> str | None:
         if isinstance(g, Parts):
-            cut = self.real and any(run.is_complex() for runs in g.runs for run in runs[:1])
-            return "is complex, which this takes none of" if cut else None
+            wrong = self.real and any(run.is_complex() for runs in g.runs for run in runs)
+            return "is complex, which this takes none of" if wrong else None
         if g.shape != p.shape:
             return f"has shape {list(g.shape)}, the parameter {list(p.shape)}"
         if g.layout is not torch.strided and not self.sparse:

@@ -152,7 +152,8 @@ def _floor(eps: float | None, g: Tensor) -> float:
 
 def _row_and_column_means(grads: Any, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Mean squares of the rows and the columns of every leaf that has them: one collective."""
-    factored = {n: f for n in layout.numbers if (f := _factors(layout.leaves[n]))}
+    shapes = {n: _factors(layout.leaves[n]) for n in layout.numbers}
+    factored = {n: shape for n, shape in shapes.items() if shape}
     if not factored:
         return {}, {}
     sizes = [size for f in factored.values() for size in (f.leaf.numel // f.m, f.leaf.numel // f.n)]

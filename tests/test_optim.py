@@ -25,11 +25,8 @@ over_all = pytest.mark.parametrize("name", TRANSFORMS)
 
 # They clamp, or compute in a real dtype: a complex leaf is refused.
 REAL = {"adafactor", "adamw_8bit", "muon", "clip", "from_torch-Adafactor"}
-# What dynamo cannot trace in one graph: the lock of a cached property (a layout's, before Python 3.12), dtype.to_real,
-# a generator given as arguments, and the constructors of torch.optim's classes.
-LOCKS = {"lamb", "adafactor", "clip_by_leaf_norm", "masked", "whole_leaves"}
-UNTRACEABLE = {"every_k-clip", "clip_by_global_norm", "clip_by_global_norm-inf", "muon"}
-UNCOMPILED = LOCKS | UNTRACEABLE | {name for name in TRANSFORMS if name.startswith("from_torch")}
+# They make an object of torch.optim's class in every update, which dynamo does not trace.
+UNCOMPILED = {name for name in TRANSFORMS if name.startswith("from_torch")}
 # Whose updates are the same without parameters; of the others, the part that asks for them where it has another name.
 FREE = {"sgd", "rmsprop", "scale", "scale_by_schedule", "clip", "clip_by_global_norm-inf", "clip_by_leaf_norm", "ema"}
 FREE |= {"every_k-clip", "with_hyperparams-schedule"}
