@@ -1,6 +1,6 @@
 """fshard: functional sharding for PyTorch. A training step is a pure function over trees of parameters."""
 
-from . import collectives, comm, loss_scale, optim, testing, tree
+from . import collectives, comm, loss_scale, optim, testing, tree, wire
 from .collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
 from .comm import MismatchError
 from .data import join_batches
@@ -55,5 +55,6 @@ __all__ = [
     "value",
     "value_and_grad",
     "vary",
+    "wire",
     "zero",
 ]

@@ -254,6 +254,15 @@ def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str,
     return Pending(exchange, lambda received: _fold(received, "sum", result))
 
 
+def scatter(
+    sends: Sequence[Tensor], ranks: Ranks, finish: Callable[[Sequence[Tensor]], Tensor], label: str = ""
+) -> Pending:
+    """One of several equally long tensors to each rank; `finish` is given what each rank sent, in rank order."""
+    _note("reduce_scatter", ranks, label, sum(x.nbytes for p, x in enumerate(sends) if p != ranks.rank))
+    call = _call("reduce_scatter", sends[0], ranks, label)
+    return Pending(ranks.exchange([x.contiguous() for x in sends], [None] * ranks.size, call), finish)
+
+
 def check_divides(shape: Sequence[int], ranks: Ranks) -> None:
     """Raise ValueError if dim 0 does not divide over the ranks."""
     if not shape or shape[0] % ranks.size:

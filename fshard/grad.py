@@ -244,7 +244,7 @@ def reduce_grads(grads: Unreduced, reduction: str = "exact") -> Sharded:
     reduced = empty_grads(local, plan.grads_over)
     into = Gradients(reduced, local, fast=fast_reduction(reduction))
     places = [(u, k) for u in range(len(plan.units)) for k in local.view.kinds if plan.units[u].lengths[k]]
-    started = [into.emit(plan, unit, kind, local.piece(unit, kind)) for unit, kind in places]
+    started = [into.emit(unit, kind, local.piece(unit, kind)) for unit, kind in places]
     for pending in started:
         if pending is not None:
             pending.wait()

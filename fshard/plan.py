@@ -27,6 +27,7 @@ from . import agree, comm, host, tree
 from .claim import ROOT, Where, claim_leaves, claim_policies, claim_units
 from .comm import Axes, Mesh
 from .precision import Policy, Precision, policy_of, precisions
+from .wire import Wire
 
 _ALIGN = 16  # bytes
 
@@ -93,6 +94,8 @@ class Plan:
     regather: bool
     block: int = 1
     policy: Policy = field(default_factory=Policy)  # its overrides are in the kinds
+    param_wire: Any = None
+    grad_wire: Any = None
     mesh: Mesh = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -237,6 +240,8 @@ def make_plan(
     frozen: Where = None,
     block: int = 1,
     policy: Policy | str | None = None,
+    param_wire: Wire | None = None,
+    grad_wire: Wire | None = None,
 ) -> Plan:
     """Lay a tree of tensors (real, meta or fake) out over the axes of a mesh.
 
@@ -247,7 +252,8 @@ def make_plan(
     backward. `whole` leaves stay on every rank; `frozen` ones get no gradient and no optimizer state (integer leaves
     are always frozen). No `block` of elements, counted from a leaf's first, lies on two ranks or holds another leaf's
     (for state that is kept in blocks). `policy` says in what dtypes floating leaves are kept, computed with and reduced
-    (`Policy`, or its words). On a mesh of processes the plan's fingerprint is compared between all ranks.
+    (`Policy`, or its words), `param_wire` and `grad_wire` how shards and gradients travel (fshard.wire). On a mesh of
+    processes the plan's fingerprint is compared between all ranks.
 
     Raises ValueError (axes, patterns, leaves that are not tensors) and MismatchError (ranks whose plans differ).
 
@@ -288,6 +294,8 @@ def make_plan(
         regather,
         block,
         replace(policy, overrides=()),
+        param_wire,
+        grad_wire,
         mesh,
     )
     agree.check_same(mesh, plan.fingerprint, plan.describe(), "the plan")

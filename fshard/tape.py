@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import comm, tree
+from . import carry, comm, tree
 from .plan import Plan, Slot
 from .shard import Sharded, cut, gather_params
 
@@ -81,6 +81,7 @@ class Gradients:
     local: Sharded | None = None
     add: bool = False
     fast: bool = False
+    lost: Any = ()  # a Sharded, with a wire that has feedback
 
     def buffer(self, plan: Plan, unit: int, kind: int, like: Tensor) -> Tensor:
         """The flat buffer a unit's gradients go to."""
@@ -90,13 +91,11 @@ class Gradients:
         axes, like = self.reduced.view.axes(kind), like.new_empty(0, dtype=plan.kinds[kind].precision.reduce)
         return comm.buffer(plan.live_mesh(), axes + plan.rest(axes), plan.units[unit].lengths[kind], like, lent=True)
 
-    def emit(self, plan: Plan, unit: int, kind: int, flat: Tensor) -> comm.Pending | None:
+    def emit(self, unit: int, kind: int, flat: Tensor) -> comm.Pending | None:
         """Start the reduction of a filled buffer."""
         if self.reduced is None:
             return None
-        axes, mesh, name = self.reduced.view.axes(kind), plan.live_mesh(), plan.units[unit].name
-        out, flat = self.reduced.piece(unit, kind), flat.to(plan.kinds[kind].precision.reduce)
-        return comm.reduce_over(flat, mesh, axes, plan.rest(axes), name, out, fast=self.fast)
+        return carry.reduce(flat, self.reduced, unit, kind, self.fast, self.lost)
 
 
 class Tape:
@@ -147,16 +146,7 @@ class Tape:
 
     def _start(self, unit: int) -> None:
         if unit not in self._coming:
-            self._coming[unit] = {k: self._gather(unit, k) for k in self._kinds(unit)}
-
-    def _gather(self, unit: int, kind: int) -> comm.Pending:
-        """Cast a unit's shard to what it is computed in, and start to gather it."""
-        plan, shard, axes = self._plan, self._params.piece(unit, kind), self._params.view.axes(kind)
-        mesh, dtype = plan.live_mesh(), plan.kinds[kind].precision.compute
-        if dtype != shard.dtype:
-            ways = axes or plan.rest(())
-            shard = comm.buffer(mesh, ways, shard.numel(), shard.new_empty(0, dtype=dtype), lent=False).copy_(shard)
-        return comm.gather_over(shard, mesh, axes if shard.numel() else (), plan.units[unit].name, lent=True)
+            self._coming[unit] = {k: carry.gather(self._params, unit, k) for k in self._kinds(unit)}
 
     def _take(self, unit: int) -> Buffers:
         self._start(unit)
@@ -227,7 +217,7 @@ class Tape:
             flat = into.buffer(plan, unit, kind, self._params.piece(unit, kind))
             self._fill(flat, plan.places[unit, kind], found, into.add)
             self._filled.add((unit, kind))
-            if pending := into.emit(plan, unit, kind, flat):
+            if pending := into.emit(unit, kind, flat):
                 self._reductions.append(pending)
         self._move_on(_STAGES_AHEAD)
 
@@ -266,7 +256,7 @@ class Tape:
         if not into.add:
             for target in (t for t in (into.reduced, into.local) if t is not None):
                 target.piece(unit, kind).zero_()
-        elif into.local is not None and (pending := into.emit(self._plan, unit, kind, into.local.piece(unit, kind))):
+        elif into.local is not None and (pending := into.emit(unit, kind, into.local.piece(unit, kind))):
             self._reductions.append(pending)  # what earlier micro-batches have put there
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import comm, tree
+from .carry import nothing_lost
 from .grad import Outcome, check_sharded, empty_grads, fast_reduction, run
 from .kernels import wide
 from .labels import Labels
@@ -19,7 +20,7 @@ from .loss_scale import NoLossScale
 from .parts import global_norm
 from .shard import Sharded, coarsen, refine
 from .tape import Gradients
-from .transform import FoundInf, Transform, any_found, as_transform, clip_factor
+from .transform import FoundInf, Transform, any_found, as_transform, choose, clip_factor
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class TrainState:
     """Everything a step takes and gives: a pytree, a value.
 
     `params` is a `Sharded`; `step` (int64) counts the steps made, skipped updates included; `rng` (int64, on the host)
-    is the seed all random numbers come from; `extra` is yours, carried along.
+    is the seed all random numbers come from; `extra` is yours, carried along; `lost` is what a `grad_wire` with
+    feedback has lost of this rank's gradients so far, whole, or ().
     """
 
     params: Any
@@ -36,6 +38,7 @@ class TrainState:
     step: Any
     rng: Any
     extra: Any
+    lost: Any = ()
 
     def __getattr__(self, name: str) -> Any:
         if not vars(self) and not name.startswith("__"):  # copy and pickle ask for these of empty objects
@@ -43,7 +46,7 @@ class TrainState:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-tree.register_fields(TrainState, ("params", "opt_state", "loss_scale", "step", "rng", "extra"))
+tree.register_fields(TrainState, ("params", "opt_state", "loss_scale", "step", "rng", "extra", "lost"))
 
 
 def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: int = 0, extra: Any = None) -> TrainState:
@@ -57,7 +60,8 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
     device = sharded.tensors[0].device if sharded.tensors else None
     # where the gradients are: a scaler elsewhere would have every step wait for the device
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device), loss_scale)
-    return TrainState(sharded, tx.init(trained), scaler, torch.tensor(0), torch.tensor(seed), extra)
+    lost = nothing_lost(sharded)
+    return TrainState(sharded, tx.init(trained), scaler, torch.tensor(0), torch.tensor(seed), extra, lost)
 
 
 def train_step(
@@ -102,14 +106,19 @@ def train_step(
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
         parts = _cut(batch, accumulate, params)
-        grads, outcomes = _gradients(loss_fn, state, parts, fast, reduce_once, has_aux)
+        # in the units of the first micro-batch's gradients: as if the others counted as much
+        lost = tree.map(lambda x: x * (state.loss_scale.scale * accumulate), state.lost)
+        grads, outcomes = _gradients(loss_fn, state, parts, fast, reduce_once, has_aux, lost)
         outcome = _joined(outcomes)
         grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=skip_labels)
-        norm = _rescale(grads, outcomes[0].safe_divisor / outcome.divisor if accumulate > 1 else None, clip_norm)
+        share = outcomes[0].safe_divisor / outcome.divisor if accumulate > 1 else None
+        norm = _rescale(grads, share, clip_norm)
         skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
         new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate)
         scaler = state.loss_scale.adjust(found_inf)
-        after = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, state.extra)
+        back = (1 if share is None else share.float()) / state.loss_scale.scale
+        lost = choose(skip, state.lost, tree.map(lambda x: x * back, lost))
+        after = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, state.extra, lost)
         found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
         metrics = {"loss": outcome.value, "grad_norm": norm, "found_inf": found_inf}
         if has_aux:
@@ -158,12 +167,13 @@ def _gradients(
     fast: bool,
     reduce_once: bool,
     has_aux: bool,
+    lost: Any,
 ) -> tuple[Sharded, list[Outcome]]:
     """The gradients of all micro-batches, divided by the first one's divisor, times the loss scale."""
     params = state.params
     grads = empty_grads(params, params.plan.grads_over)
     outcomes: list[Outcome] = []
-    for i, into in enumerate(_places(grads, params, len(parts), fast, reduce_once)):
+    for i, into in enumerate(_places(grads, params, len(parts), fast, reduce_once, lost)):
         divisor = outcomes[0].safe_divisor if outcomes else None
         with _random(state, i):
             scale = state.loss_scale.scale
@@ -174,16 +184,18 @@ def _gradients(
     return grads, outcomes
 
 
-def _places(grads: Sharded, params: Sharded, num: int, fast: bool, reduce_once: bool) -> Iterator[Gradients]:
+def _places(grads: Sharded, params: Sharded, num: int, fast: bool, reduce_once: bool, lost: Any) -> Iterator[Gradients]:
     """Where the gradients of each micro-batch go; what does not go to `grads` itself is to be added to it."""
     over = params.plan.grads_over
     if not params.plan.axes:
         yield from (Gradients(None, grads, add=i > 0) for i in range(num))
     elif reduce_once:
         local = empty_grads(params, ())
-        yield from (Gradients(grads if i + 1 == num else None, local, add=i > 0, fast=fast) for i in range(num))
+        last = num - 1
+        yield from (Gradients(grads if i == last else None, local, i > 0, fast, lost) for i in range(num))
     else:
-        yield from (Gradients(grads if i == 0 else empty_grads(params, over), fast=fast) for i in range(num))
+        made = (grads if i == 0 else empty_grads(params, over) for i in range(num))
+        yield from (Gradients(into, fast=fast, lost=lost) for into in made)
 
 
 def _check_equal_parts(outcome: Outcome, parts: Sequence[Any]) -> None:

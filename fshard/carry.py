@@ -1,0 +1,119 @@
+"""A unit's shards to all ranks, and its gradients back: cast, encoded, gathered; encoded, exchanged, summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import comm
+from .comm import Axes, Pending
+from .plan import Plan
+from .shard import Sharded, whole_view
+from .wire import Wire
+
+
+def gather(params: Sharded, unit: int, kind: int) -> Pending:
+    """A unit's flat buffer of one kind, in the dtype it is computed with."""
+    plan, shard, axes = params.plan, params.piece(unit, kind), params.view.axes(kind)
+    mesh, dtype, name = plan.live_mesh(), plan.kinds[kind].precision.compute, plan.units[unit].name
+    axes = axes if shard.numel() else ()
+    wire = plan.param_wire if axes and shard.is_floating_point() else None
+    if wire is not None:
+        data = wire.encode(shard, sizes(plan, unit, kind, plan.num_parts(axes), plan.index(axes)))
+        whole = comm.gather_over(data, mesh, axes, name)
+        return whole.then(lambda full: _decoded(params, unit, kind, full))
+    if dtype != shard.dtype:
+        like = shard.new_empty(0, dtype=dtype)
+        shard = comm.buffer(mesh, axes or plan.rest(()), shard.numel(), like, lent=False).copy_(shard)
+    return comm.gather_over(shard, mesh, axes, name, lent=True)
+
+
+def _decoded(params: Sharded, unit: int, kind: int, data: Tensor) -> Tensor:
+    plan, axes = params.plan, params.view.axes(kind)
+    parts, like = plan.num_parts(axes), data.new_empty(0, dtype=plan.kinds[kind].precision.compute)
+    out = comm.buffer(plan.live_mesh(), axes, plan.units[unit].lengths[kind], like, lent=False)
+    for part, (to, codes) in enumerate(zip(out.chunk(parts), data.chunk(parts), strict=True)):
+        to.copy_(_decode(plan.param_wire, codes, sizes(plan, unit, kind, parts, part)))
+    return out
+
+
+def _decode(wire: Wire, data: Tensor, own: Sequence[int]) -> Tensor:
+    found = wire.decode(data, own)
+    if found.shape != (sum(own),):
+        raise ValueError(f"{wire}: decode gave {list(found.shape)}, expected the {sum(own)} elements that were encoded")
+    return found
+
+
+def sizes(plan: Plan, unit: int, kind: int, num_parts: int, part: int) -> list[int]:
+    """The elements of each leaf in one of several equal parts of a flat buffer, what follows it included."""
+    numel = plan.units[unit].lengths[kind] // num_parts
+    begin, end = part * numel, (part + 1) * numel
+    starts = [slot.start for slot in plan.places[unit, kind]]
+    edges = [min(max(edge, begin), end) for edge in (0, *starts[1:], plan.units[unit].lengths[kind])]
+    return [high - low for low, high in pairwise(edges)]
+
+
+def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, fast: bool = False, lost: Any = ()) -> Pending:
+    """The sum over all ranks of a flat buffer of gradients, in this rank's interval of `reduced`.
+
+    `lost` is what a wire with feedback has lost so far of this rank's gradients: it is added, and written anew.
+    """
+    plan, axes, out = reduced.plan, reduced.view.axes(kind), reduced.piece(unit, kind)
+    mesh, rest, name = plan.live_mesh(), plan.rest(axes), plan.units[unit].name
+    wire, ways = plan.grad_wire if flat.is_floating_point() else None, (*axes, *rest)
+    if wire is None or not ways:
+        return comm.reduce_over(flat.to(plan.kinds[kind].precision.reduce), mesh, axes, rest, name, out, fast=fast)
+    ranks = comm.along(mesh, ways[0])
+    held = [sizes(plan, unit, kind, ranks.size, part) for part in range(ranks.size)]
+    if wire.feedback and not isinstance(lost, Sharded):
+        raise ValueError(f"{wire} keeps what it loses in the state of a step: use it with train_step")
+    sends = _encoded(wire, flat, held, lost.piece(unit, kind) if isinstance(lost, Sharded) else None)
+    added = comm.scatter(sends, ranks, lambda got: _added(wire, got, held[ranks.rank]), name)
+    return added.then(_onward(plan, axes, rest, name, out))
+
+
+def _encoded(wire: Wire, flat: Tensor, held: Sequence[Sequence[int]], lost: Tensor | None) -> list[Tensor]:
+    if lost is None:
+        return [wire.encode(x, own) for x, own in zip(flat.chunk(len(held)), held, strict=True)]
+    lost.add_(flat)
+    parts = lost.chunk(len(held))
+    sends = [wire.encode(x, own) for x, own in zip(parts, held, strict=True)]
+    for x, data, own in zip(parts, sends, held, strict=True):
+        x.sub_(_decode(wire, data, own))
+    return sends
+
+
+def _added(wire: Wire, received: Sequence[Tensor], own: Sequence[int]) -> Tensor:
+    total = torch.zeros(sum(own), device=received[0].device)
+    for data in received:
+        total += _decode(wire, data, own)
+    return total
+
+
+def _onward(plan: Plan, axes: Axes, rest: Axes, name: str, out: Tensor) -> Callable[[Tensor], Pending]:
+    """What follows the first sum: it travels on as wide as it is."""
+    mesh = plan.live_mesh()
+    if axes:
+        return lambda part: comm.reduce_over(part, mesh, axes[1:], rest, name, out)
+
+    def everywhere(part: Tensor) -> Pending:
+        whole = comm.gather_over(part, mesh, rest[:1], name)
+        return whole.then(lambda full: comm.reduce_over(full, mesh, (), rest[1:], name, out))
+
+    return everywhere
+
+
+def nothing_lost(params: Sharded) -> Any:
+    """What a wire with feedback has lost before the first step; () where there is no such wire."""
+    plan = params.plan
+    if plan.grad_wire is None or not plan.grad_wire.feedback or not plan.axes:
+        return ()
+    kinds: Any = params.trainable.view.kinds
+    rows = params.trainable.tensors
+    numels = [plan.offset(len(plan.units), kind, ()) for kind in kinds]
+    tensors = [row.new_zeros(n, dtype=comm.sum_dtype(row.dtype)) for n, row in zip(numels, rows, strict=True)]
+    return Sharded(whole_view(plan, (), kinds), tensors)

@@ -1,0 +1,202 @@
+"""What travels instead of a shard or of gradients: encoded by who sends it, decoded by who gets it.
+
+Note [Wires]
+    A `Wire` makes of a flat floating tensor another flat tensor, whose length is decided by `sizes` alone, and of that
+    one the elements again. `make_plan(param_wire=...)` has every shard encoded, the codes gathered, and decoded into
+    what is computed with; `grad_wire` has every rank's part of a gradient encoded for the rank that sums it, which
+    decodes what all ranks sent and adds it up in float32, in rank order. `sizes` are the elements of each leaf in the
+    tensor, in order, padding among them: a wire may treat each leaf by itself. A wire with `feedback` loses much: a
+    step keeps what was lost of gradients, in its state, and adds it to the next ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .comm import as_bytes, from_bytes
+
+Sizes = Sequence[int]
+_WHOLE = 8  # bytes that what is packed begins at a multiple of
+
+
+class Wire(Protocol):
+    """How a flat tensor travels. Make it a frozen dataclass: plans are compared by its fields, and between ranks."""
+
+    feedback: bool
+
+    def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
+        """Flat (n,) -> flat, of a length that `sizes` (of sum n) decide."""
+
+    def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
+        """The inverse: flat (n,), floating."""
+
+
+def pack(*tensors: Tensor) -> Tensor:
+    """Flat tensors of any dtypes as one of bytes. Dual: `unpack`.
+
+    >>> unpack(pack(torch.ones(1), torch.tensor([2, 3])), (torch.float32, 1), (torch.int64, 2))
+    [tensor([1.]), tensor([2, 3])]
+    """
+    return torch.cat([F.pad(data, (0, -data.numel() % _WHOLE)) for data in map(as_bytes, tensors)])
+
+
+def unpack(data: Tensor, *held: tuple[torch.dtype, int]) -> list[Tensor]:
+    """The tensors that were packed, told by dtype and number of elements. Dual: `pack`.
+
+    >>> unpack(pack(torch.tensor([True])), (torch.bool, 1))
+    [tensor([True])]
+    """
+    return list(_views(data, held))
+
+
+def _views(data: Tensor, held: Sequence[tuple[torch.dtype, int]]) -> Iterator[Tensor]:
+    begin = 0
+    for dtype, numel in held:
+        size = dtype.itemsize * numel
+        yield from_bytes(data[begin : begin + size], dtype)
+        begin += size + -size % _WHOLE
+
+
+@dataclass(frozen=True)
+class Identity:
+    """As it is stored: shards travel in full, and are cast on arrival.
+
+    >>> Identity().encode(torch.ones(1), [1])
+    tensor([1.])
+    """
+
+    feedback: bool = False
+
+    def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
+        """Itself."""
+        return x
+
+    def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
+        """Itself."""
+        return data
+
+
+@dataclass(frozen=True)
+class Cast:
+    """In another dtype: with bfloat16 half the bytes of float32.
+
+    >>> Cast(torch.bfloat16).encode(torch.ones(1), [1])
+    tensor([1.], dtype=torch.bfloat16)
+    """
+
+    dtype: torch.dtype
+    feedback: bool = False
+
+    def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
+        """Rounded to the nearest."""
+        return x.to(self.dtype)
+
+    def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
+        """As it arrived."""
+        return data
+
+
+@dataclass(frozen=True)
+class Int8:
+    """8 bits an element, and a float32 scale for every block: s = max |x| / 127, code = round(x / s).
+
+    A block that is not finite arrives as NaN.
+
+    >>> wire = Int8(block=2)
+    >>> wire.decode(wire.encode(torch.tensor([127.0, -1.0, 0.0]), [3]), [3])
+    tensor([127.,  -1.,   0.])
+
+    Source: the quantised gather of Wang et al., ZeRO++ (2023).
+    """
+
+    block: int = 256
+    feedback: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"Int8: block={self.block}: expected a number of elements, at least 1")
+
+    def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
+        """Scales, then codes."""
+        blocks = F.pad(x.float(), (0, -x.numel() % self.block)).view(-1, self.block)
+        scales = blocks.abs().amax(1, keepdim=True) / 127 if x.numel() else blocks[:, :1]
+        codes = (blocks / torch.where(scales > 0, scales, 1)).round().nan_to_num(0).to(torch.int8)
+        return pack(torch.where(scales.isfinite(), scales, torch.nan).view(-1), codes.view(-1)[: x.numel()])
+
+    def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
+        """Codes times scales."""
+        numel = sum(sizes)
+        scales, codes = unpack(data, (torch.float32, -(-numel // self.block)), (torch.int8, numel))
+        blocks = F.pad(codes.float(), (0, -numel % self.block)).view(-1, self.block)
+        return (blocks * scales.unsqueeze(1)).view(-1)[:numel]
+
+
+@dataclass(frozen=True)
+class Float8:
+    """A float of 8 bits an element, and a float32 scale for every leaf: s = max |x| / largest float8.
+
+    A leaf that is not finite arrives as NaN.
+
+    >>> wire = Float8()
+    >>> wire.decode(wire.encode(torch.tensor([1.0, -2.0, 1e6]), [2, 1]), [2, 1])
+    tensor([ 1.0000e+00, -2.0000e+00,  1.0000e+06])
+
+    Source: Micikevicius et al., FP8 formats for deep learning (2022).
+    """
+
+    dtype: torch.dtype = torch.float8_e4m3fn
+    feedback: bool = False
+
+    def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
+        """Scales, then codes."""
+        leaves = x.float().split(list(sizes))
+        zero = x.new_zeros((), dtype=torch.float32)
+        top = torch.stack([torch.maximum(-leaf.amin(), leaf.amax()) if len(leaf) else zero for leaf in leaves])
+        scales = torch.where(top.isfinite(), top / torch.finfo(self.dtype).max, torch.nan)
+        parts = [leaf / torch.where(s == 0, 1, s) for leaf, s in zip(leaves, scales.unbind(), strict=True)]
+        return pack(scales, torch.cat(parts).to(self.dtype).view(torch.uint8))
+
+    def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
+        """Codes times scales."""
+        scales, codes = unpack(data, (torch.float32, len(sizes)), (torch.uint8, sum(sizes)))
+        leaves = codes.view(self.dtype).float().split(list(sizes))
+        return torch.cat([leaf * s for leaf, s in zip(leaves, scales.unbind(), strict=True)])
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The largest elements alone, a `share` of all: 8 bytes for each. Of gradients the step keeps the others.
+
+    >>> wire = TopK(0.5)
+    >>> wire.decode(wire.encode(torch.tensor([1.0, -3.0]), [2]), [2])
+    tensor([ 0., -3.])
+
+    Source: Lin et al., Deep gradient compression (2018); Karimireddy et al., Error feedback fixes SignSGD (2019).
+    """
+
+    share: float = 0.01
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"TopK: share={self.share}: expected a number above 0, at most 1")
+
+    def _num_kept(self, sizes: Sizes) -> int:
+        return min(sum(sizes), max(1, round(self.share * sum(sizes))))
+
+    def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
+        """Places, then values."""
+        places = x.abs().topk(self._num_kept(sizes)).indices
+        return pack(places.int(), x[places].float())
+
+    def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
+        """Zero but for what was sent."""
+        num = self._num_kept(sizes)
+        places, values = unpack(data, (torch.int32, num), (torch.float32, num))
+        return values.new_zeros(sum(sizes)).index_copy(0, places.long(), values)
