@@ -73,6 +73,10 @@ class Outcome:
         """The same, or 1 where nothing counts: a micro-batch may be empty if another is not."""
         return torch.where(self.divisor == 0, 1.0, self.divisor)
 
+    def shared(self, num: int) -> Tensor:
+        """What each of several micro-batches like this one is divided by."""
+        return self.safe_divisor * (1 if self.kind is Sum else num)
+
     @property
     def value(self) -> Tensor:
         """The loss over all ranks."""
@@ -113,11 +117,12 @@ def run(
     *,
     has_aux: bool = False,
     divisor: Tensor | None = None,
+    num_parts: int = 1,
     scale: Callable[[Tensor], Tensor] = lambda seed: seed,
 ) -> Outcome:
     """Forward and backward: the gradients of `scale(total / divisor)`, summed over ranks, go `into` their buffers.
 
-    `divisor` is by default this loss's own: its count over all ranks.
+    `divisor` is by default this loss's own: its count over all ranks, times `num_parts`.
     """
     _check_eager()
     tape, policy = Tape(params, into), params.plan.policy
@@ -128,7 +133,7 @@ def run(
         total, outcome = _outcome(out, has_aux, params.plan.live_mesh())
         if not total.requires_grad:
             raise ValueError("the loss function: the loss depends on no trainable parameter (was it detached?)")
-        seed = scale((outcome.safe_divisor if divisor is None else divisor).reciprocal())
+        seed = scale((outcome.shared(num_parts) if divisor is None else divisor).reciprocal())
         # on this thread, where the tally and a simulated rank are
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.grad(total, [tape.root], seed.to(total.dtype), allow_unused=True)

@@ -106,12 +106,12 @@ _DTYPES = [f.name for f in fields(Policy) if f.name not in ("cast_inputs", "over
 def _settings(text: str) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for word in filter(None, (word.strip() for word in text.split(","))):
-        name, _, value = word.partition("=")
+        name, value = (x.strip() for x in (*word.partition("=")[::2],))
         if name not in (*_DTYPES, "cast_inputs") or not value:
             raise ValueError(
                 f"policy: {word!r}: expected one of {', '.join(_DTYPES)}, cast_inputs, as in 'compute=bf16'"
             )
-        settings[name] = value.strip()
+        settings[name] = value
     if "cast_inputs" in settings:
         settings["cast_inputs"] = settings["cast_inputs"] in ("yes", "true", "True", "1")
     return settings

@@ -106,12 +106,12 @@ def train_step(
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
         parts = _cut(batch, accumulate, params)
-        # in the units of the first micro-batch's gradients: as if the others counted as much
-        lost = tree.map(lambda x: x * (state.loss_scale.scale * accumulate), state.lost)
+        # in the units of this step's gradients, as if its micro-batches counted as much as the first
+        lost = tree.map(lambda x: x * state.loss_scale.scale, state.lost)
         grads, outcomes = _gradients(loss_fn, state, parts, fast, reduce_once, has_aux, lost)
         outcome = _joined(outcomes)
         grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=skip_labels)
-        share = outcomes[0].safe_divisor / outcome.divisor if accumulate > 1 else None
+        share = outcomes[0].shared(accumulate) / outcome.divisor if accumulate > 1 else None
         norm = _rescale(grads, share, clip_norm)
         skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
         new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate)
@@ -169,15 +169,15 @@ def _gradients(
     has_aux: bool,
     lost: Any,
 ) -> tuple[Sharded, list[Outcome]]:
-    """The gradients of all micro-batches, divided by the first one's divisor, times the loss scale."""
+    """The gradients of all micro-batches, divided as if all counted as much as the first, times the loss scale."""
     params = state.params
     grads = empty_grads(params, params.plan.grads_over)
     outcomes: list[Outcome] = []
     for i, into in enumerate(_places(grads, params, len(parts), fast, reduce_once, lost)):
-        divisor = outcomes[0].safe_divisor if outcomes else None
+        num, divisor = len(parts), outcomes[0].shared(len(parts)) if outcomes else None
+        how = {"has_aux": has_aux, "divisor": divisor, "num_parts": num, "scale": state.loss_scale.scale}
         with _random(state, i):
-            scale = state.loss_scale.scale
-            outcomes.append(run(loss_fn, params, [parts[i]], into, has_aux=has_aux, divisor=divisor, scale=scale))
+            outcomes.append(run(loss_fn, params, [parts[i]], into, **how))
         _check_equal_parts(outcomes[-1], parts)
         if into.reduced is not None and into.reduced is not grads:
             tree.map(lambda whole, more: whole.add_(more), grads, into.reduced)
