@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -64,16 +64,28 @@ def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, fast: bool = Fa
     """
     plan, axes, out = reduced.plan, reduced.view.axes(kind), reduced.piece(unit, kind)
     mesh, rest, name = plan.live_mesh(), plan.rest(axes), plan.units[unit].name
-    wire, ways = plan.grad_wire if flat.is_floating_point() else None, (*axes, *rest)
-    if wire is None or not ways:
+    wire = plan.grad_wire if flat.is_floating_point() else None
+    if wire is None or not plan.axes:
         return comm.reduce_over(flat.to(plan.kinds[kind].precision.reduce), mesh, axes, rest, name, out, fast=fast)
-    ranks = comm.along(mesh, ways[0])
-    held = [sizes(plan, unit, kind, ranks.size, part) for part in range(ranks.size)]
     if wire.feedback and not isinstance(lost, Sharded):
         raise ValueError(f"{wire} keeps what it loses in the state of a step: use it with train_step")
+    axis = _first(plan, axes) if axes else max(rest, key=dict(plan.axes).__getitem__)
+    ranks = comm.along(mesh, axis)
+    held = [sizes(plan, unit, kind, ranks.size, part) for part in range(ranks.size)]
     sends = _encoded(wire, flat, held, lost.piece(unit, kind) if isinstance(lost, Sharded) else None)
     added = comm.scatter(sends, ranks, lambda got: _added(wire, got, held[ranks.rank]), name)
-    return added.then(_onward(plan, axes, rest, name, out))
+    # what was summed travels on as wide as it is
+    if axes:
+        onward = axes[axes.index(axis) + 1 :]
+        return added.then(lambda part: comm.reduce_over(part, mesh, onward, rest, name, out))
+    others = tuple(other for other in rest if other != axis)
+    whole = added.then(lambda part: comm.gather_over(part, mesh, (axis,), name))
+    return whole.then(lambda full: comm.reduce_over(full, mesh, (), others, name, out))
+
+
+def _first(plan: Plan, axes: Axes) -> str:
+    """The first axis along which anything travels."""
+    return next((axis for axis in axes if dict(plan.axes)[axis] > 1), axes[0])
 
 
 def _encoded(wire: Wire, flat: Tensor, held: Sequence[Sequence[int]], lost: Tensor | None) -> list[Tensor]:
@@ -92,19 +104,6 @@ def _added(wire: Wire, received: Sequence[Tensor], own: Sequence[int]) -> Tensor
     for data in received:
         total += _decode(wire, data, own)
     return total
-
-
-def _onward(plan: Plan, axes: Axes, rest: Axes, name: str, out: Tensor) -> Callable[[Tensor], Pending]:
-    """What follows the first sum: it travels on as wide as it is."""
-    mesh = plan.live_mesh()
-    if axes:
-        return lambda part: comm.reduce_over(part, mesh, axes[1:], rest, name, out)
-
-    def everywhere(part: Tensor) -> Pending:
-        whole = comm.gather_over(part, mesh, rest[:1], name)
-        return whole.then(lambda full: comm.reduce_over(full, mesh, (), rest[1:], name, out))
-
-    return everywhere
 
 
 def nothing_lost(params: Sharded) -> Any:

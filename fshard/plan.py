@@ -193,9 +193,9 @@ class Plan:
         lines = [f"leaf {p}" for p in self._leaf_lines()]
         lines += [f"unit {u.name!r} of {u.lengths} elements" for u in self.units]
         lines.append(f"params_over={self.params_over} grads_over={self.grads_over} state_over={self.state_over}")
-        return "\n".join(
-            [*lines, f"regather={self.regather} block={self.block} policy={self.policy}", f"tree {self.spec}"]
-        )
+        lines.append(f"regather={self.regather} block={self.block} policy={self.policy}")
+        lines.append(f"param_wire={self.param_wire} grad_wire={self.grad_wire}")
+        return "\n".join([*lines, f"tree {self.spec}"])
 
     def _leaf_lines(self) -> list[str]:
         rows = []
