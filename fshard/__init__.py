@@ -1,6 +1,6 @@
 """fshard: functional sharding for PyTorch. A training step is a pure function over trees of parameters."""
 
-from . import collectives, comm, loss_scale, optim, testing, tree, wire
+from . import collectives, comm, loss_scale, optim, reduction, testing, tree, wire
 from .collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
 from .comm import MismatchError
 from .data import join_batches
@@ -46,6 +46,7 @@ __all__ = [
     "optim",
     "reduce_grads",
     "reduce_scatter",
+    "reduction",
     "select",
     "shard_params",
     "tally",

@@ -13,6 +13,7 @@ from . import comm, tree
 from .comm import Axes, Mesh
 from .owners import ZeroState, check_zero_state, leaves_of
 from .plan import Plan, Slot, make_plan
+from .reduction import reduce_over
 from .shard import Sharded, cut, intervals, local_numel, pack, whole_view
 from .transform import FoundInf, Transform
 
@@ -69,7 +70,7 @@ def _grads_part(
         if local:
             whole = comm.buffer(mesh, plan.rest(()), plan.length(unit, kind, ()), like, lent=True)
             pack(leaves, plan, unit, kind, (), whole)
-            pending = comm.reduce_over(whole, mesh, axes, plan.rest(axes), plan.units[unit].name, out)
+            pending = reduce_over(whole, mesh, axes, plan.rest(axes), plan.units[unit].name, out)
         else:
             pending = comm.Pending(None, partial(_read, leaves, plan, unit, kind, out))
         started[unit, kind] = pending

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from . import comm
 from .comm import Axes, Pending
 from .plan import Plan
+from .reduction import EXACT, Reduction, reduce_over
 from .shard import Sharded, whole_view
 from .wire import Wire
 
@@ -57,16 +59,46 @@ def sizes(plan: Plan, unit: int, kind: int, num_parts: int, part: int) -> list[i
     return [high - low for low, high in pairwise(edges)]
 
 
-def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, fast: bool = False, lost: Any = ()) -> Pending:
+def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction = EXACT, lost: Any = ()) -> Pending:
     """The sum over all ranks of a flat buffer of gradients, in this rank's interval of `reduced`.
 
     `lost` is what a wire with feedback has lost so far of this rank's gradients: it is added, and written anew.
     """
+    plan, out, name = reduced.plan, reduced.piece(unit, kind), reduced.plan.units[unit].name
+    if plan.grad_wire is not None and plan.axes and flat.is_floating_point():
+        pending = _reduce_encoded(flat, reduced, unit, kind, by, lost)
+    else:
+        pending = _reduce_cast(flat, reduced, unit, kind, by)
+    after = getattr(by, "after", None)
+    return pending if after is None else pending.then(lambda total: out.copy_(after(total, name)))
+
+
+def buffer_dtype(plan: Plan, kind: int) -> torch.dtype:
+    """What gradients that are to be reduced are put together in."""
+    precision = plan.kinds[kind].precision
+    return torch.float32 if _is_split(plan, kind) else precision.reduce
+
+
+def _is_split(plan: Plan, kind: int) -> bool:
+    """Whether gradients are cast to float16 to be sent, and not before."""
+    precision = plan.kinds[kind].precision
+    return precision.reduce == torch.float16 and precision.compute != torch.float16
+
+
+def _reduce_cast(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction) -> Pending:
     plan, axes, out = reduced.plan, reduced.view.axes(kind), reduced.piece(unit, kind)
     mesh, rest, name = plan.live_mesh(), plan.rest(axes), plan.units[unit].name
-    wire = plan.grad_wire if flat.is_floating_point() else None
-    if wire is None or not plan.axes:
-        return comm.reduce_over(flat.to(plan.kinds[kind].precision.reduce), mesh, axes, rest, name, out, fast=fast)
+    # each rank's gradient was divided by the number of ranks already; times about its root, float16 holds small ones,
+    # and sums of large ones, too (a power of two changes no digit)
+    factor = 2.0 ** round(math.log2(comm.num_ranks(mesh)) / 2) if _is_split(plan, kind) else 1
+    sent = (flat if factor == 1 else flat * factor).to(plan.kinds[kind].precision.reduce)
+    pending = reduce_over(sent, mesh, axes, rest, name, out, by)
+    return pending if factor == 1 else pending.then(lambda total: total.mul_(1 / factor))
+
+
+def _reduce_encoded(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, lost: Any) -> Pending:
+    plan, axes, out = reduced.plan, reduced.view.axes(kind), reduced.piece(unit, kind)
+    mesh, rest, name, wire = plan.live_mesh(), plan.rest(axes), plan.units[unit].name, plan.grad_wire
     if wire.feedback and not isinstance(lost, Sharded):
         raise ValueError(f"{wire} keeps what it loses in the state of a step: use it with train_step")
     axis = _first(plan, axes) if axes else max(rest, key=dict(plan.axes).__getitem__)
@@ -77,10 +109,10 @@ def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, fast: bool = Fa
     # what was summed travels on as wide as it is
     if axes:
         onward = axes[axes.index(axis) + 1 :]
-        return added.then(lambda part: comm.reduce_over(part, mesh, onward, rest, name, out))
+        return added.then(lambda part: reduce_over(part, mesh, onward, rest, name, out, by))
     others = tuple(other for other in rest if other != axis)
     whole = added.then(lambda part: comm.gather_over(part, mesh, (axis,), name))
-    return whole.then(lambda full: comm.reduce_over(full, mesh, (), others, name, out))
+    return whole.then(lambda full: reduce_over(full, mesh, (), others, name, out, by))
 
 
 def _first(plan: Plan, axes: Axes) -> str:

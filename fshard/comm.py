@@ -388,28 +388,6 @@ def gather_over(
     return pending.then(lambda full: gather_over(full, mesh, tuple(outer), label, out, lent=lent))
 
 
-def reduce_over(
-    x: Tensor, mesh: Mesh, axes: Axes, rest: Axes, label: str = "", out: Tensor | None = None, *, fast: bool = False
-) -> Pending:
-    """Reduce-scatter over `axes`, then all-reduce over `rest`: the transpose of gathering over `axes` on all ranks.
-
-    What was summed once travels on as wide as it was summed.
-    """
-    last = len(axes) + len(rest) == 1
-    if axes:
-        ranks = along(mesh, axes[0])
-        into = out if last else x.new_empty(x.numel() // ranks.size, dtype=sum_dtype(x.dtype))
-        pending = reduce_scatter(x, ranks, label, into, fast=fast)
-        axes = axes[1:]
-    elif rest:
-        into = out if last else torch.empty_like(x, dtype=sum_dtype(x.dtype))
-        pending = all_reduce(x, along(mesh, rest[0]), label, into, fast=fast)
-        rest = rest[1:]
-    else:
-        return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
-    return pending if last else pending.then(lambda y: reduce_over(y, mesh, axes, rest, label, out, fast=fast))
-
-
 def buffer(mesh: Mesh, axes: Sequence[str], numel: int, like: Tensor, *, lent: bool) -> Tensor:
     """A flat buffer, made by the ranks of the first of some axes; `lent`: to be filled once and then sent along it."""
     return along(mesh, axes[0]).empty(numel, like, lent) if axes else like.new_empty(numel)

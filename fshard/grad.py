@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import comm, tree
+from .reduction import reduction_of
 from .shard import Sharded, local_numel, whole_view
 from .tape import Gradients, Tape
 
@@ -162,15 +163,6 @@ def empty_grads(params: Sharded, over: comm.Axes) -> Sharded:
     return Sharded(whole_view(plan, over, trained.view.kinds), tensors)
 
 
-def fast_reduction(reduction: str) -> bool:
-    """Whether a reduction leaves the order of its sums to the backend."""
-    if reduction not in ("exact", "fast"):
-        raise ValueError(
-            f"reduction={reduction!r}: expected 'exact' (sums in rank order) or 'fast' (the backend's own)"
-        )
-    return reduction == "fast"
-
-
 def check_sharded(params: Any) -> Sharded:
     """`params`, if it is the whole of a sharded tree."""
     if not isinstance(params, Sharded):
@@ -184,7 +176,7 @@ def check_sharded(params: Any) -> Sharded:
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], has_aux: bool = False, *, reduce: bool = True, reduction: str = "exact"
+    loss_fn: Callable[..., Any], has_aux: bool = False, *, reduce: bool = True, reduction: Any = "exact"
 ) -> Callable[..., Any]:
     """`fn(sharded, *args) -> (value, grads)`, or `((value, aux), grads)`: the loss over all ranks, and its gradient.
 
@@ -197,13 +189,13 @@ def value_and_grad(
     >>> value, gather_params(grads)
     (tensor(5.), tensor([2., 4.]))
     """
-    fast = fast_reduction(reduction)
+    by = reduction_of(reduction)
 
     def fn(params: Any, *args: Any) -> Any:
         plan = check_sharded(params).plan
         grads = empty_grads(params, plan.grads_over if reduce else ())
         alone = not plan.axes or not reduce
-        into = Gradients(None, grads) if alone else Gradients(grads, fast=fast)
+        into = Gradients(None, grads) if alone else Gradients(grads, by=by)
         outcome = run(loss_fn, params, args, into, has_aux=has_aux)
         result = grads if reduce else Unreduced(grads)
         return ((outcome.value, outcome.aux) if has_aux else outcome.value), result
@@ -232,7 +224,7 @@ def value(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., A
     return fn
 
 
-def reduce_grads(grads: Unreduced, reduction: str = "exact") -> Sharded:
+def reduce_grads(grads: Unreduced, reduction: Any = "exact") -> Sharded:
     """The mesh's gradients from every rank's own, cut as the plan's `grads_over` says. TypeError for reduced ones.
 
     >>> _, own = value_and_grad(lambda w: (w * w).sum(), reduce=False)(shard_of(torch.tensor([1.0, 2.0])))
@@ -247,7 +239,7 @@ def reduce_grads(grads: Unreduced, reduction: str = "exact") -> Sharded:
     local: Sharded = grads.local
     plan = local.plan
     reduced = empty_grads(local, plan.grads_over)
-    into = Gradients(reduced, local, fast=fast_reduction(reduction))
+    into = Gradients(reduced, local, by=reduction_of(reduction))
     places = [(u, k) for u in range(len(plan.units)) for k in local.view.kinds if plan.units[u].lengths[k]]
     started = [into.emit(unit, kind, local.piece(unit, kind)) for unit, kind in places]
     for pending in started:

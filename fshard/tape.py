@@ -29,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import carry, comm, tree
 from .plan import Plan, Slot
+from .reduction import EXACT, Reduction
 from .shard import Sharded, cut, gather_params
 
 Buffers = dict[int, Tensor]  # a unit's gathered flat buffers, by kind
@@ -80,7 +81,7 @@ class Gradients:
     reduced: Sharded | None
     local: Sharded | None = None
     add: bool = False
-    fast: bool = False
+    by: Reduction = EXACT
     lost: Any = ()  # a Sharded, with a wire that has feedback
 
     def buffer(self, plan: Plan, unit: int, kind: int, like: Tensor) -> Tensor:
@@ -88,14 +89,14 @@ class Gradients:
         if self.local is not None:
             return self.local.piece(unit, kind)
         assert self.reduced is not None
-        axes, like = self.reduced.view.axes(kind), like.new_empty(0, dtype=plan.kinds[kind].precision.reduce)
+        axes, like = self.reduced.view.axes(kind), like.new_empty(0, dtype=carry.buffer_dtype(plan, kind))
         return comm.buffer(plan.live_mesh(), axes + plan.rest(axes), plan.units[unit].lengths[kind], like, lent=True)
 
     def emit(self, unit: int, kind: int, flat: Tensor) -> comm.Pending | None:
         """Start the reduction of a filled buffer."""
         if self.reduced is None:
             return None
-        return carry.reduce(flat, self.reduced, unit, kind, self.fast, self.lost)
+        return carry.reduce(flat, self.reduced, unit, kind, self.by, self.lost)
 
 
 class Tape:

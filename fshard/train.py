@@ -13,11 +13,12 @@ from torch import Tensor
 
 from . import comm, tree
 from .carry import nothing_lost
-from .grad import Outcome, check_sharded, empty_grads, fast_reduction, run
+from .grad import Outcome, check_sharded, empty_grads, run
 from .kernels import wide
 from .labels import Labels
 from .loss_scale import NoLossScale
 from .parts import global_norm
+from .reduction import Reduction, reduction_of
 from .shard import Sharded, coarsen, refine
 from .tape import Gradients
 from .transform import FoundInf, Transform, any_found, as_transform, choose, clip_factor
@@ -70,7 +71,7 @@ def train_step(
     *,
     clip_norm: float | None = None,
     accumulate: int = 1,
-    reduction: str = "exact",
+    reduction: Any = "exact",
     reduce_once: bool = False,
     skip_labels: Labels = None,
     has_aux: bool = False,
@@ -80,9 +81,10 @@ def train_step(
 
     `batch` is this rank's; its tensors are cut along dim 0 into `accumulate` micro-batches, whose gradients are reduced
     each time, or with `reduce_once` added up whole on every rank and reduced with the last. `reduction` is "exact"
-    (sums in rank order) or "fast" (the backend's order). `clip_norm` bounds the global 2-norm. An update whose scaled
-    gradients are not finite on any rank is skipped on all; with `skip_labels` (`optim.by_label`'s, `tx` being one) that
-    of the labels concerned alone. `metrics` has 0-d tensors, equal on all ranks: `loss`,
+    (sums in rank order), "fast" (the backend's order), or an object that adds up (`fshard.reduction.Reduction`), whose
+    method `after(grads, unit)`, if it has one, is given every unit's sum. `clip_norm` bounds the global 2-norm. An
+    update whose scaled gradients are not finite on any rank is skipped on all; with `skip_labels` (`optim.by_label`'s,
+    `tx` being one) that of the labels concerned alone. `metrics` has 0-d tensors, equal on all ranks: `loss`,
     `grad_norm` (before clipping), `found_inf`; and with `has_aux` this rank's `aux` (a list of one for each micro-batch
     if there are several). Nothing that goes in is changed, unless `donate` hands the state over: it is then updated in
     place, and touching it raises DonatedError. Random numbers drawn in the loss come from the state alone, differ by
@@ -100,7 +102,7 @@ def train_step(
         raise ValueError(
             "clip_norm with skip_labels: one label's overflow would clip the others to nothing: clip by label"
         )
-    tx, fast = as_transform(tx), fast_reduction(reduction)
+    tx, by = as_transform(tx), reduction_of(reduction)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         params = check_sharded(state.params)
@@ -108,7 +110,7 @@ def train_step(
         parts = _cut(batch, accumulate, params)
         # in the units of this step's gradients, as if its micro-batches counted as much as the first
         lost = tree.map(lambda x: x * state.loss_scale.scale, state.lost)
-        grads, outcomes = _gradients(loss_fn, state, parts, fast, reduce_once, has_aux, lost)
+        grads, outcomes = _gradients(loss_fn, state, parts, by, reduce_once, has_aux, lost)
         outcome = _joined(outcomes)
         grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=skip_labels)
         share = outcomes[0].shared(accumulate) / outcome.divisor if accumulate > 1 else None
@@ -164,7 +166,7 @@ def _gradients(
     loss_fn: Callable[..., Any],
     state: TrainState,
     parts: Sequence[Any],
-    fast: bool,
+    by: Reduction,
     reduce_once: bool,
     has_aux: bool,
     lost: Any,
@@ -173,7 +175,7 @@ def _gradients(
     params = state.params
     grads = empty_grads(params, params.plan.grads_over)
     outcomes: list[Outcome] = []
-    for i, into in enumerate(_places(grads, params, len(parts), fast, reduce_once, lost)):
+    for i, into in enumerate(_places(grads, params, len(parts), by, reduce_once, lost)):
         num, divisor = len(parts), outcomes[0].shared(len(parts)) if outcomes else None
         how = {"has_aux": has_aux, "divisor": divisor, "num_parts": num, "scale": state.loss_scale.scale}
         with _random(state, i):
@@ -184,7 +186,9 @@ def _gradients(
     return grads, outcomes
 
 
-def _places(grads: Sharded, params: Sharded, num: int, fast: bool, reduce_once: bool, lost: Any) -> Iterator[Gradients]:
+def _places(
+    grads: Sharded, params: Sharded, num: int, by: Reduction, reduce_once: bool, lost: Any
+) -> Iterator[Gradients]:
     """Where the gradients of each micro-batch go; what does not go to `grads` itself is to be added to it."""
     over = params.plan.grads_over
     if not params.plan.axes:
@@ -192,10 +196,10 @@ def _places(grads: Sharded, params: Sharded, num: int, fast: bool, reduce_once: 
     elif reduce_once:
         local = empty_grads(params, ())
         last = num - 1
-        yield from (Gradients(grads if i == last else None, local, i > 0, fast, lost) for i in range(num))
+        yield from (Gradients(grads if i == last else None, local, i > 0, by, lost) for i in range(num))
     else:
         made = (grads if i == 0 else empty_grads(params, over) for i in range(num))
-        yield from (Gradients(into, fast=fast, lost=lost) for into in made)
+        yield from (Gradients(into, by=by, lost=lost) for into in made)
 
 
 def _check_equal_parts(outcome: Outcome, parts: Sequence[Any]) -> None:

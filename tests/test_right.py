@@ -202,12 +202,12 @@ MUTANTS = {
 @pytest.mark.parametrize(("mutant", "tx"), [(m, tx) for m, (_, some) in MUTANTS.items() for tx in some])
 def test_the_parity_test_notices_a_wrong_reduction(strategy, mutant, tx, monkeypatch):
     """With other weights in the reduction of gradients, runs are far from the oracle."""
-    reduce_over = fshard.comm.reduce_over
+    reduce_over = fshard.carry.reduce_over
 
     def wrong(x, mesh, *args, **kw):
         return reduce_over(x * MUTANTS[mutant][0](mesh.get_rank(), mesh.size()), mesh, *args, **kw)
 
-    monkeypatch.setattr(fshard.comm, "reduce_over", wrong)
+    monkeypatch.setattr(fshard.carry, "reduce_over", wrong)
     case = Case(strategy, tx)
     assert not any(apart(run, oracle_of(case, 2)) < 1e-2 for run in simulated(train, case, shard=2))
 
