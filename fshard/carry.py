@@ -15,31 +15,82 @@ from .comm import Axes, Pending
 from .plan import Plan
 from .reduction import EXACT, Reduction, reduce_over
 from .shard import Sharded, whole_view
-from .wire import Wire
+from .wire import Wire, pack, unpack
 
 
-def gather(params: Sharded, unit: int, kind: int) -> Pending:
-    """A unit's flat buffer of one kind, in the dtype it is computed with."""
-    plan, shard, axes = params.plan, params.piece(unit, kind), params.view.axes(kind)
-    mesh, dtype, name = plan.live_mesh(), plan.kinds[kind].precision.compute, plan.units[unit].name
-    axes = axes if shard.numel() else ()
-    wire = plan.param_wire if axes and shard.is_floating_point() else None
-    if wire is not None:
-        data = wire.encode(shard, sizes(plan, unit, kind, plan.num_parts(axes), plan.index(axes)))
-        whole = comm.gather_over(data, mesh, axes, name)
-        return whole.then(lambda full: _decoded(params, unit, kind, full))
-    if dtype != shard.dtype:
-        like = shard.new_empty(0, dtype=dtype)
-        shard = comm.buffer(mesh, axes or plan.rest(()), shard.numel(), like, lent=False).copy_(shard)
-    return comm.gather_over(shard, mesh, axes, name, lent=True)
+def gather(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
+    """A unit's flat buffers, by kind, in the dtypes they are computed with."""
+    plan = params.plan
+    far = [kind for kind in kinds if params.view.axes(kind) and plan.units[unit].lengths[kind]]
+    if plan.together and len(far) > 1:
+        return {kind: _near(params, unit, kind) for kind in kinds if kind not in far} | _together(params, unit, far)
+    return {kind: _gather(params, unit, kind) if kind in far else _near(params, unit, kind) for kind in kinds}
 
 
-def _decoded(params: Sharded, unit: int, kind: int, data: Tensor) -> Tensor:
-    plan, axes = params.plan, params.view.axes(kind)
-    parts, like = plan.num_parts(axes), data.new_empty(0, dtype=plan.kinds[kind].precision.compute)
-    out = comm.buffer(plan.live_mesh(), axes, plan.units[unit].lengths[kind], like, lent=False)
-    for part, (to, codes) in enumerate(zip(out.chunk(parts), data.chunk(parts), strict=True)):
-        to.copy_(_decode(plan.param_wire, codes, sizes(plan, unit, kind, parts, part)))
+def _near(params: Sharded, unit: int, kind: int) -> Pending:
+    """Of what every rank has whole."""
+    plan, shard = params.plan, _cast(params, unit, kind)
+    return comm.gather_over(shard, plan.live_mesh(), (), plan.units[unit].name)
+
+
+def _cast(params: Sharded, unit: int, kind: int) -> Tensor:
+    plan, shard = params.plan, params.piece(unit, kind)
+    dtype = plan.kinds[kind].precision.compute
+    if dtype == shard.dtype:
+        return shard
+    ways, like = params.view.axes(kind) or plan.rest(()), shard.new_empty(0, dtype=dtype)
+    return comm.buffer(plan.live_mesh(), ways, shard.numel(), like, lent=False).copy_(shard)
+
+
+def _gather(params: Sharded, unit: int, kind: int) -> Pending:
+    plan, axes, name = params.plan, params.view.axes(kind), params.plan.units[unit].name
+    whole = comm.gather_over(_sent(params, unit, kind), plan.live_mesh(), axes, name, lent=True)
+    if _wire(plan, kind) is None:
+        return whole
+    return whole.then(lambda full: _arrived(params, unit, kind, full.chunk(plan.num_parts(axes))))
+
+
+def _together(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
+    """All kinds in one message, as bytes."""
+    plan, axes, name = params.plan, params.view.over, params.plan.units[unit].name
+    sent = {kind: _sent(params, unit, kind) for kind in kinds}
+    whole = comm.gather_over(pack(*sent.values()), plan.live_mesh(), axes, name)
+    held = [(x.dtype, x.numel()) for x in sent.values()]
+    found = dict[int, Tensor]()
+
+    def arrived(kind: int) -> Tensor:
+        if not found:
+            rows = [unpack(data, *held) for data in whole.wait().chunk(plan.num_parts(axes))]
+            for number, parts in zip(kinds, zip(*rows, strict=True), strict=True):
+                found[number] = _arrived(params, unit, number, parts)
+        return found[kind]
+
+    def pending(kind: int) -> Pending:
+        return Pending(None, lambda _: arrived(kind))
+
+    return {kind: pending(kind) for kind in kinds}
+
+
+def _wire(plan: Plan, kind: int) -> Wire | None:
+    return plan.param_wire if plan.kinds[kind].dtype.is_floating_point else None
+
+
+def _sent(params: Sharded, unit: int, kind: int) -> Tensor:
+    """What a rank sends of its shard."""
+    plan, axes, wire = params.plan, params.view.axes(kind), _wire(params.plan, kind)
+    if wire is None:
+        return _cast(params, unit, kind)
+    own = sizes(plan, unit, kind, plan.num_parts(axes), plan.index(axes))
+    return wire.encode(params.piece(unit, kind), own)
+
+
+def _arrived(params: Sharded, unit: int, kind: int, parts: Sequence[Tensor]) -> Tensor:
+    """The flat buffer of what all ranks have sent."""
+    plan, wire = params.plan, _wire(params.plan, kind)
+    like = parts[0].new_empty(0, dtype=plan.kinds[kind].precision.compute)
+    out = comm.buffer(plan.live_mesh(), params.view.axes(kind), plan.units[unit].lengths[kind], like, lent=False)
+    for part, (to, data) in enumerate(zip(out.chunk(len(parts)), parts, strict=True)):
+        to.copy_(data if wire is None else _decode(wire, data, sizes(plan, unit, kind, len(parts), part)))
     return out
 
 

@@ -93,9 +93,10 @@ class Plan:
     state_over: Axes
     regather: bool
     block: int = 1
-    policy: Policy = field(default_factory=Policy)  # its overrides are in the kinds
+    policy: Policy = field(default_factory=Policy)
     param_wire: Any = None
     grad_wire: Any = None
+    together: bool = False
     mesh: Mesh = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,7 +195,7 @@ class Plan:
         lines += [f"unit {u.name!r} of {u.lengths} elements" for u in self.units]
         lines.append(f"params_over={self.params_over} grads_over={self.grads_over} state_over={self.state_over}")
         lines.append(f"regather={self.regather} block={self.block} policy={self.policy}")
-        lines.append(f"param_wire={self.param_wire} grad_wire={self.grad_wire}")
+        lines.append(f"param_wire={self.param_wire} grad_wire={self.grad_wire} together={self.together}")
         return "\n".join([*lines, f"tree {self.spec}"])
 
     def _leaf_lines(self) -> list[str]:
@@ -242,6 +243,7 @@ def make_plan(
     policy: Policy | str | None = None,
     param_wire: Wire | None = None,
     grad_wire: Wire | None = None,
+    together: bool = False,
 ) -> Plan:
     """Lay a tree of tensors (real, meta or fake) out over the axes of a mesh.
 
@@ -252,8 +254,9 @@ def make_plan(
     backward. `whole` leaves stay on every rank; `frozen` ones get no gradient and no optimizer state (integer leaves
     are always frozen). No `block` of elements, counted from a leaf's first, lies on two ranks or holds another leaf's
     (for state that is kept in blocks). `policy` says in what dtypes floating leaves are kept, computed with and reduced
-    (`Policy`, or its words), `param_wire` and `grad_wire` how shards and gradients travel (fshard.wire). On a mesh of
-    processes the plan's fingerprint is compared between all ranks.
+    (`Policy`, or its words), `param_wire` and `grad_wire` how shards and gradients travel (fshard.wire); with
+    `together` the dtypes of a unit are gathered in one message. On a mesh of processes the plan's fingerprint is
+    compared between all ranks.
 
     Raises ValueError (axes, patterns, leaves that are not tensors) and MismatchError (ranks whose plans differ).
 
@@ -293,9 +296,10 @@ def make_plan(
         *over,
         regather,
         block,
-        replace(policy, overrides=()),
+        policy.named(),
         param_wire,
         grad_wire,
+        together,
         mesh,
     )
     agree.check_same(mesh, plan.fingerprint, plan.describe(), "the plan")

@@ -75,10 +75,20 @@ class Policy:
     def __str__(self) -> str:
         words = [f"{name}={_name(getattr(self, name))}" for name in _DTYPES if getattr(self, name) is not None]
         words += ["cast_inputs=no"] * (not self.cast_inputs)
-        return "; ".join([",".join(words), *(f"{getattr(w, '__name__', w)}: {own}" for w, own in self.overrides)])
+        return "; ".join([",".join(words), *(f"{where}: {own}" for where, own in self.named().overrides)])
 
     def __repr__(self) -> str:
         return f"Policy({str(self)!r})"
+
+    def named(self) -> Policy:
+        """This policy, predicates replaced by their names: it can be pickled, and compared between ranks."""
+        pairs = tuple((str(getattr(where, "__name__", where)), own) for where, own in self.overrides)
+        return replace(self, overrides=pairs)
+
+    @property
+    def stores(self) -> bool:
+        """Whether it says what any leaf is kept in."""
+        return self.storage is not None or any(own.stores for _, own in self.overrides)
 
     def over(self, other: Policy) -> Policy:
         """This policy, its gaps filled with another's."""

@@ -283,7 +283,7 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
     mine = src is None or src == comm.coordinate(plan.mesh, plan.rest(()))
     for slot, leaf in zip(plan.slots, leaves, strict=True):
         kind = plan.kinds[slot.kind]
-        cast = plan.policy.storage is not None and isinstance(leaf, Tensor) and leaf.is_floating_point()
+        cast = plan.policy.stores and isinstance(leaf, Tensor) and leaf.is_floating_point()
         dtype = kind.dtype if cast and kind.dtype.is_floating_point else getattr(leaf, "dtype", None)
         if not isinstance(leaf, Tensor) or (tuple(leaf.shape), dtype) != (slot.shape, kind.dtype):
             raise ValueError(

@@ -147,7 +147,7 @@ class Tape:
 
     def _start(self, unit: int) -> None:
         if unit not in self._coming:
-            self._coming[unit] = {k: carry.gather(self._params, unit, k) for k in self._kinds(unit)}
+            self._coming[unit] = carry.gather(self._params, unit, self._kinds(unit))
 
     def _take(self, unit: int) -> Buffers:
         self._start(unit)

@@ -174,6 +174,34 @@ def test_gradients_are_sums_of_what_arrived(name, strategy, shard):
             assert same_bits(whole[key], total[: len(whole[key])])
 
 
+def mixed(mesh: Any, together: bool, name: str, strategy: str) -> tuple[Any, list[str], int]:
+    """Parameters after two steps of a model of three dtypes, the units gathered, and the bytes."""
+    policy = "compute=bf16; blocks.*.scale: compute=f32; blocks.*.w: storage=f64,compute=bf16"
+    kw = {"policy": policy, "param_wire": WIRES.get(name), "together": together, "whole": "tail"}
+    sharded, tx = laid_out(mesh, strategy, **kw), optim.sgd(0.1)
+    state, step = fshard.init_state(sharded, tx), fshard.train_step(mean_loss, tx)
+    with fshard.tally() as records:
+        for i in range(2):
+            state, _ = step(state, lm_batch(i, mesh.get_rank()))
+    sent = [r for r in records.select("all_gather") if r.axis == "shard"]
+    return gather_params(state.params), [r.label for r in sent], sum(r.nbytes for r in sent)
+
+
+@pytest.mark.parametrize("name", ["none", "int8"])
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 3), (2, 2)])
+def test_dtypes_travel_together(name, replicate, shard):
+    """In one message for each unit, and what is padded: the same bits as apart."""
+    for strategy in ("full", "keep", "wide"):
+        runs = [
+            simulated(mixed, together, name, strategy, replicate=replicate, shard=shard) for together in (False, True)
+        ]
+        for (params, apart, nbytes), (same, labels, more) in zip(*runs, strict=True):
+            assert same_bits(params, same)
+            assert len(labels) < len(apart)
+            assert set(labels) == set(apart)
+            assert nbytes <= more <= nbytes + 16 * len(apart) * shard
+
+
 def trained(mesh: Any, wires: tuple[str, str], num_steps: int = 3, scale: Any = None, **kw: Any) -> Any:
     """Losses and parameters of some steps of adamw."""
     param_wire, grad_wire = (WIRES.get(name) for name in wires)
