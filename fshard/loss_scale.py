@@ -55,7 +55,7 @@ def _unscale(grads: Any, scale: Tensor, own: bool, labels: Labels) -> tuple[Any,
             row.unscaled = True
     if by_label is not None:
         return grads, by_label
-    mesh = next((part.layout.mesh for part in tree.nodes(grads, Parts) if part.layout.mesh is not None), None)
+    mesh = next((part.mesh for part in tree.nodes(grads, Parts) if part.mesh is not None), None)
     return grads, comm.total(found, mesh, op="max", label="found_inf")
 
 
@@ -64,11 +64,13 @@ def _copy(row: Tensor) -> Tensor:
 
 
 def _check_grads(grads: Any) -> None:
-    for path, row in tree.paths_to(grads, lambda x: False):
+    for number, row in enumerate(tree.leaves(grads)):
         if not isinstance(row, Tensor) or not (row.is_floating_point() or row.is_complex()):
             got = row.dtype if isinstance(row, Tensor) else type(row).__name__
+            path = tree.paths(tree.flatten(grads)[1])[number]
             raise TypeError(f"unscale: leaf {path!r}: expected a gradient, a floating tensor, got {got}")
         if hasattr(row, "unscaled"):
+            path = tree.paths(tree.flatten(grads)[1])[number]
             raise ValueError(f"unscale: leaf {path!r} was unscaled already: use what unscale gave the first time")
 
 

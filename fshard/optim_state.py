@@ -36,7 +36,7 @@ def _joined(*names: str) -> str:
 
 def _world(state: Any) -> tuple[comm.Mesh, comm.Axes]:
     """The mesh a state is cut over, and all its axes."""
-    mesh = next((x.layout.mesh for x in tree.nodes(state, Parts) if x.layout.mesh is not None), None)
+    mesh = next((x.mesh for x in tree.nodes(state, Parts) if x.mesh is not None), None)
     return mesh, tuple(comm.axis_sizes(mesh))
 
 

@@ -191,6 +191,11 @@ class Parts(ABC):
         """Where they lie."""
 
     @property
+    def mesh(self) -> Mesh:
+        """The mesh they lie on."""
+        return self.layout.mesh
+
+    @property
     @abstractmethod
     def key(self) -> Any:
         """What parts that go together have in common: equal if their layouts are."""

@@ -122,6 +122,11 @@ class Sharded(Parts, tree.Branch):
         return self.view.plan
 
     @property
+    def mesh(self) -> comm.Mesh:
+        """The mesh it lies on."""
+        return self.plan.live_mesh()
+
+    @property
     def trainable(self) -> Sharded:
         """Without the frozen kinds: what gradients and optimizer state have the structure of."""
         return self.only(k for k in self.view.kinds if self.plan.kinds[k].trainable)
