@@ -120,7 +120,9 @@ def picture(file: Path) -> None:
     figure, axes = plt.subplots(figsize=(6, 3.5))
     for column, name in enumerate(("bfloat16 on the wire, float32 sum", "sum in bfloat16")):
         axes.plot(sizes, [row[column] for row in rows], marker="o", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="mean error / (ranks x rounding of an addend)")
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="mean error for each addend")
+    axes.set_xticks(sizes, map(str, sizes))
+    axes.minorticks_off()
     axes.legend()
     figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)

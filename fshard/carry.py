@@ -183,9 +183,10 @@ def _encoded(wire: Wire, flat: Tensor, held: Sequence[Sequence[int]], lost: Tens
 
 
 def _added(wire: Wire, received: Sequence[Tensor], own: Sequence[int]) -> Tensor:
-    total = torch.zeros(sum(own), device=received[0].device)
-    for data in received:
-        total += _decode(wire, data, own)
+    first, *others = (_decode(wire, data, own) for data in received)
+    total = first.to(comm.sum_dtype(first.dtype), copy=True)
+    for part in others:
+        total += part
     return total
 
 

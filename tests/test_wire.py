@@ -153,6 +153,24 @@ def reduces(mesh: Any, name: str, strategy: str) -> tuple[Any, Any, Any]:
     return flat, held, {key: gathered_flat(grads, *key) for key in held}
 
 
+def in_full(mesh: Any, strategy: str) -> None:
+    """Wires that lose nothing change no bit, in float64."""
+    params, found = lm_params(), []
+    for wire in (None, Identity()):
+        kw = {"param_wire": wire, "grad_wire": wire, **STRATEGIES[strategy]}
+        sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=LM_UNITS, **kw))
+        found.append(gather_params(fshard.value_and_grad(mean_loss)(sharded, lm_batch(0, mesh.get_rank()))[1]))
+    assert same_bits(*found)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_travels_in_full_is_as_without_a_wire(world):
+    """Over one axis, or shards first and replicas then."""
+    replicate, shard = WORLDS[world]
+    for strategy in ("full", "wide", "ddp") if replicate == 1 else ("full", "wide"):
+        simulated(in_full, strategy, replicate=replicate, shard=shard)
+
+
 def gathered_flat(x: fshard.Sharded, unit: int, kind: int) -> Tensor:
     """A unit's flat buffer of a whole tree, without the padding at its end."""
     leaves = dict(zip(tree.paths(x.plan.spec), tree.leaves(gather_params(x)), strict=True))
@@ -166,10 +184,11 @@ def test_gradients_are_sums_of_what_arrived(name, strategy, shard):
     """Of every rank's parts, decoded, in rank order, in float32; the same on all ranks."""
     runs, wire = simulated(reduces, name, strategy, shard=shard), WIRES[name]
     for key, held in runs[0][1].items():
-        total = torch.zeros(len(runs[0][0][key]))
+        each = []
         for flat, _, _ in runs:
             parts = [wire.decode(wire.encode(x, own), own) for x, own in zip(flat[key].chunk(shard), held, strict=True)]
-            total = total + torch.cat(parts).float()
+            each.append(torch.cat(parts).float())
+        total = sum(each[1:], each[0])
         for _, _, whole in runs:
             assert same_bits(whole[key], total[: len(whole[key])])
 
