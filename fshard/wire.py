@@ -157,7 +157,9 @@ class Float8:
         """Scales, then codes."""
         leaves = x.float().split(list(sizes))
         zero = x.new_zeros((), dtype=torch.float32)
-        top = torch.stack([torch.maximum(-leaf.amin(), leaf.amax()) if len(leaf) else zero for leaf in leaves])
+        top = torch.stack(
+            [torch.maximum(leaf.amin().abs(), leaf.amax().abs()) if len(leaf) else zero for leaf in leaves]
+        )
         scales = torch.where(top.isfinite(), top / torch.finfo(self.dtype).max, torch.nan)
         parts = [leaf / torch.where(s == 0, 1, s) for leaf, s in zip(leaves, scales.unbind(), strict=True)]
         return pack(scales, torch.cat(parts).to(self.dtype).view(torch.uint8))
