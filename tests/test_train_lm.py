@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from worlds import simulated
+
+import fshard
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
 TINY = "--steps=25 --d-model=16 --layers=2 --heads=2 --context=16 --batch=4 --warmup=5 --eval-every=10 --sample=20"
@@ -133,3 +136,27 @@ def test_scores_depend_on_no_later_byte(example: ModuleType) -> None:
     scores = example.model(params, tokens, heads=2)
     torch.testing.assert_close(scores[0, :5], scores[1, :5])
     assert not torch.allclose(scores[0, 5], scores[1, 5])
+
+
+def ends_at(mesh: Any, example: ModuleType, wire: Any) -> float:
+    """The mean loss of the last of 80 steps of a small transformer on Python's source, its shards by a wire."""
+    s = example.Settings(d_model=32, layers=2, heads=2, context=32)
+    text = torch.tensor(list(Path(json.__file__).read_bytes()))
+    params, tx = example.init_params(s), fshard.optim.adamw(3e-3)
+    plan = fshard.make_plan(params, mesh, units=["blocks.*"], param_wire=wire)
+    state = fshard.init_state(fshard.shard_params(params, plan), tx)
+    step = fshard.train_step(lambda p, batch: example.loss(p, batch, s.heads), tx)
+    generator, losses = torch.Generator().manual_seed(mesh.get_rank()), []
+    for _ in range(80):
+        starts = torch.randint(len(text) - 33, (4,), generator=generator)
+        windows = torch.stack([text[i : i + 33] for i in starts])
+        state, metrics = step(state, {"tokens": windows[:, :-1], "targets": windows[:, 1:]})
+        losses.append(metrics["loss"].item())
+    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+    return sum(losses[-10:])
+
+
+def test_it_trains_as_well_with_shards_in_8_bits(example):
+    """The same model on the same data ends within 1% of the loss it has when they travel in float32."""
+    whole, eighths = (simulated(ends_at, example, wire, shard=2)[0] for wire in (None, fshard.wire.Int8()))
+    assert abs(eighths / whole - 1) < 0.01
