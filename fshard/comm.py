@@ -338,14 +338,15 @@ def swap(
     Pending(
         ranks.exchange(data, places, f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"), lambda _: nothing
     ).wait()
-    return [list(_views(place, row)) for place, row in zip(places, recvs, strict=True)]
+    return [list(views(place, row)) for place, row in zip(places, recvs, strict=True)]
 
 
-def _views(data: Tensor, row: Sequence[tuple[torch.dtype, int]]) -> Iterator[Tensor]:
-    for dtype, numel in row:
+def views(data: Tensor, held: Sequence[tuple[torch.dtype, int]], step: int = 1) -> Iterator[Tensor]:
+    """The flat tensors that bytes hold, told by dtype and number of elements, each from a multiple of `step` on."""
+    for dtype, numel in held:
         size = dtype.itemsize * numel
         yield from_bytes(data[:size], dtype)
-        data = data[size:]
+        data = data[size + -size % step :]
 
 
 def as_bytes(x: Tensor) -> Tensor:

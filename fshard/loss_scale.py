@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import comm, kernels, tree
 from .labels import Labels, label_of
-from .parts import Parts, layout_of, leaf_norms
+from .parts import Parts, layout_of, leaf_norms, mesh_of
 from .transform import FoundInf, any_found
 
 
@@ -55,8 +55,7 @@ def _unscale(grads: Any, scale: Tensor, own: bool, labels: Labels) -> tuple[Any,
             row.unscaled = True
     if by_label is not None:
         return grads, by_label
-    mesh = next((part.mesh for part in tree.nodes(grads, Parts) if part.mesh is not None), None)
-    return grads, comm.total(found, mesh, op="max", label="found_inf")
+    return grads, comm.total(found, mesh_of(grads), op="max", label="found_inf")
 
 
 def _copy(row: Tensor) -> Tensor:
@@ -65,13 +64,14 @@ def _copy(row: Tensor) -> Tensor:
 
 def _check_grads(grads: Any) -> None:
     for number, row in enumerate(tree.leaves(grads)):
-        if not isinstance(row, Tensor) or not (row.is_floating_point() or row.is_complex()):
-            got = row.dtype if isinstance(row, Tensor) else type(row).__name__
-            path = tree.paths(tree.flatten(grads)[1])[number]
-            raise TypeError(f"unscale: leaf {path!r}: expected a gradient, a floating tensor, got {got}")
-        if hasattr(row, "unscaled"):
-            path = tree.paths(tree.flatten(grads)[1])[number]
+        good = isinstance(row, Tensor) and (row.is_floating_point() or row.is_complex())
+        if good and not hasattr(row, "unscaled"):
+            continue
+        path = tree.paths(tree.flatten(grads)[1])[number]
+        if good:
             raise ValueError(f"unscale: leaf {path!r} was unscaled already: use what unscale gave the first time")
+        got = row.dtype if isinstance(row, Tensor) else type(row).__name__
+        raise TypeError(f"unscale: leaf {path!r}: expected a gradient, a floating tensor, got {got}")
 
 
 def _found_by_label(grads: Any, labels: Labels) -> dict[Any, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import comm, tree
 from .labels import LabelState
 from .move import collect, on_rank
-from .parts import EVERYONE, Layout, Parts, Span, layout_of, pick, pieces, typed
+from .parts import EVERYONE, Layout, Parts, Span, layout_of, mesh_of, pick, pieces, typed
 
 _CHUNK = 1 << 24  # elements on their way at a time
 
@@ -36,7 +36,7 @@ def _joined(*names: str) -> str:
 
 def _world(state: Any) -> tuple[comm.Mesh, comm.Axes]:
     """The mesh a state is cut over, and all its axes."""
-    mesh = next((x.mesh for x in tree.nodes(state, Parts) if x.mesh is not None), None)
+    mesh = mesh_of(state)
     return mesh, tuple(comm.axis_sizes(mesh))
 
 

@@ -120,11 +120,9 @@ class Layout:
         return tuple(dict.fromkeys(n for n in self.places if n is not None))
 
     def prepared(self) -> Layout:
-        """Itself, with all that is worked out once: worked out in an update, torch.compile would trace that twice."""
-        for name in ("rank", "mine", "shared", "shared_rows", "numbers", "routes"):
+        """A picked one, with all that is worked out once: what an update worked out would have it compiled again."""
+        for name in (name for name, kept in vars(Layout).items() if isinstance(kept, memo)):
             getattr(self, name)
-        if self.origin is not None:
-            self.runs, self.origin_rows  # noqa: B018
         return self
 
     def pick(self, numbers: Iterable[int]) -> Layout:
@@ -252,6 +250,11 @@ class Pieces(Parts):
 
 
 tree.register(Pieces, lambda x: (x.tensors, x.layout), Pieces)
+
+
+def mesh_of(x: Any) -> Mesh:
+    """The mesh that the parts in a tree lie on; None if there are none, or on no mesh."""
+    return next((part.mesh for part in tree.nodes(x, Parts) if part.mesh is not None), None)
 
 
 def layout_of(x: Any) -> Layout:

@@ -56,7 +56,7 @@ class Transform(NamedTuple):
         """
         if found_inf is not None and not self.labelled:
             found_inf = any_found(found_inf)
-        params = tree.detached(params)
+        params = tree.detached(params, Parts)  # parts require none, and to look into them would pack their views
         if self.fused is not None:
             return self.fused(grads, state, params, found_inf, donate, **extra)
         updates, new_state = self.update(grads, state, params, **extra)

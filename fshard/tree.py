@@ -96,11 +96,6 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return unflatten(spec, [fn(*args) for args in zip(first, *others, strict=True)])
 
 
-def detached(tree: Any) -> Any:
-    """The tree, leaves that require a gradient replaced by their values."""
-    return map(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, tree)
-
-
 # What to stop at: nodes of one type, or those a predicate is true of.
 Stop = type | Callable[[Any], bool]
 
@@ -133,6 +128,11 @@ def put_tops(tree: Any, stop: Stop, tops: Sequence[Any]) -> Any:
 def map_tops(fn: Callable[..., Any], stop: Stop, tree: Any, *rest: Any) -> Any:
     """`fn` over the outermost nodes to stop at and the leaves that are in none; `rest` is read as far as there."""
     return optree.tree_map(fn, tree, *rest, is_leaf=_is(stop), namespace=_NAMESPACE)
+
+
+def detached(tree: Any, stop: Stop = lambda x: False) -> Any:
+    """The tree, leaves that require a gradient replaced by their values; what to stop at stays as it is."""
+    return map_tops(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, stop, tree)
 
 
 def register(cls: type, flatten: Callable[[Any], tuple[Any, Any]], unflatten: Callable[[Any, Any], Any]) -> None:

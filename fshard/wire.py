@@ -11,7 +11,7 @@ Note [Wires]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .comm import as_bytes, from_bytes
+from .comm import as_bytes, views
 
 Sizes = Sequence[int]
 _WHOLE = 8  # bytes that what is packed begins at a multiple of
@@ -52,15 +52,7 @@ def unpack(data: Tensor, *held: tuple[torch.dtype, int]) -> list[Tensor]:
     >>> unpack(pack(torch.tensor([True])), (torch.bool, 1))
     [tensor([True])]
     """
-    return list(_views(data, held))
-
-
-def _views(data: Tensor, held: Sequence[tuple[torch.dtype, int]]) -> Iterator[Tensor]:
-    begin = 0
-    for dtype, numel in held:
-        size = dtype.itemsize * numel
-        yield from_bytes(data[begin : begin + size], dtype)
-        begin += size + -size % _WHOLE
+    return list(views(data, held, _WHOLE))
 
 
 @dataclass(frozen=True)

@@ -180,3 +180,19 @@ def test_a_deep_copy_is_a_state_like_any_other():
         )
 
     assert all(simulated(run, shard=2))
+
+
+def updated_views(mesh: Any) -> None:
+    """One donated update of the intervals of parameters that are not cut."""
+    params = lm_params()
+    plan = fshard.make_plan(params, mesh, params_over=(), grads_over=())
+    whole, tx = fshard.shard_params(params, plan), fshard.optim.adamw(0.1)
+    mine = fshard.shard.refine(whole, plan.state_over)
+    new, _ = tx.step(fshard.tree.map(torch.ones_like, mine), tx.init(mine), mine, donate=True)
+    assert new.piece(0, 0).data_ptr() == mine.piece(0, 0).data_ptr()
+    assert not same_bits(fshard.gather_params(whole), params)
+
+
+def test_views_are_updated_where_they_lie():
+    """A further cut of parameters is not copied, neither to be looked at nor to be updated."""
+    simulated(updated_views, shard=2)
