@@ -1,10 +1,21 @@
 """fshard: functional sharding for PyTorch. A training step is a pure function over trees of parameters."""
 
-from . import collectives, comm, loss_scale, optim, reduction, testing, tree, wire
+from . import (
+    collectives,
+    comm,
+    loss_scale,
+    operators,  # noqa: F401  # the nodes of graphs
+    optim,
+    reduction,
+    testing,
+    tree,
+    wire,
+)
 from .collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
 from .comm import MismatchError
 from .data import join_batches
 from .grad import Mean, Sum, Unreduced, reduce_grads, value, value_and_grad
+from .jit import jit
 from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, nonfinite_leaves, select
 from .parts import global_norm
 from .plan import Plan, make_plan
@@ -39,6 +50,7 @@ __all__ = [
     "gather_params",
     "global_norm",
     "init_state",
+    "jit",
     "join_batches",
     "loss_scale",
     "make_plan",

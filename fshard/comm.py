@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .nodes import NodeRanks, is_tracing
 from .record import Record, note
 
 Mesh = Any  # a DeviceMesh, a simulated mesh, or None: one device
@@ -38,7 +39,11 @@ class MismatchError(RuntimeError):
 
 
 def _note(kind: str, ranks: Ranks, label: str, nbytes: int) -> None:
-    note(Record(kind, ranks.axis, label, nbytes))
+    record = Record(kind, ranks.axis, label, nbytes)
+    if isinstance(ranks, NodeRanks):
+        ranks.record = record
+    else:
+        note(record)
 
 
 class Pending:
@@ -177,9 +182,8 @@ def along(mesh: Mesh, axis: str) -> Ranks:
     sizes = axis_sizes(mesh)
     if axis not in sizes:
         raise ValueError(f"the mesh has no axis {axis!r}: it has {', '.join(map(repr, sizes)) or 'no axes'}")
-    if isinstance(mesh, DeviceMesh):
-        return _Group(axis, mesh.get_group(axis), mesh_device(mesh))
-    return mesh.ranks(axis)
+    ranks = _Group(axis, mesh.get_group(axis), mesh_device(mesh)) if isinstance(mesh, DeviceMesh) else mesh.ranks(axis)
+    return NodeRanks(ranks, mesh) if is_tracing() else ranks
 
 
 def _call(kind: str, x: Tensor, ranks: Ranks, label: str, more: str = "") -> str:
@@ -215,7 +219,13 @@ def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = No
     `lent` says that nobody will write to the result: peers may then read this rank's part from there.
     """
     _note("all_gather", ranks, label, (ranks.size - 1) * x.nbytes)
+    if isinstance(ranks, NodeRanks):
+        return _of_node(ranks.all_gather(x.contiguous(), label), out)
     return _gather(x.contiguous(), ranks, out, "all_gather", label, lent)
+
+
+def _of_node(started: Any, out: Tensor | None) -> Pending:
+    return Pending(started, lambda parts: parts[0] if out is None else out.copy_(parts[0]))
 
 
 def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str, lent: bool = False) -> Pending:
@@ -240,6 +250,9 @@ def reduce_scatter(
     `fast` lets the backend choose the order of the sum; without it the sum is in rank order.
     """
     _note("reduce_scatter", ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
+    if isinstance(ranks, NodeRanks):
+        check_divides(x.shape, ranks)
+        return _of_node(ranks.reduce_scatter(x.contiguous(), label, (x if out is None else out).dtype, fast), out)
     return _scatter(x.contiguous(), ranks, out, "reduce_scatter", label, fast)
 
 
@@ -288,6 +301,8 @@ def all_reduce(
     if op not in _COMBINE:
         raise ValueError(f"all_reduce knows op={', '.join(map(repr, _COMBINE))}, not {op!r}")
     x, size = x.contiguous(), ranks.size
+    if isinstance(ranks, NodeRanks):
+        return _of_node(ranks.all_reduce(x, label, (x if out is None else out).dtype, op, fast), out)
     result = torch.empty_like(x) if out is None else out
     # between two ranks, sending everything is no more than sending both halves of the way
     direct = op != "sum" or x.numel() % size != 0 or x.nbytes <= _SMALL or size <= 2

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.optim.adam import adam as _torch_adam
 from torch.optim.sgd import sgd as _torch_sgd
 
+from .nodes import is_tracing
+
 Number = float | Tensor
 Moments = tuple[Tensor, ...]
 Change = Callable[[Tensor, Tensor, Moments], tuple[Tensor, Moments]]
@@ -306,7 +308,7 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor) -> Tensor:
     found = torch.zeros(1, device=inverse.device)
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for row in rows:
-        if row.dtype in _HALF_OR_SINGLE and row.layout is torch.strided:
+        if row.dtype in _HALF_OR_SINGLE and row.layout is torch.strided and not is_tracing():
             lists.setdefault((row.device, row.dtype), []).append(row)
         elif row.numel():
             new, bad = unscaled(row, inverse.to(row.device))

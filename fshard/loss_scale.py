@@ -33,6 +33,31 @@ class _Scale(Tensor):
         return tree.map(lambda t: t * plain.to(t.device), x)
 
 
+class _TracedScale:
+    """The same while a graph is traced: the tensors of a tracer are of a class that has no others below it."""
+
+    def __init__(self, plain: Tensor):
+        self._plain = plain
+
+    def __call__(self, x: Any) -> Any:
+        """Every leaf times the scale."""
+        return tree.map(lambda t: t * self._plain.to(t.device), x)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    @classmethod
+    def __torch_function__(cls, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def plain(x: Any) -> Any:
+            return x._plain if isinstance(x, cls) else x
+
+        return fn(*tree.map(plain, args), **tree.map(plain, kwargs or {}))
+
+
+def _callable(scale: Tensor) -> Any:
+    return scale.as_subclass(_Scale) if type(scale) is Tensor else _TracedScale(scale)
+
+
 def _as_scale(scale: Any) -> Tensor:
     plain = scale.as_subclass(Tensor) if isinstance(scale, Tensor) else torch.tensor(float(scale))
     if plain.dim():
@@ -114,7 +139,7 @@ class StaticLossScale:
     @property
     def scale(self) -> _Scale:
         """The scale, 0-d float32; called on a tree, the tree times the scale."""
-        return self._scale.as_subclass(_Scale)
+        return _callable(self._scale)
 
     def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None) -> tuple[Any, Any]:
         """grads / scale, and whether any rank's are not finite (float32, 0-d, 1 or 0, equal on all ranks).
@@ -240,7 +265,7 @@ class NoLossScale:
     @property
     def scale(self) -> _Scale:
         """One."""
-        return torch.ones(()).as_subclass(_Scale)
+        return _callable(torch.ones(()))
 
     def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None) -> tuple[Any, Tensor]:
         """grads, and 0."""

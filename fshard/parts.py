@@ -64,6 +64,7 @@ class Span:
     numel: int
 
 
+@tree.constant
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Where the elements of a tree's leaves lie. Two are equal if what they were made from (`source`) is."""

@@ -73,6 +73,7 @@ class Unit:
     lengths: tuple[int, ...]
 
 
+@tree.constant
 @dataclass(frozen=True)
 class Plan:
     """A layout of a tree over the axes of a mesh: immutable, hashable, picklable, the same on every rank.

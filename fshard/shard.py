@@ -15,6 +15,7 @@ from .parts import EVERYONE, Layout, Leaf, Parts, Pieces, Span
 from .plan import Plan, Slot
 
 
+@tree.constant
 @dataclass(frozen=True)
 class View:
     """What a `Sharded` holds: which kinds and units of which plan, cut over which axes, for which subtree."""

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import comm, tree
+from . import comm, compiling, tree
 from .carry import nothing_lost
 from .grad import Outcome, check_sharded, empty_grads, run
 from .kernels import wide
 from .labels import Labels
 from .loss_scale import NoLossScale
 from .parts import global_norm
+from .randomness import seeded
 from .reduction import Reduction, reduction_of
 from .shard import Sharded, coarsen, refine
 from .tape import Gradients
@@ -65,6 +64,28 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
     return TrainState(sharded, tx.init(trained), scaler, torch.tensor(0), torch.tensor(seed), extra, lost)
 
 
+@tree.constant
+class Step:
+    """A step, which torch.compile takes as one call (Note [torch.compile])."""
+
+    def __init__(self, run: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]):
+        self.run = run
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """The new state, and the metrics."""
+        if not torch.compiler.is_dynamo_compiling():
+            return self.run(state, batch)
+        known = compiling.without_none(state)
+        leaves, metrics = compiling.traced(self, known, compiling.without_none(batch))
+        return compiling.like(known, leaves), compiling.with_none(metrics)
+
+
 def train_step(
     loss_fn: Callable[..., Any],
     tx: Transform,
@@ -76,7 +97,7 @@ def train_step(
     skip_labels: Labels = None,
     has_aux: bool = False,
     donate: bool = False,
-) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+) -> Step:
     """`step(state, batch) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
 
     `batch` is this rank's; its tensors are cut along dim 0 into `accumulate` micro-batches, whose gradients are reduced
@@ -104,7 +125,7 @@ def train_step(
         )
     tx, by = as_transform(tx), reduction_of(reduction)
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def run(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
         parts = _cut(batch, accumulate, params)
@@ -118,7 +139,7 @@ def train_step(
         skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
         new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate)
         scaler = state.loss_scale.adjust(found_inf)
-        back = (1 if share is None else share.float()) / state.loss_scale.scale
+        back = torch.div(torch.ones(()) if share is None else share.float(), state.loss_scale.scale)
         lost = choose(skip, state.lost, tree.map(lambda x: x * back, lost))
         after = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, state.extra, lost)
         found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
@@ -129,7 +150,7 @@ def train_step(
             _give_away(state)
         return after, metrics
 
-    return step
+    return Step(run)
 
 
 def _joined(outcomes: Sequence[Outcome]) -> Outcome:
@@ -178,7 +199,7 @@ def _gradients(
     for i, into in enumerate(_places(grads, params, len(parts), by, reduce_once, lost)):
         num, divisor = len(parts), outcomes[0].shared(len(parts)) if outcomes else None
         how = {"has_aux": has_aux, "divisor": divisor, "num_parts": num, "scale": state.loss_scale.scale}
-        with _random(state, i):
+        with seeded(state.rng, state.step, _rank(params), i, params.tensors[0].device):
             outcomes.append(run(loss_fn, params, [parts[i]], into, **how))
         _check_equal_parts(outcomes[-1], parts)
         if into.reduced is not None and into.reduced is not grads:
@@ -209,21 +230,6 @@ def _check_equal_parts(outcome: Outcome, parts: Sequence[Any]) -> None:
             f"the loss function: a plain scalar is the mean of equally weighted micro-batches, but these have "
             f"{sorted(sizes)} rows. Return fshard.Mean(total, count), or a batch that divides by {len(parts)}."
         )
-
-
-@contextmanager
-def _random(state: TrainState, part: int) -> Iterator[None]:
-    """Random numbers from the state, the rank and the micro-batch; the generators are put back afterwards."""
-    words = f"{int(state.rng)} {int(state.step)} {_rank(state.params)} {part}"
-    seed = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little")
-    device = state.params.tensors[0].device
-    cuda = device.type == "cuda"
-    with torch.random.fork_rng([device] if cuda else []):
-        torch.default_generator.manual_seed(seed)
-        if cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield
 
 
 def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None) -> Tensor:

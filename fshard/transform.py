@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import kernels, tree
+from .nodes import is_tracing
 from .parts import Parts, global_norm, leaf_norms, scale_leaves_, scaled, structure
 
 Schedule = Callable[[Tensor], Any]
@@ -57,7 +58,7 @@ class Transform(NamedTuple):
         if found_inf is not None and not self.labelled:
             found_inf = any_found(found_inf)
         params = tree.detached(params, Parts)  # parts require none, and to look into them would pack their views
-        if self.fused is not None:
+        if self.fused is not None and not is_tracing():  # a compiler fuses the plain formulas
             return self.fused(grads, state, params, found_inf, donate, **extra)
         updates, new_state = self.update(grads, state, params, **extra)
         return choose(found_inf, (params, state), (apply_updates(params, updates), new_state))

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 _NAMESPACE = "torch"
 Spec = optree.PyTreeSpec
+T = TypeVar("T")
 
 
 class DonatedError(RuntimeError):
@@ -170,6 +171,15 @@ def register_fields(
     # on the class, because a node of torch's namespace has no names of its own
     cls.child_names = tuple(children if names is None else names)  # type: ignore[attr-defined]
     register(cls, flatten, unflatten)
+
+
+def constant(cls: type[T]) -> type[T]:
+    """A class of frozen values that torch.compile takes as they are: what nodes carry besides children."""
+    # by this it knows frozen dataclasses, which it would build again from their fields, and cannot
+    if "__dataclass_params__" in vars(cls):
+        del cls.__dataclass_params__  # type: ignore[attr-defined]
+    pytree.register_constant(cls)
+    return cls
 
 
 def names(spec: Spec) -> list[Any]:

@@ -16,9 +16,10 @@ SOURCES = {path.stem: path.read_text() for path in sorted(PACKAGE.glob("*.py"))}
 
 # A module imports modules of the levels above its own line alone. A new file needs a place here.
 LEVELS = [
-    {"tree", "kernels", "record", "schedules"},
-    {"comm", "precision"},
-    {"collectives", "agree", "parts", "data", "claim", "wire", "reduction"},
+    {"tree", "record", "schedules"},
+    {"nodes", "precision", "compiling", "trace"},
+    {"kernels", "randomness", "comm"},
+    {"collectives", "agree", "parts", "data", "claim", "wire", "reduction", "operators"},
     {"host", "move", "transform"},
     {"plan", "labels", "elementwise"},
     {"shard", "wholeleaf", "quantised", "optim_state"},
@@ -26,6 +27,8 @@ LEVELS = [
     {"tape", "buckets", "optim"},
     {"grad"},
     {"train", "zero"},
+    {"lowered"},
+    {"jit"},
     {"testing"},
 ]
 TOP = {"__init__", "__main__"}  # what users enter by may import everything
@@ -33,7 +36,9 @@ TOP = {"__init__", "__main__"}  # what users enter by may import everything
 # Who may name what, in an import or as an attribute.
 DOORS = {
     "optree": {"tree"},
-    "torch.utils._pytree": {"tree"},
+    "torch.utils._pytree": {"tree", "compiling"},
+    "torch._dynamo": {"compiling", "lowered"},
+    "torch.library": {"operators"},
     "torch.utils._cxx_pytree": {"tree"},
     "torch.distributed": {"comm"},
     "torch.optim": {"kernels"},
@@ -44,7 +49,7 @@ DOORS = {
     "threading": {"testing"},
     "torch.nn.Module": set(),
     "torch.compile": set(),
-    "torch.fx": set(),
+    "torch.fx": {"trace", "lowered"},
     "rich": set(),
     "matplotlib": set(),
     "numpy": set(),

@@ -1,0 +1,125 @@
+"""Collectives as nodes of a graph: operators that torch's tracers record, and its compilers leave alone.
+
+Note [Collectives in a graph]
+    Traced, a collective is two operators: one that starts it and gives the place where its result will be, and a
+    ticket, and `wait`, which takes both. What runs between them overlaps. `wait` names what was sent, so that no
+    compiler uses its memory again before; what is under way belongs to the ticket, and dies with it. Operators take no
+    objects: a mesh is known to them by a name, as process groups are to torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from .record import Record
+
+
+class Names:
+    """Meshes by name, for as long as they live."""
+
+    def __init__(self) -> None:
+        self._names: Any = WeakKeyDictionary()
+        self._meshes: Any = WeakValueDictionary()
+        self._numbers = count()
+
+    def of(self, mesh: Any) -> str:
+        """The name of a mesh."""
+        if mesh not in self._names:
+            self._names[mesh] = name = f"mesh{next(self._numbers)}"
+            self._meshes[name] = mesh
+        return self._names[mesh]
+
+    def find(self, name: str) -> Any:
+        """The mesh of that name. RuntimeError if it is gone."""
+        mesh = self._meshes.get(name)
+        if mesh is None:
+            raise RuntimeError(f"a compiled function was called after its mesh {name!r} was deleted: keep the plan")
+        return mesh
+
+
+MESHES = Names()
+
+
+def is_tracing() -> bool:
+    """Whether operators are being recorded (or run on fake tensors) instead of run."""
+    # Private: there is no public way to ask (test_jit.py notices when it goes).
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+class Started:
+    """A collective in a graph, under way: the place where its result will be, and a ticket to wait for it with."""
+
+    def __init__(self, node: tuple[Tensor, Tensor], sent: Sequence[Tensor]):
+        (self._place, self._ticket), self._sent = node, sent
+
+    def wait(self) -> Sequence[Tensor]:
+        """The result."""
+        torch.ops.fshard.wait(self._place, self._ticket, self._sent)
+        return [self._place]
+
+    def done(self) -> None:
+        """What was received belongs to the graph."""
+
+
+class NodeRanks:
+    """The ranks along one axis while a graph is traced: what they are asked for becomes nodes of it."""
+
+    built_in = None
+
+    def __init__(self, ranks: Any, mesh: Any):
+        self.axis, self.rank, self.size, self.device = ranks.axis, ranks.rank, ranks.size, ranks.device
+        self._where = (MESHES.of(mesh), ranks.axis)
+        self.record = Record("", self.axis, "", 0)  # of the exchange that comes next
+
+    def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
+        """A flat tensor, the compiler's."""
+        return like.new_empty(numel)
+
+    def idle(self, x: Tensor) -> bool:
+        """A graph keeps what was sent until it was waited for."""
+        return True
+
+    def all_gather(self, x: Tensor, label: str) -> Started:
+        """(n, ...) -> (W n, ...)."""
+        return Started(torch.ops.fshard.all_gather(x, *self._where, label), [x])
+
+    def reduce_scatter(self, x: Tensor, label: str, dtype: torch.dtype, fast: bool) -> Started:
+        """(W n, ...) -> (n, ...), in a dtype as wide or wider."""
+        return Started(torch.ops.fshard.reduce_scatter(x, *self._where, label, dtype, fast), [x])
+
+    def all_reduce(self, x: Tensor, label: str, dtype: torch.dtype, op: str, fast: bool) -> Started:
+        """(...) -> (...), in a dtype as wide or wider."""
+        return Started(torch.ops.fshard.all_reduce(x, *self._where, label, dtype, op, fast), [x])
+
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> _Received:
+        """What every peer sends."""
+        own, r = sends[self.rank], self.record
+        numels = [own.numel() if recv is None else recv.numel() for recv in recvs]
+        numels[self.rank] = 0
+        node = torch.ops.fshard.exchange(sends, numels, *self._where, r.label, r.kind, r.nbytes, call)
+        return _Received(Started(node, sends), numels, own, recvs, self.rank)
+
+
+class _Received:
+    """Parts of a received tensor, copied to the places that were given for them."""
+
+    def __init__(self, started: Started, numels: Sequence[int], own: Tensor, recvs: Sequence[Tensor | None], rank: int):
+        self._started, self._numels, self._own, self._recvs, self._rank = started, numels, own, recvs, rank
+        self.done = started.done
+
+    def wait(self) -> Sequence[Tensor]:
+        """What each rank sent."""
+        (place,) = self._started.wait()
+        parts: list[Tensor] = []
+        for rank, (part, recv) in enumerate(zip(place.split(list(self._numels)), self._recvs, strict=True)):
+            if rank == self._rank:
+                parts.append(self._own)
+            else:
+                parts.append(part.view(self._own.shape) if recv is None else recv.copy_(part.view(recv.shape)))
+        return parts
