@@ -220,12 +220,9 @@ def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = No
     """
     _note("all_gather", ranks, label, (ranks.size - 1) * x.nbytes)
     if isinstance(ranks, NodeRanks):
-        return _of_node(ranks.all_gather(x.contiguous(), label), out)
+        node = ranks.all_gather(x.contiguous())
+        return Pending(node, lambda parts: parts[0] if out is None else out.copy_(parts[0]))
     return _gather(x.contiguous(), ranks, out, "all_gather", label, lent)
-
-
-def _of_node(started: Any, out: Tensor | None) -> Pending:
-    return Pending(started, lambda parts: parts[0] if out is None else out.copy_(parts[0]))
 
 
 def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str, lent: bool = False) -> Pending:
@@ -252,7 +249,7 @@ def reduce_scatter(
     _note("reduce_scatter", ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
     if isinstance(ranks, NodeRanks):
         check_divides(x.shape, ranks)
-        return _of_node(ranks.reduce_scatter(x.contiguous(), label, (x if out is None else out).dtype, fast), out)
+        return Pending(ranks.reduce_scatter(x.contiguous(), out, fast), lambda parts: parts[0])
     return _scatter(x.contiguous(), ranks, out, "reduce_scatter", label, fast)
 
 
@@ -301,12 +298,13 @@ def all_reduce(
     if op not in _COMBINE:
         raise ValueError(f"all_reduce knows op={', '.join(map(repr, _COMBINE))}, not {op!r}")
     x, size = x.contiguous(), ranks.size
-    if isinstance(ranks, NodeRanks):
-        return _of_node(ranks.all_reduce(x, label, (x if out is None else out).dtype, op, fast), out)
-    result = torch.empty_like(x) if out is None else out
+    width = max(1, (x if out is None else out).dtype.itemsize // x.dtype.itemsize)
     # between two ranks, sending everything is no more than sending both halves of the way
     direct = op != "sum" or x.numel() % size != 0 or x.nbytes <= _SMALL or size <= 2
-    _note("all_reduce", ranks, label, (size - 1) * (x.nbytes if direct else (x.nbytes + result.nbytes) // size))
+    _note("all_reduce", ranks, label, (size - 1) * (x.nbytes if direct else (1 + width) * x.nbytes // size))
+    if isinstance(ranks, NodeRanks):
+        return Pending(ranks.all_reduce(x, out, op, fast), lambda parts: parts[0])
+    result = torch.empty_like(x) if out is None else out
     if fast and ranks.built_in is not None and op == "sum":
         work = dist.all_reduce(result.copy_(x), group=ranks.built_in, async_op=True)
         return Pending(Works([work], []), lambda _: result)

@@ -74,35 +74,41 @@ class NodeRanks:
 
     def __init__(self, ranks: Any, mesh: Any):
         self.axis, self.rank, self.size, self.device = ranks.axis, ranks.rank, ranks.size, ranks.device
-        self._where = (MESHES.of(mesh), ranks.axis)
-        self.record = Record("", self.axis, "", 0)  # of the exchange that comes next
+        self._mesh = MESHES.of(mesh)
+        self.record = Record("", self.axis, "", 0)  # of what is asked for next
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """A flat tensor, the compiler's."""
-        return like.new_empty(numel)
+        """A flat tensor: where ranks send from, or the compiler's."""
+        return torch.ops.fshard.room(like, numel, self._mesh, self.axis) if lent else like.new_empty(numel)
 
     def idle(self, x: Tensor) -> bool:
         """A graph keeps what was sent until it was waited for."""
         return True
 
-    def all_gather(self, x: Tensor, label: str) -> Started:
+    @property
+    def _at(self) -> tuple[str, str, str, int]:
+        return self._mesh, self.axis, self.record.label, self.record.nbytes
+
+    def all_gather(self, x: Tensor) -> Started:
         """(n, ...) -> (W n, ...)."""
-        return Started(torch.ops.fshard.all_gather(x, *self._where, label), [x])
+        return Started(torch.ops.fshard.all_gather(x, *self._at), [x])
 
-    def reduce_scatter(self, x: Tensor, label: str, dtype: torch.dtype, fast: bool) -> Started:
+    def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool) -> Started:
         """(W n, ...) -> (n, ...), in a dtype as wide or wider."""
-        return Started(torch.ops.fshard.reduce_scatter(x, *self._where, label, dtype, fast), [x])
+        place = x.new_empty(x.shape[0] // self.size, *x.shape[1:]) if out is None else out
+        return Started((place, torch.ops.fshard.reduce_scatter(place, x, *self._at, fast)), [x])
 
-    def all_reduce(self, x: Tensor, label: str, dtype: torch.dtype, op: str, fast: bool) -> Started:
+    def all_reduce(self, x: Tensor, out: Tensor | None, op: str, fast: bool) -> Started:
         """(...) -> (...), in a dtype as wide or wider."""
-        return Started(torch.ops.fshard.all_reduce(x, *self._where, label, dtype, op, fast), [x])
+        place = torch.empty_like(x) if out is None else out
+        return Started((place, torch.ops.fshard.all_reduce(place, x, *self._at, op, fast)), [x])
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> _Received:
         """What every peer sends."""
-        own, r = sends[self.rank], self.record
+        own = sends[self.rank]
         numels = [own.numel() if recv is None else recv.numel() for recv in recvs]
         numels[self.rank] = 0
-        node = torch.ops.fshard.exchange(sends, numels, *self._where, r.label, r.kind, r.nbytes, call)
+        node = torch.ops.fshard.exchange(sends, numels, *self._at, self.record.kind, call)
         return _Received(Started(node, sends), numels, own, recvs, self.rank)
 
 

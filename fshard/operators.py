@@ -14,13 +14,14 @@ from .randomness import draw, empty_state, generator_state
 from .record import Record, note
 
 _LIBRARY = torch.library.Library("fshard", "DEF")
-_AT = "str mesh, str axis, str label"
+_AT = "str mesh, str axis, str label, int nbytes"
 Started = tuple[Tensor, Tensor]
 
 
 def _define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
     """An operator: what it runs, and what gives tensors of the right shapes without running it."""
-    _LIBRARY.define(schema)
+    # two calls with the same arguments are not one: no compiler may join them, or run them beforehand
+    _LIBRARY.define(schema, tags=[torch.Tag.nondeterministic_seeded])
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fshard::{name}", shapes, lib=_LIBRARY)
@@ -28,6 +29,10 @@ def _define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) ->
 
 def _ticket() -> Tensor:
     return torch.empty(1, dtype=torch.uint8)
+
+
+def _ticket_of(*args: Any) -> Tensor:
+    return _ticket()
 
 
 def _started(place: Tensor, pending: comm.Pending) -> Started:
@@ -50,62 +55,53 @@ def _ranks(mesh: str, axis: str) -> comm.Ranks:
     return comm.along(MESHES.find(mesh), axis)
 
 
-def _all_gather(x: Tensor, mesh: str, axis: str, label: str) -> Started:
+def _all_gather(x: Tensor, mesh: str, axis: str, label: str, nbytes: int) -> Started:
     ranks = _ranks(mesh, axis)
     place = ranks.empty(ranks.size * x.numel(), x, True).view(ranks.size * x.shape[0], *x.shape[1:])
     return _started(place, comm.all_gather(x, ranks, label, place, lent=True))
 
 
-def _gathered(x: Tensor, mesh: str, axis: str, label: str) -> Started:
+def _gathered(x: Tensor, mesh: str, axis: str, label: str, nbytes: int) -> Started:
     return x.new_empty(_ranks(mesh, axis).size * x.shape[0], *x.shape[1:]), _ticket()
 
 
 _define(f"all_gather(Tensor x, {_AT}) -> (Tensor, Tensor)", _all_gather, _gathered)
 
 
-def _reduce_scatter(x: Tensor, mesh: str, axis: str, label: str, dtype: torch.dtype, fast: bool) -> Started:
-    place, _ = _scattered(x, mesh, axis, label, dtype, fast)
-    return _started(place, comm.reduce_scatter(x, _ranks(mesh, axis), label, place, fast=fast))
+def _reduce_scatter(place: Tensor, x: Tensor, mesh: str, axis: str, label: str, nbytes: int, fast: bool) -> Tensor:
+    return _started(place, comm.reduce_scatter(x, _ranks(mesh, axis), label, place, fast=fast))[1]
 
 
-def _scattered(x: Tensor, mesh: str, axis: str, label: str, dtype: torch.dtype, fast: bool) -> Started:
-    return x.new_empty(x.shape[0] // _ranks(mesh, axis).size, *x.shape[1:], dtype=dtype), _ticket()
+def _all_reduce(place: Tensor, x: Tensor, mesh: str, axis: str, label: str, nbytes: int, op: str, fast: bool) -> Tensor:
+    return _started(place, comm.all_reduce(x, _ranks(mesh, axis), label, place, op=op, fast=fast))[1]
 
 
+_define(f"reduce_scatter(Tensor(a!) place, Tensor x, {_AT}, bool fast) -> Tensor", _reduce_scatter, _ticket_of)
+_define(f"all_reduce(Tensor(a!) place, Tensor x, {_AT}, str op, bool fast) -> Tensor", _all_reduce, _ticket_of)
 _define(
-    f"reduce_scatter(Tensor x, {_AT}, ScalarType dtype, bool fast) -> (Tensor, Tensor)", _reduce_scatter, _scattered
+    "room(Tensor like, int numel, str mesh, str axis) -> Tensor",
+    lambda like, numel, mesh, axis: _ranks(mesh, axis).empty(numel, like, True),
+    lambda like, numel, mesh, axis: like.new_empty(numel),
 )
 
 
-def _all_reduce(x: Tensor, mesh: str, axis: str, label: str, dtype: torch.dtype, op: str, fast: bool) -> Started:
-    place, _ = _reduced(x, mesh, axis, label, dtype, op, fast)
-    return _started(place, comm.all_reduce(x, _ranks(mesh, axis), label, place, op=op, fast=fast))
-
-
-def _reduced(x: Tensor, mesh: str, axis: str, label: str, dtype: torch.dtype, op: str, fast: bool) -> Started:
-    return x.new_empty(x.shape, dtype=dtype), _ticket()
-
-
-_define(f"all_reduce(Tensor x, {_AT}, ScalarType dtype, str op, bool fast) -> (Tensor, Tensor)", _all_reduce, _reduced)
-
-
 def _exchange(
-    sends: Sequence[Tensor], numels: Sequence[int], mesh: str, axis: str, label: str, kind: str, nbytes: int, call: str
+    sends: Sequence[Tensor], numels: Sequence[int], mesh: str, axis: str, label: str, nbytes: int, kind: str, call: str
 ) -> Started:
     note(Record(kind, axis, label, nbytes))
-    place, _ = _exchanged(sends, numels, mesh, axis, label, kind, nbytes, call)
+    place, _ = _exchanged(sends, numels, mesh, axis, label, nbytes, kind, call)
     exchange = _ranks(mesh, axis).exchange([x.contiguous() for x in sends], list(place.split(list(numels))), call)
     return _started(place, comm.Pending(exchange, lambda _: place))
 
 
 def _exchanged(
-    sends: Sequence[Tensor], numels: Sequence[int], mesh: str, axis: str, label: str, kind: str, nbytes: int, call: str
+    sends: Sequence[Tensor], numels: Sequence[int], mesh: str, axis: str, label: str, nbytes: int, kind: str, call: str
 ) -> Started:
     return sends[0].new_empty(sum(numels)), _ticket()
 
 
 _define(
-    f"exchange(Tensor[] sends, int[] numels, {_AT}, str kind, int nbytes, str call) -> (Tensor, Tensor)",
+    f"exchange(Tensor[] sends, int[] numels, {_AT}, str kind, str call) -> (Tensor, Tensor)",
     _exchange,
     _exchanged,
 )

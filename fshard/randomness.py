@@ -83,7 +83,7 @@ class _Draws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in func.tags or func.namespace == "fshard":
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         options = {k: v for k, v in kwargs.items() if k in ("dtype", "device", "memory_format") and v is not None}
