@@ -11,6 +11,7 @@ from . import (
     tree,
     wire,
 )
+from .abstract import AbstractMesh
 from .collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
 from .comm import MismatchError
 from .data import join_batches
@@ -22,6 +23,7 @@ from .plan import Plan, make_plan
 from .precision import Policy
 from .record import tally
 from .shard import Sharded, gather_params, shard_params
+from .trace import TraceError, abstract
 from .train import TrainState, init_state, train_step
 from .tree import DonatedError
 from .zero import zero
@@ -29,6 +31,7 @@ from .zero import zero
 __version__ = "0.1.0"
 
 __all__ = [
+    "AbstractMesh",
     "DonatedError",
     "DynamicLossScale",
     "Mean",
@@ -39,8 +42,10 @@ __all__ = [
     "Sharded",
     "StaticLossScale",
     "Sum",
+    "TraceError",
     "TrainState",
     "Unreduced",
+    "abstract",
     "all_gather",
     "all_reduce",
     "all_to_all",

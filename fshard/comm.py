@@ -174,6 +174,8 @@ def coordinate(mesh: Mesh, axes: Sequence[str]) -> int:
 def mesh_device(mesh: Mesh) -> torch.device:
     """The device this rank's tensors live on."""
     kind = "cpu" if mesh is None else mesh.device_type
+    if hasattr(mesh, "device"):
+        return mesh.device
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
@@ -303,6 +305,8 @@ def all_reduce(
     direct = op != "sum" or x.numel() % size != 0 or x.nbytes <= _SMALL or size <= 2
     _note("all_reduce", ranks, label, (size - 1) * (x.nbytes if direct else (1 + width) * x.nbytes // size))
     if isinstance(ranks, NodeRanks):
+        if size == 1:
+            return Pending(None, lambda _: x if out is None else out.copy_(x))
         return Pending(ranks.all_reduce(x, out, op, fast), lambda parts: parts[0])
     result = torch.empty_like(x) if out is None else out
     if fast and ranks.built_in is not None and op == "sum":

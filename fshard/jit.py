@@ -6,21 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from . import tree
-from .lowered import Compiled, Lowered, lower
+from .lowered import Compiled, Lowered, Options, lower
 from .trace import difference, signature
 
 
 class Jitted:
     """What `jit` gives: call it like the function."""
 
-    def __init__(self, fn: Callable[..., Any], donate: bool, backend: str):
-        self._fn, self._donate, self._backend = fn, donate, backend
+    def __init__(self, fn: Callable[..., Any], backend: str, options: Options):
+        self._fn, self._backend, self._options = fn, backend, options
         self._compiled: dict[Any, Compiled] = {}
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The graph for such arguments (meta and fake tensors will do), to look at or to compile."""
         leaves, spec = tree.flatten((args, kwargs))
-        return lower(self._fn, leaves, spec, self._donate)
+        return lower(self._fn, leaves, spec, self._options)
 
     def explain(self) -> str:
         """What it was traced for, and why again."""
@@ -33,14 +33,31 @@ class Jitted:
         leaves, spec = tree.flatten((args, kwargs))
         key = signature(leaves, spec)
         if key not in self._compiled:
-            self._compiled[key] = lower(self._fn, leaves, spec, self._donate).compile(self._backend)
+            self._compiled[key] = lower(self._fn, leaves, spec, self._options).compile(self._backend)
         return self._compiled[key].run(leaves, args)
 
 
-def jit(fn: Callable[..., Any], donate: bool = False, *, backend: str = "inductor") -> Jitted:
+def jit(
+    fn: Callable[..., Any],
+    donate: bool = False,
+    *,
+    backend: str = "inductor",
+    in_flight: int = 0,
+    budget: int | None = None,
+) -> Jitted:
     """`fn` (a step, a loss, a gradient, anything pure) traced into one graph, compiled, and run.
+
+    It is traced again for arguments of another structure, shape, stride, dtype, device, or with another value that is
+    no tensor; `.explain()` says why. `donate` hands the first argument over: what comes out first, of the same
+    structure, is written to its memory. `backend` is one of torch.compile's. Gathers start one unit ahead, or as many
+    as `in_flight` bytes allow. With a `budget` (bytes) cheap values are computed again instead of kept, until the peak
+    is no more than that, if that can be. Not differentiable from outside.
+
+    Raises TraceError for what depends on the value of a tensor, uses one that is no argument, or changes its arguments.
 
     >>> jit(lambda x: {"y": 2 * x}, backend="eager")(torch.tensor(1.0))
     {'y': tensor(2.)}
+
+    Source: jax.jit; SimpleFSDP (Zhang et al., 2024) for the whole step as one graph.
     """
-    return Jitted(fn, donate, backend)
+    return Jitted(fn, backend, Options(donate, in_flight, budget))

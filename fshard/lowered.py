@@ -10,12 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from . import tree
+from . import passes, reading, tree
+from .claim import ROOT
+from .footprint import Footprint, footprint
+from .reading import Traffic
 from .shard import Sharded
 from .trace import Output, Trace, difference, signature, tensors, trace
 from .train import TrainState
 
 _copy_ = torch.ops.aten.copy_.default
+_HELD = {"opt_state": "optimizer", "params": "parameters"}
+# Nodes stay in the order they were traced in: it says what is in memory when.
+_INDUCTOR = {"reorder_for_peak_memory": False}
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,30 @@ class Lowered:
         """The graph: one node for every operator."""
         return self.traced.module.graph
 
+    def as_text(self) -> str:
+        """One line for each node: its name, dtype and shape, operator, and what that is given."""
+        return reading.as_text(self.graph, self._paths())
+
+    def collectives(self) -> list[Traffic]:
+        """What a rank sends, by kind, axis and unit: bytes, and number of collectives."""
+        return reading.collectives(self.graph)
+
+    def flops(self) -> int:
+        """Floating-point operations of this rank's matrix products, convolutions and attention."""
+        return reading.flops(self.traced.module)
+
+    def memory(self) -> Footprint:
+        """The memory it takes on this rank, by what it holds, at each node (Note [Memory of a graph])."""
+        return footprint(self.graph, self.holds())
+
+    def holds(self) -> list[str]:
+        """What each input holds."""
+        return [_holds(path) for path in self._paths()]
+
+    def _paths(self) -> list[str]:
+        spec, kinds = self.traced.spec, self.signature[1]
+        return [path for path, kind in zip(tree.paths(spec), kinds, strict=True) if kind[0] is Tensor]
+
     def compile(self, backend: str = "inductor") -> Compiled:
         """What runs it, made by one of torch.compile's backends."""
         # Private, but what torch's guide to backends imports; nothing public calls one by name (test_jit.py notices).
@@ -40,7 +70,13 @@ class Lowered:
         module = fx.GraphModule(self.traced.module, copy.deepcopy(self.graph))
         fakes = [node.meta["val"] for node in self.graph.nodes if node.op == "placeholder"]
         with torch.no_grad():
-            return Compiled(self, lookup_backend(backend)(module, fakes))
+            how = {"config_patches": _INDUCTOR} if backend == "inductor" else {}
+            return Compiled(self, lookup_backend(backend)(module, fakes, **how))
+
+
+def _holds(path: str) -> str:
+    parts = path.split(".")
+    return next((name for field, name in _HELD.items() if field in parts), "arguments")
 
 
 @dataclass(frozen=True)
@@ -83,12 +119,29 @@ def _result(result: Any, given: Sequence[Tensor], outputs: Sequence[Any]) -> Any
     return outputs[result.number] if isinstance(result, Output) else result
 
 
-def lower(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec, donate: bool) -> Lowered:
+@dataclass(frozen=True)
+class Options:
+    """What passes are to do: `jit`'s arguments of these names."""
+
+    donate: bool = False
+    in_flight: int = 0
+    budget: int | None = None
+
+
+def lower(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec, options: Options) -> Lowered:
     """Trace, and apply the passes."""
     traced = trace(fn, leaves, spec)
-    if donate:
+    if options.donate:
         traced = donated(traced, leaves)
-    return Lowered(traced, signature(leaves, spec), donate)
+    lowered = Lowered(traced, signature(leaves, spec), options.donate)
+    graph, parts = lowered.graph, tree.nodes(tree.unflatten(spec, leaves), Sharded)
+    passes.drop_dead(graph)
+    passes.regather(graph, [unit.name for x in parts if x.plan.regather for unit in x.plan.units if unit.name != ROOT])
+    passes.sink(graph, options.in_flight)
+    if options.budget is not None:
+        passes.recompute(graph, lowered.holds(), options.budget)
+    graph.lint()
+    return lowered
 
 
 def donated(traced: Trace, leaves: Sequence[Any]) -> Trace:

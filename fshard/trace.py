@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 # Private: the fake tensors that torch's own tracers run on; there is no public way to make some (test_jit.py notices).
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import tree
@@ -103,8 +103,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec) -> Tra
         found["results"] = tuple(results)
         return outputs
 
-    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        pass
+    mode = _mode_of(leaves)
     try:
         given = [_fake(mode, leaf) for leaf in tensors(leaves)]
         module = make_fx(flat, tracing_mode="fake", record_stack_traces=True)(*given)
@@ -115,8 +114,33 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec) -> Tra
     return Trace(module, spec, found["spec"], found["results"])
 
 
+def abstract(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `fn` gives, in fake tensors: shapes, dtypes and devices, nothing computed, sent or kept.
+
+    Meta tensors among the arguments stand for tensors on the default device. `lower` takes what this gives.
+
+    >>> abstract(lambda x: x @ x, torch.empty(3, 3, device="meta")).shape
+    torch.Size([3, 3])
+
+    Source: jax.eval_shape.
+    """
+    leaves, spec = tree.flatten((args, kwargs))
+    mode = _mode_of(leaves)
+    fakes = [_fake(mode, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    with mode:
+        given, named = tree.unflatten(spec, fakes)
+        return fn(*given, **named)
+
+
+def _mode_of(leaves: Sequence[Any]) -> FakeTensorMode:
+    fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+    return fakes[0].fake_mode if fakes else FakeTensorMode()
+
+
 def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
     """A fake of a leaf; a meta tensor stands for one of the default device."""
+    if isinstance(leaf, FakeTensor):
+        return leaf
     if leaf.device.type == "meta":
         with mode:
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=torch.get_default_device())
