@@ -10,10 +10,13 @@ system adds to a rank.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -69,20 +72,31 @@ def fsdp2(name: str, mesh: DeviceMesh) -> Step:
     return _module_step(model, model.parameters())
 
 
+def fsdp2_compiled(name: str, mesh: DeviceMesh) -> Step:
+    """The same, each repeated part compiled."""
+    model = _reference(name)
+    for part in model.parts:
+        part.compile()
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _module_step(model, model.parameters())
+
+
 def ddp(name: str, mesh: DeviceMesh) -> Step:
     """torch's DistributedDataParallel."""
     model = DistributedDataParallel(_reference(name))
     return _module_step(model, model.parameters())
 
 
-def _fshard(name: str, mesh: DeviceMesh, **over: Any) -> Step:
+def _fshard(name: str, mesh: DeviceMesh, jit: bool = False, **over: Any) -> Step:
     torch.manual_seed(0)
     task: Task = TASKS[name]
     params = task.init()
     plan = fshard.make_plan(params, mesh, units=[f"{task.repeated}.*"], **over)
     tx = fshard.optim.adamw(LR)
     state = fshard.init_state(fshard.shard_params(params, plan), tx)
-    step = fshard.train_step(task.loss, tx, donate=True)
+    step: Any = fshard.train_step(task.loss, tx, donate=not jit)
+    step = fshard.jit(step, donate=True) if jit else step
 
     def next_step(batch: Tensor) -> Tensor:
         nonlocal state
@@ -102,8 +116,16 @@ def fshard_whole(name: str, mesh: DeviceMesh) -> Step:
     return _fshard(name, mesh, params_over=(), grads_over=(), state_over=())
 
 
+def fshard_jit(name: str, mesh: DeviceMesh) -> Step:
+    """fshard, the whole step one compiled graph."""
+    return _fshard(name, mesh, jit=True)
+
+
 SYSTEMS = {"local": local, "fsdp2": fsdp2, "fshard": fshard_full, "ddp": ddp, "fshard ()": fshard_whole}
+COMPILED = {"fsdp2 compiled": fsdp2_compiled, "fshard jit": fshard_jit}
+ALL = {**SYSTEMS, **COMPILED}
 PAIRS = [("fshard", "fsdp2"), ("fshard ()", "ddp"), ("local", "fsdp2")]
+PAIRS += [("fshard jit", other) for other in ("fsdp2", "fsdp2 compiled", "fshard")]
 
 
 def _memory(key: str) -> int:
@@ -115,11 +137,25 @@ def _memory(key: str) -> int:
 
 def peak_memory(name: str, system: str, mesh: DeviceMesh, steps: int = 3) -> int:
     """Peak resident bytes that building a system and a few steps of it add to this process (Linux)."""
+    if system in COMPILED:
+        torch.compile(torch.square)(torch.ones(2))  # the compiler itself is no part of it
     before = _memory("VmRSS")
-    step, generator = SYSTEMS[system](name, mesh), _generator()
+    step, generator = ALL[system](name, mesh), _generator()
+    if system in COMPILED:  # nor is what compiling takes for a while
+        step(TASKS[name].batch(generator))
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is
     for _ in range(steps):
         step(TASKS[name].batch(generator))
     return _memory("VmHWM") - before
+
+
+def first_step(name: str, system: str, mesh: DeviceMesh) -> float:
+    """Seconds of the first step, compilation included."""
+    step, batch = ALL[system](name, mesh), TASKS[name].batch(_generator())
+    begin = time.perf_counter()
+    step(batch)
+    return time.perf_counter() - begin
 
 
 def _generator() -> torch.Generator:
@@ -128,7 +164,7 @@ def _generator() -> torch.Generator:
 
 def step_times(name: str, systems: list[str], mesh: DeviceMesh, rounds: int) -> dict[str, list[float]]:
     """Seconds of each round's step, the systems in turn; and a check that they train alike."""
-    steps, generator = {s: SYSTEMS[s](name, mesh) for s in systems}, _generator()
+    steps, generator = {s: ALL[s](name, mesh) for s in systems}, _generator()
     batch, losses = TASKS[name].batch(generator), dict[str, float]()
 
     def call(system: str) -> None:
@@ -171,15 +207,16 @@ def reference_traffic(name: str, mesh: DeviceMesh) -> str:
     return ", ".join(f"{count} {op}" for op, count in mode.get_comm_counts().items())
 
 
-def systems_for(name: str) -> list[str]:
+def systems_for(name: str, jit: bool) -> list[str]:
     """What a model is measured with."""
-    return [s for s in SYSTEMS if name != "T" or s in ("local", "fsdp2", "fshard")]
+    known = ["local", "fsdp2", "fshard", *COMPILED] if jit else SYSTEMS
+    return [s for s in known if name != "T" or s in ("local", "fsdp2", "fshard", "fshard jit")]
 
 
 def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Everything about one model, the same on all ranks."""
     result: dict[str, Any] = {"model": name, "threads": torch.get_num_threads(), "rounds": args.rounds}
-    times = step_times(name, systems_for(name), mesh, args.rounds)
+    times = step_times(name, systems_for(name, args.jit), mesh, args.rounds)
     result["median_ms"] = {s: round(1e3 * statistics.median(t), 2) for s, t in times.items()}
     result["ratios"] = {f"{a} / {b}": ratio(times, a, b) for a, b in PAIRS if a in times and b in times}
     result["fshard"], result["fsdp2"] = traffic(name, mesh), reference_traffic(name, mesh)
@@ -202,13 +239,19 @@ def show(result: dict[str, Any], console: Console) -> None:
 def launch(args: argparse.Namespace) -> None:
     """Two ranks for the times of each model, and two fresh ones for the memory of each of its systems."""
     for name in args.model or TASKS:
-        extra = ["--json", str(args.json)] if args.json else []
+        extra = (["--json", str(args.json)] if args.json else []) + ["--jit"] * args.jit
         on_two_ranks(__file__, "--model", name, "--rounds", str(args.rounds), *extra)
         if not args.no_memory:
             peak = partial(on_two_ranks, __file__, "--model", name, capture=True)
-            peaks = {s: int(peak("--peak", s)) / 1e6 for s in systems_for(name)}
+            peaks = {s: int(peak("--peak", s)) / 1e6 for s in systems_for(name, args.jit)}
             print("  peak resident MB over imports, the fuller rank:", {s: round(p) for s, p in peaks.items()})
             print(f"  memory, fshard / fsdp2: {peaks['fshard'] / peaks['fsdp2']:.3f}", flush=True)
+        if args.jit:
+            with tempfile.TemporaryDirectory() as cache:
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+                first = [float(on_two_ranks(__file__, "--model", name, "--first", capture=True)) for _ in range(2)]
+                del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+            print(f"  first step of fshard jit: {first[0]:.1f} s, in a second process {first[1]:.1f} s", flush=True)
 
 
 def on_a_rank(args: argparse.Namespace) -> None:
@@ -217,6 +260,10 @@ def on_a_rank(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     mesh, first = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",)), dist.get_rank() == 0
     for name in args.model:
+        if args.first:
+            seconds = first_step(name, "fshard jit", mesh)
+            print(seconds, file=sys.stdout if first else sys.stderr)
+            continue
         if args.peak:
             peak = torch.tensor(peak_memory(name, args.peak, mesh))
             dist.all_reduce(peak, dist.ReduceOp.MAX)
@@ -238,7 +285,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--json", type=Path, help="append a line of JSON for each model")
-    parser.add_argument("--peak", choices=list(SYSTEMS), help="only one system's memory, on a rank under torchrun")
+    parser.add_argument("--peak", choices=list(ALL), help="only one system's memory, on a rank under torchrun")
+    parser.add_argument("--jit", action="store_true", help="the compiled systems, and what compiling takes")
+    parser.add_argument("--first", action="store_true", help="only the first jitted step, on a rank under torchrun")
     args = parser.parse_args()
     on_a_rank(args) if "RANK" in os.environ else launch(args)
 

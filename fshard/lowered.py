@@ -20,8 +20,9 @@ from .train import TrainState
 
 _copy_ = torch.ops.aten.copy_.default
 _HELD = {"opt_state": "optimizer", "params": "parameters"}
-# Nodes stay in the order they were traced in: it says what is in memory when.
-_INDUCTOR = {"reorder_for_peak_memory": False}
+# Nodes stay in the order they were traced in, which says what is in memory when; and what is read again is kept, not
+# made once more from the parameters, which would have every gathered buffer of the forward live on into the backward.
+_INDUCTOR = {"reorder_for_peak_memory": False, "realize_reads_threshold": 0}
 
 
 @dataclass(frozen=True)

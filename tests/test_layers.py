@@ -16,10 +16,10 @@ SOURCES = {path.stem: path.read_text() for path in sorted(PACKAGE.glob("*.py"))}
 
 # A module imports modules of the levels above its own line alone. A new file needs a place here.
 LEVELS = [
-    {"tree", "record", "schedules"},
-    {"nodes", "precision", "compiling", "trace"},
-    {"kernels", "randomness", "comm"},
-    {"collectives", "agree", "parts", "data", "claim", "wire", "reduction", "operators"},
+    {"tree", "record", "schedules", "abstract"},
+    {"nodes", "precision", "compiling", "trace", "reading"},
+    {"kernels", "randomness", "comm", "footprint"},
+    {"passes", "collectives", "agree", "parts", "data", "claim", "wire", "reduction", "operators"},
     {"host", "move", "transform"},
     {"plan", "labels", "elementwise"},
     {"shard", "wholeleaf", "quantised", "optim_state"},
@@ -49,9 +49,9 @@ DOORS = {
     "threading": {"testing"},
     "torch.nn.Module": set(),
     "torch.compile": set(),
-    "torch.fx": {"trace", "lowered"},
+    "torch.fx": {"trace", "reading", "footprint", "passes", "lowered"},
     "rich": set(),
-    "matplotlib": set(),
+    "matplotlib": {"footprint"},
     "numpy": set(),
 }
 
