@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import comm, tree
 from .comm import Axes, Mesh
-from .kernels import wide
+from .kernels import beside, wide
 
 EVERYONE = -1
 
@@ -257,6 +257,13 @@ def mesh_of(x: Any) -> Mesh:
     return next((part.mesh for part in tree.nodes(x, Parts) if part.mesh is not None), None)
 
 
+def device_of(x: Any) -> torch.device:
+    """Where a tree is computed with: its mesh's device, or that of its first leaf."""
+    mesh = mesh_of(x)
+    leaves = tree.leaves(x) if mesh is None else []
+    return leaves[0].device if leaves else comm.mesh_device(mesh)
+
+
 def layout_of(x: Any) -> Layout:
     """The layout of parts, or of a plain tree of whole tensors (the same on every rank)."""
     if isinstance(x, Parts):
@@ -334,10 +341,10 @@ def aligned(*trees: Any) -> list[list[Tensor]]:
     return result
 
 
-def _power_sums(tensors: Sequence[Tensor], p: float) -> Tensor:
-    """The sum of p-th powers of magnitudes of each tensor (or their maximum): float64."""
-    norms = [_norm(x.reshape(-1), p) if x.numel() else torch.zeros((), device=x.device) for x in tensors]
-    sums = torch.stack([norm.double() for norm in norms])
+def _power_sums(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
+    """The sum of p-th powers of magnitudes of each tensor (or their maximum): float64, on one device."""
+    norms = [_norm(x.reshape(-1), p) if x.numel() else torch.zeros((), device=device) for x in tensors]
+    sums = torch.stack([norm.double().to(device) for norm in norms])
     return sums if p == math.inf else sums**p
 
 
@@ -369,11 +376,10 @@ def leaf_norms(x: Any, p: float = 2, layout: Layout | None = None) -> Tensor:
     """The p-norm of each of the layout's leaves (float64), the same on all ranks: one collective."""
     layout = layout or layout_of(x)
     mine = pieces(x, layout)
-    device = mine[0][1].device if mine else comm.mesh_device(layout.mesh)
-    sums = torch.zeros(len(layout.leaves), dtype=torch.float64, device=device)
+    sums = torch.zeros(len(layout.leaves), dtype=torch.float64, device=(device := device_of(x)))
     if mine:
         index = torch.tensor([number for number, _ in mine], device=device)
-        powers = _power_sums([piece for _, piece in mine], p)
+        powers = _power_sums([piece for _, piece in mine], p, device)
         sums.scatter_reduce_(0, index, powers, "amax" if p == math.inf else "sum")
     if layout.axes:
         mask = torch.tensor([n in layout.shared for n in range(len(layout.leaves))], device=device)
@@ -392,7 +398,7 @@ def scaled(x: Any, factor: Tensor, own: bool = False) -> Any:
     mesh, axes = (x.layout.mesh, x.layout.axes[-1:]) if isinstance(x, Parts) else (None, ())
 
     def one(row: Tensor) -> Tensor:
-        by = factor.to(wide(row.dtype))
+        by = beside(factor.to(wide(row.dtype)), row)
         # a new tensor this large would cost more in page faults than the product
         out = row if own else comm.buffer(mesh, axes, row.numel(), row, lent=False).view(row.shape)
         return torch.mul(row, by, out=out)
@@ -404,7 +410,7 @@ def scale_leaves_(x: Any, factors: Tensor, layout: Layout | None = None) -> Any:
     """Multiply every leaf by its factor, in place."""
     by_leaf = factors.unbind()
     for number, piece in pieces(x, layout):
-        piece.mul_(by_leaf[number].to(wide(piece.dtype)))
+        piece.mul_(beside(by_leaf[number].to(wide(piece.dtype)), piece))
     return x
 
 
@@ -416,19 +422,17 @@ def global_norm(x: Any, p: float = 2) -> Tensor:
     """
     if not p > 0:
         raise ValueError(f"global_norm: p={p}: expected a number above 0, or inf")
-    tops = tree.tops(x, Parts)
     worlds: dict[Any, list[Tensor]] = {(None, ()): []}
-    for node in tops:
+    for node in tree.tops(x, Parts):
         for row, mesh, axes in _rows(node):
             worlds.setdefault((mesh, axes), []).append(row)
-    sums = []
+    sums, device = [], device_of(x)
     for (mesh, axes), rows in worlds.items():
         if rows or axes:
-            device = rows[0].device if rows else comm.mesh_device(mesh)
-            powers = _power_sums(rows, p) if rows else torch.zeros(1, dtype=torch.float64, device=device)
+            powers = _power_sums(rows, p, device) if rows else torch.zeros(1, dtype=torch.float64, device=device)
             sums.append(comm.total(_joined(powers, p), mesh, axes, _op(p), label="norm"))
-    dtypes = [wide(row.dtype) for node in tops for row, _, _ in _rows(node)]
-    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    wides = {wide(row.dtype) for rows in worlds.values() for row in rows}
+    dtype = torch.float64 if torch.float64 in wides else torch.float32
     return _root(_joined(torch.stack(sums), p), p).to(dtype) if sums else torch.zeros(())
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import comm, tree
+from . import comm, offload, tree
 from .carry import nothing_lost
 from .grad import Outcome, check_sharded, empty_grads, run
-from .kernels import wide
+from .kernels import beside, wide
 from .labels import Labels
 from .loss_scale import NoLossScale
-from .parts import global_norm
+from .parts import device_of, global_norm
 from .reduction import Reduction, reduction_of
 from .shard import Sharded, coarsen, refine
 from .tape import Gradients
@@ -58,8 +58,8 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
     tensor(0)
     """
     tx, trained = as_transform(tx), refine(check_sharded(sharded).trainable, sharded.plan.state_over)
-    device = sharded.tensors[0].device if sharded.tensors else None
-    # where the gradients are: a scaler elsewhere would have every step wait for the device
+    device = device_of(sharded)
+    # where the loss is: a scaler elsewhere would have every step wait for the device
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device), loss_scale)
     lost = nothing_lost(sharded)
     return TrainState(sharded, tx.init(trained), scaler, torch.tensor(0), torch.tensor(seed), extra, lost)
@@ -194,7 +194,7 @@ def _places(
     if not params.plan.axes:
         yield from (Gradients(None, grads, add=i > 0) for i in range(num))
     elif reduce_once:
-        local = empty_grads(params, ())
+        local = empty_grads(params, (), local=True)
         last = num - 1
         yield from (Gradients(grads if i == last else None, local, i > 0, by, lost) for i in range(num))
     else:
@@ -216,7 +216,7 @@ def _random(state: TrainState, part: int) -> Iterator[None]:
     """Random numbers from the state, the rank and the micro-batch; the generators are put back afterwards."""
     words = f"{int(state.rng)} {int(state.step)} {_rank(state.params)} {part}"
     seed = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little")
-    device = state.params.tensors[0].device
+    device = device_of(state.params)
     cuda = device.type == "cuda"
     with torch.random.fork_rng([device] if cuda else []):
         torch.default_generator.manual_seed(seed)
@@ -236,7 +236,7 @@ def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None) -> 
         factor = clip if factor is None else factor * clip
     if factor is not None:
         for x in grads.tensors:
-            x.mul_(factor.to(wide(x.dtype)))
+            x.mul_(beside(factor.to(wide(x.dtype)), x))
     return norm
 
 
@@ -256,7 +256,8 @@ def _update(
         **dict(zip(params.view.kinds, params.tensors, strict=True)),
         **dict(zip(whole.view.kinds, whole.tensors, strict=True)),
     }
-    return Sharded(params.view, [held[k] for k in params.view.kinds]), new_state
+    rows = [offload.pinned(held[k], plan.device) if plan.kinds[k].host else held[k] for k in params.view.kinds]
+    return Sharded(params.view, rows), new_state
 
 
 def _check_opt_state(opt_state: Any, params: Sharded) -> None:

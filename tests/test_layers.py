@@ -18,7 +18,7 @@ SOURCES = {path.stem: path.read_text() for path in sorted(PACKAGE.glob("*.py"))}
 LEVELS = [
     {"tree", "kernels", "record", "schedules"},
     {"comm", "precision"},
-    {"collectives", "agree", "parts", "data", "claim", "wire", "reduction"},
+    {"collectives", "agree", "parts", "data", "claim", "wire", "reduction", "offload"},
     {"host", "move", "transform"},
     {"plan", "labels", "elementwise"},
     {"shard", "wholeleaf", "quantised", "optim_state"},
