@@ -18,7 +18,7 @@ from .data import join_batches
 from .grad import Mean, Sum, Unreduced, reduce_grads, value, value_and_grad
 from .jit import jit
 from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, nonfinite_leaves, select
-from .parts import global_norm
+from .norms import global_norm
 from .plan import Plan, make_plan
 from .precision import Policy
 from .record import tally

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import comm
+from . import comm, offload
 from .comm import Axes, Pending
 from .plan import Plan
 from .reduction import EXACT, Reduction, reduce_over
@@ -19,7 +19,17 @@ from .wire import Wire, pack, unpack
 
 
 def gather(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
-    """A unit's flat buffers, by kind, in the dtypes they are computed with."""
+    """A unit's flat buffers, by kind, in the dtypes they are computed with: on the device, beside the computation."""
+    plan = params.plan
+    if not any(plan.kinds[kind].host for kind in kinds):
+        return _gathers(params, unit, kinds)
+    up, _ = plan.crossings
+    with up.ahead():
+        found = _gathers(params, unit, kinds)
+    return {kind: up.joined(pending) for kind, pending in found.items()}
+
+
+def _gathers(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
     plan = params.plan
     far = [kind for kind in kinds if params.view.axes(kind) and plan.units[unit].lengths[kind]]
     if plan.together and len(far) > 1:
@@ -33,8 +43,14 @@ def _near(params: Sharded, unit: int, kind: int) -> Pending:
     return Pending(None, lambda _: shard)
 
 
-def _cast(params: Sharded, unit: int, kind: int) -> Tensor:
+def _brought(params: Sharded, unit: int, kind: int) -> Tensor:
+    """A shard where it is computed with."""
     plan, shard = params.plan, params.piece(unit, kind)
+    return shard.to(plan.device, non_blocking=True) if plan.kinds[kind].host else shard
+
+
+def _cast(params: Sharded, unit: int, kind: int) -> Tensor:
+    plan, shard = params.plan, _brought(params, unit, kind)
     dtype = plan.kinds[kind].precision.compute
     if dtype == shard.dtype:
         return shard
@@ -81,7 +97,7 @@ def _sent(params: Sharded, unit: int, kind: int) -> Tensor:
     if wire is None:
         return _cast(params, unit, kind)
     own = sizes(plan, unit, kind, plan.num_parts(axes), plan.index(axes))
-    return wire.encode(params.piece(unit, kind), own)
+    return wire.encode(_brought(params, unit, kind), own)
 
 
 def _arrived(params: Sharded, unit: int, kind: int, parts: Sequence[Tensor]) -> Tensor:
@@ -115,13 +131,16 @@ def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction =
 
     `lost` is what a wire with feedback has lost so far of this rank's gradients: it is added, and written anew.
     """
-    plan, out, name = reduced.plan, reduced.piece(unit, kind), reduced.plan.units[unit].name
+    plan, row, name = reduced.plan, reduced.piece(unit, kind), reduced.plan.units[unit].name
+    out = offload.landing(row, plan.device) if plan.kinds[kind].host else row
     if plan.grad_wire is not None and plan.axes and flat.is_floating_point():
-        pending = _reduce_encoded(flat, reduced, unit, kind, by, lost)
+        pending = _reduce_encoded(flat, reduced, unit, kind, out, by, lost)
     else:
-        pending = _reduce_cast(flat, reduced, unit, kind, by)
+        pending = _reduce_cast(flat, reduced, unit, kind, out, by)
     after = getattr(by, "after", None)
-    return pending if after is None else pending.then(lambda total: out.copy_(after(total, name)))
+    if after is not None:
+        pending = pending.then(lambda total: out.copy_(after(total, name)))
+    return pending if out is row else pending.then(lambda total: plan.crossings[1].copied(total, row))
 
 
 def buffer_dtype(plan: Plan, kind: int) -> torch.dtype:
@@ -136,8 +155,8 @@ def _is_split(plan: Plan, kind: int) -> bool:
     return precision.reduce == torch.float16 and precision.compute != torch.float16
 
 
-def _reduce_cast(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction) -> Pending:
-    plan, axes, out = reduced.plan, reduced.view.axes(kind), reduced.piece(unit, kind)
+def _reduce_cast(flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction) -> Pending:
+    plan, axes = reduced.plan, reduced.view.axes(kind)
     mesh, rest, name = plan.live_mesh(), plan.rest(axes), plan.units[unit].name
     # each rank's gradient was divided by the number of ranks already; times about its root, float16 holds small ones,
     # and sums of large ones, too (a power of two changes no digit)
@@ -147,8 +166,10 @@ def _reduce_cast(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduc
     return pending if factor == 1 else pending.then(lambda total: total.mul_(1 / factor))
 
 
-def _reduce_encoded(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, lost: Any) -> Pending:
-    plan, axes, out = reduced.plan, reduced.view.axes(kind), reduced.piece(unit, kind)
+def _reduce_encoded(
+    flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction, lost: Any
+) -> Pending:
+    plan, axes = reduced.plan, reduced.view.axes(kind)
     mesh, rest, name, wire = plan.live_mesh(), plan.rest(axes), plan.units[unit].name, plan.grad_wire
     if wire.feedback and not isinstance(lost, Sharded):
         raise ValueError(f"{wire} keeps what it loses in the state of a step: use it with train_step")
@@ -191,12 +212,13 @@ def _added(wire: Wire, received: Sequence[Tensor], own: Sequence[int]) -> Tensor
 
 
 def nothing_lost(params: Sharded) -> Any:
-    """What a wire with feedback has lost before the first step; () where there is no such wire."""
+    """What a wire with feedback has lost before the first step, on the device; () where there is no such wire."""
     plan = params.plan
     if plan.grad_wire is None or not plan.grad_wire.feedback or not plan.axes:
         return ()
     kinds: Any = params.trainable.view.kinds
     rows = params.trainable.tensors
     numels = [plan.offset(len(plan.units), kind, ()) for kind in kinds]
-    tensors = [row.new_zeros(n, dtype=comm.sum_dtype(row.dtype)) for n, row in zip(numels, rows, strict=True)]
+    dtypes = [comm.sum_dtype(row.dtype) for row in rows]
+    tensors = [torch.zeros(n, dtype=dtype, device=plan.device) for n, dtype in zip(numels, dtypes, strict=True)]
     return Sharded(whole_view(plan, (), kinds), tensors)

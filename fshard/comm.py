@@ -349,7 +349,7 @@ def swap(
     for peer, xs in enumerate(sends):
         if xs:
             data[peer] = ranks.empty(sum(x.nbytes for x in xs), nothing, lent=True)
-            torch.cat([as_bytes(x) for x in xs], out=data[peer])
+            torch.cat([as_bytes(x).to(ranks.device) for x in xs], out=data[peer])
     _note("all_to_all", ranks, label, sum(x.numel() for x in data))
     places = [ranks.empty(sum(dtype.itemsize * numel for dtype, numel in row), nothing, lent=False) for row in recvs]
     Pending(

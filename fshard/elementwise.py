@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import kernels, tree
-from .kernels import Number, is_zero
+from .kernels import Number, beside, constants_beside, is_zero
 from .parts import Parts, aligned, pieces
 from .transform import Needs, Schedule, Transform, apply_updates, at, checked, choose, start_count
 
@@ -161,10 +161,12 @@ def _after(rule: Rule, state: Any, count: Tensor, scalars: dict[str, Tensor], mo
 def _update(rule: Rule, grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
     _check(rule, state)
     constants, scalars = rule.prepare(state)
-    change = partial(rule.change, c=constants)
     flat, spec = tree.flatten(grads)
     columns = [flat if params is None else tree.leaves(params), flat, *map(tree.leaves, _columns(rule, state))]
-    rows = [kernels.apply(change, p, g, tuple(ms)) for p, g, *ms in zip(*columns, strict=True)]
+    rows = [
+        kernels.apply(partial(rule.change, c=constants_beside(constants, p)), p, g, tuple(ms))
+        for p, g, *ms in zip(*columns, strict=True)
+    ]
     moments = [
         tree.unflatten(tree.flatten(old)[1], [new[i] for _, new in rows]) for i, old in enumerate(_columns(rule, state))
     ]
@@ -182,16 +184,25 @@ def _fused(
         params, state = tree.map(torch.clone, (params, state))
     constants, scalars = rule.prepare(state)
     held = _columns(rule, state)
-    own, given, *moments = aligned(params, grads, *held)
-    given = [g.to(p.dtype) for g, p in zip(given, own, strict=True)]
-    if rule.kernel and kernels.can_fuse([*own, *given]):
-        rule.kernel(own, given, moments, state.count, found_inf, constants)
-    else:
-        rows = [*zip(*moments, strict=True)] or [()] * len(own)
-        kernels.in_blocks(partial(rule.change, c=constants), own, given, rows, found_inf)
+    columns = aligned(params, grads, *held)
+    for device in dict.fromkeys(p.device for p in columns[0]):
+        here = [n for n, p in enumerate(columns[0]) if p.device == device]
+        _run(rule, [[column[n] for n in here] for column in columns], state.count, found_inf, constants)
     count = state.count + (1 if found_inf is None else 1 - found_inf)
     scalars = choose(found_inf, {name: getattr(state, name) for name in scalars}, scalars)
     return params, _after(rule, state, count, scalars, held)
+
+
+def _run(rule: Rule, columns: list[list[Tensor]], count: Tensor, found_inf: Tensor | None, constants: Any) -> None:
+    """Update rows of one device, in place."""
+    own, given, *moments = columns
+    given = [g.to(p.dtype) for g, p in zip(given, own, strict=True)]
+    count, skip, constants = beside(count, own[0]), beside(found_inf, own[0]), constants_beside(constants, own[0])
+    if rule.kernel and kernels.can_fuse([*own, *given]):
+        rule.kernel(own, given, moments, count, skip, constants)
+    else:
+        rows = [*zip(*moments, strict=True)] or [()] * len(own)
+        kernels.in_blocks(partial(rule.change, c=constants), own, given, rows, skip)
 
 
 def plain(*hyperparams: Any) -> bool:

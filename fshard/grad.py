@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import comm, tree
+from . import comm, offload, tree
 from .reduction import reduction_of
 from .shard import Sharded, local_numel, whole_view
-from .tape import Gradients, Tape
+from .tape import Gradients, Tape, settle
 
 
 @dataclass(frozen=True)
@@ -153,13 +153,17 @@ def _check_eager() -> None:
         )
 
 
-def empty_grads(params: Sharded, over: comm.Axes) -> Sharded:
-    """Room for the gradients of a whole tree, cut over some axes."""
+def empty_grads(params: Sharded, over: comm.Axes, local: bool = False) -> Sharded:
+    """Room for the gradients of a whole tree, cut over some axes; for a rank's own, all of it on the device."""
     plan, trained, axes = params.plan, params.trainable, params.plan.rest(())
     tensors = []
     for kind, row in zip(trained.view.kinds, trained.tensors, strict=True):
-        like = row.new_empty(0, dtype=plan.kinds[kind].precision.grads)
-        tensors.append(comm.buffer(plan.live_mesh(), axes, local_numel(plan, kind, over), like, lent=False))
+        dtype, numel, host = plan.kinds[kind].precision.grads, local_numel(plan, kind, over), plan.kinds[kind].host
+        if host and not local:
+            tensors.append(offload.empty(numel, dtype, plan.device))
+        else:
+            like = torch.empty(0, dtype=dtype, device=plan.device if host else row.device)
+            tensors.append(comm.buffer(plan.live_mesh(), axes, numel, like, lent=False))
     return Sharded(whole_view(plan, over, trained.view.kinds), tensors)
 
 
@@ -193,7 +197,7 @@ def value_and_grad(
 
     def fn(params: Any, *args: Any) -> Any:
         plan = check_sharded(params).plan
-        grads = empty_grads(params, plan.grads_over if reduce else ())
+        grads = empty_grads(params, plan.grads_over if reduce else (), local=not reduce)
         alone = not plan.axes or not reduce
         into = Gradients(None, grads) if alone else Gradients(grads, by=by)
         outcome = run(loss_fn, params, args, into, has_aux=has_aux)
@@ -245,4 +249,5 @@ def reduce_grads(grads: Unreduced, reduction: Any = "exact") -> Sharded:
     for pending in started:
         if pending is not None:
             pending.wait()
+    settle(plan)
     return reduced

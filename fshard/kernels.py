@@ -9,7 +9,7 @@ on blocks that stay in the processor's cache, so that no temporary is as large a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,6 +116,16 @@ _HALF_OR_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The real dtype, float32 or float64, that numbers which multiply a tensor of this dtype are kept in."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def beside(number: Any, x: Tensor) -> Any:
+    """A number as it multiplies a tensor: those on a device multiply nothing in host memory, the others anything."""
+    return number.to(x.device) if isinstance(number, Tensor) and x.device.type == "cpu" else number
+
+
+def constants_beside(c: Any, x: Tensor) -> Any:
+    """The constants of an update, as they are used with a tensor."""
+    return type(c)(*(beside(number, x) for number in c))
 
 
 def is_zero(x: object) -> bool:
@@ -325,4 +335,4 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor) -> Tensor:
 
 def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`a` where a 0-d condition is not zero, else `b`."""
-    return torch.where(condition.to(torch.bool), a, b)
+    return torch.where(beside(condition.to(torch.bool), a), a, b)

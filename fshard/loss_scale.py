@@ -17,7 +17,8 @@ from torch import Tensor
 
 from . import comm, kernels, tree
 from .labels import Labels, label_of
-from .parts import Parts, layout_of, leaf_norms, mesh_of
+from .norms import leaf_norms
+from .parts import Parts, device_of, layout_of, mesh_of
 from .transform import FoundInf, any_found
 
 
@@ -269,8 +270,7 @@ class NoLossScale:
 
     def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None) -> tuple[Any, Tensor]:
         """grads, and 0."""
-        leaves = tree.leaves(grads)
-        return grads, torch.zeros((), device=leaves[0].device if leaves else None)
+        return grads, torch.zeros((), device=device_of(grads))
 
     def adjust(self, found_inf: FoundInf) -> NoLossScale:
         """Itself."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import comm, tree
 from .comm import Axes, Mesh
-from .parts import EVERYONE, Layout, Leaf, Pieces, Span, layout_of, memo, pieces, typed
+from .parts import EVERYONE, Layout, Leaf, Pieces, Span, device_of, layout_of, memo, pieces, typed
 
 
 def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
@@ -188,12 +188,13 @@ def _along(route: Route, stage: Stage, held: dict[Item, Tensor], label: str) -> 
 
 
 def collect(x: Any, layout: Layout, label: str = "") -> Pieces:
-    """A tree as whole leaves where a layout wants them. One message to every rank along each axis; dual: `spread`."""
+    """A tree as whole leaves on the ranks a layout wants them on, on the device, one message to every rank along each
+    axis. Dual: `spread`."""
     arrived = _moved(x, layout, label)
-    rows, device = [], _device(x, layout)
+    rows, device = [], device_of(x)
     for span in layout.mine:
         leaf, found = layout.leaves[span.leaf], sorted(arrived[span], key=lambda part: part[0])
-        elements = [part for _, part in found] or [torch.empty(0, dtype=leaf.dtype, device=device)]
+        elements = [part.to(device) for _, part in found] or [torch.empty(0, dtype=leaf.dtype, device=device)]
         rows.append((elements[0] if len(elements) == 1 else torch.cat(elements)).view(leaf.shape))
     return Pieces(layout, rows)
 
@@ -216,8 +217,3 @@ def gathered(x: Any, rank: int = EVERYONE) -> Any:
     whole = collect(x, on_rank(layout, layout.mesh, layout.axes, rank))
     rows = dict(zip((s.leaf for s in whole.layout.mine), whole.tensors, strict=True))
     return tree.unflatten(layout.spec, [None if n is None else rows.get(n) for n in layout.places])
-
-
-def _device(x: Any, layout: Layout) -> torch.device:
-    rows = tree.leaves(x)
-    return rows[0].device if rows else comm.mesh_device(layout.mesh)

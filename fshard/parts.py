@@ -21,7 +21,6 @@ from torch import Tensor
 
 from . import comm, tree
 from .comm import Axes, Mesh
-from .kernels import wide
 
 EVERYONE = -1
 
@@ -258,6 +257,13 @@ def mesh_of(x: Any) -> Mesh:
     return next((part.mesh for part in tree.nodes(x, Parts) if part.mesh is not None), None)
 
 
+def device_of(x: Any) -> torch.device:
+    """Where a tree is computed with: its mesh's device, or that of its first leaf."""
+    mesh = mesh_of(x)
+    leaves = tree.leaves(x) if mesh is None else []
+    return leaves[0].device if leaves else comm.mesh_device(mesh)
+
+
 def layout_of(x: Any) -> Layout:
     """The layout of parts, or of a plain tree of whole tensors (the same on every rank)."""
     if isinstance(x, Parts):
@@ -335,24 +341,6 @@ def aligned(*trees: Any) -> list[list[Tensor]]:
     return result
 
 
-def _power_sums(tensors: Sequence[Tensor], p: float) -> Tensor:
-    """The sum of p-th powers of magnitudes of each tensor (or their maximum): float64."""
-    norms = [_norm(x.reshape(-1), p) if x.numel() else torch.zeros((), device=x.device) for x in tensors]
-    sums = torch.stack([norm.double() for norm in norms])
-    return sums if p == math.inf else sums**p
-
-
-def _norm(x: Tensor, p: float) -> Tensor:
-    if p == math.inf and not x.is_complex():  # on CPUs vector_norm takes a tenfold of the time for this one
-        low, high = torch.aminmax(x)
-        return torch.maximum(low.abs(), high.abs())
-    return torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-def _root(sums: Tensor, p: float) -> Tensor:
-    return sums if p == math.inf else sums ** (1 / p)
-
-
 def clear_padding_(x: Any) -> Any:
     """Make what lies in rows but in no leaf zero, in place."""
     layout, rows = layout_of(x), tree.leaves(x)
@@ -364,84 +352,3 @@ def clear_padding_(x: Any) -> Any:
             end = span.start + span.numel
         row[end:].zero_()
     return x
-
-
-def leaf_norms(x: Any, p: float = 2, layout: Layout | None = None) -> Tensor:
-    """The p-norm of each of the layout's leaves (float64), the same on all ranks: one collective."""
-    layout = layout or layout_of(x)
-    mine = pieces(x, layout)
-    device = mine[0][1].device if mine else comm.mesh_device(layout.mesh)
-    sums = torch.zeros(len(layout.leaves), dtype=torch.float64, device=device)
-    if mine:
-        index = torch.tensor([number for number, _ in mine], device=device)
-        powers = _power_sums([piece for _, piece in mine], p)
-        sums.scatter_reduce_(0, index, powers, "amax" if p == math.inf else "sum")
-    if layout.axes:
-        mask = torch.tensor([n in layout.shared for n in range(len(layout.leaves))], device=device)
-        everywhere = torch.where(mask, sums, 0)
-        sums = comm.total(torch.where(mask, 0, sums), layout.mesh, layout.axes, _op(p), label="leaf norms")
-        sums = sums + everywhere
-    return _root(sums, p)
-
-
-def _op(p: float) -> str:
-    return "max" if p == math.inf else "sum"
-
-
-def scaled(x: Any, factor: Tensor, own: bool = False) -> Any:
-    """A tree times a 0-d factor; in place where the tree is the caller's own."""
-    mesh, axes = (x.layout.mesh, x.layout.axes[-1:]) if isinstance(x, Parts) else (None, ())
-
-    def one(row: Tensor) -> Tensor:
-        by = factor.to(wide(row.dtype))
-        # a new tensor this large would cost more in page faults than the product
-        out = row if own else comm.buffer(mesh, axes, row.numel(), row, lent=False).view(row.shape)
-        return torch.mul(row, by, out=out)
-
-    return tree.map(one, x)
-
-
-def scale_leaves_(x: Any, factors: Tensor, layout: Layout | None = None) -> Any:
-    """Multiply every leaf by its factor, in place."""
-    by_leaf = factors.unbind()
-    for number, piece in pieces(x, layout):
-        piece.mul_(by_leaf[number].to(wide(piece.dtype)))
-    return x
-
-
-def global_norm(x: Any, p: float = 2) -> Tensor:
-    """The p-norm of a whole tree, plain or sharded or both, leaves that all ranks hold counted once: one collective.
-
-    >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)})
-    tensor(5.)
-    """
-    if not p > 0:
-        raise ValueError(f"global_norm: p={p}: expected a number above 0, or inf")
-    tops = tree.tops(x, Parts)
-    worlds: dict[Any, list[Tensor]] = {(None, ()): []}
-    for node in tops:
-        for row, mesh, axes in _rows(node):
-            worlds.setdefault((mesh, axes), []).append(row)
-    sums = []
-    for (mesh, axes), rows in worlds.items():
-        if rows or axes:
-            device = rows[0].device if rows else comm.mesh_device(mesh)
-            powers = _power_sums(rows, p) if rows else torch.zeros(1, dtype=torch.float64, device=device)
-            sums.append(comm.total(_joined(powers, p), mesh, axes, _op(p), label="norm"))
-    dtypes = [wide(row.dtype) for node in tops for row, _, _ in _rows(node)]
-    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    return _root(_joined(torch.stack(sums), p), p).to(dtype) if sums else torch.zeros(())
-
-
-def _rows(node: Any) -> Iterator[tuple[Tensor, Mesh, Axes]]:
-    """The rows of a node, and over what each is cut."""
-    if not isinstance(node, Parts):
-        yield node, None, ()
-        return
-    layout = node.layout
-    for number, row in enumerate(node.tensors):
-        yield row, *((None, ()) if number in layout.shared_rows else (layout.mesh, layout.axes))
-
-
-def _joined(powers: Tensor, p: float) -> Tensor:
-    return powers.amax() if p == math.inf else powers.sum()

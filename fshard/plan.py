@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import agree, comm, host, tree
+from . import agree, comm, tree
 from .claim import ROOT, Where, claim_leaves, claim_policies, claim_units
 from .comm import Axes, Mesh
+from .host import connect
+from .offload import Crossing
 from .precision import Policy, Precision, policy_of, precisions
 from .wire import Wire
 
@@ -39,6 +41,7 @@ class Kind:
     precision: Precision
     trainable: bool
     whole: bool
+    host: bool  # kept in host memory
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,7 +49,8 @@ class Kind:
         return self.precision.storage
 
     def __str__(self) -> str:
-        return " ".join([str(self.precision)] + ["frozen"] * (not self.trainable) + ["whole"] * self.whole)
+        words = ["frozen"] * (not self.trainable) + ["whole"] * self.whole + ["host"] * self.host
+        return " ".join([str(self.precision), *words])
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ class Plan:
                 f"the plan was made for a mesh with axes {dict(self.axes)}, this one has {sizes}: "
                 "make the plan again for this mesh, and shard whole parameters with it"
             )
-        return replace(self, mesh=host.connect(mesh))
+        return replace(self, mesh=connect(mesh))
 
     def live_mesh(self) -> Mesh:
         """The mesh, or an error for a plan that came out of a pickle."""
@@ -172,6 +176,16 @@ class Plan:
     def layouts(self) -> dict[Any, Any]:
         """Layouts that were worked out once, by view (`shard.View.layout`): a memo, nothing else."""
         return {}
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where its mesh computes."""
+        return comm.mesh_device(self.live_mesh())
+
+    @cached_property
+    def crossings(self) -> tuple[Crossing, Crossing]:
+        """The ways to the device and back (Note [Crossing over] in `offload`): streams, made once."""
+        return Crossing(self.device), Crossing(self.device)
 
     @cached_property
     def _offsets(self) -> dict[Axes, list[list[int]]]:
@@ -240,6 +254,7 @@ def make_plan(
     regather: bool = True,
     whole: Where = None,
     frozen: Where = None,
+    host: Where = None,
     block: int = 1,
     policy: Policy | str | None = None,
     param_wire: Wire | None = None,
@@ -253,11 +268,12 @@ def make_plan(
     `_over` arguments name the axes over which parameters, gradients and optimizer state are partitioned, each
     extending the one before. `regather` frees gathered parameters after the forward and gathers them again in the
     backward. `whole` leaves stay on every rank; `frozen` ones get no gradient and no optimizer state (integer leaves
-    are always frozen). No `block` of elements, counted from a leaf's first, lies on two ranks or holds another leaf's
-    (for state that is kept in blocks). `policy` says in what dtypes floating leaves are kept, computed with and reduced
-    (`Policy`, or its words), `param_wire` and `grad_wire` how shards and gradients travel (fshard.wire); with
-    `together` the dtypes of a unit are gathered in one message. On a mesh of processes the plan's fingerprint is
-    compared between all ranks.
+    are always frozen). Parameters, gradients and optimizer state of `host` leaves lie in host memory, where the
+    optimizer updates them; the mesh's device computes with them. No `block` of elements, counted from a leaf's first,
+    lies on two ranks or holds another leaf's (for state that is kept in blocks). `policy` says in what dtypes floating
+    leaves are kept, computed with and reduced (`Policy`, or its words), `param_wire` and `grad_wire` how shards and
+    gradients travel (fshard.wire); with `together` the dtypes of a unit are gathered in one message. On a mesh of
+    processes the plan's fingerprint is compared between all ranks.
 
     Raises ValueError (axes, patterns, leaves that are not tensors) and MismatchError (ranks whose plans differ).
 
@@ -269,7 +285,8 @@ def make_plan(
     """
     if block < 1:
         raise ValueError(f"block={block}: expected a number of elements, at least 1")
-    sizes, mesh = comm.axis_sizes(mesh), host.connect(mesh)
+    _check_host(host, mesh)
+    sizes, mesh = comm.axis_sizes(mesh), connect(mesh)
     over = _partitions(sizes, params_over, grads_over, state_over)
     flat, spec = tree.flatten(params)
     check_tensors(flat, tree.paths(spec))
@@ -277,11 +294,12 @@ def make_plan(
     origins = [first_seen.setdefault(id(leaf), i) for i, leaf in enumerate(flat)]
     numbers = {origin: slot for slot, origin in enumerate(dict.fromkeys(origins))}
     names, claims = claim_units(params, spec, flat, origins, units)
-    keep, still = (claim_leaves(params, spec, where, name) for where, name in ((whole, "whole"), (frozen, "frozen")))
+    picks = (("whole", whole), ("frozen", frozen), ("host", host))
+    keep, still, away = (claim_leaves(params, spec, where, name) for name, where in picks)
     policy = policy_of(policy)
     dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, policy), policy)
     kind_of = {
-        i: Kind(dtypes[i], _differentiable(flat[i]) and not still[i], keep[i]) for i in numbers
+        i: Kind(dtypes[i], _differentiable(flat[i]) and not still[i], keep[i], away[i]) for i in numbers
     }  # a tied leaf is what its first place says
     kinds = tuple(dict.fromkeys(kind_of.values()))
     parts = math.prod(sizes.values())  # of all axes: an all-reduce over any is then cut evenly, too
@@ -305,6 +323,14 @@ def make_plan(
     )
     agree.check_same(mesh, plan.fingerprint, plan.describe(), "the plan")
     return plan
+
+
+def _check_host(host: Where, mesh: Mesh) -> None:
+    if host is not None and mesh is None:
+        raise ValueError(
+            f"host={host!r}: expected a mesh, which says where to compute, got None. Give a mesh of one rank: "
+            "init_device_mesh('cuda', (1,), mesh_dim_names=('shard',))"
+        )
 
 
 def _differentiable(leaf: Tensor) -> bool:

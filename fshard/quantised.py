@@ -143,10 +143,9 @@ def adamw_8bit(
         _check_state(state, tree.leaves(params), block)
         t = state.count.double() + 1
         constants = kernels.Adam(at(lr, state.count), b1, b2, eps, weight_decay, True, share(b1, t), share(b2, t))
-        change = partial(kernels.adam, c=constants)
         moments = [*state.mu, *state.nu]
         columns = zip(tree.leaves(params), tree.leaves(grads), *(m.tensors for m in moments), strict=True)
-        rows = [_update_row(change, books, block, *row) for row in columns]
+        rows = [_update_row(constants, books, block, *row) for row in columns]
         updates = tree.unflatten(tree.flatten(grads)[1], [row[0] for row in rows])
         kept = [Pieces(old.layout, [row[i + 1] for row in rows]) for i, old in enumerate(moments)]
         return updates, Adam8bitState(state.count + 1, Quantised(*kept[:2]), Quantised(*kept[2:]))
@@ -160,9 +159,10 @@ def _blocks(x: Tensor, block: int) -> tuple[Tensor, ...]:
 
 
 def _update_row(
-    change: kernels.Change, books: tuple[Tensor, Tensor], block: int, p: Tensor, g: Tensor, *moments: Tensor
+    constants: kernels.Adam, books: tuple[Tensor, Tensor], block: int, p: Tensor, g: Tensor, *moments: Tensor
 ) -> list[Tensor]:
     """One row: the change of the parameter, then codes and scales of both moments."""
+    change = partial(kernels.adam, c=kernels.constants_beside(constants, p))
     wide = [_blocks(x.float(), block) for x in (p, g)]
     codes = [_blocks(x, block) for x in moments[::2]]
     scales = [x.split(_CHUNK) for x in moments[1::2]]

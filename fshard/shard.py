@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import collectives, comm, move, tree
+from . import collectives, comm, move, offload, tree
 from .comm import Axes
 from .parts import EVERYONE, Layout, Leaf, Parts, Pieces, Span
 from .plan import Plan, Slot
@@ -225,10 +225,8 @@ def shard_params(params: Any, plan: Plan, src: int | None = None) -> Sharded:
     plan.live_mesh()
     leaves = _placed_leaves(params, plan)
     device = _check_leaves(leaves, plan, src)
-    tensors = [
-        torch.zeros(local_numel(plan, k, plan.params_over), dtype=kind.dtype, device=device)
-        for k, kind in enumerate(plan.kinds)
-    ]
+    likes = [torch.empty(0, dtype=kind.dtype, device=device) for kind in plan.kinds]
+    tensors = [room(plan, k, plan.params_over, like).zero_() for k, like in enumerate(likes)]
     sharded = Sharded(whole_view(plan, plan.params_over, range(len(plan.kinds))), tensors)
     given = dict(zip(plan.slots, leaves, strict=True))
     for (unit, kind), slots in plan.places.items():
@@ -237,12 +235,18 @@ def shard_params(params: Any, plan: Plan, src: int | None = None) -> Sharded:
     return sharded
 
 
+def room(plan: Plan, kind: int, over: Axes, like: Tensor) -> Tensor:
+    """A new row of one kind, cut over some axes, in the dtype of `like` and where that is, or in host memory."""
+    numel = local_numel(plan, kind, over)
+    return offload.empty(numel, like.dtype, plan.device) if plan.kinds[kind].host else like.new_empty(numel)
+
+
 def pack(leaves: Mapping[Slot, Tensor], plan: Plan, unit: int, kind: int, over: Axes, out: Tensor) -> Tensor:
     """Fill `out`, this rank's interval of one unit and kind, with what lies in it of whole leaves, and zeros."""
     parts, filled = [], 0
     for slot, begin, end, start in intervals(plan, unit, kind, over):
         parts += [out.new_zeros(start - filled)] * (start > filled)
-        parts.append(leaves[slot].detach().reshape(-1)[begin:end])
+        parts.append(leaves[slot].detach().reshape(-1)[begin:end].to(out.device))
         filled = start + end - begin
     return torch.cat([*parts, out.new_zeros(out.numel() - filled)], out=out)
 
@@ -255,7 +259,7 @@ def intervals(plan: Plan, unit: int, kind: int, over: Axes) -> list[tuple[Slot, 
 
 def _from_rank(leaf: Tensor, plan: Plan, src: int, device: torch.device) -> Tensor:
     sizes = dict(plan.axes)
-    whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if leaf.device != device else leaf
+    whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if leaf.is_meta else leaf.to(device)
     for axis in reversed(sizes):
         src, coordinate = divmod(src, sizes[axis])
         whole = comm.broadcast(whole, comm.along(plan.mesh, axis), coordinate, "shard_params").wait()
@@ -297,7 +301,7 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
                 + (f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__)
                 + ". Make the plan from this tree, or convert the leaf."
             )
-        if mine and leaf.device != device:
+        if mine and leaf.device not in (device, offload.HOST if kind.host else device):
             raise ValueError(
                 f"leaf {slot.path!r}: expected a tensor on {device}, where the mesh is, got one on {leaf.device}. "
                 "Move it there first."
@@ -323,7 +327,9 @@ def gather_params(x: Any) -> Any:
 
 def _gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
     plan, axes = x.plan, x.view.axes(kind)
+    # a copy has a derivative, which brings gradients back to host memory
     full, label = x.piece(unit, kind), plan.units[unit].name
+    full = full.to(plan.device) if plan.kinds[kind].host else full
     if not full.numel():
         return full
     for axis in plan.rest(axes):
@@ -371,16 +377,19 @@ def coarsen(x: Sharded, over: Axes, into: Sharded | None = None) -> Sharded:
         return x
     plan, extra = x.plan, x.view.over[len(over) :]
     if into is None:
-        into = Sharded(
-            view, [t.new_empty(local_numel(plan, k, over)) for k, t in zip(view.kinds, x.tensors, strict=True)]
-        )
+        into = Sharded(view, [room(plan, k, over, t) for k, t in zip(view.kinds, x.tensors, strict=True)])
     started = []
     for kind in view.kinds:
         axes = () if plan.kinds[kind].whole else extra
         for unit, name in enumerate(u.name for u in plan.units):
             if plan.length(unit, kind, over):
-                out = into.piece(unit, kind)
-                started.append(comm.gather_over(x.piece(unit, kind), plan.live_mesh(), axes, name, out))
+                row, piece = into.piece(unit, kind), x.piece(unit, kind)
+                out = offload.landing(row, plan.device) if axes and plan.kinds[kind].host else row
+                pending = comm.gather_over(piece.to(out.device), plan.live_mesh(), axes, name, out)
+                if out is row:
+                    started.append(pending)
+                else:  # one after the other: the device may have no room for all
+                    row.copy_(pending.wait())
     for pending in started:
         pending.wait()
     return into

@@ -84,12 +84,13 @@ class Gradients:
     by: Reduction = EXACT
     lost: Any = ()  # a Sharded, with a wire that has feedback
 
-    def buffer(self, plan: Plan, unit: int, kind: int, like: Tensor) -> Tensor:
+    def buffer(self, plan: Plan, unit: int, kind: int) -> Tensor:
         """The flat buffer a unit's gradients go to."""
         if self.local is not None:
             return self.local.piece(unit, kind)
         assert self.reduced is not None
-        axes, like = self.reduced.view.axes(kind), like.new_empty(0, dtype=carry.buffer_dtype(plan, kind))
+        axes = self.reduced.view.axes(kind)
+        like = torch.empty(0, dtype=carry.buffer_dtype(plan, kind), device=plan.device)
         return comm.buffer(plan.live_mesh(), axes + plan.rest(axes), plan.units[unit].lengths[kind], like, lent=True)
 
     def emit(self, unit: int, kind: int, flat: Tensor) -> comm.Pending | None:
@@ -97,6 +98,12 @@ class Gradients:
         if self.reduced is None:
             return None
         return carry.reduce(flat, self.reduced, unit, kind, self.by, self.lost)
+
+
+def settle(plan: Plan) -> None:
+    """Have the host wait for the device, if it is the host that updates something."""
+    if any(kind.host and kind.trainable for kind in plan.kinds):
+        plan.crossings[1].settle()
 
 
 class Tape:
@@ -157,8 +164,8 @@ class Tape:
         leaves: dict[Slot, Tensor] = {}
         for kind, full in buffers.items():
             leaves.update(zip(self._plan.places[unit, kind], cut(self._plan, full.detach(), unit, kind), strict=True))
-            precision = self._plan.kinds[kind].precision
-            if self._params.view.axes(kind) or precision.compute != precision.storage:
+            own = self._plan.kinds[kind]
+            if self._params.view.axes(kind) or own.precision.compute != own.precision.storage or own.host:
                 storage = full.untyped_storage()
                 # `_cdata` is private: the address of the storage, never given to another while a weak reference to it
                 # is held, as the address of its data would be (test_tape.py notices when it goes)
@@ -215,7 +222,7 @@ class Tape:
         kinds = [k for k in self._kinds(unit) if plan.kinds[k].trainable]
         found = dict(zip((slot for k in kinds for slot in plan.places[unit, k]), grads, strict=True))
         for kind in (k for k in kinds if plan.units[unit].lengths[k]):
-            flat = into.buffer(plan, unit, kind, self._params.piece(unit, kind))
+            flat = into.buffer(plan, unit, kind)
             self._fill(flat, plan.places[unit, kind], found, into.add)
             self._filled.add((unit, kind))
             if pending := into.emit(unit, kind, flat):
@@ -252,6 +259,7 @@ class Tape:
                     self._finish_untouched(into, unit, kind)
         while self._reductions:
             self._move_on(0)
+        settle(plan)
 
     def _finish_untouched(self, into: Gradients, unit: int, kind: int) -> None:
         if not into.add:

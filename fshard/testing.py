@@ -193,7 +193,11 @@ class _SimulatedRanks:
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Works:
         parts = places(sends, recvs, self.rank)
         if self.size > 1:
+            # ranks may have streams of their own, and the last to arrive moves the data of all on its own
+            module = torch.get_device_module(self.device)
+            module.synchronize()
             self._world.arrive(self._me, _Post(self._group, sends, parts, call, _call_site()))
+            module.synchronize()
         return Works([], parts)
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import comm, compiling, tree
+from . import comm, compiling, offload, tree
 from .carry import nothing_lost
 from .grad import Outcome, check_sharded, empty_grads, run
-from .kernels import wide
+from .kernels import beside, wide
 from .labels import Labels
 from .loss_scale import NoLossScale
-from .parts import global_norm
+from .norms import global_norm
+from .parts import device_of
 from .randomness import seeded
 from .reduction import Reduction, reduction_of
 from .shard import Sharded, coarsen, refine
@@ -57,8 +58,8 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
     tensor(0)
     """
     tx, trained = as_transform(tx), refine(check_sharded(sharded).trainable, sharded.plan.state_over)
-    device = sharded.tensors[0].device if sharded.tensors else None
-    # where the gradients are: a scaler elsewhere would have every step wait for the device
+    device = device_of(sharded)
+    # where the loss is: a scaler elsewhere would have every step wait for the device
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device), loss_scale)
     lost = nothing_lost(sharded)
     return TrainState(sharded, tx.init(trained), scaler, torch.tensor(0), torch.tensor(seed), extra, lost)
@@ -199,7 +200,7 @@ def _gradients(
     for i, into in enumerate(_places(grads, params, len(parts), by, reduce_once, lost)):
         num, divisor = len(parts), outcomes[0].shared(len(parts)) if outcomes else None
         how = {"has_aux": has_aux, "divisor": divisor, "num_parts": num, "scale": state.loss_scale.scale}
-        with seeded(state.rng, state.step, _rank(params), i, params.tensors[0].device):
+        with seeded(state.rng, state.step, _rank(params), i, device_of(params)):
             outcomes.append(run(loss_fn, params, [parts[i]], into, **how))
         _check_equal_parts(outcomes[-1], parts)
         if into.reduced is not None and into.reduced is not grads:
@@ -215,7 +216,7 @@ def _places(
     if not params.plan.axes:
         yield from (Gradients(None, grads, add=i > 0) for i in range(num))
     elif reduce_once:
-        local = empty_grads(params, ())
+        local = empty_grads(params, (), local=True)
         last = num - 1
         yield from (Gradients(grads if i == last else None, local, i > 0, by, lost) for i in range(num))
     else:
@@ -242,7 +243,7 @@ def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None) -> 
         factor = clip if factor is None else factor * clip
     if factor is not None:
         for x in grads.tensors:
-            x.mul_(factor.to(wide(x.dtype)))
+            x.mul_(beside(factor.to(wide(x.dtype)), x))
     return norm
 
 
@@ -262,7 +263,8 @@ def _update(
         **dict(zip(params.view.kinds, params.tensors, strict=True)),
         **dict(zip(whole.view.kinds, whole.tensors, strict=True)),
     }
-    return Sharded(params.view, [held[k] for k in params.view.kinds]), new_state
+    rows = [offload.pinned(held[k], plan.device) if plan.kinds[k].host else held[k] for k in params.view.kinds]
+    return Sharded(params.view, rows), new_state
 
 
 def _check_opt_state(opt_state: Any, params: Sharded) -> None:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from . import kernels, tree
+from .kernels import beside
 from .nodes import is_tracing
-from .parts import Parts, global_norm, leaf_norms, scale_leaves_, scaled, structure
+from .norms import global_norm, leaf_norms, scale_leaves_, scaled
+from .parts import Parts, device_of, structure
 
 Schedule = Callable[[Tensor], Any]
 Number = float | Tensor
@@ -105,9 +107,8 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 
 def start_count(params: Any) -> Tensor:
-    """The number of updates made, none yet: float32 (as torch's fused kernels want it), 0-d, where the leaves are."""
-    leaves = tree.leaves(params)
-    return torch.zeros((), dtype=torch.float32, device=leaves[0].device if leaves else None)
+    """The number of updates made, none yet: float32 (as torch's fused kernels want it), 0-d, on the device."""
+    return torch.zeros((), dtype=torch.float32, device=device_of(params))
 
 
 def at(value: Any, count: Tensor) -> Any:
@@ -191,13 +192,17 @@ def identity() -> Transform:
     return _stateless("identity", lambda grads, params: grads, sparse=True)
 
 
+def _times(grads: Any, factor: Any) -> Any:
+    return tree.map(lambda g: (g * beside(factor, g)).to(g.dtype), grads)
+
+
 def scale(factor: Number) -> Transform:
     """u = factor g.
 
     >>> scale(-0.5).update(torch.tensor(2.0), ())[0]
     tensor(-1.)
     """
-    return _stateless("scale", lambda grads, params: tree.map(lambda g: (g * factor).to(g.dtype), grads), sparse=True)
+    return _stateless("scale", lambda grads, params: _times(grads, factor), sparse=True)
 
 
 class CountState(NamedTuple):
@@ -215,8 +220,7 @@ def scale_by_schedule(schedule: Schedule) -> Transform:
     """
 
     def update(grads: Any, state: CountState, params: Any = None, **extra: Any) -> tuple[Any, CountState]:
-        factor = schedule(state.count)
-        return tree.map(lambda g: (g * factor).to(g.dtype), grads), CountState(state.count + 1)
+        return _times(grads, schedule(state.count)), CountState(state.count + 1)
 
     tx = Transform(lambda params: CountState(start_count(params)), update, elementwise=True)
     return checked(tx, Needs("scale_by_schedule", CountState, sparse=True))
@@ -231,7 +235,7 @@ def add_decayed_weights(weight_decay: Number) -> Transform:
 
     return _stateless(
         "add_decayed_weights",
-        lambda grads, params: tree.map(lambda g, p: g + weight_decay * p, grads, params),
+        lambda grads, params: tree.map(lambda g, p: g + beside(weight_decay, p) * p, grads, params),
         params=True,
     )
 
@@ -242,11 +246,12 @@ def clip(max_magnitude: Number) -> Transform:
     >>> clip(1.0).update(torch.tensor([-3.0, 0.5]), ())[0]
     tensor([-1.0000,  0.5000])
     """
-    return _stateless(
-        "clip",
-        lambda grads, params: tree.map(lambda g: g.clamp(-max_magnitude, max_magnitude), grads),
-        real=True,
-    )
+
+    def one(g: Tensor) -> Tensor:
+        bound = beside(max_magnitude, g)
+        return g.clamp(-bound, bound)
+
+    return _stateless("clip", lambda grads, params: tree.map(one, grads), real=True)
 
 
 def clip_factor(norm: Tensor, max_norm: Number) -> Tensor:
@@ -305,7 +310,7 @@ def ema(decay: float, debias: bool = True) -> Transform:
         mean = tree.map(lambda m, g: (decay * m + (1 - decay) * g).to(m.dtype), state.mean, grads)
         count = state.count + 1
         share = 1 - decay ** count.double() if debias else 1.0
-        return tree.map(lambda m: (m / share).to(m.dtype), mean), EmaState(count, mean)
+        return tree.map(lambda m: (m / beside(share, m)).to(m.dtype), mean), EmaState(count, mean)
 
     return checked(Transform(init, update, elementwise=True), Needs("ema", EmaState))
 
@@ -377,7 +382,7 @@ def every_k(tx: Any, k: int) -> Transform:
 
     def update(grads: Any, state: EveryState, params: Any = None, **extra: Any) -> tuple[Any, EveryState]:
         count = state.count + 1
-        mean = tree.map(lambda m, g: (m + (g - m) / count).to(m.dtype), state.mean, grads)
+        mean = tree.map(lambda m, g: (m + (g - m) / beside(count, m)).to(m.dtype), state.mean, grads)
         due = (count == k).float()
         # `mean` goes on living: it is nobody's own
         updates, after = inner.update(mean, state.inner, params, **{**extra, "own_grads": False})
@@ -442,5 +447,4 @@ def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
         return params, HyperState(choose(found_inf, state.hyperparams, now), count, inner)
 
     elementwise = built(init(torch.zeros(1)).hyperparams).elementwise
-    needs = Needs("with_hyperparams", HyperState, sparse=True)
-    return checked(Transform(init, update, fused, elementwise), needs)
+    return checked(Transform(init, update, fused, elementwise), Needs("with_hyperparams", HyperState, sparse=True))

@@ -15,10 +15,21 @@ from torch import Tensor
 
 from . import comm, tree
 from .elementwise import AdamState, Rate, adam_rule
-from .kernels import Number, is_zero
+from .kernels import Number, beside, is_zero
 from .labels import by_label
 from .move import collect, owned, spread
-from .parts import EVERYONE, Layout, Leaf, Span, layout_of, leaf_norms, pick, pieces, put, scale_leaves_
+from .norms import leaf_norms, scale_leaves_
+from .parts import (
+    EVERYONE,
+    Layout,
+    Leaf,
+    Span,
+    device_of,
+    layout_of,
+    pick,
+    pieces,
+    put,
+)
 from .transform import Needs, Transform, as_transform, at, checked, start_count
 
 
@@ -122,7 +133,7 @@ def adafactor(
         nu = state.variance
         if state.vectors is not None:
             squares = tree.map(torch.square, pick(grads, state.vectors))
-            nu = tree.map(lambda old, g2: old.lerp(g2, share.to(old.dtype)), state.variance, squares)
+            nu = tree.map(lambda old, g2: old.lerp(g2, beside(share.to(old.dtype), old)), state.variance, squares)
         steps = tree.map(torch.zeros_like, grads)
         for span, (number, g), (_, out) in zip(layout.mine, pieces(grads, layout), pieces(steps, layout), strict=True):
             if factors := _factors(layout.leaves[number]):
@@ -140,7 +151,8 @@ def adafactor(
         alpha = size_of_params.clamp(min=eps[1]) * torch.minimum(rate, t.rsqrt())
         steps = scale_leaves_(steps, -alpha / (size_of_step / d).clamp(min=1.0), layout)
         if not is_zero(weight_decay):
-            steps = tree.map(lambda u, p: (u - rate * weight_decay * p).to(u.dtype), steps, params)
+            decay = rate * weight_decay
+            steps = tree.map(lambda u, p: (u - beside(decay, p) * p).to(u.dtype), steps, params)
         return steps, AdafactorState(state.count + 1, row, col, nu, state.vectors)
 
     return checked(Transform(init, update), Needs("adafactor", AdafactorState, params=True, real=True))
@@ -157,15 +169,12 @@ def _row_and_column_means(grads: Any, layout: Layout) -> tuple[dict[str, Tensor]
     if not factored:
         return {}, {}
     sizes = [size for f in factored.values() for size in (f.leaf.numel // f.m, f.leaf.numel // f.n)]
-    rows = tree.leaves(grads)
-    sums = torch.zeros(
-        sum(sizes), dtype=torch.float64, device=rows[0].device if rows else comm.mesh_device(layout.mesh)
-    )
+    sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device_of(grads))
     views = dict(zip(((n, k) for n in factored for k in (0, 1)), sums.split(sizes), strict=True))
     for span, (number, g) in zip(layout.mine, pieces(grads, layout), strict=True):
         if number in factored and (span.rank != EVERYONE or layout.rank == 0):
             factors = factored[number]
-            squares, first, matrix = factors.fold(g.reshape(-1).square(), span.begin)
+            squares, first, matrix = factors.fold(g.reshape(-1).square().to(sums.device), span.begin)
             views[number, 0][first : first + len(squares)] += squares.sum(1, dtype=torch.float64)
             views[number, 1].view(-1, factors.m).index_add_(0, matrix, squares.double())
     whole = comm.total(sums, layout.mesh, layout.axes, label="rows and columns").split(sizes)
@@ -180,6 +189,7 @@ def _row_and_column_means(grads: Any, layout: Layout) -> tuple[dict[str, Tensor]
 def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, eps: float) -> Tensor:
     """A piece of g over the root of its second moment."""
     rows, first, matrix = factors.fold(g.reshape(-1), span.begin)
+    row, col = row.to(g.device), col.to(g.device)
     mean = row.mean(-2).clamp(min=eps).view(-1, 1)[matrix]
     nu = row.view(-1, 1)[first : first + len(rows)] * col.view(-1, factors.m)[matrix] / mean
     start = span.begin - first * factors.m
@@ -271,9 +281,10 @@ def muon(
             for x in whole.tensors
         ]
         out = spread(tree.unflatten(tree.flatten(whole)[1], turned), ahead, "muon")
-        out = tree.map(lambda u: (rate * u).to(u.dtype), out)
+        out = tree.map(lambda u: (beside(rate, u) * u).to(u.dtype), out)
         if not is_zero(weight_decay):
-            out = tree.map(lambda u, p: (u - rate * weight_decay * p).to(u.dtype), out, params)
+            decay = rate * weight_decay
+            out = tree.map(lambda u, p: (u - beside(decay, p) * p).to(u.dtype), out, params)
         return out, MuonState(state.count + 1, moved)
 
     fallback = adam_rule("adamw", lr, 0.9, 0.999, 1e-8, 0.01, decoupled=True) if rest is None else rest

@@ -13,7 +13,7 @@ from worlds import gloo, simulated
 
 import fshard
 from fshard import DynamicLossScale, MismatchError, carry, gather_params, optim, tree
-from fshard.wire import Cast, Float8, Identity, Int8, TopK, pack, unpack
+from fshard.wire import Cast, Float8, Identity, Int8, LowRank, TopK, pack, unpack
 
 WIRES = {
     "identity": Identity(),
@@ -22,6 +22,7 @@ WIRES = {
     "float8": Float8(),
     "float8-range": Float8(torch.float8_e5m2),
     "topk": TopK(0.2, feedback=False),
+    "lowrank": LowRank(1, feedback=False),
 }
 over_wires = pytest.mark.parametrize("name", WIRES)
 
@@ -29,6 +30,7 @@ over_wires = pytest.mark.parametrize("name", WIRES)
 def nbytes(name: str, sizes: list[int]) -> int:
     """The formula of each wire, of float32."""
     n, whole = sum(sizes), lambda size: -(-size // 8) * 8
+    side = max(1, math.ceil(math.sqrt(n)))
     return {
         "identity": 4 * n,
         "cast": 2 * n,
@@ -36,6 +38,7 @@ def nbytes(name: str, sizes: list[int]) -> int:
         "float8": whole(4 * len(sizes)) + whole(n),
         "float8-range": whole(4 * len(sizes)) + whole(n),
         "topk": 2 * whole(4 * max(1, round(0.2 * n))) if n else 0,
+        "lowrank": 4 * min(n, side + math.ceil(n / side)),
     }[name]
 
 
@@ -52,6 +55,7 @@ def bound(name: str, x: Tensor, sizes: list[int]) -> Tensor:
         "float8": torch.maximum(x.abs() * 2**-4, tops * 2**-10 / 448),
         "float8-range": torch.maximum(x.abs() * 2**-3, tops * 2**-17 / 57344),
         "topk": torch.minimum(x.abs(), smallest.expand(len(x))),
+        "lowrank": x.norm().expand(len(x)) if nbytes(name, sizes) < 4 * len(x) else 0 * x,
     }[name] + 1e-6 * x.abs()
 
 
@@ -87,6 +91,18 @@ def test_leaves_have_scales_of_their_own():
     x = torch.cat([rand(8, seed=1) * 1e5, rand(8, seed=2) * 1e-5]).float()
     alone, together = ((Float8().decode(Float8().encode(x, s), s) - x)[8:].abs().max() for s in ([8, 8], [16]))
     assert alone < 1e-6 < together
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_low_rank_is_near_the_best(rank):
+    """A matrix of that rank arrives as it is, any other nearly as well as it can."""
+    low, noise = rand(30, rank, seed=1) @ rand(rank, 30, seed=2), rand(30, 30, seed=3)
+    for m, times in ((low, 0.0), (noise, 1.3), (low + 0.1 * noise, 1.3)):
+        x, wire = m.flatten().float(), LowRank(rank)
+        data = wire.encode(x, [900])
+        assert data.numel() == 60 * rank
+        best = torch.linalg.svdvals(m)[rank:].norm()
+        assert (wire.decode(data, [900]) - x).norm() <= times * best + 1e-4 * x.norm()
 
 
 def test_packing():
@@ -262,12 +278,13 @@ def test_8_bits_are_a_quarter_of_the_bytes():
 
 
 STEEP = TopK(0.25)
+LOSSY = {"topk": STEEP, "lowrank": LowRank(1)}
 
 
-def fed_back(mesh: Any, scale: Any, micro: int) -> tuple[Any, ...]:
+def fed_back(mesh: Any, wire: Any, scale: Any, micro: int) -> tuple[Any, ...]:
     """Steps of sgd on a loss whose gradients are the batch: the way made, and what is still to come."""
     params = {"w": torch.zeros(13), "v": torch.zeros(2, 3)}
-    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, grad_wire=STEEP))
+    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, grad_wire=wire))
     tx = optim.sgd(0.5)
     state = fshard.init_state(sharded, tx, scale)
 
@@ -286,19 +303,31 @@ def fed_back(mesh: Any, scale: Any, micro: int) -> tuple[Any, ...]:
     return gather_params(state.params), state.lost, sums
 
 
+@pytest.mark.parametrize("wire", LOSSY)
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("scale", [None, "dynamic"])
 @pytest.mark.parametrize("shard", [1, 3])
-def test_what_is_lost_comes_later(shard, scale, micro):
+def test_what_is_lost_comes_later(shard, scale, micro, wire):
     """The way made, and what ranks still keep, are all gradients, whatever became of the loss scale."""
     scaler = DynamicLossScale(4.0, growth_interval=2) if scale else None
-    runs = simulated(fed_back, scaler, micro, shard=shard)
-    count = 4 * shard
+    runs = simulated(fed_back, LOSSY[wire], scaler, micro, shard=shard)
+    count, most = 4 * shard, []
     for key, start in (("w", 0), ("v", 13)):
         total = sum(sums[key] for _, _, sums in runs) / count
         kept = sum(lost.tensors[0][start : start + total.numel()].view(total.shape) for _, lost, _ in runs)
         torch.testing.assert_close(runs[0][0][key], -0.5 * (total - kept), rtol=1e-4, atol=1e-5)
-        assert kept.abs().max() > 0.01
+        most.append(kept.abs().max())
+    assert max(most) > 0.01
+
+
+@pytest.mark.parametrize("wire", LOSSY)
+def test_a_model_trains_with_what_comes_later(wire):
+    """The loss ends within 5% of that with all of every gradient."""
+
+    def end(**kw: Any) -> float:
+        return sum(simulated(lambda mesh: trained(mesh, ("none", "none"), 60, **kw), shard=2)[0][0][-5:])
+
+    assert abs(end(wire=LOSSY[wire]) / end() - 1) < 0.05
 
 
 def test_a_skipped_step_loses_nothing():
@@ -340,7 +369,12 @@ def test_errors():
         simulated(graded_with, {"grad_wire": STEEP})
     with pytest.raises(MismatchError, match=re.escape("grad_wire=Int8(block=8")):
         gloo(planned_otherwise)
-    for make, words in ((lambda: Int8(0), "Int8: block=0"), (lambda: TopK(0), "TopK: share=0"), (lambda: TopK(2), "2")):
+    for make, words in (
+        (lambda: Int8(0), "Int8: block=0"),
+        (lambda: TopK(0), "TopK: share=0"),
+        (lambda: TopK(2), "2"),
+        (lambda: LowRank(0), "LowRank: rank=0"),
+    ):
         with pytest.raises(ValueError, match=words):
             make()
 

@@ -1,0 +1,411 @@
+"""Leaves in host memory: what a step makes of them, where everything lies, and on GPUs that nothing is overtaken."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import LM_UNITS, STRATEGIES, WORLDS, lm_batch, lm_params, mean_loss, rand, same_bits
+from optimizers import TRANSFORMS
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from worlds import gloo, simulated
+
+import fshard
+from fshard import DynamicLossScale, comm, gather_params, offload, optim, tree
+from fshard.reduction import Sums
+from fshard.wire import Int8, TopK
+
+AWAY = ["blocks.*", "tail.left"]  # of these units, one only in part
+OPTIMIZERS = {"sgd": lambda: optim.sgd(0.1, momentum=0.9), "adamw": lambda: optim.adamw(0.05)}
+# torch's fused kernels round the last few elements of a row otherwise than the others: these do not
+PLAIN = {
+    "sgd": lambda: optim.sgd(0.1, momentum=torch.tensor(0.9)),
+    "adamw": lambda: optim.adamw(0.05, b1=torch.tensor(0.9)),
+}
+PLANS: dict[str, dict[str, Any]] = {
+    **STRATEGIES,
+    "wires": {"param_wire": Int8(16), "grad_wire": Int8(16)},
+    "feedback": {"grad_wire": TopK(0.3)},
+    "together": {"together": True, "policy": "compute=bf16; blocks.*.scale: compute=f32"},
+    "whole": {"whole": ["blocks.0", "tail.left"]},
+    "frozen": {"frozen": "blocks.1"},
+    "half": {"policy": "compute=f16"},
+}
+STEPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "micro": {"accumulate": 2},
+    "once": {"accumulate": 2, "reduce_once": True},
+    "donate": {"donate": True},
+}
+
+
+class Doubling(Sums):
+    """A reduction with a hook after it."""
+
+    def after(self, grads: Tensor, unit: str) -> Tensor:
+        """Twice the sum."""
+        return 2 * grads
+
+
+def trained(
+    mesh: Any, host: Any, plan: str, step: str, tx: Any, scale: float | None = None, **more: Any
+) -> tuple[Any, ...]:
+    """Losses, parameters, optimizer state and gradients of three steps, all whole, by path."""
+    params = lm_params(torch.float32)
+    made = fshard.make_plan(params, mesh, units=LM_UNITS, host=host, **PLANS[plan])
+    assert any(kind.host for kind in made.kinds) == (host is not None)
+    transform = tx()
+    scaler = None if scale is None else DynamicLossScale(scale, growth_interval=1)
+    state, losses = fshard.init_state(fshard.shard_params(params, made), transform, scaler), []
+    run = fshard.train_step(mean_loss, transform, **STEPS[step], **more)
+    for i in range(3):
+        state, metrics = run(state, lm_batch(i, mesh.get_rank()))
+        losses.append((metrics["loss"], metrics["grad_norm"], metrics["found_inf"]))
+    grads = ()
+    if made.grad_wire is None or not made.grad_wire.feedback:
+        local = fshard.value_and_grad(mean_loss, reduce=False)(state.params, lm_batch(9, mesh.get_rank()))[1]
+        grads = gather_params(fshard.reduce_grads(local))
+        assert same_bits(
+            grads, gather_params(fshard.value_and_grad(mean_loss)(state.params, lm_batch(9, mesh.get_rank()))[1])
+        )
+    return losses, gather_params(state.params), optim.gather_state(state.opt_state), grads
+
+
+def alike(runs: list[Any], others: list[Any]) -> None:
+    """Bitwise, but for the norm, which adds up other rows."""
+    for (losses, *rest), (expected, *wanted) in zip(runs, others, strict=True):
+        for (loss, norm, found), (loss_, norm_, found_) in zip(losses, expected, strict=True):
+            assert same_bits((loss, found), (loss_, found_))
+            torch.testing.assert_close(norm, norm_, rtol=1e-6, atol=0)
+        assert same_bits(rest, wanted)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_where_leaves_lie_changes_no_bit(plan, world):
+    """Losses, parameters, state and gradients of every strategy and wire, with micro-batches and without."""
+    replicate, shard = WORLDS[world]
+    if "replicate" in str(PLANS[plan]) and replicate == 1:
+        pytest.skip("it needs two axes")
+    blockwise = plan in ("wires", "feedback")  # whose blocks other leaves come to lie in
+    for step, tx in zip(STEPS, [*OPTIMIZERS] * 2, strict=True):
+        for host, make in (("**", OPTIMIZERS[tx]), *([] if blockwise else [(AWAY, PLAIN[tx])])):
+            runs = [
+                simulated(trained, where, plan, step, make, shard=shard, replicate=replicate) for where in (host, None)
+            ]
+            alike(*runs)
+
+
+@pytest.mark.parametrize("more", [{"clip_norm": 0.1}, {"scale": 2.0**20}, {"reduction": Doubling()}], ids=str)
+@pytest.mark.parametrize(("step", "tx"), [("plain", "adamw"), ("micro", "sgd")])
+def test_clipping_scaling_and_hooks(more, step, tx):
+    """Overflows included; with all leaves in host memory to the bit, clipping too."""
+    plan, args = "half" if "scale" in more else "full", (step, OPTIMIZERS[tx])
+
+    def run(host: Any) -> list[Any]:
+        return simulated(lambda mesh: trained(mesh, host, plan, *args, **more), shard=3)
+
+    away, near, some = run("**"), run(None), run(AWAY)
+    assert same_bits(away, near)
+    for x, y in zip(some, near, strict=True):
+        for one, other in zip(tree.leaves(x[:2]), tree.leaves(y[:2]), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert "scale" not in more or near[0][0][0][2] == 1
+
+
+def plain_adamw() -> optim.Transform:
+    """One of these, for processes to find."""
+    return PLAIN["adamw"]()
+
+
+def test_processes():
+    """As simulated ranks do."""
+    args = "full", "micro", plain_adamw
+    alike(gloo(trained, AWAY, *args, shard=2), simulated(trained, None, *args, shard=2))
+
+
+@pytest.mark.parametrize("plan", ["full", "zero1", "ddp", "wires", "feedback", "keep"])
+@pytest.mark.parametrize("step", STEPS)
+def test_what_is_staged_arrives(plan, step, monkeypatch):
+    """With every row of gradients as if it lay elsewhere: written on the device, then copied."""
+    expected = simulated(trained, "**", plan, step, OPTIMIZERS["adamw"], shard=2)
+    landed = list[Tensor]()
+
+    def landing(row: Tensor, device: torch.device) -> Tensor:
+        landed.append(torch.full_like(row, torch.nan))
+        return landed[-1]
+
+    monkeypatch.setattr(offload, "landing", landing)
+    alike(simulated(trained, "**", plan, step, OPTIMIZERS["adamw"], shard=2), expected)
+    assert landed
+
+
+def test_gathering_is_differentiable():
+    """Outside a step, closed under torch.func."""
+
+    def law(mesh: Any) -> Any:
+        params, found = lm_params(), []
+        for host in (None, AWAY):
+            sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=LM_UNITS, host=host))
+
+            def loss(x: Any) -> Tensor:
+                return mean_loss(gather_params(x), lm_batch(0, mesh.get_rank())).total
+
+            found.append(gather_params(torch.func.grad(loss)(sharded)))
+        assert same_bits(*found)
+
+    simulated(law, shard=2)
+
+
+def test_a_plan_says_so():
+    """In its words, and so in what ranks compare; without a mesh it is an error."""
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+
+    def law(mesh: Any) -> None:
+        plans = [fshard.make_plan(params, mesh, host=host) for host in (None, "a")]
+        assert plans[0].fingerprint != plans[1].fingerprint
+        assert "'a' float32 host[2]" in plans[1].describe()
+
+    simulated(law, shard=1)
+    with pytest.raises(ValueError, match=re.escape("host='a': expected a mesh")):
+        fshard.make_plan(params, host="a")
+    with pytest.raises(ValueError, match=re.escape("host: the pattern 'c' matches nothing")):
+        simulated(lambda mesh: fshard.make_plan(params, mesh, host="c"), shard=1)
+
+
+# Where everything lies: on a device that computes nothing (meta tensors), and cannot be mixed with the CPU.
+
+DEVICE = torch.device("meta")
+_CROSS = (torch.ops.aten.copy_, torch.ops.aten._to_copy)
+
+
+class Apart(TorchDispatchMode):
+    """As between a GPU and its host: what takes tensors of both is an error, unless it copies, or one is a number."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op, kwargs = func.overloadpacket, {**(kwargs or {}), "pin_memory": False}
+        kwargs = {key: x for key, x in kwargs.items() if key in {a.name for a in func._schema.arguments}}
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        wide = {x.device.type for x in tensors if x.dim() or x.device == DEVICE or op is torch.ops.aten.where}
+        assert len(wide) < 2 or op in _CROSS, f"{func} of tensors on {[x.device for x in tensors]}"
+        if op is torch.ops.aten._local_scalar_dense and tensors[0].device == DEVICE:
+            return 0
+        if op is torch.ops.aten.copy_ and args[1].device == DEVICE != args[0].device:
+            return args[0].zero_()
+        if op is torch.ops.aten._to_copy and args[0].device == DEVICE and kwargs.get("device", DEVICE) != DEVICE:
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if op is torch.ops.aten._pin_memory:
+            return args[0].clone()
+        if op is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_ and tensors[0].device == DEVICE:
+            return None
+        return func(*args, **kwargs)
+
+
+class Ranks:
+    """One of two ranks, the other of which sends nothing of interest."""
+
+    built_in, rank, size = None, 0, 2
+
+    def __init__(self, axis: str):
+        self.axis, self.device = axis, DEVICE
+
+    def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
+        """A tensor."""
+        return like.new_empty(numel)
+
+    def idle(self, x: Tensor) -> bool:
+        """Yes."""
+        return True
+
+    def exchange(self, sends: Any, recvs: Any, call: str) -> comm.Works:
+        """What travels is on the device."""
+        assert all(x.device == self.device for x in (*sends, *(r for r in recvs if r is not None))), call
+        return comm.Works([], comm.places(sends, recvs, self.rank))
+
+
+class Mesh:
+    """Two ranks with a GPU each."""
+
+    mesh_dim_names, device_type = ("shard",), "meta"
+
+    def size(self, axis: Any = None) -> int:
+        """Two."""
+        return 2
+
+    def get_local_rank(self, axis: Any = None) -> int:
+        """This is the first."""
+        return 0
+
+    def get_rank(self) -> int:
+        """This is the first."""
+        return 0
+
+    def ranks(self, axis: str) -> Ranks:
+        """Along the one axis."""
+        return Ranks(axis)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The device of a mesh is one that computes nothing, and ranks agree without asking the one that is not there."""
+    find = torch.get_device_module
+    monkeypatch.setattr(comm, "mesh_device", lambda mesh: DEVICE if isinstance(mesh, Mesh) else torch.device("cpu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda x: torch.cpu if torch.device(x) == DEVICE else find(x))
+    monkeypatch.setattr(fshard.agree, "check_same", lambda *args: None)
+    with Apart():
+        yield
+
+
+def model() -> Any:
+    """Matrices and vectors in two blocks and a head, float32, one leaf of another dtype."""
+    block = {"w": torch.ones(8, 8), "b": torch.ones(8)}
+    return {
+        "blocks": [dict(block), tree.map(torch.clone, block)],
+        "norm": torch.ones(8).double(),
+        "head": torch.ones(8, 4),
+    }
+
+
+def loss(params: Any, batch: Tensor) -> fshard.Mean:
+    """A mean over what the blocks make of the batch."""
+    x = batch
+    for block in params["blocks"]:
+        x = torch.tanh(x @ block["w"] + block["b"])
+    losses = (x * params["norm"].to(x.dtype)) @ params["head"]
+    return fshard.Mean(losses.sum(), losses.numel())
+
+
+def placed(x: Any) -> dict[bool, set[str]]:
+    """The devices of rows, by whether they are of leaves in host memory."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for part in tree.nodes(x, fshard.Sharded):
+        for kind, row in zip(part.view.kinds, part.tensors, strict=True):
+            found[part.plan.kinds[kind].host].add(row.device.type)
+    return found
+
+
+RIGHT = {True: {"cpu"}, False: {"meta"}}
+MORE = {**TRANSFORMS, "muon-schedule": lambda: optim.muon(optim.linear(0.1, 0.2, 3))}
+HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "donate": ({}, {"donate": True}),
+    "micro": ({}, {"accumulate": 2, "clip_norm": 1.0}),
+    "once": ({}, {"accumulate": 2, "reduce_once": True, "clip_norm": 1.0}),
+    "ddp": (STRATEGIES["ddp"], {"clip_norm": 1.0}),
+    "zero1": (STRATEGIES["zero1"], {}),
+    "zero2": (STRATEGIES["zero2"], {"donate": True}),
+    "wires": ({"param_wire": Int8(16), "grad_wire": Int8(16)}, {}),
+    "feedback": ({"grad_wire": TopK(0.3)}, {"accumulate": 2}),
+    "together": ({"together": True}, {}),
+    "half": ({"policy": "compute=f16"}, {"clip_norm": 1.0}),
+    "whole": ({"whole": "blocks.0"}, {"accumulate": 2}),
+    "hook": ({}, {"reduction": Doubling()}),
+}
+
+
+def state_of(tx: Any, scale: Any, **how: Any) -> fshard.TrainState:
+    """The state of training on that device: some leaves come from host memory, some from the device."""
+    params, host = model(), ["blocks.*", "norm"]
+    plan = fshard.make_plan(params, Mesh(), units=["blocks.*"], host=host, block=4, **how)
+    given = tree.map(lambda x: x.to(DEVICE), params) | {"norm": params["norm"]}
+    state = fshard.init_state(fshard.shard_params(given, plan), tx, scale)
+    assert placed(state.params) == RIGHT
+    return state
+
+
+def check_step(tx: Any, how: dict[str, Any], step: dict[str, Any]) -> None:
+    """Two steps on that device, and the state in and out."""
+    state = state_of(tx, DynamicLossScale(8.0), **how)
+    run = fshard.train_step(loss, tx, **step)
+    for _ in range(2):
+        state, metrics = run(state, torch.ones(4, 8, device=DEVICE))
+        assert placed(state.params) == RIGHT
+        held = placed(state.opt_state)
+        assert held[True] <= RIGHT[True]
+        assert held[False] <= RIGHT[False]
+        assert all(x.device.type == "meta" for x in (*metrics.values(), *tree.leaves(state.loss_scale)))
+    if "grad_wire" not in how:
+        for reduce in (True, False):
+            grads = fshard.value_and_grad(loss, reduce=reduce)(state.params, torch.ones(4, 8, device=DEVICE))[1]
+            reduced = grads if reduce else fshard.reduce_grads(grads)
+            assert placed(reduced) == RIGHT
+            assert fshard.NoLossScale().unscale(reduced)[1].device == DEVICE
+    fshard.value(loss)(state.params, torch.ones(4, 8, device=DEVICE))
+    assert {x.device.type for x in tree.leaves(gather_params(state.params))} == {"meta"}
+    whole = optim.gather_state(state.opt_state)
+    optim.shard_state({path: x.cpu() for path, x in whole.items()}, state.opt_state)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("name", MORE)
+def test_every_optimizer_runs_where_its_state_is(name):
+    """A loss scale, clipping and micro-batches, and moments where their parameters are."""
+    check_step(MORE[name](), {}, {"clip_norm": 1.0, "accumulate": 2})
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("name", HOW)
+def test_where_everything_lies(name):
+    """Under every strategy and wire."""
+    check_step(optim.adamw(0.1), *HOW[name])
+
+
+@pytest.mark.usefixtures("device")
+def test_derivatives_end_in_host_memory():
+    """Of what gathers outside a step: gradients lie where parameters do."""
+    state = state_of(optim.sgd(0.1), None)
+    rows = tree.map(lambda x: x.detach().requires_grad_(), state.params)
+    total = loss(gather_params(rows), torch.ones(4, 8, device=DEVICE)).total
+    total.backward()
+    assert [row.grad.device for row in rows.tensors] == [row.device for row in rows.tensors]
+
+
+# On a GPU.
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def big(dtype: torch.dtype = torch.float32) -> Any:
+    """A stack whose units take a while to copy."""
+    blocks = [
+        {"w": 0.03 * rand(1024, 1024, seed=i, dtype=dtype), "b": rand(1024, seed=50 + i, dtype=dtype)} for i in range(6)
+    ]
+    return {
+        "blocks": blocks,
+        "norm": rand(1024, seed=90, dtype=dtype),
+        "head": 0.1 * rand(1024, 16, seed=91, dtype=dtype),
+    }
+
+
+def twenty(mesh: Any, host: Any, **kw: Any) -> tuple[Any, fshard.TrainState]:
+    """Losses and the state of twenty steps, which torch's fused kernels update on both sides."""
+    params, tx = tree.map(lambda x: x.cuda(), big()), optim.adamw(optim.linear(1e-4, 1e-3, 9))
+    plan = fshard.make_plan(params, mesh, units=["blocks.*"], host=host)
+    state, losses = fshard.init_state(fshard.shard_params(params, plan), tx, DynamicLossScale(64.0)), []
+    step = fshard.train_step(loss, tx, **kw)
+    for i in range(20):
+        state, metrics = step(state, rand(64, 1024, seed=7 * i + mesh.get_rank(), dtype=torch.float32).cuda())
+        losses.append(metrics["loss"])
+    return torch.stack(losses).cpu(), state
+
+
+@on_gpu
+@pytest.mark.parametrize("shard", [1, 2])
+@pytest.mark.parametrize("kw", [{}, {"donate": True}, {"accumulate": 2, "donate": True, "clip_norm": 0.1}], ids=str)
+def test_nothing_is_overtaken(shard, kw):
+    """Twenty steps with copies beside the computation are those without, and rows stay pinned."""
+
+    def law(mesh: Any) -> None:
+        (near, at), (away, state) = (twenty(mesh, host, **kw) for host in (None, ["blocks.*", "norm"]))
+        torch.testing.assert_close(away, near, rtol=1e-4, atol=1e-5)
+        whole, expected = gather_params(state.params), gather_params(at.params)
+        torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-5)
+        assert placed(state.params) == placed(state.opt_state) == {True: {"cpu"}, False: {"cuda"}}
+        assert all(row.is_pinned() for row in state.params.tensors if row.device.type == "cpu")
+        grads = fshard.value_and_grad(loss)(state.params, torch.ones(4, 1024, device="cuda"))[1]
+        assert all(row.is_pinned() for row in grads.tensors if row.device.type == "cpu")
+
+    fshard.testing.simulate(law, shard=shard, device="cuda")
