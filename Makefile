@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train test lint bench bench-optim bench-precision clean
+.PHONY: train test lint bench bench-footprint bench-optim bench-precision clean
 
 train: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_lm.py $(ARGS)
@@ -24,6 +24,9 @@ bench: .venv/ready
 
 bench-optim: .venv/ready
 	$(BIN)/python benchmarks/optimizers.py $(ARGS)
+
+bench-footprint: .venv/ready
+	$(BIN)/python benchmarks/footprint.py
 
 bench-precision: .venv/ready
 	$(BIN)/python benchmarks/precision.py $(ARGS)

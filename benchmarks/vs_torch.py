@@ -128,7 +128,8 @@ PAIRS = [("fshard", "fsdp2"), ("fshard ()", "ddp"), ("local", "fsdp2")]
 PAIRS += [("fshard jit", other) for other in ("fsdp2", "fsdp2 compiled", "fshard")]
 
 
-def _memory(key: str) -> int:
+def resident(key: str) -> int:
+    """Bytes, by the name the kernel gives them."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key):
             return int(line.split()[1]) * 1024
@@ -139,7 +140,7 @@ def peak_memory(name: str, system: str, mesh: DeviceMesh, steps: int = 3) -> int
     """Peak resident bytes that building a system and a few steps of it add to this process (Linux)."""
     if system in COMPILED:
         torch.compile(torch.square)(torch.ones(2))  # the compiler itself is no part of it
-    before = _memory("VmRSS")
+    before = resident("VmRSS")
     step, generator = ALL[system](name, mesh), _generator()
     if system in COMPILED:  # nor is what compiling takes for a while
         step(TASKS[name].batch(generator))
@@ -147,7 +148,7 @@ def peak_memory(name: str, system: str, mesh: DeviceMesh, steps: int = 3) -> int
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is
     for _ in range(steps):
         step(TASKS[name].batch(generator))
-    return _memory("VmHWM") - before
+    return resident("VmHWM") - before
 
 
 def first_step(name: str, system: str, mesh: DeviceMesh) -> float:

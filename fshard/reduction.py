@@ -46,6 +46,9 @@ def reduce_over(
 
     What was summed once travels on as wide as it was summed.
     """
+    sizes = comm.axis_sizes(mesh)
+    if axes:  # more axes of one rank would add nothing
+        rest = tuple(axis for axis in rest if sizes[axis] > 1)
     if not axes and not rest:
         return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
     last, ranks = len(axes) + len(rest) == 1, comm.along(mesh, (*axes, *rest)[0])
