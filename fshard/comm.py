@@ -366,17 +366,23 @@ def views(data: Tensor, held: Sequence[tuple[torch.dtype, int]], step: int = 1) 
         data = data[size + -size % step :]
 
 
+def bitcast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor's bits as another dtype."""
+    # Inductor gets fused casts of bits wrong on CPUs (torch 2.13, test_compile.py)
+    return torch.ops.fshard.bitcast(x, dtype) if is_tracing() and x.dtype != dtype else x.view(dtype)
+
+
 def as_bytes(x: Tensor) -> Tensor:
     """A tensor's bytes, end to end."""
     flat = x.detach().reshape(-1)
-    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+    return bitcast(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat, torch.uint8)
 
 
 def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
     """The flat tensor that bytes are of."""
     if dtype.is_complex:
-        return torch.view_as_complex(data.view(dtype.to_real()).view(-1, 2))
-    return data.view(dtype)
+        return torch.view_as_complex(bitcast(data, dtype.to_real()).view(-1, 2))
+    return bitcast(data, dtype)
 
 
 def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending:

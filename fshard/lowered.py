@@ -164,7 +164,12 @@ def donated(traced: Trace, leaves: Sequence[Any]) -> Trace:
         moved = [(i, place) for i, place in enumerate(places) if place is not None and isinstance(results[i], Output)]
         moved = [(i, place) for i, place in moved if values[results[i].number] is not inputs[place]]
         # an input that takes another's place is read before that is written to
-        news = [_apart(graph, values[results[i].number]) for i, _ in moved]
+        paths = tree.paths(first)
+        for i, place in moved:
+            _check_fits(paths[i], inputs[place].meta["val"], values[results[i].number].meta["val"])
+        written = {inputs[place].meta["val"].untyped_storage()._cdata for _, place in moved}
+        values = [_apart(graph, value, written) for value in values]
+        news = [values[results[i].number] for i, _ in moved]
         for (i, place), new in zip(moved, news, strict=True):
             graph.call_function(_copy_, (inputs[place], new))
             results[i] = Input(place)
@@ -174,8 +179,17 @@ def donated(traced: Trace, leaves: Sequence[Any]) -> Trace:
     return Trace(fx.GraphModule(traced.module, graph), traced.spec, traced.out_spec, tuple(results))
 
 
-def _apart(graph: fx.Graph, value: fx.Node) -> fx.Node:
-    if value.op != "placeholder":
+def _check_fits(path: str, place: Tensor, value: Tensor) -> None:
+    if (place.shape, place.dtype, place.device) != (value.shape, value.dtype, value.device):
+        raise ValueError(
+            f"jit(donate=True): leaf {path!r} of what comes out first must take the place of {place.dtype}"
+            f"{list(place.shape)}, and is {value.dtype}{list(value.shape)}. Use donate=False."
+        )
+
+
+def _apart(graph: fx.Graph, value: fx.Node, written: set[int]) -> fx.Node:
+    """A copy of what lies in memory that is written to."""
+    if value.meta["val"].untyped_storage()._cdata not in written:
         return value
     new = graph.call_function(torch.ops.aten.clone.default, (value,))
     new.meta = dict(value.meta)
@@ -184,9 +198,11 @@ def _apart(graph: fx.Graph, value: fx.Node) -> fx.Node:
 
 def _check_apart(given: Sequence[Tensor]) -> None:
     """What is written to must not be what something else is read from."""
-    seen: dict[int, int] = {}
-    for number, x in enumerate(given):
-        if x.numel() and seen.setdefault(x.data_ptr(), number) != number:
+    ends = 0
+    for x in sorted((x for x in given if x.numel()), key=Tensor.data_ptr):
+        start, last = x.data_ptr(), sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        overlaps, ends = start < ends, max(ends, start + (last + 1) * x.element_size())
+        if overlaps:
             raise ValueError(
                 f"jit(donate=True): two tensors of the arguments lie in the same memory, {x.dtype}{list(x.shape)}: "
                 "what is donated is written to. Clone one of them."

@@ -20,8 +20,9 @@ Started = tuple[Tensor, Tensor]
 
 def _define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
     """An operator: what it runs, and what gives tensors of the right shapes without running it."""
-    # two calls with the same arguments are not one: no compiler may join them, or run them beforehand
-    _LIBRARY.define(schema, tags=[torch.Tag.nondeterministic_seeded])
+    # two calls with the same arguments are not one: no compiler may join them, or run them beforehand. And none may
+    # bring an argument into another layout: it would do so for each node, and `wait` would keep a copy of what is sent.
+    _LIBRARY.define(schema, tags=[torch.Tag.nondeterministic_seeded, torch.Tag.flexible_layout])
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fshard::{name}", shapes, lib=_LIBRARY)
@@ -90,7 +91,7 @@ def _exchange(
 ) -> Started:
     note(Record(kind, axis, label, nbytes))
     place, _ = _exchanged(sends, numels, mesh, axis, label, nbytes, kind, call)
-    exchange = _ranks(mesh, axis).exchange([x.contiguous() for x in sends], list(place.split(list(numels))), call)
+    exchange = _ranks(mesh, axis).exchange([x.reshape(-1) for x in sends], list(place.split(list(numels))), call)
     return _started(place, comm.Pending(exchange, lambda _: place))
 
 
@@ -104,6 +105,11 @@ _define(
     f"exchange(Tensor[] sends, int[] numels, {_AT}, str kind, str call) -> (Tensor, Tensor)",
     _exchange,
     _exchanged,
+)
+_define(
+    "bitcast(Tensor x, ScalarType dtype) -> Tensor",
+    lambda x, dtype: x.contiguous().view(dtype).clone(),
+    lambda x, dtype: torch.empty_like(x.view(dtype)),
 )
 _define(
     "seeded(Tensor seed, Tensor step, int rank, int part, Device device) -> Tensor",

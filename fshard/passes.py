@@ -72,7 +72,8 @@ def gathers(graph: fx.Graph) -> list[Gather]:
     for start in (node for node in order if _is(node, "fshard.all_gather")):
         views = [node for node in inside[next(storages_of(start))] if node is not start]
         users = {user for node in [start, *views] for user in node.users}
-        (wait,) = (user for user in users if _is(user, "fshard.wait"))
+        # a later gather that sends this buffer has a wait that names it too
+        (wait,) = (user for user in users if _is(user, "fshard.wait") and arguments(user)["place"] in views)
         ticket = arguments(wait)["ticket"]
         readers = users - {start, ticket, wait, *views}
         found.append(Gather(start, ticket, wait, views, sorted(readers, key=order.__getitem__)))

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import kernels, tree
 from .elementwise import Rate, share
 from .kernels import Number
+from .nodes import is_tracing
 from .parts import Layout, Pieces, layout_of
 from .transform import Needs, Transform, at, checked, start_count
 
@@ -126,6 +127,7 @@ def adamw_8bit(
     if block < 1:
         raise ValueError(f"optim.adamw_8bit: block={block}: expected a number of elements, at least 1")
     books = code_book(signed=True), code_book(signed=False)
+    lists = [book.tolist() for book in books]
 
     def init(params: Any) -> Adam8bitState:
         layout, rows = layout_of(params), tree.leaves(params)
@@ -145,7 +147,9 @@ def adamw_8bit(
         constants = kernels.Adam(at(lr, state.count), b1, b2, eps, weight_decay, True, share(b1, t), share(b2, t))
         moments = [*state.mu, *state.nu]
         columns = zip(tree.leaves(params), tree.leaves(grads), *(m.tensors for m in moments), strict=True)
-        rows = [_update_row(constants, books, block, *row) for row in columns]
+        # a graph takes constants, and no tensors from outside
+        now = (torch.tensor(lists[0]), torch.tensor(lists[1])) if is_tracing() else books
+        rows = [_update_row(constants, now, block, *row) for row in columns]
         updates = tree.unflatten(tree.flatten(grads)[1], [row[0] for row in rows])
         kept = [Pieces(old.layout, [row[i + 1] for row in rows]) for i, old in enumerate(moments)]
         return updates, Adam8bitState(state.count + 1, Quantised(*kept[:2]), Quantised(*kept[2:]))

@@ -75,7 +75,10 @@ class _Draws(TorchDispatchMode):
         torch.default_generator.manual_seed(0)  # the number of the state that is next
 
     def _draw(self, how: str, like: Tensor, numbers: Sequence[float] = (), by: Sequence[Tensor] = ()) -> Tensor:
-        state = self._states[torch.default_generator.initial_seed()]
+        number = torch.default_generator.initial_seed()
+        if number >= len(self._states):
+            raise RuntimeError("a seed was set (torch.manual_seed) inside the loss: a graph draws from the state alone")
+        state = self._states[number]
         drawn, state = torch.ops.fshard.draw(state, how, by, numbers, like)
         torch.default_generator.manual_seed(len(self._states))
         self._states.append(state)
@@ -86,6 +89,8 @@ class _Draws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags or func.namespace == "fshard":
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
+        if kwargs.get("generator") is not None:
+            raise NotImplementedError(_unknown(func))
         options = {k: v for k, v in kwargs.items() if k in ("dtype", "device", "memory_format") and v is not None}
         if name == "native_dropout":
             x, p, train = args
@@ -107,12 +112,18 @@ class _Draws(TorchDispatchMode):
             low, high = bounds if len(bounds) == 2 else (0, *bounds)
             options = options if "dtype" in options or name == "randint_like" else {**options, "dtype": torch.int64}
             return self._draw("random_", _room(name, [of], options), [low, high])
-        if kwargs.get("dropout_p", next((a for a in args if isinstance(a, float)), 0.0)) == 0.0:
-            return func(*args, **kwargs)  # attention without dropout
-        raise NotImplementedError(
-            f"{func}: a graph knows no such random operator: use torch.rand, randn, randint, bernoulli or dropout, or "
-            "an in-place method such as uniform_ (attention with dropout: under sdpa_kernel(SDPBackend.MATH))"
-        )
+        dropout = kwargs.get("dropout_p", next((a for a in args if isinstance(a, float)), 0.0))
+        if "attention" in name and dropout == 0.0:
+            return func(*args, **kwargs)
+        raise NotImplementedError(_unknown(func))
+
+
+def _unknown(func: Any) -> str:
+    return (
+        f"{func}: a graph knows no such random operator, or none with a generator of its own: use torch.rand, randn, "
+        "randint, bernoulli or dropout, or an in-place method such as uniform_ (attention with dropout: under "
+        "sdpa_kernel(SDPBackend.MATH))"
+    )
 
 
 def _room(name: str, args: Sequence[Any], options: dict[str, Any]) -> Tensor:

@@ -66,7 +66,8 @@ def signature(leaves: Sequence[Any], spec: tree.Spec) -> tuple[Any, ...]:
 
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return Tensor, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+        device = torch.get_default_device() if leaf.device.type == "meta" else leaf.device  # as `_fake` has it
+        return Tensor, leaf.shape, leaf.stride(), leaf.dtype, device, leaf.requires_grad
     return type(leaf), leaf
 
 
@@ -163,7 +164,10 @@ def _check_unchanged(given: Sequence[Tensor], versions: Sequence[int], leaves: S
 
 def _explained(failure: Exception, fn: Callable[..., Any]) -> TraceError:
     text, where = str(failure), _site(failure)
-    if "convert all Tensors to FakeTensors" in text:
+    frames = traceback.extract_tb(failure.__traceback__)
+    # where forward mode is on, as on simulated ranks, torch fails while it words the refusal
+    refused = any(f.name == "validate" and f.filename.endswith("fake_tensor.py") for f in frames)
+    if refused or "convert all Tensors to FakeTensors" in text:
         names = ", ".join(_captured(fn)) or "a tensor"
         return TraceError(
             f"jit: the function uses a tensor that is not among its arguments ({names}) at {where}: pass it as one, "

@@ -156,12 +156,12 @@ class Float8:
         )
         scales = torch.where(top.isfinite(), top / torch.finfo(self.dtype).max, torch.nan)
         parts = [leaf / torch.where(s == 0, 1, s) for leaf, s in zip(leaves, scales.unbind(), strict=True)]
-        return pack(scales, torch.cat(parts).to(self.dtype).view(torch.uint8))
+        return pack(scales, torch.cat(parts).to(self.dtype))
 
     def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
         """Codes times scales."""
-        scales, codes = unpack(data, (torch.float32, len(sizes)), (torch.uint8, sum(sizes)))
-        leaves = codes.view(self.dtype).float().split(list(sizes))
+        scales, codes = unpack(data, (torch.float32, len(sizes)), (self.dtype, sum(sizes)))
+        leaves = codes.float().split(list(sizes))
         return torch.cat([leaf * s for leaf, s in zip(leaves, scales.unbind(), strict=True)])
 
 

@@ -1,0 +1,334 @@
+"""Compiled steps give the numbers of eager ones: `fshard.jit` by every backend, and the user's own torch.compile."""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._dynamo.testing
+from models import STRATEGIES, rand
+from optimizers import TRANSFORMS, _decay
+from steps import EXACT, QUIET, alike, apart, batch, loss, params, rank_of, same_shapes, start
+from test_optim import KERNELS
+from test_wire import STEEP, WIRES
+from worlds import gloo, simulated
+
+import fshard
+from fshard import DynamicLossScale, StaticLossScale, optim
+
+pytestmark = pytest.mark.filterwarnings(QUIET)
+
+# torch.optim's own read the number of steps.
+# It takes torch's other implementation where a graph is traced.
+OTHERWISE = {*KERNELS, "from_torch-SGD"}
+READ = {"from_torch-Adam", "from_torch-Adafactor"}
+SCHEDULED = optim.adamw(optim.warmup_cosine(0.1, 2, 8))
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    """What dynamo has compiled before is forgotten."""
+    torch._dynamo.reset()
+
+
+def by(backend: str) -> Any:
+    """`jit` by a backend."""
+    return partial(fshard.jit, backend=backend)
+
+
+# --- jit: every transformation, and every kind of step ---
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in READ])
+def test_every_optimizer(name):
+    """With a loss scale; the eager bits, but where that ends in a kernel of torch's."""
+    plan = {"block": 4} if name == "adamw_8bit" else {}
+    kw = {"tx": TRANSFORMS[name](), "plan": plan, "scale": StaticLossScale(4.0) if len(name) % 2 else None}
+    for bits, far, _ in run(by("aot_eager"), **kw):
+        assert bits or name in OTHERWISE
+        assert far <= 1e-12
+
+
+@pytest.mark.parametrize("name", sorted(READ))
+def test_an_optimizer_that_reads_tensors_is_an_error(name):
+    """One that says what is wrong."""
+    with pytest.raises(fshard.trace.TraceError, match="asks for the value of a tensor"):
+        run(by("eager"), tx=TRANSFORMS[name]())
+
+
+def run(compiled: Any, shard: int = 2, replicate: int = 1, **kw: Any) -> list[Any]:
+    """`alike` on simulated ranks."""
+    return simulated(partial(alike, compiled=compiled, **kw), shard=shard, replicate=replicate)
+
+
+def tied() -> Any:
+    """The matrices of both layers are one."""
+    p = params()
+    return {**p, "c": {"w": p["a"]["w"]}}
+
+
+def with_aux(p: Any, b: Any) -> Any:
+    """The loss, and a tree that says something of this rank's rows."""
+    return loss(p, b), {"rows": b["x"].sum(1), "n": len(b["x"]), "none": None}
+
+
+BF16 = {"whole": params(torch.float32), "dtype": torch.float32}
+STEPS: dict[str, dict[str, Any]] = {
+    **{f"plan-{name}": {"plan": STRATEGIES[name]} for name in ("ddp", "zero1", "zero2", "keep")},
+    **{f"plan-{name}-2x2": {"plan": STRATEGIES[name], "replicate": 2} for name in ("full", "wide_state", "wide")},
+    "one rank": {"shard": 1},
+    "three ranks": {"shard": 3},
+    "whole leaves": {"plan": {"whole": ["a.w"]}, "tx": optim.lamb(0.1)},
+    "a frozen leaf": {"plan": {"frozen": ["a.b"]}},
+    "tied leaves": {"whole": tied()},
+    "one unit": {"plan": {"units": None}},
+    "bf16": {**BF16, "plan": {"policy": "compute=bf16"}},
+    "bf16, reduced so": {**BF16, "plan": {"policy": "compute=bf16,reduce=bf16"}},
+    "dtypes together": {**BF16, "plan": {"policy": "compute=bf16; a.b: storage=f64,compute=bf16", "together": True}},
+    **{f"params by {name}": {**BF16, "plan": {"param_wire": wire}} for name, wire in WIRES.items()},
+    **{f"grads by {name}": {**BF16, "plan": {"grad_wire": wire}} for name, wire in WIRES.items()},
+    "feedback": {**BF16, "plan": {"grad_wire": STEEP}, "scale": DynamicLossScale(4.0), "overflow": 1},
+    "int8, keep": {
+        **BF16,
+        "plan": {"param_wire": WIRES["int8"], "grad_wire": WIRES["int8"], "regather": False},
+        "shard": 3,
+    },
+    "static scale": {"scale": StaticLossScale(8.0), "overflow": 1},
+    "dynamic scale": {"scale": DynamicLossScale(8.0, growth_interval=1), "overflow": 1},
+    "no scale, overflow": {"overflow": 2},
+    "clip": {"clip_norm": 0.1},
+    "accumulate": {"accumulate": 2, "clip_norm": 0.1, "scale": DynamicLossScale(8.0), "overflow": 1},
+    "reduce once": {"accumulate": 2, "reduce_once": True},
+    "reduce once, ddp": {"accumulate": 2, "reduce_once": True, "plan": STRATEGIES["ddp"]},
+    "fast": {"reduction": "fast"},
+    "skip labels": {
+        "tx": TRANSFORMS["by_label"](),
+        "skip_labels": _decay,
+        "scale": DynamicLossScale(8.0),
+        "overflow": 1,
+    },
+    "schedule": {"tx": optim.scale_by_schedule(optim.linear(-0.1, -0.2, 3))},
+    "extra": {"extra": {"n": torch.ones(2), "none": None}},
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_kind_of_step(name):
+    """The eager bits: of state and metrics, skipped updates and what a wire has lost included."""
+    kw = STEPS[name]
+    backend = "eager" if " by " in name else "aot_eager"
+    for bits, far, (rows, state) in run(by(backend), **kw):
+        assert bits or kw.get("tx", EXACT) is not EXACT
+        assert far <= 1e-12
+        bad = [i for i, row in enumerate(rows) if row["found_inf"]]
+        assert bad == ([kw["overflow"]] if "overflow" in kw else [])
+        if isinstance(kw.get("scale"), DynamicLossScale):
+            grown = 4 if kw["scale"].growth_interval == 1 else 1
+            assert state.loss_scale.scale == kw["scale"].scale * 0.5 * grown
+
+
+def test_a_graph_as_it_is():
+    """Nothing functionalized: the same bits."""
+    for name in ("accumulate", "feedback"):
+        assert all(bits for bits, _, _ in run(by("eager"), **STEPS[name]))
+
+
+def test_aux():
+    """What a loss says beside its value, tensors or not."""
+
+    def law(mesh: Any) -> None:
+        state, step = start(mesh, loss_fn=with_aux, has_aux=True, accumulate=2)
+        for i in range(2):
+            expected, row = step(state, batch(i, mesh.get_rank()))
+            state, found = fshard.jit(step, backend="aot_eager")(state, batch(i, mesh.get_rank()))
+            assert fshard.tree.flatten(found)[1] == fshard.tree.flatten(row)[1]
+            assert apart([a["rows"] for a in found["aux"]], [a["rows"] for a in row["aux"]]) == 0
+            assert [a["n"] for a in found["aux"]] == [2 + mesh.get_rank()] * 2
+            assert apart(state.params.tensors, expected.params.tensors) == 0
+
+    simulated(law)
+
+
+# --- inductor ---
+
+
+def long_runs(mesh: Any, backend: str) -> list[float]:
+    """Twenty steps of SGD and AdamW, with and without gathering again: how far apart eager and compiled ones are."""
+    found = []
+    for tx, regather in ((optim.sgd(0.1, momentum=0.9), True), (optim.adamw(0.02), False)):
+        kw = {"tx": tx, "plan": {"regather": regather}, "num_steps": 20, "clip_norm": 1.0}
+        found.append(alike(mesh, by(backend), scale=DynamicLossScale(4.0), overflow=3, **kw)[1])
+    return found
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_twenty_steps_in_processes(shard):
+    """With other data on every rank, to 1e-10."""
+    for found in gloo(long_runs, "inductor", shard=shard):
+        assert max(found) <= 1e-10
+
+
+class Late:
+    """A mesh on which a message leaves, and is written where it arrives, when it is waited for, and no earlier."""
+
+    def __init__(self, mesh: Any):
+        self._mesh = mesh
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mesh, name)
+
+    def ranks(self, axis: str) -> Any:
+        """Those of the mesh."""
+        return LateRanks(self._mesh.ranks(axis))
+
+
+class LateRanks:
+    """The ranks along one of its axes."""
+
+    def __init__(self, ranks: Any):
+        self._ranks = ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ranks, name)
+
+    def exchange(self, *args: Any) -> Any:
+        """Remembers what to do."""
+        return LateWork(self._ranks, args)
+
+
+class LateWork:
+    """An exchange that has not begun."""
+
+    def __init__(self, ranks: Any, args: Any):
+        self._ranks, self._args = ranks, args
+
+    def wait(self) -> Any:
+        """Do it."""
+        return self._ranks.exchange(*self._args).wait()
+
+    def done(self) -> None:
+        """Nothing is shared."""
+
+
+LATE = {
+    "adamw": {"tx": optim.adamw(0.1, weight_decay=0.1)},
+    "int8": {"plan": {"grad_wire": WIRES["int8"], "param_wire": WIRES["int8"]}, **BF16},
+}
+
+
+@pytest.mark.parametrize(("name", "shard"), [("adamw", 1), ("adamw", 2), ("int8", 2)])
+def test_nothing_is_used_again_while_it_is_sent(name, shard):
+    """Inductor gives the memory of what is dead to others: what is under way is not dead."""
+    kw = dict(LATE[name])
+    far = [1e-10, 1e-4][name == "int8"]
+    for _, gap, _ in simulated(lambda mesh: alike(Late(mesh), by("inductor"), **kw), shard=shard):
+        assert gap <= far
+
+
+# --- torch.compile ---
+
+
+def compiled_with(backend: str, counters: list[Any], step: Any) -> Any:
+    """A step under torch.compile, its graphs counted."""
+    counters.append(torch._dynamo.testing.CompileCounterWithBackend(backend))
+    return torch.compile(step, fullgraph=True, backend=counters[-1])
+
+
+def compiles(mesh: Any, backend: str = "aot_eager", **kw: Any) -> None:
+    """A step compiled by the user gives the eager numbers, in one graph for three steps."""
+    torch._dynamo.reset()
+    counters: list[Any] = []
+    _, far, _ = alike(mesh, partial(compiled_with, backend, counters), **kw)
+    assert far <= 1e-10
+    assert [counter.frame_count for counter in counters] == [1]
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "sgd": {"tx": optim.sgd(0.1)},
+    "momentum": {"tx": optim.sgd(0.1, momentum=0.9)},
+    "adamw": {"tx": optim.adamw(0.1)},
+    "by_label": {"tx": TRANSFORMS["by_label"]()},
+    "muon": {"tx": TRANSFORMS["muon"]()},
+    "lamb": {"tx": TRANSFORMS["lamb"]()},
+    "adamw_8bit": {"tx": TRANSFORMS["adamw_8bit"](), "plan": {"block": 4}},
+    "schedule": {"tx": SCHEDULED, "extra": None},
+    "extra": {"extra": {"n": torch.ones(2), "none": None}},
+    "scale": {"scale": DynamicLossScale(8.0, growth_interval=1), "overflow": 1, "clip_norm": 0.1, "accumulate": 2},
+    "skip labels": STEPS["skip labels"],
+    "wires": STEPS["feedback"],
+    "ddp": {"plan": STRATEGIES["ddp"]},
+}
+
+
+@pytest.mark.parametrize(("name", "shard"), [*((n, 2) for n in OWN), *((n, 1) for n in ("sgd", "by_label", "scale"))])
+def test_a_step_under_torch_compile(name, shard):
+    """No graph break, and none again at the second and third step."""
+    if shard == 1:
+        compiles(None, **OWN[name])
+    else:
+        simulated(partial(compiles, **OWN[name]), shard=2)
+
+
+def test_a_step_under_torch_compile_by_inductor():
+    """The numbers of eager steps."""
+    simulated(partial(compiles, backend="inductor", tx=SCHEDULED, clip_norm=1.0), shard=2)
+
+
+def test_a_step_in_a_function_under_torch_compile():
+    """What the user does around a step is in the same graph; with aux that is tensors."""
+
+    def law(mesh: Any) -> None:
+        torch._dynamo.reset()
+        state, step = start(mesh, optim.adamw(0.1), loss_fn=lambda p, b: (loss(p, b), b["x"].sum(1)), has_aux=True)
+
+        def user(state: Any, data: Any, weight: float) -> Any:
+            new, row = step(state, {"x": data["x"] * weight, "gain": data["gain"]})
+            ema = fshard.tree.map(lambda a, b: 0.9 * a + 0.1 * b, state.params, new.params)
+            return new, ema, {**row, "twice": 2 * row["loss"]}
+
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        fast, other = torch.compile(user, fullgraph=True, backend=counter), state
+        for i in range(3):
+            data = batch(i, rank_of(mesh))
+            state, ema, row = user(state, data, 0.5)
+            other, ema2, row2 = fast(other, data, 0.5)
+            assert same_shapes((state, ema, row), (other, ema2, row2))
+            assert apart((state.params, ema, row["twice"]), (other.params, ema2, row2["twice"])) <= 1e-10
+        assert counter.frame_count == 1
+
+    law(None)
+    simulated(law)
+
+
+@pytest.mark.parametrize("partition", ["flat", "leaf"])
+def test_zero_over_whole_parameters(partition):
+    """An update of whole parameters by `zero`, jitted, and under torch.compile."""
+
+    def law(mesh: Any) -> None:
+        torch._dynamo.reset()
+        tx = fshard.zero(optim.adamw(0.1), mesh, partition=partition)
+        p, grads = params(), [params(), fshard.tree.map(torch.neg, params())]
+
+        def update(g: Any, state: Any, p: Any) -> Any:
+            updates, state = tx.update(g, state, p)
+            return optim.apply_updates(p, updates), state
+
+        fast = fshard.jit(update, backend="aot_eager")
+        (one, state), (two, other) = (p, tx.init(p)), (p, tx.init(p))
+        for g in grads:
+            one, state = update(g, state, one)
+            two, other = fast(g, other, two)
+            assert apart((one, state), (two, other)) <= 1e-12
+
+    simulated(law)
+
+
+def test_the_comparison_can_fail():
+    """Steps that differ by one part in 1e9 are told apart, and so are shapes."""
+    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+    bits, far, _ = alike(None, lambda step: lambda s, b: step(s, {**b, "x": b["x"] * (1 + 1e-9)}))
+    assert not bits
+    assert 1e-10 < far < 1e-6
+    assert not same_shapes(rand(3, seed=1), rand(4, seed=1))

@@ -1,0 +1,201 @@
+"""Random numbers in a graph: those of the same code run eagerly, from the state and nothing else."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import rand, same_bits
+from steps import QUIET, apart, batch, start
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from worlds import simulated
+
+import fshard
+from fshard import optim
+
+pytestmark = pytest.mark.filterwarnings(QUIET)
+
+# What makes numbers, of the shape of `h`.
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda h: F.dropout(h, 0.5),
+    "dropout twice": lambda h: F.dropout(F.dropout(h, 0.3), 0.2),
+    "dropout of channels": lambda h: F.dropout1d(h, 0.5),
+    "alpha_dropout": lambda h: F.alpha_dropout(h, 0.3, True),
+    "rand": lambda h: h * torch.rand(h.shape, dtype=h.dtype),
+    "rand, float32": lambda h: h * torch.rand(4),
+    "rand, much": lambda h: h * (torch.rand(300, 4).sum(0) - 150),
+    "rand_like": lambda h: h * torch.rand_like(h),
+    "randn": lambda h: h * torch.randn(h.shape),
+    "randn_like": lambda h: h * torch.randn_like(h),
+    "randint": lambda h: h * torch.randint(7, (4,)),
+    "randint, from": lambda h: h * torch.randint(2, 7, (4,), dtype=torch.int32),
+    "randint_like": lambda h: h * torch.randint_like(h, 5),
+    "bernoulli": lambda h: h * torch.bernoulli(torch.sigmoid(h.detach())),
+    "bernoulli_": lambda h: h * torch.empty_like(h).bernoulli_(0.3),
+    "bernoulli_, bool": lambda h: h * torch.empty(h.shape, dtype=torch.bool).bernoulli_(0.5),
+    "uniform_": lambda h: h * torch.empty_like(h).uniform_(-1, 2),
+    "uniform_, strides": lambda h: h * torch.empty_like(h.t()).uniform_().t(),
+    "uniform_, a view": lambda h: h * torch.zeros(2 * len(h), 4)[::2].uniform_(),
+    "normal_": lambda h: h * torch.empty_like(h).normal_(),
+    "normal_, numbers": lambda h: h * torch.empty_like(h).normal_(1, 2),
+    "exponential_": lambda h: h * torch.empty_like(h).exponential_(),
+    "log_normal_": lambda h: h * torch.empty_like(h).log_normal_(),
+    "cauchy_": lambda h: h * torch.empty_like(h).cauchy_(),
+    "geometric_": lambda h: h * torch.empty_like(h).geometric_(0.5),
+    "random_": lambda h: h * torch.empty_like(h).random_(5),
+    "gumbel_softmax": lambda h: F.gumbel_softmax(h),
+    "attention": lambda h: F.scaled_dot_product_attention(h[None], h[None], h[None], dropout_p=0.3)[0],
+}
+# What draws nothing after all.
+NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout of all": lambda h: F.dropout(h, 1.0) + h,
+    "no dropout": lambda h: F.dropout(h, 0.0),
+    "dropout in evaluation": lambda h: F.dropout(h, 0.5, False),
+    "attention": lambda h: F.scaled_dot_product_attention(h[None], h[None], h[None])[0],
+    "nothing to draw": lambda h: h + torch.rand(0).sum(),
+}
+# What a graph has no node for, and the operator an error names.
+UNKNOWN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "randperm": (lambda h: h[torch.randperm(len(h))], "randperm"),
+    "multinomial": (lambda h: h[torch.multinomial(torch.ones(4), 4)], "multinomial"),
+    "poisson": (lambda h: h * torch.poisson(h.detach().abs()), "poisson"),
+    "binomial": (lambda h: h * torch.binomial(h.detach().abs(), h.detach().abs()), "binomial"),
+    "normal": (lambda h: h * torch.normal(0.0, 1.0, h.shape), "normal"),
+    "normal, tensors": (lambda h: h * torch.normal(h.detach(), 1.0), "normal"),
+    "rrelu": (lambda h: F.rrelu(h, training=True), "rrelu"),
+    "a generator": (lambda h: h * torch.rand(4, generator=torch.Generator().manual_seed(1)), "rand"),
+    "a generator, in place": (lambda h: h.clone().uniform_(generator=torch.Generator().manual_seed(1)), "uniform_"),
+}
+
+
+def noisy(draw: Callable[[Tensor], Tensor]) -> Callable[..., fshard.Mean]:
+    """The loss of the model with something random between its layers."""
+
+    def loss(p: Any, b: dict[str, Tensor]) -> fshard.Mean:
+        h = draw(torch.tanh(b["x"] @ p["a"]["w"] + p["a"]["b"]))
+        y = torch.tanh(h @ p["c"]["w"]).square().sum(1)
+        return fshard.Mean((y * b["gain"]).sum(), len(y))
+
+    return loss
+
+
+def two_steps(mesh: Any, draw: Callable[[Tensor], Tensor], backend: str, **kw: Any) -> list[Any]:
+    """Eager and compiled results of two steps, on data that is the same on all ranks."""
+    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+    state, step = start(mesh, loss_fn=noisy(draw), **kw)
+    other, fast, rows = state, fshard.jit(step, backend=backend), []
+    for i in range(2):
+        before = torch.get_rng_state()
+        again, _ = fast(other, batch(i, 0))
+        other, row2 = fast(other, batch(i, 0))
+        assert torch.equal(torch.get_rng_state(), before)
+        assert same_bits(again, other)
+        state, row = step(state, batch(i, 0))
+        rows.append(((state, row), (other, row2)))
+    return rows
+
+
+@pytest.mark.parametrize("name", [*DRAWS, *NOTHING])
+def test_a_graph_draws_the_eager_numbers(name):
+    """Bit for bit, the same again for the same state, and torch's own generator stays where it was."""
+    for eager, compiled in two_steps(None, {**DRAWS, **NOTHING}[name], "eager"):
+        assert same_bits(eager, compiled)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_is_drawn_depends_on_the_state(name):
+    """Another seed, other results: the test above would see numbers that are always the same."""
+    state, step = start(None, loss_fn=noisy(DRAWS[name]))
+    fast = fshard.jit(step, backend="eager")
+    one, two = fast(state, batch(0, 0)), fast(fshard.tree.map(lambda x: x + (x == 7), state), batch(0, 0))
+    assert not same_bits(one[1], two[1])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_graph_draws_them_too(backend):
+    """With micro-batches: dropout and noise, on two ranks or one."""
+
+    def draw(h: Tensor) -> Tensor:
+        return F.dropout(h, 0.5) + torch.randn_like(h)
+
+    law = partial(two_steps, draw=draw, backend=backend, accumulate=2)
+    for rows in simulated(law, shard=2 if backend == "aot_eager" else 1):
+        assert max(apart(*row) for row in rows) <= 1e-12
+
+
+def drawn(mesh: Any) -> list[Tensor]:
+    """What dropout keeps of ones, in each micro-batch of two steps."""
+
+    def loss(p: Any, b: dict[str, Tensor]) -> Any:
+        return (p["a"]["w"].sum() * b["x"]).sum(), F.dropout(torch.ones(64), 0.5)
+
+    state, step = start(mesh, loss_fn=loss, has_aux=True, accumulate=2)
+    step, found = fshard.jit(step, backend="eager"), []
+    for _ in range(2):
+        state, row = step(state, batch(0, 0))
+        found += row["aux"]
+    return found
+
+
+def test_numbers_differ():
+    """Between ranks, steps and micro-batches, and not between runs."""
+    runs = simulated(drawn, shard=2)
+    every = [x for run in runs for x in run]
+    assert len({tuple(x.tolist()) for x in every}) == len(every) == 8
+    assert same_bits(simulated(drawn, shard=2), runs)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_block_computed_again_draws_the_same(backend):
+    """torch.utils.checkpoint around dropout: the same gradients as without it, eagerly and in a graph."""
+
+    def block(h: Tensor) -> Tensor:
+        return F.dropout(torch.sin(F.dropout(h, 0.3)) * torch.rand_like(h), 0.5)
+
+    def again(h: Tensor) -> Tensor:
+        return F.dropout(checkpoint(block, h, use_reentrant=False), 0.2)
+
+    def plain(h: Tensor) -> Tensor:
+        return F.dropout(block(h), 0.2)
+
+    def law(mesh: Any) -> None:
+        for one, other in zip(two_steps(mesh, again, backend), two_steps(mesh, plain, backend), strict=True):
+            assert apart(one, other) <= 1e-14
+            assert same_bits(one[0], one[1])
+
+    simulated(law, shard=2)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_random_operator_is_an_error(name):
+    """One that names it; nothing is drawn from torch's own generator."""
+    draw, operator = UNKNOWN[name]
+    state, step = start(None, loss_fn=noisy(draw), tx=optim.sgd(0.1))
+    with pytest.raises((NotImplementedError, fshard.trace.TraceError), match=rf"aten\.{operator}.*\bno such random"):
+        fshard.jit(step, backend="eager")(state, batch(0, 0))
+
+
+def test_a_seed_set_in_a_loss_is_an_error():
+    """It would be the same in every step."""
+
+    def draw(h: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return h * torch.rand(4)
+
+    state, step = start(None, loss_fn=noisy(draw))
+    with pytest.raises(fshard.trace.TraceError, match="seed"):
+        fshard.jit(step, backend="eager")(state, batch(0, 0))
+
+
+def test_without_a_step_torch_draws():
+    """Outside a step there is no state: a function that draws gives new numbers each time, from torch's generator."""
+    fast = fshard.jit(lambda x: x * torch.rand(8), backend="eager")
+    x = rand(8, seed=1)
+    torch.manual_seed(1)
+    one, two = fast(x), fast(x)
+    torch.manual_seed(1)
+    assert same_bits([one, two], [x * torch.rand(8), x * torch.rand(8)])
