@@ -48,6 +48,8 @@ MESHES = Names()
 
 def is_tracing() -> bool:
     """Whether operators are being recorded (or run on fake tensors) instead of run."""
+    if torch.compiler.is_dynamo_compiling():  # it records Python, and cannot ask
+        return False
     # Private: there is no public way to ask (test_jit.py notices when it goes).
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 

@@ -108,8 +108,9 @@ _define(
 )
 _define(
     "bitcast(Tensor x, ScalarType dtype) -> Tensor",
-    lambda x, dtype: x.contiguous().view(dtype).clone(),
-    lambda x, dtype: torch.empty_like(x.view(dtype)),
+    # a copy whose last stride is 1, which that of one element need not be
+    lambda x, dtype: x.new_empty(x.numel()).copy_(x).view(dtype),
+    lambda x, dtype: x.new_empty(x.nbytes // dtype.itemsize, dtype=dtype),
 )
 _define(
     "seeded(Tensor seed, Tensor step, int rank, int part, Device device) -> Tensor",

@@ -57,6 +57,10 @@ class Gather:
         return values(self.start)[0].nbytes
 
 
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def _by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
     found: dict[int, list[fx.Node]] = {}
     for node in nodes:
@@ -70,26 +74,42 @@ def gathers(graph: fx.Graph) -> list[Gather]:
     order, found = {node: i for i, node in enumerate(graph.nodes)}, []
     inside = _by_storage(order)
     for start in (node for node in order if _is(node, "fshard.all_gather")):
-        views = [node for node in inside[next(storages_of(start))] if node is not start]
+        same = [node for node in inside[next(storages_of(start))] if node is not start]
+        first = min((order[node] for node in same if _writes(node)), default=len(order))
+        views = [node for node in same if order[node] < first]  # what is written to is read
         users = {user for node in [start, *views] for user in node.users}
-        # a later gather that sends this buffer has a wait that names it too
-        (wait,) = (user for user in users if _is(user, "fshard.wait") and arguments(user)["place"] in views)
-        ticket = arguments(wait)["ticket"]
-        readers = users - {start, ticket, wait, *views}
+        waits = {user for user in users if _is(user, "fshard.wait")}  # others name it as what was sent
+        (ticket,) = (user for user in start.users if _is(user, "getitem") and user.args[1] == 1)
+        (wait,) = (user for user in waits if arguments(user)["ticket"] is ticket)
+        readers = users - {start, ticket, *waits, *views}
         found.append(Gather(start, ticket, wait, views, sorted(readers, key=order.__getitem__)))
     return sorted(found, key=lambda gather: order[gather.readers[0]] if gather.readers else -1)
 
 
 def drop_dead(graph: fx.Graph) -> None:
     """What nobody reads goes, gathers of leaves that are not used among it."""
-    for gather in gathers(graph):
-        if not gather.readers:
+    _drop_unread(graph)
+    while dead := [gather for gather in gathers(graph) if not gather.readers]:
+        for gather in dead:
             for node in (gather.wait, *reversed(gather.views), gather.ticket, gather.start):
                 graph.erase_node(node)
+        _drop_unread(graph)
+
+
+def _drop_unread(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
-        writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        if node.op in ("call_function", "get_attr") and not node.users and not writes:
+        if node.op in ("call_function", "get_attr") and not node.users and not _writes(node):
             graph.erase_node(node)
+
+
+def _first_write(values: Iterable[fx.Node], after: float, order: Mapping[fx.Node, float]) -> float:
+    """Where the memory of some values is first written to."""
+    places = {place for value in values for place in storages_of(value)}
+    writers = (n for n in order if _writes(n) and not _is(n, "fshard.wait", *_REDUCTIONS) and order[n] > after)
+    return min(
+        (order[n] for n in writers if any(places & set(storages_of(x)) for x in n.all_input_nodes[:1])),
+        default=float(len(order)),
+    )
 
 
 def _arrange(graph: fx.Graph, keys: Mapping[fx.Node, float]) -> None:
@@ -113,10 +133,11 @@ def sink(graph: fx.Graph, in_flight: int = 0) -> None:
         before = [g for g in found[:i] if order[g.readers[0]] < at]
         head, nbytes = at - 0.5, gather.nbytes
         for number, earlier in enumerate(reversed(before)):
-            nbytes += earlier.nbytes if number else 0
             if number and nbytes > in_flight:
                 break
             head = order[earlier.readers[0]]
+            nbytes += earlier.nbytes
+        head = min(head, _first_write([arguments(gather.start)["x"]], order[gather.start], order))
         keys |= dict.fromkeys([gather.wait, *gather.views], at - 0.4)
         start = max([head - 0.3, *(keys.get(x, order[x]) for x in gather.start.all_input_nodes)])
         keys |= dict.fromkeys([gather.start, gather.ticket], start)
@@ -135,7 +156,9 @@ def _delay(graph: fx.Graph, in_flight: int) -> None:
     for wait, _ in waiting:
         keys[wait] = float(len(order))
     for wait in keys:
-        keys[wait] = max(order[wait], min(keys[wait], _first_reader(wait, order) - 0.5))
+        sent: list[fx.Node] = arguments(wait)["sent"]
+        end = min(_first_reader(wait, order), _first_write(sent, order[wait], order))
+        keys[wait] = max(order[wait], min(keys[wait], end - 0.5))
     _arrange(graph, keys)
 
 
@@ -143,9 +166,16 @@ def _first_reader(wait: fx.Node, order: Mapping[fx.Node, float]) -> float:
     """Where what a reduction writes to is read first."""
     place = set(storages_of(wait.args[0]))  # type: ignore[arg-type]
     views = [node for node in order if place & set(storages_of(node))]
-    users = {user for node in views for user in node.users}
-    readers = [order[user] for user in users if not operator(user).startswith("fshard.") and user not in views]
+    users = {user for node in views for user in node.users if user not in views or _writes(user)}
+    readers = [order[user] for user in users if any(place & set(storages_of(x)) for x in _read_by(user))]
     return min((at for at in readers if at > order[wait]), default=float(len(order)))
+
+
+def _read_by(node: fx.Node) -> list[fx.Node]:
+    """What a node reads of what it is given: a reduction not the place it writes to, a wait nothing."""
+    if _is(node, "fshard.wait"):
+        return []
+    return [arguments(node)["x"]] if _is(node, *_REDUCTIONS) else node.all_input_nodes
 
 
 def regather(graph: fx.Graph, units: Iterable[str]) -> None:
@@ -155,6 +185,10 @@ def regather(graph: fx.Graph, units: Iterable[str]) -> None:
     heads = sorted({order[gather.readers[0]] for gather in found})
     for gather in (g for g in found if g.unit in wanted):
         chain = sorted([gather.start, gather.ticket, gather.wait, *gather.views], key=order.__getitem__)
+        sent = [arguments(gather.start)["x"]]
+        end = order[gather.readers[-1]] if gather.readers else 0
+        if any(map(_writes, gather.readers)) or _first_write(sent, order[gather.start], order) < end:
+            continue  # what is gathered again is not the same
         groups = _apart([order[reader] for reader in gather.readers], heads)
         for first, last in groups[1:]:
             _put_copies(graph, chain, {}, gather.readers[first:last])

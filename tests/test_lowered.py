@@ -1,0 +1,190 @@
+"""What is lowered, looked at: its traffic, arithmetic, memory and text, against counts by hand; abstract meshes."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from models import STRATEGIES, rand, same_bits
+from steps import batch, params, start
+from test_wire import WIRES
+from torch import Tensor
+from worlds import simulated
+
+import fshard
+from fshard import AbstractMesh, optim, tree
+
+WORLDS = {"2": (1, 2), "3": (1, 3), "2x2": (2, 2)}
+PLANS: dict[str, dict[str, Any]] = {
+    **{name: STRATEGIES[name] for name in ("full", "keep", "zero1", "zero2", "ddp")},
+    "int8": {"grad_wire": WIRES["int8"], "param_wire": WIRES["int8"]},
+    "topk": {"grad_wire": WIRES["topk"]},
+}
+
+
+def lowered_step(mesh: Any, donate: bool = False, **kw: Any) -> Any:
+    """The graph of a step, the step, and its arguments."""
+    state, step = start(mesh, **kw)
+    data = batch(0, mesh.get_rank(), dtype=tree.leaves(state.params)[0].dtype)
+    return fshard.jit(step, donate, backend="eager").lower(state, data), step, (state, data)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", PLANS)
+def test_traffic_is_what_the_eager_step_sends(name, world):
+    """By kind, unit and axis: bytes and how many."""
+    replicate, shard = WORLDS[world]
+
+    def law(mesh: Any) -> None:
+        lowered, step, args = lowered_step(mesh, plan=PLANS[name], whole=params(torch.float32))
+        with fshard.tally() as records:
+            step(*args)
+        sent, counts = Counter[Any](), Counter[Any]()
+        for r in (r for r in records if r.nbytes):
+            sent[r.kind, r.label, r.axis] += r.nbytes
+            counts[r.kind, r.label, r.axis] += 1
+        assert {tuple(row[:3]): row[3:] for row in lowered.collectives()} == {k: (sent[k], counts[k]) for k in sent}
+
+    simulated(law, replicate=replicate, shard=shard)
+
+
+def test_flops_by_hand():
+    """Two products forward; backward one for each weight and one for what lies between."""
+
+    def law(mesh: Any) -> None:
+        rows = 4 + 2 * mesh.get_rank()
+        assert lowered_step(mesh)[0].flops() == (2 + 2 + 1) * 2 * rows * 4 * 4
+
+    simulated(law)
+
+
+def test_memory_by_hand():
+    """A product and what is elementwise: inputs throughout, results from where they are made."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return ((x @ w).tanh() @ w).exp()
+
+    x, w = rand(8, 4, seed=1), rand(4, 4, seed=2)
+    memory = fshard.jit(fn, backend="eager").lower(x, w).memory()
+    arguments, value = (32 + 16) * 8, 32 * 8
+    assert all(row["arguments"] == arguments for row in memory.bytes[1:])
+    # the product before tanh and the one after; tanh and exp are written over what they read
+    assert memory.peak == arguments + 2 * value
+    assert memory.by == {"arguments": arguments, "activations": value, "results": value}
+    assert memory.bytes[-1] == {"arguments": arguments, "results": value}
+
+
+def test_memory_of_a_step():
+    """Parameters and optimizer state are this rank's; gathered units and gradients come and go."""
+
+    def law(mesh: Any) -> None:
+        lowered, _, (state, data) = lowered_step(mesh, tx=optim.adamw(0.1))
+        memory = lowered.memory()
+        held = [sum(t.nbytes for t in tree.leaves(x)) for x in (state.params, state.opt_state)]
+        assert all(
+            [row["parameters"], row["optimizer"]] == held for row in memory.bytes[len(tree.leaves((state, data))) :]
+        )
+        kinds = {kind for row in memory.bytes for kind in row}
+        assert kinds == {"parameters", "optimizer", "arguments", "gathered", "gradients", "activations", "results"}
+        units = [row.get("gathered", 0) for row in memory.bytes]
+        assert max(units) <= (20 + 16) * 8 + 2
+        assert (units[0], units[-1], memory.bytes[-1].get("gradients", 0)) == (0, 0, 0)
+        assert memory.peak == max(sum(row.values()) for row in memory.bytes) == sum(memory.by.values())
+        results = memory.bytes[-1]["results"]
+        assert memory.peak >= sum(t.nbytes for t in tree.leaves((state, data))) + results
+        donated = lowered_step(mesh, donate=True, tx=optim.adamw(0.1))[0].memory()
+        assert donated.bytes[-1].get("results", 0) < results
+
+    simulated(law)
+
+
+def test_a_picture_of_memory(tmp_path):
+    """A PNG."""
+    pytest.importorskip("matplotlib")
+    fshard.jit(lambda x: x @ x, backend="eager").lower(rand(3, 3, seed=1)).memory().draw(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_text():
+    """One line for a node, inputs by path, units by name, no addresses, the same each time."""
+
+    def law(mesh: Any) -> None:
+        lowered, _, args = lowered_step(mesh)
+        text, nodes = lowered.as_text(), list(lowered.graph.nodes)
+        lines = text.splitlines()
+        assert len(lines) == sum(getattr(n.target, "__name__", "") != "getitem" for n in nodes)
+        leaves, spec = tree.flatten((args, {}))
+        paths = [p for p, x in zip(tree.paths(spec), leaves, strict=True) if isinstance(x, Tensor)]
+        assert [line.split("  # ")[1] for line in lines if line.startswith("in ")] == paths
+        assert all(f"'{unit}'" in text for unit in ("a", "c", "loss", "norm"))
+        assert "0x" not in text
+        assert lines[-1].startswith("out [")
+        assert text == lowered_step(mesh)[0].as_text()
+
+    simulated(law)
+
+
+def test_other_arguments_are_refused():
+    """With the path that differs."""
+    run = fshard.jit(lambda b: b["x"] * 2, backend="eager").lower({"x": rand(3, seed=1)}).compile("eager")
+    assert same_bits(run({"x": rand(3, seed=2)}), rand(3, seed=2) * 2)
+    with pytest.raises(ValueError, match=r"compiled for other arguments: argument '0\.0\.x' was float64\[3\].*float32"):
+        run({"x": rand(3, seed=1).float()})
+    with pytest.raises(ValueError, match="the structure of the arguments"):
+        run({"y": rand(3, seed=1)})
+
+
+# --- abstract meshes ---
+
+
+@pytest.mark.parametrize("sizes", [(1,), (5,), (2, 3), (3, 2, 4)])
+def test_ranks_are_numbered_by_rows(sizes):
+    """As torch numbers those of a DeviceMesh: the first axis is the slowest."""
+    names = [f"axis{i}" for i in range(len(sizes))]
+    grid = torch.arange(math.prod(sizes)).view(sizes)
+    for rank in range(grid.numel()):
+        mesh = AbstractMesh(rank=rank, **dict(zip(names, sizes, strict=True)))
+        assert (mesh.size(), mesh.get_rank()) == (grid.numel(), rank)
+        assert tuple(mesh.size(i) for i in range(len(sizes))) == mesh.shape == sizes
+        assert [[mesh.get_local_rank(n)] for n in names] == (grid == rank).nonzero().T.tolist()
+
+
+@pytest.mark.parametrize("kw", [{}, {"shard": 0}, {"shard": 2, "rank": 2}, {"shard": 2, "rank": -1}])
+def test_meshes_that_cannot_be(kw):
+    """No axis, no rank, or another one."""
+    with pytest.raises(ValueError, match="expected axes of at least one rank"):
+        AbstractMesh(**kw)
+
+
+def test_nothing_runs_on_an_abstract_mesh():
+    """The error says what to do instead."""
+    with pytest.raises(RuntimeError, match=r"all_reduce.*: an abstract mesh has no ranks. Use fshard.abstract"):
+        fshard.all_reduce(torch.ones(2), AbstractMesh(shard=2), "shard")
+
+
+def test_a_step_on_64_ranks():
+    """Planned and lowered on meta parameters: what it sends and holds is known."""
+    size, dim = 64, 96
+    mesh = AbstractMesh(shard=size, rank=63)
+    whole = {k: {"w": torch.empty(dim, dim, device="meta"), "b": torch.empty(dim, device="meta")} for k in "abc"}
+    plan, tx = fshard.make_plan(whole, mesh, units=["*"]), optim.adamw(0.1)
+    state = fshard.abstract(lambda p: fshard.init_state(fshard.shard_params(p, plan), tx), whole)
+
+    def net(p: Any, x: Tensor) -> Tensor:
+        for k in "abc":
+            x = torch.tanh(x @ p[k]["w"] + p[k]["b"])
+        return x.square().mean()
+
+    step = fshard.train_step(net, tx)
+    lowered = fshard.jit(step).lower(state, torch.empty(8, dim, device="meta"))
+    numel = math.ceil((dim * dim + dim) / size / 4) * 4  # of a unit, on each rank, in steps of 16 bytes
+    sent = {(row.kind, row.unit): (row.bytes, row.count) for row in lowered.collectives()}
+    for unit in "abc":
+        gathers = 1 if unit == "a" else 2
+        assert sent["all_gather", unit] == (gathers * (size - 1) * numel * 4, gathers)
+        assert sent["reduce_scatter", unit] == ((size - 1) * numel * 4, 1)
+    held = lowered.memory().by
+    assert held["parameters"] == 3 * numel * 4
+    assert held["optimizer"] == 2 * held["parameters"] + 4
+    assert lowered.flops() == (3 + 3 + 2) * 2 * 8 * dim * dim

@@ -1,0 +1,596 @@
+"""The passes over graphs: what each of them takes away, moves or copies, and that the results keep their bits."""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import rand, same_bits
+from steps import EXACT
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from worlds import simulated
+
+import fshard
+from fshard import Sharded, gather_params, optim, passes, tree
+from fshard.footprint import storages_of
+from fshard.lowered import Lowered
+from fshard.passes import Gather, gathers
+from fshard.reading import arguments, operator, values
+from fshard.trace import signature, trace
+
+BLOCKS = [f"blocks.{i}" for i in range(4)]
+UNITS = ["blocks.*"]
+EVERYTHING = 10**9
+
+
+# --- a transformer-like toy, and graphs of it ---
+
+
+def params(seed: int = 0, widths: tuple[int, ...] = (8, 8, 8, 8), dtype: torch.dtype = torch.float64) -> Any:
+    """Four blocks, each a unit, an embedding and a head; blocks of different widths where asked."""
+
+    def block(seed: int, width: int) -> dict[str, Tensor]:
+        shapes = {"ln": (4,), "w": (4, width), "b": (width,), "out": (width, 4)}
+        return {k: 0.5 * rand(*s, seed=seed + i, dtype=dtype) for i, (k, s) in enumerate(shapes.items())}
+
+    blocks = [block(seed + 10 * i, width) for i, width in enumerate(widths)]
+    ends = {"embed": (5, 4), "head": (4, 3)}
+    return {"blocks": blocks, **{k: rand(*s, seed=seed + 90 + i, dtype=dtype) for i, (k, s) in enumerate(ends.items())}}
+
+
+def block(p: Any, x: Tensor) -> Tensor:
+    """Norm, matmul and bias, gelu, matmul."""
+    return x + F.gelu(F.layer_norm(x, (4,), p["ln"]) @ p["w"] + p["b"]) @ p["out"]
+
+
+def batch(rank: int) -> Tensor:
+    """Different rows on every rank."""
+    return (torch.arange(6) * (rank + 2) + rank) % 5
+
+
+def net(p: Any, tokens: Tensor, use: tuple[int, ...] = (0, 1, 2, 3)) -> Tensor:
+    """Some of the blocks."""
+    x = p["embed"][tokens]
+    for i in use:
+        x = block(p["blocks"][i], x)
+    return (x @ p["head"]).square()
+
+
+def loss(p: Sharded, tokens: Tensor, use: tuple[int, ...] = (0, 1, 2, 3)) -> Tensor:
+    """Gathers everything before it begins."""
+    return net(gather_params(p), tokens, use).mean()
+
+
+def mean(p: Any, tokens: Tensor) -> fshard.Mean:
+    """For a step, which gathers what it touches."""
+    rows = net(p, tokens)
+    return fshard.Mean(rows.sum(), rows.numel())
+
+
+def sharded(mesh: Any, seed: int = 0, widths: tuple[int, ...] = (8, 8, 8, 8), **plan: Any) -> Sharded:
+    """The parameters on a mesh."""
+    whole = params(seed, widths)
+    return fshard.shard_params(whole, fshard.make_plan(whole, mesh, **{"units": UNITS, **plan}))
+
+
+def graph_of(fn: Callable[..., Any], *args: Any) -> Lowered:
+    """What was traced, as it is."""
+    leaves, spec = tree.flatten((args, {}))
+    return Lowered(trace(fn, leaves, spec), signature(leaves, spec), donate=False)
+
+
+def is_right(lowered: Lowered, fn: Callable[..., Any], *args: Any) -> None:
+    """A valid graph that has the eager function's bits."""
+    lowered.graph.lint()
+    assert same_bits(lowered.compile("eager")(*args), fn(*args))
+
+
+def places(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The number of every node."""
+    return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def targets(graph: fx.Graph) -> Counter[str]:
+    """How many nodes call each operator."""
+    return Counter(operator(node) for node in graph.nodes if node.op == "call_function")
+
+
+def labels(graph: fx.Graph, kind: str = "all_gather") -> list[str]:
+    """The units of the collectives of a kind, in the order they start."""
+    found = [node for node in graph.nodes if node.op == "call_function" and operator(node) == f"fshard.{kind}"]
+    return [arguments(node)["label"] for node in found]
+
+
+def writers(graph: fx.Graph) -> Counter[str]:
+    """Nodes that write to something that is no gathered buffer."""
+    kinds = (node for node in graph.nodes if getattr(getattr(node.target, "_schema", None), "is_mutable", False))
+    waits = {gather.wait for gather in gathers(graph)}
+    return Counter(operator(node) for node in kinds if node not in waits)
+
+
+def gradient(p: Sharded, tokens: Tensor) -> Any:
+    """Backward."""
+    return torch.func.grad(loss)(p, tokens)
+
+
+def hessian_vector(p: Sharded, tokens: Tensor, v: Sharded) -> Any:
+    """Forward over backward."""
+    return torch.func.jvp(lambda p: gradient(p, tokens), (p,), (v,))[1]
+
+
+def per_sample(p: Sharded, tokens: Tensor) -> Any:
+    """A gradient for every row."""
+    return torch.func.vmap(torch.func.grad(loss), (None, 0))(p, tokens[:, None])
+
+
+def gradient_of_gradient(p: Sharded, tokens: Tensor) -> Any:
+    """Backward over backward."""
+    return torch.func.grad(lambda p: torch.stack([g.square().sum() for g in tree.leaves(gradient(p, tokens))]).sum())(p)
+
+
+DERIVATIVES = {"grad": gradient, "jvp of grad": hessian_vector, "vmap of grad": per_sample}
+
+
+def given(fn: Callable[..., Any], mesh: Any, **plan: Any) -> tuple[Any, ...]:
+    """Its arguments."""
+    more = (sharded(mesh, seed=5, **plan),) if fn is hessian_vector else ()
+    return sharded(mesh, **plan), batch(mesh.get_rank()), *more
+
+
+def state_of(mesh: Any, tx: Any = None, **plan: Any) -> tuple[Any, Any, Tensor]:
+    """A step and its arguments."""
+    tx = EXACT if tx is None else tx
+    return fshard.train_step(mean, tx), fshard.init_state(sharded(mesh, **plan), tx), batch(mesh.get_rank())
+
+
+# --- drop_dead ---
+
+
+def drops(mesh: Any, **plan: Any) -> None:
+    """Of a loss that gathers everything and uses blocks 0 and 2 alone."""
+    fn, args = torch.func.grad(partial(loss, use=(0, 2))), (sharded(mesh, **plan), batch(mesh.get_rank()))
+    lowered = graph_of(fn, *args)
+    before, written = set(labels(lowered.graph)), writers(lowered.graph)
+    assert before == {"(root)", *BLOCKS}
+    passes.drop_dead(lowered.graph)
+    assert set(labels(lowered.graph)) == {"(root)", "blocks.0", "blocks.2"}
+    assert writers(lowered.graph) == written
+    assert all(gather.readers for gather in gathers(lowered.graph))
+    dead = [n.name for n in lowered.graph.nodes if n.op == "call_function" and not n.users]
+    assert {n.rpartition("_")[0] or n for n in dead if not n.startswith("wait")} == set()
+    is_right(lowered, fn, *args)
+
+
+def test_gathers_that_nobody_reads_go():
+    """With their tickets, waits and views; the gradients of what is not used are still reduced."""
+    simulated(drops)
+
+
+def test_both_stages_of_a_gather_that_nobody_reads_go():
+    """One along each axis."""
+    both = dict.fromkeys(("params_over", "grads_over", "state_over"), ("replicate", "shard"))
+    simulated(partial(drops, **both), replicate=2)
+
+
+def test_what_is_read_for_nothing_goes():
+    """A block that is computed with, to no purpose, in a step and in a gradient."""
+
+    def wasted(p: Any, tokens: Tensor) -> Tensor:
+        block(p["blocks"][1], p["embed"][tokens])
+        return net(p, tokens, (0, 2)).mean()
+
+    def law(mesh: Any) -> None:
+        tx, p, tokens = EXACT, sharded(mesh), batch(mesh.get_rank())
+        step, state = fshard.train_step(wasted, tx), fshard.init_state(p, tx)
+        by_hand = torch.func.grad(lambda p, x: wasted(gather_params(p), x))
+        for fn, args in ((step, (state, tokens)), (by_hand, (p, tokens))):
+            lowered = graph_of(fn, *args)
+            passes.drop_dead(lowered.graph)
+            assert set(labels(lowered.graph)) == {"(root)", "blocks.0", "blocks.2"}
+            is_right(lowered, fn, *args)
+
+    simulated(law)
+
+
+def test_what_writes_stays():
+    """Views and values that nobody reads go, and what they alone read; a write to another's memory does not."""
+
+    def fn(x: Tensor) -> Tensor:
+        y, z = x.clone(), x.clone()
+        _ = (z * 2).view(-1).t(), x.view(2, 2).t()
+        y.view(-1)[1:].mul_(3)
+        return y
+
+    graph = make_fx(fn, tracing_mode="fake")(torch.ones(4)).graph
+    passes.drop_dead(graph)
+    assert targets(graph) == Counter(clone=1, view=1, slice=1, mul_=1)
+    graph.lint()
+
+
+# --- gathers ---
+
+
+def test_gathers_in_the_order_they_are_read():
+    """Start, ticket, wait, views, readers, bytes; a buffer that nobody reads comes first."""
+
+    def fn(p: Sharded, x: Tensor) -> Any:
+        q = gather_params(p)
+        y = x @ q["blocks"][2]["w"]
+        return y @ q["blocks"][2]["out"] @ q["blocks"][0]["w"], y.sum()
+
+    def law(mesh: Any) -> None:
+        graph = graph_of(fn, sharded(mesh), rand(2, 4, seed=1)).graph
+        found = gathers(graph)
+        assert [g.unit for g in found[-2:]] == ["blocks.2", "blocks.0"]
+        assert {g.unit for g in found[:-2]} == {"(root)", "blocks.1", "blocks.3"}
+        assert not any(g.readers for g in found[:-2])
+        for g in found:
+            assert (operator(g.start), operator(g.wait)) == ("fshard.all_gather", "fshard.wait")
+            assert g.ticket.args == (g.start, 1)
+            assert g.wait.args[:2] == (next(n for n in g.views if n.args == (g.start, 0)), g.ticket)
+            (buffer,) = set(storages_of(g.views[0]))
+            assert all(buffer in set(storages_of(view)) for view in g.views)
+            assert g.nbytes == values(g.start)[0].nbytes == 2 * arguments(g.start)["nbytes"]
+        assert [operator(n) for g in found for n in g.readers] == ["mm"] * 3
+        order = places(graph)
+        assert [order[r] for g in found for r in g.readers] == sorted(order[r] for g in found for r in g.readers)
+
+    simulated(law)
+
+
+# --- regather ---
+
+
+def crossings(graph: fx.Graph, root: bool = False) -> list[tuple[str, str]]:
+    """Units with a reader on both sides of another unit's first reader."""
+    order, found = places(graph), gathers(graph)
+    heads = {(other.unit, order[other.readers[0]]) for other in found}
+    crossed = []
+    for g in (g for g in found if root or g.unit != "(root)"):
+        spans = pairwise(order[r] for r in g.readers)
+        crossed += [(g.unit, unit) for a, b in spans for unit, at in heads if a < at < b and unit != g.unit]
+    return crossed
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_what_is_read_late_is_gathered_again(name):
+    """Between two readers of a unit no other unit is first read; the last unit's come together."""
+    fn = DERIVATIVES[name]
+
+    def law(mesh: Any) -> None:
+        args = given(fn, mesh)
+        lowered = graph_of(fn, *args)
+        passes.drop_dead(lowered.graph)
+        before = crossings(lowered.graph)
+        assert {unit for unit, _ in before} >= set(BLOCKS[:-1])
+        passes.regather(lowered.graph, BLOCKS)
+        counts = Counter(labels(lowered.graph))
+        assert all(counts[unit] > Counter(labels(graph_of(fn, *args).graph))[unit] for unit in BLOCKS[:-1])
+        assert counts["(root)"] == Counter(labels(graph_of(fn, *args).graph))["(root)"]
+        assert not crossings(lowered.graph)
+        is_right(lowered, fn, *args)
+
+    simulated(law)
+
+
+@pytest.mark.parametrize("regather", [True, False])
+def test_a_plan_says_whether_units_are_gathered_again(regather):
+    """Each but the last one twice, or each once."""
+
+    def law(mesh: Any) -> None:
+        args = given(gradient, mesh, regather=regather)
+        lowered = fshard.jit(gradient, backend="eager").lower(*args)
+        twice = dict.fromkeys(BLOCKS[:-1], 2) if regather else {}
+        assert Counter(labels(lowered.graph)) == {**dict.fromkeys(["(root)", *BLOCKS], 1), **twice}
+        assert bool(crossings(lowered.graph)) != regather
+        is_right(lowered, gradient, *args)
+
+    simulated(law)
+
+
+def test_units_by_name_are_gathered_again():
+    """Those that are asked for alone."""
+
+    def law(mesh: Any) -> None:
+        args = given(gradient, mesh)
+        lowered = graph_of(gradient, *args)
+        passes.regather(lowered.graph, ["blocks.1", "no such unit"])
+        assert Counter(labels(lowered.graph))["blocks.1"] == 2
+        assert len(labels(lowered.graph)) == 6
+        is_right(lowered, gradient, *args)
+
+    simulated(law)
+
+
+def test_a_gradient_of_a_gradient():
+    """Units are read four times and more, and the last is right."""
+
+    def law(mesh: Any) -> None:
+        args = given(gradient, mesh)
+        lowered = fshard.jit(gradient_of_gradient, backend="eager").lower(*args)
+        assert not crossings(lowered.graph)
+        is_right(lowered, gradient_of_gradient, *args)
+
+    simulated(law)
+
+
+# --- sink ---
+
+
+def starts_near(graph: fx.Graph) -> None:
+    """Every gather starts after the first reader of the one before the previous, and is waited for where it is read."""
+    order, found = places(graph), gathers(graph)
+    for i, g in enumerate(found):
+        if i > 1:
+            assert order[g.start] > order[found[i - 2].readers[0]], g.unit
+        between = list(graph.nodes)[order[g.wait] + 1 : order[g.readers[0]]]
+        near = {node for other in found for node in (other.start, other.ticket, other.wait, *other.views)}
+        assert set(between) <= near, g.unit
+
+
+def under_way(found: list[Gather], order: dict[fx.Node, int]) -> dict[int, int]:
+    """Bytes of gathers that have started and are not waited for, where each of them starts."""
+    spans = [(order[g.start], order[g.wait], g.nbytes) for g in found]
+    return {begin: sum(n for a, b, n in spans if a <= begin < b) for begin, _, _ in spans}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_gathers_start_one_unit_ahead(name):
+    """Whenever they started before."""
+    fn = DERIVATIVES[name]
+
+    def law(mesh: Any) -> None:
+        args = given(fn, mesh)
+        lowered = graph_of(fn, *args)
+        for run in (passes.drop_dead, partial(passes.regather, units=BLOCKS)):
+            run(lowered.graph)
+        with pytest.raises(AssertionError):
+            starts_near(lowered.graph)
+        passes.sink(lowered.graph)
+        starts_near(lowered.graph)
+        is_right(lowered, fn, *args)
+
+    simulated(law)
+
+
+@pytest.mark.parametrize("widths", [(8, 8, 8, 8), (4, 40, 4, 12)], ids=["alike", "unlike"])
+def test_bytes_in_flight(widths):
+    """More of them start earlier, and what is under way is no more than that, or one unit ahead."""
+
+    def law(mesh: Any) -> None:
+        args, before = given(gradient, mesh, widths=widths), list[int]()
+        for in_flight in (0, 500, 700, 1500, 2500, EVERYTHING):
+            lowered = fshard.jit(gradient, backend="eager", in_flight=in_flight).lower(*args)
+            order, found = places(lowered.graph), gathers(lowered.graph)
+            heads = [order[g.readers[0]] for g in found]
+            for at, nbytes in under_way(found, order).items():
+                ahead = [g for g in found if order[g.start] <= at < order[g.wait]]
+                # how many units are read first before the last of them is
+                units = sum(at < head <= order[ahead[-1].readers[0]] for head in heads)
+                assert nbytes <= in_flight or units <= 2, (in_flight, nbytes)
+            before.append(sum(order[g.wait] - order[g.start] for g in found))
+            is_right(lowered, gradient, *args)
+        assert before == sorted(before)
+        assert before[-1] > before[0]
+
+    simulated(law)
+
+
+def pending(graph: fx.Graph) -> list[int]:
+    """Bytes of reductions under way where each starts."""
+    order = places(graph)
+    spans = []
+    for node in (n for n in order if operator(n) in ("fshard.reduce_scatter", "fshard.all_reduce")):
+        (wait,) = (user for user in node.users if operator(user) == "fshard.wait")
+        spans.append((order[node], order[wait], values(arguments(node)["x"])[0].nbytes))
+    return [sum(n for a, b, n in spans if a <= begin < b) for begin, _, _ in spans]
+
+
+def test_reductions_are_waited_for_late():
+    """As many as the bytes allow are under way; one always."""
+
+    def law(mesh: Any) -> None:
+        step, *args = state_of(mesh)
+        most = []
+        for in_flight in (0, 700, 1300, EVERYTHING):
+            lowered = fshard.jit(step, backend="eager", in_flight=in_flight).lower(*args)
+            most.append(max(pending(lowered.graph)))
+            is_right(lowered, step, *args)
+        unit = 76 * 8
+        assert most[0] == most[1] == most[2] == 2 * unit  # as the step is traced: one stage late
+        assert most[3] > 1300
+
+    simulated(law)
+
+
+EVERY_WORLD: dict[str, tuple[dict[str, Any], int]] = {
+    "ddp": ({"params_over": (), "grads_over": (), "state_over": ()}, 1),
+    "zero1": ({"params_over": (), "grads_over": ()}, 1),
+    "zero2": ({"params_over": ()}, 1),
+    "hybrid": ({}, 2),
+    "state over all": ({"state_over": ("replicate", "shard")}, 2),
+    "all over all": (dict.fromkeys(("params_over", "grads_over", "state_over"), ("replicate", "shard")), 2),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_WORLD)
+def test_steps_with_much_in_flight_are_right(name):
+    """Whatever is reduced in two stages, or in place."""
+    plan, replicate = EVERY_WORLD[name]
+
+    def law(mesh: Any) -> None:
+        step, *args = state_of(mesh, **plan)
+        for in_flight in (0, EVERYTHING):
+            is_right(fshard.jit(step, backend="eager", in_flight=in_flight).lower(*args), step, *args)
+        more = given(gradient, mesh, **plan)
+        is_right(fshard.jit(gradient, backend="eager", in_flight=EVERYTHING).lower(*more), gradient, *more)
+
+    simulated(law, replicate=replicate)
+
+
+def changed_after(mesh: Any, p: Sharded, x: Tensor) -> Any:
+    """What was received is written to, and what was sent."""
+    total = fshard.all_reduce(x, mesh, "shard")
+    total.mul_(2)
+    sent, reduced, gathered = x + 1, x + 2, gather_params(p)
+    more, rows = fshard.all_reduce(reduced, mesh, "shard"), fshard.all_gather(sent, mesh, "shard")
+    for y in (sent, reduced):
+        y.add_(1)
+    w = gathered["blocks"][0]["w"]
+    first = x @ w
+    w.mul_(2)
+    return total, sent, reduced, more, rows, first, x @ gathered["blocks"][1]["w"], x @ w
+
+
+@pytest.mark.parametrize("in_flight", [0, EVERYTHING])
+def test_what_is_written_to_is_not_moved_past(in_flight):
+    """Neither what was sent, nor what came."""
+
+    def law(mesh: Any) -> None:
+        args = sharded(mesh), rand(2, 4, seed=mesh.get_rank())
+        fn = partial(changed_after, mesh)
+        is_right(fshard.jit(fn, backend="eager", in_flight=in_flight).lower(*args), fn, *args)
+
+    simulated(law)
+
+
+# --- a step ---
+
+
+@pytest.mark.parametrize("regather", [True, False])
+def test_the_graph_of_a_step(regather):
+    """Collectives by unit, each a unit ahead, nothing alive from the forward into the backward, no word to the host."""
+
+    def law(mesh: Any) -> None:
+        step, *args = state_of(mesh, regather=regather)
+        lowered = fshard.jit(step, backend="eager").lower(*args)
+        graph = lowered.graph
+        counts, order = Counter(labels(graph)), places(graph)
+        assert {unit: counts[unit] for unit in BLOCKS} == dict.fromkeys(BLOCKS, 2 if regather else 1)
+        assert Counter(labels(graph, "reduce_scatter")) == dict.fromkeys(["(root)", *BLOCKS], 1)
+        assert Counter(labels(graph, "all_reduce")) == {"loss": 1, "norm": 1}
+        starts_near(graph)
+        assert not {"_local_scalar_dense", "item", "equal", "nonzero", "is_nonzero"} & set(targets(graph))
+        (turn,) = (
+            i for n, i in order.items() if operator(n) == "fshard.all_reduce" and arguments(n)["label"] == "loss"
+        )
+        both = [g.unit for g in gathers(graph) if order[g.readers[0]] < turn < order[g.readers[-1]]]
+        assert bool(both) != regather
+        is_right(lowered, step, *args)
+
+    simulated(law)
+
+
+# --- recompute ---
+
+
+def test_cheap_values_are_made_again():
+    """The peak falls, the bits stay; a larger budget than the peak changes nothing."""
+
+    def law(mesh: Any) -> None:
+        for own, fn in (
+            (given(gradient, mesh), gradient),
+            ((lambda step, *args: (args, step))(*state_of(mesh))),
+        ):
+            args = own
+            plain = fshard.jit(fn, backend="eager").lower(*args)
+            roomy = fshard.jit(fn, backend="eager", budget=plain.memory().peak).lower(*args)
+            tight = fshard.jit(fn, backend="eager", budget=0).lower(*args)
+            assert roomy.as_text() == plain.as_text()
+            assert tight.memory().peak < plain.memory().peak
+            is_right(tight, fn, *args)
+            more = targets(tight.graph) - targets(plain.graph)
+            again = {n for n in more if n not in passes.VIEWS}
+            assert again & {"gelu", "add", "native_layer_norm"}
+            assert not again & {"mm", "addmm", "bmm"}
+            assert not any(n.startswith("fshard.") for n in again)
+            middle = (tight.memory().peak + plain.memory().peak) // 2
+            half = fshard.jit(fn, backend="eager", budget=middle).lower(*args)
+            assert half.memory().peak <= middle
+
+    simulated(law)
+
+
+def test_a_policy_says_what_is_made_again():
+    """Nothing, or one operator alone."""
+
+    def law(mesh: Any) -> None:
+        args = given(gradient, mesh)
+        plain = fshard.jit(gradient, backend="eager").lower(*args)
+        for names in ((), ("gelu",)):
+            lowered = fshard.jit(gradient, backend="eager").lower(*args)
+            passes.recompute(lowered.graph, lowered.holds(), 0, lambda node, names=names: operator(node) in names)
+            again = targets(lowered.graph) - targets(plain.graph)
+            assert set(again) - set(passes.VIEWS) == set(names)
+            is_right(lowered, gradient, *args)
+
+    simulated(law)
+
+
+def test_what_is_cheap():
+    """Elementwise operators and norms are, matrix products, views and collectives are not."""
+    cheap = {"gelu", "add", "native_layer_norm", "index", "mm", "view", "fshard.all_gather", "mean", "t"}
+
+    def law(mesh: Any) -> None:
+        nodes = graph_of(gradient, *given(gradient, mesh)).graph.nodes
+        assert cheap <= {operator(n) for n in nodes}
+        assert {operator(n) for n in nodes if passes.is_cheap(n)} & cheap == {"gelu", "add", "native_layer_norm"}
+
+    simulated(law)
+
+
+# --- donation ---
+
+
+def test_donated_inputs_are_written_to_last():
+    """One copy for each leaf that is not itself, and no output in its stead."""
+
+    def fn(t: tuple[Tensor, Tensor, Tensor], x: Tensor) -> Any:
+        return (t[1], t[0], t[2]), t[0] + x
+
+    args = tuple(rand(3, seed=i) for i in range(3)), rand(3, seed=4)
+    lowered = fshard.jit(fn, donate=True, backend="eager").lower(*args)
+    nodes = list(lowered.graph.nodes)
+    copies = [n for n in nodes if operator(n) == "copy_"]
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    assert [n.args[0] for n in copies] == inputs[:2]
+    assert [operator(n.args[1]) for n in copies] == ["clone", "clone"]
+    assert nodes[-3:] == [*copies, lowered.graph.output_node()]
+    assert [type(r).__name__ for r in lowered.traced.results] == ["Input", "Input", "Output", "Output"]
+    expected = tree.map(torch.clone, fn(*args))
+    assert same_bits(lowered.compile("eager")(*args), expected)
+
+
+def test_a_donated_step_writes_to_its_state():
+    """Every tensor of the state that changes, and nothing else; metrics come out."""
+
+    def law(mesh: Any) -> None:
+        step, state, tokens = state_of(mesh, optim.adamw(0.1))
+        before = graph_of(step, state, tokens)
+        lowered = fshard.jit(step, donate=True, backend="eager").lower(state, tokens)
+        written = [n.args[0] for n in lowered.graph.nodes if operator(n) == "copy_" and n.args[0].op == "placeholder"]
+        held = dict(zip([n for n in lowered.graph.nodes if n.op == "placeholder"], lowered._paths(), strict=True))
+        wanted = ["params.0", "opt_state.count", "opt_state.mu.0", "opt_state.nu.0", "step"]
+        assert [held[n].removeprefix("0.0.") for n in written] == wanted
+        outs = len(lowered.graph.output_node().args[0])
+        assert outs == len(before.graph.output_node().args[0]) - len(wanted)
+
+    simulated(law)
+
+
+def test_what_is_read_of_donated_parameters_is_read_before():
+    """Gathers of the old ones do not move past the writing."""
+
+    def fn(p: Sharded) -> Any:
+        return tree.map(lambda x: 2 * x, p), gather_params(p)
+
+    def law(mesh: Any) -> None:
+        found = fshard.jit(fn, donate=True, backend="eager")(sharded(mesh))
+        assert same_bits(found, fn(sharded(mesh)))
+
+    simulated(law)
