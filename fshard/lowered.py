@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,9 @@ class Lowered:
 
         module = fx.GraphModule(self.traced.module, copy.deepcopy(self.graph))
         fakes = [node.meta["val"] for node in self.graph.nodes if node.op == "placeholder"]
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            # torch 2.13 scripts a few functions when inductor is first used, and warns of that itself
+            warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
             how = {"config_patches": _INDUCTOR} if backend == "inductor" else {}
             return Compiled(self, lookup_backend(backend)(module, fakes, **how))
 
