@@ -197,6 +197,7 @@ def _captured(fn: Any, seen: frozenset[int] = frozenset()) -> Iterator[str]:
     """The names of tensors that a function, or one it calls by name, finds elsewhere than in its arguments."""
     if isinstance(fn, partial):
         yield from _captured(fn.func, seen)
+    fn = getattr(fn, "run", fn)  # a step's own function
     if not inspect.isfunction(fn) or id(fn) in seen or fn.__module__.startswith(("torch.", "fshard.kernels")):
         return
     held = inspect.getclosurevars(fn)

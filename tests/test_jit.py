@@ -288,6 +288,9 @@ def test_a_loss_that_cannot_be_a_graph():
     with pytest.raises(TraceError, match=r"the value of a tensor.*" + where(bad, 1)):
         eager(step)(state, batch(0, 0))
     assert eager(start(None)[1])(state, batch(0, 0))  # and leaves nothing behind
+    outside = torch.ones(())
+    with pytest.raises(TraceError, match="'outside' of .*lambda"):
+        eager(start(None, loss_fn=lambda p, b: outside * loss(p, b).total)[1])(state, batch(0, 0))
 
 
 def test_an_argument_of_a_tree_changed_in_place():
