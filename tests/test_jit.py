@@ -289,7 +289,7 @@ def test_a_loss_that_cannot_be_a_graph():
         eager(step)(state, batch(0, 0))
     assert eager(start(None)[1])(state, batch(0, 0))  # and leaves nothing behind
     outside = torch.ones(())
-    with pytest.raises(TraceError, match="'outside' of .*lambda"):
+    with pytest.raises(TraceError, match=r"'outside' of .*lambda"):
         eager(start(None, loss_fn=lambda p, b: outside * loss(p, b).total)[1])(state, batch(0, 0))
 
 
