@@ -20,6 +20,9 @@ from torch import Tensor
 from .record import Record
 
 
+_LARGE = 1 << 20  # bytes
+
+
 class Names:
     """Meshes by name, for as long as they live."""
 
@@ -80,8 +83,10 @@ class NodeRanks:
         self.record = Record("", self.axis, "", 0)  # of what is asked for next
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """A flat tensor: where ranks send from, or the compiler's."""
-        return torch.ops.fshard.room(like, numel, self._mesh, self.axis) if lent else like.new_empty(numel)
+        """A flat tensor: where ranks send from, or if it is large of memory used in every step; or the compiler's."""
+        if not lent and numel * like.itemsize < _LARGE:
+            return like.new_empty(numel)
+        return torch.ops.fshard.room(like, numel, self._mesh, self.axis, lent)
 
     def idle(self, x: Tensor) -> bool:
         """A graph keeps what was sent until it was waited for."""

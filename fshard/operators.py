@@ -80,9 +80,9 @@ def _all_reduce(place: Tensor, x: Tensor, mesh: str, axis: str, label: str, nbyt
 _define(f"reduce_scatter(Tensor(a!) place, Tensor x, {_AT}, bool fast) -> Tensor", _reduce_scatter, _ticket_of)
 _define(f"all_reduce(Tensor(a!) place, Tensor x, {_AT}, str op, bool fast) -> Tensor", _all_reduce, _ticket_of)
 _define(
-    "room(Tensor like, int numel, str mesh, str axis) -> Tensor",
-    lambda like, numel, mesh, axis: _ranks(mesh, axis).empty(numel, like, True),
-    lambda like, numel, mesh, axis: like.new_empty(numel),
+    "room(Tensor like, int numel, str mesh, str axis, bool lent) -> Tensor",
+    lambda like, numel, mesh, axis, lent: _ranks(mesh, axis).empty(numel, like, lent),
+    lambda like, numel, mesh, axis, lent: like.new_empty(numel),
 )
 
 
