@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .record import Record
 
-
 _LARGE = 1 << 20  # bytes
 
 
