@@ -23,6 +23,7 @@ from torch import Tensor, fx
 # Private: the fake tensors that torch's own tracers run on; there is no public way to make some (test_jit.py notices).
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from . import tree
 
@@ -135,7 +136,12 @@ def abstract(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _mode_of(leaves: Sequence[Any]) -> FakeTensorMode:
     fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
-    return fakes[0].fake_mode if fakes else FakeTensorMode()
+    return fakes[0].fake_mode if fakes else FakeTensorMode(shape_env=_shapes())
+
+
+def _shapes() -> ShapeEnv:
+    """No shape depends on a value; without one of these Inductor would not look into its cache."""
+    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
 
 
 def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:

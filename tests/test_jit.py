@@ -78,6 +78,21 @@ def test_derivatives_by_inductor():
     assert apart(fshard.jit(run)(*args), run(*args)) <= 1e-10
 
 
+def test_a_compilation_is_kept():
+    """Inductor finds the graph of a step in its cache the second time, as a second process would."""
+    mesh = fshard.AbstractMesh(shard=2)
+
+    def compiled() -> dict[str, int]:
+        state = fshard.abstract(lambda whole: start(mesh, whole=whole)[0], params())
+        torch._dynamo.utils.counters.clear()
+        fshard.jit(start(mesh)[1], donate=True).lower(state, batch(0, 0)).compile()
+        return dict(torch._dynamo.utils.counters["inductor"])
+
+    first, second = compiled(), compiled()
+    assert "fxgraph_cache_bypass" not in first
+    assert second["fxgraph_cache_hit"] == 1
+
+
 @pytest.mark.parametrize("make", [eager, aot])
 def test_plain_trees(make):
     """Without any plan: named tuples, None, arguments that are no tensors, keyword arguments."""
