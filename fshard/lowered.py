@@ -144,6 +144,7 @@ def lower(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec, option
     passes.sink(graph, options.in_flight)
     if options.budget is not None:
         passes.recompute(graph, lowered.holds(), options.budget)
+    passes.once(graph)
     graph.lint()
     return lowered
 

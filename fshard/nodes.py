@@ -56,6 +56,22 @@ def is_tracing() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def put(place: Tensor, parts: Sequence[Tensor], starts: Sequence[int], add: bool = False) -> None:
+    """Write tensors to a flat one, from these elements on, and zeros between them; or add them, and nothing between."""
+    if is_tracing():  # one node: as many copies a compiler would fuse to one that asks of each element whose it is
+        torch.ops.fshard.put(place, parts, starts, add)
+        return
+    end = 0
+    for part, start in zip(parts, starts, strict=True):
+        gap, end = place[end:start], start + part.numel()
+        into = place[start:end].view(part.shape)
+        into.add_(part) if add else into.copy_(part)
+        if len(gap) and not add:
+            gap.zero_()
+    if not add:
+        place[end:].zero_()
+
+
 class Started:
     """A collective in a graph, under way: the place where its result will be, and a ticket to wait for it with."""
 

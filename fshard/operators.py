@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import comm
-from .nodes import MESHES
+from .nodes import MESHES, put
 from .randomness import draw, empty_state, generator_state
 from .record import Record, note
 
@@ -80,6 +80,11 @@ def _all_reduce(place: Tensor, x: Tensor, mesh: str, axis: str, label: str, nbyt
 _define(f"reduce_scatter(Tensor(a!) place, Tensor x, {_AT}, bool fast) -> Tensor", _reduce_scatter, _ticket_of)
 _define(f"all_reduce(Tensor(a!) place, Tensor x, {_AT}, str op, bool fast) -> Tensor", _all_reduce, _ticket_of)
 _define(
+    "put(Tensor(a!) place, Tensor[] parts, int[] starts, bool add) -> ()",
+    put,
+    lambda place, parts, starts, add: None,
+)
+_define(
     "room(Tensor like, int numel, str mesh, str axis, bool lent) -> Tensor",
     lambda like, numel, mesh, axis, lent: _ranks(mesh, axis).empty(numel, like, lent),
     lambda like, numel, mesh, axis, lent: like.new_empty(numel),
@@ -106,6 +111,7 @@ _define(
     _exchange,
     _exchanged,
 )
+_define("once(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 _define(
     "bitcast(Tensor x, ScalarType dtype) -> Tensor",
     # a copy whose last stride is 1, which that of one element need not be

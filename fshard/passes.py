@@ -102,6 +102,23 @@ def _drop_unread(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def once(graph: fx.Graph) -> None:
+    """A number that elements of tensors are computed with is worked out beforehand, not again for each of them."""
+    for node in [n for n in graph.nodes if _is_number(n) and torch.Tag.pointwise in getattr(n.target, "tags", ())]:
+        readers = [user for user in node.users if values(user) and not _is_number(user)]
+        if readers:
+            with graph.inserting_after(node):
+                number = graph.call_function(torch.ops.fshard.once.default, (node,))
+                number.meta["val"] = node.meta["val"]
+            for reader in readers:
+                reader.replace_input_with(node, number)
+
+
+def _is_number(node: fx.Node) -> bool:
+    found = values(node)
+    return node.op == "call_function" and bool(found) and all(x.dim() == 0 for x in found)
+
+
 def _first_write(values: Iterable[fx.Node], after: float, order: Mapping[fx.Node, float]) -> float:
     """Where the memory of some values is first written to."""
     places = {place for value in values for place in storages_of(value)}

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import carry, comm, tree
+from . import carry, comm, nodes, tree
 from .plan import Plan, Slot
 from .reduction import EXACT, Reduction
 from .shard import Sharded, cut, gather_params
@@ -223,25 +223,12 @@ class Tape:
         found = dict(zip((slot for k in kinds for slot in plan.places[unit, k]), grads, strict=True))
         for kind in (k for k in kinds if plan.units[unit].lengths[k]):
             flat = into.buffer(plan, unit, kind)
-            self._fill(flat, plan.places[unit, kind], found, into.add)
+            here = [(slot.start, grad) for slot in plan.places[unit, kind] if (grad := found[slot]) is not None]
+            nodes.put(flat, [grad for _, grad in here], [start for start, _ in here], into.add)
             self._filled.add((unit, kind))
             if pending := into.emit(unit, kind, flat):
                 self._reductions.append(pending)
         self._move_on(_STAGES_AHEAD)
-
-    def _fill(self, flat: Tensor, slots: Sequence[Slot], grads: dict[Slot, Tensor | None], add: bool) -> None:
-        end = 0
-        for slot in slots:
-            if slot.start > end and not add:
-                flat[end : slot.start].zero_()
-            end = slot.start + slot.numel
-            grad, part = grads[slot], flat[slot.start : end].view(slot.shape)
-            if grad is not None:
-                part.add_(grad) if add else part.copy_(grad)
-            elif not add:
-                part.zero_()
-        if not add:
-            flat[end:].zero_()
 
     def _move_on(self, ahead: int) -> None:
         """Take all but the last few reductions one stage further; those that are done drop out."""
