@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import fx
+
 from . import tree
 from .lowered import Compiled, Lowered, Options, lower
+from .passes import is_cheap
 from .trace import difference, signature
 
 
@@ -44,6 +47,8 @@ def jit(
     backend: str = "inductor",
     in_flight: int = 0,
     budget: int | None = None,
+    recompute: Callable[[fx.Node], bool] = is_cheap,
+    bucket: int = 0,
 ) -> Jitted:
     """`fn` (a step, a loss, a gradient, anything pure) traced into one graph, compiled, and run.
 
@@ -51,7 +56,9 @@ def jit(
     no tensor; `.explain()` says why. `donate` hands the first argument over: what comes out first, of the same
     structure, is written to its memory. `backend` is one of torch.compile's. Gathers start one unit ahead, or as many
     as `in_flight` bytes allow. With a `budget` (bytes) cheap values are computed again instead of kept, until the peak
-    is no more than that, if that can be. Not differentiable from outside.
+    is no more than that, if that can be; `recompute` says of a node (of torch.fx) whether it is cheap, by default what
+    is a pass over memory is. Collectives of one kind that follow each other travel together up to `bucket` bytes.
+    Not differentiable from outside.
 
     Raises TraceError for what depends on the value of a tensor, uses one that is no argument, or changes its arguments.
 
@@ -60,4 +67,4 @@ def jit(
 
     Source: jax.jit; SimpleFSDP (Zhang et al., 2024) for the whole step as one graph.
     """
-    return Jitted(fn, backend, Options(donate, in_flight, budget))
+    return Jitted(fn, backend, Options(donate, in_flight, budget, recompute, bucket))

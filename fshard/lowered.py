@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from . import passes, reading, tree
+from .bucketing import bucket
 from .claim import ROOT
 from .footprint import Footprint, footprint
 from .reading import Traffic
@@ -130,6 +131,8 @@ class Options:
     donate: bool = False
     in_flight: int = 0
     budget: int | None = None
+    recompute: Callable[[fx.Node], bool] = passes.is_cheap
+    bucket: int = 0
 
 
 def lower(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec, options: Options) -> Lowered:
@@ -142,8 +145,10 @@ def lower(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec, option
     passes.drop_dead(graph)
     passes.regather(graph, [unit.name for x in parts if x.plan.regather for unit in x.plan.units if unit.name != ROOT])
     passes.sink(graph, options.in_flight)
+    if options.bucket:
+        bucket(graph, options.bucket)
     if options.budget is not None:
-        passes.recompute(graph, lowered.holds(), options.budget)
+        passes.recompute(graph, lowered.holds(), options.budget, options.recompute)
     passes.once(graph)
     graph.lint()
     return lowered

@@ -11,79 +11,18 @@ from __future__ import annotations
 import operator as python
 from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import fx
 
+from .dataflow import REDUCTIONS, VIEWS, call, copy, first_reader, first_write, gathers, is_call, last_write, writes
 from .footprint import footprint, storages_of
 from .reading import arguments, operator, values
 
 _get, _as_strided = python.getitem, torch.ops.aten.as_strided.default
-_REDUCTIONS = ("fshard.reduce_scatter", "fshard.all_reduce")
 # What a compiler fuses into its readers, and norms: a pass over memory, where a matrix product is many.
 _CHEAP = ("native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "clone", "_to_copy")
-
-
-VIEWS = (
-    *("getitem", "detach", "alias", "view", "_unsafe_view", "reshape", "split_with_sizes", "split", "slice", "select"),
-    *("unbind", "as_strided", "expand", "t", "transpose", "permute", "unsqueeze", "squeeze"),
-)
-
-
-def _is(node: fx.Node, *names: str) -> bool:
-    return node.op == "call_function" and operator(node) in names
-
-
-@dataclass(frozen=True)
-class Gather:
-    """An all-gather: its start, its ticket, its wait, the nodes that give its buffer or a view, and those that read."""
-
-    start: fx.Node
-    ticket: fx.Node
-    wait: fx.Node
-    views: list[fx.Node]
-    readers: list[fx.Node]
-
-    @property
-    def unit(self) -> str:
-        """The unit it brings together."""
-        return arguments(self.start)["label"]
-
-    @property
-    def nbytes(self) -> int:
-        """The size of its buffer."""
-        return values(self.start)[0].nbytes
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
-    found: dict[int, list[fx.Node]] = {}
-    for node in nodes:
-        for place in dict.fromkeys(storages_of(node)):
-            found.setdefault(place, []).append(node)
-    return found
-
-
-def gathers(graph: fx.Graph) -> list[Gather]:
-    """The all-gathers of a graph, in the order of their first reader; those that nobody reads first."""
-    order, found = {node: i for i, node in enumerate(graph.nodes)}, []
-    inside = _by_storage(order)
-    for start in (node for node in order if _is(node, "fshard.all_gather")):
-        same = [node for node in inside[next(storages_of(start))] if node is not start]
-        first = min((order[node] for node in same if _writes(node)), default=len(order))
-        views = [node for node in same if order[node] < first]  # what is written to is read
-        users = {user for node in [start, *views] for user in node.users}
-        waits = {user for user in users if _is(user, "fshard.wait")}  # others name it as what was sent
-        (ticket,) = (user for user in start.users if _is(user, "getitem") and user.args[1] == 1)
-        (wait,) = (user for user in waits if arguments(user)["ticket"] is ticket)
-        readers = users - {start, ticket, *waits, *views}
-        found.append(Gather(start, ticket, wait, views, sorted(readers, key=order.__getitem__)))
-    return sorted(found, key=lambda gather: order[gather.readers[0]] if gather.readers else -1)
 
 
 def drop_dead(graph: fx.Graph) -> None:
@@ -98,7 +37,7 @@ def drop_dead(graph: fx.Graph) -> None:
 
 def _drop_unread(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
-        if node.op in ("call_function", "get_attr") and not node.users and not _writes(node):
+        if node.op in ("call_function", "get_attr") and not node.users and not writes(node):
             graph.erase_node(node)
 
 
@@ -108,8 +47,7 @@ def once(graph: fx.Graph) -> None:
         readers = [user for user in node.users if values(user) and not _is_number(user)]
         if readers:
             with graph.inserting_after(node):
-                number = graph.call_function(torch.ops.fshard.once.default, (node,))
-                number.meta["val"] = node.meta["val"]
+                number = call(graph, torch.ops.fshard.once.default, node)
             for reader in readers:
                 reader.replace_input_with(node, number)
 
@@ -117,16 +55,6 @@ def once(graph: fx.Graph) -> None:
 def _is_number(node: fx.Node) -> bool:
     found = values(node)
     return node.op == "call_function" and bool(found) and all(x.dim() == 0 for x in found)
-
-
-def _first_write(values: Iterable[fx.Node], after: float, order: Mapping[fx.Node, float]) -> float:
-    """Where the memory of some values is first written to."""
-    places = {place for value in values for place in storages_of(value)}
-    writers = (n for n in order if _writes(n) and not _is(n, "fshard.wait", *_REDUCTIONS) and order[n] > after)
-    return min(
-        (order[n] for n in writers if any(places & set(storages_of(x)) for x in n.all_input_nodes[:1])),
-        default=float(len(order)),
-    )
 
 
 def _arrange(graph: fx.Graph, keys: Mapping[fx.Node, float]) -> None:
@@ -154,9 +82,11 @@ def sink(graph: fx.Graph, in_flight: int = 0) -> None:
                 break
             head = order[earlier.readers[0]]
             nbytes += earlier.nbytes
-        head = min(head, _first_write([arguments(gather.start)["x"]], order[gather.start], order))
+        sent, began = [arguments(gather.start)["x"]], order[gather.start]
+        head = min(head, first_write(sent, began, order))
         keys |= dict.fromkeys([gather.wait, *gather.views], at - 0.4)
-        start = max([head - 0.3, *(keys.get(x, order[x]) for x in gather.start.all_input_nodes)])
+        after = max(last_write(sent, began, order) + 0.1, *(keys.get(x, order[x]) for x in sent))
+        start = max(head - 0.3, after)
         keys |= dict.fromkeys([gather.start, gather.ticket], start)
     _arrange(graph, keys)
     if in_flight:
@@ -165,8 +95,8 @@ def sink(graph: fx.Graph, in_flight: int = 0) -> None:
 
 def _delay(graph: fx.Graph, in_flight: int) -> None:
     order, keys, waiting = {node: float(i) for i, node in enumerate(graph.nodes)}, dict[fx.Node, float](), []
-    for start in (node for node in order if _is(node, *_REDUCTIONS)):
-        (wait,) = (user for user in start.users if _is(user, "fshard.wait"))
+    for start in (node for node in order if is_call(node, *REDUCTIONS)):
+        (wait,) = (user for user in start.users if is_call(user, "fshard.wait"))
         waiting.append((wait, values(arguments(start)["x"])[0].nbytes))
         while sum(nbytes for _, nbytes in waiting) > in_flight and len(waiting) > 1:
             keys[waiting.pop(0)[0]] = order[start] - 0.5
@@ -174,25 +104,9 @@ def _delay(graph: fx.Graph, in_flight: int) -> None:
         keys[wait] = float(len(order))
     for wait in keys:
         sent: list[fx.Node] = arguments(wait)["sent"]
-        end = min(_first_reader(wait, order), _first_write(sent, order[wait], order))
+        end = min(first_reader(wait, order), first_write(sent, order[wait], order))
         keys[wait] = max(order[wait], min(keys[wait], end - 0.5))
     _arrange(graph, keys)
-
-
-def _first_reader(wait: fx.Node, order: Mapping[fx.Node, float]) -> float:
-    """Where what a reduction writes to is read first."""
-    place = set(storages_of(wait.args[0]))  # type: ignore[arg-type]
-    views = [node for node in order if place & set(storages_of(node))]
-    users = {user for node in views for user in node.users if user not in views or _writes(user)}
-    readers = [order[user] for user in users if any(place & set(storages_of(x)) for x in _read_by(user))]
-    return min((at for at in readers if at > order[wait]), default=float(len(order)))
-
-
-def _read_by(node: fx.Node) -> list[fx.Node]:
-    """What a node reads of what it is given: a reduction not the place it writes to, a wait nothing."""
-    if _is(node, "fshard.wait"):
-        return []
-    return [arguments(node)["x"]] if _is(node, *_REDUCTIONS) else node.all_input_nodes
 
 
 def regather(graph: fx.Graph, units: Iterable[str]) -> None:
@@ -204,7 +118,7 @@ def regather(graph: fx.Graph, units: Iterable[str]) -> None:
         chain = sorted([gather.start, gather.ticket, gather.wait, *gather.views], key=order.__getitem__)
         sent = [arguments(gather.start)["x"]]
         end = order[gather.readers[-1]] if gather.readers else 0
-        if any(map(_writes, gather.readers)) or _first_write(sent, order[gather.start], order) < end:
+        if any(map(writes, gather.readers)) or first_write(sent, order[gather.start], order) < end:
             continue  # what is gathered again is not the same
         groups = _apart([order[reader] for reader in gather.readers], heads)
         for first, last in groups[1:]:
@@ -223,24 +137,15 @@ def _put_copies(
     """Copies of nodes before the first of some readers, which read them; `other` takes the place of arguments."""
     with graph.inserting_before(readers[0]):
         for node in nodes:
-            other[node] = _copy(graph, node, other)
+            other[node] = copy(graph, node, other)
     for reader in readers:
         for old, new in other.items():
             reader.replace_input_with(old, new)
 
 
-def _copy(graph: fx.Graph, node: fx.Node, other: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    new = graph.node_copy(node, lambda x: other.get(x, x))
-    if found := values(node):  # memory of its own, or a view of another
-        args, kwargs = fx.node.map_arg((new.args, new.kwargs), lambda x: x.meta["val"])
-        with found[0].fake_mode:  # type: ignore[attr-defined]
-            new.meta["val"] = new.target(*args, **kwargs)  # type: ignore[operator]
-    return new
-
-
 def is_cheap(node: fx.Node) -> bool:
     """Whether a node is a pass over memory."""
-    return _is(node, *_CHEAP) or (
+    return is_call(node, *_CHEAP) or (
         node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())
     )
 
@@ -290,12 +195,9 @@ def _there(graph: fx.Graph, x: fx.Node, reader: fx.Node, order: dict[fx.Node, in
     fits = [g for g in again if order[g.wait] < order[reader] <= order[g.readers[-1]]]
     if not fits:
         return None
-    with graph.inserting_after(fits[0].wait):
-        place = graph.call_function(_get, (fits[0].start, 0))
-        place.meta["val"] = fits[0].start.meta["val"][0]
-    with graph.inserting_after(place):
-        (value,) = values(x)
-        new = graph.call_function(_as_strided, (place, list(value.shape), list(value.stride()), value.storage_offset()))
-        new.meta["val"] = place.meta["val"].as_strided(value.shape, value.stride(), value.storage_offset())
+    (value,) = values(x)
+    with graph.inserting_before(fits[0].wait.next):
+        place = call(graph, _get, fits[0].start, 0)
+        new = call(graph, _as_strided, place, list(value.shape), list(value.stride()), value.storage_offset())
     order |= {place: order[fits[0].wait], new: order[fits[0].wait]}
     return new

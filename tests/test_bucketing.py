@@ -1,0 +1,108 @@
+"""Small collectives put together: fewer of them, the same bits, nothing that travels when it may not."""
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from models import NARROW, STRATEGIES, same_bits
+from steps import EXACT
+from test_passes import (
+    BLOCKS,
+    UNITS,
+    batch,
+    given,
+    gradient,
+    is_right,
+    labels,
+    mean,
+    params,
+    state_of,
+)
+from torch import Tensor
+from worlds import simulated
+
+import fshard
+from fshard import DynamicLossScale
+
+EVERYTHING = 10**6
+eager = partial(fshard.jit, backend="eager")
+
+
+def test_a_step_of_small_units():
+    """One gather in the forward, one in the backward, one reduction; what is larger than the bucket goes alone."""
+
+    def law(mesh: Any) -> None:
+        step, *args = state_of(mesh)
+        plain = eager(step).lower(*args)
+        sent = next(n for kind, unit, _, n, _ in plain.collectives() if (kind, unit) == ("reduce_scatter", BLOCKS[0]))
+        block = sent * mesh.size("shard") // (mesh.size("shard") - 1)
+        for size, num in ((2 * block - 1, 4), (2 * block, 2), (EVERYTHING, 1)):
+            lowered = eager(step, bucket=size).lower(*args)
+            scattered = [label for label in labels(lowered.graph, "reduce_scatter") if "blocks" in label]
+            assert len(scattered) == num, size
+            assert Counter("+".join(scattered).replace("+(root)", "").split("+")) == Counter(BLOCKS)
+            is_right(lowered, step, *args)
+        gathered = Counter("+".join(labels(lowered.graph)).split("+"))
+        assert gathered == Counter("+".join(labels(plain.graph)).split("+"))
+        assert len(labels(lowered.graph)) < len(labels(plain.graph)) / 2
+        one, other = (sum(t[3] for t in x.collectives() if t[0] == "all_gather") for x in (plain, lowered))
+        assert one == other
+
+    simulated(law, shard=3)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "keep", "wide"])
+def test_every_strategy(name):
+    """Two donated steps, clipped, scaled, have the eager step's bits."""
+
+    def law(mesh: Any) -> None:
+        whole = params()
+        plan = fshard.make_plan(whole, mesh, units=UNITS, **STRATEGIES[name])
+        step = fshard.train_step(mean, EXACT, clip_norm=0.1)
+        jitted = eager(step, donate=True, bucket=EVERYTHING)
+        states = [fshard.init_state(fshard.shard_params(whole, plan), EXACT, DynamicLossScale(8.0)) for _ in range(2)]
+        for _ in range(2):
+            states = [run(state, batch(mesh.get_rank()))[0] for run, state in zip((step, jitted), states, strict=True)]
+        assert same_bits(*states)
+
+    simulated(law, replicate=1 if name in NARROW else 2)
+
+
+def test_a_gradient():
+    """Also of a loss that gathers everything first."""
+
+    def law(mesh: Any) -> None:
+        args = given(gradient, mesh)
+        few, many = (eager(gradient, bucket=size).lower(*args) for size in (EVERYTHING, 0))
+        assert len(labels(few.graph)) < len(labels(many.graph))
+        is_right(few, gradient, *args)
+
+    simulated(law)
+
+
+def test_what_may_not_wait_does_not():
+    """A sum that the next one is made from, and a gather of what was written to meanwhile."""
+
+    def chained(mesh: Any, x: Tensor) -> list[Tensor]:
+        first = fshard.all_reduce(x, mesh, "shard")
+        other = fshard.all_reduce(3 * x, mesh, "shard")
+        return [first, other, fshard.all_reduce(first + 1, mesh, "shard")]
+
+    def rewritten(mesh: Any, x: Tensor) -> list[Tensor]:
+        y = 2 * x
+        part = y[:2]
+        first = fshard.all_gather(y, mesh, "shard")
+        y.add_(first.sum())
+        return [first, fshard.all_gather(part, mesh, "shard"), y]
+
+    def law(mesh: Any) -> None:
+        x = torch.arange(4.0) + mesh.get_rank()
+        for fn, kind, num in ((chained, "all_reduce", 2), (rewritten, "all_gather", 2)):
+            run = partial(fn, mesh)
+            lowered = eager(run, bucket=EVERYTHING).lower(x)
+            assert len(labels(lowered.graph, kind)) == num
+            is_right(lowered, run, x)
+
+    simulated(law)
