@@ -13,7 +13,7 @@ from torch import Tensor
 from . import comm, offload
 from .comm import Axes, Pending
 from .plan import Plan
-from .reduction import EXACT, Reduction, reduce_over
+from .reduction import EXACT, Reduction, Tree, reduce_over
 from .shard import Sharded, whole_view
 from .wire import Wire, pack, unpack
 
@@ -158,6 +158,8 @@ def _is_split(plan: Plan, kind: int) -> bool:
 def _reduce_cast(flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction) -> Pending:
     plan, axes = reduced.plan, reduced.view.axes(kind)
     mesh, rest, name = plan.live_mesh(), plan.rest(axes), plan.units[unit].name
+    if isinstance(by, Tree):  # nothing is rounded on the way
+        return reduce_over(flat, mesh, axes, rest, name, out, by)
     # each rank's gradient was divided by the number of ranks already; times about its root, float16 holds small ones,
     # and sums of large ones, too (a power of two changes no digit)
     factor = 2.0 ** round(math.log2(comm.num_ranks(mesh)) / 2) if _is_split(plan, kind) else 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import comm, offload, tree
-from .reduction import reduction_of
+from .reduction import Reduction, reduction_of
 from .shard import Sharded, local_numel, whole_view
 from .tape import Gradients, Tape, settle
 
@@ -117,13 +117,13 @@ def run(
     into: Gradients,
     *,
     has_aux: bool = False,
-    divisor: Tensor | None = None,
-    num_parts: int = 1,
+    divisor: Callable[[Outcome], Tensor] = lambda outcome: outcome.shared(1),
+    alone: bool = False,
     scale: Callable[[Tensor], Tensor] = lambda seed: seed,
 ) -> Outcome:
     """Forward and backward: the gradients of `scale(total / divisor)`, summed over ranks, go `into` their buffers.
 
-    `divisor` is by default this loss's own: its count over all ranks, times `num_parts`.
+    `divisor` is given the outcome: over all ranks, or with `alone` this one's.
     """
     _check_eager()
     tape, policy = Tape(params, into), params.plan.policy
@@ -131,10 +131,10 @@ def run(
         with torch.enable_grad(), tape.forward() as view:
             out = policy.cast(loss_fn(view, *policy.inputs(args)), "output")
         del view
-        total, outcome = _outcome(out, has_aux, params.plan.live_mesh())
+        total, outcome = _outcome(out, has_aux, None if alone else params.plan.live_mesh())
         if not total.requires_grad:
             raise ValueError("the loss function: the loss depends on no trainable parameter (was it detached?)")
-        seed = scale((outcome.shared(num_parts) if divisor is None else divisor).reciprocal())
+        seed = scale(divisor(outcome).reciprocal())
         # on this thread, where the tally and a simulated rank are
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.grad(total, [tape.root], seed.to(total.dtype), allow_unused=True)
@@ -243,11 +243,16 @@ def reduce_grads(grads: Unreduced, reduction: Any = "exact") -> Sharded:
     local: Sharded = grads.local
     plan = local.plan
     reduced = empty_grads(local, plan.grads_over)
-    into = Gradients(reduced, local, by=reduction_of(reduction))
+    reduce_all(local, reduced, reduction_of(reduction))
+    return reduced
+
+
+def reduce_all(local: Sharded, reduced: Sharded, by: Reduction) -> None:
+    """Every rank's own gradients, whole, added up into `reduced`."""
+    plan, into = local.plan, Gradients(reduced, local, by=by)
     places = [(u, k) for u in range(len(plan.units)) for k in local.view.kinds if plan.units[u].lengths[k]]
     started = [into.emit(unit, kind, local.piece(unit, kind)) for unit, kind in places]
     for pending in started:
         if pending is not None:
             pending.wait()
     settle(plan)
-    return reduced

@@ -102,6 +102,7 @@ class Plan:
     param_wire: Any = None
     grad_wire: Any = None
     together: bool = False
+    slices: int = 8
     mesh: Mesh = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -211,6 +212,7 @@ class Plan:
         lines.append(f"params_over={self.params_over} grads_over={self.grads_over} state_over={self.state_over}")
         lines.append(f"regather={self.regather} block={self.block} policy={self.policy}")
         lines.append(f"param_wire={self.param_wire} grad_wire={self.grad_wire} together={self.together}")
+        lines.append(f"slices={self.slices}")
         return "\n".join([*lines, f"tree {self.spec}"])
 
     def _leaf_lines(self) -> list[str]:
@@ -260,6 +262,7 @@ def make_plan(
     param_wire: Wire | None = None,
     grad_wire: Wire | None = None,
     together: bool = False,
+    slices: int = 8,
 ) -> Plan:
     """Lay a tree of tensors (real, meta or fake) out over the axes of a mesh.
 
@@ -272,8 +275,9 @@ def make_plan(
     optimizer updates them; the mesh's device computes with them. No `block` of elements, counted from a leaf's first,
     lies on two ranks or holds another leaf's (for state that is kept in blocks). `policy` says in what dtypes floating
     leaves are kept, computed with and reduced (`Policy`, or its words), `param_wire` and `grad_wire` how shards and
-    gradients travel (fshard.wire); with `together` the dtypes of a unit are gathered in one message. On a mesh of
-    processes the plan's fingerprint is compared between all ranks.
+    gradients travel (fshard.wire); with `together` the dtypes of a unit are gathered in one message. A step with
+    `reduction="tree"` cuts the batch of all ranks into `slices`, a power of two. On a mesh of processes the plan's
+    fingerprint is compared between all ranks.
 
     Raises ValueError (axes, patterns, leaves that are not tensors) and MismatchError (ranks whose plans differ).
 
@@ -283,8 +287,7 @@ def make_plan(
 
     Source: the flat parameter of Zhao et al., PyTorch FSDP (2023); the partitions of Rajbhandari et al., ZeRO (2020).
     """
-    if block < 1:
-        raise ValueError(f"block={block}: expected a number of elements, at least 1")
+    _check_numbers(block, slices)
     _check_host(host, mesh)
     sizes, mesh = comm.axis_sizes(mesh), connect(mesh)
     over = _partitions(sizes, params_over, grads_over, state_over)
@@ -319,10 +322,18 @@ def make_plan(
         param_wire,
         grad_wire,
         together,
+        slices,
         mesh,
     )
     agree.check_same(mesh, plan.fingerprint, plan.describe(), "the plan")
     return plan
+
+
+def _check_numbers(block: int, slices: int) -> None:
+    if block < 1:
+        raise ValueError(f"block={block}: expected a number of elements, at least 1")
+    if slices < 1 or slices.bit_count() > 1:
+        raise ValueError(f"slices={slices}: expected a power of two, the most ranks a run may ever have")
 
 
 def _check_host(host: Where, mesh: Mesh) -> None:

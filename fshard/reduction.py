@@ -1,7 +1,15 @@
-"""Who adds gradients up, and their sum over several axes of a mesh."""
+"""Who adds gradients up, and their sum over several axes of a mesh.
+
+Note [The same bits on any number of ranks]
+    A sum of floating-point numbers depends on the order. In a balanced binary tree over 2^s slices of a batch, what 2^r
+    ranks of 2^(s - r) slices each add up alone is a subtree, so the ranks' sums, added in a tree over ranks, give the
+    bits of the whole tree, whatever r is. Ranks are numbered over all axes, the last of them the fastest, so sums are
+    taken along that one first. They travel in the dtype they are taken in: what is rounded in between depends on r.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,7 +44,33 @@ class Sums:
         return comm.all_reduce(x, ranks, label, out, fast=self.fast)
 
 
-EXACT, FAST = Sums(), Sums(fast=True)
+def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """The sum of 2^n tensors in a balanced binary tree; of narrow dtypes in float32."""
+    parts = [part.to(comm.sum_dtype(part.dtype)) for part in parts]
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0] if out is None else out.copy_(parts[0])
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Sums in a balanced binary tree over ranks (Note [The same bits on any number of ranks])."""
+
+    def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
+        """Every rank's part to the rank that it is for, and added there."""
+        return comm.scatter(x.chunk(ranks.size), ranks, lambda parts: tree_sum(parts, out), label)
+
+    def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
+        """The same, and gathered; of what does not divide, everything to everyone."""
+        if x.numel() % ranks.size or not x.dim():
+            whole = comm.all_gather(x.reshape(1, -1), ranks, label)
+            return whole.then(lambda rows: tree_sum([row.view(x.shape) for row in rows], out))
+        part = self.reduce_scatter(x.contiguous().view(-1), ranks, label, None)
+        whole = part.then(lambda part: comm.all_gather(part, ranks, label))
+        return whole.then(lambda full: full.view(x.shape) if out is None else out.copy_(full.view(x.shape)))
+
+
+EXACT, FAST, TREE = Sums(), Sums(fast=True), Tree()
 
 
 def reduce_over(
@@ -47,6 +81,8 @@ def reduce_over(
     What was summed once travels on as wide as it was summed.
     """
     sizes = comm.axis_sizes(mesh)
+    if isinstance(by, Tree):
+        return _over_tree(x, mesh, axes, rest, label, out)
     if axes:  # more axes of one rank would add nothing
         rest = tuple(axis for axis in rest if sizes[axis] > 1)
     if not axes and not rest:
@@ -59,18 +95,33 @@ def reduce_over(
     return pending if last else pending.then(lambda y: reduce_over(y, mesh, axes, rest, label, out, by))
 
 
+def _over_tree(x: Tensor, mesh: Mesh, axes: Axes, rest: Axes, label: str, out: Tensor | None) -> Pending:
+    """The same, along the innermost axis of the mesh first."""
+    if not axes and not rest:
+        return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
+    sizes = comm.axis_sizes(mesh)
+    axis = next(name for name in reversed(sizes) if name in axes + rest)
+    ranks, last = comm.along(mesh, axis), len(axes) + len(rest) == 1
+    if axis in axes:  # the parts of its ranks end to end
+        x = x.view(*(sizes[name] for name in axes), -1).movedim(axes.index(axis), 0).reshape(-1)
+    pending = (TREE.reduce_scatter if axis in axes else TREE.all_reduce)(x, ranks, label, out if last else None)
+    axes, rest = (tuple(name for name in names if name != axis) for names in (axes, rest))
+    return pending if last else pending.then(lambda y: _over_tree(y, mesh, axes, rest, label, out))
+
+
 def reduction_of(reduction: Any) -> Reduction:
     """Who adds up: by name, or the object itself.
 
     >>> reduction_of("fast")
     Sums(fast=True)
     """
-    named = {"exact": EXACT, "fast": FAST}
+    named: dict[str, Reduction] = {"exact": EXACT, "fast": FAST, "tree": TREE}
     if isinstance(reduction, str) and reduction in named:
         return named[reduction]
     if not (hasattr(reduction, "reduce_scatter") and hasattr(reduction, "all_reduce")):
         raise ValueError(
-            f"reduction={reduction!r}: expected 'exact' (sums in rank order), 'fast' (the backend's own), or an object "
-            "with the methods reduce_scatter and all_reduce (fshard.reduction.Reduction)"
+            f"reduction={reduction!r}: expected 'exact' (sums in rank order), 'fast' (the backend's own), 'tree' (the "
+            "same bits on any number of ranks), or an object with the methods reduce_scatter and all_reduce "
+            "(fshard.reduction.Reduction)"
         )
     return reduction

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import comm, compiling, offload, tree
+from . import compiling, offload, tree
+from .accumulate import gradients
 from .carry import nothing_lost
-from .grad import Outcome, check_sharded, empty_grads, run
+from .grad import check_sharded
 from .kernels import beside, wide
 from .labels import Labels
 from .loss_scale import NoLossScale
-from .norms import global_norm
+from .norms import exact_norm, global_norm
 from .parts import device_of
-from .randomness import seeded
-from .reduction import Reduction, reduction_of
+from .reduction import TREE, reduction_of
 from .shard import Sharded, coarsen, refine
-from .tape import Gradients
 from .transform import FoundInf, Transform, any_found, as_transform, choose, clip_factor
 
 
@@ -103,8 +102,9 @@ def train_step(
 
     `batch` is this rank's; its tensors are cut along dim 0 into `accumulate` micro-batches, whose gradients are reduced
     each time, or with `reduce_once` added up whole on every rank and reduced with the last. `reduction` is "exact"
-    (sums in rank order), "fast" (the backend's order), or an object that adds up (`fshard.reduction.Reduction`), whose
-    method `after(grads, unit)`, if it has one, is given every unit's sum. `clip_norm` bounds the global 2-norm. An
+    (sums in rank order), "fast" (the backend's order), "tree" (the same bits on 1, 2, 4, ... ranks that have as many
+    threads: Note [Slices]), or an object that adds up (`fshard.reduction.Reduction`), whose method `after(grads,
+    unit)`, if it has one, is given every unit's sum. `clip_norm` bounds the global 2-norm. An
     update whose scaled gradients are not finite on any rank is skipped on all; with `skip_labels` (`optim.by_label`'s,
     `tx` being one) that of the labels concerned alone. `metrics` has 0-d tensors, equal on all ranks: `loss`,
     `grad_norm` (before clipping), `found_inf`; and with `has_aux` this rank's `aux` (a list of one for each micro-batch
@@ -125,18 +125,17 @@ def train_step(
             "clip_norm with skip_labels: one label's overflow would clip the others to nothing: clip by label"
         )
     tx, by = as_transform(tx), reduction_of(reduction)
+    if by is TREE:  # fused kernels compute the last elements of a row otherwise than the rest
+        tx = tx._replace(fused=None)
 
     def run(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
-        parts = _cut(batch, accumulate, params)
         # in the units of this step's gradients, as if its micro-batches counted as much as the first
         lost = tree.map(lambda x: x * state.loss_scale.scale, state.lost)
-        grads, outcomes = _gradients(loss_fn, state, parts, by, reduce_once, has_aux, lost)
-        outcome = _joined(outcomes)
+        grads, outcome, share = gradients(loss_fn, state, batch, accumulate, by, reduce_once, has_aux, lost)
         grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=skip_labels)
-        share = outcomes[0].shared(accumulate) / outcome.divisor if accumulate > 1 else None
-        norm = _rescale(grads, share, clip_norm)
+        norm = _rescale(grads, share, clip_norm, exact_norm if by is TREE else global_norm)
         skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
         new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate)
         scaler = state.loss_scale.adjust(found_inf)
@@ -146,7 +145,7 @@ def train_step(
         found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
         metrics = {"loss": outcome.value, "grad_norm": norm, "found_inf": found_inf}
         if has_aux:
-            metrics["aux"] = outcome.aux if accumulate > 1 else outcome.aux[0]
+            metrics["aux"] = outcome.aux
         if donate:
             _give_away(state)
         return after, metrics
@@ -154,88 +153,11 @@ def train_step(
     return Step(run)
 
 
-def _joined(outcomes: Sequence[Outcome]) -> Outcome:
-    total = torch.stack([o.total for o in outcomes]).sum()
-    count = torch.stack([o.count for o in outcomes]).sum()
-    return Outcome(total, count, outcomes[0].kind, outcomes[0].dtype, [o.aux for o in outcomes])
-
-
-def _cut(batch: Any, num: int, params: Sharded) -> list[Any]:
-    """The micro-batches, and an error for a leaf that cannot give each of them a row."""
-    leaves, spec = tree.flatten(batch)
-    rows = {path: len(x) for path, x in zip(tree.paths(spec), leaves, strict=True) if isinstance(x, Tensor) and x.dim()}
-    for path, n in rows.items():
-        if n < num:
-            raise ValueError(
-                f"batch leaf {path!r}: expected at least {num} row(s) along dim 0, one a micro-batch, got {n} on rank "
-                f"{_rank(params)}. Every rank needs data: give this one a row whose weight in fshard.Mean's count is 0."
-            )
-    if num == 1:
-        return [batch]
-    if len(set(rows.values())) > 1:
-        raise ValueError(
-            f"batch: expected leaves of one length along dim 0, to cut into {num} micro-batches, got {rows}"
-        )
-    cuts = [x.tensor_split(num) if isinstance(x, Tensor) and x.dim() else [x] * num for x in leaves]
-    return [tree.unflatten(spec, [cut[i] for cut in cuts]) for i in range(num)]
-
-
-def _rank(params: Sharded) -> int:
-    return comm.coordinate(params.plan.live_mesh(), params.plan.rest(()))
-
-
-def _gradients(
-    loss_fn: Callable[..., Any],
-    state: TrainState,
-    parts: Sequence[Any],
-    by: Reduction,
-    reduce_once: bool,
-    has_aux: bool,
-    lost: Any,
-) -> tuple[Sharded, list[Outcome]]:
-    """The gradients of all micro-batches, divided as if all counted as much as the first, times the loss scale."""
-    params = state.params
-    grads = empty_grads(params, params.plan.grads_over)
-    outcomes: list[Outcome] = []
-    for i, into in enumerate(_places(grads, params, len(parts), by, reduce_once, lost)):
-        num, divisor = len(parts), outcomes[0].shared(len(parts)) if outcomes else None
-        how = {"has_aux": has_aux, "divisor": divisor, "num_parts": num, "scale": state.loss_scale.scale}
-        with seeded(state.rng, state.step, _rank(params), i, device_of(params)):
-            outcomes.append(run(loss_fn, params, [parts[i]], into, **how))
-        _check_equal_parts(outcomes[-1], parts)
-        if into.reduced is not None and into.reduced is not grads:
-            tree.map(lambda whole, more: whole.add_(more), grads, into.reduced)
-    return grads, outcomes
-
-
-def _places(
-    grads: Sharded, params: Sharded, num: int, by: Reduction, reduce_once: bool, lost: Any
-) -> Iterator[Gradients]:
-    """Where the gradients of each micro-batch go; what does not go to `grads` itself is to be added to it."""
-    over = params.plan.grads_over
-    if not params.plan.axes:
-        yield from (Gradients(None, grads, add=i > 0) for i in range(num))
-    elif reduce_once:
-        local = empty_grads(params, (), local=True)
-        last = num - 1
-        yield from (Gradients(grads if i == last else None, local, i > 0, by, lost) for i in range(num))
-    else:
-        made = (grads if i == 0 else empty_grads(params, over) for i in range(num))
-        yield from (Gradients(into, by=by, lost=lost) for into in made)
-
-
-def _check_equal_parts(outcome: Outcome, parts: Sequence[Any]) -> None:
-    sizes = {len(x) for part in parts for x in tree.leaves(part) if isinstance(x, Tensor) and x.dim()}
-    if outcome.kind is Tensor and len(parts) > 1 and len(sizes) > 1:
-        raise ValueError(
-            f"the loss function: a plain scalar is the mean of equally weighted micro-batches, but these have "
-            f"{sorted(sizes)} rows. Return fshard.Mean(total, count), or a batch that divides by {len(parts)}."
-        )
-
-
-def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None) -> Tensor:
+def _rescale(
+    grads: Sharded, factor: Tensor | None, clip_norm: float | None, norm_of: Callable[[Any], Tensor]
+) -> Tensor:
     """Multiply a step's own gradients, in place, by a factor and down to a norm; returns the norm before clipping."""
-    norm = global_norm(grads)
+    norm = norm_of(grads)
     if factor is not None:
         norm = norm * factor.to(norm.dtype)
     if clip_norm is not None:

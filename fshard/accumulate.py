@@ -1,0 +1,190 @@
+"""A step's gradients: those of its micro-batches added up, or of its slices in one tree.
+
+Note [Slices]
+    With `reduction="tree"` the batch of all ranks is cut into slices, as many as the plan says, or if its rows do not
+    divide by that, the most that they do. Their number does not depend on how many ranks there are, nor what is drawn
+    or computed for each; so each has the same gradient everywhere, and their sum the same bits (Note [The same bits on
+    any number of ranks]). A rank adds its own up like a binary counter, of which every digit is a tree of gradients.
+    All totals are divided by what the first slice counts, and the sum rescaled once all have been counted. What runs
+    otherwise on rows of any length must give an element the same bits wherever in a row it lies, which torch's fused
+    optimizer kernels do not, and norms are added up exactly (`norms.exact_norm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import comm, tree
+from .grad import Outcome, empty_grads, reduce_all, run
+from .parts import device_of
+from .plan import Plan
+from .randomness import seeded
+from .reduction import TREE, Reduction, Tree, reduce_over, tree_sum
+from .shard import Sharded
+from .tape import Gradients
+
+
+def gradients(
+    loss_fn: Callable[..., Any],
+    state: Any,
+    batch: Any,
+    accumulate: int,
+    by: Reduction,
+    reduce_once: bool,
+    has_aux: bool,
+    lost: Any,
+) -> tuple[Sharded, Outcome, Tensor | None]:
+    """The gradients times the loss scale, the outcome, and what to multiply those gradients by, if anything.
+
+    Until then they are divided as if all micro-batches counted as much as the first.
+    """
+    if isinstance(by, Tree):
+        return _in_slices(loss_fn, state, batch, accumulate, has_aux)
+    params = state.params
+    parts = _cut(batch, accumulate, _rank(params))
+    grads = empty_grads(params, params.plan.grads_over)
+    outcomes: list[Outcome] = []
+
+    def divisor(outcome: Outcome) -> Tensor:
+        return (outcomes or [outcome])[0].shared(accumulate)
+
+    for i, into in enumerate(_places(grads, params, accumulate, by, reduce_once, lost)):
+        how = {"has_aux": has_aux, "divisor": divisor, "scale": state.loss_scale.scale}
+        with seeded(state.rng, state.step, _rank(params), i, device_of(params)):
+            outcomes.append(run(loss_fn, params, [parts[i]], into, **how))
+        _check_equal_parts(outcomes[-1], parts)
+        if into.reduced is not None and into.reduced is not grads:
+            tree.map(lambda whole, more: whole.add_(more), grads, into.reduced)
+    outcome = _joined(outcomes)
+    share = outcomes[0].shared(accumulate) / outcome.divisor if accumulate > 1 else None
+    return grads, outcome if accumulate > 1 else replace(outcome, aux=outcome.aux[0]), share
+
+
+def _in_slices(
+    loss_fn: Callable[..., Any], state: Any, batch: Any, accumulate: int, has_aux: bool
+) -> tuple[Sharded, Outcome, Tensor]:
+    params, plan, rank = state.params, state.params.plan, _rank(state.params)
+    if plan.param_wire is not None or plan.grad_wire is not None:
+        raise ValueError(
+            "reduction='tree' with a wire: what it rounds depends on how many ranks there are. Use no wire."
+        )
+    slices = _slices(batch, accumulate, params)
+    grads, first = empty_grads(params, plan.grads_over), list[Outcome]()
+    sums, outcomes = list[Any](), list[Outcome]()
+
+    def divisor(outcome: Outcome) -> Tensor:
+        if not first:
+            own = outcome.divisor if rank == 0 else torch.zeros_like(outcome.divisor)
+            first.append(replace(outcome, count=comm.total(own, plan.live_mesh(), label="loss")))
+        return first[0].shared(num)
+
+    num = len(slices) * len(slices[0]) * comm.num_ranks(plan.live_mesh())
+    for at, parts in enumerate(slices):
+        local, found = empty_grads(params, (), local=True), list[Outcome]()
+        for i, part in enumerate(parts):
+            last = len(slices) == 1 and i == len(parts) - 1
+            into = Gradients(grads if last else None, local, i > 0, TREE)
+            how = {"has_aux": has_aux, "divisor": divisor, "alone": True, "scale": state.loss_scale.scale}
+            with seeded(state.rng, state.step, rank * len(slices) + at, i, device_of(params)):
+                found.append(run(loss_fn, params, [part], into, **how))
+            _check_equal_parts(found[-1], parts)
+        outcomes.append(_joined(found))
+        _count_up(sums, at, local)
+    if len(slices) > 1:
+        reduce_all(sums[0], grads, TREE)
+    outcome = _everywhere(outcomes, plan)
+    return grads, outcome, first[0].shared(num) / outcome.divisor
+
+
+def _count_up(sums: list[Any], at: int, more: Any) -> None:
+    """Add the gradients of the slice of that number: complete subtrees of one size become one of twice the size."""
+    while at % 2:
+        more, at = tree.map(lambda a, b: tree_sum([a, b]), sums.pop(), more), at // 2
+    sums.append(more)
+
+
+def _everywhere(outcomes: Sequence[Outcome], plan: Plan) -> Outcome:
+    pair = tree_sum([torch.stack([outcome.total, outcome.count]) for outcome in outcomes])
+    axes = plan.rest(())
+    total, count = reduce_over(pair, plan.live_mesh(), (), axes, "loss", None, TREE).wait().unbind()
+    return replace(outcomes[0], total=total, count=count, aux=[aux for outcome in outcomes for aux in outcome.aux])
+
+
+def _slices(batch: Any, accumulate: int, params: Sharded) -> list[list[Any]]:
+    """This rank's slices, each as micro-batches."""
+    plan, rank = params.plan, _rank(params)
+    ranks = comm.num_ranks(plan.live_mesh())
+    rows = min(_rows(batch).values(), default=0) * ranks
+    num = min(plan.slices, rows & -rows)  # the largest power of two that divides it
+    if not num or num % ranks:
+        raise ValueError(
+            f"reduction='tree': expected {ranks} rank(s), a power of two, to share {plan.slices} slices of a batch "
+            f"whose {rows} rows (over all ranks) divide by their number: each needs one at least. Give every rank as "
+            "many rows, a power of two times the same, or make_plan(..., slices=) more."
+        )
+    return [_cut(part, min(accumulate, rows // num), rank) for part in _cut(batch, num // ranks, rank)]
+
+
+def _rows(batch: Any) -> dict[str, int]:
+    leaves, spec = tree.flatten(batch)
+    return {path: len(x) for path, x in zip(tree.paths(spec), leaves, strict=True) if isinstance(x, Tensor) and x.dim()}
+
+
+def _cut(batch: Any, num: int, rank: int) -> list[Any]:
+    """The micro-batches, and an error for a leaf that cannot give each of them a row."""
+    rows = _rows(batch)
+    for path, n in rows.items():
+        if n < num:
+            raise ValueError(
+                f"batch leaf {path!r}: expected at least {num} row(s) along dim 0, one a micro-batch, got {n} on rank "
+                f"{rank}. Every rank needs data: give this one a row whose weight in fshard.Mean's count is 0."
+            )
+    if num == 1:
+        return [batch]
+    if len(set(rows.values())) > 1:
+        raise ValueError(
+            f"batch: expected leaves of one length along dim 0, to cut into {num} micro-batches, got {rows}"
+        )
+    leaves, spec = tree.flatten(batch)
+    cuts = [x.tensor_split(num) if isinstance(x, Tensor) and x.dim() else [x] * num for x in leaves]
+    return [tree.unflatten(spec, [cut[i] for cut in cuts]) for i in range(num)]
+
+
+def _joined(outcomes: Sequence[Outcome]) -> Outcome:
+    total = torch.stack([o.total for o in outcomes]).sum()
+    count = torch.stack([o.count for o in outcomes]).sum()
+    return Outcome(total, count, outcomes[0].kind, outcomes[0].dtype, [o.aux for o in outcomes])
+
+
+def _places(
+    grads: Sharded, params: Sharded, num: int, by: Reduction, reduce_once: bool, lost: Any
+) -> Iterator[Gradients]:
+    """Where the gradients of each micro-batch go; what does not go to `grads` itself is to be added to it."""
+    over = params.plan.grads_over
+    if not params.plan.axes:
+        yield from (Gradients(None, grads, add=i > 0) for i in range(num))
+    elif reduce_once:
+        local = empty_grads(params, (), local=True)
+        last = num - 1
+        yield from (Gradients(grads if i == last else None, local, i > 0, by, lost) for i in range(num))
+    else:
+        made = (grads if i == 0 else empty_grads(params, over) for i in range(num))
+        yield from (Gradients(into, by=by, lost=lost) for into in made)
+
+
+def _check_equal_parts(outcome: Outcome, parts: Sequence[Any]) -> None:
+    sizes = {len(x) for part in parts for x in tree.leaves(part) if isinstance(x, Tensor) and x.dim()}
+    if outcome.kind is Tensor and len(parts) > 1 and len(sizes) > 1:
+        raise ValueError(
+            f"the loss function: a plain scalar is the mean of equally weighted micro-batches, but these have "
+            f"{sorted(sizes)} rows. Return fshard.Mean(total, count), or a batch that divides by {len(parts)}."
+        )
+
+
+def _rank(params: Sharded) -> int:
+    return comm.coordinate(params.plan.live_mesh(), params.plan.rest(()))

@@ -1,0 +1,284 @@
+"""`reduction="tree"`: the same bits on any number of ranks."""
+
+import functools
+import importlib.util
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import NARROW, STRATEGIES, rand, same_bits
+from torch import Tensor
+from worlds import gloo, simulated
+
+import fshard
+from fshard import optim, tree
+from fshard.norms import exact_norm
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
+STEPS = 100
+ROWS = 16  # of all ranks
+
+
+@functools.cache
+def example() -> Any:
+    """The model of the example."""
+    spec = importlib.util.spec_from_file_location("train_lm_for_slices", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look up the names of types
+    spec.loader.exec_module(module)
+    return module
+
+
+def params() -> Any:
+    """Of the example's model, small."""
+    lm = example()
+    return lm.init_params(lm.Settings(d_model=6, layers=1, context=5))
+
+
+def loss(p: Any, batch: dict[str, Tensor]) -> fshard.Mean:
+    """The example's, with dropout, and weights that differ."""
+    lm = example()
+    x = F.embedding(batch["tokens"], p["embed"][0]) + p["pos"]
+    for block in p["blocks"]:
+        x = F.dropout(lm.block(block, x, heads=2), 0.1)
+    scores = lm.norm(x, p["norm"]) @ (p["head"] + 0.01 * p["embed"][1].T)
+    losses = F.cross_entropy(scores.flatten(0, 1), batch["targets"].flatten(), reduction="none")
+    return fshard.Mean((100 * losses * batch["weight"].flatten()).sum(), batch["weight"].sum())
+
+
+def rows_of(step: int, mesh: Any) -> dict[str, Tensor]:
+    """One rank's rows of a batch that is the same for all numbers of ranks."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(256, (ROWS, 6), generator=generator)
+    weight = (torch.rand(ROWS, 5, generator=generator) > 0.3).float()
+    num, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_rank())
+    mine = slice(rank * ROWS // num, (rank + 1) * ROWS // num)
+    return {"tokens": tokens[mine, :-1], "targets": tokens[mine, 1:], "weight": weight[mine]}
+
+
+def started(mesh: Any, tx: Any, left: Any = None, **plan: Any) -> fshard.TrainState:
+    """The first state, or the one that another number of ranks has left."""
+    first = params()
+    laid = fshard.make_plan(first, mesh, **{"units": ["blocks.*"], **plan})
+    sharded = fshard.shard_params(left["params"] if left else first, laid)
+    state = fshard.init_state(sharded, tx, fshard.DynamicLossScale(2.0**124, growth_interval=7), seed=3)
+    if not left:
+        return state
+    held = optim.shard_state(left["opt"], state.opt_state)
+    return fshard.TrainState(sharded, held, left["scale"], left["step"], left["rng"], None)
+
+
+def all_of(state: fshard.TrainState) -> dict[str, Any]:
+    """The whole state."""
+    return {
+        "params": fshard.gather_params(state.params),
+        "opt": optim.gather_state(state.opt_state),
+        "scale": state.loss_scale,
+        "step": state.step,
+        "rng": state.rng,
+    }
+
+
+ADAMW = optim.adamw(1e-2)
+CLIPPED = {"clip_norm": 0.5, "accumulate": 2, "reduction": "tree"}
+
+
+def train(mesh: Any, begin: int, end: int, left: Any = None) -> Any:
+    """Steps of AdamW with dropout, clipping, loss scaling and micro-batches; what comes out of the last."""
+    state, step = started(mesh, ADAMW, left), fshard.train_step(loss, ADAMW, **CLIPPED)
+    metrics: dict[str, Tensor] = {}
+    for number in range(begin, end):
+        state, metrics = step(state, rows_of(number, mesh))
+    return all_of(state), metrics
+
+
+def test_a_hundred_steps():
+    """Every byte of the state and the metrics, on 1, 2, 4 and 8 ranks, simulated and processes, and gone on with."""
+    half = STEPS // 2
+    (expected,) = simulated(train, 0, STEPS, shard=1)
+    assert 0 < expected[0]["opt"]["count"] < STEPS  # some were skipped
+    (before,) = simulated(train, 0, half, shard=1)
+    runs = {f"{num} simulated": simulated(train, 0, STEPS, shard=num) for num in (2, 4, 8)}
+    runs["2 x 2"] = simulated(train, 0, STEPS, shard=2, replicate=2)
+    runs["1, then 2"] = simulated(train, half, STEPS, before[0], shard=2)
+    runs["2 processes"] = gloo(train, 0, STEPS, shard=2)
+    runs["1, then 4 processes"] = gloo(train, half, STEPS, before[0], shard=4)
+    for name, run in runs.items():
+        assert all(same_bits(rank, expected) for rank in run), name
+
+
+def plain(p: Any, batch: dict[str, Tensor]) -> Tensor:
+    """A scalar: slices count as much as one another."""
+    return loss(p, batch).total
+
+
+def summed(p: Any, batch: dict[str, Tensor]) -> fshard.Sum:
+    """A sum."""
+    return fshard.Sum(loss(p, batch).total)
+
+
+def aided(p: Any, batch: dict[str, Tensor]) -> tuple[fshard.Mean, Tensor]:
+    """With an aux."""
+    return loss(p, batch), batch["weight"].sum()
+
+
+def few(mesh: Any, loss_fn: Any = loss, tx: Any = ADAMW, jit: bool = False, steps: int = 2, **kw: Any) -> Any:
+    """Some steps."""
+    plan = kw.pop("plan", {})
+    step: Any = fshard.train_step(loss_fn, tx, reduction="tree", **kw)
+    state = started(mesh, tx, **plan)
+    step = fshard.jit(step, backend="eager") if jit else step
+    for number in range(steps):
+        state, metrics = step(state, rows_of(number, mesh))
+    aux = metrics.pop("aux", ())
+    return all_of(state), metrics, torch.stack(aux) if isinstance(aux, list) else None
+
+
+CASES: dict[str, dict[str, Any]] = {
+    **{f"plan {name}": {"plan": plan} for name, plan in STRATEGIES.items()},
+    "turned": {"plan": dict.fromkeys(("params_over", "grads_over", "state_over"), ("shard", "replicate"))},
+    "outer": {"plan": dict.fromkeys(("params_over", "grads_over", "state_over"), "replicate")},
+    "sgd": {"tx": optim.sgd(0.1, momentum=0.9, nesterov=True)},
+    "rmsprop": {"tx": optim.rmsprop(0.01, momentum=0.9)},
+    "a scalar": {"loss_fn": plain, "clip_norm": 0.1},
+    "a sum": {"loss_fn": summed},
+    "whole leaves": {"plan": {"whole": ["norm", "**.attend_norm"]}},
+    "frozen leaves": {"plan": {"frozen": ["pos"]}},
+    "bf16": {"plan": {"policy": "compute=bf16,output=f32"}},
+    "sixteen slices": {"plan": {"slices": 16}},
+    "jit": {"jit": True, "clip_norm": 0.5, "plan": {"slices": 2}},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name):
+    """Strategies, meshes, optimizers, losses, policies, graphs: one rank's bits, on 4 and on 2 x 2 and 8."""
+    case = dict(CASES[name])
+    strategy = {k: v for k, v in case.get("plan", {}).items() if not k.endswith("_over")}
+    (expected,) = simulated(partial(few, **{**case, "plan": strategy, "jit": False}), shard=1)
+    narrow = name.removeprefix("plan ") in NARROW or not name.startswith(("plan", "turned", "outer"))
+    sizes = (
+        [{"shard": 2 if "jit" in case else 4}, {"shard": 8}]
+        if narrow
+        else [{"shard": 2, "replicate": 2}, {"shard": 4, "replicate": 2}]
+    )
+    for size in sizes[:1] if case.get("jit") else sizes:
+        for state, metrics, _ in simulated(partial(few, **case), **size):
+            assert same_bits((state, metrics), expected[:2]), size
+
+
+def test_aux_is_of_every_micro_batch():
+    """A list; all of one rank's are what all ranks have."""
+    (expected,) = simulated(partial(few, loss_fn=aided, has_aux=True, accumulate=2), shard=1)
+    found = simulated(partial(few, loss_fn=aided, has_aux=True, accumulate=2), shard=4)
+    assert same_bits(torch.cat([aux for *_, aux in found]), expected[2])
+    assert len(expected[2]) == 16
+
+
+def test_another_order_gives_other_bits():
+    """What these tests compare is not the same anyhow: sums in rank order differ."""
+
+    def run(mesh: Any) -> Any:
+        tx = optim.sgd(0.1)
+        state, step = started(mesh, tx), fshard.train_step(loss, tx, accumulate=8 // mesh.size("shard"))
+        for number in range(2):
+            state, _ = step(state, rows_of(number, mesh))
+        return all_of(state)["params"]
+
+    assert not same_bits(simulated(run, shard=1)[0], simulated(run, shard=4)[0])
+
+
+def test_one_device_is_one_rank():
+    """A plan without a mesh."""
+    alone, one = (simulated(lambda mesh, own=own: few(own and mesh, clip_norm=0.5), shard=1) for own in (None, True))
+    assert same_bits(alone, one)
+
+
+def test_it_is_right():
+    """The loss, the norm, and one update of plain descent are those of the whole batch at once."""
+
+    def whole(p: Any, batch: dict[str, Tensor]) -> Any:
+        return without_dropout(p, batch)
+
+    def without_dropout(p: Any, batch: dict[str, Tensor]) -> fshard.Mean:
+        out = torch.tanh(p["head"].T @ p["embed"][0].T[:, batch["tokens"].flatten()]).square().mean(0)
+        return fshard.Mean((out * batch["weight"].flatten()).sum(), batch["weight"].sum())
+
+    def run(mesh: Any) -> Any:
+        step = fshard.train_step(whole, optim.sgd(0.5), reduction="tree")
+        state, metrics = step(started(mesh, optim.sgd(0.5)), rows_of(0, mesh))
+        return fshard.gather_params(state.params), metrics
+
+    start, batch = params(), rows_of(0, None)
+    wanted = tree.map(lambda x: x.clone().requires_grad_(), start)
+    mean = without_dropout(wanted, batch)
+    value = mean.total / mean.count
+    value.backward()
+    for after, metrics in simulated(run, shard=4):
+        torch.testing.assert_close(metrics["loss"], value.detach())
+        for new, old in zip(tree.leaves(after), tree.leaves(wanted), strict=True):
+            gradient = torch.zeros_like(old) if old.grad is None else old.grad
+            torch.testing.assert_close(new, old.detach() - 0.5 * gradient)
+        grads = [x.grad for x in tree.leaves(wanted) if x.grad is not None]
+        torch.testing.assert_close(metrics["grad_norm"], fshard.global_norm(grads))
+
+
+def test_what_cannot_be():
+    """Ranks that are no power of two, more ranks than slices, rows that do not divide, wires, odd numbers of slices."""
+    for size, plan, rows in ((3, {}, 12), (4, {"slices": 2}, 16), (2, {}, 9)):
+
+        def run(mesh: Any, plan: Any = plan, rows: int = rows) -> None:
+            batch = {k: v[: rows // mesh.size()] for k, v in rows_of(0, None).items()}
+            fshard.train_step(loss, ADAMW, reduction="tree")(started(mesh, ADAMW, **plan), batch)
+
+        if (size, rows) == (2, 9):  # four rows each: four slices
+            simulated(run, shard=size)
+            continue
+        with pytest.raises(ValueError, match=rf"expected {size} rank\(s\), a power of two, to share"):
+            simulated(run, shard=size)
+    for wire in ({"grad_wire": fshard.wire.Cast(torch.bfloat16)}, {"param_wire": fshard.wire.Cast(torch.bfloat16)}):
+        with pytest.raises(ValueError, match="with a wire"):
+            simulated(partial(few, plan=wire), shard=2)
+    with pytest.raises(ValueError, match="slices=6: expected a power of two"):
+        fshard.make_plan(params(), slices=6)
+
+
+# --- norms ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 0.0])
+def test_an_exact_norm(dtype, scale):
+    """The norm, whatever the order and the cuts; of numbers of any size."""
+    x = (rand(70001, seed=1) ** 5 * scale).to(dtype)
+    norm = exact_norm(x)
+    wide = x.to(torch.complex128 if x.is_complex() else torch.float64)
+    torch.testing.assert_close(norm.double(), torch.linalg.vector_norm(wide).double(), rtol=1e-6, atol=0)
+    if dtype is torch.float64:
+        torch.testing.assert_close(norm, torch.linalg.vector_norm(x), rtol=1e-11, atol=0)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(2))
+    for cuts in (1, 2, 7, 64):
+        assert same_bits(exact_norm({str(i): part for i, part in enumerate(x[order].chunk(cuts))}), norm)
+
+
+def test_an_ordinary_norm_depends_on_the_order():
+    """So the test before can fail."""
+    x = rand(70001, seed=1)
+    assert not same_bits(fshard.global_norm(x), fshard.global_norm(list(x.chunk(7))))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_shows(value):
+    """In any place."""
+    x = torch.ones(5)
+    x[3] = value
+    assert not exact_norm(x).isfinite()
+    assert exact_norm([]) == 0
+    assert exact_norm(torch.tensor(5e-324, dtype=torch.float64)) >= 0
