@@ -16,11 +16,11 @@ SOURCES = {path.stem: path.read_text() for path in sorted(PACKAGE.glob("*.py"))}
 
 # A module imports modules of the levels above its own line alone. A new file needs a place here.
 LEVELS = [
-    {"tree", "record", "schedules", "abstract"},
+    {"tree", "record", "schedules", "abstract", "generators"},
     {"nodes", "precision", "compiling", "trace", "reading"},
     {"kernels", "randomness", "comm", "footprint"},
-    {"passes", "collectives", "agree", "parts", "data", "claim", "wire", "reduction", "operators", "offload"},
-    {"host", "move", "norms"},
+    {"passes", "collectives", "agree", "parts", "data", "claim", "wire", "reduction", "operators", "offload", "baton"},
+    {"host", "simulated", "move", "norms"},
     {"transform"},
     {"plan", "labels", "elementwise"},
     {"shard", "wholeleaf", "quantised", "optim_state"},
@@ -47,7 +47,7 @@ DOORS = {
     "torch.multiprocessing": {"tape"},
     "socket": {"host"},
     "mmap": {"host"},
-    "threading": {"testing"},
+    "threading": {"baton"},
     "torch.nn.Module": set(),
     "torch.compile": set(),
     "torch.fx": {"trace", "reading", "footprint", "passes", "lowered"},
