@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class Post:
     record: Record
     call: str | Call  # equal on all ranks
     own: Sequence[Tensor]
-    places: list[Any]  # where results go, or once it is over the results
+    places: Sequence[Tensor]  # where results go
     act: Callable[[list[Post]], None]
     sent: Sequence[Tensor] = ()  # own, or garbage
 
@@ -111,6 +111,7 @@ class Run:
         self.log: list[Collective] = []
         self.failure: BaseException | None = None
         self.threads: list[threading.Thread] = []
+        self.over = threading.Event()
         self._batons = [threading.Lock() for _ in range(self.num_ranks)]
         for baton in self._batons:
             baton.acquire()
@@ -136,7 +137,7 @@ class Run:
     def _after(self, rank: int) -> int:
         """The next rank that can run, round the circle, slow ones last; -1 if there is none."""
         order = chain(range(rank + 1, self.num_ranks), range(rank + 1))
-        ready = (r for r in order if r not in self._ended and (self.failure or r not in self._posts))
+        ready = (r for r in order if r not in self._ended and (self.failure is not None or r not in self._posts))
         if not self._slow:
             return next(ready, -1)
         return min(ready, key=lambda r: r in self._slow, default=-1)
@@ -149,7 +150,9 @@ class Run:
         if after < 0 and self._posts:
             self.failure = MismatchError(f"no rank can go on: {self._standing()}")
             after = self._after(rank)
-        if after >= 0:
+        if after < 0:
+            self.over.set()
+        else:
             self._batons[after].release()
 
     def _told(self, post: Post) -> str:
@@ -164,7 +167,7 @@ class Run:
                 lines.append(f"rank {rank} has returned")
         return "; ".join(lines) + ". All ranks must call the same collectives in the same order."
 
-    def meet(self, group: tuple[int, ...], post: Post) -> list[Any]:
+    def meet(self, group: tuple[int, ...], post: Post) -> Sequence[Tensor]:
         """Take part in a collective; its results, when it is done."""
         if self.failure is not None:  # in a finally of the user's
             raise Stopped
@@ -173,17 +176,20 @@ class Run:
         self._posts[rank] = post
         gone = [r for r in group if r in self._ended] if self._ended else []
         if gone:
-            raise MismatchError(
-                f"rank {rank} is in {self._told(post)}, but rank {gone[0]} has returned: {self._standing()}"
-            )
+            self._fail(f"rank {rank} is in {self._told(post)}, but rank {gone[0]} has returned: {self._standing()}")
         here = self._meetings.setdefault(group, [])
         here.append(post)
         if len(here) == len(group):
             self._complete(group, sorted(self._meetings.pop(group), key=lambda p: p.rank))
+            here.clear()  # ranks that wait hold it, and would hold each other's results
         else:
             self.hand_over(rank)
             self.begin(rank)
         return post.places
+
+    def _fail(self, words: str) -> NoReturn:
+        self.failure = MismatchError(words)  # at once: what the user does about it must not wait for others
+        raise self.failure
 
     def _fault(self, post: Post) -> None:
         count = self._counts[post.rank]
@@ -197,7 +203,7 @@ class Run:
         first = posts[0]
         for post in posts:
             if post.call != first.call:
-                raise MismatchError(
+                self._fail(
                     f"ranks called different collectives: rank {first.rank} {self._told(first)}; rank {post.rank} "
                     f"{self._told(post)}. All ranks must call the same ones in the same order."
                 )
@@ -212,7 +218,7 @@ class Run:
         """A rank has returned, or failed."""
         self._ended.add(rank)
         self._posts.pop(rank, None)
-        self.failure = self.failure or failure
+        self.failure = failure if self.failure is None else self.failure
         waiting = [r for group, posts in self._meetings.items() if rank in group for r in (p.rank for p in posts)]
         if waiting and self.failure is None:
             self.failure = MismatchError(
@@ -237,12 +243,14 @@ def on_threads(run: Run, rank_main: Callable[[int], None]) -> None:
     ]
     for thread in run.threads:
         thread.start()
-    run.start()
     try:
-        for thread in run.threads:
-            thread.join()
+        run.start()
+        while not run.over.wait(0.2):  # a signal that comes just before a wait is seen only after it
+            pass
     except BaseException as failure:  # an interrupt: ranks stop at their next collective
         run.failure = failure
+        run.over.wait()
+        raise
+    finally:
         for thread in run.threads:
             thread.join()
-        raise

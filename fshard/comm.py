@@ -226,7 +226,7 @@ def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
         return out.copy_(parts[0])
     if op == "sum" and (parts[0].dtype != out.dtype or sum_dtype(out.dtype) != out.dtype):
         exact = out.dtype == sum_dtype(parts[0].dtype)
-        total = out.copy_(parts[0]) if exact else parts[0].to(sum_dtype(parts[0].dtype))
+        total = out.copy_(parts[0]) if exact else parts[0].to(sum_dtype(parts[0].dtype), copy=True)
         for part in parts[1:]:
             combine(total, part.to(total.dtype), out=total)
         return total if exact else out.copy_(total)

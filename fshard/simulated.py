@@ -2,15 +2,15 @@
 
 Note [One for all]
     What a gather or a reduction gives is worked out once, by the last rank to arrive, from the tensors of all: work
-    in proportion to the number of ranks, where W messages of each of W ranks would make its square. A gathered tensor
-    that is `lent`, to which nobody writes, is one for all ranks.
+    in proportion to the number of ranks, where W messages of each of W ranks would make its square. Results are
+    copied to each: no rank sees what another writes later.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,36 +29,51 @@ def _deliver(posts: list[Post]) -> None:
                 post.places[j].copy_(source.sent[i])
 
 
-def _seen(posts: list[Post], make: Callable[[list[Tensor]], Tensor]) -> Iterator[tuple[Post, Tensor]]:
-    """What is made of what all sent, once; for a rank whose messages are garbled with its own tensor as it is."""
-    common = make([post.sent[0] for post in posts])
-    for post in posts:
-        garbled = post.sent is not post.own
-        yield post, make([p.own[0] if p is post else p.sent[0] for p in posts]) if garbled else common
+def _garbled(post: Post) -> bool:
+    return post.sent is not post.own
+
+
+def _received(post: Post, posts: list[Post]) -> list[Tensor]:
+    """What all sent; of this rank itself what it has."""
+    return [p.own[0] if p is post else p.sent[0] for p in posts]
+
+
+def _fill(place: Tensor, xs: list[Tensor]) -> None:
+    for part, x in zip(place.chunk(len(xs)) if place.numel() else [], xs, strict=False):
+        if part.data_ptr() != x.data_ptr():
+            part.copy_(x)
 
 
 def _gather(posts: list[Post]) -> None:
-    for post, full in _seen(posts, torch.cat):
-        post.places = [full if place is None else place.copy_(full) for place in post.places]
+    # by way of one rank's place: another tensor would count as the memory of the rank that came last
+    filled = None
+    for post in posts:
+        (place,) = post.places
+        if filled is None or _garbled(post):
+            _fill(place, _received(post, posts))
+            filled = filled if _garbled(post) else place
+        else:
+            place.copy_(filled)
 
 
-def _folder(op: str) -> Callable[[list[Tensor]], Tensor]:
-    def folded(xs: list[Tensor]) -> Tensor:
-        dtype = sum_dtype(xs[0].dtype) if op == "sum" else xs[0].dtype
-        return fold(xs, op, torch.empty_like(xs[0], dtype=dtype))
-
-    return folded
+def _sums(posts: list[Post], op: str) -> list[tuple[Tensor, Tensor]]:
+    """Every rank's place, and what to take from: one sum for all but those whose messages are garbled."""
+    x = posts[0].own[0]
+    dtype = sum_dtype(x.dtype) if op == "sum" else x.dtype
+    common = fold([p.sent[0] for p in posts], op, torch.empty_like(x, dtype=dtype))
+    own = [fold(_received(p, posts), op, torch.empty_like(common)) if _garbled(p) else common for p in posts]
+    return [(post.places[0], total) for post, total in zip(posts, own, strict=True)]
 
 
 def _scatter(posts: list[Post]) -> None:
-    for number, (post, total) in enumerate(_seen(posts, _folder("sum"))):
+    for number, (place, total) in enumerate(_sums(posts, "sum")):
         numel = total.shape[0] // len(posts)
-        post.places[0].copy_(total.narrow(0, number * numel, numel))
+        place.copy_(total.narrow(0, number * numel, numel))
 
 
 def _reduce(posts: list[Post], op: str) -> None:
-    for post, total in _seen(posts, _folder(op)):
-        post.places[0].copy_(total)
+    for place, total in _sums(posts, op):
+        place.copy_(total)
 
 
 class SimulatedMesh:
@@ -130,11 +145,11 @@ class _SimulatedRanks:
         return True
 
     def _meet(
-        self, call: str | Call, sends: Sequence[Tensor], into: list[Any], act: Callable[[list[Post]], None]
+        self, call: str | Call, sends: Sequence[Tensor], into: Sequence[Tensor], act: Callable[[list[Post]], None]
     ) -> Works:
         post = Post(self._me, self.record, call, sends, into, act, sends)
         if self.size == 1:
-            if act is not _deliver:
+            with torch.no_grad():
                 act([post])
             return Works([], post.places)
         # ranks may have streams of their own, and the last to arrive moves the data of all on its own
@@ -153,9 +168,9 @@ class _SimulatedRanks:
         return self._meet(call, sends, places(sends, recvs, self.rank), _deliver)
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool) -> Works:
-        if out is None and not (lent and self.size > 1):
-            out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        return self._meet(self._call(x), [x], [out], _gather)
+        # one of its own even if it is lent: a rank's memory is to live and die as it would in a process
+        place = x.new_empty(self.size * x.shape[0], *x.shape[1:]) if out is None else out
+        return self._meet(self._call(x), [x], [place], _gather)
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool) -> Works:
         place = x.new_empty(x.shape[0] // self.size, *x.shape[1:]) if out is None else out
@@ -189,8 +204,10 @@ def _on_ranks(
             # else ranks would wait for each other inside CUDA's one backward thread
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = fn(SimulatedMesh(run, rank), *args)
-        except Stopped:
-            pass
+        except Stopped as stopped:
+            hidden = stopped.__context__
+            if hidden is not None and run.failure is not None and hidden is not run.failure:
+                run.failure.add_note(f"(simulated rank {rank} was handling {hidden!r})")
         except BaseException as error:
             if not isinstance(error, MismatchError):
                 error.add_note(f"(raised in simulated rank {rank} of {run.num_ranks})")
