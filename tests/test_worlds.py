@@ -306,6 +306,26 @@ def test_a_rank_that_seeds_python_and_numpy() -> None:
     assert len({x for rank in found for x in rank}) == 6
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_random_states_on_a_gpu() -> None:
+    """The device's as well, and sums there."""
+
+    def job(mesh: Any, between: bool) -> list[float]:
+        drawn = []
+        for _ in range(3):
+            drawn += torch.rand(2, device="cuda").tolist()
+            if between:
+                assert fshard.all_reduce(torch.ones(1, device="cuda"), mesh, "shard").item() == 3
+        return drawn
+
+    torch.cuda.manual_seed(5)
+    before = torch.cuda.get_rng_state()
+    apart = World(3, device="cuda").run(job, False)
+    assert apart == World(3, device="cuda").run(job, True)
+    assert len({x for drawn in apart for x in drawn}) == 18
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
 # --- errors and debuggers ---
 
 
