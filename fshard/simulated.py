@@ -40,8 +40,7 @@ def _received(post: Post, posts: list[Post]) -> list[Tensor]:
 
 def _fill(place: Tensor, xs: list[Tensor]) -> None:
     for part, x in zip(place.chunk(len(xs)) if place.numel() else [], xs, strict=False):
-        if part.data_ptr() != x.data_ptr():
-            part.copy_(x)
+        part.copy_(x)
 
 
 def _gather(posts: list[Post]) -> None:

@@ -289,6 +289,24 @@ def test_random_states_are_put_back(fails: bool) -> None:
     assert runs[0] == runs[1]
 
 
+def test_a_rank_that_puts_its_state_back() -> None:
+    """To that it began with: what it draws next is what it drew first."""
+    kept = {"python": (random.getstate, random.setstate), "numpy": (np.random.get_state, np.random.set_state)}
+
+    def job(mesh: Any) -> list[bool]:
+        same = []
+        for kind, (get, put) in kept.items():
+            state, first = get(), DRAWS[kind](2)
+            for _ in range(2):
+                fshard.all_reduce(torch.ones(1), mesh, "shard")
+                put(state)
+            fshard.all_reduce(torch.ones(1), mesh, "shard")
+            same.append(DRAWS[kind](2) == first)
+        return same
+
+    assert World(2).run(job) == [[True, True]] * 2
+
+
 def test_a_rank_that_seeds_python_and_numpy() -> None:
     """It is its alone, across collectives."""
 
@@ -385,16 +403,18 @@ def test_ranks_that_clean_up(what: str) -> None:
 
 def test_an_interrupt_stops_the_ranks() -> None:
     """One that reaches the main thread: ranks end at their next collective, and nothing stays behind."""
-    main, before = threading.main_thread().ident, threading.active_count()
+    main, before, went_on = threading.main_thread().ident, threading.active_count(), list[int]()
 
     def job(mesh: Any) -> None:
         if mesh.get_rank() == 0:
             signal.pthread_kill(main, signal.SIGINT)
-        for _ in range(10_000):
+        for _ in range(100_000):
             fshard.all_reduce(torch.ones(1), mesh, "shard")
+        went_on.append(mesh.get_rank())
 
     with pytest.raises(KeyboardInterrupt):
         World(2).run(job)
+    assert went_on == []
     assert threading.active_count() == before
 
 
