@@ -47,7 +47,15 @@ class Collective:
 
 @dataclass(frozen=True)
 class Dies:
-    """A fault: the rank raises RankDied at its collective number `at`, counted from 0."""
+    """A fault: the rank raises RankDied at its collective number `at`, counted from 0; none if it makes fewer.
+
+    >>> from fshard.testing import World
+    >>> try:
+    ...     World(2, faults=[Dies(1)]).run(lambda mesh: all_reduce(torch.ones(1), mesh, "shard"))
+    ... except RankDied as error:
+    ...     str(error).partition(",")[0]
+    'rank 1 died at its collective 0'
+    """
 
     rank: int
     at: int = 0
@@ -58,6 +66,12 @@ class Garbage:
     """A fault: of what the rank sends in its collective number `at`, counted from 0, every byte is changed.
 
     The same at each run. What the rank has itself stays as it is.
+
+    >>> from fshard.testing import World
+    >>> def job(mesh):
+    ...     return all_gather(torch.arange(1, 3), mesh, "shard").sum() == 6
+    >>> [good.item() for good in World(2, faults=[Garbage(1)]).run(job)]
+    [False, True]
     """
 
     rank: int
@@ -66,7 +80,14 @@ class Garbage:
 
 @dataclass(frozen=True)
 class Slow:
-    """A fault: the rank runs only when no other can go on."""
+    """A fault: the rank runs only when no other can go on, which must change no result.
+
+    >>> from fshard.testing import World
+    >>> turns = []
+    >>> _ = World(3, faults=[Slow(0)]).run(lambda mesh: turns.append(mesh.get_rank()))
+    >>> turns
+    [1, 2, 0]
+    """
 
     rank: int
 
