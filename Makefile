@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train test lint bench bench-footprint bench-optim bench-precision clean
+.PHONY: train test lint bench bench-footprint bench-optim bench-precision bench-simulated clean
 
 train: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_lm.py $(ARGS)
@@ -30,6 +30,9 @@ bench-footprint: .venv/ready
 
 bench-precision: .venv/ready
 	$(BIN)/python benchmarks/precision.py $(ARGS)
+
+bench-simulated: .venv/ready
+	$(BIN)/python benchmarks/simulated.py $(ARGS)
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

@@ -53,6 +53,7 @@ class AbstractMesh:
 
 class _AbstractRanks:
     built_in = None
+    whole = None
 
     def __init__(self, axis: str, rank: int, size: int, device: torch.device):
         self.axis, self.rank, self.size, self.device = axis, rank, size, device

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -23,13 +24,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .nodes import NodeRanks, is_tracing
-from .record import Record, note
+from .record import Call, Record, note
 
 Mesh = Any  # a DeviceMesh, a simulated mesh, or None: one device
 Axes = tuple[str, ...]
 
 # Below this an all-reduce sends everything to everyone: one message instead of two, and the same bits.
 _SMALL = 1 << 14
+
+_only = itemgetter(0)
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -39,11 +42,9 @@ class MismatchError(RuntimeError):
 
 
 def _note(kind: str, ranks: Ranks, label: str, nbytes: int) -> None:
-    record = Record(kind, ranks.axis, label, nbytes)
-    if isinstance(ranks, NodeRanks):
-        ranks.record = record
-    else:
-        note(record)
+    ranks.record = Record(kind, ranks.axis, label, nbytes)
+    if not isinstance(ranks, NodeRanks):  # what a graph issues is counted when it runs
+        note(ranks.record)
 
 
 class Pending:
@@ -86,6 +87,19 @@ class Exchange(Protocol):
         """What was received has been read."""
 
 
+class Whole(Protocol):
+    """Ranks that are given gathers and reductions whole; what is waited for has their result alone."""
+
+    def all_gather(self, x: Tensor, out: Tensor | None, lent: bool) -> Exchange:
+        """(n, ...) -> (W n, ...)."""
+
+    def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool) -> Exchange:
+        """(W n, ...) -> (n, ...)."""
+
+    def all_reduce(self, x: Tensor, out: Tensor | None, op: str, fast: bool) -> Exchange:
+        """(...) -> (...)."""
+
+
 class Ranks(Protocol):
     """The ranks along one axis of a mesh, seen from one of them."""
 
@@ -94,6 +108,11 @@ class Ranks(Protocol):
     size: int
     device: torch.device  # where tensors that nobody else places go
     built_in: Any  # a process group whose own collectives are the fast ones, or None
+    record: Record  # of the collective that is asked for next
+
+    @property
+    def whole(self) -> Whole | None:
+        """These ranks, if they are given collectives whole."""
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Exchange:
         """Send `sends[p]` to peer p and receive what it sends, into `recvs[p]` where that is given."""
@@ -132,10 +151,13 @@ def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -
 class _Group:
     """Ranks of a torch process group."""
 
+    whole = None
+
     def __init__(self, axis: str, group: dist.ProcessGroup, device: torch.device):
         self.axis, self.device, self._group = axis, device, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.built_in = None if device.type == "cpu" else group
+        self.record = Record("", axis, "", 0)
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
         return like.new_empty(numel)
@@ -181,17 +203,15 @@ def mesh_device(mesh: Mesh) -> torch.device:
 
 def along(mesh: Mesh, axis: str) -> Ranks:
     """The ranks along one axis of a mesh."""
-    sizes = axis_sizes(mesh)
-    if axis not in sizes:
-        raise ValueError(f"the mesh has no axis {axis!r}: it has {', '.join(map(repr, sizes)) or 'no axes'}")
+    if axis not in (getattr(mesh, "mesh_dim_names", None) or axis_sizes(mesh)):
+        names = ", ".join(map(repr, axis_sizes(mesh)))
+        raise ValueError(f"the mesh has no axis {axis!r}: it has {names or 'no axes'}")
     ranks = _Group(axis, mesh.get_group(axis), mesh_device(mesh)) if isinstance(mesh, DeviceMesh) else mesh.ranks(axis)
     return NodeRanks(ranks, mesh) if is_tracing() else ranks
 
 
 def _call(kind: str, x: Tensor, ranks: Ranks, label: str, more: str = "") -> str:
-    dtype = str(x.dtype).removeprefix("torch.")
-    unit = f" for unit {label!r}" if label else ""
-    return f"{kind}({dtype}{list(x.shape)}, axis={ranks.axis!r}{more}){unit}"
+    return str(Call(kind, x.dtype, x.shape, ranks.axis, label, more))
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -199,13 +219,14 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
-def _fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
+def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
+    """What ranks sent, summed (or the largest, the smallest) in rank order."""
     combine = _COMBINE[op]
     if len(parts) == 1:
         return out.copy_(parts[0])
     if op == "sum" and (parts[0].dtype != out.dtype or sum_dtype(out.dtype) != out.dtype):
         exact = out.dtype == sum_dtype(parts[0].dtype)
-        total = out.copy_(parts[0]) if exact else parts[0].to(sum_dtype(parts[0].dtype))
+        total = out.copy_(parts[0]) if exact else parts[0].to(sum_dtype(parts[0].dtype), copy=True)
         for part in parts[1:]:
             combine(total, part.to(total.dtype), out=total)
         return total if exact else out.copy_(total)
@@ -221,9 +242,8 @@ def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = No
     `lent` says that nobody will write to the result: peers may then read this rank's part from there.
     """
     _note("all_gather", ranks, label, (ranks.size - 1) * x.nbytes)
-    if isinstance(ranks, NodeRanks):
-        node = ranks.all_gather(x.contiguous())
-        return Pending(node, lambda parts: parts[0] if out is None else out.copy_(parts[0]))
+    if ranks.whole is not None:
+        return Pending(ranks.whole.all_gather(x.contiguous(), out, lent), _only)
     return _gather(x.contiguous(), ranks, out, "all_gather", label, lent)
 
 
@@ -249,9 +269,9 @@ def reduce_scatter(
     `fast` lets the backend choose the order of the sum; without it the sum is in rank order.
     """
     _note("reduce_scatter", ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
-    if isinstance(ranks, NodeRanks):
+    if ranks.whole is not None:
         check_divides(x.shape, ranks)
-        return Pending(ranks.reduce_scatter(x.contiguous(), out, fast), lambda parts: parts[0])
+        return Pending(ranks.whole.reduce_scatter(x.contiguous(), out, fast), _only)
     return _scatter(x.contiguous(), ranks, out, "reduce_scatter", label, fast)
 
 
@@ -263,7 +283,7 @@ def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str,
         work = dist.reduce_scatter_tensor(summed, x, group=ranks.built_in, async_op=True)
         return Pending(Works([work], []), lambda _: result if summed is result else result.copy_(summed))
     exchange = ranks.exchange(parts, [None] * ranks.size, _call(kind, x, ranks, label))
-    return Pending(exchange, lambda received: _fold(received, "sum", result))
+    return Pending(exchange, lambda received: fold(received, "sum", result))
 
 
 def scatter(
@@ -304,10 +324,8 @@ def all_reduce(
     # between two ranks, sending everything is no more than sending both halves of the way
     direct = op != "sum" or x.numel() % size != 0 or x.nbytes <= _SMALL or size <= 2
     _note("all_reduce", ranks, label, (size - 1) * (x.nbytes if direct else (1 + width) * x.nbytes // size))
-    if isinstance(ranks, NodeRanks):
-        if size == 1:
-            return Pending(None, lambda _: x if out is None else out.copy_(x))
-        return Pending(ranks.all_reduce(x, out, op, fast), lambda parts: parts[0])
+    if ranks.whole is not None:
+        return Pending(ranks.whole.all_reduce(x, out, op, fast), _only)
     result = torch.empty_like(x) if out is None else out
     if fast and ranks.built_in is not None and op == "sum":
         work = dist.all_reduce(result.copy_(x), group=ranks.built_in, async_op=True)
@@ -315,11 +333,11 @@ def all_reduce(
     call = _call("all_reduce", x, ranks, label, "" if op == "sum" else f", op={op!r}")
     if direct and ranks.built_in is None:
         exchange = ranks.exchange([x] * size, [None] * size, call)
-        return Pending(exchange, lambda received: _fold(received, op, result))
+        return Pending(exchange, lambda received: fold(received, op, result))
     flat, into = x.view(-1), result.view(-1)
     if direct:
         gathered = _gather(flat, ranks, None, "all_reduce", label)
-        return gathered.then(lambda full: _fold(_parts(full, ranks), op, into).view(x.shape))
+        return gathered.then(lambda full: fold(_parts(full, ranks), op, into).view(x.shape))
     own = _parts(into, ranks)[ranks.rank]
     scattered = _scatter(flat, ranks, own, "all_reduce", label, fast=False)
     return scattered.then(lambda part: _gather(part, ranks, into, "all_reduce", label)).then(lambda _: result)

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from .agree import rows_of_bytes
 from .comm import Mesh, MismatchError, Ranks, along, as_bytes, axis_sizes, from_bytes
+from .record import Record
 
 _HEADER = struct.Struct("<BHIQQ")  # what it is, length of the call's text, segment, offset in it, bytes of data
 _INLINE, _SEGMENT, _NEW_SEGMENT, _ACKNOWLEDGED = range(4)
@@ -266,10 +267,12 @@ class _Exchange:
 
 class _HostRanks:
     built_in = None
+    whole = None
     device = torch.device("cpu")
 
     def __init__(self, axis: str, rank: int, size: int, sockets: dict[int, socket.socket]):
         self.axis, self.rank, self.size = axis, rank, size
+        self.record = Record("", axis, "", 0)
         self._memory = _Memory()
         self._links = {p: _Link(s, f"rank {p} of axis {axis!r}", self._memory) for p, s in sorted(sockets.items())}
         self._memory.links = list(self._links.values())

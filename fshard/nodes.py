@@ -75,16 +75,30 @@ def put(place: Tensor, parts: Sequence[Tensor], starts: Sequence[int], add: bool
 class Started:
     """A collective in a graph, under way: the place where its result will be, and a ticket to wait for it with."""
 
-    def __init__(self, node: tuple[Tensor, Tensor], sent: Sequence[Tensor]):
-        (self._place, self._ticket), self._sent = node, sent
+    def __init__(self, node: tuple[Tensor, Tensor], sent: Sequence[Tensor], out: Tensor | None = None):
+        (self._place, self._ticket), self._sent, self._out = node, sent, out
 
     def wait(self) -> Sequence[Tensor]:
         """The result."""
         torch.ops.fshard.wait(self._place, self._ticket, self._sent)
-        return [self._place]
+        return [self._place if self._out is None else self._out.copy_(self._place)]
 
     def done(self) -> None:
         """What was received belongs to the graph."""
+
+
+class _Alone:
+    """What a collective of one rank gives."""
+
+    def __init__(self, x: Tensor):
+        self._x = x
+
+    def wait(self) -> Sequence[Tensor]:
+        """It."""
+        return [self._x]
+
+    def done(self) -> None:
+        """Nothing was sent."""
 
 
 class NodeRanks:
@@ -108,20 +122,27 @@ class NodeRanks:
         return True
 
     @property
+    def whole(self) -> NodeRanks:
+        """A collective is a node."""
+        return self
+
+    @property
     def _at(self) -> tuple[str, str, str, int]:
         return self._mesh, self.axis, self.record.label, self.record.nbytes
 
-    def all_gather(self, x: Tensor) -> Started:
+    def all_gather(self, x: Tensor, out: Tensor | None, lent: bool) -> Started:
         """(n, ...) -> (W n, ...)."""
-        return Started(torch.ops.fshard.all_gather(x, *self._at), [x])
+        return Started(torch.ops.fshard.all_gather(x, *self._at), [x], out)
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool) -> Started:
         """(W n, ...) -> (n, ...), in a dtype as wide or wider."""
         place = x.new_empty(x.shape[0] // self.size, *x.shape[1:]) if out is None else out
         return Started((place, torch.ops.fshard.reduce_scatter(place, x, *self._at, fast)), [x])
 
-    def all_reduce(self, x: Tensor, out: Tensor | None, op: str, fast: bool) -> Started:
+    def all_reduce(self, x: Tensor, out: Tensor | None, op: str, fast: bool) -> Started | _Alone:
         """(...) -> (...), in a dtype as wide or wider."""
+        if self.size == 1:
+            return _Alone(x if out is None else out.copy_(x))
         place = torch.empty_like(x) if out is None else out
         return Started((place, torch.ops.fshard.all_reduce(place, x, *self._at, op, fast)), [x])
 

@@ -94,9 +94,11 @@ _define(
 def _exchange(
     sends: Sequence[Tensor], numels: Sequence[int], mesh: str, axis: str, label: str, nbytes: int, kind: str, call: str
 ) -> Started:
-    note(Record(kind, axis, label, nbytes))
+    ranks, record = _ranks(mesh, axis), Record(kind, axis, label, nbytes)
+    ranks.record = record
+    note(record)
     place, _ = _exchanged(sends, numels, mesh, axis, label, nbytes, kind, call)
-    exchange = _ranks(mesh, axis).exchange([x.reshape(-1) for x in sends], list(place.split(list(numels))), call)
+    exchange = ranks.exchange([x.reshape(-1) for x in sends], list(place.split(list(numels))), call)
     return _started(place, comm.Pending(exchange, lambda _: place))
 
 

@@ -1,4 +1,4 @@
-"""The collectives a rank issues, counted."""
+"""The collectives a rank issues: what they are called, and counted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,22 @@ class Record:
     axis: str
     label: str
     nbytes: int
+
+
+class Call(NamedTuple):
+    """What all ranks of a collective must agree on; its text is how errors name it."""
+
+    kind: str
+    dtype: torch.dtype
+    shape: torch.Size
+    axis: str
+    label: str
+    more: str = ""
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        unit = f" for unit {self.label!r}" if self.label else ""
+        return f"{self.kind}({dtype}{list(self.shape)}, axis={self.axis!r}{self.more}){unit}"
 
 
 class Tally(list[Record]):

@@ -240,8 +240,9 @@ class Tape:
         """See to the units that no gradient reached in this backward, and wait for every reduction."""
         into, plan = self._into, self._plan
         assert into is not None
+        trained = self._params.trainable.view.kinds
         for unit in range(*self._params.view.units):
-            for kind in (k for k in self._params.trainable.view.kinds if plan.units[unit].lengths[k]):
+            for kind in (k for k in trained if plan.units[unit].lengths[k]):
                 if (unit, kind) not in self._filled:
                     self._finish_untouched(into, unit, kind)
         while self._reductions:

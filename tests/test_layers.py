@@ -16,11 +16,14 @@ SOURCES = {path.stem: path.read_text() for path in sorted(PACKAGE.glob("*.py"))}
 
 # A module imports modules of the levels above its own line alone. A new file needs a place here.
 LEVELS = [
-    {"tree", "record", "schedules", "abstract"},
+    {"tree", "record", "schedules", "abstract", "generators"},
     {"nodes", "precision", "compiling", "trace", "reading"},
     {"kernels", "randomness", "comm", "footprint"},
-    {"dataflow", "collectives", "agree", "parts", "data", "claim", "wire", "reduction", "operators", "offload"},
-    {"host", "move", "norms", "passes", "bucketing"},
+    {
+        *("dataflow", "collectives", "agree", "parts", "data", "claim", "wire", "reduction", "operators", "offload"),
+        "baton",
+    },
+    {"host", "simulated", "move", "norms", "passes", "bucketing"},
     {"transform"},
     {"plan", "labels", "elementwise"},
     {"shard", "wholeleaf", "quantised", "optim_state"},
@@ -48,7 +51,7 @@ DOORS = {
     "torch.multiprocessing": {"tape"},
     "socket": {"host"},
     "mmap": {"host"},
-    "threading": {"testing"},
+    "threading": {"baton"},
     "torch.nn.Module": set(),
     "torch.compile": set(),
     "torch.fx": {"trace", "reading", "footprint", "dataflow", "passes", "bucketing", "lowered", "jit"},

@@ -1,0 +1,86 @@
+"""How long a step takes on simulated ranks, and whether that is in proportion to their number: `make bench-simulated`.
+
+Model T (100 linear layers of 64 x 64, each its own unit, 16 rows a rank), AdamW, fully sharded, `donate=True`, one
+thread. A round is one step on all ranks, from a collective to a collective: one rank runs at a time, so processor time
+is what it would take on a machine that does nothing else. Beside it, one plain step of the model on one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from models import TASKS
+from rich.console import Console
+from rich.table import Table
+
+import fshard
+from fshard.testing import World
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def timed(call: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """Medians of milliseconds by the clock and of the processor."""
+    times = []
+    for _ in range(rounds + 2):
+        begin = time.perf_counter(), time.process_time()
+        call()
+        times.append((1e3 * (time.perf_counter() - begin[0]), 1e3 * (time.process_time() - begin[1])))
+    clock, processor = zip(*times[2:], strict=True)
+    return statistics.median(clock), statistics.median(processor)
+
+
+def on_a_rank(mesh: Any, rounds: int) -> tuple[float, float]:
+    """Of a step on all ranks."""
+    task, tx = TASKS["T"], fshard.optim.adamw(1e-3)
+    torch.manual_seed(0)
+    params = task.init()
+    plan = fshard.make_plan(params, mesh, units=[f"{task.repeated}.*"])
+    state = fshard.init_state(fshard.shard_params(params, plan), tx)
+    step = fshard.train_step(task.loss, tx, donate=True)
+    batch = task.batch(torch.Generator().manual_seed(mesh.get_rank()))
+
+    def once() -> None:
+        nonlocal state
+        state, _ = step(state, batch)
+        fshard.all_reduce(torch.ones(1), mesh, "shard")
+
+    return timed(once, rounds)
+
+
+def plain(rounds: int) -> tuple[float, float]:
+    """Of torch's own step on one device."""
+    task = TASKS["T"]
+    params, batch = task.init(), task.batch(torch.Generator())
+    leaves = [x.requires_grad_() for layer in params[task.repeated] for x in layer.values()]
+    optimizer = torch.optim.AdamW(leaves, fused=True)
+
+    def once() -> None:
+        optimizer.zero_grad()
+        task.loss(params, batch).backward()
+        optimizer.step()
+
+    return timed(once, rounds)
+
+
+def main() -> None:
+    """A row for each number of ranks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    table = Table("ranks", "ms a step", "of the processor", "of the processor, a rank")
+    table.add_row("plain", *(f"{ms:.1f}" for ms in plain(20 * args.rounds)), "")
+    for size in SIZES:
+        clock, processor = World(size).run(on_a_rank, args.rounds)[0]
+        table.add_row(str(size), f"{clock:.0f}", f"{processor:.0f}", f"{processor / size:.1f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

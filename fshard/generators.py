@@ -1,0 +1,131 @@
+"""Random states of a process, one of each kind for every rank that takes its turn in it: python's, numpy's, torch's."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MT19937 = 2500  # bytes of its state: 624 words and a position
+
+
+class _Python:
+    """The `random` module's.
+
+    A state is a tuple of 625 numbers, which takes longer to read than all else in a turn. So that of a rank which has
+    drawn nothing yet is not read: the next word it would give tells, and is put back if it is another than expected.
+    """
+
+    def __init__(self, num_ranks: int):
+        self._before = random.getstate()
+        seeds = random.Random()
+        seeds.setstate(self._before)
+        ranks = [random.Random(seeds.getrandbits(64)) for _ in range(num_ranks)]
+        self._states = [rank.getstate() for rank in ranks]
+        self._next: list[int | None] = [rank.getrandbits(32) for rank in ranks]
+
+    def bring(self, rank: int) -> None:
+        random.setstate(self._states[rank])
+
+    def put_away(self, rank: int) -> None:
+        if self._next[rank] is None:
+            self._states[rank] = random.getstate()
+        elif random.getrandbits(32) != self._next[rank]:
+            version, (*words, place), gauss = random.getstate()
+            self._states[rank] = version, (*words, place - 1), gauss
+            self._next[rank] = None
+
+    def restore(self) -> None:
+        random.setstate(self._before)
+
+
+class _Numpy:
+    """numpy's global one, if numpy was imported before the run.
+
+    Ranks have bit generators of their own, which are swapped; what a generator of normal numbers keeps beside them has
+    to be read and set as well, which takes long, but only for ranks that have drawn.
+    """
+
+    def __init__(self, num_ranks: int, np: Any):
+        self._random = np.random
+        self._bits, self._before = np.random.get_bit_generator(), np.random.get_state(legacy=False)
+        seeds = np.random.RandomState()
+        seeds.set_state(self._before)
+        self._own = [np.random.MT19937(seeds.randint(2**32, size=4, dtype=np.uint32)) for _ in range(num_ranks)]
+        self._seeded = [self._words(bits) for bits in self._own]
+        self._states = dict[int, Any]()
+
+    @staticmethod
+    def _words(bits: Any) -> bytes:
+        return ctypes.string_at(bits.ctypes.state_address, _MT19937)
+
+    def bring(self, rank: int) -> None:
+        self._random.set_bit_generator(self._own[rank])
+        if rank in self._states:
+            self._random.set_state(self._states[rank])
+
+    def put_away(self, rank: int) -> None:
+        bits = self._random.get_bit_generator()
+        if rank in self._states or bits is not self._own[rank] or self._words(bits) != self._seeded[rank]:
+            self._own[rank], self._states[rank] = bits, self._random.get_state(legacy=False)
+
+    def restore(self) -> None:
+        self._random.set_bit_generator(self._bits)
+        self._random.set_state(self._before)
+
+
+class _Torch:
+    """torch's, of one device."""
+
+    def __init__(self, num_ranks: int, device: torch.device, get: Callable[[], Tensor], set_: Callable[..., Any]):
+        self._get, self._set, self._before = get, set_, get()
+        seeds = torch.Generator(device)
+        seeds.set_state(self._before)
+        self._states = []
+        for _ in range(num_ranks):
+            seed = int(torch.randint(2**63 - 1, (), generator=seeds, device=device))
+            self._states.append(torch.Generator(device).manual_seed(seed).get_state())
+
+    def bring(self, rank: int) -> None:
+        self._set(self._states[rank])
+
+    def put_away(self, rank: int) -> None:
+        self._states[rank] = self._get()
+
+    def restore(self) -> None:
+        self._set(self._before)
+
+
+class Generators:
+    """The random states of ranks that take turns, seeded from those of the process."""
+
+    def __init__(self, num_ranks: int, device: torch.device):
+        host = torch.default_generator
+        self._kinds: list[Any] = [_Torch(num_ranks, torch.device("cpu"), host.get_state, host.set_state)]
+        self._kinds.append(_Python(num_ranks))
+        np = sys.modules.get("numpy")
+        if np is not None and hasattr(np.random, "set_bit_generator"):
+            self._kinds.append(_Numpy(num_ranks, np))
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            self._kinds.append(_Torch(num_ranks, device, module.get_rng_state, module.set_rng_state))
+
+    def bring(self, rank: int) -> None:
+        """Before a rank's turn."""
+        for kind in self._kinds:
+            kind.bring(rank)
+
+    def put_away(self, rank: int) -> None:
+        """After it."""
+        for kind in self._kinds:
+            kind.put_away(rank)
+
+    def restore(self) -> None:
+        """What the process had before."""
+        for kind in self._kinds:
+            kind.restore()
