@@ -20,7 +20,7 @@ LEVELS = [
     {"nodes", "precision", "compiling", "trace", "reading"},
     {"kernels", "randomness", "comm", "footprint"},
     {"passes", "collectives", "agree", "parts", "data", "claim", "wire", "reduction", "operators", "offload"},
-    {"host", "move", "norms"},
+    {"host", "move", "norms", "compare"},
     {"transform"},
     {"plan", "labels", "elementwise"},
     {"shard", "wholeleaf", "quantised", "optim_state"},
@@ -28,11 +28,12 @@ LEVELS = [
     {"tape", "buckets", "optim"},
     {"grad"},
     {"train", "zero"},
-    {"lowered"},
+    {"lowered", "oracle", "recording"},
     {"jit"},
     {"testing"},
+    {"replay"},
 ]
-TOP = {"__init__", "__main__"}  # what users enter by may import everything
+TOP = {"__init__", "__main__", "strategies"}  # what users enter by may import everything
 
 # Who may name what, in an import or as an attribute.
 DOORS = {
@@ -51,7 +52,10 @@ DOORS = {
     "torch.nn.Module": set(),
     "torch.compile": set(),
     "torch.fx": {"trace", "reading", "footprint", "passes", "lowered"},
-    "rich": set(),
+    "rich": {"__main__"},
+    "hypothesis": {"strategies"},
+    "pytest": set(),
+    "argparse": {"__main__"},
     "matplotlib": {"footprint"},
     "numpy": set(),
 }
