@@ -440,3 +440,22 @@ def test_nesterov_needs_momentum():
     """As in torch."""
     with pytest.raises(ValueError, match="nesterov=True needs a momentum"):
         optim.sgd(0.1, nesterov=True)
+
+
+def clipped(mesh: Any, over: Any) -> Any:
+    """Parameters after a step that clips leaves, by a transformation of its own and by one of a label."""
+    whole, found = {"w": rand(5, 3, seed=1), "b": rand(7, seed=2)}, []
+    tx = optim.chain(optim.clip_by_leaf_norm(0.1), optim.sgd(0.1))
+    for each in (tx, optim.by_label({"all": tx}, lambda path, leaf: "all")):
+        state = fshard.init_state(fshard.shard_params(whole, fshard.make_plan(whole, mesh, **over)), each)
+        step = fshard.train_step(lambda p, x: (p["w"] * x).sum() + p["b"].square().sum(), each)
+        found.append(gather_params(step(state, torch.tensor(mesh.get_rank() + 1.0))[0].params))
+    return found
+
+
+@pytest.mark.parametrize("shard", [1, 3])
+def test_gradients_that_are_views_are_clipped(shard):
+    """Those of whole parameters whose state is cut, and those of a label: as all others."""
+    runs = [simulated(clipped, STRATEGIES[name], shard=shard)[0] for name in ("full", "zero1")]
+    assert all(same_bits(run, runs[0][0]) for both in runs for run in both)
+    assert not same_bits(runs[0][0], {"w": rand(5, 3, seed=1), "b": rand(7, seed=2)})
