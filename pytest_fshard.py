@@ -41,9 +41,7 @@ class World:
 def _sizes(name: str, given: int | Sequence[int]) -> list[int]:
     sizes = [given] if isinstance(given, int) else list(given)
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise pytest.UsageError(
-            f"mark world: {name}={given!r}: expected numbers of ranks, at least 1: {name}=[1, 2, 3]"
-        )
+        raise pytest.UsageError(f"mark world: {name}={given!r}: expected numbers of ranks: {name}=[1, 2, 3]")
     return sizes
 
 

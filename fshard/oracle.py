@@ -63,7 +63,7 @@ class _Out(NamedTuple):
     """A forward of one rank and micro-batch."""
 
     total: Tensor
-    count: float
+    weight: float
     kind: type
     live: dict[str, Tensor]
     aux: Any
@@ -83,9 +83,9 @@ def oracle(
     """What `train_step` must give on any plan and mesh, from all ranks' batches: no shards, no collectives.
 
     `frozen` and `policy` are the plan's, the other arguments the step's; those that are not here change no value.
-    Compare with `whole_state` of a sharded state. Sums are in rank order, as a step's, but of whole tensors and over all
-    ranks at once: norms, sums over two axes and micro-batches may differ in the last places, all else not. A `grad_wire`
-    or `param_wire` that loses digits is not modelled.
+    Compare with `whole_state` of a sharded state. Sums are in rank order, as a step's, but over all ranks at once and
+    of whole tensors: what is summed over two axes, over micro-batches or for a norm may differ in the last places, and
+    so may what overflows in one micro-batch of half precision. Wires that lose digits are not modelled.
 
     >>> plain = oracle(lambda w, x: Mean((w * x).sum(), len(x)), sgd(0.5))
     >>> state, metrics = plain.step(plain.init(torch.ones(1)), [torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
@@ -121,7 +121,7 @@ def oracle(
         new, opt_state = tx.step(grads, state.opt_state, own, skip)
         params, scaler = whole.tree({**whole.values, **new}), state.loss_scale.adjust(found)
         found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
-        metrics = {"loss": loss, "grad_norm": norm, "found_inf": found_inf}
+        metrics: dict[str, Any] = {"loss": loss, "grad_norm": norm, "found_inf": found_inf}
         if has_aux:
             metrics["aux"] = [[out.aux for out in row] if accumulate > 1 else row[0].aux for row in outs]
         return TrainState(params, opt_state, scaler, state.step + 1, state.rng, state.extra), metrics
@@ -161,7 +161,7 @@ def _loss(outs: Sequence[Sequence[_Out]]) -> tuple[Tensor, Tensor]:
     """The loss over all ranks and micro-batches, and what a total is divided by (1 where nothing counts)."""
     flat = [row[part] for part in range(len(outs[0])) for row in outs]
     total = torch.stack([out.total.detach().double() for out in flat]).sum()
-    count = torch.tensor(sum(out.count for out in flat), dtype=torch.float64, device=total.device)
+    count = torch.tensor(sum(out.weight for out in flat), dtype=torch.float64, device=total.device)
     divisor = torch.ones_like(count) if flat[0].kind is Sum else count
     return (total / divisor).to(flat[0].total.dtype), torch.where(divisor == 0, 1.0, divisor)
 

@@ -42,12 +42,12 @@ def record(
 ) -> Callable[[Any, Any], tuple[Any, Any]]:
     """`step`, which also writes chosen steps to `dir`: the state before, the batch, the new state and the metrics.
 
-    Chosen are `steps` (numbers, or a predicate of the number `state.step`), and with `nonfinite` those whose loss is not
-    finite or whose `found_inf` is not 0: the first `keep` that `dir` has room for (None: all). Reading the number and the
-    metrics waits for the device. Every rank writes a folder of its own, renamed when it is whole; `python -m fshard
-    replay` runs them again. For a step that donates its state say `donate=True`: the state is then copied before each
-    step that may be written, with `nonfinite` before every one. A metric or a leaf of the batch that is neither a tensor
-    nor a number, string or None is a TypeError.
+    Chosen are `steps` (numbers, or a predicate of the number `state.step`), and with `nonfinite` those whose loss is
+    not finite or whose `found_inf` is not 0, as long as `dir` has fewer than `keep` steps (None: always). Reading the
+    number and the metrics waits for the device. Every rank writes a folder of its own, renamed when it is whole;
+    `python -m fshard replay` runs them again. For a step that donates its state say `donate=True`: the state is then
+    copied before each step that may be written, with `nonfinite` before every one. TypeError for a leaf that is neither
+    a tensor nor a number, a string or None.
 
     >>> import tempfile
     >>> tx, w = sgd(0.5), torch.ones(2)

@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A step that was run again: its number, the first value that differs, the first that is not finite (None: none)."""
+    """A step that was run again: the first value that differs, and the first that is not finite (None: none)."""
 
     number: int
     num_ranks: int
@@ -64,9 +64,9 @@ def replay(dir: str | Path, make: Make, at: int | None = None) -> list[Replayed]
     `make(mesh)` is called on every simulated rank, with a mesh as recorded (None for one device), and gives `(step,
     state, batch)` or `(step, state, batch, loss_fn)`. State and batch are there for their structure alone: the recorded
     leaves take the place of theirs. With the loss function each rank's own gradients, times the loss scale, are looked
-    at, too. What is searched, in this order, rank by rank: for a differing value metrics and the new state; for one that
-    is not finite the batch, the state before, the gradients, the metrics and the new state. ValueError for what cannot
-    be replayed: other leaves, another plan, ranks that are missing.
+    at, too. What is searched, in this order, rank by rank: for a differing value metrics and the new state; for one
+    that is not finite the batch, the state before, the gradients, the metrics and the new state. ValueError for what
+    cannot be replayed: other leaves, another plan, ranks that are missing.
 
     >>> import tempfile
     >>> from fshard.testing import record

@@ -187,12 +187,12 @@ def policies(draw: Any) -> Policy:
 
 
 def _touched(x: Any) -> Iterator[Tensor]:
-    """The leaves of a tree one after the other: of a lazy one each unit when it is reached."""
+    """A tree's leaves that have gradients, one after the other: of a lazy one each unit when it is reached."""
     if isinstance(x, tree.Branch):
         for child in x.values():
             yield from _touched(child)
     else:
-        yield from tree.leaves(x)
+        yield from (leaf for leaf in tree.leaves(x) if leaf.is_floating_point() or leaf.is_complex())
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,7 @@ class Loss:
         x = batch["x"].double()  # rows, _WIDTH
         hidden = x.sum(1) * 0
         for _ in range(1 + self.twice):
-            for i, leaf in enumerate(
-                leaf for leaf in _touched(params) if leaf.is_floating_point() or leaf.is_complex()
-            ):
+            for i, leaf in enumerate(_touched(params)):
                 if not (self.sparing and i % 3 == 2):
                     hidden = hidden + _term(leaf, x[:, i % _WIDTH, None])
         if self.dropout:

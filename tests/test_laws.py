@@ -6,7 +6,6 @@ The same few examples at every run; FSHARD_EXAMPLES=1000 draws so many others.
 import os
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -102,7 +101,7 @@ class Drawn:
 
 
 def apart(got: Any, expected: Any) -> float:
-    """The largest difference of two trees of tensors, relative to the largest element of the leaf (at least to 1e-3)."""
+    """The largest difference of two trees of tensors, relative to the leaf's largest element (to 1e-3 at least)."""
     assert tree.flatten(got)[1] == tree.flatten(expected)[1]
     worst = 0.0
     for x, y in zip(tree.leaves(got), tree.leaves(expected), strict=True):
