@@ -160,7 +160,7 @@ def _different(rank: int, what: str, got: Any, expected: Any) -> Iterator[Findin
             yield _finding(rank, what, mine, f"got {_form(mine.value)}, recorded {_form(other.value)}")
         elif (apart := gap(mine.path, mine.value, other.value)).num_wrong:
             far = f"{apart.ulps:.0f} units in the last place apart" if math.isfinite(apart.ulps) else "different"
-            text = f"at {apart.index} got {apart.got}, recorded {apart.expected} ({far})"
+            text = f"at {apart.at} got {apart.got}, recorded {apart.expected} ({far})"
             yield _finding(rank, what, mine, f"{text}, {apart.num_wrong} of {apart.numel} elements differ")
 
 
