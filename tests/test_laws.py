@@ -16,6 +16,7 @@ import fshard
 from fshard import strategies, tree
 from fshard.testing import assert_trees_equal, oracle, whole_state
 
+ROLES = ("storage", "compute", "reduce", "grads")
 EXAMPLES = int(os.environ.get("FSHARD_EXAMPLES", "0"))
 
 
@@ -128,3 +129,19 @@ def holds(drawn: Drawn, tolerance: float) -> None:
 def test_training_is_the_oracles(data):
     """Two steps in float64, integer leaves among them: state and metrics to 1e-10 on every rank."""
     holds(Drawn(data, (torch.float64, torch.int64)), 1e-10)
+
+
+def coarsest(drawn: Drawn) -> float:
+    """The distance of 1 from the next number in the coarsest dtype of a case."""
+    policy = drawn.plan.get("policy", fshard.Policy())
+    said = [getattr(p, name) for p in (policy, *(own for _, own in policy.overrides)) for name in ROLES]
+    kept = [leaf.dtype for leaf in tree.leaves(drawn.params) if leaf.is_floating_point()]
+    return max(torch.finfo(dtype).eps for dtype in (*said, *kept) if dtype is not None)
+
+
+@examples(40)
+@given(st.data())
+def test_training_in_any_precision_is_the_oracles(data):
+    """As near as the coarsest dtype of leaves and policy allows."""
+    drawn = Drawn(data, (torch.float64, torch.float32, torch.bfloat16), strategies.policies())
+    holds(drawn, 16 * coarsest(drawn))

@@ -101,8 +101,8 @@ def test_recording_changes_nothing(tmp_path, shard):
 
 def test_a_state_that_is_gone_is_an_error(tmp_path):
     """Which says what to write."""
+    step, state, like, _ = replayed.make(None, donate=True)
     with pytest.raises(fshard.DonatedError) as caught:
-        step, state, like, _ = replayed.make(None, donate=True)
         record(step, tmp_path, steps={0})(state, like)
     assert "record(step, dir, donate=True)" in "".join(caught.value.__notes__)
     assert files(tmp_path) == []
