@@ -459,3 +459,17 @@ def test_gradients_that_are_views_are_clipped(shard):
     runs = [simulated(clipped, STRATEGIES[name], shard=shard)[0] for name in ("full", "zero1")]
     assert all(same_bits(run, runs[0][0]) for both in runs for run in both)
     assert not same_bits(runs[0][0], {"w": rand(5, 3, seed=1), "b": rand(7, seed=2)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["sgd", "sgd-all", "adam", "adamw", "amsgrad"])
+def test_long_rows_are_updated_as_the_reference_says(name, dtype):
+    """Full vectors of a processor, and what is left over, in torch's fused kernels: 67 elements, three updates."""
+    tx, one = TRANSFORMS[name](), rand(67, seed=1, dtype=dtype)
+    other, first, second = one, tx.init(one), tx.init(one)
+    for i in range(3):
+        g = rand(67, seed=2 + i, dtype=dtype) + 2  # far enough from zero for float16
+        one, first = tx.step(g, first, one)
+        updates, second = tx.update(g, second, other)
+        other = apply_updates(other, updates)
+    assert (one - other).abs().max() <= 4 * torch.finfo(dtype).eps * other.abs().max()
