@@ -57,6 +57,14 @@ def test_the_distance_of_any_two_numbers(a, b):
     assert math.isfinite(far) == (far <= 1 or (math.isfinite(a) and math.isfinite(b)))
 
 
+def test_two_nans_are_one_apart():
+    """Of other bits; of the same they are equal; from all else they are infinitely far."""
+    nans = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000], dtype=torch.int32).view(torch.float32)
+    assert distance(nans, nans[:1].expand(3)).tolist() == [0.0, 1.0, 1.0]
+    assert distance(nans, torch.tensor([1.0, math.inf, 0.0])).tolist() == [math.inf] * 3
+    assert_trees_equal(nans, nans[:1].expand(3), ulps=1)
+
+
 def trees(mesh: Any) -> None:
     """Any tree equals itself: on a rank a state, with what is no tensor in it."""
     plan = fshard.make_plan({"w": torch.ones(5), "n": torch.arange(3)}, mesh)
