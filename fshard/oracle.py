@@ -109,7 +109,7 @@ def oracle(
             for rank, row in enumerate(parts)
         ]
         loss, divisor = _loss(outs)
-        grads = _gradients(outs, whole, state.loss_scale.scale((1 / divisor).clone()))
+        grads = _gradients(outs, whole, state.loss_scale.scale(1 / divisor))
         found = _found(grads, whole, skip_labels)
         grads = {path: g * (1 / float(state.loss_scale.scale)) for path, g in grads.items()}
         norm = _norm(grads, whole)
@@ -189,13 +189,13 @@ def _backward(out: _Out, whole: _Whole, seed: Tensor) -> dict[str, Tensor]:
 
 def _found(grads: Mapping[str, Tensor], whole: _Whole, labels: Labels) -> Any:
     """1 where a gradient is not finite, else 0; for each label, if there are labels."""
-    found = dict[Any, list[Tensor]]({None: [torch.zeros(())]} if labels is None else {})
+    found = dict[Any, list[Tensor]]()
     for path, g in grads.items():
         leaf = Leaf(path, tuple(g.shape), whole.values[path].dtype)
         label = None if labels is None else label_of(leaf, labels)
         found.setdefault(label, []).append((~g.isfinite()).any().float())
     by_label = {label: torch.stack(bad).amax() for label, bad in found.items()}
-    return by_label[None] if labels is None else by_label
+    return by_label.get(None, torch.zeros(())) if labels is None else by_label
 
 
 def _norm(grads: Mapping[str, Tensor], whole: _Whole) -> Tensor:

@@ -90,7 +90,7 @@ def _has_room(folder: Path, number: int, keep: int | None) -> bool:
 
 
 @dataclass(frozen=True)
-class World:
+class Origin:
     """Where a state lies: the sizes of the mesh's axes in their order, this rank, and what the plan says."""
 
     axes: dict[str, int]
@@ -98,27 +98,27 @@ class World:
     plan: str
 
 
-def world_of(state: Any) -> World:
+def origin_of(state: Any) -> Origin:
     """Of a state's parameters; one rank if they are plain."""
     params = state.params
     if not isinstance(params, Sharded):
-        return World({}, 0, "")
+        return Origin({}, 0, "")
     plan = params.plan
-    return World(dict(plan.axes), comm.coordinate(plan.live_mesh(), plan.rest(())), plan.describe())
+    return Origin(dict(plan.axes), comm.coordinate(plan.live_mesh(), plan.rest(())), plan.describe())
 
 
 def _write(folder: Path, state: Any, batch: Any, after: Any, metrics: Any) -> None:
     try:
-        world = world_of(state)
+        origin = origin_of(state)
     except tree.DonatedError as gone:
         gone.add_note("record: this step donates its state: write record(step, dir, donate=True)")
         raise
-    target = folder / f"rank-{world.rank}"
-    writing = folder / f"writing-{world.rank}"
+    target = folder / f"rank-{origin.rank}"
+    writing = folder / f"writing-{origin.rank}"
     for stale in (target, writing):  # of an earlier run
         shutil.rmtree(stale, ignore_errors=True)
     writing.mkdir(parents=True)
-    about: dict[str, Any] = {"format": _FORMAT, "threads": torch.get_num_threads(), **vars(world)}
+    about: dict[str, Any] = {"format": _FORMAT, "threads": torch.get_num_threads(), **vars(origin)}
     for name, trees in {
         "before": {"state": state, "batch": batch},
         "after": {"state": after, "metrics": metrics},

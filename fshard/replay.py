@@ -16,7 +16,7 @@ from .comm import mesh_device
 from .compare import Place, gap, places
 from .grad import Mean, Sum, value_and_grad
 from .randomness import seeded
-from .recording import Recorded, read, step_folder, world_of
+from .recording import Recorded, origin_of, read, step_folder
 from .shard import Sharded
 from .testing import simulate
 
@@ -112,7 +112,7 @@ def _on_ranks(axes: dict[str, int], fn: Callable[[Any, int], Any]) -> list[Any]:
 def _again(mesh: Any, make: Make, recorded: Recorded) -> tuple[list[Finding], list[tuple[int, Finding]]]:
     """What differs on a rank, and what is not finite, each with the number of its stage."""
     step, like, batch_like, *loss_fn = make(mesh)
-    rank, plan = recorded.about["rank"], world_of(like).plan
+    rank, plan = recorded.about["rank"], origin_of(like).plan
     if plan != recorded.about["plan"]:
         what = agree.first_difference(recorded.about["plan"], plan, "{}, got {}")
         raise ValueError(

@@ -124,7 +124,7 @@ def holds(drawn: Drawn, tolerance: float) -> None:
         assert all(not pad.any() for part in tree.nodes(held, fshard.Sharded) for pad in padding(part))
 
 
-@examples(60)
+@examples(100)
 @given(st.data())
 def test_training_is_the_oracles(data):
     """Two steps in float64, integer leaves among them: state and metrics to 1e-10 on every rank."""
