@@ -7,6 +7,9 @@ import torch
 
 import fshard
 
+# By the name of its entry point: where that is installed as well, pytest sees that it has it.
+pytest_plugins = ["pytester", "pytest_fshard"]
+
 
 def shard_of(params: Any) -> fshard.Sharded:
     """A tree on one device, sharded."""

@@ -198,7 +198,7 @@ def _run(rule: Rule, columns: list[list[Tensor]], count: Tensor, found_inf: Tens
     own, given, *moments = columns
     given = [g.to(p.dtype) for g, p in zip(given, own, strict=True)]
     count, skip, constants = beside(count, own[0]), beside(found_inf, own[0]), constants_beside(constants, own[0])
-    if rule.kernel and kernels.can_fuse([*own, *given]):
+    if rule.kernel and kernels.can_fuse(rule.kernel, [*own, *given]):
         rule.kernel(own, given, moments, count, skip, constants)
     else:
         rows = [*zip(*moments, strict=True)] or [()] * len(own)

@@ -248,11 +248,13 @@ def in_blocks(
                 old.copy_(value if skip is None else where(skip, old, value))
 
 
-def can_fuse(tensors: Sequence[Tensor]) -> bool:
-    """Whether torch's fused kernels take these: dense real floating tensors of one device that has them."""
+def can_fuse(kernel: Callable[..., None], tensors: Sequence[Tensor]) -> bool:
+    """Whether a fused kernel of torch's takes these: dense real floating tensors of one device that has it."""
     devices = {x.device.type for x in tensors}
     dense = all(x.is_floating_point() and x.is_contiguous() for x in tensors)
-    return dense and len(devices) == 1 and devices <= {"cpu", "cuda"}
+    # torch 2.13's fused SGD leaves half precision on CPUs as it is, but for what does not fill a vector
+    lost = kernel is sgd_ and devices == {"cpu"} and any(x.itemsize < 4 for x in tensors)
+    return dense and not lost and len(devices) == 1 and devices <= {"cpu", "cuda"}
 
 
 def sgd_(

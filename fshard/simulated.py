@@ -262,7 +262,7 @@ class World:
         for fault in faults:
             if not 0 <= fault.rank < num or getattr(fault, "at", 0) < 0:
                 raise ValueError(f"{fault}: expected one of the {num} ranks, from 0, and a collective from 0 on")
-        self.device, self.faults = device, tuple(faults)
+        self.size, self.device, self.faults = num, device, tuple(faults)
         self.log: list[Collective] = []
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:

@@ -162,7 +162,8 @@ class Tape:
 
     def _attach(self, unit: int, buffers: Buffers) -> dict[Slot, Tensor]:
         leaves: dict[Slot, Tensor] = {}
-        for kind, full in buffers.items():
+        for kind in self._kinds(unit):  # the order in which `reduce` takes their gradients: buffers may have another
+            full = buffers[kind]
             leaves.update(zip(self._plan.places[unit, kind], cut(self._plan, full.detach(), unit, kind), strict=True))
             own = self._plan.kinds[kind]
             if self._params.view.axes(kind) or own.precision.compute != own.precision.storage or own.host:

@@ -7,6 +7,10 @@ from typing import Any
 
 from .baton import Collective, Dies, Garbage, RankDied, Slow
 from .comm import MismatchError
+from .compare import assert_trees_equal
+from .oracle import oracle, whole_state
+from .recording import record
+from .replay import replay
 from .simulated import SimulatedMesh, World
 
 __all__ = [
@@ -18,7 +22,12 @@ __all__ = [
     "SimulatedMesh",
     "Slow",
     "World",
+    "assert_trees_equal",
+    "oracle",
+    "record",
+    "replay",
     "simulate",
+    "whole_state",
 ]
 
 

@@ -23,7 +23,7 @@ LEVELS = [
         *("dataflow", "collectives", "agree", "parts", "data", "claim", "wire", "reduction", "operators", "offload"),
         "baton",
     },
-    {"host", "simulated", "move", "norms", "passes", "bucketing"},
+    {"host", "simulated", "move", "norms", "compare", "passes", "bucketing"},
     {"transform"},
     {"plan", "labels", "elementwise"},
     {"shard", "wholeleaf", "quantised", "optim_state"},
@@ -32,11 +32,11 @@ LEVELS = [
     {"grad"},
     {"accumulate", "zero"},
     {"train"},
-    {"lowered"},
-    {"jit"},
+    {"lowered", "oracle", "recording"},
+    {"jit", "replay"},
     {"testing"},
 ]
-TOP = {"__init__", "__main__"}  # what users enter by may import everything
+TOP = {"__init__", "__main__", "strategies"}  # what users enter by may import everything
 
 # Who may name what, in an import or as an attribute.
 DOORS = {
@@ -55,7 +55,10 @@ DOORS = {
     "torch.nn.Module": set(),
     "torch.compile": set(),
     "torch.fx": {"trace", "reading", "footprint", "dataflow", "passes", "bucketing", "lowered", "jit"},
-    "rich": set(),
+    "rich": {"__main__"},
+    "hypothesis": {"strategies"},
+    "pytest": set(),
+    "argparse": {"__main__"},
     "matplotlib": {"footprint"},
     "numpy": set(),
 }

@@ -440,3 +440,36 @@ def test_nesterov_needs_momentum():
     """As in torch."""
     with pytest.raises(ValueError, match="nesterov=True needs a momentum"):
         optim.sgd(0.1, nesterov=True)
+
+
+def clipped(mesh: Any, over: Any) -> Any:
+    """Parameters after a step that clips leaves, by a transformation of its own and by one of a label."""
+    whole, found = {"w": rand(5, 3, seed=1), "b": rand(7, seed=2)}, []
+    tx = optim.chain(optim.clip_by_leaf_norm(0.1), optim.sgd(0.1))
+    for each in (tx, optim.by_label({"all": tx}, lambda path, leaf: "all")):
+        state = fshard.init_state(fshard.shard_params(whole, fshard.make_plan(whole, mesh, **over)), each)
+        step = fshard.train_step(lambda p, x: (p["w"] * x).sum() + p["b"].square().sum(), each)
+        found.append(gather_params(step(state, torch.tensor(mesh.get_rank() + 1.0))[0].params))
+    return found
+
+
+@pytest.mark.parametrize("shard", [1, 3])
+def test_gradients_that_are_views_are_clipped(shard):
+    """Those of whole parameters whose state is cut, and those of a label: as all others."""
+    runs = [simulated(clipped, STRATEGIES[name], shard=shard)[0] for name in ("full", "zero1")]
+    assert all(same_bits(run, runs[0][0]) for both in runs for run in both)
+    assert not same_bits(runs[0][0], {"w": rand(5, 3, seed=1), "b": rand(7, seed=2)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["sgd", "sgd-all", "adam", "adamw", "amsgrad"])
+def test_long_rows_are_updated_as_the_reference_says(name, dtype):
+    """Full vectors of a processor, and what is left over, in torch's fused kernels: 67 elements, three updates."""
+    tx, one = TRANSFORMS[name](), rand(67, seed=1, dtype=dtype)
+    other, first, second = one, tx.init(one), tx.init(one)
+    for i in range(3):
+        g = rand(67, seed=2 + i, dtype=dtype) + 2  # far enough from zero for float16
+        one, first = tx.step(g, first, one)
+        updates, second = tx.update(g, second, other)
+        other = apply_updates(other, updates)
+    assert (one - other).abs().max() <= 4 * torch.finfo(dtype).eps * other.abs().max()

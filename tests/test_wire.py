@@ -212,7 +212,7 @@ def test_gradients_are_sums_of_what_arrived(name, strategy, shard):
 def mixed(mesh: Any, together: bool, name: str, strategy: str) -> tuple[Any, list[str], int]:
     """Parameters after two steps of a model of three dtypes, the units gathered, and the bytes."""
     policy = "compute=bf16; blocks.*.scale: compute=f32; blocks.*.w: storage=f64,compute=bf16"
-    kw = {"policy": policy, "param_wire": WIRES.get(name), "together": together, "whole": "tail"}
+    kw = {"policy": policy, "param_wire": WIRES.get(name), "together": together, "whole": ["tail", "blocks.*.b"]}
     sharded, tx = laid_out(mesh, strategy, **kw), optim.sgd(0.1)
     state, step = fshard.init_state(sharded, tx), fshard.train_step(mean_loss, tx)
     with fshard.tally() as records:

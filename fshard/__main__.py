@@ -1,0 +1,78 @@
+"""The command line: `python -m fshard COMMAND ...`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .replay import replay
+
+SAME, DIFFERENT, WRONG, NONFINITE = range(4)
+
+
+def _say(text: str, style: str = "") -> None:
+    """Print, in colour where rich is installed."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        print(text)
+    else:
+        Console(soft_wrap=True, highlight=False).print(text, style=style, markup=False)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """What `module:function` names."""
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as failure:
+        raise ValueError(f"--step {name}: expected MODULE:FUNCTION that can be imported: {failure}") from failure
+
+
+def _replay_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", help="what fshard.testing.record wrote to")
+    parser.add_argument(
+        "--step",
+        required=True,
+        metavar="MODULE:FUNCTION",
+        help="a function of the mesh that gives (step, state, batch), or (step, state, batch, loss_fn)",
+    )
+    parser.add_argument("--at", type=int, metavar="N", help="the step of this number alone")
+
+
+def _replay(args: argparse.Namespace) -> int:
+    found = replay(args.dir, _function(args.step), args.at)
+    for one in found:
+        _say(str(one), "red" if one.different else "yellow" if one.nonfinite else "green")
+    if any(one.different for one in found):
+        return DIFFERENT
+    return NONFINITE if any(one.nonfinite for one in found) else SAME
+
+
+# name: what it does, its arguments, what runs it
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+    "replay": ("run recorded steps again on simulated ranks", _replay_arguments, _replay),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status: 0, or of `replay` 1 (other bits), 3 (same bits, not all finite), 2 (an error)."""
+    parser = argparse.ArgumentParser("python -m fshard", description="Functional sharding for PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, (text, arguments, run) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        arguments(command)
+        command.set_defaults(run=run)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except ValueError as wrong:
+        _say(f"{args.command}: {wrong}", "red")
+        return WRONG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""What a sharded step must give, worked out plainly: whole tensors, one process, every rank's batch, torch.autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import tree
+from .claim import Where, claim_leaves, claim_policies
+from .grad import Mean, Sum
+from .labels import Labels, label_of
+from .loss_scale import NoLossScale
+from .optim_state import gather_state
+from .parts import Leaf
+from .precision import Policy, Precision, policy_of, precisions
+from .randomness import seeded
+from .shard import gather_params
+from .train import TrainState
+from .transform import Transform, any_found, as_transform, clip_factor
+
+
+class Oracle(NamedTuple):
+    """`init(params, loss_scale=None, seed=0, extra=None) -> state`; `step(state, batches) -> (state, metrics)`.
+
+    A `TrainState` of plain trees: `params` whole, `opt_state` of a dict of the trainable leaves by path. `batches` has
+    one batch for each rank, in rank order. `metrics` are a step's; `aux` is a list with every rank's.
+    """
+
+    init: Callable[..., TrainState]
+    step: Callable[[TrainState, Sequence[Any]], tuple[TrainState, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A tree's tensors, each once, by the path of its first place; which are trained; in what dtypes."""
+
+    spec: tree.Spec
+    places: list[str]  # of every leaf the path of its tensor
+    values: dict[str, Tensor]
+    trained: list[str]
+    precision: dict[str, Precision]
+
+    def tree(self, values: Mapping[str, Tensor]) -> Any:
+        return tree.unflatten(self.spec, [values[path] for path in self.places])
+
+
+def _whole(params: Any, frozen: Where, policy: Policy) -> _Whole:
+    flat, spec = tree.flatten(params)
+    paths, first = tree.paths(spec), dict[int, str]()
+    still = dict(zip(paths, claim_leaves(params, spec, frozen, "frozen"), strict=True))
+    kinds = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, policy), policy)
+    places = [first.setdefault(id(leaf), path) for leaf, path in zip(flat, paths, strict=True)]
+    values = {path: leaf for leaf, path, place in zip(flat, paths, places, strict=True) if path == place}
+    trained = [path for path, x in values.items() if (x.is_floating_point() or x.is_complex()) and not still[path]]
+    return _Whole(spec, places, values, trained, dict(zip(paths, kinds, strict=True)))
+
+
+class _Out(NamedTuple):
+    """A forward of one rank and micro-batch."""
+
+    total: Tensor
+    weight: float
+    kind: type
+    live: dict[str, Tensor]
+    aux: Any
+
+
+def oracle(
+    loss_fn: Callable[..., Any],
+    tx: Transform,
+    *,
+    frozen: Where = None,
+    policy: Policy | str | None = None,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    skip_labels: Labels = None,
+    has_aux: bool = False,
+) -> Oracle:
+    """What `train_step` must give on any plan and mesh, from all ranks' batches: no shards, no collectives.
+
+    `frozen` and `policy` are the plan's, the other arguments the step's; those that are not here change no value.
+    Compare with `whole_state` of a sharded state. Sums are in rank order, as a step's, but over all ranks at once and
+    of whole tensors: what is summed over two axes, over micro-batches or for a norm may differ in the last places, and
+    so may what overflows in one micro-batch of half precision. Wires that lose digits are not modelled.
+
+    >>> plain = oracle(lambda w, x: Mean((w * x).sum(), len(x)), sgd(0.5))
+    >>> state, metrics = plain.step(plain.init(torch.ones(1)), [torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
+    >>> metrics["loss"], state.params
+    (tensor(2.), tensor([0.]))
+    """
+    tx, policy = as_transform(tx), policy_of(policy)
+
+    def init(params: Any, loss_scale: Any = None, seed: int = 0, extra: Any = None) -> TrainState:
+        whole = _whole(params, frozen, policy)
+        values = {path: x.detach().to(whole.precision[path].storage).clone() for path, x in whole.values.items()}
+        opt_state = tx.init({path: values[path] for path in whole.trained})
+        scaler = NoLossScale() if loss_scale is None else loss_scale
+        return TrainState(whole.tree(values), opt_state, scaler, torch.tensor(0), torch.tensor(seed), extra)
+
+    def step(state: TrainState, batches: Sequence[Any]) -> tuple[TrainState, dict[str, Any]]:
+        whole = _whole(state.params, frozen, policy)
+        parts = [_cut(batch, accumulate) for batch in batches]
+        outs = [
+            [_forward(loss_fn, whole, batch, state, rank, i, policy, has_aux) for i, batch in enumerate(row)]
+            for rank, row in enumerate(parts)
+        ]
+        loss, divisor = _loss(outs)
+        grads = _gradients(outs, whole, state.loss_scale.scale(1 / divisor))
+        found = _found(grads, whole, skip_labels)
+        grads = {path: g * (1 / float(state.loss_scale.scale)) for path, g in grads.items()}
+        norm = _norm(grads, whole)
+        if clip_norm is not None:
+            grads = {path: g * clip_factor(norm, clip_norm).to(g.real.dtype) for path, g in grads.items()}
+        grads = {path: g.to(whole.values[path].dtype) for path, g in grads.items()}
+        skip = None if isinstance(state.loss_scale, NoLossScale) else found
+        own = {path: whole.values[path] for path in whole.trained}
+        new, opt_state = tx.step(grads, state.opt_state, own, skip)
+        params, scaler = whole.tree({**whole.values, **new}), state.loss_scale.adjust(found)
+        found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
+        metrics: dict[str, Any] = {"loss": loss, "grad_norm": norm, "found_inf": found_inf}
+        if has_aux:
+            metrics["aux"] = [[out.aux for out in row] if accumulate > 1 else row[0].aux for row in outs]
+        return TrainState(params, opt_state, scaler, state.step + 1, state.rng, state.extra), metrics
+
+    return Oracle(init, step)
+
+
+def _cut(batch: Any, num: int) -> list[Any]:
+    flat, spec = tree.flatten(batch)
+    cuts = [x.tensor_split(num) if isinstance(x, Tensor) and x.dim() else [x] * num for x in flat]
+    return [tree.unflatten(spec, [cut[i] for cut in cuts]) for i in range(num)] if num > 1 else [batch]
+
+
+def _forward(
+    loss_fn: Callable[..., Any],
+    whole: _Whole,
+    batch: Any,
+    state: TrainState,
+    rank: int,
+    part: int,
+    policy: Policy,
+    has_aux: bool,
+) -> _Out:
+    live = {path: x.detach().to(whole.precision[path].compute).clone() for path, x in whole.values.items()}
+    for path in whole.trained:
+        live[path].requires_grad_()
+    device = next((x.device for x in live.values()), torch.device("cpu"))
+    with torch.enable_grad(), seeded(state.rng, state.step, rank, part, device):
+        out = policy.cast(loss_fn(whole.tree(live), *policy.inputs([batch])), "output")
+    loss, aux = out if has_aux else (out, None)
+    if isinstance(loss, Mean):
+        return _Out(loss.total, float(loss.count), Mean, live, aux)
+    return _Out(loss.total if isinstance(loss, Sum) else loss, 1.0, type(loss), live, aux)
+
+
+def _loss(outs: Sequence[Sequence[_Out]]) -> tuple[Tensor, Tensor]:
+    """The loss over all ranks and micro-batches, and what a total is divided by (1 where nothing counts)."""
+    flat = [row[part] for part in range(len(outs[0])) for row in outs]
+    total = torch.stack([out.total.detach().double() for out in flat]).sum()
+    count = torch.tensor(sum(out.weight for out in flat), dtype=torch.float64, device=total.device)
+    divisor = torch.ones_like(count) if flat[0].kind is Sum else count
+    return (total / divisor).to(flat[0].total.dtype), torch.where(divisor == 0, 1.0, divisor)
+
+
+def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seed: Tensor) -> dict[str, Tensor]:
+    """The sum over all ranks, then over micro-batches: what travels in its `reduce`, sums at least in float32."""
+    sums = dict[str, Tensor]()
+    for part in range(len(outs[0])):
+        by_rank = [_backward(row[part], whole, seed) for row in outs]
+        for path in whole.trained:
+            kept = whole.precision[path]
+            rows = [grads[path].to(kept.reduce) for grads in by_rank]
+            total = rows[0].to(torch.promote_types(kept.reduce, torch.float32))
+            for row in rows[1:]:
+                total = total + row
+            sums[path] = total.to(kept.grads) + sums[path] if part else total.to(kept.grads)
+    return sums
+
+
+def _backward(out: _Out, whole: _Whole, seed: Tensor) -> dict[str, Tensor]:
+    leaves = [out.live[path] for path in whole.trained]
+    found = torch.autograd.grad(out.total, leaves, seed.to(out.total.dtype), allow_unused=True, materialize_grads=True)
+    return dict(zip(whole.trained, found, strict=True))
+
+
+def _found(grads: Mapping[str, Tensor], whole: _Whole, labels: Labels) -> Any:
+    """1 where a gradient is not finite, else 0; for each label, if there are labels."""
+    found = dict[Any, list[Tensor]]()
+    for path, g in grads.items():
+        leaf = Leaf(path, tuple(g.shape), whole.values[path].dtype)
+        label = None if labels is None else label_of(leaf, labels)
+        found.setdefault(label, []).append((~g.isfinite()).any().float())
+    by_label = {label: torch.stack(bad).amax() for label, bad in found.items()}
+    return by_label.get(None, torch.zeros(())) if labels is None else by_label
+
+
+def _norm(grads: Mapping[str, Tensor], whole: _Whole) -> Tensor:
+    squares = [g.abs().double().square().sum() for g in grads.values()]
+    wide = any(g.real.dtype == torch.float64 for g in grads.values())
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+    return total.sqrt().to(torch.float64 if wide else torch.float32)
+
+
+def whole_state(state: TrainState) -> TrainState:
+    """A state's whole parameters and optimizer state (by field and leaf path), on every rank; an oracle's alike.
+
+    Every rank must call it. What a wire with feedback has lost is left out: it is each rank's own.
+
+    >>> tx = sgd(0.1, momentum=0.9)
+    >>> whole_state(init_state(shard_of({"w": torch.ones(2)}), tx)).opt_state
+    {'count': tensor(0.), 'momentum.w': tensor([0., 0.])}
+    """
+    params, opt_state = gather_params(state.params), gather_state(state.opt_state)
+    return TrainState(params, opt_state, state.loss_scale, state.step, state.rng, state.extra)

@@ -1,0 +1,201 @@
+"""Steps recorded and run again: same bits; what differs, or is not finite, is named by leaf, unit and rank."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import replayed
+import torch
+from worlds import gloo, simulated
+
+import fshard
+from fshard.__main__ import main
+from fshard.replay import replay
+from fshard.testing import assert_trees_equal, record
+
+
+def train(mesh: Any, folder: str, num_steps: int = 5, donate: bool = False, **kw: Any) -> Any:
+    """Some recorded steps; the state after them."""
+    step, state, _, _ = replayed.make(mesh, donate=donate)
+    step = record(step, folder, **{"donate": donate, "steps": {replayed.CLEAN}, **kw})
+    rank = 0 if mesh is None else mesh.get_rank()
+    for i in range(num_steps):
+        state, _ = step(state, replayed.batch(i, rank))
+    return state
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What three simulated ranks recorded: a step that was chosen, and one that overflowed."""
+    path = tmp_path_factory.mktemp("recorded")
+    simulated(train, str(path), shard=3)
+    return str(path)
+
+
+def files(folder: Any) -> list[str]:
+    """The folders of ranks that there are."""
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).glob("*/*"))
+
+
+def test_chosen_steps_and_those_that_went_non_finite_are_kept(folder):
+    """Of every rank, and nothing else."""
+    assert files(folder) == [
+        f"step-0000000{i}/rank-{rank}" for i in (replayed.CLEAN, replayed.BAD) for rank in range(3)
+    ]
+
+
+def test_a_step_runs_again_with_the_same_bits(folder):
+    """Dropout, two labels, micro-batches, clipping and all; and what was not finite is found, or was not looked for."""
+    clean, bad = replay(folder, replayed.make)
+    assert (clean.number, clean.different, clean.nonfinite) == (replayed.CLEAN, None, None)
+    assert (bad.number, bad.num_ranks, bad.different) == (replayed.BAD, 3, None)
+    found = bad.nonfinite
+    assert (found.rank, found.what, found.path, found.unit) == (1, "gradients", "embed", "(root)")
+    (found,) = [one.nonfinite for one in replay(folder, replayed.without_loss, at=replayed.BAD)]
+    assert (found.rank, found.what, found.path) == (0, "metrics", "grad_norm")
+
+
+def test_what_differs_is_found(folder):
+    """The first metric; or one bit of one leaf on one rank."""
+    (one,) = replay(folder, replayed.otherwise, at=replayed.CLEAN)
+    assert (one.different.rank, one.different.what, one.different.unit) == (0, "the new state", "(root)")
+    (one,) = replay(folder, replayed.otherwise_on_rank_1, at=replayed.CLEAN)
+    found = one.different
+    assert (found.rank, found.what, found.path, found.unit) == (1, "the new state", "params.blocks.1.w", "blocks.1")
+    assert "at [2] got " in found.text
+    assert "(1 units in the last place apart), 1 of " in found.text
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (2, 2)])
+def test_any_mesh_is_made_again(tmp_path, replicate, shard):
+    """One rank, and two axes."""
+    simulated(train, str(tmp_path), 2, replicate=replicate, shard=shard)
+    assert [str(one) for one in replay(tmp_path, replayed.make)] == [
+        f"step 1 on {replicate * shard} rank(s): same bits"
+    ]
+
+
+def test_one_device_and_real_processes(tmp_path):
+    """What gloo's processes have recorded runs again on simulated ranks, with the same bits."""
+    train(None, str(tmp_path / "alone"), 2)
+    gloo(train, str(tmp_path / "gloo"), 2, shard=2)
+    for name, ranks in (("alone", 1), ("gloo", 2)):
+        assert [str(one) for one in replay(tmp_path / name, replayed.make)] == [f"step 1 on {ranks} rank(s): same bits"]
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_recording_changes_nothing(tmp_path, shard):
+    """The state after recorded steps is that after others, donated or not; of a donated one what was before is kept."""
+    unrecorded = functools.partial(train, steps=None, nonfinite=False)
+    expected = simulated(unrecorded, str(tmp_path), shard=shard)
+    assert files(tmp_path) == []
+    for donate in (False, True):
+        runs = simulated(train, str(tmp_path / str(donate)), 5, donate, shard=shard)
+        assert_trees_equal([vars(run) for run in runs], [vars(run) for run in expected])
+        assert not any(one.different for one in replay(tmp_path / str(donate), replayed.make))
+
+
+def test_a_state_that_is_gone_is_an_error(tmp_path):
+    """Which says what to write."""
+    step, state, like, _ = replayed.make(None, donate=True)
+    with pytest.raises(fshard.DonatedError) as caught:
+        record(step, tmp_path, steps={0})(state, like)
+    assert "record(step, dir, donate=True)" in "".join(caught.value.__notes__)
+    assert files(tmp_path) == []
+
+
+def test_there_is_room_for_so_many(tmp_path):
+    """Steps that go wrong one after the other: the first ones stay. Chosen ones are always written."""
+    step, state, _, _ = replayed.make(None)
+    step = record(step, tmp_path, steps=lambda number: number == 3, keep=2)
+    bad = replayed.batch(replayed.BAD, 1)
+    for _ in range(4):
+        state, _ = step(state, bad)
+    assert files(tmp_path) == [f"step-0000000{i}/rank-0" for i in (0, 1, 3)]
+
+
+def test_files_hold_tensors_and_words_alone(folder):
+    """No pickle is loaded, and a view does not bring along what it is a view of."""
+    rank = Path(folder) / "step-00000001" / "rank-0"
+    assert sorted(path.name for path in rank.iterdir()) == ["about.json", "after.pt", "before.pt"]
+    found = torch.load(rank / "before.pt", weights_only=True)
+    assert all(type(x) is torch.Tensor and x.untyped_storage().nbytes() == x.nbytes for x in found.values())
+
+
+def test_a_leaf_that_cannot_be_written_is_an_error(tmp_path):
+    """And leaves nothing behind that looks whole."""
+    step, state, like, _ = replayed.make(None)
+    with pytest.raises(TypeError, match="record: batch leaf 'f': expected a tensor, a number or a string, got type"):
+        record(step, tmp_path, steps={0})(state, like | {"f": int})
+    assert [name for name in files(tmp_path) if "rank" in name] == []
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (replayed.other_plan, ": recorded with another plan: expected leaf 'blocks.0.w'"),
+        (replayed.other_state, "the state that was recorded has other leaves: expected ['opt_state.inner.m.count'"),
+        (replayed.other_batch, "the batch that was recorded has other leaves: expected ['gain', 'epoch', 'name']"),
+    ],
+)
+def test_other_code_is_an_error(folder, make, text):
+    """Another plan, optimizer or batch."""
+    with pytest.raises(ValueError, match="recorded") as caught:
+        replay(folder, make)
+    assert text in str(caught.value)
+
+
+def run(*args: str) -> int:
+    """The exit status of a command."""
+    return main(["replay", *args])
+
+
+def test_the_exit_status_says_what_was_found(folder, capsys, tmp_path):
+    """0 and nothing found, 1 other bits, 3 not finite, 2 an error."""
+    clean = ["--at", str(replayed.CLEAN)]
+    assert run(folder, "--step", "replayed:make", *clean) == 0
+    assert capsys.readouterr().out == "step 1 on 3 rank(s): same bits\n"
+    assert run(folder, "--step", "replayed:make") == 3
+    assert "not finite first: gradients: leaf 'embed' (unit '(root)') on rank 1: element" in capsys.readouterr().out
+    assert run(folder, "--step", "replayed:otherwise_on_rank_1", *clean) == 1
+    assert "differs first: the new state: leaf 'params.blocks.1.w' (unit 'blocks.1') on rank 1: at [2] got" in (
+        capsys.readouterr().out
+    )
+    for args, text in [
+        ((folder, "--step", "replayed:nothing"), "--step replayed:nothing: expected MODULE:FUNCTION"),
+        ((folder, "--step", "no_such_module:make"), "No module named 'no_such_module'"),
+        ((str(tmp_path), "--step", "replayed:make"), "expected recorded steps (step-00000000, ...), found none"),
+        ((folder, "--step", "replayed:make", "--at", "7"), "expected a recorded step (rank-0, ...), found none"),
+    ]:
+        assert run(*args) == 2
+        assert text in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main(["replay", folder])
+    assert caught.value.code == 2
+
+
+def test_ranks_that_are_missing_are_named(folder, tmp_path):
+    """A rank that did not come so far."""
+    simulated(train, str(tmp_path), 2, shard=2)
+    (tmp_path / "step-00000001" / "rank-0").rename(tmp_path / "step-00000001" / "writing-0")
+    with pytest.raises(ValueError, match=r"expected what 2 ranks wrote, got that of ranks \[1\]"):
+        replay(tmp_path, replayed.make)
+
+
+BARE = """
+import runpy, sys
+sys.modules["rich"] = sys.modules["rich.console"] = None
+runpy.run_module("fshard", run_name="__main__")
+"""
+
+
+def test_the_command_line(folder):
+    """In a process of its own, without rich."""
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    args = [sys.executable, "-c", BARE, "replay", folder, "--step", "replayed:make", "--at", "1"]
+    done = subprocess.run(args, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
+    assert (done.returncode, done.stdout) == (0, "step 1 on 3 rank(s): same bits\n"), done.stderr
