@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .nodes import NodeRanks, is_tracing
-from .record import Record, note
+from .record import Announced, Record, announced, note
 
 Mesh = Any  # a DeviceMesh, a simulated mesh, or None: one device
 Axes = tuple[str, ...]
@@ -111,15 +111,25 @@ class Works:
 
     works: Sequence[Any]
     parts: Sequence[Tensor]
+    call: str = ""
 
     def wait(self) -> Sequence[Tensor]:
         """Wait for every work."""
-        for work in self.works:
-            work.wait()
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as failure:
+            raise _left(self.call, failure) from failure
         return self.parts
 
     def done(self) -> None:
         """Nothing is shared with another rank."""
+
+
+def _left(call: str, failure: RuntimeError) -> MismatchError:
+    return MismatchError(
+        f"a peer has gone, or did not answer within the process group's timeout, in {call or 'a collective'}: {failure}"
+    )
 
 
 def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
@@ -148,7 +158,10 @@ class _Group:
         for peer in (p for p in range(self.size) if p != self.rank):
             ops.append(dist.P2POp(dist.irecv, parts[peer], group=self._group, group_peer=peer))
             ops.append(dist.P2POp(dist.isend, sends[peer], group=self._group, group_peer=peer))
-        return Works(dist.batch_isend_irecv(ops) if ops else [], parts)
+        try:
+            return Works(dist.batch_isend_irecv(ops) if ops else [], parts, call)
+        except RuntimeError as failure:
+            raise _left(call, failure) from failure
 
 
 def axis_sizes(mesh: Mesh) -> dict[str, int]:
@@ -185,13 +198,20 @@ def along(mesh: Mesh, axis: str) -> Ranks:
     if axis not in sizes:
         raise ValueError(f"the mesh has no axis {axis!r}: it has {', '.join(map(repr, sizes)) or 'no axes'}")
     ranks = _Group(axis, mesh.get_group(axis), mesh_device(mesh)) if isinstance(mesh, DeviceMesh) else mesh.ranks(axis)
-    return NodeRanks(ranks, mesh) if is_tracing() else ranks
+    return NodeRanks(ranks, mesh) if is_tracing() else announced(ranks, mesh)
 
 
 def _call(kind: str, x: Tensor, ranks: Ranks, label: str, more: str = "") -> str:
     dtype = str(x.dtype).removeprefix("torch.")
     unit = f" for unit {label!r}" if label else ""
     return f"{kind}({dtype}{list(x.shape)}, axis={ranks.axis!r}{more}){unit}"
+
+
+def _built_in(collective: Callable[..., Any], ranks: Ranks, call: tuple[Any, ...], *args: Tensor) -> Works:
+    """One of torch's own collectives, under way."""
+    if isinstance(ranks, Announced):
+        ranks.announce(_call(*call))
+    return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call[0])
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -232,8 +252,8 @@ def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str, 
         out = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])
     full = out
     if ranks.built_in is not None:
-        work = dist.all_gather_into_tensor(full, x, group=ranks.built_in, async_op=True)
-        return Pending(Works([work], []), lambda _: full)
+        work = _built_in(dist.all_gather_into_tensor, ranks, (kind, x, ranks, label), full, x)
+        return Pending(work, lambda _: full)
     parts = _parts(full, ranks)
     own = parts[ranks.rank]
     if own.data_ptr() != x.data_ptr():
@@ -260,8 +280,8 @@ def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str,
     result = torch.empty_like(parts[0]) if out is None else out
     if fast and ranks.built_in is not None:
         summed = result if result.dtype == x.dtype else torch.empty_like(parts[0])
-        work = dist.reduce_scatter_tensor(summed, x, group=ranks.built_in, async_op=True)
-        return Pending(Works([work], []), lambda _: result if summed is result else result.copy_(summed))
+        work = _built_in(dist.reduce_scatter_tensor, ranks, (kind, x, ranks, label), summed, x)
+        return Pending(work, lambda _: result if summed is result else result.copy_(summed))
     exchange = ranks.exchange(parts, [None] * ranks.size, _call(kind, x, ranks, label))
     return Pending(exchange, lambda received: _fold(received, "sum", result))
 
@@ -310,8 +330,8 @@ def all_reduce(
         return Pending(ranks.all_reduce(x, out, op, fast), lambda parts: parts[0])
     result = torch.empty_like(x) if out is None else out
     if fast and ranks.built_in is not None and op == "sum":
-        work = dist.all_reduce(result.copy_(x), group=ranks.built_in, async_op=True)
-        return Pending(Works([work], []), lambda _: result)
+        work = _built_in(dist.all_reduce, ranks, ("all_reduce", x, ranks, label), result.copy_(x))
+        return Pending(work, lambda _: result)
     call = _call("all_reduce", x, ranks, label, "" if op == "sum" else f", op={op!r}")
     if direct and ranks.built_in is None:
         exchange = ranks.exchange([x] * size, [None] * size, call)

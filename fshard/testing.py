@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextvars
 import math
-import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,8 +21,7 @@ import torch
 from torch import Tensor
 
 from .comm import MismatchError, Works, mesh_device, places
-
-_NOT_THE_USER = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep)
+from .record import call_site
 
 
 class _Stopped(BaseException):
@@ -196,16 +193,9 @@ class _SimulatedRanks:
             # ranks may have streams of their own, and the last to arrive moves the data of all on its own
             module = torch.get_device_module(self.device)
             module.synchronize()
-            self._world.arrive(self._me, _Post(self._group, sends, parts, call, _call_site()))
+            self._world.arrive(self._me, _Post(self._group, sends, parts, call, call_site()))
             module.synchronize()
         return Works([], parts)
-
-
-def _call_site() -> str:
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _load_forward_mode() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import comm, compiling, offload, tree
 from .carry import nothing_lost
+from .check import Checked, is_wanted
 from .grad import Outcome, check_sharded, empty_grads, run
 from .kernels import beside, wide
 from .labels import Labels
@@ -151,7 +152,7 @@ def train_step(
             _give_away(state)
         return after, metrics
 
-    return Step(run)
+    return Step(Checked(run) if is_wanted() else run)
 
 
 def _joined(outcomes: Sequence[Outcome]) -> Outcome:
