@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,14 +51,19 @@ class Pending:
     """A result under way. `step` waits for what was sent and starts what follows; `wait` goes on to the result."""
 
     def __init__(self, exchange: Exchange | None, finish: Callable[[Sequence[Tensor]], Tensor | Pending]):
-        self._exchange = exchange
-        self._finish = finish
+        self._exchange, self._finish, self._error = exchange, finish, ""
 
     def step(self) -> Tensor | Pending:
         """Wait for the messages under way; give the result or its next stage."""
         if self._exchange is None:
             return self._finish([])
-        result = self._finish(self._exchange.wait())
+        if self._error:  # some of it has been taken, and would be waited for without end
+            raise MismatchError(self._error)
+        try:
+            result = self._finish(self._exchange.wait())
+        except MismatchError as failure:
+            self._error = str(failure)
+            raise
         self._exchange.done()
         return result
 
@@ -115,21 +121,22 @@ class Works:
 
     def wait(self) -> Sequence[Tensor]:
         """Wait for every work."""
-        try:
+        with _answering(self.call):
             for work in self.works:
                 work.wait()
-        except RuntimeError as failure:
-            raise _left(self.call, failure) from failure
         return self.parts
 
     def done(self) -> None:
         """Nothing is shared with another rank."""
 
 
-def _left(call: str, failure: RuntimeError) -> MismatchError:
-    return MismatchError(
-        f"a peer has gone, or did not answer within the process group's timeout, in {call or 'a collective'}: {failure}"
-    )
+@contextmanager
+def _answering(call: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as failure:
+        said = "a peer has gone, or did not answer within the process group's timeout"
+        raise MismatchError(f"{said}, in {call}: {failure}") from failure
 
 
 def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
@@ -158,10 +165,8 @@ class _Group:
         for peer in (p for p in range(self.size) if p != self.rank):
             ops.append(dist.P2POp(dist.irecv, parts[peer], group=self._group, group_peer=peer))
             ops.append(dist.P2POp(dist.isend, sends[peer], group=self._group, group_peer=peer))
-        try:
+        with _answering(call):
             return Works(dist.batch_isend_irecv(ops) if ops else [], parts, call)
-        except RuntimeError as failure:
-            raise _left(call, failure) from failure
 
 
 def axis_sizes(mesh: Mesh) -> dict[str, int]:
@@ -208,7 +213,6 @@ def _call(kind: str, x: Tensor, ranks: Ranks, label: str, more: str = "") -> str
 
 
 def _built_in(collective: Callable[..., Any], ranks: Ranks, call: tuple[Any, ...], *args: Tensor) -> Works:
-    """One of torch's own collectives, under way."""
     if isinstance(ranks, Announced):
         ranks.announce(_call(*call))
     return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call[0])
@@ -252,8 +256,7 @@ def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str, 
         out = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])
     full = out
     if ranks.built_in is not None:
-        work = _built_in(dist.all_gather_into_tensor, ranks, (kind, x, ranks, label), full, x)
-        return Pending(work, lambda _: full)
+        return Pending(_built_in(dist.all_gather_into_tensor, ranks, (kind, x, ranks, label), full, x), lambda _: full)
     parts = _parts(full, ranks)
     own = parts[ranks.rank]
     if own.data_ptr() != x.data_ptr():
@@ -330,8 +333,8 @@ def all_reduce(
         return Pending(ranks.all_reduce(x, out, op, fast), lambda parts: parts[0])
     result = torch.empty_like(x) if out is None else out
     if fast and ranks.built_in is not None and op == "sum":
-        work = _built_in(dist.all_reduce, ranks, ("all_reduce", x, ranks, label), result.copy_(x))
-        return Pending(work, lambda _: result)
+        called = ("all_reduce", x, ranks, label)
+        return Pending(_built_in(dist.all_reduce, ranks, called, result.copy_(x)), lambda _: result)
     call = _call("all_reduce", x, ranks, label, "" if op == "sum" else f", op={op!r}")
     if direct and ranks.built_in is None:
         exchange = ranks.exchange([x] * size, [None] * size, call)
@@ -348,9 +351,8 @@ def all_reduce(
 def all_to_all(x: Tensor, ranks: Ranks, label: str = "") -> Pending:
     """(W n, ...) on each rank -> (W n, ...): part p goes to rank p, which puts it at this rank's place."""
     x = x.contiguous()
-    parts = _parts(x, ranks)
     out = torch.empty_like(x)
-    recvs = _parts(out, ranks)
+    parts, recvs = _parts(x, ranks), _parts(out, ranks)
     _note("all_to_all", ranks, label, (ranks.size - 1) * parts[0].nbytes)
     exchange = ranks.exchange(parts, recvs, _call("all_to_all", x, ranks, label))
     recvs[ranks.rank].copy_(parts[ranks.rank])
@@ -372,9 +374,8 @@ def swap(
             torch.cat([as_bytes(x).to(ranks.device) for x in xs], out=data[peer])
     _note("all_to_all", ranks, label, sum(x.numel() for x in data))
     places = [ranks.empty(sum(dtype.itemsize * numel for dtype, numel in row), nothing, lent=False) for row in recvs]
-    Pending(
-        ranks.exchange(data, places, f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"), lambda _: nothing
-    ).wait()
+    call = f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"
+    Pending(ranks.exchange(data, places, call), lambda _: nothing).wait()
     return [list(views(place, row)) for place, row in zip(places, recvs, strict=True)]
 
 
@@ -410,9 +411,8 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
     if not 0 <= src < ranks.size:
         raise ValueError(f"broadcast: src={src}: expected one of the {ranks.size} ranks of axis {ranks.axis!r}, from 0")
     x = x.contiguous()
-    sender = ranks.rank == src
+    sender, nothing = ranks.rank == src, x.new_empty(0)
     _note("broadcast", ranks, label, (ranks.size - 1) * x.nbytes if sender else 0)
-    nothing = x.new_empty(0)
     out = x.clone() if sender else torch.empty_like(x)
     sends = [x if sender else nothing] * ranks.size
     recvs = [out if p == src and not sender else nothing for p in range(ranks.size)]

@@ -6,13 +6,16 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 from models import same_bits
 from torch import Tensor
 
 import fshard
-from fshard import optim
+from fshard import comm, host, optim
 
 
 @dataclass(frozen=True)
@@ -128,13 +131,16 @@ def optimizer(inner: Any, at: Callable[[str], Any]) -> Any:
 def step_of(inner: Any, at: Callable[[str], Any], **kwargs: Any) -> Any:
     """A step with places of faults in its forward, backward and update."""
 
+    def backward(grad: Tensor) -> None:
+        at("backward")
+
     def loss(p: Any, x: Tensor) -> fshard.Mean:
         first, second = (1, 0) if at("units") else (0, 1)
         h = torch.tanh(x @ p["blocks"][first])
         at("forward")
         h = torch.tanh(h @ p["blocks"][second])
         if h.requires_grad:
-            h.register_hook(lambda grad: at("backward"))
+            h.register_hook(backward)
         return fshard.Mean((h @ p["head"]).square().sum(), len(x))
 
     return fshard.train_step(loss, optimizer(inner, at), **kwargs)
@@ -174,3 +180,90 @@ def fatal(mesh: Any, fault: Fault) -> None:
     step = fshard.check(one_step) if fault.checked else one_step
     state, _ = step(mesh, None, start(mesh, fault.over, inner), inner)
     step(mesh, fault, state, inner)
+
+
+def one_is_slow(mesh: Any, path: str) -> str:
+    """Of three ranks the last raises, and the one between comes to the collective when the first has its error."""
+    heard, rank = dist.FileStore(path, 3), mesh.get_rank()
+
+    def waits(mesh: Any) -> None:
+        _raise(mesh, rank == 2)
+        if rank == 1:
+            heard.wait(["heard"])
+        _sum(mesh, torch.ones(3))
+
+    try:
+        fshard.check(waits, mesh)(mesh)
+    except (fshard.MismatchError, ValueError) as failure:
+        if rank == 0:
+            heard.set("heard", "")
+        return str(failure)
+    return "no error"
+
+
+def along_two_axes(mesh: Any) -> tuple[str, str]:
+    """Rank 3 of four raises; and once more, in a function that goes on when it hears so."""
+
+    def sums(mesh: Any) -> None:
+        _raise(mesh, mesh.get_rank() == 3)
+        _sum(mesh, torch.ones(3))
+        fshard.all_reduce(torch.ones(3), mesh, "replicate")
+
+    def goes_on(mesh: Any) -> None:
+        try:
+            sums(mesh)
+        except fshard.MismatchError:
+            sums(mesh)
+
+    checked, texts = fshard.check(lambda fn, mesh: fn(mesh), mesh), []
+    for fn in (sums, goes_on):
+        with pytest.raises((fshard.MismatchError, ValueError)) as caught:
+            checked(fn, mesh)
+        texts.append(str(caught.value))
+    return texts[0], texts[1]
+
+
+def between_hosts(mesh: Any, kinds: list[str]) -> list[str]:
+    """Faults along a connection that is not of one host."""
+    texts = []
+    with mock.patch.object(host, "_host", return_value=f"host {mesh.get_rank()}"):
+        assert isinstance(host.connect(mesh).ranks("shard"), comm._Group)
+        checked = fshard.check(lambda deed, bad: deed(mesh, bad), mesh)
+        for kind in kinds:
+            try:
+                checked(DEEDS[kind], mesh.get_rank() == 1)
+            except fshard.MismatchError as failure:
+                texts.append(str(failure))
+        assert {link.socket.family.name for link in checked._lines._links["shard"].values()} == {"AF_INET"}
+    return texts
+
+
+def jitted(mesh: Any, fault: Fault) -> list[str]:
+    """A step that is one graph, another on one rank: checked by hand, by the environment; and not."""
+    inner, texts = optim.adamw(0.1), []
+    state, data = start(mesh, fault.over, inner), batch(mesh.get_rank())
+    for wanted in ("", "1"):
+        with mock.patch.dict(os.environ, {"FSHARD_CHECK": wanted}):
+            step = fshard.jit(step_of(inner, at_places(fault, mesh)), backend="eager")
+        with pytest.raises(fshard.MismatchError) as caught:
+            (step if wanted else fshard.check(step))(state, data)
+        texts.append(str(caught.value))
+    good = fshard.jit(step_of(inner, at_places(None, mesh)), backend="eager")
+    assert same_bits(fshard.check(good)(state, data), good(state, data))
+    return texts
+
+
+def by_environment(mesh: Any, fault: Fault) -> list[str]:
+    """What a step's ranks hear with each value of FSHARD_CHECK, read when the step is made."""
+    inner, texts = optim.adamw(0.1), []
+    state = start(mesh, fault.over, inner)
+    for wanted in ("0", "1"):
+        with mock.patch.dict(os.environ, {"FSHARD_CHECK": wanted}):
+            step = step_of(inner, at_places(fault, mesh))
+        try:
+            step(state, batch(mesh.get_rank()))
+            texts.append("no error")
+        except (fshard.MismatchError, ValueError) as failure:
+            texts.append(str(failure))
+        assert ("lines" in vars(state.params.plan)) == (wanted == "1")
+    return texts
