@@ -411,7 +411,9 @@ def _answered(listener: socket.socket, token: str, num: int) -> dict[int, socket
         peer, _ = listener.accept()
         peer.settimeout(_GREETING)
         with suppress(TimeoutError, ConnectionError):
-            greeting = peer.recv(len(token) + 4, socket.MSG_WAITALL)
+            greeting = b""
+            while len(greeting) < len(token) + 4 and (more := peer.recv(len(token) + 4 - len(greeting))):
+                greeting += more
             if greeting[:-4] == token.encode():
                 found[struct.unpack("<I", greeting[-4:])[0]] = _quick(peer)
                 continue
