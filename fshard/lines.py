@@ -133,8 +133,7 @@ def _difference(heard: Mapping[int, _Said]) -> str | None:
     """What ranks do that is not the same, in words."""
     ended = [rank for rank, said in heard.items() if said.verb != _WAITS]
     if ended:
-        # a rank that raised because of another is not to blame
-        blame = min(ended, key=lambda r: (heard[r].verb != _RAISED, heard[r].what.startswith(MismatchError.__name__)))
+        blame = min(ended, key=lambda rank: heard[rank].verb != _RAISED)
         others = [rank for rank, said in heard.items() if said.verb != heard[blame].verb]
         return f"rank {blame} {heard[blame]}; rank {others[0]} {heard[others[0]]}" if others else None
     usual = Counter(said.what for said in heard.values()).most_common(1)[0][0]
