@@ -78,6 +78,8 @@ DEEDS: dict[str, Callable[[Any, bool], Any]] = {
 }
 PLACES = ["forward", "backward", "update"]
 KINDS = [(kind, place) for kind in DEEDS if kind != "units" for place in PLACES] + [("units", "units")]
+# what comes after the last collective shows in how the call ends
+KINDS += [(kind, "after") for kind in ("skip", "raise", "more")]
 ALIVE = [Fault(kind, place, i % 2) for i, (kind, place) in enumerate(KINDS) if kind != "kill"]
 
 
@@ -154,10 +156,13 @@ def start(mesh: Any, over: str, inner: Any) -> fshard.TrainState:
 
 def one_step(mesh: Any, fault: Fault | None, state: Any, inner: Any) -> Any:
     """A step with a fault; a rank may leave it early."""
+    at = at_places(fault, mesh)
     try:
-        return step_of(inner, at_places(fault, mesh))(state, batch(mesh.get_rank()))
+        result = step_of(inner, at)(state, batch(mesh.get_rank()))
+        at("after")
     except LeftError:
         return state, {}
+    return result
 
 
 def in_a_row(mesh: Any, over: str, faults: list[Fault]) -> tuple[list[str], bool]:
