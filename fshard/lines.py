@@ -3,9 +3,9 @@
 Note [Lines]
     Each rank has a connection of its own to every peer along every axis. Ahead of a collective it says what it is about
     to call, and where, to the ranks of that axis, and reads what they say: data move only if all say the same. At the
-    end of the call it says that it has returned or what it has raised, to everybody, and reads how the others ended; so
-    a checked call returns on all ranks or on none. Nothing else is sent ahead of an end, so a rank that waits for
-    another always hears of it, and ranks that wait for others are told in turn.
+    end of the call it says to all its peers that it has returned or what it has raised, and reads how they ended; on
+    meshes of several axes once more, axis by axis, so that a checked call returns on all ranks or on none. Who waits
+    for a rank hears of its end whatever it waits for, and raises in turn, which those who wait for it hear.
 
     These are sockets because a socket wakes who waits for any of several ranks, and closes when a process dies: a
     store would be polled, and has nobody's death, and messages through a process group of their own cannot be waited
@@ -70,11 +70,24 @@ class Lines:
         except BaseException as failure:
             self._end(_raised(self._last.number, failure))
             raise
-        mine = self._last._replace(verb=_RETURNED)
-        self._end(mine)
-        for links in self._links.values():
-            self._compare(links, mine)
+        self._return(self._last._replace(verb=_RETURNED))
         return result
+
+    def _return(self, mine: _Said) -> None:
+        """Say that the call has returned, and hear the same from everybody, or raise MismatchError."""
+        self._end(mine)
+        try:
+            for links in self._links.values():
+                self._compare(links, mine)
+            if sum(map(bool, self._links.values())) > 1:
+                # once more axis by axis: peers say what they heard of theirs, so that it gets to all corners of a mesh
+                self._ends = {}
+                for links in self._links.values():
+                    _say(links, mine)
+                    self._compare(links, mine)
+        except MismatchError as failure:
+            self._end(_raised(mine.number, failure))
+            raise
 
     def _around(self, ranks: Any, mesh: Mesh) -> Any:
         if getattr(mesh, "device_mesh", mesh) != self._mesh:
@@ -83,14 +96,12 @@ class Lines:
 
     def _announce(self, links: Mapping[int, Link], call: str) -> None:
         self._last = self._last._replace(what=call, site=call_site())
-        for link in links.values():
-            _say(link, self._last)
+        _say(links, self._last)
         self._compare(links, self._last)
 
     def _end(self, said: _Said) -> None:
         for links in self._links.values():
-            for link in links.values():
-                _say(link, said)
+            _say(links, said)
 
     def _compare(self, links: Mapping[int, Link], mine: _Said) -> None:
         """Read what the peers say; raise MismatchError unless it is the same."""
@@ -119,9 +130,10 @@ class Lines:
         return self._ends.get(peer)
 
 
-def _say(link: Link, said: _Said) -> None:
-    with suppress(MismatchError):  # a peer that has gone may have said why, which is read next
-        link.say(json.dumps(said))
+def _say(links: Mapping[int, Link], said: _Said) -> None:
+    for link in links.values():
+        with suppress(MismatchError):  # a peer that has gone may have said why, which is read next
+            link.say(json.dumps(said))
 
 
 def _raised(number: int, failure: BaseException) -> _Said:

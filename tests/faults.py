@@ -206,8 +206,16 @@ def one_is_slow(mesh: Any, path: str) -> str:
     return "no error"
 
 
-def along_two_axes(mesh: Any) -> tuple[str, str]:
-    """Rank 3 of four raises; and once more, in a function that goes on when it hears so."""
+def _healthy(mesh: Any) -> float:
+    return fshard.all_reduce(torch.ones(()), mesh, "shard").item()
+
+
+def along_two_axes(mesh: Any) -> list[str]:
+    """Rank 3 of four raises; in a function that goes on when it hears so; and when all collectives are done."""
+
+    def late(mesh: Any) -> None:
+        _sum(mesh, torch.ones(3))
+        _raise(mesh, mesh.get_rank() == 3)
 
     def sums(mesh: Any) -> None:
         _raise(mesh, mesh.get_rank() == 3)
@@ -221,11 +229,11 @@ def along_two_axes(mesh: Any) -> tuple[str, str]:
             sums(mesh)
 
     checked, texts = fshard.check(lambda fn, mesh: fn(mesh), mesh), []
-    for fn in (sums, goes_on):
+    for fn in (sums, goes_on, late):
         with pytest.raises((fshard.MismatchError, ValueError)) as caught:
             checked(fn, mesh)
         texts.append(str(caught.value))
-    return texts[0], texts[1]
+    return [*texts, str(checked(_healthy, mesh))]
 
 
 def between_hosts(mesh: Any, kinds: list[str]) -> list[str]:

@@ -89,8 +89,10 @@ def test_who_waits_for_several_ranks_hears_whoever_comes_first(tmp_path: Path) -
 
 
 def test_errors_pass_on_along_the_axes_of_a_mesh() -> None:
-    """2 x 2: a rank that shares no axis with the one at fault; a function that goes on after an error."""
-    for heard in zip(*values(fates(faults.along_two_axes, shard=2, replicate=2)), strict=True):
+    """2 x 2: a rank that shares no axis with the one at fault; a function that goes on after an error; its end."""
+    *all_heard, healthy = zip(*values(fates(faults.along_two_axes, shard=2, replicate=2)), strict=True)
+    assert healthy == ("2.0",) * 4
+    for heard in all_heard:
         assert heard[3] == "boom"
         for rank in (1, 2):
             assert "rank 3 raised ValueError: boom at" in heard[rank]
