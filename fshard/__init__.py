@@ -12,6 +12,7 @@ from . import (
     wire,
 )
 from .abstract import AbstractMesh
+from .check import check
 from .collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
 from .comm import MismatchError
 from .data import join_batches
@@ -50,6 +51,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "check",
     "collectives",
     "comm",
     "gather_params",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextvars
 import math
-import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +22,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from .comm import MismatchError, as_bytes, from_bytes
+from .bits import as_bytes, from_bytes
+from .comm import MismatchError
 from .generators import Generators
-from .record import Call, Record
-
-# what compiled graphs run is nobody's file
-_NOT_THE_USER = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, "<eval_with_key>")
+from .record import Call, Record, call_site
 
 
 @dataclass(frozen=True)
@@ -250,10 +247,7 @@ class Run:
 
 def _call_site(thread: threading.Thread) -> str:
     """Where in the user's code a thread is: one that waits stands still."""
-    frame = sys._current_frames()[thread.ident or 0]
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USER):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return call_site(sys._current_frames()[thread.ident or 0])
 
 
 def on_threads(run: Run, rank_main: Callable[[int], None]) -> None:

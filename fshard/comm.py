@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Protocol
@@ -23,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .bits import as_bytes, views
 from .nodes import NodeRanks, is_tracing
-from .record import Call, Record, note
+from .record import Announced, Call, Record, announced, note
 
 Mesh = Any  # a DeviceMesh, a simulated mesh, or None: one device
 Axes = tuple[str, ...]
@@ -51,14 +53,19 @@ class Pending:
     """A result under way. `step` waits for what was sent and starts what follows; `wait` goes on to the result."""
 
     def __init__(self, exchange: Exchange | None, finish: Callable[[Sequence[Tensor]], Tensor | Pending]):
-        self._exchange = exchange
-        self._finish = finish
+        self._exchange, self._finish, self._error = exchange, finish, ""
 
     def step(self) -> Tensor | Pending:
         """Wait for the messages under way; give the result or its next stage."""
         if self._exchange is None:
             return self._finish([])
-        result = self._finish(self._exchange.wait())
+        if self._error:  # some of it has been taken, and would be waited for without end
+            raise MismatchError(self._error)
+        try:
+            result = self._finish(self._exchange.wait())
+        except MismatchError as failure:
+            self._error = str(failure)
+            raise
         self._exchange.done()
         return result
 
@@ -130,15 +137,26 @@ class Works:
 
     works: Sequence[Any]
     parts: Sequence[Tensor]
+    call: str = ""
 
     def wait(self) -> Sequence[Tensor]:
         """Wait for every work."""
-        for work in self.works:
-            work.wait()
+        with _answering(self.call):
+            for work in self.works:
+                work.wait()
         return self.parts
 
     def done(self) -> None:
         """Nothing is shared with another rank."""
+
+
+@contextmanager
+def _answering(call: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as failure:
+        said = "a peer has gone, or did not answer within the process group's timeout"
+        raise MismatchError(f"{said}, in {call}: {failure}") from failure
 
 
 def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
@@ -170,7 +188,8 @@ class _Group:
         for peer in (p for p in range(self.size) if p != self.rank):
             ops.append(dist.P2POp(dist.irecv, parts[peer], group=self._group, group_peer=peer))
             ops.append(dist.P2POp(dist.isend, sends[peer], group=self._group, group_peer=peer))
-        return Works(dist.batch_isend_irecv(ops) if ops else [], parts)
+        with _answering(call):
+            return Works(dist.batch_isend_irecv(ops) if ops else [], parts, call)
 
 
 def axis_sizes(mesh: Mesh) -> dict[str, int]:
@@ -207,11 +226,17 @@ def along(mesh: Mesh, axis: str) -> Ranks:
         names = ", ".join(map(repr, axis_sizes(mesh)))
         raise ValueError(f"the mesh has no axis {axis!r}: it has {names or 'no axes'}")
     ranks = _Group(axis, mesh.get_group(axis), mesh_device(mesh)) if isinstance(mesh, DeviceMesh) else mesh.ranks(axis)
-    return NodeRanks(ranks, mesh) if is_tracing() else ranks
+    return NodeRanks(ranks, mesh) if is_tracing() else announced(ranks, mesh)
 
 
 def _call(kind: str, x: Tensor, ranks: Ranks, label: str, more: str = "") -> str:
     return str(Call(kind, x.dtype, x.shape, ranks.axis, label, more))
+
+
+def _built_in(collective: Callable[..., Any], ranks: Ranks, call: tuple[Any, ...], *args: Tensor) -> Works:
+    if isinstance(ranks, Announced):
+        ranks.announce(_call(*call))
+    return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call[0])
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -252,8 +277,7 @@ def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str, 
         out = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])
     full = out
     if ranks.built_in is not None:
-        work = dist.all_gather_into_tensor(full, x, group=ranks.built_in, async_op=True)
-        return Pending(Works([work], []), lambda _: full)
+        return Pending(_built_in(dist.all_gather_into_tensor, ranks, (kind, x, ranks, label), full, x), lambda _: full)
     parts = _parts(full, ranks)
     own = parts[ranks.rank]
     if own.data_ptr() != x.data_ptr():
@@ -280,8 +304,8 @@ def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str,
     result = torch.empty_like(parts[0]) if out is None else out
     if fast and ranks.built_in is not None:
         summed = result if result.dtype == x.dtype else torch.empty_like(parts[0])
-        work = dist.reduce_scatter_tensor(summed, x, group=ranks.built_in, async_op=True)
-        return Pending(Works([work], []), lambda _: result if summed is result else result.copy_(summed))
+        work = _built_in(dist.reduce_scatter_tensor, ranks, (kind, x, ranks, label), summed, x)
+        return Pending(work, lambda _: result if summed is result else result.copy_(summed))
     exchange = ranks.exchange(parts, [None] * ranks.size, _call(kind, x, ranks, label))
     return Pending(exchange, lambda received: fold(received, "sum", result))
 
@@ -328,8 +352,8 @@ def all_reduce(
         return Pending(ranks.whole.all_reduce(x, out, op, fast), _only)
     result = torch.empty_like(x) if out is None else out
     if fast and ranks.built_in is not None and op == "sum":
-        work = dist.all_reduce(result.copy_(x), group=ranks.built_in, async_op=True)
-        return Pending(Works([work], []), lambda _: result)
+        called = ("all_reduce", x, ranks, label)
+        return Pending(_built_in(dist.all_reduce, ranks, called, result.copy_(x)), lambda _: result)
     call = _call("all_reduce", x, ranks, label, "" if op == "sum" else f", op={op!r}")
     if direct and ranks.built_in is None:
         exchange = ranks.exchange([x] * size, [None] * size, call)
@@ -346,9 +370,8 @@ def all_reduce(
 def all_to_all(x: Tensor, ranks: Ranks, label: str = "") -> Pending:
     """(W n, ...) on each rank -> (W n, ...): part p goes to rank p, which puts it at this rank's place."""
     x = x.contiguous()
-    parts = _parts(x, ranks)
     out = torch.empty_like(x)
-    recvs = _parts(out, ranks)
+    parts, recvs = _parts(x, ranks), _parts(out, ranks)
     _note("all_to_all", ranks, label, (ranks.size - 1) * parts[0].nbytes)
     exchange = ranks.exchange(parts, recvs, _call("all_to_all", x, ranks, label))
     recvs[ranks.rank].copy_(parts[ranks.rank])
@@ -370,37 +393,9 @@ def swap(
             torch.cat([as_bytes(x).to(ranks.device) for x in xs], out=data[peer])
     _note("all_to_all", ranks, label, sum(x.numel() for x in data))
     places = [ranks.empty(sum(dtype.itemsize * numel for dtype, numel in row), nothing, lent=False) for row in recvs]
-    Pending(
-        ranks.exchange(data, places, f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"), lambda _: nothing
-    ).wait()
+    call = f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"
+    Pending(ranks.exchange(data, places, call), lambda _: nothing).wait()
     return [list(views(place, row)) for place, row in zip(places, recvs, strict=True)]
-
-
-def views(data: Tensor, held: Sequence[tuple[torch.dtype, int]], step: int = 1) -> Iterator[Tensor]:
-    """The flat tensors that bytes hold, told by dtype and number of elements, each from a multiple of `step` on."""
-    for dtype, numel in held:
-        size = dtype.itemsize * numel
-        yield from_bytes(data[:size], dtype)
-        data = data[size + -size % step :]
-
-
-def bitcast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor's bits as another dtype."""
-    # Inductor gets fused casts of bits wrong on CPUs (torch 2.13, test_compile.py)
-    return torch.ops.fshard.bitcast(x, dtype) if is_tracing() and x.dtype != dtype else x.view(dtype)
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """A tensor's bytes, end to end."""
-    flat = x.detach().reshape(-1)
-    return bitcast(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat, torch.uint8)
-
-
-def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """The flat tensor that bytes are of."""
-    if dtype.is_complex:
-        return torch.view_as_complex(bitcast(data, dtype.to_real()).view(-1, 2))
-    return bitcast(data, dtype)
 
 
 def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending:
@@ -408,9 +403,8 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
     if not 0 <= src < ranks.size:
         raise ValueError(f"broadcast: src={src}: expected one of the {ranks.size} ranks of axis {ranks.axis!r}, from 0")
     x = x.contiguous()
-    sender = ranks.rank == src
+    sender, nothing = ranks.rank == src, x.new_empty(0)
     _note("broadcast", ranks, label, (ranks.size - 1) * x.nbytes if sender else 0)
-    nothing = x.new_empty(0)
     out = x.clone() if sender else torch.empty_like(x)
     sends = [x if sender else nothing] * ranks.size
     recvs = [out if p == src and not sender else nothing for p in range(ranks.size)]

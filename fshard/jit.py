@@ -8,8 +8,10 @@ from typing import Any
 from torch import fx
 
 from . import tree
+from .check import Checked, is_wanted
 from .lowered import Compiled, Lowered, Options, lower
 from .passes import is_cheap
+from .shard import Sharded
 from .trace import difference, signature
 
 
@@ -19,6 +21,7 @@ class Jitted:
     def __init__(self, fn: Callable[..., Any], backend: str, options: Options):
         self._fn, self._backend, self._options = fn, backend, options
         self._compiled: dict[Any, Compiled] = {}
+        self._checked = is_wanted()
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The graph for such arguments (meta and fake tensors will do), to look at or to compile."""
@@ -33,6 +36,10 @@ class Jitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`fn(*args, **kwargs)`."""
+        checked = self._checked and tree.nodes((args, kwargs), Sharded)
+        return (Checked(self._run) if checked else self._run)(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree.flatten((args, kwargs))
         key = signature(leaves, spec)
         if key not in self._compiled:

@@ -27,6 +27,7 @@ from . import agree, comm, tree
 from .claim import ROOT, Where, claim_leaves, claim_policies, claim_units
 from .comm import Axes, Mesh
 from .host import connect
+from .lines import Lines, lines_of
 from .offload import Crossing
 from .precision import Policy, Precision, policy_of, precisions
 from .wire import Wire
@@ -187,6 +188,11 @@ class Plan:
     def crossings(self) -> tuple[Crossing, Crossing]:
         """The ways to the device and back (Note [Crossing over] in `offload`): streams, made once."""
         return Crossing(self.device), Crossing(self.device)
+
+    @cached_property
+    def lines(self) -> Lines | None:
+        """Where its ranks say what they call while a call is checked (Note [Lines] in `lines`): made once, by all."""
+        return lines_of(self.live_mesh())
 
     @cached_property
     def _offsets(self) -> dict[Axes, list[list[int]]]:

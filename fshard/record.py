@@ -1,14 +1,29 @@
-"""The collectives a rank issues: what they are called, and counted."""
+"""The collectives a rank issues: what they are called, counted, announced, and where the user called them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
+
+# how the names of files begin that no user wrote: ours, torch's, and code that was made
+NOT_THE_USER = (
+    os.path.dirname(__file__) + os.sep,
+    os.path.dirname(torch.__file__) + os.sep,
+    "<eval_with_key>",
+    "<frozen ",
+    "<string>",
+    os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "torchinductor_")),
+)
 
 
 @dataclass(frozen=True)
@@ -74,3 +89,59 @@ def note(record: Record) -> None:
     records = _tally.get()
     if records is not None:
         records.append(record)
+
+
+Around = Callable[[Any, Any], Any]  # of ranks and their mesh
+
+_around: ContextVar[Around | None] = ContextVar("fshard_around", default=None)
+
+
+class Announced:
+    """The ranks along one axis, told of each collective before it starts."""
+
+    def __init__(self, ranks: Any, announce: Callable[[str], None]):
+        self.axis, self.rank, self.size, self.device = ranks.axis, ranks.rank, ranks.size, ranks.device
+        self.built_in, self.whole, self.empty, self.idle = ranks.built_in, None, ranks.empty, ranks.idle
+        self.record = Record("", ranks.axis, "", 0)  # of what is asked for next
+        self._exchange, self.announce = ranks.exchange, announce
+
+    def exchange(self, sends: Sequence[Any], recvs: Sequence[Any], call: str) -> Any:
+        """The ranks' own, once they all know of it."""
+        self.announce(call)
+        return self._exchange(sends, recvs, call)
+
+
+@contextmanager
+def announcing(around: Around) -> Iterator[None]:
+    """Inside the block collectives go through what `around` makes of the ranks along an axis, and of their mesh."""
+    token = _around.set(around)
+    try:
+        yield
+    finally:
+        _around.reset(token)
+
+
+def is_announcing() -> bool:
+    """Whether this is inside such a block."""
+    return _around.get() is not None
+
+
+def announced(ranks: Any, mesh: Any) -> Any:
+    """The ranks, or inside such a block what is made of them."""
+    around = _around.get()
+    return ranks if around is None else around(ranks, mesh)
+
+
+def call_site(frame: FrameType | None = None) -> str:
+    """The file and line of the user's that are running, or that a frame was called from."""
+    frame = frame or sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USER):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def frame_of(failure: BaseException) -> traceback.FrameSummary:
+    """The innermost line of the user's that an exception passed through, or of anybody's."""
+    frames = traceback.extract_tb(failure.__traceback__)
+    users = [f for f in frames if not f.filename.startswith(NOT_THE_USER) and "site-packages" not in f.filename]
+    return (users or list(frames))[-1]

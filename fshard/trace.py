@@ -10,7 +10,6 @@ Note [Traced functions]
 from __future__ import annotations
 
 import inspect
-import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from . import tree
-
-_NOT_THE_USER = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, "<")
+from .record import frame_of
 
 
 class TraceError(RuntimeError):
@@ -193,9 +191,7 @@ def _explained(failure: Exception, fn: Callable[..., Any]) -> TraceError:
 
 def _site(failure: BaseException) -> str:
     """The innermost line of the user's code, or of any."""
-    frames = traceback.extract_tb(failure.__traceback__)
-    users = [f for f in frames if not f.filename.startswith(_NOT_THE_USER) and "site-packages" not in f.filename]
-    frame = (users or list(frames))[-1]
+    frame = frame_of(failure)
     return f"{frame.filename}:{frame.lineno} ({frame.line})"
 
 
@@ -203,7 +199,8 @@ def _captured(fn: Any, seen: frozenset[int] = frozenset()) -> Iterator[str]:
     """The names of tensors that a function, or one it calls by name, finds elsewhere than in its arguments."""
     if isinstance(fn, partial):
         yield from _captured(fn.func, seen)
-    fn = getattr(fn, "run", fn)  # a step's own function
+    while hasattr(fn, "run"):  # a step's own function, maybe checked
+        fn = fn.run
     if not inspect.isfunction(fn) or id(fn) in seen or fn.__module__.startswith(("torch.", "fshard.kernels")):
         return
     held = inspect.getclosurevars(fn)

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import compiling, offload, tree
 from .accumulate import gradients
 from .carry import nothing_lost
+from .check import Checked, is_wanted
 from .grad import check_sharded
 from .kernels import beside, wide
 from .labels import Labels
@@ -150,7 +151,7 @@ def train_step(
             _give_away(state)
         return after, metrics
 
-    return Step(run)
+    return Step(Checked(run) if is_wanted() else run)
 
 
 def _rescale(

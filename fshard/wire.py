@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .comm import as_bytes, views
+from .bits import as_bytes, views
 
 Sizes = Sequence[int]
 _WHOLE = 8  # bytes that what is packed begins at a multiple of

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
 from fshard import comm
+from fshard.bits import as_bytes
 from fshard.testing import Collective, Dies, Garbage, RankDied, Slow, World, simulate
 
 # --- axes ---
@@ -354,7 +355,7 @@ def test_whole_collectives_have_the_bits_of_messages(size: int) -> None:
                 for a, b in zip(found, expected, strict=True):
                     assert (a.dtype, a.shape) == (b.dtype, b.shape)
                     # which of the bits that mean NaN differs between instructions
-                    assert torch.equal(comm.as_bytes(a.nan_to_num(0.5)), comm.as_bytes(b.nan_to_num(0.5)))
+                    assert torch.equal(as_bytes(a.nan_to_num(0.5)), as_bytes(b.nan_to_num(0.5)))
 
     simulate(job, shard=size)
 

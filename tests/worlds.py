@@ -3,9 +3,11 @@
 import multiprocessing
 import pickle
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,19 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "fshard", "fshard.testing", "torch.distributed.device_mesh"])
 
 
-def _rank_main(fn: Any, rank: int, shape: tuple[int, int], args: tuple[Any, ...], store: str, pipe: Any) -> None:
+def _mesh(rank: int, shape: tuple[int, int], store: str) -> Any:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    size = shape[0] * shape[1]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    if shape[0] > 1:
+        return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", shape[1:], mesh_dim_names=("shard",))
+
+
+def _rank_main(fn: Any, rank: int, shape: tuple[int, int], args: tuple[Any, ...], store: str, pipe: Any) -> None:
     try:
-        size = shape[0] * shape[1]
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-        if shape[0] > 1:
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        else:
-            mesh = init_device_mesh("cpu", shape[1:], mesh_dim_names=("shard",))
-        result = (True, fn(mesh, *args))
+        result = (True, fn(_mesh(rank, shape, store), *args))
         dist.barrier()
         dist.destroy_process_group()
     except Exception as failure:
@@ -40,18 +44,34 @@ def _rank_main(fn: Any, rank: int, shape: tuple[int, int], args: tuple[Any, ...]
         pipe.send_bytes(pickle.dumps((False, (RuntimeError(repr(result)), ""))))
 
 
+def _fate_main(fn: Any, rank: int, shape: tuple[int, int], args: tuple[Any, ...], store: str, pipe: Any) -> None:
+    # a process that fails is left to end by itself, as a user's
+    try:
+        pipe.send((fn(_mesh(rank, shape, store), *args), None))
+    except Exception as failure:
+        pipe.send((None, f"{type(failure).__name__}: {failure}"))
+        raise
+
+
+def _start(
+    main: Any, fn: Any, shape: tuple[int, int], args: tuple[Any, ...], store: str
+) -> tuple[list[Any], list[Any]]:
+    """The pipes and processes of all ranks."""
+    pipes, processes = [], []
+    for rank in range(shape[0] * shape[1]):
+        mine, theirs = _CONTEXT.Pipe(duplex=False)
+        process = _CONTEXT.Process(target=main, args=(fn, rank, shape, args, store, theirs))
+        process.start()
+        theirs.close()
+        pipes.append(mine)
+        processes.append(process)
+    return pipes, processes
+
+
 def gloo(fn: Callable[..., Any], *args: Any, shard: int = 2, replicate: int = 1) -> list[Any]:
     """`fn(mesh, *args)` in `replicate * shard` processes, `fn` a function of a module. The first failure is raised."""
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        pipes, processes = [], []
-        for rank in range(replicate * shard):
-            mine, theirs = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(target=_rank_main, args=(fn, rank, (replicate, shard), args, store, theirs))
-            process.start()
-            theirs.close()
-            pipes.append(mine)
-            processes.append(process)
+        pipes, processes = _start(_rank_main, fn, (replicate, shard), args, str(Path(folder) / "store"))
         results = [pickle.loads(pipe.recv_bytes()) for pipe in pipes]
         for process in processes:
             process.join()
@@ -61,6 +81,42 @@ def gloo(fn: Callable[..., Any], *args: Any, shard: int = 2, replicate: int = 1)
             failure.add_note(trace)
             raise failure
     return [value for _, value in results]
+
+
+@dataclass(frozen=True)
+class Fate:
+    """How a rank ended: what its function returned, or the error, and the exit code of its process (-9: killed)."""
+
+    value: Any
+    error: str | None
+    exitcode: int | None
+
+
+def fates(fn: Callable[..., Any], *args: Any, shard: int = 2, replicate: int = 1, seconds: float = 60.0) -> list[Fate]:
+    """How `fn(mesh, *args)` ends on ranks that may fail or be killed. AssertionError if one does not end in time."""
+    until = time.monotonic() + seconds
+
+    def left() -> float:
+        return max(0.0, until - time.monotonic())
+
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = _start(_fate_main, fn, (replicate, shard), args, str(Path(folder) / "store"))
+        ends = [_received(pipe, left()) for pipe in pipes]
+        for process in processes:
+            process.join(left())
+    behind = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for rank in behind:
+        processes[rank].kill()
+        processes[rank].join()
+    assert not behind, f"ranks {behind} had to be killed after {seconds} s"
+    return [Fate(*end, process.exitcode) for end, process in zip(ends, processes, strict=True)]
+
+
+def _received(pipe: Any, seconds: float) -> Any:
+    try:
+        return pipe.recv() if pipe.poll(seconds) else (None, None)
+    except EOFError:  # killed
+        return None, None
 
 
 def simulated(fn: Callable[..., Any], *args: Any, shard: int = 2, replicate: int = 1) -> list[Any]:

@@ -1,0 +1,61 @@
+"""What `fshard.check` costs: the same step plain and checked, in turn, on two gloo ranks.
+
+    make bench-check
+
+By two ways between ranks: shared memory, as a plan has it on one host, and gloo's own sockets, as between hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from models import TASKS
+from timing import in_turn, leave, on_two_ranks, ratio
+from torch.distributed.device_mesh import init_device_mesh
+
+import fshard
+
+
+def systems(name: str, shared: bool) -> dict[str, Callable[[], object]]:
+    """A step plain and checked."""
+    task, mesh = TASKS[name], init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    torch.manual_seed(0)
+    plan = fshard.make_plan(task.init(), mesh, units=[f"{task.repeated}.*"])
+    if not shared:
+        plan = replace(plan, mesh=mesh)
+    tx = fshard.optim.adamw(1e-3)
+    state = fshard.init_state(fshard.shard_params(task.init(), plan), tx)
+    batch = task.batch(torch.Generator().manual_seed(dist.get_rank()))
+    step = fshard.train_step(task.loss, tx)
+    checked = fshard.check(step)
+    return {"plain": lambda: step(state, batch), "checked": lambda: checked(state, batch)}
+
+
+def main() -> None:
+    """Every model and way, or on a rank those of the arguments."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rank", action="store_true")
+    args = parser.parse_args()
+    if not args.rank:
+        on_two_ranks(__file__, "--rank", f"--rounds={args.rounds}")
+        return
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name in ("S", "T"):
+        for shared in (True, False):
+            found = ratio(in_turn(systems(name, shared), args.rounds), "checked", "plain")
+            if dist.get_rank() == 0:
+                way = "shared memory" if shared else "gloo"
+                print(f"{name}, {way}: {found['ratio']:.3f} ({found['low']:.3f} to {found['high']:.3f})")
+                sys.stdout.flush()
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Ranks that do different things, fail or die: an error on every rank that is left, and no process stays behind."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import faults
+import pytest
+import torch
+from faults import ALIVE, PLACES, Fault
+from worlds import Fate, fates, simulated
+
+import fshard
+from fshard import optim
+
+# how many random faults; `FSHARD_FAULTS=50` tries more of them than there is time for every day
+NUM = int(os.environ.get("FSHARD_FAULTS", "3"))
+
+
+def names_both(text: str, fault: Fault) -> bool:
+    """A sentence has the rank at fault, another, what each did, and both lines of the user's."""
+    other = min({*range(fault.size)} - {fault.rank})
+    said = [part for part in text.split("; ") if "faults.py:" in part]
+    return len(said) == 2 and all(any(f"rank {r} " in part for part in said) for r in (fault.rank, other))
+
+
+@pytest.mark.parametrize("over", ["host", "gloo"])
+def test_a_fault_is_an_error_on_every_rank(over: str) -> None:
+    """Each kind at each place, in one world, which goes on as if nothing had been; by two ways between ranks."""
+    ranks = fates(faults.in_a_row, over, ALIVE)
+    assert [rank.error for rank in ranks] == [None, None]
+    for number, rank in enumerate(ranks):
+        texts, as_before = rank.value
+        assert as_before
+        for fault, text in zip(ALIVE, texts, strict=True):
+            if fault.kind == "raise" and fault.rank == number:
+                assert text == "ValueError: boom", fault
+                continue
+            assert text.startswith("MismatchError: "), (fault, text)
+            assert names_both(text, fault), (fault, text)
+            if fault.kind == "raise":
+                assert text.startswith(f"MismatchError: rank {fault.rank} raised ValueError: boom at"), text
+            elif fault.kind == "return":
+                assert f"rank {fault.rank} has returned, having last called" in text, text
+            else:
+                assert "All ranks must call the same collectives in the same order." in text, text
+
+
+def ended_well(fault: Fault) -> None:
+    """Every rank that is left has an error that names a call, or is the one that raised; no exit code is zero."""
+    for number, rank in enumerate(fates(faults.fatal, fault, shard=fault.size)):
+        if number == fault.rank and fault.kind == "kill":
+            assert (rank.error, rank.exitcode) == (None, -9), fault
+        elif number == fault.rank and fault.kind == "raise":
+            assert (rank.error, rank.exitcode) == ("ValueError: boom", 1), fault
+        else:
+            assert rank.exitcode == 1, (fault, rank)
+            assert (rank.error or "").startswith("MismatchError: "), (fault, rank)
+            assert "axis='shard'" in rank.error, (fault, rank)
+            told = any(words in rank.error for words in ("has gone", "raised MismatchError"))
+            assert told or fault.kind != "kill", (fault, rank)
+
+
+@pytest.mark.parametrize("over", ["host", "gloo"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_is_killed(place: str, over: str) -> None:
+    """Without a check: the others hear of it from the connection, though one is told by another that is left."""
+    ended_well(Fault("kill", place, 2, over, 3, checked=False))
+
+
+@pytest.mark.parametrize("seed", range(NUM))
+def test_a_random_fault(seed: int) -> None:
+    """Kinds, places, ranks, worlds and ways, in processes of their own."""
+    ended_well(faults.drawn(seed))
+
+
+def values(ranks: list[Fate]) -> list[Any]:
+    """What ranks returned."""
+    assert [rank.error for rank in ranks] == [None] * len(ranks)
+    return [rank.value for rank in ranks]
+
+
+def test_who_waits_for_several_ranks_hears_whoever_comes_first(tmp_path: Path) -> None:
+    """One that comes late does not keep an error back."""
+    first, second, third = values(fates(faults.one_is_slow, str(tmp_path / "store"), shard=3))
+    for text in (first, second):
+        assert "rank 2 raised ValueError: boom at" in text
+    assert third == "boom"
+
+
+def test_errors_pass_on_along_the_axes_of_a_mesh() -> None:
+    """2 x 2: a rank that shares no axis with the one at fault; a function that goes on after an error; its end."""
+    *all_heard, healthy = zip(*values(fates(faults.along_two_axes, shard=2, replicate=2)), strict=True)
+    assert healthy == ("2.0",) * 4
+    for heard in all_heard:
+        assert heard[3] == "boom"
+        for rank in (1, 2):
+            assert "rank 3 raised ValueError: boom at" in heard[rank]
+        assert "raised MismatchError: rank 3 raised ValueError: boom at" in heard[0]
+
+
+def test_between_hosts() -> None:
+    """Over TCP, in place of a Unix socket."""
+    for texts in values(fates(faults.between_hosts, ["shape", "skip", "dtype"], shard=3)):
+        shape, skip, dtype = texts
+        assert "rank 0 all_reduce(float32[3], axis='shard') at" in shape
+        assert "rank 1 all_reduce(float32[4], axis='shard') at" in shape
+        assert "rank 1 has returned, having last called no collective at" in skip
+        assert "rank 1 all_reduce(float64[3]" in dtype
+
+
+def test_a_jitted_step() -> None:
+    """Its graph's collectives are compared when it runs."""
+    fault = Fault("shape", "forward", 1)
+    for by_hand, by_environment in values(fates(faults.jitted, fault)):
+        for text in (by_hand, by_environment):
+            assert "rank 0 all_reduce(float32[3], axis='shard') at" in text
+            assert "rank 1 all_reduce(float32[4], axis='shard') at" in text
+            assert names_both(text, fault)
+
+
+def test_every_step_of_a_job() -> None:
+    """FSHARD_CHECK=1; without it there is not even a connection."""
+    fault = Fault("label", "backward", 1)
+    for off, on in values(fates(faults.by_environment, fault)):
+        assert off == "no error"
+        assert names_both(on, fault)
+
+
+def test_a_word_that_the_environment_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was expected and what came."""
+    monkeypatch.setenv("FSHARD_CHECK", "yes")
+    with pytest.raises(ValueError, match=r"FSHARD_CHECK: expected 1 .* got 'yes'"):
+        fshard.train_step(lambda p, x: p.sum(), optim.sgd(0.1))
+
+
+def test_where_there_are_no_processes() -> None:
+    """One device, and simulated ranks, which are always compared: the same values and errors."""
+    state, inner = faults.start(None, "host", optim.sgd(0.1)), optim.sgd(0.1)
+    step = faults.step_of(inner, lambda place: None)
+    x = faults.batch(0)
+    assert torch.equal(fshard.check(step)(state, x)[1]["loss"], step(state, x)[1]["loss"])
+    assert fshard.check(torch.neg, None)(torch.ones(())) == -1
+    (texts, other) = simulated(lambda mesh: fshard.check(lambda: mesh.get_rank(), mesh)())
+    assert (texts, other) == (0, 1)
+    with pytest.raises(fshard.MismatchError, match=r"different collectives: rank 0 .*float32\[3\].*float32\[4\]"):
+        simulated(lambda mesh: fshard.check(faults.DEEDS["shape"], mesh)(mesh, mesh.get_rank() == 1))
+
+
+def test_a_call_that_says_no_mesh() -> None:
+    """What was expected, and what to do."""
+    with pytest.raises(TypeError, match=r"check: expected a Sharded .* got none.*fshard.check\(fn, mesh\)"):
+        fshard.check(torch.neg)(torch.ones(()))
