@@ -88,14 +88,14 @@ def ddp(name: str, mesh: DeviceMesh) -> Step:
     return _module_step(model, model.parameters())
 
 
-def _fshard(name: str, mesh: DeviceMesh, jit: bool = False, **over: Any) -> Step:
+def _fshard(name: str, mesh: DeviceMesh, jit: bool = False, how: dict[str, Any] | None = None, **over: Any) -> Step:
     torch.manual_seed(0)
     task: Task = TASKS[name]
     params = task.init()
     plan = fshard.make_plan(params, mesh, units=[f"{task.repeated}.*"], **over)
     tx = fshard.optim.adamw(LR)
     state = fshard.init_state(fshard.shard_params(params, plan), tx)
-    step: Any = fshard.train_step(task.loss, tx, donate=not jit)
+    step: Any = fshard.train_step(task.loss, tx, donate=not jit, **(how or {}))
     step = fshard.jit(step, donate=True) if jit else step
 
     def next_step(batch: Tensor) -> Tensor:
@@ -121,10 +121,22 @@ def fshard_jit(name: str, mesh: DeviceMesh) -> Step:
     return _fshard(name, mesh, jit=True)
 
 
+def fshard_tree(name: str, mesh: DeviceMesh) -> Step:
+    """fshard with the same bits on any number of ranks: eight slices."""
+    return _fshard(name, mesh, how={"reduction": "tree"})
+
+
+def fshard_parts(name: str, mesh: DeviceMesh) -> Step:
+    """fshard with as many micro-batches as a rank has slices, reduced once."""
+    return _fshard(name, mesh, how={"accumulate": 8 // mesh.size(), "reduce_once": True})
+
+
 SYSTEMS = {"local": local, "fsdp2": fsdp2, "fshard": fshard_full, "ddp": ddp, "fshard ()": fshard_whole}
 COMPILED = {"fsdp2 compiled": fsdp2_compiled, "fshard jit": fshard_jit}
-ALL = {**SYSTEMS, **COMPILED}
+SLICED = {"fshard tree": fshard_tree, "fshard in parts": fshard_parts}
+ALL = {**SYSTEMS, **COMPILED, **SLICED}
 PAIRS = [("fshard", "fsdp2"), ("fshard ()", "ddp"), ("local", "fsdp2")]
+PAIRS += [("fshard tree", "fshard"), ("fshard tree", "fshard in parts")]
 PAIRS += [("fshard jit", other) for other in ("fsdp2", "fsdp2 compiled", "fshard")]
 
 
@@ -208,16 +220,18 @@ def reference_traffic(name: str, mesh: DeviceMesh) -> str:
     return ", ".join(f"{count} {op}" for op, count in mode.get_comm_counts().items())
 
 
-def systems_for(name: str, jit: bool) -> list[str]:
+def systems_for(name: str, args: argparse.Namespace) -> list[str]:
     """What a model is measured with."""
-    known = ["local", "fsdp2", "fshard", *COMPILED] if jit else SYSTEMS
+    if args.tree:
+        return ["fshard", *SLICED]
+    known = ["local", "fsdp2", "fshard", *COMPILED] if args.jit else SYSTEMS
     return [s for s in known if name != "T" or s in ("local", "fsdp2", "fshard", "fshard jit")]
 
 
 def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Everything about one model, the same on all ranks."""
     result: dict[str, Any] = {"model": name, "threads": torch.get_num_threads(), "rounds": args.rounds}
-    times = step_times(name, systems_for(name, args.jit), mesh, args.rounds)
+    times = step_times(name, systems_for(name, args), mesh, args.rounds)
     result["median_ms"] = {s: round(1e3 * statistics.median(t), 2) for s, t in times.items()}
     result["ratios"] = {f"{a} / {b}": ratio(times, a, b) for a, b in PAIRS if a in times and b in times}
     result["fshard"], result["fsdp2"] = traffic(name, mesh), reference_traffic(name, mesh)
@@ -241,12 +255,14 @@ def launch(args: argparse.Namespace) -> None:
     """Two ranks for the times of each model, and two fresh ones for the memory of each of its systems."""
     for name in args.model or TASKS:
         extra = (["--json", str(args.json)] if args.json else []) + ["--jit"] * args.jit
+        extra += ["--tree"] * args.tree
         on_two_ranks(__file__, "--model", name, "--rounds", str(args.rounds), *extra)
         if not args.no_memory:
             peak = partial(on_two_ranks, __file__, "--model", name, capture=True)
-            peaks = {s: int(peak("--peak", s)) / 1e6 for s in systems_for(name, args.jit)}
+            peaks = {s: int(peak("--peak", s)) / 1e6 for s in systems_for(name, args)}
             print("  peak resident MB over imports, the fuller rank:", {s: round(p) for s, p in peaks.items()})
-            print(f"  memory, fshard / fsdp2: {peaks['fshard'] / peaks['fsdp2']:.3f}", flush=True)
+            if "fsdp2" in peaks:
+                print(f"  memory, fshard / fsdp2: {peaks['fshard'] / peaks['fsdp2']:.3f}", flush=True)
         if args.jit:
             with tempfile.TemporaryDirectory() as cache:
                 os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
@@ -288,6 +304,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append a line of JSON for each model")
     parser.add_argument("--peak", choices=list(ALL), help="only one system's memory, on a rank under torchrun")
     parser.add_argument("--jit", action="store_true", help="the compiled systems, and what compiling takes")
+    parser.add_argument("--tree", action="store_true", help="what the same bits on any number of ranks cost")
     parser.add_argument("--first", action="store_true", help="only the first jitted step, on a rank under torchrun")
     args = parser.parse_args()
     on_a_rank(args) if "RANK" in os.environ else launch(args)

@@ -45,10 +45,10 @@ class Sums:
 
 
 def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """The sum of 2^n tensors in a balanced binary tree; of narrow dtypes in float32."""
+    """The sum of tensors in pairs, pairs of pairs, and so on; of narrow dtypes in float32."""
     parts = [part.to(comm.sum_dtype(part.dtype)) for part in parts]
     while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        parts = [*(a + b for a, b in zip(parts[::2], parts[1::2], strict=False)), *parts[len(parts) & ~1 :]]
     return parts[0] if out is None else out.copy_(parts[0])
 
 

@@ -207,7 +207,7 @@ class Apart(TorchDispatchMode):
 class Ranks:
     """One of two ranks, the other of which sends nothing of interest."""
 
-    built_in, rank, size = None, 0, 2
+    built_in, whole, record, rank, size = None, None, None, 0, 2
 
     def __init__(self, axis: str):
         self.axis, self.device = axis, DEVICE
