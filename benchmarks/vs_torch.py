@@ -88,15 +88,17 @@ def ddp(name: str, mesh: DeviceMesh) -> Step:
     return _module_step(model, model.parameters())
 
 
-def _fshard(name: str, mesh: DeviceMesh, jit: bool = False, how: dict[str, Any] | None = None, **over: Any) -> Step:
+def _fshard(
+    name: str, mesh: DeviceMesh, jit: dict[str, Any] | None = None, how: dict[str, Any] | None = None, **over: Any
+) -> Step:
     torch.manual_seed(0)
     task: Task = TASKS[name]
     params = task.init()
     plan = fshard.make_plan(params, mesh, units=[f"{task.repeated}.*"], **over)
     tx = fshard.optim.adamw(LR)
     state = fshard.init_state(fshard.shard_params(params, plan), tx)
-    step: Any = fshard.train_step(task.loss, tx, donate=not jit, **(how or {}))
-    step = fshard.jit(step, donate=True) if jit else step
+    step: Any = fshard.train_step(task.loss, tx, donate=jit is None, **(how or {}))
+    step = step if jit is None else fshard.jit(step, donate=True, **jit)
 
     def next_step(batch: Tensor) -> Tensor:
         nonlocal state
@@ -118,7 +120,12 @@ def fshard_whole(name: str, mesh: DeviceMesh) -> Step:
 
 def fshard_jit(name: str, mesh: DeviceMesh) -> Step:
     """fshard, the whole step one compiled graph."""
-    return _fshard(name, mesh, jit=True)
+    return _fshard(name, mesh, jit={})
+
+
+def fshard_buckets(name: str, mesh: DeviceMesh) -> Step:
+    """The same, collectives put together up to a mebibyte."""
+    return _fshard(name, mesh, jit={"bucket": 1 << 20})
 
 
 def fshard_tree(name: str, mesh: DeviceMesh) -> Step:
@@ -132,11 +139,12 @@ def fshard_parts(name: str, mesh: DeviceMesh) -> Step:
 
 
 SYSTEMS = {"local": local, "fsdp2": fsdp2, "fshard": fshard_full, "ddp": ddp, "fshard ()": fshard_whole}
-COMPILED = {"fsdp2 compiled": fsdp2_compiled, "fshard jit": fshard_jit}
+COMPILED = {"fsdp2 compiled": fsdp2_compiled, "fshard jit": fshard_jit, "fshard buckets": fshard_buckets}
 SLICED = {"fshard tree": fshard_tree, "fshard in parts": fshard_parts}
 ALL = {**SYSTEMS, **COMPILED, **SLICED}
 PAIRS = [("fshard", "fsdp2"), ("fshard ()", "ddp"), ("local", "fsdp2")]
 PAIRS += [("fshard tree", "fshard"), ("fshard tree", "fshard in parts")]
+PAIRS += [("fshard buckets", other) for other in ("fsdp2", "fshard")]
 PAIRS += [("fshard jit", other) for other in ("fsdp2", "fsdp2 compiled", "fshard")]
 
 
@@ -225,7 +233,8 @@ def systems_for(name: str, args: argparse.Namespace) -> list[str]:
     if args.tree:
         return ["fshard", *SLICED]
     known = ["local", "fsdp2", "fshard", *COMPILED] if args.jit else SYSTEMS
-    return [s for s in known if name != "T" or s in ("local", "fsdp2", "fshard", "fshard jit")]
+    left_out = {"fsdp2 compiled", "ddp", "fshard ()"} if name == "T" else {"fshard buckets"}  # units are larger
+    return [s for s in known if s not in left_out]
 
 
 def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
