@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train test lint bench bench-footprint bench-optim bench-precision bench-simulated clean
+.PHONY: train test lint bench bench-footprint bench-optim bench-precision bench-simulated bench-check clean
 
 train: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_lm.py $(ARGS)
@@ -33,6 +33,9 @@ bench-precision: .venv/ready
 
 bench-simulated: .venv/ready
 	$(BIN)/python benchmarks/simulated.py $(ARGS)
+
+bench-check: .venv/ready
+	$(BIN)/python benchmarks/checking.py $(ARGS)
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
