@@ -1,9 +1,18 @@
-"""Norms of trees and of their leaves, over all ranks, and trees multiplied by factors."""
+"""Norms of trees and of their leaves, over all ranks, and trees multiplied by factors.
+
+Note [Exact sums]
+    `exactly` makes the bits of a norm depend on the elements alone: neither on their order nor on which rank has which.
+    Powers, of elements scaled to be below 1, are rounded to multiples of 2^-22, the rests to multiples of 2^-45, and
+    added in float64: without error while the sum is below 2^30. (Demmel and Nguyen, Fast Reproducible Floating-Point
+    Summation, 2013.) It takes a second pass, and some operations more for each element.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,8 +23,42 @@ from .comm import Axes, Mesh
 from .kernels import beside, wide
 from .parts import Layout, Parts, device_of, layout_of, pieces
 
+_exact: ContextVar[bool] = ContextVar("fshard_exact_norms", default=False)
 _BLOCK = 1 << 16  # elements that stay in cache
 _UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # added to a float64 these leave it multiples of 2^-22, of 2^-45
+
+
+@contextmanager
+def exactly() -> Iterator[None]:
+    """Inside the block norms are added up without rounding (Note [Exact sums])."""
+    token = _exact.set(True)
+    try:
+        yield
+    finally:
+        _exact.reset(token)
+
+
+def _scale(largest: Tensor) -> Tensor:
+    """The power of two that brings magnitudes up to this below 1 (float64)."""
+    _, exponent = torch.frexp(largest.double())
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), (-exponent).clamp(max=1000))
+
+
+def _binned(x: Tensor, p: float, scale: Tensor) -> Tensor:
+    """The sums of what powers are rounded to, and of the rests: float64 (2,)."""
+    sums = torch.zeros(2, dtype=torch.float64, device=x.device)
+    for part in x.reshape(-1).split(_BLOCK):
+        rest = (part.abs().double() * beside(scale, part)) ** p
+        for i, unit in enumerate(_UNITS):
+            rounded = (rest + unit) - unit
+            sums[i] += rounded.sum()
+            rest = rest - rounded
+    return sums.to(scale.device)
+
+
+def _unbinned(sums: Tensor, p: float, scale: Tensor, largest: Tensor) -> Tensor:
+    """The norm; of what is not finite its largest magnitude."""
+    return torch.where(largest.isfinite(), sums.sum(-1) ** (1 / p) / scale, largest.double())
 
 
 def _power_sums(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
@@ -38,19 +81,32 @@ def _root(sums: Tensor, p: float) -> Tensor:
 
 def leaf_norms(x: Any, p: float = 2, layout: Layout | None = None) -> Tensor:
     """The p-norm of each of the layout's leaves (float64), the same on all ranks: one collective."""
-    layout = layout or layout_of(x)
+    layout, zero = layout or layout_of(x), torch.zeros((), dtype=torch.float64, device=device_of(x))
     mine = pieces(x, layout)
-    sums = torch.zeros(len(layout.leaves), dtype=torch.float64, device=(device := device_of(x)))
-    if mine:
-        index = torch.tensor([number for number, _ in mine], device=device)
-        powers = _power_sums([piece for _, piece in mine], p, device)
-        sums.scatter_reduce_(0, index, powers, "amax" if p == math.inf else "sum")
+    numbers = [number for number, _ in mine]
+    if _exact.get() and p != math.inf:
+        largest = leaf_norms(x, math.inf, layout)
+        scale = _scale(largest)
+        powers = [_binned(piece, p, scale[number]) for number, piece in mine]
+        return _unbinned(_by_leaf(numbers, powers, "sum", layout, zero.expand(2)), p, scale, largest)
+    powers = list(_power_sums([piece for _, piece in mine], p, zero.device)) if mine else []
+    return _root(_by_leaf(numbers, powers, _op(p), layout, zero), p)
+
+
+def _by_leaf(numbers: Sequence[int], powers: Sequence[Tensor], op: str, layout: Layout, zero: Tensor) -> Tensor:
+    """What pieces of the leaves of these numbers come to, for every leaf, over all ranks."""
+    shape = [-1] + [1] * zero.dim()
+    sums = zero.repeat(len(layout.leaves), *shape[1:])
+    if numbers:
+        data = torch.stack(list(powers))
+        index = torch.tensor(numbers, device=zero.device).view(shape).expand_as(data)
+        sums.scatter_reduce_(0, index, data, "amax" if op == "max" else op)
     if layout.axes:
-        mask = torch.tensor([n in layout.shared for n in range(len(layout.leaves))], device=device)
+        mask = torch.tensor([n in layout.shared for n in range(len(layout.leaves))], device=zero.device).view(shape)
         everywhere = torch.where(mask, sums, 0)
-        sums = comm.total(torch.where(mask, 0, sums), layout.mesh, layout.axes, _op(p), label="leaf norms")
+        sums = comm.total(torch.where(mask, 0, sums), layout.mesh, layout.axes, op, label="leaf norms")
         sums = sums + everywhere
-    return _root(sums, p)
+    return sums
 
 
 def _op(p: float) -> str:
@@ -88,6 +144,13 @@ def global_norm(x: Any, p: float = 2) -> Tensor:
     if not p > 0:
         raise ValueError(f"global_norm: p={p}: expected a number above 0, or inf")
     worlds, device = _worlds(x), device_of(x)
+    if _exact.get() and p != math.inf:
+        largest = global_norm(x, math.inf)
+        scale, both = _scale(largest), torch.zeros(2, dtype=torch.float64, device=device)
+        for (mesh, axes), rows in worlds.items():
+            mine = torch.stack([torch.zeros_like(both), *(_binned(row, p, scale) for row in rows)]).sum(0)
+            both = both + comm.total(mine, mesh, axes, label="norm")
+        return _unbinned(both, p, scale, largest).to(largest.dtype)
     sums = []
     for (mesh, axes), rows in worlds.items():
         if rows or axes:
@@ -96,43 +159,6 @@ def global_norm(x: Any, p: float = 2) -> Tensor:
     wides = {wide(row.dtype) for rows in worlds.values() for row in rows}
     dtype = torch.float64 if torch.float64 in wides else torch.float32
     return _root(_joined(torch.stack(sums), p), p).to(dtype) if sums else torch.zeros(())
-
-
-def exact_norm(x: Any) -> Tensor:
-    """`global_norm(x)` whose bits depend on the elements alone: neither on their order nor on which rank has which.
-
-    Squares, of elements scaled to be below 1, are rounded to multiples of 2^-22, the rests to multiples of 2^-45, and
-    added in float64: without error while the sum is below 2^30. Finite elements; else their largest magnitude.
-
-    >>> exact_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)})
-    tensor(5.)
-
-    Source: Demmel and Nguyen, Fast Reproducible Floating-Point Summation (2013).
-    """
-    worlds, device = _worlds(x), device_of(x)
-    largest = global_norm(x, math.inf)
-    _, exponent = torch.frexp(largest.double())
-    factor = torch.ldexp(torch.ones((), dtype=torch.float64, device=device), (-exponent).clamp(max=1000))
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for (mesh, axes), rows in worlds.items():
-        mine = [
-            _binned(part, beside(factor, part)).to(device) for row in rows for part in row.reshape(-1).split(_BLOCK)
-        ]
-        sums += comm.total(torch.stack([torch.zeros_like(sums), *mine]).sum(0), mesh, axes, label="norm")
-    norm = sums.sum().sqrt() / factor
-    return torch.where(largest.isfinite(), norm, largest.double()).to(largest.dtype)
-
-
-def _binned(x: Tensor, factor: Tensor) -> Tensor:
-    """The sums of what squares are rounded to, and of the rests."""
-    rest = torch.view_as_real(x) if x.is_complex() else x
-    rest = (rest.double() * factor).square()
-    sums = []
-    for unit in _UNITS:
-        rounded = (rest + unit) - unit
-        sums.append(rounded.sum())
-        rest = rest - rounded
-    return torch.stack(sums)
 
 
 def _worlds(x: Any) -> dict[tuple[Mesh, Axes], list[Tensor]]:

@@ -201,6 +201,7 @@ def _captured(fn: Any, seen: frozenset[int] = frozenset()) -> Iterator[str]:
         yield from _captured(fn.func, seen)
     while hasattr(fn, "run"):  # a step's own function, maybe checked
         fn = fn.run
+    fn = inspect.unwrap(fn)
     if not inspect.isfunction(fn) or id(fn) in seen or fn.__module__.startswith(("torch.", "fshard.kernels")):
         return
     held = inspect.getclosurevars(fn)

@@ -17,7 +17,7 @@ from .grad import check_sharded
 from .kernels import beside, wide
 from .labels import Labels
 from .loss_scale import NoLossScale
-from .norms import exact_norm, global_norm
+from .norms import exactly, global_norm
 from .parts import device_of
 from .reduction import TREE, reduction_of
 from .shard import Sharded, coarsen, refine
@@ -128,7 +128,9 @@ def train_step(
     tx, by = as_transform(tx), reduction_of(reduction)
     if by is TREE:  # fused kernels compute the last elements of a row otherwise than the rest
         tx = tx._replace(fused=None)
+    with_norms = exactly() if by is TREE else (lambda run: run)
 
+    @with_norms
     def run(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
@@ -136,7 +138,7 @@ def train_step(
         lost = tree.map(lambda x: x * state.loss_scale.scale, state.lost)
         grads, outcome, share = gradients(loss_fn, state, batch, accumulate, by, reduce_once, has_aux, lost)
         grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=skip_labels)
-        norm = _rescale(grads, share, clip_norm, exact_norm if by is TREE else global_norm)
+        norm = _rescale(grads, share, clip_norm)
         skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
         new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate)
         scaler = state.loss_scale.adjust(found_inf)
@@ -154,11 +156,9 @@ def train_step(
     return Step(Checked(run) if is_wanted() else run)
 
 
-def _rescale(
-    grads: Sharded, factor: Tensor | None, clip_norm: float | None, norm_of: Callable[[Any], Tensor]
-) -> Tensor:
+def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None) -> Tensor:
     """Multiply a step's own gradients, in place, by a factor and down to a norm; returns the norm before clipping."""
-    norm = norm_of(grads)
+    norm = global_norm(grads)
     if factor is not None:
         norm = norm * factor.to(norm.dtype)
     if clip_norm is not None:

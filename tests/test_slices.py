@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import NARROW, STRATEGIES, rand, same_bits
+from optimizers import TRANSFORMS
 from torch import Tensor
 from worlds import gloo, simulated
 
 import fshard
 from fshard import optim, tree
-from fshard.norms import exact_norm
+from fshard.norms import exactly, leaf_norms
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
 STEPS = 100
@@ -144,8 +145,8 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"plan {name}": {"plan": plan} for name, plan in STRATEGIES.items()},
     "turned": {"plan": dict.fromkeys(("params_over", "grads_over", "state_over"), ("shard", "replicate"))},
     "outer": {"plan": dict.fromkeys(("params_over", "grads_over", "state_over"), "replicate")},
-    "sgd": {"tx": optim.sgd(0.1, momentum=0.9, nesterov=True)},
-    "rmsprop": {"tx": optim.rmsprop(0.01, momentum=0.9)},
+    **{name: {"tx": make(), "plan": {"block": 4}} for name, make in TRANSFORMS.items()},
+    "sgd and nesterov": {"tx": optim.sgd(0.1, momentum=0.9, nesterov=True)},
     "a scalar": {"loss_fn": plain, "clip_norm": 0.1},
     "a sum": {"loss_fn": summed},
     "whole leaves": {"plan": {"whole": ["norm", "**.attend_norm"]}},
@@ -269,6 +270,12 @@ def test_what_cannot_be():
 # --- norms ---
 
 
+def exact_norm(x: Any, p: float = 2) -> Tensor:
+    """Without rounding."""
+    with exactly():
+        return fshard.global_norm(x, p)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 0.0])
 def test_an_exact_norm(dtype, scale):
@@ -282,6 +289,8 @@ def test_an_exact_norm(dtype, scale):
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(2))
     for cuts in (1, 2, 7, 64):
         assert same_bits(exact_norm({str(i): part for i, part in enumerate(x[order].chunk(cuts))}), norm)
+    with exactly():
+        assert same_bits(leaf_norms({"a": x, "b": x[order]}).to(norm.dtype), norm.repeat(2))
 
 
 def test_an_ordinary_norm_depends_on_the_order():
