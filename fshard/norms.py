@@ -38,6 +38,10 @@ def exactly() -> Iterator[None]:
         _exact.reset(token)
 
 
+def _is_exact() -> bool:
+    return not torch.compiler.is_dynamo_compiling() and _exact.get()  # it records Python, and cannot ask
+
+
 def _scale(largest: Tensor) -> Tensor:
     """The power of two that brings magnitudes up to this below 1 (float64)."""
     _, exponent = torch.frexp(largest.double())
@@ -84,7 +88,7 @@ def leaf_norms(x: Any, p: float = 2, layout: Layout | None = None) -> Tensor:
     layout, zero = layout or layout_of(x), torch.zeros((), dtype=torch.float64, device=device_of(x))
     mine = pieces(x, layout)
     numbers = [number for number, _ in mine]
-    if _exact.get() and p != math.inf:
+    if _is_exact() and p != math.inf:
         largest = leaf_norms(x, math.inf, layout)
         scale = _scale(largest)
         powers = [_binned(piece, p, scale[number]) for number, piece in mine]
@@ -144,7 +148,7 @@ def global_norm(x: Any, p: float = 2) -> Tensor:
     if not p > 0:
         raise ValueError(f"global_norm: p={p}: expected a number above 0, or inf")
     worlds, device = _worlds(x), device_of(x)
-    if _exact.get() and p != math.inf:
+    if _is_exact() and p != math.inf:
         largest = global_norm(x, math.inf)
         scale, both = _scale(largest), torch.zeros(2, dtype=torch.float64, device=device)
         for (mesh, axes), rows in worlds.items():
