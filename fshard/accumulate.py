@@ -12,7 +12,7 @@ Note [Slices]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,16 +53,25 @@ def gradients(
     def divisor(outcome: Outcome) -> Tensor:
         return (outcomes or [outcome])[0].shared(accumulate)
 
-    for i, into in enumerate(_places(grads, params, accumulate, by, reduce_once, lost)):
-        how = {"has_aux": has_aux, "divisor": divisor, "scale": state.loss_scale.scale}
-        with seeded(state.rng, state.step, _rank(params), i, device_of(params)):
-            outcomes.append(run(loss_fn, params, [parts[i]], into, **how))
-        _check_equal_parts(outcomes[-1], parts)
+    places = _places(grads, params, accumulate, by, reduce_once, lost)
+    for outcome, into in _runs(loss_fn, state, parts, places, _rank(params), has_aux=has_aux, divisor=divisor):
+        outcomes.append(outcome)
         if into.reduced is not None and into.reduced is not grads:
             tree.map(lambda whole, more: whole.add_(more), grads, into.reduced)
     outcome = _joined(outcomes)
     share = outcomes[0].shared(accumulate) / outcome.divisor if accumulate > 1 else None
     return grads, outcome if accumulate > 1 else replace(outcome, aux=outcome.aux[0]), share
+
+
+def _runs(
+    loss_fn: Callable[..., Any], state: Any, parts: Sequence[Any], places: Iterable[Gradients], stream: int, **how: Any
+) -> Iterator[tuple[Outcome, Gradients]]:
+    """Forward and backward of one micro-batch after another, with random numbers of that stream."""
+    for i, (part, into) in enumerate(zip(parts, places, strict=True)):
+        with seeded(state.rng, state.step, stream, i, device_of(state.params)):
+            outcome = run(loss_fn, state.params, [part], into, scale=state.loss_scale.scale, **how)
+        _check_equal_parts(outcome, parts)
+        yield outcome, into
 
 
 def _in_slices(
@@ -85,15 +94,11 @@ def _in_slices(
 
     num = len(slices) * len(slices[0]) * comm.num_ranks(plan.live_mesh())
     for at, parts in enumerate(slices):
-        local, found = empty_grads(params, (), local=True), list[Outcome]()
-        for i, part in enumerate(parts):
-            last = len(slices) == 1 and i == len(parts) - 1
-            into = Gradients(grads if last else None, local, i > 0, TREE)
-            how = {"has_aux": has_aux, "divisor": divisor, "alone": True, "scale": state.loss_scale.scale}
-            with seeded(state.rng, state.step, rank * len(slices) + at, i, device_of(params)):
-                found.append(run(loss_fn, params, [part], into, **how))
-            _check_equal_parts(found[-1], parts)
-        outcomes.append(_joined(found))
+        local = empty_grads(params, (), local=True)
+        places = _added_up(grads if len(slices) == 1 else None, local, len(parts), TREE)
+        how = {"has_aux": has_aux, "divisor": divisor, "alone": True}
+        runs = _runs(loss_fn, state, parts, places, rank * len(slices) + at, **how)
+        outcomes.append(_joined([outcome for outcome, _ in runs]))
         _count_up(sums, at, local)
     if len(slices) > 1:
         reduce_all(sums[0], grads, TREE)
@@ -169,12 +174,15 @@ def _places(
     if not params.plan.axes:
         yield from (Gradients(None, grads, add=i > 0) for i in range(num))
     elif reduce_once:
-        local = empty_grads(params, (), local=True)
-        last = num - 1
-        yield from (Gradients(grads if i == last else None, local, i > 0, by, lost) for i in range(num))
+        yield from _added_up(grads, empty_grads(params, (), local=True), num, by, lost)
     else:
         made = (grads if i == 0 else empty_grads(params, over) for i in range(num))
         yield from (Gradients(into, by=by, lost=lost) for into in made)
+
+
+def _added_up(reduced: Sharded | None, local: Sharded, num: int, by: Reduction, lost: Any = ()) -> Iterator[Gradients]:
+    """Added up whole in `local`, and with the last reduced."""
+    return (Gradients(reduced if i == num - 1 else None, local, i > 0, by, lost) for i in range(num))
 
 
 def _check_equal_parts(outcome: Outcome, parts: Sequence[Any]) -> None:

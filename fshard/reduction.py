@@ -81,12 +81,12 @@ def reduce_over(
     What was summed once travels on as wide as it was summed.
     """
     sizes = comm.axis_sizes(mesh)
-    if isinstance(by, Tree):
-        return _over_tree(x, mesh, axes, rest, label, out)
     if axes:  # more axes of one rank would add nothing
         rest = tuple(axis for axis in rest if sizes[axis] > 1)
     if not axes and not rest:
         return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
+    if isinstance(by, Tree):
+        return _over_tree(x, mesh, axes, rest, label, out)
     last, ranks = len(axes) + len(rest) == 1, comm.along(mesh, (*axes, *rest)[0])
     numel = x.numel() // ranks.size if axes else x.numel()
     into = out if last else x.new_empty(numel, dtype=comm.sum_dtype(x.dtype))
@@ -97,8 +97,6 @@ def reduce_over(
 
 def _over_tree(x: Tensor, mesh: Mesh, axes: Axes, rest: Axes, label: str, out: Tensor | None) -> Pending:
     """The same, along the innermost axis of the mesh first."""
-    if not axes and not rest:
-        return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
     sizes = comm.axis_sizes(mesh)
     axis = next(name for name in reversed(sizes) if name in axes + rest)
     ranks, last = comm.along(mesh, axis), len(axes) + len(rest) == 1
