@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,15 @@ def _names_in_docstrings(doctest_namespace: dict[str, Any]) -> None:
     for module in (fshard.optim, fshard):
         doctest_namespace.update({name: getattr(module, name) for name in module.__all__})
     doctest_namespace.update(torch=torch, shard_of=shard_of)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """As in processes of tests; and small tensors are no work for two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 # Of these, which take the most time, every third case is run, or all with FSHARD_ALL=1.

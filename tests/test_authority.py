@@ -25,6 +25,8 @@ from worlds import gloo, simulated
 import fshard
 from fshard import optim
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 5
 CLOSE = 1e-11
 Make = Callable[..., Any]
@@ -334,14 +336,6 @@ def cases_through(mesh: Any, names: list[str], hows: list[str]) -> dict[tuple[st
     """Rows of the table in every way."""
     found = {name: through(mesh, CASES[name].ours, hows, *data(name)) for name in names}
     return {(name, where): got for name, ways in found.items() for where, got in ways.items()}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -12,15 +12,7 @@ import fshard
 from fshard import optim, tree
 from fshard.testing import assert_trees_equal, oracle, whole_state
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Small tensors are no work for two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOSSES = {"mean": mean_loss, "sum": sum_loss, "plain": plain_loss}
 
