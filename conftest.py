@@ -35,31 +35,24 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# Of these, which take the most time, every third case is run, or all with FSHARD_ALL=1.
-SLOW = {
-    "test_200_steps_follow_grad_scaler",
-    "test_a_step_under_torch_compile",
-    "test_every_kind_of_step",
-    "test_steps_with_much_in_flight_are_right",
-    "test_training_equals_the_unsharded_oracle",
-    "test_what_is_read_late_is_gathered_again",
-    "test_where_leaves_lie_changes_no_bit",
-}
+def pytest_configure(config: pytest.Config) -> None:
+    """The mark of slow tests."""
+    config.addinivalue_line("markers", "sample(n): a slow test, of which one case in n is run (CONTRIBUTING.md)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out two of three cases of slow tests, unless one is asked for by its name."""
+    """Of tests marked `sample(n)` keep one case in n; with FSHARD_REST=1 only the others; all if asked for by name."""
+    rest = bool(os.environ.get("FSHARD_REST"))
     if os.environ.get("FSHARD_ALL") or any("::" in arg for arg in config.args) or config.option.keyword:
         return
     counts = Counter[str]()
-    left_out = []
+    kept, left_out = list[pytest.Item](), list[pytest.Item]()
     for item in items:
-        name = getattr(item, "originalname", "")
-        if name in SLOW:
-            counts[name] += 1
-            if counts[name] % 3 != 1:
-                left_out.append(item)
+        mark = item.get_closest_marker("sample")
+        name = item.nodeid.split("[")[0]
+        in_sample = mark is None or counts[name] % mark.args[0] == 0
+        counts[name] += 1
+        (kept if in_sample != rest else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        gone = set(left_out)
-        items[:] = [item for item in items if item not in gone]
+        items[:] = kept

@@ -119,6 +119,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", STEPS)
 def test_every_kind_of_step(name):
     """The eager bits: of state and metrics, skipped updates and what a wire has lost included."""
@@ -267,6 +268,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "shard"), [*((n, 2) for n in OWN), *((n, 1) for n in ("sgd", "by_label", "scale"))])
 def test_a_step_under_torch_compile(name, shard):
     """No graph break, and none again at the second and third step."""

@@ -83,6 +83,7 @@ def alike(runs: list[Any], others: list[Any]) -> None:
         assert same_bits(rest, wanted)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", ["1", "3", "2x2"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_where_leaves_lie_changes_no_bit(plan, world):

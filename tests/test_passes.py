@@ -257,6 +257,7 @@ def crossings(graph: fx.Graph, root: bool = False) -> list[tuple[str, str]]:
     return crossed
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_what_is_read_late_is_gathered_again(name):
     """Between two readers of a unit no other unit is first read; the last unit's come together."""
@@ -418,6 +419,7 @@ EVERY_WORLD: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", EVERY_WORLD)
 def test_steps_with_much_in_flight_are_right(name):
     """Whatever is reduced in two stages, or in place."""

@@ -311,6 +311,7 @@ def torch_run(num_ranks: int, num_steps: int, micro: int, clip: float | None) ->
     return [rows, {name: x.detach() for name, x in leaves.items()}]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 2), (1, 3), (2, 2)])
 @pytest.mark.parametrize(("micro", "clip"), [(1, None), (1, 1.0), (2, 1.0)])
 def test_200_steps_follow_grad_scaler(replicate, shard, micro, clip):

@@ -150,6 +150,7 @@ def simulated_runs(world: str, case: Case) -> list[Run]:
     return simulated(train, case, replicate=replicate, shard=shard)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("world", "case"), [(w, c) for w in WORLDS for c in cases(w)], ids=str)
 def test_training_equals_the_unsharded_oracle(world, case):
     """Parameters, moments, losses and norms after 20 steps, on every rank."""
