@@ -196,7 +196,8 @@ class Tape:
     def _pack(self, x: Tensor) -> Tensor | _Saved:
         owner = self._owners.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
         if owner is None:
-            return x
+            # a result that its own node saves holds that node: a cycle that only a backward through it would break
+            return x.detach() if x.requires_grad else x
         _, unit, kind = owner
         self._saved[unit] = self._saved.pop(unit, 0) + 1
         return _Saved(unit, kind, x.size(), x.stride(), int(x.storage_offset()))

@@ -2,6 +2,7 @@
 
 import gc
 import traceback
+import weakref
 from functools import partial
 from typing import Any
 
@@ -773,3 +774,23 @@ def test_a_subtree_may_be_gathered_inside_a_loss() -> None:
 
     for grads in simulated(job, shard=3):
         assert [g.tolist() for g in (*grads["a"], grads["b"])] == [[0.0, 6.0, 12.0], [3.0, 3.0], [3.0, 3.0]]
+
+
+def test_what_no_backward_goes_through_is_freed() -> None:
+    """A result that its own node saves, in a branch that the loss does not depend on, and in a loss that fails."""
+    seen = list[weakref.ref[torch.Tensor]]()
+
+    def unused(params: Any, x: torch.Tensor, fail: bool) -> torch.Tensor:
+        h = x @ params["w"]
+        seen.append(weakref.ref(h.exp()))
+        if fail:
+            raise ValueError("a loss that fails")
+        return h.square().sum()
+
+    plan = fshard.make_plan({"w": torch.ones(4, 4)})
+    sharded = fshard.shard_params({"w": torch.ones(4, 4)}, plan)
+    fshard.value_and_grad(unused)(sharded, torch.ones(2, 4), False)
+    with pytest.raises(ValueError, match="a loss that fails"):
+        fshard.value_and_grad(unused)(sharded, torch.ones(2, 4), True)
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None]
