@@ -128,7 +128,10 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_One], order: Order) -> None
         call(graph, _fshard.wait.default, place, ticket, [row])
         rows = call(graph, _aten.view.default, place, [size, -1])
         parts = [call(graph, _aten.slice.Tensor, rows, 1, *ends) for ends in _ends(group, size)]
-        parts = [call(graph, _aten.reshape.default, part, [-1]) for part in parts]
+        # copies: readers may ask for strides and offsets, which count from the start of a buffer
+        whole = {"memory_format": torch.contiguous_format}
+        parts = [call(graph, _aten.clone.default, part, **whole) for part in parts]
+        parts = [call(graph, _aten.view.default, part, [-1]) for part in parts]
     for one, part in zip(group, parts, strict=True):
         graph.erase_node(one.wait)
         for old in one.places:

@@ -118,10 +118,10 @@ def copy(graph: fx.Graph, node: fx.Node, other: Mapping[fx.Node, fx.Node]) -> fx
     return new
 
 
-def call(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
-    """A new node, with the value it has on fake tensors."""
-    node = graph.call_function(target, args)
+def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """A new node, with the value it has on fake tensors; its tensors are among `args`."""
+    node = graph.call_function(target, args, kwargs)
     given = fx.node.map_arg(args, lambda x: x.meta["val"])
     with next(x for n in node.all_input_nodes for x in values(n)).fake_mode:  # type: ignore[attr-defined]
-        node.meta["val"] = target(*given)
+        node.meta["val"] = target(*given, **kwargs)
     return node

@@ -53,6 +53,8 @@ tree.register_fields(TrainState, ("params", "opt_state", "loss_scale", "step", "
 def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: int = 0, extra: Any = None) -> TrainState:
     """The state before the first step; the optimizer's is cut as the plan's `state_over` says.
 
+    `loss_scale` and `extra` are copied: a donated state is written to, and is nobody else's.
+
     >>> from fshard.optim import sgd
     >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
     tensor(0)
@@ -60,7 +62,8 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
     tx, trained = as_transform(tx), refine(check_sharded(sharded).trainable, sharded.plan.state_over)
     device = device_of(sharded)
     # where the loss is: a scaler elsewhere would have every step wait for the device
-    scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device), loss_scale)
+    scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device, copy=True), loss_scale)
+    extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
     lost = nothing_lost(sharded)
     return TrainState(sharded, tx.init(trained), scaler, torch.tensor(0), torch.tensor(seed), extra, lost)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import NARROW, STRATEGIES, same_bits
+from models import STRATEGIES, same_bits
 from steps import EXACT
 from test_passes import (
     BLOCKS,
@@ -53,9 +53,11 @@ def test_a_step_of_small_units():
     simulated(law, shard=3)
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "keep", "wide"])
-def test_every_strategy(name):
-    """Two donated steps, clipped, scaled, have the eager step's bits."""
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("world", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy(name, world):
+    """Two donated steps, clipped, scaled, have the eager step's bits; also along axes of one rank."""
 
     def law(mesh: Any) -> None:
         whole = params()
@@ -67,7 +69,26 @@ def test_every_strategy(name):
             states = [run(state, batch(mesh.get_rank()))[0] for run, state in zip((step, jitted), states, strict=True)]
         assert same_bits(*states)
 
-    simulated(law, replicate=1 if name in NARROW else 2)
+    replicate, shard = world
+    simulated(law, replicate=replicate, shard=shard)
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_what_is_gathered_together_lies_apart(shard):
+    """Each gather keeps a buffer of its own, of its strides, whose offsets count from its start."""
+
+    def both(mesh: Any, x: Tensor, y: Tensor) -> list[Tensor]:
+        rows = [fshard.all_gather(one, mesh, "shard") for one in (x, y)]
+        return [row.as_strided((mesh.size("shard"),), (1,), 0) for row in rows]
+
+    def law(mesh: Any) -> None:
+        run = partial(both, mesh)
+        args = torch.tensor([1.0 + mesh.get_rank()]), torch.tensor([5.0 + mesh.get_rank()])
+        lowered = eager(run, bucket=EVERYTHING).lower(*args)
+        assert len(labels(lowered.graph)) == 1
+        is_right(lowered, run, *args)
+
+    simulated(law, shard=shard)
 
 
 def test_a_gradient():

@@ -2,13 +2,15 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from models import rand, same_bits
-from steps import QUIET, apart, batch, rank_of, start
+from optimizers import TRANSFORMS
+from steps import QUIET, apart, batch, loss, params, rank_of, start
 from worlds import simulated
 
 import fshard
@@ -97,3 +99,55 @@ def test_what_cannot_be_donated_is_an_error():
     for fn in (lambda t: (t[0].float(), t[1]), lambda t: (t[0][:1] * 2, t[1]), lambda t: (t[0].view(1, 3) * 2, t[1])):
         with pytest.raises(ValueError, match=r"'0'.*float"):
             eager(fn, donate=True)((rand(3, seed=1), rand(3, seed=2)))
+
+
+def train(mesh: Any, given: Any, how: str, donate: bool, num_steps: int = 3) -> Any:
+    """Some steps on a state made from objects of the caller's."""
+    rate = given["rate"]
+    tx = optim.with_hyperparams(optim.sgd, lr=rate) if isinstance(rate, torch.Tensor) else optim.sgd(0.1)
+    plan = fshard.make_plan(given["params"], mesh, units=["a", "c"])
+    sharded = fshard.shard_params(given["params"], plan)
+    state = fshard.init_state(sharded, tx, given["scaler"], seed=7, extra=given["extra"])
+
+    def doubled(state: Any, data: Any) -> Any:
+        state, row = step(state, data)
+        return replace(state, extra=tree.map(lambda x: 2 * x, state.extra)), row
+
+    step = fshard.train_step(loss, tx, clip_norm=0.1, donate=donate and how == "eager")
+    run = eager(doubled, donate=donate) if how == "jit" else doubled
+    for i in range(num_steps):
+        state, _ = run(state, batch(i, rank_of(mesh)))
+    return tree.map(torch.clone, (state.loss_scale, state.extra, gather_params(state.params)))
+
+
+@pytest.mark.parametrize("shard", [None, 1, 2])
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("how", ["eager", "jit"])
+def test_what_a_state_is_made_from_is_left_as_it_is(how, donate, shard):
+    """Parameters, scaler, `extra` and rates of the caller's, which simulated ranks share; all ways give the same."""
+    given = {
+        "params": params(),
+        "scaler": DynamicLossScale(8.0, growth_interval=1),
+        "extra": {"average": rand(3, seed=1), "views": list(rand(2, 2, seed=2)), "none": None},
+        "rate": torch.tensor(0.1, dtype=torch.float64),
+    }
+    before = tree.map(torch.clone, given)
+    job = partial(train, given=given, how=how, donate=donate)
+    found = [job(None)] if shard is None else simulated(job, shard=shard)
+    assert same_bits(given, before)
+    scaler, extra, _ = found[-1]
+    assert scaler.scale == 64
+    assert same_bits(extra, tree.map(lambda x: 8 * x, given["extra"]))
+    expected = [partial(train, given=before, how="eager", donate=False)(None)] if shard is None else None
+    if expected:
+        assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_the_leaves_of_a_state_lie_apart(name):
+    """None of any optimizer's shares memory with another, or with what the caller holds."""
+    given = {"w": rand(4, 4, seed=1, dtype=torch.float32), "b": rand(4, seed=2, dtype=torch.float32)}
+    scaler = DynamicLossScale()
+    state = start(None, TRANSFORMS[name](), scaler, {"units": None}, whole=given, extra=given)[0]
+    leaves = [x for x in tree.leaves((state, given, scaler)) if isinstance(x, torch.Tensor) and x.numel()]
+    assert len({x.untyped_storage().data_ptr() for x in leaves}) == len(leaves)
