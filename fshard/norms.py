@@ -165,6 +165,20 @@ def global_norm(x: Any, p: float = 2) -> Tensor:
     return _root(_joined(torch.stack(sums), p), p).to(dtype) if sums else torch.zeros(())
 
 
+def gram(trees: Sequence[Any]) -> Tensor:
+    """The dot products of k trees of one structure, leaves that all ranks hold counted once: (k, k), one collective."""
+    total = torch.zeros(len(trees), len(trees), dtype=torch.float64, device=device_of(trees[0]))
+    columns = [_worlds(x) for x in trees]
+    for mesh, axes in columns[0]:
+        mine = torch.zeros_like(total)
+        for rows in zip(*(column[mesh, axes] for column in columns), strict=True):
+            for parts in zip(*(row.reshape(-1).split(_BLOCK) for row in rows), strict=True):
+                block = torch.stack(parts).double()  # (k, elements)
+                mine += (block @ block.T).to(mine.device)
+        total = total + comm.total(mine, mesh, axes, label="dot products")
+    return total
+
+
 def _worlds(x: Any) -> dict[tuple[Mesh, Axes], list[Tensor]]:
     """The rows of a tree, by what they are cut over."""
     worlds: dict[Any, list[Tensor]] = {(None, ()): []}

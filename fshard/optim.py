@@ -33,6 +33,7 @@ from .elementwise import (
 )
 from .kernels import Number, is_zero
 from .labels import by_label, masked
+from .lbfgs import lbfgs
 from .optim_state import gather_state, load_state_dict, shard_state, state_dict
 from .quantised import adamw_8bit
 from .schedules import constant, cosine, join, linear, one_cycle, piecewise, warmup_cosine
@@ -79,6 +80,7 @@ __all__ = [
     "identity",
     "join",
     "lamb",
+    "lbfgs",
     "linear",
     "lion",
     "load_state_dict",

@@ -32,6 +32,7 @@ TRANSFORMS: dict[str, Make] = {
     "lamb": lambda: optim.lamb(0.1, weight_decay=0.1),
     "adafactor": lambda: optim.adafactor(0.1, weight_decay=0.1),
     "muon": lambda: optim.muon(0.1, nesterov=True),
+    "lbfgs": lambda: optim.lbfgs(0.1, history_size=2),
     "scale": lambda: optim.scale(-0.1),
     "scale_by_schedule": lambda: optim.scale_by_schedule(optim.linear(-0.1, -0.2, 3)),
     "add_decayed_weights": lambda: optim.chain(optim.add_decayed_weights(0.1), optim.scale(-0.1)),

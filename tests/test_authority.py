@@ -19,7 +19,7 @@ from models import WORLDS
 from optimizers import TRANSFORMS
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, MultiStepLR, OneCycleLR
 from worlds import gloo, simulated
 
 import fshard
@@ -200,11 +200,23 @@ def halving(count: Any) -> Any:
     return 0.5 ** (count + 2)
 
 
+class Lbfgs(to.LBFGS):
+    """One iteration an update, without tolerances, of the gradients there are."""
+
+    def __init__(self, params: Any, **kw: Any):
+        super().__init__(params, max_iter=1, tolerance_grad=0.0, tolerance_change=0.0, **kw)
+
+    def step(self) -> Any:
+        """Without a closure."""
+        return super().step(lambda: 0.0)
+
+
 MATRICES = optree.tree_map(lambda leaf: leaf.ndim > 1, START)
 WIDE = {**optree.tree_map(lambda _: False, START), "wide": True}
 OUR_NAMES = {"decoupled_weight_decay": "decoupled", "adjust_lr_fn": "adjust_lr"}
 ON = [0.0, 0.1]  # weight decays
 BOOLS = [False, True]
+HALVED = functools.partial(ExponentialLR, gamma=0.5)
 STEPPED = functools.partial(MultiStepLR, milestones=[2, 4], gamma=0.5)
 ADAM = grid(lr=[0.1], betas=[(0.0, 0.5), (0.9, 0.999), (0.7, 0.95)], eps=[1e-2, 1e-8], weight_decay=ON)
 SGD = grid(lr=[0.1], momentum=[0], weight_decay=ON) + grid(lr=[0.1], momentum=[0.9], nesterov=BOOLS, weight_decay=ON)
@@ -237,6 +249,8 @@ CASES: dict[str, Case] = {
     **named("schedule_free_adamw", [free_case(*row) for row in itertools.product([0.5, 0.9], [0.0, 2.0])]),
     **clip_cases(optim.clip_by_global_norm, together=True),
     **clip_cases(optim.clip_by_leaf_norm, together=False),
+    "lbfgs/0": Case(optim.lbfgs(0.1, history_size=2), by_torch(Lbfgs, lr=0.1, history_size=2)),
+    "lbfgs/1": Case(optim.lbfgs(halving), by_torch(Lbfgs, lr=0.25, history_size=10, rate=HALVED)),
     "clip": Case(optim.chain(optim.clip(0.3), optim.adam(0.1)), by_torch(to.Adam, lr=0.1, clip=CLIP)),
     "whole_leaves": Case(optim.whole_leaves(NUMBERS), by_torch(to.Adafactor, lr=0.1, rate=STEPPED)),
     "identity": both(lambda o: o.chain(o.identity(), o.lion(0.1))),

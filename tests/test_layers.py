@@ -27,7 +27,7 @@ LEVELS = [
     {"host", "simulated", "move", "norms", "compare", "passes", "bucketing"},
     {"transform", "lines"},
     {"plan", "labels", "elementwise"},
-    {"shard", "wholeleaf", "quantised", "optim_state"},
+    {"shard", "wholeleaf", "lbfgs", "quantised", "optim_state"},
     {"carry", "loss_scale", "adaptor", "owners", "check"},
     {"tape", "buckets", "optim"},
     {"grad"},

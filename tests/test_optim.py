@@ -24,7 +24,7 @@ Place = Callable[[Any], Any]
 over_all = pytest.mark.parametrize("name", TRANSFORMS)
 
 # They clamp, or compute in a real dtype: a complex leaf is refused.
-REAL = {"adafactor", "adamw_8bit", "muon", "clip", "from_torch-Adafactor"}
+REAL = {"adafactor", "adamw_8bit", "lbfgs", "muon", "clip", "from_torch-Adafactor"}
 # They make an object of torch.optim's class in every update, which dynamo does not trace.
 UNCOMPILED = {name for name in TRANSFORMS if name.startswith("from_torch")}
 # Whose updates are the same without parameters; of the others, the part that asks for them where it has another name.
