@@ -51,7 +51,7 @@ def gradients(
     outcomes: list[Outcome] = []
 
     def divisor(outcome: Outcome) -> Tensor:
-        return (outcomes or [outcome])[0].shared(accumulate)
+        return (outcomes or [outcome])[0].shared(accumulate) if accumulate > 1 else outcome.divisor
 
     places = _places(grads, params, accumulate, by, reduce_once, lost)
     for outcome, into in _runs(loss_fn, state, parts, places, _rank(params), has_aux=has_aux, divisor=divisor):
@@ -88,7 +88,7 @@ def _in_slices(
 
     def divisor(outcome: Outcome) -> Tensor:
         if not first:
-            own = outcome.divisor if rank == 0 else torch.zeros_like(outcome.divisor)
+            own = outcome.shared(1) if rank == 0 else torch.zeros_like(outcome.count)
             first.append(replace(outcome, count=comm.total(own, plan.live_mesh(), label="loss")))
         return first[0].shared(num)
 

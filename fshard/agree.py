@@ -1,12 +1,14 @@
-"""Whether ranks have the same: digests compared, and where texts begin to differ."""
+"""Whether ranks have the same: digests compared, and where texts begin to differ; whether any has found something."""
 
 from __future__ import annotations
 
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
-from .comm import Mesh, MismatchError, Ranks, all_gather, all_reduce, along, axis_sizes
+from . import tree
+from .comm import Mesh, MismatchError, Ranks, all_gather, all_reduce, along, axis_sizes, mesh_device, total
 
 
 def check_same(mesh: Mesh, digest: str, describe: str, what: str) -> None:
@@ -23,6 +25,19 @@ def check_same(mesh: Mesh, digest: str, describe: str, what: str) -> None:
         f"{what} differs between ranks: {first_difference(texts[0], texts[other], sentence)}. "
         "Build the same tree, in the same order, on all of them."
     )
+
+
+def any_rank(found: Any, mesh: Mesh) -> Any:
+    """A tree of 0-d tensors, 1 or 0, with 1 where any rank of the mesh has it: one small all-reduce along each axis.
+
+    >>> any_rank({"a": torch.tensor(1.0)}, None)
+    {'a': tensor(1.)}
+    """
+    flat, spec = tree.flatten(found)
+    if mesh is None or not flat:
+        return found
+    rows = torch.stack([x.to(mesh_device(mesh)) for x in flat])  # (number of them,)
+    return tree.unflatten(spec, list(total(rows, mesh, op="max", label="found_inf").unbind()))
 
 
 def _texts(text: str, mesh: Mesh) -> list[str]:

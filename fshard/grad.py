@@ -19,7 +19,8 @@ from .tape import Gradients, Tape, settle
 class Mean:
     """A loss that is a mean: the sum of all totals over the sum of all counts, across ranks and micro-batches.
 
-    `total` is a 0-d tensor, `count` a number or a 0-d tensor (of tokens, say); a rank may have a count of 0.
+    `total` is a 0-d tensor, `count` a number or a 0-d tensor (of tokens, say). A rank or a micro-batch may have a count
+    of 0; where all have, loss and gradients are NaN (0 / 0), and a loss scaler skips the update.
 
     >>> value_and_grad(lambda w: Mean((w * 3).sum(), 2))(shard_of(torch.ones(2)))[0]
     tensor(3.)
@@ -51,7 +52,7 @@ class Unreduced:
     local: Any
 
 
-tree.register_fields(Unreduced, ("local",))
+tree.register_fields(Unreduced, ("local",), names=("",))  # paths of leaves are those of the parameters
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,12 @@ class Outcome:
 
     @property
     def divisor(self) -> Tensor:
-        """What the sum of all totals is divided by."""
-        return torch.ones_like(self.count) if self.kind is Sum else self.count
-
-    @property
-    def safe_divisor(self) -> Tensor:
-        """The same, or 1 where nothing counts: a micro-batch may be empty if another is not."""
-        return torch.where(self.divisor == 0, 1.0, self.divisor)
+        """What the sum of all totals is divided by: NaN where nothing counts, as is 0 / 0."""
+        return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, torch.nan, self.count)
 
     def shared(self, num: int) -> Tensor:
-        """What each of several micro-batches like this one is divided by."""
-        return self.safe_divisor * (1 if self.kind is Sum else num)
+        """What each of several micro-batches like this one is divided by; one may count nothing if another does."""
+        return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, 1.0, self.count) * num
 
     @property
     def value(self) -> Tensor:
@@ -117,7 +113,7 @@ def run(
     into: Gradients,
     *,
     has_aux: bool = False,
-    divisor: Callable[[Outcome], Tensor] = lambda outcome: outcome.shared(1),
+    divisor: Callable[[Outcome], Tensor] = lambda outcome: outcome.divisor,
     alone: bool = False,
     scale: Callable[[Tensor], Tensor] = lambda seed: seed,
 ) -> Outcome:

@@ -8,18 +8,32 @@ Mixed precision training (2018); the dynamic rule is torch.amp.GradScaler's.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import comm, kernels, tree
+from . import agree, kernels, tree
+from .comm import Mesh
 from .labels import Labels, label_of
-from .norms import leaf_norms
-from .parts import Parts, device_of, layout_of, mesh_of
+from .nodes import is_tracing
+from .parts import Leaf, Parts, device_of, layout_of, mesh_of, pieces
 from .transform import FoundInf, any_found
+
+# What a DynamicLossScale has and torch.amp.GradScaler has not, with the values that make it torch's.
+_BOUNDS = {"min_scale": 0.0, "max_scale": math.inf, "hysteresis": 1}
+
+
+def _times(x: Any, scale: Tensor) -> Any:
+    """Every leaf times a 0-d scale, in the leaf's dtype (a product of two 0-d tensors would take the wider one)."""
+    leaves, spec = tree.flatten(x)
+    for number, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(f"scale: leaf {tree.paths(spec)[number]!r}: expected a floating tensor, got {got}")
+    return tree.unflatten(spec, [(leaf * scale.to(leaf.device)).to(leaf.dtype) for leaf in leaves])
 
 
 class _Scale(Tensor):
@@ -30,8 +44,7 @@ class _Scale(Tensor):
 
     def __call__(self, x: Any) -> Any:
         """Every leaf times the scale."""
-        plain = self.as_subclass(Tensor)
-        return tree.map(lambda t: t * plain.to(t.device), x)
+        return _times(x, self.as_subclass(Tensor))
 
 
 class _TracedScale:
@@ -42,7 +55,7 @@ class _TracedScale:
 
     def __call__(self, x: Any) -> Any:
         """Every leaf times the scale."""
-        return tree.map(lambda t: t * self._plain.to(t.device), x)
+        return _times(x, self._plain)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
@@ -60,38 +73,54 @@ def _callable(scale: Tensor) -> Any:
 
 
 def _as_scale(scale: Any) -> Tensor:
+    """A 0-d float32 tensor of its own: the caller may go on to write to the one that was given."""
     plain = scale.as_subclass(Tensor) if isinstance(scale, Tensor) else torch.tensor(float(scale))
     if plain.dim():
         raise ValueError(f"a loss scale is a number or a 0-d tensor, got a tensor of shape {tuple(plain.shape)}")
     if not isinstance(scale, Tensor) and not 0 < scale < math.inf:
         raise ValueError(f"a loss scale is a finite number above 0, got {scale}")
-    return plain.float()
+    return plain.detach().to(torch.float32, copy=True)
 
 
-def _unscale(grads: Any, scale: Tensor, own: bool, labels: Labels) -> tuple[Any, FoundInf]:
+def _unscale(grads: Any, scale: Tensor, own: bool, labels: Labels, mesh: Mesh) -> tuple[Any, FoundInf]:
     _check_grads(grads)
-    by_label = None if labels is None else _found_by_label(grads, labels)
     sparse = any(row.layout is torch.sparse_coo for row in tree.leaves(grads))
     if not own or sparse:
         grads = tree.map(_copy, grads)
-    rows = [row.values() if row.layout is torch.sparse_coo else row for row in tree.leaves(grads)]
-    found = kernels.unscale_(rows, scale.double().reciprocal())
-    if not own and not torch.compiler.is_compiling():
-        for row in tree.leaves(grads):
-            row.unscaled = True
-    if by_label is not None:
-        return grads, by_label
-    return grads, comm.total(found, mesh_of(grads), op="max", label="found_inf")
+    meshes, by_label = _meshes(grads, mesh), dict[Any, Tensor]()
+    if labels is not None:
+        by_label = _found_by(lambda leaf: label_of(leaf, labels), grads, meshes)
+    found = kernels.unscale_([_values(row) for row in tree.leaves(grads)], scale.double().reciprocal())
+    _mark(grads)
+    return grads, by_label if labels is not None else _agreed(found, meshes)
 
 
 def _copy(row: Tensor) -> Tensor:
     return row.coalesce().clone() if row.layout is torch.sparse_coo else row.clone()
 
 
+def _values(row: Tensor) -> Tensor:
+    return row.coalesce().values() if row.layout is torch.sparse_coo else row
+
+
+def _mark(grads: Any) -> None:
+    """Have rows know that they were unscaled, and what they were by then: what is written to them since is new."""
+    if is_tracing() or torch.compiler.is_compiling():
+        return
+    for row in tree.leaves(grads):
+        if not row.is_inference():
+            row.unscaled_at = row._version
+
+
+def _is_unscaled(row: Tensor) -> bool:
+    # Private: a tensor's number of writes has no public name (test_loss_scale.py notices when it goes)
+    return hasattr(row, "unscaled_at") and row.unscaled_at == row._version
+
+
 def _check_grads(grads: Any) -> None:
     for number, row in enumerate(tree.leaves(grads)):
         good = isinstance(row, Tensor) and (row.is_floating_point() or row.is_complex())
-        if good and not hasattr(row, "unscaled"):
+        if good and not _is_unscaled(row):
             continue
         path = tree.paths(tree.flatten(grads)[1])[number]
         if good:
@@ -100,28 +129,52 @@ def _check_grads(grads: Any) -> None:
         raise TypeError(f"unscale: leaf {path!r}: expected a gradient, a floating tensor, got {got}")
 
 
-def _found_by_label(grads: Any, labels: Labels) -> dict[Any, Tensor]:
-    """For each label whether its leaves are finite on all ranks: one collective."""
-    layout, bad = layout_of(grads), (~leaf_norms(grads, math.inf).isfinite()).float()
-    found: dict[Any, list[int]] = {}
-    for number in layout.numbers:
-        found.setdefault(label_of(layout.leaves[number], labels), []).append(number)
-    return {label: bad[numbers].amax() for label, numbers in found.items()}
+def _meshes(x: Any, mesh: Mesh) -> list[Mesh]:
+    """The meshes whose ranks agree on what is finite: that of the parts in a tree, and the one that was asked for."""
+    return [each for each in (mesh_of(x), mesh) if each is not None]
 
 
-def nonfinite_leaves(x: Any) -> list[str]:
+def _agreed(found: Any, meshes: Sequence[Mesh]) -> Any:
+    for mesh in meshes:
+        found = agree.any_rank(found, mesh)
+    return found
+
+
+def _found_by(key: Callable[[Leaf], Any], x: Any, meshes: Sequence[Mesh]) -> dict[Any, Tensor]:
+    """For each key of leaves 1 if any of them is not finite on any rank, else 0 (float32, 0-d), the same on all."""
+    found, device = dict[Any, list[Tensor]](), device_of(x)
+    for path, node in tree.paths_to(x, Parts):
+        layout = layout_of(node)
+        keys = {
+            n: key(replace(leaf, path=".".join(name for name in (path, leaf.path) if name)))
+            for n, leaf in ((n, layout.leaves[n]) for n in layout.numbers)
+        }
+        for each in keys.values():
+            found.setdefault(each, [torch.zeros((), device=device)])
+        for n, piece in pieces(node, layout):
+            values = _values(piece)
+            if values.numel() and (values.is_floating_point() or values.is_complex()):
+                found[keys[n]].append(_not_finite(values).to(device))
+    return _agreed({each: torch.stack(rows).amax() for each, rows in found.items()}, meshes)
+
+
+def _not_finite(x: Tensor) -> Tensor:
+    """1 if any element is not finite, else 0: float32, 0-d."""
+    low, high = torch.aminmax(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)
+    return (~(low.isfinite() & high.isfinite())).float()
+
+
+def nonfinite_leaves(x: Any, mesh: Mesh = None) -> list[str]:
     """The paths of leaves that are not finite on some rank, the same on all: one collective, and it reads the device.
+
+    The ranks are those of the mesh that `x` lies on; for plain trees say which `mesh`, or None for this rank alone.
 
     >>> nonfinite_leaves({"a": torch.tensor([1.0, torch.inf]), "b": torch.ones(2)})
     ['a']
     """
-    found = list[str]()
-    for path, node in tree.paths_to(x, Parts):
-        layout = layout_of(node)
-        finite = leaf_norms(node, math.inf).isfinite().tolist()
-        bad = [layout.leaves[n].path for n in layout.numbers if not finite[n]]
-        found += [".".join(name for name in (path, leaf) if name) for leaf in bad]
-    return found
+    found = _found_by(lambda leaf: leaf.path, x, _meshes(x, mesh))
+    bad = torch.stack([*found.values()]).tolist() if found else []
+    return [path for path, is_bad in zip(found, bad, strict=True) if is_bad]
 
 
 @dataclass(frozen=True, init=False)
@@ -139,16 +192,26 @@ class StaticLossScale:
 
     @property
     def scale(self) -> _Scale:
-        """The scale, 0-d float32; called on a tree, the tree times the scale."""
+        """The scale, 0-d float32; called on a tree, the tree times the scale, each leaf in its dtype."""
         return _callable(self._scale)
 
-    def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None) -> tuple[Any, Any]:
+    @property
+    def value(self) -> Tensor:
+        """The scale, a 0-d float32 tensor."""
+        return self._scale
+
+    def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None, mesh: Mesh = None) -> tuple[Any, Any]:
         """grads / scale, and whether any rank's are not finite (float32, 0-d, 1 or 0, equal on all ranks).
 
         In place, if the gradients are the caller's `own`. With `labels` (`by_label`'s) a dict says it for each label,
-        which `by_label(...).step` takes as its `found_inf`. ValueError for what was unscaled already.
+        which `by_label(...).step` takes as its `found_inf`. The ranks are those of all axes of the mesh that sharded or
+        unreduced gradients lie on; for a plain tree say which `mesh`, or None for this rank alone. ValueError for what
+        was unscaled already.
+
+        >>> StaticLossScale(4.0).unscale({"w": torch.tensor([8.0, 4.0])})
+        ({'w': tensor([2., 1.])}, tensor(0.))
         """
-        return _unscale(grads, self._scale, own, labels)
+        return _unscale(grads, self._scale, own, labels, mesh)
 
     def adjust(self, found_inf: FoundInf) -> StaticLossScale:
         """The scaler of the next step."""
@@ -203,7 +266,7 @@ class DynamicLossScale(StaticLossScale):
             )
         plain = _as_scale(scale)
         borne = hysteresis if hysteresis_tracker is None else hysteresis_tracker
-        counts = [torch.as_tensor(n, dtype=torch.int32, device=plain.device) for n in (growth_tracker, borne)]
+        counts = [torch.as_tensor(n).to(plain.device, torch.int32, copy=True) for n in (growth_tracker, borne)]
         values = (plain, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, *counts)
         vars(self).update(zip((f.name for f in fields(self)), values, strict=True))
 
@@ -231,18 +294,25 @@ class DynamicLossScale(StaticLossScale):
         return new
 
     def state_dict(self) -> dict[str, Any]:
-        """torch.amp.GradScaler's. It reads the device. Dual: `load_state_dict`.
+        """torch.amp.GradScaler's, and what it knows nothing of where that is used. It reads the device.
+
+        That is `min_scale`, `max_scale` and the hysteresis, written together if any is not its default.
+        Dual: `load_state_dict`.
 
         >>> DynamicLossScale(8.0).state_dict()["scale"]
         8.0
         """
         named = {name: getattr(self, name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
-        return {"scale": self._scale.item(), **named, "_growth_tracker": int(self.growth_tracker)}
+        saved = {"scale": self._scale.item(), **named, "_growth_tracker": int(self.growth_tracker)}
+        bounds = {name: getattr(self, name) for name in _BOUNDS}
+        if bounds == _BOUNDS:
+            return saved
+        return {**saved, **bounds, "_hysteresis_tracker": int(self.hysteresis_tracker)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> DynamicLossScale:
-        """The scaler that torch.amp.GradScaler's state dict is of, with this one's bounds and hysteresis.
+        """The scaler that a state dict is of; one of torch.amp.GradScaler with this scaler's bounds and hysteresis.
 
-        >>> DynamicLossScale().load_state_dict(torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()).scale.item()
+        >>> DynamicLossScale().load_state_dict(torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()).value.item()
         8.0
         """
         if not saved:
@@ -250,8 +320,9 @@ class DynamicLossScale(StaticLossScale):
         names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
         if missing := [name for name in names if name not in saved]:
             raise ValueError(f"load_state_dict: the state dict lacks {missing[0]!r}; it has {', '.join(saved)}")
-        bounds = {name: getattr(self, name) for name in ("min_scale", "max_scale", "hysteresis")}
-        made = DynamicLossScale(*(saved[name] for name in names), **bounds)
+        bounds = {name: saved.get(name, getattr(self, name)) for name in _BOUNDS}
+        borne = saved.get("_hysteresis_tracker")
+        made = DynamicLossScale(*(saved[name] for name in names), **bounds, hysteresis_tracker=borne)
         return tree.map(lambda x: x.to(self._scale.device), made)
 
 
@@ -266,9 +337,14 @@ class NoLossScale:
     @property
     def scale(self) -> _Scale:
         """One."""
-        return _callable(torch.ones(()))
+        return _callable(self.value)
 
-    def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None) -> tuple[Any, Tensor]:
+    @property
+    def value(self) -> Tensor:
+        """One, a 0-d float32 tensor."""
+        return torch.ones(())
+
+    def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None, mesh: Mesh = None) -> tuple[Any, Tensor]:
         """grads, and 0."""
         return grads, torch.zeros((), device=device_of(grads))
 

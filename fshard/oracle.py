@@ -111,6 +111,7 @@ def oracle(
         loss, divisor = _loss(outs)
         grads = _gradients(outs, whole, state.loss_scale.scale(1 / divisor))
         found = _found(grads, whole, skip_labels)
+        found = tree.map(lambda bad: torch.maximum(bad, divisor.isnan().float().to(bad.device)), found)
         grads = {path: g * (1 / float(state.loss_scale.scale)) for path, g in grads.items()}
         norm = _norm(grads, whole)
         if clip_norm is not None:
@@ -158,12 +159,12 @@ def _forward(
 
 
 def _loss(outs: Sequence[Sequence[_Out]]) -> tuple[Tensor, Tensor]:
-    """The loss over all ranks and micro-batches, and what a total is divided by (1 where nothing counts)."""
+    """The loss over all ranks and micro-batches, and what a total is divided by (NaN where nothing counts)."""
     flat = [row[part] for part in range(len(outs[0])) for row in outs]
     total = torch.stack([out.total.detach().double() for out in flat]).sum()
     count = torch.tensor(sum(out.weight for out in flat), dtype=torch.float64, device=total.device)
-    divisor = torch.ones_like(count) if flat[0].kind is Sum else count
-    return (total / divisor).to(flat[0].total.dtype), torch.where(divisor == 0, 1.0, divisor)
+    divisor = torch.ones_like(count) if flat[0].kind is Sum else torch.where(count == 0, torch.nan, count)
+    return (total / divisor).to(flat[0].total.dtype), divisor
 
 
 def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seed: Tensor) -> dict[str, Tensor]:

@@ -141,6 +141,8 @@ def train_step(
         lost = tree.map(lambda x: x * state.loss_scale.scale, state.lost)
         grads, outcome, share = gradients(loss_fn, state, batch, accumulate, by, reduce_once, has_aux, lost)
         grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=skip_labels)
+        nothing_counted = outcome.divisor.isnan().float()  # a loss of 0 / 0
+        found_inf = tree.map(lambda found: torch.maximum(found, nothing_counted), found_inf)
         norm = _rescale(grads, share, clip_norm)
         skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
         new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate)

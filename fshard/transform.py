@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels, tree
-from .kernels import beside
+from . import agree, kernels, tree
+from .kernels import Number, beside
 from .nodes import is_tracing
 from .norms import global_norm, leaf_norms, scale_leaves_, scaled
 from .parts import Parts, device_of, structure
 
 Schedule = Callable[[Tensor], Any]
-Number = float | Tensor
 # Whether an update is to be skipped (0-d, 1 or 0), or for each label whether its own is.
 FoundInf = Tensor | Mapping[Any, Tensor]
 
@@ -32,9 +31,9 @@ class Transform(NamedTuple):
     `fused(grads, state, params, found_inf, donate) -> (params, state)` does what update and `apply_updates` do, in one
     kernel and in place: on copies, or if `donate` on what it is given. It leaves everything as it is where `found_inf`
     is 1. An `elementwise` transformation acts on every element by itself, and so may be run on parts of a tree; a
-    `labelled` one (`by_label`) takes a `found_inf` for each label.
-    `update` and `fused` take further arguments by name, and leave alone those they do not know; `own_grads=True` says
-    that the gradients may be overwritten.
+    `labelled` one (`by_label`) takes a `found_inf` for each label. `step` agrees on it over `mesh`, if that is given.
+    `update` and `fused` take further arguments by name, and leave alone those they do not know; with `own_grads=True`
+    gradients may be overwritten.
     """
 
     init: Callable[[Any], Any]
@@ -42,6 +41,7 @@ class Transform(NamedTuple):
     fused: Callable[..., tuple[Any, Any]] | None = None
     elementwise: bool = False
     labelled: bool = False
+    mesh: Any = None
 
     def step(
         self, grads: Any, state: Any, params: Any, found_inf: FoundInf | None = None, donate: bool = False, **extra: Any
@@ -49,7 +49,6 @@ class Transform(NamedTuple):
         """New parameters and state, or the old ones where `found_inf` (0-d) is 1: no host read.
 
         A dict says it for each label: a `labelled` transformation skips those labels alone, any other one everything.
-
         With `donate` params and state may be updated in place, and must not be used again.
 
         >>> from fshard.optim import sgd
@@ -57,6 +56,7 @@ class Transform(NamedTuple):
         >>> tx.step(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
         tensor(0.)
         """
+        found_inf = agree.any_rank(found_inf, self.mesh)
         if found_inf is not None and not self.labelled:
             found_inf = any_found(found_inf)
         params = tree.detached(params, Parts)  # parts require none, and to look into them would pack their views
@@ -348,12 +348,11 @@ def chain(*txs: Any) -> Transform:
         params, last = parts[-1].step(updates, state[-1], params, found_inf, donate, **extra)
         return params, (*states, last)
 
-    return Transform(
-        lambda params: tuple(tx.init(params) for tx in parts),
-        update,
-        fused,
+    return parts[-1]._replace(
+        init=lambda params: tuple(tx.init(params) for tx in parts),
+        update=update,
+        fused=fused,
         elementwise=all(tx.elementwise for tx in parts),
-        labelled=parts[-1].labelled,
     )
 
 

@@ -41,7 +41,8 @@ def zero(
     `partition` is "flat" (equal intervals of buckets of about `bucket` elements, even to 16 bytes; for optimizers that
     act on elements, and for those of fshard.optim) or "leaf" (whole leaves, the largest first to the rank with least;
     for any optimizer). `grads` is "reduced" (the same on all ranks: ZeRO-1) or "local" (each rank's own, which are
-    summed over the whole mesh straight into the part: ZeRO-2). `over` names the axes that ranks are counted along: by
+    summed over the whole mesh straight into the part: ZeRO-2; an update is then skipped if `found_inf` is 1 on any
+    rank). `over` names the axes that ranks are counted along: by
     default "shard", or all where the mesh has none; `block` is `make_plan`'s. `step` gives new whole parameters, and
     starts to gather a bucket as soon as it is updated; `update` gives whole updates. Every rank must call `init` and
     each step.
@@ -64,7 +65,8 @@ def zero(
     else:
         make, update, step = partial(leaf_init, tx, mesh, axes), leaf_update, leaf_step
     fused = partial(step, tx, local)
-    return Transform(partial(_checked_init, make), partial(update, tx, local), fused, labelled=tx.labelled)
+    init, agreeing = partial(_checked_init, make), mesh if local else None
+    return Transform(init, partial(update, tx, local), fused, labelled=tx.labelled, mesh=agreeing)
 
 
 def _checked_init(make: Callable[[Any], Any], params: Any) -> Any:

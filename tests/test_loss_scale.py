@@ -1,6 +1,7 @@
 """Loss scaling: the dynamic rule is torch's, scalers are values, and a skipped update selects the old tree."""
 
 import copy
+import dataclasses
 import math
 import pickle
 import re
@@ -11,10 +12,11 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from models import rand, same_bits
-from worlds import simulated
+from torch import Tensor
+from worlds import gloo, simulated
 
 import fshard
-from fshard import DynamicLossScale, NoLossScale, StaticLossScale, kernels, optim, select
+from fshard import DynamicLossScale, NoLossScale, StaticLossScale, kernels, optim, select, tree
 
 SCALERS = {
     "dynamic": lambda: DynamicLossScale(
@@ -245,7 +247,8 @@ def test_torchs_state_dict():
         ours = ours.adjust(torch.tensor(float(bit)))
         assert ours.state_dict() == theirs.state_dict()
     loaded = DynamicLossScale(hysteresis=2, max_scale=9e9).load_state_dict(theirs.state_dict())
-    assert (loaded.state_dict(), loaded.hysteresis, loaded.max_scale) == (theirs.state_dict(), 2, 9e9)
+    assert (loaded.hysteresis, loaded.max_scale) == (2, 9e9)
+    assert loaded.state_dict().items() > theirs.state_dict().items()
     again = torch.amp.GradScaler("cpu")
     again.load_state_dict(ours.state_dict())
     assert again.state_dict() == theirs.state_dict()
@@ -314,3 +317,298 @@ def test_a_scale_is_one_number(kind):
             kind(bad)
     with pytest.raises(ValueError, match="a number or a 0-d tensor"):
         kind(torch.ones(2))
+
+
+def whole_tree(rank: int, bad: int) -> dict[str, Tensor]:
+    """Every rank's own gradients; those of one rank overflow in one leaf."""
+    grads = {"w1": rand(5, seed=rank), "w2": rand(2, 3, seed=10 + rank), "b1": rand(4, seed=20 + rank)}
+    if rank == bad:
+        grads["w2"][1, 2] = torch.inf
+    return grads
+
+
+def agreed_on(mesh: Any, kind: str, own: bool, bad: int) -> Any:
+    """found_inf of one scaler and gradients of one kind, by label too, and the culprits."""
+    grads: Any = whole_tree(mesh.get_rank(), bad)
+    given: dict[str, Any] = {"mesh": mesh}
+    if kind != "plain":
+        plan = fshard.make_plan(grads, mesh, units=["w2"])
+        loss = fshard.value_and_grad(lambda p, x: fshard.Sum(sum((p[k] * x[k]).sum() for k in p)), reduce=False)
+        data = grads
+        given, grads = {}, loss(fshard.shard_params(tree.map(torch.ones_like, grads), plan), data)[1]
+        grads = fshard.reduce_grads(grads) if kind == "sharded" else grads
+    culprits = fshard.nonfinite_leaves(grads, **given)
+    found = []
+    for scaler in (DynamicLossScale(8.0), StaticLossScale(2.0), NoLossScale()):
+        for labels in (None, lambda path, leaf: path[0]):
+            value = scaler.unscale(tree.map(torch.clone, grads), own=own, labels=labels, **given)[1]
+            found.append({k: x.item() for k, x in value.items()} if isinstance(value, dict) else value.item())
+    return found, culprits
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "unreduced", "sharded"])
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 2), (1, 3), (2, 2)])
+def test_every_rank_has_the_same_found_inf(replicate, shard, kind, own):
+    """Of all scalers, whole or by label, whichever rank it is that overflows, over all axes of the mesh."""
+    for bad in {-1, 0, replicate * shard - 1}:
+        hit = float(bad >= 0)
+        want = [hit, {"w": hit, "b": 0.0}] * 2 + [0.0, 0.0], ["w2"] if hit else []
+        assert simulated(agreed_on, kind, own, bad, replicate=replicate, shard=shard) == [want] * (replicate * shard)
+
+
+def test_processes_agree_on_found_inf():
+    """As simulated ranks do."""
+    for kind in ("plain", "unreduced"):
+        assert gloo(agreed_on, kind, False, 1, shard=2) == simulated(agreed_on, kind, False, 1, shard=2)
+
+
+def by_hand(mesh: Any, partition: str, given: bool, tx: Any, labels: Any, jitted: bool) -> Any:
+    """Three updates of whole parameters from every rank's own gradients; rank 1's overflow in the second."""
+    params = {"w1": torch.ones(5), "w2": torch.ones(2, 3), "b1": torch.ones(4)}
+    zero = fshard.zero(tx, mesh, partition, "local", bucket=4)
+    state, scaler = zero.init(params), DynamicLossScale(8.0)
+
+    def one(params: Any, state: Any, scaler: Any, grads: Any) -> Any:
+        grads, found_inf = scaler.unscale(scaler.scale(grads), labels=labels, mesh=mesh if given else None)
+        params, state = zero.step(grads, state, params, found_inf)
+        return params, state, scaler.adjust(found_inf)
+
+    run = fshard.jit(one, backend="eager") if jitted else one
+    for i in range(3):
+        grads = whole_tree(mesh.get_rank() + 100 * i, bad=101)
+        params, state, scaler = run(params, state, scaler, tree.map(lambda x: x.float(), grads))
+    return params, scaler.value.item()
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("partition", ["flat", "leaf"])
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (2, 2)])
+def test_zero_skips_an_update_on_all_ranks_or_on_none(replicate, shard, partition, jitted):
+    """Of local gradients, with found_inf agreed or not; the scale is agreed if the mesh was named."""
+    skip_w = optim.by_label({"w": optim.sgd(0.1), "b": optim.sgd(0.1)}, lambda path, x: path[0])
+    for tx, labels in ((optim.sgd(0.1), None), (skip_w, lambda path, x: path[0])):
+        if jitted and labels:
+            continue
+        want = {key: torch.ones_like(x) for key, x in whole_tree(0, -1).items()}
+        for i in (0, 1, 2):
+            for rank in range(replicate * shard):
+                for key, g in whole_tree(rank + 100 * i, -1).items():
+                    want[key] -= 0.1 * g * (i != 1 or (labels is not None and key == "b1"))
+        for given in (True, False):
+            runs = simulated(by_hand, partition, given, tx, labels, jitted, replicate=replicate, shard=shard)
+            for params, _ in runs:
+                assert same_bits(params, runs[0][0])
+                torch.testing.assert_close(tree.map(lambda x: x.double(), params), want, rtol=1e-5, atol=1e-6)
+            assert [scale for _, scale in runs] == [4.0 if given or r == 1 else 8.0 for r in range(replicate * shard)]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "sharded", "unreduced"])
+def test_unscaling_twice_is_noticed_on_every_rank(own, kind):
+    """What came out, what was given away, or either mapped; not what has been written to since, as buffers are."""
+
+    def law(mesh: Any) -> None:
+        scaler, grads = StaticLossScale(4.0), whole_tree(mesh.get_rank(), -1)
+        given: dict[str, Any] = {"mesh": mesh} if kind == "plain" else {}
+        if kind != "plain":
+            sharded = fshard.shard_params(grads, fshard.make_plan(tree.map(torch.ones_like, grads), mesh))
+            grads = fshard.Unreduced(sharded) if kind == "unreduced" else sharded
+        once, _ = scaler.unscale(grads, own=own, **given)
+        for again in (once, tree.map(lambda x: x, once), *([grads] if own else [])):
+            for flag in (False, True):
+                with pytest.raises(ValueError, match="was unscaled already: use what unscale gave the first time"):
+                    scaler.unscale(again, own=flag, **given)
+        for row in tree.leaves(once):
+            row.zero_()  # a buffer that the next backward adds to
+        scaler.unscale(once, own=own, **given)
+
+    simulated(law, shard=2)
+
+
+def test_inference_tensors_are_unscaled():
+    """They do not count how often they were written to."""
+    with torch.inference_mode():
+        assert same_bits(StaticLossScale(4.0).unscale(torch.tensor([8.0]), own=True)[0].clone(), torch.tensor([2.0]))
+
+
+def test_a_state_dict_has_every_field():
+    """Of a scaler with no default value, into one with other values; torch takes it, and reads its own."""
+    scaler = SCALERS["dynamic"]()
+    again = DynamicLossScale(hysteresis=9, max_scale=5.0).load_state_dict(scaler.state_dict())
+    assert vars(again) == vars(scaler)
+    assert again.state_dict() == scaler.state_dict()
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(scaler.state_dict())
+    assert scaler.state_dict().items() > theirs.state_dict().items()
+    for kw in ({"min_scale": 2.0}, {"max_scale": 9e4}, {"hysteresis": 3, "hysteresis_tracker": 2}):
+        one = DynamicLossScale(64.0, **kw)
+        assert vars(DynamicLossScale(min_scale=1.0, hysteresis=7).load_state_dict(one.state_dict())) == vars(one)
+
+
+def test_a_scaler_owns_its_tensors():
+    """A scale or a count that is a tensor of the caller's may be written to afterwards, or need a gradient."""
+    scale, count = torch.tensor(8.0, requires_grad=True), torch.tensor(2, dtype=torch.int32)
+    made = [
+        DynamicLossScale(scale, growth_tracker=count, hysteresis=3, hysteresis_tracker=count),
+        StaticLossScale(scale),
+        DynamicLossScale().adjust(torch.tensor(0.0), new_scale=scale),
+    ]
+    with torch.no_grad():
+        scale.fill_(3.0)
+        count.fill_(1)
+    assert [scaler.value.item() for scaler in made] == [8.0] * 3
+    assert not any(scaler.value.requires_grad for scaler in made)
+    assert (made[0].growth_tracker, made[0].hysteresis_tracker) == (2, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("name", SCALERS)
+def test_scaling_keeps_dtypes(name, dtype):
+    """Of losses without dims, of batches of them, and of nothing at all."""
+    scaler = SCALERS[name]()
+    losses = {
+        "a": torch.tensor(3.0, dtype=dtype),
+        "b": [torch.ones(2, dtype=dtype), (None, torch.ones(0, dtype=dtype))],
+    }
+    scaled = scaler.scale(losses)
+    assert [x.dtype for x in tree.leaves(scaled)] == [dtype] * 3
+    assert same_bits(scaled["a"], (3 * scaler.value).to(dtype))
+
+
+def test_what_cannot_be_scaled():
+    """The leaf is named."""
+    for bad, words in (({"n": [torch.tensor(1)]}, "torch.int64"), ({"n": [3.0]}, "float")):
+        with pytest.raises(TypeError, match=re.escape(f"scale: leaf 'n.0': expected a floating tensor, got {words}")):
+            StaticLossScale(4.0).scale(bad)
+
+
+def test_scaled_losses_of_ranks_have_scaled_gradients():
+    """A list of half-precision losses, scaled together on every rank, differentiated, unscaled: what torch gives."""
+
+    def run(mesh: Any) -> Any:
+        w, scaler = torch.ones(3, dtype=torch.float16, requires_grad=True), DynamicLossScale(64.0)
+        losses = [(w * x).sum() for x in rand(2, 3, seed=mesh.get_rank(), dtype=torch.float16)]
+        (grad,) = torch.autograd.grad(scaler.scale(losses), w, [torch.ones_like(x) for x in losses])
+        return *scaler.unscale(grad, mesh=mesh), rand(2, 3, seed=mesh.get_rank(), dtype=torch.float16).sum(0)
+
+    for grad, found_inf, want in simulated(run, shard=3):
+        assert found_inf == 0
+        torch.testing.assert_close(grad, want, rtol=2e-3, atol=1e-3)
+
+
+def emptied(mesh: Any, scale: Any, accumulate: int, reduction: str, masked: bool, labels: Any) -> Any:
+    """A step in which some count, then one in which nobody does, then another."""
+    params = {"w": torch.ones(6), "v": torch.ones(3)}
+    plan = fshard.make_plan(params, mesh, units=["v"])
+    tx = optim.adamw(0.1) if labels is None else optim.by_label({"w": optim.adamw(0.1), "v": optim.sgd(0.1)}, labels)
+
+    def loss(p: Any, batch: Any) -> Any:
+        rows = (batch["x"] * p["w"]).sum(1) + 7 + p["v"].sum()
+        on = batch["on"]
+        return fshard.Mean(rows[on > 0].sum() if masked else rows.sum(), on.sum())
+
+    step = fshard.train_step(loss, tx, accumulate=accumulate, reduction=reduction, skip_labels=labels)
+    state, rows = fshard.init_state(fshard.shard_params(params, plan), tx, scale), []
+    for i in range(3):
+        on = torch.zeros(4)
+        if i != 1 and mesh.get_rank() == 1:
+            on[-1] = 1.0  # others, and the first micro-batches, count nothing
+        batch = {"x": rand(4, 6, seed=10 * i + mesh.get_rank(), dtype=torch.float32), "on": on}
+        before, (state, metrics) = state, step(state, batch)
+        same = same_bits((before.params, before.opt_state), (state.params, state.opt_state))
+        rows.append((metrics["loss"].isnan().item(), metrics["found_inf"].item(), same))
+    return rows, state.params.tensors[0].isnan().any().item(), state.loss_scale.value.item()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("reduction", ["exact", "tree"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_mean_of_nothing_is_skipped(accumulate, reduction, masked):
+    """0 / 0: the loss is NaN and a scaler skips the update, by label too; ranks and micro-batches may count nothing."""
+    good, bad = (False, 0.0, False), (True, 1.0, True)
+    for labels in (None, lambda path, leaf: path[0]):
+        how = DynamicLossScale(4.0), accumulate, reduction, masked, labels
+        for shard in (2, 4):
+            assert simulated(emptied, *how, shard=shard) == [([good, bad, good], False, 2.0)] * shard
+    if not masked:  # without a scaler what is not finite shows
+        for rows, is_nan, _ in simulated(emptied, None, accumulate, reduction, masked, None, shard=2):
+            assert rows[1][:2] == (True, 1.0)
+            assert is_nan
+
+
+def test_a_gradient_of_nothing_is_nan():
+    """`value_and_grad` of Mean(total, 0) on all ranks; where one counts, the others' totals count as well."""
+
+    def run(mesh: Any, counts: list[int]) -> Any:
+        sharded = fshard.shard_params(torch.ones(3), fshard.make_plan(torch.ones(3), mesh))
+        rank = mesh.get_rank()
+        loss = fshard.value_and_grad(lambda w: fshard.Mean((w * (rank + 1)).sum(), counts[rank]))
+        value, grads = loss(sharded)
+        return value.item(), fshard.gather_params(grads).tolist()
+
+    assert all(x != x for value, grads in simulated(run, [0, 0], shard=2) for x in (value, *grads))
+    assert simulated(run, [0, 2], shard=2) == [(4.5, [1.5] * 3)] * 2
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 2)])
+def test_the_rules_of_a_scale_are_followed_on_every_rank(mesh_shape):
+    """Growth, backoff, bounds and hysteresis of found_inf that one rank alone has, and an override: Megatron's rule."""
+
+    def run(mesh: Any) -> list[Any]:
+        scaler, rows = DynamicLossScale(32.0, growth_interval=2, min_scale=16.0, max_scale=64.0, hysteresis=2), []
+        for i, bad in enumerate([-1, -1, -1, -1, 0, 1, 0, 1, -1, -1]):
+            grads = {"w": torch.full((3,), torch.inf if bad == mesh.get_rank() else 1.0 + mesh.get_rank())}
+            found_inf = scaler.unscale(grads, mesh=mesh)[1]
+            scaler = scaler.adjust(found_inf, new_scale=None if i != 6 else 48.0)
+            rows.append((scaler.value.item(), int(scaler.growth_tracker), int(scaler.hysteresis_tracker)))
+        return rows
+
+    want = [(32, 1, 2), (64, 0, 2), (64, 1, 2), (64, 0, 2), (64, 0, 1), (32, 0, 0), (48, 0, 0), (24, 0, 0)]
+    want += [(24, 1, 0), (48, 0, 2)]
+    replicate, shard = mesh_shape
+    assert simulated(run, replicate=replicate, shard=shard) == [want] * (replicate * shard)
+
+
+def test_saved_scalers_go_on_alike():
+    """A run of steps whose scaler was saved and loaded half-way, on every rank, is the run that went on."""
+
+    def run(mesh: Any, resumed: bool) -> Any:
+        params = {"w": torch.ones(5)}
+        scaler: Any = DynamicLossScale(8.0, growth_interval=2, max_scale=32.0, hysteresis=2)
+        tx = optim.sgd(0.1)
+        state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, mesh)), tx, scaler)
+        step, rows = fshard.train_step(lambda p, x: fshard.Sum((p["w"] * x).sum()), tx), []
+        for i, bit in enumerate(BITS):
+            if resumed and i == 4:  # one overflow was borne
+                loaded = DynamicLossScale().load_state_dict(state.loss_scale.state_dict())
+                state = dataclasses.replace(state, loss_scale=loaded)
+            bad = bit and mesh.get_rank() == i % 2
+            state, _ = step(state, torch.tensor(torch.inf if bad else 1.0 + mesh.get_rank()))
+            rows.append(state.loss_scale.state_dict())
+        return rows, fshard.gather_params(state.params)
+
+    runs = [simulated(run, resumed, shard=2) for resumed in (False, True)]
+    assert runs[0][0][0] == runs[1][0][0] == runs[0][1][0]
+    assert same_bits([p for _, p in runs[0]], [p for _, p in runs[1]])
+
+
+def test_culprits_are_named_on_every_rank_wherever_they_lie():
+    """Of parts and plain trees together, sparse leaves, complex ones; integers are finite."""
+
+    def run(mesh: Any) -> list[str]:
+        rank = mesh.get_rank()
+        whole = {"a": torch.ones(3), "b": [torch.ones(7), torch.ones(2, dtype=torch.complex64)]}
+        sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, whole="a"))
+        if rank == 0:
+            sharded.tensors[1][0] = torch.nan
+        values = torch.tensor([1.0, torch.inf if rank == 1 else 1.0])
+        sparse = torch.sparse_coo_tensor([[0, 2]], values, (4,), check_invariants=True)
+        plain = {
+            "n": torch.arange(3),
+            "c": torch.tensor([1j, complex(1, torch.inf) if rank == 1 else 1]),
+            "e": torch.ones(0),
+        }
+        return fshard.nonfinite_leaves({"s": sharded, "plain": plain, "sparse": sparse})
+
+    assert simulated(run, shard=2) == [["s.b.0", "plain.c", "sparse"]] * 2
