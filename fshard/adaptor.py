@@ -1,14 +1,15 @@
-"""Any optimizer class of torch.optim as a pure transformation: its state goes in and comes out."""
+"""Any optimizer class of torch.optim, or of the user's, as a pure transformation: its state goes in and comes out."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from . import tree
 from .parts import Layout, Leaf, Pieces, clear_padding_, layout_of
@@ -29,17 +30,23 @@ class TorchState(NamedTuple):
 
 
 def from_torch(cls: Any, **hyperparams: Any) -> Transform:
-    """An optimizer class of torch.optim, `cls(params, **hyperparams)`, as a transformation.
+    """An optimizer class of torch.optim, or one of yours, `cls(params, **hyperparams)`, as a transformation.
 
-    `step` gives exactly the parameters the class would. Every class works whose step needs no closure and takes dense
-    gradients. Those that look at whole leaves (Muon, Adafactor) are given them, wherever the parameters are cut. For
-    parameter groups give `by_label` one of these for each.
+    `step` gives exactly the parameters the class would. Every class works whose step needs no closure, takes dense
+    gradients, and keeps tensors and numbers of each parameter (`self.state[p]`) and nothing else. Classes of yours, and
+    those that look at whole leaves (Muon, Adafactor), are given whole leaves, wherever the parameters are cut. Further
+    arguments of `update` that the class's own `step` names are passed on to it. For parameter groups give `by_label`
+    one of these for each.
+
+    Raises ValueError for a class that cannot be a pure function; for LBFGS use `lbfgs`.
 
     >>> tx = from_torch(torch.optim.SGD, lr=0.5)
     >>> tx.step(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
     tensor(0.)
     """
     _check_class(cls)
+    if cls not in vars(torch.optim).values():
+        return whole_leaves(_of_user(cls, hyperparams))
     elementwise = cls.__name__ in _ELEMENTWISE
     scalars = {n for n, x in _begin(cls, hyperparams, torch.zeros(1)).items() if not x.dim()} if elementwise else set()
 
@@ -54,8 +61,7 @@ def from_torch(cls: Any, **hyperparams: Any) -> Transform:
         names = dict.fromkeys(name for entry in shapes.values() for name in entry)
         return TorchState({name: _entries_of(name, layout, shapes, held) for name in names}, {})
 
-    def run(grads: Any, state: TorchState, params: Any) -> TorchState:
-        """The class's own step, in place on `params`."""
+    def run(grads: Any, state: TorchState, params: Any, extra: Mapping[str, Any]) -> TorchState:
         rows = [row.detach() for row in tree.leaves(params)]
         if not rows:
             return state
@@ -74,28 +80,33 @@ def from_torch(cls: Any, **hyperparams: Any) -> Transform:
         }
         return TorchState(tensors, {})
 
+    tx = _adapted(init, run)
+    return tx if elementwise else whole_leaves(tx)
+
+
+def _adapted(init: Callable[[Any], TorchState], run: Callable[..., TorchState]) -> Transform:
+    """A transformation whose `run(grads, state, params, extra)` is the class's own step, in place on `params`."""
+
     def fused(
         grads: Any, state: TorchState, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
     ) -> tuple[Any, TorchState]:
         new, inner = (params, state) if donate and found_inf is None else tree.map(torch.clone, (params, state))
-        after = run(grads, inner, new)
+        after = run(grads, inner, new, extra)
         if found_inf is not None and after.tensors.keys() != state.tensors.keys():
             # SGD with dampening begins its momentum with its first update: whether this is one must be read
             return (params, state) if bool(found_inf) else (new, after)
         return choose(found_inf, (params, state), (new, after))
 
     def update(grads: Any, state: TorchState, params: Any = None, **extra: Any) -> tuple[Any, TorchState]:
-        new, after = fused(grads, state, params, None, False)
+        new, after = fused(grads, state, params, None, False, **extra)
         return tree.map(torch.sub, new, params), after
 
-    tx = checked(Transform(init, update, fused), Needs("from_torch", TorchState, params=True))
-    return tx if elementwise else whole_leaves(tx)
+    return checked(Transform(init, update, fused), Needs("from_torch", TorchState, params=True))
 
 
 def _check_class(cls: Any) -> None:
-    # Private, but the way every class of torch.optim fills its state (test_authority.py notices when it is not).
-    if not hasattr(cls, "_init_group") or cls.__name__ in ("LBFGS", "SparseAdam"):
-        reasons = {"LBFGS": "its step needs a closure", "SparseAdam": "it takes sparse gradients alone"}
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or cls.__name__ in ("LBFGS", "SparseAdam"):
+        reasons = {"LBFGS": "its step needs a closure. Use lbfgs", "SparseAdam": "it takes sparse gradients alone"}
         why = reasons.get(getattr(cls, "__name__", ""), "it is no optimizer of torch.optim's kind")
         raise ValueError(f"from_torch: cannot run {getattr(cls, '__name__', cls)!r} as a transformation: {why}")
 
@@ -104,6 +115,7 @@ def _begin(cls: Any, hyperparams: Mapping[str, Any], row: Tensor) -> Entry:
     """What the class keeps of a parameter before its first update."""
     row = row.detach()
     optimizer, row.grad = cls([row], **hyperparams), torch.zeros_like(row)
+    # Private, but the way every class of torch.optim fills its state (test_authority.py notices when it is not).
     num_lists = len(inspect.signature(optimizer._init_group).parameters) - 1
     optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(num_lists)))
     entry = dict(optimizer.state[row])
@@ -144,9 +156,99 @@ def _by_row(state: TorchState, params: Any) -> list[Entry]:
         columns = {name: tree.leaves(x) for name, x in state.tensors.items()}
         scalars = [{name: x.clone() for name, x in state.scalars.items()} for _ in rows]
         return [{name: xs[i] for name, xs in columns.items()} | scalars[i] for i in range(len(rows))]
-    numbers = [s.leaf for s in layout_of(params).mine]
+    return _by_leaf(state, layout_of(params))
+
+
+def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
+    numbers = [s.leaf for s in layout.mine]
     entries: dict[int, Entry] = {n: {} for n in numbers}
     for name, x in state.tensors.items():
         for span, row in zip(x.layout.mine, x.tensors, strict=True):
             entries[span.leaf][name] = row
     return [entries[n] for n in numbers]
+
+
+def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
+    """A class of the user's: what its state holds is read off a step with gradients of zero, and made by the first."""
+    numbers = {n: type(x) for n, x in _first_step(cls, hyperparams, torch.zeros(2, 2)).items() if not _is_tensor(x)}
+    known = inspect.signature(cls.step).parameters.keys() - {"self", "closure"}
+
+    def begin(row: Tensor) -> Entry:
+        return {name: _value(x) for name, x in _first_step(cls, hyperparams, row).items()}
+
+    def init(params: Any) -> TorchState:
+        rows, layout = tree.leaves(params), layout_of(params)
+        shapes = {n: begin(torch.zeros(layout.leaves[n].shape, dtype=layout.leaves[n].dtype)) for n in layout.numbers}
+        held = {s.leaf: begin(rows[s.row]) for s in layout.mine}
+        names = dict.fromkeys(name for entry in shapes.values() for name in entry)
+        tensors = {name: _entries_of(name, layout, shapes, held) for name in names}
+        return TorchState(tensors, {"begun": torch.zeros(())})
+
+    def run(grads: Any, state: TorchState, params: Any, extra: Mapping[str, Any]) -> TorchState:
+        rows, layout, after = [row.detach() for row in tree.leaves(params)], layout_of(params), dict[int, Entry]()
+        begun = bool(state.scalars["begun"])  # on the CPU: no wait for a device
+        if rows:
+            optimizer = cls(rows, **hyperparams)
+            for row, g, entry in zip(rows, tree.leaves(grads), _by_leaf(state, layout), strict=True):
+                row.grad = g.detach().to(row.dtype)
+                if begun:
+                    optimizer.state[row] = {name: numbers.get(name, _same)(x) for name, x in entry.items()}
+            optimizer.step(**{name: value for name, value in extra.items() if name in known})
+            after = {s.leaf: optimizer.state[row] for s, row in zip(layout.mine, rows, strict=True)}
+        _check_names(cls, {name for entry in after.values() for name in entry}, state)
+        tensors = {
+            name: Pieces(x.layout, [_value(after[s.leaf][name]) for s in x.layout.mine])
+            for name, x in state.tensors.items()
+        }
+        return TorchState(tensors, {"begun": torch.ones(())})
+
+    return _adapted(init, run)
+
+
+def _check_names(cls: Any, names: set[str], state: TorchState) -> None:
+    if late := names - state.tensors.keys():
+        raise ValueError(
+            f"from_torch: {cls.__name__} keeps {min(late)!r} of a parameter, which its first step with a gradient of "
+            "zero did not make: make all of self.state[p] in the first step"
+        )
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _value(x: Any) -> Tensor:
+    """A tensor, or a Python number as one, in full precision."""
+    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
+
+
+def _first_step(cls: Any, hyperparams: Mapping[str, Any], row: Tensor) -> Entry:
+    """What a step with a gradient of zero makes. ValueError for what could not be a value of the state."""
+    row = row.detach().clone()
+    optimizer = cls([row], **hyperparams)
+    row.grad, before = torch.zeros_like(row), _of_all(optimizer)
+    optimizer.step()
+    if changed := [name for name, text in _of_all(optimizer).items() if before.get(name) != text]:
+        raise ValueError(
+            f"from_torch: {cls.__name__} changes its {changed[0]}, which belongs to no parameter, and would be lost: "
+            "keep it in self.state[p] of each"
+        )
+    entry = dict(optimizer.state[row])
+    if strange := [name for name, x in entry.items() if not isinstance(x, Tensor | int | float)]:
+        raise ValueError(
+            f"from_torch: {cls.__name__} keeps {strange[0]!r} of a parameter: expected a tensor or a number, got "
+            f"{type(entry[strange[0]]).__name__}"
+        )
+    return entry
+
+
+def _of_all(optimizer: Any) -> dict[str, str]:
+    """What an optimizer keeps besides parameters and their states, as text."""
+    (group,) = optimizer.param_groups
+    own = {f"param_groups[0][{name!r}]": value for name, value in group.items() if name != "params"}
+    rest = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    return {name: repr(value) for name, value in (own | rest).items()}

@@ -47,7 +47,7 @@ DOORS = {
     "torch.library": {"operators"},
     "torch.utils._cxx_pytree": {"tree"},
     "torch.distributed": {"comm"},
-    "torch.optim": {"kernels"},
+    "torch.optim": {"kernels", "adaptor"},
     "torch.autograd.graph": {"tape"},
     "torch.multiprocessing": {"tape"},
     "socket": {"host"},

@@ -1,0 +1,147 @@
+"""Optimizer classes that no library knows, as transformations: what the class does, wherever the parameters are cut."""
+
+from typing import Any
+
+import pytest
+import torch
+from models import WORLDS, rand, same_bits
+from torch import Tensor
+from worlds import gloo, simulated
+
+import fshard
+from fshard import optim
+
+START = {"w": rand(5, 3, seed=0), "b": rand(3, seed=1), "s": rand(seed=2)}
+GRADS = [{name: rand(*x.shape, seed=10 * i + x.ndim) for name, x in START.items()} for i in range(1, 5)]
+
+
+class Momentum(torch.optim.Optimizer):
+    """Keeps a Python number, a tensor and a copy of where it began; looks at whole leaves."""
+
+    def __init__(self, params: Any, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, gain: float = 1.0) -> None:
+        """m <- 0.9 m + g / |g|; p <- p - lr gain m / (1 - 0.9^t) - lr (p - p0)."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                kept = self.state[p]
+                if not kept:
+                    kept.update(t=0, first=p.clone(), m=torch.zeros_like(p))
+                kept["t"] += 1
+                kept["m"].mul_(0.9).add_(p.grad / p.grad.norm().clamp(min=1e-9))
+                p.sub_(group["lr"] * (gain * kept["m"] / (1 - 0.9 ** kept["t"]) + p - kept["first"]))
+
+
+class Counting(Momentum):
+    """Keeps a number of all parameters together."""
+
+    def step(self, closure: Any = None) -> None:
+        """Counts its steps in the group."""
+        super().step()
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+
+
+class Late(Momentum):
+    """Makes a part of its state in its second step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Keeps what it had before, from the second step on."""
+        had = {p: bool(self.state[p]) for p in self.param_groups[0]["params"]}
+        super().step()
+        for p in (p for p, before in had.items() if before):
+            self.state[p]["before"] = p.clone()
+
+
+class Adam(torch.optim.Optimizer):
+    """Has the name of torch's, and looks at whole leaves."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Centres every leaf."""
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad.mean())
+
+
+def by_class(cls: Any, skipped: int | None = None, **extra: Any) -> dict[str, Tensor]:
+    """What the class itself does."""
+    params = {name: x.clone().requires_grad_() for name, x in START.items()}
+    optimizer = cls(params.values())
+    for i, grads in enumerate(GRADS):
+        for name, p in params.items():
+            p.grad = grads[name].clone()
+        if i != skipped:
+            optimizer.step(**extra)
+    return {name: p.detach() for name, p in params.items()}
+
+
+def ours(mesh: Any, cls: Any, how: str, skipped: int | None = None, **extra: Any) -> Any:
+    """The same over shards (or with ZeRO over whole leaves), and what the state holds at the end."""
+    tx = optim.from_torch(cls)
+    if how == "zero":
+        tx, params, grads = fshard.zero(tx, mesh, "leaf"), START, GRADS
+    else:
+        over = {"params_over": (), "grads_over": ()} if how == "ZeRO-1" else {}
+        plan = fshard.make_plan(START, mesh, units=["w"], **over)
+        params, grads = fshard.shard_params(START, plan), [fshard.shard_params(g, plan) for g in GRADS]
+    state = tx.init(params)
+    for i, g in enumerate(grads):
+        found = None if skipped is None else torch.tensor(float(i == skipped))
+        params, state = tx.step(g, state, params, found, donate=i > 1, **extra)
+    return fshard.gather_params(params), optim.gather_state(state)
+
+
+@pytest.mark.parametrize("how", ["Sharded", "ZeRO-1", "zero"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_class_of_ones_own_on_ranks(world: str, how: str) -> None:
+    """Its own parameters to the bit; a skipped first update, and an argument of its own step."""
+    replicate, shard = WORLDS[world]
+    for cls, skipped, extra in (
+        (Momentum, None, {}),
+        (Momentum, 0, {}),
+        (Momentum, 2, {"gain": 0.5}),
+        (Adam, None, {}),
+    ):
+        want = by_class(cls, skipped, **extra)
+        assert all((x - START[name]).abs().max() > 1e-3 for name, x in want.items())
+        case = (cls, how, skipped)
+        for found, state in simulated(
+            lambda mesh, case=case, extra=extra: ours(mesh, *case, **extra), replicate=replicate, shard=shard
+        ):
+            assert same_bits(found, want)
+            steps = {float(x) for key, x in state.items() if ".t." in f".{key}."}
+            assert steps == ({len(GRADS) - (skipped is not None)} if cls is Momentum else set())
+
+
+def test_in_processes() -> None:
+    """Two gloo processes."""
+    for found, _ in gloo(ours, Momentum, "Sharded"):
+        assert same_bits(found, by_class(Momentum))
+
+
+@pytest.mark.parametrize(
+    ("cls", "error"),
+    [
+        (Counting, r"Counting changes its param_groups\[0\]\['k'\], which belongs to no parameter"),
+        (torch.optim.LBFGS, "cannot run 'LBFGS' as a transformation: its step needs a closure. Use lbfgs"),
+        (torch.optim.SparseAdam, "takes sparse gradients alone"),
+        (dict, "it is no optimizer of torch.optim's kind"),
+    ],
+)
+def test_what_cannot_be_a_value(cls: Any, error: str) -> None:
+    """Refused where the transformation is made."""
+    with pytest.raises(ValueError, match=error):
+        optim.from_torch(cls)
+
+
+def test_a_state_made_late_is_an_error() -> None:
+    """It would be lost."""
+    tx = optim.from_torch(Late)
+    params, state = tx.step(GRADS[0], tx.init(START), START)
+    with pytest.raises(ValueError, match="keeps 'before' of a parameter, which its first step"):
+        tx.step(GRADS[1], state, params)
