@@ -271,13 +271,20 @@ def state_dict(
 
 
 def load_state_dict(
-    saved: Mapping[str, Any], like: Any, params: Any, order: Sequence[str] | None = None, src: int | None = None
+    saved: Mapping[str, Any],
+    like: Any,
+    params: Any,
+    order: Sequence[str] | None = None,
+    src: int | None = None,
+    strict: bool = True,
 ) -> Any:
     """torch.optim's format (of an optimizer, DDP, ZeroRedundancyOptimizer or FSDP) in the partition of `like`.
 
     Leaves by path, or by index: `order` has the paths in the order the torch optimizer was given its parameters in, by
-    default group after group in the order of use. What torch does not keep stays as in `like`. `src` as for
-    `shard_state`. ValueError names a leaf, or what a leaf lacks. Dual: `state_dict`.
+    default group after group in the order of use. What torch does not keep stays as in `like`; with `strict=False` so
+    does a leaf without a state, such as torch keeps none of before its first gradient. DTensors and ShardedTensors are
+    made whole, one at a time: then every rank passes its own `saved`. `src` as for `shard_state`. ValueError names a
+    leaf, or what a leaf lacks. Dual: `state_dict`.
 
     >>> params = {"w": torch.ones(1)}
     >>> state = adamw(0.1).init(params)
@@ -291,18 +298,42 @@ def load_state_dict(
     entries = _by_path(saved, order)
     hyperparams = {_path(key, order): group for group in saved.get("param_groups", ()) for key in group["params"]}
     whole = {path: node for path, node in tree.paths_to(like, Parts) if not isinstance(node, Parts)}
+    untouched = list[str]()
     for (leaf, name), field in _torch_names(fields).items():
         entry = entries.get(leaf, {})
         if name in entry:
-            whole[field.key] = torch.as_tensor(entry[name])
+            whole[field.key] = _whole(entry[name], mesh_of(like))
+        elif not entry and not strict and not field.lone:
+            untouched.append(field.key)
         elif not field.lone:
             there = ", ".join(map(repr, entry)) or "nothing"
-            raise ValueError(f"load_state_dict: leaf {leaf!r}: expected {name!r} in its state, there is {there}")
+            raise ValueError(
+                f"load_state_dict: leaf {leaf!r}: expected {name!r} in its state, there is {there}. With strict=False "
+                "leaves without any state keep the one they have"
+            )
+    if untouched:
+        known = gather_state(like)
+        whole.update((key, known[key]) for key in untouched)
     for field in fields:
         group = hyperparams.get(field.leaves[0], {}) if field.leaves else {}
         if field.hyperparam in group:
             whole[field.key] = torch.as_tensor(group[field.hyperparam], dtype=torch.float64)
     return shard_state(whole, like, src)
+
+
+def _whole(x: Any, mesh: comm.Mesh) -> Tensor:
+    """A tensor, or a sharded one of torch's, whole: every rank must call it for those."""
+    if hasattr(x, "full_tensor"):  # a DTensor
+        return x.full_tensor()
+    if not hasattr(x, "local_shards"):
+        return torch.as_tensor(x)
+    # a ShardedTensor: what this rank has of it; replicas have the same, so the largest is that of any
+    lowest = torch.finfo(x.dtype).min if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
+    whole = torch.full(tuple(x.size()), lowest, dtype=x.dtype, device=comm.mesh_device(mesh))
+    for shard in x.local_shards():
+        begins, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+        whole[tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))] = shard.tensor
+    return comm.total(whole, mesh, op="max", label="optimizer state")
 
 
 def _path(key: Any, order: Sequence[str]) -> str:

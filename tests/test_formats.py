@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from worlds import gloo
 
 import fshard
-from fshard import optim
+from fshard import optim, tree
 from fshard.optim import load_state_dict, state_dict
 
 Make = Callable[..., Any]
@@ -53,6 +53,7 @@ def in_library(kind: str, mesh: Any, model: nn.Module) -> tuple[nn.Module, Any, 
     """A model over two processes, its optimizer, what gives its whole state, and what takes one."""
     warnings.simplefilter("ignore")  # what torch says of its own libraries
     import torch.distributed.checkpoint.state_dict as dcp
+    from torch.distributed import fsdp
     from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType, fully_shard
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -66,13 +67,14 @@ def in_library(kind: str, mesh: Any, model: nn.Module) -> tuple[nn.Module, Any, 
             lambda: (zero.consolidate_state_dict(), mesh.get_rank() or zero.state_dict())[1],
             zero.load_state_dict,
         )
-    if kind == "FSDP2":
+    cut = kind.endswith("sharded")  # what it saves
+    if kind.startswith("FSDP2"):
         fully_shard(model, mesh=mesh)
         options, optimizer = dcp.StateDictOptions(full_state_dict=True), to.AdamW(model.parameters(), 0.1)
         args = model, optimizer
         return (
             *args,
-            lambda: dcp.get_optimizer_state_dict(*args, options=options),
+            lambda: dcp.get_optimizer_state_dict(*args, options=None if cut else options),
             lambda x: dcp.set_optimizer_state_dict(*args, x, options=options),
         )
     model = FSDP(model, use_orig_params=True, device_id=torch.device("cpu"))
@@ -80,10 +82,16 @@ def in_library(kind: str, mesh: Any, model: nn.Module) -> tuple[nn.Module, Any, 
     whole = FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False)
     FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, *whole)
     optimizer = to.AdamW(model.parameters(), 0.1)
+
+    def sharded() -> Any:
+        settings = fsdp.ShardedStateDictConfig(), fsdp.ShardedOptimStateDictConfig(offload_to_cpu=False)
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *settings):
+            return FSDP.optim_state_dict(model, optimizer)
+
     return (
         model,
         optimizer,
-        lambda: FSDP.optim_state_dict(model, optimizer),
+        lambda: sharded() if cut else FSDP.optim_state_dict(model, optimizer),
         lambda x: optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, x)),
     )
 
@@ -120,6 +128,8 @@ def there_and_back(mesh: Any, kind: str) -> None:
     model, optimizer, saved, put = in_library(kind, mesh, net())
     trained(model, optimizer, range(3))
     theirs, found = saved(), values(kind, model)
+    kinds = {type(x).__name__ for x in tree.leaves(theirs) if isinstance(x, Tensor) and x.dim()}
+    assert kinds in (set(), {{"FSDP1 sharded": "ShardedTensor", "FSDP2 sharded": "DTensor"}.get(kind, "Tensor")})
     src = 0 if kind == "ZeRO" else None
     held = theirs if src is None or mesh.get_rank() == src else {}
 
@@ -138,7 +148,7 @@ def values(kind: str, model: nn.Module) -> dict[str, Tensor]:
     return dcp.get_model_state_dict(model, options=dcp.StateDictOptions(full_state_dict=True))
 
 
-@pytest.mark.parametrize("kind", ["FSDP1", "FSDP2", "ZeRO"])
+@pytest.mark.parametrize("kind", ["FSDP1", "FSDP1 sharded", "FSDP2", "FSDP2 sharded", "ZeRO"])
 def test_there_and_back(kind):
-    """FSDP's optim_state_dict, FSDP2's through DCP, and ZeroRedundancyOptimizer's consolidated one."""
+    """FSDP's optim_state_dict, FSDP2's through DCP, whole and sharded; ZeroRedundancyOptimizer's consolidated one."""
     gloo(there_and_back, kind)

@@ -358,3 +358,27 @@ def test_errors():
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             call()
+
+
+def unfrozen_late(mesh: Any) -> Any:
+    """What a state holds that was read from an optimizer of torch's which never saw a gradient of one leaf."""
+    params = {"a": rand(5, seed=0), "late": rand(3, seed=1)}
+    theirs = {name: x.clone().requires_grad_() for name, x in params.items()}
+    reference = to.AdamW(theirs.values(), 0.1)
+    theirs["a"].grad = rand(5, seed=2)
+    reference.step()
+    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
+    like = optim.adamw(0.1).init(fshard.tree.map(torch.ones_like, sharded))
+    like = like._replace(mu=fshard.tree.map(torch.ones_like, like.mu))
+    with pytest.raises(ValueError, match="leaf 'late': expected 'exp_avg' in its state, there is nothing"):
+        load_state_dict(reference.state_dict(), like, params)
+    state = load_state_dict(reference.state_dict(), like, sharded, strict=False)
+    return optim.gather_state(state), reference.state[theirs["a"]]
+
+
+def test_a_leaf_without_a_state_keeps_its_own():
+    """Only where `strict=False` says so."""
+    for whole, want in simulated(unfrozen_late, shard=2):
+        torch.testing.assert_close(whole["mu.a"], want["exp_avg"])
+        assert whole["mu.late"].tolist() == [1.0, 1.0, 1.0]
+        assert whole["count"] == want["step"] == 1
