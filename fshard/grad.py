@@ -134,6 +134,7 @@ def run(
         # on this thread, where the tally and a simulated rank are
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.grad(total, [tape.root], seed.to(total.dtype), allow_unused=True)
+        tape.check_reached(total)
         tape.finish()
     finally:
         tape.close()

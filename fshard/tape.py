@@ -31,6 +31,7 @@ from . import carry, comm, nodes, tree
 from .plan import Plan, Slot
 from .reduction import EXACT, Reduction
 from .shard import Sharded, cut, gather_params
+from .writes import Writes
 
 Buffers = dict[int, Tensor]  # a unit's gathered flat buffers, by kind
 _STAGES_AHEAD = 1  # reductions left alone before older ones are moved on to their next stage
@@ -42,7 +43,17 @@ class _Saved:
     kind: int
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int  # from the buffer's first element, in elements of `dtype`
+    dtype: torch.dtype  # a view may have another than its buffer, and these bits, which say what reading it does
+    conj: bool
+    neg: bool
+
+    def of(self, full: Tensor) -> Tensor:
+        """The same view of the buffer gathered again."""
+        whole = full if full.dtype == self.dtype else full.view(self.dtype)
+        x = whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
+        x = x.conj() if self.conj else x
+        return x.neg() if self.neg else x  # not a view, but the values that reading the negative bit gives
 
 
 class _Anchor(torch.autograd.Function):
@@ -115,15 +126,20 @@ class Tape:
         self._into = into
         self.root = torch.zeros((), requires_grad=into is not None)
         self._held: dict[int, dict[Slot, Tensor]] = {}
+        self._bound: dict[int, dict[Slot, Tensor]] = {}  # the same, bound to their anchors
         self._coming: dict[int, dict[int, comm.Pending]] = {}
         self._anchors: dict[int, tuple[Tensor, ...]] = {}
         self._touched: set[int] = set()
-        self._owners: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self._owners: dict[int, tuple[StorageWeakRef, int, int, int]] = {}
         self._saved: dict[int, int] = {}  # places saved of each unit, the unit saved last at the end
         self._again: dict[int, Buffers] = {}  # gathered again for the backward
         self._reductions: list[comm.Pending] = []
         self._filled: set[tuple[int, int]] = set()
-        self._backward = False
+        self._backward = self._closed = False
+        self._writes = Writes()
+        self._rows = {row.untyped_storage()._cdata for row in params.tensors}
+        self._gradless = False  # whether a unit was touched where gradients are off
+        self._reached: dict[int, bool] = {}  # units whose gradients have come, and whether all of them
 
     def view(self) -> Any:
         """The parameters as the loss sees them."""
@@ -141,13 +157,27 @@ class Tape:
 
     def _touch(self, unit: int) -> dict[Slot, Tensor]:
         if unit not in self._held:
-            self._held = {u: leaves for u, leaves in self._held.items() if u == self._plan.root}
-            self._held[unit] = self._attach(unit, self._take(unit))
+            if self._closed:
+                raise ValueError(
+                    f"the loss function: unit {self._plan.units[unit].name!r} of the parameters of an earlier call was "
+                    "touched: parameters given to a loss are good until it returns. Use those it is given now."
+                )
+            root = self._plan.root
+            self._held, self._bound = ({u: x[u] for u in x if u == root} for x in (self._held, self._bound))
+            self._held[unit] = self._leaves(unit, self._take(unit))
             self._touched.add(unit)
             after = unit + 1
             if not self._backward and after < self._params.view.units[1] and after not in self._touched:
                 self._start(after)
-        return self._held[unit]
+        leaves = self._held[unit]
+        if not self.root.requires_grad:
+            return leaves
+        if not torch.is_grad_enabled():
+            self._gradless = True
+            return leaves
+        if unit not in self._bound:  # not before: the first touch may be under no_grad
+            self._bound[unit] = leaves | self._bind(unit, leaves)
+        return self._bound[unit]
 
     def _kinds(self, unit: int) -> list[int]:
         return [k for k in self._params.view.kinds if (unit, k) in self._plan.places]
@@ -160,24 +190,35 @@ class Tape:
         self._start(unit)
         return {kind: pending.wait() for kind, pending in self._coming.pop(unit).items()}
 
-    def _attach(self, unit: int, buffers: Buffers) -> dict[Slot, Tensor]:
-        leaves: dict[Slot, Tensor] = {}
+    def _leaves(self, unit: int, buffers: Buffers) -> dict[Slot, Tensor]:
+        """A unit's leaves, views of its buffers, without derivatives."""
+        plan, leaves = self._plan, dict[Slot, Tensor]()
         for kind in self._kinds(unit):  # the order in which `reduce` takes their gradients: buffers may have another
-            full = buffers[kind]
-            leaves.update(zip(self._plan.places[unit, kind], cut(self._plan, full.detach(), unit, kind), strict=True))
-            own = self._plan.kinds[kind]
-            if self._params.view.axes(kind) or own.precision.compute != own.precision.storage or own.host:
-                storage = full.untyped_storage()
-                # `_cdata` is private: the address of the storage, never given to another while a weak reference to it
-                # is held, as the address of its data would be (test_tape.py notices when it goes)
-                self._owners[storage._cdata] = StorageWeakRef(storage), unit, kind
-        trainable = [slot for slot in leaves if self._plan.kinds[slot.kind].trainable]
-        if self.root.requires_grad and torch.is_grad_enabled() and trainable:
-            values = [leaves[slot] for slot in trainable]
-            if unit not in self._anchors:
-                self._anchors[unit] = _Anchor.apply(self.root, self, unit, values)
-            leaves.update(zip(trainable, _Bind.apply(values, *self._anchors[unit]), strict=True))
+            full, slots = buffers[kind], plan.places[unit, kind]
+            storage = full.untyped_storage()
+            # `_cdata` is private: the address of the storage, never given to another while a weak reference to it
+            # is held, as the address of its data would be (test_tape.py notices when it goes)
+            own = storage._cdata in self._rows
+            if not own:
+                begin = int(full.storage_offset()) * full.itemsize
+                self._owners[storage._cdata] = StorageWeakRef(storage), unit, kind, begin
+            if plan.kinds[kind].trainable:
+                full = self._writes.watch(full, slots, own)
+            pieces = cut(plan, full, unit, kind)
+            if not plan.kinds[kind].trainable:
+                pieces = [self._writes.frozen(x, slot, own) for x, slot in zip(pieces, slots, strict=True)]
+            leaves.update(zip(slots, pieces, strict=True))
         return leaves
+
+    def _bind(self, unit: int, leaves: dict[Slot, Tensor]) -> dict[Slot, Tensor]:
+        """Its trainable leaves, bound to its anchor."""
+        trainable = [slot for slot in leaves if self._plan.kinds[slot.kind].trainable]
+        if not trainable:
+            return {}
+        values = [leaves[slot] for slot in trainable]
+        if unit not in self._anchors:
+            self._anchors[unit] = _Anchor.apply(self.root, self, unit, values)
+        return dict(zip(trainable, _Bind.apply(values, *self._anchors[unit]), strict=True))
 
     @contextmanager
     def forward(self) -> Iterator[Any]:
@@ -187,24 +228,33 @@ class Tape:
                 yield self.view()
         else:
             yield self.view()
+        self._writes.check()
         self._held.clear()
+        self._bound.clear()
         self._finish_gathers()
         self._backward = True
         if self._saved:
             self._start(next(reversed(self._saved)))
 
-    def _pack(self, x: Tensor) -> Tensor | _Saved:
+    def _pack(self, x: Tensor) -> tuple[Tensor, int] | _Saved:
         owner = self._owners.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
         if owner is None:
             # a result that its own node saves holds that node: a cycle that only a backward through it would break
-            return x.detach() if x.requires_grad else x
-        _, unit, kind = owner
+            return (x.detach() if x.requires_grad else x), x._version
+        _, unit, kind, begin = owner
         self._saved[unit] = self._saved.pop(unit, 0) + 1
-        return _Saved(unit, kind, x.size(), x.stride(), int(x.storage_offset()))
+        offset = int(x.storage_offset()) - begin // x.itemsize
+        return _Saved(unit, kind, x.size(), x.stride(), offset, x.dtype, x.is_conj(), x.is_neg())
 
-    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
+    def _unpack(self, saved: tuple[Tensor, int] | _Saved) -> Tensor:
+        if not isinstance(saved, _Saved):
+            x, version = saved
+            if x._version != version:  # torch does not look where there are hooks
+                raise RuntimeError(
+                    f"the loss function: a {x.dtype} tensor of shape {list(x.shape)}, needed for the gradient, was "
+                    "written to in place after it was used. Make a new tensor instead, or a clone first."
+                )
+            return x
         unit = saved.unit
         if unit not in self._again:
             self._again[unit] = self._take(unit)
@@ -215,12 +265,14 @@ class Tape:
         self._saved[unit] = self._saved.get(unit, 1) - 1
         if not self._saved[unit]:
             del self._saved[unit], self._again[unit]
-        return full.as_strided(saved.size, saved.stride, saved.offset)
+        return saved.of(full)
 
     def reduce(self, unit: int, grads: Sequence[Tensor | None]) -> None:
         """Put a unit's gradients into flat buffers and start their reduction."""
         into, plan = self._into, self._plan
         assert into is not None
+        self._check_once(unit)
+        self._reached[unit] = all(grad is not None for grad in grads)
         kinds = [k for k in self._kinds(unit) if plan.kinds[k].trainable]
         found = dict(zip((slot for k in kinds for slot in plan.places[unit, k]), grads, strict=True))
         for kind in (k for k in kinds if plan.units[unit].lengths[k]):
@@ -231,6 +283,33 @@ class Tape:
             if pending := into.emit(unit, kind, flat):
                 self._reductions.append(pending)
         self._move_on(_STAGES_AHEAD)
+
+    def _check_once(self, unit: int) -> None:
+        name = f"the loss function: unit {self._plan.units[unit].name!r}"
+        if not self._backward:
+            raise ValueError(
+                f"{name} was given gradients before the loss was returned, by a backward() inside it. Use "
+                "torch.autograd.grad(y, x, create_graph=True), or return what is to be differentiated."
+            )
+        if unit in self._reached:
+            raise ValueError(
+                f"{name} was given gradients twice in one backward, by an autograd function that runs a backward of "
+                "its own, as checkpoints do that are reentrant. Use torch.utils.checkpoint with use_reentrant=False."
+            )
+
+    def check_reached(self, total: Tensor) -> None:
+        """ValueError if the backward of the loss has not reached parameters it depends on."""
+        complete = not self._gradless and self._reached.keys() == self._anchors.keys() and all(self._reached.values())
+        if not complete and _has_reentrant(total):
+            raise ValueError(
+                "the loss function: torch.utils.checkpoint(use_reentrant=True) hides the parameters it uses from the "
+                "gradient of the loss. Pass use_reentrant=False."
+            )
+        if not self._reached:
+            raise ValueError(
+                "the loss function: the loss depends on no trainable parameter, though on other tensors that require "
+                "a gradient (were the parameters touched under no_grad, or detached?)"
+            )
 
     def _move_on(self, ahead: int) -> None:
         """Take all but the last few reductions one stage further; those that are done drop out."""
@@ -269,13 +348,29 @@ class Tape:
         self._again.clear()
         # these hold autograd nodes that hold this tape, a cycle that Python's collector cannot see
         self._held.clear()
+        self._bound.clear()
         self._anchors.clear()
+        self._closed = True
 
     def _finish_gathers(self) -> None:
         for pendings in self._coming.values():
             for pending in pendings.values():
                 pending.wait()
         self._coming.clear()
+
+
+def _has_reentrant(total: Tensor) -> bool:
+    """Whether a reentrant checkpoint is anywhere in the graph of a loss."""
+    found, waiting = set[Any](), [total.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in found:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        found.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return False
 
 
 class _Lazy(tree.Branch):

@@ -25,7 +25,7 @@ LEVELS = [
         "baton",
     },
     {"host", "simulated", "move", "norms", "compare", "passes", "bucketing"},
-    {"transform", "lines"},
+    {"transform", "lines", "writes"},
     {"plan", "labels", "elementwise"},
     {"shard", "wholeleaf", "lbfgs", "quantised", "optim_state"},
     {"carry", "loss_scale", "adaptor", "owners", "check"},

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from test_saved import all_differences
+from test_writes import check_words, refusals
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -115,6 +117,42 @@ def checkpointed_outside(p: Any, x: torch.Tensor) -> fshard.Mean:
     return mean(x * p["head"])
 
 
+def checkpointed_twice(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """Checkpoints inside a checkpoint, parameters touched in both."""
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        for i in range(len(p["blocks"])):
+            x = checkpoint(lambda y, i=i: apply_block(p["blocks"][i], y), x * p["scale"].cos(), use_reentrant=False)
+        return x
+
+    return mean(checkpoint(outer, x * p["scale"].sin(), use_reentrant=False) * p["head"])
+
+
+def without_gradients_first(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """Every unit is touched under no_grad first, and at once again outside; some leaves are detached as well."""
+    with torch.no_grad():
+        target = x * p["scale"]
+    x = x * p["scale"].sin()
+    for block in p["blocks"]:
+        with torch.no_grad():
+            y = apply_block(block, x)
+        x = apply_block(block, x) + y * block["b"].detach()
+    return mean((x - target) * p["head"])
+
+
+def without_gradients_again(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """The same container's leaves asked for where gradients are off, and only later where they are on."""
+    with torch.no_grad():
+        first = [p["blocks"][i]["w"].sum() for i in (2, 0)]
+        scale = p["scale"].clone()
+    x = x * p["scale"].sin() + scale * sum(first)
+    for i in (0, 2, 1):
+        x = apply_block(p["blocks"][i], x)
+    with torch.no_grad():
+        last = p["blocks"][1]["w"].sum()
+    return mean(apply_block(p["blocks"][1], x) * p["head"] + last)
+
+
 def tied(p: Any, x: torch.Tensor) -> fshard.Mean:
     """A leaf used at both ends."""
     x = x @ p["embed"]
@@ -184,6 +222,10 @@ CASES: dict[str, dict[str, Any]] = {
     "units not touched": {**CHAIN, "loss": sparse},
     "checkpointed": {**CHAIN, "loss": checkpointed},
     "checkpointed outside": {**CHAIN, "loss": checkpointed_outside},
+    "checkpointed twice": {**CHAIN, "loss": checkpointed_twice},
+    "frozen first, checkpointed": {**CHAIN, "loss": checkpointed, "frozen": ["scale", "blocks.0.*"]},
+    "no gradients first": {**CHAIN, "loss": without_gradients_first},
+    "no gradients again": {**CHAIN, "loss": without_gradients_again},
     "frozen leaf": {**CHAIN, "loss": chain, "frozen": ["blocks.*.b", "blocks.1.w"]},
     "whole leaf": {**CHAIN, "loss": chain, "whole": ["blocks.*.b"]},
     "views": {**CHAIN, "loss": views},
@@ -247,7 +289,10 @@ def two_rounds(mesh: Any, name: str, strategies: dict[str, Any]) -> dict[str, li
     return found
 
 
-FROZEN = {"frozen leaf": {"blocks.0.b", "blocks.1.b", "blocks.2.b", "blocks.1.w"}}
+FROZEN = {
+    "frozen leaf": {"blocks.0.b", "blocks.1.b", "blocks.2.b", "blocks.1.w"},
+    "frozen first, checkpointed": {"scale", "blocks.0.w", "blocks.0.b"},
+}
 TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 2e-2}
 
 
@@ -283,6 +328,8 @@ def all_in_one(mesh: Any) -> dict[Any, Any]:
     for loss in LOSSES:
         for depth in (5, 9):
             jobs["watched", loss, depth] = partial(watched, loss=loss, strategy={}, depth=depth)
+    jobs["saved views"] = all_differences
+    jobs["writes"] = partial(refusals, strategy="full")
     jobs["watched", chain, "keep"] = partial(watched, loss=chain, strategy={"regather": False}, depth=6)
     found = {}
     for key, job in jobs.items():
@@ -344,6 +391,13 @@ def test_the_gradient_of_a_unit_never_touched_is_zero() -> None:
         for rounds in rank.values():
             for path in ("scale", "head", "blocks.1.w", "blocks.1.b"):
                 assert not rounds[0][1][path].any()
+
+
+def test_saved_views_and_writes_in_place(world: Any) -> None:
+    """test_saved.py and test_writes.py where buffers are memory that is used for other collectives as well."""
+    assert world("saved views") == [[], [], []]
+    for found in world("writes"):
+        check_words(found)
 
 
 def in_no_grad(mesh: Any) -> list[Any]:

@@ -1,0 +1,257 @@
+"""Losses whose gradients would not reach the parameters, or reach them twice: an error instead of a wrong number."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from worlds import simulated
+
+import fshard
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "keep": {"regather": False},
+    "ddp": {"params_over": (), "grads_over": (), "state_over": ()},
+}
+
+
+def parameters() -> dict[str, Any]:
+    """An embedding, blocks, a head."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = [{"w": torch.randn(4, 4, generator=generator)} for _ in range(3)]
+    return {
+        "embed": torch.randn(6, 4, generator=generator),
+        "blocks": blocks,
+        "head": torch.randn(4, generator=generator),
+    }
+
+
+def block(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """One layer."""
+    return torch.tanh(x @ p["w"])
+
+
+class Again(torch.autograd.Function):
+    """A checkpoint as many write it: a backward of its own, by torch.autograd.backward, inside the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        ctx.fn = fn
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return fn(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.fn(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
+def reentrant(p: Any, i: int, x: torch.Tensor) -> torch.Tensor:
+    """A block in a reentrant checkpoint that touches its parameters inside."""
+    return checkpoint(lambda y: block(p["blocks"][i], y), x, use_reentrant=True)
+
+
+def _behind_frozen(p: Any, x: torch.Tensor) -> torch.Tensor:
+    y = p["embed"][x].detach().requires_grad_()
+    for i in range(3):
+        y = reentrant(p, i, y)
+    return (y * p["head"]).sum()
+
+
+def _all_hidden(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return reentrant(p, 0, p["embed"][x].detach().requires_grad_()).sum()
+
+
+def _one_hidden(p: Any, x: torch.Tensor) -> torch.Tensor:
+    y = p["embed"][x].detach().requires_grad_()
+    for i in (0, 2):
+        y = block(p["blocks"][i], y)
+    held = p["blocks"][1]
+    return (y * p["head"]).sum() + checkpoint(
+        lambda z: block(held, z), x + 0.0 * y.detach().sum(), use_reentrant=True
+    ).sum()
+
+
+def _passed(p: Any, x: torch.Tensor) -> torch.Tensor:
+    y = p["embed"][x].detach().requires_grad_()
+    for b in p["blocks"]:
+        y = checkpoint(block, b, y, use_reentrant=True)
+    return (y * p["head"]).sum()
+
+
+HIDDEN = {"behind a frozen embedding": _behind_frozen, "all of them": _all_hidden, "passed as a container": _passed}
+
+
+def gradient(mesh: Any, loss: Any, strategy: dict[str, Any], frozen: Any = None) -> Any:
+    """The loss and the gradients of a loss of parameters and token numbers."""
+    whole = parameters()
+    plan = fshard.make_plan(whole, mesh, units=["blocks.*"], frozen=frozen, **strategy)
+    x = torch.randint(6, (5,), generator=torch.Generator().manual_seed(0 if mesh is None else mesh.get_rank()))
+    value, grads = fshard.value_and_grad(lambda p: fshard.Sum(loss(p, x)))(fshard.shard_params(whole, plan))
+    return value, fshard.gather_params(grads)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_reentrant_checkpoint_that_hides_parameters_is_an_error(name: str, strategy: str) -> None:
+    """Its gradients would be zero."""
+    words = r"use_reentrant=True\) hides the parameters .* Pass use_reentrant=False"
+    for shard in (1, 2):
+        with pytest.raises(ValueError, match=words):
+            simulated(gradient, HIDDEN[name], STRATEGIES[strategy], ["embed"], shard=shard)
+    with pytest.raises(ValueError, match=words):
+        gradient(None, HIDDEN[name], {}, ["embed"])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_reentrant_checkpoint_that_is_reached_is_torchs_error(strategy: str) -> None:
+    """Where its input depends on trained parameters."""
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return reentrant(p, 0, p["embed"][x]).sum()
+
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        simulated(gradient, loss, STRATEGIES[strategy], shard=2)
+
+
+def _own_backward(p: Any, x: torch.Tensor) -> torch.Tensor:
+    y = p["embed"][x]
+    for i in range(3):
+        y = Again.apply(lambda z, i=i: block(p["blocks"][i], z), y)
+    return (y * p["head"]).sum()
+
+
+def _plainly(p: Any, x: torch.Tensor) -> torch.Tensor:
+    y = p["embed"][x]
+    for i in range(3):
+        y = block(p["blocks"][i], y)
+    return (y * p["head"]).sum()
+
+
+def _twice(p: Any, x: torch.Tensor) -> torch.Tensor:
+    y = p["embed"][x]
+    for _ in range(2):
+        y = Again.apply(lambda z: block(p["blocks"][0], z), y)
+    return (y * p["head"]).sum()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_functions_that_run_a_backward_of_their_own(strategy: str) -> None:
+    """Each unit in one of them: right. A unit in two, whose gradients would come twice: an error."""
+    pairs = zip(
+        *(simulated(gradient, f, STRATEGIES[strategy], shard=2) for f in (_own_backward, _plainly)), strict=True
+    )
+    for found, expected in pairs:
+        for a, b in zip(fshard.tree.leaves(found), fshard.tree.leaves(expected), strict=True):
+            torch.testing.assert_close(a, b)
+            assert b.any()
+    with pytest.raises(ValueError, match=r"unit 'blocks.0' was given gradients twice .* use_reentrant=False"):
+        simulated(gradient, _twice, STRATEGIES[strategy], shard=2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_backward_inside_a_loss_is_an_error(strategy: str) -> None:
+    """Gradients of what is not returned would be taken for gradients of the loss."""
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        (p["blocks"][1]["w"].square().sum()).backward()
+        return _plainly(p, x)
+
+    with pytest.raises(ValueError, match=r"unit 'blocks.1' was given gradients before the loss was returned"):
+        simulated(gradient, loss, STRATEGIES[strategy], shard=2)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loss_of_other_tensors_alone_is_an_error(strategy: str) -> None:
+    """It requires a gradient, but of none of the parameters."""
+    other = torch.ones(3, requires_grad=True)
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return (p["embed"].detach().sum() * other).sum()
+
+    with pytest.raises(ValueError, match="depends on no trainable parameter, though on other tensors"):
+        simulated(gradient, loss, STRATEGIES[strategy], shard=2)
+    assert other.grad is None
+
+
+def stale(mesh: Any, strategy: dict[str, Any]) -> tuple[str, bool]:
+    """What is said where parameters of an earlier call are used in a later one, and whether the one after is right."""
+    whole = parameters()
+    sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["blocks.*"], **strategy))
+    x, kept = torch.tensor([1, 2]), []
+
+    def loss(p: Any) -> fshard.Sum:
+        kept.append(p)
+        return fshard.Sum(_plainly(kept[0], x))
+
+    call = fshard.value_and_grad(loss)
+    first = call(sharded)
+    with pytest.raises(ValueError, match="of an earlier call was touched") as failure:
+        call(sharded)
+    kept.clear()
+    pairs = zip(fshard.tree.leaves(first), fshard.tree.leaves(call(sharded)), strict=True)
+    return str(failure.value), all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_of_an_earlier_call_are_not_taken(strategy: str) -> None:
+    """They would be old values, without gradients."""
+    for said, same in simulated(stale, STRATEGIES[strategy], shard=2):
+        assert "Use those it is given now" in said
+        assert same
+
+
+def old_leaves(mesh: Any, strategy: dict[str, Any]) -> bool:
+    """Whether a leaf kept from an earlier call counts as a constant, and changes nothing of that call's gradients."""
+    whole = parameters()
+    sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["blocks.*"], **strategy))
+    x, kept = torch.tensor([1, 2]), []
+
+    def loss(p: Any) -> fshard.Sum:
+        kept.append(p["blocks"][1]["w"])
+        return fshard.Sum(_plainly(p, x) + kept[0].detach().sum() + (kept[0].sum() if len(kept) > 1 else 0))
+
+    call = fshard.value_and_grad(loss)
+    _, first = call(sharded)
+    before = [t.clone() for t in first.tensors]
+    _, second = call(sharded)
+    return all(
+        torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(before, first.tensors, second.tensors, strict=True)
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_leaves_of_an_earlier_call_are_constants(strategy: str) -> None:
+    """The gradients that call gave are not written to."""
+    assert simulated(old_leaves, STRATEGIES[strategy], shard=2) == [True, True]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_activations_that_are_written_to_after_they_were_saved(strategy: str) -> None:
+    """An error, as in plain torch; what is written to before, or not needed, is right."""
+
+    def needed(p: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(p["embed"][x] @ p["blocks"][0]["w"])
+        y.mul_(2)
+        return (y * p["head"]).sum()
+
+    def harmless(p: Any, x: torch.Tensor) -> torch.Tensor:
+        y = (p["embed"][x] @ p["blocks"][0]["w"]).relu_().add_(1)
+        y = y + y.detach().clone().mul_(0)
+        return (y.mul_(p["head"])).sum() + y.detach().zero_().sum()
+
+    def plainly(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return ((torch.relu(p["embed"][x] @ p["blocks"][0]["w"]) + 1) * p["head"]).sum()
+
+    with pytest.raises(RuntimeError, match=r"in place|inplace operation"):
+        simulated(gradient, needed, STRATEGIES[strategy], shard=2)
+    runs = [simulated(gradient, loss, STRATEGIES[strategy], shard=2) for loss in (harmless, plainly)]
+    for (_, found), (_, expected) in zip(*runs, strict=True):
+        for a, b in zip(fshard.tree.leaves(found), fshard.tree.leaves(expected), strict=True):
+            torch.testing.assert_close(a, b)

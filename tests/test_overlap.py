@@ -1,0 +1,214 @@
+"""In which order one forward and backward starts its collectives and waits for them: overlap, seen without a clock."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from worlds import simulated
+
+import fshard
+
+Event = tuple[str, str, str]  # what happens, to which collective, of which unit
+
+
+class _Watched:
+    """An exchange that says when it is waited for."""
+
+    def __init__(self, inner: Any, log: list[Event], kind: str, label: str):
+        self._inner, self._log, self._event = inner, log, ("wait", kind, label)
+        self.done = inner.done
+
+    def wait(self) -> Any:
+        self._log.append(self._event)
+        return self._inner.wait()
+
+
+class _Ranks:
+    """Ranks that say when a gather or a reduction starts."""
+
+    def __init__(self, inner: Any, log: list[Event]):
+        self.__dict__.update(vars(inner), inner=inner, log=log)
+        self.built_in = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value
+        if name == "record":
+            self.inner.record = value
+
+    @property
+    def whole(self) -> Any:
+        return self
+
+    def _begin(self, exchange: Any) -> _Watched:
+        kind, label = self.record.kind, self.record.label
+        self.log.append(("start", kind, label))
+        return _Watched(exchange, self.log, kind, label)
+
+    def all_gather(self, *args: Any) -> _Watched:
+        return self._begin(self.inner.all_gather(*args))
+
+    def reduce_scatter(self, *args: Any) -> _Watched:
+        return self._begin(self.inner.reduce_scatter(*args))
+
+    def all_reduce(self, *args: Any) -> _Watched:
+        return self._begin(self.inner.all_reduce(*args))
+
+    def empty(self, *args: Any) -> Any:
+        return self.inner.empty(*args)
+
+    def idle(self, x: Any) -> bool:
+        return self.inner.idle(x)
+
+    def exchange(self, *args: Any) -> Any:
+        return self.inner.exchange(*args)
+
+
+class Logged:
+    """A simulated mesh whose collectives are written to a log: when each starts, and when it is waited for."""
+
+    def __init__(self, mesh: Any):
+        self._mesh, self.log = mesh, list[Event]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mesh, name)
+
+    def ranks(self, axis: str) -> _Ranks:
+        """Those of the mesh, that write."""
+        return _Ranks(self._mesh.ranks(axis), self.log)
+
+
+class Mark(torch.autograd.Function):
+    """The identity, that writes to a log in its forward and in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, log: list[Event], name: str) -> torch.Tensor:
+        ctx.log, ctx.name = log, name
+        log.append(("use", "forward", name))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.log.append(("use", "backward", ctx.name))
+        return grad, None, None
+
+
+def events(mesh: Any, strategy: dict[str, Any], depth: int = 4) -> list[Event]:
+    """What one forward and backward through a stack of blocks starts, waits for and computes, in order."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(6, 6, generator=generator) for _ in range(depth)]
+    logged = Logged(mesh)
+    sharded = fshard.shard_params(params, fshard.make_plan(params, logged, units=["*"], **strategy))
+    log = logged.log
+
+    def loss(p: Any, x: torch.Tensor) -> Any:
+        for i in range(depth):
+            x = Mark.apply(torch.tanh(x @ p[i]), log, str(i))
+        return fshard.Sum(x.sum())
+
+    log.clear()
+    fshard.value_and_grad(loss)(sharded, torch.ones(2, 6, requires_grad=True) + mesh.get_rank())
+    return log
+
+
+def at(log: list[Event], *event: str) -> list[int]:
+    """Where an event is in a log."""
+    return [i for i, one in enumerate(log) if one == event]
+
+
+FULL, KEEP = {}, {"regather": False}
+REDUCED = {"full": FULL, "keep": KEEP, "ddp": {"params_over": (), "grads_over": (), "state_over": ()}}
+
+
+@pytest.mark.parametrize("strategy", [FULL, KEEP])
+def test_a_gather_starts_before_the_unit_ahead_of_it_is_computed_with(strategy: dict[str, Any]) -> None:
+    """In the forward: under way while the block before computes, and no sooner, so that two units are in memory."""
+    for log in simulated(events, strategy, shard=2):
+        for i in range(1, 4):
+            start, wait = at(log, "start", "all_gather", str(i))[0], at(log, "wait", "all_gather", str(i))[0]
+            (before,) = at(log, "use", "forward", str(i - 1))
+            assert at(log, "wait", "all_gather", str(i - 1))[0] < start < before < wait
+
+
+def test_a_gather_for_the_backward_starts_a_unit_ahead() -> None:
+    """The last before the backward begins; each other while the block after it computes, and no sooner."""
+    for log in simulated(events, FULL, shard=2):
+        again = {i: at(log, "start", "all_gather", str(i))[1] for i in range(4)}
+        needed = {i: at(log, "wait", "all_gather", str(i))[1] for i in range(4)}
+        assert at(log, "use", "forward", "3")[0] < again[3] < at(log, "use", "backward", "3")[0] < needed[3]
+        for i in (2, 1, 0):
+            assert needed[i + 1] < again[i] < at(log, "start", "reduce_scatter", str(i + 1))[0]
+            assert again[i] < at(log, "use", "backward", str(i))[0] < needed[i]
+        assert [len(at(log, "start", "all_gather", str(i))) for i in range(4)] == [2] * 4
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_a_reduction_is_waited_for_once_the_next_has_started(name: str) -> None:
+    """So it is under way while the next block's backward runs; and it is waited for then, so that few are in memory."""
+    kind = "all_reduce" if name == "ddp" else "reduce_scatter"
+    for log in simulated(events, REDUCED[name], shard=2):
+        start = {i: at(log, "start", kind, str(i))[0] for i in range(4)}
+        wait = {i: at(log, "wait", kind, str(i))[0] for i in range(4)}
+        assert start[3] < start[2] < start[1] < start[0]
+        for i in (3, 2, 1):
+            assert start[i] < at(log, "use", "backward", str(i - 1))[0] < start[i - 1] < wait[i]
+        for i in (3, 2):
+            assert wait[i] < start[i - 2]
+        under_way = [sum(start[i] <= t < wait[i] for i in range(4)) for t in range(len(log))]
+        assert max(under_way) == 2
+
+
+def test_the_whole_order_of_a_small_stack() -> None:
+    """What is said above, in one list."""
+    (log, *others) = simulated(events, FULL, 2, shard=3)
+    assert all(other == log for other in others)
+    assert [event for event in log if event[2] != "loss"] == [
+        ("start", "all_gather", "0"),
+        ("wait", "all_gather", "0"),
+        ("start", "all_gather", "1"),
+        ("use", "forward", "0"),
+        ("wait", "all_gather", "1"),
+        ("use", "forward", "1"),
+        ("start", "all_gather", "1"),
+        ("use", "backward", "1"),
+        ("wait", "all_gather", "1"),
+        ("start", "all_gather", "0"),
+        ("start", "reduce_scatter", "1"),
+        ("use", "backward", "0"),
+        ("wait", "all_gather", "0"),
+        ("start", "reduce_scatter", "0"),
+        ("wait", "reduce_scatter", "1"),
+        ("wait", "reduce_scatter", "0"),
+    ]
+
+
+def kept_alive(mesh: Any, fails: bool) -> list[bool]:
+    """Whether parameters and gradients are gone once nobody refers to them."""
+    params = [{"a": torch.ones(300), "b": torch.ones(300)} for _ in range(2)]  # two leaves: a node of two outputs
+    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=["*"]))
+
+    def loss(p: Any) -> Any:
+        total = sum((block["a"] * block["b"]).sum() for block in p)
+        if fails:
+            raise ArithmeticError("stop here")
+        return fshard.Sum(total)
+
+    refs = [StorageWeakRef(x.untyped_storage()) for x in sharded.tensors]
+    try:
+        _, grads = fshard.value_and_grad(loss)(sharded)
+        refs += [StorageWeakRef(x.untyped_storage()) for x in grads.tensors]
+        del grads
+    except ArithmeticError:
+        pass
+    del sharded
+    gc.collect()
+    return [ref.expired() for ref in refs]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forward_and_backward_keeps_nothing_alive(fails: bool) -> None:
+    """Autograd nodes that held the tape, and by it the parameters, would be a cycle that Python cannot see."""
+    for gone in simulated(kept_alive, fails, shard=2):
+        assert gone
+        assert all(gone)

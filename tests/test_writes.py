@@ -1,0 +1,205 @@
+"""Losses that write in place to the parameters they are given: an error that names the leaf, in every strategy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from worlds import simulated
+
+import fshard
+from fshard import tree
+
+
+def parameters() -> dict[str, Any]:
+    """A unit with buffers, between two without; equal on all ranks."""
+    norm = {"weight": torch.ones(4), "mean": torch.zeros(4), "var": torch.ones(4), "count": torch.tensor(0)}
+    return {"first": torch.linspace(0, 1, 12).view(3, 4), "norm": norm, "last": torch.linspace(1, 2, 4)}
+
+
+FROZEN = ["norm.mean", "norm.var", "norm.count"]
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "keep": {"regather": False},
+    "together": {"together": True},
+    "ddp": {"params_over": (), "grads_over": (), "state_over": ()},
+    "computed in bfloat16": {"policy": fshard.Policy(compute=torch.bfloat16)},
+}
+
+
+def _batch_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+    n = p["norm"]
+    return F.batch_norm(x, n["mean"], n["var"], n["weight"], training=True)
+
+
+def _torchs_batch_norm(p: Any, x: torch.Tensor) -> torch.Tensor:
+    n = p["norm"]
+    return torch.batch_norm(x, n["weight"], None, n["mean"], n["var"], True, 0.1, 1e-5, False)
+
+
+def _module(p: Any, x: torch.Tensor) -> torch.Tensor:
+    n, module = p["norm"], torch.nn.BatchNorm1d(4, affine=False)
+    held = {"running_mean": n["mean"], "running_var": n["var"], "num_batches_tracked": n["count"]}
+    return torch.func.functional_call(module, held, (x,)) * n["weight"]
+
+
+def _in_no_grad(p: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        p["norm"]["mean"].mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return x - p["norm"]["mean"]
+
+
+def _with_gradients(p: Any, x: torch.Tensor) -> torch.Tensor:
+    p["norm"]["mean"].lerp_(x.mean(0), 0.1)
+    return x
+
+
+def _through_a_view(p: Any, x: torch.Tensor) -> torch.Tensor:
+    p["norm"]["mean"][1:].view(1, 3).zero_()
+    return x
+
+
+def _counts(p: Any, x: torch.Tensor) -> torch.Tensor:
+    p["norm"]["count"].add_(1)
+    return x
+
+
+def _trainable(p: Any, x: torch.Tensor) -> torch.Tensor:
+    y = x * p["norm"]["weight"]
+    with torch.no_grad():
+        p["norm"]["weight"].clamp_(max=0.5)
+    return y
+
+
+def _as_a_result(p: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.mean(x.detach(), 0, out=p["norm"]["mean"])
+    return x
+
+
+def _held(p: Any, x: torch.Tensor) -> torch.Tensor:
+    mean, last = p["norm"]["mean"], p["last"]
+    for i in range(2):  # other units are touched before it is written to
+        x = x + p["first"][i] * last
+    with torch.no_grad():
+        mean.add_(1)
+    return x
+
+
+def _checkpointed(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda y: _batch_norm(p, y), x, use_reentrant=False)
+
+
+# what writes, and the leaf that is named
+WRITES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
+    "batch_norm": (_batch_norm, "norm.mean"),
+    "torch.batch_norm": (_torchs_batch_norm, "norm.mean"),
+    "BatchNorm1d": (_module, "norm.mean"),
+    "under no_grad": (_in_no_grad, "norm.mean"),
+    "with gradients": (_with_gradients, "norm.mean"),
+    "through a view": (_through_a_view, "norm.mean"),
+    "an integer": (_counts, "norm.count"),
+    "a trainable leaf": (_trainable, "norm.weight"),
+    "out=": (_as_a_result, "norm.mean"),
+    "held for long": (_held, "norm.mean"),
+    "in a checkpoint": (_checkpointed, "norm.mean"),
+}
+
+
+def loss_of(write: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
+    """A loss that writes between other units."""
+
+    def loss(p: Any, x: torch.Tensor) -> fshard.Mean:
+        x = x @ p["first"].to(x.dtype)
+        y = write(p, x) * p["last"]
+        return fshard.Mean(y.square().sum(), y.numel())
+
+    return loss
+
+
+def refusals(mesh: Any, strategy: str) -> dict[str, list[str]]:
+    """What is said of every write by a gradient, a value and a step (test_tape.py runs this in processes, too)."""
+    whole = parameters()
+    plan = fshard.make_plan(whole, mesh, units=["norm"], frozen=FROZEN, **STRATEGIES[strategy])
+    x, tx = torch.randn(5, 3, generator=torch.Generator().manual_seed(rank_of(mesh))), fshard.optim.sgd(0.1)
+    found: dict[str, list[str]] = {}
+    for name, (write, _) in WRITES.items():
+        loss, said = loss_of(write), []
+        for call in (
+            lambda s, loss=loss: fshard.value_and_grad(loss)(s, x),
+            lambda s, loss=loss: fshard.value(loss)(s, x),
+            lambda s, loss=loss: fshard.train_step(loss, tx)(fshard.init_state(s, tx), x),
+        ):
+            sharded = fshard.shard_params(whole, plan)
+            with pytest.raises(ValueError, match="in place") as failure:
+                call(sharded)
+            said.append(str(failure.value))
+            if "are changed" not in said[-1]:
+                for a, b in zip(tree.leaves(fshard.gather_params(sharded)), tree.leaves(whole), strict=True):
+                    assert torch.equal(a, b), name
+        found[name] = said
+    return found
+
+
+def rank_of(mesh: Any) -> int:
+    """This rank's number; 0 on one device."""
+    return 0 if mesh is None else mesh.get_rank()
+
+
+def check_words(found: dict[str, list[str]]) -> None:
+    """The leaf and the remedy."""
+    for name, said in found.items():
+        for words in said:
+            assert repr(WRITES[name][1]) in words, (name, words)
+            assert "work on a clone" in words
+            assert "with_extra=True" in words
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_write_in_place_is_an_error(strategy: str) -> None:
+    """On two ranks, whatever is cut; the state is as it was, or the error says that it is not."""
+    for found in simulated(refusals, strategy, shard=2):
+        check_words(found)
+
+
+def test_a_write_in_place_on_one_device() -> None:
+    """mesh=None: leaves are views of the parameters that were passed."""
+    check_words(refusals(None, "full"))
+    check_words(simulated(refusals, "full", shard=1)[0])
+
+
+def allowed(p: Any, x: torch.Tensor) -> Any:
+    """What looks like a write and is none: clones, evaluation, statistics of its own, trained affine parameters."""
+    n = p["norm"]
+    mean, var = n["mean"].clone(), n["var"].clone()
+    x = F.batch_norm(x @ p["first"], mean, var, n["weight"], training=True)
+    x = F.batch_norm(x, n["mean"], n["var"], n["mean"], n["var"]) + F.batch_norm(x, None, None, n["var"], training=True)
+    return fshard.Mean((x * p["last"]).square().sum(), x.numel()), {"mean": mean, "var": var, "count": n["count"] + 1}
+
+
+def carried(mesh: Any, strategy: str) -> tuple[Any, Any]:
+    """The gradients and new statistics of a loss that works on clones, and those of plain torch on this rank alone."""
+    whole, x = parameters(), torch.randn(5, 3, generator=torch.Generator().manual_seed(rank_of(mesh)))
+    plan = fshard.make_plan(whole, mesh, units=["norm"], frozen=FROZEN, **STRATEGIES[strategy])
+    sharded = fshard.shard_params(whole, plan)
+    (_, aux), grads = fshard.value_and_grad(allowed, has_aux=True, reduce=False)(sharded, x)
+    trained = [
+        whole["first"].requires_grad_(),
+        whole["norm"]["weight"].requires_grad_(),
+        whole["last"].requires_grad_(),
+    ]
+    out, expected = allowed(whole, x)
+    num = 1 if mesh is None else mesh.size()
+    plain = torch.autograd.grad(out.total / (out.count * num), trained)
+    return [*tree.leaves(fshard.gather_params(grads.local)), *tree.leaves(aux)], [*plain, *tree.leaves(expected)]
+
+
+@pytest.mark.parametrize("strategy", ["full", "keep", "ddp"])
+def test_statistics_are_carried_as_values(strategy: str) -> None:
+    """What the error advises: clones, whose new values come out; frozen leaves serve as any tensor."""
+    results = [*simulated(carried, strategy, shard=2), carried(None, strategy)]
+    for found, expected in results:
+        assert [type(x) for x in found] == [torch.Tensor] * len(found)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
