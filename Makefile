@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 
-.PHONY: train test lint bench bench-footprint bench-optim bench-precision bench-simulated bench-check clean
+.PHONY: train test lint bench bench-footprint bench-optim bench-precision bench-simulated bench-check mutants clean
 
 train: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_lm.py $(ARGS)
@@ -37,5 +37,9 @@ bench-simulated: .venv/ready
 bench-check: .venv/ready
 	$(BIN)/python benchmarks/checking.py $(ARGS)
 
+mutants: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[mutants]"
+	OMP_NUM_THREADS=1 $(BIN)/python -m mutmut run $(ARGS)
+
 clean:
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv runs mutants .pytest_cache .mypy_cache .ruff_cache
