@@ -50,10 +50,12 @@ def _texts(text: str, mesh: Mesh) -> list[str]:
 
 def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
     """Every rank's bytes."""
+    data = len(data).to_bytes(8, "little") + data
     length = all_reduce(torch.tensor([len(data)], device=ranks.device), ranks, "bytes", op="max").wait()
     x = torch.frombuffer(bytearray(data.ljust(int(length), b"\0")), dtype=torch.uint8).to(ranks.device)
     rows = all_gather(x, ranks, "bytes").wait().view(ranks.size, -1).cpu()
-    return [bytes(row.tolist()).rstrip(b"\0") for row in rows]
+    texts = [bytes(row.tolist()) for row in rows]
+    return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
 
 
 def first_difference(a: str, b: str, sentence: str) -> str:

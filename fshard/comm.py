@@ -13,9 +13,7 @@ Note [Sums in rank order]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -26,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .bits import as_bytes, views
 from .nodes import NodeRanks, is_tracing
+from .process_groups import GroupRanks, MismatchError, Works
 from .record import Announced, Call, Record, announced, note
 
 Mesh = Any  # a DeviceMesh, a simulated mesh, or None: one device
@@ -37,10 +36,6 @@ _SMALL = 1 << 14
 _only = itemgetter(0)
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-
-
-class MismatchError(RuntimeError):
-    """Ranks that should do the same thing do not."""
 
 
 def _note(kind: str, ranks: Ranks, label: str, nbytes: int) -> None:
@@ -131,67 +126,6 @@ class Ranks(Protocol):
         """Whether no peer is still to read what was sent of a tensor."""
 
 
-@dataclass
-class Works:
-    """An exchange made of works to wait for, and the places it fills."""
-
-    works: Sequence[Any]
-    parts: Sequence[Tensor]
-    call: str = ""
-
-    def wait(self) -> Sequence[Tensor]:
-        """Wait for every work."""
-        with _answering(self.call):
-            for work in self.works:
-                work.wait()
-        return self.parts
-
-    def done(self) -> None:
-        """Nothing is shared with another rank."""
-
-
-@contextmanager
-def _answering(call: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as failure:
-        said = "a peer has gone, or did not answer within the process group's timeout"
-        raise MismatchError(f"{said}, in {call}: {failure}") from failure
-
-
-def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
-    """A place for what each rank sends: the given one, a new one, or for this rank its own tensor."""
-    own = sends[rank]
-    made = [own if p == rank else torch.empty_like(own) for p in range(len(sends))]
-    return [place if recv is None else recv for recv, place in zip(recvs, made, strict=True)]
-
-
-class _Group:
-    """Ranks of a torch process group."""
-
-    whole = None
-
-    def __init__(self, axis: str, group: dist.ProcessGroup, device: torch.device):
-        self.axis, self.device, self._group = axis, device, group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.built_in = None if device.type == "cpu" else group
-        self.record = Record("", axis, "", 0)
-
-    def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        return like.new_empty(numel)
-
-    def idle(self, x: Tensor) -> bool:
-        return True  # a send that was waited for has left
-
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Works:
-        parts, ops = places(sends, recvs, self.rank), []
-        for peer in (p for p in range(self.size) if p != self.rank):
-            ops.append(dist.P2POp(dist.irecv, parts[peer], group=self._group, group_peer=peer))
-            ops.append(dist.P2POp(dist.isend, sends[peer], group=self._group, group_peer=peer))
-        with _answering(call):
-            return Works(dist.batch_isend_irecv(ops) if ops else [], parts, call)
-
-
 def axis_sizes(mesh: Mesh) -> dict[str, int]:
     """The axes of a mesh, outermost first; none for one device."""
     if mesh is None:
@@ -225,7 +159,9 @@ def along(mesh: Mesh, axis: str) -> Ranks:
     if axis not in (getattr(mesh, "mesh_dim_names", None) or axis_sizes(mesh)):
         names = ", ".join(map(repr, axis_sizes(mesh)))
         raise ValueError(f"the mesh has no axis {axis!r}: it has {names or 'no axes'}")
-    ranks = _Group(axis, mesh.get_group(axis), mesh_device(mesh)) if isinstance(mesh, DeviceMesh) else mesh.ranks(axis)
+    ranks = (
+        GroupRanks(axis, mesh.get_group(axis), mesh_device(mesh)) if isinstance(mesh, DeviceMesh) else mesh.ranks(axis)
+    )
     return NodeRanks(ranks, mesh) if is_tracing() else announced(ranks, mesh)
 
 

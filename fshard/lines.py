@@ -21,14 +21,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .agree import rows_of_bytes
 from .comm import Mesh, MismatchError, Ranks, along, axis_sizes
-from .host import Link, links_to, listen
+from .links import Link, listen
+from .meeting import links_to
 from .record import Announced, announcing, call_site, frame_of, tally
 
-_LONGEST = 2000  # characters of an exception's text
+_LONGEST = 2000  # characters of an exception's text, or a call's
 _WAITS, _RETURNED, _RAISED = "waits in", "has returned, having last called", "raised"
 
 
@@ -49,17 +51,21 @@ class Lines:
 
     def __init__(self, mesh: Mesh):
         self._mesh, self._me = getattr(mesh, "device_mesh", mesh), mesh.get_rank()
-        self._links = {axis: self._linked(along(mesh, axis)) for axis in axis_sizes(mesh)}
+        self._links: dict[str, dict[int, Link]] = {}
+        self._data: dict[str, dict[int, Link]] = {}  # what collectives themselves send by, where this can be seen
+        for axis in axis_sizes(mesh):
+            self._link(along(mesh, axis))
         self._last = _Said(0, _WAITS, "", "")
         self._ends: dict[int, _Said] = {}  # of this call, by peer
 
-    def _linked(self, ranks: Ranks) -> dict[int, Link]:
+    def _link(self, ranks: Ranks) -> None:
         numbers = [int(row) for row in rows_of_bytes(str(self._me).encode(), ranks)]
         links = links_to(ranks, anywhere=True) or {}
         for peer, link in links.items():
             link.peer = f"rank {numbers[peer]}"
             weakref.finalize(self, link.socket.close)
-        return {numbers[peer]: link for peer, link in links.items()}
+        self._links[ranks.axis] = {numbers[peer]: link for peer, link in links.items()}
+        self._data[ranks.axis] = {numbers[peer]: link for peer, link in getattr(ranks, "links", {}).items()}
 
     def run(self, call: Callable[[], Any]) -> Any:
         """`call()`, its collectives announced. MismatchError on every rank if any does something else."""
@@ -92,36 +98,41 @@ class Lines:
     def _around(self, ranks: Any, mesh: Mesh) -> Any:
         if getattr(mesh, "device_mesh", mesh) != self._mesh:
             return ranks
-        return Announced(ranks, partial(self._announce, self._links[ranks.axis]))
+        return Announced(ranks, partial(self._announce, ranks.axis))
 
-    def _announce(self, links: Mapping[int, Link], call: str) -> None:
-        self._last = self._last._replace(what=call, site=call_site())
-        _say(links, self._last)
-        self._compare(links, self._last)
+    def _announce(self, axis: str, call: str) -> None:
+        self._last = self._last._replace(what=call[:_LONGEST], site=call_site())
+        _say(self._links[axis], self._last)
+        self._compare(self._links[axis], self._last, self._data[axis])
 
     def _end(self, said: _Said) -> None:
         for links in self._links.values():
             _say(links, said)
 
-    def _compare(self, links: Mapping[int, Link], mine: _Said) -> None:
+    def _compare(self, links: Mapping[int, Link], mine: _Said, data: Mapping[int, Link] = MappingProxyType({})) -> None:
         """Read what the peers say; raise MismatchError unless it is the same."""
         heard, waiting = {self._me: mine}, dict(links)
         while True:
+            # looked at before what peers say: who says what it calls says so before it sends any data
+            ahead = [peer for peer in waiting if peer in data and data[peer].is_ahead()]
+            for peer in ahead:
+                waiting[peer].drain()
             for peer, link in links.items():
                 if peer in waiting and (said := self._next(peer, link)):
                     heard[peer] = said
                     del waiting[peer]
-            # nobody who waits for others need come any more where one has ended
-            if not waiting or any(said.verb != mine.verb for said in heard.values()):
+            # nobody who waits for others need come any more where one has ended; and who has sent data unannounced,
+            # outside a checked call, announces nothing: the messages of this call will name both
+            if not waiting or waiting.keys() & ahead or any(said.verb != mine.verb for said in heard.values()):
                 break
-            listen(waiting.values(), f"{mine.what} at {mine.site}")
+            listen([*waiting.values(), *data.values()], f"{mine.what} at {mine.site}")
         if found := _difference(dict(sorted(heard.items()))):
             raise MismatchError(f"{found}. All ranks must call the same collectives in the same order.")
 
     def _next(self, peer: int, link: Link) -> _Said | None:
         """What a peer says next in this call, if it has arrived; once it has ended, how."""
         while peer not in self._ends and (text := link.hear()) is not None:
-            said = _Said(*json.loads(text))
+            said = _read(text, peer)
             if said.number < self._last.number:
                 continue  # left unread by a call that failed
             if said.verb == _WAITS:
@@ -134,6 +145,14 @@ def _say(links: Mapping[int, Link], said: _Said) -> None:
     for link in links.values():
         with suppress(MismatchError):  # a peer that has gone may have said why, which is read next
             link.say(json.dumps(said))
+
+
+def _read(text: str, peer: int) -> _Said:
+    with suppress(ValueError, TypeError, RecursionError):
+        number, *words = json.loads(text)
+        if isinstance(number, int) and [type(word) for word in words] == [str] * 3:
+            return _Said(number, *words)
+    raise MismatchError(f"rank {peer} sent what no rank says of its calls: {text[:100]!r}")
 
 
 def _raised(number: int, failure: BaseException) -> _Said:

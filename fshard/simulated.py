@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .baton import Collective, Fault, Post, Run, Stopped, on_threads
-from .comm import MismatchError, Works, fold, mesh_device, places, sum_dtype
+from .comm import MismatchError, Works, fold, mesh_device, sum_dtype
+from .process_groups import places
 from .record import Call, Record
 
 

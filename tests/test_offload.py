@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import gloo, simulated
 
 import fshard
-from fshard import DynamicLossScale, comm, gather_params, offload, optim, tree
+from fshard import DynamicLossScale, comm, gather_params, offload, optim, process_groups, tree
 from fshard.reduction import Sums
 from fshard.wire import Int8, TopK
 
@@ -224,7 +224,7 @@ class Ranks:
     def exchange(self, sends: Any, recvs: Any, call: str) -> comm.Works:
         """What travels is on the device."""
         assert all(x.device == self.device for x in (*sends, *(r for r in recvs if r is not None))), call
-        return comm.Works([], comm.places(sends, recvs, self.rank))
+        return comm.Works([], process_groups.places(sends, recvs, self.rank))
 
 
 class Mesh:

@@ -1,0 +1,120 @@
+"""Ranks of torch's process groups: messages from point to point, how long to wait for them, where the ranks met."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+
+from .record import Record
+
+
+class MismatchError(RuntimeError):
+    """Ranks that should do the same thing do not."""
+
+
+@dataclass
+class Works:
+    """An exchange made of works to wait for, and the places it fills."""
+
+    works: Sequence[Any]
+    parts: Sequence[Tensor]
+    call: str = ""
+    timeout: timedelta | None = None  # None: the process group's own
+
+    def wait(self) -> Sequence[Tensor]:
+        """Wait for every work."""
+        with _answering(self.call):
+            for work in self.works:
+                work.wait() if self.timeout is None else work.wait(self.timeout)
+        return self.parts
+
+    def done(self) -> None:
+        """Nothing is shared with another rank."""
+
+
+@contextmanager
+def _answering(call: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as failure:
+        said = "a peer has gone, or did not answer within the process group's timeout"
+        raise MismatchError(f"{said}, in {call}: {failure}") from failure
+
+
+def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
+    """A place for what each rank sends: the given one, a new one, or for this rank its own tensor."""
+    own = sends[rank]
+    made = [own if p == rank else torch.empty_like(own) for p in range(len(sends))]
+    return [place if recv is None else recv for recv, place in zip(recvs, made, strict=True)]
+
+
+class GroupRanks:
+    """Ranks of a torch process group."""
+
+    whole = None
+
+    def __init__(self, axis: str, group: dist.ProcessGroup, device: torch.device):
+        self.axis, self.device, self._group = axis, device, group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.built_in = None if device.type == "cpu" else group
+        self.record = Record("", axis, "", 0)
+
+    @cached_property
+    def timeout(self) -> timedelta:
+        """How long a message is waited for."""
+        return timeout_of(self._group, self.device)
+
+    def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
+        """A new tensor."""
+        return like.new_empty(numel)
+
+    def idle(self, x: Tensor) -> bool:
+        """Always."""
+        return True  # a send that was waited for has left
+
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Works:
+        """Messages from point to point."""
+        parts, ops = places(sends, recvs, self.rank), []
+        for peer in (p for p in range(self.size) if p != self.rank):
+            ops.append(dist.P2POp(dist.irecv, parts[peer], group=self._group, group_peer=peer))
+            ops.append(dist.P2POp(dist.isend, sends[peer], group=self._group, group_peer=peer))
+        with _answering(call):
+            works = dist.batch_isend_irecv(ops) if ops else []
+        # NCCL takes a timeout as a wish to block the host; its watchdog has the group's
+        return Works(works, parts, call, self.timeout if self.device.type == "cpu" else None)
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta:
+    """How long a wait in a group may last: what was said when it was made, or else when the default group was.
+
+    The groups of a mesh of several axes have torch's 30 minutes, whatever `init_process_group(timeout=)` was told.
+    """
+    own = _timeout(group, device)
+    unsaid = own in (default_pg_timeout, default_pg_nccl_timeout)
+    return _timeout(dist.group.WORLD, device) if unsaid else own
+
+
+def _timeout(group: Any, device: torch.device) -> timedelta:
+    # private API: torch has no public way to read it
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # a backend without options, or none for the device
+        return default_pg_timeout
+
+
+def meeting_host() -> str:
+    """The host that all ranks reached when they met, by the name this one was given; empty if they met otherwise."""
+    store: Any = dist.group.WORLD.get_group_store() if dist.group.WORLD is not None else None
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "host", "") or os.environ.get("MASTER_ADDR", "")

@@ -1,0 +1,198 @@
+"""Links between processes: who may have one, what may come over it, and what becomes of those whose peers end."""
+
+import fcntl
+import json
+import os
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hostile
+import pytest
+import torch
+from test_check import NUM, values
+from worlds import fates
+
+import fshard
+from fshard import lines, links, shared_memory
+
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+
+
+# --- strangers
+
+
+@pytest.mark.parametrize(("user", "num"), [pytest.param(65534, 1, marks=ROOT), (os.geteuid(), 129)])
+def test_strangers_are_told_nothing(user: int, num: int) -> None:
+    """Of another user, or silent ones by the hundred: the ranks are connected all the same."""
+    told, _ = values(fates(hostile.among_strangers, user, num, seconds=30.0))
+    assert told == [""] * len(hostile.GREETINGS)
+
+
+@pytest.mark.parametrize("seed", range(NUM))
+def test_a_rank_that_ends_while_connecting(seed: int, tmp_path: Path) -> None:
+    """At any line: within five seconds an error on every other rank."""
+    kind, over, at, bad, size = case = hostile.drawn(seed)
+    ranks = fates(hostile.end_while_connecting, str(tmp_path), kind, over, at, bad, shard=size)
+    assert ranks[bad].exitcode == {"kill": -9, "raise": 1, "exit": 3}[kind], case
+    ended = float((tmp_path / "ended").read_text())
+    for rank in (r for r in range(size) if r != bad):
+        when, text = ranks[rank].value
+        assert text.startswith(("MismatchError: ", "ConnectionError: ")), (case, text)
+        assert when - ended < 5.0, (case, text)
+
+
+# --- what comes over a link
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, links.Link, shared_memory.Memory]]:
+    """The socket of a peer that may send anything, and the link of a rank to it."""
+    theirs, ours = hostile.pair()
+    with theirs, ours:
+        yield theirs, links.Link(ours, "rank 7", 10.0, memory := shared_memory.Memory()), memory
+
+
+HEADER = struct.Struct("<BHIQQ")
+HUGE = (1 << 63) - 1
+BAD = {
+    "a message of 2**63 bytes": (HEADER.pack(0, 0, 0, 0, HUGE), "a message of 9,223,372,036,854,775,807 bytes"),
+    "a message that is not small": (HEADER.pack(0, 0, 0, 0, links.SMALL + 1), "a message of 32,769 bytes"),
+    "a kind that is not": (HEADER.pack(4, 0, 0, 0, 0), "a message of kind 4"),
+    "a segment not shown": (HEADER.pack(1, 0, 3, 0, 8), "segment 3 without having shown it"),
+    "a segment without memory": (HEADER.pack(2, 0, 3, 0, 8), "segment 3 without its descriptor"),
+    "an acknowledgement of nothing": (HEADER.pack(3, 0, 0, 0, 0), "an acknowledgement of segment 0"),
+    "an acknowledgement too far": (HEADER.pack(3, 0, 1 << 31, 0, 0), "an acknowledgement of segment 2147483648"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_header_that_no_rank_sends(name: str, ends: Any) -> None:
+    """One error that names the peer and what came; nothing is made as large as it says, and the link is closed."""
+    theirs, link, _ = ends
+    sent, words = BAD[name]
+    theirs.sendall(sent)
+    with pytest.raises(fshard.MismatchError, match=r"^rank 7 sent ") as caught:
+        link.take(0, "a call")
+    assert words in str(caught.value)
+    assert len(link.stream) == 0
+    with pytest.raises(fshard.MismatchError, match=r"^rank 7 has gone"):
+        link.take(0, "a call")
+    assert theirs.recv(1) == b""
+
+
+def test_nothing_but_words_where_there_is_no_memory() -> None:
+    """Along links that only tell what is called: no descriptor, no segment."""
+    for kind in (1, 2, 3):
+        theirs, ours = hostile.pair()
+        with theirs, ours:
+            theirs.sendall(HEADER.pack(kind, 0, 0, 0, 0))
+            with pytest.raises(fshard.MismatchError, match=f"rank 7 sent a message of kind {kind}"):
+                links.Link(ours, "rank 7", 10.0).take(0, "a call")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_bytes(seed: int) -> None:
+    """Messages, or an error that names the peer: whatever comes, in whatever pieces."""
+    r, errors = random.Random(seed), list[str]()
+    for _ in range(50):
+        theirs, ours = hostile.pair()
+        with theirs, ours:
+            link = links.Link(ours, "rank 7", 10.0, shared_memory.Memory())
+            for _ in range(4):
+                fields = r.randrange(5), r.choice([0, 3]), r.randrange(2), r.choice([0, HUGE]), r.choice([0, 5])
+                theirs.send(r.choice([HEADER.pack(*fields), b"abc", r.randbytes(r.randrange(1, 60)), b"\xff" * 8]))
+                try:
+                    link.drain()
+                except fshard.MismatchError as failure:
+                    errors.append(str(failure))
+                    break
+    assert len(errors) > 10
+    assert all(text.startswith("rank 7 sent ") for text in errors)
+
+
+def num_open() -> int:
+    """Descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _memfd(size: int, seals: int) -> int:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@pytest.mark.parametrize(
+    ("make", "part", "words"),
+    [
+        (lambda: _memfd(4096, fcntl.F_SEAL_GROW), (0, 8), "memory that may change its size under its readers"),
+        (lambda: _memfd(4096, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK), (0, 8), "memory that may change its size"),
+        (lambda: _memfd(0, SEALS), (0, 8), "memory that may change its size under its readers (seals 7, 0 bytes)"),
+        (lambda: os.open(os.devnull, os.O_RDWR), (0, 8), "a descriptor that cannot be mapped ([Errno 22]"),
+        (lambda: _memfd(4096, SEALS), (4090, 8), "bytes 4,090 to 4,098 of segment 0, of 4,096"),
+        (lambda: _memfd(4096, SEALS), (HUGE, HUGE), "bytes 9,223,372,036,854,775,807 to"),
+    ],
+)
+def test_memory_that_no_rank_sends(make: Any, part: tuple[int, int], words: str, ends: Any) -> None:
+    """Not sealed, none at all, or read past its end; its descriptor does not stay open."""
+    theirs, link, _ = ends
+    before, fd = num_open(), make()
+    socket.send_fds(theirs, [HEADER.pack(2, 0, 0, *part)], [fd])
+    os.close(fd)
+    text = ""
+    try:
+        link.take(0, "a call")
+    except fshard.MismatchError as failure:
+        text = str(failure)  # let go of it, and of what was mapped
+    assert text.startswith("rank 7 sent ")
+    assert words in text
+    link.mapped.clear()
+    assert num_open() == before
+
+
+@pytest.mark.parametrize("with_memory", [False, True])
+def test_descriptors_that_nobody_asked_for(with_memory: bool) -> None:
+    """They are closed: with an error, or at the latest with the link."""
+    before = num_open()
+    theirs, ours = hostile.pair()
+    with theirs, ours:
+        link = links.Link(ours, "rank 7", 10.0, shared_memory.Memory() if with_memory else None)
+        socket.send_fds(theirs, [HEADER.pack(0, 0, 0, 0, 0)], [0, 1, 2])
+        with pytest.raises(fshard.MismatchError, match="rank 7 sent 3 descriptors of no segment"):
+            link.take(0, "a call")
+        link.fds.append(os.dup(0))
+        del link
+    assert num_open() == before
+
+
+def test_memory_cannot_be_cut() -> None:
+    """Of a segment: a peer that would makes no SIGBUS."""
+    segment = shared_memory.Memory().new(8192)
+    for size in (0, 4096, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.fd, size)
+
+
+@pytest.mark.parametrize("text", ["", "[", "3", "[]", '["1", "", "", ""]', "[1, 2, 3, 4]", '[1, "", ""]', "[" * 60000])
+def test_words_that_no_rank_says(text: str) -> None:
+    """In a checked call."""
+    with pytest.raises(fshard.MismatchError, match="rank 7 sent what no rank says of its calls"):
+        lines._read(text, 7)
+    assert lines._read(json.dumps([1, "a", "b", "c"]), 7) == (1, "a", "b", "c")
+
+
+def test_a_call_of_any_length(ends: Any) -> None:
+    """Its text is cut where a header ends, and compared as far."""
+    theirs, link, _ = ends
+    peer = links.Link(theirs, "rank 3", 10.0)
+    for call in ("x" * (1 << 16), "é" * (1 << 16)):
+        peer.send(call, torch.ones(3, dtype=torch.uint8), None)
+        number, link.num_expected = link.num_expected, link.num_expected + 1
+        assert link.take(number, call).data.tolist() == [1, 1, 1]
