@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import kernels, tree
 from .kernels import Number, beside, constants_beside, is_zero
-from .parts import Parts, aligned, pieces
+from .parts import Parts, aligned, copied, pieces
 from .transform import Needs, Schedule, Transform, apply_updates, at, checked, choose, start_count
 
 Rate = Number | Schedule
@@ -116,7 +116,7 @@ class Rule:
 
 def transform(rule: Rule) -> Transform:
     """The pure functions of a rule."""
-    tx = Transform(partial(_init, rule), partial(_update, rule), partial(_fused, rule), elementwise=True)
+    tx = Transform(partial(_init, rule), partial(_update, rule), partial(_fused, rule), elementwise=True, views=True)
     return checked(tx, Needs(rule.name, rule.state, rule.reads_params, rule.takes_sparse))
 
 
@@ -181,7 +181,7 @@ def _fused(
         updates, after = _update(rule, grads, state, params)
         return choose(found_inf, (params, state), (apply_updates(params, updates), after))
     if not donate:
-        params, state = tree.map(torch.clone, (params, state))
+        params, state = copied(params), tree.map(torch.clone, state)
     constants, scalars = rule.prepare(state)
     held = _columns(rule, state)
     columns = aligned(params, grads, *held)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .parts import Layout, Leaf, layout_of, pick, put, write
+from .parts import Layout, Leaf, copied, layout_of, packed, pick, put, write
 from .transform import FoundInf, Needs, Transform, as_transform, checked, identity
 
 # A function of a leaf's path and of an empty tensor of its shape and dtype; or a tree of labels, for leaves or for
@@ -45,20 +45,20 @@ def by_label(transforms: Mapping[Any, Any], labels: Labels) -> Transform:
 
     def init(params: Any) -> LabelState:
         layouts = tuple(_split(layout_of(params), txs, labels).items())
-        return LabelState({label: txs[label].init(pick(params, part)) for label, part in layouts}, layouts)
+        return LabelState({label: txs[label].init(packed(pick(params, part))) for label, part in layouts}, layouts)
 
     def update(grads: Any, state: LabelState, params: Any = None, **extra: Any) -> tuple[Any, LabelState]:
         updates, inner = tree.map(torch.zeros_like, grads), {}
         for label, part in _layouts(state, txs):
-            own = None if params is None else pick(params, part)
-            new, inner[label] = txs[label].update(pick(grads, part), state.inner[label], own, **extra)
+            own = None if params is None else packed(pick(params, part))
+            new, inner[label] = txs[label].update(packed(pick(grads, part)), state.inner[label], own, **extra)
             updates = put(updates, new, part)
         return updates, LabelState(inner, state.layouts)
 
     def fused(
         grads: Any, state: LabelState, params: Any, found_inf: FoundInf | None, donate: bool, **extra: Any
     ) -> tuple[Any, LabelState]:
-        params, states = (params, state.inner) if donate else tree.map(torch.clone, (params, state.inner))
+        params, states = (params, state.inner) if donate else (copied(params), tree.map(torch.clone, state.inner))
         inner = {}
         for label, part in _layouts(state, txs):
             own, skip = pick(params, part), _of_label(found_inf, label)
@@ -66,7 +66,7 @@ def by_label(transforms: Mapping[Any, Any], labels: Labels) -> Transform:
             write(own, new)
         return params, LabelState(inner, state.layouts)
 
-    return checked(Transform(init, update, fused, labelled=True), Needs("by_label", LabelState))
+    return checked(Transform(init, update, fused, labelled=True, views=True), Needs("by_label", LabelState))
 
 
 def masked(tx: Any, mask: Labels) -> Transform:

@@ -131,8 +131,7 @@ def scaled(x: Any, factor: Tensor, own: bool = False) -> Any:
 
 
 def scale_leaves_(x: Any, factors: Tensor, layout: Layout | None = None) -> Any:
-    """Multiply every leaf by its factor, in place; of views packed copies, which the result then has."""
-    x = tree.map(lambda row: row, x)
+    """Multiply every leaf by its factor, in place."""
     by_leaf = factors.unbind()
     for number, piece in pieces(x, layout):
         piece.mul_(beside(by_leaf[number].to(wide(piece.dtype)), piece))

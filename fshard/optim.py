@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import kernels, tree
 from .adaptor import from_torch
+from .combine import chain, every_k, with_hyperparams
 from .elementwise import (
     PARAMS,
     AdadeltaState,
@@ -42,16 +43,13 @@ from .transform import (
     add_decayed_weights,
     apply_updates,
     at,
-    chain,
     clip,
     clip_by_global_norm,
     clip_by_leaf_norm,
     ema,
-    every_k,
     identity,
     scale,
     scale_by_schedule,
-    with_hyperparams,
 )
 from .wholeleaf import adafactor, lamb, muon, whole_leaves
 

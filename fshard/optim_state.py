@@ -16,7 +16,7 @@ from torch import Tensor
 from . import comm, tree
 from .labels import LabelState
 from .move import collect, on_rank
-from .parts import EVERYONE, Layout, Parts, Span, layout_of, mesh_of, pick, pieces, typed
+from .parts import EVERYONE, Layout, Parts, Span, layout_of, mesh_of, packed, pick, pieces, typed
 
 _CHUNK = 1 << 24  # elements on their way at a time
 
@@ -94,7 +94,7 @@ def _whole_leaves(x: Parts, rank: int | None) -> Iterator[tuple[str, Tensor]]:
     for numbers in _chunks(layout):
         part = layout.pick(numbers)
         target = on_rank(part, layout.mesh, layout.axes, EVERYONE if rank is None else _along(layout, rank))
-        whole = collect(pick(x, part), target, "optimizer state")
+        whole = collect(packed(pick(x, part)), target, "optimizer state")
         yield from ((layout.leaves[s.leaf].path, row) for s, row in zip(whole.layout.mine, whole.tensors, strict=True))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import agree, comm, host, tree
 from .comm import Axes, Mesh
 from .move import collect, on_rank, owned
-from .parts import EVERYONE, Layout, Pieces, layout_of, pick
+from .parts import EVERYONE, Layout, Pieces, layout_of, packed, pick
 from .transform import FoundInf, Transform
 
 
@@ -58,7 +58,7 @@ def leaf_init(tx: Transform, mesh: Mesh, axes: Axes, params: Any) -> ZeroState:
         n for n in layout.numbers if layout.leaves[n].dtype.is_floating_point or layout.leaves[n].dtype.is_complex
     )
     parting = owned(trained, mesh, axes)
-    return ZeroState(tx.init(collect(pick(tree.detached(params), trained), parting)), parting)
+    return ZeroState(tx.init(collect(packed(pick(tree.detached(params), trained)), parting)), parting)
 
 
 def leaf_update(

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -201,24 +202,14 @@ class Parts(ABC):
     @property
     @abstractmethod
     def tensors(self) -> tuple[Any, ...]:
-        """The rows: packed copies, if it holds views."""
-
-    @property
-    def runs(self) -> list[list[Any]]:
-        """What each row is made of: views of what it was picked from, or the row itself."""
-        return [[row] for row in self.tensors]
+        """The rows: memory, never a copy made for the occasion."""
 
 
 class Pieces(Parts):
-    """Some leaves of a tree, or parts of them: those with one label, or those this rank owns.
+    """Some leaves of a tree, or parts of them: those with one label, or those this rank owns."""
 
-    Picked out of flat rows it is, to begin with, a set of views (`runs`, for each row); its rows are packed when they
-    are asked for, and are then copies.
-    """
-
-    def __init__(self, layout: Layout, tensors: Sequence[Any] | None = None, runs: Sequence[Sequence[Tensor]] = ()):
-        self._layout, self._runs = layout, runs
-        self._tensors = None if tensors is None else tuple(tensors)
+    def __init__(self, layout: Layout, tensors: Sequence[Any]):
+        self._layout, self._tensors = layout, tuple(tensors)
 
     @property
     def layout(self) -> Layout:
@@ -227,9 +218,7 @@ class Pieces(Parts):
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """The rows: packed copies of views, if it holds those."""
-        if self._tensors is None:  # not kept: what the views are of may be written to
-            return tuple(torch.cat(list(runs)) for runs in self._runs)
+        """The rows."""
         return self._tensors
 
     @property
@@ -237,19 +226,37 @@ class Pieces(Parts):
         """Its layout."""
         return self._layout
 
-    @property
-    def runs(self) -> list[list[Any]]:
-        """The views that make up each row, or the row."""
-        if self._tensors is not None:
-            return [[row] for row in self._tensors]
-        return [list(runs) for runs in self._runs]
-
     def __repr__(self) -> str:
         held = ", ".join(f"{list(getattr(t, 'shape', ['?']))}" for t in self.tensors)
         return f"Pieces({len(self.layout.numbers)} leaves of {len(self.layout.leaves)}: {held})"
 
 
 tree.register(Pieces, lambda x: (x.tensors, x.layout), Pieces)
+
+
+@dataclass(frozen=True)
+class Views:
+    """Parts that lie in rows of others: for each row the views it is made of, end to end.
+
+    Not a pytree node, and without rows: a function over leaves fails on it, where it would read or write a copy.
+    `packed` copies the elements into rows, `write` writes to where they lie.
+    """
+
+    make: Callable[[Any, Sequence[Tensor]], Parts]  # what has such rows, of `key` and rows
+    key: Any
+    runs: Sequence[Sequence[Tensor]]
+
+
+def packed(x: Any) -> Any:
+    """Parts with rows of their own, copied from views; anything else as it is."""
+    return x.make(x.key, [torch.cat(list(run)) for run in x.runs]) if isinstance(x, Views) else x
+
+
+def copied(x: Any) -> Any:
+    """A copy that may be written to: of views, cut alike, so that kernels round every element alike."""
+    if not isinstance(x, Views):
+        return tree.map(torch.clone, x)
+    return replace(x, runs=[torch.cat(list(run)).split([view.numel() for view in run]) for run in x.runs])
 
 
 def mesh_of(x: Any) -> Mesh:
@@ -287,8 +294,8 @@ def typed(x: Any) -> Layout:
 
 
 def structure(x: Any) -> Any:
-    """What trees that go together have in common: views are not packed for it."""
-    return x.key if isinstance(x, Parts) else tree.flatten(x)[1]
+    """What trees that go together have in common."""
+    return x.key if isinstance(x, Parts | Views) else tree.flatten(x)[1]
 
 
 def pieces(x: Any, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
@@ -299,14 +306,34 @@ def pieces(x: Any, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
     return [(s.leaf, rows[s.row][s.start : s.start + s.numel]) for s in layout.mine]
 
 
-def pick(x: Any, layout: Layout) -> Pieces:
-    """The leaves of `x` that are in a layout picked from its own: views."""
-    rows = tree.leaves(x)
+def pick(x: Any, layout: Layout) -> Pieces | Views:
+    """The leaves of `x`, parts or views, that are in a layout picked from its own: views of flat rows, else rows."""
     if not layout.flat:
+        rows = tree.leaves(x)
         return Pieces(layout, [rows[row] for ((row, _, _),) in layout.runs])
-    views = [[rows[row][start : start + length] for row, start, length in runs] for runs in layout.runs]
-    none = [rows[row][:0] for row in layout.origin_rows]
-    return Pieces(layout, runs=[runs or [empty] for runs, empty in zip(views, none, strict=True)])
+    held = _runs(x)
+    picked = [[view for row, *run in runs for view in _between(held[row], *run)] for runs in layout.runs]
+    none = [held[row][0][:0] for row in layout.origin_rows]
+    return Views(Pieces, layout, [runs or [empty] for runs, empty in zip(picked, none, strict=True)])
+
+
+def _runs(x: Any) -> Sequence[Sequence[Tensor]]:
+    """What each row of a tree is made of: its views, or the row itself."""
+    return x.runs if isinstance(x, Views) else [[row] for row in tree.leaves(x)]
+
+
+def _between(views: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor]:
+    """Elements [start, start + numel) of 1-D tensors that lie end to end."""
+    if len(views) == 1:
+        yield views[0][start : start + numel]
+        return
+    ends = list(accumulate(view.numel() for view in views))
+    number = bisect_right(ends, start)
+    while numel:
+        begin = start - ends[number] + views[number].numel()
+        found = views[number][begin : begin + numel]
+        yield found
+        start, numel, number = start + found.numel(), numel - found.numel(), number + 1
 
 
 def put(x: Any, part: Any, layout: Layout) -> Any:
@@ -321,7 +348,7 @@ def put(x: Any, part: Any, layout: Layout) -> Any:
 
 
 def write(into: Any, x: Any) -> None:
-    """Copy the elements of `x` to where those of `into`, of the same layout, lie."""
+    """Copy the elements of `x` to where those of `into`, of the same layout, lie: either may be views."""
     if into is not x:
         for to, new in zip(*aligned(into, x), strict=True):
             to.copy_(new)
@@ -329,16 +356,36 @@ def write(into: Any, x: Any) -> None:
 
 def aligned(*trees: Any) -> list[list[Tensor]]:
     """The elements of trees of one structure as lists of tensors of the same sizes, views of what each lies in."""
-    columns = [x.runs if isinstance(x, Parts) else [[row] for row in tree.leaves(x)] for x in trees]
     result: list[list[Tensor]] = [[] for _ in trees]
-    for groups in zip(*columns, strict=True):
-        finest = max(groups, key=len)
-        for into, group in zip(result, groups, strict=True):
-            if len(group) < len(finest):
-                (row,) = group
-                group = list(row.split([run.numel() for run in finest]))
+    for groups in zip(*map(_runs, trees), strict=True):
+        same = groups if all(len(group) == 1 for group in groups) else _cut_alike(groups)
+        for into, group in zip(result, same, strict=True):
             into.extend(group)
     return result
+
+
+def _cut_alike(groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
+    """1-D tensors that lie end to end, several such rows of one length: cut wherever one of them is."""
+    sizes = [[view.numel() for view in group] for group in groups]
+    finest = max(sizes, key=len)
+    if not all(len(own) == 1 or own == finest for own in sizes):
+        ends = sorted({end for own in sizes for end in accumulate(own) if end})
+        finest = [end - begin for begin, end in pairwise([0, *ends])]
+    return [
+        group if own == finest else group[0].split(finest) if len(own) == 1 else _split(group, finest)
+        for group, own in zip(groups, sizes, strict=True)
+    ]
+
+
+def _split(views: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """1-D tensors that lie end to end, cut further into these sizes."""
+    found, left = list[Tensor](), list(views)
+    for size in sizes:
+        while not left[0].numel():
+            left.pop(0)
+        found.append(left[0][:size])
+        left[0] = left[0][size:]
+    return found
 
 
 def clear_padding_(x: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import collectives, comm, move, offload, tree
 from .comm import Axes
-from .parts import EVERYONE, Layout, Leaf, Parts, Pieces, Span
+from .parts import EVERYONE, Layout, Leaf, Parts, Pieces, Span, Views
 from .plan import Plan, Slot
 
 
@@ -79,34 +79,21 @@ class Sharded(Parts, tree.Branch):
     intervals of all units end to end, padding (zeros) included. `x["blocks"][3]` is a subtree, still sharded.
     """
 
-    def __init__(
-        self,
-        view: View,
-        tensors: Sequence[Any],
-        life: tree.Life | None = None,
-        runs: Sequence[Sequence[Tensor]] | None = None,
-    ):
+    def __init__(self, view: View, tensors: Sequence[Any], life: tree.Life | None = None):
         self.view = view
         self._tensors = tuple(tensors)
         self._life = life or tree.Life()
-        self._runs = runs  # for each kind a view for every unit, instead of tensors
 
     @property
     def tensors(self) -> tuple[Any, ...]:
         """Its leaves, one for each kind of the view. DonatedError once they were given away."""
         self._life.check(type(self).__name__, "tensors")
-        # not kept: what the views are of may be written to
-        return self._tensors if self._runs is None else tuple(torch.cat(list(runs)) for runs in self._runs)
+        return self._tensors
 
     @property
     def key(self) -> Any:
         """Its view."""
         return self.view
-
-    @property
-    def runs(self) -> list[list[Any]]:
-        """The views that make up each of its tensors, or the tensor."""
-        return [[row] for row in self.tensors] if self._runs is None else [list(runs) for runs in self._runs]
 
     def give_away(self) -> None:
         """End its life, and that of its subtrees: its tensors now belong to another value."""
@@ -141,8 +128,6 @@ class Sharded(Parts, tree.Branch):
     def piece(self, unit: int, kind: int) -> Tensor:
         """This rank's interval of one unit and kind, a view."""
         plan, axes, (begin, _) = self.plan, self.view.over, self.view.units
-        if self._runs is not None:
-            return self._runs[self.view.kinds.index(kind)][unit - begin]
         tensor = self.tensors[self.view.kinds.index(kind)]
         start = plan.offset(unit, kind, axes) - plan.offset(begin, kind, axes)
         return tensor[start : start + plan.length(unit, kind, axes)]
@@ -350,7 +335,7 @@ def cut(plan: Plan, full: Tensor, unit: int, kind: int) -> list[Tensor]:
     return [piece.view(slot.shape) for piece, slot in zip(pieces, slots, strict=True)]
 
 
-def refine(x: Sharded, over: Axes) -> Sharded:
+def refine(x: Sharded, over: Axes) -> Sharded | Views:
     """Cut a whole view further, over axes that extend its own: views of it, or `x` itself where nothing changes."""
     view = replace(x.view, over=over)
     if view == x.view:
@@ -364,26 +349,29 @@ def refine(x: Sharded, over: Axes) -> Sharded:
             begin = 0 if plan.kinds[kind].whole else index * length
             yield x.piece(unit, kind)[begin : begin + length]
 
-    return Sharded(view, [], runs=[list(views(kind)) for kind in view.kinds])
+    return Views(Sharded, view, [list(views(kind)) for kind in view.kinds])
 
 
-def coarsen(x: Sharded, over: Axes, into: Sharded | None = None) -> Sharded:
+def coarsen(x: Sharded | Views, over: Axes, into: Sharded | None = None) -> Sharded:
     """Gather a whole view over the axes by which it is cut more finely than `over`; the inverse of `refine`.
 
     Writes into the tensors of `into` where it is given.
     """
-    view = replace(x.view, over=over)
-    if view == x.view:
+    fine: View = x.key
+    view = replace(fine, over=over)
+    if isinstance(x, Sharded) and view == fine:
         return x
-    plan, extra = x.plan, x.view.over[len(over) :]
+    plan, extra = fine.plan, fine.over[len(over) :]
     if into is None:
-        into = Sharded(view, [room(plan, k, over, t) for k, t in zip(view.kinds, x.tensors, strict=True)])
+        likes = [row for row, *_ in x.runs] if isinstance(x, Views) else x.tensors
+        into = Sharded(view, [room(plan, k, over, t) for k, t in zip(view.kinds, likes, strict=True)])
     started = []
     for kind in view.kinds:
         axes = () if plan.kinds[kind].whole else extra
         for unit, name in enumerate(u.name for u in plan.units):
             if plan.length(unit, kind, over):
-                row, piece = into.piece(unit, kind), x.piece(unit, kind)
+                row = into.piece(unit, kind)
+                piece = x.runs[view.kinds.index(kind)][unit] if isinstance(x, Views) else x.piece(unit, kind)
                 out = offload.landing(row, plan.device) if axes and plan.kinds[kind].host else row
                 pending = comm.gather_over(piece.to(out.device), plan.live_mesh(), axes, name, out)
                 if out is row:

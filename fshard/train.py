@@ -18,7 +18,7 @@ from .kernels import beside, wide
 from .labels import Labels
 from .loss_scale import NoLossScale
 from .norms import exactly, global_norm
-from .parts import device_of
+from .parts import device_of, packed
 from .reduction import TREE, reduction_of
 from .shard import Sharded, coarsen, refine
 from .transform import FoundInf, Transform, any_found, as_transform, choose, clip_factor
@@ -59,7 +59,7 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
     >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
     tensor(0)
     """
-    tx, trained = as_transform(tx), refine(check_sharded(sharded).trainable, sharded.plan.state_over)
+    tx, trained = as_transform(tx), packed(refine(check_sharded(sharded).trainable, sharded.plan.state_over))
     device = device_of(sharded)
     # where the loss is: a scaler elsewhere would have every step wait for the device
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device, copy=True), loss_scale)

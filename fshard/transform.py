@@ -18,7 +18,7 @@ from . import agree, kernels, tree
 from .kernels import Number, beside
 from .nodes import is_tracing
 from .norms import global_norm, leaf_norms, scale_leaves_, scaled
-from .parts import Parts, device_of, structure
+from .parts import Parts, Views, device_of, packed, structure
 
 Schedule = Callable[[Tensor], Any]
 # Whether an update is to be skipped (0-d, 1 or 0), or for each label whether its own is.
@@ -32,6 +32,8 @@ class Transform(NamedTuple):
     kernel and in place: on copies, or if `donate` on what it is given. It leaves everything as it is where `found_inf`
     is 1. An `elementwise` transformation acts on every element by itself, and so may be run on parts of a tree; a
     `labelled` one (`by_label`) takes a `found_inf` for each label. `step` agrees on it over `mesh`, if that is given.
+    The fused twin of one with `views` takes `Views` of parameters and gradients (`fshard.parts`) and writes to where
+    they lie; any other is given packed copies.
     `update` and `fused` take further arguments by name, and leave alone those they do not know; with `own_grads=True`
     gradients may be overwritten.
     """
@@ -42,6 +44,7 @@ class Transform(NamedTuple):
     elementwise: bool = False
     labelled: bool = False
     mesh: Any = None
+    views: bool = False
 
     def step(
         self, grads: Any, state: Any, params: Any, found_inf: FoundInf | None = None, donate: bool = False, **extra: Any
@@ -59,9 +62,17 @@ class Transform(NamedTuple):
         found_inf = agree.any_rank(found_inf, self.mesh)
         if found_inf is not None and not self.labelled:
             found_inf = any_found(found_inf)
-        params = tree.detached(params, Parts)  # parts require none, and to look into them would pack their views
-        if self.fused is not None and not is_tracing():  # a compiler fuses the plain formulas
-            return self.fused(grads, state, params, found_inf, donate, **extra)
+        params = tree.detached(params, Parts)  # parts require none
+        if self.fused is None or is_tracing():  # a compiler fuses the plain formulas
+            return self._applied(packed(grads), state, packed(params), found_inf, extra)
+        if isinstance(params, Views) and not self.views:
+            state = state if donate else tree.map(torch.clone, state)
+            params, donate = packed(params), True  # a copy is its own
+        return self.fused(grads if self.views else packed(grads), state, params, found_inf, donate, **extra)
+
+    def _applied(
+        self, grads: Any, state: Any, params: Any, found_inf: FoundInf | None, extra: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
         updates, new_state = self.update(grads, state, params, **extra)
         return choose(found_inf, (params, state), (apply_updates(params, updates), new_state))
 
@@ -147,8 +158,9 @@ class Needs:
                 raise ValueError(f"optim.{self.name}: the gradient of leaf {path!r} {wrong}")
 
     def _wrong(self, g: Any, p: Any) -> str | None:
-        if isinstance(g, Parts):
-            wrong = self.real and any(run.is_complex() for runs in g.runs for run in runs)
+        if isinstance(g, Parts | Views):
+            runs = g.runs if isinstance(g, Views) else [g.tensors]
+            wrong = self.real and any(view.is_complex() for run in runs for view in run)
             return "is complex, which this takes none of" if wrong else None
         if g.shape != p.shape:
             return f"has shape {list(g.shape)}, the parameter {list(p.shape)}"
@@ -313,137 +325,3 @@ def ema(decay: float, debias: bool = True) -> Transform:
         return tree.map(lambda m: (m / beside(share, m)).to(m.dtype), mean), EmaState(count, mean)
 
     return checked(Transform(init, update, elementwise=True), Needs("ema", EmaState))
-
-
-def chain(*txs: Any) -> Transform:
-    """One after the other: each gets the updates of the one before it.
-
-    >>> chain(clip(1.0), scale(-0.5)).update(torch.tensor(4.0), ((), ()))[0]
-    tensor(-0.5000)
-    """
-    parts = [as_transform(tx) for tx in txs]
-    if not parts:
-        return identity()
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        grads, states = _all_but_last(grads, state, params, extra)
-        grads, last = parts[-1].update(grads, state[-1], params, **extra)
-        return grads, (*states, last)
-
-    def _all_but_last(grads: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-        if not isinstance(state, tuple) or len(state) != len(parts):
-            got = len(state) if isinstance(state, tuple) else type(state).__name__
-            raise ValueError(f"optim.chain: expected the states of {len(parts)} transformations, got {got}")
-        states = []
-        for tx, inner in zip(parts[:-1], state, strict=False):
-            grads, inner = tx.update(grads, inner, params, **extra)
-            states.append(inner)
-        return grads, states
-
-    def fused(
-        grads: Any, state: Any, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
-    ) -> tuple[Any, Any]:
-        updates, states = _all_but_last(grads, state, params, extra)
-        states = choose(found_inf, list(state[:-1]), states)
-        params, last = parts[-1].step(updates, state[-1], params, found_inf, donate, **extra)
-        return params, (*states, last)
-
-    return parts[-1]._replace(
-        init=lambda params: tuple(tx.init(params) for tx in parts),
-        update=update,
-        fused=fused,
-        elementwise=all(tx.elementwise for tx in parts),
-    )
-
-
-class EveryState(NamedTuple):
-    """Gradients seen since the last update (float32, 0-d), their mean, and the state of what gets it."""
-
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    mean: Any
-    inner: Any
-
-
-def every_k(tx: Any, k: int) -> Transform:
-    """`tx` of the mean of k gradients, every k-th time; the updates between are zero. No host read.
-
-    >>> tx = every_k(scale(-1.0), 2)
-    >>> first, state = tx.update(torch.tensor(2.0), tx.init(torch.tensor(0.0)))
-    >>> first, tx.update(torch.tensor(4.0), state)[0]
-    (tensor(0.), tensor(-3.))
-    """
-    inner = as_transform(tx)
-    if k < 1:
-        raise ValueError(f"optim.every_k: k={k}: expected a number of gradients, at least 1")
-
-    def init(params: Any) -> EveryState:
-        return EveryState(start_count(params), tree.map(torch.zeros_like, params), inner.init(params))
-
-    def update(grads: Any, state: EveryState, params: Any = None, **extra: Any) -> tuple[Any, EveryState]:
-        count = state.count + 1
-        mean = tree.map(lambda m, g: (m + (g - m) / beside(count, m)).to(m.dtype), state.mean, grads)
-        due = (count == k).float()
-        # `mean` goes on living: it is nobody's own
-        updates, after = inner.update(mean, state.inner, params, **{**extra, "own_grads": False})
-        zero = tree.map(torch.zeros_like, updates)
-        updates = choose(due, updates, zero)
-        after = choose(due, after, state.inner)
-        mean = choose(due, tree.map(torch.zeros_like, mean), mean)
-        return updates, EveryState(count * (1 - due), mean, after)
-
-    return checked(Transform(init, update, elementwise=inner.elementwise), Needs("every_k", EveryState))
-
-
-class HyperState(NamedTuple):
-    """Hyper-parameters (0-d float64 tensors by name), number of updates made, and the state of the optimizer."""
-
-    hyperparams: dict[str, Tensor]
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    inner: Any
-
-
-def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
-    """`make(**hyperparams)`, its floating hyper-parameters tensors in the state, which may be changed between steps.
-
-    A schedule is evaluated at each update, and its value kept in the state for you to read. What is no float, tensor or
-    schedule is as given. Tensors do not make a compiled step compile again.
-
-    >>> tx = with_hyperparams(scale, factor=-1.0)
-    >>> state = tx.init(torch.tensor(0.0))
-    >>> state = state._replace(hyperparams={"factor": torch.tensor(-3.0)})
-    >>> tx.update(torch.tensor(2.0), state)[0]
-    tensor(-6.)
-    """
-    schedules = {name: value for name, value in hyperparams.items() if callable(value)}
-    values = {name: value for name, value in hyperparams.items() if isinstance(value, float | Tensor)}
-    static = {name: value for name, value in hyperparams.items() if name not in schedules and name not in values}
-
-    def built(current: Mapping[str, Tensor]) -> Transform:
-        return as_transform(make(**current, **static))
-
-    def init(params: Any) -> HyperState:
-        count = start_count(params)
-        both = values | {name: schedule(count) for name, schedule in schedules.items()}
-        start = {name: torch.as_tensor(both[name], dtype=torch.float64).to(count.device, copy=True) for name in both}
-        return HyperState(start, count, built(start).init(params))
-
-    def current(state: HyperState) -> dict[str, Tensor]:
-        old = state.hyperparams
-        new = {name: torch.as_tensor(fn(state.count), dtype=torch.float64) for name, fn in schedules.items()}
-        return {**old, **{name: value.to(old[name].device) for name, value in new.items()}}
-
-    def update(grads: Any, state: HyperState, params: Any = None, **extra: Any) -> tuple[Any, HyperState]:
-        now = current(state)
-        updates, inner = built(now).update(grads, state.inner, params, **extra)
-        return updates, HyperState(now, state.count + 1, inner)
-
-    def fused(
-        grads: Any, state: HyperState, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
-    ) -> tuple[Any, HyperState]:
-        now = current(state)
-        params, inner = built(now).step(grads, state.inner, params, found_inf, donate, **extra)
-        count = state.count + (1 if found_inf is None else 1 - found_inf)
-        return params, HyperState(choose(found_inf, state.hyperparams, now), count, inner)
-
-    elementwise = built(init(torch.zeros(1)).hyperparams).elementwise
-    return checked(Transform(init, update, fused, elementwise), Needs("with_hyperparams", HyperState, sparse=True))

@@ -26,6 +26,7 @@ from .parts import (
     Span,
     device_of,
     layout_of,
+    packed,
     pick,
     pieces,
     put,
@@ -119,7 +120,7 @@ def adafactor(
                 col[leaf.path] = torch.zeros(*batch, 1, m, dtype=leaf.dtype, device=count.device)
         others = [n for n in layout.numbers if not _factors(layout.leaves[n])]
         vectors = layout.pick(others) if others else None
-        nu = tree.map(torch.zeros_like, pick(params, vectors)) if vectors else None
+        nu = tree.map(torch.zeros_like, packed(pick(params, vectors))) if vectors else None
         return AdafactorState(count, row, col, nu, vectors)
 
     def update(grads: Any, state: AdafactorState, params: Any = None, **extra: Any) -> tuple[Any, AdafactorState]:
@@ -132,7 +133,7 @@ def adafactor(
         )
         nu = state.variance
         if state.vectors is not None:
-            squares = tree.map(torch.square, pick(grads, state.vectors))
+            squares = tree.map(torch.square, packed(pick(grads, state.vectors)))
             nu = tree.map(lambda old, g2: old.lerp(g2, beside(share.to(old.dtype), old)), state.variance, squares)
         steps = tree.map(torch.zeros_like, grads)
         for span, (number, g), (_, out) in zip(layout.mine, pieces(grads, layout), pieces(steps, layout), strict=True):
@@ -141,7 +142,7 @@ def adafactor(
                 out.copy_(_scaled(g, span, factors, row[path], col[path], _floor(eps[0], g)))
         if state.vectors is not None:
             roots = tree.map(
-                lambda g, v: g * v.clamp(min=_floor(eps[0], g) ** 2).rsqrt(), pick(grads, state.vectors), nu
+                lambda g, v: g * v.clamp(min=_floor(eps[0], g) ** 2).rsqrt(), packed(pick(grads, state.vectors)), nu
             )
             steps = put(steps, roots, state.vectors)
         sizes = torch.tensor([math.sqrt(max(leaf.numel, 1)) for leaf in layout.leaves], dtype=torch.float64).to(

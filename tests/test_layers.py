@@ -26,7 +26,7 @@ LEVELS = [
     },
     {"meeting", "simulated", "move", "norms", "compare", "passes", "bucketing"},
     {"host", "transform", "lines", "writes"},
-    {"plan", "labels", "elementwise"},
+    {"plan", "labels", "elementwise", "combine"},
     {"shard", "wholeleaf", "lbfgs", "quantised", "optim_state"},
     {"carry", "loss_scale", "adaptor", "owners", "check"},
     {"tape", "buckets", "optim"},
