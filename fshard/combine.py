@@ -11,7 +11,7 @@ from torch import Tensor
 from . import tree
 from .kernels import beside
 from .parts import packed
-from .transform import Needs, Transform, as_transform, checked, choose, identity, start_count
+from .transform import FoundInf, Needs, Transform, as_transform, checked, choose, identity, num_made, start_count
 
 
 def chain(*txs: Any) -> Transform:
@@ -43,7 +43,7 @@ def chain(*txs: Any) -> Transform:
         return grads, states
 
     def fused(
-        grads: Any, state: Any, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
+        grads: Any, state: Any, params: Any, found_inf: FoundInf | None, donate: bool, **extra: Any
     ) -> tuple[Any, Any]:
         updates, states = _all_but_last(grads, state, params, extra)
         states = choose(found_inf, list(state[:-1]), states)
@@ -56,8 +56,14 @@ def chain(*txs: Any) -> Transform:
         update=update,
         fused=fused,
         elementwise=all(tx.elementwise for tx in parts),
+        labelled=parts[-1].labelled and all(map(_is_bare, parts[:-1])),
         views=True,
     )
+
+
+def _is_bare(tx: Transform) -> bool:
+    """Whether it acts on every element by itself and keeps nothing: one label's leaves are nothing to another's."""
+    return tx.elementwise and not tree.leaves(tx.init(torch.zeros(1)))
 
 
 def _not_own(extra: dict[str, Any]) -> dict[str, Any]:
@@ -130,10 +136,13 @@ def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
     def built(current: Mapping[str, Tensor]) -> Transform:
         return as_transform(make(**current, **static))
 
+    def begun(count: Tensor) -> dict[str, Tensor]:
+        both = values | {name: schedule(count) for name, schedule in schedules.items()}
+        return {name: torch.as_tensor(both[name], dtype=torch.float64).to(count.device, copy=True) for name in both}
+
     def init(params: Any) -> HyperState:
         count = start_count(params)
-        both = values | {name: schedule(count) for name, schedule in schedules.items()}
-        start = {name: torch.as_tensor(both[name], dtype=torch.float64).to(count.device, copy=True) for name in both}
+        start = begun(count)
         return HyperState(start, count, built(start).init(params))
 
     def current(state: HyperState) -> dict[str, Tensor]:
@@ -144,16 +153,17 @@ def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
     def update(grads: Any, state: HyperState, params: Any = None, **extra: Any) -> tuple[Any, HyperState]:
         now = current(state)
         updates, inner = built(now).update(grads, state.inner, params, **extra)
-        return updates, HyperState(now, state.count + 1, inner)
+        return updates, HyperState(now, state.count + num_made(extra.get("found_inf")), inner)
 
     def fused(
-        grads: Any, state: HyperState, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
+        grads: Any, state: HyperState, params: Any, found_inf: FoundInf | None, donate: bool, **extra: Any
     ) -> tuple[Any, HyperState]:
         now = current(state)
         params, inner = built(now).step(grads, state.inner, params, found_inf, donate, **extra)
-        count = state.count + (1 if found_inf is None else 1 - found_inf)
+        count = state.count + num_made(found_inf)
         return params, HyperState(choose(found_inf, state.hyperparams, now), count, inner)
 
-    elementwise = built(init(torch.zeros(1)).hyperparams).elementwise
-    tx = Transform(init, update, fused, elementwise, views=True)
+    made = built(begun(torch.zeros(())))
+    # a schedule counts the updates of all labels as one
+    tx = Transform(init, update, fused, made.elementwise, made.labelled and not schedules, views=True)
     return checked(tx, Needs("with_hyperparams", HyperState, sparse=True))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import tree
 from .parts import Layout, Leaf, copied, layout_of, packed, pick, put, write
-from .transform import FoundInf, Needs, Transform, as_transform, checked, identity
+from .transform import FoundInf, Needs, Transform, as_transform, checked, choose, identity
 
 # A function of a leaf's path and of an empty tensor of its shape and dtype; or a tree of labels, for leaves or for
 # whole subtrees, whose keys may be patterns ("blocks.*.bias"): the first that fits a leaf is its label.
@@ -47,12 +47,17 @@ def by_label(transforms: Mapping[Any, Any], labels: Labels) -> Transform:
         layouts = tuple(_split(layout_of(params), txs, labels).items())
         return LabelState({label: txs[label].init(packed(pick(params, part))) for label, part in layouts}, layouts)
 
-    def update(grads: Any, state: LabelState, params: Any = None, **extra: Any) -> tuple[Any, LabelState]:
+    def update(
+        grads: Any, state: LabelState, params: Any = None, found_inf: FoundInf | None = None, **extra: Any
+    ) -> tuple[Any, LabelState]:
         updates, inner = tree.map(torch.zeros_like, grads), {}
         for label, part in _layouts(state, txs):
             own = None if params is None else packed(pick(params, part))
-            new, inner[label] = txs[label].update(packed(pick(grads, part)), state.inner[label], own, **extra)
-            updates = put(updates, new, part)
+            new, after = txs[label].update(packed(pick(grads, part)), state.inner[label], own, **extra)
+            skip = _of_label(found_inf, label)
+            # -0.0 is what changes no parameter when it is added, not even one of -0.0
+            updates = put(updates, choose(skip, tree.map(lambda u: -torch.zeros_like(u), new), new), part)
+            inner[label] = choose(skip, state.inner[label], after)
         return updates, LabelState(inner, state.layouts)
 
     def fused(
@@ -80,6 +85,17 @@ def masked(tx: Any, mask: Labels) -> Transform:
     {'w': tensor([-1.]), 's': tensor(1.)}
     """
     return by_label({True: tx, False: identity()}, mask)
+
+
+def check_labelled(tx: Transform) -> None:
+    """Raise ValueError if a transformation cannot skip the leaves of one label alone."""
+    if not tx.labelled:
+        raise ValueError(
+            "skip_labels: this transformation does not keep labels apart: they share a norm, a mean or a count, so one "
+            "label's overflow would change or skip the others. Expected optim.by_label, alone, in with_hyperparams "
+            "without schedules, or last in a chain of what acts on elements and has no state. Clip by norm, count and "
+            "average inside: by_label({'a': chain(clip_by_global_norm(1.0), adamw(lr)), ...}, labels)"
+        )
 
 
 def _split(layout: Layout, transforms: Mapping[Any, Any], labels: Labels) -> dict[Any, Layout]:

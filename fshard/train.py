@@ -15,7 +15,7 @@ from .carry import nothing_lost
 from .check import Checked, is_wanted
 from .grad import check_sharded
 from .kernels import beside, wide
-from .labels import Labels
+from .labels import Labels, check_labelled
 from .loss_scale import NoLossScale
 from .norms import exactly, global_norm
 from .parts import device_of, packed
@@ -129,6 +129,8 @@ def train_step(
             "clip_norm with skip_labels: one label's overflow would clip the others to nothing: clip by label"
         )
     tx, by = as_transform(tx), reduction_of(reduction)
+    if skip_labels is not None:
+        check_labelled(tx)
     if by is TREE:  # fused kernels compute the last elements of a row otherwise than the rest
         tx = tx._replace(fused=None)
     with_norms = exactly() if by is TREE else (lambda run: run)

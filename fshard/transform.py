@@ -31,9 +31,9 @@ class Transform(NamedTuple):
     `fused(grads, state, params, found_inf, donate) -> (params, state)` does what update and `apply_updates` do, in one
     kernel and in place: on copies, or if `donate` on what it is given. It leaves everything as it is where `found_inf`
     is 1. An `elementwise` transformation acts on every element by itself, and so may be run on parts of a tree; a
-    `labelled` one (`by_label`) takes a `found_inf` for each label. `step` agrees on it over `mesh`, if that is given.
-    The fused twin of one with `views` takes `Views` of parameters and gradients (`fshard.parts`) and writes to where
-    they lie; any other is given packed copies.
+    `labelled` one (`by_label`) takes a `found_inf` for each label, in `update` by name. `step` agrees on it over
+    `mesh`, if that is given. The fused twin of one with `views` takes `Views` of parameters and gradients
+    (`fshard.parts`) and writes to where they lie; any other is given packed copies.
     `update` and `fused` take further arguments by name, and leave alone those they do not know; with `own_grads=True`
     gradients may be overwritten.
     """
@@ -73,6 +73,9 @@ class Transform(NamedTuple):
     def _applied(
         self, grads: Any, state: Any, params: Any, found_inf: FoundInf | None, extra: Mapping[str, Any]
     ) -> tuple[Any, Any]:
+        if isinstance(found_inf, Mapping):  # a labelled one keeps labels apart by itself
+            updates, new_state = self.update(grads, state, params, found_inf=found_inf, **extra)
+            return apply_updates(params, updates), new_state
         updates, new_state = self.update(grads, state, params, **extra)
         return choose(found_inf, (params, state), (apply_updates(params, updates), new_state))
 
@@ -88,6 +91,13 @@ def choose(found_inf: FoundInf | None, old: Any, new: Any) -> Any:
 def any_found(found_inf: FoundInf) -> Tensor:
     """Whether it is 1, for any label."""
     return found_inf if isinstance(found_inf, Tensor) else torch.stack([*found_inf.values()]).amax()
+
+
+def num_made(found_inf: FoundInf | None) -> Tensor | int:
+    """What a step adds to the number of updates: 1, or 0 where it is skipped, for all labels."""
+    if isinstance(found_inf, Mapping):
+        found_inf = torch.stack([*found_inf.values()]).amin()
+    return 1 if found_inf is None else 1 - found_inf
 
 
 def as_transform(tx: Any) -> Transform:

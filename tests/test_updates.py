@@ -14,8 +14,9 @@ from optimizers import TRANSFORMS
 from worlds import simulated
 
 import fshard
-from fshard import Sharded, optim, tree
-from fshard.parts import packed
+from fshard import DynamicLossScale, Sharded, optim, tree
+from fshard.labels import LabelState
+from fshard.parts import Parts, packed
 from fshard.shard import coarsen, refine
 from fshard.train import _update
 
@@ -130,3 +131,132 @@ def test_a_step_is_an_update_and_its_application(name, way):
             law(None, name, way, STRATEGIES[strategy])
         else:
             simulated(law, name, way, STRATEGIES[strategy], replicate=replicate, shard=shard)
+
+
+def _first(path: str, leaf: torch.Tensor) -> str:
+    return path[0]
+
+
+def _by_first(make: Callable[[], Any]) -> Any:
+    return optim.by_label({"a": make(), "b": make()}, _first)
+
+
+# What keeps the labels "a" and "b" apart, each of a transformation that both have.
+APART: dict[str, Callable[[Callable[[], Any]], Any]] = {
+    "alone": _by_first,
+    "chained": lambda make: optim.chain(optim.clip(0.5), optim.add_decayed_weights(0.1), _by_first(make)),
+    "in hyperparams": lambda make: optim.with_hyperparams(
+        lambda factor: optim.chain(optim.scale(factor), _by_first(make)), factor=0.5
+    ),
+    "nested": lambda make: optim.by_label(
+        {"a": optim.by_label({True: make(), False: optim.sgd(0.1)}, _matrices), "b": make()}, _first
+    ),
+    "twice": lambda make: optim.chain(optim.identity(), optim.with_hyperparams(lambda f: _by_first(make), f=1.0)),
+}
+
+
+def two_labels(seed: int) -> Any:
+    """Two leaves of each label."""
+    shapes = {"a": {"w": (3, 4), "v": (5,)}, "b": {"w": (4, 2), "v": (3,)}}
+    return {k: {n: rand(*x, seed=seed + i) for i, (n, x) in enumerate(v.items())} for k, v in shapes.items()}
+
+
+def of_label(params: Any, state: Any, label: str) -> Any:
+    """The whole parameters and state of a label."""
+    held, *_ = tree.nodes(state, LabelState)
+    return fshard.gather_params(params)[label], tree.map_tops(fshard.gather_params, Parts, held.inner[label])
+
+
+def skipping(mesh: Any, tx: Any, strategy: dict[str, Any], bad: str, donate: bool) -> None:
+    """One label's gradients overflow: it stays as it is, the other moves as if none had."""
+    plan = fshard.make_plan(two_labels(1), mesh, units=["a", "b"], **strategy)
+    results = []
+    for gain in (1.0, torch.inf, torch.nan):
+        given = {
+            k: tree.map(lambda g, k=k, gain=gain: g * gain if k == bad else g, v) for k, v in two_labels(2).items()
+        }
+        grads = packed(refine(fshard.shard_params(given, plan).trainable, plan.grads_over))
+        params = fshard.shard_params(two_labels(1), plan)
+        state = fshard.init_state(params, tx).opt_state
+        found = {label: torch.tensor(float(label == bad and gain != 1)) for label in "ab"}
+        before = tree.map(torch.clone, (params, state))
+        results.append(_update(tx, grads, state, params, found, donate))
+    other = "b" if bad == "a" else "a"
+    clean = of_label(*results[0], other)
+    assert not same_bits(clean, of_label(*before, other))
+    for result in results[1:]:
+        assert same_bits(of_label(*result, bad), of_label(*before, bad))
+        assert same_bits(of_label(*result, other), clean)
+
+
+SKIPPED = ["sgd-all", "adamw", "rmsprop", "lamb", "muon", "clip_by_global_norm", "every_k", "from_torch-Adam", "masked"]
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("way", APART)
+@pytest.mark.parametrize("name", SKIPPED)
+def test_a_label_is_skipped_alone(name, way, fused):
+    """With infinite gradients and with NaN, by fused twins and by formulas, as reduction="tree" and graphs use them."""
+    tx = APART[way](TRANSFORMS[name])
+    tx = tx if fused else tx._replace(fused=None)
+    for strategy, shard in (("full", None), ("zero1", 2), ("full", 3)):
+        for bad, donate in (("a", True), ("b", False)):
+            if shard is None:
+                skipping(None, tx, STRATEGIES[strategy], bad, donate)
+            else:
+                simulated(skipping, tx, STRATEGIES[strategy], bad, donate, shard=shard)
+
+
+def overflowing(mesh: Any, reduction: str, jitted: bool) -> None:
+    """Two steps; in the second the last rank's loss overflows in one label."""
+    tx = optim.chain(
+        optim.clip(9.0), optim.by_label({"a": optim.adamw(0.1), "b": optim.sgd(0.1, momentum=0.9)}, _first)
+    )
+
+    def loss(p: Any, batch: Any) -> fshard.Sum:
+        gains = {"a": batch["gain"].sum(), "b": batch["x"].sum()}
+        return fshard.Sum(sum(gains[k] * leaf.square().sum() for k in p for leaf in p[k].values()))
+
+    state = fshard.init_state(
+        fshard.shard_params(two_labels(1), fshard.make_plan(two_labels(1), mesh)), tx, DynamicLossScale(4.0)
+    )
+    step = fshard.train_step(loss, tx, skip_labels=_first, reduction=reduction)
+    step = fshard.jit(step, backend="eager") if jitted else step
+    last = mesh is None or mesh.get_rank() == mesh.size() - 1
+    states = [state]
+    for gain in (1.0, torch.inf if last else 1.0):
+        batch = {"x": torch.ones(4, dtype=torch.float64), "gain": torch.full((4,), gain, dtype=torch.float64)}
+        states.append(step(states[-1], batch)[0])
+    (one, two) = ((s.params, s.opt_state) for s in states[1:])
+    assert same_bits(of_label(*two, "a"), of_label(*one, "a"))
+    counts = [of_label(*x, "b")[1].count.item() for x in (one, two)]
+    assert counts == [1, 2]
+    moved = tree.map(torch.not_equal, of_label(*two, "b")[0], of_label(*one, "b")[0])
+    assert all(x.all() for x in tree.leaves(moved))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("reduction", ["exact", "tree"])
+def test_a_step_skips_a_label_alone(reduction, jitted):
+    """Whoever adds gradients up, eagerly and as a graph."""
+    for shard in (1, 2):
+        simulated(overflowing, reduction, jitted, shard=shard)
+
+
+SHARED: dict[str, Callable[[], Any]] = {
+    "a norm": lambda: optim.chain(optim.clip_by_global_norm(1.0), TRANSFORMS["by_label"]()),
+    "a mean": lambda: optim.chain(optim.ema(0.9), TRANSFORMS["by_label"]()),
+    "a count": lambda: optim.every_k(TRANSFORMS["by_label"](), 2),
+    "a schedule": lambda: optim.with_hyperparams(
+        lambda f: optim.chain(optim.scale(f), TRANSFORMS["by_label"]()), f=optim.cosine(0.1, 9)
+    ),
+    "everything": lambda: optim.adamw(0.1),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_labels_that_share_something_cannot_be_skipped_alone(name):
+    """An error when the step is built, which says what to do."""
+    with pytest.raises(ValueError, match=r"skip_labels: .*share a norm, a mean or a count.*Clip by norm, count and"):
+        fshard.train_step(lambda p, x: x, SHARED[name](), skip_labels=lambda path, leaf: "matrix")
