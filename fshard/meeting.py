@@ -28,7 +28,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,28 +111,34 @@ def _together(ranks: Ranks, step: Callable[[], str]) -> list[str]:
 @contextmanager
 def _near(ranks: Ranks) -> Iterator[Any]:
     """A Unix socket that listens, the ranks' addresses and their key. UnreachableError if hosts differ."""
-    listener, secret = socket.socket(socket.AF_UNIX), secrets.token_hex()
-    with listener:
+    with ExitStack() as stack:
         # an abstract address: no file to clean up, and another than the secret, as everybody can read it
-        address = f"\0fshard-{secrets.token_hex(16)}"
-        rows = _together(ranks, lambda: json.dumps([_host(), _listening(listener, address)[1:], secret]))
-        hosts, names, drawn = zip(*map(json.loads, rows), strict=True)
+        address, listeners = f"\0fshard-{secrets.token_hex(16)}", list[socket.socket]()
+
+        def offer() -> str:
+            listeners.append(_listening(stack, socket.AF_UNIX, address))
+            return json.dumps([_host(), address, secrets.token_hex()])
+
+        hosts, addresses, drawn = zip(*map(json.loads, _together(ranks, offer)), strict=True)
         if len(set(hosts)) > 1:
             raise UnreachableError("the ranks are on several hosts")
-        yield listener, [f"\0{name}" for name in names], "".join(drawn).encode()
+        yield listeners[0], addresses, "".join(drawn).encode()
 
 
 @contextmanager
 def _far(ranks: Ranks) -> Iterator[Any]:
     """A TCP socket that listens on the interface of this rank's process group, the ranks' addresses and their key."""
     seen = _together(ranks, _interface)
-    own = _from_outside(seen[ranks.rank], seen)
-    family = socket.AF_INET6 if ":" in own else socket.AF_INET
-    listener, secret = socket.socket(family), secrets.token_hex()
-    with listener:
-        rows = _together(ranks, lambda: json.dumps([_listening(listener, (own, 0))[:2], secret]))
-        addresses, drawn = zip(*map(json.loads, rows), strict=True)
-        yield listener, [tuple(address) for address in addresses], "".join(drawn).encode()
+    with ExitStack() as stack:
+        listeners = list[socket.socket]()
+
+        def offer() -> str:
+            own = _from_outside(seen[ranks.rank], seen)
+            listeners.append(_listening(stack, socket.AF_INET6 if ":" in own else socket.AF_INET, (own, 0)))
+            return json.dumps([*listeners[0].getsockname()[:2], secrets.token_hex()])
+
+        rows = [json.loads(row) for row in _together(ranks, offer)]
+        yield listeners[0], [(host, port) for host, port, _ in rows], "".join(row[2] for row in rows).encode()
 
 
 def _host() -> str:
@@ -142,11 +148,12 @@ def _host() -> str:
     return boot.read_text() + str(os.stat("/proc/self/ns/net").st_ino) if boot.exists() else secrets.token_hex(16)
 
 
-def _listening(listener: socket.socket, address: Any) -> Any:
+def _listening(stack: ExitStack, family: int, address: Any) -> socket.socket:
+    listener = stack.enter_context(socket.socket(family))
     listener.setblocking(False)
     listener.bind(address)
     listener.listen(4096)  # the system has its own limit, too
-    return address if listener.family == socket.AF_UNIX else listener.getsockname()
+    return listener
 
 
 def _interface() -> str:

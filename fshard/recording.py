@@ -10,7 +10,9 @@ Note [Recorded steps]
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import zipfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,10 @@ from .shard import Sharded
 
 Steps = Collection[int] | Callable[[int], bool] | None
 _FORMAT = 1
+_MOST = 1 << 20  # ranks
+_MOST_THREADS = 1 << 10
+_MOST_BYTES = 1 << 28  # of what is no tensor
+_MOST_SHOWN = 60  # characters of a value in an error
 
 
 def step_folder(folder: Path, number: int) -> Path:
@@ -166,27 +172,118 @@ class Recorded:
                 f"{self.folder}: the {what} that was recorded has other leaves: expected {lacks[:3] or 'no others'}, "
                 f"got {more[:3] or 'no others'}. Give replay the code that made the recorded step."
             )
-        tensors = torch.load(self.folder / f"{name}.pt", weights_only=True)
-        plain = self.about[f"{name} {what}"]["plain"]
-        found = [plain[str(i)] if str(i) in plain else tensors[f"{what} {i}"] for i in range(len(leaves))]
-        return tree.unflatten(spec, [_placed(*row) for row in zip(paths, found, leaves, strict=True)])
+        tensors, plain = _tensors(self.folder / f"{name}.pt"), self.about[f"{name} {what}"]["plain"]
+        keys = [f"{what} {i}" for i in range(len(leaves))]
+        missing = [key for i, key in enumerate(keys) if str(i) not in plain and key not in tensors]
+        if missing:
+            raise ValueError(f"{self.folder / name}.pt: expected {missing[0]!r} ({paths[keys.index(missing[0])]!r})")
+        found = [plain[str(i)] if str(i) in plain else tensors[key] for i, key in enumerate(keys)]
+        if (name, what) == ("before", "state"):
+            self._check_forms(paths, keys, found, leaves)
+        return tree.unflatten(spec, [_placed(*row) for row in zip(found, leaves, strict=True)])
+
+    def _check_forms(self, paths: list[str], keys: list[str], found: list[Any], leaves: list[Any]) -> None:
+        """Raise ValueError where parameters or the optimizer's state are not of the form that the step takes."""
+        for path, key, value, like in zip(paths, keys, found, leaves, strict=True):
+            if path.split(".")[0] in ("params", "opt_state") and form(value) != form(like):
+                raise ValueError(
+                    f"{self.folder}: {key!r}, leaf {path!r}: expected {form(like)}, got {form(value)}. "
+                    "Give replay the code that made the recorded step, and files as they were written."
+                )
 
 
-def _placed(path: str, value: Any, like: Any) -> Any:
+def form(x: Any) -> str:
+    """A tensor's dtype and shape, or the type of anything else."""
+    return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _placed(value: Any, like: Any) -> Any:
     return value.to(like.device) if isinstance(value, Tensor) and isinstance(like, Tensor) else value
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors in a file. ValueError for anything else: no code is run, nothing is larger than in the file."""
+    try:
+        with zipfile.ZipFile(file) as packed:
+            _check_packed(packed, file.stat().st_size)
+        found = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__} in place of tensors by name")
+        for key, x in found.items():
+            # `record` writes no views: one of little memory may have any size
+            if type(x) is not Tensor or x.layout is not torch.strided or x.untyped_storage().nbytes() != x.nbytes:
+                raise ValueError(f"{key!r} is no whole tensor")
+    except Exception as wrong:  # what torch.load raises depends on which byte is wrong
+        raise ValueError(f"{file}: expected the tensors of a recorded step: {wrong}") from wrong
+    return found
+
+
+def _check_packed(packed: zipfile.ZipFile, size: int) -> None:
+    """Raise ValueError for a file of tensors that is larger unpacked, or of which a byte is another."""
+    entries = packed.infolist()
+    if swollen := [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]:
+        raise ValueError(f"{swollen[0]!r} is compressed, which torch.save does not do")
+    if (unpacked := sum(entry.file_size for entry in entries)) > size:
+        raise ValueError(f"{unpacked:,} bytes in a file of {size:,}")
+    if torn := packed.testzip():  # torch compares no checksums
+        raise ValueError(f"{torn!r} is not what was written")
+
+
+def _is_number(x: Any, least: int, most: int) -> bool:
+    return type(x) is int and least <= x <= most
+
+
+def _is_filed(x: Any) -> bool:
+    """Whether it tells of a tree: paths, and by number the values of leaves that are no tensors."""
+    if not isinstance(x, dict) or not isinstance(x.get("paths"), list) or not isinstance(x.get("plain"), dict):
+        return False
+    keys = {str(i) for i in range(len(x["paths"]))}
+    words = all(isinstance(path, str) for path in x["paths"])
+    return words and all(key in keys and isinstance(v, int | float | str) for key, v in x["plain"].items())
+
+
+# by key of about.json: whether a value is possible, and what was expected
+_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "format": (lambda x: _is_number(x, _FORMAT, _FORMAT), f"format {_FORMAT}"),
+    "threads": (lambda x: _is_number(x, 1, _MOST_THREADS), f"a number from 1 to {_MOST_THREADS}"),
+    "rank": (lambda x: _is_number(x, 0, _MOST), "the number of a rank"),
+    "axes": (lambda x: isinstance(x, dict) and all(_is_number(n, 1, _MOST) for n in x.values()), "sizes by axis"),
+    "plan": (lambda x: isinstance(x, str), "a text"),
+} | {
+    f"{name} {what}": (_is_filed, "the paths of a tree, and its values that are no tensors")
+    for name, what in (("before", "state"), ("before", "batch"), ("after", "state"), ("after", "metrics"))
+}
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """What a rank's about.json says. ValueError, with file and key, if `record` did not write it so."""
+    file = folder / "about.json"
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"{file.stat().st_size:,} bytes")
+        about = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as wrong:
+        raise ValueError(f"{file}: expected what is known of a recorded step: {wrong}") from wrong
+    if not isinstance(about, dict):
+        raise ValueError(f"{file}: expected what is known of a recorded step, got a {type(about).__name__}")
+    for key, (is_good, expected) in _KEYS.items():
+        if key not in about or not is_good(about[key]):
+            got = repr(about[key])[:_MOST_SHOWN] if key in about else "nothing"
+            raise ValueError(f"{file}: {key!r}: expected {expected}, got {got}")
+    return about
 
 
 def read(folder: Path) -> list[Recorded]:
     """What all ranks wrote of a step, in rank order. ValueError for what is no recorded step, or not of all ranks."""
-    found = [Recorded(path, json.loads((path / "about.json").read_text())) for path in folder.glob("rank-*")]
+    found = [Recorded(path, _about(path)) for path in folder.glob("rank-*")]
     found.sort(key=lambda one: one.about["rank"])
     if not found:
         raise ValueError(f"{folder}: expected a recorded step (rank-0, ...), found none")
-    if found[0].about["format"] != _FORMAT:
-        raise ValueError(f"{folder}: expected format {_FORMAT}, got {found[0].about['format']}")
-    num_ranks = 1
-    for size in found[0].about["axes"].values():
-        num_ranks *= size
+    for key in ("axes", "plan", "threads"):
+        for one in found:
+            if one.about[key] != found[0].about[key]:
+                raise ValueError(f"{one.folder / 'about.json'}: {key!r}: expected that of {found[0].folder.name}")
+    num_ranks = math.prod(found[0].about["axes"].values())
     ranks = [one.about["rank"] for one in found]
     if ranks != list(range(num_ranks)):
         raise ValueError(f"{folder}: expected what {num_ranks} ranks wrote, got that of ranks {ranks}")

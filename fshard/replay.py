@@ -16,7 +16,7 @@ from .comm import mesh_device
 from .compare import Place, gap, places
 from .grad import Mean, Sum, value_and_grad
 from .randomness import seeded
-from .recording import Recorded, origin_of, read, step_folder
+from .recording import Recorded, form, origin_of, read, step_folder
 from .shard import Sharded
 from .simulated import World
 
@@ -66,7 +66,7 @@ def replay(dir: str | Path, make: Make, at: int | None = None) -> list[Replayed]
     leaves take the place of theirs. With the loss function each rank's own gradients, times the loss scale, are looked
     at, too. What is searched, in this order, rank by rank: for a differing value metrics and the new state; for one
     that is not finite the batch, the state before, the gradients, the metrics and the new state. ValueError for what
-    cannot be replayed: other leaves, another plan, ranks that are missing.
+    cannot be replayed: other leaves, another plan, ranks that are missing, files that `record` did not write so.
 
     >>> import tempfile
     >>> from fshard.testing import record
@@ -83,7 +83,15 @@ def replay(dir: str | Path, make: Make, at: int | None = None) -> list[Replayed]
     folders = sorted(folder.glob("step-*")) if at is None else [step_folder(folder, at)]
     if not folders:
         raise ValueError(f"{folder}: expected recorded steps (step-00000000, ...), found none")
+    for one in folders:
+        if one.name != step_folder(folder, _number(one)).name:
+            raise ValueError(f"{one}: expected the number of a step, as in {step_folder(folder, 12).name}")
     return [_replayed(one, make) for one in folders]
+
+
+def _number(folder: Path) -> int:
+    digits = folder.name.partition("-")[2]
+    return int(digits) if digits.isdecimal() and len(digits) < 20 else 0
 
 
 def _replayed(folder: Path, make: Make) -> Replayed:
@@ -97,7 +105,7 @@ def _replayed(folder: Path, make: Make) -> Replayed:
         torch.set_num_threads(threads)
     different, nonfinite = ([x for row in rows for x in row] for rows in zip(*found, strict=True))
     _, first = min(nonfinite, key=lambda pair: pair[0], default=(0, None))
-    return Replayed(int(folder.name.partition("-")[2]), len(recorded), next(iter(different), None), first)
+    return Replayed(_number(folder), len(recorded), next(iter(different), None), first)
 
 
 def _on_ranks(axes: dict[str, int], fn: Callable[[Any, int], Any]) -> list[Any]:
@@ -153,16 +161,12 @@ def _nonfinite(rank: int, what: str, x: Any) -> Iterator[Finding]:
 
 def _different(rank: int, what: str, got: Any, expected: Any) -> Iterator[Finding]:
     for mine, other in zip(places(got), places(expected), strict=True):
-        if _form(mine.value) != _form(other.value):
-            yield _finding(rank, what, mine, f"got {_form(mine.value)}, recorded {_form(other.value)}")
+        if form(mine.value) != form(other.value):
+            yield _finding(rank, what, mine, f"got {form(mine.value)}, recorded {form(other.value)}")
         elif (apart := gap(mine.path, mine.value, other.value)).num_wrong:
             far = f"{apart.ulps:.0f} units in the last place apart" if math.isfinite(apart.ulps) else "different"
             text = f"at {apart.at} got {apart.got}, recorded {apart.expected} ({far})"
             yield _finding(rank, what, mine, f"{text}, {apart.num_wrong} of {apart.numel} elements differ")
-
-
-def _form(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def _finding(rank: int, what: str, place: Place, text: str) -> Finding:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 # Who maps a segment that is cut afterwards dies of SIGBUS: what is mapped must be sealed against it.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_TOO_FEW = (errno.EMFILE, errno.ENFILE)
 
 
 class Segment:
@@ -108,20 +109,20 @@ def received(fd: int, number: int) -> Segment:
 
 
 def refusal() -> str:
-    """Why this process cannot make segments; empty if it can."""
+    """Why this process cannot make segments; empty if it can, or would with more descriptors."""
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create"
     try:
         os.close(_sealed(mmap.PAGESIZE))
     except OSError as failure:
-        return f"memfd_create: {reason(failure)}"
+        return "" if failure.errno in _TOO_FEW else f"memfd_create: {failure}"
     return ""
 
 
 def reason(failure: Exception) -> str:
     """What went wrong, and what to do about it."""
     text = str(failure)
-    if isinstance(failure, OSError) and failure.errno in (errno.EMFILE, errno.ENFILE):
+    if isinstance(failure, OSError) and failure.errno in _TOO_FEW:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         text += f". A process may have {most} open files: raise the limit (ulimit -n)"
     return text

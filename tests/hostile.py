@@ -1,24 +1,30 @@
 """What processes that are no ranks do to those that are being connected, and ranks that end while they are."""
 
+import gc
 import os
 import random
+import resource
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import faults
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
-from fshard import comm, host, lines, meeting
+from fshard import comm, host, lines, meeting, optim
 
 # Reads a listener's name where anybody can, calls it, and prints what it is told until the connection is closed.
 STRANGER = """
@@ -169,3 +175,145 @@ def pair() -> tuple[socket.socket, socket.socket]:
     for end in ends:
         end.setblocking(False)
     return ends
+
+
+def num_open() -> int:
+    """Descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def dropped_plans(mesh: Any) -> list[int]:
+    """The descriptors open after each of twenty plans was made, used and dropped; the cyclic collector is off."""
+    whole, counts = {"w": torch.ones(600_000)}, []
+    gc.disable()
+    for _ in range(20):
+        plan = fshard.make_plan(whole, mesh)
+        params = fshard.shard_params(whole, plan)
+        value, _ = fshard.value_and_grad(lambda p: (p["w"] * 2).sum())(params)
+        assert value.item() == 1_200_000 * mesh.size() / mesh.size()
+        fshard.check(lambda p: fshard.gather_params(p))(params)
+        del plan, params, value, _
+        dist.barrier()  # nobody still reads
+        counts.append(num_open())
+    gc.enable()
+    return counts
+
+
+def without_memory(mesh: Any) -> tuple[str, list[str]]:
+    """One rank may make no memory: all go through sockets, and the first of them says so, once."""
+    refused = mock.Mock(side_effect=PermissionError(1, "Operation not permitted"))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with mock.patch.object(os, "memfd_create", refused if mesh.get_rank() == 1 else os.memfd_create):
+            connected = host.connect(mesh)
+    assert fshard.all_reduce(torch.ones(3), connected, "shard").tolist() == [2.0] * 3
+    return type(connected.ranks("shard")).__name__, [str(one.message) for one in found]
+
+
+@contextmanager
+def few_descriptors(left: int) -> Iterator[None]:
+    """So many more descriptors may be opened."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(highest)]  # fill the gaps
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1, before[1]))
+    for fd in held[len(held) - left :]:
+        os.close(fd)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for fd in held[: len(held) - left]:
+            os.close(fd)
+
+
+def too_few_descriptors(mesh: Any) -> list[str]:
+    """What this rank hears when rank 1 has few descriptors left: while connecting, and when memory is made."""
+    texts = []
+    for left in range(4):
+        with few_descriptors(left) if mesh.get_rank() == 1 else nullcontext():
+            try:
+                host.connect(mesh)
+                texts.append("no error")
+            except ConnectionError as failure:
+                texts.append(str(failure))
+    ranks = host.connect(mesh).ranks("shard")
+    with few_descriptors(0) if mesh.get_rank() == 1 else nullcontext():
+        try:
+            ranks.empty(1 << 20, torch.ones(1), lent=True)
+            texts.append("no error")
+        except OSError as failure:
+            texts.append(str(failure))
+    return texts
+
+
+def elsewhere(mesh: Any) -> tuple[str, set[str]]:
+    """Two copies of one machine, which seem to be one host, but where no rank reaches another's address."""
+    listening = meeting._listening
+
+    def other(stack: Any, family: int, address: Any) -> Any:
+        return listening(stack, family, address + "-here" if isinstance(address, str) else address)
+
+    with mock.patch.object(meeting, "_listening", other):
+        connected = host.connect(mesh)
+        words = lines.lines_of(mesh)
+    assert fshard.all_reduce(torch.ones(3), connected, "shard").tolist() == [2.0] * 3
+    families = {link.socket.family.name for link in words._links["shard"].values()}
+    return type(connected.ranks("shard")).__name__, families
+
+
+def one_process_at_a_time(mesh: Any) -> tuple[Any, ...]:
+    """All of it, in one world."""
+    return dropped_plans(mesh), without_memory(mesh), too_few_descriptors(mesh), elsewhere(mesh)
+
+
+def data_end_early(mesh: Any, folder: str) -> str:
+    """One rank has no more data, and gathers; the others take one more step, which is checked."""
+    inner = optim.adamw(0.1)
+    state = faults.start(mesh, "host", inner)
+    step = fshard.check(faults.step_of(inner, lambda place: None))
+    state, _ = step(state, faults.batch(mesh.get_rank()))
+    fshard.gather_params(state.params)  # by all, outside of a check
+    state, _ = step(state, faults.batch(mesh.get_rank()))
+    heard = dist.FileStore(f"{folder}/heard", mesh.size())
+    try:
+        if mesh.get_rank() == 1:
+            fshard.gather_params(state.params)
+        else:
+            step(state, faults.batch(mesh.get_rank()))
+    except fshard.MismatchError as failure:
+        heard.set(str(mesh.get_rank()), "")
+        heard.wait([str(rank) for rank in range(mesh.size())])  # nobody's end tells the others
+        return str(failure)
+    return "no error"
+
+
+def timeouts(mesh: Any, folder: str) -> Any:
+    """The timeouts of a 2 x 2 mesh of one that was said, and a group that has its own; what comes of a late rank."""
+    rank, size = mesh.get_rank(), 4
+    again(rank, size, f"{folder}/world", timeout=timedelta(seconds=2))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    own = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=7)), "cpu", mesh_dim_names=("all",))
+    connected = host.connect(mesh)
+    found = [
+        comm.along(one, axis).timeout.total_seconds() for one in (mesh, connected) for axis in ("replicate", "shard")
+    ]
+    found.append(comm.along(own, "all").timeout.total_seconds())
+    words = lines.lines_of(connected)
+    found += [link.timeout for links in words._links.values() for link in links.values()]
+    heard, texts = dist.FileStore(f"{folder}/heard", size), []
+    if rank == 1:
+        heard.wait(["done"])
+        return found, texts
+    if rank == 0:
+        for late in (
+            lambda: fshard.all_reduce(torch.ones(3), connected, "shard"),
+            lambda: fshard.all_reduce(torch.ones(3), mesh, "shard"),
+            lambda: words.run(lambda: fshard.all_reduce(torch.ones(3), connected, "shard")),
+        ):
+            try:
+                late()
+            except fshard.MismatchError as failure:
+                texts.append(str(failure))
+        heard.set("done", "")
+    return found, texts

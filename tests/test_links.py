@@ -14,7 +14,7 @@ import hostile
 import pytest
 import torch
 from test_check import NUM, values
-from worlds import fates
+from worlds import fates, gloo
 
 import fshard
 from fshard import lines, links, shared_memory
@@ -114,11 +114,6 @@ def test_any_bytes(seed: int) -> None:
     assert all(text.startswith("rank 7 sent ") for text in errors)
 
 
-def num_open() -> int:
-    """Descriptors of this process."""
-    return len(os.listdir("/proc/self/fd"))
-
-
 def _memfd(size: int, seals: int) -> int:
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
@@ -143,7 +138,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 def test_memory_that_no_rank_sends(make: Any, part: tuple[int, int], words: str, ends: Any) -> None:
     """Not sealed, none at all, or read past its end; its descriptor does not stay open."""
     theirs, link, _ = ends
-    before, fd = num_open(), make()
+    before, fd = hostile.num_open(), make()
     socket.send_fds(theirs, [HEADER.pack(2, 0, 0, *part)], [fd])
     os.close(fd)
     text = ""
@@ -154,13 +149,13 @@ def test_memory_that_no_rank_sends(make: Any, part: tuple[int, int], words: str,
     assert text.startswith("rank 7 sent ")
     assert words in text
     link.mapped.clear()
-    assert num_open() == before
+    assert hostile.num_open() == before
 
 
 @pytest.mark.parametrize("with_memory", [False, True])
 def test_descriptors_that_nobody_asked_for(with_memory: bool) -> None:
     """They are closed: with an error, or at the latest with the link."""
-    before = num_open()
+    before = hostile.num_open()
     theirs, ours = hostile.pair()
     with theirs, ours:
         link = links.Link(ours, "rank 7", 10.0, shared_memory.Memory() if with_memory else None)
@@ -169,7 +164,7 @@ def test_descriptors_that_nobody_asked_for(with_memory: bool) -> None:
             link.take(0, "a call")
         link.fds.append(os.dup(0))
         del link
-    assert num_open() == before
+    assert hostile.num_open() == before
 
 
 def test_memory_cannot_be_cut() -> None:
@@ -196,3 +191,38 @@ def test_a_call_of_any_length(ends: Any) -> None:
         peer.send(call, torch.ones(3, dtype=torch.uint8), None)
         number, link.num_expected = link.num_expected, link.num_expected + 1
         assert link.take(number, call).data.tolist() == [1, 1, 1]
+
+
+# --- descriptors, memory, hosts, time
+
+
+def test_what_a_machine_lacks() -> None:
+    """Descriptors of dropped plans are closed at once; no memory; few descriptors; a host that only seems the same."""
+    for number, (counts, refused, few, elsewhere) in enumerate(gloo(hostile.one_process_at_a_time)):
+        assert max(counts) == counts[0], counts
+        name, warned = refused
+        assert name == "GroupRanks"
+        text = "no shared memory, so that all messages go through sockets: rank 1 of axis 'shard': memfd_create: "
+        assert warned == [text + "[Errno 1] Operation not permitted"] * (number == 0)
+        *connecting, made = few
+        assert [text for text in connecting if "rank 1 of axis 'shard': " in text and "ulimit -n" in text] == connecting
+        assert ("ulimit -n" in made and "no shared memory of 4,194,304 bytes" in made) == (number == 1), made
+        assert elsewhere == ("GroupRanks", {"AF_INET"})
+
+
+def test_data_that_end_early_on_one_rank(tmp_path: Path) -> None:
+    """It gathers, outside of a check; the others are in a checked step: an error, as without a check."""
+    texts = values(fates(hostile.data_end_early, str(tmp_path), shard=3, seconds=30.0))
+    for text in texts:
+        assert "ranks called different collectives" in text, texts
+
+
+def test_the_users_timeout(tmp_path: Path) -> None:
+    """Of `init_process_group`, for every wait on a mesh of two axes; a group's own, if it was given one."""
+    (found, texts), *others = values(fates(hostile.timeouts, str(tmp_path), shard=2, replicate=2))
+    assert found == [2.0, 2.0, 2.0, 2.0, 7.0, 2.0, 2.0]
+    assert [one[0] for one in others] == [found] * 3
+    assert len(texts) == 3
+    assert "did not answer within 2 s in all_reduce(float32[3], axis='shard')" in texts[0]
+    assert "did not answer within the process group's timeout, in all_reduce(float32[3]" in texts[1]
+    assert "did not answer within 2 s in all_reduce(float32[3], axis='shard')" in texts[2]

@@ -1,9 +1,15 @@
 """Steps recorded and run again: same bits; what differs, or is not finite, is named by leaf, unit and rank."""
 
+import contextlib
 import functools
+import json
 import os
+import pickle
+import random
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +205,149 @@ def test_the_command_line(folder):
     args = [sys.executable, "-c", BARE, "replay", folder, "--step", "replayed:make", "--at", "1"]
     done = subprocess.run(args, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
     assert (done.returncode, done.stdout) == (0, "step 1 on 3 rank(s): same bits\n"), done.stderr
+
+
+class Runs:
+    """What a pickle may do when it is read."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.environ["FSHARD_TEST_RAN"],)
+
+
+def about(**changes: Any) -> Any:
+    """Other words; a value of `...` leaves the key out."""
+
+    def edit(rank: Path) -> None:
+        found = json.loads((rank / "about.json").read_text()) | changes
+        (rank / "about.json").write_text(json.dumps({k: v for k, v in found.items() if v is not ...}))
+
+    return edit
+
+
+def text_of(data: Any) -> Any:
+    """Another about.json."""
+    return lambda rank: (rank / "about.json").write_bytes(data)
+
+
+def tensors(change: Any) -> Any:
+    """Other tensors before the step."""
+    return lambda rank: torch.save(change(torch.load(rank / "before.pt", weights_only=True)), rank / "before.pt")
+
+
+def bytes_of(change: Any) -> Any:
+    """Other bytes in the file of tensors."""
+
+    def edit(rank: Path) -> None:
+        data = (rank / "before.pt").read_bytes()
+        (rank / "before.pt").write_bytes(change(data))
+
+    return edit
+
+
+def bomb(rank: Path) -> None:
+    """A small file of a large tensor."""
+    with zipfile.ZipFile(rank / "before.pt") as old:
+        parts = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(rank / "before.pt", "w", zipfile.ZIP_DEFLATED) as new:
+        for name, data in parts.items():
+            new.writestr(name, data + bytes(1 << 20))
+
+
+# name: the edit of a rank's folder, and what its one error says besides the name of the file
+EDITS = {
+    "no words": (lambda rank: (rank / "about.json").unlink(), "No such file"),
+    "cut words": (text_of(b'{"format": 1, "thr'), "expected what is known of a recorded step"),
+    "no text": (text_of(b"\xff\xfe\x00"), "expected what is known of a recorded step"),
+    "deep words": (text_of(b"[" * 100_000), "expected what is known of a recorded step"),
+    "a list": (text_of(b"[]"), "got a list"),
+    "another format": (about(format=2), "'format': expected format 1, got 2"),
+    "no format": (about(format=...), "'format': expected format 1, got nothing"),
+    "threads of a word": (about(threads="1"), "'threads': expected a number from 1 to 1024, got '1'"),
+    "a million threads": (about(threads=10**6), "'threads': expected a number from 1 to 1024, got 1000000"),
+    "no rank": (about(rank=None), "'rank': expected the number of a rank, got None"),
+    "a rank of true": (about(rank=True), "'rank': expected the number of a rank, got True"),
+    "axes of a list": (about(axes=[2]), "'axes': expected sizes by axis, got [2]"),
+    "an axis of nothing": (about(axes={"shard": 0}), "'axes': expected sizes by axis, got {'shard': 0}"),
+    "many ranks": (about(axes={"shard": 10**5}), "expected what 100000 ranks wrote, got that of ranks [0]"),
+    "a plan of a number": (about(plan=3), "'plan': expected a text, got 3"),
+    "no state": (about(**{"before state": ...}), "'before state': expected the paths of a tree"),
+    "a state of numbers": (
+        about(**{"before state": {"paths": [1], "plain": {}}}),
+        "'before state': expected the paths",
+    ),
+    "values of others": (
+        about(**{"after state": {"paths": [], "plain": {"7": 1}}}),
+        "'after state': expected the paths",
+    ),
+    "a value of a list": (about(**{"after state": {"paths": ["a"], "plain": {"0": []}}}), "'after state': expected"),
+    "no tensors": (lambda rank: (rank / "before.pt").unlink(), "before.pt: expected the tensors of a recorded step"),
+    "empty tensors": (bytes_of(lambda data: b""), "before.pt: expected the tensors of a recorded step"),
+    "cut tensors": (
+        bytes_of(lambda data: data[: len(data) // 2]),
+        "before.pt: expected the tensors of a recorded step",
+    ),
+    "a pickle": (bytes_of(lambda data: pickle.dumps(Runs())), "before.pt: expected the tensors of a recorded step"),
+    "code among tensors": (tensors(lambda x: x | {"state 0": Runs()}), "before.pt: expected the tensors of a recorded"),
+    "tensors of a list": (
+        tensors(lambda x: list(x.values())),
+        "before.pt: expected the tensors of a recorded step: a list",
+    ),
+    "words among tensors": (tensors(lambda x: x | {"state 0": "w"}), "'state 0' is no whole tensor"),
+    "a view without memory": (
+        tensors(lambda x: x | {"state 0": torch.ones(1).expand(1 << 40)}),
+        "'state 0' is no whole",
+    ),
+    "packed tensors": (bomb, "is compressed, which torch.save does not do"),
+    "a tensor that is missing": (
+        tensors(lambda x: {k: v for k, v in x.items() if k != "state 0"}),
+        "expected 'state 0' (",
+    ),
+    "another dtype": (tensors(lambda x: x | {"state 0": x["state 0"].float()}), "'state 0', leaf 'params"),
+    "another shape": (tensors(lambda x: x | {"state 0": torch.ones(3).double()}), "expected torch.float64["),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one device recorded."""
+    path = tmp_path_factory.mktemp("alone")
+    train(None, str(path), 2)
+    return path
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_file_is_one_error(name, alone, tmp_path, monkeypatch):
+    """Which names it, and the key; nothing is run, and nothing made as large as it says."""
+    monkeypatch.setenv("FSHARD_TEST_RAN", str(tmp_path / "ran"))
+    edit, words = EDITS[name]
+    rank = Path(shutil.copytree(alone, tmp_path / "copy")) / "step-00000001" / "rank-0"
+    edit(rank)
+    with pytest.raises(ValueError, match="expected") as caught:
+        replay(tmp_path / "copy", replayed.make)
+    assert str(rank.parent) in str(caught.value)
+    assert words in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("seed", range(16))
+def test_any_edited_byte(seed, alone, tmp_path):
+    """Another result, or the one error."""
+    r = random.Random(seed)
+    rank = Path(shutil.copytree(alone, tmp_path / "copy")) / "step-00000001" / "rank-0"
+    for _ in range(6):
+        file = rank / r.choice(["about.json", "before.pt", "after.pt"])
+        good = file.read_bytes()
+        bad = bytearray(good)
+        bad[r.randrange(len(bad))] ^= 1 << r.randrange(8)
+        file.write_bytes(bad)
+        with contextlib.suppress(ValueError):
+            replay(tmp_path / "copy", replayed.make)
+        file.write_bytes(good)
+
+
+def test_folders_that_are_no_steps(alone, tmp_path):
+    """By their names."""
+    shutil.copytree(alone / "step-00000001", tmp_path / "step-one")
+    with pytest.raises(ValueError, match="step-one: expected the number of a step, as in step-00000012"):
+        replay(tmp_path, replayed.make)
