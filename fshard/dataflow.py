@@ -50,6 +50,22 @@ def writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
+def written_inputs(graph: fx.Graph) -> list[int]:
+    """The numbers of a graph's inputs whose memory a node writes to."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    places = {place for node in graph.nodes if writes(node) for x in _written_by(node) for place in storages_of(x)}
+    return [number for number, node in enumerate(inputs) if places & set(storages_of(node))]
+
+
+def _written_by(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory a node writes to, those in lists too."""
+    marked = [a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]  # type: ignore[union-attr]
+    known = arguments(node)
+    found: list[fx.Node] = []
+    fx.node.map_arg([known[name] for name in marked if name in known], found.append)
+    return found
+
+
 def _by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
     found: dict[int, list[fx.Node]] = {}
     for node in nodes:

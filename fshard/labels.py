@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .parts import Layout, Leaf, copied, layout_of, packed, pick, put, write
+from .parts import Layout, Leaf, OnMesh, copied, layout_of, packed, pick, put, write
 from .transform import FoundInf, Needs, Transform, as_transform, checked, choose, identity
 
 # A function of a leaf's path and of an empty tensor of its shape and dtype; or a tree of labels, for leaves or for
@@ -19,11 +19,16 @@ Labels = Any
 
 
 @dataclass(frozen=True)
-class LabelState:
+class LabelState(OnMesh):
     """The state of each label's transformation, and which leaves are whose."""
 
     inner: dict[Any, Any]
     layouts: tuple[tuple[Any, Layout], ...]
+
+    @property
+    def home(self) -> Layout | None:
+        """The layout of the first label's leaves."""
+        return self.layouts[0][1] if self.layouts else None
 
 
 tree.register_fields(LabelState, ("inner",), ("layouts",))

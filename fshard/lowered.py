@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,12 @@ from torch import Tensor, fx
 from . import passes, reading, tree
 from .bucketing import bucket
 from .claim import ROOT
+from .dataflow import written_inputs
 from .footprint import Footprint, footprint
 from .reading import Traffic
 from .shard import Sharded
-from .trace import Output, Trace, difference, signature, tensors, trace
+from .signature import Signature, difference, flatten, on_meshes, signature
+from .trace import Output, Trace, TraceError, input_paths, tensors, trace
 from .train import TrainState
 
 _copy_ = torch.ops.aten.copy_.default
@@ -32,7 +35,7 @@ class Lowered:
     """The graph of a function for arguments of one signature."""
 
     traced: Trace
-    signature: tuple[Any, ...]
+    signature: Signature
     donate: bool
 
     @property
@@ -61,7 +64,7 @@ class Lowered:
         return [_holds(path) for path in self._paths()]
 
     def _paths(self) -> list[str]:
-        spec, kinds = self.traced.spec, self.signature[1]
+        spec, kinds = self.traced.spec, self.signature.kinds
         return [path for path, kind in zip(tree.paths(spec), kinds, strict=True) if kind[0] is Tensor]
 
     def compile(self, backend: str = "inductor") -> Compiled:
@@ -93,8 +96,8 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`fn(*args, **kwargs)`. ValueError for arguments of another signature."""
-        leaves, spec = tree.flatten((args, kwargs))
-        if (given := signature(leaves, spec)) != self.lowered.signature:
+        leaves, spec = flatten(args, kwargs)
+        if (given := signature(leaves, spec, on_meshes((args, kwargs)))) != self.lowered.signature:
             raise ValueError(f"compiled for other arguments: {difference(self.lowered.signature, given)}")
         return self.run(leaves, args)
 
@@ -103,7 +106,10 @@ class Compiled:
         given, traced = tensors(leaves), self.lowered.traced
         if self.lowered.donate:
             _check_apart(given)
-        with torch.no_grad():
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for device, dtype in self.lowered.signature.ambient.autocast:  # the graph has the casts already
+                stack.enter_context(torch.autocast(device, dtype, enabled=False))
             outputs = self.fn(*given)
         results = [_result(r, given, outputs) for r in traced.results]
         if self.lowered.donate:
@@ -137,11 +143,14 @@ class Options:
 
 def lower(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec, options: Options) -> Lowered:
     """Trace, and apply the passes."""
+    given = tree.unflatten(spec, leaves)
+    key = signature(leaves, spec, on_meshes(given))
     traced = trace(fn, leaves, spec)
+    _check_unchanged(traced, leaves)
     if options.donate:
         traced = donated(traced, leaves)
-    lowered = Lowered(traced, signature(leaves, spec), options.donate)
-    graph, parts = lowered.graph, tree.nodes(tree.unflatten(spec, leaves), Sharded)
+    lowered = Lowered(traced, key, options.donate)
+    graph, parts = lowered.graph, tree.nodes(given, Sharded)
     passes.drop_dead(graph)
     passes.regather(graph, [unit.name for x in parts if x.plan.regather for unit in x.plan.units if unit.name != ROOT])
     passes.sink(graph, options.in_flight)
@@ -152,6 +161,14 @@ def lower(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec, option
     passes.once(graph)
     graph.lint()
     return lowered
+
+
+def _check_unchanged(traced: Trace, leaves: Sequence[Any]) -> None:
+    for number in written_inputs(traced.module.graph):
+        path = input_paths(leaves, traced.spec)[number]
+        raise TraceError(
+            f"jit: the function changes its argument {path!r} in place: make a new tensor instead, or a clone first"
+        )
 
 
 def donated(traced: Trace, leaves: Sequence[Any]) -> Trace:

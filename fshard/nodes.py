@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .record import Record
 
@@ -23,10 +24,10 @@ _LARGE = 1 << 20  # bytes
 
 
 class Names:
-    """Meshes by name, for as long as they live."""
+    """Meshes by name, for as long as they live: by identity, for those of two worlds, or two ranks, may be equal."""
 
     def __init__(self) -> None:
-        self._names: Any = WeakKeyDictionary()
+        self._names: Any = WeakIdKeyDictionary()
         self._meshes: Any = WeakValueDictionary()
         self._numbers = count()
 

@@ -13,16 +13,21 @@ from torch import Tensor
 from . import agree, comm, host, tree
 from .comm import Axes, Mesh
 from .move import collect, on_rank, owned
-from .parts import EVERYONE, Layout, Pieces, layout_of, packed, pick
+from .parts import EVERYONE, Layout, OnMesh, Pieces, layout_of, packed, pick
 from .transform import FoundInf, Transform
 
 
 @dataclass(frozen=True)
-class ZeroState:
+class ZeroState(OnMesh):
     """The state of the optimizer for this rank's part, and how parameters are parted: a `Plan`, or a `Layout`."""
 
     inner: Any
     parting: Any
+
+    @property
+    def home(self) -> Any:
+        """How parameters are parted."""
+        return self.parting
 
 
 tree.register_fields(ZeroState, ("inner",), ("parting",), names=("",))  # a whole state says nothing of partitions

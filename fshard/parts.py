@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -144,6 +145,11 @@ class Layout:
         return {}
 
     @memo
+    def graphs(self) -> WeakKeyDictionary[Any, dict[Any, Any]]:
+        """Graphs for what is laid out so, by the `jit` that traced them: a memo, which goes with the mesh."""
+        return WeakKeyDictionary()
+
+    @memo
     def origin_rows(self) -> list[int]:
         """The rows of what it was picked from that it has leaves of: those its own, flat rows are packed from."""
         assert self.origin is not None
@@ -181,7 +187,16 @@ def _renumbered(spans: Sequence[Span]) -> Iterator[Span]:
         yield from (replace(span, row=row) for row, span in enumerate(group))
 
 
-class Parts(ABC):
+class OnMesh(ABC):
+    """A node of a tree that lies on a mesh."""
+
+    @property
+    @abstractmethod
+    def home(self) -> Any:
+        """The plan or layout it is laid out by, which has the mesh; None if there is none."""
+
+
+class Parts(OnMesh):
     """A tree of which this rank holds some elements, in rows: a pytree node whose leaves are the rows."""
 
     @property
@@ -193,6 +208,11 @@ class Parts(ABC):
     def mesh(self) -> Mesh:
         """The mesh they lie on."""
         return self.layout.mesh
+
+    @property
+    def home(self) -> Any:
+        """Their layout."""
+        return self.layout
 
     @property
     @abstractmethod

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -178,6 +179,11 @@ class Plan:
     def layouts(self) -> dict[Any, Any]:
         """Layouts that were worked out once, by view (`shard.View.layout`): a memo, nothing else."""
         return {}
+
+    @cached_property
+    def graphs(self) -> WeakKeyDictionary[Any, dict[Any, Any]]:
+        """Graphs for what is laid out so, by the `jit` that traced them: a memo, which goes with the mesh."""
+        return WeakKeyDictionary()
 
     @cached_property
     def device(self) -> torch.device:

@@ -110,6 +110,11 @@ class Sharded(Parts, tree.Branch):
         return self.view.plan
 
     @property
+    def home(self) -> Plan:
+        """The plan it is laid out by."""
+        return self.plan
+
+    @property
     def mesh(self) -> comm.Mesh:
         """The mesh it lies on."""
         return self.plan.live_mesh()

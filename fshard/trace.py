@@ -3,17 +3,18 @@
 Note [Traced functions]
     The function runs once, on fake tensors that have shapes and no values, and every operator it calls becomes a node:
     forward, backward, collectives, update, torch.func's transforms included. What Python decides on the way (which unit
-    is gathered when, which branch is taken) is decided then, for all calls whose arguments have the same structure,
-    shapes, dtypes, devices and static values (`signature`).
+    is gathered when, which branch is taken) is decided then, for all calls of one signature (Note [What a graph
+    depends on] in `signature.py`).
 """
 
 from __future__ import annotations
 
-import inspect
+import random
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from . import tree
+from .captures import captures
 from .record import frame_of
+
+_UNLIKELY = 0x6A17_C0DE_5EED
 
 
 class TraceError(RuntimeError):
@@ -58,43 +62,15 @@ def tensors(leaves: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def signature(leaves: Sequence[Any], spec: tree.Spec) -> tuple[Any, ...]:
-    """What calls must have in common to run the same graph."""
-    return (spec, tuple(_kind(leaf) for leaf in leaves))
-
-
-def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        device = torch.get_default_device() if leaf.device.type == "meta" else leaf.device  # as `_fake` has it
-        return Tensor, leaf.shape, leaf.stride(), leaf.dtype, device, leaf.requires_grad
-    return type(leaf), leaf
-
-
-def difference(old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
-    """Where two signatures begin to differ, in words."""
-    if old[0] != new[0]:
-        return "the structure of the arguments, or what their nodes carry (a plan, say), differs"
-    path, a, b = next((path, a, b) for path, a, b in zip(tree.paths(new[0]), old[1], new[1], strict=True) if a != b)
-    return f"argument {path!r} was {_words(a)}, is {_words(b)}"
-
-
-def _words(kind: Any) -> str:
-    if kind[0] is not Tensor:
-        return repr(kind[1])
-    _, shape, stride, dtype, device, requires_grad = kind
-    words = f"{str(dtype).removeprefix('torch.')}{list(shape)} strides {list(stride)} on {device}"
-    return words + " that requires a gradient" * requires_grad
-
-
 def trace(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec) -> Trace:
     """The graph of `fn(*args, **kwargs)`, whose leaves and structure these are. TraceError says what cannot be one."""
     found: dict[str, Any] = {}
 
     def flat(*given: Tensor) -> list[Tensor]:
-        versions = [x._version for x in given]
+        before = [_identity(x) for x in given]
         args, kwargs = tree.unflatten(spec, _merged(leaves, given))
         out, found["spec"] = tree.flatten(fn(*args, **kwargs))
-        _check_unchanged(given, versions, leaves, spec)
+        _check_same(given, before, leaves, spec)
         results: list[Any] = []
         outputs: list[Tensor] = []
         for leaf in out:
@@ -106,7 +82,8 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec) -> Tra
     mode = _mode_of(leaves)
     try:
         given = [_fake(mode, leaf) for leaf in tensors(leaves)]
-        module = make_fx(flat, tracing_mode="fake", record_stack_traces=True)(*given)
+        with _without_random_state():
+            module = make_fx(flat, tracing_mode="fake", record_stack_traces=True)(*given)
     except (TraceError, ValueError, TypeError, NotImplementedError):
         raise
     except Exception as failure:
@@ -157,13 +134,48 @@ def _merged(leaves: Sequence[Any], given: Sequence[Tensor]) -> list[Any]:
     return [next(fakes) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def _check_unchanged(given: Sequence[Tensor], versions: Sequence[int], leaves: Sequence[Any], spec: tree.Spec) -> None:
-    paths = [path for path, leaf in zip(tree.paths(spec), leaves, strict=True) if isinstance(leaf, Tensor)]
-    for path, x, version in zip(paths, given, versions, strict=True):
-        if x._version != version:
+def input_paths(leaves: Sequence[Any], spec: tree.Spec) -> list[str]:
+    """The paths of the leaves that are tensors: what a graph's inputs are called."""
+    return [path for path, leaf in zip(tree.paths(spec), leaves, strict=True) if isinstance(leaf, Tensor)]
+
+
+def _identity(x: Tensor) -> tuple[Any, ...]:
+    """What only an assignment to an attribute of a tensor changes: its memory, and its gradient."""
+    return x.untyped_storage()._cdata, x.shape, id(x.grad) if x.is_leaf else None
+
+
+def _check_same(given: Sequence[Tensor], before: Sequence[Any], leaves: Sequence[Any], spec: tree.Spec) -> None:
+    for path, x, (*memory, grad) in zip(input_paths(leaves, spec), given, before, strict=True):
+        *now, new_grad = _identity(x)
+        if now != memory:
+            raise TraceError(f"jit: the function assigns to .data of its argument {path!r}: make a new tensor instead")
+        if new_grad != grad:
             raise TraceError(
-                f"jit: the function changes its argument {path!r} in place: make a new tensor instead, or a clone first"
+                f"jit: the function assigns to .grad of its argument {path!r}, as .backward() does: take gradients "
+                "with torch.autograd.grad, torch.func.grad or fshard.value_and_grad"
             )
+
+
+@contextmanager
+def _without_random_state() -> Iterator[None]:
+    """TraceError if random numbers are seeded, or drawn in Python: a graph would have those of the first call."""
+    saved, numpy = torch.default_generator.get_state(), sys.modules.get("numpy")
+
+    def state() -> list[Any]:
+        own = [] if numpy is None else [str(numpy.random.get_state()[1:])]
+        return [torch.default_generator.get_state().tolist(), random.getstate(), *own]
+
+    try:
+        torch.default_generator.manual_seed(_UNLIKELY)  # to see a seed that is the one there was
+        before = state()
+        yield
+        if state() != before:
+            raise TraceError(
+                "jit: the function seeds torch's generator, or draws Python's or numpy's random numbers, which a graph "
+                "would repeat: seed outside, draw torch's inside (a step's come from its state)"
+            )
+    finally:
+        torch.default_generator.set_state(saved)
 
 
 def _explained(failure: Exception, fn: Callable[..., Any]) -> TraceError:
@@ -172,7 +184,7 @@ def _explained(failure: Exception, fn: Callable[..., Any]) -> TraceError:
     # where forward mode is on, as on simulated ranks, torch fails while it words the refusal
     refused = any(f.name == "validate" and f.filename.endswith("fake_tensor.py") for f in frames)
     if refused or "convert all Tensors to FakeTensors" in text:
-        names = ", ".join(_captured(fn)) or "a tensor"
+        names = ", ".join(c.name for c in captures(fn) if isinstance(c.read(), Tensor)) or "a tensor"
         return TraceError(
             f"jit: the function uses a tensor that is not among its arguments ({names}) at {where}: pass it as one, "
             "or in the state's `extra`"
@@ -193,20 +205,3 @@ def _site(failure: BaseException) -> str:
     """The innermost line of the user's code, or of any."""
     frame = frame_of(failure)
     return f"{frame.filename}:{frame.lineno} ({frame.line})"
-
-
-def _captured(fn: Any, seen: frozenset[int] = frozenset()) -> Iterator[str]:
-    """The names of tensors that a function, or one it calls by name, finds elsewhere than in its arguments."""
-    if isinstance(fn, partial):
-        yield from _captured(fn.func, seen)
-    while hasattr(fn, "run"):  # a step's own function, maybe checked
-        fn = fn.run
-    fn = inspect.unwrap(fn)
-    if not inspect.isfunction(fn) or id(fn) in seen or fn.__module__.startswith(("torch.", "fshard.kernels")):
-        return
-    held = inspect.getclosurevars(fn)
-    for name, value in {**held.globals, **held.nonlocals}.items():
-        if isinstance(value, Tensor):
-            yield f"{name!r} of {fn.__qualname__}"
-        elif callable(value):
-            yield from _captured(value, seen | {id(fn)})

@@ -17,14 +17,14 @@ SOURCES = {path.stem: path.read_text() for path in sorted(PACKAGE.glob("*.py"))}
 # A module imports modules of the levels above its own line alone. A new file needs a place here.
 LEVELS = [
     {"tree", "record", "schedules", "abstract", "generators", "shared_memory"},
-    {"nodes", "precision", "compiling", "trace", "reading"},
-    {"kernels", "randomness", "bits", "footprint", "process_groups"},
+    {"nodes", "precision", "compiling", "captures", "reading"},
+    {"kernels", "randomness", "bits", "footprint", "process_groups", "trace"},
     {"comm"},
     {
         *("dataflow", "collectives", "agree", "parts", "data", "claim", "wire", "reduction", "operators", "offload"),
         *("baton", "links"),
     },
-    {"meeting", "simulated", "move", "norms", "compare", "passes", "bucketing"},
+    {"meeting", "simulated", "move", "norms", "compare", "passes", "bucketing", "signature"},
     {"host", "transform", "lines", "writes"},
     {"plan", "labels", "elementwise", "combine"},
     {"shard", "wholeleaf", "lbfgs", "quantised", "optim_state"},

@@ -21,7 +21,8 @@ from fshard.dataflow import VIEWS, Gather, gathers
 from fshard.footprint import storages_of
 from fshard.lowered import Lowered
 from fshard.reading import arguments, operator, values
-from fshard.trace import signature, trace
+from fshard.signature import on_meshes, signature
+from fshard.trace import trace
 
 BLOCKS = [f"blocks.{i}" for i in range(4)]
 UNITS = ["blocks.*"]
@@ -81,7 +82,7 @@ def sharded(mesh: Any, seed: int = 0, widths: tuple[int, ...] = (8, 8, 8, 8), **
 def graph_of(fn: Callable[..., Any], *args: Any) -> Lowered:
     """What was traced, as it is."""
     leaves, spec = tree.flatten((args, {}))
-    return Lowered(trace(fn, leaves, spec), signature(leaves, spec), donate=False)
+    return Lowered(trace(fn, leaves, spec), signature(leaves, spec, on_meshes(args)), donate=False)
 
 
 def is_right(lowered: Lowered, fn: Callable[..., Any], *args: Any) -> None:

@@ -1,0 +1,424 @@
+"""What a graph depends on: each of it changed between two calls of one jitted function gives the eager result."""
+
+import gc
+import random
+import weakref
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from models import NARROW, STRATEGIES, rand, same_bits
+from steps import EXACT, batch, loss, params, rank_of, start
+from torch import Tensor
+from worlds import simulated
+
+import fshard
+from fshard import DynamicLossScale, optim, tree
+from fshard.signature import fixed
+from fshard.trace import TraceError
+
+eager = partial(fshard.jit, backend="eager")
+
+
+# --- the mesh, and this rank's place on it ---
+
+
+def steps(mesh: Any, run: Any, donate: bool, **kw: Any) -> Any:
+    """The results of two steps of a jitted function that was made elsewhere are those of the eager step."""
+    state, step = start(mesh, scale=DynamicLossScale(8.0, growth_interval=1), **kw)
+    other = start(mesh, scale=DynamicLossScale(8.0, growth_interval=1), **kw)[0]
+    for i in range(2):
+        data = batch(i, rank_of(mesh))
+        state, row = step(state, data)
+        other, found = run(other, data)
+        assert same_bits((other, found), (state, row))
+        assert [part.mesh for part in tree.nodes(other.params, fshard.Sharded)] == [state.params.mesh]
+    return None if mesh is None else weakref.ref(mesh)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_one_jitted_step_serves_all_ranks_and_worlds(donate):
+    """Simulated ranks, one world after the other, and one device; what it kept for a world goes with the world."""
+    run = eager(start(None)[1], donate=donate)
+    steps(None, run, donate)
+    refs = [ref for size in (2, 3, 2) for ref in simulated(partial(steps, run=run, donate=donate), shard=size)]
+    refs += simulated(partial(steps, run=run, donate=donate), shard=2, replicate=2)
+    gc.collect()
+    assert {ref() for ref in refs} == {None}
+    assert run.explain().count("for another plan, or on another mesh") == 2 + 3 + 2 + 4
+
+
+@pytest.mark.parametrize("partition", ["flat", "leaf"])
+def test_the_mesh_of_a_state_without_tensors(partition):
+    """An optimizer without state has its mesh in what nodes carry."""
+    whole = {"a": rand(5, seed=1), "b": rand(3, seed=2)}
+    shared: dict[int, Any] = {}
+
+    def law(mesh: Any) -> Any:
+        tx = fshard.zero(optim.sgd(0.1), mesh, partition, "local")
+        grads = tree.map(lambda x: x * (1 + mesh.get_rank()), whole)
+        state = tx.init(whole)
+        run = shared.setdefault(0, eager(lambda g, s, p: tx.update(g, s, p)[0]))
+        assert same_bits(run(grads, state, whole), tx.update(grads, state, whole)[0])
+
+    for _ in range(2):
+        simulated(law, shard=2)
+
+
+def test_a_mesh_as_an_argument():
+    """Is not taken for an equal one, and not kept."""
+
+    def total(mesh: Any, x: Tensor) -> Tensor:
+        return fshard.all_reduce(x, mesh, "shard") + mesh.get_rank()
+
+    run = eager(total)
+
+    def law(mesh: Any) -> Any:
+        x = torch.tensor(1.0 + mesh.get_rank())
+        assert run(mesh, x) == total(mesh, x)
+        return weakref.ref(mesh)
+
+    refs = [ref for size in (2, 3) for ref in simulated(law, shard=size)]
+    gc.collect()
+    assert {ref() for ref in refs} == {None}
+
+
+class EqualMesh(fshard.AbstractMesh):
+    """Equal to all others, as torch's meshes of two process groups are."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EqualMesh)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def test_equal_meshes_have_different_names():
+    """The first of two process groups may be gone when the second is there."""
+    one, other = EqualMesh(shard=2), EqualMesh(shard=2)
+    assert one == other
+    assert len({fshard.nodes.MESHES.of(mesh) for mesh in (one, other)}) == 2
+    assert fshard.nodes.MESHES.find(fshard.nodes.MESHES.of(other)) is other
+
+
+# --- values that are no tensors, and bits of tensors ---
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A value of a user's."""
+
+    by: Any
+
+
+NAN = float("nan")
+VALUES = [0.0, -0.0, 1, 1.0, True, NAN, Rate(1), Rate(1.0), Rate(-0.0), Rate(0.0)]
+
+
+def times(x: Tensor, by: Any) -> Tensor:
+    """A product with a number."""
+    return x * (by.by if isinstance(by, Rate) else by)
+
+
+def test_numbers_that_are_equal_are_not_the_same():
+    """Signs of zero, types, and NaN, alone and in a dataclass; each is traced once."""
+    run, x = eager(times), torch.tensor([1, 2])
+    for _ in range(2):
+        for value in VALUES:
+            assert same_bits(run(x, value), times(x, value)), value
+    assert len(run.explain().splitlines()) == len(VALUES) == len({fixed(value) for value in VALUES})
+    assert "was 0.0, is -0.0" in run.explain()
+    assert fixed(complex(0, -0.0)) != fixed(complex(0, 0.0))
+
+
+Z = torch.tensor([1 + 2j, 3 - 1j])
+BITS = {"plain": Z, "conjugate": Z.conj(), "negative": Z.conj().imag, "real": Z.real, "matrix": rand(2, 3, seed=1).mH}
+
+
+@pytest.mark.parametrize(("first", "second"), [*product(BITS, BITS)])
+def test_conjugate_and_negative_bits(first, second):
+    """Of arguments, in any order; also where they are read as real numbers, and given back."""
+
+    def parts(x: Tensor) -> list[Tensor]:
+        return [torch.view_as_real(x) if x.is_complex() else x.clone(), 2 * x, x]
+
+    run = eager(parts)
+    for name in (first, second):
+        x = BITS[name]
+        assert same_bits(run(x), [part.resolve_conj().resolve_neg() for part in parts(x.resolve_conj())])
+
+
+# --- torch's global state ---
+
+
+@contextmanager
+def setting(get: Any, set_: Any, value: Any) -> Any:
+    """A global of torch's, for a while."""
+    before = get()
+    set_(value)
+    try:
+        yield
+    finally:
+        set_(before)
+
+
+def mixed(x: Tensor) -> Any:
+    """Depends on all of it."""
+    product = x @ x
+    with torch.autocast("cpu", enabled=False):
+        exact = x @ x
+    flags = [
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.is_grad_enabled(),
+    ]
+    return product, exact, torch.ones(2) * 3, torch.full((2,), 0.5), [str(f) for f in flags]
+
+
+def _kernel() -> AbstractContextManager[Any]:
+    return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+
+
+STATES: dict[str, Any] = {
+    "autocast": lambda: torch.autocast("cpu"),
+    "autocast ": lambda: torch.autocast("cpu", torch.float16),
+    "default dtype": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "default device": lambda: torch.device("meta"),
+    "grad mode": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "deterministic": lambda: setting(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
+    "matmul precision": lambda: setting(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+    ),
+    "attention": _kernel,
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_another_state_of_torch_is_traced_again(name):
+    """And is what it is eagerly, whichever came first."""
+    x = rand(3, 3, seed=1, dtype=torch.float32)
+    torch.set_float32_matmul_precision("highest")  # says what else is only meant
+    for order in ((nullcontext, STATES[name]), (STATES[name], nullcontext)):
+        run = eager(mixed)
+        for state in (*order, *order):
+            with state():
+                found, expected = run(x), mixed(x)
+            kinds = [[(t.dtype, t.device) for t in tree.leaves(tensors[:4])] for tensors in (found, expected)]
+            assert kinds[0] == kinds[1]
+            assert same_bits(found[:2], expected[:2])
+            assert found[4] == expected[4]
+        assert len(run.explain().splitlines()) == 2
+        words = name.strip() if name != "inference mode" else "(grad|inference) mode"
+        assert run.explain().splitlines()[1].startswith("traced again: torch's " + words) or "|" in words
+
+
+def test_what_is_compiled_refuses_another_state_or_mesh():
+    """As it does other arguments."""
+    run = eager(mixed).lower(torch.ones(2, 2)).compile("eager")
+    with torch.autocast("cpu"), pytest.raises(ValueError, match="compiled for other arguments: torch's autocast was"):
+        run(torch.ones(2, 2))
+    mesh, other = fshard.AbstractMesh(shard=2), fshard.AbstractMesh(shard=2, rank=1)
+    states = [fshard.abstract(lambda p, m=m: start(m, whole=p)[0], params()) for m in (mesh, other)]
+    data = batch(0, 0)
+    compiled = eager(start(None)[1]).lower(states[0], data).compile("eager")
+    with pytest.raises(ValueError, match="the mesh that the arguments lie on is another one"):
+        compiled(states[1], data)
+
+
+# --- what functions read elsewhere ---
+
+FACTOR = 2.0
+
+
+def of_the_module(x: Tensor) -> Tensor:
+    """Reads a global."""
+    return x * FACTOR
+
+
+def test_variables_that_change():
+    """Of closures and modules, and of functions that are called; functions that are replaced."""
+    global FACTOR
+    by, inner, x = 2.0, of_the_module, rand(3, seed=1)
+
+    def scaled(x: Tensor) -> Tensor:
+        return by * inner(x) if by else x
+
+    runs = [eager(fn) for fn in (scaled, partial(scaled), lambda x: scaled(x))]
+    for by, FACTOR, inner in product((2.0, 0.0, -0.0, None, 3), (1.0, 5.0), (of_the_module, torch.sin)):  # noqa: B007
+        for run in runs:
+            assert same_bits(run(x), scaled(x))
+    assert "'by' of" in runs[0].explain()
+    FACTOR = 2.0
+
+
+def test_a_loss_that_reads_a_variable():
+    """Of a jitted step."""
+    weight = 1.0
+
+    def weighted(p: Any, b: Any) -> fshard.Mean:
+        mean = loss(p, b)
+        return fshard.Mean(weight * mean.total, mean.count)
+
+    state, step = start(None, loss_fn=weighted, clip_norm=0.5)
+    run = eager(step)
+    for weight in (1.0, 2.0, 1.0):  # noqa: B007
+        assert same_bits(run(state, batch(0, 0)), step(state, batch(0, 0)))
+    assert "'weight' of" in run.explain()
+
+
+def test_a_function_that_counts_its_traces_is_traced_once():
+    """What changed while it was traced is not compared."""
+    runs = 0
+
+    def counting(x: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return 2 * x
+
+    run = eager(counting)
+    for _ in range(3):
+        run(torch.ones(2))
+    assert runs == 1
+
+
+# --- what is refused ---
+
+
+def data_in_place(x: Tensor) -> Tensor:
+    """Writes where no version counts."""
+    x.data.add_(1)
+    return x
+
+
+def data_assigned(x: Tensor) -> Tensor:
+    """Puts other memory under its argument."""
+    x.data = x.data + 1
+    return 2 * x
+
+
+def in_a_list(x: Tensor) -> Tensor:
+    """Writes by an operator over lists."""
+    torch._foreach_mul_([x, x.clone()], 2)
+    return x
+
+
+def backward(x: Tensor) -> Tensor:
+    """Leaves a gradient behind."""
+    y = x.detach().requires_grad_()
+    x.requires_grad_()
+    (x * y).sum().backward()
+    return y.grad
+
+
+def seeded(x: Tensor) -> Tensor:
+    """Seeds with what may be the seed."""
+    torch.manual_seed(0)
+    return x + torch.rand(3)
+
+
+def drawn(x: Tensor) -> Tensor:
+    """Decides by chance."""
+    return x if random.random() < 0.5 else 2 * x
+
+
+REFUSED = [
+    (data_in_place, r"changes its argument '0\.0' in place"),
+    (data_assigned, r"assigns to \.data of its argument '0\.0'"),
+    (in_a_list, r"changes its argument '0\.0' in place"),
+    (backward, r"assigns to \.grad of its argument '0\.0'.*torch\.autograd\.grad"),
+    (seeded, "seeds torch's generator"),
+    (drawn, "draws Python's"),
+]
+
+
+@pytest.mark.parametrize(("fn", "words"), REFUSED, ids=lambda x: getattr(x, "__name__", ""))
+def test_what_a_graph_would_do_otherwise(fn, words):
+    """Is a TraceError; the argument, and the random numbers, are left as they were."""
+    torch.manual_seed(0)
+    x, python = torch.ones(3), random.getstate()
+    try:
+        for _ in range(2):
+            with pytest.raises(TraceError, match=words):
+                eager(fn)(x)
+        assert same_bits(x, torch.ones(3))
+        assert same_bits(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(0)))
+    finally:
+        random.setstate(python)
+    assert same_bits(eager(lambda x: 2 * x)(x), 2 * x)
+
+
+def test_arguments_that_cannot_be_compared():
+    """The error names the path, and what to pass."""
+    for bad, words in ((bytearray(b"x"), "is a bytearray"), (torch.eye(2).to_sparse(), "layout torch.sparse_coo: make it dense")):
+        with pytest.raises(TypeError, match=r"jit: argument '0\.1\.k' is a.*" + words.removeprefix("is a")):
+            eager(lambda x, bad: x)(torch.ones(2), {"k": bad})
+
+
+def test_inside_a_transform():
+    """A graph would not be seen through: an error; the other way round is right."""
+    run, x = eager(lambda x: (x * x).sum()), torch.ones(2)
+    run(x)
+    for call in (torch.func.grad(run), torch.func.vmap(run), lambda x: torch.func.jvp(run, (x,), (x,))):
+        with pytest.raises(TypeError, match="a jitted function cannot run inside"):
+            call(x)
+    assert same_bits(eager(torch.func.grad(lambda x: (x * x).sum()))(x), 2 * x)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_inside_another_jitted_function(donate):
+    """It is part of the larger graph."""
+    inner = eager(lambda t: (t[0] + 1, 2 * t[1]), donate=donate)
+
+    def outer(x: Tensor) -> Any:
+        return inner((x, 3 * x)), x
+
+    assert same_bits(eager(outer)(torch.ones(2)), ((torch.full((2,), 2.0), torch.full((2,), 6.0)), torch.ones(2)))
+    assert inner.explain() == "not traced yet"
+
+
+def test_after_an_error_a_good_call():
+    """An exception while a function is traced leaves nothing behind."""
+    fail = [ValueError("seven"), ZeroDivisionError("eight")]
+
+    def fn(x: Tensor) -> Tensor:
+        y = 2 * x
+        if fail:
+            raise fail.pop()
+        return y
+
+    run = eager(fn)
+    for kind in (TraceError, ValueError):
+        with pytest.raises(kind):
+            run(torch.ones(2))
+    assert same_bits(run(torch.ones(2)), torch.full((2,), 2.0))
+    assert run.explain() == "traced for the first call"
+
+
+# --- all at once ---
+
+MESHES = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)]
+PASSES: list[dict[str, Any]] = [
+    {"bucket": 10**6},
+    {"in_flight": 10**6},
+    {"budget": 1},
+    {"bucket": 300, "in_flight": 500},
+]
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("options", PASSES, ids=str)
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("world", MESHES, ids=str)
+def test_a_step_by_every_way(world, donate, options, name):
+    """Strategies times passes times donation, one jitted step for all ranks, has the eager step's bits."""
+    run = eager(start(None, EXACT)[1], donate=donate, **options)
+    replicate, shard = world
+    simulated(partial(steps, run=run, donate=donate, plan=STRATEGIES[name]), replicate=replicate, shard=shard)
