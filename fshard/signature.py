@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from numbers import Number
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -134,6 +135,8 @@ def held(found: Sequence[Capture]) -> tuple[Any, ...]:
 
 
 def _content(value: Any) -> Any:
+    if type(value) is FunctionType:  # equal to itself alone; most are
+        return value
     if value is None or isinstance(value, Number | str | bytes):
         return type(value), repr(value)
     if isinstance(value, Tensor):

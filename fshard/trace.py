@@ -159,10 +159,10 @@ def _check_same(given: Sequence[Tensor], before: Sequence[Any], leaves: Sequence
 @contextmanager
 def _without_random_state() -> Iterator[None]:
     """TraceError if random numbers are seeded, or drawn in Python: a graph would have those of the first call."""
-    saved, numpy = torch.default_generator.get_state(), sys.modules.get("numpy")
+    saved, np = torch.default_generator.get_state(), sys.modules.get("numpy")
 
     def state() -> list[Any]:
-        own = [] if numpy is None else [str(numpy.random.get_state()[1:])]
+        own = [] if np is None else [str(np.random.get_state()[1:])]
         return [torch.default_generator.get_state().tolist(), random.getstate(), *own]
 
     try:

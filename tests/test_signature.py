@@ -356,7 +356,10 @@ def test_what_a_graph_would_do_otherwise(fn, words):
 
 def test_arguments_that_cannot_be_compared():
     """The error names the path, and what to pass."""
-    for bad, words in ((bytearray(b"x"), "is a bytearray"), (torch.eye(2).to_sparse(), "layout torch.sparse_coo: make it dense")):
+    for bad, words in (
+        (bytearray(b"x"), "is a bytearray"),
+        (torch.eye(2).to_sparse(), "layout torch.sparse_coo: make it dense"),
+    ):
         with pytest.raises(TypeError, match=r"jit: argument '0\.1\.k' is a.*" + words.removeprefix("is a")):
             eager(lambda x, bad: x)(torch.ones(2), {"k": bad})
 
