@@ -54,7 +54,8 @@ def gradients(
         return (outcomes or [outcome])[0].shared(accumulate) if accumulate > 1 else outcome.divisor
 
     places = _places(grads, params, accumulate, by, reduce_once, lost)
-    for outcome, into in _runs(loss_fn, state, parts, places, _rank(params), has_aux=has_aux, divisor=divisor):
+    how = {"has_aux": has_aux, "divisor": divisor, "whole": accumulate == 1}
+    for outcome, into in _runs(loss_fn, state, parts, places, _rank(params), **how):
         outcomes.append(outcome)
         if into.reduced is not None and into.reduced is not grads:
             tree.map(lambda whole, more: whole.add_(more), grads, into.reduced)
@@ -96,7 +97,7 @@ def _in_slices(
     for at, parts in enumerate(slices):
         local = empty_grads(params, (), local=True)
         places = _added_up(grads if len(slices) == 1 else None, local, len(parts), TREE)
-        how = {"has_aux": has_aux, "divisor": divisor, "alone": True}
+        how = {"has_aux": has_aux, "divisor": divisor, "alone": True, "whole": num == 1}
         runs = _runs(loss_fn, state, parts, places, rank * len(slices) + at, **how)
         outcomes.append(_joined([outcome for outcome, _ in runs]))
         _count_up(sums, at, local)

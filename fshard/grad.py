@@ -20,7 +20,8 @@ class Mean:
     """A loss that is a mean: the sum of all totals over the sum of all counts, across ranks and micro-batches.
 
     `total` is a 0-d tensor, `count` a number or a 0-d tensor (of tokens, say). A rank or a micro-batch may have a count
-    of 0; where all have, loss and gradients are NaN (0 / 0), and a loss scaler skips the update.
+    of 0; where all have, loss and gradients are NaN (0 / 0), and a loss scaler skips the update. A count that depends
+    on the parameters is differentiated as well; with micro-batches, or slices, that is a ValueError.
 
     >>> value_and_grad(lambda w: Mean((w * 3).sum(), 2))(shard_of(torch.ones(2)))[0]
     tensor(3.)
@@ -96,14 +97,18 @@ def _read_loss(out: Any, has_aux: bool) -> tuple[Any, type, Any]:
     return loss, kind, aux
 
 
-def _outcome(out: Any, has_aux: bool, mesh: comm.Mesh) -> tuple[Tensor, Outcome]:
-    """This rank's total, and what it comes to over all ranks: one small collective."""
+def _outcome(out: Any, has_aux: bool, mesh: comm.Mesh) -> tuple[list[Tensor], Outcome]:
+    """This rank's total and, if it is to be differentiated, its count; what they come to over all ranks.
+
+    One small collective.
+    """
     loss, kind, aux = _read_loss(out, has_aux)
     count = loss.count if kind is not Sum else 1
     pair = torch.zeros(2, dtype=torch.float64, device=loss.total.device)
     pair[0], pair[1] = loss.total.detach(), count.detach() if isinstance(count, Tensor) else count
     sums = comm.total(pair, mesh, label="loss")
-    return loss.total, Outcome(sums[0], sums[1], kind, loss.total.dtype, aux)
+    varying = [count] if isinstance(count, Tensor) and count.requires_grad else []
+    return [loss.total, *varying], Outcome(sums[0], sums[1], kind, loss.total.dtype, aux)
 
 
 def run(
@@ -115,11 +120,12 @@ def run(
     has_aux: bool = False,
     divisor: Callable[[Outcome], Tensor] = lambda outcome: outcome.divisor,
     alone: bool = False,
+    whole: bool = True,
     scale: Callable[[Tensor], Tensor] = lambda seed: seed,
 ) -> Outcome:
     """Forward and backward: the gradients of `scale(total / divisor)`, summed over ranks, go `into` their buffers.
 
-    `divisor` is given the outcome: over all ranks, or with `alone` this one's.
+    `divisor` is given the outcome: over all ranks, or with `alone` this one's. `whole`: no other follows.
     """
     _check_eager()
     tape, policy = Tape(params, into), params.plan.policy
@@ -127,18 +133,30 @@ def run(
         with torch.enable_grad(), tape.forward() as view:
             out = policy.cast(loss_fn(view, *policy.inputs(args)), "output")
         del view
-        total, outcome = _outcome(out, has_aux, None if alone else params.plan.live_mesh())
-        if not total.requires_grad:
-            raise ValueError("the loss function: the loss depends on no trainable parameter (was it detached?)")
+        outs, outcome = _outcome(out, has_aux, None if alone else params.plan.live_mesh())
+        _check_differentiable(outs, whole)
         seed = scale(divisor(outcome).reciprocal())
+        seeds = [seed, -seed * (outcome.total / outcome.divisor)]  # d(T / C) = dT / C - (T / C) dC / C
+        pairs = [(x, seed.to(x.dtype)) for x, seed in zip(outs, seeds, strict=False) if x.requires_grad]
         # on this thread, where the tally and a simulated rank are
         with torch.autograd.set_multithreading_enabled(False):
-            torch.autograd.grad(total, [tape.root], seed.to(total.dtype), allow_unused=True)
-        tape.check_reached(total)
+            torch.autograd.grad([x for x, _ in pairs], [tape.root], [y for _, y in pairs], allow_unused=True)
+        tape.check_reached([x for x, _ in pairs])
         tape.finish()
     finally:
         tape.close()
     return outcome
+
+
+def _check_differentiable(outs: Sequence[Tensor], whole: bool) -> None:
+    if not any(x.requires_grad for x in outs):
+        raise ValueError("the loss function: the loss depends on no trainable parameter (was it detached?)")
+    if len(outs) > 1 and not whole:
+        raise ValueError(
+            "the loss function: the count of its fshard.Mean depends on parameters. Its derivative takes the totals "
+            "and counts of all micro-batches (or slices, with reduction='tree'), which are not known yet. Detach the "
+            "count, or use accumulate=1 and another reduction."
+        )
 
 
 def _check_eager() -> None:

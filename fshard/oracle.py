@@ -63,7 +63,7 @@ class _Out(NamedTuple):
     """A forward of one rank and micro-batch."""
 
     total: Tensor
-    weight: float
+    weight: Tensor
     kind: type
     live: dict[str, Tensor]
     aux: Any
@@ -109,7 +109,8 @@ def oracle(
             for rank, row in enumerate(parts)
         ]
         loss, divisor = _loss(outs)
-        grads = _gradients(outs, whole, state.loss_scale.scale(1 / divisor))
+        seed = state.loss_scale.scale(1 / divisor)
+        grads = _gradients(outs, whole, (seed, -seed * loss))  # d(T / C) = dT / C - (T / C) dC / C
         found = _found(grads, whole, skip_labels)
         found = tree.map(lambda bad: torch.maximum(bad, divisor.isnan().float().to(bad.device)), found)
         grads = {path: g * (1 / float(state.loss_scale.scale)) for path, g in grads.items()}
@@ -122,7 +123,7 @@ def oracle(
         new, opt_state = tx.step(grads, state.opt_state, own, skip)
         params, scaler = whole.tree({**whole.values, **new}), state.loss_scale.adjust(found)
         found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
-        metrics: dict[str, Any] = {"loss": loss, "grad_norm": norm, "found_inf": found_inf}
+        metrics: dict[str, Any] = {"loss": loss.to(outs[0][0].total.dtype), "grad_norm": norm, "found_inf": found_inf}
         if has_aux:
             metrics["aux"] = [[out.aux for out in row] if accumulate > 1 else row[0].aux for row in outs]
         return TrainState(params, opt_state, scaler, state.step + 1, state.rng, state.extra), metrics
@@ -154,24 +155,24 @@ def _forward(
         out = policy.cast(loss_fn(whole.tree(live), *policy.inputs([batch])), "output")
     loss, aux = out if has_aux else (out, None)
     if isinstance(loss, Mean):
-        return _Out(loss.total, float(loss.count), Mean, live, aux)
-    return _Out(loss.total if isinstance(loss, Sum) else loss, 1.0, type(loss), live, aux)
+        return _Out(loss.total, torch.as_tensor(loss.count), Mean, live, aux)
+    return _Out(loss.total if isinstance(loss, Sum) else loss, torch.tensor(1.0), type(loss), live, aux)
 
 
 def _loss(outs: Sequence[Sequence[_Out]]) -> tuple[Tensor, Tensor]:
     """The loss over all ranks and micro-batches, and what a total is divided by (NaN where nothing counts)."""
     flat = [row[part] for part in range(len(outs[0])) for row in outs]
     total = torch.stack([out.total.detach().double() for out in flat]).sum()
-    count = torch.tensor(sum(out.weight for out in flat), dtype=torch.float64, device=total.device)
+    count = torch.tensor(sum(float(out.weight.detach()) for out in flat), dtype=torch.float64, device=total.device)
     divisor = torch.ones_like(count) if flat[0].kind is Sum else torch.where(count == 0, torch.nan, count)
-    return (total / divisor).to(flat[0].total.dtype), divisor
+    return total / divisor, divisor
 
 
-def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seed: Tensor) -> dict[str, Tensor]:
+def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Tensor]:
     """The sum over all ranks, then over micro-batches: what travels in its `reduce`, sums at least in float32."""
     sums = dict[str, Tensor]()
     for part in range(len(outs[0])):
-        by_rank = [_backward(row[part], whole, seed) for row in outs]
+        by_rank = [_backward(row[part], whole, seeds) for row in outs]
         for path in whole.trained:
             kept = whole.precision[path]
             rows = [grads[path].to(kept.reduce) for grads in by_rank]
@@ -182,9 +183,11 @@ def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seed: Tensor) -> d
     return sums
 
 
-def _backward(out: _Out, whole: _Whole, seed: Tensor) -> dict[str, Tensor]:
+def _backward(out: _Out, whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Tensor]:
     leaves = [out.live[path] for path in whole.trained]
-    found = torch.autograd.grad(out.total, leaves, seed.to(out.total.dtype), allow_unused=True, materialize_grads=True)
+    pairs = [(x, seed.to(x.dtype)) for x, seed in zip((out.total, out.weight), seeds, strict=True) if x.requires_grad]
+    outs, given = [x for x, _ in pairs], [seed for _, seed in pairs]
+    found = torch.autograd.grad(outs, leaves, given, allow_unused=True, materialize_grads=True)
     return dict(zip(whole.trained, found, strict=True))
 
 

@@ -297,10 +297,10 @@ class Tape:
                 "its own, as checkpoints do that are reentrant. Use torch.utils.checkpoint with use_reentrant=False."
             )
 
-    def check_reached(self, total: Tensor) -> None:
-        """ValueError if the backward of the loss has not reached parameters it depends on."""
+    def check_reached(self, outs: Sequence[Tensor]) -> None:
+        """ValueError if the backward of what a loss returned has not reached parameters it depends on."""
         complete = not self._gradless and self._reached.keys() == self._anchors.keys() and all(self._reached.values())
-        if not complete and _has_reentrant(total):
+        if not complete and _has_reentrant(outs):
             raise ValueError(
                 "the loss function: torch.utils.checkpoint(use_reentrant=True) hides the parameters it uses from the "
                 "gradient of the loss. Pass use_reentrant=False."
@@ -359,9 +359,9 @@ class Tape:
         self._coming.clear()
 
 
-def _has_reentrant(total: Tensor) -> bool:
-    """Whether a reentrant checkpoint is anywhere in the graph of a loss."""
-    found, waiting = set[Any](), [total.grad_fn]
+def _has_reentrant(outs: Sequence[Tensor]) -> bool:
+    """Whether a reentrant checkpoint is anywhere in the graph of some tensors."""
+    found, waiting = set[Any](), [x.grad_fn for x in outs]
     while waiting:
         node = waiting.pop()
         if node is None or node in found:
