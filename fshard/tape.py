@@ -19,7 +19,7 @@ Note [Anchors]
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,10 +223,10 @@ class Tape:
     @contextmanager
     def forward(self) -> Iterator[Any]:
         """The block in which the loss runs; afterwards the tape holds no gathered buffer."""
+        hooks: Any = nullcontext()
         if self.root.requires_grad and self._plan.regather:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                yield self.view()
-        else:
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with hooks, self._writes.refusing():
             yield self.view()
         self._writes.check()
         self._held.clear()

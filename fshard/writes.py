@@ -11,11 +11,13 @@ Note [Version counters]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from .nodes import is_tracing
 
@@ -25,6 +27,7 @@ _REMEDY = (
     "A loss changes nothing that it is given: work on a clone, and return its new value, as aux (has_aux=True) or, to "
     "have it in the next step, as extra (train_step(..., with_extra=True))."
 )
+_CHANGED = " The parameters that were passed are changed by it: do not use them again."
 
 
 class _Guarded(Tensor):
@@ -36,9 +39,31 @@ class _Guarded(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for x in _statistics(func, args, kwargs or {}):
             if isinstance(x, _Guarded):
-                raise ValueError(f"the loss function: batch_norm would write to leaf {x.path!r} in place. {_REMEDY}")
+                raise _refusal(x.path)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+class _Refusing(TorchFunctionMode):
+    """The same while a graph is traced: fake tensors can be of no other class."""
+
+    def __init__(self, frozen: dict[tuple[int, int], str]):
+        super().__init__()
+        self._frozen = frozen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in _statistics(func, args, kwargs or {}):
+            if isinstance(x, Tensor) and _place(x) in self._frozen:
+                raise _refusal(self._frozen[_place(x)])
+        return func(*args, **(kwargs or {}))
+
+
+def _place(x: Tensor) -> tuple[int, int]:
+    return x.untyped_storage()._cdata, int(x.storage_offset())
+
+
+def _refusal(path: str) -> ValueError:
+    return ValueError(f"the loss function: batch_norm would write to leaf {path!r} in place. {_REMEDY}")
 
 
 def _statistics(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -56,6 +81,11 @@ class Writes:
     def __init__(self) -> None:
         self._watched: list[tuple[Tensor, Sequence[Any], bool]] = []
         self._nothing: dict[torch.device, Tensor] = {}
+        self._frozen: dict[tuple[int, int], str] = {}  # while a graph is traced
+
+    def refusing(self) -> AbstractContextManager[Any]:
+        """The block in which the loss runs."""
+        return _Refusing(self._frozen) if is_tracing() else nullcontext()
 
     def watch(self, x: Tensor, slots: Sequence[Any], own: bool) -> Tensor:
         """What has these slots, with a version counter of its own; `own`: it is memory of the parameters passed."""
@@ -71,7 +101,10 @@ class Writes:
         if own and leaf.dim() < 2 and leaf.numel() <= _SMALL and not is_tracing():
             leaf, own = leaf.clone(), False  # what is written to is not the caller's
         leaf = self.watch(leaf, [slot], own)
-        if leaf.dim() != 1 or not leaf.is_floating_point() or is_tracing():
+        if leaf.dim() != 1 or not leaf.is_floating_point():
+            return leaf
+        if is_tracing():
+            self._frozen[_place(leaf)] = slot.path
             return leaf
         guarded = leaf.as_subclass(_Guarded)
         guarded.path = slot.path
@@ -83,6 +116,6 @@ class Writes:
             if counter._version:
                 named = ", ".join(repr(slot.path) for slot in slots[:4]) + ", ..." * (len(slots) > 4)
                 which = f"leaf {named}" if len(slots) == 1 else f"one of the leaves {named}"
-                changed = " The parameters that were passed are changed by it: do not use them again." if own else ""
+                changed = _CHANGED if own and not is_tracing() else ""
                 raise ValueError(f"the loss function: {which} was written to in place.{changed} {_REMEDY}")
         self._watched.clear()

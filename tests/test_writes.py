@@ -107,6 +107,9 @@ WRITES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
 }
 
 
+TRACED = ("batch_norm", "under no_grad", "a trainable leaf", "in a checkpoint")
+
+
 def loss_of(write: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
     """A loss that writes between other units."""
 
@@ -119,18 +122,20 @@ def loss_of(write: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
 
 
 def refusals(mesh: Any, strategy: str) -> dict[str, list[str]]:
-    """What is said of every write by a gradient, a value and a step (test_tape.py runs this in processes, too)."""
+    """What is said of every write by a gradient, a value, a step, a trace (test_tape.py runs this in processes, too)."""
     whole = parameters()
     plan = fshard.make_plan(whole, mesh, units=["norm"], frozen=FROZEN, **STRATEGIES[strategy])
     x, tx = torch.randn(5, 3, generator=torch.Generator().manual_seed(rank_of(mesh))), fshard.optim.sgd(0.1)
     found: dict[str, list[str]] = {}
     for name, (write, _) in WRITES.items():
         loss, said = loss_of(write), []
-        for call in (
+        calls = [
             lambda s, loss=loss: fshard.value_and_grad(loss)(s, x),
             lambda s, loss=loss: fshard.value(loss)(s, x),
             lambda s, loss=loss: fshard.train_step(loss, tx)(fshard.init_state(s, tx), x),
-        ):
+            lambda s, loss=loss: fshard.jit(fshard.value_and_grad(loss), backend="eager")(s, x),
+        ]
+        for call in calls[: 4 if name in TRACED and strategy in ("full", "ddp") else 3]:
             sharded = fshard.shard_params(whole, plan)
             with pytest.raises(ValueError, match="in place") as failure:
                 call(sharded)
