@@ -206,7 +206,7 @@ class Tape:
                 full = self._writes.watch(full, slots, own)
             pieces = cut(plan, full, unit, kind)
             if not plan.kinds[kind].trainable:
-                pieces = [self._writes.frozen(x, slot, own) for x, slot in zip(pieces, slots, strict=True)]
+                pieces = self._writes.frozen(pieces, slots, own)
             leaves.update(zip(slots, pieces, strict=True))
         return leaves
 

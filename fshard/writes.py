@@ -1,11 +1,11 @@
 """What a loss writes in place to the parameters it is given: an error, for the value would be lost.
 
-Note [Version counters]
+Note [Writes in place]
     torch counts the in-place operations on a tensor and its views. Each gathered buffer of trainable leaves, and each
     frozen leaf, is given a counter of its own, so that it is known what was written to; an alias without memory shares
-    the counter, so that watching keeps no buffer alive. `batch_norm` updates running statistics without counting, so
-    a frozen leaf that could be one refuses that call. Where parameters are not gathered, so that leaves are memory of
-    the caller's, small frozen ones are copied: the caller's stay as they were. Writes through `.data` are not counted.
+    the counter, so that watching keeps no buffer alive. But `batch_norm` updates running statistics without counting.
+    Frozen leaves as small as those are therefore copies, compared with what they were: whatever wrote to them is seen,
+    and the caller's are as before. Nothing sees a write to a larger leaf, or a trainable one, through `.data`.
 """
 
 from __future__ import annotations
@@ -30,22 +30,8 @@ _REMEDY = (
 _CHANGED = " The parameters that were passed are changed by it: do not use them again."
 
 
-class _Guarded(Tensor):
-    """A frozen 1-D leaf; what is computed with it are plain tensors. ValueError if batch_norm would write to it."""
-
-    path: str
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in _statistics(func, args, kwargs or {}):
-            if isinstance(x, _Guarded):
-                raise _refusal(x.path)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
 class _Refusing(TorchFunctionMode):
-    """The same while a graph is traced: fake tensors can be of no other class."""
+    """While a graph is traced, when there are no values to compare: ValueError if batch_norm would write to a leaf."""
 
     def __init__(self, frozen: dict[tuple[int, int], str]):
         super().__init__()
@@ -54,16 +40,13 @@ class _Refusing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for x in _statistics(func, args, kwargs or {}):
             if isinstance(x, Tensor) and _place(x) in self._frozen:
-                raise _refusal(self._frozen[_place(x)])
+                path = self._frozen[_place(x)]
+                raise ValueError(f"the loss function: batch_norm would write to leaf {path!r} in place. {_REMEDY}")
         return func(*args, **(kwargs or {}))
 
 
 def _place(x: Tensor) -> tuple[int, int]:
     return x.untyped_storage()._cdata, int(x.storage_offset())
-
-
-def _refusal(path: str) -> ValueError:
-    return ValueError(f"the loss function: batch_norm would write to leaf {path!r} in place. {_REMEDY}")
 
 
 def _statistics(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -80,6 +63,7 @@ class Writes:
 
     def __init__(self) -> None:
         self._watched: list[tuple[Tensor, Sequence[Any], bool]] = []
+        self._copies: list[tuple[Tensor, Tensor, Sequence[Any]]] = []
         self._nothing: dict[torch.device, Tensor] = {}
         self._frozen: dict[tuple[int, int], str] = {}  # while a graph is traced
 
@@ -96,26 +80,49 @@ class Writes:
         self._watched.append((counter, slots, own))
         return x
 
-    def frozen(self, leaf: Tensor, slot: Any, own: bool) -> Tensor:
-        """A frozen leaf, watched by itself."""
-        if own and leaf.dim() < 2 and leaf.numel() <= _SMALL and not is_tracing():
-            leaf, own = leaf.clone(), False  # what is written to is not the caller's
-        leaf = self.watch(leaf, [slot], own)
-        if leaf.dim() != 1 or not leaf.is_floating_point():
-            return leaf
+    def frozen(self, leaves: Sequence[Tensor], slots: Sequence[Any], own: bool) -> list[Tensor]:
+        """The frozen leaves of one unit and kind, each watched by itself."""
+        found, small = list(leaves), [n for n, x in enumerate(leaves) if x.dim() < 2 and x.numel() <= _SMALL]
         if is_tracing():
-            self._frozen[_place(leaf)] = slot.path
-            return leaf
-        guarded = leaf.as_subclass(_Guarded)
-        guarded.path = slot.path
-        return guarded
+            self._frozen.update((_place(found[n]), slots[n].path) for n in small)
+        elif small:
+            flat = torch.cat([leaves[n].reshape(-1) for n in small])
+            self._copies.append((flat, flat.clone(), [slots[n] for n in small]))
+            for n, copy in zip(small, flat.split([leaves[n].numel() for n in small]), strict=True):
+                found[n] = copy.view(leaves[n].shape)
+        copied = () if is_tracing() else small
+        return [self.watch(x, [slots[n]], own and n not in copied) for n, x in enumerate(found)]
 
     def check(self) -> None:
         """ValueError if anything was written to since it was watched."""
-        for counter, slots, own in self._watched:
-            if counter._version:
-                named = ", ".join(repr(slot.path) for slot in slots[:4]) + ", ..." * (len(slots) > 4)
-                which = f"leaf {named}" if len(slots) == 1 else f"one of the leaves {named}"
-                changed = _CHANGED if own and not is_tracing() else ""
-                raise ValueError(f"the loss function: {which} was written to in place.{changed} {_REMEDY}")
+        found = [(slots, own) for counter, slots, own in self._watched if counter._version]
+        for flat, before, slots in self._copies:
+            found += _changed(flat.detach().view(torch.uint8), before.view(torch.uint8), slots)
+        if found:
+            raise _written(found)
         self._watched.clear()
+        self._copies.clear()
+
+
+def _changed(now: Tensor, before: Tensor, slots: Sequence[Any]) -> list[tuple[Sequence[Any], bool]]:
+    """The leaves whose bytes differ."""
+    if now.device.type != "cpu":  # the host does not wait for the device, which stops with these words
+        torch._assert_async((now == before).all(), str(_written([(slots, False)])))
+        return []
+    if torch.equal(now, before):
+        return []
+    sizes = [slot.numel * (now.numel() // sum(slot.numel for slot in slots)) for slot in slots]
+    pairs = zip(now.split(sizes), before.split(sizes), slots, strict=True)
+    return [([slot], False) for a, b, slot in pairs if not torch.equal(a, b)]
+
+
+def _written(found: Sequence[tuple[Sequence[Any], bool]]) -> ValueError:
+    """The error, for leaves, or groups of which one is meant, that lie in the caller's memory or not."""
+    names = dict.fromkeys(_named(slots) for slots, _ in found)
+    changed = _CHANGED if any(own for _, own in found) and not is_tracing() else ""
+    return ValueError(f"the loss function: it wrote in place to leaf {' and '.join(names)}.{changed} {_REMEDY}")
+
+
+def _named(slots: Sequence[Any]) -> str:
+    names = ", ".join(repr(slot.path) for slot in slots[:4]) + ", ..." * (len(slots) > 4)
+    return names if len(slots) == 1 else f"(one of {names})"

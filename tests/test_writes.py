@@ -122,7 +122,7 @@ def loss_of(write: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
 
 
 def refusals(mesh: Any, strategy: str) -> dict[str, list[str]]:
-    """What is said of every write by a gradient, a value, a step, a trace (test_tape.py runs this in processes, too)."""
+    """What is said of every write by a gradient, a value, a step, a trace (test_tape.py: in processes too)."""
     whole = parameters()
     plan = fshard.make_plan(whole, mesh, units=["norm"], frozen=FROZEN, **STRATEGIES[strategy])
     x, tx = torch.randn(5, 3, generator=torch.Generator().manual_seed(rank_of(mesh))), fshard.optim.sgd(0.1)
