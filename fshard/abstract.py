@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import check_whole, wrong
+
 
 class AbstractMesh:
     """A mesh of any size, seen by one of its ranks: plans are made for it, and functions lowered, but not run.
@@ -25,10 +27,13 @@ class AbstractMesh:
     abstract = True
 
     def __init__(self, device: str = "cpu", rank: int = 0, **axes: int):
-        if not axes or min(axes.values()) < 1 or not 0 <= rank < math.prod(axes.values()):
-            raise ValueError(
-                f"AbstractMesh: expected axes of at least one rank, and one of their ranks, got {axes}, {rank=}"
-            )
+        if not isinstance(device, str):
+            raise TypeError(f"AbstractMesh: {wrong('device', device, 'a kind of device')}. Name axes: shard=64.")
+        if not axes:
+            raise ValueError("AbstractMesh: expected axes by name, as in AbstractMesh(shard=64), got none")
+        for axis, number in axes.items():
+            check_whole(f"AbstractMesh: {axis}", number, what="a number of ranks along this axis")
+        check_whole("AbstractMesh: rank", rank, 0, math.prod(axes.values()), "one of its ranks")
         self.mesh_dim_names, self.shape, self.device_type = tuple(axes), tuple(axes.values()), device
         self.device = torch.device(device) if device == "cpu" else torch.device(device, 0)
         self._rank = rank

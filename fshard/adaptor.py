@@ -47,6 +47,10 @@ def from_torch(cls: Any, **hyperparams: Any) -> Transform:
     _check_class(cls)
     if cls not in vars(torch.optim).values():
         return whole_leaves(_of_user(cls, hyperparams))
+    try:
+        cls([torch.zeros(1, 1)], **hyperparams)
+    except (TypeError, ValueError) as refused:
+        raise type(refused)(f"from_torch: torch.optim.{cls.__name__} refuses these arguments: {refused}") from refused
     elementwise = cls.__name__ in _ELEMENTWISE
     scalars = {n for n, x in _begin(cls, hyperparams, torch.zeros(1)).items() if not x.dim()} if elementwise else set()
 
@@ -108,7 +112,10 @@ def _check_class(cls: Any) -> None:
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or cls.__name__ in ("LBFGS", "SparseAdam"):
         reasons = {"LBFGS": "its step needs a closure. Use lbfgs", "SparseAdam": "it takes sparse gradients alone"}
         why = reasons.get(getattr(cls, "__name__", ""), "it is no optimizer of torch.optim's kind")
-        raise ValueError(f"from_torch: cannot run {getattr(cls, '__name__', cls)!r} as a transformation: {why}")
+        if isinstance(cls, Optimizer):
+            why = f"it is one already: give its class, without parameters: from_torch({type(cls).__name__}, lr=...)"
+        name = cls.__name__ if isinstance(cls, type) else type(cls).__name__
+        raise ValueError(f"from_torch: cannot run {name!r} as a transformation: {why}")
 
 
 def _begin(cls: Any, hyperparams: Mapping[str, Any], row: Tensor) -> Entry:

@@ -8,7 +8,8 @@ from functools import cached_property, partial
 from typing import Any
 
 from . import tree
-from .comm import Mesh
+from .arguments import wrong
+from .comm import Mesh, axis_sizes
 from .lines import Lines, lines_of
 from .nodes import is_tracing
 from .record import is_announcing
@@ -58,6 +59,10 @@ def check(fn: Callable[..., Any], mesh: Mesh = ...) -> Checked:
     >>> check(value(lambda w, x: (w * x).sum()))(shard_of(torch.ones(2)), torch.tensor([1.0, 2.0]))
     tensor(3.)
     """
+    if not callable(fn) or isinstance(fn, type):
+        raise TypeError(f"check: {wrong('fn', fn, 'a step, or any function')}")
+    if mesh is not ...:
+        axis_sizes(mesh)  # an error for what is no mesh
     return Checked(fn, mesh)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from . import tree
+from .arguments import check_whole, wrong
 from .precision import Policy
 
 Where = str | Sequence[str] | Callable[[str, Any], bool] | None
@@ -17,6 +18,7 @@ ROOT = "(root)"
 def _selector(params: Any, spec: tree.Spec, where: Where, name: str) -> list[tuple[str, int, int]]:
     """The subtrees that patterns or a predicate pick, outer before inner: path, first leaf, number of leaves."""
     nodes = [(path, node, first) for path, node, first in tree.walk(spec) if node.num_leaves]
+    _check_where(name, where)
     if callable(where):
         flat = tree.leaves(params)
         picked = [
@@ -27,7 +29,7 @@ def _selector(params: Any, spec: tree.Spec, where: Where, name: str) -> list[tup
     else:
         patterns = [where] if isinstance(where, str) else list(where or ())
         for pattern in patterns:
-            if not any(tree.matches(path, pattern) for path, _, _ in nodes):
+            if not any(tree.matches(path, pattern) for path, _, _ in tree.walk(spec)):  # empty subtrees, too
                 top = ", ".join(repr(str(child)) for child in tree.names(spec)) if not spec.is_leaf() else "a leaf"
                 raise ValueError(f"{name}: the pattern {pattern!r} matches nothing; the tree's top level is {top}")
         picked = [
@@ -36,6 +38,15 @@ def _selector(params: Any, spec: tree.Spec, where: Where, name: str) -> list[tup
             if any(tree.matches(path, pattern) for pattern in patterns)
         ]
     return [(".".join(path), first, node.num_leaves) for path, node, first in picked]
+
+
+def _check_where(name: str, where: Any) -> None:
+    sequence = isinstance(where, list | tuple | set | frozenset) and all(isinstance(p, str) for p in where)
+    predicate = callable(where) and not isinstance(where, type)
+    if not (where is None or isinstance(where, str) or sequence or predicate):
+        expected = "path patterns such as 'blocks.*' (one, or a list), or a predicate (path, subtree) -> bool"
+        expected += ", or a whole number of elements" * (name == "units")
+        raise TypeError(wrong(name, where, expected))
 
 
 def claim_leaves(params: Any, spec: tree.Spec, where: Where, name: str) -> list[bool]:
@@ -75,8 +86,7 @@ def claim_units(
 
 
 def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> list[str]:
-    if size < 1:
-        raise ValueError(f"units={size}: a unit is full at a number of elements, at least 1")
+    check_whole("units", size, what="path patterns, a predicate, or the number of elements at which a unit is full")
     owner, number, filled = [], 0, 0
     for i, leaf in enumerate(flat):
         if filled >= size:

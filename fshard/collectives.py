@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from . import comm, tree
+from .arguments import check_whole, wrong
 from .comm import Mesh
 
 _TRANSPOSES = {
@@ -107,10 +108,16 @@ class _Apply(torch.autograd.Function):
 
 def _over(x: Any, collective: _Collective) -> Any:
     comm.along(collective.mesh, collective.axis)
+    check_whole(f"{collective.kind}: src", collective.src, least=-(2**63), what="a rank")
+    if not isinstance(collective.label, str):
+        raise TypeError(f"{collective.kind}: {wrong('label', collective.label, 'a word')}")
     leaves, spec = tree.flatten(x)
     for path, leaf in zip(tree.paths(spec), leaves, strict=True):
         if not isinstance(leaf, Tensor):
             raise TypeError(f"{collective.kind}: leaf {path!r}: expected a tensor, got {type(leaf).__name__}")
+        if leaf.layout is not torch.strided:
+            layout = f"got layout {leaf.layout}. Use .to_dense()."
+            raise ValueError(f"{collective.kind}: leaf {path!r}: expected a dense tensor, {layout}")
     if collective.kind == "all_gather":
         leaves = [leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in leaves]
     return tree.unflatten(spec, [_Apply.apply(leaf, collective) for leaf in leaves])

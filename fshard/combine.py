@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .arguments import check_whole, shown
 from .kernels import beside
 from .parts import packed
-from .transform import FoundInf, Needs, Transform, as_transform, checked, choose, identity, num_made, start_count
+from .transform import FoundInf, Needs, Transform, as_transform, at, checked, choose, identity, num_made, start_count
 
 
 def chain(*txs: Any) -> Transform:
@@ -88,8 +89,7 @@ def every_k(tx: Any, k: int) -> Transform:
     (tensor(0.), tensor(-3.))
     """
     inner = as_transform(tx)
-    if k < 1:
-        raise ValueError(f"optim.every_k: k={k}: expected a number of gradients, at least 1")
+    check_whole("optim.every_k: k", k, what="a number of gradients")
 
     def init(params: Any) -> EveryState:
         return EveryState(start_count(params), tree.map(torch.zeros_like, params), inner.init(params))
@@ -129,6 +129,8 @@ def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
     >>> tx.update(torch.tensor(2.0), state)[0]
     tensor(-6.)
     """
+    if not callable(make):
+        raise TypeError(f"optim.with_hyperparams: make: expected a function that makes an optimizer, got {shown(make)}")
     schedules = {name: value for name, value in hyperparams.items() if callable(value)}
     values = {name: value for name, value in hyperparams.items() if isinstance(value, float | Tensor)}
     static = {name: value for name, value in hyperparams.items() if name not in schedules and name not in values}
@@ -137,7 +139,7 @@ def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
         return as_transform(make(**current, **static))
 
     def begun(count: Tensor) -> dict[str, Tensor]:
-        both = values | {name: schedule(count) for name, schedule in schedules.items()}
+        both = values | {name: at(schedule, count) for name, schedule in schedules.items()}
         return {name: torch.as_tensor(both[name], dtype=torch.float64).to(count.device, copy=True) for name in both}
 
     def init(params: Any) -> HyperState:
@@ -147,7 +149,7 @@ def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
 
     def current(state: HyperState) -> dict[str, Tensor]:
         old = state.hyperparams
-        new = {name: torch.as_tensor(fn(state.count), dtype=torch.float64) for name, fn in schedules.items()}
+        new = {name: torch.as_tensor(at(fn, state.count), dtype=torch.float64) for name, fn in schedules.items()}
         return {**old, **{name: value.to(old[name].device) for name, value in new.items()}}
 
     def update(grads: Any, state: HyperState, params: Any = None, **extra: Any) -> tuple[Any, HyperState]:

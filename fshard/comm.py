@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .arguments import shown
 from .bits import as_bytes, views
 from .nodes import NodeRanks, is_tracing
 from .process_groups import GroupRanks, MismatchError, Works
@@ -130,6 +131,12 @@ def axis_sizes(mesh: Mesh) -> dict[str, int]:
     """The axes of a mesh, outermost first; none for one device."""
     if mesh is None:
         return {}
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise TypeError(
+            f"mesh: expected a DeviceMesh with named axes, a simulated mesh, or None (one device), got {shown(mesh)}. "
+            "Make one: init_device_mesh('cuda', (8,), mesh_dim_names=('shard',)); of a process group: "
+            "DeviceMesh.from_group(group, 'cuda', mesh_dim_names=('shard',))"
+        )
     names = mesh.mesh_dim_names
     if names is None:
         raise ValueError(

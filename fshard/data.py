@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import comm
+from .arguments import wrong
 
 
 def join_batches(data: Iterable[Any], mesh: comm.Mesh = None, like: Any = None) -> Iterator[tuple[Any, Tensor]]:
@@ -21,6 +22,9 @@ def join_batches(data: Iterable[Any], mesh: comm.Mesh = None, like: Any = None) 
     >>> [(batch, weight.item()) for batch, weight in join_batches([1, 2])]
     [(1, 1.0), (2, 1.0)]
     """
+    if not isinstance(data, Iterable):
+        raise TypeError(f"join_batches: {wrong('data', data, 'batches to go through')}")
+    comm.axis_sizes(mesh)
     batches, batch, end = iter(data), like, object()
     while True:
         following = next(batches, end)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import comm, offload, tree
+from .arguments import check_flags, check_function, is_number, shown
 from .reduction import Reduction, reduction_of
 from .shard import Sharded, local_numel, whole_view
 from .tape import Gradients, Tape, settle
@@ -87,7 +88,11 @@ def _read_loss(out: Any, has_aux: bool) -> tuple[Any, type, Any]:
     loss, aux = out if has_aux else (out, None)
     kind = type(loss) if isinstance(loss, Mean | Sum) else Tensor
     loss = Mean(loss, 1) if kind is Tensor else loss
-    total = loss.total
+    total, count = loss.total, loss.count if kind is not Sum else 1
+    if not is_number(count) and not (isinstance(count, Tensor) and not count.dim() and not count.is_complex()):
+        raise ValueError(
+            f"the loss function: the count of a Mean: expected a number or a 0-d tensor, got {shown(count)}"
+        )
     if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point():
         got = f"a {total.dtype} tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else repr(total)
         raise ValueError(
@@ -166,6 +171,17 @@ def _check_eager() -> None:
             "value_and_grad and train_step are eager: they cannot run inside torch.func.grad, jvp or vmap. Transform a "
             "function that calls fshard.gather_params instead."
         )
+    if torch.is_inference_mode_enabled():
+        raise TypeError(
+            "value_and_grad and train_step: torch.inference_mode is on, in which nothing has a gradient. Leave the "
+            "block, or call fshard.value for the loss alone."
+        )
+
+
+def check_loss(loss_fn: Any) -> None:
+    """Raise TypeError for what is no function of parameters and arguments: a module, a class, an optimizer."""
+    remedy = "Of a module write lambda params, x: torch.func.functional_call(module, params, (x,)), and a loss of that."
+    check_function("loss_fn", loss_fn, "loss_fn(params, *args)", remedy)
 
 
 def empty_grads(params: Sharded, over: comm.Axes, local: bool = False) -> Sharded:
@@ -186,7 +202,7 @@ def check_sharded(params: Any) -> Sharded:
     """`params`, if it is the whole of a sharded tree."""
     if not isinstance(params, Sharded):
         raise TypeError(
-            f"expected a Sharded, got {type(params).__name__}: call fshard.shard_params(params, plan) first "
+            f"params: expected a Sharded, got {type(params).__name__}: call fshard.shard_params(params, plan) first "
             "(with fshard.make_plan(params) on one device)"
         )
     if params.view.spec != params.plan.spec:
@@ -208,6 +224,8 @@ def value_and_grad(
     >>> value, gather_params(grads)
     (tensor(5.), tensor([2., 4.]))
     """
+    check_loss(loss_fn)
+    check_flags(has_aux=has_aux, reduce=reduce)
     by = reduction_of(reduction)
 
     def fn(params: Any, *args: Any) -> Any:
@@ -228,6 +246,8 @@ def value(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., A
     >>> value(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
     tensor(5.)
     """
+    check_loss(loss_fn)
+    check_flags(has_aux=has_aux)
 
     def fn(params: Any, *args: Any) -> Any:
         tape, policy = Tape(check_sharded(params)), params.plan.policy

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from . import tree
+from .arguments import check_flags, check_whole, wrong
 from .captures import Capture, captures
 from .check import Checked, is_wanted
 from .lowered import Compiled, Lowered, Options, lower
@@ -121,4 +122,15 @@ def jit(
 
     Source: jax.jit; SimpleFSDP (Zhang et al., 2024) for the whole step as one graph.
     """
+    if not callable(fn) or isinstance(fn, type):
+        raise TypeError(f"jit: {wrong('fn', fn, 'a function of trees: a step, a loss, a gradient')}")
+    check_flags(**{"jit: donate": donate})
+    if not isinstance(backend, str):
+        raise TypeError(f"jit: {wrong('backend', backend, 'the name of a backend of torch.compile')}")
+    check_whole("jit: in_flight", in_flight, least=0, what="a number of bytes")
+    check_whole("jit: bucket", bucket, least=0, what="a number of bytes")
+    if budget is not None:
+        check_whole("jit: budget", budget, what="None or a number of bytes")
+    if not callable(recompute):
+        raise TypeError(f"jit: {wrong('recompute', recompute, 'a function of a node')}")
     return Jitted(fn, backend, Options(donate, in_flight, budget, recompute, bucket))

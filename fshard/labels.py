@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .arguments import wrong
 from .parts import Layout, Leaf, OnMesh, copied, layout_of, packed, pick, put, write
 from .transform import FoundInf, Needs, Transform, as_transform, checked, choose, identity
 
@@ -46,6 +47,9 @@ def by_label(transforms: Mapping[Any, Any], labels: Labels) -> Transform:
     >>> tx.update(params, tx.init(params), params)[0]
     {'body': tensor([-0.1000]), 'head': tensor([-1.])}
     """
+    if not isinstance(transforms, Mapping):
+        raise TypeError(f"by_label: {wrong('transforms', transforms, 'a dict of an optimizer for each label')}")
+    check_labels("by_label: labels", labels)
     txs = {label: as_transform(tx) for label, tx in transforms.items()}
 
     def init(params: Any) -> LabelState:
@@ -116,6 +120,13 @@ def _split(layout: Layout, transforms: Mapping[Any, Any], labels: Labels) -> dic
             )
         found.setdefault(label, []).append(number)
     return {label: layout.pick(found[label]).prepared() for label in transforms if label in found}
+
+
+def check_labels(name: str, labels: Labels) -> None:
+    """Raise TypeError for what is neither a function nor a tree of labels."""
+    if isinstance(labels, type | str | bool | int | float | Tensor) or hasattr(labels, "named_parameters"):
+        expected = "a function (path, tensor) -> label, or a tree of labels whose keys may be patterns"
+        raise TypeError(wrong(name, labels, expected))
 
 
 def label_of(leaf: Leaf, labels: Labels) -> Any:

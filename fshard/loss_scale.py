@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import agree, kernels, tree
+from .arguments import check_whole, is_number, wrong
 from .comm import Mesh
 from .labels import Labels, label_of
 from .nodes import is_tracing
@@ -74,6 +75,8 @@ def _callable(scale: Tensor) -> Any:
 
 def _as_scale(scale: Any) -> Tensor:
     """A 0-d float32 tensor of its own: the caller may go on to write to the one that was given."""
+    if not isinstance(scale, Tensor) and not is_number(scale):
+        raise TypeError(wrong("a loss scale", scale, "a number above 0, or a 0-d tensor"))
     plain = scale.as_subclass(Tensor) if isinstance(scale, Tensor) else torch.tensor(float(scale))
     if plain.dim():
         raise ValueError(f"a loss scale is a number or a 0-d tensor, got a tensor of shape {tuple(plain.shape)}")
@@ -254,6 +257,12 @@ class DynamicLossScale(StaticLossScale):
         hysteresis: int = 1,
         hysteresis_tracker: Tensor | int | None = None,
     ):
+        factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+        for name, value in {**factors, "min_scale": min_scale, "max_scale": max_scale}.items():
+            if not is_number(value):
+                raise TypeError(f"DynamicLossScale: {wrong(name, value, 'a number')}")
+        check_whole("DynamicLossScale: growth_interval", growth_interval, what="a number of updates")
+        check_whole("DynamicLossScale: hysteresis", hysteresis, what="a number of overflows")
         if growth_factor <= 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
             raise ValueError(
                 f"DynamicLossScale: expected growth_factor > 1, 0 < backoff_factor < 1 and growth_interval >= 1, got "

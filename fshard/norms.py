@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import comm, tree
+from .arguments import check_positive
 from .comm import Axes, Mesh
 from .kernels import beside, wide
 from .parts import Layout, Parts, device_of, layout_of, pieces
@@ -144,8 +145,7 @@ def global_norm(x: Any, p: float = 2) -> Tensor:
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)})
     tensor(5.)
     """
-    if not p > 0:
-        raise ValueError(f"global_norm: p={p}: expected a number above 0, or inf")
+    check_positive("global_norm: p", p, tensors=False)
     worlds, device = _worlds(x), device_of(x)
     if _is_exact() and p != math.inf:
         largest = global_norm(x, math.inf)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import kernels, tree
 from .adaptor import from_torch
+from .arguments import check_flags, check_hyperparams, is_number, shown
 from .combine import chain, every_k, with_hyperparams
 from .elementwise import (
     PARAMS,
@@ -114,6 +115,8 @@ def sgd(lr: Rate, momentum: Number = 0, nesterov: bool = False, weight_decay: Nu
 
     Source: Sutskever et al., On the importance of initialization and momentum in deep learning (2013).
     """
+    check_hyperparams("sgd", lr, momentum=momentum, weight_decay=weight_decay)
+    check_flags(nesterov=nesterov)
     if nesterov and is_zero(momentum):
         raise ValueError("sgd: nesterov=True needs a momentum above 0")
 
@@ -146,6 +149,7 @@ def adam(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, wei
 
     Source: Kingma and Ba, Adam: a method for stochastic optimization (2015).
     """
+    check_hyperparams("adam", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     return adam_rule("adam", lr, b1, b2, eps, weight_decay, decoupled=False)
 
 
@@ -160,6 +164,7 @@ def adamw(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, we
 
     Source: Loshchilov and Hutter, Decoupled weight decay regularization (2019).
     """
+    check_hyperparams("adamw", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     return adam_rule("adamw", lr, b1, b2, eps, weight_decay, decoupled=True)
 
 
@@ -172,6 +177,7 @@ def amsgrad(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, 
 
     Source: Reddi et al., On the convergence of Adam and beyond (2018).
     """
+    check_hyperparams("amsgrad", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     return adam_rule("amsgrad", lr, b1, b2, eps, weight_decay, decoupled=False, amsgrad=True)
 
 
@@ -194,6 +200,9 @@ def nadam(
 
     Source: Dozat, Incorporating Nesterov momentum into Adam (2016).
     """
+    numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "momentum_decay": momentum_decay}
+    check_hyperparams("nadam", lr, **numbers)
+    check_flags(decoupled=decoupled)
 
     def prepare(state: NadamState) -> tuple[kernels.Nadam, dict[str, Tensor]]:
         t = state.count.double() + 1
@@ -234,6 +243,8 @@ def rmsprop(
 
     Source: Tieleman and Hinton, Lecture 6.5 (2012); Graves, Generating sequences with recurrent neural networks (2013).
     """
+    check_hyperparams("rmsprop", lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
+    check_flags(centered=centered)
 
     def prepare(state: RmspropState) -> tuple[kernels.Rmsprop, dict[str, Tensor]]:
         return kernels.Rmsprop(at(lr, state.count), alpha, eps, weight_decay, momentum, centered), {}
@@ -260,6 +271,8 @@ def adagrad(
 
     Source: Duchi et al., Adaptive subgradient methods for online learning and stochastic optimization (2011).
     """
+    start = {"initial_accumulator_value": initial_accumulator_value}
+    check_hyperparams("adagrad", lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps, **start)
 
     def prepare(state: AdagradState) -> tuple[kernels.Adagrad, dict[str, Tensor]]:
         return kernels.Adagrad(at(lr, state.count) / (1 + state.count.double() * lr_decay), eps, weight_decay), {}
@@ -281,6 +294,7 @@ def adadelta(lr: Rate = 1.0, rho: Number = 0.9, eps: Number = 1e-6, weight_decay
 
     Source: Zeiler, ADADELTA: an adaptive learning rate method (2012).
     """
+    check_hyperparams("adadelta", lr, rho=rho, eps=eps, weight_decay=weight_decay)
 
     def prepare(state: AdadeltaState) -> tuple[kernels.Adadelta, dict[str, Tensor]]:
         return kernels.Adadelta(at(lr, state.count), rho, eps, weight_decay), {}
@@ -306,6 +320,7 @@ def lion(lr: Rate, b1: Number = 0.9, b2: Number = 0.99, weight_decay: Number = 1
 
     Source: Chen et al., Symbolic discovery of optimization algorithms (2023); defaults as optax.lion.
     """
+    check_hyperparams("lion", lr, b1=b1, b2=b2, weight_decay=weight_decay)
 
     def prepare(state: LionState) -> tuple[kernels.Lion, dict[str, Tensor]]:
         return kernels.Lion(at(lr, state.count), b1, b2, weight_decay), {}
@@ -335,6 +350,8 @@ def schedule_free_adamw(
 
     Source: Defazio et al., The road less scheduled (2024); as optax.contrib.schedule_free_adamw.
     """
+    numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "weight_power": weight_power}
+    check_hyperparams("schedule_free_adamw", lr, **numbers)
 
     def prepare(state: ScheduleFreeState) -> tuple[kernels.ScheduleFree, dict[str, Tensor]]:
         rate = at(lr, state.count)
@@ -364,4 +381,8 @@ def schedule_free_params(state: ScheduleFreeState, params: Any, b1: Number = 0.9
     >>> schedule_free_params(schedule_free_adamw(0.1).init(params), params)
     tensor(1.)
     """
+    if not isinstance(state, ScheduleFreeState):
+        raise TypeError(f"schedule_free_params: expected the state of schedule_free_adamw, got {shown(state)}")
+    if not is_number(b1) or not 0 < b1 <= 1:
+        raise ValueError(f"schedule_free_params: b1={b1!r}: expected a number above 0, at most 1")
     return tree.map(lambda y, z: ((y - (1 - b1) * z) / b1).to(y.dtype), params, state.z)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import comm, tree
+from .arguments import check_whole, check_word
 from .labels import LabelState
 from .move import collect, on_rank
 from .parts import EVERYONE, Layout, Parts, Span, layout_of, mesh_of, packed, pick, pieces, typed
@@ -75,12 +76,20 @@ def gather_state(state: Any, rank: int | None = None) -> dict[str, Tensor]:
     >>> gather_state(sgd(0.1, momentum=0.9).init(params))
     {'count': tensor(0.), 'momentum.w': tensor([0., 0.])}
     """
+    _check_rank("gather_state: rank", state, rank)
     found: dict[str, Tensor] = {}
     for path, node in tree.paths_to(state, Parts):
         leaves = _whole_leaves(node, rank) if isinstance(node, Parts) else [("", node)]
         # copies: what they are of may be given away
         found.update((_joined(path, name), x.to(x.device if rank is None else "cpu", copy=True)) for name, x in leaves)
     return found if _holds(state, rank) else {}
+
+
+def _check_rank(name: str, state: Any, rank: int | None) -> None:
+    """Raise unless it is None or a rank of the mesh a state is cut over; of what is not cut ranks are not known."""
+    mesh = mesh_of(state)
+    if rank is not None:
+        check_whole(name, rank, 0, torch.inf if mesh is None else comm.num_ranks(mesh), "a rank of the state's mesh")
 
 
 def _holds(state: Any, rank: int | None) -> bool:
@@ -108,6 +117,7 @@ def shard_state(whole: Mapping[str, Tensor], like: Any, src: int | None = None) 
     >>> shard_state({"count": torch.tensor(3.0), "momentum.w": torch.ones(2)}, tx.init({"w": torch.zeros(2)}))
     SgdState(count=tensor(3.), momentum={'w': tensor([1., 1.])})
     """
+    _check_rank("shard_state: src", like, src)
     mesh, _ = _world(like)
     held = _holds(like, src)
     if held:
@@ -253,8 +263,7 @@ def state_dict(
     >>> state_dict(adamw(0.1).init(params), params)["state"]
     {'w': {'step': tensor(0.), 'exp_avg': tensor([0.]), 'exp_avg_sq': tensor([0.])}}
     """
-    if key not in ("path", "index"):
-        raise ValueError(f"state_dict: key={key!r}: expected 'path' or 'index'")
+    check_word("state_dict: key", key, ("path", "index"))
     whole, (fields, by_label) = gather_state(state, rank), _known(state, params)
     if not _holds(state, rank):
         return {}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import agree, comm, host, tree
 from .comm import Axes, Mesh
+from .leaves import is_differentiable, read_frozen
 from .move import collect, on_rank, owned
 from .parts import EVERYONE, Layout, OnMesh, Pieces, layout_of, packed, pick
 from .transform import FoundInf, Transform
@@ -57,11 +58,11 @@ def check_zero_state(state: Any, kind: type) -> None:
 def leaf_init(tx: Transform, mesh: Mesh, axes: Axes, params: Any) -> ZeroState:
     """The state of the optimizer for the leaves this rank owns."""
     layout, mesh = layout_of(params), host.connect(mesh)
-    text = "\n".join(f"leaf {leaf.path!r} {leaf.dtype}{list(leaf.shape)}" for leaf in layout.leaves)
+    lines = zip(layout.leaves, tree.leaves(params), strict=True)
+    text = "\n".join(f"leaf {leaf.path!r} {leaf.dtype}{list(leaf.shape)} {x.requires_grad}" for leaf, x in lines)
     agree.check_same(mesh, hashlib.sha256(text.encode()).hexdigest(), text, "the tree of parameters")
-    trained = layout.pick(
-        n for n in layout.numbers if layout.leaves[n].dtype.is_floating_point or layout.leaves[n].dtype.is_complex
-    )
+    frozen = read_frozen(tree.leaves(params), layout.numbers)
+    trained = layout.pick(n for n in layout.numbers if is_differentiable(layout.leaves[n]) and not frozen[n])
     parting = owned(trained, mesh, axes)
     return ZeroState(tx.init(collect(packed(pick(tree.detached(params), trained)), parting)), parting)
 

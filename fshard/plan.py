@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -25,11 +24,14 @@ import torch
 from torch import Tensor
 
 from . import agree, comm, tree
+from .arguments import check_flags, check_has, check_whole, wrong
 from .claim import ROOT, Where, claim_leaves, claim_policies, claim_units
 from .comm import Axes, Mesh
 from .host import connect
+from .leaves import check_tensors, first_places, is_differentiable, join_frozen
 from .lines import Lines, lines_of
 from .offload import Crossing
+from .parts import Parts
 from .precision import Policy, Precision, policy_of, precisions
 from .wire import Wire
 
@@ -282,16 +284,19 @@ def make_plan(
     `(path, subtree) -> bool`, or a number of elements at which a unit is full; the rest is the root unit. The three
     `_over` arguments name the axes over which parameters, gradients and optimizer state are partitioned, each
     extending the one before. `regather` frees gathered parameters after the forward and gathers them again in the
-    backward. `whole` leaves stay on every rank; `frozen` ones get no gradient and no optimizer state (integer leaves
-    are always frozen). Parameters, gradients and optimizer state of `host` leaves lie in host memory, where the
-    optimizer updates them; the mesh's device computes with them. No `block` of elements, counted from a leaf's first,
-    lies on two ranks or holds another leaf's (for state that is kept in blocks). `policy` says in what dtypes floating
-    leaves are kept, computed with and reduced (`Policy`, or its words), `param_wire` and `grad_wire` how shards and
-    gradients travel (fshard.wire); with `together` the dtypes of a unit are gathered in one message. A step with
-    `reduction="tree"` cuts the batch of all ranks into `slices`, a power of two. On a mesh of processes the plan's
-    fingerprint is compared between all ranks.
+    backward. `whole` leaves stay on every rank; `frozen` ones get no gradient and no optimizer state. Integer leaves
+    are always frozen, and so are leaves that do not require a gradient in a tree where others do, as a module's. Leaves
+    that are the same elements of the same memory (one tensor, its `.detach()` or `.data`) are tied: one slot.
+    Parameters, gradients and optimizer state of `host` leaves lie in host memory, where the optimizer updates them; the
+    mesh's device computes with them. No `block` of elements, counted from a leaf's first, lies on two ranks or holds
+    another leaf's (for state that is kept in blocks). `policy` says in what dtypes floating leaves are kept, computed
+    with and reduced (`Policy`, or its words), `param_wire` and `grad_wire` how shards and gradients travel
+    (fshard.wire); with `together` the dtypes of a unit are gathered in one message. A step with `reduction="tree"` cuts
+    the batch of all ranks into `slices`, a power of two. On a mesh of processes the plan's fingerprint is compared
+    between all ranks.
 
-    Raises ValueError (axes, patterns, leaves that are not tensors) and MismatchError (ranks whose plans differ).
+    Raises TypeError (what an argument cannot be), ValueError (axes, patterns, leaves that are no plain dense tensors or
+    share a part of their memory, `frozen` against `requires_grad`) and MismatchError (ranks whose plans differ).
 
     >>> plan = make_plan({"embed": torch.zeros(4, 2), "blocks": [torch.zeros(3), torch.zeros(3)]}, units=["blocks.*"])
     >>> [unit.name for unit in plan.units]
@@ -299,22 +304,23 @@ def make_plan(
 
     Source: the flat parameter of Zhao et al., PyTorch FSDP (2023); the partitions of Rajbhandari et al., ZeRO (2020).
     """
-    _check_numbers(block, slices)
+    _check_arguments(block, slices, regather, together, param_wire=param_wire, grad_wire=grad_wire)
     _check_host(host, mesh)
-    sizes, mesh = comm.axis_sizes(mesh), connect(mesh)
+    sizes = comm.axis_sizes(mesh)
     over = _partitions(sizes, params_over, grads_over, state_over)
+    check_plain("params", params)
     flat, spec = tree.flatten(params)
     check_tensors(flat, tree.paths(spec))
-    first_seen: dict[int, int] = {}
-    origins = [first_seen.setdefault(id(leaf), i) for i, leaf in enumerate(flat)]
+    origins = first_places(flat, tree.paths(spec))
     numbers = {origin: slot for slot, origin in enumerate(dict.fromkeys(origins))}
     names, claims = claim_units(params, spec, flat, origins, units)
     picks = (("whole", whole), ("frozen", frozen), ("host", host))
     keep, still, away = (claim_leaves(params, spec, where, name) for name, where in picks)
+    still = join_frozen(still, flat, origins, tree.paths(spec))
     policy = policy_of(policy)
     dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, policy), policy)
     kind_of = {
-        i: Kind(dtypes[i], _differentiable(flat[i]) and not still[i], keep[i], away[i]) for i in numbers
+        i: Kind(dtypes[i], is_differentiable(flat[i]) and not still[i], keep[i], away[i]) for i in numbers
     }  # a tied leaf is what its first place says
     kinds = tuple(dict.fromkeys(kind_of.values()))
     parts = math.prod(sizes.values())  # of all axes: an all-reduce over any is then cut evenly, too
@@ -335,17 +341,31 @@ def make_plan(
         grad_wire,
         together,
         slices,
-        mesh,
+        connect(mesh),
     )
-    agree.check_same(mesh, plan.fingerprint, plan.describe(), "the plan")
+    agree.check_same(plan.mesh, plan.fingerprint, plan.describe(), "the plan")
     return plan
 
 
-def _check_numbers(block: int, slices: int) -> None:
-    if block < 1:
-        raise ValueError(f"block={block}: expected a number of elements, at least 1")
-    if slices < 1 or slices.bit_count() > 1:
+def _check_arguments(block: Any, slices: Any, regather: Any, together: Any, **wires: Any) -> None:
+    check_whole("block", block, what="a number of elements")
+    check_whole("slices", slices, what="a power of two")
+    if slices.bit_count() > 1:
         raise ValueError(f"slices={slices}: expected a power of two, the most ranks a run may ever have")
+
+    check_flags(regather=regather, together=together)
+    for name, wire in wires.items():
+        if wire is not None:
+            check_has(name, wire, ("encode", "decode", "feedback"), "a wire, as fshard.wire.Int8() is")
+
+
+def check_plain(name: str, params: Any) -> None:
+    """Raise TypeError for what is no tree of whole tensors: sharded ones, plans."""
+    for node in tree.tops(params, lambda x: isinstance(x, Parts | tree.Branch | Plan)):
+        if isinstance(node, Parts | tree.Branch):
+            raise TypeError(wrong(name, node, "a tree of whole tensors", "fshard.gather_params gives them"))
+        if isinstance(node, Plan):
+            raise TypeError(wrong(name, node, "a tree of whole tensors", "Are the arguments in the call's order?"))
 
 
 def _check_host(host: Where, mesh: Mesh) -> None:
@@ -356,37 +376,12 @@ def _check_host(host: Where, mesh: Mesh) -> None:
         )
 
 
-def _differentiable(leaf: Tensor) -> bool:
-    return leaf.is_floating_point() or leaf.is_complex()
-
-
-def check_tensors(flat: Sequence[Any], paths: Sequence[str]) -> None:
-    """Raise ValueError for leaves that are no dense tensors, or have one path."""
-    if twice := [path for path, number in Counter(paths).items() if number > 1]:
-        raise ValueError(
-            f"two leaves have the path {twice[0]!r}: keys with dots, or 1 and '1', look alike. Rename one."
-        )
-    for path, leaf in zip(paths, flat, strict=True):
-        if not isinstance(leaf, Tensor):
-            raise ValueError(
-                f"leaf {path!r}: expected a tensor, got {type(leaf).__name__}. Make it a tensor, or register its type "
-                "as a pytree node (optree, or torch.utils._pytree.register_dataclass)."
-            )
-        if leaf.layout is not torch.strided:
-            raise ValueError(f"leaf {path!r}: expected a dense tensor, got layout {leaf.layout}. Use .to_dense().")
-
-
 def _partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> tuple[Axes, Axes, Axes]:
     """The three partitions' axes, each beginning with those of the one before."""
     result: list[Axes] = []
     before: Axes = ()
     for name, over in zip(("params_over", "grads_over", "state_over"), overs, strict=True):
-        wanted = ((over,) if isinstance(over, str) else tuple(over)) if sizes else ()
-        if unknown := [axis for axis in wanted if axis not in sizes]:
-            raise ValueError(
-                f"{name}={over!r}: the mesh has no axis {unknown[0]!r}, it has {', '.join(map(repr, sizes))}. "
-                "Name one of those, or give init_device_mesh other mesh_dim_names."
-            )
+        wanted = axes_of(name, over, sizes)
         if len(set(wanted)) < len(wanted) or not set(before) <= set(wanted):
             raise ValueError(
                 f"{name}={over!r} must name each axis once and contain the axes {before} of the partition before it: "
@@ -395,6 +390,24 @@ def _partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> tuple[Axe
         before = before + tuple(axis for axis in wanted if axis not in before)
         result.append(before)
     return result[0], result[1], result[2]
+
+
+def axes_of(name: str, over: Any, sizes: Mapping[str, int]) -> Axes:
+    """The axes an argument names: a name, or several; on one device "shard" and "replicate" are none.
+
+    Raises TypeError for what is no name, ValueError for an axis the mesh does not have.
+    """
+    names = (over,) if isinstance(over, str) else over
+    if not isinstance(names, list | tuple) or not all(isinstance(axis, str) for axis in names):
+        raise TypeError(wrong(name, over, "the name of an axis of the mesh, a tuple of names, or ()"))
+    known = list(sizes) or ["shard", "replicate"]
+    if unknown := [axis for axis in names if axis not in known]:
+        where = "the mesh has no axis" if sizes else "one device has no axis"
+        raise ValueError(
+            f"{name}={over!r}: {where} {unknown[0]!r}, it has {', '.join(map(repr, known))}. "
+            "Name one of those, or give init_device_mesh other mesh_dim_names."
+        )
+    return tuple(names) if sizes else ()
 
 
 def _place(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .arguments import check_flags, check_word, shown, wrong
 
 Dtype = torch.dtype | str | None
 Where = str | Callable[[str, Any], bool]
@@ -56,7 +57,11 @@ class Policy:
     def __post_init__(self) -> None:
         for name in _DTYPES:
             object.__setattr__(self, name, _dtype(name, getattr(self, name)))
-        given = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
+        check_flags(**{"policy: cast_inputs": self.cast_inputs})
+        given: Any = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
+        if isinstance(given, str) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in _listed(given)):
+            expected = "pairs of a pattern (or a predicate) and a policy, or a dict of such"
+            raise TypeError(wrong("policy: overrides", self.overrides, expected))
         pairs = tuple((where, policy_of(policy)) for where, policy in given)
         object.__setattr__(self, "overrides", pairs)
 
@@ -100,6 +105,7 @@ class Policy:
         >>> Policy(compute="bf16").cast({"x": torch.ones(1), "n": torch.tensor(1)}, "compute")
         {'x': tensor([1.], dtype=torch.bfloat16), 'n': tensor(1)}
         """
+        check_word("policy.cast: to", to, _DTYPES)
         dtype = getattr(self, to)
         if dtype is None:
             return x
@@ -110,7 +116,12 @@ class Policy:
         return self.cast(args, "compute") if self.cast_inputs else args
 
 
+_YES, _NO = ("yes", "true", "True", "1"), ("no", "false", "False", "0")
 _DTYPES = [f.name for f in fields(Policy) if f.name not in ("cast_inputs", "overrides")]
+
+
+def _listed(x: Any) -> list[Any]:
+    return list(x) if hasattr(x, "__iter__") else [x]
 
 
 def _settings(text: str) -> dict[str, Any]:
@@ -123,7 +134,8 @@ def _settings(text: str) -> dict[str, Any]:
             )
         settings[name] = value
     if "cast_inputs" in settings:
-        settings["cast_inputs"] = settings["cast_inputs"] in ("yes", "true", "True", "1")
+        check_word("policy: cast_inputs", settings["cast_inputs"], (*_YES, *_NO))
+        settings["cast_inputs"] = settings["cast_inputs"] in _YES
     return settings
 
 
@@ -152,7 +164,7 @@ def policy_of(policy: Policy | str | None) -> Policy:
         return Policy.parse(policy)
     if policy is None or isinstance(policy, Policy):
         return policy or Policy()
-    raise TypeError(f"policy: expected a Policy, or words such as 'compute=bf16', got {type(policy).__name__}")
+    raise TypeError(f"policy: expected a Policy, or words such as 'compute=bf16', got {shown(policy)}")
 
 
 @dataclass(frozen=True)

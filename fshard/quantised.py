@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels, tree
+from .arguments import check_hyperparams, check_whole
 from .elementwise import Rate, share
 from .kernels import Number
 from .nodes import is_tracing
@@ -124,8 +125,8 @@ def adamw_8bit(
 
     Source: Dettmers et al., 8-bit optimizers via block-wise quantization (2022).
     """
-    if block < 1:
-        raise ValueError(f"optim.adamw_8bit: block={block}: expected a number of elements, at least 1")
+    check_hyperparams("adamw_8bit", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    check_whole("optim.adamw_8bit: block", block, what="a number of elements")
     books = code_book(signed=True), code_book(signed=False)
     lists = [book.tolist() for book in books]
 

@@ -116,7 +116,7 @@ def reduction_of(reduction: Any) -> Reduction:
     named: dict[str, Reduction] = {"exact": EXACT, "fast": FAST, "tree": TREE}
     if isinstance(reduction, str) and reduction in named:
         return named[reduction]
-    if not (hasattr(reduction, "reduce_scatter") and hasattr(reduction, "all_reduce")):
+    if isinstance(reduction, type) or not (hasattr(reduction, "reduce_scatter") and hasattr(reduction, "all_reduce")):
         raise ValueError(
             f"reduction={reduction!r}: expected 'exact' (sums in rank order), 'fast' (the backend's own), 'tree' (the "
             "same bits on any number of ranks), or an object with the methods reduce_scatter and all_reduce "

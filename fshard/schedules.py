@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .arguments import check_whole, is_number, wrong
+
 Schedule = Callable[[Tensor], Tensor]
 
 
-def _share(count: Tensor, steps: int, name: str) -> Tensor:
+def _check(name: str, steps: Any = 1, **numbers: Any) -> None:
+    check_whole(f"schedule {name}: steps", steps, what="a number of steps")
+    for argument, value in numbers.items():
+        if not is_number(value) or not math.isfinite(value):
+            raise TypeError(f"schedule {name}: {wrong(argument, value, 'a finite number')}")
+
+
+def _share(count: Tensor, steps: int) -> Tensor:
     """How much of a number of steps is over, from 0 to 1, in float64."""
-    if steps < 1:
-        raise ValueError(f"schedule {name}: expected at least 1 step, got {steps}")
     return (torch.as_tensor(count).double() / steps).clamp(0, 1)
 
 
@@ -27,6 +35,7 @@ def constant(value: float) -> Schedule:
     >>> constant(0.1)(torch.tensor(5.0)).item()
     0.1
     """
+    _check("constant", value=value)
     return lambda count: torch.full((), value, dtype=torch.float64, device=torch.as_tensor(count).device)
 
 
@@ -36,7 +45,8 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     >>> linear(0.0, 1.0, 4)(torch.tensor(1.0)).item()
     0.25
     """
-    return lambda count: start + (end - start) * _share(count, steps, "linear")
+    _check("linear", steps, start=start, end=end)
+    return lambda count: start + (end - start) * _share(count, steps)
 
 
 def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
@@ -45,7 +55,8 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     >>> cosine(1.0, 4)(torch.tensor(2.0)).item()
     0.5
     """
-    return lambda count: end + (start - end) * (1 + torch.cos(math.pi * _share(count, steps, "cosine"))) / 2
+    _check("cosine", steps, start=start, end=end)
+    return lambda count: end + (start - end) * (1 + torch.cos(math.pi * _share(count, steps))) / 2
 
 
 def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end: float = 0.0) -> Schedule:
@@ -57,6 +68,8 @@ def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end:
     >>> [schedule(torch.tensor(float(i))).item() for i in (0, 1, 2, 4)]
     [0.0, 0.5, 1.0, 0.5]
     """
+    _check("warmup_cosine", warmup, peak=peak, start=start, end=end)
+    check_whole("schedule warmup_cosine: steps", steps, warmup + 1, what="a number of steps, warm-up included")
     return join([linear(start, peak, warmup), cosine(peak, steps - warmup, end)], [warmup])
 
 
@@ -68,6 +81,7 @@ def one_cycle(peak: float, steps: int, rise: float = 0.3, div: float = 25.0, fin
     >>> one_cycle(1.0, 10)(torch.tensor(2.0)).item()
     1.0
     """
+    _check("one_cycle", steps, peak=peak, rise=rise, div=div, final_div=final_div)
     top = rise * steps - 1
     if not 0 < top < steps - 1:
         raise ValueError(f"schedule one_cycle: {rise} of {steps} steps leaves none to rise or to fall in")
@@ -89,6 +103,12 @@ def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
     >>> piecewise(1.0, {2: 0.5, 4: 0.5})(torch.tensor(4.0)).item()
     0.25
     """
+    _check("piecewise", start=start)
+    if not isinstance(factors, Mapping):
+        raise TypeError(f"schedule piecewise: {wrong('factors', factors, 'a dict of a factor for each step')}")
+    for step, factor in factors.items():
+        check_whole("schedule piecewise: a step", step, least=0)
+        _check("piecewise", factor=factor)
 
     def schedule(count: Tensor) -> Tensor:
         t = torch.as_tensor(count)
@@ -106,6 +126,10 @@ def join(schedules: Sequence[Callable[[Tensor], Tensor]], boundaries: Sequence[i
     >>> join([constant(1.0), linear(1.0, 0.0, 2)], [3])(torch.tensor(4.0)).item()
     0.5
     """
+    if not isinstance(schedules, list | tuple) or not all(callable(schedule) for schedule in schedules):
+        raise TypeError(f"schedule join: {wrong('schedules', schedules, 'a list of schedules, functions of a count')}")
+    if not isinstance(boundaries, list | tuple) or not all(map(is_number, boundaries)):
+        raise TypeError(f"schedule join: {wrong('boundaries', boundaries, 'a list of numbers of steps')}")
     if len(boundaries) != len(schedules) - 1 or list(boundaries) != sorted(boundaries):
         raise ValueError(
             f"schedule join: expected {len(schedules) - 1} rising boundaries for {len(schedules)} schedules, got "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 from . import collectives, comm, move, offload, tree
+from .arguments import check_whole, wrong
 from .comm import Axes
+from .leaves import check_tensors, identity
 from .parts import EVERYONE, Layout, Leaf, Parts, Pieces, Span, Views
-from .plan import Plan, Slot
+from .plan import Plan, Slot, check_plain
 
 
 @tree.constant
@@ -212,6 +215,11 @@ def shard_params(params: Any, plan: Plan, src: int | None = None) -> Sharded:
     >>> gather_params(shard_params({"w": torch.arange(3.0)}, plan))
     {'w': tensor([0., 1., 2.])}
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(wrong("plan", plan, "what fshard.make_plan gives", "The order is shard_params(params, plan)."))
+    check_plain("params", params)
+    if src is not None:
+        check_whole("src", src, least=0, below=math.prod(dict(plan.axes).values()), what="a rank of the plan's mesh")
     plan.live_mesh()
     leaves = _placed_leaves(params, plan)
     device = _check_leaves(leaves, plan, src)
@@ -270,7 +278,11 @@ def _placed_leaves(params: Any, plan: Plan) -> list[Tensor]:
         )
     placed: dict[int, Tensor] = {}
     for path, number in zip(expected, plan.leaves, strict=True):
-        if placed.setdefault(number, given[path]) is not given[path]:
+        first = placed.setdefault(number, given[path])
+        same = (
+            isinstance(first, Tensor) and isinstance(given[path], Tensor) and identity(first) == identity(given[path])
+        )
+        if first is not given[path] and not same:
             raise ValueError(
                 f"leaf {path!r}: expected the very tensor of {plan.slots[number].path!r}, as in the plan, got another "
                 "one. Tie them again, or make the plan from this tree."
@@ -294,13 +306,20 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
         if mine and leaf.device not in (device, offload.HOST if kind.host else device):
             raise ValueError(
                 f"leaf {slot.path!r}: expected a tensor on {device}, where the mesh is, got one on {leaf.device}. "
-                "Move it there first."
+                + (
+                    "Move it there first."
+                    if not leaf.is_meta
+                    else "Move it there with values, or take them from `src`."
+                )
             )
+    check_tensors(leaves, [slot.path for slot in plan.slots])
     return device
 
 
 def gather_params(x: Any) -> Any:
     """The whole tensors of a `Sharded` (or of a subtree of one), as a plain tree; a plain tree comes back unchanged.
+
+    Of a tree with `Sharded` nodes in it those are gathered. Tied leaves come as one tensor. TypeError for a plan.
 
     Differentiable to any order, under autograd and torch.func: the transpose reduce-scatters over the axes the tree is
     cut over and sums over the rest of the mesh, so that differentiating on every rank gives the gradient of the sum
@@ -312,7 +331,13 @@ def gather_params(x: Any) -> Any:
     """
     if isinstance(x, Pieces):
         return move.gathered(x)
-    return x.gathered() if isinstance(x, tree.Branch) else x
+    if isinstance(x, tree.Branch):
+        return x.gathered()
+    if isinstance(x, Plan):
+        raise TypeError(wrong("x", x, "a Sharded, or a tree", "fshard.shard_params(params, plan) makes a Sharded."))
+    if not isinstance(x, Tensor) and tree.nodes(x, Parts):
+        return tree.map_tops(lambda node: gather_params(node) if isinstance(node, Parts) else node, Parts, x)
+    return x
 
 
 def _gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import check_whole, wrong
 from .baton import Collective, Fault, Post, Run, Stopped, on_threads
 from .comm import MismatchError, Works, fold, mesh_device, sum_dtype
 from .process_groups import places
@@ -256,11 +257,15 @@ class World:
         device: str = "cpu",
         faults: Sequence[Fault] = (),
     ):
+        if axes is not None and (not isinstance(axes, Mapping) or not axes):
+            raise TypeError(f"a simulated world: {wrong('axes', axes, 'a dict of the number of ranks by axis')}")
         self.axes = {"replicate": replicate, "shard": shard} if axes is None else dict(axes)
-        if not self.axes or min(self.axes.values()) < 1:
-            raise ValueError(f"a simulated world: expected at least 1 rank along each axis, got {self.axes}")
+        for axis, number in self.axes.items():
+            check_whole(f"a simulated world: {axis}", number, what="a number of ranks along this axis")
         num = math.prod(self.axes.values())
         for fault in faults:
+            if not isinstance(fault, Fault):
+                raise TypeError(f"a simulated world: {wrong('faults', fault, 'Dies, Garbage or Slow of a rank')}")
             if not 0 <= fault.rank < num or getattr(fault, "at", 0) < 0:
                 raise ValueError(f"{fault}: expected one of the {num} ranks, from 0, and a collective from 0 on")
         self.size, self.device, self.faults = num, device, tuple(faults)
@@ -268,6 +273,8 @@ class World:
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """`fn(mesh, *args)` once for every rank; the results in rank order."""
+        if not callable(fn):
+            raise TypeError(f"a simulated world: {wrong('fn', fn, 'fn(mesh, *args), a function')}")
         self.log, results, failure = _on_ranks(fn, args, self.axes, self.device, self.faults)
         if failure is not None:
             raise failure

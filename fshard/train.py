@@ -11,11 +11,12 @@ from torch import Tensor
 
 from . import compiling, offload, tree
 from .accumulate import gradients
+from .arguments import check_flags, check_has, check_positive, check_whole, shown
 from .carry import nothing_lost
 from .check import Checked, is_wanted
-from .grad import check_sharded
+from .grad import check_loss, check_sharded
 from .kernels import beside, wide
-from .labels import Labels, check_labelled
+from .labels import Labels, check_labelled, check_labels
 from .loss_scale import NoLossScale
 from .norms import exactly, global_norm
 from .parts import device_of, packed
@@ -59,7 +60,11 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
     >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
     tensor(0)
     """
-    tx, trained = as_transform(tx), packed(refine(check_sharded(sharded).trainable, sharded.plan.state_over))
+    check_sharded(sharded)
+    check_whole("seed", seed, -(2**63), 2**63)
+    if loss_scale is not None:
+        check_has("loss_scale", loss_scale, ("scale", "unscale", "adjust"), "a scaler, as fshard.DynamicLossScale() is")
+    tx, trained = as_transform(tx), packed(refine(sharded.trainable, sharded.plan.state_over))
     device = device_of(sharded)
     # where the loss is: a scaler elsewhere would have every step wait for the device
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device, copy=True), loss_scale)
@@ -82,7 +87,9 @@ class Step:
         return id(self)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        """The new state, and the metrics."""
+        """The new state, and the metrics. TypeError for a state that is none."""
+        if not isinstance(state, TrainState):
+            raise TypeError(f"step(state, batch): expected a TrainState (fshard.init_state) first, got {shown(state)}")
         if not torch.compiler.is_dynamo_compiling():
             return self.run(state, batch)
         known = compiling.without_none(state)
@@ -122,8 +129,12 @@ def train_step(
     >>> metrics["loss"], gather_params(state.params)
     (tensor(3.), tensor([0.5000, 0.0000]))
     """
-    if accumulate < 1:
-        raise ValueError(f"accumulate={accumulate}: expected a number of micro-batches, at least 1")
+    check_loss(loss_fn)
+    check_whole("accumulate", accumulate, what="a number of micro-batches")
+    check_flags(reduce_once=reduce_once, has_aux=has_aux, donate=donate)
+    if clip_norm is not None:
+        check_positive("clip_norm", clip_norm)
+    check_labels("skip_labels", skip_labels)
     if skip_labels is not None and clip_norm is not None:
         raise ValueError(
             "clip_norm with skip_labels: one label's overflow would clip the others to nothing: clip by label"

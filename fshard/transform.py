@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import agree, kernels, tree
+from .arguments import check_flags, check_function, check_hyperparams, check_positive, check_rate, shown
 from .kernels import Number, beside
 from .nodes import is_tracing
 from .norms import global_norm, leaf_norms, scale_leaves_, scaled
@@ -106,7 +107,7 @@ def as_transform(tx: Any) -> Transform:
         return tx
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
         raise TypeError(
-            f"expected an optimizer, a pair of functions init and update, got {type(tx).__name__}. "
+            f"tx: expected an optimizer, a pair of functions init and update, got {shown(tx)}. "
             "For an optimizer class of torch.optim write fshard.optim.from_torch(torch.optim.X, ...)."
         )
     # TorchOpt updates in place unless it is told not to
@@ -134,7 +135,10 @@ def start_count(params: Any) -> Tensor:
 
 def at(value: Any, count: Tensor) -> Any:
     """A hyper-parameter at a number of updates: schedules are functions of it."""
-    return value(count) if callable(value) else value
+    if callable(value):
+        value = value(count)
+        check_rate(value)
+    return value
 
 
 @dataclass(frozen=True)
@@ -224,6 +228,7 @@ def scale(factor: Number) -> Transform:
     >>> scale(-0.5).update(torch.tensor(2.0), ())[0]
     tensor(-1.)
     """
+    check_hyperparams("scale", factor=factor)
     return _stateless("scale", lambda grads, params: _times(grads, factor), sparse=True)
 
 
@@ -241,8 +246,10 @@ def scale_by_schedule(schedule: Schedule) -> Transform:
     (tensor(2.), CountState(count=tensor(1.)))
     """
 
+    check_function("optim.scale_by_schedule: schedule", schedule, "schedule(count)")
+
     def update(grads: Any, state: CountState, params: Any = None, **extra: Any) -> tuple[Any, CountState]:
-        return _times(grads, schedule(state.count)), CountState(state.count + 1)
+        return _times(grads, at(schedule, state.count)), CountState(state.count + 1)
 
     tx = Transform(lambda params: CountState(start_count(params)), update, elementwise=True)
     return checked(tx, Needs("scale_by_schedule", CountState, sparse=True))
@@ -254,7 +261,7 @@ def add_decayed_weights(weight_decay: Number) -> Transform:
     >>> add_decayed_weights(0.5).update(torch.tensor(2.0), (), torch.tensor(4.0))[0]
     tensor(4.)
     """
-
+    check_hyperparams("add_decayed_weights", weight_decay=weight_decay)
     return _stateless(
         "add_decayed_weights",
         lambda grads, params: tree.map(lambda g, p: g + beside(weight_decay, p) * p, grads, params),
@@ -268,6 +275,7 @@ def clip(max_magnitude: Number) -> Transform:
     >>> clip(1.0).update(torch.tensor([-3.0, 0.5]), ())[0]
     tensor([-1.0000,  0.5000])
     """
+    check_positive("optim.clip: max_magnitude", max_magnitude)
 
     def one(g: Tensor) -> Tensor:
         bound = beside(max_magnitude, g)
@@ -279,6 +287,11 @@ def clip(max_magnitude: Number) -> Transform:
 def clip_factor(norm: Tensor, max_norm: Number) -> Tensor:
     """min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _check_norm(name: str, max_norm: Any, p: Any) -> None:
+    check_positive(f"optim.{name}: max_norm", max_norm)
+    check_positive(f"optim.{name}: p", p, tensors=False)
 
 
 def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
@@ -293,6 +306,7 @@ def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
     def update(grads: Any, state: Any, params: Any = None, own_grads: bool = False, **extra: Any) -> tuple[Any, Any]:
         return scaled(grads, clip_factor(global_norm(grads, p), max_norm), own_grads), state
 
+    _check_norm("clip_by_global_norm", max_norm, p)
     return checked(Transform(lambda params: (), update), Needs("clip_by_global_norm"))
 
 
@@ -307,6 +321,7 @@ def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
         factors = clip_factor(leaf_norms(grads, p), max_norm)
         return scale_leaves_(grads if own_grads else tree.map(torch.clone, grads), factors), state
 
+    _check_norm("clip_by_leaf_norm", max_norm, p)
     return checked(Transform(lambda params: (), update), Needs("clip_by_leaf_norm"))
 
 
@@ -324,6 +339,8 @@ def ema(decay: float, debias: bool = True) -> Transform:
     >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)))[0]
     tensor(2.)
     """
+    check_hyperparams("ema", decay=decay)
+    check_flags(**{"optim.ema: debias": debias})
 
     def init(params: Any) -> EmaState:
         return EmaState(start_count(params), tree.map(torch.zeros_like, params))

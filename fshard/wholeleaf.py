@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import comm, tree
+from .arguments import check_flags, check_hyperparams, check_whole, is_number, wrong
 from .elementwise import AdamState, Rate, adam_rule
 from .kernels import Number, beside, is_zero
 from .labels import by_label
@@ -43,6 +44,7 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
 
     Source: You et al., Large batch optimization for deep learning: training BERT in 76 minutes (2020); as optax.lamb.
     """
+    check_hyperparams("lamb", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     inner = adam_rule("lamb", -1.0, b1, b2, eps, weight_decay, decoupled=True)
 
     def update(grads: Any, state: AdamState, params: Any = None, **extra: Any) -> tuple[Any, AdamState]:
@@ -109,6 +111,10 @@ def adafactor(
 
     Source: Shazeer and Stern, Adafactor: adaptive learning rates with sublinear memory cost (2018).
     """
+    if not isinstance(eps, tuple | list) or len(eps) != 2:
+        raise TypeError(f"optim.adafactor: {wrong('eps', eps, 'two numbers, the first may be None')}")
+    check_hyperparams("adafactor", lr, beta2_decay=beta2_decay, d=d, weight_decay=weight_decay)
+    check_hyperparams("adafactor", **{"eps[0]": 0.0 if eps[0] is None else eps[0], "eps[1]": eps[1]})
 
     def init(params: Any) -> AdafactorState:
         layout, count = layout_of(params), start_count(params)
@@ -265,6 +271,13 @@ def muon(
     """
     if adjust_lr not in (None, "original", "match_rms_adamw"):
         raise ValueError(f"muon: adjust_lr={adjust_lr!r}: expected None, 'original' or 'match_rms_adamw'")
+    check_hyperparams("muon", lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
+    check_flags(**{"optim.muon: nesterov": nesterov})
+    check_whole("optim.muon: steps", steps, what="a number of iterations")
+    if not isinstance(coefficients, tuple | list) or len(coefficients) != 3 or not all(map(is_number, coefficients)):
+        raise TypeError(f"optim.muon: {wrong('coefficients', coefficients, 'three numbers')}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"optim.muon: {wrong('dtype', dtype, 'a floating dtype of torch')}")
 
     def init(params: Any) -> MuonState:
         return MuonState(start_count(params), tree.map(torch.zeros_like, params))

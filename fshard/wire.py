@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .arguments import check_whole, is_number, wrong
 from .bits import as_bytes, views
 
 Sizes = Sequence[int]
@@ -87,6 +88,10 @@ class Cast:
     dtype: torch.dtype
     feedback: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise TypeError(f"Cast: {wrong('dtype', self.dtype, 'a floating dtype of torch')}")
+
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
         """Rounded to the nearest."""
         return x.to(self.dtype)
@@ -113,8 +118,7 @@ class Int8:
     feedback: bool = False
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"Int8: block={self.block}: expected a number of elements, at least 1")
+        check_whole("Int8: block", self.block, what="a number of elements")
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
         """Scales, then codes."""
@@ -146,6 +150,10 @@ class Float8:
 
     dtype: torch.dtype = torch.float8_e4m3fn
     feedback: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point or self.dtype.itemsize > 1:
+            raise TypeError(f"Float8: {wrong('dtype', self.dtype, 'a floating dtype of 8 bits')}")
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
         """Scales, then codes."""
@@ -180,8 +188,8 @@ class TopK:
     feedback: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"TopK: share={self.share}: expected a number above 0, at most 1")
+        if not is_number(self.share) or not 0 < self.share <= 1:
+            raise ValueError(f"TopK: {wrong('share', self.share, 'a number above 0, at most 1')}")
 
     def _num_kept(self, sizes: Sizes) -> int:
         return min(sum(sizes), max(1, round(self.share * sum(sizes))))
@@ -217,8 +225,7 @@ class LowRank:
     feedback: bool = True
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"LowRank: rank={self.rank}: expected a number of columns, at least 1")
+        check_whole("LowRank: rank", self.rank, what="a number of columns")
 
     def _shape(self, sizes: Sizes) -> tuple[int, int, int] | None:
         """Rows, columns and rank of what is sent, or None for what travels in full."""

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 from . import comm, tree
+from .arguments import check_whole, check_word
 from .buckets import flat_init, flat_step, flat_update
 from .comm import Axes, Mesh
+from .leaves import check_tensors, first_places
 from .owners import leaf_init, leaf_step, leaf_update
 from .parts import Parts
-from .plan import check_tensors
+from .plan import axes_of
 from .transform import Transform, as_transform
 
 BUCKET = 1 << 22  # elements
@@ -56,9 +58,10 @@ def zero(
 
     Source: Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models (2020).
     """
-    for name, value, known in (("partition", partition, ("flat", "leaf")), ("grads", grads, ("reduced", "local"))):
-        if value not in known:
-            raise ValueError(f"zero: {name}={value!r}: expected {known[0]!r} or {known[1]!r}")
+    check_word("zero: partition", partition, ("flat", "leaf"))
+    check_word("zero: grads", grads, ("reduced", "local"))
+    check_whole("zero: bucket", bucket, what="a number of elements")
+    check_whole("zero: block", block, what="a number of elements")
     tx, axes, local = as_transform(tx), _axes(mesh, over), grads == "local"
     if partition == "flat":
         make, update, step = partial(flat_init, tx, mesh, axes, bucket, block), flat_update, flat_step
@@ -75,14 +78,10 @@ def _checked_init(make: Callable[[Any], Any], params: Any) -> Any:
 
 
 def _axes(mesh: Mesh, over: str | Sequence[str] | None) -> Axes:
-    names = tuple(comm.axis_sizes(mesh))
+    sizes = comm.axis_sizes(mesh)
     if over is None:
-        return ("shard",) if "shard" in names else names
-    axes = (over,) if isinstance(over, str) else tuple(over)
-    if unknown := [axis for axis in axes if axis not in names]:
-        raise ValueError(
-            f"zero: over={over!r}: the mesh has no axis {unknown[0]!r}, it has {', '.join(map(repr, names))}"
-        )
+        return ("shard",) if "shard" in sizes else tuple(sizes)
+    axes = axes_of("zero: over", over, sizes)
     if len(set(axes)) < len(axes):
         raise ValueError(f"zero: over={over!r} must name each axis once")
     return axes
@@ -94,16 +93,16 @@ def _check_params(params: Any) -> None:
     flat, spec = tree.flatten(params)
     if not flat:
         raise ValueError("zero: the tree of parameters is empty")
-    seen: dict[int, str] = {}
     devices: dict[torch.device, str] = {}
-    check_tensors(flat, tree.paths(spec))
-    for path, leaf in zip(tree.paths(spec), flat, strict=True):
-        if id(leaf) in seen:
+    paths = tree.paths(spec)
+    check_tensors(flat, paths)
+    for i, first in enumerate(first_places(flat, paths)):
+        if i != first:
             raise ValueError(
-                f"zero: leaves {seen[id(leaf)]!r} and {path!r} are the same tensor, which would be updated twice: "
+                f"zero: leaves {paths[first]!r} and {paths[i]!r} are the same tensor, which would be updated twice: "
                 "keep it once in the tree, and tie it in the loss"
             )
-        seen[id(leaf)] = path
+    for path, leaf in zip(paths, flat, strict=True):
         devices.setdefault(leaf.device, path)
     if len(devices) > 1:
         (a, at_a), (b, at_b), *_ = devices.items()

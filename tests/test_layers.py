@@ -16,8 +16,8 @@ SOURCES = {path.stem: path.read_text() for path in sorted(PACKAGE.glob("*.py"))}
 
 # A module imports modules of the levels above its own line alone. A new file needs a place here.
 LEVELS = [
-    {"tree", "record", "schedules", "abstract", "generators", "shared_memory"},
-    {"nodes", "precision", "compiling", "captures", "reading"},
+    {"arguments", "tree", "record", "generators", "shared_memory"},
+    {"nodes", "precision", "compiling", "captures", "reading", "schedules", "abstract", "leaves"},
     {"kernels", "randomness", "bits", "footprint", "process_groups", "trace"},
     {"comm"},
     {

@@ -368,7 +368,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "leaf 'b': expected a dense tensor": ({"a": W, "b": W.to_sparse()}, {}),
     "two leaves have the path 'a.b'": ({"a.b": W, "a": {"b": W + 1}}, {}),
     "zero: expected whole parameters, got sharded ones": (fshard.shard_params(W, fshard.make_plan(W)), {}),
-    "expected an optimizer, a pair of functions init and update, got type. For an": (W, {"tx": torch.optim.Adam}),
+    "expected an optimizer, a pair of functions init and update, got the class Adam. For an": (
+        W,
+        {"tx": torch.optim.Adam},
+    ),
     "zero: partition='rows': expected 'flat' or 'leaf'": (W, {"partition": "rows"}),
     "zero: grads='mean': expected 'reduced' or 'local'": (W, {"grads": "mean"}),
     "zero: over='x': the mesh has no axis 'x', it has 'replicate', 'shard'": (W, {"over": "x"}),

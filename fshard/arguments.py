@@ -1,0 +1,123 @@
+"""Checks of arguments where a thing is built: the argument's name, what came, and what was expected.
+
+Wrong types are TypeErrors, wrong values ValueErrors. Nothing here runs in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: numbers and words in full, of tensors dtype and shape, else the type.
+
+    >>> shown("a"), shown(torch.ones(2)), shown({})
+    ("'a'", 'a torch.float32 tensor of shape (2,)', 'an object of type dict')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, Tensor) and type(value).__name__ in ("Tensor", "Parameter"):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
+        return repr(value)
+    if isinstance(value, list | tuple) and len(repr(value)) < 60:
+        return repr(value)
+    return f"an object of type {type(value).__name__}"
+
+
+def wrong(name: str, value: Any, expected: str, remedy: str = "") -> str:
+    """The sentence for an argument.
+
+    >>> wrong("accumulate", 1.5, "a whole number, at least 1")
+    'accumulate=1.5: expected a whole number, at least 1'
+    """
+    return f"{name}={shown(value)}: expected {expected}" + f". {remedy}" * bool(remedy)
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise TypeError for what is neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(wrong(name, value, "True or False"))
+
+
+def check_whole(name: str, value: Any, least: int = 1, below: float = torch.inf, what: str = "a whole number") -> None:
+    """Raise TypeError unless a value is an int (True is none), ValueError unless it is in [least, below)."""
+    bound = f"at least {least}" if below == torch.inf else f"from {least} to {below - 1}"
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(wrong(name, value, f"{what}, {bound}"))
+    if not least <= value < below:
+        raise ValueError(wrong(name, value, f"{what}, {bound}"))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, not a truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_positive(name: str, value: Any, tensors: bool = True) -> None:
+    """Raise TypeError unless a value is a number or a 0-d tensor, ValueError for a number that is not above 0."""
+    expected = "a number above 0" + " (or a 0-d tensor of one)" * tensors
+    if tensors and isinstance(value, Tensor) and not value.dim():
+        return
+    if not is_number(value):
+        raise TypeError(wrong(name, value, expected))
+    if not value > 0:  # nor is a NaN
+        raise ValueError(wrong(name, value, expected))
+
+
+def check_word(name: str, value: Any, words: Sequence[str]) -> None:
+    """Raise ValueError for a word that is none of those known."""
+    if not isinstance(value, str) or value not in words:
+        raise ValueError(wrong(name, value, f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r}"))
+
+
+def check_function(name: str, value: Any, what: str, remedy: str = "") -> None:
+    """Raise TypeError for what cannot be called, for a class, and for a module (an object with `named_parameters`)."""
+    if hasattr(value, "named_parameters") or isinstance(value, type) or not callable(value):
+        raise TypeError(wrong(name, value, f"{what}, a function", remedy))
+
+
+def check_has(name: str, value: Any, methods: Sequence[str], what: str, remedy: str = "") -> None:
+    """Raise TypeError for an object that lacks one of these attributes, and for a class in an object's place."""
+    if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
+        raise TypeError(wrong(name, value, f"{what} (with {', '.join(methods)})", remedy))
+
+
+# Of numbers [least, below); torch.optim's constructors refuse the same.
+_RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(["b1", "b2"], (0, 1)),
+    **dict.fromkeys(["rho", "decay"], (0, 1 + 1e-15)),
+    **dict.fromkeys(["factor", "weight_power"], (-torch.inf, torch.inf)),
+    "beta2_decay": (-torch.inf, 1e-15),
+    "d": (1, torch.inf),
+}
+
+
+def check_hyperparams(optimizer: str, rate: Any = 0.0, **numbers: Any) -> None:
+    """Raise for hyper-parameters that are neither numbers in their range nor 0-d tensors; `rate` may be a schedule.
+
+    Values of tensors are not read.
+    """
+    for name, value in {"lr": rate, **numbers}.items():
+        least, below = _RANGES.get(name, (0, torch.inf))
+        scheduled = name == "lr" and callable(value) and not isinstance(value, type)
+        if scheduled or (isinstance(value, Tensor) and not value.dim()):
+            continue
+        expected = "a number" + f", at least {least:g}" * (least > -torch.inf)
+        expected += f", below {below:g}" * (below == 1) + f", at most {below:g}" * (below not in (1, torch.inf))
+        expected += " (or a 0-d tensor, or a schedule)" if name == "lr" else " (or a 0-d tensor)"
+        if not is_number(value):
+            raise TypeError(f"optim.{optimizer}: {wrong(name, value, expected)}")
+        if not least <= value < below:  # nor is a NaN
+            raise ValueError(f"optim.{optimizer}: {wrong(name, value, expected)}")
+
+
+def check_rate(value: Any) -> None:
+    """Raise TypeError unless a schedule gave a number or a 0-d tensor."""
+    if not is_number(value) and not (isinstance(value, Tensor) and not value.dim()):
+        raise TypeError(f"a schedule gave {shown(value)}: expected a number or a 0-d tensor")

@@ -1,0 +1,139 @@
+"""What may be a leaf of a tree of parameters, which leaves are one tensor, and which of them are frozen."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MODULE = "Give its parameters: dict(module.named_parameters())."
+
+
+def check_tensors(flat: Sequence[Any], paths: Sequence[str]) -> None:
+    """Raise ValueError for leaves that are no dense tensors, have one path, or share a part of their memory."""
+    if twice := [path for path, number in Counter(paths).items() if number > 1]:
+        raise ValueError(
+            f"two leaves have the path {twice[0]!r}: keys with dots, or 1 and '1', look alike. Rename one."
+        )
+    for path, leaf in zip(paths, flat, strict=True):
+        if not isinstance(leaf, Tensor):
+            known = _MODULE if hasattr(leaf, "named_parameters") else "Make it a tensor, or register its type "
+            more = "" if known is _MODULE else "as a pytree node (optree, or torch.utils._pytree.register_dataclass)."
+            raise ValueError(f"leaf {path!r}: expected a tensor, got {type(leaf).__name__}. {known}{more}")
+        if hasattr(leaf, "__tensor_flatten__"):  # the protocol of tensors that hold others: DTensor, for one
+            raise ValueError(
+                f"leaf {path!r}: expected a plain tensor, got a {type(leaf).__name__}, which holds other tensors. "
+                "Give the whole tensor (of a DTensor: .full_tensor())."
+            )
+        if leaf.layout is not torch.strided:
+            raise ValueError(f"leaf {path!r}: expected a dense tensor, got layout {leaf.layout}. Use .to_dense().")
+        if leaf.is_quantized:
+            raise ValueError(f"leaf {path!r}: expected no quantised tensor, got {leaf.dtype}. Use .dequantize().")
+
+
+def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
+    """For every leaf the number of the first that is the same tensor: the same elements of the same memory.
+
+    So leaves are tied that are one object, or of which one is another's `.data` or `.detach()`, as those of a module's
+    `state_dict()` are. ValueError names two that share memory otherwise.
+    """
+    first: dict[Any, int] = {}
+    places = [first.setdefault(identity(leaf), i) for i, leaf in enumerate(flat)]
+    by_storage: dict[int, list[int]] = defaultdict(list)
+    for i in dict.fromkeys(places):
+        if flat[i].numel():
+            by_storage[_storage(flat[i])].append(i)
+    for numbers in by_storage.values():
+        _check_apart([(flat[i], paths[i]) for i in numbers])
+    return places
+
+
+def _storage(leaf: Tensor) -> int:
+    # `_cdata` is private: the address of the storage, which meta and fake tensors have as well (see Tape._attach)
+    return leaf.untyped_storage()._cdata
+
+
+def identity(leaf: Tensor) -> Any:
+    """Equal for leaves that are the same elements of the same memory, as long as both live."""
+    if not leaf.numel():
+        return id(leaf)
+    bits = leaf.is_conj(), leaf.is_neg()
+    return _storage(leaf), leaf.dtype, leaf.storage_offset(), leaf.shape, leaf.stride(), bits
+
+
+def _bytes(leaf: Tensor) -> tuple[int, int]:
+    """The first byte of its storage that a leaf uses, and one past the last."""
+    begin = int(leaf.storage_offset()) * leaf.itemsize
+    steps = zip(leaf.shape, leaf.stride(), strict=True)
+    return begin, begin + (1 + sum((size - 1) * stride for size, stride in steps)) * leaf.itemsize
+
+
+def _check_apart(leaves: Sequence[tuple[Tensor, str]]) -> None:
+    """Raise ValueError if two leaves of one storage have a byte in common."""
+    cluster, end = list[tuple[Tensor, str]](), 0
+    for leaf, path in sorted(leaves, key=lambda pair: _bytes(pair[0])):
+        begin, own_end = _bytes(leaf)
+        cluster = [*cluster, (leaf, path)] if begin < end else [(leaf, path)]
+        for other, at in cluster[:-1]:
+            if _overlap(leaf, other):
+                raise ValueError(
+                    f"leaves {at!r} and {path!r} share memory, but are not the same tensor (shapes {list(other.shape)} "
+                    f"and {list(leaf.shape)}): keep one, and make the other of it in the loss, or .clone() one"
+                )
+        end = max(end, own_end)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two leaves of one storage have a byte in common: spans may interleave, as columns of a matrix do."""
+    low, high = max(_bytes(a)[0], _bytes(b)[0]), min(_bytes(a)[1], _bytes(b)[1])
+    if low >= high:
+        return False
+    start, end = min(_bytes(a)[0], _bytes(b)[0]), max(_bytes(a)[1], _bytes(b)[1])
+    used = torch.zeros(end - start, dtype=torch.bool)
+
+    def of(x: Tensor) -> Tensor:
+        sizes, strides = (*x.shape, x.itemsize), (*(stride * x.itemsize for stride in x.stride()), 1)
+        return used.as_strided(sizes, strides, _bytes(x)[0] - start)
+
+    of(a).fill_(True)
+    return bool(of(b).any())
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether a leaf (or what has a dtype) can have a gradient."""
+    return leaf.dtype.is_floating_point or leaf.dtype.is_complex
+
+
+def read_frozen(flat: Sequence[Tensor], places: Sequence[int]) -> list[bool]:
+    """For every leaf whether the tree itself says it is frozen.
+
+    A tree of which any floating leaf requires a gradient is read as a module's: its floating leaves that do not are
+    frozen (a tied leaf, if no place of it does). Of a tree of plain tensors none is. Integer leaves are never trained.
+    """
+    wants: dict[int, bool] = defaultdict(bool)
+    for leaf, place in zip(flat, places, strict=True):
+        wants[place] |= is_differentiable(leaf) and leaf.requires_grad
+    if not any(wants.values()):
+        return [False] * len(flat)
+    return [is_differentiable(leaf) and not wants[place] for leaf, place in zip(flat, places, strict=True)]
+
+
+def join_frozen(
+    picked: Sequence[bool], flat: Sequence[Tensor], places: Sequence[int], paths: Sequence[str]
+) -> list[bool]:
+    """For every leaf whether `frozen=` picked it or the tree says it is frozen.
+
+    ValueError for a leaf that `frozen=` picked and that requires a gradient where others do not.
+    """
+    still = read_frozen(flat, places)
+    for i, path in enumerate(paths) if any(still) else []:
+        if picked[i] and is_differentiable(flat[i]) and not still[i]:
+            raise ValueError(
+                f"frozen: leaf {path!r} requires a gradient, while leaf {paths[still.index(True)]!r} of the same tree "
+                "does not and is frozen for that: the tree says which leaves train, and frozen= says otherwise. Set "
+                "requires_grad of the leaf to False, or give a tree of plain tensors (x.detach())."
+            )
+    return [one or other for one, other in zip(picked, still, strict=True)]

@@ -1,0 +1,491 @@
+"""Wrong calls, one table: each ends in an error that names the argument or leaf, what came, what was expected."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_errors import says
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from worlds import gloo, simulated
+
+import fshard
+from fshard import optim, testing, wire
+
+Call = Callable[[], Any]
+
+
+def params() -> dict[str, Tensor]:
+    """Two leaves."""
+    return {"w": torch.ones(3), "b": torch.zeros(3)}
+
+
+def loss(p: Any, x: Tensor) -> Tensor:
+    """A plain scalar of all leaves."""
+    return (p["w"] * x + p["b"]).sum()
+
+
+PLAN = fshard.make_plan(params())
+SHARDED = fshard.shard_params(params(), PLAN)
+TX = optim.sgd(0.1)
+STATE = fshard.init_state(SHARDED, TX)
+STEP = fshard.train_step(loss, TX)
+X = torch.ones(1, 3)
+MODULE = nn.Linear(2, 2)
+INFERENCE = torch.inference_mode()
+
+
+def plan(mesh: Any = None, **kwargs: Any) -> fshard.Plan:
+    """A plan of the two leaves."""
+    return fshard.make_plan(params(), mesh, **kwargs)
+
+
+def leaf(x: Any) -> fshard.Plan:
+    """A plan of a tree in which one leaf is wrong."""
+    return fshard.make_plan({"a": torch.ones(2), "b": [x]})
+
+
+def quantised() -> Tensor:
+    """A leaf of 8 bits."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.13 will drop these dtypes
+        return torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
+
+
+def scheduled(schedule: Any) -> Any:
+    """An update with a rate from this schedule."""
+    tx = optim.sgd(schedule)
+    return tx.update(params(), tx.init(params()), params())
+
+
+def inferring(call: Call) -> Any:
+    """The call under torch.inference_mode."""
+    with torch.inference_mode():
+        return call()
+
+
+T, V = TypeError, ValueError
+# What is called: the class of the error, and the words its sentence has, in this order.
+WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
+    # --- make_plan
+    "mesh=4": (lambda: plan(4), T, ("mesh: expected a DeviceMesh", "None (one device)", "got 4", "init_device_mesh(")),
+    "mesh=dict": (lambda: fshard.make_plan(None, params()), T, ("mesh: expected a DeviceMesh", "of type dict")),
+    "params=mesh": (lambda: fshard.make_plan(fshard.AbstractMesh(shard=2)), V, ("leaf ''", "got AbstractMesh")),
+    "params=module": (
+        lambda: fshard.make_plan(MODULE),
+        V,
+        ("leaf ''", "got Linear", "dict(module.named_parameters())"),
+    ),
+    "params=class": (lambda: fshard.make_plan(nn.Linear), V, ("leaf ''", "expected a tensor", "got type")),
+    "params=Sharded": (lambda: fshard.make_plan(SHARDED), T, ("params=", "Sharded", "whole tensors", "gather_params")),
+    "params=Plan": (lambda: fshard.make_plan(PLAN), T, ("params=", "Plan", "whole tensors", "order")),
+    "numpy": (lambda: leaf(X.numpy()), V, ("leaf 'b.0'", "expected a tensor", "got ndarray")),
+    "sparse": (lambda: leaf(torch.eye(2).to_sparse()), V, ("leaf 'b.0'", "dense", "sparse_coo", ".to_dense()")),
+    "quantised": (
+        lambda: leaf(quantised()),
+        V,
+        ("leaf 'b.0'", "no quantised tensor", "qint8", ".dequantize()"),
+    ),
+    "units=1.5": (lambda: plan(units=1.5), T, ("units=1.5", "path patterns", "predicate", "number of elements")),
+    "units=True": (lambda: plan(units=True), T, ("units=True", "path patterns", "number of elements")),
+    "units=0": (lambda: plan(units=0), V, ("units=0", "at least 1")),
+    "units=[1]": (lambda: plan(units=[1]), T, ("units=[1]", "path patterns")),
+    "units=class": (lambda: plan(units=nn.Linear), T, ("units=the class Linear", "path patterns", "predicate")),
+    "whole=True": (lambda: plan(whole=True), T, ("whole=True", "path patterns", "predicate")),
+    "frozen=dict": (lambda: plan(frozen={"w": True}), T, ("frozen=an object of type dict", "path patterns")),
+    "host=1": (lambda: plan(fshard.AbstractMesh(shard=2), host=1), T, ("host=1", "path patterns")),
+    "regather='no'": (lambda: plan(regather="no"), T, ("regather='no'", "True or False")),
+    "regather=dict": (lambda: plan(regather={"a": False}), T, ("regather=an object of type dict", "True or False")),
+    "together=1": (lambda: plan(together=1), T, ("together=1", "True or False")),
+    "block=1.5": (lambda: plan(block=1.5), T, ("block=1.5", "a number of elements, at least 1")),
+    "block=0": (lambda: plan(block=0), V, ("block=0", "at least 1")),
+    "slices=6": (lambda: plan(slices=6), V, ("slices=6", "a power of two")),
+    "slices=True": (lambda: plan(slices=True), T, ("slices=True", "a power of two")),
+    "params_over=typo": (
+        lambda: plan(params_over="shart"),
+        V,
+        ("params_over='shart'", "'shart'", "'shard', 'replicate'"),
+    ),
+    "state_over=typo": (lambda: plan(state_over=("shard", "x")), V, ("state_over=", "'x'", "'shard', 'replicate'")),
+    "grads_over=None": (lambda: plan(grads_over=None), T, ("grads_over=None", "the name of an axis", "or ()")),
+    "params_over=0": (lambda: plan(params_over=0), T, ("params_over=0", "the name of an axis")),
+    "policy=16": (lambda: plan(policy=16), T, ("policy", "a Policy, or words", "got 16")),
+    "policy=word": (lambda: plan(policy="bf16"), V, ("policy: 'bf16'", "expected one of storage", "compute=bf16")),
+    "policy=unknown": (lambda: plan(policy="compute=bf17"), V, ("policy: compute='bf17'", "no floating dtype")),
+    "policy=maybe": (lambda: plan(policy="cast_inputs=maybe"), V, ("cast_inputs='maybe'", "'yes'", "'no'")),
+    "Policy(cast_inputs)": (lambda: fshard.Policy(cast_inputs="no"), T, ("cast_inputs='no'", "True or False")),
+    "Policy(int)": (lambda: fshard.Policy(compute=torch.int8), V, ("policy: compute=torch.int8", "no floating dtype")),
+    "Policy(overrides)": (lambda: fshard.Policy(overrides=5), T, ("overrides=5", "pairs of a pattern")),
+    "Policy.cast": (lambda: fshard.Policy().cast(params(), "bf16"), V, ("policy.cast: to='bf16'", "'storage'")),
+    "param_wire=5": (lambda: plan(param_wire=5), T, ("param_wire=5", "a wire", "Int8()", "encode, decode")),
+    "grad_wire=class": (lambda: plan(grad_wire=wire.Int8), T, ("grad_wire=the class Int8", "a wire")),
+    # --- shard_params, gather_params
+    "shard_params(plan, params)": (lambda: fshard.shard_params(PLAN, params()), T, ("plan=", "dict", "(params, plan)")),
+    "shard_params(sharded)": (lambda: fshard.shard_params(SHARDED, PLAN), T, ("params=", "Sharded", "gather_params")),
+    "shard_params(src=1)": (lambda: fshard.shard_params(params(), PLAN, src=1), V, ("src=1", "a rank", "from 0 to 0")),
+    "shard_params(src=-1)": (lambda: fshard.shard_params(params(), PLAN, src=-1), V, ("src=-1", "a rank")),
+    "shard_params(src=True)": (lambda: fshard.shard_params(params(), PLAN, src=True), T, ("src=True", "a rank")),
+    "shard_params(module)": (lambda: fshard.shard_params(MODULE, PLAN), V, ("the tree is not the plan's", "'w'")),
+    "gather_params(plan)": (
+        lambda: fshard.gather_params(PLAN),
+        T,
+        ("x=", "Plan", "expected a Sharded", "shard_params("),
+    ),
+    # --- losses
+    "value_and_grad(module)": (lambda: fshard.value_and_grad(MODULE), T, ("loss_fn=", "Linear", "functional_call")),
+    "value_and_grad(class)": (lambda: fshard.value_and_grad(nn.Linear), T, ("loss_fn=the class Linear", "a function")),
+    "value_and_grad(3)": (lambda: fshard.value_and_grad(3), T, ("loss_fn=3", "a function")),
+    "value_and_grad(has_aux)": (lambda: fshard.value_and_grad(loss, has_aux="yes"), T, ("has_aux='yes'", "True or")),
+    "value_and_grad(reduce)": (lambda: fshard.value_and_grad(loss, reduce=None), T, ("reduce=None", "True or False")),
+    "value(module)": (lambda: fshard.value(MODULE), T, ("loss_fn=", "Linear", "functional_call")),
+    "value(plain)": (
+        lambda: fshard.value(loss)(params(), X),
+        T,
+        ("params: expected a Sharded, got dict", "shard_params("),
+    ),
+    "grad of a module": (
+        lambda: fshard.value_and_grad(loss)(MODULE, X),
+        T,
+        ("params: expected a Sharded, got Linear", "shard_params("),
+    ),
+    "Mean(count='3')": (
+        lambda: fshard.value(lambda p: fshard.Mean(p["w"].sum(), "3"))(SHARDED),
+        V,
+        ("the count of a Mean", "a number or a 0-d tensor", "got '3'"),
+    ),
+    "Mean(count=[3])": (
+        lambda: fshard.value(lambda p: fshard.Mean(p["w"].sum(), torch.ones(3)))(SHARDED),
+        V,
+        ("the count of a Mean", "0-d", "shape (3,)"),
+    ),
+    "Mean('3')": (
+        lambda: fshard.value(lambda p: fshard.Mean("3", 3))(SHARDED),
+        V,
+        ("the loss function: expected a 0-d floating tensor", "'3'"),
+    ),
+    "reduce_grads(plain)": (lambda: fshard.reduce_grads(params()), T, ("expected Unreduced gradients", "got dict")),
+    "reduction=class": (lambda: fshard.value_and_grad(loss, reduction=type), V, ("reduction=", "expected 'exact'")),
+    "inference_mode": (
+        lambda: inferring(lambda: fshard.value_and_grad(loss)(SHARDED, X)),
+        T,
+        ("torch.inference_mode is on", "fshard.value"),
+    ),
+    "step in inference_mode": (
+        lambda: inferring(lambda: STEP(STATE, X)),
+        T,
+        ("torch.inference_mode is on", "Leave the"),
+    ),
+    # --- init_state, train_step
+    "init_state(tx, params)": (
+        lambda: fshard.init_state(TX, params()),
+        T,
+        ("params: expected a Sharded, got Transform",),
+    ),
+    "init_state(tx=class)": (
+        lambda: fshard.init_state(SHARDED, torch.optim.SGD),
+        T,
+        ("tx: expected an optimizer", "got the class SGD", "from_torch("),
+    ),
+    "loss_scale=1024.0": (
+        lambda: fshard.init_state(SHARDED, TX, loss_scale=1024.0),
+        T,
+        ("loss_scale=1024.0", "a scaler", "DynamicLossScale()"),
+    ),
+    "loss_scale=GradScaler": (
+        lambda: fshard.init_state(SHARDED, TX, loss_scale=torch.amp.GradScaler("cpu")),
+        T,
+        ("loss_scale=an object of type GradScaler", "a scaler", "DynamicLossScale()"),
+    ),
+    "loss_scale=class": (
+        lambda: fshard.init_state(SHARDED, TX, loss_scale=fshard.DynamicLossScale),
+        T,
+        ("loss_scale=the class DynamicLossScale", "a scaler"),
+    ),
+    "seed=1.5": (lambda: fshard.init_state(SHARDED, TX, seed=1.5), T, ("seed=1.5", "a whole number")),
+    "train_step(tx, loss)": (lambda: fshard.train_step(TX, loss), T, ("loss_fn=", "Transform", "a function")),
+    "train_step(module)": (lambda: fshard.train_step(MODULE, TX), T, ("loss_fn=", "Linear", "functional_call")),
+    "tx=torch optimizer": (
+        lambda: fshard.train_step(loss, torch.optim.SGD(MODULE.parameters())),
+        T,
+        ("tx: expected an optimizer", "of type SGD", "from_torch(torch.optim.X"),
+    ),
+    "accumulate=1.5": (lambda: fshard.train_step(loss, TX, accumulate=1.5), T, ("accumulate=1.5", "micro-batches")),
+    "accumulate=True": (lambda: fshard.train_step(loss, TX, accumulate=True), T, ("accumulate=True", "micro-batches")),
+    "accumulate=0": (lambda: fshard.train_step(loss, TX, accumulate=0), V, ("accumulate=0", "at least 1")),
+    "clip_norm='1'": (lambda: fshard.train_step(loss, TX, clip_norm="1"), T, ("clip_norm='1'", "a number above 0")),
+    "clip_norm=True": (lambda: fshard.train_step(loss, TX, clip_norm=True), T, ("clip_norm=True", "a number above 0")),
+    "clip_norm=-1": (lambda: fshard.train_step(loss, TX, clip_norm=-1), V, ("clip_norm=-1", "a number above 0")),
+    "clip_norm=0": (lambda: fshard.train_step(loss, TX, clip_norm=0), V, ("clip_norm=0", "a number above 0")),
+    "clip_norm=nan": (lambda: fshard.train_step(loss, TX, clip_norm=torch.nan), V, ("clip_norm=nan", "above 0")),
+    "reduction=None": (lambda: fshard.train_step(loss, TX, reduction=None), V, ("reduction=None", "expected 'exact'")),
+    "donate='yes'": (lambda: fshard.train_step(loss, TX, donate="yes"), T, ("donate='yes'", "True or False")),
+    "reduce_once=2": (lambda: fshard.train_step(loss, TX, reduce_once=2), T, ("reduce_once=2", "True or False")),
+    "has_aux=None": (lambda: fshard.train_step(loss, TX, has_aux=None), T, ("has_aux=None", "True or False")),
+    "skip_labels=True": (lambda: fshard.train_step(loss, TX, skip_labels=True), T, ("skip_labels=True", "labels")),
+    "step(batch, state)": (lambda: STEP(X, STATE), T, ("step(state, batch)", "expected a TrainState", "shape (1, 3)")),
+    "step(params, batch)": (lambda: STEP(SHARDED, X), T, ("expected a TrainState", "Sharded")),
+    "jit(step)(batch, state)": (
+        lambda: fshard.jit(STEP, backend="eager")(X, STATE),
+        T,
+        ("step(state, batch)", "expected a TrainState"),
+    ),
+    "another optimizer's state": (
+        lambda: fshard.train_step(loss, optim.adam(0.1))(STATE, X),
+        V,
+        ("optim.adam", "AdamState", "got SgdState", "another optimizer"),
+    ),
+    # --- optimizers
+    "lr='1e-3'": (lambda: optim.sgd("1e-3"), T, ("optim.sgd: lr='1e-3'", "a number", "a schedule")),
+    "lr=None": (lambda: optim.adamw(None), T, ("optim.adamw: lr=None", "a number")),
+    "lr=True": (lambda: optim.adam(True), T, ("optim.adam: lr=True", "a number")),
+    "lr=-1": (lambda: optim.lion(-1), V, ("optim.lion: lr=-1", "at least 0")),
+    "lr=nan": (lambda: optim.sgd(torch.nan), V, ("optim.sgd: lr=nan", "at least 0")),
+    "lr=tensor": (lambda: optim.sgd(torch.ones(2)), T, ("optim.sgd: lr=a torch.float32 tensor", "0-d tensor")),
+    "lr=class": (lambda: optim.sgd(torch.optim.lr_scheduler.StepLR), T, ("lr=the class StepLR", "a schedule")),
+    "schedule of str": (lambda: scheduled(lambda n: "1e-3"), T, ("a schedule gave '1e-3'", "a number or a 0-d tensor")),
+    "schedule of row": (lambda: scheduled(lambda n: n.repeat(2)), T, ("a schedule gave a torch.float32", "0-d tensor")),
+    "b1=2": (lambda: optim.adam(0.1, b1=2), V, ("optim.adam: b1=2", "at least 0, below 1")),
+    "b2=1": (lambda: optim.adamw(0.1, b2=1.0), V, ("optim.adamw: b2=1.0", "below 1")),
+    "b2=schedule": (lambda: optim.adam(0.1, b2=lambda n: 0.9), T, ("optim.adam: b2=", "a number")),
+    "eps=-1": (lambda: optim.amsgrad(0.1, eps=-1), V, ("optim.amsgrad: eps=-1", "at least 0")),
+    "weight_decay=-1": (lambda: optim.sgd(0.1, weight_decay=-1), V, ("optim.sgd: weight_decay=-1", "at least 0")),
+    "momentum=-1": (lambda: optim.rmsprop(0.1, momentum=-1), V, ("optim.rmsprop: momentum=-1", "at least 0")),
+    "nesterov=1": (lambda: optim.sgd(0.1, 0.9, nesterov=1), T, ("nesterov=1", "True or False")),
+    "rho=2": (lambda: optim.adadelta(rho=2), V, ("optim.adadelta: rho=2", "at most 1")),
+    "lr_decay=-1": (lambda: optim.adagrad(lr_decay=-1), V, ("optim.adagrad: lr_decay=-1", "at least 0")),
+    "momentum_decay": (lambda: optim.nadam(momentum_decay="x"), T, ("optim.nadam: momentum_decay='x'", "a number")),
+    "weight_power": (lambda: optim.schedule_free_adamw(0.1, weight_power=None), T, ("weight_power=None", "a number")),
+    "lamb": (lambda: optim.lamb(0.1, b1=-1), V, ("optim.lamb: b1=-1", "at least 0")),
+    "adafactor(eps)": (lambda: optim.adafactor(eps=1e-3), T, ("optim.adafactor: eps=0.001", "two numbers")),
+    "adafactor(d)": (lambda: optim.adafactor(d=0.5), V, ("optim.adafactor: d=0.5", "at least 1")),
+    "adafactor(decay)": (lambda: optim.adafactor(beta2_decay=1), V, ("optim.adafactor: beta2_decay=1",)),
+    "muon(steps)": (lambda: optim.muon(steps=0), V, ("optim.muon: steps=0", "at least 1")),
+    "muon(momentum)": (lambda: optim.muon(momentum="x"), T, ("optim.muon: momentum='x'", "a number")),
+    "muon(coefficients)": (lambda: optim.muon(coefficients=(1, 2)), T, ("coefficients=(1, 2)", "three numbers")),
+    "muon(dtype)": (lambda: optim.muon(dtype="bf16"), T, ("optim.muon: dtype='bf16'", "a floating dtype")),
+    "muon(rest)": (lambda: optim.muon(rest=3), T, ("tx: expected an optimizer", "got 3")),
+    "adamw_8bit(block)": (lambda: optim.adamw_8bit(0.1, block=0), V, ("optim.adamw_8bit: block=0", "at least 1")),
+    "clip(-1)": (lambda: optim.clip(-1), V, ("optim.clip: max_magnitude=-1", "above 0")),
+    "clip_by_global_norm(nan)": (lambda: optim.clip_by_global_norm(torch.nan), V, ("max_norm=nan", "above 0")),
+    "clip_by_leaf_norm(p)": (lambda: optim.clip_by_leaf_norm(1.0, p="2"), T, ("p='2'", "above 0")),
+    "scale('x')": (lambda: optim.scale("x"), T, ("optim.scale: factor='x'", "a number")),
+    "scale_by_schedule(0.1)": (lambda: optim.scale_by_schedule(0.1), T, ("schedule=0.1", "a function")),
+    "add_decayed_weights": (lambda: optim.add_decayed_weights(None), T, ("weight_decay=None", "a number")),
+    "ema(2)": (lambda: optim.ema(2), V, ("optim.ema: decay=2", "at most 1")),
+    "every_k(1.5)": (lambda: optim.every_k(TX, 1.5), T, ("optim.every_k: k=1.5", "a number of gradients")),
+    "every_k(3, tx)": (lambda: optim.every_k(3, TX), T, ("tx: expected an optimizer", "got 3")),
+    "chain(loss)": (lambda: optim.chain(TX, loss), T, ("tx: expected an optimizer", "of type function")),
+    "whole_leaves(3)": (lambda: optim.whole_leaves(3), T, ("tx: expected an optimizer", "got 3")),
+    "with_hyperparams(tx)": (lambda: optim.with_hyperparams(TX, lr=0.1), T, ("make: expected a function", "Transform")),
+    "by_label(list)": (lambda: optim.by_label([TX], {}), T, ("by_label: transforms=", "a dict of an optimizer")),
+    "by_label(labels)": (lambda: optim.by_label({"a": TX}, "a"), T, ("labels='a'", "a function", "a tree of labels")),
+    "by_label(tx)": (lambda: optim.by_label({"a": 3}, {"**": "a"}), T, ("tx: expected an optimizer", "got 3")),
+    "masked(mask)": (lambda: optim.masked(TX, True), T, ("labels=True", "a function", "a tree of labels")),
+    "from_torch(instance)": (
+        lambda: optim.from_torch(torch.optim.SGD(MODULE.parameters())),
+        V,
+        ("from_torch: cannot run 'SGD'", "give its class", "from_torch(SGD, lr=...)"),
+    ),
+    "from_torch(module)": (
+        lambda: optim.from_torch(nn.Linear),
+        V,
+        ("cannot run 'Linear'", "no optimizer of torch.optim's"),
+    ),
+    "from_torch(lr='x')": (lambda: optim.from_torch(torch.optim.SGD, lr="x"), T, ("torch.optim.SGD refuses",)),
+    "from_torch(typo)": (lambda: optim.from_torch(torch.optim.SGD, rate=1), T, ("torch.optim.SGD refuses", "'rate'")),
+    "from_torch(b)": (lambda: optim.from_torch(torch.optim.Muon, lr=-1), V, ("torch.optim.Muon refuses", "-1")),
+    "schedule_free_params": (
+        lambda: optim.schedule_free_params(params(), params()),
+        T,
+        ("schedule_free_adamw", "dict"),
+    ),
+    # --- schedules
+    "linear(steps)": (lambda: optim.linear(0.0, 1.0, 0), V, ("schedule linear: steps=0", "at least 1")),
+    "linear(start)": (lambda: optim.linear("0", 1.0, 4), T, ("schedule linear: start='0'", "a finite number")),
+    "cosine(steps)": (lambda: optim.cosine(1.0, 2.5), T, ("schedule cosine: steps=2.5", "a number of steps")),
+    "constant(None)": (lambda: optim.constant(None), T, ("schedule constant: value=None", "a finite number")),
+    "warmup_cosine": (lambda: optim.warmup_cosine(1.0, 5, 5), V, ("warmup_cosine: steps=5", "at least 6")),
+    "one_cycle": (lambda: optim.one_cycle(1.0, 2), V, ("schedule one_cycle", "leaves none to rise")),
+    "one_cycle(steps)": (lambda: optim.one_cycle(1.0, "9"), T, ("one_cycle: steps='9'", "a number of steps")),
+    "piecewise(list)": (lambda: optim.piecewise(1.0, [0.5]), T, ("piecewise: factors=[0.5]", "a dict of a factor")),
+    "piecewise(factor)": (lambda: optim.piecewise(1.0, {2: "x"}), T, ("piecewise: factor='x'", "a finite number")),
+    "join(number)": (lambda: optim.join([0.1, 0.2], [3]), T, ("join: schedules=[0.1, 0.2]", "functions of a count")),
+    "join(boundaries)": (
+        lambda: optim.join([optim.constant(1.0)] * 2, 3),
+        T,
+        ("join: boundaries=3", "a list of numbers"),
+    ),
+    # --- optimizer state
+    "gather_state(rank)": (lambda: optim.gather_state(STATE.opt_state, -1), V, ("gather_state: rank=-1", "a rank")),
+    "gather_state(True)": (lambda: optim.gather_state(STATE.opt_state, True), T, ("gather_state: rank=True", "a rank")),
+    "shard_state(src)": (lambda: optim.shard_state({}, STATE.opt_state, "0"), T, ("shard_state: src='0'", "a rank")),
+    "state_dict(key)": (
+        lambda: optim.state_dict(STATE.opt_state, SHARDED, key="name"),
+        V,
+        ("state_dict: key='name'", "'path' or 'index'"),
+    ),
+    # --- zero
+    "zero(mesh=4)": (lambda: fshard.zero(TX, 4), T, ("mesh: expected a DeviceMesh", "got 4")),
+    "zero(partition)": (lambda: fshard.zero(TX, partition="leafs"), V, ("zero: partition='leafs'", "'flat' or 'leaf'")),
+    "zero(grads)": (lambda: fshard.zero(TX, grads=None), V, ("zero: grads=None", "'reduced' or 'local'")),
+    "zero(over)": (lambda: fshard.zero(TX, over="data"), V, ("zero: over='data'", "no axis 'data'", "'shard'")),
+    "zero(over=1)": (lambda: fshard.zero(TX, over=1), T, ("zero: over=1", "the name of an axis")),
+    "zero(bucket)": (lambda: fshard.zero(TX, bucket=0), V, ("zero: bucket=0", "at least 1")),
+    "zero(block)": (lambda: fshard.zero(TX, block="1"), T, ("zero: block='1'", "a number of elements")),
+    "zero(mesh, tx)": (lambda: fshard.zero(None, TX), T, ("tx: expected an optimizer", "got None")),
+    "zero.init(sharded)": (lambda: fshard.zero(TX).init(SHARDED), T, ("zero: expected whole parameters", "use tx")),
+    "zero.init(module)": (lambda: fshard.zero(TX).init(MODULE), V, ("leaf ''", "got Linear", "named_parameters")),
+    # --- loss scales
+    "DynamicLossScale('8')": (lambda: fshard.DynamicLossScale("8"), T, ("a loss scale='8'", "a number above 0")),
+    "DynamicLossScale(-1)": (
+        lambda: fshard.DynamicLossScale(-1.0),
+        V,
+        ("a loss scale is a finite number above 0", "-1"),
+    ),
+    "growth_factor='2'": (lambda: fshard.DynamicLossScale(growth_factor="2"), T, ("growth_factor='2'", "a number")),
+    "growth_interval=1.5": (
+        lambda: fshard.DynamicLossScale(growth_interval=1.5),
+        T,
+        ("growth_interval=1.5", "updates"),
+    ),
+    "StaticLossScale(None)": (lambda: fshard.StaticLossScale(None), T, ("a loss scale=None", "a number above 0")),
+    # --- jit, check, meshes, data
+    "jit(3)": (lambda: fshard.jit(3), T, ("jit: fn=3", "a function of trees")),
+    "jit(donate)": (lambda: fshard.jit(STEP, donate=1), T, ("jit: donate=1", "True or False")),
+    "jit(bucket)": (lambda: fshard.jit(STEP, bucket=-1), V, ("jit: bucket=-1", "a number of bytes")),
+    "jit(in_flight)": (lambda: fshard.jit(STEP, in_flight=1.5), T, ("jit: in_flight=1.5", "a number of bytes")),
+    "jit(budget)": (lambda: fshard.jit(STEP, budget="1G"), T, ("jit: budget='1G'", "a number of bytes")),
+    "jit(recompute)": (lambda: fshard.jit(STEP, recompute=True), T, ("jit: recompute=True", "a function of a node")),
+    "jit(backend)": (lambda: fshard.jit(STEP, backend=3), T, ("jit: backend=3", "the name of a backend")),
+    "check(3)": (lambda: fshard.check(3), T, ("check: fn=3", "a step")),
+    "check(mesh)": (lambda: fshard.check(STEP, 4), T, ("mesh: expected a DeviceMesh", "got 4")),
+    "check(no Sharded)": (
+        lambda: fshard.check(lambda x: x)(X),
+        T,
+        ("check: expected a Sharded", "fshard.check(fn, mesh)"),
+    ),
+    "AbstractMesh()": (fshard.AbstractMesh, V, ("AbstractMesh: expected axes by name", "AbstractMesh(shard=64)")),
+    "AbstractMesh(8)": (lambda: fshard.AbstractMesh(8), T, ("AbstractMesh: device=8", "Name axes: shard=64")),
+    "AbstractMesh('2')": (lambda: fshard.AbstractMesh(shard="2"), T, ("AbstractMesh: shard='2'", "a number of ranks")),
+    "AbstractMesh(rank)": (lambda: fshard.AbstractMesh(rank=2, shard=2), V, ("AbstractMesh: rank=2", "from 0 to 1")),
+    "join_batches(3)": (lambda: list(fshard.join_batches(3)), T, ("join_batches: data=3", "batches")),
+    "join_batches(mesh)": (lambda: list(fshard.join_batches([X], 2)), T, ("mesh: expected a DeviceMesh", "got 2")),
+    "global_norm(p='2')": (lambda: fshard.global_norm(params(), "2"), T, ("global_norm: p='2'", "a number above 0")),
+    "global_norm(p=-1)": (lambda: fshard.global_norm(params(), -1), V, ("global_norm: p=-1", "a number above 0")),
+    # --- wires
+    "Int8(0)": (lambda: wire.Int8(0), V, ("Int8: block=0", "at least 1")),
+    "Int8('8')": (lambda: wire.Int8("8"), T, ("Int8: block='8'", "a number of elements")),
+    "TopK(2)": (lambda: wire.TopK(2), V, ("TopK: share=2", "above 0, at most 1")),
+    "TopK('x')": (lambda: wire.TopK("x"), V, ("TopK: share='x'", "above 0, at most 1")),
+    "LowRank(1.5)": (lambda: wire.LowRank(1.5), T, ("LowRank: rank=1.5", "a number of columns")),
+    "Cast('bf16')": (lambda: wire.Cast("bf16"), T, ("Cast: dtype='bf16'", "a floating dtype")),
+    "Float8(f16)": (lambda: wire.Float8(torch.float16), T, ("Float8: dtype=torch.float16", "8 bits")),
+    # --- testing
+    "simulate(shard=0)": (lambda: testing.simulate(loss, shard=0), V, ("shard=0", "a number of ranks", "at least 1")),
+    "simulate(shard='2')": (lambda: testing.simulate(loss, shard="2"), T, ("shard='2'", "a number of ranks")),
+    "simulate(True)": (lambda: testing.simulate(loss, shard=True), T, ("shard=True", "a number of ranks")),
+    "simulate(3)": (lambda: testing.simulate(3), T, ("fn=3", "fn(mesh, *args), a function")),
+    "World(axes=2)": (lambda: testing.World(axes=2), T, ("axes=2", "a dict of the number of ranks by axis")),
+    "World(faults)": (lambda: testing.World(2, faults=[3]), T, ("faults=3", "Dies, Garbage or Slow")),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call(name: str) -> None:
+    """Its sentence."""
+    call, kind, words = WRONG[name]
+    says(call, kind, *words)
+
+
+def on_ranks(mesh: Any) -> None:
+    """Wrong calls that need a mesh; two ranks."""
+    x, sharded = torch.ones(2), fshard.shard_params(params(), plan(mesh))
+    tx = optim.adam(0.1)
+    state = fshard.init_state(sharded, tx)
+    for name, call, words in [
+        ("all_gather(mesh, x)", lambda: fshard.all_gather(mesh, x, "shard"), ["mesh: expected a DeviceMesh", "tensor"]),
+        ("axis", lambda: fshard.all_reduce(x, mesh, "model"), ["no axis 'model'", "'shard'"]),
+        ("axis=0", lambda: fshard.all_reduce(x, mesh, 0), ["no axis 0", "'shard'"]),
+        ("op", lambda: fshard.all_reduce(x, mesh, "shard", op="prod"), ["op='sum', 'max', 'min'", "not 'prod'"]),
+        ("src", lambda: fshard.broadcast(x, mesh, "shard", src=2), ["src=2", "one of the 2 ranks"]),
+        ("src", lambda: fshard.broadcast(x, mesh, "shard", src=True), ["src=True", "a rank"]),
+        ("leaf", lambda: fshard.vary({"a": 3}, mesh, "shard"), ["leaf 'a'", "expected a tensor", "got int"]),
+        ("sparse", lambda: fshard.all_gather(x.to_sparse(), mesh, "shard"), ["leaf ''", "dense", ".to_dense()"]),
+        ("label", lambda: fshard.all_to_all(x, mesh, "shard", label=3), ["label=3", "a word"]),
+        ("rows", lambda: fshard.reduce_scatter(torch.ones(3), mesh, "shard"), ["dim 0", "(3,)", "2 ranks"]),
+        ("src=5", lambda: fshard.shard_params(params(), sharded.plan, src=5), ["src=5", "a rank", "from 0 to 1"]),
+        ("src=-1", lambda: fshard.shard_params(params(), sharded.plan, src=-1), ["src=-1", "from 0 to 1"]),
+        ("rank=9", lambda: optim.gather_state(state.opt_state, rank=9), ["rank=9", "from 0 to 1"]),
+        ("rank=9", lambda: optim.state_dict(state.opt_state, sharded, rank=9), ["rank=9", "from 0 to 1"]),
+        ("src=2", lambda: optim.shard_state({}, state.opt_state, src=2), ["src=2", "from 0 to 1"]),
+        ("zero", lambda: fshard.zero(tx, mesh, over="data"), ["over='data'", "no axis 'data'", "'shard'"]),
+        (
+            "meta",
+            lambda: fshard.shard_params({k: v.to("meta") for k, v in params().items()}, sharded.plan),
+            ["leaf 'w'", "expected a tensor on cpu", "got one on meta", "src"],
+        ),
+        ("one device's", lambda: STEP(state, X), ["optim.sgd", "SgdState", "got AdamState"]),
+        ("another plan", lambda: fshard.train_step(loss, tx)(_with(state, STATE), X), ["made for other parameters"]),
+    ]:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call()
+        assert all(word in str(caught.value) for word in words), (name, words, str(caught.value))
+
+
+def _with(state: fshard.TrainState, other: fshard.TrainState) -> fshard.TrainState:
+    """One's parameters, and another plan's optimizer state."""
+    opt_state = optim.adam(0.1).init(other.params)
+    return fshard.TrainState(state.params, opt_state, state.loss_scale, state.step, state.rng, state.extra)
+
+
+@pytest.mark.parametrize("world", [simulated, gloo])
+def test_wrong_calls_on_two_ranks(world: Any) -> None:
+    """Simulated and in processes."""
+    world(on_ranks, shard=2)
+
+
+def real_groups(mesh: Any) -> None:
+    """What only processes have: a group in the place of a mesh, a mesh without names, DTensors."""
+    says(lambda: plan(mesh.get_group("shard")), TypeError, "mesh: expected a DeviceMesh", "from_group(")
+    held = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
+    says(lambda: leaf(held), ValueError, "leaf 'b.0'", "expected a plain tensor", "got a DTensor", ".full_tensor()")
+    given = {"w": DTensor.from_local(torch.ones(3), mesh, [Replicate()]), "b": torch.zeros(3)}
+    says(lambda: fshard.shard_params(given, plan(mesh)), ValueError, "leaf 'w'", "got a DTensor", ".full_tensor()")
+
+
+def test_groups_and_dtensors() -> None:
+    """Named, with what to give instead."""
+    gloo(real_groups, shard=2)
+
+
+def test_calls_that_are_right() -> None:
+    """What looks odd and is fine: Parameters, classes with defaults, numbers of numpy's kind, empty subtrees."""
+    fshard.make_plan(dict(MODULE.named_parameters()), units=["weight"])
+    optim.from_torch(torch.optim.SGD)
+    optim.clip_by_global_norm(torch.inf)
+    fshard.train_step(loss, TX, clip_norm=torch.tensor(1.0))
+    assert (
+        fshard.make_plan(
+            params(),
+            params_over=("replicate", "shard"),
+            grads_over=("replicate", "shard"),
+            state_over=("replicate", "shard"),
+        ).params_over
+        == ()
+    )
+    with torch.inference_mode():
+        value = fshard.value(loss)(fshard.shard_params(params(), PLAN), X)
+    assert value == 3
+
+
+def test_what_is_made_in_inference_mode_trains_outside() -> None:
+    """Shards are no inference tensors, wherever they are made; leaves may be."""
+    with torch.inference_mode():
+        whole = params()
+        sharded = fshard.shard_params(whole, fshard.make_plan(whole))
+        state = fshard.init_state(sharded, TX)
+    for start in (state, fshard.init_state(fshard.shard_params(whole, PLAN), TX)):
+        after, _ = STEP(start, X)
+        assert fshard.gather_params(after.params)["w"].tolist() == pytest.approx([0.9] * 3)
