@@ -1,0 +1,240 @@
+"""Which leaves are one tensor, which share memory otherwise, and which a tree says are frozen."""
+
+from typing import Any
+
+import pytest
+import torch
+from models import same_bits
+from test_errors import says
+from torch import Tensor, nn
+from worlds import gloo, simulated
+
+import fshard
+from fshard import optim, tree
+
+F = nn.functional
+
+
+def tied_module() -> nn.Module:
+    """An embedding and a head that are one weight, a norm of which the bias is frozen, a frozen embedding."""
+    torch.manual_seed(0)
+    module = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(5, 3),
+            "norm": nn.LayerNorm(3),
+            "still": nn.Embedding(5, 3),
+            "head": nn.Linear(3, 5, False),
+        }
+    )
+    module["head"].weight = module["embed"].weight
+    module["norm"].bias.requires_grad_(False)
+    module["still"].requires_grad_(False)
+    return module.double()
+
+
+def loss(p: Any, batch: Tensor) -> fshard.Mean:
+    """Tokens in, their successors out."""
+    x = F.embedding(batch, p["embed.weight"]) + F.embedding(batch, p["still.weight"])
+    x = F.layer_norm(x, (3,), p["norm.weight"], p["norm.bias"])
+    logits = x @ p["head.weight"].T
+    return fshard.Mean(F.cross_entropy(logits, (batch + 1) % 5, reduction="sum"), len(batch))
+
+
+def batch(step: int, rank: int) -> Tensor:
+    """Unequally many tokens, other ones on every rank."""
+    return (torch.arange(3 + rank) * (step + 2) + rank) % 5
+
+
+TREES: dict[str, Any] = {
+    "state_dict": lambda m: dict(m.state_dict()),
+    "named_parameters": lambda m: dict(m.named_parameters(remove_duplicate=False)),
+    "detach": lambda m: {k: x.detach() for k, x in m.named_parameters(remove_duplicate=False)},
+    "data": lambda m: {k: x.data for k, x in m.named_parameters(remove_duplicate=False)},
+}
+
+
+def expected(module: nn.Module, num_ranks: int, lr: float, frozen: bool) -> dict[str, Tensor]:
+    """Three steps of torch's SGD on all ranks' tokens; without `frozen` every parameter trains."""
+    for x in module.parameters():
+        x.requires_grad_(x.requires_grad or not frozen)
+    optimizer = torch.optim.SGD([x for x in module.parameters() if x.requires_grad], lr)
+    for step in range(3):
+        optimizer.zero_grad()
+        batches = [batch(step, rank) for rank in range(num_ranks)]
+        given = dict(module.named_parameters(remove_duplicate=False))
+        total = sum(loss(given, b).total for b in batches) / sum(len(b) for b in batches)
+        total.backward()
+        optimizer.step()
+    return {k: x.detach() for k, x in module.state_dict().items()}
+
+
+def trained(mesh: Any, name: str, kwargs: dict[str, Any]) -> None:
+    """As torch trains the module: tied weights stay one tensor, frozen ones keep their bits."""
+    module, rank = tied_module(), mesh.get_rank()
+    params = TREES[name](module)
+    start = {k: x.detach().clone() for k, x in params.items()}
+    plan = fshard.make_plan(params, mesh, **kwargs)
+    assert len(plan.slots) == len(params) - 1
+    tx = optim.sgd(0.5)
+    state = fshard.init_state(fshard.shard_params(params, plan), tx)
+    step = fshard.train_step(loss, tx)
+    for number in range(3):
+        state, _ = step(state, batch(number, rank))
+    got = fshard.gather_params(state.params)
+    assert got["embed.weight"] is got["head.weight"]
+    reads = name == "named_parameters"
+    for key, want in expected(module, mesh.size(), 0.5, frozen=reads).items():
+        torch.testing.assert_close(got[key].detach(), want, rtol=1e-12, atol=1e-12)
+        still = reads and key in ("norm.bias", "still.weight")
+        assert same_bits(got[key].detach(), start[key]) == still, key
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "full": {"units": ["embed*", "norm*"]},
+    "ddp": {"params_over": (), "grads_over": (), "state_over": ()},
+    "zero1": {"params_over": (), "grads_over": ()},
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_a_modules_parameters_train_as_torchs(name: str, num: int) -> None:
+    """Ties are read off storages, and what is frozen off requires_grad, in every strategy."""
+    for cut in CUTS.values():
+        simulated(trained, name, cut, shard=num)
+
+
+def in_processes(mesh: Any) -> None:
+    """The same in processes."""
+    for name in ("state_dict", "named_parameters"):
+        trained(mesh, name, CUTS["full"])
+
+
+def test_in_processes() -> None:
+    """Two gloo ranks."""
+    gloo(in_processes)
+
+
+def test_frozen_leaves_have_no_state() -> None:
+    """Neither under a plan, nor under zero with either partition."""
+    params = dict(tied_module().named_parameters())
+    tx = optim.adam(0.1)
+    still = {"norm.bias", "still.weight"}
+
+    def run(mesh: Any) -> None:
+        state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, mesh)), tx)
+        whole = optim.gather_state(state.opt_state)
+        assert {k.removeprefix("mu.") for k in whole if k.startswith("mu.")} == params.keys() - still
+        for partition in ("flat", "leaf"):
+            ztx = fshard.zero(tx, mesh, partition)
+            start = ztx.init(params)
+            names = {k.removeprefix("mu.") for k in optim.gather_state(start) if k.startswith("mu.")}
+            assert names == params.keys() - still
+            grads = {k: None if k in still else torch.ones_like(x) for k, x in params.items()}
+            after, _ = ztx.step(grads, start, params)
+            assert {k for k in params if same_bits(after[k].detach(), params[k].detach())} == still
+
+    simulated(run, shard=2)
+
+
+def test_frozen_against_requires_grad() -> None:
+    """`frozen=` may say more of leaves that all require a gradient, or none does; else the tree says it."""
+    module = tied_module()
+    params = dict(module.named_parameters())
+    words = ["frozen: leaf 'embed.weight' requires a gradient", "leaf 'norm.bias'", "does not", "requires_grad"]
+    says(lambda: fshard.make_plan(params, frozen="embed*"), ValueError, *words)
+    plan = fshard.make_plan(params, frozen="still*")  # they agree
+    assert _frozen(plan) == {"norm.bias", "still.weight"}
+    module.requires_grad_(True)
+    assert _frozen(fshard.make_plan(params, frozen="embed*")) == {"embed.weight"}
+    assert _frozen(fshard.make_plan(TREES["data"](module), frozen="norm*")) == {"norm.weight", "norm.bias"}
+    # tied leaves train if any place of them does; integers never do, and say nothing
+    w = torch.ones(2, requires_grad=True)
+    assert _frozen(fshard.make_plan({"a": w.detach(), "b": w, "n": torch.tensor(1), "c": torch.ones(1)})) == {"c", "n"}
+
+
+def _frozen(plan: fshard.Plan) -> set[str]:
+    return {slot.path for slot in plan.slots if not plan.kinds[slot.kind].trainable}
+
+
+W = torch.arange(12.0).view(3, 4)
+APART = {
+    "columns": {"a": W[:, :2], "b": W[:, 2:]},
+    "rows": {"a": W[0], "b": W[1:]},
+    "every other": {"a": W.view(-1)[::2], "b": W.view(-1)[1::2]},
+    "empty": {"a": W[:0], "b": W[:0], "c": W},
+    "parts": {"a": torch.view_as_real(torch.ones(3, dtype=torch.complex64))[:, 0], "b": torch.ones(3)},
+}
+OVERLAP = {
+    "rows": {"a": W[:2], "b": W[1:]},
+    "transposed": {"a": W, "b": W.T},
+    "shape": {"a": W, "b": W.view(-1)},
+    "expanded": {"a": W[0, :1].expand(3), "b": W[0, :1].expand(4)},
+    "bits": {"a": W, "b": W.view(torch.int32)},
+    "inside": {"a": W, "b": W[1, 1:3]},
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_leaves_that_share_storage_and_nothing_else(name: str) -> None:
+    """Views of one tensor without a common element are leaves of their own, and come back."""
+    params = APART[name]
+    plan = fshard.make_plan(params)
+    assert len(plan.slots) == len(params)
+    assert same_bits(tree.leaves(fshard.gather_params(fshard.shard_params(params, plan))), tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", OVERLAP)
+def test_leaves_that_share_a_part(name: str) -> None:
+    """Both are named; and zero says the same."""
+    words = ["leaves ", "share memory", "shapes", ".clone()"]
+    for call in (lambda: fshard.make_plan(OVERLAP[name]), lambda: fshard.zero(optim.sgd(0.1)).init(OVERLAP[name])):
+        says(call, ValueError, *words)
+        with pytest.raises(ValueError, match=r"'a'.*'b'|'b'.*'a'"):
+            call()
+
+
+def test_conjugates_are_no_ties() -> None:
+    """The same memory, other values."""
+    x = torch.ones(2, dtype=torch.complex64)
+    says(lambda: fshard.make_plan({"a": x, "b": x.conj()}), ValueError, "'a'", "'b'", "share memory")
+
+
+def test_ties_of_meta_tensors() -> None:
+    """They have storages as well, without memory."""
+    x = torch.empty(3, 4, device="meta")
+    assert len(fshard.make_plan({"a": x, "b": x.detach(), "c": torch.empty(3, 4, device="meta")}).slots) == 2
+    with torch._subclasses.FakeTensorMode():
+        y = torch.empty(3, 4)
+        assert len(fshard.make_plan({"a": y, "b": y.detach(), "c": torch.empty(3, 4)}).slots) == 2
+
+
+def test_ties_are_checked_when_leaves_are_sharded() -> None:
+    """By storage there, too; one that is none is named. Under zero a tie is an error."""
+    w = torch.ones(2)
+    plan = fshard.make_plan({"embed": w, "head": w})
+    got = fshard.gather_params(fshard.shard_params({"embed": w, "head": w.detach()}, plan))
+    assert got["embed"] is got["head"]
+    untied = {"embed": w, "head": w.clone()}
+    says(lambda: fshard.shard_params(untied, plan), ValueError, "leaf 'head'", "the very tensor of 'embed'")
+    ties = {"embed": w, "head": w.data}
+    says(lambda: fshard.zero(optim.sgd(0.1)).init(ties), ValueError, "'embed' and 'head' are the same tensor")
+
+
+def test_units_of_empty_subtrees() -> None:
+    """A pattern that names a subtree without leaves claims nothing; one that names nothing is an error."""
+    params = {"w": torch.ones(2), "norm": {}, "bias": None, "blocks": [{"a": torch.ones(1)}, {}]}
+    plan = fshard.make_plan(params, units=["norm", "bias", "blocks.*"], whole="norm", frozen=["bias"])
+    assert [unit.name for unit in plan.units] == ["(root)", "blocks.0"]
+    assert _frozen(plan) == set()
+    says(lambda: fshard.make_plan(params, units="norms"), ValueError, "units: the pattern 'norms' matches nothing")
+
+
+def test_gathering_a_tree_with_sharded_trees_in_it() -> None:
+    """Each is gathered; what is plain stays."""
+    params = {"w": torch.ones(2)}
+    sharded = fshard.shard_params(params, fshard.make_plan(params))
+    got = fshard.gather_params({"ema": sharded, "best": [sharded["w"], torch.zeros(1)], "step": 3})
+    assert got["ema"]["w"].tolist() == [1, 1]
+    assert got["best"][0].tolist() == [1, 1]
+    assert got["step"] == 3
