@@ -27,6 +27,8 @@ def bitcast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def as_bytes(x: Tensor) -> Tensor:
     """A tensor's bytes, end to end."""
     flat = x.detach().reshape(-1)
+    if flat.numel() == 1 and flat.stride() != (1,):  # of one element a compiler may make any stride
+        flat = flat.as_strided((1,), (1,))
     return bitcast(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat, torch.uint8)
 
 

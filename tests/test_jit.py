@@ -27,6 +27,7 @@ from worlds import simulated
 
 import fshard
 from fshard import DynamicLossScale, gather_params, optim, tree
+from fshard.bits import as_bytes
 from fshard.trace import TraceError
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
@@ -455,3 +456,12 @@ def test_models_of_several_kinds():
     whole = {"e": rand(7, 4, seed=1), "g": rand(4, seed=2), "b": rand(4, seed=3), "k": rand(4, 4, 3, seed=4)}
     job = partial(alike, compiled=aot, loss_fn=net, whole=whole, plan={"units": ["e", "k"]})
     assert [bits for bits, _, _ in simulated(job)] == [True, True]
+
+
+@pytest.mark.parametrize("stride", [0, 1, 7])
+def test_bytes_of_one_element(stride):
+    """Inductor gives a tensor of one element any stride; its bytes are read, and written to, where it lies."""
+    x = torch.ones(8).as_strided((1,), (stride,), 1)
+    assert same_bits(as_bytes(x), torch.ones(1).view(torch.uint8))
+    as_bytes(x).zero_()
+    assert x == 0
