@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import comm, offload, tree
+from . import comm, levels, offload, tree
 from .arguments import check_flags, check_function, is_number, shown
 from .reduction import Reduction, reduction_of
 from .shard import Sharded, local_numel, whole_view
@@ -134,10 +134,10 @@ def run(
     """
     _check_eager()
     tape, policy = Tape(params, into), params.plan.policy
+    inputs = policy.inputs(args)
     try:
-        with torch.enable_grad(), tape.forward() as view:
-            out = policy.cast(loss_fn(view, *policy.inputs(args)), "output")
-        del view
+        with torch.enable_grad():
+            out = policy.cast(tape.forward(lambda view: loss_fn(view, *inputs)), "output")
         outs, outcome = _outcome(out, has_aux, None if alone else params.plan.live_mesh())
         _check_differentiable(outs, whole)
         seed = scale(divisor(outcome).reciprocal())
@@ -165,8 +165,7 @@ def _check_differentiable(outs: Sequence[Tensor], whole: bool) -> None:
 
 
 def _check_eager() -> None:
-    # Private: torch has no public way to ask whether a transform is running (test_closed.py notices when this goes).
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if levels.inside():
         raise TypeError(
             "value_and_grad and train_step are eager: they cannot run inside torch.func.grad, jvp or vmap. Transform a "
             "function that calls fshard.gather_params instead."
@@ -251,10 +250,10 @@ def value(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., A
 
     def fn(params: Any, *args: Any) -> Any:
         tape, policy = Tape(check_sharded(params)), params.plan.policy
+        inputs = policy.inputs(args)
         try:
-            with torch.no_grad(), tape.forward() as view:
-                out = policy.cast(loss_fn(view, *policy.inputs(args)), "output")
-            del view
+            with torch.no_grad():
+                out = policy.cast(tape.forward(lambda view: loss_fn(view, *inputs)), "output")
         finally:
             tape.close()
         _, outcome = _outcome(out, has_aux, params.plan.live_mesh())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import tree
+from . import levels, tree
 from .arguments import check_flags, check_whole, wrong
 from .captures import Capture, captures
 from .check import Checked, is_wanted
@@ -83,8 +83,7 @@ class Jitted:
 
 
 def _check_outermost() -> None:
-    # Private: torch has no public way to ask whether a transform is running (test_signature.py notices when this goes).
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if levels.inside():
         raise TypeError(
             "jit: a jitted function cannot run inside torch.func.grad, jvp or vmap, which would not see through its "
             "graph: jit the outermost function, as in jit(torch.func.grad(fn))"

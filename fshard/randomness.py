@@ -10,7 +10,7 @@ Note [Random numbers in a graph]
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -39,6 +39,28 @@ def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.devic
             if cuda:
                 torch.cuda.manual_seed(number)
             yield
+
+
+def bookmark(device: torch.device) -> Callable[[], None]:
+    """What puts torch's generators, of the host and of a device, back to where they are now.
+
+    >>> back = bookmark(torch.device("cpu"))
+    >>> a = torch.rand(2)
+    >>> back()
+    >>> torch.equal(a, torch.rand(2))
+    True
+    """
+    host = torch.get_rng_state()  # while a graph is traced, the number of the state that is next
+    if device.type == "cpu" or is_tracing():
+        return lambda: torch.set_rng_state(host)
+    module = torch.get_device_module(device)
+    own = module.get_rng_state(device)
+
+    def back() -> None:
+        torch.set_rng_state(host)
+        module.set_rng_state(own, device)
+
+    return back
 
 
 def _number(*words: int) -> int:
@@ -98,8 +120,8 @@ class _Draws(TorchDispatchMode):
                 return x.clone(), torch.ones_like(x, dtype=torch.bool)
             mask = self._draw("bernoulli_", torch.empty_like(x, dtype=torch.bool), [1 - p])
             return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
-        if name == "bernoulli" and len(args) == 1:
-            return self._draw("bernoulli_", args[0], by=args)
+        if name == "bernoulli":  # with a probability where torch.func takes dropout apart
+            return self._draw("bernoulli_", args[0], args[1:], by=() if args[1:] else args)
         if name.endswith("_") and isinstance(args[0], Tensor) and not any(isinstance(a, Tensor) for a in args[1:]):
             numbers = _defaults(func, args)
             return args[0].copy_(self._draw(name, args[0], numbers))

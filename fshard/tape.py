@@ -14,12 +14,19 @@ Note [Anchors]
     leaves without their memory (strides of zero). Each touch binds the gathered views to them, so that however often
     a unit is touched, autograd adds its gradients up and runs the anchor once: one reduction per unit. It starts
     there and is waited for when the backward is over.
+
+Note [Reverse mode inside a loss]
+    torch.func.grad, vjp, jacrev and hessian do not start while hooks on saved tensors are on. Nothing says beforehand
+    that a loss uses them, so it is run with hooks, and if one of them refuses, once more without: a loss is a pure
+    function. Random numbers are drawn again from where they were, what is gathered and still held is not gathered
+    again, and what was saved dies with the first run. The second run keeps what it gathers for the backward, as
+    `regather=False` does. Whether there is one depends on the program alone, so all ranks do the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +34,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import carry, comm, nodes, tree
+from . import carry, comm, levels, nodes, tree
+from .parts import device_of
 from .plan import Plan, Slot
+from .randomness import bookmark
 from .reduction import EXACT, Reduction
 from .shard import Sharded, cut, gather_params
 from .writes import Writes
@@ -140,6 +149,7 @@ class Tape:
         self._rows = {row.untyped_storage()._cdata for row in params.tensors}
         self._gradless = False  # whether a unit was touched where gradients are off
         self._reached: dict[int, bool] = {}  # units whose gradients have come, and whether all of them
+        self._regather = into is not None and self._plan.regather
 
     def view(self) -> Any:
         """The parameters as the loss sees them."""
@@ -151,8 +161,9 @@ class Tape:
             return _Lazy(self, spec, first)
         slots = [self._plan.slots[n] for n in self._plan.leaves[first : first + spec.num_leaves]]
         found: dict[Slot, Tensor] = {}
-        for unit in dict.fromkeys(slot.unit for slot in slots):
-            found.update(self._touch(unit))
+        with levels.aside():  # Note [Gathers inside transforms] in `levels`
+            for unit in dict.fromkeys(slot.unit for slot in slots):
+                found.update(self._touch(unit))
         return tree.unflatten(spec, [found[slot] for slot in slots])
 
     def _touch(self, unit: int) -> dict[Slot, Tensor]:
@@ -220,14 +231,25 @@ class Tape:
             self._anchors[unit] = _Anchor.apply(self.root, self, unit, values)
         return dict(zip(trainable, _Bind.apply(values, *self._anchors[unit]), strict=True))
 
-    @contextmanager
-    def forward(self) -> Iterator[Any]:
-        """The block in which the loss runs; afterwards the tape holds no gathered buffer."""
-        hooks: Any = nullcontext()
-        if self.root.requires_grad and self._plan.regather:
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with hooks, self._writes.refusing():
-            yield self.view()
+    def forward(self, loss: Callable[[Any], Any]) -> Any:
+        """What the loss gives of the parameters; afterwards the tape holds no gathered buffer."""
+        if not self._regather:
+            return self._forward(loss)
+        rewind = bookmark(device_of(self._params))
+        try:
+            return self._forward(loss)
+        except RuntimeError as failure:
+            if not levels.refuses_hooks(failure):
+                raise
+        rewind()  # Note [Reverse mode inside a loss]
+        self._regather = False
+        self._saved.clear()
+        self._touched.clear()
+        return self._forward(loss)
+
+    def _forward(self, loss: Callable[[Any], Any]) -> Any:
+        with self._hooks(), self._writes.refusing():
+            out = loss(self.view())
         self._writes.check()
         self._held.clear()
         self._bound.clear()
@@ -235,6 +257,11 @@ class Tape:
         self._backward = True
         if self._saved:
             self._start(next(reversed(self._saved)))
+        return out
+
+    def _hooks(self) -> AbstractContextManager[Any]:
+        on = torch.autograd.graph.saved_tensors_hooks
+        return on(self._pack, self._unpack) if self._regather else nullcontext()
 
     def _pack(self, x: Tensor) -> tuple[Tensor, int] | _Saved:
         owner = self._owners.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None

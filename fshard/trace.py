@@ -80,10 +80,16 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec) -> Tra
         return outputs
 
     mode = _mode_of(leaves)
+    # Private: torch has no public way to keep what a thread dispatches to. An error inside torch.func's transforms may
+    # leave it in the middle of one, unable to start another (test_func_losses.py notices when this goes).
     try:
         given = [_fake(mode, leaf) for leaf in tensors(leaves)]
-        with _without_random_state():
-            module = make_fx(flat, tracing_mode="fake", record_stack_traces=True)(*given)
+        with _without_random_state(), torch._C._PreserveDispatchKeyGuard():
+            try:
+                module = make_fx(flat, tracing_mode="fake", record_stack_traces=True)(*given)
+            except Exception as failure:
+                _let_go(failure)
+                raise
     except (TraceError, ValueError, TypeError, NotImplementedError):
         raise
     except Exception as failure:
@@ -178,13 +184,27 @@ def _without_random_state() -> Iterator[None]:
         torch.default_generator.set_state(saved)
 
 
+def _let_go(failure: BaseException | None) -> None:
+    """Free what the frames of an error hold: guards among it would change what the thread dispatches to, later on."""
+    while failure is not None:
+        traceback.clear_frames(failure.__traceback__)
+        failure = failure.__context__
+
+
 def _explained(failure: Exception, fn: Callable[..., Any]) -> TraceError:
     text, where = str(failure), _site(failure)
     frames = traceback.extract_tb(failure.__traceback__)
     # where forward mode is on, as on simulated ranks, torch fails while it words the refusal
     refused = any(f.name == "validate" and f.filename.endswith("fake_tensor.py") for f in frames)
     if refused or "convert all Tensors to FakeTensors" in text:
-        names = ", ".join(c.name for c in captures(fn) if isinstance(c.read(), Tensor)) or "a tensor"
+        names = ", ".join(c.name for c in captures(fn) if isinstance(c.read(), Tensor))
+        if not names and any(f.name == "_jvp_with_argnums" for f in frames):
+            return TraceError(
+                f"jit: torch cannot trace what stands at {where}: in a vmap of forward mode (jacfwd, hessian) a "
+                "product with a tensor that does not vary along the direction. Use reverse mode (jacrev of jacrev for "
+                "a Hessian), or do not jit"
+            )
+        names = names or "a tensor"
         return TraceError(
             f"jit: the function uses a tensor that is not among its arguments ({names}) at {where}: pass it as one, "
             "or in the state's `extra`"

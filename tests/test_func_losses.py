@@ -1,0 +1,248 @@
+"""Losses that use torch.func inside a step: in every strategy what plain torch gives on one device."""
+
+import traceback
+import warnings
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from func_losses import EAGER, FROZEN, LOSSES, UNITS, batch, dropped, params
+from models import NARROW, STRATEGIES, same_bits
+from steps import QUIET, apart
+from torch import Tensor, func
+from torch.fx.experimental.proxy_tensor import make_fx
+from worlds import gloo, simulated
+
+import fshard
+from fshard import levels, tree
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(QUIET)]
+WORLDS = {"None": None, "2": (1, 2), "3": (1, 3), "2x2": (2, 2)}
+CASES = [(w, s) for w in WORLDS for s in (STRATEGIES if w == "2x2" else NARROW)]
+SGD = fshard.optim.sgd(0.1, momentum=0.9)
+
+
+def sharded(mesh: Any, strategy: str = "full", **kw: Any) -> fshard.Sharded:
+    """The network's parameters, laid out by a strategy."""
+    plan = fshard.make_plan(params(), mesh, units=UNITS, frozen=FROZEN, **STRATEGIES[strategy], **kw)
+    return fshard.shard_params(params(), plan)
+
+
+def num_ranks(world: str) -> int:
+    """How many ranks a world has."""
+    shape = WORLDS[world]
+    return 1 if shape is None else shape[0] * shape[1]
+
+
+def on_ranks(world: str, job: Any) -> list[Any]:
+    """What `job(mesh)` gives on each rank."""
+    shape = WORLDS[world]
+    return [job(None)] if shape is None else simulated(job, replicate=shape[0], shard=shape[1])
+
+
+def rank_of(mesh: Any) -> int:
+    """This rank's number."""
+    return 0 if mesh is None else mesh.get_rank()
+
+
+@cache
+def expected(name: str, ranks: int, step: int = 0) -> tuple[Tensor, Any]:
+    """Plain torch on one device with all ranks' data: the loss and its gradient."""
+    leaves, spec = tree.flatten({k: v for k, v in params().items() if k not in FROZEN})
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    whole = {**tree.unflatten(spec, leaves), "shift": params()["shift"]}
+    found = [LOSSES[name](whole, batch(step, rank)) for rank in range(ranks)]
+    value = torch.stack([x.total for x in found]).sum() / sum(x.count for x in found)
+    return value.detach(), tree.unflatten(spec, torch.autograd.grad(value, leaves))
+
+
+def gradient(mesh: Any, name: str, strategy: str) -> tuple[Tensor, Any]:
+    """The loss and its whole gradient, the frozen leaf left out."""
+    value, grads = fshard.value_and_grad(LOSSES[name])(sharded(mesh, strategy), batch(0, rank_of(mesh)))
+    return value, {k: v for k, v in fshard.gather_params(grads).items() if k not in FROZEN}
+
+
+def trained(mesh: Any, name: str, strategy: str, jitted: bool, **kw: Any) -> Any:
+    """Whole parameters and the metrics of two steps."""
+    step = fshard.train_step(LOSSES[name], SGD, clip_norm=1.0, **kw)
+    step = fshard.jit(step, backend="eager") if jitted else step
+    state, rows = fshard.init_state(sharded(mesh, strategy), SGD, seed=7), []
+    for i in range(2):
+        state, metrics = step(state, batch(i, rank_of(mesh)))
+        rows.append(metrics)
+    return fshard.gather_params(state.params), rows
+
+
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("world", "strategy"), CASES)
+def test_gradients_are_those_of_one_device(world: str, strategy: str, name: str) -> None:
+    """The loss and its gradient to 1e-12, with different data on every rank."""
+    for found in on_ranks(world, partial(gradient, name=name, strategy=strategy)):
+        assert apart(found, expected(name, num_ranks(world))) < 1e-12
+
+
+def trained_plainly(name: str, ranks: int, num: int) -> Any:
+    """The same by torch.optim, on one device with all ranks' data."""
+    shift = params()["shift"]
+    leaves, spec = tree.flatten({k: v for k, v in params().items() if k not in FROZEN})
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    whole, tx, rows = {**tree.unflatten(spec, leaves), "shift": shift}, torch.optim.SGD(leaves, 0.1, momentum=0.9), []
+    for i in range(2):
+        cuts = [{k: x.tensor_split(num) for k, x in batch(i, rank).items()} for rank in range(ranks)]
+        found = [LOSSES[name](whole, {k: x[part] for k, x in cut.items()}) for cut in cuts for part in range(num)]
+        loss = torch.stack([x.total for x in found]).sum() / sum(x.count for x in found)
+        grads = torch.autograd.grad(loss, leaves)
+        norm = torch.cat([grad.flatten() for grad in grads]).norm()
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = grad * (1 / (norm + 1e-6)).clamp(max=1)
+        rows.append({"loss": loss.detach(), "grad_norm": norm, "found_inf": torch.tensor(0.0)})
+        tx.step()
+    return {k: tree.map(Tensor.detach, whole[k]) for k in params()}, rows
+
+
+@pytest.mark.sample(29)
+@pytest.mark.parametrize("how", ["eager", "jitted", "micro-batches", "micro-batches, jitted"])
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("world", "strategy"), CASES)
+def test_training_is_that_of_one_device(world: str, strategy: str, name: str, how: str) -> None:
+    """Two clipped steps, as one graph and in micro-batches too, to 1e-12."""
+    if name in EAGER and "jitted" in how:
+        name = "laplacian"
+    kw = {"jitted": "jitted" in how, "accumulate": 2 if "micro" in how else 1}
+    wanted = trained_plainly(name, num_ranks(world), kw["accumulate"])
+    for found in on_ranks(world, partial(trained, name=name, strategy=strategy, **kw)):
+        assert apart(found, wanted) < 1e-12
+
+
+def several(mesh: Any) -> list[Any]:
+    """Gradients of all losses, and training by some."""
+    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+    found = [gradient(mesh, name, "full") for name in ("meanflow", "physics", "maml", "nested")]
+    return tree.map(Tensor.detach, [found, trained(mesh, "laplacian", "full", jitted=True)])
+
+
+def test_processes_have_the_bits_of_the_simulation() -> None:
+    """Of several losses, eager, and of one as a graph."""
+    assert same_bits(gloo(several, shard=2), simulated(several, shard=2))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_that_is_run_again_draws_the_same_numbers(jitted: bool, accumulate: int) -> None:
+    """Dropout before, in and after a reverse-mode transform: bits do not depend on whether units are gathered again."""
+
+    def run(mesh: Any, strategy: str) -> Any:
+        step = fshard.train_step(dropped, SGD, accumulate=accumulate)
+        step = fshard.jit(step, backend="eager") if jitted else step
+        state = fshard.init_state(sharded(mesh, strategy), SGD, seed=7)
+        state, metrics = step(state, batch(0, mesh.get_rank()))
+        before = torch.get_rng_state()
+        value, grads = fshard.value_and_grad(dropped)(state.params, batch(0, mesh.get_rank()))
+        drawn = torch.rand(3)
+        torch.set_rng_state(before)
+        return fshard.gather_params(state.params), metrics, value, fshard.gather_params(grads), drawn
+
+    torch.manual_seed(3)
+    full = simulated(run, "full", shard=2)
+    torch.manual_seed(3)
+    assert same_bits(full, simulated(run, "keep", shard=2))
+    assert not same_bits(full[0][2], full[1][3])
+
+
+def gathers(mesh: Any, loss: Any, strategy: str) -> tuple[int, list[str]]:
+    """How often a loss is called for a gradient, and the units it gathers."""
+    calls = list[int]()
+
+    def counted(p: Any, b: Any) -> Any:
+        calls.append(1)
+        return loss(p, b)
+
+    params = sharded(mesh, strategy)
+    with fshard.tally() as log:
+        fshard.value_and_grad(counted)(params, batch(0, 0))
+    return len(calls), [call.label for call in log if call.kind == "all_gather"]
+
+
+def test_a_loss_is_run_again_for_reverse_mode_alone() -> None:
+    """Then as with `regather=False`, and what it gathered before the refusal and still holds not again."""
+
+    def late(p: Any, b: Any) -> Any:
+        h = torch.tanh(b["x"] @ p["embed"])
+        return func.grad(lambda h: (h @ p["layers"][0]["w"]).square().sum())(h).square().sum()
+
+    def job(mesh: Any) -> Any:
+        return [gathers(mesh, f, s) for f in (LOSSES["meanflow"], LOSSES["physics"], late) for s in ("full", "keep")]
+
+    for found in simulated(job, shard=2):
+        (calls, full), (kept_calls, keep), physics, kept_physics, (twice, again), (_, once) = found
+        assert (calls, kept_calls, twice) == (1, 1, 2)
+        assert full[: len(keep)] == keep
+        assert full.count("layers.0") == 2  # in the forward and in the backward
+        assert physics == (2, kept_physics[1])
+        assert again == once
+
+
+def test_an_error_of_the_loss_is_not_taken_for_a_refusal() -> None:
+    """A RuntimeError of the loss's own comes out, and the loss was called once."""
+    calls = list[int]()
+
+    def failing(p: Any, b: Any) -> Any:
+        calls.append(1)
+        return (b["x"] @ p["embed"] @ p["embed"]).sum()
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        fshard.value_and_grad(failing)(sharded(None), batch(0, 0))
+    assert len(calls) == 1
+
+
+def test_torch_still_refuses_hooks_in_its_words() -> None:
+    """What `levels.refuses_hooks` looks for; torch that takes hooks needs no second run."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x), pytest.raises(RuntimeError) as failure:
+        func.grad(torch.sin)(torch.tensor(1.0))
+    assert levels.refuses_hooks(failure.value)
+
+
+def test_levels_are_left_and_entered_again() -> None:
+    """The private calls of `levels`: in nested transforms, with what was wrapped still wrapped afterwards."""
+    seen = list[bool]()
+
+    def f(x: Tensor) -> Tensor:
+        with levels.aside() as left:
+            seen.append(levels.inside())
+            plain = torch.ones(())
+            with levels.again(left):
+                seen.append(levels.inside())
+                y = x.sin()
+        return (y * plain).sum()
+
+    x = torch.linspace(0, 1, 3)
+    assert torch.equal(func.vmap(func.grad(f))(x), x.cos())
+    assert seen == [False, True]
+    assert not levels.inside()
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_what_torch_cannot_trace_is_an_error_that_says_so(name: str) -> None:
+    """And torch.func runs afterwards; that it cannot is torch's own, and seen here without us."""
+    with pytest.raises(fshard.TraceError, match=r"torch cannot trace.*vmap of forward mode.*jacrev"):
+        trained(None, name, "full", jitted=True)
+    trained(None, "meanflow", "full", jitted=True)
+    with torch._C._PreserveDispatchKeyGuard():
+        assert not traced_plainly()
+    trained(None, "meanflow", "full", jitted=False)
+
+
+def traced_plainly() -> bool:
+    """Whether torch alone can trace a product in a vmap of forward mode; what its error holds is let go here."""
+
+    def product(w: Tensor, x: Tensor) -> Tensor:
+        return func.vmap(func.jacfwd(lambda x: x * w))(x)
+
+    try:
+        make_fx(product, tracing_mode="fake")(torch.ones(3), torch.ones(2, 3))
+    except Exception as failure:
+        traceback.clear_frames(failure.__traceback__)
+        return False
+    return True
