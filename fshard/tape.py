@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,8 +46,7 @@ Buffers = dict[int, Tensor]  # a unit's gathered flat buffers, by kind
 _STAGES_AHEAD = 1  # reductions left alone before older ones are moved on to their next stage
 
 
-@dataclass(frozen=True)
-class _Saved:
+class _Saved(NamedTuple):
     unit: int
     kind: int
     size: torch.Size

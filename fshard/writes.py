@@ -64,33 +64,36 @@ class Writes:
     def __init__(self) -> None:
         self._watched: list[tuple[Tensor, Sequence[Any], bool]] = []
         self._copies: list[tuple[Tensor, Tensor, Sequence[Any]]] = []
-        self._nothing: dict[torch.device, Tensor] = {}
+        self._nothing: Tensor | None = None
+        self._tracing = is_tracing()
         self._frozen: dict[tuple[int, int], str] = {}  # while a graph is traced
 
     def refusing(self) -> AbstractContextManager[Any]:
         """The block in which the loss runs."""
-        return _Refusing(self._frozen) if is_tracing() else nullcontext()
+        return _Refusing(self._frozen) if self._tracing else nullcontext()
 
     def watch(self, x: Tensor, slots: Sequence[Any], own: bool) -> Tensor:
         """What has these slots, with a version counter of its own; `own`: it is memory of the parameters passed."""
         x = x.data
         counter = x.detach()
-        if not is_tracing():  # fake tensors have no memory
-            counter.data = self._nothing.setdefault(x.device, x.new_empty(0))
+        if not self._tracing:  # fake tensors have no memory
+            if self._nothing is None:
+                self._nothing = x.new_empty(0)
+            counter.data = self._nothing
         self._watched.append((counter, slots, own))
         return x
 
     def frozen(self, leaves: Sequence[Tensor], slots: Sequence[Any], own: bool) -> list[Tensor]:
         """The frozen leaves of one unit and kind, each watched by itself."""
         found, small = list(leaves), [n for n, x in enumerate(leaves) if x.dim() < 2 and x.numel() <= _SMALL]
-        if is_tracing():
+        if self._tracing:
             self._frozen.update((_place(found[n]), slots[n].path) for n in small)
         elif small:
             flat = torch.cat([leaves[n].reshape(-1) for n in small])
             self._copies.append((flat, flat.clone(), [slots[n] for n in small]))
             for n, copy in zip(small, flat.split([leaves[n].numel() for n in small]), strict=True):
                 found[n] = copy.view(leaves[n].shape)
-        copied = () if is_tracing() else small
+        copied = () if self._tracing else small
         return [self.watch(x, [slots[n]], own and n not in copied) for n, x in enumerate(found)]
 
     def check(self) -> None:
