@@ -37,8 +37,10 @@ from .kernels import Number, is_zero
 from .labels import by_label, masked
 from .lbfgs import lbfgs
 from .optim_state import gather_state, load_state_dict, shard_state, state_dict
+from .parts import Layout, copied, packed, pick, write
 from .quantised import adamw_8bit
 from .schedules import constant, cosine, join, linear, one_cycle, piecewise, warmup_cosine
+from .shard import Sharded, coarsen, gather_params, refine
 from .transform import (
     Transform,
     add_decayed_weights,
@@ -374,15 +376,40 @@ def schedule_free_adamw(
     )
 
 
-def schedule_free_params(state: ScheduleFreeState, params: Any, b1: Number = 0.9) -> Any:
+def schedule_free_params(state: Any, params: Any, b1: Number = 0.9) -> Any:
     """The averaged parameters x = (y - (1 - b1) z) / b1 of `schedule_free_adamw`, for evaluation.
+
+    `state` is the optimizer's, in which `schedule_free_adamw`'s may be that of a label, of a chain, or of `zero`;
+    parameters that it did not train are as they were. For a `TrainState`: `schedule_free_params(state.opt_state,
+    state.params)`, on every rank, wherever the plan has the state lie.
 
     >>> params = torch.tensor(1.0)
     >>> schedule_free_params(schedule_free_adamw(0.1).init(params), params)
     tensor(1.)
     """
-    if not isinstance(state, ScheduleFreeState):
-        raise TypeError(f"schedule_free_params: expected the state of schedule_free_adamw, got {shown(state)}")
+    points = [found.z for found in tree.nodes(state, ScheduleFreeState)]
+    if not points:
+        raise TypeError(
+            f"schedule_free_params: expected the state of schedule_free_adamw, or one it is part of, got {shown(state)}"
+        )
     if not is_number(b1) or not 0 < b1 <= 1:
         raise ValueError(f"schedule_free_params: b1={b1!r}: expected a number above 0, at most 1")
-    return tree.map(lambda y, z: ((y - (1 - b1) * z) / b1).to(y.dtype), params, state.z)
+
+    def averaged(y: Tensor, z: Tensor | None) -> Tensor:
+        return y if z is None else ((y - (1 - b1) * z) / b1).to(y.dtype)
+
+    if not isinstance(params, Sharded):
+        for z in points:
+            params = tree.map(averaged, params, gather_params(z))
+        return params
+    trained = params.trainable
+    fine = copied(refine(trained, params.plan.state_over))
+    for z in points:
+        own = _picked_as(fine, z.layout)
+        write(own, tree.map(averaged, packed(own), z))
+    return params.updated(coarsen(fine, params.plan.params_over))
+
+
+def _picked_as(x: Any, layout: Layout) -> Any:
+    """The leaves of `x` that a layout, picked from one that was picked from its own, has."""
+    return x if layout.origin is None else pick(_picked_as(x, layout.origin), layout)

@@ -133,6 +133,13 @@ class Sharded(Parts, tree.Branch):
         held = dict(zip(self.view.kinds, self.tensors, strict=True))
         return Sharded(replace(self.view, kinds=keep), [held[k] for k in keep], self._life)
 
+    def updated(self, new: Sharded) -> Sharded:
+        """It with the kinds that another has taken from that one."""
+        held = dict(zip(self.view.kinds, self.tensors, strict=True)) | dict(
+            zip(new.view.kinds, new.tensors, strict=True)
+        )
+        return Sharded(self.view, [held[k] for k in self.view.kinds])
+
     def piece(self, unit: int, kind: int) -> Tensor:
         """This rank's interval of one unit and kind, a view."""
         plan, axes, (begin, _) = self.plan, self.view.over, self.view.units

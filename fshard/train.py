@@ -200,11 +200,8 @@ def _update(
     whole = coarsen(updated, plan.params_over, trained if donate else None)
     # a new container: the old one is emptied when it is given away
     new_state = tree.map(lambda x: x, new_state)
-    held = {
-        **dict(zip(params.view.kinds, params.tensors, strict=True)),
-        **dict(zip(whole.view.kinds, whole.tensors, strict=True)),
-    }
-    rows = [offload.pinned(held[k], plan.device) if plan.kinds[k].host else held[k] for k in params.view.kinds]
+    held = zip(params.view.kinds, params.updated(whole).tensors, strict=True)
+    rows = [offload.pinned(row, plan.device) if plan.kinds[k].host else row for k, row in held]
     return Sharded(params.view, rows), new_state
 
 

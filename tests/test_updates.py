@@ -5,6 +5,7 @@ Parameters that are cut less finely than the optimizer's state are updated as vi
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -260,3 +261,147 @@ def test_labels_that_share_something_cannot_be_skipped_alone(name):
     """An error when the step is built, which says what to do."""
     with pytest.raises(ValueError, match=r"skip_labels: .*share a norm, a mean or a count.*Clip by norm, count and"):
         fshard.train_step(lambda p, x: x, SHARED[name](), skip_labels=lambda path, leaf: "matrix")
+
+
+SCHEDULE_FREE: dict[str, Callable[[], Any]] = {
+    "alone": lambda: optim.schedule_free_adamw(0.1),
+    "chained": lambda: optim.chain(optim.clip(0.5), optim.schedule_free_adamw(0.1)),
+    "labelled": lambda: optim.by_label({True: optim.schedule_free_adamw(0.1), False: optim.sgd(0.1)}, _matrices),
+    "nested": lambda: optim.by_label(
+        {True: _labelled(lambda: optim.schedule_free_adamw(0.1)), False: optim.schedule_free_adamw(0.2)},
+        lambda path, leaf: path.startswith("blocks"),
+    ),
+}
+
+
+def evaluated(mesh: Any, name: str, strategy: dict[str, Any]) -> Any:
+    """The averaged parameters, whole, after three steps."""
+    params, state = trained(functools.partial(by_step, donate=True), SCHEDULE_FREE[name](), mesh, strategy)
+    held = fshard.shard_params(whole(0), params.plan).updated(params)
+    return fshard.gather_params(optim.schedule_free_params(state, held))
+
+
+@pytest.mark.parametrize("name", SCHEDULE_FREE)
+def test_schedule_free_parameters_are_evaluated_wherever_their_state_lies(name):
+    """As on one device, by hand."""
+    tx, params = SCHEDULE_FREE[name](), {k: x for k, x in whole(0).items() if k != "fixed"}
+    state = tx.init(params)
+    for i in (1, 2, 3):
+        params, state = tx.step({k: x for k, x in whole(100 * i).items() if k != "fixed"}, state, params)
+    expected = optim.schedule_free_params(state, params)
+    if name == "alone":
+        assert same_bits(expected, tree.map(lambda y, z: (y - (1 - 0.9) * z) / 0.9, params, state.z))
+    assert not torch.equal(expected["w" if name != "nested" else "s"], params["w" if name != "nested" else "s"])
+    for strategy, replicate, shard in PLACES[1:]:
+        for got in simulated(evaluated, name, STRATEGIES[strategy], replicate=replicate, shard=shard):
+            assert same_bits(got, {**{k: expected[k] for k in got if k in expected}, "fixed": whole(0)["fixed"]})
+
+
+def under_zero(mesh: Any, partition: str, name: str) -> Any:
+    """The averaged parameters after three steps of ZeRO."""
+    tx, params = fshard.zero(SCHEDULE_FREE[name](), mesh, partition), whole(0)
+    state = tx.init(params)
+    for i in (1, 2, 3):
+        params, state = tx.step(whole(100 * i), state, params)
+    return optim.schedule_free_params(state, params)
+
+
+@pytest.mark.parametrize("name", SCHEDULE_FREE)
+def test_schedule_free_parameters_are_evaluated_under_zero(name):
+    """In both partitions, as on one device."""
+    expected = under_zero(None, "flat", name)
+    for partition in ("flat", "leaf"):
+        for got in simulated(under_zero, partition, name, shard=3):
+            assert same_bits(got, expected)
+
+
+def test_schedule_free_parameters_need_its_state():
+    """The sentence."""
+    with pytest.raises(TypeError, match=r"expected the state of schedule_free_adamw, or one it is part of, got .*Sgd"):
+        optim.schedule_free_params(optim.sgd(0.1).init(torch.ones(1)), torch.ones(1))
+
+
+def trace(decay: float) -> Any:
+    """Momentum as optax writes it: the state is the update."""
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        moved = tree.map(lambda m, g: decay * m + g, state, grads)
+        return moved, moved
+
+    return optim.Transform(lambda params: tree.map(torch.zeros_like, params), update)
+
+
+@pytest.mark.parametrize("clip", [optim.clip_by_global_norm, optim.clip_by_leaf_norm])
+def test_an_update_that_is_a_state_is_not_overwritten(clip):
+    """By what follows it in a chain, last or not, though the gradients are the step's own."""
+    for txs in ((trace(0.9), clip(0.1), optim.scale(-1.0)), (trace(0.9), optim.chain(clip(0.1), optim.sgd(1.0)))):
+        for strategy in ("zero1", "full"):
+            simulated(_kept_alike, optim.chain(*txs), STRATEGIES[strategy])
+
+
+def _kept_alike(mesh: Any, tx: Any, strategy: dict[str, Any]) -> None:
+    runs = [trained(run, tx, mesh, strategy) for run in (by_update, functools.partial(by_step, donate=True))]
+    near("sgd", *runs)
+
+
+def zero_stepped(mesh: Any, tx: Any, partition: str, donate: bool) -> Any:
+    """Parameters after three steps of ZeRO."""
+    params, zeroed = tree.map(torch.clone, whole(0)), fshard.zero(tx, mesh, partition)
+    state = zeroed.init(params)
+    for i in (1, 2, 3):
+        params, state = zeroed.step(whole(100 * i), state, params, donate=donate)
+    return params
+
+
+ZEROED = ["adamw", "rmsprop", "lamb", "muon", "from_torch-Adam", "by_label", "schedule_free_adamw", "whole_leaves"]
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("partition", ["flat", "leaf"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "alone"])
+@pytest.mark.parametrize("name", ZEROED)
+def test_zero_trains_what_is_in_another(name, way, partition):
+    """As one device does, donated or not; every leaf moves."""
+    tx = WAYS[way](TRANSFORMS[name])
+    params, state = whole(0), tx.init(whole(0))
+    for i in (1, 2, 3):
+        params, state = tx.step(whole(100 * i), state, params)
+    for donate in (False, True):
+        for got in simulated(zero_stepped, tx, partition, donate, shard=3):
+            torch.testing.assert_close(got, params, rtol=1e-10, atol=1e-12)
+            assert not any(map(torch.equal, tree.leaves(got), tree.leaves(whole(0))))
+
+
+def rated(mesh: Any, strategy: dict[str, Any], jitted: bool) -> Any:
+    """Parameters after steps at a rate changed between them, labels in it; with gradients that differ by rank."""
+    labelled = {True: lambda lr: optim.muon(lr), False: lambda lr: optim.sgd(lr, momentum=0.5)}
+    tx = optim.with_hyperparams(
+        lambda lr: optim.by_label({key: make(lr) for key, make in labelled.items()}, _matrices), lr=0.1
+    )
+
+    def loss(p: Any, x: Any) -> fshard.Sum:
+        return fshard.Sum(sum(((i + 1) * x.sum() * leaf).sin().sum() for i, leaf in enumerate(tree.leaves(p))))
+
+    plan = fshard.make_plan(two_labels(1), mesh, units=["a", "b"], **strategy)
+    state, found = fshard.init_state(fshard.shard_params(two_labels(1), plan), tx), []
+    step = fshard.train_step(lambda p, x: loss({k: dict(v.items()) for k, v in p.items()}, x), tx)
+    step = fshard.jit(step, backend="eager") if jitted else step
+    ranks = [mesh.get_rank()] if mesh is not None and mesh.size() > 1 else [0, 1]
+    for rate in (0.1, 0.3, 0.0):
+        hyperparams = {"lr": torch.tensor(rate, dtype=torch.float64)}
+        state = replace(state, opt_state=state.opt_state._replace(hyperparams=hyperparams))
+        x = torch.tensor([[0.5 + rank] for rank in ranks], dtype=torch.float64)
+        state, _ = step(state, x)
+        found.append(fshard.gather_params(state.params))
+    return found
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_hyperparameters_change_between_steps_on_ranks(jitted):
+    """Of labels, eagerly and as a graph: the same parameters in every strategy, and none moves at a rate of 0."""
+    for name in NARROW:
+        expected = simulated(rated, STRATEGIES["full"], False, shard=2)[0]
+        for got in simulated(rated, STRATEGIES[name], jitted, shard=2):
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+            assert same_bits(got[2], got[1]), "a rate of 0"
+            assert not any(map(torch.equal, tree.leaves(got[0]), tree.leaves(got[1])))
