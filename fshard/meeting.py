@@ -224,8 +224,8 @@ class _Meeting:
         self._peers = {*range(ranks.size)} - {ranks.rank}
         self._to_dial = set(self._peers)
         self._calls: dict[_Call, None] = {}  # in the order they came
-        self._dialled: dict[int, socket.socket] = {}  # that have answered
-        self._answered: dict[int, socket.socket] = {}
+        self._dialled: dict[int, _Call] = {}  # those that were answered
+        self._answered: dict[int, _Call] = {}
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> _Meeting:
@@ -235,8 +235,8 @@ class _Meeting:
     def __exit__(self, *failure: object) -> None:
         self._selector.close()
         self._listener.close()  # with the calls nobody has taken: whoever waits for an answer sees that none comes
-        for connection in [call.socket for call in self._calls] + [*self._dialled.values(), *self._answered.values()]:
-            connection.close()
+        for call in (*self._calls, *self._dialled.values(), *self._answered.values()):
+            call.socket.close()
 
     def hold(self, seconds: float) -> dict[int, socket.socket]:
         """A connection to every peer. ConnectionError if one cannot be reached or ends, TimeoutError if one is late."""
@@ -249,7 +249,8 @@ class _Meeting:
                 raise TimeoutError(f"ranks {sorted(missing)} did not connect within {seconds:.0f} s")
             for key, events in self._selector.select(_RETRY if self._to_dial else min(left, 60.0)):
                 self._serve(key.data, events)
-        return {p: _quick((self._answered if p > self._me else self._dialled).pop(p)) for p in sorted(self._peers)}
+        kept = {p: (self._answered if p > self._me else self._dialled).pop(p) for p in self._peers}
+        return {p: _quick(call.socket) for p, call in kept.items()}
 
     def _serve(self, call: _Call | None, events: int) -> None:
         if call is None:
@@ -297,17 +298,23 @@ class _Meeting:
         self._selector.modify(call.socket, selectors.EVENT_READ, call)
 
     def _heard(self, call: _Call, peer: int) -> None:
-        """Take a peer's answer."""
+        """Take a peer's answer; then watch the connection until that peer has dialled, too: it may end before."""
         try:
+            if peer in self._dialled:
+                raise ConnectionResetError("the connection was closed")
             if not call.hear(_ANSWER):
                 return
         except OSError as failure:
             raise _LeftError(f"rank {peer} ended, or gave up connecting: {reason(failure)}") from failure
-        self._let_go(call)
         if not hmac.compare_digest(call.heard, self._digest("answers", self._me, peer)):
-            call.socket.close()
             raise self._unreachable(peer, PermissionError(errno.EPERM, "somebody else answers at its address"))
-        self._dialled[peer] = call.socket
+        self._dialled[peer] = call
+        self._settle(peer)
+
+    def _settle(self, peer: int) -> None:
+        """Watch no more who has dialled and answered: what comes now is the link's."""
+        if peer in self._answered and peer in self._dialled:
+            self._let_go(self._dialled[peer])
 
     def _accept(self) -> None:
         with suppress(BlockingIOError, ConnectionAbortedError):
@@ -334,8 +341,9 @@ class _Meeting:
         new = peer in self._peers and peer not in self._answered
         if not new or not hmac.compare_digest(digest, self._digest("dials", peer, self._me)):
             return call.socket.close()
-        self._answered[peer] = call.socket
+        self._answered[peer] = call
         self._say(call.socket, peer, self._digest("answers", peer, self._me))
+        self._settle(peer)
 
     def _say(self, connection: socket.socket, peer: int, text: bytes) -> None:
         try:

@@ -317,3 +317,22 @@ def timeouts(mesh: Any, folder: str) -> Any:
                 texts.append(str(failure))
         heard.set("done", "")
     return found, texts
+
+
+def answers_and_ends(mesh: Any) -> str:
+    """Rank 1 dials nobody, and ends when it has answered: that connection has told rank 0 all it was to tell."""
+    greeted = meeting._Meeting._greeted
+
+    def then_end(self: Any, call: Any) -> None:
+        greeted(self, call)
+        if self._answered:
+            os._exit(3)
+
+    if mesh.get_rank() == 1:
+        with mock.patch.multiple(meeting._Meeting, _dial=lambda self, peer: None, _greeted=then_end):
+            host.connect(mesh)
+    try:
+        host.connect(mesh)
+    except (fshard.MismatchError, ConnectionError):
+        return "an error"
+    return "no error"

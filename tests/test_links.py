@@ -4,8 +4,11 @@ import fcntl
 import json
 import os
 import random
+import shutil
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from test_check import NUM, values
 from worlds import fates, gloo
 
 import fshard
-from fshard import lines, links, shared_memory
+from fshard import lines, links, meeting, shared_memory
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 
@@ -43,6 +46,12 @@ def test_a_rank_that_ends_while_connecting(seed: int, tmp_path: Path) -> None:
         when, text = ranks[rank].value
         assert text.startswith(("MismatchError: ", "ConnectionError: ")), (case, text)
         assert when - ended < 5.0, (case, text)
+
+
+def test_a_rank_that_ends_when_it_has_answered() -> None:
+    """Before it dialled: it is watched until it has done both."""
+    heard, ended = fates(hostile.answers_and_ends, seconds=20.0)
+    assert (heard.value, ended.exitcode) == ("an error", 3)
 
 
 # --- what comes over a link
@@ -226,3 +235,62 @@ def test_the_users_timeout(tmp_path: Path) -> None:
     assert "did not answer within 2 s in all_reduce(float32[3], axis='shard')" in texts[0]
     assert "did not answer within the process group's timeout, in all_reduce(float32[3]" in texts[1]
     assert "did not answer within 2 s in all_reduce(float32[3], axis='shard')" in texts[2]
+
+
+ADDRESSES = {"IPv4": ("10.77.0.1", "10.77.0.2"), "IPv6": ("fd77::1", "fd77::2")}
+
+
+@pytest.fixture(params=ADDRESSES)
+def namespaces(request: pytest.FixtureRequest) -> Iterator[tuple[list[str], tuple[str, str]]]:
+    """Two network namespaces with a cable between them, as if they were two hosts; and their addresses."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and the command ip, to make network namespaces")
+    names, addresses = [f"fshard-{os.getpid()}-{i}" for i in range(2)], ADDRESSES[request.param]
+    width = "/64 nodad" if request.param == "IPv6" else "/24"
+    commands = [f"netns add {name}" for name in names]
+    commands.append(f"link add cable netns {names[0]} type veth peer name cable netns {names[1]}")
+    for name, address in zip(names, addresses, strict=True):
+        commands += [f"-n {name} addr add {address}{width} dev cable"]
+        commands += [f"-n {name} link set {device} up" for device in ("lo", "cable")]
+    try:
+        for command in commands:
+            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"no network namespaces here: ip {command}: {done.stderr}")
+        yield names, addresses
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def test_two_hosts(namespaces: Any) -> None:
+    """No name resolves. The interface is the one that was named, or that on the way to where the ranks met; two copies
+    of one machine, which say they are one host, are found out."""
+    names, addresses = namespaces
+    script = [sys.executable, str(Path(__file__).parent / "two_hosts.py")]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
+    runs = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, *script, str(rank), addresses[0]],
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment},
+        )
+        for rank, name in enumerate(names)
+    ]
+    for rank, run in enumerate(runs):
+        out, errors = run.communicate(timeout=60)
+        ways = [f"{way} GroupRanks {addresses[1 - rank]}\nTrue\n2.0\n" for way in ("named", "route", "copies")]
+        assert out == "".join(ways), errors
+
+
+def test_the_address_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name; and where the ranks met, the way to the others."""
+    assert meeting._address_of("lo") == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing")
+    with pytest.raises(OSError, match="GLOO_SOCKET_IFNAME=nothing: expected an interface with an address"):
+        meeting._interface()
+    assert meeting._way_to("") == meeting._way_to("no-such-name.invalid") == ""
+    assert meeting._from_outside("10.1.2.3", ["10.1.2.3", ""]) == "10.1.2.3"
+    monkeypatch.setattr(meeting, "_way_to", lambda target: f"to {target}" if target else "")
+    assert meeting._from_outside("127.0.1.1", ["127.0.1.1", "10.1.2.4"]) == "to 10.1.2.4"
+    assert meeting._from_outside("", ["", "::1"]) == f"to {meeting._SOMEWHERE}"
+    assert meeting._from_outside("127.0.1.1", ["127.0.1.1", "::1", ""]) == "127.0.1.1"
