@@ -75,7 +75,8 @@ def _met(ranks: Any, listening: Callable[[Ranks], Any]) -> dict[int, socket.sock
         found: dict[int, socket.socket] = {}
 
         def meet() -> str:
-            with _Meeting(ranks, listener, addresses, key) as meeting:
+            # closed as soon as this rank gives up: the calls that it has not taken break
+            with listener, _Meeting(ranks, listener, addresses, key) as meeting:
                 found.update(meeting.hold(ranks.timeout.total_seconds()))
             return ""
 
@@ -233,10 +234,10 @@ class _Meeting:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self._selector.close()
-        self._listener.close()  # with the calls nobody has taken: whoever waits for an answer sees that none comes
         for call in (*self._calls, *self._dialled.values(), *self._answered.values()):
             call.socket.close()
+        self._listener.close()  # with the calls nobody has taken: whoever waits for an answer sees that none comes
+        self._selector.close()
 
     def hold(self, seconds: float) -> dict[int, socket.socket]:
         """A connection to every peer. ConnectionError if one cannot be reached or ends, TimeoutError if one is late."""
