@@ -303,7 +303,9 @@ class Tape:
         found = dict(zip((slot for k in kinds for slot in plan.places[unit, k]), grads, strict=True))
         for kind in (k for k in kinds if plan.units[unit].lengths[k]):
             flat = into.buffer(plan, unit, kind)
-            here = [(slot.start, grad) for slot in plan.places[unit, kind] if (grad := found[slot]) is not None]
+            given = [(slot.start, grad) for slot in plan.places[unit, kind] if (grad := found[slot]) is not None]
+            # embedding(sparse=True) gives a sparse one
+            here = [(at, grad if grad.layout is torch.strided else grad.to_dense()) for at, grad in given]
             nodes.put(flat, [grad for _, grad in here], [start for start, _ in here], into.add)
             self._filled.add((unit, kind))
             if pending := into.emit(unit, kind, flat):

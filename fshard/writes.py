@@ -98,7 +98,8 @@ class Writes:
 
     def check(self) -> None:
         """ValueError if anything was written to since it was watched."""
-        found = [(slots, own) for counter, slots, own in self._watched if counter._version]
+        counted = [w for w in self._watched if not w[0].is_inference()]  # under inference_mode torch counts nothing
+        found = [(slots, own) for counter, slots, own in counted if counter._version]
         for flat, before, slots in self._copies:
             found += _changed(flat.detach().view(torch.uint8), before.view(torch.uint8), slots)
         if found:

@@ -238,3 +238,31 @@ def test_gathering_a_tree_with_sharded_trees_in_it() -> None:
     assert got["ema"]["w"].tolist() == [1, 1]
     assert got["best"][0].tolist() == [1, 1]
     assert got["step"] == 3
+
+
+def sparse_loss(p: Any, batch: Tensor, sparse: bool = True) -> fshard.Sum:
+    """An embedding, of which some rows are read twice."""
+    return fshard.Sum((F.embedding(batch, p["embed"], sparse=sparse) * p["head"]).square().sum())
+
+
+def sparse_and_dense(mesh: Any) -> None:
+    """The same bits from a sparse gradient as from a dense one."""
+    rank = 0 if mesh is None else mesh.get_rank()
+    params = {"embed": torch.arange(10.0).view(5, 2), "head": torch.tensor([1.0, 2.0])}
+    for units in ("embed", None):
+        sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=units))
+        found = [
+            fshard.gather_params(
+                fshard.value_and_grad(lambda p, x, s=s: sparse_loss(p, x, s))(sharded, batch(1, rank))[1]
+            )
+            for s in (True, False)
+        ]
+        assert same_bits(*found)
+        assert found[0]["embed"].count_nonzero()
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_sparse_gradients_are_made_dense(num: int) -> None:
+    """Those of an embedding in a loss, on ranks with other data."""
+    sparse_and_dense(None)
+    simulated(sparse_and_dense, shard=num)
