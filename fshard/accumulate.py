@@ -19,14 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import comm, tree
+from . import carry, comm, tree
+from .arguments import wrong
+from .comm import Axes
 from .grad import Outcome, empty_grads, reduce_all, run
 from .parts import device_of
 from .plan import Plan
 from .randomness import seeded
 from .reduction import TREE, Reduction, Tree, reduce_over, tree_sum
 from .shard import Sharded
-from .tape import Gradients
+from .tape import Gradients, settle
 
 
 def gradients(
@@ -35,7 +37,7 @@ def gradients(
     batch: Any,
     accumulate: int,
     by: Reduction,
-    reduce_once: bool,
+    reduce_once: Any,
     has_aux: bool,
     lost: Any,
 ) -> tuple[Sharded, Outcome, Tensor | None]:
@@ -50,15 +52,29 @@ def gradients(
     grads = empty_grads(params, params.plan.grads_over)
     outcomes: list[Outcome] = []
 
-    def divisor(outcome: Outcome) -> Tensor:
-        return (outcomes or [outcome])[0].shared(accumulate) if accumulate > 1 else outcome.divisor
+    # what was lost before enters with the last micro-batch: only then is it known what `share` its gradients will have
+    put_back = carry.set_aside(lost) if accumulate > 1 and isinstance(lost, Sharded) else None
 
-    places = _places(grads, params, accumulate, by, reduce_once, lost)
+    def divisor(outcome: Outcome) -> Tensor:
+        if accumulate == 1:
+            return outcome.divisor
+        seen = [*outcomes, outcome]
+        shared = seen[0].shared(accumulate)
+        if put_back is not None and len(seen) == accumulate:
+            put_back(_joined(seen).divisor / shared)
+        return shared
+
+    later = _later(reduce_once, params.plan)
+    sums = empty_grads(params, params.plan.grads_over) if later else grads
+    places = _places(sums, params, accumulate, by, reduce_once, lost, later)
     how = {"has_aux": has_aux, "divisor": divisor, "whole": accumulate == 1}
     for outcome, into in _runs(loss_fn, state, parts, places, _rank(params), **how):
         outcomes.append(outcome)
-        if into.reduced is not None and into.reduced is not grads:
-            tree.map(lambda whole, more: whole.add_(more), grads, into.reduced)
+        if into.reduced is not None and into.reduced is not sums:
+            tree.map(lambda whole, more: whole.add_(more), sums, into.reduced)
+    if later:
+        carry.reduce_rest(sums, grads, later, by)
+        settle(params.plan)
     outcome = _joined(outcomes)
     share = outcomes[0].shared(accumulate) / outcome.divisor if accumulate > 1 else None
     return grads, outcome if accumulate > 1 else replace(outcome, aux=outcome.aux[0]), share
@@ -167,18 +183,45 @@ def _joined(outcomes: Sequence[Outcome]) -> Outcome:
     return Outcome(total, count, outcomes[0].kind, outcomes[0].dtype, [o.aux for o in outcomes])
 
 
+def check_reduce_once(reduce_once: Any, by: Reduction) -> None:
+    """Raise TypeError for what is neither a truth value nor names, ValueError for names where slices are added up."""
+    if isinstance(reduce_once, bool):
+        return
+    names = (reduce_once,) if isinstance(reduce_once, str) else reduce_once
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(wrong("reduce_once", reduce_once, "True or False, or the names of axes of the mesh"))
+    if isinstance(by, Tree):
+        raise ValueError(
+            f"reduce_once={reduce_once!r} with reduction='tree': a rank adds all its slices up, and gradients are "
+            "reduced once over all axes: leave reduce_once out"
+        )
+
+
+def _later(reduce_once: Any, plan: Plan) -> Axes:
+    """The axes over which gradients are reduced after the last micro-batch alone, those before it being scattered."""
+    axes = () if isinstance(reduce_once, bool) else (reduce_once,) if isinstance(reduce_once, str) else reduce_once
+    for axis in axes if plan.axes else ():
+        if axis in plan.grads_over or axis not in dict(plan.axes):
+            others = ", ".join(map(repr, plan.rest(plan.grads_over))) or "none"
+            raise ValueError(
+                f"reduce_once={reduce_once!r}: expected axes of the mesh that gradients are not cut over ({others}), "
+                f"got {axis!r}. With reduce_once=True every rank keeps whole gradients, reduced once over all axes."
+            )
+    return tuple(axes) if plan.axes else ()
+
+
 def _places(
-    grads: Sharded, params: Sharded, num: int, by: Reduction, reduce_once: bool, lost: Any
+    grads: Sharded, params: Sharded, num: int, by: Reduction, reduce_once: Any, lost: Any, later: Axes
 ) -> Iterator[Gradients]:
     """Where the gradients of each micro-batch go; what does not go to `grads` itself is to be added to it."""
     over = params.plan.grads_over
     if not params.plan.axes:
         yield from (Gradients(None, grads, add=i > 0) for i in range(num))
-    elif reduce_once:
+    elif reduce_once and not later:
         yield from _added_up(grads, empty_grads(params, (), local=True), num, by, lost)
     else:
         made = (grads if i == 0 else empty_grads(params, over) for i in range(num))
-        yield from (Gradients(into, by=by, lost=lost) for into in made)
+        yield from (Gradients(into, by=by, lost=lost, later=later) for into in made)
 
 
 def _added_up(reduced: Sharded | None, local: Sharded, num: int, by: Reduction, lost: Any = ()) -> Iterator[Gradients]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from . import tree
-from .comm import Mesh, MismatchError, Ranks, all_gather, all_reduce, along, axis_sizes, mesh_device, total
+from . import comm, tree
+from .comm import Mesh, MismatchError, Ranks, all_gather, all_reduce, along, axis_sizes
 
 
 def check_same(mesh: Mesh, digest: str, describe: str, what: str) -> None:
@@ -36,8 +36,8 @@ def any_rank(found: Any, mesh: Mesh) -> Any:
     flat, spec = tree.flatten(found)
     if mesh is None or not flat:
         return found
-    rows = torch.stack([x.to(mesh_device(mesh)) for x in flat])  # (number of them,)
-    return tree.unflatten(spec, list(total(rows, mesh, op="max", label="found_inf").unbind()))
+    rows = torch.stack([x.to(comm.mesh_device(mesh)) for x in flat])  # (number of them,)
+    return tree.unflatten(spec, list(comm.total(rows, mesh, op="max", label="found_inf").unbind()))
 
 
 def _texts(text: str, mesh: Mesh) -> list[str]:

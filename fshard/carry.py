@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import comm, offload
+from . import comm, offload, tree
 from .comm import Axes, Pending
+from .labels import Labels, label_of
+from .parts import pieces
 from .plan import Plan
-from .reduction import EXACT, Reduction, Tree, reduce_over
+from .reduction import EXACT, Reduction, Tree, gather_over, reduce_over
 from .shard import Sharded, whole_view
+from .transform import FoundInf, choose
 from .wire import Wire, pack, unpack
 
 
@@ -60,7 +63,7 @@ def _cast(params: Sharded, unit: int, kind: int) -> Tensor:
 
 def _gather(params: Sharded, unit: int, kind: int) -> Pending:
     plan, axes, name = params.plan, params.view.axes(kind), params.plan.units[unit].name
-    whole = comm.gather_over(_sent(params, unit, kind), plan.live_mesh(), axes, name, lent=True)
+    whole = gather_over(_sent(params, unit, kind), plan.live_mesh(), axes, name, plan.gather)
     if _wire(plan, kind) is None:
         return whole
     return whole.then(lambda full: _arrived(params, unit, kind, full.chunk(plan.num_parts(axes))))
@@ -70,7 +73,7 @@ def _together(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pen
     """All kinds in one message, as bytes."""
     plan, axes, name = params.plan, params.view.over, params.plan.units[unit].name
     sent = {kind: _sent(params, unit, kind) for kind in kinds}
-    whole = comm.gather_over(pack(*sent.values()), plan.live_mesh(), axes, name)
+    whole = gather_over(pack(*sent.values()), plan.live_mesh(), axes, name, plan.gather)
     held = [(x.dtype, x.numel()) for x in sent.values()]
     found = dict[int, Tensor]()
 
@@ -126,21 +129,46 @@ def sizes(plan: Plan, unit: int, kind: int, num_parts: int, part: int) -> list[i
     return [high - low for low, high in pairwise(edges)]
 
 
-def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction = EXACT, lost: Any = ()) -> Pending:
+def reduce(
+    flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction = EXACT, lost: Any = (), later: Axes = ()
+) -> Pending:
     """The sum over all ranks of a flat buffer of gradients, in this rank's interval of `reduced`.
 
-    `lost` is what a wire with feedback has lost so far of this rank's gradients: it is added, and written anew.
+    `lost` is what a wire with feedback has lost so far of this rank's gradients: it is added, and written anew. Nothing
+    is reduced over the axes `later` yet (`reduce_rest`).
     """
-    plan, row, name = reduced.plan, reduced.piece(unit, kind), reduced.plan.units[unit].name
-    out = offload.landing(row, plan.device) if plan.kinds[kind].host else row
+    plan, out = reduced.plan, _landing(reduced, unit, kind)
     if plan.grad_wire is not None and plan.axes and flat.is_floating_point():
-        pending = _reduce_encoded(flat, reduced, unit, kind, out, by, lost)
+        pending = _reduce_encoded(flat, reduced, unit, kind, out, by, lost, later)
     else:
-        pending = _reduce_cast(flat, reduced, unit, kind, out, by)
+        pending = _reduce_cast(flat, reduced, unit, kind, out, by, later)
+    return _landed(pending, out, reduced, unit, kind, None if later else by)
+
+
+def reduce_rest(sums: Sharded, reduced: Sharded, later: Axes, by: Reduction) -> None:
+    """What was not reduced over some axes is, into `reduced`: an all-reduce for each unit, all of them at once."""
+    plan, started = reduced.plan, list[Pending]()
+    for unit, kind in ((u, k) for u in range(len(plan.units)) for k in sums.view.kinds if plan.units[u].lengths[k]):
+        x, out = sums.piece(unit, kind).to(plan.device), _landing(reduced, unit, kind)
+        pending = reduce_over(x, plan.live_mesh(), (), later, plan.units[unit].name, out, by)
+        started.append(_landed(pending, out, reduced, unit, kind, by))
+    for pending in started:
+        pending.wait()
+
+
+def _landing(reduced: Sharded, unit: int, kind: int) -> Tensor:
+    """Where a sum is written to: this rank's interval, or if that is in host memory a place on the device."""
+    row = reduced.piece(unit, kind)
+    return offload.landing(row, reduced.plan.device) if reduced.plan.kinds[kind].host else row
+
+
+def _landed(pending: Pending, out: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction | None) -> Pending:
+    """A sum after the hook of who added it up, in this rank's interval."""
+    plan, row, name = reduced.plan, reduced.piece(unit, kind), reduced.plan.units[unit].name
     after = getattr(by, "after", None)
     if after is not None:
         pending = pending.then(lambda total: out.copy_(after(total, name)))
-    return pending if out is row else pending.then(lambda total: plan.crossings[1].copied(total, row))
+    return pending.then(lambda total: plan.crossings[1].copied(total, row)) if plan.kinds[kind].host else pending
 
 
 def buffer_dtype(plan: Plan, kind: int) -> torch.dtype:
@@ -155,9 +183,11 @@ def _is_split(plan: Plan, kind: int) -> bool:
     return precision.reduce == torch.float16 and precision.compute != torch.float16
 
 
-def _reduce_cast(flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction) -> Pending:
+def _reduce_cast(
+    flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction, later: Axes
+) -> Pending:
     plan, axes = reduced.plan, reduced.view.axes(kind)
-    mesh, rest, name = plan.live_mesh(), plan.rest(axes), plan.units[unit].name
+    mesh, rest, name = plan.live_mesh(), plan.rest(axes + later), plan.units[unit].name
     if isinstance(by, Tree):  # nothing is rounded on the way
         return reduce_over(flat, mesh, axes, rest, name, out, by)
     # each rank's gradient was divided by the number of ranks already; times about its root, float16 holds small ones,
@@ -169,10 +199,10 @@ def _reduce_cast(flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tens
 
 
 def _reduce_encoded(
-    flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction, lost: Any
+    flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction, lost: Any, later: Axes
 ) -> Pending:
     plan, axes = reduced.plan, reduced.view.axes(kind)
-    mesh, rest, name, wire = plan.live_mesh(), plan.rest(axes), plan.units[unit].name, plan.grad_wire
+    mesh, rest, name, wire = plan.live_mesh(), plan.rest(axes + later), plan.units[unit].name, plan.grad_wire
     if wire.feedback and not isinstance(lost, Sharded):
         raise ValueError(f"{wire} keeps what it loses in the state of a step: use it with train_step")
     axis = _first(plan, axes) if axes else max(rest, key=dict(plan.axes).__getitem__)
@@ -195,13 +225,13 @@ def _first(plan: Plan, axes: Axes) -> str:
 
 
 def _encoded(wire: Wire, flat: Tensor, held: Sequence[Sequence[int]], lost: Tensor | None) -> list[Tensor]:
-    if lost is None:
-        return [wire.encode(x, own) for x, own in zip(flat.chunk(len(held)), held, strict=True)]
-    lost.add_(flat)
-    parts = lost.chunk(len(held))
+    """What is sent to each rank; with `lost`, also of what was lost before, and `lost` is what is not sent now."""
+    due = flat if lost is None else lost + flat  # memory of its own: a wire may send views of what it is given
+    parts = due.chunk(len(held))
     sends = [wire.encode(x, own) for x, own in zip(parts, held, strict=True)]
-    for x, data, own in zip(parts, sends, held, strict=True):
-        x.sub_(_decode(wire, data, own))
+    if lost is not None:
+        for kept, x, data, own in zip(lost.chunk(len(held)), parts, sends, held, strict=True):
+            kept.copy_(x - _decode(wire, data, own))
     return sends
 
 
@@ -224,3 +254,26 @@ def nothing_lost(params: Sharded) -> Any:
     dtypes = [comm.sum_dtype(row.dtype) for row in rows]
     tensors = [torch.zeros(n, dtype=dtype, device=plan.device) for n, dtype in zip(numels, dtypes, strict=True)]
     return Sharded(whole_view(plan, (), kinds), tensors)
+
+
+def set_aside(lost: Any) -> Callable[[Tensor], None]:
+    """Empty `lost`, in place; what is returned puts back what was in it, times a factor."""
+    before = tree.map(torch.clone, lost)
+    tree.map(Tensor.zero_, lost)
+
+    def put_back(factor: Tensor) -> None:
+        tree.map(lambda into, x: into.add_(x * factor), lost, before)
+
+    return put_back
+
+
+def still_lost(skip: FoundInf | None, labels: Labels, old: Any, new: Any) -> Any:
+    """What is lost after an update: `new`, which is written to, or `old` where the update of a leaf was skipped."""
+    if not isinstance(skip, Mapping) or not isinstance(new, Sharded):
+        return choose(skip, old, new)
+    leaves = new.layout.leaves
+    for (number, before), (_, after) in zip(pieces(old), pieces(new), strict=True):
+        # what is not finite was not sent, or its leaf would be skipped
+        unsent = skip[label_of(leaves[number], labels)].bool() | ~after.isfinite()
+        after.copy_(torch.where(unsent, before, after))
+    return new

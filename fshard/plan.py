@@ -33,6 +33,7 @@ from .lines import Lines, lines_of
 from .offload import Crossing
 from .parts import Parts
 from .precision import Policy, Precision, policy_of, precisions
+from .reduction import Gather
 from .wire import Wire
 
 _ALIGN = 16  # bytes
@@ -107,6 +108,7 @@ class Plan:
     grad_wire: Any = None
     together: bool = False
     slices: int = 8
+    gather: Any = None
     mesh: Mesh = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -226,7 +228,7 @@ class Plan:
         lines.append(f"params_over={self.params_over} grads_over={self.grads_over} state_over={self.state_over}")
         lines.append(f"regather={self.regather} block={self.block} policy={self.policy}")
         lines.append(f"param_wire={self.param_wire} grad_wire={self.grad_wire} together={self.together}")
-        lines.append(f"slices={self.slices}")
+        lines.append(f"slices={self.slices} gather={self.gather}")
         return "\n".join([*lines, f"tree {self.spec}"])
 
     def _leaf_lines(self) -> list[str]:
@@ -277,6 +279,7 @@ def make_plan(
     grad_wire: Wire | None = None,
     together: bool = False,
     slices: int = 8,
+    gather: Gather | None = None,
 ) -> Plan:
     """Lay a tree of tensors (real, meta or fake) out over the axes of a mesh.
 
@@ -291,9 +294,10 @@ def make_plan(
     mesh's device computes with them. No `block` of elements, counted from a leaf's first, lies on two ranks or holds
     another leaf's (for state that is kept in blocks). `policy` says in what dtypes floating leaves are kept, computed
     with and reduced (`Policy`, or its words), `param_wire` and `grad_wire` how shards and gradients travel
-    (fshard.wire); with `together` the dtypes of a unit are gathered in one message. A step with `reduction="tree"` cuts
-    the batch of all ranks into `slices`, a power of two. On a mesh of processes the plan's fingerprint is compared
-    between all ranks.
+    (fshard.wire); with `together` the dtypes of a unit are gathered in one message. `gather` is an object whose
+    all_gather brings the shards of a loss's parameters together (`fshard.reduction.Gather`). A step with
+    `reduction="tree"` cuts the batch of all ranks into `slices`, a power of two. On a mesh of processes the plan's
+    fingerprint is compared between all ranks.
 
     Raises TypeError (what an argument cannot be), ValueError (axes, patterns, leaves that are no plain dense tensors or
     share a part of their memory, `frozen` against `requires_grad`) and MismatchError (ranks whose plans differ).
@@ -304,9 +308,9 @@ def make_plan(
 
     Source: the flat parameter of Zhao et al., PyTorch FSDP (2023); the partitions of Rajbhandari et al., ZeRO (2020).
     """
-    _check_arguments(block, slices, regather, together, param_wire=param_wire, grad_wire=grad_wire)
+    _check_arguments(block, slices, regather, together, gather, param_wire=param_wire, grad_wire=grad_wire)
     _check_host(host, mesh)
-    sizes = comm.axis_sizes(mesh)
+    sizes, policy = comm.axis_sizes(mesh), policy_of(policy)
     over = _partitions(sizes, params_over, grads_over, state_over)
     check_plain("params", params)
     flat, spec = tree.flatten(params)
@@ -314,14 +318,12 @@ def make_plan(
     origins = first_places(flat, tree.paths(spec))
     numbers = {origin: slot for slot, origin in enumerate(dict.fromkeys(origins))}
     names, claims = claim_units(params, spec, flat, origins, units)
-    picks = (("whole", whole), ("frozen", frozen), ("host", host))
-    keep, still, away = (claim_leaves(params, spec, where, name) for name, where in picks)
+    picks = {"whole": whole, "frozen": frozen, "host": host}
+    keep, still, away = (claim_leaves(params, spec, where, name) for name, where in picks.items())
     still = join_frozen(still, flat, origins, tree.paths(spec))
-    policy = policy_of(policy)
     dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, policy), policy)
-    kind_of = {
-        i: Kind(dtypes[i], is_differentiable(flat[i]) and not still[i], keep[i], away[i]) for i in numbers
-    }  # a tied leaf is what its first place says
+    # a tied leaf is what its first place says
+    kind_of = {i: Kind(dtypes[i], is_differentiable(flat[i]) and not still[i], keep[i], away[i]) for i in numbers}
     kinds = tuple(dict.fromkeys(kind_of.values()))
     parts = math.prod(sizes.values())  # of all axes: an all-reduce over any is then cut evenly, too
     slots, lengths = _place(flat, tree.paths(spec), kind_of, kinds, claims, len(names), parts, block)
@@ -341,22 +343,29 @@ def make_plan(
         grad_wire,
         together,
         slices,
+        gather,
         connect(mesh),
     )
     agree.check_same(plan.mesh, plan.fingerprint, plan.describe(), "the plan")
     return plan
 
 
-def _check_arguments(block: Any, slices: Any, regather: Any, together: Any, **wires: Any) -> None:
+def _check_arguments(block: Any, slices: Any, regather: Any, together: Any, gather: Any, **wires: Any) -> None:
     check_whole("block", block, what="a number of elements")
     check_whole("slices", slices, what="a power of two")
     if slices.bit_count() > 1:
         raise ValueError(f"slices={slices}: expected a power of two, the most ranks a run may ever have")
-
     check_flags(regather=regather, together=together)
+    if gather is not None:
+        check_has("gather", gather, ("all_gather",), "an object that gathers, a fshard.reduction.Gather")
     for name, wire in wires.items():
         if wire is not None:
             check_has(name, wire, ("encode", "decode", "feedback"), "a wire, as fshard.wire.Int8() is")
+            if wire.feedback and name == "param_wire":
+                raise ValueError(
+                    f"param_wire={wire}: expected a wire without feedback, got one that has much of what it is given "
+                    "sent later: parameters are sent anew each time, so that never arrives. Use it as grad_wire."
+                )
 
 
 def check_plain(name: str, params: Any) -> None:

@@ -1,4 +1,4 @@
-"""Who adds gradients up, and their sum over several axes of a mesh.
+"""Who adds gradients up, and their sum over several axes of a mesh; who gathers parameters.
 
 Note [The same bits on any number of ranks]
     A sum of floating-point numbers depends on the order. In a balanced binary tree over 2^s slices of a batch, what 2^r
@@ -27,6 +27,13 @@ class Reduction(Protocol):
 
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
         """(n) on each rank -> (n) on all: the sum over ranks."""
+
+
+class Gather(Protocol):
+    """Who gathers parameters. Make it a frozen dataclass: plans are compared by its fields, and between ranks."""
+
+    def all_gather(self, x: Tensor, ranks: Ranks, label: str) -> Pending:
+        """(n) on each rank -> (W n) on all: the ranks' tensors end to end. Nobody writes to the result."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,25 @@ def _over_tree(x: Tensor, mesh: Mesh, axes: Axes, rest: Axes, label: str, out: T
     pending = (TREE.reduce_scatter if axis in axes else TREE.all_reduce)(x, ranks, label, out if last else None)
     axes, rest = (tuple(name for name in names if name != axis) for names in (axes, rest))
     return pending if last else pending.then(lambda y: _over_tree(y, mesh, axes, rest, label, out))
+
+
+def gather_over(x: Tensor, mesh: Mesh, axes: Axes, label: str, by: Gather | None = None) -> Pending:
+    """All-gather over `axes`, the first of them the slowest: by an object, or None for `comm`. Dual: `reduce_over`."""
+    if by is None:
+        return comm.gather_over(x, mesh, axes, label, lent=True)
+    *outer, last = axes
+    ranks = comm.along(mesh, last)
+
+    def checked(full: Tensor) -> Tensor:
+        if full.shape != (ranks.size * x.numel(),) or full.dtype != x.dtype:
+            raise ValueError(
+                f"{by}: all_gather gave {full.dtype}{list(full.shape)}, expected {x.dtype}"
+                f"[{ranks.size * x.numel()}]: the tensors of {ranks.size} ranks end to end"
+            )
+        return full
+
+    pending = by.all_gather(x, ranks, label).then(checked)
+    return pending.then(lambda full: gather_over(full, mesh, tuple(outer), label, by)) if outer else pending
 
 
 def reduction_of(reduction: Any) -> Reduction:

@@ -102,6 +102,7 @@ class Gradients:
     add: bool = False
     by: Reduction = EXACT
     lost: Any = ()  # a Sharded, with a wire that has feedback
+    later: comm.Axes = ()  # the axes that are not reduced over yet
 
     def buffer(self, plan: Plan, unit: int, kind: int) -> Tensor:
         """The flat buffer a unit's gradients go to."""
@@ -116,7 +117,7 @@ class Gradients:
         """Start the reduction of a filled buffer."""
         if self.reduced is None:
             return None
-        return carry.reduce(flat, self.reduced, unit, kind, self.by, self.lost)
+        return carry.reduce(flat, self.reduced, unit, kind, self.by, self.lost, self.later)
 
 
 def settle(plan: Plan) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from . import compiling, offload, tree
-from .accumulate import gradients
+from .accumulate import check_reduce_once, gradients
 from .arguments import check_flags, check_has, check_positive, check_whole, shown
-from .carry import nothing_lost
+from .carry import nothing_lost, still_lost
 from .check import Checked, is_wanted
 from .grad import check_loss, check_sharded
 from .kernels import beside, wide
@@ -22,7 +22,7 @@ from .norms import exactly, global_norm
 from .parts import device_of, packed
 from .reduction import TREE, reduction_of
 from .shard import Sharded, coarsen, refine
-from .transform import FoundInf, Transform, any_found, as_transform, choose, clip_factor
+from .transform import FoundInf, Transform, any_found, as_transform, clip_factor
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def train_step(
     clip_norm: float | None = None,
     accumulate: int = 1,
     reduction: Any = "exact",
-    reduce_once: bool = False,
+    reduce_once: bool | str | tuple[str, ...] = False,
     skip_labels: Labels = None,
     has_aux: bool = False,
     donate: bool = False,
@@ -112,10 +112,12 @@ def train_step(
     """`step(state, batch) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
 
     `batch` is this rank's; its tensors are cut along dim 0 into `accumulate` micro-batches, whose gradients are reduced
-    each time, or with `reduce_once` added up whole on every rank and reduced with the last. `reduction` is "exact"
-    (sums in rank order), "fast" (the backend's order), "tree" (the same bits on 1, 2, 4, ... ranks that have as many
-    threads: Note [Slices]), or an object that adds up (`fshard.reduction.Reduction`), whose method `after(grads,
-    unit)`, if it has one, is given every unit's sum. `clip_norm` bounds the global 2-norm. An
+    each time, or with `reduce_once` added up whole on every rank and reduced with the last; or, with the names of axes
+    that gradients are not cut over (`reduce_once="replicate"`), scattered each time and all-reduced over those axes
+    once, so that a rank keeps a shard of gradients and not all. `reduction` is "exact" (sums in rank order), "fast"
+    (the backend's order), "tree" (the same bits on 1, 2, 4, ... ranks that have as many threads: Note [Slices]), or an
+    object that adds up (`fshard.reduction.Reduction`), whose method `after(grads, unit)`, if it has one, is given every
+    unit's sum. `clip_norm` bounds the global 2-norm. An
     update whose scaled gradients are not finite on any rank is skipped on all; with `skip_labels` (`optim.by_label`'s,
     `tx` being one) that of the labels concerned alone. `metrics` has 0-d tensors, equal on all ranks: `loss`,
     `grad_norm` (before clipping), `found_inf`; and with `has_aux` this rank's `aux` (a list of one for each micro-batch
@@ -131,7 +133,7 @@ def train_step(
     """
     check_loss(loss_fn)
     check_whole("accumulate", accumulate, what="a number of micro-batches")
-    check_flags(reduce_once=reduce_once, has_aux=has_aux, donate=donate)
+    check_flags(has_aux=has_aux, donate=donate)
     if clip_norm is not None:
         check_positive("clip_norm", clip_norm)
     check_labels("skip_labels", skip_labels)
@@ -140,6 +142,7 @@ def train_step(
             "clip_norm with skip_labels: one label's overflow would clip the others to nothing: clip by label"
         )
     tx, by = as_transform(tx), reduction_of(reduction)
+    check_reduce_once(reduce_once, by)
     if skip_labels is not None:
         check_labelled(tx)
     if by is TREE:  # fused kernels compute the last elements of a row otherwise than the rest
@@ -161,7 +164,7 @@ def train_step(
         new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate)
         scaler = state.loss_scale.adjust(found_inf)
         back = torch.div(torch.ones(()) if share is None else share.float(), state.loss_scale.scale)
-        lost = choose(skip, state.lost, tree.map(lambda x: x * back, lost))
+        lost = still_lost(skip, skip_labels, state.lost, tree.map(lambda x: x * back, lost))
         after = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, state.extra, lost)
         found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
         metrics = {"loss": outcome.value, "grad_norm": norm, "found_inf": found_inf}

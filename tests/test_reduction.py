@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import LM_UNITS, STRATEGIES, lm_batch, lm_params, mean_loss
+from models import LM_UNITS, STRATEGIES, lm_batch, lm_params, mean_loss, same_bits
 from torch import Tensor
 from worlds import gloo, simulated
 
@@ -83,3 +83,212 @@ def test_float16_holds_the_sums_of_64_ranks(size):
     for found in simulated(small_gradients, "reduce=f16", size, shard=64):
         torch.testing.assert_close(found, torch.full((16,), size), rtol=0.1, atol=0)
     assert torch.tensor(1e-6 / 64).half() == 0
+
+
+def whole_numbers(step: int, rank: int) -> dict[str, Tensor]:
+    """One rank's batch, so that every sum of a linear loss's gradients is exact in any order; 8 rows count in all."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randint(-8, 9, (4, 6), generator=generator).double()
+    count = torch.tensor([4.0, 0, 0, 0]) if rank == 0 else torch.tensor([0.0, 0, 4.0 / 4, 0]) * (rank == 1) * 4
+    return {"x": x, "count": count}
+
+
+def exact_loss(p: Any, batch: Any) -> fshard.Mean:
+    """Linear in all parameters, which are in three units and one leaf of which every rank has."""
+    x = batch["x"]
+    total = (x @ p["a"]["w"]).sum() + (x[:, :3] * p["c"]["v"]).sum() + x.sum() * p["s"] + (x * p["w"]).sum()
+    return fshard.Mean(total, batch["count"].sum())
+
+
+def exact_params() -> Any:
+    """What it is linear in."""
+    return {
+        "a": {"w": torch.ones(6, dtype=torch.float64)},
+        "c": {"v": torch.ones(3, dtype=torch.float64)},
+        "s": torch.tensor(1.0, dtype=torch.float64),
+        "w": torch.ones(6, dtype=torch.float64),
+    }
+
+
+def partly(mesh: Any, strategy: str, reduce_once: Any, micro: int, how: str) -> Any:
+    """Parameters after two steps, and the collectives of gradients by kind and axis, in the order of their start."""
+    params = exact_params()
+    plan = fshard.make_plan(params, mesh, units=["a", "c"], whole="s", **STRATEGIES[strategy])
+    tx = optim.sgd(0.5, momentum=0.5)
+    state = fshard.init_state(fshard.shard_params(params, plan), tx, fshard.DynamicLossScale(4.0))
+    by = Doubled() if how == "hook" else "exact"
+    step = fshard.train_step(exact_loss, tx, accumulate=micro, reduce_once=reduce_once, reduction=by)
+    step = fshard.jit(step, backend="eager") if how == "jit" else step
+    for i in range(2):
+        with fshard.tally() as records:
+            state, _ = step(state, whole_numbers(i, 0 if mesh is None else mesh.get_rank()))
+    found = [(r.kind, r.axis, r.label) for r in records if r.label in ("(root)", "a", "c") and r.nbytes]
+    return gather_params(state.params), [r for r in found if r[0] != "all_gather"]
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """Sums in rank order, and a hook that doubles those of one unit."""
+
+    def all_reduce(self, x: Tensor, ranks: Any, label: str, out: Tensor | None) -> Pending:
+        return comm.all_reduce(x, ranks, label, out)
+
+    def reduce_scatter(self, x: Tensor, ranks: Any, label: str, out: Tensor | None) -> Pending:
+        return comm.reduce_scatter(x, ranks, label, out)
+
+    def after(self, grads: Tensor, unit: str) -> Tensor:
+        return 2 * grads if unit == "c" else grads
+
+
+PARTLY = {
+    **{strategy: (2, 2, strategy, "eager") for strategy in ("full", "zero2", "wide_state", "ddp")},
+    **{f"{how}-full": (2, 2, "full", how) for how in ("hook", "jit")},
+    **{f"{replicate}x{shard}": (replicate, shard, "full", "eager") for replicate, shard in ((3, 1), (2, 1), (1, 2))},
+}
+
+
+@pytest.mark.parametrize(("replicate", "shard", "strategy", "how"), PARTLY.values(), ids=PARTLY)
+def test_micro_batches_are_scattered_each_and_reduced_over_replicas_once(replicate, shard, strategy, how):
+    """The bits of reducing everything each time, and of the oracle; as many collectives as that takes."""
+    how_many, world = 2 if how == "jit" else 4, replicate * shard
+    runs = {
+        once: simulated(partly, strategy, once, how_many, how, replicate=replicate, shard=shard)
+        for once in (False, "replicate")
+    }
+    plain = fshard.testing.oracle(exact_loss, optim.sgd(0.5, momentum=0.5), accumulate=how_many)
+    state = plain.init(exact_params(), fshard.DynamicLossScale(4.0))
+    for i in range(2):
+        state, _ = plain.step(state, [whole_numbers(i, rank) for rank in range(world)])
+    for params, _ in runs["replicate"]:
+        assert same_bits(params, runs[False][0][0])
+        assert how == "hook" or same_bits(params, state.params)
+    over = "all_reduce" if strategy == "ddp" else "reduce_scatter"
+    for unit in ("a", "c", "(root)"):
+        kinds = 2 if unit == "(root)" else 1  # the leaf that every rank has travels by itself
+        num = {key: runs[key][0][1].count((over, "shard", unit)) for key in runs}
+        assert set(num.values()) == {how_many * (kinds if strategy == "ddp" else 1) * (shard > 1)}
+        num = {key: runs[key][0][1].count(("all_reduce", "replicate", unit)) for key in runs}
+        assert num == {False: how_many * kinds * (replicate > 1), "replicate": kinds * (replicate > 1)}
+
+
+def test_processes_scatter_each_micro_batch():
+    """On a mesh of processes, the bits and collectives of simulated ranks."""
+    args = "full", "replicate", 2, "eager"
+    assert same_bits(gloo(partly, *args, shard=2, replicate=2), simulated(partly, *args, shard=2, replicate=2))
+
+
+def test_what_waits_is_a_shard():
+    """Of gradients, between micro-batches: by a shard's and not by all gradients' memory more than one batch alone."""
+
+    def peak(once: Any) -> int:
+        params = {f"w{i}": torch.ones(64, 64) for i in range(4)}
+        mesh = fshard.AbstractMesh(replicate=2, shard=8)
+        plan = fshard.make_plan(params, mesh, units=["w*"])
+        tx = optim.sgd(0.1)
+
+        def loss(p: Any, x: Tensor) -> Tensor:
+            for w in p.values():
+                x = torch.tanh(x @ w)
+            return x.sum()
+
+        state = fshard.abstract(lambda p: fshard.init_state(fshard.shard_params(p, plan), tx), params)
+        step = fshard.train_step(loss, tx, accumulate=2, reduce_once=once)
+        return fshard.jit(step, donate=True).lower(state, torch.ones(8, 64)).memory().peak
+
+    full = 4 * 64 * 64 * 4
+    whole, partial, each = (peak(once) for once in (True, "replicate", False))
+    assert partial <= each + full // 8 + 4096
+    assert whole > partial + full // 2
+
+
+def test_axes_that_cannot_wait():
+    """The sentences: an axis gradients are cut over, one that is not there, and slices."""
+
+    def run(mesh: Any, once: Any) -> None:
+        partly(mesh, "full", once, 2, "eager")
+
+    for bad in ("shard", ("replicate", "shard"), "typo"):
+        with pytest.raises(
+            ValueError, match=r"reduce_once=.*expected axes of the mesh that gradients are not cut over"
+        ):
+            simulated(run, bad, shard=2, replicate=2)
+    with pytest.raises(ValueError, match="reduce_once='replicate' with reduction='tree'"):
+        fshard.train_step(exact_loss, optim.sgd(0.1), reduction="tree", reduce_once="replicate")
+    assert partly(None, "full", "replicate", 2, "eager")  # one device has no axes
+
+
+@dataclass(frozen=True)
+class Broadcasts:
+    """A gather that is made of a broadcast from each rank."""
+
+    wrong: bool = False
+
+    def all_gather(self, x: Tensor, ranks: Any, label: str) -> Pending:
+        parts = [comm.broadcast(x, ranks, src, label) for src in range(ranks.size - self.wrong)]
+        return parts[0].then(lambda first: torch.cat([first, *(part.wait() for part in parts[1:])]))
+
+
+def gathered_by(mesh: Any, gather: Any, strategy: str, how: str, **kw: Any) -> Any:
+    """Losses and parameters of two steps, and the collectives of parameters."""
+    params = lm_params(torch.float32)
+    plan = fshard.make_plan(params, mesh, units=LM_UNITS, gather=gather, **STRATEGIES[strategy], **kw)
+    tx = optim.sgd(0.1)
+    state, step = fshard.init_state(fshard.shard_params(params, plan), tx), fshard.train_step(mean_loss, tx)
+    step, losses = fshard.jit(step, backend="eager") if how == "jit" else step, []
+    batches = [lm_batch(0, mesh.get_rank()), lm_batch(0, mesh.get_rank())]
+    for batch in batches:
+        with fshard.tally() as records:
+            state, metrics = step(state, batch)
+        losses.append(metrics["loss"].item())
+    kinds = [r.kind for r in records if r.label == "blocks.0" and r.kind in ("all_gather", "broadcast")]
+    return losses, gather_params(state.params), kinds
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "strategy", "how"),
+    [(1, 3, "full", "eager"), (1, 2, "keep", "eager"), (2, 2, "wide", "eager"), (1, 2, "full", "jit")],
+)
+def test_an_object_may_gather(replicate, shard, strategy, how):
+    """Every gather of parameters is its, those of the backward too, and nothing else; the bits stay."""
+    plain, ours = (
+        simulated(gathered_by, gather, strategy, how, replicate=replicate, shard=shard)
+        for gather in (None, Broadcasts())
+    )
+    for (losses, params, kinds), (want_losses, want, others) in zip(ours, plain, strict=True):
+        assert losses == want_losses
+        assert same_bits(params, want)
+        assert set(kinds) == {"broadcast"}
+        assert others == ["all_gather"] * ((2 if strategy != "keep" else 1) * (2 if strategy == "wide" else 1))
+        assert len(kinds) == len(others) * shard
+
+
+@pytest.mark.parametrize("kw", [{"together": True}, {"param_wire": fshard.wire.Int8(16)}], ids=str)
+def test_what_it_gathers_may_be_bytes(kw):
+    """Of several dtypes in one message, or encoded."""
+    policy = {"policy": "compute=bf16; blocks.*.scale: compute=f32"}
+    plain, ours = (
+        simulated(lambda mesh, g: gathered_by(mesh, g, "full", "eager", **policy, **kw)[:2], gather, shard=3)
+        for gather in (None, Broadcasts())
+    )
+    assert same_bits(plain, ours)
+
+
+def test_processes_gather_by_an_object():
+    """The bits of simulated ranks."""
+    args = Broadcasts(), "full", "eager"
+    assert same_bits(gloo(gathered_by, *args, shard=2), simulated(gathered_by, *args, shard=2))
+
+
+def test_gathers_that_are_none():
+    """The sentences: no method, a result of another length, ranks that gather by different ones."""
+    with pytest.raises(TypeError, match=r"gather=3: expected an object that gathers.*all_gather"):
+        fshard.make_plan(torch.ones(3), gather=3)
+    with pytest.raises(ValueError, match=r"Broadcasts\(wrong=True\): all_gather gave torch.float32\[\d+\], expected"):
+        simulated(gathered_by, Broadcasts(wrong=True), "full", "eager", shard=2)
+    with pytest.raises(fshard.MismatchError, match="gather=Broadcasts"):
+        gloo(planned_otherwise)
+
+
+def planned_otherwise(mesh: Any) -> None:
+    """A plan of which ranks say different things."""
+    fshard.make_plan(torch.ones(3), mesh, gather=Broadcasts() if mesh.get_rank() else None)

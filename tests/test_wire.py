@@ -360,6 +360,13 @@ class Half:
         return data[::2]
 
 
+def test_parameters_take_no_feedback():
+    """What a wire loses of parameters never arrives: the plan says so."""
+    for wire in (TopK(0.5), LowRank(1)):
+        with pytest.raises(ValueError, match=re.escape(f"param_wire={wire}: expected a wire without feedback")):
+            simulated(lambda mesh, wire: laid_out(mesh, "full", param_wire=wire), wire)
+
+
 def test_errors():
     """A wire that changes the number of elements, one whose loss nobody keeps, one that other ranks do not have."""
     for kw in ({"param_wire": Half()}, {"grad_wire": Half()}):
@@ -393,3 +400,99 @@ def trained_with(mesh: Any, kw: Any) -> None:
 def graded_with(mesh: Any, kw: Any) -> None:
     """A gradient without a step."""
     fshard.value_and_grad(mean_loss)(laid_out(mesh, "full", **kw), lm_batch(0, mesh.get_rank()))
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A wire with feedback that gives what it is given, or a view of it, or a copy, and decodes `keep` of it."""
+
+    way: str
+    feedback: bool = True
+
+    def encode(self, x: Tensor, sizes: Any) -> Tensor:
+        return {"itself": x, "view": x[: (len(x) + 1) // 2], "copy": x.clone()}[self.way]
+
+    def decode(self, data: Tensor, sizes: Any) -> Tensor:
+        if self.way == "view":
+            return torch.nn.functional.pad(data, (0, sum(sizes) - len(data)))
+        return data.roll(0) if self.way == "copy" else data
+
+
+FED_BACK = {
+    "topk": STEEP,
+    "lowrank": LowRank(1),
+    "lowrank-large": LowRank(4),  # more than there is: everything travels as it is
+    **{way: Echo(way) for way in ("itself", "view", "copy")},
+}
+CASES = {
+    "plain": {},
+    "micro": {"accumulate": 3},
+    "once": {"accumulate": 3, "reduce_once": True},
+    "partly": {"accumulate": 3, "reduce_once": "replicate"},
+    "skipped": {"accumulate": 2, "scale": 8.0},
+    "labels": {"scale": 8.0, "labels": True},
+    "micro-labels": {"accumulate": 2, "scale": 8.0, "labels": True},
+    "jit": {"accumulate": 2, "scale": 8.0, "jit": True},
+}
+
+
+def label(path: str, leaf: Tensor) -> str:
+    """The first letter of a leaf's path."""
+    return path[0]
+
+
+def applied(mesh: Any, wire: Any, accumulate: int = 1, scale: Any = None, labels: bool = False, **kw: Any) -> Any:
+    """Steps of sgd of a linear loss, counts different for each rank and micro-batch: what was applied, and is kept."""
+    params = {"v": torch.zeros(2, 3).double(), "w": torch.zeros(13).double(), "x": torch.zeros(3).double()}
+    jit = kw.pop("jit", False)
+    plan = fshard.make_plan(params, mesh, units=["x"], grad_wire=wire)
+    tx = optim.by_label({name: optim.sgd(1.0) for name in params}, label) if labels else optim.sgd(1.0)
+    scaler = None if scale is None else DynamicLossScale(scale, 3.0, 0.25, growth_interval=2)
+    state = fshard.init_state(fshard.shard_params(params, plan), tx, scaler)
+
+    def loss(p: Any, batch: Any) -> Any:
+        return fshard.Mean(sum((batch[key] * p[key]).sum() for key in p), batch["count"].sum())
+
+    step = fshard.train_step(loss, tx, accumulate=accumulate, skip_labels=label if labels else None, **kw)
+    step = fshard.jit(step, backend="eager") if jit else step
+    sums, counts, found = [], [], []
+    for i in range(7):
+        rank = mesh.get_rank()
+        batch = {key: rand(6, *x.shape, seed=100 * i + 10 * rank + len(key)) for key, x in params.items()}
+        batch["count"] = torch.tensor([1.0, 5.0, 0.0, 2.0, 30.0, 1.0]).roll(i) * (rank != 1 or i % 2)
+        if scale is not None and i in (2, 5) and rank == mesh.size() - 1:
+            batch["v"][-1] = torch.nan if i == 2 else torch.inf
+        state, metrics = step(state, batch)
+        sums.append({key: batch[key].sum(0) for key in params})
+        counts.append(batch["count"].sum())
+        found.append(metrics["found_inf"].item())
+    return gather_params(state.params), state.lost.local_views(), sums, counts, found
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (1, 3), (2, 2)])
+@pytest.mark.parametrize(
+    ("wire", "case"), [(wire, case) for wire in FED_BACK for case in CASES if wire == "itself" or case != "jit"]
+)
+def test_what_was_applied_and_what_is_kept_are_all_gradients(wire, case, replicate, shard):
+    """Over micro-batches of unequal counts, changes of the loss scale, skipped steps, and labels skipped by themselves.
+
+    Whether what a wire encodes is memory of its own or not.
+    """
+    if case == "partly" and replicate == 1:
+        case = "once"
+    kw = CASES[case]
+    runs = simulated(lambda mesh: applied(mesh, FED_BACK[wire], **kw), replicate=replicate, shard=shard)
+    params, found = runs[0][0], runs[0][4]
+    assert found == [float(i in (2, 5) and "scale" in kw) for i in range(7)]
+    # one of LowRank's chunks that is not finite is so all over: the leaves beside are skipped, too
+    beside = {"v": True, "w": not kw.get("labels") or "lowrank" in wire, "x": not kw.get("labels")}
+    for key, way in params.items():
+        total = torch.zeros_like(way)
+        for i in (i for i in range(7) if not (found[i] and beside[key])):
+            total += sum(sums[i][key] for _, _, sums, _, _ in runs) / sum(counts[i] for _, _, _, counts, _ in runs)
+        kept = sum(lost[key] for _, lost, _, _, _ in runs).view(way.shape)
+        if "lowrank" in wire and kw.get("labels") and key == "w":
+            continue  # which of its elements lie in a chunk with v's differs by rank
+        torch.testing.assert_close(kept - way, total, rtol=1e-4, atol=1e-5)
+        assert way.any()  # small units train
