@@ -89,9 +89,12 @@ def _derived(layout: Layout, name: str, dtype: torch.dtype, block: int) -> Layou
 def _check_blocks(layout: Layout, block: int) -> None:
     for span in layout.spans if layout.flat else ():
         if span.start % block or span.begin % block:
+            advice = f"lay parameters out with make_plan or zero and block={block}"
+            if layout.origin is not None:  # packed, without the plan's padding between leaves
+                advice += f", and label for it only leaves whose number of elements is a multiple of {block}"
             raise ValueError(
                 f"adamw_8bit: leaf {layout.leaves[span.leaf].path!r}: a block of {block} elements would lie in two "
-                f"leaves or on two ranks: lay parameters out with make_plan or zero and block={block}"
+                f"leaves or on two ranks: {advice}"
             )
 
 

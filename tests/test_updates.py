@@ -405,3 +405,20 @@ def test_hyperparameters_change_between_steps_on_ranks(jitted):
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
             assert same_bits(got[2], got[1]), "a rate of 0"
             assert not any(map(torch.equal, tree.leaves(got[0]), tree.leaves(got[1])))
+
+
+def eight_bits(mesh: Any, numel: int) -> Any:
+    """Parameters after a step in 8 bits of a label whose first leaf has so many elements."""
+    tx = optim.by_label({True: optim.adamw_8bit(0.1, block=4), False: optim.sgd(0.1)}, _matrices)
+    params = {"a": rand(numel, 1, seed=1), "b": rand(4, 2, seed=2), "c": rand(3, seed=3)}
+    plan = fshard.make_plan(params, mesh, block=4)
+    sharded = fshard.shard_params(params, plan)
+    return fshard.gather_params(tx.step(sharded, tx.init(sharded), sharded)[0])
+
+
+def test_blocks_of_a_label_need_leaves_of_whole_blocks():
+    """Those are taken, in the bits of one device; for others the advice is not what was done already."""
+    for got in simulated(eight_bits, 12, shard=3):
+        assert same_bits(got, eight_bits(None, 12))
+    with pytest.raises(ValueError, match=r"leaf 'b': .*block=4, and label for it only leaves whose number of elements"):
+        eight_bits(None, 7)
