@@ -25,6 +25,7 @@ def parameters() -> dict[str, Any]:
         "embed": torch.randn(6, 4, generator=generator),
         "blocks": blocks,
         "head": torch.randn(4, generator=generator),
+        "scale": torch.randn(4, generator=generator),
     }
 
 
@@ -85,7 +86,17 @@ def _passed(p: Any, x: torch.Tensor) -> torch.Tensor:
     return (y * p["head"]).sum()
 
 
-HIDDEN = {"behind a frozen embedding": _behind_frozen, "all of them": _all_hidden, "passed as a container": _passed}
+def _captured(p: Any, x: torch.Tensor) -> torch.Tensor:
+    scale, y = p["scale"], p["embed"][x].detach().requires_grad_()
+    return (checkpoint(lambda z: z * scale, y, use_reentrant=True) * p["head"]).sum()
+
+
+HIDDEN = {
+    "captured": _captured,
+    "behind a frozen embedding": _behind_frozen,
+    "all of them": _all_hidden,
+    "passed as a container": _passed,
+}
 
 
 def gradient(mesh: Any, loss: Any, strategy: dict[str, Any], frozen: Any = None) -> Any:
@@ -124,14 +135,14 @@ def _own_backward(p: Any, x: torch.Tensor) -> torch.Tensor:
     y = p["embed"][x]
     for i in range(3):
         y = Again.apply(lambda z, i=i: block(p["blocks"][i], z), y)
-    return (y * p["head"]).sum()
+    return (y * p["head"] * p["scale"]).sum()
 
 
 def _plainly(p: Any, x: torch.Tensor) -> torch.Tensor:
     y = p["embed"][x]
     for i in range(3):
         y = block(p["blocks"][i], y)
-    return (y * p["head"]).sum()
+    return (y * p["head"] * p["scale"]).sum()
 
 
 def _twice(p: Any, x: torch.Tensor) -> torch.Tensor:
