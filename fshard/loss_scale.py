@@ -263,16 +263,13 @@ class DynamicLossScale(StaticLossScale):
                 raise TypeError(f"DynamicLossScale: {wrong(name, value, 'a number')}")
         check_whole("DynamicLossScale: growth_interval", growth_interval, what="a number of updates")
         check_whole("DynamicLossScale: hysteresis", hysteresis, what="a number of overflows")
-        if growth_factor <= 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
+        if growth_factor <= 1 or not 0 < backoff_factor < 1:
             raise ValueError(
-                f"DynamicLossScale: expected growth_factor > 1, 0 < backoff_factor < 1 and growth_interval >= 1, got "
-                f"{growth_factor}, {backoff_factor} and {growth_interval}"
+                f"DynamicLossScale: expected growth_factor > 1 and 0 < backoff_factor < 1, got {growth_factor} and "
+                f"{backoff_factor}"
             )
-        if not 0 <= min_scale <= max_scale or hysteresis < 1:
-            raise ValueError(
-                f"DynamicLossScale: expected 0 <= min_scale <= max_scale and hysteresis >= 1, got {min_scale}, "
-                f"{max_scale} and {hysteresis}"
-            )
+        if not 0 <= min_scale <= max_scale:
+            raise ValueError(f"DynamicLossScale: expected 0 <= min_scale <= max_scale, got {min_scale} and {max_scale}")
         plain = _as_scale(scale)
         borne = hysteresis if hysteresis_tracker is None else hysteresis_tracker
         counts = [torch.as_tensor(n).to(plain.device, torch.int32, copy=True) for n in (growth_tracker, borne)]
