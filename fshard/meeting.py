@@ -27,6 +27,7 @@ import selectors
 import socket
 import struct
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ def _together(ranks: Ranks, step: Callable[[], str]) -> list[str]:
     try:
         row = ["", step()]
     except Exception as failure:  # whatever it is, the others wait to hear of it
+        traceback.clear_frames(failure.__traceback__)  # and for connections that only these frames hold
         own, row = failure, [type(failure).__name__, reason(failure)]
     rows = [json.loads(text) for text in rows_of_bytes(json.dumps(row).encode(), ranks)]
     failed = [(kind, f"rank {p} of axis {ranks.axis!r}: {text}") for p, (kind, text) in enumerate(rows) if kind]
