@@ -432,7 +432,7 @@ CASES = {
     "skipped": {"accumulate": 2, "scale": 8.0},
     "labels": {"scale": 8.0, "labels": True},
     "micro-labels": {"accumulate": 2, "scale": 8.0, "labels": True},
-    "jit": {"accumulate": 2, "scale": 8.0, "jit": True},
+    "jit": {"accumulate": 2, "scale": 8.0, "labels": True, "jit": True},
 }
 
 
