@@ -17,6 +17,7 @@ from .collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_s
 from .comm import MismatchError
 from .data import join_batches
 from .grad import Mean, Sum, Unreduced, reduce_grads, value, value_and_grad
+from .hvp import hvp
 from .jit import jit
 from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, nonfinite_leaves, select
 from .norms import global_norm
@@ -56,6 +57,7 @@ __all__ = [
     "comm",
     "gather_params",
     "global_norm",
+    "hvp",
     "init_state",
     "jit",
     "join_batches",

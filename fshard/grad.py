@@ -82,7 +82,8 @@ class Outcome:
         return (self.total / self.divisor).to(self.dtype)
 
 
-def _read_loss(out: Any, has_aux: bool) -> tuple[Any, type, Any]:
+def read_loss(out: Any, has_aux: bool) -> tuple[Any, type, Any]:
+    """What a loss gave as a Mean or Sum, the class it gave it as, and aux."""
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise ValueError(f"the loss function: expected (loss, aux), as has_aux=True says, got {type(out).__name__}")
     loss, aux = out if has_aux else (out, None)
@@ -107,7 +108,7 @@ def _outcome(out: Any, has_aux: bool, mesh: comm.Mesh) -> tuple[list[Tensor], Ou
 
     One small collective.
     """
-    loss, kind, aux = _read_loss(out, has_aux)
+    loss, kind, aux = read_loss(out, has_aux)
     count = loss.count if kind is not Sum else 1
     pair = torch.zeros(2, dtype=torch.float64, device=loss.total.device)
     pair[0], pair[1] = loss.total.detach(), count.detach() if isinstance(count, Tensor) else count
@@ -127,13 +128,14 @@ def run(
     alone: bool = False,
     whole: bool = True,
     scale: Callable[[Tensor], Tensor] = lambda seed: seed,
+    tape: Tape | None = None,
 ) -> Outcome:
     """Forward and backward: the gradients of `scale(total / divisor)`, summed over ranks, go `into` their buffers.
 
     `divisor` is given the outcome: over all ranks, or with `alone` this one's. `whole`: no other follows.
     """
     _check_eager()
-    tape, policy = Tape(params, into), params.plan.policy
+    tape, policy = tape or Tape(params, into), params.plan.policy
     inputs = policy.inputs(args)
     try:
         with torch.enable_grad():

@@ -48,6 +48,15 @@ def again(levels: Sequence[Any]) -> AbstractContextManager[None]:
     return temporarily_restore_interpreter_stack(list(levels))
 
 
+def wrapped(x: torch.Tensor) -> bool:
+    """Whether a tensor belongs to a level.
+
+    >>> wrapped(torch.ones(()))
+    False
+    """
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 def refuses_hooks(failure: RuntimeError) -> bool:
     """Whether torch.func.grad, vjp, jacrev or hessian would not start because hooks on saved tensors are on.
 

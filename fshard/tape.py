@@ -250,6 +250,11 @@ class Tape:
     def _forward(self, loss: Callable[[Any], Any]) -> Any:
         with self._hooks(), self._writes.refusing():
             out = loss(self.view())
+        self.end()
+        return out
+
+    def end(self) -> None:
+        """The end of the forward: nothing gathered is held any longer."""
         self._writes.check()
         self._held.clear()
         self._bound.clear()
@@ -257,7 +262,6 @@ class Tape:
         self._backward = True
         if self._saved:
             self._start(next(reversed(self._saved)))
-        return out
 
     def _hooks(self) -> AbstractContextManager[Any]:
         on = torch.autograd.graph.saved_tensors_hooks

@@ -381,3 +381,32 @@ def test_an_eager_gradient_inside_a_transform_is_an_error(transform: str) -> Non
 
     with pytest.raises(TypeError, match=r"cannot run inside torch.func.*gather_params"):
         simulated(job, shard=2)
+
+
+def along(mesh: Any, over: tuple[str, ...], share: bool) -> Any:
+    """The gradient of <gradient, v>, by torch.func and autograd; with `share` divided by the number of ranks."""
+    plan = fshard.make_plan(params(), mesh, units=["w1", "w2"], **dict.fromkeys(OVER, over))
+    p, v = (fshard.shard_params(whole, plan) for whole in (params(), params(seed=10)))
+    x = batch(0 if mesh is None else mesh.get_rank())
+    copies = (1 if mesh is None else mesh.size()) if share else 1
+    v = tree.map(lambda t: t / copies, v)
+    found = [
+        fshard.gather_params(program(sharded_loss, p, x, v)) for program in (reverse_over_reverse, double_backward)
+    ]
+    return tree.map(torch.Tensor.detach, found)
+
+
+OVER = ("params_over", "grads_over", "state_over")
+
+
+@pytest.mark.parametrize("over", [(), ("shard",)])
+@pytest.mark.parametrize("shape", [None, (1, 2), (1, 3), (2, 2)])
+def test_an_inner_product_with_a_gradient_is_one_output(shape: tuple[int, int] | None, over: tuple[str, ...]) -> None:
+    """Of whole parameters as of shards: taken as it is on every rank, its gradient is H v; a share of it, a share."""
+    ranks = 1 if shape is None else shape[0] * shape[1]
+    for share in (False, True):
+        job = partial(along, over=over, share=share)
+        found = [job(None)] if shape is None else simulated(job, replicate=shape[0], shard=shape[1])
+        wanted = expected(reverse_over_reverse, ranks)[0]
+        scale = 1 / ranks if share else 1.0
+        assert all(near(one, wanted, (scale,)) for rank in found for one in rank)

@@ -31,7 +31,7 @@ LEVELS = [
     {"carry", "loss_scale", "adaptor", "owners", "check"},
     {"tape", "buckets", "optim"},
     {"grad"},
-    {"accumulate", "zero"},
+    {"accumulate", "zero", "hvp"},
     {"train"},
     {"lowered", "oracle", "recording"},
     {"jit", "replay"},

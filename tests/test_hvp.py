@@ -1,0 +1,156 @@
+"""Hessian-vector products of losses of sharded parameters, against double backward on one device."""
+
+import warnings
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from func_losses import EAGER, FROZEN, LOSSES, batch, net, params
+from models import rand, same_bits
+from steps import QUIET, apart
+from test_func_losses import CASES, num_ranks, on_ranks, rank_of, sharded
+from torch import Tensor
+from worlds import gloo, simulated
+
+import fshard
+from fshard import tree
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(QUIET)]
+
+
+def regression(p: Any, b: Any) -> fshard.Mean:
+    """A loss without transforms."""
+    return fshard.Mean((net(p, b["x"]) - b["y"]).square().sum(), len(b["x"]))
+
+
+def total(p: Any, b: Any) -> fshard.Sum:
+    """A sum over ranks."""
+    return fshard.Sum(regression(p, b).total)
+
+
+def mean(p: Any, b: Any) -> Tensor:
+    """The mean of equally weighted ranks."""
+    return net(p, b["x"]).square().mean()
+
+
+ALL = {"regression": regression, "total": total, "mean": mean, **LOSSES}
+
+
+def tangent() -> Any:
+    """A direction of the parameters' structure."""
+    leaves, spec = tree.flatten(params())
+    return tree.unflatten(spec, [rand(*x.shape, seed=50 + i) for i, x in enumerate(leaves)])
+
+
+@cache
+def expected(name: str, ranks: int) -> Any:
+    """Plain torch on one device with all ranks' data: the gradient of <gradient, v>."""
+    leaves, spec = tree.flatten({k: v for k, v in params().items() if k not in FROZEN})
+    v = tree.leaves({k: v for k, v in tangent().items() if k not in FROZEN})
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    whole = {**tree.unflatten(spec, leaves), "shift": params()["shift"]}
+    found = [ALL[name](whole, batch(0, rank)) for rank in range(ranks)]
+    if name == "total":
+        value = torch.stack([x.total for x in found]).sum()
+    elif name == "mean":
+        value = torch.stack(found).mean()
+    else:
+        value = torch.stack([x.total for x in found]).sum() / sum(x.count for x in found)
+    grads = torch.autograd.grad(value, leaves, create_graph=True)
+    along = torch.stack([(g * t).sum() for g, t in zip(grads, v, strict=True)]).sum()
+    return tree.unflatten(spec, torch.autograd.grad(along, leaves))
+
+
+def product(mesh: Any, name: str, strategy: str, jitted: bool = False, again: bool = False) -> Any:
+    """The whole product, the frozen leaf left out; or the product of the product."""
+    p = sharded(mesh, strategy)
+    fn = fshard.hvp(ALL[name])
+    fn = fshard.jit(fn, backend="eager") if jitted else fn
+    out = fn(p, fshard.shard_params(tangent(), p.plan), batch(0, rank_of(mesh)))
+    assert out.view == fshard.value_and_grad(regression)(p, batch(0, rank_of(mesh)))[1].view
+    out = fn(p, out, batch(0, rank_of(mesh))) if again else out
+    return {k: v for k, v in fshard.gather_params(out).items() if k not in FROZEN}
+
+
+@pytest.mark.sample(13)
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("world", "strategy"), CASES)
+def test_products_are_those_of_one_device(world: str, strategy: str, name: str) -> None:
+    """To 1e-12 of the largest, with different data on every rank; losses that use torch.func among them."""
+    wanted = expected(name, num_ranks(world))
+    largest = max(1.0, *(float(x.abs().max()) for x in tree.leaves(wanted)))
+    for found in on_ranks(world, partial(product, name=name, strategy=strategy)):
+        assert apart(found, wanted) < 1e-12 * largest
+
+
+@pytest.mark.parametrize("strategy", ["full", "zero2"])
+@pytest.mark.parametrize("name", ["regression", "laplacian"])
+def test_as_a_graph(name: str, strategy: str) -> None:
+    """Jitted as eager."""
+    assert name not in EAGER
+    wanted = expected(name, 2)
+    for found in simulated(product, name, strategy, True, shard=2):
+        assert apart(found, wanted) < 1e-9
+
+
+def test_a_product_is_a_tangent() -> None:
+    """H (H v): the product is cut like gradients, which in ZeRO-2 differ from parameters."""
+    jobs = [partial(product, name="regression", strategy=name, again=True) for name in ("ddp", "full", "zero2")]
+    whole, *others = (simulated(job, shard=2)[0] for job in jobs)
+    assert all(apart(whole, other) < 1e-10 for other in others)
+    assert apart(whole, expected("regression", 2)) > 1
+
+
+def in_processes(mesh: Any) -> Any:
+    """Two products."""
+    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+    return [product(mesh, name, "full") for name in ("regression", "meanflow")]
+
+
+def test_processes_have_the_bits_of_the_simulation() -> None:
+    """Two gloo ranks."""
+    assert same_bits(gloo(in_processes, shard=2), simulated(in_processes, shard=2))
+
+
+def test_the_collectives_of_a_product() -> None:
+    """A unit and its tangent are gathered in the forward, the tangent again in the backward; one reduction a unit."""
+
+    def job(mesh: Any) -> Any:
+        p = sharded(mesh)
+        v = fshard.shard_params(tangent(), p.plan)
+        with fshard.tally() as log:
+            fshard.hvp(regression)(p, v, batch(0, rank_of(mesh)))
+        return [(call.kind, call.label) for call in log]
+
+    for log in simulated(job, shard=2):
+        assert log.count(("all_gather", "layers.0")) == 3
+        assert log.count(("reduce_scatter", "layers.0")) == 1
+
+
+def test_a_linear_loss_has_no_curvature() -> None:
+    """Zeros, not an error."""
+    p = sharded(None)
+    out = fshard.hvp(lambda p, x: (x @ p["embed"]).sum())(p, p, torch.ones(2, 3, dtype=torch.float64))
+    assert all((x == 0).all() for x in out.tensors)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("plan", "v was made for other parameters"),
+        ("plain", "expected a Sharded, got dict"),
+        ("count", "count of the loss's fshard.Mean depends on parameters"),
+        ("wire", "would round the tangent"),
+    ],
+)
+def test_what_is_refused(fault: str, said: str) -> None:
+    """By name, with what to do."""
+    wire = {"param_wire": fshard.wire.Identity()} if fault == "wire" else {}
+    p = sharded(None, **wire)
+    v = {"plan": fshard.shard_params(params(), fshard.make_plan(params())), "plain": params()}.get(fault, p)
+    loss = regression
+    if fault == "count":
+        loss = lambda p, b: fshard.Mean(net(p, b["x"]).sum(), p["gain"].square() + 1)  # noqa: E731
+    with pytest.raises((TypeError, ValueError), match=said):
+        fshard.hvp(loss)(p, v, batch(0, 0))
