@@ -2,9 +2,9 @@
 
 Note [Reverse over forward]
     The loss is run in forward mode along the tangent, and its derivative in that direction, <gradient, v>, is
-    differentiated as a step's loss is: its gradient is the product. A unit is touched with its tangent, which is
-    gathered again in the backward; what is saved of the unit itself is kept until then. The forward mode is
-    torch.func.jvp, so a loss may use other transforms inside; tangents belong to its level, whatever is on top.
+    differentiated as a step's loss is: its gradient is the product. A unit is touched with its tangent, and both are
+    gathered again in the backward. The forward mode is torch.func.jvp, so
+    a loss may use other transforms inside; tangents belong to its level, whatever is on top.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Duals(Tape):
 
     def _pack(self, x: Tensor) -> Any:
         saved = super()._pack(x)
-        return _OfTangents(self._tangents._pack(x)) if isinstance(saved, tuple) else saved
+        return _OfTangents(self._tangents._pack(x)) if type(saved) is tuple else saved
 
     def _unpack(self, saved: Any) -> Tensor:
         return self._tangents._unpack(saved.saved) if isinstance(saved, _OfTangents) else super()._unpack(saved)
@@ -75,7 +75,7 @@ def hvp(loss_fn: Callable[..., Any]) -> Callable[..., Sharded]:
 
     `loss_fn(params, *args)` is a loss as of `value_and_grad`. `params` and `v` are `Sharded` of one plan, `v` cut like
     the parameters or like gradients; the product is cut like gradients, so it can be the next `v`. Touching a unit
-    gathers it and its tangent, and the tangent again in the backward. The operators in the loss need forward
+    gathers it and its tangent, and both again in the backward. The operators in the loss need forward
     derivatives (attention: under sdpa_kernel(SDPBackend.MATH)). ValueError for a `v` of another plan, for a count that
     depends on parameters, and where a `param_wire` would round the tangent.
 

@@ -114,7 +114,7 @@ def test_processes_have_the_bits_of_the_simulation() -> None:
 
 
 def test_the_collectives_of_a_product() -> None:
-    """A unit and its tangent are gathered in the forward, the tangent again in the backward; one reduction a unit."""
+    """A unit and its tangent are gathered in the forward and again in the backward; one reduction a unit."""
 
     def job(mesh: Any) -> Any:
         p = sharded(mesh)
@@ -124,7 +124,7 @@ def test_the_collectives_of_a_product() -> None:
         return [(call.kind, call.label) for call in log]
 
     for log in simulated(job, shard=2):
-        assert log.count(("all_gather", "layers.0")) == 3
+        assert log.count(("all_gather", "layers.0")) == 4
         assert log.count(("reduce_scatter", "layers.0")) == 1
 
 
