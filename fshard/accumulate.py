@@ -13,7 +13,8 @@ Note [Slices]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import ne
 from typing import Any
 
 import torch
@@ -22,32 +23,38 @@ from torch import Tensor
 from . import carry, comm, tree
 from .arguments import wrong
 from .comm import Axes
-from .grad import Outcome, empty_grads, reduce_all, run
+from .grad import Outcome, described, empty_grads, inputs, reduce_all, run
 from .parts import device_of
 from .plan import Plan
 from .randomness import seeded
-from .reduction import TREE, Reduction, Tree, reduce_over, tree_sum
+from .reduction import EXACT, TREE, Reduction, Tree, reduce_over, tree_sum
 from .shard import Sharded
 from .tape import Gradients, settle
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How a step makes gradients: `train_step`'s arguments of these names; `built` describes all of them."""
+
+    loss_fn: Callable[..., Any]
+    accumulate: int = 1
+    by: Reduction = EXACT
+    reduce_once: Any = False
+    has_aux: bool = False
+    with_extra: bool = False
+    built: str = ""
+
+
 def gradients(
-    loss_fn: Callable[..., Any],
-    state: Any,
-    batch: Any,
-    accumulate: int,
-    by: Reduction,
-    reduce_once: Any,
-    has_aux: bool,
-    lost: Any,
+    recipe: Recipe, state: Any, batch: Any, args: Sequence[Any], lost: Any
 ) -> tuple[Sharded, Outcome, Tensor | None]:
     """The gradients times the loss scale, the outcome, and what to multiply those gradients by, if anything.
 
     Until then they are divided as if all micro-batches counted as much as the first.
     """
-    if isinstance(by, Tree):
-        return _in_slices(loss_fn, state, batch, accumulate, has_aux)
-    params = state.params
+    if isinstance(recipe.by, Tree):
+        return _in_slices(recipe, state, batch, args)
+    params, accumulate = state.params, recipe.accumulate
     parts = _cut(batch, accumulate, _rank(params))
     grads = empty_grads(params, params.plan.grads_over)
     outcomes: list[Outcome] = []
@@ -64,16 +71,16 @@ def gradients(
             put_back(_joined(seen).divisor / shared)
         return shared
 
-    later = _later(reduce_once, params.plan)
+    later = _later(recipe.reduce_once, params.plan)
     sums = empty_grads(params, params.plan.grads_over) if later else grads
-    places = _places(sums, params, accumulate, by, reduce_once, lost, later)
-    how = {"has_aux": has_aux, "divisor": divisor, "whole": accumulate == 1}
-    for outcome, into in _runs(loss_fn, state, parts, places, _rank(params), **how):
+    places = _places(sums, params, recipe, lost, later)
+    how = {"divisor": divisor, "whole": accumulate == 1}
+    for outcome, into in _runs(recipe, state, parts, args, places, _rank(params), **how):
         outcomes.append(outcome)
         if into.reduced is not None and into.reduced is not sums:
             tree.map(lambda whole, more: whole.add_(more), sums, into.reduced)
     if later:
-        carry.reduce_rest(sums, grads, later, by)
+        carry.reduce_rest(sums, grads, later, recipe.by)
         settle(params.plan)
     outcome = _joined(outcomes)
     share = outcomes[0].shared(accumulate) / outcome.divisor if accumulate > 1 else None
@@ -81,40 +88,89 @@ def gradients(
 
 
 def _runs(
-    loss_fn: Callable[..., Any], state: Any, parts: Sequence[Any], places: Iterable[Gradients], stream: int, **how: Any
+    recipe: Recipe,
+    state: Any,
+    parts: Sequence[Any],
+    args: Sequence[Any],
+    places: Iterable[Gradients],
+    stream: int,
+    **how: Any,
 ) -> Iterator[tuple[Outcome, Gradients]]:
     """Forward and backward of one micro-batch after another, with random numbers of that stream."""
+    how |= {"has_aux": recipe.has_aux, "with_extra": recipe.with_extra, "built": recipe.built}
+    extra = state.extra
     for i, (part, into) in enumerate(zip(parts, places, strict=True)):
+        given = [*[extra] * recipe.with_extra, inputs(state.params.plan, part), *args]
+        versions = _versions(extra) if recipe.with_extra else []
         with seeded(state.rng, state.step, stream, i, device_of(state.params)):
-            outcome = run(loss_fn, state.params, [part], into, scale=state.loss_scale.scale, **how)
+            outcome = run(recipe.loss_fn, state.params, given, into, scale=state.loss_scale.scale, **how)
         _check_equal_parts(outcome, parts)
+        if recipe.with_extra:
+            _check_extra(extra, outcome.extra, versions)
+            extra = outcome.extra
         yield outcome, into
 
 
-def _in_slices(
-    loss_fn: Callable[..., Any], state: Any, batch: Any, accumulate: int, has_aux: bool
-) -> tuple[Sharded, Outcome, Tensor]:
+def _versions(extra: Any) -> list[int | None]:
+    """How often each leaf was written to; None for what does not know."""
+    return [x._version if isinstance(x, Tensor) and not x.is_inference() else None for x in tree.leaves(extra)]
+
+
+def _check_extra(old: Any, new: Any, versions: Sequence[int | None]) -> None:
+    """Raise ValueError for an extra that a loss has written to, or that is not of the old one's form."""
+    expected, got = (dict(tree.paths_to(x, Sharded)) for x in (old, new))
+    for path, written in zip(tree.paths(tree.flatten(old)[1]), map(ne, versions, _versions(old)), strict=True):
+        if written:
+            raise ValueError(f"with_extra: extra leaf {path!r} was changed in place: write to a clone, and return that")
+    if tree.structure_above(old, Sharded) != tree.structure_above(new, Sharded):
+        lacks, more = [p for p in expected if p not in got], [p for p in got if p not in expected]
+        raise ValueError(
+            f"with_extra: the loss must return an extra of the structure that it was given: it lacks "
+            f"{lacks[:3] or 'nothing'} and has {more[:3] or 'nothing'} besides"
+            + ("" if lacks or more else f" (a {type(new).__name__} for a {type(old).__name__}, at some depth)")
+        )
+    for path, before in expected.items():
+        if (form := _form(before)) != _form(got[path]):
+            raise ValueError(
+                f"with_extra: extra leaf {path!r}: expected {form}, as in the state, got {_form(got[path])}. "
+                "Tensors keep shape and dtype, and all else its value: what changes must be a tensor."
+            )
+
+
+def _form(leaf: Any) -> str:
+    """What a step keeps of a leaf of extra, in words."""
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype}{list(leaf.shape)} on {leaf.device}"
+    return f"the Sharded at {id(leaf):#x}" if isinstance(leaf, Sharded) else repr(leaf)
+
+
+def _in_slices(recipe: Recipe, state: Any, batch: Any, args: Sequence[Any]) -> tuple[Sharded, Outcome, Tensor]:
     params, plan, rank = state.params, state.params.plan, _rank(state.params)
     if plan.param_wire is not None or plan.grad_wire is not None:
         raise ValueError(
             "reduction='tree' with a wire: what it rounds depends on how many ranks there are. Use no wire."
         )
-    slices = _slices(batch, accumulate, params)
+    slices, rows = _slices(batch, recipe.accumulate, params), _rows(batch)
+    ranks = comm.num_ranks(plan.live_mesh())
     grads, first = empty_grads(params, plan.grads_over), list[Outcome]()
     sums, outcomes = list[Any](), list[Outcome]()
 
     def divisor(outcome: Outcome) -> Tensor:
         if not first:
             own = outcome.shared(1) if rank == 0 else torch.zeros_like(outcome.count)
-            first.append(replace(outcome, count=comm.total(own, plan.live_mesh(), label="loss")))
+            words = f"{described(outcome.kind, recipe.built)}, rows={rows} (reduction='tree': as many on every rank)"
+            # where no call is compared, unequal rows make gradients nan: their squares then add up to more
+            sent = torch.stack([own, own.new_tensor(rows), own.new_tensor(rows).square()])
+            count, total, squares = comm.total(sent, plan.live_mesh(), label="loss", more=words).unbind()
+            first.append(replace(outcome, count=torch.where(squares * ranks == total.square(), count, torch.nan)))
         return first[0].shared(num)
 
-    num = len(slices) * len(slices[0]) * comm.num_ranks(plan.live_mesh())
+    num = len(slices) * len(slices[0]) * ranks
     for at, parts in enumerate(slices):
         local = empty_grads(params, (), local=True)
         places = _added_up(grads if len(slices) == 1 else None, local, len(parts), TREE)
-        how = {"has_aux": has_aux, "divisor": divisor, "alone": True, "whole": num == 1}
-        runs = _runs(loss_fn, state, parts, places, rank * len(slices) + at, **how)
+        how = {"divisor": divisor, "alone": True, "whole": num == 1}
+        runs = _runs(recipe, state, parts, args, places, rank * len(slices) + at, **how)
         outcomes.append(_joined([outcome for outcome, _ in runs]))
         _count_up(sums, at, local)
     if len(slices) > 1:
@@ -141,7 +197,7 @@ def _slices(batch: Any, accumulate: int, params: Sharded) -> list[list[Any]]:
     """This rank's slices, each as micro-batches."""
     plan, rank = params.plan, _rank(params)
     ranks = comm.num_ranks(plan.live_mesh())
-    rows = min(_rows(batch).values(), default=0) * ranks
+    rows = _rows(batch) * ranks
     num = min(plan.slices, rows & -rows)  # the largest power of two that divides it
     if not num or num % ranks:
         raise ValueError(
@@ -152,35 +208,56 @@ def _slices(batch: Any, accumulate: int, params: Sharded) -> list[list[Any]]:
     return [_cut(part, min(accumulate, rows // num), rank) for part in _cut(batch, num // ranks, rank)]
 
 
-def _rows(batch: Any) -> dict[str, int]:
-    leaves, spec = tree.flatten(batch)
-    return {path: len(x) for path, x in zip(tree.paths(spec), leaves, strict=True) if isinstance(x, Tensor) and x.dim()}
+def _rows(batch: Any, num: int = 1) -> int:
+    """The rows of a batch, which every leaf has in dim 0; 0 without leaves. ValueError names a leaf that has not.
+
+    A batch of 0-d tensors alone, which is not to be cut, counts as one row.
+    """
+    leaves = tree.tops(batch, Sharded)
+    if leaves and num == 1 and all(isinstance(x, Tensor) and not x.dim() for x in leaves):
+        return 1
+    rows = [len(x) if isinstance(x, Tensor) and x.dim() else None for x in leaves]
+    if rows and (None in rows or len(set(rows)) > 1):
+        raise ValueError(_wrong_leaf([path for path, _ in tree.paths_to(batch, Sharded)], leaves, rows))
+    return rows[0] or 0 if rows else 0
+
+
+def _wrong_leaf(paths: Sequence[str], leaves: Sequence[Any], rows: Sequence[int | None]) -> str:
+    """What is wrong with the first leaf that does not have the rows of the first one that has any."""
+    first = next((i for i, n in enumerate(rows) if n is not None), None)
+    wrong = next(i for i, n in enumerate(rows) if n is None or n != rows[first or 0])
+    leaf = leaves[wrong]
+    expected = "the batch's rows along dim 0" if first is None else f"{rows[first]} rows along dim 0"
+    like = "" if first in (None, wrong) else f", as leaf {paths[first or 0]!r} has"
+    got = f"{rows[wrong]}" if rows[wrong] is not None else "a 0-d tensor"
+    got = got if isinstance(leaf, Tensor) else f"{type(leaf).__name__}, which is no tensor"
+    return (
+        f"batch leaf {paths[wrong]!r}: expected {expected}{like}, got {got}. Data are tensors (torch.as_tensor) with "
+        "all of the batch's rows; what has none goes to the loss uncut, as one of the args: step(state, batch, *args)."
+    )
 
 
 def _cut(batch: Any, num: int, rank: int) -> list[Any]:
-    """The micro-batches, and an error for a leaf that cannot give each of them a row."""
-    rows = _rows(batch)
-    for path, n in rows.items():
-        if n < num:
-            raise ValueError(
-                f"batch leaf {path!r}: expected at least {num} row(s) along dim 0, one a micro-batch, got {n} on rank "
-                f"{rank}. Every rank needs data: give this one a row whose weight in fshard.Mean's count is 0."
-            )
+    """The micro-batches. ValueError for a batch that cannot give each of them a row."""
+    rows = _rows(batch, num)
+    leaves, spec = tree.flatten(batch)
+    if rows < num and (leaves or num > 1):
+        raise ValueError(
+            f"batch leaf {next(iter(tree.paths(spec)), '')!r}: expected at least {num} row(s) along dim 0, one a "
+            f"micro-batch, got {rows} on rank {rank}. Every rank needs data: give this one a row whose weight in "
+            "fshard.Mean's count is 0."
+        )
     if num == 1:
         return [batch]
-    if len(set(rows.values())) > 1:
-        raise ValueError(
-            f"batch: expected leaves of one length along dim 0, to cut into {num} micro-batches, got {rows}"
-        )
-    leaves, spec = tree.flatten(batch)
-    cuts = [x.tensor_split(num) if isinstance(x, Tensor) and x.dim() else [x] * num for x in leaves]
+    cuts = [x.tensor_split(num) for x in leaves]
     return [tree.unflatten(spec, [cut[i] for cut in cuts]) for i in range(num)]
 
 
 def _joined(outcomes: Sequence[Outcome]) -> Outcome:
     total = torch.stack([o.total for o in outcomes]).sum()
     count = torch.stack([o.count for o in outcomes]).sum()
-    return Outcome(total, count, outcomes[0].kind, outcomes[0].dtype, [o.aux for o in outcomes])
+    last = outcomes[-1]
+    return Outcome(total, count, outcomes[0].kind, outcomes[0].dtype, last.extra, [o.aux for o in outcomes])
 
 
 def check_reduce_once(reduce_once: Any, by: Reduction) -> None:
@@ -210,14 +287,12 @@ def _later(reduce_once: Any, plan: Plan) -> Axes:
     return tuple(axes) if plan.axes else ()
 
 
-def _places(
-    grads: Sharded, params: Sharded, num: int, by: Reduction, reduce_once: Any, lost: Any, later: Axes
-) -> Iterator[Gradients]:
+def _places(grads: Sharded, params: Sharded, recipe: Recipe, lost: Any, later: Axes) -> Iterator[Gradients]:
     """Where the gradients of each micro-batch go; what does not go to `grads` itself is to be added to it."""
-    over = params.plan.grads_over
+    over, num, by = params.plan.grads_over, recipe.accumulate, recipe.by
     if not params.plan.axes:
         yield from (Gradients(None, grads, add=i > 0) for i in range(num))
-    elif reduce_once and not later:
+    elif recipe.reduce_once and not later:
         yield from _added_up(grads, empty_grads(params, (), local=True), num, by, lost)
     else:
         made = (grads if i == 0 else empty_grads(params, over) for i in range(num))
@@ -230,7 +305,7 @@ def _added_up(reduced: Sharded | None, local: Sharded, num: int, by: Reduction, 
 
 
 def _check_equal_parts(outcome: Outcome, parts: Sequence[Any]) -> None:
-    sizes = {len(x) for part in parts for x in tree.leaves(part) if isinstance(x, Tensor) and x.dim()}
+    sizes = {len(x) for part in parts for x in tree.leaves(part)[:1]}
     if outcome.kind is Tensor and len(parts) > 1 and len(sizes) > 1:
         raise ValueError(
             f"the loss function: a plain scalar is the mean of equally weighted micro-batches, but these have "

@@ -39,8 +39,8 @@ _only = itemgetter(0)
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
-def _note(kind: str, ranks: Ranks, label: str, nbytes: int) -> None:
-    ranks.record = Record(kind, ranks.axis, label, nbytes)
+def _note(kind: str, ranks: Ranks, label: str, nbytes: int, more: str = "") -> None:
+    ranks.record = Record(kind, ranks.axis, label, nbytes, more)
     if not isinstance(ranks, NodeRanks):  # what a graph issues is counted when it runs
         note(ranks.record)
 
@@ -212,20 +212,20 @@ def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = No
     _note("all_gather", ranks, label, (ranks.size - 1) * x.nbytes)
     if ranks.whole is not None:
         return Pending(ranks.whole.all_gather(x.contiguous(), out, lent), _only)
-    return _gather(x.contiguous(), ranks, out, "all_gather", label, lent)
+    return _gather(x.contiguous(), ranks, out, "all_gather", label, lent=lent)
 
 
-def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str, lent: bool = False) -> Pending:
+def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, *words: str, lent: bool = False) -> Pending:
     if out is None:
         out = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])
     full = out
     if ranks.built_in is not None:
-        return Pending(_built_in(dist.all_gather_into_tensor, ranks, (kind, x, ranks, label), full, x), lambda _: full)
+        return Pending(_built_in(dist.all_gather_into_tensor, ranks, (kind, x, ranks, *words), full, x), lambda _: full)
     parts = _parts(full, ranks)
     own = parts[ranks.rank]
     if own.data_ptr() != x.data_ptr():
         own.copy_(x)
-    return Pending(ranks.exchange([own] * ranks.size, parts, _call(kind, x, ranks, label)), lambda _: full)
+    return Pending(ranks.exchange([own] * ranks.size, parts, _call(kind, x, ranks, *words)), lambda _: full)
 
 
 def reduce_scatter(
@@ -277,12 +277,19 @@ def _parts(x: Tensor, ranks: Ranks) -> Sequence[Tensor]:
 
 
 def all_reduce(
-    x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = None, *, op: str = "sum", fast: bool = False
+    x: Tensor,
+    ranks: Ranks,
+    label: str = "",
+    out: Tensor | None = None,
+    *,
+    op: str = "sum",
+    fast: bool = False,
+    more: str = "",
 ) -> Pending:
     """(...) on each rank -> (...) on all: the sum (or max, min) over ranks.
 
     Sends 2 (W - 1) / W of the tensor: a reduce-scatter, then an all-gather; (W - 1) times it where it is small. `out`
-    may be of a wider dtype; the sum is then gathered in that.
+    may be of a wider dtype; the sum is then gathered in that. Ranks that compare calls compare `more` as well.
     """
     if op not in _COMBINE:
         raise ValueError(f"all_reduce knows op={', '.join(map(repr, _COMBINE))}, not {op!r}")
@@ -290,20 +297,20 @@ def all_reduce(
     width = max(1, (x if out is None else out).dtype.itemsize // x.dtype.itemsize)
     # between two ranks, sending everything is no more than sending both halves of the way
     direct = op != "sum" or x.numel() % size != 0 or x.nbytes <= _SMALL or size <= 2
-    _note("all_reduce", ranks, label, (size - 1) * (x.nbytes if direct else (1 + width) * x.nbytes // size))
+    _note("all_reduce", ranks, label, (size - 1) * (x.nbytes if direct else (1 + width) * x.nbytes // size), more)
     if ranks.whole is not None:
         return Pending(ranks.whole.all_reduce(x, out, op, fast), _only)
     result = torch.empty_like(x) if out is None else out
     if fast and ranks.built_in is not None and op == "sum":
-        called = ("all_reduce", x, ranks, label)
+        called = ("all_reduce", x, ranks, label, more)
         return Pending(_built_in(dist.all_reduce, ranks, called, result.copy_(x)), lambda _: result)
-    call = _call("all_reduce", x, ranks, label, "" if op == "sum" else f", op={op!r}")
+    call = _call("all_reduce", x, ranks, label, more if op == "sum" else f", op={op!r}{more}")
     if direct and ranks.built_in is None:
         exchange = ranks.exchange([x] * size, [None] * size, call)
         return Pending(exchange, lambda received: fold(received, op, result))
     flat, into = x.view(-1), result.view(-1)
     if direct:
-        gathered = _gather(flat, ranks, None, "all_reduce", label)
+        gathered = _gather(flat, ranks, None, "all_reduce", label, more)
         return gathered.then(lambda full: fold(_parts(full, ranks), op, into).view(x.shape))
     own = _parts(into, ranks)[ranks.rank]
     scattered = _scatter(flat, ranks, own, "all_reduce", label, fast=False)
@@ -372,10 +379,10 @@ def buffer(mesh: Mesh, axes: Sequence[str], numel: int, like: Tensor, *, lent: b
     return along(mesh, axes[0]).empty(numel, like, lent) if axes else like.new_empty(numel)
 
 
-def total(x: Tensor, mesh: Mesh, axes: Sequence[str] | None = None, op: str = "sum", label: str = "") -> Tensor:
+def total(x: Tensor, mesh: Mesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = "") -> Tensor:
     """The sum (or max, min) of a small tensor over some axes (None: all of them), now."""
     for axis in axis_sizes(mesh) if axes is None else axes:
-        x = all_reduce(x, along(mesh, axis), label, op=op).wait()
+        x = all_reduce(x, along(mesh, axis), label, op=op, more=more).wait()
     return x
 
 

@@ -45,8 +45,8 @@ def like(x: Any, leaves: Any) -> Any:
     return with_none(pytree.tree_unflatten(leaves, pytree.tree_structure(x)))
 
 
-def _run(step: Any, state: Any, batch: Any) -> Any:
-    state, metrics = step.run(with_none(state), with_none(batch))
+def _run(step: Any, state: Any, given: Any) -> Any:
+    state, metrics = step.run(with_none(state), *with_none(given))
     return pytree.tree_leaves(without_none(state)), without_none(metrics)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import comm, levels, offload, tree
 from .arguments import check_flags, check_function, is_number, shown
+from .plan import Plan
 from .reduction import Reduction, reduction_of
 from .shard import Sharded, local_numel, whole_view
 from .tape import Gradients, Tape, settle
@@ -59,12 +60,13 @@ tree.register_fields(Unreduced, ("local",), names=("",))  # paths of leaves are 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one forward gave: the loss's sum and count over all ranks (float64), its class, its dtype, and aux."""
+    """What one forward gave: the loss's sum and count over all ranks (float64), its class, its dtype, extra and aux."""
 
     total: Tensor
     count: Tensor
     kind: type
     dtype: torch.dtype
+    extra: Any
     aux: Any
 
     @property
@@ -82,11 +84,19 @@ class Outcome:
         return (self.total / self.divisor).to(self.dtype)
 
 
-def read_loss(out: Any, has_aux: bool) -> tuple[Any, type, Any]:
-    """What a loss gave as a Mean or Sum, the class it gave it as, and aux."""
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        raise ValueError(f"the loss function: expected (loss, aux), as has_aux=True says, got {type(out).__name__}")
-    loss, aux = out if has_aux else (out, None)
+def _returned(out: Any, has_aux: bool, with_extra: bool) -> tuple[Any, Any, Any]:
+    """The loss, the new extra and aux, None for what a loss function does not return."""
+    names = ["loss", *["extra"] * with_extra, *["aux"] * has_aux]
+    if len(names) > 1 and not (isinstance(out, tuple) and len(out) == len(names)):
+        asked = " and ".join(["with_extra=True"] * with_extra + ["has_aux=True"] * has_aux)
+        got = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
+        raise ValueError(f"the loss function: expected ({', '.join(names)}), as {asked} says, got {got}")
+    given = dict(zip(names, out if len(names) > 1 else [out], strict=True))
+    return given["loss"], given.get("extra"), given.get("aux")
+
+
+def read_loss(loss: Any) -> tuple[Any, type]:
+    """What a loss gave as a Mean or Sum, and the class it gave it as."""
     kind = type(loss) if isinstance(loss, Mean | Sum) else Tensor
     loss = Mean(loss, 1) if kind is Tensor else loss
     total, count = loss.total, loss.count if kind is not Sum else 1
@@ -100,21 +110,63 @@ def read_loss(out: Any, has_aux: bool) -> tuple[Any, type, Any]:
             f"the loss function: expected a 0-d floating tensor (or fshard.Mean or Sum of one), got {got}. Sum it, and "
             "return fshard.Mean(losses.sum(), losses.numel()) for a mean."
         )
-    return loss, kind, aux
+    return loss, kind
 
 
-def _outcome(out: Any, has_aux: bool, mesh: comm.Mesh) -> tuple[list[Tensor], Outcome]:
+def described(kind: type, built: str) -> str:
+    """What ranks must agree on, in words, which travel with the loss: its class, and what a step was built with."""
+    return f", loss={'a scalar' if kind is Tensor else kind.__name__}{built}"
+
+
+def _outcome(loss: Any, extra: Any, aux: Any, mesh: comm.Mesh, built: str = "") -> tuple[list[Tensor], Outcome]:
     """This rank's total and, if it is to be differentiated, its count; what they come to over all ranks.
 
     One small collective.
     """
-    loss, kind, aux = read_loss(out, has_aux)
+    loss, kind = read_loss(loss)
     count = loss.count if kind is not Sum else 1
     pair = torch.zeros(2, dtype=torch.float64, device=loss.total.device)
     pair[0], pair[1] = loss.total.detach(), count.detach() if isinstance(count, Tensor) else count
-    sums = comm.total(pair, mesh, label="loss")
+    sums = comm.total(pair, mesh, label="loss", more=described(kind, built))
     varying = [count] if isinstance(count, Tensor) and count.requires_grad else []
-    return [loss.total, *varying], Outcome(sums[0], sums[1], kind, loss.total.dtype, aux)
+    return [loss.total, *varying], Outcome(sums[0], sums[1], kind, loss.total.dtype, extra, aux)
+
+
+def _called(
+    tape: Tape, params: Sharded, loss_fn: Callable[..., Any], args: Any, has_aux: bool, with_extra: bool
+) -> tuple[Any, Any, Any]:
+    """The loss, the new extra and aux; each `Sharded` among the arguments gathers on access, as parameters do."""
+
+    def call(view: Any) -> tuple[Any, Any, Any]:
+        others = [(part, other.view()) for part, other in tape.beside]
+        views = iter(others)
+        given = [next(views)[1] if isinstance(x, Sharded) else x for x in tree.tops(args, Sharded)]
+        loss, extra, aux = _returned(loss_fn(view, *tree.put_tops(args, Sharded, given)), has_aux, with_extra)
+        loss, aux = params.plan.policy.cast((loss, aux), "output")
+        if not (has_aux or with_extra):
+            return loss, None, None
+        held = [params, *(part for part, _ in others)]
+        # a view that is handed on stands for what it is a view of
+        known = {id(seen): part for part, seen in others}
+        extra = tree.map_tops(lambda x: known.get(id(x), x), lambda x: id(x) in known, extra)
+        return loss, apart(tree.detached(extra, Sharded), held), apart(aux, held)
+
+    return tape.forward(call)
+
+
+def apart(x: Any, held: Sequence[Any]) -> Any:
+    """A tree, copies in the place of leaves in the memory of tensors or `Sharded`, to which a step may write.
+
+    Each `Sharded` in the tree stays.
+    """
+    # private: the identity of a storage, of fake ones too (test_step_args.py notices when it goes)
+    memory = {row.untyped_storage()._cdata for row in tree.leaves(held) if isinstance(row, Tensor)}
+
+    def own(leaf: Any) -> Any:
+        dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        return leaf.detach().clone() if dense and leaf.untyped_storage()._cdata in memory else leaf
+
+    return tree.map_tops(own, Sharded, x)
 
 
 def run(
@@ -124,6 +176,8 @@ def run(
     into: Gradients,
     *,
     has_aux: bool = False,
+    with_extra: bool = False,
+    built: str = "",
     divisor: Callable[[Outcome], Tensor] = lambda outcome: outcome.divisor,
     alone: bool = False,
     whole: bool = True,
@@ -135,12 +189,12 @@ def run(
     `divisor` is given the outcome: over all ranks, or with `alone` this one's. `whole`: no other follows.
     """
     _check_eager()
-    tape, policy = tape or Tape(params, into), params.plan.policy
-    inputs = policy.inputs(args)
+    tape = tape or Tape(params, into, tree.nodes(args, Sharded))
     try:
         with torch.enable_grad():
-            out = policy.cast(tape.forward(lambda view: loss_fn(view, *inputs)), "output")
-        outs, outcome = _outcome(out, has_aux, None if alone else params.plan.live_mesh())
+            found = _called(tape, params, loss_fn, args, has_aux, with_extra)
+        outs, outcome = _outcome(*found, None if alone else params.plan.live_mesh(), built)
+        del found
         _check_differentiable(outs, whole)
         seed = scale(divisor(outcome).reciprocal())
         seeds = [seed, -seed * (outcome.total / outcome.divisor)]  # d(T / C) = dT / C - (T / C) dC / C
@@ -164,6 +218,11 @@ def _check_differentiable(outs: Sequence[Tensor], whole: bool) -> None:
             "and counts of all micro-batches (or slices, with reduction='tree'), which are not known yet. Detach the "
             "count, or use accumulate=1 and another reduction."
         )
+
+
+def inputs(plan: Plan, args: Any) -> Any:
+    """Arguments of a loss, cast as the plan's policy says; a `Sharded` has a policy of its own."""
+    return tree.map_tops(lambda x: x if isinstance(x, Sharded) else plan.policy.inputs(x), Sharded, args)
 
 
 def _check_eager() -> None:
@@ -216,7 +275,8 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`fn(sharded, *args) -> (value, grads)`, or `((value, aux), grads)`: the loss over all ranks, and its gradient.
 
-    `loss_fn(params, *args)` is written for one device; touching a unit of `params` gathers it. It returns `Mean(total,
+    `loss_fn(params, *args)` is written for one device; touching a unit of `params` gathers it, and so it is with every
+    `Sharded` among `args` (a teacher's, say), to which no gradient goes. It returns `Mean(total,
     count)`, `Sum(total)`, or a plain 0-d tensor, which means the mean of equally weighted ranks. Gradients come as the
     plan's `grads_over` says, or with `reduce=False` as `Unreduced`; a leaf the loss does not use gets zeros. Eager:
     inside torch.func's transforms call `gather_params` in the function that is differentiated.
@@ -234,7 +294,7 @@ def value_and_grad(
         grads = empty_grads(params, plan.grads_over if reduce else (), local=not reduce)
         alone = not plan.axes or not reduce
         into = Gradients(None, grads) if alone else Gradients(grads, by=by)
-        outcome = run(loss_fn, params, args, into, has_aux=has_aux)
+        outcome = run(loss_fn, params, inputs(plan, args), into, has_aux=has_aux)
         result = grads if reduce else Unreduced(grads)
         return ((outcome.value, outcome.aux) if has_aux else outcome.value), result
 
@@ -251,14 +311,14 @@ def value(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., A
     check_flags(has_aux=has_aux)
 
     def fn(params: Any, *args: Any) -> Any:
-        tape, policy = Tape(check_sharded(params)), params.plan.policy
-        inputs = policy.inputs(args)
+        plan = check_sharded(params).plan
+        tape = Tape(params, beside=tree.nodes(args, Sharded))
         try:
             with torch.no_grad():
-                out = policy.cast(tape.forward(lambda view: loss_fn(view, *inputs)), "output")
+                found = _called(tape, params, loss_fn, inputs(plan, args), has_aux, with_extra=False)
         finally:
             tape.close()
-        _, outcome = _outcome(out, has_aux, params.plan.live_mesh())
+        _, outcome = _outcome(*found, plan.live_mesh())
         return (outcome.value, outcome.aux) if has_aux else outcome.value
 
     return fn

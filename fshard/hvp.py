@@ -9,7 +9,7 @@ Note [Reverse over forward]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import make_dual
 
-from . import levels
-from .grad import Mean, Sum, check_loss, check_sharded, empty_grads, read_loss, run
+from . import levels, tree
+from .grad import Mean, Sum, check_loss, check_sharded, empty_grads, inputs, read_loss, run
 from .plan import Slot
 from .shard import Sharded
 from .tape import Gradients, Tape
@@ -32,8 +32,8 @@ class _OfTangents:
 class _Duals(Tape):
     """A tape whose trainable leaves have tangents, which a tape of their own gathers."""
 
-    def __init__(self, params: Sharded, tangents: Sharded, into: Gradients):
-        super().__init__(params, into)
+    def __init__(self, params: Sharded, tangents: Sharded, into: Gradients, beside: Sequence[Sharded]):
+        super().__init__(params, into, beside)
         self._tangents = Tape(tangents)
         self._levels: Any = ()
 
@@ -87,11 +87,11 @@ def hvp(loss_fn: Callable[..., Any]) -> Callable[..., Sharded]:
     """
     check_loss(loss_fn)
 
-    def along(tape: _Duals, *inputs: Any) -> Any:
+    def along(tape: _Duals, *given: Any) -> Any:
         found: list[Any] = []
 
         def total(_: Tensor) -> Tensor:
-            loss, kind, _ = read_loss(loss_fn(tape.duals(), *inputs), False)
+            loss, kind = read_loss(loss_fn(tape.duals(), *given))
             found.extend([loss, kind])
             return loss.total
 
@@ -108,7 +108,8 @@ def hvp(loss_fn: Callable[..., Any]) -> Callable[..., Sharded]:
         _check_tangent(params, v)
         product = empty_grads(params, params.plan.grads_over)
         into = Gradients(product) if params.plan.axes else Gradients(None, product)
-        run(along, params, args, into, tape=_Duals(params, v.trainable, into))
+        tape = _Duals(params, v.trainable, into, tree.nodes(args, Sharded))
+        run(along, params, inputs(params.plan, args), into, tape=tape)
         return product
 
     return fn

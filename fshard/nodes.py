@@ -145,7 +145,7 @@ class NodeRanks:
         if self.size == 1:
             return _Alone(x if out is None else out.copy_(x))
         place = torch.empty_like(x) if out is None else out
-        return Started((place, torch.ops.fshard.all_reduce(place, x, *self._at, op, fast)), [x])
+        return Started((place, torch.ops.fshard.all_reduce(place, x, *self._at, op, fast, self.record.more)), [x])
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> _Received:
         """What every peer sends."""

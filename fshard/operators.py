@@ -73,12 +73,18 @@ def _reduce_scatter(place: Tensor, x: Tensor, mesh: str, axis: str, label: str, 
     return _started(place, comm.reduce_scatter(x, _ranks(mesh, axis), label, place, fast=fast))[1]
 
 
-def _all_reduce(place: Tensor, x: Tensor, mesh: str, axis: str, label: str, nbytes: int, op: str, fast: bool) -> Tensor:
-    return _started(place, comm.all_reduce(x, _ranks(mesh, axis), label, place, op=op, fast=fast))[1]
+def _all_reduce(
+    place: Tensor, x: Tensor, mesh: str, axis: str, label: str, nbytes: int, op: str, fast: bool, more: str
+) -> Tensor:
+    return _started(place, comm.all_reduce(x, _ranks(mesh, axis), label, place, op=op, fast=fast, more=more))[1]
 
 
 _define(f"reduce_scatter(Tensor(a!) place, Tensor x, {_AT}, bool fast) -> Tensor", _reduce_scatter, _ticket_of)
-_define(f"all_reduce(Tensor(a!) place, Tensor x, {_AT}, str op, bool fast) -> Tensor", _all_reduce, _ticket_of)
+_define(
+    f"all_reduce(Tensor(a!) place, Tensor x, {_AT}, str op, bool fast, str more) -> Tensor",
+    _all_reduce,
+    _ticket_of,
+)
 _define(
     "put(Tensor(a!) place, Tensor[] parts, int[] starts, bool add) -> ()",
     put,

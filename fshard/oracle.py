@@ -24,14 +24,15 @@ from .transform import Transform, any_found, as_transform, clip_factor
 
 
 class Oracle(NamedTuple):
-    """`init(params, loss_scale=None, seed=0, extra=None) -> state`; `step(state, batches) -> (state, metrics)`.
+    """`init(params, loss_scale=None, seed=0, extra=None) -> state`; `step(state, batches, *args) -> (state, metrics)`.
 
     A `TrainState` of plain trees: `params` whole, `opt_state` of a dict of the trainable leaves by path. `batches` has
-    one batch for each rank, in rank order. `metrics` are a step's; `aux` is a list with every rank's.
+    one batch for each rank, in rank order; `args` are every rank's, whole trees for each `Sharded` among a step's.
+    `metrics` are a step's; `aux` is a list with every rank's, and so is, `with_extra`, the state's `extra`.
     """
 
     init: Callable[..., TrainState]
-    step: Callable[[TrainState, Sequence[Any]], tuple[TrainState, dict[str, Any]]]
+    step: Callable[..., tuple[TrainState, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class _Out(NamedTuple):
     weight: Tensor
     kind: type
     live: dict[str, Tensor]
+    extra: Any
     aux: Any
 
 
@@ -79,6 +81,7 @@ def oracle(
     accumulate: int = 1,
     skip_labels: Labels = None,
     has_aux: bool = False,
+    with_extra: bool = False,
 ) -> Oracle:
     """What `train_step` must give on any plan and mesh, from all ranks' batches: no shards, no collectives.
 
@@ -101,13 +104,18 @@ def oracle(
         scaler = NoLossScale() if loss_scale is None else loss_scale
         return TrainState(whole.tree(values), opt_state, scaler, torch.tensor(0), torch.tensor(seed), extra)
 
-    def step(state: TrainState, batches: Sequence[Any]) -> tuple[TrainState, dict[str, Any]]:
+    def step(state: TrainState, batches: Sequence[Any], *args: Any) -> tuple[TrainState, dict[str, Any]]:
         whole = _whole(state.params, frozen, policy)
-        parts = [_cut(batch, accumulate) for batch in batches]
-        outs = [
-            [_forward(loss_fn, whole, batch, state, rank, i, policy, has_aux) for i, batch in enumerate(row)]
-            for rank, row in enumerate(parts)
-        ]
+
+        def forwards(rank: int, batch: Any) -> list[_Out]:
+            row, extra = list[_Out](), state.extra[rank] if with_extra else None
+            for i, part in enumerate(_cut(batch, accumulate)):
+                given = [*[extra] * with_extra, *policy.inputs([part]), *args]
+                row.append(_forward(loss_fn, whole, given, state, rank, i, policy, (has_aux, with_extra)))
+                extra = row[-1].extra
+            return row
+
+        outs = [forwards(rank, batch) for rank, batch in enumerate(batches)]
         loss, divisor = _loss(outs)
         seed = state.loss_scale.scale(1 / divisor)
         grads = _gradients(outs, whole, (seed, -seed * loss))  # d(T / C) = dT / C - (T / C) dC / C
@@ -126,7 +134,10 @@ def oracle(
         metrics: dict[str, Any] = {"loss": loss.to(outs[0][0].total.dtype), "grad_norm": norm, "found_inf": found_inf}
         if has_aux:
             metrics["aux"] = [[out.aux for out in row] if accumulate > 1 else row[0].aux for row in outs]
-        return TrainState(params, opt_state, scaler, state.step + 1, state.rng, state.extra), metrics
+        extra = state.extra
+        if with_extra and not (skip is not None and bool(any_found(skip))):
+            extra = [row[-1].extra for row in outs]
+        return TrainState(params, opt_state, scaler, state.step + 1, state.rng, extra), metrics
 
     return Oracle(init, step)
 
@@ -140,23 +151,25 @@ def _cut(batch: Any, num: int) -> list[Any]:
 def _forward(
     loss_fn: Callable[..., Any],
     whole: _Whole,
-    batch: Any,
+    given: Sequence[Any],
     state: TrainState,
     rank: int,
     part: int,
     policy: Policy,
-    has_aux: bool,
+    returns: tuple[bool, bool],
 ) -> _Out:
     live = {path: x.detach().to(whole.precision[path].compute).clone() for path, x in whole.values.items()}
     for path in whole.trained:
         live[path].requires_grad_()
     device = next((x.device for x in live.values()), torch.device("cpu"))
     with torch.enable_grad(), seeded(state.rng, state.step, rank, part, device):
-        out = policy.cast(loss_fn(whole.tree(live), *policy.inputs([batch])), "output")
-    loss, aux = out if has_aux else (out, None)
+        out, (has_aux, with_extra) = loss_fn(whole.tree(live), *given), returns
+    loss, *more = out if has_aux or with_extra else (out,)
+    extra = tree.detached(more.pop(0)) if with_extra else None
+    loss, aux = policy.cast((loss, more[0] if has_aux else None), "output")
     if isinstance(loss, Mean):
-        return _Out(loss.total, torch.as_tensor(loss.count), Mean, live, aux)
-    return _Out(loss.total if isinstance(loss, Sum) else loss, torch.tensor(1.0), type(loss), live, aux)
+        return _Out(loss.total, torch.as_tensor(loss.count), Mean, live, extra, aux)
+    return _Out(loss.total if isinstance(loss, Sum) else loss, torch.tensor(1.0), type(loss), live, extra, aux)
 
 
 def _loss(outs: Sequence[Sequence[_Out]]) -> tuple[Tensor, Tensor]:

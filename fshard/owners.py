@@ -92,6 +92,8 @@ def leaf_step(
     check_zero_state(state, Layout)
     part = _owned_grads(state.parting, grads, local)
     mine = _own(state.parting, params, "parameters")
+    if donate:  # of the state alone: no other rank writes to the parameters that this one owns
+        mine = Pieces(mine.layout, [x.clone() for x in mine.tensors])
     new, inner = tx.step(part, state.inner, mine, found_inf, donate, **extra)
     return _shared(new, params), ZeroState(inner, state.parting)
 

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ class Record:
     axis: str
     label: str
     nbytes: int
+    more: str = field(default="", compare=False, repr=False)  # what ranks compare besides
 
 
 class Call(NamedTuple):

@@ -1,10 +1,10 @@
 """Steps kept on disk: state, batch and result of each rank, so that a step can be run again elsewhere.
 
 Note [Recorded steps]
-    DIR/step-00000012/rank-0/ has `before.pt` (leaves of state and batch), `after.pt` (leaves of the new state and
-    metrics) and `about.json` (everything that is no tensor, and what must fit). Every rank writes its own folder under
-    another name and renames it, so a folder that has its name is whole. A leaf is filed by number, in the order of
-    `tree.flatten`; the structure is not kept: who replays a step has the code that makes it.
+    DIR/step-00000012/rank-0/ has `before.pt` (leaves of state, batch and further arguments), `after.pt` (leaves of the
+    new state and metrics) and `about.json` (everything that is no tensor, and what must fit). Every rank writes its own
+    folder under another name and renames it, so a folder that has its name is whole. A leaf is filed by number, in the
+    order of `tree.flatten`; the structure is not kept: who replays a step has the code that makes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from . import comm, tree
 from .shard import Sharded
 
 Steps = Collection[int] | Callable[[int], bool] | None
-_FORMAT = 1
+_FORMAT = 2
 _MOST = 1 << 20  # ranks
 _MOST_THREADS = 1 << 10
 _MOST_BYTES = 1 << 28  # of what is no tensor
@@ -38,15 +38,15 @@ def step_folder(folder: Path, number: int) -> Path:
 
 
 def record(
-    step: Callable[[Any, Any], tuple[Any, Any]],
+    step: Callable[..., tuple[Any, Any]],
     dir: str | Path,
     *,
     steps: Steps = None,
     nonfinite: bool = True,
     keep: int | None = 8,
     donate: bool = False,
-) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """`step`, which also writes chosen steps to `dir`: the state before, the batch, the new state and the metrics.
+) -> Callable[..., tuple[Any, Any]]:
+    """`step`, which also writes chosen steps to `dir`: its arguments, the new state and the metrics.
 
     Chosen are `steps` (numbers, or a predicate of the number `state.step`), and with `nonfinite` those whose loss is
     not finite or whose `found_inf` is not 0, as long as `dir` has fewer than `keep` steps (None: always). Reading the
@@ -66,12 +66,13 @@ def record(
     """
     folder = Path(dir)
 
-    def recorded(state: Any, batch: Any) -> tuple[Any, Any]:
+    def recorded(state: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
         chosen = _chosen(steps, number := int(state.step))
         before = _copied(state) if donate and (chosen or nonfinite) else state
-        after, metrics = step(state, batch)
+        after, metrics = step(state, batch, *args)
         if chosen or (nonfinite and _went_nonfinite(metrics) and _has_room(folder, number, keep)):
-            _write(step_folder(folder, number), before, batch, after, metrics)
+            before = {"state": before, "batch": batch, "args": args}
+            _write(step_folder(folder, number), before, {"state": after, "metrics": metrics})
         return after, metrics
 
     return recorded
@@ -113,9 +114,9 @@ def origin_of(state: Any) -> Origin:
     return Origin(dict(plan.axes), comm.coordinate(plan.live_mesh(), plan.rest(())), plan.describe())
 
 
-def _write(folder: Path, state: Any, batch: Any, after: Any, metrics: Any) -> None:
+def _write(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
     try:
-        origin = origin_of(state)
+        origin = origin_of(before["state"])
     except tree.DonatedError as gone:
         gone.add_note("record: this step donates its state: write record(step, dir, donate=True)")
         raise
@@ -125,10 +126,7 @@ def _write(folder: Path, state: Any, batch: Any, after: Any, metrics: Any) -> No
         shutil.rmtree(stale, ignore_errors=True)
     writing.mkdir(parents=True)
     about: dict[str, Any] = {"format": _FORMAT, "threads": torch.get_num_threads(), **vars(origin)}
-    for name, trees in {
-        "before": {"state": state, "batch": batch},
-        "after": {"state": after, "metrics": metrics},
-    }.items():
+    for name, trees in {"before": before, "after": after}.items():
         tensors = dict[str, Tensor]()
         for what, x in trees.items():
             held, about[f"{name} {what}"] = _filed(what, x)
@@ -251,7 +249,13 @@ _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "plan": (lambda x: isinstance(x, str), "a text"),
 } | {
     f"{name} {what}": (_is_filed, "the paths of a tree, and its values that are no tensors")
-    for name, what in (("before", "state"), ("before", "batch"), ("after", "state"), ("after", "metrics"))
+    for name, what in (
+        ("before", "state"),
+        ("before", "batch"),
+        ("before", "args"),
+        ("after", "state"),
+        ("after", "metrics"),
+    )
 }
 
 

@@ -21,7 +21,7 @@ from .shard import Sharded
 from .simulated import World
 
 # `make(mesh)` gives the step, a state and a batch, both only for their structure, and if gradients are to be looked at
-# the loss function.
+# the loss function (else None, if anything follows), then what else the step is given.
 Make = Callable[[Any], tuple[Any, ...]]
 
 
@@ -62,11 +62,13 @@ def replay(dir: str | Path, make: Make, at: int | None = None) -> list[Replayed]
     """Run the steps that `fshard.testing.record` wrote to `dir` again, or step `at` alone, and compare every bit.
 
     `make(mesh)` is called on every simulated rank, with a mesh as recorded (None for one device), and gives `(step,
-    state, batch)` or `(step, state, batch, loss_fn)`. State and batch are there for their structure alone: the recorded
-    leaves take the place of theirs. With the loss function each rank's own gradients, times the loss scale, are looked
-    at, too. What is searched, in this order, rank by rank: for a differing value metrics and the new state; for one
-    that is not finite the batch, the state before, the gradients, the metrics and the new state. ValueError for what
-    cannot be replayed: other leaves, another plan, ranks that are missing, files that `record` did not write so.
+    state, batch)`, `(step, state, batch, loss_fn)` or, for a step of further arguments, `(step, state, batch, loss_fn,
+    *args)`. State, batch and arguments are there for their structure alone: the recorded leaves take the place of
+    theirs. With the loss function (it may be None) each rank's own gradients, times the loss scale, are looked at, too;
+    that of a step `with_extra` gets the recorded extra. What is searched, in this order, rank by rank: for a differing
+    value metrics and the new state; for one that is not finite the batch, the state before, the gradients, the metrics
+    and the new state. ValueError for what cannot be replayed: other leaves, another plan, ranks that are missing, files
+    that `record` did not write so.
 
     >>> import tempfile
     >>> from fshard.testing import record
@@ -116,38 +118,41 @@ def _on_ranks(axes: dict[str, int], fn: Callable[[Any, int], Any]) -> list[Any]:
 
 def _again(mesh: Any, make: Make, recorded: Recorded) -> tuple[list[Finding], list[tuple[int, Finding]]]:
     """What differs on a rank, and what is not finite, each with the number of its stage."""
-    step, like, batch_like, *loss_fn = make(mesh)
+    step, like, batch_like, *more = make(mesh)
+    loss_fn, args_like = (more[0], tuple(more[1:])) if more else (None, ())
     rank, plan = recorded.about["rank"], origin_of(like).plan
     if plan != recorded.about["plan"]:
         what = agree.first_difference(recorded.about["plan"], plan, "{}, got {}")
         raise ValueError(
             f"{recorded.folder}: recorded with another plan: expected {what}. Give replay the code it had."
         )
-    state, batch = recorded.tree("before", "state", like), recorded.tree("before", "batch", batch_like)
-    stages = [("batch", batch), ("the state before", state)]
-    if loss_fn:
-        stages.append(("gradients", _gradients(loss_fn[0], state, batch, rank, mesh_device(mesh))))
+    likes = {"state": like, "batch": batch_like, "args": args_like}
+    state, batch, args = (recorded.tree("before", what, tree) for what, tree in likes.items())
+    stages = [("batch", (batch, *args) if args else batch), ("the state before", state)]
+    if loss_fn is not None:
+        given = [*[state.extra] * getattr(step, "with_extra", False), batch, *args]
+        stages.append(("gradients", _gradients(loss_fn, state, given, rank, mesh_device(mesh))))
     # looked at before the step, which may be one that updates its state in place
     bad = [(i, one) for i, (what, x) in enumerate(stages) for one in _nonfinite(rank, what, x)]
-    after, metrics = step(state, batch)
+    after, metrics = step(state, batch, *args)
     results = [("metrics", metrics, "metrics"), ("the new state", after, "state")]
     bad += [(3 + i, one) for i, (what, x, _) in enumerate(results) for one in _nonfinite(rank, what, x)]
     different = [one for what, x, name in results for one in _different(rank, what, x, recorded.tree("after", name, x))]
     return different, bad
 
 
-def _gradients(loss_fn: Callable[..., Any], state: Any, batch: Any, rank: int, device: torch.device) -> Any:
+def _gradients(loss_fn: Callable[..., Any], state: Any, args: Any, rank: int, device: torch.device) -> Any:
     """This rank's own gradients, times the loss scale, of its whole batch."""
     if not isinstance(state.params, Sharded):
         raise ValueError("replay: a loss function was given: expected a state of sharded parameters, got plain ones")
 
-    def scaled(params: Any, batch: Any) -> Any:
-        out = loss_fn(params, batch)
+    def scaled(params: Any, *args: Any) -> Any:
+        out = loss_fn(params, *args)
         loss, scale = out[0] if isinstance(out, tuple) else out, state.loss_scale.scale
         return replace(loss, total=scale(loss.total)) if isinstance(loss, Mean | Sum) else scale(loss)
 
     with seeded(state.rng, state.step, rank, 0, device):
-        return value_and_grad(scaled, reduce=False)(state.params, batch)[1].local
+        return value_and_grad(scaled, reduce=False)(state.params, *args)[1].local
 
 
 def _nonfinite(rank: int, what: str, x: Any) -> Iterator[Finding]:

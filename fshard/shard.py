@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -189,7 +190,19 @@ class Sharded(Parts, tree.Branch):
         return f"Sharded({self.view.spec.num_leaves} leaves over {self.view.over or 'no axis'}: {held})"
 
 
-tree.register(Sharded, lambda x: (x.tensors, x.view), Sharded)
+def _flatten(x: Sharded) -> tuple[Any, Any]:
+    return x.tensors, (x.view if torch.compiler.is_dynamo_compiling() else tree.Source(x.view, weakref.ref(x)))
+
+
+def _unflatten(source: Any, tensors: Any) -> Sharded:
+    """Tensors that are a living value's share its life, for they are written to when that is given away."""
+    view, old, tensors = getattr(source, "static", source), getattr(source, "of", lambda: None)(), tuple(tensors)
+    rows = zip(view.kinds, old._tensors if old is not None else (), tensors, strict=False)
+    shared = any(row is given and view.plan.kinds[kind].trainable for kind, row, given in rows)
+    return Sharded(view, tensors, old._life if old is not None and shared else None)
+
+
+tree.register(Sharded, _flatten, _unflatten)
 
 
 def _overlap(plan: Plan, slot: Slot, over: Axes) -> tuple[int, int, int]:
@@ -330,7 +343,7 @@ def gather_params(x: Any) -> Any:
 
     Differentiable to any order, under autograd and torch.func: the transpose reduce-scatters over the axes the tree is
     cut over and sums over the rest of the mesh, so that differentiating on every rank gives the gradient of the sum
-    of all ranks' outputs. On one device the leaves are views of the flat tensors. Of gradients, a frozen leaf is None.
+    of all ranks' outputs. Of gradients, a frozen leaf is None.
 
     >>> plan = make_plan({"w": torch.ones(2), "n": torch.tensor(3)})
     >>> gather_params(shard_params({"w": torch.ones(2), "n": torch.tensor(3)}, plan)["n"])
@@ -351,7 +364,10 @@ def _gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
     plan, axes = x.plan, x.view.axes(kind)
     # a copy has a derivative, which brings gradients back to host memory
     full, label = x.piece(unit, kind), plan.units[unit].name
-    full = full.to(plan.device) if plan.kinds[kind].host else full
+    if plan.kinds[kind].host:
+        full = full.to(plan.device, copy=True)
+    elif not axes:  # a value of its own, as on ranks that gather it: a donated step writes to the parameters
+        full = full.clone()
     if not full.numel():
         return full
     for axis in plan.rest(axes):

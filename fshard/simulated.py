@@ -179,7 +179,7 @@ class _SimulatedRanks:
 
     def all_reduce(self, x: Tensor, out: Tensor | None, op: str, fast: bool) -> Works:
         place = torch.empty_like(x) if out is None else out
-        more = "" if op == "sum" else f", op={op!r}"
+        more = self.record.more if op == "sum" else f", op={op!r}{self.record.more}"
         return self._meet(self._call(x, more), [x], [place], lambda posts: _reduce(posts, op))
 
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ _STAGES_AHEAD = 1  # reductions left alone before older ones are moved on to the
 
 
 class _Saved(NamedTuple):
+    tape: Tape
     unit: int
     kind: int
     size: torch.Size
@@ -127,9 +129,11 @@ def settle(plan: Plan) -> None:
 
 
 class Tape:
-    """The gathers and reductions of one forward and backward over one `Sharded`; without `into`, of a forward alone."""
+    """The gathers and reductions of one forward and backward over one `Sharded`; without `into`, of a forward alone.
+    `beside` is what else the loss reads: no gradient goes to it, and it is gathered again for this one's backward."""
 
-    def __init__(self, params: Sharded, into: Gradients | None = None):
+    def __init__(self, params: Sharded, into: Gradients | None = None, beside: Sequence[Sharded] = ()):
+        self.beside = [(x, Tape(x)) for x in beside]
         self._params = params
         self._plan: Plan = params.plan
         self._into = into
@@ -149,7 +153,7 @@ class Tape:
         self._rows = {row.untyped_storage()._cdata for row in params.tensors}
         self._gradless = False  # whether a unit was touched where gradients are off
         self._reached: dict[int, bool] = {}  # units whose gradients have come, and whether all of them
-        self._regather = into is not None and self._plan.regather
+        self._regather = self._plan.regather
 
     def view(self) -> Any:
         """The parameters as the loss sees them."""
@@ -232,8 +236,8 @@ class Tape:
         return dict(zip(trainable, _Bind.apply(values, *self._anchors[unit]), strict=True))
 
     def forward(self, loss: Callable[[Any], Any]) -> Any:
-        """What the loss gives of the parameters; afterwards the tape holds no gathered buffer."""
-        if not self._regather:
+        """What the loss gives of the parameters; afterwards the tape, and those beside it, hold no gathered buffer."""
+        if self._into is None or not any(tape._regather for tape in self._tapes):
             return self._forward(loss)
         rewind = bookmark(device_of(self._params))
         try:
@@ -242,15 +246,21 @@ class Tape:
             if not levels.refuses_hooks(failure):
                 raise
         rewind()  # Note [Reverse mode inside a loss]
-        self._regather = False
-        self._saved.clear()
-        self._touched.clear()
+        for tape in self._tapes:
+            tape._regather = False
+            tape._saved.clear()
+            tape._touched.clear()
         return self._forward(loss)
+
+    @property
+    def _tapes(self) -> list[Tape]:
+        return [self, *(tape for _, tape in self.beside)]
 
     def _forward(self, loss: Callable[[Any], Any]) -> Any:
         with self._hooks(), self._writes.refusing():
             out = loss(self.view())
-        self.end()
+        for tape in self._tapes:
+            tape.end()
         return out
 
     def end(self) -> None:
@@ -265,7 +275,10 @@ class Tape:
 
     def _hooks(self) -> AbstractContextManager[Any]:
         on = torch.autograd.graph.saved_tensors_hooks
-        return on(self._pack, self._unpack) if self._regather else nullcontext()
+        again = [tape for tape in reversed(self._tapes) if self._into is not None and tape._regather]
+        # one pair of hooks: of nested ones torch calls the innermost alone
+        own = lambda saved: (saved.tape if isinstance(saved, _Saved) else self)._unpack(saved)  # noqa: E731
+        return on(partial(_pack, again), own) if again else nullcontext()
 
     def _pack(self, x: Tensor) -> tuple[Tensor, int] | _Saved:
         owner = self._owners.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
@@ -275,7 +288,7 @@ class Tape:
         _, unit, kind, begin = owner
         self._saved[unit] = self._saved.pop(unit, 0) + 1
         offset = int(x.storage_offset()) - begin // x.itemsize
-        return _Saved(unit, kind, x.size(), x.stride(), offset, x.dtype, x.is_conj(), x.is_neg())
+        return _Saved(self, unit, kind, x.size(), x.stride(), offset, x.dtype, x.is_conj(), x.is_neg())
 
     def _unpack(self, saved: tuple[Tensor, int] | _Saved) -> Tensor:
         if not isinstance(saved, _Saved):
@@ -372,6 +385,8 @@ class Tape:
 
     def close(self) -> None:
         """Let go of everything, after an error too: nothing stays under way."""
+        for _, tape in self.beside:
+            tape.close()
         with suppress(comm.MismatchError):  # there is one only after an error, which says more
             for pending in self._reductions:
                 pending.wait()
@@ -404,6 +419,12 @@ def _has_reentrant(outs: Sequence[Tensor]) -> bool:
         found.add(node)
         waiting += [before for before, _ in node.next_functions]
     return False
+
+
+def _pack(tapes: Sequence[Tape], x: Tensor) -> tuple[Tensor, int] | _Saved:
+    *others, last = tapes
+    saved = next((s for tape in others if isinstance(s := tape._pack(x), _Saved)), None)
+    return last._pack(x) if saved is None else saved
 
 
 class _Lazy(tree.Branch):

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from . import compiling, offload, tree
-from .accumulate import check_reduce_once, gradients
+from .accumulate import Recipe, check_reduce_once, gradients
 from .arguments import check_flags, check_has, check_positive, check_whole, shown
 from .carry import nothing_lost, still_lost
 from .check import Checked, is_wanted
-from .grad import check_loss, check_sharded
-from .kernels import beside, wide
+from .describe import describe
+from .grad import apart, check_loss, check_sharded
+from .kernels import beside, where, wide
 from .labels import Labels, check_labelled, check_labels
 from .loss_scale import NoLossScale
 from .norms import exactly, global_norm
 from .parts import device_of, packed
-from .reduction import TREE, reduction_of
+from .reduction import TREE, Reduction, reduction_of
 from .shard import Sharded, coarsen, refine
 from .transform import FoundInf, Transform, any_found, as_transform, clip_factor
 
@@ -30,7 +31,8 @@ class TrainState:
     """Everything a step takes and gives: a pytree, a value.
 
     `params` is a `Sharded`; `step` (int64) counts the steps made, skipped updates included; `rng` (int64, on the host)
-    is the seed all random numbers come from; `extra` is yours, carried along; `lost` is what a `grad_wire` with
+    is the seed all random numbers come from; `extra` is yours, carried along, or with `train_step(with_extra=True)`
+    what the loss makes of it; `lost` is what a `grad_wire` with
     feedback has lost of this rank's gradients so far, whole, or ().
     """
 
@@ -77,8 +79,8 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
 class Step:
     """A step, which torch.compile takes as one call (Note [torch.compile])."""
 
-    def __init__(self, run: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]):
-        self.run = run
+    def __init__(self, run: Callable[..., tuple[TrainState, dict[str, Any]]], with_extra: bool):
+        self.run, self.with_extra = run, with_extra
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -86,14 +88,14 @@ class Step:
     def __hash__(self) -> int:
         return id(self)
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(self, state: TrainState, batch: Any, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """The new state, and the metrics. TypeError for a state that is none."""
         if not isinstance(state, TrainState):
             raise TypeError(f"step(state, batch): expected a TrainState (fshard.init_state) first, got {shown(state)}")
         if not torch.compiler.is_dynamo_compiling():
-            return self.run(state, batch)
+            return self.run(state, batch, *args)
         known = compiling.without_none(state)
-        leaves, metrics = compiling.traced(self, known, compiling.without_none(batch))
+        leaves, metrics = compiling.traced(self, known, compiling.without_none((batch, *args)))
         return compiling.like(known, leaves), compiling.with_none(metrics)
 
 
@@ -107,14 +109,22 @@ def train_step(
     reduce_once: bool | str | tuple[str, ...] = False,
     skip_labels: Labels = None,
     has_aux: bool = False,
+    with_extra: bool = False,
     donate: bool = False,
 ) -> Step:
-    """`step(state, batch) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
+    """`step(state, batch, *args) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
 
-    `batch` is this rank's; its tensors are cut along dim 0 into `accumulate` micro-batches, whose gradients are reduced
-    each time, or with `reduce_once` added up whole on every rank and reduced with the last; or, with the names of axes
-    that gradients are not cut over (`reduce_once="replicate"`), scattered each time and all-reduced over those axes
-    once, so that a rank keeps a shard of gradients and not all. `reduction` is "exact" (sums in rank order), "fast"
+    The loss is `loss_fn(params, batch, *args)`. `batch` is this rank's, tensors which have its rows in dim 0
+    (ValueError; 0-d tensors alone are taken as they are), and are cut along it into `accumulate` micro-batches, whose
+    gradients are reduced each time, or with `reduce_once` added up whole on every rank and reduced with the last; or,
+    with the names of axes that gradients are not cut over (`reduce_once="replicate"`), scattered each time and
+    all-reduced over those axes once, so that a rank keeps a shard of gradients and not all.
+    `args` go to the loss as they are each time (class weights, a temperature); every `Sharded` among them (a teacher)
+    gathers on access, and gets no gradient. With `with_extra` the loss is `loss_fn(params, extra, batch, *args) ->
+    (loss, extra)`, or `(loss, extra, aux)`: `state.extra` goes through the micro-batches, detached, and out in the new
+    state, of the same structure, shapes and dtypes (ValueError). It is each rank's own, unless the loss makes it equal;
+    a skipped update keeps the old one, as it keeps all else: what overflowed does not stay in a running mean.
+    `reduction` is "exact" (sums in rank order), "fast"
     (the backend's order), "tree" (the same bits on 1, 2, 4, ... ranks that have as many threads: Note [Slices]), or an
     object that adds up (`fshard.reduction.Reduction`), whose method `after(grads, unit)`, if it has one, is given every
     unit's sum. `clip_norm` bounds the global 2-norm. An
@@ -132,40 +142,39 @@ def train_step(
     (tensor(3.), tensor([0.5000, 0.0000]))
     """
     check_loss(loss_fn)
-    check_whole("accumulate", accumulate, what="a number of micro-batches")
-    check_flags(has_aux=has_aux, donate=donate)
-    if clip_norm is not None:
-        check_positive("clip_norm", clip_norm)
-    check_labels("skip_labels", skip_labels)
-    if skip_labels is not None and clip_norm is not None:
-        raise ValueError(
-            "clip_norm with skip_labels: one label's overflow would clip the others to nothing: clip by label"
-        )
+    check_flags(has_aux=has_aux, with_extra=with_extra, donate=donate)
     tx, by = as_transform(tx), reduction_of(reduction)
     check_reduce_once(reduce_once, by)
-    if skip_labels is not None:
-        check_labelled(tx)
+    _check_built(tx, accumulate, clip_norm, skip_labels, with_extra, by)
+    how = {"accumulate": accumulate, "reduce_once": reduce_once, "with_extra": with_extra, "skip_labels": skip_labels}
+    named = reduction if isinstance(reduction, str) else type(reduction).__qualname__
+    built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=tx)}"
     if by is TREE:  # fused kernels compute the last elements of a row otherwise than the rest
         tx = tx._replace(fused=None)
     with_norms = exactly() if by is TREE else (lambda run: run)
 
     @with_norms
-    def run(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def run(state: TrainState, batch: Any, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
         # in the units of this step's gradients, as if its micro-batches counted as much as the first
         lost = tree.map(lambda x: x * state.loss_scale.scale, state.lost)
-        grads, outcome, share = gradients(loss_fn, state, batch, accumulate, by, reduce_once, has_aux, lost)
+        # made here, so that what looks for tensors that a step captures finds the loss function
+        recipe = Recipe(loss_fn, accumulate, by, reduce_once, has_aux, with_extra, built)
+        grads, outcome, share = gradients(recipe, state, batch, args, lost)
         grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=skip_labels)
         nothing_counted = outcome.divisor.isnan().float()  # a loss of 0 / 0
         found_inf = tree.map(lambda found: torch.maximum(found, nothing_counted), found_inf)
         norm = _rescale(grads, share, clip_norm)
         skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
+        extra = _chosen(skip, state.extra, outcome.extra) if with_extra else state.extra
+        if donate:  # before what it may lie in is written to
+            extra = _apart(extra, [params.trainable, state.opt_state])
         new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate)
         scaler = state.loss_scale.adjust(found_inf)
         back = torch.div(torch.ones(()) if share is None else share.float(), state.loss_scale.scale)
         lost = still_lost(skip, skip_labels, state.lost, tree.map(lambda x: x * back, lost))
-        after = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, state.extra, lost)
+        after = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, extra, lost)
         found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
         metrics = {"loss": outcome.value, "grad_norm": norm, "found_inf": found_inf}
         if has_aux:
@@ -174,7 +183,46 @@ def train_step(
             _give_away(state)
         return after, metrics
 
-    return Step(Checked(run) if is_wanted() else run)
+    return Step(Checked(run) if is_wanted() else run, with_extra)
+
+
+def _check_built(
+    tx: Transform, accumulate: int, clip_norm: float | None, skip_labels: Labels, with_extra: bool, by: Reduction
+) -> None:
+    check_whole("accumulate", accumulate, what="a number of micro-batches")
+    if clip_norm is not None:
+        check_positive("clip_norm", clip_norm)
+    check_labels("skip_labels", skip_labels)
+    if skip_labels is not None and clip_norm is not None:
+        raise ValueError(
+            "clip_norm with skip_labels: one label's overflow would clip the others to nothing: clip by label"
+        )
+    if skip_labels is not None:
+        check_labelled(tx)
+    if with_extra and by is TREE:
+        raise ValueError(
+            "with_extra with reduction='tree': ranks work side by side, so what goes from one micro-batch to the next "
+            "depends on how many ranks there are. Use another reduction."
+        )
+
+
+def _chosen(skip: FoundInf | None, old: Any, new: Any) -> Any:
+    """The new extra, or the old one where an update is skipped; what did not change is what it was."""
+    if skip is None:
+        return new
+    found = any_found(skip)
+    return tree.map_tops(
+        lambda a, b: where(found, a, b) if isinstance(b, Tensor) and a is not b else b, Sharded, old, new
+    )
+
+
+def _apart(extra: Any, held: Any) -> Any:
+    """Extra, copies in the place of what lies in memory that is given away; each `Sharded` a container of its own."""
+
+    def own(x: Any) -> Any:
+        return Sharded(x.view, apart(list(x.tensors), held)) if isinstance(x, Sharded) else apart(x, held)
+
+    return tree.map_tops(own, Sharded, extra)
 
 
 def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None) -> Tensor:
@@ -201,8 +249,8 @@ def _update(
     grads = Sharded(grads.view, [g.to(p.dtype) for g, p in zip(grads.tensors, trained.tensors, strict=True)])
     updated, new_state = tx.step(refine(grads, plan.state_over), opt_state, mine, skip, donate, own_grads=True)
     whole = coarsen(updated, plan.params_over, trained if donate else None)
-    # a new container: the old one is emptied when it is given away
-    new_state = tree.map(lambda x: x, new_state)
+    # new containers: the old ones are emptied when they are given away
+    new_state = tree.map_tops(lambda x: Sharded(x.view, x.tensors) if isinstance(x, Sharded) else x, Sharded, new_state)
     held = zip(params.view.kinds, params.updated(whole).tensors, strict=True)
     rows = [offload.pinned(row, plan.device) if plan.kinds[k].host else row for k, row in held]
     return Sharded(params.view, rows), new_state

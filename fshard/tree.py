@@ -8,6 +8,7 @@ Note [Order of use]
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,23 @@ class Life:
                 f"this {name} was given away: a step built with donate=True updated its tensors in place (touched: "
                 f".{touched}). Use the state which that step returned, or build the step with donate=False."
             )
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What the structure of a value that can be given away keeps: what is compared, and where the value is."""
+
+    static: Any
+    of: weakref.ref[Any]
+
+    def __eq__(self, other: object) -> bool:
+        return self.static == (other.static if isinstance(other, Source) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.static)
+
+    def __repr__(self) -> str:
+        return repr(self.static)
 
 
 def _mirror(kind: type) -> None:
@@ -123,7 +141,12 @@ def paths_to(tree: Any, stop: Stop) -> list[tuple[str, Any]]:
 
 def put_tops(tree: Any, stop: Stop, tops: Sequence[Any]) -> Any:
     """The tree with others in the place of its outermost nodes to stop at and the leaves that are in none."""
-    return unflatten(optree.tree_structure(tree, is_leaf=_is(stop), namespace=_NAMESPACE), tops)
+    return unflatten(structure_above(tree, stop), tops)
+
+
+def structure_above(tree: Any, stop: Stop) -> Spec:
+    """The structure of a tree, nodes to stop at taken as leaves."""
+    return optree.tree_structure(tree, is_leaf=_is(stop), namespace=_NAMESPACE)
 
 
 def map_tops(fn: Callable[..., Any], stop: Stop, tree: Any, *rest: Any) -> Any:

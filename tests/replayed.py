@@ -10,8 +10,8 @@ import fshard
 CLEAN, BAD = 1, 3  # numbers of steps
 
 
-def loss(params: Any, batch: Any) -> fshard.Mean:
-    """With dropout; a batch may have a gain."""
+def loss(params: Any, batch: Any, *args: Any) -> fshard.Mean:
+    """With dropout; a batch may have a gain. Other arguments are not read."""
     out = mean_loss(params, batch)
     kept = torch.nn.functional.dropout(batch["gain"], 0.25).mean()
     return fshard.Mean(out.total * kept, out.count)
@@ -22,7 +22,7 @@ def batch(step: int, rank: int) -> dict[str, Any]:
     rows = lm_batch(step, rank)
     large = 1e300 if (step, rank) == (BAD, 1) else 1.0
     gain = large * rand(5 + len(rows["mask"]), seed=rank).abs()  # of which a view is used
-    return rows | {"gain": gain[5:], "epoch": 2, "name": "x", "none": None}
+    return rows | {"gain": gain[5:], "none": None}
 
 
 def make(mesh: Any, scale: Any = 2.0**100, **kw: Any) -> Any:

@@ -135,8 +135,8 @@ def test_files_hold_tensors_and_words_alone(folder):
 def test_a_leaf_that_cannot_be_written_is_an_error(tmp_path):
     """And leaves nothing behind that looks whole."""
     step, state, like, _ = replayed.make(None)
-    with pytest.raises(TypeError, match="record: batch leaf 'f': expected a tensor, a number or a string, got type"):
-        record(step, tmp_path, steps={0})(state, like | {"f": int})
+    with pytest.raises(TypeError, match=r"record: args leaf '0\.f': expected a tensor, a number or a string, got type"):
+        record(step, tmp_path, steps={0})(state, like, {"f": int})
     assert [name for name in files(tmp_path) if "rank" in name] == []
 
 
@@ -145,7 +145,7 @@ def test_a_leaf_that_cannot_be_written_is_an_error(tmp_path):
     [
         (replayed.other_plan, ": recorded with another plan: expected leaf 'blocks.0.w'"),
         (replayed.other_state, "the state that was recorded has other leaves: expected ['opt_state.inner.m.count'"),
-        (replayed.other_batch, "the batch that was recorded has other leaves: expected ['gain', 'epoch', 'name']"),
+        (replayed.other_batch, "the batch that was recorded has other leaves: expected ['gain']"),
     ],
 )
 def test_other_code_is_an_error(folder, make, text):
@@ -260,8 +260,8 @@ EDITS = {
     "no text": (text_of(b"\xff\xfe\x00"), "expected what is known of a recorded step"),
     "deep words": (text_of(b"[" * 100_000), "expected what is known of a recorded step"),
     "a list": (text_of(b"[]"), "got a list"),
-    "another format": (about(format=2), "'format': expected format 1, got 2"),
-    "no format": (about(format=...), "'format': expected format 1, got nothing"),
+    "another format": (about(format=1), "'format': expected format 2, got 1"),
+    "no format": (about(format=...), "'format': expected format 2, got nothing"),
     "threads of a word": (about(threads="1"), "'threads': expected a number from 1 to 1024, got '1'"),
     "a million threads": (about(threads=10**6), "'threads': expected a number from 1 to 1024, got 1000000"),
     "no rank": (about(rank=None), "'rank': expected the number of a rank, got None"),

@@ -420,12 +420,12 @@ def test_uneven_batches_train_as_all_that_there_are(mesh):
     """A rank that has run out takes part with its last batch, or `like`, at weight 0; the mean is that of the rest."""
     w, tx, like, rank, weights = rand(3, seed=7), optim.sgd(0.1), rand(4, 3, seed=8), mesh.get_rank(), []
     state = fshard.init_state(fshard.shard_params({"w": w}, fshard.make_plan({"w": w}, mesh)), tx)
-    step = fshard.train_step(lambda p, b: fshard.Mean(b[1] * (b[0] @ p["w"]).square().sum(), b[1] * len(b[0])), tx)
+    step = fshard.train_step(lambda p, x, on: fshard.Mean(on * (x @ p["w"]).square().sum(), on * len(x)), tx)
     batches = [[rand(2 + i + r, 3, seed=10 * r + i) for i in range(n)] for r, n in enumerate((3, 1, 0))]
     with fshard.tally() as records:
         for i, (batch, weight) in enumerate(fshard.join_batches(iter(batches[rank]), mesh, like)):
             assert same_bits(batch, (batches[0][i], *batches[1], like)[rank])
-            state, metrics = step(state, (batch, weight))
+            state, metrics = step(state, batch, weight)
             weights.append(float(weight))
             there = torch.cat([x for own in batches for x in own[i : i + 1]])
             slope, mean = torch.func.grad_and_value(lambda w, there=there: (there @ w).square().mean())(w)

@@ -1,0 +1,77 @@
+"""What a step was built with, in words that ranks can compare.
+
+Note [Built alike]
+    Ranks whose steps were built with other arguments make the same collectives, and train something else. So the text
+    of the collective that a step makes anyway, the loss's, has what the step was built with; where ranks compare calls
+    they compare that. Of an optimizer, which is functions, these are the plain values that the functions hold: numbers,
+    strings, dtypes, by the names they have there. Only this package's functions are looked into; of others, which may
+    hold what rightly differs by rank (a number, a path), the name counts. Tensors are not read.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+_PACKAGE = __name__.partition(".")[0]
+_LONG = 16  # more numbers than that are a table of ours
+_LONGEST = 300  # characters; of a longer text what follows is a checksum
+
+
+def describe(**given: Any) -> str:
+    """The plain values of some arguments, and of what they hold.
+
+    >>> describe(clip_norm=1.0, accumulate=2)
+    'clip_norm=1.0, accumulate=2'
+    """
+    words = [word for name, value in given.items() for word in _words(name, value, set())]
+    text, shown = ", ".join(words), ", ".join(dict.fromkeys(words))
+    if len(text) == len(shown) <= _LONGEST:
+        return text
+    return f"{shown[:_LONGEST]}... ({zlib.crc32(text.encode()):08x})"
+
+
+def _words(name: str, value: Any, seen: set[int]) -> Iterator[str]:
+    if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype):
+        yield f"{name}={value!r}"
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    held = _held(value)
+    for key, inner in held:
+        yield from _words(key or name, inner, seen)
+    if callable(value) and not isinstance(value, partial | tuple):
+        own = getattr(value, "__qualname__", type(value).__qualname__)
+        # what holds nothing is known by its name; helpers of ours, and what they are inside of, are known anyhow
+        if not _is_ours(value) or not (held or isinstance(value, type) or own.startswith("_") or "<" in own):
+            yield f"{name}={own}"
+
+
+def _is_ours(value: Any) -> bool:
+    return (getattr(value, "__module__", None) or "").partition(".")[0] == _PACKAGE
+
+
+def _held(value: Any) -> list[tuple[str, Any]]:
+    """What a value holds, by name; an empty name is that of the value itself."""
+    if isinstance(value, partial):
+        return [("", value.func), *(("", x) for x in value.args), *value.keywords.items()]
+    if isinstance(value, Mapping):
+        return [(str(key), x) for key, x in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(key, x) for key, x in zip(value._fields, value, strict=True) if not isinstance(x, bool | None)]
+    if isinstance(value, list | tuple):
+        table = len(value) > _LONG and all(isinstance(x, int | float) for x in value)
+        return [] if table else [("", x) for x in value]
+    if is_dataclass(value) and not isinstance(value, type) and _is_ours(type(value)):
+        held = [(f.name, getattr(value, f.name)) for f in fields(value)]
+        return [(key, x) for key, x in held if not isinstance(x, bool | None)]
+    if not _is_ours(value) or not hasattr(value, "__closure__"):
+        return []
+    cells = [cell.cell_contents for cell in value.__closure__ or ()]
+    return list(zip(value.__code__.co_freevars, cells, strict=True))

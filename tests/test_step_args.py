@@ -1,0 +1,504 @@
+"""What a step is given besides state and batch, what it is built with, and what it gives away."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import STRATEGIES, rand, same_bits
+from steps import QUIET, rank_of
+from torch import Tensor
+from worlds import fates, gloo, simulated
+
+import fshard
+from fshard import DonatedError, MismatchError, comm, gather_params, optim, tree
+from fshard.describe import describe
+from fshard.record import tally
+from fshard.testing import oracle
+
+pytestmark = pytest.mark.filterwarnings(QUIET)
+ROWS, CLASSES = 6, 6  # as many classes as rows: weights must not be cut because they could be
+TX = optim.sgd(0.1, momentum=0.9)
+
+
+def model(seed: int = 0) -> dict[str, Any]:
+    """Two units."""
+    shapes = {"a": (4, 5), "c": (5, CLASSES)}
+    return {name: {"w": rand(*shape, seed=seed + len(shape) + shape[0])} for name, shape in shapes.items()}
+
+
+def sharded(mesh: Any, seed: int = 0, **plan: Any) -> fshard.Sharded:
+    """It on a mesh."""
+    whole = model(seed)
+    return fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["a", "c"], **plan))
+
+
+def data(step: int, rank: int) -> dict[str, Tensor]:
+    """One rank's rows."""
+    seed = 10 * step + rank
+    targets = torch.randint(CLASSES, (ROWS,), generator=torch.Generator().manual_seed(seed))
+    return {"x": rand(ROWS, 4, seed=seed), "y": targets}
+
+
+def logits(params: Any, x: Tensor) -> Tensor:
+    """Of every row."""
+    return torch.tanh(x @ params["a"]["w"]) @ params["c"]["w"]
+
+
+def total(params: Any, batch: Any, weights: Tensor, teacher: Any, temperature: float) -> Tensor:
+    """Weighted cross entropy, and how far a teacher is from there, one layer of which the student uses itself."""
+    out = logits(params, batch["x"])
+    cross = torch.nn.functional.cross_entropy(out, batch["y"], weights, reduction="sum")
+    mixed = torch.tanh(batch["x"] @ params["a"]["w"]) @ teacher["c"]["w"]  # saved for the gradient of the student
+    return cross + ((logits(teacher, batch["x"]) - out) / temperature).square().sum() + mixed.sin().sum()
+
+
+def mean_loss(params: Any, batch: Any, *args: Any) -> fshard.Mean:
+    """By rows."""
+    return fshard.Mean(total(params, batch, *args), len(batch["x"]))
+
+
+def sum_loss(params: Any, batch: Any, *args: Any) -> fshard.Sum:
+    """Of all rows."""
+    return fshard.Sum(0.01 * total(params, batch, *args))
+
+
+WEIGHTS = rand(CLASSES, seed=99).abs()
+
+
+def train(mesh: Any, loss: Any, accumulate: int, how: Callable[[Any], Any] = lambda step: step, **plan: Any) -> Any:
+    """Two steps with class weights, a sharded teacher and a temperature; the loss of each, the parameters."""
+    state = fshard.init_state(sharded(mesh, **plan), TX)
+    step, teacher, losses = how(fshard.train_step(loss, TX, accumulate=accumulate)), sharded(mesh, seed=50), []
+    for i in range(2):
+        state, metrics = step(state, data(i, rank_of(mesh)), WEIGHTS, teacher, 2.0)
+        losses.append(metrics["loss"])
+    return losses, gather_params(state.params)
+
+
+def planned(loss: Any, num_ranks: int) -> Any:
+    """The same on whole tensors."""
+    plain, losses = oracle(loss, TX), []
+    state = plain.init(model())
+    for i in range(2):
+        state, metrics = plain.step(state, [data(i, rank) for rank in range(num_ranks)], WEIGHTS, model(50), 2.0)
+        losses.append(metrics["loss"])
+    return losses, state.params
+
+
+def close(a: Any, b: Any) -> None:
+    """Two trees that differ in the last places at most."""
+    for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", [mean_loss, sum_loss])
+@pytest.mark.parametrize("shard", [None, 1, 2, 3])
+def test_arguments_go_to_every_micro_batch_uncut(loss, shard):
+    """Weights, a teacher and a number: the same for any number of micro-batches, and as on whole tensors."""
+    expected = planned(loss, shard or 1)
+    for accumulate in (1, 2, 3):
+        job = partial(train, loss=loss, accumulate=accumulate)
+        for found in [job(None)] if shard is None else simulated(job, shard=shard):
+            close(found, expected)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not name.startswith("wide")])
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_teacher_gathers_in_every_strategy(strategy, backend):
+    """Its own plan stays that of full sharding; with jit as well."""
+    how = (lambda step: step) if backend is None else partial(fshard.jit, backend=backend)
+    job = partial(train, loss=mean_loss, accumulate=2, how=how, **STRATEGIES[strategy])
+    for found in simulated(job, shard=2):
+        close(found, planned(mean_loss, 2))
+
+
+def test_real_processes_and_torch_compile():
+    """As simulated ranks; and fullgraph."""
+    job = partial(train, loss=mean_loss, accumulate=2)
+    assert same_bits(gloo(job), simulated(job))
+    compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
+    close(train(None, mean_loss, 2, compiled), planned(mean_loss, 1))
+
+
+def gathers(mesh: Any, fn: Callable[..., Any]) -> list[str]:
+    """The units that a function of student and teacher gathers, in order; the teacher's begin with t."""
+    student = sharded(mesh)
+    whole = {f"t{name}": leaf for name, leaf in model(50).items()}
+    teacher = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["ta", "tc"]))
+    with tally() as records:
+        fn(student, teacher)
+    return [record.label for record in records.select("all_gather")]
+
+
+def read_both(params: Any, teacher: Any) -> Tensor:
+    """The student's way through both."""
+    h = torch.tanh(torch.ones(2, 4, dtype=torch.float64) @ params["a"]["w"])
+    return (torch.tanh(h @ teacher["tc"]["w"]) @ params["c"]["w"].T @ teacher["ta"]["w"].T).sum()
+
+
+def test_a_teacher_is_gathered_again_and_let_go():
+    """Unit by unit, once forward and once for the backward; where nothing is differentiated once."""
+    both = simulated(gathers, fshard.value_and_grad(read_both))[0]
+    assert sorted(both) == ["a", "c", "c", "ta", "ta", "tc", "tc"]  # the gradient of what is first needs no a
+    assert sorted(simulated(gathers, fshard.value(read_both))[0]) == ["a", "c", "ta", "tc"]
+
+
+def test_no_gradient_goes_to_a_teacher():
+    """And a part of a `Sharded`, or one of another mesh, is read as well."""
+
+    def law(mesh: Any) -> None:
+        student, teacher = sharded(mesh), sharded(None, seed=50)
+        fn = fshard.value_and_grad(lambda p, t: (p["a"]["w"] * t["w"]).sum())
+        _, grads = fn(student, teacher["a"])
+        found = gather_params(grads)
+        close(found, {"a": model(50)["a"], "c": {"w": torch.zeros(5, CLASSES, dtype=torch.float64)}})
+
+    simulated(law)
+
+
+WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "0-d": ({"x": rand(4, 4, seed=1), "n": torch.tensor(3.0)}, ("'n'", "4 rows", "leaf 'x'", "a 0-d tensor")),
+    "number": ({"x": rand(4, 4, seed=1), "n": 3.0}, ("'n'", "float, which is no tensor")),
+    "array": ({"x": rand(4, 4, seed=1), "n": np.ones(4)}, ("'n'", "ndarray, which is no tensor")),
+    "list": ({"x": rand(4, 4, seed=1), "n": [1.0, 2.0, 3.0, 4.0]}, ("'n.0'", "float, which is no tensor")),
+    "class weights": ({"x": rand(4, 4, seed=1), "n": rand(3, seed=1)}, ("'n'", "expected 4 rows", "got 3")),
+    "sharded": ({"x": rand(4, 4, seed=1), "n": sharded(None)}, ("'n'", "Sharded, which is no tensor")),
+    "mixed": ([torch.tensor(1.0), 3], ("'0'", "the batch's rows", "a 0-d tensor")),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("reduction", ["exact", "tree"])
+def test_what_has_not_the_batchs_rows_is_an_error(name, accumulate, reduction):
+    """It names the leaf, and where such a thing goes."""
+    batch, words = WRONG[name]
+    step = fshard.train_step(lambda p, b: p["a"]["w"].sum(), TX, accumulate=accumulate, reduction=reduction)
+    with pytest.raises(ValueError, match="batch leaf") as caught:
+        step(fshard.init_state(sharded(None), TX), batch)
+    for word in (*words, "torch.as_tensor", "step(state, batch, *args)"):
+        assert word in str(caught.value)
+
+
+def test_a_batch_of_nothing_is_taken_once():
+    """Several micro-batches of it, or of 0-d tensors alone, would be counted as often."""
+    sums = fshard.train_step(lambda p, b: fshard.Sum(b * p["a"]["w"].sum()), TX, accumulate=2)
+    with pytest.raises(ValueError, match=r"step\(state, batch, \*args\)"):
+        sums(fshard.init_state(sharded(None), TX), torch.tensor(2.0))
+    state = fshard.init_state(sharded(None), TX)
+    fshard.train_step(lambda p, b: fshard.Sum(p["a"]["w"].sum()), TX)(state, None)
+    with pytest.raises(ValueError, match="expected at least 2 row"):
+        fshard.train_step(lambda p, b: fshard.Sum(p["a"]["w"].sum()), TX, accumulate=2)(state, None)
+
+
+# --- extra ---
+
+
+def extra_loss(params: Any, extra: Any, batch: Any, gain: Any = 1.0) -> Any:
+    """A running mean, a queue of the last two rows, a count."""
+    h = torch.tanh(batch["x"] @ params["a"]["w"])
+    mean = 0.9 * extra["mean"] + 0.1 * h.mean(0)
+    queue = torch.cat([extra["queue"], h.detach()])[-2:]
+    loss = fshard.Mean(((h - extra["mean"]).square().sum() * params["c"]["w"].square().sum() * gain), len(h))
+    return loss, {**extra, "mean": mean, "queue": queue, "count": extra["count"] + 1}
+
+
+def start_extra() -> Any:
+    """What `extra_loss` begins with."""
+    zeros = partial(torch.zeros, dtype=torch.float64)
+    return {"mean": zeros(5), "queue": zeros(2, 5), "count": torch.tensor(0), "teacher": None}
+
+
+def train_extra(mesh: Any, accumulate: int, donate: bool, how: Any = lambda step, donate: step, **kw: Any) -> Any:
+    """Three steps, the second of which overflows where there is a loss scale."""
+    scale = kw.pop("scale", None)
+    state = fshard.init_state(sharded(mesh), TX, scale, extra=start_extra())
+    step = fshard.train_step(extra_loss, TX, accumulate=accumulate, with_extra=True, donate=donate, **kw)
+    step, extras = how(step, donate=donate), []
+    for i in range(3):
+        gain = torch.tensor(torch.inf if scale is not None and i == 1 else 1.0, dtype=torch.float64)
+        state, _ = step(state, data(i, rank_of(mesh)), gain)
+        extras.append(tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state.extra))
+    return gather_params(state.params), extras
+
+
+def planned_extra(num_ranks: int, accumulate: int, scale: Any = None) -> Any:
+    """On whole tensors; the extras of every rank."""
+    plain, extras = oracle(extra_loss, TX, accumulate=accumulate, with_extra=True), []
+    state = plain.init(model(), scale, extra=[start_extra() for _ in range(num_ranks)])
+    for i in range(3):
+        gain = torch.tensor(torch.inf if scale is not None and i == 1 else 1.0, dtype=torch.float64)
+        state, _ = plain.step(state, [data(i, rank) for rank in range(num_ranks)], gain)
+        extras.append(state.extra)
+    return state.params, extras
+
+
+def eager_jit(step: Any, donate: bool) -> Any:
+    return fshard.jit(step, donate=donate, backend="eager")
+
+
+def same_extra(found: Any, expected: Any, rank: int = 0) -> None:
+    """Parameters and extras of one rank."""
+    (params, extras), (others, all_extras) = found, expected
+    close(params, others)
+    for one, row in zip(extras, all_extras, strict=True):
+        assert one["teacher"] is None
+        assert not one["mean"].requires_grad
+        close([one["mean"], one["queue"], one["count"]], [row[rank][key] for key in ("mean", "queue", "count")])
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("how", "given"), [("eager", False), ("eager", True), ("jit", False), ("jit", True)])
+def test_extra_goes_through_the_micro_batches(how, given, accumulate, scaled):
+    """On one device and two ranks, donated and compiled; where an update is skipped it is what it was."""
+    scale = fshard.DynamicLossScale(8.0) if scaled else None
+    job = partial(train_extra, accumulate=accumulate, donate=given and how == "eager", scale=scale)
+    if how == "jit":
+        job = partial(job, how=lambda step, donate: eager_jit(step, given))
+    expected = planned_extra(2, accumulate, scale)
+    for rank, found in enumerate(simulated(job)):
+        same_extra(found, expected, rank)
+        if scaled:
+            assert same_bits(found[1][0], found[1][1])
+    same_extra(job(None), planned_extra(1, accumulate, scale))
+
+
+def test_extra_in_real_processes_and_torch_compile():
+    """The same bits as simulated; and fullgraph."""
+    job = partial(train_extra, accumulate=2, donate=True)
+    assert same_bits(gloo(job), simulated(job))
+    how = lambda step, donate: torch.compile(step, fullgraph=True, backend="aot_eager")  # noqa: E731
+    same_extra(train_extra(None, 2, False, how), planned_extra(1, 2))
+
+
+def test_extra_with_aux_and_a_sharded_in_it():
+    """A `Sharded` in extra gathers on access, and is handed on as it came; aux comes third."""
+
+    def loss(params: Any, extra: Any, batch: Any) -> Any:
+        near = (params["a"]["w"] - extra["teacher"]["a"]["w"]).square().sum()
+        return near, {**extra, "seen": extra["seen"] + 1}, {"rows": len(batch["x"])}
+
+    def law(mesh: Any) -> None:
+        extra = {"teacher": sharded(mesh, 50), "seen": torch.tensor(0)}
+        state = fshard.init_state(sharded(mesh), TX, extra=extra)
+        step = fshard.train_step(loss, TX, accumulate=2, with_extra=True, has_aux=True, donate=True)
+        for i in range(2):
+            state, metrics = step(state, data(i, 0))
+        assert metrics["aux"] == [{"rows": ROWS // 2}] * 2
+        assert state.extra["seen"] == 4
+        assert same_bits(gather_params(state.extra["teacher"]), model(50))
+
+    law(None)
+    simulated(law)
+
+
+BAD_EXTRA: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "structure": (lambda e: {"mean": e["mean"], "n": 3}, r"lacks \['queue'"),
+    "more": (lambda e: {**e, "other": e["mean"]}, r"has \['other'\] besides"),
+    "shape": (lambda e: {**e, "mean": e["mean"][:1]}, r"extra leaf 'mean': expected torch.float64\[5\]"),
+    "dtype": (lambda e: {**e, "mean": e["mean"].float()}, r"extra leaf 'mean': .* got torch.float32\[5\]"),
+    "a number": (lambda e: {**e, "n": 4}, "extra leaf 'n': expected 3, as in the state, got 4"),
+    "in place": (lambda e: {**e, "mean": e["mean"].add_(1)}, "extra leaf 'mean' was changed in place"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_EXTRA)
+def test_extra_keeps_its_form(name):
+    """Or an error names the leaf."""
+    change, words = BAD_EXTRA[name]
+    state = fshard.init_state(sharded(None), TX, extra={**start_extra(), "n": 3})
+    step = fshard.train_step(lambda p, e, b: (p["a"]["w"].sum(), change(e)), TX, with_extra=True)
+    with pytest.raises(ValueError, match=words):
+        step(state, data(0, 0))
+    loss = lambda p, e, b: p["a"]["w"].sum()  # noqa: E731
+    with pytest.raises(ValueError, match=r"expected \(loss, extra\), as with_extra=True says, got Tensor"):
+        fshard.train_step(loss, TX, with_extra=True)(state, data(0, 0))
+    with pytest.raises(ValueError, match="with_extra with reduction='tree'"):
+        fshard.train_step(loss, TX, with_extra=True, reduction="tree")
+
+
+def test_recorded_arguments_run_again(tmp_path):
+    """A teacher and weights come from the files; gradients of a loss with extra are looked at."""
+    from fshard.replay import replay
+    from fshard.testing import record
+
+    def loss(params: Any, extra: Any, batch: Any, *args: Any) -> Any:
+        return mean_loss(params, batch, *args), {"n": extra["n"] + 1}
+
+    def make(mesh: Any) -> Any:
+        state = fshard.init_state(sharded(mesh), TX, extra={"n": torch.tensor(0)})
+        return fshard.train_step(loss, TX, with_extra=True), state, data(0, 0), loss, 0 * WEIGHTS, sharded(mesh), 2.0
+
+    def law(mesh: Any) -> None:
+        step, state, *_ = make(mesh)
+        step = record(step, tmp_path, steps={0})
+        step(state, data(0, rank_of(mesh)), WEIGHTS, sharded(mesh, 50), 2.0)
+
+    simulated(law)
+    assert [str(found) for found in replay(tmp_path, make)] == ["step 0 on 2 rank(s): same bits"]
+
+
+# --- what is given away ---
+
+
+def aux_loss(params: Any, batch: Any) -> Any:
+    """The mean, and parameters as aux: a leaf, a view of one, everything."""
+    loss = fshard.Mean(logits(params, batch["x"]).square().sum(), len(batch["x"]))
+    return loss, {"leaf": params["a"]["w"], "view": params["c"]["w"][1:, ::2], "all": params}
+
+
+def held(mesh: Any, donate: bool, **plan: Any) -> Any:
+    """What a caller holds of steps: aux, what was gathered before, an average in extra; all after the last step."""
+    params, kept = sharded(mesh, **plan), []
+    average = tree.map(lambda x: x, params)  # the same tensors
+    state = fshard.init_state(params, TX)
+    state = replace(state, extra={"average": average, "first": params, "row": params.tensors[0]})
+    step = fshard.train_step(aux_loss, TX, has_aux=True, donate=donate)
+    for i in range(3):
+        kept.append(gather_params(state.params))
+        kept.append(gather_params(state.params["a"]))
+        state, metrics = step(state, data(i, rank_of(mesh)))
+        kept.append(metrics["aux"])
+    return kept, gather_params(state.params), [gather_params(state.extra[key]) for key in ("average", "first")]
+
+
+@pytest.mark.parametrize("shard", [None, 1, 2])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "keep", "full"])
+def test_what_a_caller_holds_keeps_its_value(strategy, shard):
+    """Donated as not donated, and on any number of ranks."""
+    if shard is None:
+        found, expected = (held(None, donate, **STRATEGIES[strategy]) for donate in (True, False))
+        assert same_bits(found, expected)
+    else:
+        runs = [simulated(held, donate, shard=shard) for donate in (True, False)] if strategy == "full" else []
+        runs = runs or [
+            simulated(partial(held, donate=donate, **STRATEGIES[strategy]), shard=shard) for donate in (True, False)
+        ]
+        found, expected = (run[0] for run in runs)
+        assert same_bits(runs[0], runs[1])
+    kept, _, averages = found
+    assert same_bits(kept[0], model())
+    assert same_bits(kept[2]["leaf"].detach(), model()["a"]["w"])
+    assert same_bits(averages, [model(), model()])
+
+
+def test_the_same_tensors_have_the_same_life():
+    """A container of given-away tensors is given away; one of others, or of frozen leaves alone, is not."""
+    whole = {**model(), "still": {"w": rand(3, seed=1)}}
+    params = fshard.shard_params(whole, fshard.make_plan(whole, units=["a", "c"], frozen="still"))
+    state = fshard.init_state(params, TX)
+    same, part = tree.map(lambda x: x, params), tree.map(lambda x: x, params["a"])
+    others = [tree.map(torch.clone, params), tree.map(lambda x: x if x.numel() == 3 else x + 0, params)]
+    step = fshard.train_step(lambda p, b: logits(p, b["x"]).square().mean(), TX, donate=True)
+    before = gather_params(params)
+    after, _ = step(state, data(0, 0))
+    for gone in (same, part, params):
+        with pytest.raises(DonatedError):
+            gather_params(gone)
+    for other in others:
+        assert same_bits(gather_params(other), before)
+    step(after, data(1, 0))
+
+
+def test_zero_leaves_the_callers_parameters():
+    """Those that this rank owns as those it does not."""
+
+    def law(mesh: Any) -> None:
+        for partition in ("flat", "leaf"):
+            params, tx = model(), fshard.zero(TX, mesh, partition=partition)
+            grads, state = tree.map(torch.ones_like, params), tx.init(params)
+            found, state = tx.step(grads, state, params, donate=True)
+            assert same_bits(params, model())
+            close(found, tree.map(lambda x: x - 0.1, model()))
+
+    simulated(law)
+    law(None)
+
+
+# --- what ranks built ---
+
+BUILT: dict[str, tuple[dict[str, Any], str]] = {
+    "lr": ({"tx": optim.sgd(0.2, momentum=0.9)}, "lr=0.2"),
+    "optimizer": ({"tx": optim.lion(0.1)}, "name='lion'"),
+    "schedule": ({"tx": optim.sgd(optim.linear(0.1, 0.0, 10), momentum=0.9)}, "end=0.0"),
+    "chain": ({"tx": optim.chain(optim.clip(2.0), TX)}, "max_magnitude=2.0"),
+    "torch": ({"tx": optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)}, "cls=SGD"),
+    "clip_norm": ({"clip_norm": 2.0}, "clip_norm=2.0"),
+    "accumulate": ({"accumulate": 2}, "accumulate=2"),
+    "reduce_once": ({"reduce_once": True}, "reduce_once=True"),
+    "reduction": ({"reduction": "fast"}, "reduction='fast'"),
+    "sum": ({"loss_fn": sum_loss}, "loss=Sum"),
+    "scalar": ({"loss_fn": lambda p, b, *args: total(p, b, *args)}, "loss=a scalar"),
+}
+
+
+def built(mesh: Any, name: str, odd: int, how: Any = lambda step: step) -> None:
+    """A step that one rank built otherwise."""
+    other = BUILT[name][0] if mesh.get_rank() == odd else {}
+    step = how(fshard.train_step(**{"loss_fn": mean_loss, "tx": TX, "clip_norm": 1.0, **other}))
+    state = fshard.init_state(sharded(mesh), {"tx": TX, **other}["tx"])
+    step(state, data(0, mesh.get_rank()), WEIGHTS, model(50), 2.0)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_ranks_that_built_other_steps_are_told(name):
+    """In the text of the loss's collective, which names both."""
+    with pytest.raises(MismatchError, match="for unit 'loss'") as caught:
+        simulated(built, name, 1)
+    assert BUILT[name][1] in str(caught.value)
+    assert "rank 0" in str(caught.value)
+    assert "rank 1" in str(caught.value)
+
+
+def test_compiled_steps_and_real_processes_are_told_too():
+    """A graph has the text; links between processes of one host compare it."""
+    with pytest.raises(MismatchError, match=r"lr=0\.2"):
+        simulated(built, "lr", 1, partial(fshard.jit, backend="eager"))
+    for fate in fates(built, "lr", 1):
+        assert "MismatchError" in fate.error
+        assert "lr=0.2" in fate.error
+
+
+def test_what_is_described():
+    """Plain values of this package's functions; of others the name, so that a rank's own number does not count."""
+    rank = 3
+    assert describe(tx=optim.sgd(lambda count: 0.1 / (count + rank))).count("3") == 0
+    assert "lr=0.1" in describe(tx=optim.sgd(0.1))
+    assert describe(tx=optim.sgd(torch.tensor(0.1))) == describe(tx=optim.sgd(torch.tensor(0.2)))
+    long = [describe(tx=optim.chain(*[optim.scale(x) for x in xs])) for xs in ([0.1] * 99, [0.1] * 98 + [0.2])]
+    assert long[0] != long[1]
+    assert max(map(len, long)) < 400
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "full"])
+def test_a_tree_of_unequal_rows_is_told(strategy):
+    """Its slices would not be of one size: the error says rows."""
+
+    def law(mesh: Any) -> None:
+        state = fshard.init_state(sharded(mesh, **STRATEGIES[strategy]), TX)
+        step = fshard.train_step(lambda p, b: fshard.Mean((b @ p["a"]["w"]).sum(), len(b)), TX, reduction="tree")
+        step(state, rand(2 + 2 * mesh.get_rank(), 4, seed=1))
+
+    with pytest.raises(MismatchError, match=r"rows=2 .*rows=4"):
+        simulated(law)
+
+
+def test_a_tree_of_unequal_rows_is_nan_where_nothing_is_compared(monkeypatch):
+    """As between hosts: gradients are NaN, not wrong."""
+
+    def law(mesh: Any) -> None:
+        state = fshard.init_state(sharded(mesh, **STRATEGIES["ddp"]), TX)
+        step = fshard.train_step(lambda p, b: fshard.Mean((b @ p["a"]["w"]).sum(), len(b)), TX, reduction="tree")
+        _, metrics = step(state, rand(2 + 2 * mesh.get_rank(), 4, seed=1))
+        assert metrics["found_inf"] == 1
+
+    total_of = comm.total
+    monkeypatch.setattr(comm, "total", lambda *args, more="", **how: total_of(*args, **how))
+    simulated(law)
