@@ -605,6 +605,27 @@ def test_with_regather_a_few_units_are_alive_however_deep_the_stack(loss: Any, w
     assert [m["peak"] for m in deep] == [m["peak"] for m in shallow]
 
 
+def product_watched(mesh: Any, depth: int) -> int:
+    """How many buffers of a block's size, of parameters and of their tangents, are alive at most in `hvp`."""
+    case = {"params": lambda: chain_params(depth, dim=20), "units": ["blocks.*"]}
+    params = make(mesh, case)
+    with Watch(8 * params.plan.units[1].lengths[0]) as watch:
+        fshard.hvp(chain)(params, params, randn(3, 20, seed=mesh.get_rank()))
+    return watch.peak
+
+
+def test_a_hessian_vector_product_holds_a_few_units_however_deep_the_stack() -> None:
+    """Two steps' worth at most: the parameters and their tangents."""
+    step, shallow, deep = (
+        max(simulated(job, shard=2))
+        for job in (
+            lambda mesh: watched(mesh, chain, {}, 9)["peak"],
+            *(partial(product_watched, depth=d) for d in (5, 9)),
+        )
+    )
+    assert shallow == deep <= 2 * step
+
+
 def test_without_regather_all_units_stay_until_their_backward(world: Any) -> None:
     """The memory that SHARD_GRAD_OP pays for half the gathers."""
     for marks in world("watched", chain, "keep"):
