@@ -2,8 +2,9 @@
 
 Note [Reverse over forward]
     The loss is run in forward mode along the tangent, and its derivative in that direction, <gradient, v>, is
-    differentiated as a step's loss is: its gradient is the product. A unit is touched with its tangent, and both are gathered again in the backward. The forward mode is
-    torch.func.jvp, so a loss may use other transforms inside; tangents belong to its level, whatever is on top.
+    differentiated as a step's loss is: its gradient is the product. A unit is touched with its tangent, and both are
+    gathered again in the backward. The forward mode is torch.func.jvp, so a loss may use other transforms inside;
+    tangents belong to its level, whatever is on top.
 """
 
 from __future__ import annotations
