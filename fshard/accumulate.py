@@ -305,8 +305,10 @@ def _added_up(reduced: Sharded | None, local: Sharded, num: int, by: Reduction, 
 
 
 def _check_equal_parts(outcome: Outcome, parts: Sequence[Any]) -> None:
-    sizes = {len(x) for part in parts for x in tree.leaves(part)[:1]}
-    if outcome.kind is Tensor and len(parts) > 1 and len(sizes) > 1:
+    if outcome.kind is not Tensor or len(parts) == 1:
+        return
+    sizes = {len(tree.leaves(part)[0]) for part in parts}
+    if len(sizes) > 1:
         raise ValueError(
             f"the loss function: a plain scalar is the mean of equally weighted micro-batches, but these have "
             f"{sorted(sizes)} rows. Return fshard.Mean(total, count), or a batch that divides by {len(parts)}."

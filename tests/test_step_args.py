@@ -187,6 +187,10 @@ def test_what_has_not_the_batchs_rows_is_an_error(name, accumulate, reduction):
 
 def test_a_batch_of_nothing_is_taken_once():
     """Several micro-batches of it, or of 0-d tensors alone, would be counted as often."""
+    once = fshard.train_step(lambda p, b: b * p["a"]["w"].sum(), TX)(
+        fshard.init_state(sharded(None), TX), torch.tensor(2.0)
+    )
+    assert once[1]["loss"] == 2 * model()["a"]["w"].sum()
     sums = fshard.train_step(lambda p, b: fshard.Sum(b * p["a"]["w"].sum()), TX, accumulate=2)
     with pytest.raises(ValueError, match=r"step\(state, batch, \*args\)"):
         sums(fshard.init_state(sharded(None), TX), torch.tensor(2.0))
