@@ -129,7 +129,7 @@ def jit(
     check_whole("jit: in_flight", in_flight, least=0, what="a number of bytes")
     check_whole("jit: bucket", bucket, least=0, what="a number of bytes")
     if budget is not None:
-        check_whole("jit: budget", budget, what="None or a number of bytes")
+        check_whole("jit: budget", budget, 0, what="None or a number of bytes")
     if not callable(recompute):
         raise TypeError(f"jit: {wrong('recompute', recompute, 'a function of a node')}")
     return Jitted(fn, backend, Options(donate, in_flight, budget, recompute, bucket))
