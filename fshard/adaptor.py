@@ -177,6 +177,7 @@ def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
 
 def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
     """A class of the user's: what its state holds is read off a step with gradients of zero, and made by the first."""
+    _check_apart(cls, hyperparams)
     numbers = {n: type(x) for n, x in _first_step(cls, hyperparams, torch.zeros(2, 2)).items() if not _is_tensor(x)}
     known = inspect.signature(cls.step).parameters.keys() - {"self", "closure"}
 
@@ -197,10 +198,14 @@ def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
         if rows:
             optimizer = cls(rows, **hyperparams)
             for row, g, entry in zip(rows, tree.leaves(grads), _by_leaf(state, layout), strict=True):
-                row.grad = g.detach().to(row.dtype)
+                row.grad = g.detach().to(row.dtype, copy=True)  # which a class may write to
                 if begun:
                     optimizer.state[row] = {name: numbers.get(name, _same)(x) for name, x in entry.items()}
+            places = [row.detach() for row in rows]
             optimizer.step(**{name: value for name, value in extra.items() if name in known})
+            for place, row in zip(places, rows, strict=True):
+                if row.data_ptr() != place.data_ptr():  # a class may give its parameter other memory
+                    place.copy_(row)
             after = {s.leaf: optimizer.state[row] for s, row in zip(layout.mine, rows, strict=True)}
         _check_names(cls, {name for entry in after.values() for name in entry}, state)
         tensors = {
@@ -210,6 +215,26 @@ def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
         return TorchState(tensors, {"begun": torch.ones(())})
 
     return _adapted(init, run)
+
+
+def _check_apart(cls: Any, hyperparams: Mapping[str, Any]) -> None:
+    """Raise ValueError for a class to which it matters which parameters it is given together: ranks have others."""
+
+    def stepped(*starts: Tensor) -> list[Tensor]:
+        rows = [start.clone() for start in starts]
+        optimizer = cls(rows, **hyperparams)
+        for row, start in zip(rows, starts, strict=True):
+            row.grad = start + 1
+        optimizer.step()
+        return rows
+
+    starts = [torch.arange(1.0, 5.0).view(2, 2) * scale for scale in (1.0, -3.0)]
+    together, alone = stepped(*starts), [stepped(start)[0] for start in starts]
+    if not all(torch.allclose(a, b) for a, b in zip(together, alone, strict=True)):
+        raise ValueError(
+            f"from_torch: {cls.__name__} updates a parameter otherwise beside others than alone (by a norm of all, by "
+            "their order, or at random), and ranks have different ones: write it as an fshard.optim.Transform"
+        )
 
 
 def _check_names(cls: Any, names: set[str], state: TorchState) -> None:
@@ -242,6 +267,11 @@ def _first_step(cls: Any, hyperparams: Mapping[str, Any], row: Tensor) -> Entry:
     if changed := [name for name, text in _of_all(optimizer).items() if before.get(name) != text]:
         raise ValueError(
             f"from_torch: {cls.__name__} changes its {changed[0]}, which belongs to no parameter, and would be lost: "
+            "keep it in self.state[p] of each"
+        )
+    if others := [key for key in optimizer.state if key is not row]:
+        raise ValueError(
+            f"from_torch: {cls.__name__} keeps state[{others[0]!r}], which belongs to no parameter, and would be lost: "
             "keep it in self.state[p] of each"
         )
     entry = dict(optimizer.state[row])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +109,7 @@ def check_labelled(tx: Transform) -> None:
 
 def _split(layout: Layout, transforms: Mapping[Any, Any], labels: Labels) -> dict[Any, Layout]:
     """The leaves of each label that has any."""
+    _check_patterns(layout, labels)
     found: dict[Any, list[int]] = {}
     for number in layout.numbers:
         leaf = layout.leaves[number]
@@ -120,6 +121,24 @@ def _split(layout: Layout, transforms: Mapping[Any, Any], labels: Labels) -> dic
             )
         found.setdefault(label, []).append(number)
     return {label: layout.pick(found[label]).prepared() for label in transforms if label in found}
+
+
+def _check_patterns(layout: Layout, labels: Labels) -> None:
+    """Raise ValueError for a pattern that is no leaf's: those below another label, and frozen ones, count as leaves."""
+    if callable(labels):
+        return
+    leaves = [path.split(".") for path in tree.paths(layout.spec)]
+    for pattern in tree.paths(tree.flatten(labels)[1]):
+        if pattern and pattern != "**" and not any(_fits(path, pattern) for path in leaves):
+            raise ValueError(
+                f"by_label: the pattern {pattern!r} of the labels matches no leaf; the tree has "
+                f"{', '.join(map(repr, tree.paths(layout.spec)[:6]))}"
+            )
+
+
+def _fits(path: Sequence[str], pattern: str) -> bool:
+    """Whether a pattern is a leaf's, or that of a subtree it is in."""
+    return any(tree.matches(path[:end], pattern) for end in range(len(path) + 1))
 
 
 def check_labels(name: str, labels: Labels) -> None:
@@ -136,7 +155,7 @@ def label_of(leaf: Leaf, labels: Labels) -> Any:
     path = leaf.path.split(".") if leaf.path else []
     flat, spec = tree.flatten(labels)
     for pattern, label in zip(tree.paths(spec), flat, strict=True):
-        if not pattern or any(tree.matches(path[:end], pattern) for end in range(len(path) + 1)):
+        if not pattern or _fits(path, pattern):
             return label
     raise ValueError(
         f"by_label: the labels miss the leaf {leaf.path!r}: they are for {', '.join(map(repr, tree.paths(spec)))}. "

@@ -10,7 +10,7 @@ Note [Exact sums]
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -159,7 +159,7 @@ def global_norm(x: Any, p: float = 2) -> Tensor:
         if rows or axes:
             powers = _power_sums(rows, p, device) if rows else torch.zeros(1, dtype=torch.float64, device=device)
             sums.append(comm.total(_joined(powers, p), mesh, axes, _op(p), label="norm"))
-    wides = {wide(row.dtype) for rows in worlds.values() for row in rows}
+    wides = {wide(dtype) for node in tree.tops(x, Parts) for dtype in _dtypes(node)}
     dtype = torch.float64 if torch.float64 in wides else torch.float32
     return _root(_joined(torch.stack(sums), p), p).to(dtype) if sums else torch.zeros(())
 
@@ -182,6 +182,8 @@ def _worlds(x: Any) -> dict[tuple[Mesh, Axes], list[Tensor]]:
     """The rows of a tree, by what they are cut over."""
     worlds: dict[Any, list[Tensor]] = {(None, ()): []}
     for node in tree.tops(x, Parts):
+        if isinstance(node, Parts) and node.layout.is_cut:  # a rank without a row takes part in the collective as well
+            worlds.setdefault((node.layout.mesh, node.layout.axes), [])
         for row, mesh, axes in _rows(node):
             worlds.setdefault((mesh, axes), []).append(row)
     return worlds
@@ -195,6 +197,13 @@ def _rows(node: Any) -> Iterator[tuple[Tensor, Mesh, Axes]]:
     layout = node.layout
     for number, row in enumerate(node.tensors):
         yield row, *((None, ()) if number in layout.shared_rows else (layout.mesh, layout.axes))
+
+
+def _dtypes(node: Any) -> Iterable[torch.dtype]:
+    """Of the rows of a node, the same on all ranks."""
+    if not isinstance(node, Parts):
+        return [node.dtype]
+    return [row.dtype for row in node.tensors] or [node.layout.leaves[n].dtype for n in node.layout.numbers]
 
 
 def _joined(powers: Tensor, p: float) -> Tensor:

@@ -112,6 +112,11 @@ class Layout:
         return frozenset(s.leaf for s in self.spans if s.rank == EVERYONE)
 
     @memo
+    def is_cut(self) -> bool:
+        """Whether any rank holds what others do not."""
+        return any(s.rank != EVERYONE for s in self.spans)
+
+    @memo
     def shared_rows(self) -> frozenset[int]:
         """The rows that every rank holds; all others are cut."""
         return frozenset(s.row for s in self.spans if s.rank == EVERYONE)

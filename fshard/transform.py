@@ -110,11 +110,15 @@ def as_transform(tx: Any) -> Transform:
             f"tx: expected an optimizer, a pair of functions init and update, got {shown(tx)}. "
             "For an optimizer class of torch.optim write fshard.optim.from_torch(torch.optim.X, ...)."
         )
-    # TorchOpt updates in place unless it is told not to
-    pure = {"inplace": False} if "inplace" in inspect.signature(tx.update).parameters else {}
+    known = inspect.signature(tx.update).parameters
+    # TorchOpt takes parameters by name alone, and updates in place unless it is told not to
+    by_name = "params" in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
+    pure = {"inplace": False} if "inplace" in known else {}
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        return tx.update(grads, state, params=params, **pure)
+        if by_name:
+            return tx.update(grads, state, params=params, **pure)
+        return tx.update(grads, state, params, **pure) if len(known) > 2 else tx.update(grads, state, **pure)
 
     return Transform(tx.init, update)
 

@@ -353,6 +353,7 @@ def everything(mesh: Any) -> dict[str, Any]:
     return {"values": values(mesh), "derivatives": derivatives(mesh)}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("key", [*PROGRAMS, "jvp", "vmap"])
 @pytest.mark.parametrize("name", LINEAR)
 def test_derivatives_are_those_of_the_sum_over_ranks(name: str, key: str, worlds: dict[str, list[Any]]) -> None:

@@ -46,6 +46,7 @@ FUNCTIONALIZED = {"adamw", "muon", "by_label", "adafactor", "clip_by_global_norm
 FUNCTIONALIZED |= {"plan-wide-2x2", "plan-keep", "int8, keep", "feedback", "accumulate", "tied leaves", "bf16"}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in READ])
 def test_every_optimizer(name):
     """With a loss scale; the eager bits, but where that ends in a kernel of torch's."""
@@ -224,6 +225,7 @@ LATE = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "shard"), [("adamw", 1), ("adamw", 2), ("int8", 2)])
 def test_nothing_is_used_again_while_it_is_sent(name, shard):
     """Inductor gives the memory of what is dead to others: what is under way is not dead."""

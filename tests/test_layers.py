@@ -1,6 +1,7 @@
 """The shape of the package: imports only downward, one door for each outside thing, documented, small."""
 
 import ast
+import functools
 import inspect
 import subprocess
 import sys
@@ -88,6 +89,7 @@ def dotted(node: ast.AST) -> str | None:
     return None if before is None else f"{before}.{node.attr}"
 
 
+@functools.cache
 def named(source: str) -> set[str]:
     """The dotted names a module imports or uses, those it imported under another name spelt out."""
     tree, aliases, found = ast.parse(source), dict[str, str](), set[str]()

@@ -51,6 +51,7 @@ def check_intervals(plan: fshard.Plan) -> None:
                 assert numel * size <= nbytes * parts < numel * size + 16 * finest
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", TREES)
 def test_gathering_undoes_sharding(name, world):
@@ -147,6 +148,7 @@ def differentiate(mesh: Any, name: str, strategy: str) -> None:
         assert not any(x.count_nonzero() for x in padding(grads))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", ["1", "3", "2x2"])
 @pytest.mark.parametrize("name", TREES)
 def test_every_tree_is_differentiated(name, world):

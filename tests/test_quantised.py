@@ -158,6 +158,7 @@ def test_no_block_is_cut(how, world):
         assert sorted(itertools.chain(*found)) == want
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("block", "dtype"), [*itertools.product((4, 7), (torch.float32, torch.bfloat16))])
 def test_ranks_do_not_matter(block, dtype):
     """The very bits of a plain tree's parameters and state, in every partition of every world, on every rank."""

@@ -99,6 +99,7 @@ def two_steps(mesh: Any, draw: Callable[[Tensor], Tensor], backend: str, **kw: A
     return rows
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [*DRAWS, *NOTHING])
 def test_a_graph_draws_the_eager_numbers(name):
     """Bit for bit, the same again for the same state, and torch's own generator stays where it was."""

@@ -157,6 +157,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_cases(name):
     """Strategies, meshes, optimizers, losses, policies, graphs: one rank's bits, on 4, 8 or 2 x 2."""

@@ -356,6 +356,7 @@ def world(request: pytest.FixtureRequest) -> Any:
     return results
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_right_under_every_strategy(name: str, world: Any) -> None:
     """Three ranks with different data against one device, at two values of the parameters."""

@@ -6,6 +6,7 @@ Parameters that are cut less finely than the optimizer's state are updated as vi
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -422,3 +423,70 @@ def test_blocks_of_a_label_need_leaves_of_whole_blocks():
         assert same_bits(got, eight_bits(None, 12))
     with pytest.raises(ValueError, match=r"leaf 'b': .*block=4, and label for it only leaves whose number of elements"):
         eight_bits(None, 7)
+
+
+def norms_of_few_leaves(mesh: Any, make: Any, how: str) -> Any:
+    """Two updates of two leaves, on ranks some of which own neither."""
+    tx, start = make(), {"a": rand(4, seed=1), "b": rand(3, seed=2)}
+    grads = {"a": 30 * rand(4, seed=3), "b": 3 * rand(3, seed=4)}
+    place = lambda x: x  # noqa: E731
+    if how == "leaf":
+        tx = fshard.zero(tx, mesh, "leaf")
+    elif mesh is not None:
+        plan = fshard.make_plan(start, mesh)
+        tx, place = optim.whole_leaves(tx), functools.partial(fshard.shard_params, plan=plan)
+    params, given = place(start), place(grads)
+    state = tx.init(params)
+    for _ in range(2):
+        params, state = tx.step(given, state, params)
+    return fshard.gather_params(params)
+
+
+def clipped() -> optim.Transform:
+    """By the norm of all that it is given."""
+    return optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1))
+
+
+OF_ALL = {
+    "clip": clipped,
+    "clip by label": lambda: optim.by_label({"x": clipped(), "y": clipped()}, {"a": "x", "b": "y"}),
+    "every_k": lambda: optim.every_k(clipped(), 2),
+    "masked": lambda: optim.masked(clipped(), {"a": True, "b": False}),
+    "lbfgs by label": lambda: optim.by_label({"x": optim.lbfgs(0.1), "y": optim.lbfgs(0.1)}, {"a": "x", "b": "y"}),
+}
+
+
+@pytest.mark.parametrize("how", ["leaf", "whole leaves"])
+@pytest.mark.parametrize("name", OF_ALL)
+def test_a_norm_is_that_of_its_own_leaves_on_every_rank(name: str, how: str) -> None:
+    """A rank that owns no leaf of a label takes part in the label's collective, and in no other's."""
+    want = norms_of_few_leaves(None, OF_ALL[name], "")
+    for shard in (2, 3):
+        for found in simulated(norms_of_few_leaves, OF_ALL[name], how, shard=shard):
+            torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_pattern_of_labels_that_fits_nothing_is_an_error() -> None:
+    """Frozen leaves, and leaves of an outer label, may be named."""
+    params = {"blocks": [{"w": rand(2, seed=0), "b": rand(2, seed=1)}], "head": rand(2, seed=2)}
+    two = {"one": optim.sgd(0.1), "two": optim.sgd(0.2)}
+    with pytest.raises(
+        ValueError, match=r"the pattern 'blocks.\*.bias' of the labels matches no leaf; the tree has 'bl"
+    ):
+        optim.by_label(two, {"blocks.*.bias": "one", "**": "two"}).init(params)
+    labels = {"head": "one", "blocks.*.b": "one", "**": "two"}
+    inner = optim.by_label(two, labels)
+    optim.by_label({"in": inner, "out": optim.sgd(0.1)}, {"head": "out", "**": "in"}).init(params)
+    inner.init(fshard.shard_params(params, fshard.make_plan(params, frozen="head")).trainable)
+
+
+def test_a_pair_of_any_signature_is_taken() -> None:
+    """Parameters by name, by position, or not at all."""
+    for update in (
+        lambda grads, state: (-grads, state),
+        lambda grads, state, p: (-grads + 0 * p, state),
+        lambda grads, state, params=None: (-grads + 0 * params, state),
+        lambda grads, state, **more: (-grads + 0 * more["params"], state),
+    ):
+        pair = SimpleNamespace(init=lambda params: (), update=update)
+        assert optim.chain(pair).step(torch.tensor(2.0), ((),), torch.tensor(3.0))[0] == 1

@@ -43,6 +43,40 @@ class Counting(Momentum):
         self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
 
 
+class Elsewhere(Momentum):
+    """Keeps a number of no parameter in its state."""
+
+    def step(self, closure: Any = None) -> None:
+        """Counts its steps by name."""
+        super().step()
+        self.state["steps"] = self.state.get("steps", 0) + 1
+
+
+class Together(torch.optim.SGD):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """p <- p - lr g / |all g|."""
+        params = self.param_groups[0]["params"]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            p.sub_(p.grad / norm)
+
+
+class Rebinding(torch.optim.Optimizer):
+    """Gives parameters other memory, and writes to their gradients."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        """p <- p - 0.1 g."""
+        for p in self.param_groups[0]["params"]:
+            p.grad.mul_(0.1)
+            p.data = p.data - p.grad
+
+
 class Late(Momentum):
     """Makes a part of its state in its second step."""
 
@@ -101,11 +135,13 @@ def ours(mesh: Any, cls: Any, how: str, skipped: int | None = None, **extra: Any
 def test_a_class_of_ones_own_on_ranks(world: str, how: str) -> None:
     """Its own parameters to the bit; a skipped first update, and an argument of its own step."""
     replicate, shard = WORLDS[world]
+    gradients = [{name: x.clone() for name, x in grads.items()} for grads in GRADS]
     for cls, skipped, extra in (
         (Momentum, None, {}),
         (Momentum, 0, {}),
         (Momentum, 2, {"gain": 0.5}),
         (Adam, None, {}),
+        (Rebinding, None, {}),
     ):
         want = by_class(cls, skipped, **extra)
         assert all((x - START[name]).abs().max() > 1e-3 for name, x in want.items())
@@ -115,6 +151,7 @@ def test_a_class_of_ones_own_on_ranks(world: str, how: str) -> None:
         ):
             assert same_bits(found, want)
             steps = {float(x) for key, x in state.items() if ".t." in f".{key}."}
+            assert same_bits(GRADS, gradients)
             assert steps == ({len(GRADS) - (skipped is not None)} if cls is Momentum else set())
 
 
@@ -128,6 +165,8 @@ def test_in_processes() -> None:
     ("cls", "error"),
     [
         (Counting, r"Counting changes its param_groups\[0\]\['k'\], which belongs to no parameter"),
+        (Elsewhere, r"Elsewhere keeps state\['steps'\], which belongs to no parameter"),
+        (Together, "Together updates a parameter otherwise beside others than alone"),
         (torch.optim.LBFGS, "cannot run 'LBFGS' as a transformation: its step needs a closure. Use lbfgs"),
         (torch.optim.SparseAdam, "takes sparse gradients alone"),
         (dict, "it is no optimizer of torch.optim's kind"),

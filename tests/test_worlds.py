@@ -52,9 +52,9 @@ def test_a_step_on_axes_of_other_names() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"shard": 0}, "at least 1 rank"),
-        ({"axes": {}}, "at least 1 rank"),
-        ({"axes": {"a": 2, "b": -1}}, "at least 1 rank"),
+        ({"shard": 0}, "shard=0: expected a number of ranks along this axis, at least 1"),
+        ({"axes": {}}, "expected axes"),
+        ({"axes": {"a": 2, "b": -1}}, "b=-1: expected a number of ranks along this axis, at least 1"),
         ({"shard": 2, "faults": [Dies(2)]}, r"Dies\(rank=2, at=0\): expected one of the 2 ranks"),
         ({"shard": 2, "faults": [Slow(-1)]}, "expected one of the 2 ranks"),
         ({"shard": 2, "faults": [Garbage(0, -1)]}, "a collective from 0 on"),
