@@ -51,7 +51,7 @@ def bookmark(device: torch.device) -> Callable[[], None]:
     True
     """
     host = torch.get_rng_state()  # while a graph is traced, the number of the state that is next
-    if device.type == "cpu" or is_tracing():
+    if device.type in ("cpu", "meta") or is_tracing():  # meta draws nothing
         return lambda: torch.set_rng_state(host)
     module = torch.get_device_module(device)
     own = module.get_rng_state(device)

@@ -257,8 +257,10 @@ class World:
         device: str = "cpu",
         faults: Sequence[Fault] = (),
     ):
-        if axes is not None and (not isinstance(axes, Mapping) or not axes):
+        if axes is not None and not isinstance(axes, Mapping):
             raise TypeError(f"a simulated world: {wrong('axes', axes, 'a dict of the number of ranks by axis')}")
+        if axes is not None and not axes:
+            raise ValueError("a simulated world: axes={}: expected axes, a dict of the number of ranks by axis")
         self.axes = {"replicate": replicate, "shard": shard} if axes is None else dict(axes)
         for axis, number in self.axes.items():
             check_whole(f"a simulated world: {axis}", number, what="a number of ranks along this axis")

@@ -52,7 +52,7 @@ HYPERPARAMS: dict[str, dict[str, float]] = {
     "schedule_free_adamw": {"lr": 0.1, "b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1},
     "adamw_8bit": {"lr": 0.1, "b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1},
     "lamb": {"lr": 0.1, "b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1},
-    "adafactor": {"lr": 0.1, "beta2_decay": -0.7, "d": 0.5, "weight_decay": 0.1},
+    "adafactor": {"lr": 0.1, "beta2_decay": -0.7, "d": 1.5, "weight_decay": 0.1},
     "muon": {"lr": 0.1, "weight_decay": 0.2, "momentum": 0.9},
     "scale": {"factor": -0.1},
     "add_decayed_weights": {"weight_decay": 0.1},

@@ -101,7 +101,13 @@ def test_training_goes_on_elsewhere(name):
 def odd_states(mesh: Any) -> list[dict[str, Tensor]]:
     """Whole states of a tree with leaves of every kind, with moments in the leaves' dtypes and in float32."""
     w = rand(5, 3, seed=1)
-    more = {"c": torch.complex(w, w), "e": rand(0, 2, seed=4), "n": torch.tensor([1]), "frozen": w[0], "whole": w[:2]}
+    more = {
+        "c": torch.complex(w, w),
+        "e": rand(0, 2, seed=4),
+        "n": torch.tensor([1]),
+        "frozen": w[0].clone(),
+        "whole": w[:2].clone(),
+    }
     params, found = {"w": w, "h": rand(7, seed=5).bfloat16(), **more, "tied": w}, []
     for units, cast in itertools.product((None, 4), (Tensor.clone, lambda x: x.float() if len(x.shape) else x)):
         plan = fshard.make_plan(params, mesh, units=units, frozen="frozen", whole="whole")
