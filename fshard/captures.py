@@ -1,4 +1,4 @@
-"""What a function reads from elsewhere than its arguments: closures, and globals of its module."""
+"""What a function reads from elsewhere than its arguments: closures, globals of its module, its defaults."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import inspect
 import sysconfig
 from collections.abc import Iterator
 from functools import partial
-from types import CellType, CodeType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
+
+from torch.autograd import Function
 
 from .record import NOT_THE_USER
 
@@ -19,13 +21,16 @@ class Capture(NamedTuple):
     """A variable that a function reads: what an error calls it, and where its value is."""
 
     name: str
-    place: CellType | dict[str, Any]
+    place: Any  # a cell of a closure, the globals of a module, or a function, whose defaults are meant
     key: str
 
     def read(self) -> Any:
         """Its value now; None if it has none yet."""
         if isinstance(self.place, dict):
             return self.place.get(self.key)
+        if isinstance(self.place, FunctionType):
+            named = self.place.__kwdefaults__ or {}
+            return *(self.place.__defaults__ or ()), *named, *named.values()
         try:
             return self.place.cell_contents
         except ValueError:
@@ -54,6 +59,9 @@ def _functions(x: Any) -> Iterator[FunctionType]:
     elif isinstance(x, tuple):
         for part in x:
             yield from _functions(part)
+    elif inspect.isclass(x) and issubclass(x, Function):
+        for name in ("forward", "setup_context", "backward", "jvp", "vmap"):
+            yield from _functions(getattr(x, name))
     elif inspect.ismethod(x):
         yield from _functions(x.__func__)
     elif inspect.isfunction(x):
@@ -66,6 +74,7 @@ def _variables(fn: FunctionType) -> Iterator[Capture]:
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         yield Capture(f"{name!r} of {fn.__qualname__}", cell, name)
     if not fn.__code__.co_filename.startswith(_LIBRARIES):
+        yield Capture(f"a default of {fn.__qualname__}", fn, "")
         for name in dict.fromkeys(_globals_of(fn.__code__)):
             if name in fn.__globals__:
                 yield Capture(f"{name!r} of {fn.__qualname__}", fn.__globals__, name)

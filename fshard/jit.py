@@ -105,16 +105,17 @@ def jit(
     It is traced again for arguments of another structure, shape, stride, dtype, device, mesh or rank, or with another
     value that is no tensor; for another state of torch (autocast, default dtype and device, grad mode, deterministic
     algorithms, precision of products, kernels of attention); and when a number, string or function changes that it
-    reads from a closure or a global; `.explain()` says why. `donate` hands the first argument over: what comes out
-    first, of the same structure, is written to its memory. `backend` is one of torch.compile's. Gathers start one unit
-    ahead, or as many as `in_flight` bytes allow. With a `budget` (bytes) cheap values are computed again instead of
-    kept, until the peak is no more than that, if that can be; `recompute` says of a node (of torch.fx) whether it is
-    cheap, by default what is a pass over memory is. Collectives of one kind that follow each other travel together up
-    to `bucket` bytes.
+    reads from a closure, a global or a default; `.explain()` says why. `donate` hands the first argument over: what
+    comes out first, of the same structure, is written to its memory. `backend` is one of torch.compile's. Gathers start
+    one unit ahead, or as many as `in_flight` bytes allow. With a `budget` (bytes) cheap values are computed again
+    instead of kept, until the peak is no more than that, if that can be; `recompute` says of a node (of torch.fx)
+    whether it is cheap, by default what is a pass over memory is. Collectives of one kind that follow each other travel
+    together up to `bucket` bytes.
     Not differentiable from outside.
 
-    Raises TraceError for what depends on the value of a tensor, uses one that is no argument, changes its arguments, or
-    seeds; TypeError inside torch.func's transforms, and for arguments that cannot be compared with the next call's.
+    Raises TraceError for what depends on the value of a tensor, uses one that is no argument, changes its arguments,
+    seeds or draws from a generator of its own, makes sparse tensors, or gives back what is no tensor, number, string or
+    None; TypeError inside torch.func's transforms, and for arguments that cannot be compared with the next call's.
 
     >>> jit(lambda x: {"y": 2 * x}, backend="eager")(torch.tensor(1.0))
     {'y': tensor(2.)}

@@ -1,11 +1,11 @@
 """What a graph was traced for: calls that have all of it in common run the same graph.
 
 Note [What a graph depends on]
-    A traced function reads its arguments, torch's global state, and variables of closures and modules. Of tensors the
-    graph takes the values when it runs; all else is fixed when it is traced, so it belongs to the key by which a
-    graph is found again: structures, shapes, numbers, the meshes that values lie on (each rank has its own), autocast
-    and its like, and numbers, strings and functions that the function reads from elsewhere. What is inside an object
-    that the function finds elsewhere (a list, a dict, an attribute) is not compared.
+    A traced function reads its arguments, their defaults, torch's global state, and variables of closures and modules.
+    Of tensors the graph takes the values when it runs; all else is fixed when it is traced, so it belongs to the key by
+    which a graph is found again: structures, shapes, numbers, the meshes that values lie on (each rank has its own),
+    autocast and its like, and numbers, strings and functions that the function reads from elsewhere. What is inside an
+    object that the function finds elsewhere (a list, a dict, an attribute) is not compared.
 """
 
 from __future__ import annotations

@@ -10,11 +10,13 @@ Note [Traced functions]
 from __future__ import annotations
 
 import random
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
@@ -24,10 +26,11 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import tree
 from .captures import captures
-from .record import frame_of
+from .record import call_site, frame_of
 
 _UNLIKELY = 0x6A17_C0DE_5EED
 
@@ -69,8 +72,10 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec) -> Tra
     def flat(*given: Tensor) -> list[Tensor]:
         before = [_identity(x) for x in given]
         args, kwargs = tree.unflatten(spec, _merged(leaves, given))
-        out, found["spec"] = tree.flatten(fn(*args, **kwargs))
+        with _without_random_state():
+            out, found["spec"] = tree.flatten(fn(*args, **kwargs))
         _check_same(given, before, leaves, spec)
+        _check_constants(out, found["spec"], leaves)
         results: list[Any] = []
         outputs: list[Tensor] = []
         for leaf in out:
@@ -84,13 +89,13 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec) -> Tra
     # leave it in the middle of one, unable to start another (test_func_losses.py notices when this goes).
     try:
         given = [_fake(mode, leaf) for leaf in tensors(leaves)]
-        with _without_random_state(), torch._C._PreserveDispatchKeyGuard():
+        with torch._C._PreserveDispatchKeyGuard():
             try:
                 module = make_fx(flat, tracing_mode="fake", record_stack_traces=True)(*given)
             except Exception as failure:
                 _let_go(failure)
                 raise
-    except (TraceError, ValueError, TypeError, NotImplementedError):
+    except (TraceError, ValueError, TypeError):
         raise
     except Exception as failure:
         raise _explained(failure, fn) from failure
@@ -162,23 +167,89 @@ def _check_same(given: Sequence[Tensor], before: Sequence[Any], leaves: Sequence
             )
 
 
+# Outputs that are no tensors are given back as they were in the first call: of these nothing can change later.
+_CONSTANTS = (Tensor, Number, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _check_constants(out: Sequence[Any], spec: tree.Spec, leaves: Sequence[Any]) -> None:
+    known = {id(leaf) for leaf in leaves}
+    for path, leaf in zip(tree.paths(spec), out, strict=True):
+        if not isinstance(leaf, _CONSTANTS) and id(leaf) not in known:
+            at = f" at {path!r}" if path else ""
+            raise TraceError(
+                f"jit: the function gives back a {type(leaf).__name__}{at}, which a graph cannot make: give back trees "
+                "of tensors, numbers, strings and None"
+            )
+
+
+class _Watch(TorchDispatchMode):
+    """TraceError for random numbers that a graph would repeat, and for sparse tensors.
+
+    With each draw torch's generator gets another seed, as it gets another state in an eager call, so that a state that
+    is put back (fork_rng, set_rng_state, torch.utils.checkpoint) is seen at the next draw. Inside a step the numbers
+    come from the state (Note [Random numbers in a graph] in `randomness.py`), and nothing is drawn here.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A function that torch compiles within the traced one (flex_attention) is compiled all the same."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seed = _UNLIKELY
+        torch.default_generator.manual_seed(_UNLIKELY)  # to see a seed that is the one there was
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and func.namespace != "fshard":
+            if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+                raise TraceError(f"jit: {func} with a generator of its own at {call_site()}{_REPEATED}")
+            self.check(f" before {func} at {call_site()}")
+            self._seed += 1
+            torch.default_generator.manual_seed(self._seed)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and out.layout is not torch.strided:
+            raise TraceError(
+                f"jit: {func} makes a sparse tensor at {call_site()}, and none can be traced: use dense tensors, and "
+                "sparse=False in embedding and embedding_bag"
+            )
+        return out
+
+    def check(self, where: str = "") -> None:
+        """TraceError if the generator's state is not that of the last draw."""
+        if torch.default_generator.initial_seed() != self._seed:
+            raise TraceError(
+                "jit: the function seeds torch's generator, or puts back its state (fork_rng, set_rng_state, "
+                f"torch.utils.checkpoint around what draws){where}{_REPEATED}"
+            )
+
+
+_REPEATED = (
+    ": a graph would repeat the numbers of its first call. Random numbers inside jit come from the state's seed (in a "
+    "step) or from torch's own generator, seeded outside; or pass drawn numbers as arguments"
+)
+
+
 @contextmanager
 def _without_random_state() -> Iterator[None]:
     """TraceError if random numbers are seeded, or drawn in Python: a graph would have those of the first call."""
     saved, np = torch.default_generator.get_state(), sys.modules.get("numpy")
 
     def state() -> list[Any]:
-        own = [] if np is None else [str(np.random.get_state()[1:])]
-        return [torch.default_generator.get_state().tolist(), random.getstate(), *own]
+        return [random.getstate(), *([] if np is None else [str(np.random.get_state()[1:])])]
 
     try:
-        torch.default_generator.manual_seed(_UNLIKELY)  # to see a seed that is the one there was
         before = state()
-        yield
+        with _Watch() as draws:
+            yield
+        draws.check()
         if state() != before:
             raise TraceError(
-                "jit: the function seeds torch's generator, or draws Python's or numpy's random numbers, which a graph "
-                "would repeat: seed outside, draw torch's inside (a step's come from its state)"
+                "jit: the function draws Python's or numpy's random numbers, which a graph would repeat: draw torch's "
+                "inside (a step's come from its state), or pass drawn numbers as arguments"
             )
     finally:
         torch.default_generator.set_state(saved)
@@ -197,13 +268,9 @@ def _explained(failure: Exception, fn: Callable[..., Any]) -> TraceError:
     # where forward mode is on, as on simulated ranks, torch fails while it words the refusal
     refused = any(f.name == "validate" and f.filename.endswith("fake_tensor.py") for f in frames)
     if refused or "convert all Tensors to FakeTensors" in text:
-        names = ", ".join(c.name for c in captures(fn) if isinstance(c.read(), Tensor))
+        names = ", ".join(c.name for c in captures(fn) if _has_tensor(c.read()))
         if not names and any(f.name == "_jvp_with_argnums" for f in frames):
-            return TraceError(
-                f"jit: torch cannot trace what stands at {where}: in a vmap of forward mode (jacfwd, hessian) a "
-                "product with a tensor that does not vary along the direction. Use reverse mode (jacrev of jacrev for "
-                "a Hessian), or do not jit"
-            )
+            return _forward_mode(where)
         names = names or "a tensor"
         return TraceError(
             f"jit: the function uses a tensor that is not among its arguments ({names}) at {where}: pass it as one, "
@@ -216,8 +283,24 @@ def _explained(failure: Exception, fn: Callable[..., Any]) -> TraceError:
             f"jit: the function asks for the value of a tensor (if, while, int, float, .item(), .tolist(), print) at "
             f"{where}, which a graph does not know: use torch.where or fshard.select, or do it outside"
         )
+    if "device" in text and re.search(
+        r"\bmeta\b", text
+    ):  # zeros that torch makes of no device where it has no values to vary
+        return _forward_mode(where)
     return TraceError(
         f"jit: tracing failed at {where}: {type(failure).__name__}: {text.splitlines()[0] if text else ''}"
+    )
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(x, Tensor) for x in (value if isinstance(value, tuple) else (value,)))
+
+
+def _forward_mode(where: str) -> TraceError:
+    return TraceError(
+        f"jit: torch cannot trace what stands at {where}: in a vmap of forward mode (jacfwd, hessian) a product with "
+        "a tensor that does not vary along the direction. Use reverse mode (jacrev of jacrev for a Hessian), or do not "
+        "jit"
     )
 
 

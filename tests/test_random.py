@@ -192,11 +192,35 @@ def test_a_seed_set_in_a_loss_is_an_error():
         fshard.jit(step, backend="eager")(state, batch(0, 0))
 
 
-def test_without_a_step_torch_draws():
-    """Outside a step there is no state: a function that draws gives new numbers each time, from torch's generator."""
-    fast = fshard.jit(lambda x: x * torch.rand(8), backend="eager")
-    x = rand(8, seed=1)
+# Programs without a step that draw from torch's own generator.
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand": lambda x: x * torch.rand(8),
+    "two draws": lambda x: x * torch.rand(8) + torch.randn(8),
+    "permutation": lambda x: x[torch.randperm(8)],
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "gradient": torch.func.grad(lambda x: F.dropout(x.sin(), 0.5).sum()),
+    "checkpoint": lambda x: torch.autograd.grad(
+        checkpoint(torch.sin, y := x.clone().requires_grad_(), use_reentrant=False).sum(), y
+    )[0],
+    "checkpoint, then dropout": lambda x: F.dropout(checkpoint(torch.sin, x, use_reentrant=False), 0.5),
+    "fork": lambda x: forked(x) * torch.rand(8),
+}
+
+
+def forked(x: Tensor) -> Tensor:
+    """Draws nothing where the state is put back."""
+    with torch.random.fork_rng([]):
+        return 2 * x
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_without_a_step_torch_draws(name, backend):
+    """Outside a step there is no state: a function that draws gives the eager numbers, new ones each time."""
+    fn, x = PLAIN[name], rand(8, seed=1)
+    fast = fshard.jit(fn, backend=backend)
     torch.manual_seed(1)
-    one, two = fast(x), fast(x)
+    found = [fast(x) for _ in range(3)]
     torch.manual_seed(1)
-    assert same_bits([one, two], [x * torch.rand(8), x * torch.rand(8)])
+    assert same_bits(found, [fn(x) for _ in range(3)])
+    assert name == "checkpoint" or not same_bits(found[0], found[1])

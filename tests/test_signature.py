@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import NARROW, STRATEGIES, rand, same_bits
 from steps import EXACT, batch, loss, params, rank_of, start
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 from worlds import simulated
 
 import fshard
@@ -273,6 +276,59 @@ def test_a_loss_that_reads_a_variable():
     assert "'weight' of" in run.explain()
 
 
+def by_default(x: Tensor, by: float = 2.0, *, plus: float = 1.0) -> Tensor:
+    """Reads its defaults."""
+    return x * by + plus
+
+
+def test_defaults_that_change():
+    """Of the function and of one it calls, those of keywords too; a default that is a tensor is named."""
+    x = rand(3, seed=1)
+    runs = [eager(fn) for fn in (by_default, partial(by_default), lambda x: by_default(x))]
+    try:
+        for by, plus in product((2.0, 0.0, -0.0, 3), (1.0, 5.0)):
+            by_default.__defaults__, by_default.__kwdefaults__ = (by,), {"plus": plus}
+            for run in runs:
+                assert same_bits(run(x), by_default(x))
+    finally:
+        by_default.__defaults__, by_default.__kwdefaults__ = (2.0,), {"plus": 1.0}
+    assert "a default of by_default changed" in runs[0].explain()
+
+    def with_tensor(x: Tensor, by: Tensor = x) -> Tensor:
+        return x * by
+
+    with pytest.raises(TraceError, match=r"not among its arguments.*a default of .*with_tensor"):
+        eager(with_tensor)(x)
+
+
+class Scaled(torch.autograd.Function):
+    """Reads globals, in both directions."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * FACTOR
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * FACTOR * SLOPE
+
+
+SLOPE = 1.0
+
+
+def test_variables_of_an_autograd_function():
+    """Its forward and its backward read globals that change."""
+    global FACTOR, SLOPE
+    run, x = eager(torch.func.grad_and_value(lambda x: Scaled.apply(x).sum())), rand(3, seed=1)
+    for FACTOR, SLOPE in product((2.0, 5.0), (1.0, -1.0)):
+        assert same_bits(run(x), (torch.full_like(x, FACTOR * SLOPE), (x * FACTOR).sum()))
+    FACTOR, SLOPE = 2.0, 1.0
+
+
 def test_a_function_that_counts_its_traces_is_traced_once():
     """What changed while it was traced is not compared."""
     runs = 0
@@ -328,7 +384,81 @@ def drawn(x: Tensor) -> Tensor:
     return x if random.random() < 0.5 else 2 * x
 
 
+def put_back(x: Tensor) -> Tensor:
+    """Draws what is drawn again."""
+    with torch.random.fork_rng([]):
+        x = x + torch.rand(3)
+    return x + torch.rand(3)
+
+
+def put_back_last(x: Tensor) -> Tensor:
+    """Draws what the next call draws."""
+    with torch.random.fork_rng([]):
+        return x + torch.rand(3)
+
+
+def state_set(x: Tensor) -> Tensor:
+    """Draws twice the same."""
+    state = torch.get_rng_state()
+    y = x + torch.rand(3)
+    torch.set_rng_state(state)
+    return y - torch.rand(3)
+
+
+def dropout_again(x: Tensor) -> Tensor:
+    """Computes dropout again in the backward pass, where no state says what was dropped."""
+    y = x.clone().requires_grad_()
+    return torch.autograd.grad(checkpoint(lambda z: F.dropout(z).sin().sum(), y, use_reentrant=False), y)[0]
+
+
+def of_an_embedding(x: Tensor) -> Tensor:
+    """A gradient of rows."""
+    w = torch.outer(x, x).requires_grad_()
+    return torch.autograd.grad(F.embedding(torch.zeros(2, dtype=torch.long), w, sparse=True).sum(), w)[0].to_dense()
+
+
+def laplacian(w: Tensor) -> Tensor:
+    """A loss of second derivatives, of a small network."""
+
+    def trace_of(z: Tensor) -> Tensor:
+        return torch.func.hessian(lambda u: torch.tanh(torch.tanh(u @ w + w[0]) @ w).sum())(z).diagonal().sum()
+
+    return torch.func.vmap(trace_of)(torch.ones_like(w)).square().sum()
+
+
+OWN: list[Any] = [
+    lambda x, g: x + torch.rand(3, generator=g),
+    lambda x, g: x + torch.randn(3, generator=g),
+    lambda x, g: x + torch.randint(5, (3,), generator=g),
+    lambda x, g: x[torch.randperm(3, generator=g)],
+    lambda x, g: torch.bernoulli(x / 2, generator=g),
+    lambda x, g: x[torch.multinomial(x, 3, generator=g)],
+    lambda x, g: torch.normal(x, 1.0, generator=g),
+    lambda x, g: torch.poisson(x, generator=g),
+    lambda x, g: torch.empty(3).uniform_(generator=g) + x,
+    lambda x, g: torch.func.vmap(lambda y: y + torch.rand((), generator=g), randomness="different")(x),
+]
+
+
+@pytest.mark.parametrize("draw", OWN)
+def test_a_generator_of_its_own(draw):
+    """One made by the function, and one that is an argument: it would be a constant of the graph."""
+    words = r"with a generator of its own at .*test_signature\.py:\d+: .*from the state's seed"
+    with pytest.raises(TraceError, match=words):
+        eager(lambda x: draw(x, torch.Generator().manual_seed(3)))(torch.ones(3))
+    with pytest.raises(TraceError, match=words):
+        eager(draw)(torch.ones(3), torch.Generator())
+
+
 REFUSED = [
+    *((fn, r"puts back its state.*fork_rng.*from the state's seed") for fn in (put_back, put_back_last, state_set)),
+    (dropout_again, r"checkpoint around what draws\) before aten.*test_signature\.py"),
+    (of_an_embedding, r"sparse tensor at .*test_signature\.py:\d+.*use dense tensors, and sparse=False"),
+    (lambda x: torch.func.grad(laplacian)(torch.outer(x, x)), "vmap of forward mode.*jacrev of jacrev"),
+    (lambda x: {"a": x, "b": [2, (y for y in x)]}, r"gives back a generator at 'b\.1'"),
+    (lambda x: (x, lambda: x), r"gives back a function at '1'.*tensors, numbers, strings and None"),
+    (lambda x: torch.func.vjp(torch.sin, x), r"gives back a function at '1'"),
+    (lambda x: Rate(x), r"gives back a Rate, which a graph cannot make"),
     (data_in_place, r"changes its argument '0\.0' in place"),
     (data_assigned, r"assigns to \.data of its argument '0\.0'"),
     (in_a_list, r"changes its argument '0\.0' in place"),
@@ -352,6 +482,28 @@ def test_what_a_graph_would_do_otherwise(fn, words):
     finally:
         random.setstate(python)
     assert same_bits(eager(lambda x: 2 * x)(x), 2 * x)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:.*torch.jit.script")
+def test_operators_of_functions():
+    """A branch on a value, and attention that torch compiles within, are traced while random operators are watched."""
+    x = rand(16, 16, seed=1, dtype=torch.float32)
+
+    def branch(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    def attend(x: Tensor) -> Tensor:
+        return flex_attention(x[None, None], x[None, None], x[None, None])
+
+    for fn in (branch, attend):
+        assert torch.allclose(eager(fn)(x), fn(x), atol=1e-6)
+
+
+def test_what_is_no_tensor_comes_back():
+    """Constants, and objects that were passed."""
+    rate = Rate(1)
+    found = eager(lambda x, rate: [2 * x, 3, True, "s", None, x.dtype, x.device, rate])(torch.ones(2), rate)
+    assert found[1:] == [3, True, "s", None, torch.float32, torch.device("cpu"), rate]
 
 
 def test_arguments_that_cannot_be_compared():
