@@ -16,11 +16,12 @@ from .check import check
 from .collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
 from .comm import MismatchError
 from .data import join_batches
-from .grad import Mean, Sum, Unreduced, reduce_grads, value, value_and_grad
+from .grad import Mean, Sum, reduce_grads, value, value_and_grad
 from .hvp import hvp
 from .jit import jit
 from .loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, nonfinite_leaves, select
 from .norms import global_norm
+from .parts import Unreduced
 from .plan import Plan, make_plan
 from .precision import Policy
 from .record import tally

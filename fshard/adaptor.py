@@ -48,16 +48,16 @@ def from_torch(cls: Any, **hyperparams: Any) -> Transform:
     if cls not in vars(torch.optim).values():
         return whole_leaves(_of_user(cls, hyperparams))
     try:
-        cls([torch.zeros(1, 1)], **hyperparams)
+        cls([torch.zeros(1, 1, dtype=torch.float32)], **hyperparams)
     except (TypeError, ValueError) as refused:
         raise type(refused)(f"from_torch: torch.optim.{cls.__name__} refuses these arguments: {refused}") from refused
-    elementwise = cls.__name__ in _ELEMENTWISE
-    scalars = {n for n, x in _begin(cls, hyperparams, torch.zeros(1)).items() if not x.dim()} if elementwise else set()
+    elementwise, one = cls.__name__ in _ELEMENTWISE, torch.zeros(1, dtype=torch.float32)
+    scalars = {n for n, x in _begin(cls, hyperparams, one).items() if not x.dim()} if elementwise else set()
 
     def init(params: Any) -> TorchState:
         rows = tree.leaves(params)
         if elementwise:
-            begun = [_begin(cls, hyperparams, row) for row in rows] or [_begin(cls, hyperparams, torch.zeros(1))]
+            begun = [_begin(cls, hyperparams, row) for row in rows] or [_begin(cls, hyperparams, one)]
             return _like_params(begun if rows else begun[:0], params, begun[0], scalars)
         layout = layout_of(params)
         shapes = {n: _begin(cls, hyperparams, _meta(layout.leaves[n])) for n in layout.numbers}
@@ -178,7 +178,8 @@ def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
 def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
     """A class of the user's: what its state holds is read off a step with gradients of zero, and made by the first."""
     _check_apart(cls, hyperparams)
-    numbers = {n: type(x) for n, x in _first_step(cls, hyperparams, torch.zeros(2, 2)).items() if not _is_tensor(x)}
+    first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32))
+    numbers = {n: type(x) for n, x in first.items() if not _is_tensor(x)}
     known = inspect.signature(cls.step).parameters.keys() - {"self", "closure"}
 
     def begin(row: Tensor) -> Entry:
@@ -190,7 +191,7 @@ def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
         held = {s.leaf: begin(rows[s.row]) for s in layout.mine}
         names = dict.fromkeys(name for entry in shapes.values() for name in entry)
         tensors = {name: _entries_of(name, layout, shapes, held) for name in names}
-        return TorchState(tensors, {"begun": torch.zeros(())})
+        return TorchState(tensors, {"begun": torch.zeros((), dtype=torch.float32)})
 
     def run(grads: Any, state: TorchState, params: Any, extra: Mapping[str, Any]) -> TorchState:
         rows, layout, after = [row.detach() for row in tree.leaves(params)], layout_of(params), dict[int, Entry]()
@@ -212,7 +213,7 @@ def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
             name: Pieces(x.layout, [_value(after[s.leaf][name]) for s in x.layout.mine])
             for name, x in state.tensors.items()
         }
-        return TorchState(tensors, {"begun": torch.ones(())})
+        return TorchState(tensors, {"begun": torch.ones((), dtype=torch.float32)})
 
     return _adapted(init, run)
 
@@ -228,7 +229,7 @@ def _check_apart(cls: Any, hyperparams: Mapping[str, Any]) -> None:
         optimizer.step()
         return rows
 
-    starts = [torch.arange(1.0, 5.0).view(2, 2) * scale for scale in (1.0, -3.0)]
+    starts = [torch.arange(1.0, 5.0, dtype=torch.float32).view(2, 2) * scale for scale in (1.0, -3.0)]
     together, alone = stepped(*starts), [stepped(start)[0] for start in starts]
     if not all(torch.allclose(a, b) for a, b in zip(together, alone, strict=True)):
         raise ValueError(

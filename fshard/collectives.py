@@ -118,6 +118,8 @@ def _over(x: Any, collective: _Collective) -> Any:
         if leaf.layout is not torch.strided:
             layout = f"got layout {leaf.layout}. Use .to_dense()."
             raise ValueError(f"{collective.kind}: leaf {path!r}: expected a dense tensor, {layout}")
+        if collective.kind in ("all_reduce", "reduce_scatter"):
+            comm.check_combines(collective.kind, collective.op, leaf.dtype, f": leaf {path!r}")
     if collective.kind == "all_gather":
         leaves = [leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in leaves]
     return tree.unflatten(spec, [_Apply.apply(leaf, collective) for leaf in leaves])

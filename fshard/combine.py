@@ -64,7 +64,7 @@ def chain(*txs: Any) -> Transform:
 
 def _is_bare(tx: Transform) -> bool:
     """Whether it acts on every element by itself and keeps nothing: one label's leaves are nothing to another's."""
-    return tx.elementwise and not tree.leaves(tx.init(torch.zeros(1)))
+    return tx.elementwise and not tree.leaves(tx.init(torch.zeros(1, dtype=torch.float32)))
 
 
 def _not_own(extra: dict[str, Any]) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
         count = state.count + num_made(found_inf)
         return params, HyperState(choose(found_inf, state.hyperparams, now), count, inner)
 
-    made = built(begun(torch.zeros(())))
+    made = built(begun(torch.zeros((), dtype=torch.float32)))
     # a schedule counts the updates of all labels as one
     tx = Transform(init, update, fused, made.elementwise, made.labelled and not schedules, views=True)
     return checked(tx, Needs("with_hyperparams", HyperState, sparse=True))

@@ -37,6 +37,8 @@ _SMALL = 1 << 14
 _only = itemgetter(0)
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_ORDERED = frozenset({*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def _note(kind: str, ranks: Ranks, label: str, nbytes: int, more: str = "") -> None:
@@ -291,8 +293,7 @@ def all_reduce(
     Sends 2 (W - 1) / W of the tensor: a reduce-scatter, then an all-gather; (W - 1) times it where it is small. `out`
     may be of a wider dtype; the sum is then gathered in that. Ranks that compare calls compare `more` as well.
     """
-    if op not in _COMBINE:
-        raise ValueError(f"all_reduce knows op={', '.join(map(repr, _COMBINE))}, not {op!r}")
+    check_combines("all_reduce", op, x.dtype)
     x, size = x.contiguous(), ranks.size
     width = max(1, (x if out is None else out).dtype.itemsize // x.dtype.itemsize)
     # between two ranks, sending everything is no more than sending both halves of the way
@@ -315,6 +316,15 @@ def all_reduce(
     own = _parts(into, ranks)[ranks.rank]
     scattered = _scatter(flat, ranks, own, "all_reduce", label, fast=False)
     return scattered.then(lambda part: _gather(part, ranks, into, "all_reduce", label)).then(lambda _: result)
+
+
+def check_combines(kind: str, op: str, dtype: torch.dtype, leaf: str = "") -> None:
+    """Raise unless ranks can combine tensors of a dtype: ValueError for the operation, TypeError for the dtype."""
+    if op not in _COMBINE:
+        raise ValueError(f"{kind} knows op={', '.join(map(repr, _COMBINE))}, not {op!r}")
+    sums = op == "sum" and (dtype.is_complex or dtype.is_floating_point)  # narrow ones in float32
+    if dtype not in _ORDERED and not sums:
+        raise TypeError(f"{kind}{leaf}: torch has no {op} of {dtype}: convert it first, or use all_gather")
 
 
 def all_to_all(x: Tensor, ranks: Ranks, label: str = "") -> Pending:

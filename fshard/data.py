@@ -28,7 +28,7 @@ def join_batches(data: Iterable[Any], mesh: comm.Mesh = None, like: Any = None) 
     batches, batch, end = iter(data), like, object()
     while True:
         following = next(batches, end)
-        weight = torch.tensor(float(following is not end), device=comm.mesh_device(mesh))
+        weight = torch.tensor(float(following is not end), dtype=torch.float32, device=comm.mesh_device(mesh))
         batch = batch if following is end else following
         if not bool(comm.total(weight, mesh, op="max", label="batches")):
             return

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import comm, levels, offload, tree
 from .arguments import check_flags, check_function, is_number, shown
+from .parts import Unreduced
 from .plan import Plan
 from .reduction import Reduction, reduction_of
 from .shard import Sharded, local_numel, whole_view
@@ -46,16 +47,6 @@ class Sum:
 
 tree.register_fields(Mean, ("total", "count"))
 tree.register_fields(Sum, ("total",))
-
-
-@dataclass(frozen=True)
-class Unreduced:
-    """Gradients of this rank alone, whole: trees of them can be added; `reduce_grads` makes them the mesh's, once."""
-
-    local: Any
-
-
-tree.register_fields(Unreduced, ("local",), names=("",))  # paths of leaves are those of the parameters
 
 
 @dataclass(frozen=True)

@@ -317,7 +317,7 @@ def unscaled(g: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
 
 def unscale_(rows: Sequence[Tensor], inverse: Tensor) -> Tensor:
     """`unscaled` on a list, in place and in one pass; returns whether any is not finite."""
-    found = torch.zeros(1, device=inverse.device)
+    found = torch.zeros(1, dtype=torch.float32, device=inverse.device)
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for row in rows:
         if row.dtype in _HALF_OR_SINGLE and row.layout is torch.strided and not is_tracing():
@@ -327,7 +327,7 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor) -> Tensor:
             row.copy_(new)
             found = torch.maximum(found, bad.to(found.device))
     for (device, _), some in lists.items():
-        one = torch.zeros(1, device=device)
+        one = torch.zeros(1, dtype=torch.float32, device=device)
         # Private: what torch.amp.GradScaler calls; nothing public reads and writes in one pass (test_loss_scale.py
         # notices when it goes)
         torch._amp_foreach_non_finite_check_and_unscale_(some, one, inverse.to(device, torch.float32))

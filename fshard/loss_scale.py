@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from . import agree, kernels, tree
-from .arguments import check_whole, is_number, wrong
-from .comm import Mesh
+from .arguments import check_whole, is_number, shown, wrong
+from .comm import Mesh, axis_sizes
 from .labels import Labels, label_of
 from .nodes import is_tracing
 from .parts import Leaf, Parts, device_of, layout_of, mesh_of, pieces
-from .transform import FoundInf, any_found
+from .transform import FoundInf, any_found, check_found
 
 # What a DynamicLossScale has and torch.amp.GradScaler has not, with the values that make it torch's.
 _BOUNDS = {"min_scale": 0.0, "max_scale": math.inf, "hysteresis": 1}
@@ -77,12 +77,18 @@ def _as_scale(scale: Any) -> Tensor:
     """A 0-d float32 tensor of its own: the caller may go on to write to the one that was given."""
     if not isinstance(scale, Tensor) and not is_number(scale):
         raise TypeError(wrong("a loss scale", scale, "a number above 0, or a 0-d tensor"))
-    plain = scale.as_subclass(Tensor) if isinstance(scale, Tensor) else torch.tensor(float(scale))
+    plain = scale.as_subclass(Tensor) if isinstance(scale, Tensor) else torch.tensor(float(scale), dtype=torch.float32)
     if plain.dim():
         raise ValueError(f"a loss scale is a number or a 0-d tensor, got a tensor of shape {tuple(plain.shape)}")
     if not isinstance(scale, Tensor) and not 0 < scale < math.inf:
         raise ValueError(f"a loss scale is a finite number above 0, got {scale}")
     return plain.detach().to(torch.float32, copy=True)
+
+
+def _check_between(scale: Any, least: float, most: float) -> None:
+    """Raise ValueError for a number outside of the bounds, as float32 has them; tensors are not read."""
+    if is_number(scale) and not least * (1 - 2**-23) <= scale <= most * (1 + 2**-23):
+        raise ValueError(f"a loss scale={scale}: expected min_scale={least} <= scale <= max_scale={most}")
 
 
 def _unscale(grads: Any, scale: Tensor, own: bool, labels: Labels, mesh: Mesh) -> tuple[Any, FoundInf]:
@@ -134,6 +140,7 @@ def _check_grads(grads: Any) -> None:
 
 def _meshes(x: Any, mesh: Mesh) -> list[Mesh]:
     """The meshes whose ranks agree on what is finite: that of the parts in a tree, and the one that was asked for."""
+    axis_sizes(mesh)
     return [each for each in (mesh_of(x), mesh) if each is not None]
 
 
@@ -153,7 +160,7 @@ def _found_by(key: Callable[[Leaf], Any], x: Any, meshes: Sequence[Mesh]) -> dic
             for n, leaf in ((n, layout.leaves[n]) for n in layout.numbers)
         }
         for each in keys.values():
-            found.setdefault(each, [torch.zeros((), device=device)])
+            found.setdefault(each, [torch.zeros((), dtype=torch.float32, device=device)])
         for n, piece in pieces(node, layout):
             values = _values(piece)
             if values.numel() and (values.is_floating_point() or values.is_complex()):
@@ -218,6 +225,7 @@ class StaticLossScale:
 
     def adjust(self, found_inf: FoundInf) -> StaticLossScale:
         """The scaler of the next step."""
+        check_found(found_inf)
         return self
 
 
@@ -225,8 +233,9 @@ class StaticLossScale:
 class DynamicLossScale(StaticLossScale):
     """A scale that backs off where gradients overflow, and grows after `growth_interval` updates that did not.
 
-    It stays between `min_scale` and `max_scale`, and backs off from the `hysteresis`-th overflow on since it last grew
-    (with 1, from the first: torch.amp.GradScaler's rule).
+    It begins at 2^16 (or the nearest bound) if it is not given, and stays between `min_scale` and `max_scale`: a number
+    outside is a ValueError. It backs off from the `hysteresis`-th overflow on since it last grew (with 1, from the
+    first: torch.amp.GradScaler's rule).
 
     >>> scaler = DynamicLossScale(16.0, growth_interval=1)
     >>> scaler.adjust(torch.tensor(1.0)).scale.item(), scaler.adjust(torch.tensor(0.0)).scale.item()
@@ -246,7 +255,7 @@ class DynamicLossScale(StaticLossScale):
 
     def __init__(
         self,
-        scale: Any = 2.0**16,
+        scale: Any = None,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
@@ -270,7 +279,10 @@ class DynamicLossScale(StaticLossScale):
             )
         if not 0 <= min_scale <= max_scale:
             raise ValueError(f"DynamicLossScale: expected 0 <= min_scale <= max_scale, got {min_scale} and {max_scale}")
+        if scale is None:
+            scale = min(max(2.0**16, min_scale), max_scale)
         plain = _as_scale(scale)
+        _check_between(scale, min_scale, max_scale)
         borne = hysteresis if hysteresis_tracker is None else hysteresis_tracker
         counts = [torch.as_tensor(n).to(plain.device, torch.int32, copy=True) for n in (growth_tracker, borne)]
         values = (plain, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, *counts)
@@ -279,6 +291,7 @@ class DynamicLossScale(StaticLossScale):
     def adjust(self, found_inf: FoundInf, new_scale: Any = None) -> DynamicLossScale:
         """The scaler of the next step, or one with another scale: no host read."""
         if new_scale is not None:
+            _check_between(new_scale, self.min_scale, self.max_scale)
             return self._with(_as_scale(new_scale).to(self._scale.device), self.growth_tracker, self.hysteresis_tracker)
         found = any_found(found_inf).to(self._scale.device, torch.bool)
         borne = self.hysteresis_tracker - found.int()
@@ -348,14 +361,15 @@ class NoLossScale:
     @property
     def value(self) -> Tensor:
         """One, a 0-d float32 tensor."""
-        return torch.ones(())
+        return torch.ones((), dtype=torch.float32)
 
     def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None, mesh: Mesh = None) -> tuple[Any, Tensor]:
         """grads, and 0."""
-        return grads, torch.zeros((), device=device_of(grads))
+        return grads, torch.zeros((), dtype=torch.float32, device=device_of(grads))
 
     def adjust(self, found_inf: FoundInf) -> NoLossScale:
         """Itself."""
+        check_found(found_inf)
         return self
 
 
@@ -369,9 +383,16 @@ tree.register_fields(NoLossScale, ())
 
 
 def select(found_inf: Tensor, if_inf: Any, if_finite: Any) -> Any:
-    """One of two trees of one structure, by a 0-d tensor: no host read.
+    """One of two trees of one structure, shapes and dtypes, by a 0-d tensor: no host read.
 
     >>> select(torch.tensor(1.0), {"w": torch.tensor(1)}, {"w": torch.tensor(2)})
     {'w': tensor(1)}
     """
-    return tree.map(lambda a, b: kernels.where(found_inf, a, b), if_inf, if_finite)
+    check_found(found_inf, labelled=False)
+    leaves, spec = tree.flatten(if_inf)
+    pairs = [*zip(leaves, tree.flatten_up_to(spec, if_finite), strict=True)]
+    for number, (a, b) in enumerate(pairs):
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
+            alike = "expected two tensors of one shape and dtype"
+            raise ValueError(f"select: leaf {tree.paths(spec)[number]!r}: {alike}, got {shown(a)} and {shown(b)}")
+    return tree.unflatten(spec, [kernels.where(found_inf, a, b) for a, b in pairs])

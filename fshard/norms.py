@@ -22,7 +22,7 @@ from . import comm, tree
 from .arguments import check_positive
 from .comm import Axes, Mesh
 from .kernels import beside, wide
-from .parts import Layout, Parts, device_of, layout_of, pieces
+from .parts import Layout, Parts, Unreduced, device_of, layout_of, pieces
 
 _exact: ContextVar[bool] = ContextVar("fshard_exact_norms", default=False)
 _BLOCK = 1 << 16  # elements that stay in cache
@@ -68,7 +68,9 @@ def _unbinned(sums: Tensor, p: float, scale: Tensor, largest: Tensor) -> Tensor:
 
 def _power_sums(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
     """The sum of p-th powers of magnitudes of each tensor (or their maximum): float64, on one device."""
-    norms = [_norm(x.reshape(-1), p) if x.numel() else torch.zeros((), device=device) for x in tensors]
+    norms = [
+        _norm(x.reshape(-1), p) if x.numel() else torch.zeros((), dtype=torch.float64, device=device) for x in tensors
+    ]
     sums = torch.stack([norm.double().to(device) for norm in norms])
     return sums if p == math.inf else sums**p
 
@@ -107,7 +109,8 @@ def _by_leaf(numbers: Sequence[int], powers: Sequence[Tensor], op: str, layout: 
         index = torch.tensor(numbers, device=zero.device).view(shape).expand_as(data)
         sums.scatter_reduce_(0, index, data, "amax" if op == "max" else op)
     if layout.axes:
-        mask = torch.tensor([n in layout.shared for n in range(len(layout.leaves))], device=zero.device).view(shape)
+        shared = [n in layout.shared for n in range(len(layout.leaves))]
+        mask = torch.tensor(shared, dtype=torch.bool, device=zero.device).view(shape)
         everywhere = torch.where(mask, sums, 0)
         sums = comm.total(torch.where(mask, 0, sums), layout.mesh, layout.axes, op, label="leaf norms")
         sums = sums + everywhere
@@ -146,6 +149,7 @@ def global_norm(x: Any, p: float = 2) -> Tensor:
     tensor(5.)
     """
     check_positive("global_norm: p", p, tensors=False)
+    _check_floating(x)
     worlds, device = _worlds(x), device_of(x)
     if _is_exact() and p != math.inf:
         largest = global_norm(x, math.inf)
@@ -161,7 +165,19 @@ def global_norm(x: Any, p: float = 2) -> Tensor:
             sums.append(comm.total(_joined(powers, p), mesh, axes, _op(p), label="norm"))
     wides = {wide(dtype) for node in tree.tops(x, Parts) for dtype in _dtypes(node)}
     dtype = torch.float64 if torch.float64 in wides else torch.float32
-    return _root(_joined(torch.stack(sums), p), p).to(dtype) if sums else torch.zeros(())
+    return _root(_joined(torch.stack(sums), p), p).to(dtype) if sums else torch.zeros((), dtype=dtype)
+
+
+def _check_floating(x: Any) -> None:
+    """Raise TypeError for a plain leaf that has no norm, and for gradients that are each rank's own."""
+    if tree.nodes(x, Unreduced):
+        raise TypeError("global_norm: these gradients are each rank's own: fshard.reduce_grads gives the mesh's")
+    for number, leaf in enumerate([x] if x is None else tree.tops(x, Parts)):
+        if isinstance(leaf, Parts) or (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
+            continue
+        path = tree.paths_to(x, Parts)[number][0] if x is not None else ""
+        got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+        raise TypeError(f"global_norm: leaf {path!r}: expected a floating tensor, got {got}")
 
 
 def gram(trees: Sequence[Any]) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import comm, tree
-from .arguments import check_whole, check_word
+from .arguments import check_whole, check_word, wrong
 from .labels import LabelState
 from .move import collect, on_rank
 from .parts import EVERYONE, Layout, Parts, Span, layout_of, mesh_of, packed, pick, pieces, typed
@@ -302,6 +302,7 @@ def load_state_dict(
     """
     if not saved and src is not None:
         return shard_state({}, like, src)
+    _check_saved(saved)
     fields, by_label = _known(like, params)
     order = order or [leaf for some in by_label for leaf in some]
     entries = _by_path(saved, order)
@@ -330,12 +331,21 @@ def load_state_dict(
     return shard_state(whole, like, src)
 
 
+def _check_saved(saved: Any) -> None:
+    order = "The order is load_state_dict(saved, like, params)"
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"load_state_dict: {wrong('saved', saved, 'a dict in the format of torch.optim', order)}")
+    if not isinstance(saved.get("state"), Mapping):
+        there = ", ".join(map(repr, saved)) or "nothing"
+        raise ValueError(f"load_state_dict: saved: expected a dict with 'state', there is {there}. {order}")
+
+
 def _whole(x: Any, mesh: comm.Mesh) -> Tensor:
     """A tensor, or a sharded one of torch's, whole: every rank must call it for those."""
     if hasattr(x, "full_tensor"):  # a DTensor
         return x.full_tensor()
     if not hasattr(x, "local_shards"):
-        return torch.as_tensor(x)
+        return torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64)
     # a ShardedTensor: what this rank has of it; replicas have the same, so the largest is that of any
     lowest = torch.finfo(x.dtype).min if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
     whole = torch.full(tuple(x.size()), lowest, dtype=x.dtype, device=comm.mesh_device(mesh))

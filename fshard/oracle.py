@@ -168,8 +168,9 @@ def _forward(
     extra = tree.detached(more.pop(0)) if with_extra else None
     loss, aux = policy.cast((loss, more[0] if has_aux else None), "output")
     if isinstance(loss, Mean):
-        return _Out(loss.total, torch.as_tensor(loss.count), Mean, live, extra, aux)
-    return _Out(loss.total if isinstance(loss, Sum) else loss, torch.tensor(1.0), type(loss), live, extra, aux)
+        return _Out(loss.total, torch.as_tensor(loss.count, dtype=torch.float64), Mean, live, extra, aux)
+    weight = torch.tensor(1.0, dtype=torch.float64)
+    return _Out(loss.total if isinstance(loss, Sum) else loss, weight, type(loss), live, extra, aux)
 
 
 def _loss(outs: Sequence[Sequence[_Out]]) -> tuple[Tensor, Tensor]:
@@ -212,7 +213,7 @@ def _found(grads: Mapping[str, Tensor], whole: _Whole, labels: Labels) -> Any:
         label = None if labels is None else label_of(leaf, labels)
         found.setdefault(label, []).append((~g.isfinite()).any().float())
     by_label = {label: torch.stack(bad).amax() for label, bad in found.items()}
-    return by_label.get(None, torch.zeros(())) if labels is None else by_label
+    return by_label.get(None, torch.zeros((), dtype=torch.float32)) if labels is None else by_label
 
 
 def _norm(grads: Mapping[str, Tensor], whole: _Whole) -> Tensor:

@@ -272,6 +272,16 @@ class Views:
     runs: Sequence[Sequence[Tensor]]
 
 
+@dataclass(frozen=True)
+class Unreduced:
+    """Gradients of this rank alone, whole: trees of them can be added; `reduce_grads` makes them the mesh's, once."""
+
+    local: Any
+
+
+tree.register_fields(Unreduced, ("local",), names=("",))  # paths of leaves are those of the parameters
+
+
 def packed(x: Any) -> Any:
     """Parts with rows of their own, copied from views; anything else as it is."""
     return x.make(x.key, [torch.cat(list(run)) for run in x.runs]) if isinstance(x, Views) else x

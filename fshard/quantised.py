@@ -139,7 +139,7 @@ def adamw_8bit(
 
         def zero() -> Quantised:
             codes = [torch.zeros_like(row, dtype=torch.uint8) for row in rows]
-            scales = [torch.zeros(-(-row.numel() // block), device=row.device) for row in rows]
+            scales = [torch.zeros(-(-row.numel() // block), dtype=torch.float32, device=row.device) for row in rows]
             derived = _derived(layout, "codes", torch.uint8, 1), _derived(layout, "scales", torch.float32, block)
             return Quantised(Pieces(derived[0], codes), Pieces(derived[1], scales))
 
@@ -152,7 +152,9 @@ def adamw_8bit(
         moments = [*state.mu, *state.nu]
         columns = zip(tree.leaves(params), tree.leaves(grads), *(m.tensors for m in moments), strict=True)
         # a graph takes constants, and no tensors from outside
-        now = (torch.tensor(lists[0]), torch.tensor(lists[1])) if is_tracing() else books
+        now = books
+        if is_tracing():
+            now = torch.tensor(lists[0], dtype=torch.float32), torch.tensor(lists[1], dtype=torch.float32)
         rows = [_update_row(constants, now, block, *row) for row in columns]
         updates = tree.unflatten(tree.flatten(grads)[1], [row[0] for row in rows])
         kept = [Pieces(old.layout, [row[i + 1] for row in rows]) for i, old in enumerate(moments)]

@@ -157,7 +157,7 @@ def _gradients(loss_fn: Callable[..., Any], state: Any, args: Any, rank: int, de
 
 def _nonfinite(rank: int, what: str, x: Any) -> Iterator[Finding]:
     for place in places(x):
-        value = torch.tensor(place.value) if isinstance(place.value, float) else place.value
+        value = torch.tensor(place.value, dtype=torch.float64) if isinstance(place.value, float) else place.value
         if isinstance(value, Tensor) and (bad := ~value.detach().isfinite()).any():
             first = int(bad.reshape(-1).int().argmax())
             text = f"element {first} is {value.detach().reshape(-1)[first].item()}, {int(bad.sum())} of {bad.numel()}"

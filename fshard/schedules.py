@@ -26,7 +26,7 @@ def _check(name: str, steps: Any = 1, **numbers: Any) -> None:
 
 def _share(count: Tensor, steps: int) -> Tensor:
     """How much of a number of steps is over, from 0 to 1, in float64."""
-    return (torch.as_tensor(count).double() / steps).clamp(0, 1)
+    return (torch.as_tensor(count, dtype=torch.float64) / steps).clamp(0, 1)
 
 
 def constant(value: float) -> Schedule:
@@ -90,7 +90,7 @@ def one_cycle(peak: float, steps: int, rise: float = 0.3, div: float = 25.0, fin
         return b + (a - b) * (1 + torch.cos(math.pi * share.clamp(0, 1))) / 2
 
     def schedule(count: Tensor) -> Tensor:
-        t = torch.as_tensor(count).double()
+        t = torch.as_tensor(count, dtype=torch.float64)
         up = between(peak / div, peak, t / top)
         return torch.where(t <= top, up, between(peak, peak / div / final_div, (t - top) / (steps - 1 - top)))
 
@@ -111,7 +111,7 @@ def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
         _check("piecewise", factor=factor)
 
     def schedule(count: Tensor) -> Tensor:
-        t = torch.as_tensor(count)
+        t = torch.as_tensor(count, dtype=torch.float64)
         value = torch.full((), start, dtype=torch.float64, device=t.device)
         for step, factor in sorted(factors.items()):
             value = torch.where(t >= step, value * factor, value)
@@ -137,7 +137,7 @@ def join(schedules: Sequence[Callable[[Tensor], Tensor]], boundaries: Sequence[i
         )
 
     def schedule(count: Tensor) -> Tensor:
-        t = torch.as_tensor(count)
+        t = count if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)
         value = schedules[0](t)
         for boundary, following in zip(boundaries, schedules[1:], strict=True):
             value = torch.where(t >= boundary, following(t - boundary), value)

@@ -137,7 +137,7 @@ class Tape:
         self._params = params
         self._plan: Plan = params.plan
         self._into = into
-        self.root = torch.zeros((), requires_grad=into is not None)
+        self.root = torch.zeros((), dtype=torch.float32, requires_grad=into is not None)
         self._held: dict[int, dict[Slot, Tensor]] = {}
         self._bound: dict[int, dict[Slot, Tensor]] = {}  # the same, bound to their anchors
         self._coming: dict[int, dict[int, comm.Pending]] = {}

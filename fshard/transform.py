@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import agree, kernels, tree
-from .arguments import check_flags, check_function, check_hyperparams, check_positive, check_rate, shown
+from .arguments import check_flags, check_function, check_hyperparams, check_positive, check_rate, shown, wrong
 from .kernels import Number, beside
 from .nodes import is_tracing
 from .norms import global_norm, leaf_norms, scale_leaves_, scaled
@@ -91,7 +91,21 @@ def choose(found_inf: FoundInf | None, old: Any, new: Any) -> Any:
 
 def any_found(found_inf: FoundInf) -> Tensor:
     """Whether it is 1, for any label."""
+    check_found(found_inf)
     return found_inf if isinstance(found_inf, Tensor) else torch.stack([*found_inf.values()]).amax()
+
+
+def check_found(found_inf: Any, labelled: bool = True) -> None:
+    """Raise TypeError unless it is a 0-d tensor, or a dict of one for each label; ValueError for other shapes."""
+    known = [*found_inf.values()] if labelled and isinstance(found_inf, Mapping) else [found_inf]
+    if not known or not all(isinstance(found, Tensor) for found in known):
+        gives = "unscale gives (grads, found_inf), in this order"
+        raise TypeError(
+            wrong("found_inf", found_inf, "a 0-d tensor" + ", or a dict of one for each label" * labelled, gives)
+        )
+    for found in known:
+        if found.dim():
+            raise ValueError(wrong("found_inf", found, "a 0-d tensor", "Use found_inf.any()"))
 
 
 def num_made(found_inf: FoundInf | None) -> Tensor | int:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from worlds import gloo, simulated
 
 import fshard
-from fshard import optim, testing, wire
+from fshard import agree, optim, testing, wire
 
 Call = Callable[[], Any]
 
@@ -33,6 +34,8 @@ TX = optim.sgd(0.1)
 STATE = fshard.init_state(SHARDED, TX)
 STEP = fshard.train_step(loss, TX)
 X = torch.ones(1, 3)
+SCALER = fshard.DynamicLossScale(8.0)
+FOUND = torch.zeros(())
 MODULE = nn.Linear(2, 2)
 INFERENCE = torch.inference_mode()
 
@@ -326,6 +329,22 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
         V,
         ("state_dict: key='name'", "'path' or 'index'"),
     ),
+    "load_state_dict(state, saved)": (
+        lambda: optim.load_state_dict(STATE.opt_state, {"state": {}}, SHARDED),
+        T,
+        ("load_state_dict: saved=", "a dict in the format of torch.optim", "(saved, like, params)"),
+    ),
+    "load_state_dict({})": (
+        lambda: optim.load_state_dict({}, STATE.opt_state, SHARDED),
+        V,
+        ("load_state_dict: saved", "a dict with 'state'", "there is nothing"),
+    ),
+    "apply_updates(structure)": (
+        lambda: optim.apply_updates(params(), {"w": X}),
+        V,
+        ("dictionary key mismatch", "'b'"),
+    ),
+    "apply_updates(tensor)": (lambda: optim.apply_updates(params(), X), V, ("Expected an instance of dict", "tensor")),
     # --- zero
     "zero(mesh=4)": (lambda: fshard.zero(TX, 4), T, ("mesh: expected a DeviceMesh", "got 4")),
     "zero(partition)": (lambda: fshard.zero(TX, partition="leafs"), V, ("zero: partition='leafs'", "'flat' or 'leaf'")),
@@ -351,6 +370,66 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
         ("growth_interval=1.5", "updates"),
     ),
     "StaticLossScale(None)": (lambda: fshard.StaticLossScale(None), T, ("a loss scale=None", "a number above 0")),
+    "scale below min_scale": (
+        lambda: fshard.DynamicLossScale(2.0, min_scale=4.0),
+        V,
+        ("a loss scale=2.0", "min_scale=4.0 <= scale <= max_scale=inf"),
+    ),
+    "new_scale above max_scale": (
+        lambda: fshard.DynamicLossScale(2.0, max_scale=4.0).adjust(torch.zeros(()), 8.0),
+        V,
+        ("a loss scale=8.0", "max_scale=4.0"),
+    ),
+    "adjust(1.0)": (lambda: SCALER.adjust(1.0), T, ("found_inf=1.0", "a 0-d tensor")),
+    "adjust(True)": (lambda: SCALER.adjust(True), T, ("found_inf=True", "a 0-d tensor")),
+    "adjust({})": (lambda: SCALER.adjust({}), T, ("found_inf=an object of type dict", "one for each label")),
+    "adjust(unscale)": (
+        lambda: SCALER.adjust(SCALER.unscale(params())),
+        T,
+        ("found_inf=", "a 0-d tensor", "unscale gives (grads, found_inf)"),
+    ),
+    "adjust(vector)": (
+        lambda: SCALER.adjust(X[0]),
+        V,
+        ("found_inf=a torch.float32 tensor of shape (3,)", "a 0-d tensor"),
+    ),
+    "adjust(labels of vectors)": (lambda: SCALER.adjust({"a": X}), V, ("found_inf=", "shape (1, 3)", "a 0-d tensor")),
+    "StaticLossScale.adjust": (lambda: fshard.StaticLossScale(2.0).adjust(X), V, ("found_inf=", "a 0-d tensor")),
+    "NoLossScale.adjust": (lambda: fshard.NoLossScale().adjust(1.0), T, ("found_inf=1.0", "a 0-d tensor")),
+    "step(found_inf=True)": (
+        lambda: TX.step(params(), TX.init(params()), params(), found_inf=True),
+        T,
+        ("found_inf=True", "a 0-d tensor"),
+    ),
+    "select(True)": (lambda: fshard.select(True, X, X), T, ("found_inf=True", "a 0-d tensor. unscale gives")),
+    "select(trees first)": (
+        lambda: fshard.select(params(), params(), FOUND),
+        T,
+        ("found_inf=an object of type dict", "a 0-d tensor"),
+    ),
+    "select(vector)": (lambda: fshard.select(X[0], X, X), V, ("found_inf=", "shape (3,)", "a 0-d tensor")),
+    "select(shapes)": (
+        lambda: fshard.select(FOUND, {"a": X}, {"a": torch.ones(3, 3)}),
+        V,
+        ("select: leaf 'a'", "one shape and dtype", "shape (1, 3)", "shape (3, 3)"),
+    ),
+    "select(dtypes)": (
+        lambda: fshard.select(FOUND, {"a": [X]}, {"a": [X.double()]}),
+        V,
+        ("select: leaf 'a.0'", "one shape and dtype", "torch.float32", "torch.float64"),
+    ),
+    "select(number)": (lambda: fshard.select(FOUND, {"a": X}, {"a": 3.0}), V, ("select: leaf 'a'", "got", "3.0")),
+    "select(structures)": (lambda: fshard.select(FOUND, params(), {"w": X}), V, ("key", "'b'")),
+    "unscale(mesh='shard')": (
+        lambda: SCALER.unscale(params(), mesh="shard"),
+        T,
+        ("mesh: expected a DeviceMesh", "'shard'"),
+    ),
+    "nonfinite_leaves(mesh)": (
+        lambda: fshard.nonfinite_leaves(params(), "x"),
+        T,
+        ("mesh: expected a DeviceMesh", "'x'"),
+    ),
     # --- jit, check, meshes, data
     "jit(3)": (lambda: fshard.jit(3), T, ("jit: fn=3", "a function of trees")),
     "jit(donate)": (lambda: fshard.jit(STEP, donate=1), T, ("jit: donate=1", "True or False")),
@@ -374,6 +453,18 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "join_batches(mesh)": (lambda: list(fshard.join_batches([X], 2)), T, ("mesh: expected a DeviceMesh", "got 2")),
     "global_norm(p='2')": (lambda: fshard.global_norm(params(), "2"), T, ("global_norm: p='2'", "a number above 0")),
     "global_norm(p=-1)": (lambda: fshard.global_norm(params(), -1), V, ("global_norm: p=-1", "a number above 0")),
+    "global_norm(ints)": (
+        lambda: fshard.global_norm({"n": torch.arange(3)}),
+        T,
+        ("global_norm: leaf 'n'", "a floating tensor", "torch.int64"),
+    ),
+    "global_norm('x')": (lambda: fshard.global_norm("x"), T, ("global_norm: leaf ''", "a floating tensor", "str")),
+    "global_norm(None)": (lambda: fshard.global_norm(None), T, ("global_norm: leaf ''", "got NoneType")),
+    "global_norm(Unreduced)": (
+        lambda: fshard.global_norm(fshard.value_and_grad(loss, reduce=False)(SHARDED, X)[1]),
+        T,
+        ("global_norm: these gradients are each rank's own", "fshard.reduce_grads"),
+    ),
     # --- wires
     "Int8(0)": (lambda: wire.Int8(0), V, ("Int8: block=0", "at least 1")),
     "Int8('8')": (lambda: wire.Int8("8"), T, ("Int8: block='8'", "a number of elements")),
@@ -404,11 +495,23 @@ def on_ranks(mesh: Any) -> None:
     x, sharded = torch.ones(2), fshard.shard_params(params(), plan(mesh))
     tx = optim.adam(0.1)
     state = fshard.init_state(sharded, tx)
-    for name, call, words in [
+    for what, call, words in [
         ("all_gather(mesh, x)", lambda: fshard.all_gather(mesh, x, "shard"), ["mesh: expected a DeviceMesh", "tensor"]),
         ("axis", lambda: fshard.all_reduce(x, mesh, "model"), ["no axis 'model'", "'shard'"]),
         ("axis=0", lambda: fshard.all_reduce(x, mesh, 0), ["no axis 0", "'shard'"]),
         ("op", lambda: fshard.all_reduce(x, mesh, "shard", op="prod"), ["op='sum', 'max', 'min'", "not 'prod'"]),
+        *(
+            (name, partial(fshard.all_reduce, {"a": x.to(dtype)}, mesh, "shard", op=name), [*words, str(dtype)])
+            for name in ("max", "min")
+            for dtype in (torch.complex64, torch.float8_e4m3fn, torch.uint16)
+            for words in [["all_reduce: leaf 'a'", f"no {name} of"]]
+        ),
+        (
+            "sum",
+            lambda: fshard.reduce_scatter(x.to(torch.uint16), mesh, "shard"),
+            ["leaf ''", "no sum of torch.uint16"],
+        ),
+        ("found", lambda: agree.any_rank(torch.ones((), dtype=torch.complex64), mesh), ["no max of torch.complex64"]),
         ("src", lambda: fshard.broadcast(x, mesh, "shard", src=2), ["src=2", "one of the 2 ranks"]),
         ("src", lambda: fshard.broadcast(x, mesh, "shard", src=True), ["src=True", "a rank"]),
         ("leaf", lambda: fshard.vary({"a": 3}, mesh, "shard"), ["leaf 'a'", "expected a tensor", "got int"]),
@@ -431,7 +534,8 @@ def on_ranks(mesh: Any) -> None:
     ]:
         with pytest.raises((TypeError, ValueError)) as caught:
             call()
-        assert all(word in str(caught.value) for word in words), (name, words, str(caught.value))
+        assert all(word in str(caught.value) for word in words), (what, words, str(caught.value))
+    assert fshard.all_reduce(x * (mesh.get_local_rank("shard") + 1), mesh, "shard").tolist() == [3.0, 3.0]
 
 
 def _with(state: fshard.TrainState, other: fshard.TrainState) -> fshard.TrainState:

@@ -1,0 +1,168 @@
+"""What a step makes and keeps does not depend on torch.set_default_dtype: dtypes and bits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from models import same_bits
+from optimizers import TRANSFORMS
+from torch import Tensor
+from worlds import simulated
+
+import fshard
+from fshard import DynamicLossScale, NoLossScale, StaticLossScale, optim, tree
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DEFAULTS = [torch.float64, torch.bfloat16, torch.float16]
+# torch.optim's own counts take the default dtype, where it is float64
+OURS = [name for name in TRANSFORMS if not name.startswith("from_torch")]
+SCALERS = {
+    "none": lambda: None,
+    "static": lambda: StaticLossScale(1000.25),
+    "dynamic": lambda: DynamicLossScale(2.0**16 + 1, growth_interval=1),
+}
+
+
+@contextmanager
+def by_default(dtype: torch.dtype) -> Iterator[None]:
+    """With another default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _params(dtype: torch.dtype) -> dict[str, Tensor]:
+    rows = torch.arange(16, dtype=torch.float64).sin()
+    return {"w": rows[:12].view(4, 3).to(dtype), "b": rows[12:].to(dtype)}
+
+
+def _loss(params: Any, x: Tensor) -> fshard.Mean:
+    rows = (x.to(params["w"].dtype) @ params["w"]).square().sum(1) + (params["b"] * params["b"]).sum()
+    return fshard.Mean(rows.sum(), len(x))
+
+
+def _run(name: str, scaler: str, dtype: torch.dtype, mesh: Any = None) -> list[Tensor]:
+    """All tensors of the state and the metrics, after no step, one and two; the second overflows."""
+    params, tx = _params(dtype), TRANSFORMS[name]()
+    plan = fshard.make_plan(params, mesh, block=4)
+    state = fshard.init_state(fshard.shard_params(params, plan), tx, loss_scale=SCALERS[scaler]())
+    step = fshard.train_step(_loss, tx, accumulate=2, clip_norm=0.5)
+    x, kept = torch.arange(8, dtype=torch.float32).cos().view(2, 4), [*tree.leaves(state)]
+    for batch in (x, x + (torch.inf if scaler != "none" else 1)):
+        state, metrics = step(state, batch)
+        kept += [*tree.leaves(state), *metrics.values()]
+    return kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("name", OURS)
+def test_a_step_is_the_same_under_any_default(name: str, scaler: str, dtype: torch.dtype) -> None:
+    """Every transformation with every scaler: dtypes and bits of all it keeps, and of the metrics."""
+    expected = _run(name, scaler, dtype)
+    for default in DEFAULTS:
+        with by_default(default):
+            found = _run(name, scaler, dtype)
+        assert [x.dtype for x in found] == [x.dtype for x in expected], default
+        assert same_bits(found, expected), default
+
+
+def _on_ranks(mesh: Any) -> dict[str, list[Tensor]]:
+    return {name: _run(name, "dynamic", torch.float32, mesh) for name in ("adamw", "adamw_8bit", "lamb", "lbfgs")}
+
+
+def test_nor_on_two_ranks() -> None:
+    """What ranks agree on."""
+    expected = simulated(_on_ranks, shard=2)
+    for default in DEFAULTS:
+        with by_default(default):
+            found = simulated(_on_ranks, shard=2)
+        assert same_bits(found, expected), default
+
+
+def _values() -> dict[str, Any]:
+    """What other functions make of no tensor of the caller's dtype, or of numbers."""
+    grads = {"w": torch.tensor([1.0, torch.inf], dtype=torch.float32), "c": torch.ones(2, dtype=torch.complex64)}
+    scaler, none = DynamicLossScale(), NoLossScale()
+    like = _params(torch.float32)
+    state = optim.adamw(0.1).init(like)
+    saved = optim.state_dict(state, like)
+    saved["state"]["w"]["step"] = 3000.0
+    saved["state"]["b"]["step"] = 3000.0
+    return {
+        "value": [scaler.value, StaticLossScale(1000.3).value, none.value],
+        "unscale": [scaler.unscale(grads), none.unscale(grads), scaler.unscale(grads, labels={"**": "a"})[1]],
+        "nonfinite_leaves": torch.tensor([path == "w" for path in fshard.nonfinite_leaves(grads)]),
+        "global_norm": [fshard.global_norm({}), fshard.global_norm({"e": torch.zeros(0, dtype=torch.float32)})],
+        "join_batches": [weight for _, weight in fshard.join_batches([1, 2])],
+        "schedules": [make(3001.0) for make in (optim.linear(0.0, 1.0, 5000), optim.cosine(1.0, 5000))],
+        "join": optim.join([optim.constant(1.0), optim.linear(0.0, 1.0, 5000)], [3])(3001.0),
+        "one_cycle": optim.one_cycle(1.0, 5000)(3001.0),
+        "load_state_dict": optim.load_state_dict(saved, state, like),
+        "mean": fshard.value(lambda p: fshard.Mean(p["w"].sum(), 3001.0))(
+            fshard.shard_params(like, fshard.make_plan(like))
+        ),
+    }
+
+
+def test_nor_does_what_other_functions_make() -> None:
+    """Scales, counts, flags, weights and norms."""
+    expected = _values()
+    for default in DEFAULTS:
+        with by_default(default):
+            found = _values()
+        for name, value in expected.items():
+            assert same_bits(found[name], value), (default, name)
+
+
+class _Mean(torch.optim.Optimizer):
+    """An optimizer of a user's, with a number and a tensor in its state."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self) -> None:  # type: ignore[override]
+        """The parameters less the mean of gradients."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["made"] = state.get("made", 0.0) + 1.0
+                state["sum"] = state.get("sum", torch.zeros_like(p)) + p.grad
+                p.data.sub_(state["sum"] / state["made"], alpha=group["lr"])
+
+
+def _adapted() -> list[Any]:
+    params, tx = _params(torch.float32), optim.from_torch(_Mean)
+    return [tx.init(params), tx.step(params, tx.init(params), params), optim.from_torch(_Mean).init({})]
+
+
+def test_nor_does_the_state_of_a_users_class() -> None:
+    """`from_torch`: its own flag and numbers."""
+    expected = _adapted()
+    for default in DEFAULTS:
+        with by_default(default):
+            assert same_bits(_adapted(), expected), default
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSFORMS if name.startswith("from_torch")])
+@pytest.mark.parametrize("default", [torch.float32, *DEFAULTS])
+def test_torchs_own_state_is_torchs(name: str, default: torch.dtype) -> None:
+    """`from_torch` keeps a count in the dtype torch.optim would, which is float64 where that is the default."""
+    with by_default(default):
+        kept = tree.leaves(TRANSFORMS[name]().init(_params(torch.float32)))
+        leaf = torch.nn.Parameter(_params(torch.float32)["w"])
+        leaf.grad = torch.zeros_like(leaf)
+        theirs = getattr(torch.optim, name.removeprefix("from_torch-"))([leaf], **_settings(name))
+        theirs.step()
+    expected = {x.dtype for x in theirs.state[leaf].values()}
+    assert {x.dtype for x in kept} == expected
+
+
+def _settings(name: str) -> dict[str, Any]:
+    return {"momentum": 0.9} if name == "from_torch-SGD" else {"amsgrad": True} if name == "from_torch-Adam" else {}
