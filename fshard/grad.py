@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import comm, levels, offload, tree
+from . import anchors, comm, levels, offload, tree
 from .arguments import check_flags, check_function, is_number, shown
 from .parts import Unreduced
 from .plan import Plan
@@ -140,7 +141,8 @@ def _called(
         # a view that is handed on stands for what it is a view of
         known = {id(seen): part for part, seen in others}
         extra = tree.map_tops(lambda x: known.get(id(x), x), lambda x: id(x) in known, extra)
-        return loss, apart(tree.detached(extra, Sharded), held), apart(aux, held)
+        extra, aux = (apart(tree.detached(x, Sharded), held) for x in (extra, aux))
+        return loss, extra, aux
 
     return tape.forward(call)
 
@@ -181,7 +183,7 @@ def run(
     """
     _check_eager()
     tape = tape or Tape(params, into, tree.nodes(args, Sharded))
-    try:
+    with anchors.another_root(), closing(tape):
         with torch.enable_grad():
             found = _called(tape, params, loss_fn, args, has_aux, with_extra)
         outs, outcome = _outcome(*found, None if alone else params.plan.live_mesh(), built)
@@ -195,8 +197,6 @@ def run(
             torch.autograd.grad([x for x, _ in pairs], [tape.root], [y for _, y in pairs], allow_unused=True)
         tape.check_reached([x for x, _ in pairs])
         tape.finish()
-    finally:
-        tape.close()
     return outcome
 
 

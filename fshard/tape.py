@@ -9,12 +9,6 @@ Note [Tensors of a step]
     and the last one drops it. Which collectives run depends on the program alone, never on when memory is freed:
     ranks that run the same function issue the same ones.
 
-Note [Anchors]
-    A unit's leaves get their gradients through one autograd node per tape, the anchor. Its outputs stand for the
-    leaves without their memory (strides of zero). Each touch binds the gathered views to them, so that however often
-    a unit is touched, autograd adds its gradients up and runs the anchor once: one reduction per unit. It starts
-    there and is waited for when the backward is over.
-
 Note [Reverse mode inside a loss]
     torch.func.grad, vjp, jacrev and hessian do not start while hooks on saved tensors are on. Nothing says beforehand
     that a loss uses them, so it is run with hooks, and if one of them refuses, once more without: a loss is a pure
@@ -35,7 +29,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import carry, comm, levels, nodes, tree
+from . import anchors, carry, comm, levels, nodes, tree
+from .anchors import has_reentrant
 from .parts import device_of
 from .plan import Plan, Slot
 from .randomness import bookmark
@@ -64,34 +59,6 @@ class _Saved(NamedTuple):
         x = whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
         x = x.conj() if self.conj else x
         return x.neg() if self.neg else x  # not a view, but the values that reading the negative bit gives
-
-
-class _Anchor(torch.autograd.Function):
-    """Stands for a unit's leaves; its backward has all their gradients, and hands them to the tape."""
-
-    @staticmethod
-    def forward(ctx: Any, root: Tensor, tape: Tape, unit: int, leaves: Sequence[Tensor]) -> Any:
-        ctx.tape, ctx.unit = tape, unit
-        ctx.set_materialize_grads(False)
-        return tuple(leaf.new_empty(()).expand(leaf.shape) for leaf in leaves)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        ctx.tape.reduce(ctx.unit, grads)
-        return None, None, None, None
-
-
-class _Bind(torch.autograd.Function):
-    """Gives the anchor's outputs the values of gathered leaves."""
-
-    @staticmethod
-    def forward(ctx: Any, leaves: Sequence[Tensor], *anchors: Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        return tuple(leaf.view_as(leaf) for leaf in leaves)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, *grads
 
 
 @dataclass(frozen=True)
@@ -137,7 +104,7 @@ class Tape:
         self._params = params
         self._plan: Plan = params.plan
         self._into = into
-        self.root = torch.zeros((), dtype=torch.float32, requires_grad=into is not None)
+        self.root = anchors.root()
         self._held: dict[int, dict[Slot, Tensor]] = {}
         self._bound: dict[int, dict[Slot, Tensor]] = {}  # the same, bound to their anchors
         self._coming: dict[int, dict[int, comm.Pending]] = {}
@@ -172,11 +139,6 @@ class Tape:
 
     def _touch(self, unit: int) -> dict[Slot, Tensor]:
         if unit not in self._held:
-            if self._closed:
-                raise ValueError(
-                    f"the loss function: unit {self._plan.units[unit].name!r} of the parameters of an earlier call was "
-                    "touched: parameters given to a loss are good until it returns. Use those it is given now."
-                )
             root = self._plan.root
             self._held, self._bound = ({u: x[u] for u in x if u == root} for x in (self._held, self._bound))
             self._held[unit] = self._leaves(unit, self._take(unit))
@@ -185,7 +147,7 @@ class Tape:
             if not self._backward and after < self._params.view.units[1] and after not in self._touched:
                 self._start(after)
         leaves = self._held[unit]
-        if not self.root.requires_grad:
+        if self._into is None:
             return leaves
         if not torch.is_grad_enabled():
             self._gradless = True
@@ -198,6 +160,7 @@ class Tape:
         return [k for k in self._params.view.kinds if (unit, k) in self._plan.places]
 
     def _start(self, unit: int) -> None:
+        self._check_open(unit)
         if unit not in self._coming:
             self._coming[unit] = carry.gather(self._params, unit, self._kinds(unit))
 
@@ -230,10 +193,11 @@ class Tape:
         trainable = [slot for slot in leaves if self._plan.kinds[slot.kind].trainable]
         if not trainable:
             return {}
+        self._writes.bound.append(trainable)
         values = [leaves[slot] for slot in trainable]
         if unit not in self._anchors:
-            self._anchors[unit] = _Anchor.apply(self.root, self, unit, values)
-        return dict(zip(trainable, _Bind.apply(values, *self._anchors[unit]), strict=True))
+            self._anchors[unit] = anchors.Anchor.apply(self.root, self.reduce, unit, values)
+        return dict(zip(trainable, anchors.Bind.apply(values, *self._anchors[unit]), strict=True))
 
     def forward(self, loss: Callable[[Any], Any]) -> Any:
         """What the loss gives of the parameters; afterwards the tape, and those beside it, hold no gathered buffer."""
@@ -330,7 +294,15 @@ class Tape:
                 self._reductions.append(pending)
         self._move_on(_STAGES_AHEAD)
 
+    def _check_open(self, unit: int) -> None:
+        if self._closed:
+            raise ValueError(
+                f"the loss function: unit {self._plan.units[unit].name!r} of the parameters of an earlier call or "
+                "micro-batch was used: parameters given to a loss are good until it returns. Use those it is given now."
+            )
+
     def _check_once(self, unit: int) -> None:
+        self._check_open(unit)
         name = f"the loss function: unit {self._plan.units[unit].name!r}"
         if not self._backward:
             raise ValueError(
@@ -346,7 +318,7 @@ class Tape:
     def check_reached(self, outs: Sequence[Tensor]) -> None:
         """ValueError if the backward of what a loss returned has not reached parameters it depends on."""
         complete = not self._gradless and self._reached.keys() == self._anchors.keys() and all(self._reached.values())
-        if not complete and _has_reentrant(outs):
+        if not complete and has_reentrant(outs):
             raise ValueError(
                 "the loss function: torch.utils.checkpoint(use_reentrant=True) hides the parameters it uses from the "
                 "gradient of the loss. Pass use_reentrant=False."
@@ -405,20 +377,6 @@ class Tape:
             for pending in pendings.values():
                 pending.wait()
         self._coming.clear()
-
-
-def _has_reentrant(outs: Sequence[Tensor]) -> bool:
-    """Whether a reentrant checkpoint is anywhere in the graph of some tensors."""
-    found, waiting = set[Any](), [x.grad_fn for x in outs]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in found:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        found.add(node)
-        waiting += [before for before, _ in node.next_functions]
-    return False
 
 
 def _pack(tapes: Sequence[Tape], x: Tensor) -> tuple[Tensor, int] | _Saved:

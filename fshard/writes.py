@@ -10,8 +10,9 @@ Note [Writes in place]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ _REMEDY = (
     "A loss changes nothing that it is given: work on a clone, and return its new value, as aux (has_aux=True) or, to "
     "have it in the next step, as extra (train_step(..., with_extra=True))."
 )
+# what torch says of a write to views that a function of ours gives, one or several, as `anchors.Bind` does
+_VIEWS = ("was created inside a custom Function", "is the output of a function that returns multiple views")
+_OF_LEAVES = re.compile(r"Output (\d+) of _?Bind(?:Backward)? is")
 _CHANGED = " The parameters that were passed are changed by it: do not use them again."
 
 
@@ -64,13 +68,35 @@ class Writes:
     def __init__(self) -> None:
         self._watched: list[tuple[Tensor, Sequence[Any], bool]] = []
         self._copies: list[tuple[Tensor, Tensor, Sequence[Any]]] = []
+        self.bound: list[Sequence[Any]] = []  # the trainable slots of each unit, in the order of `Bind`'s results
         self._nothing: Tensor | None = None
         self._tracing = is_tracing()
         self._frozen: dict[tuple[int, int], str] = {}  # while a graph is traced
 
-    def refusing(self) -> AbstractContextManager[Any]:
-        """The block in which the loss runs."""
-        return _Refusing(self._frozen) if self._tracing else nullcontext()
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """The block in which the loss runs: what torch says of a write is said of the leaf."""
+        with _Refusing(self._frozen) if self._tracing else nullcontext():
+            try:
+                yield
+            except RuntimeError as failure:
+                if not any(words in str(failure) for words in _VIEWS):
+                    raise
+                raise self._refused(str(failure)) from failure
+
+    def _refused(self, words: str) -> ValueError:
+        """The error for a write that torch, which gave these words, does not allow, or has noticed."""
+        if found := self._counted():
+            return _written(found)
+        number = _OF_LEAVES.search(words)
+        if number is None:
+            return ValueError(
+                "the loss function: it wrote in place to a view of a leaf it was given, or of one of several results "
+                f"of an operator. {_REMEDY}"
+            )
+        at = int(number[1])
+        leaves = {slots[at].path: slots[at] for slots in self.bound if at < len(slots)}
+        return _written([(list(leaves.values()), False)])
 
     def watch(self, x: Tensor, slots: Sequence[Any], own: bool) -> Tensor:
         """What has these slots, with a version counter of its own; `own`: it is memory of the parameters passed."""
@@ -98,14 +124,18 @@ class Writes:
 
     def check(self) -> None:
         """ValueError if anything was written to since it was watched."""
-        counted = [w for w in self._watched if not w[0].is_inference()]  # under inference_mode torch counts nothing
-        found = [(slots, own) for counter, slots, own in counted if counter._version]
+        found = self._counted()
         for flat, before, slots in self._copies:
             found += _changed(flat.detach().view(torch.uint8), before.view(torch.uint8), slots)
         if found:
             raise _written(found)
         self._watched.clear()
         self._copies.clear()
+
+    def _counted(self) -> list[tuple[Sequence[Any], bool]]:
+        """The leaves, or groups of them, whose counter has moved."""
+        counted = [w for w in self._watched if not w[0].is_inference()]  # under inference_mode torch counts nothing
+        return [(slots, own) for counter, slots, own in counted if counter._version]
 
 
 def _changed(now: Tensor, before: Tensor, slots: Sequence[Any]) -> list[tuple[Sequence[Any], bool]]:

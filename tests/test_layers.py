@@ -26,7 +26,7 @@ LEVELS = [
         *("baton", "links"),
     },
     {"meeting", "simulated", "move", "norms", "compare", "passes", "bucketing", "signature"},
-    {"host", "transform", "lines", "writes"},
+    {"host", "transform", "lines", "writes", "anchors"},
     {"plan", "labels", "elementwise", "combine"},
     {"shard", "wholeleaf", "lbfgs", "quantised", "optim_state"},
     {"carry", "loss_scale", "adaptor", "owners", "check"},

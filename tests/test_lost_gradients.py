@@ -1,5 +1,6 @@
 """Losses whose gradients would not reach the parameters, or reach them twice: an error instead of a wrong number."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -203,7 +204,7 @@ def stale(mesh: Any, strategy: dict[str, Any]) -> tuple[str, bool]:
 
     call = fshard.value_and_grad(loss)
     first = call(sharded)
-    with pytest.raises(ValueError, match="of an earlier call was touched") as failure:
+    with pytest.raises(ValueError, match="of an earlier call or micro-batch was used") as failure:
         call(sharded)
     kept.clear()
     pairs = zip(fshard.tree.leaves(first), fshard.tree.leaves(call(sharded)), strict=True)
@@ -219,14 +220,14 @@ def test_parameters_of_an_earlier_call_are_not_taken(strategy: str) -> None:
 
 
 def old_leaves(mesh: Any, strategy: dict[str, Any]) -> bool:
-    """Whether a leaf kept from an earlier call counts as a constant, and changes nothing of that call's gradients."""
+    """Whether a leaf kept from an earlier call, detached, counts as a constant, which changes no gradients."""
     whole = parameters()
     sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["blocks.*"], **strategy))
     x, kept = torch.tensor([1, 2]), []
 
     def loss(p: Any) -> fshard.Sum:
         kept.append(p["blocks"][1]["w"])
-        return fshard.Sum(_plainly(p, x) + kept[0].detach().sum() + (kept[0].sum() if len(kept) > 1 else 0))
+        return fshard.Sum(_plainly(p, x) + kept[0].detach().sum() * len(kept))
 
     call = fshard.value_and_grad(loss)
     _, first = call(sharded)
@@ -238,9 +239,83 @@ def old_leaves(mesh: Any, strategy: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_leaves_of_an_earlier_call_are_constants(strategy: str) -> None:
+def test_detached_leaves_of_an_earlier_call_are_constants(strategy: str) -> None:
     """The gradients that call gave are not written to."""
     assert simulated(old_leaves, STRATEGIES[strategy], shard=2) == [True, True]
+
+
+EARLIER = " of the parameters of an earlier call or micro-batch was used"
+
+# what a loss keeps of the parameters, and what it makes of that later on; torch's words where the graph is gone
+KEPT: dict[str, tuple[Any, Any, str]] = {
+    "a leaf": (lambda p: p["blocks"][1]["w"], lambda kept: kept, "'blocks.1'" + EARLIER),
+    "a leaf of the root": (lambda p: p["head"], lambda kept: kept, r"'\(root\)'" + EARLIER),
+    "a view": (lambda p: p["blocks"][1]["w"][0], lambda kept: kept, "'blocks.1'" + EARLIER),
+    "a value": (lambda p: -p["blocks"][1]["w"], lambda kept: kept, "'blocks.1'" + EARLIER),
+    "a value whose graph is gone": (lambda p: p["blocks"][1]["w"].exp(), lambda kept: kept, "a second time"),
+}
+
+
+def keeping(mesh: Any, what: str, strategy: dict[str, Any], how: str) -> tuple[str, bool]:
+    """What is said of something kept, beside what is used of the parameters given; whether the next call is right."""
+    whole, (keep, use, _), kept = parameters(), KEPT[what], list[Any]()
+    sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["blocks.*"], **strategy))
+    rank = 0 if mesh is None else mesh.get_rank()
+    x = torch.tensor([[1, 2], [2, 1], [0, 1], [1, 1]]) + rank % 2
+
+    def loss(p: Any, x: torch.Tensor) -> fshard.Sum:
+        kept.append(keep(p))
+        first = kept[0] if len(kept) < 3 else kept[-1]
+        return fshard.Sum(sum(_plainly(p, row) for row in x) + (use(first) * p["head"].sum()).sum())
+
+    tx = fshard.optim.sgd(0.1)
+    made = fshard.value_and_grad(loss) if how == "call" else fshard.train_step(loss, tx, accumulate=2)
+    call = made if how == "call" else lambda params, x: made(fshard.init_state(params, tx), x)[0].params
+    if how == "call":
+        call(sharded, x)
+    with pytest.raises((ValueError, RuntimeError)) as failure:
+        call(sharded, x)
+    again = call(sharded, x)
+    kept.clear()
+    kept.extend([None, None])
+    pairs = zip(fshard.tree.leaves(again), fshard.tree.leaves(call(sharded, x)), strict=True)
+    return str(failure.value), all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("how", ["call", "micro-batch"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("what", KEPT)
+def test_what_depends_on_parameters_of_an_earlier_call_is_an_error(what: str, strategy: str, how: str) -> None:
+    """It names the unit, whatever else reaches the parameters; nothing is left over for the call after it."""
+    results = [*simulated(keeping, what, STRATEGIES[strategy], how, shard=2), keeping(None, what, {}, how)]
+    for said, same in results:
+        assert re.search(KEPT[what][2], said)
+        assert same
+
+
+def inner_losses(mesh: Any, strategy: dict[str, Any]) -> bool:
+    """Whether parameters of the loss around are constants to a loss inside it, in the forward and when recomputed."""
+    whole, x = parameters(), torch.tensor([1, 2])
+    sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["blocks.*"], **strategy))
+
+    def inner(w: torch.Tensor) -> torch.Tensor:
+        call = fshard.value_and_grad(lambda q: fshard.Sum((q["blocks"][0]["w"] * w).square().sum()))
+        return fshard.global_norm(call(sharded)[1])
+
+    def loss(p: Any, again: bool) -> fshard.Sum:
+        norm = checkpoint(inner, p["blocks"][1]["w"], use_reentrant=False) if again else inner(p["blocks"][1]["w"])
+        return fshard.Sum(_plainly(p, x) * norm)
+
+    norm = inner(whole["blocks"][1]["w"])
+    _, expected = fshard.value_and_grad(lambda p: fshard.Sum(_plainly(p, x) * norm))(sharded)
+    found = [fshard.value_and_grad(loss)(sharded, again)[1] for again in (False, True)]
+    return all(torch.equal(a, b) for g in found for a, b in zip(g.tensors, expected.tensors, strict=True))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_of_the_loss_around_are_constants_inside(strategy: str) -> None:
+    """A backward of the inner loss hands no gradients to the outer one's parameters."""
+    assert simulated(inner_losses, STRATEGIES[strategy], shard=2) == [True, True]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -373,6 +373,29 @@ def held(mesh: Any, donate: bool, **plan: Any) -> Any:
     return kept, gather_params(state.params), [gather_params(state.extra[key]) for key in ("average", "first")]
 
 
+def auxes(mesh: Any, jit: bool, **plan: Any) -> list[Any]:
+    """The aux of a gradient, a value, a step."""
+    params, batch, made = sharded(mesh, **plan), data(0, rank_of(mesh)), fshard.jit if jit else lambda fn, **_: fn
+    (_, first), _ = made(fshard.value_and_grad(aux_loss, has_aux=True), backend="eager")(params, batch)
+    _, second = made(fshard.value(aux_loss, has_aux=True), backend="eager")(params, batch)
+    step = made(fshard.train_step(aux_loss, TX, has_aux=True), backend="eager")
+    return [first, second, step(fshard.init_state(params, TX), batch)[1]["aux"]]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "keep", "full"])
+def test_aux_is_plain_values(strategy, jit):
+    """Of parameters too: containers are those of the tree that was sharded, and nothing has a graph."""
+    whole = model()
+    expected = {"leaf": whole["a"]["w"], "view": whole["c"]["w"][1:, ::2], "all": whole}
+    for found in [auxes(None, jit), *simulated(partial(auxes, jit=jit, **STRATEGIES[strategy]), shard=2)]:
+        for aux in found:
+            assert tree.flatten(aux)[1] == tree.flatten(expected)[1]
+            assert type(aux["all"]["a"]) is dict
+            assert not any(x.requires_grad for x in tree.leaves(aux))
+            assert same_bits(aux, expected)
+
+
 @pytest.mark.parametrize("shard", [None, 1, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "keep", "full"])
 def test_what_a_caller_holds_keeps_its_value(strategy, shard):

@@ -78,6 +78,17 @@ def _as_a_result(p: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _torch_refuses(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * p["norm"]["weight"].clamp_(max=0.5)
+
+
+def _before_it_is_used(p: Any, x: torch.Tensor) -> torch.Tensor:
+    weight = p["norm"]["weight"]
+    with torch.no_grad():
+        weight.clamp_(max=0.5)
+    return x * weight
+
+
 def _held(p: Any, x: torch.Tensor) -> torch.Tensor:
     mean, last = p["norm"]["mean"], p["last"]
     for i in range(2):  # other units are touched before it is written to
@@ -101,13 +112,15 @@ WRITES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     "through a view": (_through_a_view, "norm.mean"),
     "an integer": (_counts, "norm.count"),
     "a trainable leaf": (_trainable, "norm.weight"),
+    "a trainable leaf, by autograd": (_torch_refuses, "norm.weight"),
+    "a trainable leaf, before it is used": (_before_it_is_used, "norm.weight"),
     "out=": (_as_a_result, "norm.mean"),
     "held for long": (_held, "norm.mean"),
     "in a checkpoint": (_checkpointed, "norm.mean"),
 }
 
 
-TRACED = ("batch_norm", "under no_grad", "a trainable leaf", "in a checkpoint")
+TRACED = ("batch_norm", "under no_grad", *(name for name in WRITES if "trainable" in name), "in a checkpoint")
 
 
 def loss_of(write: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
