@@ -9,7 +9,7 @@ Note [Collectives in a graph]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -55,6 +55,14 @@ def is_tracing() -> bool:
         return False
     # Private: there is no public way to ask (test_jit.py notices when it goes).
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator draws random numbers: attention does for dropout alone."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or func.namespace == "fshard":
+        return False
+    dropout = kwargs.get("dropout_p", next((a for a in args if isinstance(a, float)), 0.0))
+    return "attention" not in func.overloadpacket.__name__ or dropout != 0.0
 
 
 def put(place: Tensor, parts: Sequence[Tensor], starts: Sequence[int], add: bool = False) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .nodes import is_tracing
+from .nodes import draws, is_tracing
 
 _aten = torch.ops.aten
 _STATE_BYTES = {"cpu": 5056}  # of a generator's state; of others 16
@@ -108,7 +108,7 @@ class _Draws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or func.namespace == "fshard":
+        if not draws(func, args, kwargs):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if kwargs.get("generator") is not None:
@@ -134,9 +134,6 @@ class _Draws(TorchDispatchMode):
             low, high = bounds if len(bounds) == 2 else (0, *bounds)
             options = options if "dtype" in options or name == "randint_like" else {**options, "dtype": torch.int64}
             return self._draw("random_", _room(name, [of], options), [low, high])
-        dropout = kwargs.get("dropout_p", next((a for a in args if isinstance(a, float)), 0.0))
-        if "attention" in name and dropout == 0.0:
-            return func(*args, **kwargs)
         raise NotImplementedError(_unknown(func))
 
 

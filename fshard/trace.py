@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import tree
 from .captures import captures
+from .nodes import draws
 from .record import call_site, frame_of
 
 _UNLIKELY = 0x6A17_C0DE_5EED
@@ -204,7 +205,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and func.namespace != "fshard":
+        if draws(func, args, kwargs):
             if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
                 raise TraceError(f"jit: {func} with a generator of its own at {call_site()}{_REPEATED}")
             self.check(f" before {func} at {call_site()}")
