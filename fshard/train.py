@@ -114,26 +114,31 @@ def train_step(
 ) -> Step:
     """`step(state, batch, *args) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
 
-    The loss is `loss_fn(params, batch, *args)`. `batch` is this rank's, tensors which have its rows in dim 0
-    (ValueError; 0-d tensors alone are taken as they are), and are cut along it into `accumulate` micro-batches, whose
-    gradients are reduced each time, or with `reduce_once` added up whole on every rank and reduced with the last; or,
-    with the names of axes that gradients are not cut over (`reduce_once="replicate"`), scattered each time and
-    all-reduced over those axes once, so that a rank keeps a shard of gradients and not all.
-    `args` go to the loss as they are each time (class weights, a temperature); every `Sharded` among them (a teacher)
-    gathers on access, and gets no gradient. With `with_extra` the loss is `loss_fn(params, extra, batch, *args) ->
-    (loss, extra)`, or `(loss, extra, aux)`: `state.extra` goes through the micro-batches, detached, and out in the new
-    state, of the same structure, shapes and dtypes (ValueError). It is each rank's own, unless the loss makes it equal;
-    a skipped update keeps the old one, as it keeps all else: what overflowed does not stay in a running mean.
-    `reduction` is "exact" (sums in rank order), "fast"
-    (the backend's order), "tree" (the same bits on 1, 2, 4, ... ranks that have as many threads: Note [Slices]), or an
-    object that adds up (`fshard.reduction.Reduction`), whose method `after(grads, unit)`, if it has one, is given every
-    unit's sum. `clip_norm` bounds the global 2-norm. An
-    update whose scaled gradients are not finite on any rank is skipped on all; with `skip_labels` (`optim.by_label`'s,
-    `tx` being one) that of the labels concerned alone. `metrics` has 0-d tensors, equal on all ranks: `loss`,
-    `grad_norm` (before clipping), `found_inf`; and with `has_aux` this rank's `aux` (a list of one for each micro-batch
-    if there are several). Nothing that goes in is changed, unless `donate` hands the state over: it is then updated in
-    place, and touching it raises DonatedError. Random numbers drawn in the loss come from the state alone, differ by
-    rank, step and micro-batch, and leave torch's own generator as it was.
+    The loss is `loss_fn(params, batch, *args)`. `batch` is this rank's: tensors that have its rows in dim 0
+    (ValueError; 0-d tensors alone are taken as they are). `accumulate` cuts it along dim 0 into so many
+    micro-batches. `args` go to the loss as they are each time (class weights, a temperature); every `Sharded` among
+    them (a teacher) gathers on access, and gets no gradient.
+
+    With `with_extra` the loss is `loss_fn(params, extra, batch, *args) -> (loss, extra)`, or `(loss, extra, aux)`:
+    `state.extra` goes through the micro-batches, detached, and out in the new state, of the same structure, shapes
+    and dtypes (ValueError). It is each rank's own, unless the loss makes it equal. A skipped update keeps the old
+    one, so that what overflowed does not stay in a running mean.
+
+    Gradients are reduced with each micro-batch; with `reduce_once=True` they are added up whole on every rank and
+    reduced with the last; with the names of axes that gradients are not cut over (`reduce_once="replicate"`) they
+    are scattered each time and all-reduced over those axes once. `reduction` is "exact" (sums in rank order),
+    "fast" (the backend's order), "tree" (the same bits on 1, 2, 4, ... ranks that have as many threads: Note
+    [Slices]), or an object that adds up (`fshard.reduction.Reduction`), whose method `after(grads, unit)`, if it
+    has one, is given every unit's sum.
+
+    `clip_norm` bounds the global 2-norm. An update whose scaled gradients are not finite on any rank is skipped on
+    all; with `skip_labels` (`optim.by_label`'s, `tx` being one) that of the labels concerned alone. `metrics` has
+    0-d tensors, equal on all ranks: `loss`, `grad_norm` (before clipping), `found_inf`; and with `has_aux` this
+    rank's `aux` (a list of one for each micro-batch if there are several).
+
+    Nothing that goes in is changed, unless `donate` hands the state over: it is then updated in place, and touching
+    it raises DonatedError. Random numbers drawn in the loss come from the state alone, differ by rank, step and
+    micro-batch, and leave torch's own generator as it was.
 
     >>> from fshard.optim import sgd
     >>> step = train_step(lambda w, x: (w * x).sum(), sgd(0.5))
