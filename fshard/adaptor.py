@@ -62,8 +62,7 @@ def from_torch(cls: Any, **hyperparams: Any) -> Transform:
         layout = layout_of(params)
         shapes = {n: _begin(cls, hyperparams, _meta(layout.leaves[n])) for n in layout.numbers}
         held = {s.leaf: _begin(cls, hyperparams, rows[s.row]) for s in layout.mine}
-        names = dict.fromkeys(name for entry in shapes.values() for name in entry)
-        return TorchState({name: _entries_of(name, layout, shapes, held) for name in names}, {})
+        return TorchState(_by_name(layout, shapes, held), {})
 
     def run(grads: Any, state: TorchState, params: Any, extra: Mapping[str, Any]) -> TorchState:
         rows = [row.detach() for row in tree.leaves(params)]
@@ -144,6 +143,12 @@ def _like_params(entries: Sequence[Entry], params: Any, first: Entry, scalars: s
     return TorchState({n: clear_padding_(x) for n, x in tensors.items()}, {n: first[n] for n in first if n in scalars})
 
 
+def _by_name(layout: Layout, shapes: Mapping[int, Entry], held: Mapping[int, Entry]) -> dict[str, Pieces]:
+    """All that a class keeps of whole leaves, by its names."""
+    names = dict.fromkeys(name for entry in shapes.values() for name in entry)
+    return {name: _entries_of(name, layout, shapes, held) for name in names}
+
+
 def _entries_of(name: str, layout: Layout, shapes: Mapping[int, Entry], held: Mapping[int, Entry]) -> Pieces:
     """One thing a class keeps of whole leaves: of any shapes, for those leaves it keeps it of."""
     known = {n: entry[name] for n, entry in shapes.items() if name in entry}
@@ -179,7 +184,7 @@ def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
     """A class of the user's: what its state holds is read off a step with gradients of zero, and made by the first."""
     _check_apart(cls, hyperparams)
     first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32))
-    numbers = {n: type(x) for n, x in first.items() if not _is_tensor(x)}
+    numbers = {n: type(x) for n, x in first.items() if not isinstance(x, Tensor)}
     known = inspect.signature(cls.step).parameters.keys() - {"self", "closure"}
 
     def begin(row: Tensor) -> Entry:
@@ -189,9 +194,7 @@ def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
         rows, layout = tree.leaves(params), layout_of(params)
         shapes = {n: begin(torch.zeros(layout.leaves[n].shape, dtype=layout.leaves[n].dtype)) for n in layout.numbers}
         held = {s.leaf: begin(rows[s.row]) for s in layout.mine}
-        names = dict.fromkeys(name for entry in shapes.values() for name in entry)
-        tensors = {name: _entries_of(name, layout, shapes, held) for name in names}
-        return TorchState(tensors, {"begun": torch.zeros((), dtype=torch.float32)})
+        return TorchState(_by_name(layout, shapes, held), {"begun": torch.zeros((), dtype=torch.float32)})
 
     def run(grads: Any, state: TorchState, params: Any, extra: Mapping[str, Any]) -> TorchState:
         rows, layout, after = [row.detach() for row in tree.leaves(params)], layout_of(params), dict[int, Entry]()
@@ -201,7 +204,7 @@ def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
             for row, g, entry in zip(rows, tree.leaves(grads), _by_leaf(state, layout), strict=True):
                 row.grad = g.detach().to(row.dtype, copy=True)  # which a class may write to
                 if begun:
-                    optimizer.state[row] = {name: numbers.get(name, _same)(x) for name, x in entry.items()}
+                    optimizer.state[row] = {n: numbers[n](x) if n in numbers else x for n, x in entry.items()}
             places = [row.detach() for row in rows]
             optimizer.step(**{name: value for name, value in extra.items() if name in known})
             for place, row in zip(places, rows, strict=True):
@@ -244,14 +247,6 @@ def _check_names(cls: Any, names: set[str], state: TorchState) -> None:
             f"from_torch: {cls.__name__} keeps {min(late)!r} of a parameter, which its first step with a gradient of "
             "zero did not make: make all of self.state[p] in the first step"
         )
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor)
-
-
-def _same(x: Any) -> Any:
-    return x
 
 
 def _value(x: Any) -> Tensor:
