@@ -3,7 +3,7 @@
 A reference takes a parameter, a gradient, the moments and constants, and gives the change of the parameter and the new
 moments. Constants are worked out once for a whole update, in float64. The fused kernels of torch.optim, behind its
 functional interface, take lists of tensors; for what torch has no kernel of, `in_blocks` runs the reference itself
-on blocks that stay in the processor's cache, so that no temporary is as large as a parameter.
+on blocks, so that no temporary is as large as a shard: on a CPU of what stays in its cache, elsewhere of 2^24 elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Number = float | Tensor
 Moments = tuple[Tensor, ...]
 Change = Callable[[Tensor, Tensor, Moments], tuple[Tensor, Moments]]
 
-_BLOCK = 1 << 15  # elements of a block on a CPU
+_BLOCK = 1 << 15  # elements that stay in a CPU's cache, with their moments
+_LARGE_BLOCK = 1 << 24  # elements on an accelerator: enough for a kernel to fill it
 
 
 class Sgd(NamedTuple):
@@ -235,13 +236,19 @@ def apply(change: Change, p: Tensor, g: Tensor, moments: Moments) -> tuple[Tenso
     return (delta, kept) if shape else (delta.reshape(shape), tuple(n.reshape(shape) for n in kept))
 
 
+def block_size(x: Tensor, cached: int) -> int:
+    """Elements of a tensor to work on at a time: `cached` of them on a CPU, elsewhere as many as fill a device."""
+    return cached if x.device.type == "cpu" else max(cached, _LARGE_BLOCK)
+
+
 def in_blocks(
     change: Change, params: Sequence[Tensor], grads: Sequence[Tensor], moments: Sequence[Moments], skip: Tensor | None
 ) -> None:
     """A reference on lists of tensors, in place, block by block; nothing changes where `skip` is 1."""
     for p, g, ms in zip(params, grads, moments, strict=True):
-        cut = p.device.type == "cpu" and all(x.is_contiguous() for x in (p, g, *ms))
-        columns = [x.view(-1).split(_BLOCK) if cut else [x] for x in (p, g, *ms)]
+        # in a graph a compiler joins the operations on an accelerator, and leaves no temporary
+        cut = (p.device.type == "cpu" or not is_tracing()) and all(x.is_contiguous() for x in (p, g, *ms))
+        columns = [x.view(-1).split(block_size(x, _BLOCK)) if cut else [x] for x in (p, g, *ms)]
         for p_block, g_block, *m_blocks in zip(*columns, strict=True):
             delta, new = apply(change, p_block, g_block, tuple(m_blocks))
             for old, value in zip((p_block, *m_blocks), (p_block + delta, *new), strict=True):
@@ -296,7 +303,7 @@ def adam_(
         moments[0],
         moments[1],
         moments[2] if len(moments) > 2 else [],
-        [count.clone() for _ in params],
+        list(count.repeat(len(params)).unbind()),
         fused=True,
         found_inf=skip,
         lr=c.lr,

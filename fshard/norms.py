@@ -21,11 +21,11 @@ from torch import Tensor
 from . import comm, tree
 from .arguments import check_positive
 from .comm import Axes, Mesh
-from .kernels import beside, wide
+from .kernels import beside, block_size, wide
 from .parts import Layout, Parts, Unreduced, device_of, layout_of, pieces
 
 _exact: ContextVar[bool] = ContextVar("fshard_exact_norms", default=False)
-_BLOCK = 1 << 16  # elements that stay in cache
+_BLOCK = 1 << 16  # elements that stay in a CPU's cache
 _UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # added to a float64 these leave it multiples of 2^-22, of 2^-45
 
 
@@ -52,7 +52,7 @@ def _scale(largest: Tensor) -> Tensor:
 def _binned(x: Tensor, p: float, scale: Tensor) -> Tensor:
     """The sums of what powers are rounded to, and of the rests: float64 (2,)."""
     sums = torch.zeros(2, dtype=torch.float64, device=x.device)
-    for part in x.reshape(-1).split(_BLOCK):
+    for part in x.reshape(-1).split(block_size(x, _BLOCK)):
         rest = (part.abs().double() * beside(scale, part)) ** p
         for i, unit in enumerate(_UNITS):
             rounded = (rest + unit) - unit
@@ -89,6 +89,8 @@ def _root(sums: Tensor, p: float) -> Tensor:
 def leaf_norms(x: Any, p: float = 2, layout: Layout | None = None) -> Tensor:
     """The p-norm of each of the layout's leaves (float64), the same on all ranks: one collective."""
     layout, zero = layout or layout_of(x), torch.zeros((), dtype=torch.float64, device=device_of(x))
+    if not layout.leaves:
+        return zero.new_zeros(0)
     mine = pieces(x, layout)
     numbers = [number for number, _ in mine]
     if _is_exact() and p != math.inf:
@@ -101,20 +103,23 @@ def leaf_norms(x: Any, p: float = 2, layout: Layout | None = None) -> Tensor:
 
 
 def _by_leaf(numbers: Sequence[int], powers: Sequence[Tensor], op: str, layout: Layout, zero: Tensor) -> Tensor:
-    """What pieces of the leaves of these numbers come to, for every leaf, over all ranks."""
-    shape = [-1] + [1] * zero.dim()
-    sums = zero.repeat(len(layout.leaves), *shape[1:])
-    if numbers:
-        data = torch.stack(list(powers))
-        index = torch.tensor(numbers, device=zero.device).view(shape).expand_as(data)
-        sums.scatter_reduce_(0, index, data, "amax" if op == "max" else op)
-    if layout.axes:
-        shared = [n in layout.shared for n in range(len(layout.leaves))]
-        mask = torch.tensor(shared, dtype=torch.bool, device=zero.device).view(shape)
-        everywhere = torch.where(mask, sums, 0)
-        sums = comm.total(torch.where(mask, 0, sums), layout.mesh, layout.axes, op, label="leaf norms")
-        sums = sums + everywhere
-    return sums
+    """What pieces of the leaves of these numbers come to, for every leaf, over all ranks: (leaves, ...)."""
+    found: list[list[Tensor]] = [[] for _ in layout.leaves]
+    for number, power in zip(numbers, powers, strict=True):
+        found[number].append(power)
+    # in the order of the pieces: a scatter would add them in an order of its own on a GPU, and wants its index there
+    mine = [_joined_pieces(some, op) if some else zero for some in found]
+    if not layout.axes:
+        return torch.stack(mine)
+    cut = torch.stack([zero if n in layout.shared else x for n, x in enumerate(mine)])
+    sums = comm.total(cut, layout.mesh, layout.axes, op, label="leaf norms")
+    return sums + torch.stack([x if n in layout.shared else zero for n, x in enumerate(mine)])
+
+
+def _joined_pieces(powers: Sequence[Tensor], op: str) -> Tensor:
+    if len(powers) == 1:
+        return powers[0]
+    return torch.stack(tuple(powers)).amax(0) if op == "max" else torch.stack(tuple(powers)).sum(0)
 
 
 def _op(p: float) -> str:
@@ -187,7 +192,7 @@ def gram(trees: Sequence[Any]) -> Tensor:
     for mesh, axes in columns[0]:
         mine = torch.zeros_like(total)
         for rows in zip(*(column[mesh, axes] for column in columns), strict=True):
-            for parts in zip(*(row.reshape(-1).split(_BLOCK) for row in rows), strict=True):
+            for parts in zip(*(row.reshape(-1).split(block_size(row, _BLOCK)) for row in rows), strict=True):
                 block = torch.stack(parts).double()  # (k, elements)
                 mine += (block @ block.T).to(mine.device)
         total = total + comm.total(mine, mesh, axes, label="dot products")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,9 @@ from .nodes import is_tracing
 from .parts import Layout, Pieces, layout_of
 from .transform import Needs, Transform, at, checked, start_count
 
-_CHUNK = 1 << 7  # blocks worked on at a time, so that no temporary is as large as a parameter
+_CHUNK = 1 << 15  # elements that stay in a CPU's cache, with their codes
+
+Books = tuple[Tensor, Tensor]  # of the first moment, and of the second
 
 
 class Quantised(NamedTuple):
@@ -130,8 +132,7 @@ def adamw_8bit(
     """
     check_hyperparams("adamw_8bit", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     check_whole("optim.adamw_8bit: block", block, what="a number of elements")
-    books = code_book(signed=True), code_book(signed=False)
-    lists = [book.tolist() for book in books]
+    numbers = [code_book(signed).tolist() for signed in (True, False)]
 
     def init(params: Any) -> Adam8bitState:
         layout, rows = layout_of(params), tree.leaves(params)
@@ -151,11 +152,7 @@ def adamw_8bit(
         constants = kernels.Adam(at(lr, state.count), b1, b2, eps, weight_decay, True, share(b1, t), share(b2, t))
         moments = [*state.mu, *state.nu]
         columns = zip(tree.leaves(params), tree.leaves(grads), *(m.tensors for m in moments), strict=True)
-        # a graph takes constants, and no tensors from outside
-        now = books
-        if is_tracing():
-            now = torch.tensor(lists[0], dtype=torch.float32), torch.tensor(lists[1], dtype=torch.float32)
-        rows = [_update_row(constants, now, block, *row) for row in columns]
+        rows = [_update_row(constants, _books(numbers, p.device), block, p, *rest) for p, *rest in columns]
         updates = tree.unflatten(tree.flatten(grads)[1], [row[0] for row in rows])
         kept = [Pieces(old.layout, [row[i + 1] for row in rows]) for i, old in enumerate(moments)]
         return updates, Adam8bitState(state.count + 1, Quantised(*kept[:2]), Quantised(*kept[2:]))
@@ -163,25 +160,40 @@ def adamw_8bit(
     return checked(Transform(init, update), Needs("adamw_8bit", Adam8bitState, params=True, real=True))
 
 
-def _blocks(x: Tensor, block: int) -> tuple[Tensor, ...]:
+@cache
+def _kept_books(device: torch.device) -> Books:
+    return code_book(signed=True).to(device), code_book(signed=False).to(device)
+
+
+def _books(numbers: Sequence[Sequence[float]], device: torch.device) -> Books:
+    """The books of both moments: kept on each device, for a copy there waits for it."""
+    if not is_tracing() and not torch.compiler.is_dynamo_compiling():
+        return _kept_books(device)
+    # a graph takes constants, and no tensors from outside
+    mu, nu = (torch.tensor(book, dtype=torch.float32, device=device) for book in numbers)
+    return mu, nu
+
+
+def _blocks(x: Tensor, block: int, chunk: int) -> tuple[Tensor, ...]:
     flat = x.reshape(-1)
-    return F.pad(flat, (0, -flat.numel() % block)).view(-1, block).split(_CHUNK)
+    return F.pad(flat, (0, -flat.numel() % block)).view(-1, block).split(chunk)
 
 
 def _update_row(
-    constants: kernels.Adam, books: tuple[Tensor, Tensor], block: int, p: Tensor, g: Tensor, *moments: Tensor
+    constants: kernels.Adam, books: Books, block: int, p: Tensor, g: Tensor, *moments: Tensor
 ) -> list[Tensor]:
     """One row: the change of the parameter, then codes and scales of both moments."""
+    chunk = max(1, kernels.block_size(p, _CHUNK) // block)  # blocks worked on at a time
     change = partial(kernels.adam, c=kernels.constants_beside(constants, p))
-    wide = [_blocks(x.float(), block) for x in (p, g)]
-    codes = [_blocks(x, block) for x in moments[::2]]
-    scales = [x.split(_CHUNK) for x in moments[1::2]]
+    wide = [_blocks(x.float(), block, chunk) for x in (p, g)]
+    codes = [_blocks(x, block, chunk) for x in moments[::2]]
+    scales = [x.split(chunk) for x in moments[1::2]]
     found: list[list[Tensor]] = [[] for _ in range(5)]
     for p_part, g_part, mu, nu, mu_scale, nu_scale in zip(*wide, *codes, *scales, strict=True):
         old = decode(mu, mu_scale, books[0]), decode(nu, nu_scale, books[1])
         delta, new = change(p_part, g_part, old)
         # a second moment of zero beside a first one that is not would make a step of mu / eps
-        least = books[1].to(p.device)[1] * new[1].amax(1, keepdim=True)
+        least = books[1][1] * new[1].amax(1, keepdim=True)
         pair = [*encode(new[0], books[0]), *encode(torch.where(new[1] > 0, new[1].maximum(least), new[1]), books[1])]
         for into, x in zip(found, (delta, *pair), strict=True):
             into.append(x)

@@ -1,0 +1,111 @@
+"""What works through a shard in blocks takes those of a CPU's cache there, and elsewhere ones that fill a device.
+
+Tensors on `meta` stand for those of an accelerator: they have a size, take every operator, and are on no CPU.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from optimizers import TRANSFORMS
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fshard import kernels, norms, optim, tree
+from fshard.nodes import put
+from fshard.parts import Leaf
+from fshard.wholeleaf import Factors
+
+LARGE = 1 << 24
+NUMEL = 2 * LARGE + 5  # three blocks
+WHOLE = {
+    "adamw_8bit",
+    "lamb",
+    "adafactor",
+    "muon",
+    "lbfgs",
+    "scale",
+    "scale_by_schedule",
+    "add_decayed_weights",
+    "clip",
+}
+BLOCKED = [
+    name
+    for name in TRANSFORMS
+    if name not in WHOLE and not name.startswith(("clip_", "ema", "every", "masked", "by_label", "whole", "from_torch"))
+]
+
+
+class Seen(TorchDispatchMode):
+    """The operators that ran, and the elements of the largest tensor that one of them made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls += 1
+        views = func.is_view or func._schema.is_mutable
+        made = [] if views else [x for x in tree.leaves([out]) if isinstance(x, torch.Tensor)]
+        self.largest = max([self.largest, *(x.numel() for x in made)])
+        return out
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_an_update_makes_no_tensor_as_large_as_a_shard(name):
+    tx = TRANSFORMS[name]()
+    params, grads = (torch.empty(NUMEL, device="meta") for _ in range(2))
+    state, found_inf = tx.init(params), torch.zeros((), device="meta")
+    with Seen() as seen:
+        tx.step(grads, state, params, found_inf, donate=True)
+    assert seen.largest <= LARGE
+    assert seen.calls < 3 * 60
+
+
+def test_eight_bits_take_few_operators_for_each_block():
+    tx, params = optim.adamw_8bit(0.1), torch.empty(NUMEL, device="meta")
+    state = tx.init(params)
+    with Seen() as seen:
+        tx.update(params, state, params)
+    assert seen.calls < 3 * 120
+
+
+@pytest.mark.parametrize("of", [norms.global_norm, norms.leaf_norms, lambda x: norms.gram([x, x])])
+def test_exact_norms_take_few_operators_for_each_block(of):
+    with norms.exactly(), Seen() as seen:
+        of(torch.empty(NUMEL, device="meta"))
+    assert seen.calls < 3 * 40
+
+
+def test_a_block_stays_in_the_cache_of_a_cpu():
+    assert kernels.block_size(torch.empty(0), 64) == 64
+    assert kernels.block_size(torch.empty(0, device="meta"), 64) == LARGE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("starts", [[0, 6, 8], [3, 10, 20]])
+def test_tensors_are_put_by_one_operator(dtype, starts):
+    parts = [torch.randn(2, 3).T, torch.randn(()).expand(2), torch.randn(1)]
+    for add in (False, True):
+        place = torch.full((25,), 7.0, dtype=dtype)
+        expected = place.clone() if add else torch.zeros_like(place)
+        for part, start in zip(parts, starts, strict=True):
+            expected[start : start + part.numel()] += part.reshape(-1)
+        with Seen() as seen:
+            put(place, parts, starts, add)
+        assert torch.equal(place, expected)
+        views, gaps = 2 * len(parts), 0 if add else len(parts) + 1
+        assert seen.calls <= views + 1 + 2 * gaps
+    put(place, [], [])
+    assert not place.any()
+
+
+@pytest.mark.parametrize(("matrices", "n"), [(1, 4), (3, 1), (4, 3)])
+def test_rows_are_added_to_their_matrices_wherever_they_are_cut(matrices, n):
+    leaf = Leaf("w", (matrices, n, 2), torch.float64)
+    for first in range(matrices * n):
+        for last in range(first, matrices * n + 1):
+            rows = torch.randint(9, (last - first, 2)).double()
+            sums, expected = torch.ones(2, matrices, 2, dtype=torch.float64)
+            Factors(leaf, n, 2).add_by_matrix(sums, rows, first)
+            assert torch.equal(sums, expected.index_add(0, torch.arange(first, last) // n, rows))
