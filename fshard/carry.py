@@ -77,17 +77,17 @@ def _together(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pen
     held = [(x.dtype, x.numel()) for x in sent.values()]
     found = dict[int, Tensor]()
 
-    def arrived(kind: int) -> Tensor:
-        if not found:
-            rows = [unpack(data, *held) for data in whole.wait().chunk(plan.num_parts(axes))]
-            for number, parts in zip(kinds, zip(*rows, strict=True), strict=True):
-                found[number] = _arrived(params, unit, number, parts)
-        return found[kind]
+    def arrived(full: Tensor) -> Tensor:
+        rows = [unpack(data, *held) for data in full.chunk(plan.num_parts(axes))]
+        for number, parts in zip(kinds, zip(*rows, strict=True), strict=True):
+            found[number] = _arrived(params, unit, number, parts)
+        return found[kinds[0]]
 
-    def pending(kind: int) -> Pending:
-        return Pending(None, lambda _: arrived(kind))
+    def after(kind: int) -> Pending:
+        return Pending(None, lambda _: found[kind])
 
-    return {kind: pending(kind) for kind in kinds}
+    # the message belongs to the first of them, which is waited for before the others are
+    return {kinds[0]: whole.then(arrived)} | {kind: after(kind) for kind in kinds[1:]}
 
 
 def _wire(plan: Plan, kind: int) -> Wire | None:

@@ -34,6 +34,7 @@ from torch import Tensor
 from . import comm, tree
 from .arguments import check_whole, wrong
 from .comm import Mesh
+from .record import kept
 
 _TRANSPOSES = {
     "all_gather": "reduce_scatter",
@@ -88,11 +89,11 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.collective = inputs[1]
+        ctx.collective, ctx.call = inputs[1], kept()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Apply.apply(grad, ctx.collective.transpose()), None
+        return ctx.call(_Apply.apply, grad, ctx.collective.transpose()), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: Any) -> Any:

@@ -51,7 +51,7 @@ class Pending:
     """A result under way. `step` waits for what was sent and starts what follows; `wait` goes on to the result."""
 
     def __init__(self, exchange: Exchange | None, finish: Callable[[Sequence[Tensor]], Tensor | Pending]):
-        self._exchange, self._finish, self._error = exchange, finish, ""
+        self._exchange, self._finish, self._error, self._taken = exchange, finish, "", False
 
     def step(self) -> Tensor | Pending:
         """Wait for the messages under way; give the result or its next stage."""
@@ -65,7 +65,15 @@ class Pending:
             self._error = str(failure)
             raise
         self._exchange.done()
+        self._taken = True
         return result
+
+    def drop(self) -> None:
+        """Wait for the messages under way, and start nothing that would follow."""
+        if self._exchange is not None and not self._error and not self._taken:
+            self._exchange.wait()
+            self._exchange.done()
+            self._taken = True
 
     def wait(self) -> Tensor:
         """Wait for the result."""
@@ -198,7 +206,8 @@ def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
         exact = out.dtype == sum_dtype(parts[0].dtype)
         total = out.copy_(parts[0]) if exact else parts[0].to(sum_dtype(parts[0].dtype), copy=True)
         for part in parts[1:]:
-            combine(total, part.to(total.dtype), out=total)
+            # in one pass, without a copy in the wider dtype; torch promotes no float8
+            total.add_(part if part.dtype.itemsize > 1 else part.to(total.dtype))
         return total if exact else out.copy_(total)
     combine(parts[0], parts[1], out=out)
     for part in parts[2:]:

@@ -1,4 +1,4 @@
-"""Ranks of torch's process groups: messages from point to point, how long to wait for them, where the ranks met."""
+"""Ranks of torch's process groups: messages between them, how long to wait for them, where the ranks met."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ def _answering(call: str) -> Iterator[None]:
 
 
 def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
-    """A place for what each rank sends: the given one, a new one, or for this rank its own tensor."""
-    own = sends[rank]
-    made = [own if p == rank else torch.empty_like(own) for p in range(len(sends))]
-    return [place if recv is None else recv for recv, place in zip(recvs, made, strict=True)]
+    """A place for what each rank sends: the given one, a part of one new buffer, or for this rank its own tensor."""
+    own, missing = sends[rank], sum(recv is None for peer, recv in enumerate(recvs) if peer != rank)
+    made = iter(own.new_empty(missing, *own.shape)) if missing else iter(())  # (peers, ...)
+    new = (own if peer == rank else next(made) if recv is None else recv for peer, recv in enumerate(recvs))
+    return [place if recv is None else recv for recv, place in zip(recvs, new, strict=True)]
 
 
 class GroupRanks:
@@ -83,15 +84,28 @@ class GroupRanks:
         return True  # a send that was waited for has left
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Works:
-        """Messages from point to point."""
-        parts, ops = places(sends, recvs, self.rank), []
+        """Messages from point to point, or one all-to-all of a group whose collectives are the fast ones.
+
+        There it starts once for all peers, and what is sent and received may be used again as soon as the computation
+        has waited: NCCL holds the memory of point-to-point messages until the device has passed them.
+        """
+        parts = places(sends, recvs, self.rank)
+        with _answering(call):
+            works = [] if self.size == 1 else self._start(sends, parts)
+        # NCCL takes a timeout as a wish to block the host; its watchdog has the group's
+        return Works(works, parts, call, self.timeout if self.built_in is None else None)
+
+    def _start(self, sends: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Any]:
+        if self.built_in is not None:
+            nothing = sends[self.rank].new_empty(0)  # to this rank itself
+            outs, ins = ([nothing if p == self.rank else xs[p] for p in range(self.size)] for xs in (parts, sends))
+            return [dist.all_to_all(outs, ins, group=self._group, async_op=True)]
+        # on gloo messages of 4 MiB and more take less time this way, and its all-to-all lacks dtypes
+        ops = []
         for peer in (p for p in range(self.size) if p != self.rank):
             ops.append(dist.P2POp(dist.irecv, parts[peer], group=self._group, group_peer=peer))
             ops.append(dist.P2POp(dist.isend, sends[peer], group=self._group, group_peer=peer))
-        with _answering(call):
-            works = dist.batch_isend_irecv(ops) if ops else []
-        # NCCL takes a timeout as a wish to block the host; its watchdog has the group's
-        return Works(works, parts, call, self.timeout if self.device.type == "cpu" else None)
+        return dist.batch_isend_irecv(ops)
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta:

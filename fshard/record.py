@@ -8,8 +8,9 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
+from threading import get_ident
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -131,6 +132,20 @@ def announced(ranks: Any, mesh: Any) -> Any:
     """The ranks, or inside such a block what is made of them."""
     around = _around.get()
     return ranks if around is None else around(ranks, mesh)
+
+
+def kept() -> Callable[..., Any]:
+    """`call(fn, *args)`, by which what is called later is counted and announced as what is called here.
+
+    Autograd runs the backward of what is on a GPU on a thread of its own, where no block of the caller's is known.
+    """
+    context, thread = copy_context(), get_ident()
+
+    def call(fn: Callable[..., Any], *args: Any) -> Any:
+        known = get_ident() == thread or _tally.get() is not None or is_announcing()
+        return fn(*args) if known else context.copy().run(fn, *args)  # a copy: one is not entered twice
+
+    return call
 
 
 def call_site(frame: FrameType | None = None) -> str:

@@ -232,7 +232,7 @@ class Tape:
         self._writes.check()
         self._held.clear()
         self._bound.clear()
-        self._finish_gathers()
+        self._drop_gathers()
         self._backward = True
         if self._saved:
             self._start(next(reversed(self._saved)))
@@ -356,13 +356,17 @@ class Tape:
             self._reductions.append(pending)  # what earlier micro-batches have put there
 
     def close(self) -> None:
-        """Let go of everything, after an error too: nothing stays under way."""
+        """Let go of everything, after an error too: nothing stays under way.
+
+        What is under way is waited for, and no next stage of it starts: other ranks, which go on where this one has
+        raised, would take that for a collective of theirs.
+        """
         for _, tape in self.beside:
             tape.close()
         with suppress(comm.MismatchError):  # there is one only after an error, which says more
             for pending in self._reductions:
-                pending.wait()
-            self._finish_gathers()
+                pending.drop()
+            self._drop_gathers()
         self._reductions.clear()
         self._coming.clear()
         self._again.clear()
@@ -372,10 +376,11 @@ class Tape:
         self._anchors.clear()
         self._closed = True
 
-    def _finish_gathers(self) -> None:
+    def _drop_gathers(self) -> None:
+        """Wait for what was gathered ahead and not asked for."""
         for pendings in self._coming.values():
             for pending in pendings.values():
-                pending.wait()
+                pending.drop()
         self._coming.clear()
 
 

@@ -1,5 +1,6 @@
 """Collectives against plain torch on the stacked values of all ranks, and their derivatives of every order."""
 
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +12,7 @@ from torch import Tensor, func
 from worlds import gloo, simulated
 
 import fshard
-from fshard import tree
+from fshard import record, tree
 
 Call = Callable[[Tensor], Tensor]
 
@@ -433,3 +434,49 @@ def test_the_batch_of_vmap_is_no_dim_to_divide(name: str) -> None:
     """A 0-d tensor does not divide over ranks, under vmap as without it."""
     with pytest.raises(ValueError, match="dim 0 of a tensor"):
         simulated(scattered_scalars, name, shard=2)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_a_backward_on_another_thread_is_the_callers(kind: str) -> None:
+    """As autograd's of what is on a GPU: counted by the tally, and announced, of whoever called the forward."""
+    announced_axes = list[str]()
+
+    def around(ranks: Any, mesh: Any) -> Any:
+        announced_axes.append(ranks.axis)
+        return ranks
+
+    def job(mesh: Any) -> tuple[list[str], list[str]]:
+        x = torch.ones(2, requires_grad=True)
+        with fshard.tally() as records, record.announcing(around):
+            y = getattr(fshard, kind)(x, mesh, "shard").sum()
+            before = [len(records), len(announced_axes)]
+            thread = threading.Thread(target=torch.autograd.grad, args=(y, x))
+            thread.start()
+            thread.join()
+        backward = [one.kind for one in records[before[0] :]]
+        return backward, announced_axes[before[1] :]
+
+    expected = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_reduce": "all_reduce"}[kind]
+    assert simulated(job, shard=1) == [([expected], ["shard"])]
+
+
+def test_a_tally_around_the_backward_alone_counts_it() -> None:
+    """On the thread of the forward, and on one that has a tally of its own."""
+
+    def job(mesh: Any) -> list[int]:
+        x, counts = torch.ones(2, requires_grad=True), list[int]()
+
+        def backward(y: Tensor) -> None:
+            with fshard.tally() as records:
+                torch.autograd.grad(y, x)
+            counts.append(len(records))
+
+        with fshard.tally() as outer:
+            ys = [fshard.all_gather(x, mesh, "shard").sum() for _ in range(2)]
+        backward(ys[0])
+        thread = threading.Thread(target=backward, args=(ys[1],))
+        thread.start()
+        thread.join()
+        return [len(outer), *counts]
+
+    assert simulated(job, shard=1) == [[2, 1, 1]]

@@ -53,7 +53,7 @@ DOORS = {
     "torch.multiprocessing": {"tape"},
     "socket": {"links", "meeting"},
     "mmap": {"shared_memory"},
-    "threading": {"baton"},
+    "threading": {"baton", "record"},
     "torch.nn.Module": set(),
     "torch.compile": set(),
     "torch.fx": {"trace", "reading", "footprint", "dataflow", "passes", "bucketing", "lowered", "jit"},

@@ -1,6 +1,7 @@
 """In which order one forward and backward starts its collectives and waits for them: overlap, seen without a clock."""
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -181,6 +182,55 @@ def test_the_whole_order_of_a_small_stack() -> None:
         ("wait", "reduce_scatter", "1"),
         ("wait", "reduce_scatter", "0"),
     ]
+
+
+class Broken(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fail: Callable[[], None]) -> torch.Tensor:
+        ctx.fail = fail
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.fail()
+
+
+def broken(mesh: Any, where: str) -> tuple[list[Event], list[Event]]:
+    """What is under way when a loss or its backward fails, and what happens afterwards."""
+    params = [torch.ones(6, 6) for _ in range(4)]
+    logged = Logged(mesh)
+    both = dict.fromkeys(("params_over", "grads_over", "state_over"), ("replicate", "shard"))
+    sharded = fshard.shard_params(params, fshard.make_plan(params, logged, units=["*"], **both))
+    log, before = logged.log, list[Event]()
+
+    def fail() -> None:
+        before[:] = log
+        raise ArithmeticError("stop here")
+
+    def loss(p: Any) -> Any:
+        x = torch.ones(2, 6, requires_grad=True)
+        for i in range(4):
+            x = Broken.apply(x, fail) if (where, i) == ("backward", 1) else x
+            x = torch.tanh(x @ p[i])
+            if (where, i) == ("forward", 1):
+                fail()
+        return fshard.Sum(x.sum())
+
+    log.clear()
+    with pytest.raises(ArithmeticError, match="stop here"):
+        fshard.value_and_grad(loss)(sharded)
+    return before, log[len(before) :]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_error_nothing_starts(where: str) -> None:
+    """Its next stage would pair with another collective of ranks that go on; what is under way is waited for."""
+    for before, after in simulated(broken, where, shard=2, replicate=2):
+        assert {event[0] for event in after} == {"wait"}
+        started, waited = ([event[1:] for event in before + after if event[0] == what] for what in ("start", "wait"))
+        assert sorted(started) == sorted(waited)
 
 
 def kept_alive(mesh: Any, fails: bool) -> list[bool]:

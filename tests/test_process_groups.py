@@ -1,0 +1,177 @@
+"""Ranks of a process group with collectives of its own: one all-to-all for each exchange, late as NCCL's may be."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import LM_UNITS, STRATEGIES, WORLDS, lm_batch, lm_params, mean_loss, rand
+from torch import Tensor
+from worlds import gloo, simulated
+
+import fshard
+from fshard import comm, optim, process_groups, tree
+from fshard.wire import Int8, TopK
+
+POISON = 0xA5
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """A view of a contiguous tensor's bytes."""
+    return (torch.view_as_real(x) if x.is_complex() else x).view(-1).view(torch.uint8)
+
+
+@dataclass
+class Late:
+    """An all-to-all that reads what is sent and writes what is received when it is waited for, and not before."""
+
+    outs: Sequence[Tensor]
+    ins: Sequence[Tensor]
+    group: Any
+    before: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.before = [bytes_of(x).clone() for x in self.ins]
+        for x in self.outs:
+            bytes_of(x).fill_(POISON)
+
+    def wait(self) -> None:
+        """Nobody has written to either in between."""
+        assert all(torch.equal(bytes_of(x), y) for x, y in zip(self.ins, self.before, strict=True))
+        assert all(bool((bytes_of(x) == POISON).all()) for x in self.outs)
+        ops = []
+        for peer in (p for p in range(dist.get_world_size(self.group)) if p != dist.get_rank(self.group)):
+            ops.append(dist.P2POp(dist.irecv, self.outs[peer], group=self.group, group_peer=peer))
+            ops.append(dist.P2POp(dist.isend, self.ins[peer], group=self.group, group_peer=peer))
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+
+class Distributed:
+    """torch.distributed of a backend whose all-to-all is late, and which counts; it has no messages to one peer."""
+
+    def __init__(self) -> None:
+        self.calls = list[Late]()
+
+    def __getattr__(self, name: str) -> Any:
+        assert name not in ("batch_isend_irecv", "P2POp"), name
+        return getattr(dist, name)
+
+    def all_to_all(self, outs: list[Tensor], ins: list[Tensor], group: Any, async_op: bool) -> Late:
+        """As NCCL's: contiguous tensors of one dtype, and of any sizes that both sides agree on."""
+        assert async_op
+        assert len({x.dtype for x in (*outs, *ins)}) == 1
+        assert all(x.is_contiguous() for x in (*outs, *ins))
+        rank = dist.get_rank(group)
+        assert not outs[rank].numel()
+        assert not ins[rank].numel()
+        self.calls.append(Late(outs, ins, group))
+        return self.calls[-1]
+
+
+class BuiltIn(process_groups.GroupRanks):
+    """Ranks of gloo as if its collectives were the fast ones."""
+
+    def __init__(self, axis: str, group: Any, device: torch.device):
+        super().__init__(axis, group, device)
+        self.built_in = group
+
+
+def as_nccl(mesh: Any, job: Any, *args: Any) -> tuple[Any, list[Late]]:
+    """`job(mesh, *args)` on such ranks, and the exchanges it made."""
+    warnings.simplefilter("ignore", FutureWarning)
+    with (
+        mock.patch.object(process_groups, "dist", Distributed()) as stand_in,
+        mock.patch.object(comm, "GroupRanks", BuiltIn),
+    ):
+        return job(mesh, *args), stand_in.calls
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    **{name: STRATEGIES[name] for name in ("full", "ddp", "zero1")},
+    "bf16": {"policy": "compute=bf16"},
+    "wires": {"param_wire": Int8(16), "grad_wire": Int8(16)},
+    "feedback": {"grad_wire": TopK(0.3)},
+}
+STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "exact": (lambda: optim.adamw(0.05), {"clip_norm": 0.1}),
+    "sgd": (lambda: optim.sgd(0.1, momentum=0.9), {"accumulate": 2}),
+    "tree": (lambda: optim.sgd(0.1), {"reduction": "tree"}),
+    "moves": (lambda: optim.muon(0.1), {}),
+}
+
+
+def trained(mesh: Any, plan: str, step: str) -> list[Tensor]:
+    """The parameters after two steps, and the losses."""
+    params, (make, options) = lm_params(torch.float32), STEPS[step]
+    made = replace(fshard.make_plan(params, mesh, units=LM_UNITS, **PLANS[plan]), mesh=mesh)
+    state = fshard.init_state(fshard.shard_params(params, made), tx := make())
+    losses = []
+    for i in range(2):
+        # a tree of slices takes as many rows on every rank
+        batch = lm_batch(10 * i + mesh.get_rank(), 0) if step == "tree" else lm_batch(i, mesh.get_rank())
+        state, metrics = fshard.train_step(mean_loss, tx, **options)(state, batch)
+        losses.append(metrics["loss"])
+    return [*tree.leaves(fshard.gather_params(state.params)), *losses]
+
+
+def others(mesh: Any) -> list[Tensor]:
+    """Every collective, of uneven sizes, of none, and to one rank alone."""
+    found = []
+    for axis, size in ((axis, size) for axis, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1):
+        for numel in (0, size, 6 * size):
+            x = rand(numel, seed=mesh.get_rank()).float()
+            found += [fshard.reduce_scatter(x, mesh, axis), fshard.all_to_all(x, mesh, axis)]
+            found += [fshard.all_reduce(x, mesh, axis), fshard.broadcast(x, mesh, axis, src=size - 1)]
+        long = rand(8192 * size, seed=mesh.get_rank()).bfloat16()
+        found += [fshard.all_reduce(long, mesh, axis), fshard.reduce_scatter(long, mesh, axis)]
+    return found
+
+
+CASES = [("full", "exact"), ("full", "tree"), ("full", "moves"), ("ddp", "sgd"), ("zero1", "exact"), ("bf16", "sgd")]
+CASES += [("wires", "exact"), ("feedback", "sgd")]
+
+
+def everything(mesh: Any) -> list[list[Tensor]]:
+    """All jobs of this file."""
+    return [trained(mesh, *case) for case in CASES if case[1] != "tree" or mesh.size() != 3] + [others(mesh)]
+
+
+def late(mesh: Any) -> tuple[list[list[Tensor]], list[Any]]:
+    """What late exchanges give, and what one reduction takes."""
+    return as_nccl(mesh, everything)[0], one_reduction(mesh)
+
+
+def same(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
+    """Bitwise."""
+    return all(x.dtype == y.dtype and torch.equal(bytes_of(x), bytes_of(y)) for x, y in zip(xs, ys, strict=True))
+
+
+def one_reduction(mesh: Any) -> list[tuple[int, list[int], bool]]:
+    """Of each exchange of one reduce-scatter: how many, its sizes, whether one buffer receives all."""
+    x = rand(12, seed=mesh.get_rank())
+    _, calls = as_nccl(mesh, lambda mesh: fshard.reduce_scatter(x, mesh, "shard"))
+    rows = []
+    for call in calls:
+        places = {out.untyped_storage().data_ptr() for out in call.outs if out.numel()}
+        buffer = next(out for out in call.outs if out.numel()).untyped_storage().nbytes()
+        one = (len(places), buffer) == (1, sum(out.nbytes for out in call.outs))
+        rows.append((len(calls), [out.numel() for out in call.outs], one))
+    return rows
+
+
+@pytest.mark.parametrize("world", ["3", "2x2"])
+def test_late_exchanges_have_the_bits_of_simulated_ranks(world: str) -> None:
+    """Of steps by every way of adding up, and of every collective; each exchange is one call for all peers.
+
+    It receives into one buffer of what the peers send, and nothing from this rank itself.
+    """
+    replicate, shard = WORLDS[world]
+    expected = simulated(everything, shard=shard, replicate=replicate)
+    for rank, (found, rows) in enumerate(gloo(late, shard=shard, replicate=replicate)):
+        assert all(same(a, b) for a, b in zip(found, expected[rank], strict=True))
+        assert rows == [(1, [0 if p == rank % shard else 12 // shard for p in range(shard)], True)]
