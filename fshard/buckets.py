@@ -225,7 +225,7 @@ def _large_views(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, in
     found = intervals(plan, *place, plan.state_over)
     views = [leaves[slot].detach().reshape(-1)[begin:end] for slot, begin, end, _ in found]
     numel = sum(view.numel() for view in views)
-    end_to_end = bool(found) and found[0][3] == 0 and found[-1][3] + views[-1].numel() == numel
+    end_to_end = bool(found) and found[-1][3] + views[-1].numel() == numel  # an interval begins with a leaf or in one
     return views if end_to_end and numel >= _LARGE * len(views) else []
 
 

@@ -87,10 +87,11 @@ def reduce_over(
 
     What was summed once travels on as wide as it was summed.
     """
-    sizes = comm.axis_sizes(mesh)
-    if axes:  # more axes of one rank would add nothing
-        rest = tuple(axis for axis in rest if sizes[axis] > 1)
-    if not axes and not rest:
+    sizes, every = comm.axis_sizes(mesh), axes + rest
+    # axes of one rank beside others add nothing, and what follows them would travel as wide as a sum
+    several = [axis for axis in every if sizes[axis] > 1] or every[:1]
+    axes, rest = (tuple(axis for axis in names if axis in several) for names in (axes, rest))
+    if not several:
         return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
     if isinstance(by, Tree):
         return _over_tree(x, mesh, axes, rest, label, out)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,10 +210,12 @@ def test_gradients_are_sums_of_what_arrived(name, strategy, shard):
             assert same_bits(whole[key], total[: len(whole[key])])
 
 
+MIXED = "compute=bf16; blocks.*.scale: compute=f32; blocks.*.w: storage=f64,compute=bf16"
+
+
 def mixed(mesh: Any, together: bool, name: str, strategy: str) -> tuple[Any, list[str], int]:
     """Parameters after two steps of a model of three dtypes, the units gathered, and the bytes."""
-    policy = "compute=bf16; blocks.*.scale: compute=f32; blocks.*.w: storage=f64,compute=bf16"
-    kw = {"policy": policy, "param_wire": WIRES.get(name), "together": together, "whole": ["tail", "blocks.*.b"]}
+    kw = {"policy": MIXED, "param_wire": WIRES.get(name), "together": together, "whole": ["tail", "blocks.*.b"]}
     sharded, tx = laid_out(mesh, strategy, **kw), optim.sgd(0.1)
     state, step = fshard.init_state(sharded, tx), fshard.train_step(mean_loss, tx)
     with fshard.tally() as records:
@@ -235,6 +238,51 @@ def test_dtypes_travel_together(name, replicate, shard):
             assert len(labels) < len(apart)
             assert set(labels) == set(apart)
             assert nbytes <= more <= nbytes + 16 * len(apart) * shard
+
+
+ONE_RANK_MORE = [{"replicate": 1, "shard": 3}, {"shard": 3, "replicate": 1}]
+OVERS: dict[str, tuple[Any, Any]] = {  # what parameters, gradients and state are cut over, without and with the axis
+    "ddp": ((), ()),
+    "full": ("shard", "shard"),
+    "outer": ("shard", ("replicate", "shard")),
+    "inner": ("shard", ("shard", "replicate")),
+}
+TRAVELS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "wires": {"param_wire": WIRES["int8"], "grad_wire": WIRES["int8"]},
+    "together": {"param_wire": WIRES["float8"], "together": True, "policy": MIXED},
+    "feedback": {"grad_wire": TopK(0.2)},
+}
+
+
+def one_axis(mesh: Any, over: Any, how: str) -> Any:
+    """Parameters after two steps, and what has travelled along the axes of several ranks."""
+    cuts = dict.fromkeys(("params_over", "grads_over", "state_over"), over)
+    plan = fshard.make_plan(lm_params(torch.float32), mesh, units=LM_UNITS, **cuts, **TRAVELS[how])
+    tx = optim.adamw(0.1)
+    state = fshard.init_state(fshard.shard_params(lm_params(torch.float32), plan), tx)
+    step = fshard.train_step(mean_loss, tx)
+    with fshard.tally() as records:
+        for i in range(2):
+            state, metrics = step(state, lm_batch(i, mesh.get_rank()))
+    units = {unit.name for unit in plan.units}
+    idle = [r for r in records.select("all_reduce") if mesh.size(r.axis) == 1 and r.label in units]
+    sent = [(r.kind, r.label, r.nbytes) for r in records if mesh.size(r.axis) > 1]
+    return (gather_params(state.params), metrics), sent, idle
+
+
+@pytest.mark.parametrize("over", OVERS)
+@pytest.mark.parametrize("how", TRAVELS)
+def test_an_axis_of_one_rank_changes_nothing(over, how):
+    """No bit, nor what travels along the others: wires, too, are used where there are several ranks."""
+    alone, beside = OVERS[over]
+    want = fshard.testing.World(axes={"shard": 3}).run(one_axis, alone, how)
+    for axes in ONE_RANK_MORE:
+        found = fshard.testing.World(axes=axes).run(one_axis, beside, how)
+        for (got, sent, idle), (expected, records, _) in zip(found, want, strict=True):
+            assert same_bits(got, expected)
+            assert Counter(sent) == Counter(records)  # what follows a stage may come later
+            assert not idle or how != "as it is" or not beside
 
 
 def trained(mesh: Any, wires: tuple[str, str], num_steps: int = 3, scale: Any = None, **kw: Any) -> Any:

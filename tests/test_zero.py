@@ -298,11 +298,56 @@ def test_what_is_given_away(mesh):
     where = [{x.data_ptr() for x in tree.leaves(params)} for params in (START, old, new, again)]
     assert where[1] == where[3]
     assert not (where[0] | where[2]) & where[1]
+    later = tx.step(START, state, again, donate=True)[1]
+    moments = [[x.data_ptr() for x in tree.leaves((inner.mu, inner.nu))] for inner in (state.inner, later.inner)]
+    assert moments[0] == moments[1]
     for part in tree.nodes(state, fshard.Sharded):
         part.give_away()
     for call in (tx.step, tx.update):
         with pytest.raises(fshard.DonatedError, match="was given away"):
             call(START, state, START)
+
+
+def still_read(mesh: Any, over: Any, busy: str) -> tuple[bool, Any]:
+    """Whether donated parameters, which a peer along one axis is still to read, were written to; and the new ones."""
+    tx = zero(ADAMW, mesh, over=over, bucket=BUCKET)
+    old, state = tx.step(START, tx.init(START), START)
+    before = clone(old)
+    mesh.ranks(busy).idle = lambda x: False
+    new, _ = tx.step(START, state, old, donate=True)
+    return not same_bits(old, before), new
+
+
+@pytest.mark.parametrize("over", ["shard", "replicate", BOTH])
+@pytest.mark.parametrize("busy", BOTH)
+def test_what_a_peer_is_still_to_read_is_not_written_to(over, busy):
+    """Given away or not: along any of the axes that parameters were gathered over."""
+    free, *_ = simulated(still_read, over, "shard" if over == "replicate" else "replicate", replicate=2, shard=2)
+    for written, new in simulated(still_read, over, busy, replicate=2, shard=2):
+        assert written is (busy not in over)
+        assert same_bits(new, free[1])
+
+
+@pytest.mark.parametrize("block", [1, 8, 1 << 17])
+@pytest.mark.parametrize("shard", [1, 2, 3])
+def test_large_leaves_may_have_gaps_between_them(block, shard):
+    """Where they begin with a block; what is read where it lies is what is copied otherwise."""
+    params = {"a": rand(70_001, seed=1), "b": rand(9, seed=2), "c": rand(2, 66_000, seed=3)}
+    want = train(LION, params, [params])[0]
+    for found in simulated(lambda mesh: train(zero(LION, mesh, block=block), params, [params])[0], shard=shard):
+        assert same_bits(found, want)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_axes_of_other_names_are_all_counted_along(way):
+    """A mesh without "shard": each rank has its part of all."""
+    names, places = {"model": 2, "data": 2}, []
+    for axes, over in ((names, None), (dict(zip(BOTH, names.values(), strict=True)), BOTH)):
+        world = fshard.testing.World(axes=axes)
+        places.append(world.run(lambda mesh, over=over: trained(mesh, "adamw", way, "step", over)))
+        places.append(world.run(lambda mesh, over=over: zero(ADAMW, mesh, *way, over=over).init(START).inner))
+    assert same_bits(places[0], places[2])
+    assert same_bits(*(tree.leaves(inner) for inner in (places[1], places[3])))
 
 
 def kinds_of(seed: int) -> dict[str, Tensor]:
