@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import comm
 from .nodes import MESHES, put
-from .randomness import draw, empty_state, generator_state
+from .randomness import draw, drawn_like, empty_state, generator_state
 from .record import Record, note
 
 _LIBRARY = torch.library.Library("fshard", "DEF")
@@ -134,5 +134,5 @@ _define(
 _define(
     "draw(Tensor state, str how, Tensor[] by, float[] numbers, Tensor like) -> (Tensor, Tensor)",
     draw,
-    lambda state, how, by, numbers, like: (torch.empty_like(like), torch.empty_like(state)),
+    lambda state, how, by, numbers, like: (drawn_like(how, like), torch.empty_like(state)),
 )

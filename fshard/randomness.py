@@ -77,10 +77,33 @@ def empty_state(device: torch.device) -> Tensor:
     return torch.empty(_STATE_BYTES.get(device.type, 16), dtype=torch.uint8)
 
 
+def _own_generator(device: torch.device) -> torch.Generator:
+    """The generator that operators draw from which are given none."""
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def drawn_like(how: str, like: Tensor) -> Tensor:
+    """Room for what `draw` gives."""
+    return torch.empty_like(like, dtype=torch.bool if how == "native_dropout" else None)
+
+
 def draw(
     state: Tensor, how: str, by: Sequence[Tensor], numbers: Sequence[float], like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A tensor filled by the in-place random method of that name, and the generator's next state."""
+    """A tensor filled by the in-place random method of that name, and the generator's next state.
+
+    Of "native_dropout" it is the mask. That operator draws from the device's own generator, on a GPU other numbers than
+    `bernoulli_` does: it is asked itself, and the generator put back.
+    """
+    if how == "native_dropout":
+        back = bookmark(like.device)
+        _own_generator(like.device).set_state(state)
+        mask = torch.native_dropout(like, numbers[0], True)[1]
+        after = _own_generator(like.device).get_state()
+        back()
+        return mask, after
     generator = torch.Generator(like.device)
     generator.set_state(state)
     values: Sequence[Any] = [int(n) for n in numbers] if how == "random_" else numbers
@@ -118,7 +141,7 @@ class _Draws(TorchDispatchMode):
             x, p, train = args
             if train is False or p == 0:
                 return x.clone(), torch.ones_like(x, dtype=torch.bool)
-            mask = self._draw("bernoulli_", torch.empty_like(x, dtype=torch.bool), [1 - p])
+            mask = self._draw(name, x, [p])
             return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
         if name == "bernoulli":  # with a probability where torch.func takes dropout apart
             return self._draw("bernoulli_", args[0], args[1:], by=() if args[1:] else args)

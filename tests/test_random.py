@@ -16,6 +16,7 @@ from worlds import simulated
 
 import fshard
 from fshard import optim
+from fshard.randomness import draw
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
@@ -224,3 +225,21 @@ def test_without_a_step_torch_draws(name, backend):
     torch.manual_seed(1)
     assert same_bits(found, [fn(x) for _ in range(3)])
     assert name == "checkpoint" or not same_bits(found[0], found[1])
+
+
+def test_a_graph_draws_masks_with_the_operator_of_an_eager_call(monkeypatch):
+    """Another operator draws other masks on a GPU; and the device's own generator is as it was."""
+    asked, native = [], torch.native_dropout
+
+    def noted(x, p, train):
+        asked.append((x.dtype, p))
+        return native(x, p, train)
+
+    monkeypatch.setattr(torch, "native_dropout", noted)
+    state = torch.Generator().manual_seed(3).get_state()
+    before = torch.get_rng_state()
+    mask, after = draw(state, "native_dropout", [], [0.5], torch.ones(9, dtype=torch.bfloat16))
+    assert asked == [(torch.bfloat16, 0.5)]
+    assert mask.dtype == torch.bool
+    assert not torch.equal(state, after)
+    assert torch.equal(torch.get_rng_state(), before)
