@@ -267,7 +267,9 @@ def one_axis(mesh: Any, over: Any, how: str) -> Any:
             state, metrics = step(state, lm_batch(i, mesh.get_rank()))
     units = {unit.name for unit in plan.units}
     idle = [r for r in records.select("all_reduce") if mesh.size(r.axis) == 1 and r.label in units]
-    sent = [(r.kind, r.label, r.nbytes) for r in records if mesh.size(r.axis) > 1]
+    # what is gathered ahead and not asked for goes no further than its first stage
+    asked = [r for r in records if (r.kind, r.label) != ("all_gather", "unused")]
+    sent = [(r.kind, r.label, r.nbytes) for r in asked if mesh.size(r.axis) > 1]
     return (gather_params(state.params), metrics), sent, idle
 
 
