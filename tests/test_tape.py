@@ -870,3 +870,22 @@ def test_what_no_backward_goes_through_is_freed() -> None:
         fshard.value_and_grad(unused)(sharded, torch.ones(2, 4), True)
     gc.collect()
     assert [ref() for ref in seen] == [None, None]
+
+
+@pytest.mark.parametrize("plan", [{}, {"regather": False}, {"policy": "compute=bf16"}, {"units": ["b"]}], ids=str)
+@pytest.mark.parametrize("step", [{}, {"accumulate": 2, "clip_norm": 1.0}, {"reduction": "tree"}], ids=str)
+def test_one_device_is_that_of_the_leaves(plan: Any, step: Any) -> None:
+    """Without a mesh all is where the parameters are, here on `meta`, and nothing is read of them."""
+    params = {"w": torch.empty(4, 3, device="meta"), "b": [torch.empty(3, device="meta")]}
+    sharded = fshard.shard_params(params, fshard.make_plan(params, **plan))
+    x = torch.empty(4, 4, device="meta", dtype=torch.bfloat16 if "policy" in plan else torch.float32)
+
+    def loss(p: Any, x: torch.Tensor) -> fshard.Mean:
+        return fshard.Mean((x @ p["w"] + p["b"][0]).float().square().sum(), len(x))
+
+    found = [fshard.value_and_grad(loss)(sharded, x), fshard.gather_params(sharded)]
+    for scale in (None, fshard.DynamicLossScale(8.0)):
+        tx = fshard.optim.adamw(0.1)
+        state, metrics = fshard.train_step(loss, tx, **step)(fshard.init_state(sharded, tx, scale), x)
+        found += [state.params, state.opt_state.mu, metrics]
+    assert {leaf.device.type for leaf in tree.leaves(found)} == {"meta"}

@@ -350,6 +350,19 @@ def test_axes_of_other_names_are_all_counted_along(way):
     assert same_bits(*(tree.leaves(inner) for inner in (places[1], places[3])))
 
 
+@on_ranks(2, WAYS)
+def test_updates_need_no_parameters(mesh, way):
+    """Where the optimizer's own do not; and they lie where the parameters are, whatever the process computes on."""
+    for tx in (optim.sgd(0.1, momentum=0.9), optim.adam(0.1)):
+        part = zero(tx, mesh, *way, bucket=BUCKET)
+        grads, state = given(way, mesh, 1)[0], part.init(START)
+        assert same_bits(part.update(grads, state), part.update(grads, state, START))
+    meta = tree.map(lambda x: x.to("meta"), START)
+    alone = zero(ADAMW, None, *way, bucket=BUCKET)
+    found = [alone.step(meta, alone.init(meta), meta), alone.update(meta, alone.init(meta), meta)]
+    assert {x.device.type for x in tree.leaves([params for params, _ in found])} == {"meta"}
+
+
 def kinds_of(seed: int) -> dict[str, Tensor]:
     """Leaves of several dtypes, 0-d, strided and without elements; small whole numbers."""
     wide, single, half = torch.float64, torch.float32, torch.bfloat16
