@@ -340,6 +340,72 @@ def reduced(x: torch.Tensor, ranks: Any, wide: Any) -> list[torch.Tensor]:
     return [pending.wait() for pending in started]
 
 
+class Heard(InParts):
+    """The same, who write down what is said of each message and of what is asked for."""
+
+    def __init__(self, ranks: Any):
+        super().__init__(ranks)
+        self.calls = list[str]()
+
+    def exchange(self, sends: Any, recvs: Any, call: str) -> Any:
+        """With its words."""
+        self.calls.append(call)
+        return super().exchange(sends, recvs, call)
+
+
+def called(ranks: Any) -> tuple[list[str], list[Any]]:
+    """The words of messages of every collective, and the records of what was asked for."""
+    x, w = torch.ones(2 * ranks.size, 2), ranks.size
+    large = torch.ones(w * 4096)  # a reduction in two stages
+    with fshard.tally() as records:
+        comm.all_gather(x, ranks, "gather").wait()
+        comm.reduce_scatter(x, ranks, "scatter").wait()
+        comm.all_reduce(x, ranks, "sum", more=", more").wait()
+        comm.all_reduce(x, ranks, "max", op="max", more=", more").wait()
+        comm.all_reduce(large.bfloat16(), ranks, "large", out=torch.ones(w * 4096)).wait()
+        comm.all_to_all(x, ranks, "all").wait()
+        comm.broadcast(x, ranks, 1, "cast").wait()
+        comm.scatter([x] * w, ranks, lambda parts: parts[0], "each").wait()
+        others = [peer != ranks.rank for peer in range(w)]
+        comm.swap([[x.view(-1)] * on for on in others], [[(x.dtype, x.numel())] * on for on in others], ranks, "swap")
+    return getattr(ranks, "calls", []), [(r.kind, r.axis, r.label, r.nbytes, r.more) for r in records]
+
+
+def test_the_words_of_collectives() -> None:
+    """Each names its kind, dtype, shape, axis and label, in every message it is made of; and is counted with its bytes.
+
+    What W ranks send of n bytes: W - 1 times n, of a part n / W; of a sum to all twice that, or if small all to all.
+    """
+    n = 3 * 2 * 2 * 4  # bytes of x
+    for rank, (calls, records) in enumerate(World(shard=3).run(lambda mesh: called(Heard(mesh.ranks("shard"))))):
+        assert calls == [
+            "all_gather(float32[6, 2], axis='shard') for unit 'gather'",
+            "reduce_scatter(float32[6, 2], axis='shard') for unit 'scatter'",
+            "all_reduce(float32[6, 2], axis='shard', more) for unit 'sum'",
+            "all_reduce(float32[6, 2], axis='shard', op='max', more) for unit 'max'",
+            "all_reduce(bfloat16[12288], axis='shard') for unit 'large'",
+            "all_reduce(float32[4096], axis='shard') for unit 'large'",
+            "all_to_all(float32[6, 2], axis='shard') for unit 'all'",
+            "broadcast(float32[6, 2], axis='shard', src=1) for unit 'cast'",
+            "reduce_scatter(float32[6, 2], axis='shard') for unit 'each'",
+            "all_to_all(bytes, axis='shard') for 'swap'",
+        ]
+        assert records == [
+            ("all_gather", "shard", "gather", 2 * n, ""),
+            ("reduce_scatter", "shard", "scatter", 2 * n // 3, ""),
+            ("all_reduce", "shard", "sum", 2 * n, ", more"),
+            ("all_reduce", "shard", "max", 2 * n, ", more"),
+            ("all_reduce", "shard", "large", 2 * (2 + 4) * 4096, ""),
+            ("all_to_all", "shard", "all", 2 * n // 3, ""),
+            ("broadcast", "shard", "cast", 2 * n * (rank == 1), ""),
+            ("reduce_scatter", "shard", "each", 2 * n, ""),
+            ("all_to_all", "shard", "swap", 2 * n, ""),
+        ]
+    whole = World(shard=3).run(lambda mesh: called(mesh.ranks("shard")))
+    parts = World(shard=3).run(lambda mesh: called(InParts(mesh.ranks("shard"))))
+    assert [row for _, row in whole] == [row for _, row in parts]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_whole_collectives_have_the_bits_of_messages(size: int) -> None:
     """Every dtype, narrow sums and wider results, small and large, empty and uneven."""
