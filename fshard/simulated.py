@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import check_whole, wrong
+from .arguments import check_flags, check_whole, wrong
 from .baton import Collective, Fault, Post, Run, Stopped, on_threads
-from .comm import MismatchError, Works, fold, mesh_device, sum_dtype
+from .comm import Exchange, MismatchError, Works, fold, mesh_device, sum_dtype
+from .late import UnderWay
 from .process_groups import places
 from .record import Call, Record
 
@@ -80,8 +81,9 @@ def _reduce(posts: list[Post], op: str) -> None:
 class SimulatedMesh:
     """The mesh one simulated rank sees: it reads like a DeviceMesh with the world's axes."""
 
-    def __init__(self, run: Run, rank: int):
+    def __init__(self, run: Run, rank: int, under_way: UnderWay | None = None):
         self._run, self._rank = run, rank
+        self.under_way = under_way  # of a late world
         self.mesh_dim_names = tuple(run.sizes)
         self.shape = tuple(run.sizes.values())
         self.ndim = len(self.shape)
@@ -126,7 +128,7 @@ class _SimulatedRanks:
     built_in = None
 
     def __init__(self, mesh: SimulatedMesh, run: Run, axis: str):
-        self.axis, self._run, self._me = axis, run, mesh.get_rank()
+        self.axis, self._run, self._me, self._under_way = axis, run, mesh.get_rank(), mesh.under_way
         self.device = mesh_device(mesh)
         self.record = Record("", axis, "", 0)
         number = mesh.mesh_dim_names.index(axis)
@@ -136,8 +138,9 @@ class _SimulatedRanks:
         self._group = tuple(first + i * stride for i in range(self.size))
 
     @property
-    def whole(self) -> _SimulatedRanks:
-        return self
+    def whole(self) -> _SimulatedRanks | None:
+        # late ones are made of exchanges, as those of process groups are
+        return self if self._under_way is None else None
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
         return like.new_empty(numel)
@@ -147,7 +150,7 @@ class _SimulatedRanks:
 
     def _meet(
         self, call: str | Call, sends: Sequence[Tensor], into: Sequence[Tensor], act: Callable[[list[Post]], None]
-    ) -> Works:
+    ) -> Exchange:
         post = Post(self._me, self.record, call, sends, into, act, sends)
         if self.size == 1:
             with torch.no_grad():
@@ -165,19 +168,25 @@ class _SimulatedRanks:
     def _call(self, x: Tensor, more: str = "") -> Call:
         return Call(self.record.kind, x.dtype, x.shape, self.axis, self.record.label, more)
 
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Works:
-        return self._meet(call, sends, places(sends, recvs, self.rank), _deliver)
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Exchange:
+        into = places(sends, recvs, self.rank)
+        if self._under_way is None:
+            return self._meet(call, sends, into, _deliver)
+        aside = [place if rank == self.rank else torch.empty_like(place) for rank, place in enumerate(into)]
+        self._meet(call, sends, aside, _deliver)
+        to, results = ([x for rank, x in enumerate(xs) if rank != self.rank] for xs in (into, aside))
+        return self._under_way.start(call, sends, to, results, into)
 
-    def all_gather(self, x: Tensor, out: Tensor | None, lent: bool) -> Works:
+    def all_gather(self, x: Tensor, out: Tensor | None, lent: bool) -> Exchange:
         # one of its own even if it is lent: a rank's memory is to live and die as it would in a process
         place = x.new_empty(self.size * x.shape[0], *x.shape[1:]) if out is None else out
         return self._meet(self._call(x), [x], [place], _gather)
 
-    def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool) -> Works:
+    def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool) -> Exchange:
         place = x.new_empty(x.shape[0] // self.size, *x.shape[1:]) if out is None else out
         return self._meet(self._call(x), [x], [place], _scatter)
 
-    def all_reduce(self, x: Tensor, out: Tensor | None, op: str, fast: bool) -> Works:
+    def all_reduce(self, x: Tensor, out: Tensor | None, op: str, fast: bool) -> Exchange:
         place = torch.empty_like(x) if out is None else out
         more = self.record.more if op == "sum" else f", op={op!r}{self.record.more}"
         return self._meet(self._call(x, more), [x], [place], lambda posts: _reduce(posts, op))
@@ -189,11 +198,18 @@ def _load_forward_mode() -> None:
         torch.func.jvp(torch.neg, (torch.zeros(()),), (torch.zeros(()),))
 
 
+def _on_rank(mesh: SimulatedMesh, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    result = fn(mesh, *args)
+    if mesh.under_way is not None:
+        mesh.under_way.check_none()
+    return result
+
+
 def _on_ranks(
-    fn: Callable[..., Any], args: Sequence[Any], sizes: Mapping[str, int], device: str, faults: Sequence[Fault]
+    world: World, fn: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[list[Collective], list[Any], BaseException | None]:
     """`fn(mesh, *args)` on every rank: the collectives, the results in rank order, and what failed."""
-    run = Run(sizes, device, faults)
+    run = Run(world.axes, world.device, world.faults)
     results: list[Any] = [None] * run.num_ranks
     num_threads = torch.get_num_threads()
 
@@ -204,7 +220,7 @@ def _on_ranks(
             torch.set_num_threads(num_threads)
             # else ranks would wait for each other inside CUDA's one backward thread
             with torch.autograd.set_multithreading_enabled(False):
-                results[rank] = fn(SimulatedMesh(run, rank), *args)
+                results[rank] = _on_rank(SimulatedMesh(run, rank, UnderWay() if world.late else None), fn, args)
         except Stopped as stopped:
             hidden = stopped.__context__
             if hidden is not None and run.failure is not None and hidden is not run.failure:
@@ -238,8 +254,11 @@ class World:
     first exception of any rank stops all and is raised, with a note of the rank; ranks that call different
     collectives, or of which one ends early, raise MismatchError naming both sides. `log` has the collectives of the
     latest run, each once, in the order in which they were done; along an axis of one rank there are none. `faults` are
-    what is to go wrong: `Dies`, `Garbage`, `Slow`. Inside, use torch.func.jvp, not dual levels of your own (torch has
-    one for all threads). ValueError for axes without ranks, and for faults of ranks that are not there.
+    what is to go wrong: `Dies`, `Garbage`, `Slow`. In a `late` world collectives are a GPU's: results arrive when they
+    are waited for, until then their places hold NaN (whole numbers: bytes 0xA5), and it is an InFlightError to write to
+    what is sent or received meanwhile, or never to wait; a gather or a sum is logged as the messages it is made of.
+    Inside, use torch.func.jvp, not dual levels of your own (torch has one for all threads). ValueError for axes without
+    ranks, and for faults of ranks that are not there.
 
     >>> world = World(axes={"data": 2, "model": 3})
     >>> world.run(lambda mesh: all_reduce(torch.tensor(mesh.get_rank()), mesh, "model", label="sums").item())
@@ -256,7 +275,9 @@ class World:
         axes: Mapping[str, int] | None = None,
         device: str = "cpu",
         faults: Sequence[Fault] = (),
+        late: bool = False,
     ):
+        check_flags(**{"a simulated world: late": late})
         if axes is not None and not isinstance(axes, Mapping):
             raise TypeError(f"a simulated world: {wrong('axes', axes, 'a dict of the number of ranks by axis')}")
         if axes is not None and not axes:
@@ -270,14 +291,14 @@ class World:
                 raise TypeError(f"a simulated world: {wrong('faults', fault, 'Dies, Garbage or Slow of a rank')}")
             if not 0 <= fault.rank < num or getattr(fault, "at", 0) < 0:
                 raise ValueError(f"{fault}: expected one of the {num} ranks, from 0, and a collective from 0 on")
-        self.size, self.device, self.faults = num, device, tuple(faults)
+        self.size, self.device, self.faults, self.late = num, device, tuple(faults), late
         self.log: list[Collective] = []
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """`fn(mesh, *args)` once for every rank; the results in rank order."""
         if not callable(fn):
             raise TypeError(f"a simulated world: {wrong('fn', fn, 'fn(mesh, *args), a function')}")
-        self.log, results, failure = _on_ranks(fn, args, self.axes, self.device, self.faults)
+        self.log, results, failure = _on_ranks(self, fn, args)
         if failure is not None:
             raise failure
         return results

@@ -8,6 +8,7 @@ from typing import Any
 from .baton import Collective, Dies, Garbage, RankDied, Slow
 from .comm import MismatchError
 from .compare import assert_trees_equal
+from .late import InFlightError
 from .oracle import oracle, whole_state
 from .recording import record
 from .replay import replay
@@ -17,6 +18,7 @@ __all__ = [
     "Collective",
     "Dies",
     "Garbage",
+    "InFlightError",
     "MismatchError",
     "RankDied",
     "SimulatedMesh",

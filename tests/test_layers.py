@@ -23,7 +23,7 @@ LEVELS = [
     {"comm"},
     {
         *("dataflow", "collectives", "agree", "parts", "data", "claim", "wire", "reduction", "operators", "offload"),
-        *("baton", "links"),
+        *("baton", "links", "late"),
     },
     {"meeting", "simulated", "move", "norms", "compare", "passes", "bucketing", "signature"},
     {"host", "transform", "lines", "writes", "anchors"},

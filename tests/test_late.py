@@ -1,0 +1,264 @@
+"""Worlds whose collectives deliver late: the same bits, and an error for each way to be wrong in between."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import LM_UNITS, STRATEGIES, lm_batch, lm_params, mean_loss, rand, same_bits
+from optimizers import TRANSFORMS
+from torch import Tensor
+
+import fshard
+from fshard import DynamicLossScale, comm, gather_params, optim, tree
+from fshard.late import poison
+from fshard.testing import InFlightError, World
+from fshard.wire import Float8, Int8, LowRank, TopK
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PLANS: dict[str, dict[str, Any]] = {
+    **STRATEGIES,
+    "int8": {"param_wire": Int8(16), "grad_wire": Int8(16)},
+    "float8": {"param_wire": Float8(), "grad_wire": Float8()},
+    "topk": {"grad_wire": TopK(0.3)},
+    "lowrank": {"grad_wire": LowRank(1)},
+    "together": {"together": True, "policy": "compute=bf16; blocks.*.scale: compute=f32"},
+    "half": {"policy": "compute=f16"},
+    "bf16": {"policy": "compute=bf16"},
+    "wide sums": {"policy": "compute=bf16, reduce=f32"},
+    "host": {"host": ["blocks.*", "tail.left"]},
+    "frozen": {"frozen": "blocks.1"},
+    "whole": {"whole": ["blocks.0", "tail.left"]},
+}
+STEPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "donate": {"donate": True, "clip_norm": 0.1},
+    "micro": {"accumulate": 2, "donate": True},
+    "once": {"accumulate": 2, "reduce_once": True},
+    "fast": {"reduction": "fast", "clip_norm": 0.1},
+    "tree": {"reduction": "tree", "clip_norm": 0.1},
+}
+
+
+def even_batch(step: int, rank: int) -> dict[str, Tensor]:
+    """As many rows on every rank, other ones."""
+    return tree.map(lambda x: x[:4], lm_batch(step, rank))
+
+
+def trained(
+    mesh: Any, plan: str = "full", step: str = "plain", tx: str = "adamw", jit: str | None = None
+) -> tuple[Any, ...]:
+    """Metrics, parameters and state of two steps, from one rank's parameters."""
+    params, transform, how = lm_params(torch.float32), TRANSFORMS[tx](), STEPS[step]
+    block = 4 if tx == "adamw_8bit" else 1
+    made = fshard.make_plan(params, mesh, units=LM_UNITS, block=block, **PLANS[plan])
+    scale = DynamicLossScale(8.0) if plan == "half" else None
+    state = fshard.init_state(fshard.shard_params(params, made, src=mesh.size() - 1), transform, scale)
+    donate = how.get("donate", False)
+    run: Any = fshard.train_step(mean_loss, transform, **{**how, "donate": donate and jit is None})
+    if jit is not None:
+        run = fshard.jit(run, backend=jit, donate=donate)
+    seen = []
+    for i in range(2):
+        state, metrics = run(state, (even_batch if step == "tree" else lm_batch)(i, mesh.get_rank()))
+        seen.append(metrics)
+    return seen, gather_params(state.params), optim.gather_state(state.opt_state)
+
+
+def same_when_late(job: Callable[[Any], Any], **axes: int) -> None:
+    """What a function gives on every rank, in a late world and in another."""
+    runs = [World(axes=axes, late=late).run(job) for late in (False, True)]
+    assert same_bits(*runs)
+
+
+def axes_for(plan: str, step: str) -> dict[str, int]:
+    """Three ranks, or a power of two, or two axes."""
+    if "replicate" in str(PLANS[plan]):
+        return {"replicate": 2, "shard": 2}
+    return {"shard": 2 if step == "tree" else 3}
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Every plan with two steps, every step with the usual plan."""
+    found, names = [("full", step) for step in STEPS], [name for name in STEPS if name != "tree"]
+    for number, plan in enumerate(PLANS):
+        found += [(plan, names[(number + ahead) % len(names)]) for ahead in (0, 2)]
+    return [*dict.fromkeys([*found, ("zero1", "tree"), ("wide", "tree"), ("host", "tree")])]
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("plan", "step"), pairs())
+def test_every_plan_and_step(plan, step):
+    """Strategies, wires, precisions, host memory; micro-batches, reductions, donation."""
+    same_when_late(lambda mesh: trained(mesh, plan, step), **axes_for(plan, step))
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_every_optimizer(name):
+    """Those that look at whole leaves or norms have collectives of their own."""
+    same_when_late(lambda mesh: trained(mesh, "zero1", "micro", name), shard=3)
+
+
+GRAPHS = [("full", "donate"), ("zero1", "micro"), ("int8", "plain"), ("together", "fast"), ("wide", "once")]
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize(("plan", "step"), [*GRAPHS, ("ddp", "tree"), ("keep", "micro"), ("topk", "donate")])
+def test_graphs(plan, step):
+    """The graph of a step, run as it is."""
+    same_when_late(lambda mesh: trained(mesh, plan, step, jit="eager"), **axes_for(plan, step))
+
+
+def test_graphs_without_dead_code():
+    """A compiler that drops what nobody reads keeps the waits: of what a rank only sends, too."""
+
+    def job(mesh: Any) -> Any:
+        x = rand(4, seed=mesh.get_rank())
+        both = lambda x: (fshard.broadcast(x, mesh, "shard"), fshard.all_to_all(x[:2], mesh, "shard"))  # noqa: E731
+        return fshard.jit(both, backend="aot_eager")(x)
+
+    same_when_late(job, shard=2)
+
+
+@pytest.mark.parametrize("grads", ["reduced", "local"])
+@pytest.mark.parametrize("partition", ["flat", "leaf"])
+def test_zero(partition, grads):
+    """Buckets that are gathered while others are updated."""
+
+    def job(mesh: Any) -> Any:
+        tx = fshard.zero(TRANSFORMS["adamw"](), mesh, partition, grads, bucket=30)
+        params = tree.map(torch.clone, lm_params(torch.float32))  # none tied
+        state = tx.init(params)
+        for i in range(3):
+            seed = i + (10 * mesh.get_rank() if grads == "local" else 0)
+            given = tree.map(lambda x, seed=seed: rand(*x.shape, seed=seed, dtype=x.dtype), params)
+            params, state = tx.step(given, state, params, donate=i == 2)
+        return params
+
+    same_when_late(job, shard=3)
+    same_when_late(job, replicate=2, shard=2)
+
+
+def everything(mesh: Any) -> Any:
+    """The differentiable collectives, gradients without a step, and state in and out."""
+    x, seen = torch.arange(6.0) + mesh.get_rank(), list[Any]()
+    for axis in mesh.mesh_dim_names:
+        seen += [fshard.all_gather(x, mesh, axis), fshard.broadcast(x, mesh, axis, src=1)]
+        seen += [fshard.all_reduce(x, mesh, axis), fshard.all_reduce(x, mesh, axis, op="max")]
+        seen += [fshard.all_reduce(torch.arange(6000.0), mesh, axis)]
+        seen += [fshard.reduce_scatter(x, mesh, axis), fshard.all_to_all(x, mesh, axis)]
+    params, batch = lm_params(), lm_batch(0, mesh.get_rank())
+    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=LM_UNITS))
+    value, grads = fshard.value_and_grad(mean_loss)(sharded, batch)
+    own = fshard.value_and_grad(mean_loss, reduce=False)(sharded, batch)[1]
+    state = optim.adamw(0.1).init(sharded)
+    back = optim.shard_state(optim.gather_state(state), state)
+    norm = fshard.global_norm(grads)
+    return seen, value, norm, gather_params(grads), gather_params(fshard.reduce_grads(own)), optim.gather_state(back)
+
+
+def test_everything_else():
+    """On one axis, and on two."""
+    same_when_late(everything, shard=2)
+    same_when_late(everything, replicate=2, shard=3)
+
+
+# What it finds: a program that would be right on a CPU.
+
+
+def in_flight(job: Callable[[Any], Any]) -> str:
+    """The error of a function in a late world of two; in another one it has none."""
+    World(2).run(job)
+    with pytest.raises(InFlightError) as error:
+        World(2, late=True).run(job)
+    return str(error.value)
+
+
+def ranks_of(mesh: Any) -> Any:
+    """Those along the one axis."""
+    return comm.along(mesh, "shard")
+
+
+def test_a_result_read_too_early_is_poison():
+    """NaN, and bytes 0xA5; what waits has the result."""
+
+    def job(mesh: Any) -> Any:
+        outs = [torch.zeros(2), torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.bool)]
+        under_way = [comm.all_gather(torch.ones(1).to(out.dtype), ranks_of(mesh), "u", out) for out in outs]
+        early = [out.clone() for out in outs]
+        return early, [pending.wait() for pending in under_way]
+
+    for rank, (early, late) in enumerate(World(2, late=True).run(job)):
+        assert early[0][1 - rank].isnan()
+        assert early[1][1 - rank].item() == -0x5A5A5A5B
+        assert all((x == 1).all() for x in late)
+    assert poison(torch.zeros(2, 3).T).isnan().all()
+    assert poison(torch.zeros(2, dtype=torch.complex64)).isnan().all()
+
+
+def test_what_is_sent_may_not_change():
+    """The error names the collective, its unit and the line."""
+
+    def job(mesh: Any) -> Any:
+        x = torch.ones(4)
+        pending = comm.reduce_scatter(x, ranks_of(mesh), "blocks.3")
+        x.zero_()
+        return pending.wait()
+
+    words = in_flight(job)
+    assert words.startswith("reduce_scatter(float32[4], axis='shard') for unit 'blocks.3', started at ")
+    assert words.endswith("was under way when what it sends was written to: wait for it first")
+    assert f"{__file__}:" in words
+
+
+def test_a_place_may_not_be_written_to():
+    """Nor read for another collective, nor be another's place."""
+    out = [torch.empty(4), torch.empty(4)]
+
+    def writes(mesh: Any) -> Any:
+        pending = comm.all_gather(torch.ones(2), ranks_of(mesh), "a", out[mesh.get_rank()])
+        out[mesh.get_rank()].chunk(2)[1 - mesh.get_rank()].zero_()
+        return pending.wait()
+
+    def sends(mesh: Any) -> Any:
+        pending = comm.all_gather(torch.ones(2), ranks_of(mesh), "a", out[mesh.get_rank()])
+        return comm.reduce_scatter(out[mesh.get_rank()], ranks_of(mesh), "b").wait(), pending.wait()
+
+    def lands(mesh: Any) -> Any:
+        pending = comm.all_gather(torch.ones(2), ranks_of(mesh), "a", out[mesh.get_rank()])
+        return comm.all_gather(torch.ones(2), ranks_of(mesh), "b", out[mesh.get_rank()]).wait(), pending.wait()
+
+    assert "the place of its result was written to" in in_flight(writes)
+    assert "would send what is still to arrive by all_gather(float32[2], axis='shard') for unit 'a'" in in_flight(sends)
+    assert "would write to memory of all_gather(float32[2], axis='shard') for unit 'a'" in in_flight(lands)
+
+
+def test_every_collective_is_waited_for():
+    """The error counts and names those that were not."""
+
+    def job(mesh: Any) -> None:
+        comm.all_gather(torch.ones(2), ranks_of(mesh), "lost")
+        comm.all_gather(torch.ones(2), ranks_of(mesh), "kept").wait()
+
+    words, call = in_flight(job), "all_gather(float32[2], axis='shard') for unit 'lost'"
+    assert words.startswith(f"nobody has waited for 1 collective(s): {call}, started at {__file__}:")
+
+
+def test_memory_is_received_into_or_sent():
+    """Not both."""
+
+    def job(mesh: Any) -> Any:
+        x, ranks = torch.ones(2), ranks_of(mesh)
+        places = [x if rank == mesh.get_rank() else x[:1] for rank in range(2)]
+        return comm.Pending(ranks.exchange([x[:1], x[:1]], places, "a call"), lambda _: x).wait()
+
+    with pytest.raises(InFlightError, match=r"a call at .*test_late.py:\d+ would send from memory that it receives"):
+        World(2, late=True).run(job)
+
+
+def test_late_is_true_or_false():
+    """TypeError."""
+    with pytest.raises(TypeError, match="a simulated world: late=1: expected True or False"):
+        World(2, late=1)
