@@ -889,3 +889,43 @@ def test_one_device_is_that_of_the_leaves(plan: Any, step: Any) -> None:
         state, metrics = fshard.train_step(loss, tx, **step)(fshard.init_state(sharded, tx, scale), x)
         found += [state.params, state.opt_state.mu, metrics]
     assert {leaf.device.type for leaf in tree.leaves(found)} == {"meta"}
+
+
+# --- inference mode ---
+
+
+def evaluated(mesh: Any, name: str) -> bool:
+    """Whether losses and parameters inside inference_mode are those outside, and training goes on as before."""
+    params = {
+        "a": {"w": randn(4, 4)},
+        "b": {"w": randn(4, 4, seed=1), "gain": randn(3, seed=2)},
+        "root": randn(4, seed=3),
+    }
+    params["b"]["again"] = params["a"]["w"]  # tied
+    x = randn(5, 4, seed=9 + (0 if mesh is None else mesh.get_rank()))
+
+    def loss(p: Any, x: torch.Tensor) -> Any:
+        y = torch.tanh(x @ p["a"]["w"] + p["root"]) @ p["b"]["w"] @ p["b"]["again"]  # gain is not used
+        return fshard.Mean(y.square().sum(), len(x))
+
+    plan = fshard.make_plan(params, mesh, units=["a", "b"], frozen=["root"], **HYBRIDS[name])
+    tx = fshard.optim.sgd(0.1)
+    state, step = fshard.init_state(fshard.shard_params(params, plan), tx), fshard.train_step(loss, tx)
+    value, before = fshard.value(loss), step(state, x)
+    for fn in (value, fshard.jit(value)):
+        expected = fn(state.params, x)
+        with torch.inference_mode():
+            seen = [fn(state.params, x.clone()), *tree.leaves(fshard.gather_params(state.params))]
+        assert torch.equal(seen[0], expected)
+    whole = tree.leaves(fshard.gather_params(state.params))
+    assert all(torch.equal(a, b) for a, b in zip(seen[1:], whole, strict=True))
+    return all(torch.equal(a, b) for a, b in zip(tree.leaves(before), tree.leaves(step(state, x)), strict=True))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.sample(3)
+def test_a_loss_is_evaluated_in_inference_mode(name, world):
+    """It has the bits it has outside, and training goes on as if it had not been evaluated."""
+    run = gloo if world == "gloo" else simulated
+    assert all(run(evaluated, name, shard=2, replicate=2 if name not in STRATEGIES else 1))
