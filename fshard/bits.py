@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .nodes import is_tracing
 
+_STEP = 16  # bytes that what is packed begins at a multiple of, for kernels load as many at once
 
-def views(data: Tensor, held: Sequence[tuple[torch.dtype, int]], step: int = 1) -> Iterator[Tensor]:
-    """The flat tensors that bytes hold, told by dtype and number of elements, each from a multiple of `step` on."""
+Held = Sequence[tuple[torch.dtype, int]]  # of each tensor that is packed, its dtype and number of elements
+
+
+def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Tensors of any dtypes as one flat tensor of bytes, zeros between them. Dual: `unpack`.
+
+    >>> unpack(pack([torch.ones(1), torch.tensor([2, 3])]), [(torch.float32, 1), (torch.int64, 2)])
+    [tensor([1.]), tensor([2, 3])]
+    """
+    parts = list[Tensor]()
+    for data in map(as_bytes, tensors):
+        gap = -data.numel() % _STEP
+        parts += [data, data.new_zeros(gap)] if gap else [data]
+    return torch.cat(parts, out=out)
+
+
+def packed_size(held: Held) -> int:
+    """The number of bytes that tensors are packed in."""
+    return sum(-(-dtype.itemsize * numel // _STEP) * _STEP for dtype, numel in held)
+
+
+def unpack(data: Tensor, held: Held) -> list[Tensor]:
+    """The flat tensors that were packed, views. Dual: `pack`."""
+    found = list[Tensor]()
     for dtype, numel in held:
-        size = dtype.itemsize * numel
-        yield from_bytes(data[:size], dtype)
-        data = data[size + -size % step :]
+        found.append(from_bytes(data[: dtype.itemsize * numel], dtype))
+        data = data[packed_size([(dtype, numel)]) :]
+    return found
 
 
 def bitcast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from .labels import Labels, label_of
 from .parts import pieces
 from .plan import Plan
 from .reduction import EXACT, Reduction, Tree, gather_over, reduce_over
-from .shard import Sharded, whole_view
+from .shard import Sharded, intervals, whole_view
 from .transform import FoundInf, choose
 from .wire import Wire, pack, unpack
 
@@ -140,6 +140,7 @@ def reduce(
     plan, out = reduced.plan, _landing(reduced, unit, kind)
     if plan.grad_wire is not None and plan.axes and flat.is_floating_point():
         pending = _reduce_encoded(flat, reduced, unit, kind, out, by, lost, later)
+        pending = pending.then(lambda total: _unpadded(total, reduced, unit, kind))
     else:
         pending = _reduce_cast(flat, reduced, unit, kind, out, by, later)
     return _landed(pending, out, reduced, unit, kind, None if later else by)
@@ -217,6 +218,19 @@ def _reduce_encoded(
     others = tuple(other for other in rest if other != axis)
     whole = added.then(lambda part: comm.gather_over(part, mesh, (axis,), name))
     return whole.then(lambda full: reduce_over(full, mesh, (), others, name, out, by))
+
+
+def _unpadded(total: Tensor, reduced: Sharded, unit: int, kind: int) -> Tensor:
+    """A rank's interval, in place, with zeros for padding: what a wire decodes there may be anything, and would count
+    in norms."""
+    end = 0
+    for _, first, last, start in intervals(reduced.plan, unit, kind, reduced.view.over):
+        if start > end:
+            total[end:start].zero_()
+        end = start + last - first
+    if end < len(total):
+        total[end:].zero_()
+    return total
 
 
 def _first(plan: Plan, axes: Axes) -> str:

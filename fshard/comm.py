@@ -23,9 +23,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .arguments import shown
-from .bits import as_bytes, views
+from .bits import Held, pack, packed_size, unpack
 from .nodes import NodeRanks, is_tracing
-from .process_groups import GroupRanks, MismatchError, Works
+from .process_groups import (
+    GroupRanks,
+    MismatchError,
+    Works,
+    all_gather_single,
+    as_real,
+    as_sent,
+    reduce_scatter_single,
+)
 from .record import Announced, Call, Record, announced, note
 
 Mesh = Any  # a DeviceMesh, a simulated mesh, or None: one device
@@ -231,7 +239,8 @@ def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, *words: str,
         out = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])
     full = out
     if ranks.built_in is not None:
-        return Pending(_built_in(dist.all_gather_into_tensor, ranks, (kind, x, ranks, *words), full, x), lambda _: full)
+        work = _built_in(all_gather_single, ranks, (kind, x, ranks, *words), as_sent(full), as_sent(x))
+        return Pending(work, lambda _: full)
     parts = _parts(full, ranks)
     own = parts[ranks.rank]
     if own.data_ptr() != x.data_ptr():
@@ -258,7 +267,7 @@ def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str,
     result = torch.empty_like(parts[0]) if out is None else out
     if fast and ranks.built_in is not None:
         summed = result if result.dtype == x.dtype else torch.empty_like(parts[0])
-        work = _built_in(dist.reduce_scatter_tensor, ranks, (kind, x, ranks, label), summed, x)
+        work = _built_in(reduce_scatter_single, ranks, (kind, x, ranks, label), as_real(summed), as_real(x))
         return Pending(work, lambda _: result if summed is result else result.copy_(summed))
     exchange = ranks.exchange(parts, [None] * ranks.size, _call(kind, x, ranks, label))
     return Pending(exchange, lambda received: fold(received, "sum", result))
@@ -347,24 +356,22 @@ def all_to_all(x: Tensor, ranks: Ranks, label: str = "") -> Pending:
     return Pending(exchange, lambda _: out)
 
 
-def swap(
-    sends: Sequence[Sequence[Tensor]], recvs: Sequence[Sequence[tuple[torch.dtype, int]]], ranks: Ranks, label: str = ""
-) -> list[list[Tensor]]:
+def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks, label: str = "") -> list[list[Tensor]]:
     """Flat tensors, of any sizes and dtypes, to each rank, and from each those `recvs` tells of: one message to each.
 
-    Wider elements must come before narrower ones. Nothing goes to a rank itself.
+    Nothing goes to a rank itself.
     """
     nothing = torch.empty(0, dtype=torch.uint8, device=ranks.device)
     data = [nothing] * ranks.size
     for peer, xs in enumerate(sends):
         if xs:
-            data[peer] = ranks.empty(sum(x.nbytes for x in xs), nothing, lent=True)
-            torch.cat([as_bytes(x).to(ranks.device) for x in xs], out=data[peer])
+            size = packed_size([(x.dtype, x.numel()) for x in xs])
+            data[peer] = pack([x.to(ranks.device) for x in xs], ranks.empty(size, nothing, lent=True))
     _note("all_to_all", ranks, label, sum(x.numel() for x in data))
-    places = [ranks.empty(sum(dtype.itemsize * numel for dtype, numel in row), nothing, lent=False) for row in recvs]
+    places = [ranks.empty(packed_size(row), nothing, lent=False) for row in recvs]
     call = f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"
     Pending(ranks.exchange(data, places, call), lambda _: nothing).wait()
-    return [list(views(place, row)) for place, row in zip(places, recvs, strict=True)]
+    return [unpack(place, row) for place, row in zip(places, recvs, strict=True)]
 
 
 def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending:

@@ -98,12 +98,12 @@ class Route:
 
     @memo
     def items(self) -> list[Item]:
-        """In the order they travel in: those with wide elements first, so that all stay aligned as bytes."""
+        """In the order they travel in."""
         taken: dict[int, list[Span]] = {}
         for span in self.old.spans:
             taken.setdefault(span.leaf, []).append(span)
         found = [i for give in self.new.spans for take in taken.get(give.leaf, ()) for i in self._items(take, give)]
-        return sorted(found, key=lambda i: (-self.dtype(i).itemsize, i.leaf, i.begin, i.source, i.target))
+        return sorted(found, key=lambda i: (i.leaf, i.begin, i.source, i.target))
 
     def _items(self, take: Span, give: Span) -> Iterator[Item]:
         begin = max(take.begin, give.begin)

@@ -116,8 +116,7 @@ def _owned_grads(parting: Layout, grads: Any, local: bool) -> Pieces:
         return own
     outer, last = parting.axes[:-1], parting.axes[-1:]
     flat = leaves_of(grads, parting.spec, "gradients")
-    # as bytes the wider ones must come first
-    held = {n: flat[n].reshape(-1) for n in sorted(parting.numbers, key=lambda n: -flat[n].dtype.itemsize)}
+    held = {n: flat[n].reshape(-1) for n in parting.numbers}
     for axis in (*outer, *(a for a in comm.axis_sizes(mesh) if a not in parting.axes)):
         held = _all_reduced(held, comm.along(mesh, axis))
     for axis in last:

@@ -2,9 +2,11 @@
 
 Note [Layout]
     The leaves of a tree are grouped in *units* (what travels together) and, inside a unit, by *kind* (dtype, trainable
-    or frozen, sharded or whole). The leaves of one unit and kind lie end to end, in the order of use, in one flat
-    buffer, padded with zeros so that the finest interval any rank owns is a multiple of 16 bytes. Rank r along the axes
-    of a partition owns the r-th equal interval. What a rank holds of all units, end to end, is one tensor per kind.
+    or frozen, sharded or whole). The leaves of one unit and kind lie in one flat buffer, in the order of use. Every
+    leaf starts at a multiple of 16 bytes in each dtype the buffer is held in, because kernels load 16 bytes at once: a
+    matrix that starts elsewhere is multiplied more slowly. The end is padded so that the finest interval any rank owns
+    is such a multiple, too; padding is zeros. Rank r along the axes of a partition owns the r-th equal interval. What a
+    rank holds of all units, end to end, is one tensor per kind.
     The axes of the three partitions extend one another (params, then grads, then state), the first axis the slowest,
     so an interval of a finer partition lies inside one interval of a coarser one.
 """
@@ -52,6 +54,11 @@ class Kind:
     def dtype(self) -> torch.dtype:
         """What they are kept in."""
         return self.precision.storage
+
+    @property
+    def aligned(self) -> int:
+        """The number of elements that are 16 bytes, or a multiple, in each dtype its flat buffers are held in."""
+        return max(1, _ALIGN // self.precision.itemsize)
 
     def __str__(self) -> str:
         words = ["frozen"] * (not self.trainable) + ["whole"] * self.whole + ["host"] * self.host
@@ -429,16 +436,12 @@ def _place(
     num_parts: int,
     block: int,
 ) -> tuple[tuple[Slot, ...], list[list[int]]]:
-    """Leaves by unit and kind, from a block's first element on, then padding to whole blocks and 16 bytes a rank."""
+    """Leaves by unit and kind, each from whole blocks and 16 bytes on, then padding to as much for every rank."""
     lengths = [[0] * len(kinds) for _ in range(num_units)]
-    slots = []
+    slots, steps = [], [math.lcm(kind.aligned, block) for kind in kinds]
     for i, kind in kind_of.items():
         unit, k = claims[i], kinds.index(kind)
-        lengths[unit][k] = -(-lengths[unit][k] // block) * block
         slots.append(Slot(paths[i], tuple(flat[i].shape), k, unit, lengths[unit][k]))
-        lengths[unit][k] += flat[i].numel()
-    for row in lengths:
-        for k, kind in enumerate(kinds):
-            step = math.lcm(max(1, _ALIGN // kind.precision.itemsize), block) * num_parts
-            row[k] = -(-row[k] // step) * step
-    return tuple(slots), lengths
+        lengths[unit][k] += -(-flat[i].numel() // steps[k]) * steps[k]
+    parts = [step * num_parts for step in steps]
+    return tuple(slots), [[-(-n // part) * part for n, part in zip(row, parts, strict=True)] for row in lengths]

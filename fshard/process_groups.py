@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +16,44 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from .record import Record
+
+# What every backend moves: NCCL has neither int16, unsigned integers of more than 8 bits nor float8 on all devices.
+_SENT = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    }
+)
+
+
+def first_of(module: Any, *names: str) -> Callable[..., Any]:
+    """The function of the first of these names that a module has; StopIteration if it has none.
+
+    >>> import math
+    >>> first_of(math, "square_root", "sqrt")(4.0)
+    2.0
+    """
+    return next(getattr(module, name) for name in names if hasattr(module, name))
+
+
+# torch 2.13 warns of the old names, torch 2.11 has no others
+all_gather_single = first_of(dist, "all_gather_single", "all_gather_into_tensor")
+reduce_scatter_single = first_of(dist, "reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def as_real(x: Tensor) -> Tensor:
+    """A tensor as backends add it up: a view of complex ones as pairs."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def as_sent(x: Tensor, dtypes: Collection[torch.dtype] = _SENT) -> Tensor:
+    """A contiguous tensor as backends move it: a view, in one of these dtypes, or as bytes.
+
+    >>> as_sent(torch.ones(2, dtype=torch.int16))
+    tensor([1, 0, 1, 0], dtype=torch.uint8)
+    """
+    real = as_real(x)
+    return real if real.dtype in dtypes else real.view(-1).view(torch.uint8)
 
 
 class MismatchError(RuntimeError):
@@ -96,6 +134,7 @@ class GroupRanks:
         return Works(works, parts, call, self.timeout if self.built_in is None else None)
 
     def _start(self, sends: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Any]:
+        sends, parts = [as_sent(x) for x in sends], [as_sent(x) for x in parts]
         if self.built_in is not None:
             nothing = sends[self.rank].new_empty(0)  # to this rank itself
             outs, ins = ([nothing if p == self.rank else xs[p] for p in range(self.size)] for xs in (parts, sends))

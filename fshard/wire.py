@@ -21,11 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import bits
 from .arguments import check_whole, is_number, wrong
-from .bits import as_bytes, views
 
 Sizes = Sequence[int]
-_WHOLE = 8  # bytes that what is packed begins at a multiple of
 
 
 class Wire(Protocol):
@@ -41,12 +40,12 @@ class Wire(Protocol):
 
 
 def pack(*tensors: Tensor) -> Tensor:
-    """Flat tensors of any dtypes as one of bytes. Dual: `unpack`.
+    """Flat tensors of any dtypes as one of bytes, each from a multiple of 16 on. Dual: `unpack`.
 
     >>> unpack(pack(torch.ones(1), torch.tensor([2, 3])), (torch.float32, 1), (torch.int64, 2))
     [tensor([1.]), tensor([2, 3])]
     """
-    return torch.cat([F.pad(data, (0, -data.numel() % _WHOLE)) for data in map(as_bytes, tensors)])
+    return bits.pack(tensors)
 
 
 def unpack(data: Tensor, *held: tuple[torch.dtype, int]) -> list[Tensor]:
@@ -55,7 +54,7 @@ def unpack(data: Tensor, *held: tuple[torch.dtype, int]) -> list[Tensor]:
     >>> unpack(pack(torch.tensor([True])), (torch.bool, 1))
     [tensor([True])]
     """
-    return list(views(data, held, _WHOLE))
+    return bits.unpack(data, held)
 
 
 @dataclass(frozen=True)

@@ -38,17 +38,18 @@ def lay_out(mesh: Any, name: str) -> list[Any]:
 
 
 def check_intervals(plan: fshard.Plan) -> None:
-    """Multiples of 16 bytes, no longer than an equal share and one such block."""
+    """Multiples of 16 bytes, no longer than an equal share of the leaves, each rounded up, and one such block."""
     for unit in range(len(plan.units)):
         for kind, what in enumerate(plan.kinds):
             size = what.dtype.itemsize
-            numel = sum(s.numel for s in plan.slots if (s.unit, s.kind) == (unit, kind))
+            sizes = [s.numel * size for s in plan.slots if (s.unit, s.kind) == (unit, kind)]
+            least = sum(-(-nbytes // 16) * 16 for nbytes in sizes)
             for over in (plan.params_over, plan.grads_over, plan.state_over):
                 parts = 1 if what.whole else plan.num_parts(over)
                 nbytes = plan.length(unit, kind, over) * size
                 assert nbytes % 16 == plan.offset(unit, kind, over) * size % 16 == 0
                 finest = plan.num_parts(tuple(axis for axis, _ in plan.axes))
-                assert numel * size <= nbytes * parts < numel * size + 16 * finest
+                assert least <= nbytes * parts < least + 16 * finest
 
 
 @pytest.mark.sample(3)
@@ -85,7 +86,7 @@ LEAVES = st.lists(
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(LEAVES, st.sets(st.integers(0, 3)), st.integers(1, 5))
 def test_intervals_by_brute_force(leaves, claimed, num_ranks):
-    """Buffers filled leaf by leaf, padded, and cut: what a rank holds is that, element by element."""
+    """Buffers filled leaf by leaf, each padded, then all, and cut: what a rank holds is that, element by element."""
     params: dict[str, dict[str, Tensor]] = {}
     for i, (group, dtype, shape) in enumerate(leaves):
         params.setdefault(f"g{group}", {})[f"x{i}"] = counting(*shape, dtype=dtype, start=5 * i)
@@ -100,7 +101,11 @@ def test_intervals_by_brute_force(leaves, claimed, num_ranks):
         for dtype, tensor in zip(order, sharded.tensors, strict=True):
             held = [torch.empty(0, dtype=dtype)]
             for unit in units:
-                numbers = [n for x in unit if x.dtype == dtype for n in x.reshape(-1).tolist()]
+                numbers = []
+                for x in (x for x in unit if x.dtype == dtype):
+                    numbers += x.reshape(-1).tolist()
+                    while len(numbers) % (16 // dtype.itemsize):
+                        numbers.append(0)
                 while len(numbers) % (num_ranks * (16 // dtype.itemsize)):
                     numbers.append(0)
                 length = len(numbers) // num_ranks

@@ -21,7 +21,8 @@ from fshard.move import assign
 
 SHAPES = {"w": (5, 3), "v": (7,), "s": (), "blocks": [{"c": (2, 3, 2), "m": (4, 6)}, {"one": (1,)}]}
 NUMELS = [15, 7, 1, 12, 24, 1]
-BUCKETS, BUCKET = [22, 37, 1], 20  # w and v, then s, c and m, then one
+EVEN = [16, 8, 2, 12, 24, 2]  # each even to 16 bytes
+BUCKETS, BUCKET = [24, 38, 2], 20  # w and v, then s, c and m, then one
 THIRDS = [8, 14, 2]  # what each of three ranks has of them, even to 16 bytes
 WAYS = [(partition, grads) for partition in ("flat", "leaf") for grads in ("reduced", "local")]
 NAMES = ["sgd", "sgd-all", "adamw", "lion", "every_k", "muon", "lamb", "adafactor", "by_label", "clip_by_global_norm"]
@@ -221,10 +222,10 @@ def traffic(mesh: Any, tx: Any, way: tuple[str, str], over: Any = None, how: str
 def test_what_travels(mesh, way, how):
     """Flat: a gather of each bucket, and a scatter of its gradients; leaf: one message to each rank, and one more."""
     buckets = [("shard", f"part.{i}", 2 * 8 * n) for i, n in enumerate(THIRDS)]
-    mine = 8 * sum(NUMELS[i] for i in partition_of(NUMELS, 3)[mesh.get_rank()])
+    mine = 8 * sum(EVEN[i] for i in partition_of(NUMELS, 3)[mesh.get_rank()])
     scatters, gathers = ([(kind, *row) for row in buckets] for kind in ("reduce_scatter", "all_gather"))
     if way[0] == "leaf":
-        scatters = [("all_to_all", "shard", "gradients", 8 * sum(NUMELS) - mine)]
+        scatters = [("all_to_all", "shard", "gradients", 8 * sum(EVEN) - mine)]
         gathers = [("all_to_all", "shard", "parameters", 2 * mine)]
     assert traffic(mesh, ADAMW, way, None, how) == (scatters if way[1] == "local" else []) + gathers
 
@@ -248,8 +249,8 @@ def test_what_else_an_optimizer_sends(mesh):
     """Over flat parts clipping adds one small sum, and muon two messages for its matrices."""
     plain, clip, muon = (Counter(traffic(mesh, TXS[n], WAYS[1])) for n in ("adamw", "clip_by_global_norm", "muon"))
     assert clip - plain == Counter([("all_reduce", "shard", "norm", 2 * 8)])
-    # the ranks' intervals have 8, 7 and 0 elements of w, which rank 1 turns, and 1, 14 and 9 of m, which rank 0 does
-    there, back = [(8, 23), (14, 8), (9, 0)][mesh.get_rank()]
+    # the ranks' intervals have 8, 7 and 0 elements of w, which rank 1 turns, and 0, 14 and 10 of m, which rank 0 does
+    there, back = [(8, 24), (14, 8), (10, 0)][mesh.get_rank()]
     assert muon - plain == Counter(("all_to_all", "shard", "muon", 8 * n) for n in (there, back))
     assert plain <= clip & muon
 

@@ -1,0 +1,122 @@
+"""Where leaves start: at multiples of 16 bytes, in whatever dtype a flat buffer is held, and in every message."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_laws import examples
+from worlds import simulated
+
+import fshard
+from fshard import bits, carry, comm, optim, strategies, tree
+
+
+def odd_params() -> Any:
+    """A scalar, an odd bias and an odd matrix before what is multiplied."""
+    blocks = [{"odd": torch.ones(10), "w": torch.ones(8, 8)}, {"odd": torch.ones(3, 5), "w": torch.ones(8, 4)}]
+    return {"gate": torch.tensor(1.0), "blocks": blocks, "last": torch.ones(7)}
+
+
+def held_in(plan: fshard.Plan, kind: int) -> set[torch.dtype]:
+    """Every dtype that a flat buffer of a kind is ever held in."""
+    dtypes = {carry.buffer_dtype(plan, kind), *vars(plan.kinds[kind].precision).values()}
+    return dtypes | {comm.sum_dtype(dtype) for dtype in dtypes}
+
+
+@examples(40)
+@given(st.data())
+def test_every_leaf_starts_at_16_bytes(data):
+    """In every dtype, and at a whole block; a leaf's padding is less than 16 bytes of the narrowest dtype, or a block."""
+    params = data.draw(strategies.trees(strategies.DTYPES), "params")
+    chosen = data.draw(strategies.plans(params, strategies.policies()), "plan")
+    mesh = fshard.AbstractMesh(**data.draw(strategies.meshes(), "mesh"))
+    plan = fshard.make_plan(params, mesh, **chosen)
+    for slot in plan.slots:
+        assert slot.start % plan.block == 0
+        for dtype in held_in(plan, slot.kind):
+            assert slot.start * dtype.itemsize % 16 == 0, (slot, dtype)
+    for (unit, kind), slots in plan.places.items():
+        step = math.lcm(-(-16 // plan.kinds[kind].precision.itemsize), plan.block)
+        ends = [*(slot.start for slot in slots[1:]), -(-(slots[-1].start + slots[-1].numel) // step) * step]
+        assert all(0 <= end - slot.start - slot.numel < step for slot, end in zip(slots, ends, strict=True))
+        assert 0 <= plan.units[unit].lengths[kind] - ends[-1] < step * mesh.size()
+
+
+def pointers(x: Any) -> set[int]:
+    """How far from a multiple of 16 bytes the leaves of a tree lie."""
+    return {leaf.data_ptr() % 16 for leaf in tree.leaves(x) if isinstance(leaf, torch.Tensor)}
+
+
+def seen_by_a_loss(mesh: Any, plan: dict[str, Any]) -> set[int]:
+    """Where the leaves that a loss sees lie, and those that are gathered after a step."""
+    params, found = odd_params(), set[int]()
+
+    def loss(p: Any, batch: torch.Tensor) -> fshard.Sum:
+        whole = tree.map(lambda x: x, p)
+        found.update(pointers(whole))
+        return fshard.Sum(sum(x.double().square().sum() for x in tree.leaves(whole)) * batch.sum())
+
+    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=["blocks.*"], **plan))
+    step = fshard.train_step(loss, optim.adamw(0.1), clip_norm=1.0)
+    state, _ = step(fshard.init_state(sharded, optim.adamw(0.1)), torch.ones(2))
+    return found | pointers(fshard.gather_params(state.params))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "keep": {"regather": False},
+    "ddp": {"params_over": (), "grads_over": (), "state_over": ()},
+    "whole": {"whole": "**.odd"},
+    "half": {"policy": "compute=bf16"},
+    "double": {"policy": "compute=f64; **.odd: compute=bf16"},
+    "together": {"policy": "compute=bf16; **.odd: compute=f32", "together": True},
+    "wires": {"param_wire": fshard.wire.Int8(), "grad_wire": fshard.wire.Float8()},
+    "cast": {"param_wire": fshard.wire.Cast(torch.bfloat16)},
+    "blocks": {"block": 3},
+    "host": {"host": "**.odd"},
+}
+
+
+def test_gathered_leaves_start_at_16_bytes():
+    """In every plan, on one rank and on three: what a loss multiplies, and what is gathered of the result."""
+    for name, plan in CASES.items():
+        for num in (1, 3):
+            assert simulated(seen_by_a_loss, plan, shard=num) == [{0}] * num, name
+
+
+def of_an_optimizer(mesh: Any) -> set[int]:
+    """Where whole leaves lie that an optimizer sees on the rank that owns them, and those that come out of ZeRO."""
+    params, found = odd_params(), set[int]()
+
+    def update(grads: Any, state: Any, params: Any = None, **_: Any) -> Any:
+        found.update(pointers([grads, params]))
+        return grads, state
+
+    whole = optim.whole_leaves(SimpleNamespace(init=lambda params: (), update=update))
+    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
+    whole.update(sharded, whole.init(sharded), sharded)
+    for partition in ("flat", "leaf"):
+        tx = fshard.zero(optim.adamw(0.1), mesh, partition)
+        found.update(pointers(tx.step(params, tx.init(params), params)[0]))
+    return found
+
+
+def test_whole_leaves_of_optimizers_start_at_16_bytes():
+    """In messages to owners, in ZeRO's buckets and in its messages from owners."""
+    for num in (1, 2, 3):
+        assert simulated(of_an_optimizer, shard=num) == [{0}] * num
+
+
+@examples(50)
+@given(st.lists(st.tuples(st.sampled_from(strategies.DTYPES), st.integers(0, 9)), max_size=6))
+def test_packed_tensors_start_at_16_bytes(held):
+    """Any dtypes, in any order, come back to the bit, in as many bytes as are said."""
+    tensors = [torch.arange(numel).to(dtype) for dtype, numel in held]
+    data = bits.pack(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
+    assert data.nbytes == bits.packed_size(held)
+    found = bits.unpack(data, held)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, tensors, strict=True))
+    assert pointers([x for x in found if len(x)]) <= {0}
