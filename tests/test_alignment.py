@@ -29,7 +29,7 @@ def held_in(plan: fshard.Plan, kind: int) -> set[torch.dtype]:
 @examples(40)
 @given(st.data())
 def test_every_leaf_starts_at_16_bytes(data):
-    """In every dtype, and at a whole block; a leaf's padding is less than 16 bytes of the narrowest dtype, or a block."""
+    """In every dtype, and at a whole block; padding is less than 16 bytes of the narrowest dtype, or a block."""
     params = data.draw(strategies.trees(strategies.DTYPES), "params")
     chosen = data.draw(strategies.plans(params, strategies.policies()), "plan")
     mesh = fshard.AbstractMesh(**data.draw(strategies.meshes(), "mesh"))

@@ -48,41 +48,50 @@ def test_what_is_sent_is_the_same_memory(dtype: torch.dtype) -> None:
             assert torch.equal(as_bytes(sent), as_bytes(x))
 
 
-def moved(mesh: Any, built_in: bool) -> list[Any]:
-    """What arrives, of every dtype: gathered, from one rank, from each; by a backend's own gather or by messages."""
+def moved(mesh: Any) -> list[Tensor]:
+    """What arrives, of every dtype, from one rank and from each."""
     ranks, found = comm.along(mesh, "shard"), []
     for number, dtype in enumerate(DTYPES):
-        if built_in:
-            ranks.built_in = mesh.get_group("shard")
         x = bits_of(dtype, 2 * ranks.size, seed=100 * number + ranks.rank)
-        found.append(as_bytes(comm.all_gather(x, ranks).wait()))
         found.append(as_bytes(comm.broadcast(x.view(2, -1), ranks, 1).wait()))
         found.append(as_bytes(comm.all_to_all(x, ranks).wait()))
+    return found
+
+
+def gathered(mesh: Any, built_in: bool) -> list[Tensor]:
+    """Tensors of every dtype, end to end: by messages, or by a backend's own gather."""
+    ranks, found = comm.along(mesh, "shard"), []
+    if built_in:
+        ranks.built_in = mesh.get_group("shard")
+    for number, dtype in enumerate(DTYPES):
+        x = bits_of(dtype, 4, seed=100 * number + ranks.rank)
+        found.append(as_bytes(comm.all_gather(x.view(2, 2), ranks).wait()))
     return found
 
 
 def summed(mesh: Any, fast: bool) -> list[Tensor]:
     """Sums of whole numbers, exact in any order: scattered, and on all ranks."""
     ranks, found = comm.along(mesh, "shard"), []
+    if fast:
+        ranks.built_in = mesh.get_group("shard")
     for dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128):
-        if fast:
-            ranks.built_in = mesh.get_group("shard")
         x = (torch.arange(2 * ranks.size) + ranks.rank).to(dtype) * (1j if dtype.is_complex else 1)
         found.append(comm.reduce_scatter(x, ranks, fast=fast).wait())
         found.append(comm.all_reduce(x, ranks, fast=fast).wait())
     return found
 
 
-def on_processes(mesh: Any) -> tuple[Any, ...]:
+def on_processes(mesh: Any) -> list[Any]:
     """By messages and by the backend's own collectives; a warning is an error."""
-    return moved(mesh, False), moved(mesh, True), summed(mesh, False), summed(mesh, True)
+    by_messages = [moved(mesh), gathered(mesh, False), summed(mesh, False)]
+    return [by_messages, [by_messages[0], gathered(mesh, True), summed(mesh, True)]]
+
+
+def on_threads(mesh: Any) -> list[Any]:
+    """The same between simulated ranks."""
+    return [[moved(mesh), gathered(mesh, False), summed(mesh, False)]] * 2
 
 
 def test_every_dtype_travels() -> None:
     """Between processes, whichever way, as between simulated ranks."""
-    want = zip(simulated(moved, False), simulated(summed, False), strict=True)
-    for (messages, gathered, sums, fast), (moves, total) in zip(gloo(on_processes), want, strict=True):
-        assert same_bits(messages, moves)
-        assert same_bits(gathered, moves)
-        assert same_bits(sums, total)
-        assert same_bits(fast, total)
+    assert same_bits(gloo(on_processes), simulated(on_threads))
