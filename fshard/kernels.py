@@ -23,6 +23,7 @@ Moments = tuple[Tensor, ...]
 Change = Callable[[Tensor, Tensor, Moments], tuple[Tensor, Moments]]
 
 _BLOCK = 1 << 15  # elements that stay in a CPU's cache, with their moments
+MOST = 1 << 30  # elements of one tensor for kernels over lists, and for reductions: some count in int32
 _LARGE_BLOCK = 1 << 24  # elements on an accelerator: enough for a kernel to fill it
 
 
@@ -264,22 +265,40 @@ def can_fuse(kernel: Callable[..., None], tensors: Sequence[Tensor]) -> bool:
     return dense and not lost and len(devices) == 1 and devices <= {"cpu", "cuda"}
 
 
+def portions(columns: Sequence[Sequence[Tensor]], most: int = MOST) -> list[list[Tensor]]:
+    """Lists of tensors of the same sizes; those of more than `most` elements, contiguous, as views of at most so many.
+
+    >>> [[len(part) for part in column] for column in portions([[torch.ones(5)], [torch.ones(5)]], most=2)]
+    [[2, 2, 1], [2, 2, 1]]
+    """
+    if all(x.numel() <= most for x in columns[0]):
+        return [list(column) for column in columns]
+    return [[y for x in column for y in (x.view(-1).split(most) if x.numel() > most else [x])] for column in columns]
+
+
+def _rate(lr: Number) -> Number:
+    """A rate as fused kernels read it: float32 if it is on an accelerator, where they take any tensor for that."""
+    return lr.float() if isinstance(lr, Tensor) and lr.device.type != "cpu" else lr
+
+
 def sgd_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    moments: Sequence[list[Tensor]],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    moments: Sequence[Sequence[Tensor]],
     count: Tensor,
     skip: Tensor | None,
     c: Sgd,
+    most: int = MOST,
 ) -> None:
-    """`sgd` on lists, in place; nothing changes where `skip` is 1."""
+    """`sgd` on lists, in place; nothing changes where `skip` is 1. No tensor of the kernel's has more than `most`."""
+    params, grads, *moments = portions([params, grads, *moments], most)
     _torch_sgd(
         params,
         grads,
-        list(moments[0]) if moments else [None] * len(params),
+        moments[0] if moments else [None] * len(params),
         fused=True,
         found_inf=skip,
-        lr=c.lr,  # type: ignore[arg-type]  # the kernel takes a tensor too
+        lr=_rate(c.lr),  # type: ignore[arg-type]  # the kernel takes a tensor too
         momentum=c.momentum,  # type: ignore[arg-type]
         nesterov=c.nesterov,
         weight_decay=c.weight_decay,  # type: ignore[arg-type]
@@ -289,14 +308,16 @@ def sgd_(
 
 
 def adam_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    moments: Sequence[list[Tensor]],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    moments: Sequence[Sequence[Tensor]],
     count: Tensor,
     skip: Tensor | None,
     c: Adam,
+    most: int = MOST,
 ) -> None:
-    """`adam` on lists, in place; nothing changes where `skip` is 1."""
+    """`adam` on lists, in place; nothing changes where `skip` is 1. No tensor of the kernel's has more than `most`."""
+    params, grads, *moments = portions([params, grads, *moments], most)
     _torch_adam(
         params,
         grads,
@@ -306,7 +327,7 @@ def adam_(
         list(count.repeat(len(params)).unbind()),
         fused=True,
         found_inf=skip,
-        lr=c.lr,
+        lr=_rate(c.lr),
         beta1=c.b1,
         beta2=c.b2,
         eps=c.eps,  # type: ignore[arg-type]
@@ -322,22 +343,42 @@ def unscaled(g: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     return g * inverse.to(wide(g.dtype)), (~torch.isfinite(g).all()).float()
 
 
-def unscale_(rows: Sequence[Tensor], inverse: Tensor) -> Tensor:
+def _knows(kernel_device: str, dtype: torch.dtype) -> bool:
+    """Whether the kernel that divides and checks takes a dtype: for bfloat16 only CPUs have it."""
+    return dtype in _HALF_OR_SINGLE and (dtype != torch.bfloat16 or kernel_device == "cpu")
+
+
+def unscale_by_parts_(row: Tensor, inverse: Tensor) -> Tensor:
+    """What that kernel does, to the bit, of a tensor of half precision: in float32, by parts."""
+    bad = []
+    for part in row.view(-1).split(block_size(row, _BLOCK)) if row.is_contiguous() else [row]:
+        low, high = torch.aminmax(part)  # NaN if any is
+        bad.append(~(low.isfinite() & high.isfinite()))
+        part.copy_(part.float() * inverse.float())
+    return torch.stack(bad).any().float()
+
+
+def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tensor:
     """`unscaled` on a list, in place and in one pass; returns whether any is not finite."""
     found = torch.zeros(1, dtype=torch.float32, device=inverse.device)
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for row in rows:
-        if row.dtype in _HALF_OR_SINGLE and row.layout is torch.strided and not is_tracing():
-            lists.setdefault((row.device, row.dtype), []).append(row)
-        elif row.numel():
-            new, bad = unscaled(row, inverse.to(row.device))
+    for row in (row for row in rows if row.numel()):
+        here = inverse.to(row.device)
+        if row.dtype not in _HALF_OR_SINGLE or row.layout is not torch.strided or is_tracing():
+            new, bad = unscaled(row, here)
             row.copy_(new)
-            found = torch.maximum(found, bad.to(found.device))
+        elif _knows(row.device.type, row.dtype) and (row.numel() <= most or row.is_contiguous()):
+            lists.setdefault((row.device, row.dtype), []).append(row)
+            continue
+        else:
+            bad = unscale_by_parts_(row, here)
+        found = torch.maximum(found, bad.to(found.device))
     for (device, _), some in lists.items():
         one = torch.zeros(1, dtype=torch.float32, device=device)
+        (parts,) = portions([some], most)
         # Private: what torch.amp.GradScaler calls; nothing public reads and writes in one pass (test_loss_scale.py
         # notices when it goes)
-        torch._amp_foreach_non_finite_check_and_unscale_(some, one, inverse.to(device, torch.float32))
+        torch._amp_foreach_non_finite_check_and_unscale_(parts, one, inverse.to(device, torch.float32))
         found = torch.maximum(found, one.to(found.device))
     return found.squeeze(0)
 

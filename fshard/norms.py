@@ -21,7 +21,7 @@ from torch import Tensor
 from . import comm, tree
 from .arguments import check_positive
 from .comm import Axes, Mesh
-from .kernels import beside, block_size, wide
+from .kernels import MOST, beside, block_size, wide
 from .parts import Layout, Parts, Unreduced, device_of, layout_of, pieces
 
 _exact: ContextVar[bool] = ContextVar("fshard_exact_norms", default=False)
@@ -75,7 +75,9 @@ def _power_sums(tensors: Sequence[Tensor], p: float, device: torch.device) -> Te
     return sums if p == math.inf else sums**p
 
 
-def _norm(x: Tensor, p: float) -> Tensor:
+def _norm(x: Tensor, p: float, most: int = MOST) -> Tensor:
+    if x.numel() > most:
+        return _norm(torch.stack([_norm(part, p, most) for part in x.split(most)]), p, most)
     if p == math.inf and not x.is_complex():  # on CPUs vector_norm takes a tenfold of the time for this one
         low, high = torch.aminmax(x)
         return torch.maximum(low.abs(), high.abs())

@@ -7,9 +7,10 @@ import pytest
 import torch
 from models import same_bits
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import gloo, simulated
 
-from fshard import comm
+from fshard import comm, kernels, norms, optim
 from fshard.bits import as_bytes
 from fshard.process_groups import as_sent, first_of
 
@@ -95,3 +96,102 @@ def on_threads(mesh: Any) -> list[Any]:
 def test_every_dtype_travels() -> None:
     """Between processes, whichever way, as between simulated ranks."""
     assert same_bits(gloo(on_processes), simulated(on_threads))
+
+
+class Calls(TorchDispatchMode):
+    """The calls of operators with these names, which are not run on meta tensors."""
+
+    def __init__(self, *names: str):
+        super().__init__()
+        self.names, self.found = names, list[dict[str, Any]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Noted, and run."""
+        if func.overloadpacket.__name__ in self.names:
+            named = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+            self.found.append({"overload": func._overloadname, **named, **(kwargs or {})})
+            if args[0][0].is_meta:
+                return None
+        return func(*args, **(kwargs or {}))
+
+
+FUSED = {
+    "adamw": lambda lr: (kernels.adam_, 2, kernels.Adam(lr, 0.9, 0.99, 1e-8, 0.1, True, 1.0, 1.0)),
+    "adam": lambda lr: (kernels.adam_, 2, kernels.Adam(lr, 0.9, 0.99, 1e-8, 0.1, False, 1.0, 1.0)),
+    "amsgrad": lambda lr: (kernels.adam_, 3, kernels.Adam(lr, 0.9, 0.99, 1e-8, 0.0, False, 1.0, 1.0)),
+    "sgd": lambda lr: (kernels.sgd_, 0, kernels.Sgd(lr, 0.0, False, 0.1)),
+    "momentum": lambda lr: (kernels.sgd_, 1, kernels.Sgd(lr, 0.9, True, 0.0)),
+}
+
+
+def fused(name: str, lr: Any, device: str, sizes: list[int], most: int = kernels.MOST) -> list[Tensor]:
+    """Parameters and moments after one call of a fused kernel."""
+    kernel, num_moments, constants = FUSED[name](lr)
+    generator = torch.Generator().manual_seed(0)
+    columns = [[torch.rand(n, generator=generator).to(device) for n in sizes] for _ in range(2 + num_moments)]
+    kernel(*columns[:2], columns[2:], torch.tensor(3.0, device=device), None, constants, most)
+    return [*columns[0], *(x for column in columns[2:] for x in column)]
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("schedule", ["constant", "linear", "number", "float32"])
+def test_rates_of_fused_kernels(name: str, schedule: str) -> None:
+    """On an accelerator (here meta) a rate is read as float32; on a CPU it is as it was given, in float64."""
+    rates = {"constant": optim.constant(0.1), "linear": optim.linear(0.0, 0.1, 5), "number": lambda count: 0.1}
+    rates["float32"] = lambda count: torch.tensor(0.1, device=count.device)
+    for device, want in (("meta", torch.float32), ("cpu", torch.float64)):
+        lr = rates[schedule](torch.tensor(3.0, device=device))
+        with Calls("_fused_sgd_", "_fused_adam_", "_fused_adamw_") as calls:
+            fused(name, lr, device, [4])
+        (call,) = calls.found
+        if schedule == "number":
+            assert call["lr"] == 0.1
+        else:
+            assert call["overload"] == "tensor_lr"
+            assert call["lr"].dtype == (torch.float32 if schedule == "float32" else want)
+            assert call["lr"].device.type == device
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_kernels_take_tensors_in_parts(name: str) -> None:
+    """No tensor of a kernel has more elements than are said; not a bit differs."""
+    sizes = [200, 0, 64, 65, 3]
+    with Calls("_fused_sgd_", "_fused_adam_", "_fused_adamw_") as calls:
+        parts = fused(name, 0.1, "cpu", sizes, 64)
+    given = [x for value in calls.found[0].values() if isinstance(value, list) for x in value]
+    assert max(x.numel() for x in given) == 64
+    assert same_bits(parts, fused(name, 0.1, "cpu", sizes))
+
+
+@pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_unscaling_in_parts(dtype: torch.dtype, bad: float | None) -> None:
+    """A kernel that does not know a dtype, or does not count so far: the same bits, and the same found_inf."""
+    x = (torch.arange(-100, 100) * 0.37).to(dtype)
+    if bad is not None:
+        x[150] = bad
+    for inverse in (torch.tensor(2.0**-7, dtype=torch.float64), torch.tensor(1 / 3, dtype=torch.float64)):
+        whole, parts, by_hand = x.clone(), x.clone(), x.clone()
+        found = kernels.unscale_([whole], inverse)
+        assert found == float(bad is not None)
+        assert same_bits(kernels.unscale_([parts[:0], parts], inverse, most=64), found)
+        assert same_bits(parts, whole)
+        assert same_bits(kernels.unscale_by_parts_(by_hand, inverse), found)
+        assert same_bits(by_hand, whole)
+
+
+def test_unscaling_is_by_device() -> None:
+    """Rows of bfloat16 on an accelerator (here meta) never reach the kernel that does not know them there."""
+    for dtype, calls_of in ((torch.bfloat16, {"cpu": 1, "meta": 0}), (torch.float16, {"cpu": 1, "meta": 1})):
+        for device, number in calls_of.items():
+            rows = [torch.ones(n, dtype=dtype, device=device) for n in (3, 4)]
+            with Calls("_amp_foreach_non_finite_check_and_unscale_") as calls:
+                kernels.unscale_(rows, torch.ones((), dtype=torch.float64, device=device))
+            assert len(calls.found) == number
+
+
+@pytest.mark.parametrize("p", [1, 2, 3.5, torch.inf])
+def test_norms_in_parts(p: float) -> None:
+    """Of no more elements at a time than are said."""
+    for x in (torch.arange(-100.0, 100.0), torch.arange(200.0).to(torch.complex64) * 1j, torch.ones(3).bfloat16()):
+        torch.testing.assert_close(norms._norm(x, p, 64), norms._norm(x, p), rtol=1e-6, atol=0.0)
