@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from . import tree
 from .parts import Layout, Leaf, Pieces, clear_padding_, layout_of
+from .scalars import double
 from .transform import Needs, Transform, checked, choose
 from .wholeleaf import whole_leaves
 
@@ -48,10 +49,10 @@ def from_torch(cls: Any, **hyperparams: Any) -> Transform:
     if cls not in vars(torch.optim).values():
         return whole_leaves(_of_user(cls, hyperparams))
     try:
-        cls([torch.zeros(1, 1, dtype=torch.float32)], **hyperparams)
+        cls([torch.zeros(1, 1, dtype=torch.float32, device="cpu")], **hyperparams)
     except (TypeError, ValueError) as refused:
         raise type(refused)(f"from_torch: torch.optim.{cls.__name__} refuses these arguments: {refused}") from refused
-    elementwise, one = cls.__name__ in _ELEMENTWISE, torch.zeros(1, dtype=torch.float32)
+    elementwise, one = cls.__name__ in _ELEMENTWISE, torch.zeros(1, dtype=torch.float32, device="cpu")
     scalars = {n for n, x in _begin(cls, hyperparams, one).items() if not x.dim()} if elementwise else set()
 
     def init(params: Any) -> TorchState:
@@ -183,7 +184,7 @@ def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
 def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
     """A class of the user's: what its state holds is read off a step with gradients of zero, and made by the first."""
     _check_apart(cls, hyperparams)
-    first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32))
+    first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
     numbers = {n: type(x) for n, x in first.items() if not isinstance(x, Tensor)}
     known = inspect.signature(cls.step).parameters.keys() - {"self", "closure"}
 
@@ -192,9 +193,10 @@ def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
 
     def init(params: Any) -> TorchState:
         rows, layout = tree.leaves(params), layout_of(params)
-        shapes = {n: begin(torch.zeros(layout.leaves[n].shape, dtype=layout.leaves[n].dtype)) for n in layout.numbers}
+        leaves = {n: layout.leaves[n] for n in layout.numbers}
+        shapes = {n: begin(torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")) for n, leaf in leaves.items()}
         held = {s.leaf: begin(rows[s.row]) for s in layout.mine}
-        return TorchState(_by_name(layout, shapes, held), {"begun": torch.zeros((), dtype=torch.float32)})
+        return TorchState(_by_name(layout, shapes, held), {"begun": torch.zeros((), dtype=torch.float32, device="cpu")})
 
     def run(grads: Any, state: TorchState, params: Any, extra: Mapping[str, Any]) -> TorchState:
         rows, layout, after = [row.detach() for row in tree.leaves(params)], layout_of(params), dict[int, Entry]()
@@ -216,7 +218,7 @@ def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
             name: Pieces(x.layout, [_value(after[s.leaf][name]) for s in x.layout.mine])
             for name, x in state.tensors.items()
         }
-        return TorchState(tensors, {"begun": torch.ones((), dtype=torch.float32)})
+        return TorchState(tensors, {"begun": torch.ones((), dtype=torch.float32, device="cpu")})
 
     return _adapted(init, run)
 
@@ -232,7 +234,7 @@ def _check_apart(cls: Any, hyperparams: Mapping[str, Any]) -> None:
         optimizer.step()
         return rows
 
-    starts = [torch.arange(1.0, 5.0, dtype=torch.float32).view(2, 2) * scale for scale in (1.0, -3.0)]
+    starts = [torch.arange(1.0, 5.0, dtype=torch.float32, device="cpu").view(2, 2) * scale for scale in (1.0, -3.0)]
     together, alone = stepped(*starts), [stepped(start)[0] for start in starts]
     if not all(torch.allclose(a, b) for a, b in zip(together, alone, strict=True)):
         raise ValueError(
@@ -251,7 +253,7 @@ def _check_names(cls: Any, names: set[str], state: TorchState) -> None:
 
 def _value(x: Any) -> Tensor:
     """A tensor, or a Python number as one, in full precision."""
-    return x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
+    return x if isinstance(x, Tensor) else double(x) if isinstance(x, float) else torch.tensor(x, device="cpu")
 
 
 def _first_step(cls: Any, hyperparams: Mapping[str, Any], row: Tensor) -> Entry:

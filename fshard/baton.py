@@ -116,7 +116,8 @@ class Post:
 def _garbage(x: Tensor, seed: int) -> Tensor:
     """A copy of a tensor of which no byte is what it was."""
     data = as_bytes(x)
-    flips = torch.randint(1, 256, data.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator("cpu").manual_seed(seed)
+    flips = torch.randint(1, 256, data.shape, dtype=torch.uint8, generator=generator, device="cpu")
     return from_bytes(data ^ flips.to(x.device), x.dtype).view(x.shape)
 
 

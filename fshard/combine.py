@@ -12,6 +12,7 @@ from . import tree
 from .arguments import check_whole, shown
 from .kernels import beside
 from .parts import packed
+from .scalars import double
 from .transform import FoundInf, Needs, Transform, as_transform, at, checked, choose, identity, num_made, start_count
 
 
@@ -64,7 +65,7 @@ def chain(*txs: Any) -> Transform:
 
 def _is_bare(tx: Transform) -> bool:
     """Whether it acts on every element by itself and keeps nothing: one label's leaves are nothing to another's."""
-    return tx.elementwise and not tree.leaves(tx.init(torch.zeros(1, dtype=torch.float32)))
+    return tx.elementwise and not tree.leaves(tx.init(torch.zeros(1, dtype=torch.float32, device="cpu")))
 
 
 def _not_own(extra: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
 
     def begun(count: Tensor) -> dict[str, Tensor]:
         both = values | {name: at(schedule, count) for name, schedule in schedules.items()}
-        return {name: torch.as_tensor(both[name], dtype=torch.float64).to(count.device, copy=True) for name in both}
+        return {name: double(both[name]).to(count.device, copy=True) for name in both}
 
     def init(params: Any) -> HyperState:
         count = start_count(params)
@@ -149,7 +150,7 @@ def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
 
     def current(state: HyperState) -> dict[str, Tensor]:
         old = state.hyperparams
-        new = {name: torch.as_tensor(at(fn, state.count), dtype=torch.float64) for name, fn in schedules.items()}
+        new = {name: double(at(fn, state.count)) for name, fn in schedules.items()}
         return {**old, **{name: value.to(old[name].device) for name, value in new.items()}}
 
     def update(grads: Any, state: HyperState, params: Any = None, **extra: Any) -> tuple[Any, HyperState]:
@@ -165,7 +166,7 @@ def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
         count = state.count + num_made(found_inf)
         return params, HyperState(choose(found_inf, state.hyperparams, now), count, inner)
 
-    made = built(begun(torch.zeros((), dtype=torch.float32)))
+    made = built(begun(torch.zeros((), dtype=torch.float32, device="cpu")))
     # a schedule counts the updates of all labels as one
     tx = Transform(init, update, fused, made.elementwise, made.labelled and not schedules, views=True)
     return checked(tx, Needs("with_hyperparams", HyperState, sparse=True))

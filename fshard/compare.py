@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import tree
 from .parts import Parts, pieces
+from .scalars import double
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
@@ -129,7 +130,7 @@ def _kind(x: Any) -> str:
 def gap(path: str, got: Any, expected: Any, ulps: int = 0) -> Gap:
     """How two leaves of one kind differ."""
     if isinstance(got, float):
-        got, expected = (torch.tensor(x, dtype=torch.float64) for x in (got, expected))
+        got, expected = (double(x) for x in (got, expected))
     if not isinstance(got, Tensor):
         same = bool(got == expected)
         return Gap(path, [], got, expected, 0 if same else math.inf, int(not same), 1)
@@ -161,7 +162,7 @@ def distance(got: Tensor, expected: Tensor) -> Tensor:
     if one.is_complex():
         return distance(torch.view_as_real(one), torch.view_as_real(two)).reshape(-1, 2).amax(1)
     same = one.view(_INTEGERS[one.element_size()]) == two.view(_INTEGERS[two.element_size()])
-    far = torch.full(one.shape, math.inf, dtype=torch.float64)
+    far = torch.full(one.shape, math.inf, dtype=torch.float64, device="cpu")
     if one.is_floating_point():
         places = torch.where(one.double().isfinite() & two.double().isfinite(), _steps(one, two), far)
         far = torch.where(one.double().isnan() & two.double().isnan(), 1.0, places)

@@ -95,7 +95,7 @@ def hvp(loss_fn: Callable[..., Any]) -> Callable[..., Sharded]:
             found.extend([loss, kind])
             return loss.total
 
-        at = torch.zeros((), dtype=torch.float32)
+        at = torch.zeros((), dtype=torch.float32, device="cpu")
         forward: Any = torch.func.jvp
         value, change = forward(total, (at,), (at,))
         loss, kind = found

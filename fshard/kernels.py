@@ -295,7 +295,7 @@ def sgd_(
     _torch_sgd(
         params,
         grads,
-        moments[0] if moments else [None] * len(params),
+        list(moments[0]) if moments else [None] * len(params),
         fused=True,
         found_inf=skip,
         lr=_rate(c.lr),  # type: ignore[arg-type]  # the kernel takes a tensor too

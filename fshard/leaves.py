@@ -92,7 +92,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     if low >= high:
         return False
     start, end = min(_bytes(a)[0], _bytes(b)[0]), max(_bytes(a)[1], _bytes(b)[1])
-    used = torch.zeros(end - start, dtype=torch.bool)
+    used = torch.zeros(end - start, dtype=torch.bool, device="cpu")
 
     def of(x: Tensor) -> Tensor:
         sizes, strides = (*x.shape, x.itemsize), (*(stride * x.itemsize for stride in x.stride()), 1)

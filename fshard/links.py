@@ -72,7 +72,7 @@ class Link:
 
     def say(self, text: str) -> None:
         """Send words alone."""
-        self.send(text, torch.empty(0, dtype=torch.uint8), None)
+        self.send(text, torch.empty(0, dtype=torch.uint8, device="cpu"), None)
 
     def hear(self) -> str | None:
         """The next words that have arrived."""
@@ -173,7 +173,8 @@ class Link:
             self.memory.segments[number].readers -= 1  # type: ignore[union-attr]  # _fault has seen it
             return True
         if kind == _INLINE:
-            data = torch.frombuffer(payload, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+            nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+            data = torch.frombuffer(payload, dtype=torch.uint8) if size else nothing
             message = _Message(call, data, None)
         else:
             message = _Message(call, self._part(number, offset, size), number)

@@ -21,6 +21,7 @@ from .comm import Mesh, axis_sizes
 from .labels import Labels, label_of
 from .nodes import is_tracing
 from .parts import Leaf, Parts, device_of, layout_of, mesh_of, pieces
+from .scalars import double
 from .transform import FoundInf, any_found, check_found
 
 # What a DynamicLossScale has and torch.amp.GradScaler has not, with the values that make it torch's.
@@ -77,7 +78,7 @@ def _as_scale(scale: Any) -> Tensor:
     """A 0-d float32 tensor of its own: the caller may go on to write to the one that was given."""
     if not isinstance(scale, Tensor) and not is_number(scale):
         raise TypeError(wrong("a loss scale", scale, "a number above 0, or a 0-d tensor"))
-    plain = scale.as_subclass(Tensor) if isinstance(scale, Tensor) else torch.tensor(float(scale), dtype=torch.float32)
+    plain = scale.as_subclass(Tensor) if isinstance(scale, Tensor) else double(float(scale))
     if plain.dim():
         raise ValueError(f"a loss scale is a number or a 0-d tensor, got a tensor of shape {tuple(plain.shape)}")
     if not isinstance(scale, Tensor) and not 0 < scale < math.inf:
@@ -284,7 +285,7 @@ class DynamicLossScale(StaticLossScale):
         plain = _as_scale(scale)
         _check_between(scale, min_scale, max_scale)
         borne = hysteresis if hysteresis_tracker is None else hysteresis_tracker
-        counts = [torch.as_tensor(n).to(plain.device, torch.int32, copy=True) for n in (growth_tracker, borne)]
+        counts = [double(n).to(plain.device, torch.int32, copy=True) for n in (growth_tracker, borne)]
         values = (plain, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, *counts)
         vars(self).update(zip((f.name for f in fields(self)), values, strict=True))
 
@@ -361,7 +362,7 @@ class NoLossScale:
     @property
     def value(self) -> Tensor:
         """One, a 0-d float32 tensor."""
-        return torch.ones((), dtype=torch.float32)
+        return torch.ones((), dtype=torch.float32, device="cpu")
 
     def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None, mesh: Mesh = None) -> tuple[Any, Tensor]:
         """grads, and 0."""

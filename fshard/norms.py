@@ -172,7 +172,7 @@ def global_norm(x: Any, p: float = 2) -> Tensor:
             sums.append(comm.total(_joined(powers, p), mesh, axes, _op(p), label="norm"))
     wides = {wide(dtype) for node in tree.tops(x, Parts) for dtype in _dtypes(node)}
     dtype = torch.float64 if torch.float64 in wides else torch.float32
-    return _root(_joined(torch.stack(sums), p), p).to(dtype) if sums else torch.zeros((), dtype=dtype)
+    return _root(_joined(torch.stack(sums), p), p).to(dtype) if sums else torch.zeros((), dtype=dtype, device="cpu")
 
 
 def _check_floating(x: Any) -> None:

@@ -29,7 +29,7 @@ def _define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) ->
 
 
 def _ticket() -> Tensor:
-    return torch.empty(1, dtype=torch.uint8)
+    return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
 def _ticket_of(*args: Any) -> Tensor:

@@ -18,6 +18,7 @@ from .arguments import check_whole, check_word, wrong
 from .labels import LabelState
 from .move import collect, on_rank
 from .parts import EVERYONE, Layout, Parts, Span, layout_of, mesh_of, packed, pick, pieces, typed
+from .scalars import double
 
 _CHUNK = 1 << 24  # elements on their way at a time
 
@@ -327,7 +328,7 @@ def load_state_dict(
     for field in fields:
         group = hyperparams.get(field.leaves[0], {}) if field.leaves else {}
         if field.hyperparam in group:
-            whole[field.key] = torch.as_tensor(group[field.hyperparam], dtype=torch.float64)
+            whole[field.key] = double(group[field.hyperparam])
     return shard_state(whole, like, src)
 
 
@@ -345,7 +346,7 @@ def _whole(x: Any, mesh: comm.Mesh) -> Tensor:
     if hasattr(x, "full_tensor"):  # a DTensor
         return x.full_tensor()
     if not hasattr(x, "local_shards"):
-        return torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64)
+        return x if isinstance(x, Tensor) else double(x)
     # a ShardedTensor: what this rank has of it; replicas have the same, so the largest is that of any
     lowest = torch.finfo(x.dtype).min if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
     whole = torch.full(tuple(x.size()), lowest, dtype=x.dtype, device=comm.mesh_device(mesh))

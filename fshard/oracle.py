@@ -18,6 +18,7 @@ from .optim_state import gather_state
 from .parts import Leaf
 from .precision import Policy, Precision, policy_of, precisions
 from .randomness import seeded
+from .scalars import double
 from .shard import gather_params
 from .train import TrainState
 from .transform import Transform, any_found, as_transform, clip_factor
@@ -102,7 +103,8 @@ def oracle(
         values = {path: x.detach().to(whole.precision[path].storage).clone() for path, x in whole.values.items()}
         opt_state = tx.init({path: values[path] for path in whole.trained})
         scaler = NoLossScale() if loss_scale is None else loss_scale
-        return TrainState(whole.tree(values), opt_state, scaler, torch.tensor(0), torch.tensor(seed), extra)
+        step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
+        return TrainState(whole.tree(values), opt_state, scaler, step, rng, extra)
 
     def step(state: TrainState, batches: Sequence[Any], *args: Any) -> tuple[TrainState, dict[str, Any]]:
         whole = _whole(state.params, frozen, policy)
@@ -168,8 +170,8 @@ def _forward(
     extra = tree.detached(more.pop(0)) if with_extra else None
     loss, aux = policy.cast((loss, more[0] if has_aux else None), "output")
     if isinstance(loss, Mean):
-        return _Out(loss.total, torch.as_tensor(loss.count, dtype=torch.float64), Mean, live, extra, aux)
-    weight = torch.tensor(1.0, dtype=torch.float64)
+        return _Out(loss.total, double(loss.count), Mean, live, extra, aux)
+    weight = torch.tensor(1.0, dtype=torch.float64, device="cpu")
     return _Out(loss.total if isinstance(loss, Sum) else loss, weight, type(loss), live, extra, aux)
 
 
@@ -213,13 +215,13 @@ def _found(grads: Mapping[str, Tensor], whole: _Whole, labels: Labels) -> Any:
         label = None if labels is None else label_of(leaf, labels)
         found.setdefault(label, []).append((~g.isfinite()).any().float())
     by_label = {label: torch.stack(bad).amax() for label, bad in found.items()}
-    return by_label.get(None, torch.zeros((), dtype=torch.float32)) if labels is None else by_label
+    return by_label.get(None, torch.zeros((), dtype=torch.float32, device="cpu")) if labels is None else by_label
 
 
 def _norm(grads: Mapping[str, Tensor], whole: _Whole) -> Tensor:
     squares = [g.abs().double().square().sum() for g in grads.values()]
     wide = any(g.real.dtype == torch.float64 for g in grads.values())
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device="cpu")
     return total.sqrt().to(torch.float64 if wide else torch.float32)
 
 

@@ -49,9 +49,9 @@ def code_book(signed: bool) -> Tensor:
 
     Source: Dettmers et al., 8-bit optimizers via block-wise quantization (2022).
     """
-    values = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
+    values = [torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
+        edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64, device="cpu")
         middles = (edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade - 6)
         values += [middles, -middles] if signed else [middles]
     book = torch.cat(values).sort().values

@@ -74,7 +74,7 @@ def generator_state(seed: Tensor, step: Tensor, rank: int, part: int, device: to
 
 def empty_state(device: torch.device) -> Tensor:
     """Room for one."""
-    return torch.empty(_STATE_BYTES.get(device.type, 16), dtype=torch.uint8)
+    return torch.empty(_STATE_BYTES.get(device.type, 16), dtype=torch.uint8, device="cpu")
 
 
 def _own_generator(device: torch.device) -> torch.Generator:

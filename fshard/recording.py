@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from . import comm, tree
+from .scalars import double
 from .shard import Sharded
 
 Steps = Collection[int] | Callable[[int], bool] | None
@@ -87,7 +88,7 @@ def _copied(state: Any) -> Any:
 
 
 def _went_nonfinite(metrics: Any) -> bool:
-    loss, found = (torch.as_tensor(metrics.get(name, 0.0), dtype=torch.float64) for name in ("loss", "found_inf"))
+    loss, found = (double(metrics.get(name, 0.0)) for name in ("loss", "found_inf"))
     return not bool(loss.isfinite()) or bool(found != 0)
 
 

@@ -17,6 +17,7 @@ from .compare import Place, gap, places
 from .grad import Mean, Sum, value_and_grad
 from .randomness import seeded
 from .recording import Recorded, form, origin_of, read, step_folder
+from .scalars import double
 from .shard import Sharded
 from .simulated import World
 
@@ -157,7 +158,7 @@ def _gradients(loss_fn: Callable[..., Any], state: Any, args: Any, rank: int, de
 
 def _nonfinite(rank: int, what: str, x: Any) -> Iterator[Finding]:
     for place in places(x):
-        value = torch.tensor(place.value, dtype=torch.float64) if isinstance(place.value, float) else place.value
+        value = double(place.value) if isinstance(place.value, float) else place.value
         if isinstance(value, Tensor) and (bad := ~value.detach().isfinite()).any():
             first = int(bad.reshape(-1).int().argmax())
             text = f"element {first} is {value.detach().reshape(-1)[first].item()}, {int(bad.sum())} of {bad.numel()}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_whole, is_number, wrong
+from .scalars import double
 
 Schedule = Callable[[Tensor], Tensor]
 
@@ -26,7 +27,7 @@ def _check(name: str, steps: Any = 1, **numbers: Any) -> None:
 
 def _share(count: Tensor, steps: int) -> Tensor:
     """How much of a number of steps is over, from 0 to 1, in float64."""
-    return (torch.as_tensor(count, dtype=torch.float64) / steps).clamp(0, 1)
+    return (double(count) / steps).clamp(0, 1)
 
 
 def constant(value: float) -> Schedule:
@@ -36,7 +37,7 @@ def constant(value: float) -> Schedule:
     0.1
     """
     _check("constant", value=value)
-    return lambda count: torch.full((), value, dtype=torch.float64, device=torch.as_tensor(count).device)
+    return lambda count: torch.full((), value, dtype=torch.float64, device=double(count).device)
 
 
 def linear(start: float, end: float, steps: int) -> Schedule:
@@ -90,7 +91,7 @@ def one_cycle(peak: float, steps: int, rise: float = 0.3, div: float = 25.0, fin
         return b + (a - b) * (1 + torch.cos(math.pi * share.clamp(0, 1))) / 2
 
     def schedule(count: Tensor) -> Tensor:
-        t = torch.as_tensor(count, dtype=torch.float64)
+        t = double(count)
         up = between(peak / div, peak, t / top)
         return torch.where(t <= top, up, between(peak, peak / div / final_div, (t - top) / (steps - 1 - top)))
 
@@ -111,7 +112,7 @@ def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
         _check("piecewise", factor=factor)
 
     def schedule(count: Tensor) -> Tensor:
-        t = torch.as_tensor(count, dtype=torch.float64)
+        t = double(count)
         value = torch.full((), start, dtype=torch.float64, device=t.device)
         for step, factor in sorted(factors.items()):
             value = torch.where(t >= step, value * factor, value)
@@ -137,7 +138,7 @@ def join(schedules: Sequence[Callable[[Tensor], Tensor]], boundaries: Sequence[i
         )
 
     def schedule(count: Tensor) -> Tensor:
-        t = count if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)
+        t = count if isinstance(count, Tensor) else double(count)
         value = schedules[0](t)
         for boundary, following in zip(boundaries, schedules[1:], strict=True):
             value = torch.where(t >= boundary, following(t - boundary), value)

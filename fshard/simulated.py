@@ -195,7 +195,7 @@ class _SimulatedRanks:
 def _load_forward_mode() -> None:
     with warnings.catch_warnings():  # torch 2.13 scripts a few formulas when it is first used, and warns of that itself
         warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
-        torch.func.jvp(torch.neg, (torch.zeros(()),), (torch.zeros(()),))
+        torch.func.jvp(torch.neg, (torch.zeros((), device="cpu"),), (torch.zeros((), device="cpu"),))
 
 
 def _on_rank(mesh: SimulatedMesh, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -239,7 +239,7 @@ def _on_ranks(
         # Forward-mode levels belong to the process: a rank whose jvp ends would end the others'. Inside this one,
         # which no rank ever sees, theirs open none.
         _load_forward_mode()
-        torch.func.jvp(all_ranks, (torch.zeros(()),), (torch.zeros(()),))
+        torch.func.jvp(all_ranks, (torch.zeros((), device="cpu"),), (torch.zeros((), device="cpu"),))
     finally:
         run.generators.restore()
     return run.log, results, run.failure

@@ -50,8 +50,10 @@ def tensors(draw: Any, dtypes: Sequence[torch.dtype] = (torch.float64,), bits: b
     dtype, generator = draw(st.sampled_from(dtypes)), torch.Generator().manual_seed(draw(st.integers(0, 999)))
     if bits and dtype != torch.bool:
         numel = torch.Size(shape).numel() * dtype.itemsize
-        return torch.randint(256, (numel,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
-    values = torch.randn(shape, dtype=torch.complex128 if dtype.is_complex else torch.float64, generator=generator)
+        data = torch.randint(256, (numel,), dtype=torch.uint8, generator=generator, device="cpu")
+        return data.view(dtype).reshape(shape)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    values = torch.randn(shape, dtype=wide, generator=generator, device="cpu")
     return values > 0 if dtype == torch.bool else (values if dtype.is_floating_point else values * 9).to(dtype)
 
 
@@ -243,7 +245,8 @@ def batches(draw: Any, num_ranks: int, num_steps: int = 2, accumulate: int = 1, 
     """
     rows = st.integers(1, 3).map(lambda n: n * accumulate) if even else st.integers(accumulate, accumulate + 3)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-    return [
-        [{"x": torch.randn(draw(rows), _WIDTH, generator=generator, dtype=torch.float64)} for _ in range(num_ranks)]
-        for _ in range(num_steps)
-    ]
+
+    def one() -> dict[str, Tensor]:
+        return {"x": torch.randn(draw(rows), _WIDTH, generator=generator, dtype=torch.float64, device="cpu")}
+
+    return [[one() for _ in range(num_ranks)] for _ in range(num_steps)]

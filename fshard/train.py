@@ -72,7 +72,8 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device, copy=True), loss_scale)
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
     lost = nothing_lost(sharded)
-    return TrainState(sharded, tx.init(trained), scaler, torch.tensor(0), torch.tensor(seed), extra, lost)
+    step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
+    return TrainState(sharded, tx.init(trained), scaler, step, rng, extra, lost)
 
 
 @tree.constant
@@ -177,7 +178,7 @@ def train_step(
             extra = _apart(extra, [params.trainable, state.opt_state])
         new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate)
         scaler = state.loss_scale.adjust(found_inf)
-        whole = torch.ones((), dtype=torch.float32)
+        whole = torch.ones((), dtype=torch.float32, device="cpu")
         back = torch.div(whole if share is None else share.float(), state.loss_scale.scale)
         lost = still_lost(skip, skip_labels, state.lost, tree.map(lambda x: x * back, lost))
         after = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, extra, lost)

@@ -32,6 +32,7 @@ from .parts import (
     pieces,
     put,
 )
+from .scalars import double
 from .transform import Needs, Transform, as_transform, at, checked, start_count
 
 
@@ -145,7 +146,7 @@ def adafactor(
 
     def update(grads: Any, state: AdafactorState, params: Any = None, **extra: Any) -> tuple[Any, AdafactorState]:
         layout, t = layout_of(grads), state.count.double() + 1
-        share, rate = t**beta2_decay, torch.as_tensor(at(lr, state.count), dtype=torch.float64).to(t)
+        share, rate = t**beta2_decay, double(at(lr, state.count)).to(t)
         row, col = _row_and_column_means(grads, layout)
         row, col = (
             {path: old[path].lerp(new.to(old[path].dtype), share.to(old[path].dtype)) for path, new in means.items()}
@@ -165,9 +166,8 @@ def adafactor(
                 lambda g, v: g * v.clamp(min=_floor(eps[0], g) ** 2).rsqrt(), packed(pick(grads, state.vectors)), nu
             )
             steps = put(steps, roots, state.vectors)
-        sizes = torch.tensor([math.sqrt(max(leaf.numel, 1)) for leaf in layout.leaves], dtype=torch.float64).to(
-            t.device
-        )
+        roots_of = [math.sqrt(max(leaf.numel, 1)) for leaf in layout.leaves]
+        sizes = torch.tensor(roots_of, dtype=torch.float64, device=t.device)
         size_of_step, size_of_params = (leaf_norms(x, layout=layout) / sizes for x in (steps, params))
         alpha = size_of_params.clamp(min=eps[1]) * torch.minimum(rate, t.rsqrt())
         steps = scale_leaves_(steps, -alpha / (size_of_step / d).clamp(min=1.0), layout)

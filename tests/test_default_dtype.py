@@ -1,13 +1,15 @@
-"""What a step makes and keeps does not depend on torch.set_default_dtype: dtypes and bits."""
+"""What a step makes and keeps depends on neither torch.set_default_dtype nor set_default_device: dtypes and bits."""
 
+import ast
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from models import same_bits
 from optimizers import TRANSFORMS
+from test_layers import SOURCES
 from torch import Tensor
 from worlds import simulated
 
@@ -16,7 +18,9 @@ from fshard import DynamicLossScale, NoLossScale, StaticLossScale, optim, tree
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-DEFAULTS = [torch.float64, torch.bfloat16, torch.float16]
+DTYPES = [torch.float64, torch.bfloat16, torch.float16]
+META = torch.device("meta")  # what is made there by default has no values, so it changes what is computed from it
+DEFAULTS = [*DTYPES, META]
 # torch.optim's own counts take the default dtype, where it is float64
 OURS = [name for name in TRANSFORMS if not name.startswith("from_torch")]
 SCALERS = {
@@ -27,10 +31,14 @@ SCALERS = {
 
 
 @contextmanager
-def by_default(dtype: torch.dtype) -> Iterator[None]:
-    """With another default dtype."""
+def by_default(default: torch.dtype | torch.device) -> Iterator[None]:
+    """With another default dtype, or device (of this thread)."""
+    if isinstance(default, torch.device):
+        with default:
+            yield
+        return
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(default)
     try:
         yield
     finally:
@@ -38,7 +46,7 @@ def by_default(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _params(dtype: torch.dtype) -> dict[str, Tensor]:
-    rows = torch.arange(16, dtype=torch.float64).sin()
+    rows = torch.arange(16, dtype=torch.float64, device="cpu").sin()
     return {"w": rows[:12].view(4, 3).to(dtype), "b": rows[12:].to(dtype)}
 
 
@@ -53,7 +61,7 @@ def _run(name: str, scaler: str, dtype: torch.dtype, mesh: Any = None) -> list[T
     plan = fshard.make_plan(params, mesh, block=4)
     state = fshard.init_state(fshard.shard_params(params, plan), tx, loss_scale=SCALERS[scaler]())
     step = fshard.train_step(_loss, tx, accumulate=2, clip_norm=0.5)
-    x, kept = torch.arange(8, dtype=torch.float32).cos().view(2, 4), [*tree.leaves(state)]
+    x, kept = torch.arange(8, dtype=torch.float32, device="cpu").cos().view(2, 4), [*tree.leaves(state)]
     for batch in (x, x + (torch.inf if scaler != "none" else 1)):
         state, metrics = step(state, batch)
         kept += [*tree.leaves(state), *metrics.values()]
@@ -73,24 +81,29 @@ def test_a_step_is_the_same_under_any_default(name: str, scaler: str, dtype: tor
         assert same_bits(found, expected), default
 
 
-def _on_ranks(mesh: Any) -> dict[str, list[Tensor]]:
-    return {name: _run(name, "dynamic", torch.float32, mesh) for name in ("adamw", "adamw_8bit", "lamb", "lbfgs")}
+def _on_ranks(mesh: Any, device: Any = None) -> dict[str, list[Tensor]]:
+    with device or nullcontext():  # of this rank's thread
+        return {name: _run(name, "dynamic", torch.float32, mesh) for name in ("adamw", "adamw_8bit", "lamb", "lbfgs")}
 
 
 def test_nor_on_two_ranks() -> None:
     """What ranks agree on."""
     expected = simulated(_on_ranks, shard=2)
-    for default in DEFAULTS:
+    for default in DTYPES:
         with by_default(default):
             found = simulated(_on_ranks, shard=2)
         assert same_bits(found, expected), default
+    assert same_bits(simulated(_on_ranks, META, shard=2), expected)
 
 
 def _values() -> dict[str, Any]:
     """What other functions make of no tensor of the caller's dtype, or of numbers."""
-    grads = {"w": torch.tensor([1.0, torch.inf], dtype=torch.float32), "c": torch.ones(2, dtype=torch.complex64)}
+    grads = {
+        "w": torch.tensor([1.0, torch.inf], dtype=torch.float32, device="cpu"),
+        "c": torch.ones(2, dtype=torch.complex64, device="cpu"),
+    }
     scaler, none = DynamicLossScale(), NoLossScale()
-    like = _params(torch.float32)
+    like, empty = _params(torch.float32), torch.zeros(0, dtype=torch.float32, device="cpu")
     state = optim.adamw(0.1).init(like)
     saved = optim.state_dict(state, like)
     saved["state"]["w"]["step"] = 3000.0
@@ -98,8 +111,11 @@ def _values() -> dict[str, Any]:
     return {
         "value": [scaler.value, StaticLossScale(1000.3).value, none.value],
         "unscale": [scaler.unscale(grads), none.unscale(grads), scaler.unscale(grads, labels={"**": "a"})[1]],
-        "nonfinite_leaves": torch.tensor([path == "w" for path in fshard.nonfinite_leaves(grads)]),
-        "global_norm": [fshard.global_norm({}), fshard.global_norm({"e": torch.zeros(0, dtype=torch.float32)})],
+        "nonfinite_leaves": torch.tensor([path == "w" for path in fshard.nonfinite_leaves(grads)], device="cpu"),
+        "global_norm": [
+            fshard.global_norm({}),
+            fshard.global_norm({"e": empty}),
+        ],
         "join_batches": [weight for _, weight in fshard.join_batches([1, 2])],
         "schedules": [make(3001.0) for make in (optim.linear(0.0, 1.0, 5000), optim.cosine(1.0, 5000))],
         "join": optim.join([optim.constant(1.0), optim.linear(0.0, 1.0, 5000)], [3])(3001.0),
@@ -151,7 +167,7 @@ def test_nor_does_the_state_of_a_users_class() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name.startswith("from_torch")])
-@pytest.mark.parametrize("default", [torch.float32, *DEFAULTS])
+@pytest.mark.parametrize("default", [torch.float32, *DTYPES])
 def test_torchs_own_state_is_torchs(name: str, default: torch.dtype) -> None:
     """`from_torch` keeps a count in the dtype torch.optim would, which is float64 where that is the default."""
     with by_default(default):
@@ -166,3 +182,24 @@ def test_torchs_own_state_is_torchs(name: str, default: torch.dtype) -> None:
 
 def _settings(name: str) -> dict[str, Any]:
     return {"momentum": 0.9} if name == "from_torch-SGD" else {"amsgrad": True} if name == "from_torch-Adam" else {}
+
+
+# What makes tensors where torch.set_default_device says, unless it is told where.
+_FACTORIES = {
+    *("tensor", "as_tensor", "asarray", "zeros", "ones", "empty", "full", "arange", "linspace", "logspace", "eye"),
+    *("rand", "randn", "randint", "randperm", "scalar_tensor", "empty_strided", "tril_indices", "triu_indices"),
+}
+
+
+def made_anywhere(source: str) -> list[int]:
+    """The lines of calls that make a tensor without saying where; `as_tensor` moves even one that is somewhere."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    named = [call for call in calls if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name)]
+    made = [call for call in named if call.func.value.id == "torch" and call.func.attr in _FACTORIES]  # type: ignore
+    return [call.lineno for call in made if not {"device", None} & {word.arg for word in call.keywords}]
+
+
+def test_every_tensor_is_made_somewhere() -> None:
+    """In the whole package, in every call."""
+    assert made_anywhere("torch.zeros(2)\ntorch.zeros(2, device='cpu')\ntorch.tensor(1, **options)") == [1]
+    assert {name: lines for name, source in SOURCES.items() if (lines := made_anywhere(source))} == {}

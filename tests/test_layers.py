@@ -17,7 +17,7 @@ SOURCES = {path.stem: path.read_text() for path in sorted(PACKAGE.glob("*.py"))}
 
 # A module imports modules of the levels above its own line alone. A new file needs a place here.
 LEVELS = [
-    {"arguments", "tree", "record", "describe", "generators", "levels", "shared_memory"},
+    {"arguments", "tree", "record", "describe", "generators", "levels", "shared_memory", "scalars"},
     {"nodes", "precision", "compiling", "captures", "reading", "schedules", "abstract", "leaves"},
     {"kernels", "randomness", "bits", "footprint", "process_groups", "trace"},
     {"comm"},
