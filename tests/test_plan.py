@@ -1,5 +1,6 @@
 """Plans: every tree, laid out over any number of ranks, comes back whole; intervals are what plain arithmetic says."""
 
+import copy
 import pickle
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -310,6 +311,54 @@ def test_a_plan_is_read_off_shapes():
     assert plan not in [
         make_plan(real, **kw) for kw in ({"units": "w"}, {"whole": "b"}, {"frozen": "b"}, {"regather": False})
     ]
+
+
+def test_ranks_compare_every_argument():
+    """What a plan says of itself differs wherever plans do, and names the leaf: kinds, cuts, wires and the rest."""
+    real, int8 = {"w": counting(3, 4), "b": counting(3)}, fshard.wire.Int8()
+    said = {
+        "whole": {"whole": "b"},
+        "frozen": {"frozen": "b"},
+        "host": {"host": "b"},
+        "frozen whole host": {"whole": "b", "frozen": "b", "host": "b"},
+        "unit 'b'": {"units": "b"},
+        "regather=False": {"regather": False},
+        "block=2": {"block": 2},
+        "computed in bf16": {"policy": "compute=bf16"},
+        "param_wire=Int8": {"param_wire": int8},
+        "grad_wire=Int8": {"grad_wire": int8},
+        "together=True": {"together": True},
+        "slices=16": {"slices": 16},
+        "params_over=()": {"params_over": ()},
+        "grads_over=()": {"params_over": (), "grads_over": ()},
+        "state_over=()": {"params_over": (), "grads_over": (), "state_over": ()},
+    }
+
+    def run(mesh: Any) -> None:
+        plain, plans = make_plan(real, mesh), {words: make_plan(real, mesh, **kw) for words, kw in said.items()}
+        assert len({plan.fingerprint for plan in (plain, *plans.values())}) == 1 + len(plans)
+        for words, plan in plans.items():
+            assert words in plan.describe(), words
+            assert words not in plain.describe(), words
+            assert plan != plain
+            assert words.split()[0] in plan.first_difference(plain), words
+
+    simulated(run, shard=2)
+
+
+def test_a_deep_copy_lies_on_the_same_mesh():
+    """Of a plan and of what is laid out by it; a pickle has none."""
+
+    def run(mesh: Any) -> None:
+        whole = {"w": counting(3, 4), "b": counting(3)}
+        sharded = shard_params(whole, make_plan(whole, mesh))
+        twin = copy.deepcopy(sharded)
+        assert twin.mesh is sharded.mesh
+        for row in sharded.tensors:
+            row.zero_()
+        assert same_bits(gather_params(twin), whole)
+
+    simulated(run, shard=2)
 
 
 def test_one_rank_gives_its_values_to_all():

@@ -929,3 +929,22 @@ def test_a_loss_is_evaluated_in_inference_mode(name, world):
     """It has the bits it has outside, and training goes on as if it had not been evaluated."""
     run = gloo if world == "gloo" else simulated
     assert all(run(evaluated, name, shard=2, replicate=2 if name not in STRATEGIES else 1))
+
+
+@pytest.mark.parametrize(("units", "kept"), [(["*"], []), (["b", "c"], ["a"]), (None, ["a", "b", "c"])], ids=str)
+def test_a_forward_holds_the_root_and_the_unit_touched_last(units: Any, kept: list[str]) -> None:
+    """What no unit claims stays until the forward ends; others go with the last reference to their leaves."""
+
+    def job(mesh: Any) -> None:
+        params = {name: torch.ones(3) for name in "abc"}
+        sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=units))
+
+        def loss(p: Any) -> fshard.Sum:
+            refs = {name: StorageWeakRef(p[name].untyped_storage()) for name in "abc"}
+            assert [name for name, ref in refs.items() if not ref.expired()] == sorted({*kept, "c"})
+            return fshard.Sum(p["a"].sum())
+
+        fshard.value_and_grad(loss)(sharded)
+        fshard.value(loss)(sharded)
+
+    simulated(job, shard=2)
