@@ -335,6 +335,9 @@ def test_ranks_compare_every_argument():
     }
 
     def run(mesh: Any) -> None:
+        cuts = {"params_over": "shard", "grads_over": "shard", "state_over": "shard"}
+        defaults = {"regather": True, "block": 1, "policy": None, "together": False, "slices": 8}
+        assert make_plan(real, mesh) == make_plan(real, mesh, **cuts, **defaults)
         plain, plans = make_plan(real, mesh), {words: make_plan(real, mesh, **kw) for words, kw in said.items()}
         assert len({plan.fingerprint for plan in (plain, *plans.values())}) == 1 + len(plans)
         for words, plan in plans.items():
