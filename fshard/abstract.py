@@ -15,7 +15,8 @@ from .arguments import check_whole, wrong
 class AbstractMesh:
     """A mesh of any size, seen by one of its ranks: plans are made for it, and functions lowered, but not run.
 
-    Axes by name, the first the slowest; `rank` is this rank's number among all.
+    Axes by name, the first the slowest; `rank` is this rank's number among all. ValueError for "cuda" where torch is
+    built for CPUs alone.
 
     >>> mesh = AbstractMesh(replicate=2, shard=64)
     >>> mesh.size(), mesh.get_local_rank("shard")
@@ -34,8 +35,14 @@ class AbstractMesh:
         for axis, number in axes.items():
             check_whole(f"AbstractMesh: {axis}", number, what="a number of ranks along this axis")
         check_whole("AbstractMesh: rank", rank, 0, math.prod(axes.values()), "one of its ranks")
-        self.mesh_dim_names, self.shape, self.device_type = tuple(axes), tuple(axes.values()), device
-        self.device = torch.device(device) if device == "cpu" else torch.device(device, 0)
+        given = torch.device(device)
+        if given.type == "cuda" and not torch.backends.cuda.is_built():
+            raise ValueError(
+                f"AbstractMesh: device={device!r}: expected a kind of device that this torch is built for, got CUDA "
+                "and a build for CPUs alone. Use a CUDA build, which needs no GPU for this, or leave `device` out"
+            )
+        self.mesh_dim_names, self.shape, self.device_type = tuple(axes), tuple(axes.values()), given.type
+        self.device = torch.device("cpu") if given.type == "cpu" else torch.device(given.type, given.index or 0)
         self._rank = rank
 
     def size(self, axis: int | None = None) -> int:

@@ -124,7 +124,7 @@ def _garbage(x: Tensor, seed: int) -> Tensor:
 class Run:
     """The ranks of one run, the baton, and what has happened."""
 
-    def __init__(self, sizes: Mapping[str, int], device: str, faults: Sequence[Fault]):
+    def __init__(self, sizes: Mapping[str, int], device: torch.device, faults: Sequence[Fault]):
         self.sizes, self.device = dict(sizes), device
         self.num_ranks = math.prod(sizes.values())
         self.log: list[Collective] = []
@@ -134,7 +134,7 @@ class Run:
         self._batons = [threading.Lock() for _ in range(self.num_ranks)]
         for baton in self._batons:
             baton.acquire()
-        self.generators = Generators(self.num_ranks, torch.device(device))
+        self.generators = Generators(self.num_ranks, device)
         self._slow = {fault.rank for fault in faults if isinstance(fault, Slow)}
         self._faults = {(fault.rank, fault.at): fault for fault in faults if not isinstance(fault, Slow)}
         self._counts = [0] * self.num_ranks

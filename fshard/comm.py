@@ -173,10 +173,21 @@ def coordinate(mesh: Mesh, axes: Sequence[str]) -> int:
 
 def mesh_device(mesh: Mesh) -> torch.device:
     """The device this rank's tensors live on."""
-    kind = "cpu" if mesh is None else mesh.device_type
-    if hasattr(mesh, "device"):
-        return mesh.device
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+    return mesh.device if hasattr(mesh, "device") else numbered("cpu" if mesh is None else mesh.device_type)
+
+
+def numbered(name: str) -> torch.device:
+    """A device by name, with its number where its kind has several: the current one's, unless the name says which.
+
+    >>> numbered("cpu"), numbered("cuda:1")
+    (device(type='cpu'), device(type='cuda', index=1))
+    """
+    device = torch.device(name)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if ":" in name:
+        return device
+    return torch.device(device.type, torch.get_device_module(device.type).current_device())
 
 
 def along(mesh: Mesh, axis: str) -> Ranks:

@@ -6,6 +6,7 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,7 +114,8 @@ class Generators:
             self._kinds.append(_Numpy(num_ranks, np))
         if device.type != "cpu":
             module = torch.get_device_module(device)
-            self._kinds.append(_Torch(num_ranks, device, module.get_rng_state, module.set_rng_state))
+            get, set_ = partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
+            self._kinds.append(_Torch(num_ranks, device, get, set_))
 
     def bring(self, rank: int) -> None:
         """Before a rank's turn."""

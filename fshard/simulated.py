@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .arguments import check_flags, check_whole, wrong
 from .baton import Collective, Fault, Post, Run, Stopped, on_threads
-from .comm import Exchange, MismatchError, Works, fold, mesh_device, sum_dtype
+from .comm import Exchange, MismatchError, Works, fold, numbered, sum_dtype
 from .late import UnderWay
 from .process_groups import places
 from .record import Call, Record
@@ -87,7 +87,7 @@ class SimulatedMesh:
         self.mesh_dim_names = tuple(run.sizes)
         self.shape = tuple(run.sizes.values())
         self.ndim = len(self.shape)
-        self.device_type = run.device
+        self.device, self.device_type = run.device, run.device.type
         self._ranks: dict[str, _SimulatedRanks] = {}
 
     def size(self, axis: str | int | None = None) -> int:
@@ -129,7 +129,7 @@ class _SimulatedRanks:
 
     def __init__(self, mesh: SimulatedMesh, run: Run, axis: str):
         self.axis, self._run, self._me, self._under_way = axis, run, mesh.get_rank(), mesh.under_way
-        self.device = mesh_device(mesh)
+        self.device = mesh.device
         self.record = Record("", axis, "", 0)
         number = mesh.mesh_dim_names.index(axis)
         self.rank, self.size = mesh.get_coordinate()[number], mesh.shape[number]
@@ -209,7 +209,7 @@ def _on_ranks(
     world: World, fn: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[list[Collective], list[Any], BaseException | None]:
     """`fn(mesh, *args)` on every rank: the collectives, the results in rank order, and what failed."""
-    run = Run(world.axes, world.device, world.faults)
+    run = Run(world.axes, numbered(world.device), world.faults)
     results: list[Any] = [None] * run.num_ranks
     num_threads = torch.get_num_threads()
 
@@ -218,6 +218,8 @@ def _on_ranks(
         try:
             run.begin(rank)
             torch.set_num_threads(num_threads)
+            if run.device.type != "cpu":  # a thread's own: without it the first of its kind
+                torch.get_device_module(run.device).set_device(run.device)
             # else ranks would wait for each other inside CUDA's one backward thread
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = _on_rank(SimulatedMesh(run, rank, UnderWay() if world.late else None), fn, args)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import gloo, simulated
 
-from fshard import comm, kernels, norms, optim
+import fshard
+from fshard import baton, comm, kernels, norms, optim
 from fshard.bits import as_bytes
 from fshard.process_groups import as_sent, first_of
 
@@ -195,3 +196,66 @@ def test_norms_in_parts(p: float) -> None:
     """Of no more elements at a time than are said."""
     for x in (torch.arange(-100.0, 100.0), torch.arange(200.0).to(torch.complex64) * 1j, torch.ones(3).bfloat16()):
         torch.testing.assert_close(norms._norm(x, p, 64), norms._norm(x, p), rtol=1e-6, atol=0.0)
+
+
+class Module:
+    """What torch.cuda is asked for: devices by thread, and what was done."""
+
+    def __init__(self) -> None:
+        self.set_to = list[torch.device]()
+        self.synchronized = 0
+
+    def current_device(self) -> int:
+        """The caller's."""
+        return 3
+
+    def set_device(self, device: torch.device) -> None:
+        """Of this thread."""
+        self.set_to.append(device)
+
+    def synchronize(self) -> None:
+        """All of it."""
+        self.synchronized += 1
+
+
+@pytest.mark.parametrize(("name", "number"), [("cuda:1", 1), ("cuda", 3)])
+def test_a_world_on_a_device(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is named, or the caller's current one: of the mesh, and of every rank's thread."""
+    module, seeded = Module(), list[torch.device]()
+
+    class Generators:
+        """No random states, for there is no such device."""
+
+        def __init__(self, num_ranks: int, device: torch.device):
+            seeded.append(device)
+
+        def bring(self, rank: int) -> None:
+            """Nothing."""
+
+        put_away, restore = bring, lambda self: None
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(baton, "Generators", Generators)
+
+    def of_rank(mesh: Any) -> tuple[Any, ...]:
+        comm.total(torch.ones(1), mesh, label="sum")
+        return mesh.device, mesh.device_type, comm.mesh_device(mesh), comm.along(mesh, "shard").device
+
+    want = torch.device("cuda", number)
+    assert fshard.testing.simulate(of_rank, shard=2, device=name) == [(want, "cuda", want, want)] * 2
+    assert module.set_to == [want] * 2
+    assert seeded == [want]
+    assert module.synchronized == 2 * 2
+
+
+def test_an_abstract_mesh_of_a_device_there_is_no_build_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that says so where it is made; with a CUDA build, whether there is a GPU or not, a mesh."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    for name in ("cuda", "cuda:0"):
+        with pytest.raises(ValueError, match=rf"AbstractMesh: device='{name}': .* a build for CPUs alone. Use a CUDA"):
+            fshard.AbstractMesh(name, shard=2)
+    assert fshard.AbstractMesh(shard=2).device == fshard.AbstractMesh("cpu:0", shard=2).device == torch.device("cpu")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    for name, number in (("cuda", 0), ("cuda:1", 1)):
+        mesh = fshard.AbstractMesh(name, shard=2)
+        assert (mesh.device_type, mesh.device) == ("cuda", torch.device("cuda", number))
