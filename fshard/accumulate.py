@@ -25,7 +25,7 @@ from .arguments import wrong
 from .comm import Axes
 from .grad import Outcome, described, empty_grads, inputs, reduce_all, run
 from .parts import device_of
-from .plan import Plan
+from .plan import Plan, axes_of
 from .randomness import seeded
 from .reduction import EXACT, TREE, Reduction, Tree, reduce_over, tree_sum
 from .shard import Sharded
@@ -276,8 +276,10 @@ def check_reduce_once(reduce_once: Any, by: Reduction) -> None:
 
 def _later(reduce_once: Any, plan: Plan) -> Axes:
     """The axes over which gradients are reduced after the last micro-batch alone, those before it being scattered."""
-    axes = () if isinstance(reduce_once, bool) else (reduce_once,) if isinstance(reduce_once, str) else reduce_once
-    for axis in axes if plan.axes else ():
+    if isinstance(reduce_once, bool):
+        return ()
+    axes = (reduce_once,) if isinstance(reduce_once, str) else reduce_once
+    for axis in axes if plan.axes else axes_of("reduce_once", reduce_once, {}):
         if axis in plan.grads_over or axis not in dict(plan.axes):
             others = ", ".join(map(repr, plan.rest(plan.grads_over))) or "none"
             raise ValueError(

@@ -65,16 +65,21 @@ def from_torch(cls: Any, **hyperparams: Any) -> Transform:
         held = {s.leaf: _begin(cls, hyperparams, rows[s.row]) for s in layout.mine}
         return TorchState(_by_name(layout, shapes, held), {})
 
-    def run(grads: Any, state: TorchState, params: Any, extra: Mapping[str, Any]) -> TorchState:
-        rows = [row.detach() for row in tree.leaves(params)]
-        if not rows:
-            return state
+    def stepped(rows: list[Tensor], grads: Sequence[Tensor], entries: Sequence[Entry]) -> list[Entry]:
         optimizer = cls(rows, **hyperparams)
-        for row, g, entry in zip(rows, tree.leaves(grads), _by_row(state, params), strict=True):
-            row.grad = g.detach().to(row.dtype)
+        for row, g, entry in zip(rows, grads, entries, strict=True):
+            row.grad = g.detach().to(row.dtype).resolve_conj()
             optimizer.state[row] = entry
         optimizer.step()
-        after = [optimizer.state[row] for row in rows]
+        return [optimizer.state[row] for row in rows]
+
+    def run(grads: Any, state: TorchState, params: Any, extra: Mapping[str, Any]) -> TorchState:
+        rows = [row.detach() for row in tree.leaves(params)]
+        if not rows:  # a rank that holds none of the parameters counts their updates all the same
+            alone = _begin(cls, hyperparams, one) | {name: x.clone() for name, x in state.scalars.items()}
+            (entry,) = stepped([one.clone()], [torch.zeros_like(one)], [alone])
+            return TorchState(state.tensors, {name: entry[name] for name in state.scalars})
+        after = stepped(rows, tree.leaves(grads), _by_row(state, params))
         if elementwise:
             return _like_params(after, params, after[0], scalars)
         number = {s.leaf: s.row for s in layout_of(params).mine}
@@ -204,7 +209,7 @@ def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
         if rows:
             optimizer = cls(rows, **hyperparams)
             for row, g, entry in zip(rows, tree.leaves(grads), _by_leaf(state, layout), strict=True):
-                row.grad = g.detach().to(row.dtype, copy=True)  # which a class may write to
+                row.grad = g.detach().to(row.dtype, copy=True).resolve_conj()  # which a class may write to
                 if begun:
                     optimizer.state[row] = {n: numbers[n](x) if n in numbers else x for n, x in entry.items()}
             places = [row.detach() for row in rows]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import comm, tree
-from .comm import Mesh, MismatchError, Ranks, all_gather, all_reduce, along, axis_sizes
+from .comm import Axes, Mesh, MismatchError, Ranks, all_gather, all_reduce, along, axis_sizes
+
+_SAME_TREE = "Build the same tree, in the same order, on all of them"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def check_same(mesh: Mesh, digest: str, describe: str, what: str) -> None:
+def check_same(mesh: Mesh, digest: str, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
     """Raise `MismatchError` on every rank if `digest` differs on any; lines of `describe` say where it begins to."""
     if getattr(mesh, "abstract", False):
         return
@@ -22,9 +27,22 @@ def check_same(mesh: Mesh, digest: str, describe: str, what: str) -> None:
     texts = _texts(describe, mesh)
     sentence = f"rank 0 has {{}}; rank {other} has {{}}"
     raise MismatchError(
-        f"{what} differs between ranks: {first_difference(texts[0], texts[other], sentence)}. "
-        "Build the same tree, in the same order, on all of them."
+        f"{what} differs between ranks: {first_difference(texts[0], texts[other], sentence)}. {remedy}."
     )
+
+
+def first_unlike(rows: Sequence[Tensor], mesh: Mesh, axes: Axes) -> int | None:
+    """The first of some dense tensors whose bits differ between ranks along `axes`, or None; the same on all ranks.
+
+    The bits are compared as sums of integers: one small all-reduce along each axis, and one read by the host.
+    """
+    sums = [row.view(_INTEGERS.get(row.itemsize, torch.int64)).sum(dtype=torch.int64) for row in rows]
+    if not sums or not axes:
+        return None
+    mine = torch.stack([x.to(comm.mesh_device(mesh)) for x in sums])  # (number of tensors,)
+    most, least = comm.total(torch.stack([mine, ~mine]), mesh, axes, op="max", label="replicas").unbind()
+    unlike = comm.total((most != ~least).long(), mesh, op="max", label="replicas")
+    return next((number for number, differs in enumerate(unlike.tolist()) if differs), None)
 
 
 def any_rank(found: Any, mesh: Mesh) -> Any:

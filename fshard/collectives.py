@@ -112,6 +112,7 @@ def _over(x: Any, collective: _Collective) -> Any:
     check_whole(f"{collective.kind}: src", collective.src, least=-(2**63), what="a rank")
     if not isinstance(collective.label, str):
         raise TypeError(f"{collective.kind}: {wrong('label', collective.label, 'a word')}")
+    _check_parts(x, collective)
     leaves, spec = tree.flatten(x)
     for path, leaf in zip(tree.paths(spec), leaves, strict=True):
         if not isinstance(leaf, Tensor):
@@ -124,6 +125,20 @@ def _over(x: Any, collective: _Collective) -> Any:
     if collective.kind == "all_gather":
         leaves = [leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in leaves]
     return tree.unflatten(spec, [_Apply.apply(leaf, collective) for leaf in leaves])
+
+
+def _check_parts(x: Any, collective: _Collective) -> None:
+    """Raise TypeError for a `Sharded` of which ranks along the axis hold other elements, or whose rows would change."""
+    kind, axis = collective.kind, collective.axis
+    for path, part in tree.paths_to(x, tree.Branch):
+        over = getattr(getattr(part, "view", None), "over", ())
+        resizes = kind in ("all_gather", "reduce_scatter", "all_to_all")
+        if isinstance(part, tree.Branch) and (resizes or (axis in over and kind != "vary")):
+            raise TypeError(
+                f"{kind}: {f'leaf {path!r}' if path else 'x'}: expected tensors that are whole along {axis!r}, got a "
+                f"{type(part).__name__}, of which each rank holds a part. fshard.gather_params gives whole ones; "
+                "fshard.reduce_grads reduces gradients."
+            )
 
 
 def all_gather(x: Any, mesh: Mesh, axis: str, label: str = "") -> Any:

@@ -19,12 +19,19 @@ from .transform import FoundInf, Needs, Transform, as_transform, at, checked, ch
 def chain(*txs: Any) -> Transform:
     """One after the other: each gets the updates of the one before it.
 
+    ValueError for `zero(grads="local")` behind another, which would be given one rank's gradients.
+
     >>> chain(clip(1.0), scale(-0.5)).update(torch.tensor(4.0), ((), ()))[0]
     tensor(-0.5000)
     """
     parts = [as_transform(tx) for tx in txs]
     if not parts:
         return identity()
+    if any(tx.mesh is not None for tx in parts[1:]):
+        raise ValueError(
+            "optim.chain: zero(grads='local') adds up what each rank has, so what stands before it would be given one "
+            "rank's gradients, not their sum. Put it inside: zero(chain(...), mesh, grads='local')."
+        )
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         grads, states = _all_but_last(grads, state, params, extra)
@@ -59,6 +66,7 @@ def chain(*txs: Any) -> Transform:
         fused=fused,
         elementwise=all(tx.elementwise for tx in parts),
         labelled=parts[-1].labelled and all(map(_is_bare, parts[:-1])),
+        mesh=parts[0].mesh,
         views=True,
     )
 
@@ -107,7 +115,9 @@ def every_k(tx: Any, k: int) -> Transform:
         mean = choose(due, tree.map(torch.zeros_like, mean), mean)
         return updates, EveryState(count * (1 - due), mean, after)
 
-    return checked(Transform(init, update, elementwise=inner.elementwise), Needs("every_k", EveryState))
+    return checked(
+        Transform(init, update, elementwise=inner.elementwise, mesh=inner.mesh), Needs("every_k", EveryState)
+    )
 
 
 class HyperState(NamedTuple):
@@ -168,5 +178,5 @@ def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
 
     made = built(begun(torch.zeros((), dtype=torch.float32, device="cpu")))
     # a schedule counts the updates of all labels as one
-    tx = Transform(init, update, fused, made.elementwise, made.labelled and not schedules, views=True)
+    tx = Transform(init, update, fused, made.elementwise, made.labelled and not schedules, made.mesh, views=True)
     return checked(tx, Needs("with_hyperparams", HyperState, sparse=True))

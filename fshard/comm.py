@@ -155,6 +155,8 @@ def axis_sizes(mesh: Mesh) -> dict[str, int]:
             "Make one: init_device_mesh('cuda', (8,), mesh_dim_names=('shard',)); of a process group: "
             "DeviceMesh.from_group(group, 'cuda', mesh_dim_names=('shard',))"
         )
+    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+        raise ValueError("mesh: this rank is none of its ranks: make plans and call collectives on those alone")
     names = mesh.mesh_dim_names
     if names is None:
         raise ValueError(

@@ -223,9 +223,9 @@ def schedule_free(p: Tensor, g: Tensor, moments: Moments, c: ScheduleFree) -> tu
 def apply(change: Change, p: Tensor, g: Tensor, moments: Moments) -> tuple[Tensor, Moments]:
     """A reference on one tensor, its dtypes kept; complex ones real and imaginary part each by itself."""
     if p.is_complex():
-        delta, new = apply(
-            change, torch.view_as_real(p), torch.view_as_real(g), tuple(map(torch.view_as_real, moments))
-        )
+        # a lazily conjugated tensor (z.conj(), and so a gradient through one) has no real view
+        rp, rg, *rows = (torch.view_as_real(x.resolve_conj()) for x in (p, g, *moments))
+        delta, new = apply(change, rp, rg, tuple(rows))
         return torch.view_as_complex(delta), tuple(torch.view_as_complex(m) for m in new)
     shape = p.shape
     if not shape:  # constants are 0-d tensors too, and would decide the dtype with it

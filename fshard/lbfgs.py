@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .arguments import check_function, check_hyperparams, check_whole
 from .elementwise import Rate
 from .kernels import beside, where
 from .norms import global_norm, gram
@@ -45,8 +46,9 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
     Source: Liu and Nocedal, On the limited memory BFGS method (1989); the products in one collective: Chen et al.,
     Large-scale L-BFGS using MapReduce (2014).
     """
-    if history_size < 1 or max_iter < 1:
-        raise ValueError(f"lbfgs: history_size={history_size}, max_iter={max_iter}: expected at least 1 of each")
+    check_hyperparams("lbfgs", lr)
+    check_whole("optim.lbfgs: history_size", history_size, what="a number of pairs")
+    check_whole("optim.lbfgs: max_iter", max_iter, what="a number of iterations")
 
     def init(params: Any) -> LbfgsState:
         def zeros() -> Any:
@@ -72,6 +74,8 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
     def update(
         grads: Any, state: LbfgsState, params: Any = None, grad_fn: Callable[[Any], Any] | None = None, **extra: Any
     ) -> tuple[Any, LbfgsState]:
+        if grad_fn is not None:
+            check_function("optim.lbfgs: grad_fn", grad_fn, "grad_fn(params) -> grads")
         updates, state = iterate(grads, state, params)
         for _ in range(max_iter - 1):
             if grad_fn is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 _MODULE = "Give its parameters: dict(module.named_parameters())."
 
@@ -28,6 +29,8 @@ def check_tensors(flat: Sequence[Any], paths: Sequence[str]) -> None:
                 f"leaf {path!r}: expected a plain tensor, got a {type(leaf).__name__}, which holds other tensors. "
                 "Give the whole tensor (of a DTensor: .full_tensor())."
             )
+        if is_lazy(leaf):
+            raise ValueError(f"leaf {path!r}: expected a tensor with a shape, got a lazy one. Run its module once.")
         if leaf.layout is not torch.strided:
             raise ValueError(f"leaf {path!r}: expected a dense tensor, got layout {leaf.layout}. Use .to_dense().")
         if leaf.is_quantized:

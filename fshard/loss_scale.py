@@ -183,6 +183,9 @@ def nonfinite_leaves(x: Any, mesh: Mesh = None) -> list[str]:
     >>> nonfinite_leaves({"a": torch.tensor([1.0, torch.inf]), "b": torch.ones(2)})
     ['a']
     """
+    for path, leaf in zip(tree.paths(tree.flatten(x)[1]), tree.leaves(x), strict=True):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"nonfinite_leaves: leaf {path!r}: expected a tensor, got {shown(leaf)}")
     found = _found_by(lambda leaf: leaf.path, x, _meshes(x, mesh))
     bad = torch.stack([*found.values()]).tolist() if found else []
     return [path for path, is_bad in zip(found, bad, strict=True) if is_bad]
@@ -391,7 +394,11 @@ def select(found_inf: Tensor, if_inf: Any, if_finite: Any) -> Any:
     """
     check_found(found_inf, labelled=False)
     leaves, spec = tree.flatten(if_inf)
-    pairs = [*zip(leaves, tree.flatten_up_to(spec, if_finite), strict=True)]
+    try:
+        pairs = [*zip(leaves, tree.flatten_up_to(spec, if_finite), strict=True)]
+    except ValueError:
+        unlike = tree.difference(if_inf, if_finite)
+        raise ValueError(f"select: if_finite is not of the structure of if_inf: {unlike}") from None
     for number, (a, b) in enumerate(pairs):
         if not isinstance(a, Tensor) or not isinstance(b, Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
             alike = "expected two tensors of one shape and dtype"

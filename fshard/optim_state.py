@@ -80,6 +80,9 @@ def gather_state(state: Any, rank: int | None = None) -> dict[str, Tensor]:
     _check_rank("gather_state: rank", state, rank)
     found: dict[str, Tensor] = {}
     for path, node in tree.paths_to(state, Parts):
+        if not isinstance(node, Parts | Tensor):
+            expected = "the state of an optimizer, tensors alone"
+            raise TypeError(f"gather_state: {f'leaf {path!r} of ' if path else ''}{wrong('state', node, expected)}")
         leaves = _whole_leaves(node, rank) if isinstance(node, Parts) else [("", node)]
         # copies: what they are of may be given away
         found.update((_joined(path, name), x.to(x.device if rank is None else "cpu", copy=True)) for name, x in leaves)
@@ -104,7 +107,8 @@ def _whole_leaves(x: Parts, rank: int | None) -> Iterator[tuple[str, Tensor]]:
     for numbers in _chunks(layout):
         part = layout.pick(numbers)
         target = on_rank(part, layout.mesh, layout.axes, EVERYONE if rank is None else _along(layout, rank))
-        whole = collect(packed(pick(x, part)), target, "optimizer state")
+        label = "optimizer state" if rank is None else f"optimizer state for rank {rank}"  # ranks compare it
+        whole = collect(packed(pick(x, part)), target, label)
         yield from ((layout.leaves[s.leaf].path, row) for s, row in zip(whole.layout.mine, whole.tensors, strict=True))
 
 
@@ -246,9 +250,11 @@ def _paths(layout: Layout) -> list[str]:
 
 
 def _known(state: Any, params: Any) -> tuple[list[_Field], list[list[str]]]:
-    """The fields of a state, and its groups."""
+    """The fields of a state, and its groups. ValueError for a state of other leaves."""
     leaves, spec = _paths(layout_of(params)), None if isinstance(params, Parts) else tree.flatten(params)[1]
     fields = list(_fields(state, leaves, spec))
+    if strange := [leaf for field in fields for leaf in field.leaves if leaf not in leaves]:
+        raise ValueError(f"the state has a leaf {strange[0]!r} which params have not: the order is (state, params)")
     return fields, _groups(state, fields, leaves)
 
 
@@ -265,6 +271,8 @@ def state_dict(
     {'w': {'step': tensor(0.), 'exp_avg': tensor([0.]), 'exp_avg_sq': tensor([0.])}}
     """
     check_word("state_dict: key", key, ("path", "index"))
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) for group in groups):
+        raise TypeError(f"state_dict: {wrong('groups', groups, 'a list of dicts, one for each parameter group')}")
     whole, (fields, by_label) = gather_state(state, rank), _known(state, params)
     if not _holds(state, rank):
         return {}

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .arguments import wrong
 from .claim import Where, claim_leaves, claim_policies
-from .grad import Mean, Sum
+from .grad import Mean, Sum, check_loss
 from .labels import Labels, label_of
 from .loss_scale import NoLossScale
 from .optim_state import gather_state
@@ -96,6 +97,7 @@ def oracle(
     >>> metrics["loss"], state.params
     (tensor(2.), tensor([0.]))
     """
+    check_loss(loss_fn)
     tx, policy = as_transform(tx), policy_of(policy)
 
     def init(params: Any, loss_scale: Any = None, seed: int = 0, extra: Any = None) -> TrainState:
@@ -107,6 +109,8 @@ def oracle(
         return TrainState(whole.tree(values), opt_state, scaler, step, rng, extra)
 
     def step(state: TrainState, batches: Sequence[Any], *args: Any) -> tuple[TrainState, dict[str, Any]]:
+        if not isinstance(batches, list | tuple) or not batches:
+            raise TypeError(f"oracle: {wrong('batches', batches, 'a list of the batches of all ranks, one for each')}")
         whole = _whole(state.params, frozen, policy)
 
         def forwards(rank: int, batch: Any) -> list[_Out]:
@@ -234,5 +238,7 @@ def whole_state(state: TrainState) -> TrainState:
     >>> whole_state(init_state(shard_of({"w": torch.ones(2)}), tx)).opt_state
     {'count': tensor(0.), 'momentum.w': tensor([0., 0.])}
     """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"whole_state: {wrong('state', state, 'a TrainState, as a step gives')}")
     params, opt_state = gather_params(state.params), gather_state(state.opt_state)
     return TrainState(params, opt_state, state.loss_scale, state.step, state.rng, state.extra)

@@ -68,6 +68,8 @@ class Policy:
     @classmethod
     def parse(cls, text: str) -> Policy:
         """The policy that words say: `name=dtype` with commas between; overrides, `pattern: ...`, after semicolons."""
+        if not isinstance(text, str):
+            raise TypeError(f"Policy.parse: {wrong('text', text, 'words such as compute=bf16')}")
         first, *rest = text.split(";")
         overrides = []
         for part in rest:

@@ -89,8 +89,15 @@ def _derived(layout: Layout, name: str, dtype: torch.dtype, block: int) -> Layou
 
 
 def _check_blocks(layout: Layout, block: int) -> None:
+    """Raise ValueError where a block would lie in two leaves or on two ranks, on any number of ranks."""
+    in_row: dict[int, set[int]] = {}
+    for span in layout.spans if layout.flat and layout.origin is not None else ():
+        if layout.leaves[span.leaf].numel:
+            in_row.setdefault(span.row, set()).add(span.leaf)
+    beside = {leaf for leaves in in_row.values() if len(leaves) > 1 for leaf in leaves}
     for span in layout.spans if layout.flat else ():
-        if span.start % block or span.begin % block:
+        ragged = span.leaf in beside and layout.leaves[span.leaf].numel % block
+        if ragged or span.start % block or span.begin % block:
             advice = f"lay parameters out with make_plan or zero and block={block}"
             if layout.origin is not None:  # packed, without the plan's padding between leaves
                 advice += f", and label for it only leaves whose number of elements is a multiple of {block}"

@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from . import comm, tree
+from .arguments import check_function, wrong
 from .scalars import double
 from .shard import Sharded
 
@@ -65,6 +66,11 @@ def record(
     >>> [path.name for path in Path(folder).iterdir()]
     ['step-00000001']
     """
+    check_function("record: step", step, "step(state, batch)")
+    if not isinstance(dir, str | Path):
+        raise TypeError(f"record: {wrong('dir', dir, 'the path of a folder')}")
+    if not (steps is None or callable(steps) or (isinstance(steps, Container) and not isinstance(steps, str | bytes))):
+        raise TypeError(f"record: {wrong('steps', steps, 'numbers of steps, or a predicate of one')}")
     folder = Path(dir)
 
     def recorded(state: Any, batch: Any, *args: Any) -> tuple[Any, Any]:

@@ -83,6 +83,9 @@ def one_cycle(peak: float, steps: int, rise: float = 0.3, div: float = 25.0, fin
     1.0
     """
     _check("one_cycle", steps, peak=peak, rise=rise, div=div, final_div=final_div)
+    for name, value in {"div": div, "final_div": final_div}.items():
+        if not value > 0:
+            raise ValueError(f"schedule one_cycle: {wrong(name, value, 'a number above 0')}")
     top = rise * steps - 1
     if not 0 < top < steps - 1:
         raise ValueError(f"schedule one_cycle: {rise} of {steps} steps leaves none to rise or to fall in")

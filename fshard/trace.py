@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import tree
+from .arguments import check_function
 from .captures import captures
 from .nodes import draws
 from .record import call_site, frame_of
@@ -113,6 +114,7 @@ def abstract(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Source: jax.eval_shape.
     """
+    check_function("abstract: fn", fn, "fn(*args)")
     leaves, spec = tree.flatten((args, kwargs))
     mode = _mode_of(leaves)
     fakes = [_fake(mode, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

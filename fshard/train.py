@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compiling, offload, tree
+from . import agree, compiling, offload, tree
 from .accumulate import Recipe, check_reduce_once, gradients
 from .arguments import check_flags, check_has, check_positive, check_whole, shown
 from .carry import nothing_lost, still_lost
 from .check import Checked, is_wanted
+from .comm import MismatchError
 from .describe import describe
 from .grad import apart, check_loss, check_sharded
 from .kernels import beside, where, wide
 from .labels import Labels, check_labelled, check_labels
 from .loss_scale import NoLossScale
+from .nodes import is_tracing
 from .norms import exactly, global_norm
 from .parts import device_of, packed
 from .reduction import TREE, Reduction, reduction_of
@@ -44,6 +46,11 @@ class TrainState:
     extra: Any
     lost: Any = ()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not vars(self):  # a copy or a file of nothing
+            tree.Life(given_away=True).check(type(self).__name__, "__reduce__")
+        return super().__reduce_ex__(protocol)
+
     def __getattr__(self, name: str) -> Any:
         if not vars(self) and not name.startswith("__"):  # copy and pickle ask for these of empty objects
             tree.Life(given_away=True).check(type(self).__name__, name)
@@ -56,7 +63,8 @@ tree.register_fields(TrainState, ("params", "opt_state", "loss_scale", "step", "
 def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: int = 0, extra: Any = None) -> TrainState:
     """The state before the first step; the optimizer's is cut as the plan's `state_over` says.
 
-    `loss_scale` and `extra` are copied: a donated state is written to, and is nobody else's.
+    `loss_scale` and `extra` are copied: a donated state is written to, and is nobody else's. Every rank of the plan's
+    mesh must call it: seeds, loss scales and copies of parameters that differ between ranks are a MismatchError.
 
     >>> from fshard.optim import sgd
     >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
@@ -72,8 +80,30 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device, copy=True), loss_scale)
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
     lost = nothing_lost(sharded)
+    if not is_tracing() and not getattr(sharded.plan.mesh, "abstract", False):
+        _check_alike(sharded, seed, scaler)
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
     return TrainState(sharded, tx.init(trained), scaler, step, rng, extra, lost)
+
+
+def _check_alike(params: Sharded, seed: int, scaler: Any) -> None:
+    """Raise MismatchError for what would have ranks train apart, or add up gradients of different scales."""
+    plan, (leaves, spec) = params.plan, tree.flatten(scaler)
+    values = [leaf.tolist() for leaf in leaves if isinstance(leaf, Tensor)]
+    text = f"seed={seed}\nloss_scale={type(scaler).__name__} of {values}, {spec}"
+    agree.check_same(plan.mesh, text, text, "init_state: the first state", "Give init_state the same on all of them")
+    for whole in (False, True):  # leaves kept whole are copied along every axis
+        axes = tuple(axis for axis, size in plan.axes if size > 1 and (whole or axis not in plan.params_over))
+        part = params.only(k for k in params.view.kinds if plan.kinds[k].whole == whole)
+        if agree.first_unlike(part.tensors, plan.mesh, axes) is None:
+            continue
+        views = part.local_views()
+        path = list(views)[agree.first_unlike([*views.values()], plan.mesh, axes) or 0]
+        raise MismatchError(
+            f"init_state: leaf {path!r}: ranks along {', '.join(map(repr, axes))} hold copies of it that differ, and "
+            "would train apart. Give one rank's to all with shard_params(params, plan, src=0), or make the same "
+            "parameters on every rank (torch.manual_seed)."
+        )
 
 
 @tree.constant
@@ -193,12 +223,18 @@ def train_step(
     return Step(Checked(run) if is_wanted() else run, with_extra)
 
 
+def _check_value(clip_norm: Any) -> None:
+    if isinstance(clip_norm, Tensor) and not is_tracing() and not clip_norm > 0:  # read once, not by the step
+        raise ValueError(f"clip_norm={clip_norm.item()}: expected a number above 0 (or a 0-d tensor of one)")
+
+
 def _check_built(
     tx: Transform, accumulate: int, clip_norm: float | None, skip_labels: Labels, with_extra: bool, by: Reduction
 ) -> None:
     check_whole("accumulate", accumulate, what="a number of micro-batches")
     if clip_norm is not None:
         check_positive("clip_norm", clip_norm)
+        _check_value(clip_norm)
     check_labels("skip_labels", skip_labels)
     if skip_labels is not None and clip_norm is not None:
         raise ValueError(

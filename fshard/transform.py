@@ -140,10 +140,31 @@ def as_transform(tx: Any) -> Transform:
 def apply_updates(params: Any, updates: Any) -> Any:
     """params + updates, leaf by leaf, in the dtype of params; a leaf whose update is None stays.
 
+    ValueError for updates of another structure, and for an update that is no tensor, has another shape than its
+    parameter, or is complex where the parameter is real.
+
     >>> apply_updates({"w": torch.tensor(1.0)}, {"w": torch.tensor(-0.5)})
     {'w': tensor(0.5000)}
     """
-    return tree.map(lambda p, u: p if u is None else (p + u).to(p.dtype), params, updates)
+    leaves, spec = tree.flatten(params)
+    try:
+        pairs = [*zip(leaves, tree.flatten_up_to(spec, updates), strict=True)]
+    except ValueError:
+        unlike = tree.difference(params, updates)
+        raise ValueError(f"apply_updates: updates are not of the structure of params: {unlike}") from None
+    for number, (p, u) in enumerate(pairs):
+        if u is not None and (got := _unlike(u, p)):
+            raise ValueError(f"apply_updates: the update of leaf {tree.paths(spec)[number]!r} {got}")
+    return tree.unflatten(spec, [p if u is None else (p + u).to(p.dtype) for p, u in pairs])
+
+
+def _unlike(x: Any, p: Tensor) -> str | None:
+    """How an update or a gradient is not of the kind of its parameter."""
+    if not isinstance(x, Tensor):
+        return f"is no tensor: got {shown(x)}"
+    if x.shape != p.shape:
+        return f"has shape {list(x.shape)}, the parameter {list(p.shape)}"
+    return "is complex, the parameter real: take its .real part" if x.is_complex() and not p.is_complex() else None
 
 
 def start_count(params: Any) -> Tensor:
@@ -179,9 +200,8 @@ class Needs:
         if params is None and self.params:
             raise ValueError(f"optim.{self.name}: its update needs the parameters: call update(grads, state, params)")
         if params is not None and structure(params) != structure(grads):
-            raise ValueError(
-                f"optim.{self.name}: gradients and parameters differ: {structure(grads)} and {structure(params)}"
-            )
+            unlike = tree.difference(params, grads)
+            raise ValueError(f"optim.{self.name}: gradients are not of the structure of parameters: {unlike}")
         # the shapes of parts are those of their layouts
         pairs = zip(tree.tops(grads, Parts), tree.tops(grads if params is None else params, Parts), strict=True)
         for number, (g, p) in enumerate(pairs):
@@ -194,8 +214,8 @@ class Needs:
             runs = g.runs if isinstance(g, Views) else [g.tensors]
             wrong = self.real and any(view.is_complex() for run in runs for view in run)
             return "is complex, which this takes none of" if wrong else None
-        if g.shape != p.shape:
-            return f"has shape {list(g.shape)}, the parameter {list(p.shape)}"
+        if unlike := _unlike(g, p):
+            return unlike
         if g.layout is not torch.strided and not self.sparse:
             return "is sparse, which only sgd without momentum and weight decay takes. Make it dense with .to_dense()"
         return "is complex, which this takes none of" if self.real and g.is_complex() else None

@@ -45,6 +45,10 @@ class Life:
                 f".{touched}). Use the state which that step returned, or build the step with donate=False."
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        self.check("value", "__getstate__")  # a copy, or a file, would have what another state's memory now holds
+        return vars(self)
+
 
 @dataclass(frozen=True, eq=False)
 class Source:
@@ -232,6 +236,21 @@ def children(spec: Spec) -> Iterator[tuple[Spec, int]]:
 def paths(spec: Spec) -> list[str]:
     """The dotted path of every leaf, in the order of use."""
     return [".".join(name for name in path if name) for path, node, _ in walk(spec) if node.is_leaf()]
+
+
+def difference(expected: Any, got: Any) -> str:
+    """How the structure of a tree differs from the expected one, in words: its type, else its leaves.
+
+    >>> difference({"a": 1, "b": 2}, {"a": 1}), difference({"a": 1}, (1,))
+    ("it lacks ['b'] and has nothing besides", 'expected a dict, got a tuple')
+    """
+    if type(expected) is not type(got):
+        return f"expected a {type(expected).__name__}, got a {type(got).__name__}"
+    wanted, found = (paths(flatten(one)[1]) for one in (expected, got))
+    lacks, more = [p for p in wanted if p not in found], [p for p in found if p not in wanted]
+    if not lacks and not more:
+        return "the leaves have the same paths, in other containers or laid out by another plan"
+    return f"it lacks {lacks[:3] or 'nothing'} and has {more[:3] or 'nothing'} besides"
 
 
 def matches(path: Sequence[str], pattern: str) -> bool:

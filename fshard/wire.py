@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import bits
-from .arguments import check_whole, is_number, wrong
+from .arguments import check_flags, check_whole, is_number, wrong
 
 Sizes = Sequence[int]
 
@@ -90,6 +90,7 @@ class Cast:
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise TypeError(f"Cast: {wrong('dtype', self.dtype, 'a floating dtype of torch')}")
+        check_flags(**{"Cast: feedback": self.feedback})
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
         """Rounded to the nearest."""
@@ -118,6 +119,7 @@ class Int8:
 
     def __post_init__(self) -> None:
         check_whole("Int8: block", self.block, what="a number of elements")
+        check_flags(**{"Int8: feedback": self.feedback})
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
         """Scales, then codes."""
@@ -153,6 +155,7 @@ class Float8:
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point or self.dtype.itemsize > 1:
             raise TypeError(f"Float8: {wrong('dtype', self.dtype, 'a floating dtype of 8 bits')}")
+        check_flags(**{"Float8: feedback": self.feedback})
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
         """Scales, then codes."""
@@ -189,6 +192,7 @@ class TopK:
     def __post_init__(self) -> None:
         if not is_number(self.share) or not 0 < self.share <= 1:
             raise ValueError(f"TopK: {wrong('share', self.share, 'a number above 0, at most 1')}")
+        check_flags(**{"TopK: feedback": self.feedback})
 
     def _num_kept(self, sizes: Sizes) -> int:
         return min(sum(sizes), max(1, round(self.share * sum(sizes))))
@@ -225,6 +229,7 @@ class LowRank:
 
     def __post_init__(self) -> None:
         check_whole("LowRank: rank", self.rank, what="a number of columns")
+        check_flags(**{"LowRank: feedback": self.feedback})
 
     def _shape(self, sizes: Sizes) -> tuple[int, int, int] | None:
         """Rows, columns and rank of what is sent, or None for what travels in full."""

@@ -89,7 +89,10 @@ def _axes(mesh: Mesh, over: str | Sequence[str] | None) -> Axes:
 
 def _check_params(params: Any) -> None:
     if tree.nodes(params, Parts):
-        raise TypeError("zero: expected whole parameters, got sharded ones, whose state is partitioned already: use tx")
+        raise TypeError(
+            "zero: expected whole parameters, got parts of them. The state of sharded ones is partitioned already: use "
+            "tx. Around by_label, masked and whole_leaves it goes, not inside: zero(by_label(...), mesh)."
+        )
     flat, spec = tree.flatten(params)
     if not flat:
         raise ValueError("zero: the tree of parameters is empty")

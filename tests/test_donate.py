@@ -1,5 +1,8 @@
 """`fshard.jit(donate=True)`: the first argument is written to, and gone; what comes out is as without it."""
 
+import copy
+import io
+import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +22,20 @@ from fshard import DonatedError, DynamicLossScale, gather_params, optim, tree
 pytestmark = pytest.mark.filterwarnings(QUIET)
 eager = partial(fshard.jit, backend="eager")
 aot = partial(fshard.jit, backend="aot_eager")
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_what_was_given_away_is_not_copied(jitted):
+    """Neither into memory nor into a file, whole or in part: it would have the values of another state."""
+    state, _ = start(None, optim.adamw(0.1))
+    step = fshard.train_step(loss, optim.adamw(0.1), donate=not jitted)
+    step, kept = eager(step, donate=True) if jitted else step, [state, state.params, state.opt_state, [state.params]]
+    assert same_bits(*(pickle.loads(pickle.dumps(x)).params.tensors for x in (state, copy.deepcopy(state))))
+    step(state, batch(0, 0))
+    for old in kept:
+        for copied in (copy.deepcopy, pickle.dumps, lambda x: torch.save(x, io.BytesIO())):
+            with pytest.raises(DonatedError, match="was given away"):
+                copied(old)
 
 
 @pytest.mark.parametrize("make", [eager, aot, fshard.jit])

@@ -87,5 +87,5 @@ def test_processes_change_nothing() -> None:
 
 def test_numbers_that_are_refused() -> None:
     """History and iterations."""
-    with pytest.raises(ValueError, match="history_size=0, max_iter=1: expected at least 1"):
+    with pytest.raises(ValueError, match="history_size=0: expected a number of pairs, at least 1"):
         optim.lbfgs(history_size=0)

@@ -13,7 +13,7 @@ import torch.optim as to
 from models import WORLDS, rand, same_bits
 from optimizers import TRANSFORMS
 from torch import Tensor, nn
-from worlds import simulated
+from worlds import gloo, simulated
 
 import fshard
 from fshard import optim
@@ -76,6 +76,36 @@ def test_a_whole_state_says_nothing_of_ranks(name):
         for how in HOWS[:: 2 if shard == 1 else 1]:
             for found in simulated(went, tx, how, range(3), replicate=replicate, shard=shard):
                 alike(found, plain)
+
+
+@over_all
+@pytest.mark.parametrize("how", ["flat", "leaf"])
+def test_a_rank_that_holds_nothing_counts_updates(name, how):
+    """The same whole state on every rank, where one leaf lies on one of three."""
+    tx, one, grad = TXS[name], {"w": START["w"]}, {"w": GRADS[0]["w"]}
+
+    def stepped(tx: Any) -> Any:
+        params, state = one, tx.init(one)
+        for _ in range(3):
+            params, state = tx.step(grad, state, params)
+        return gather_state(state), params
+
+    plain = stepped(tx)
+    for found in simulated(lambda mesh: stepped(fshard.zero(tx, mesh, how, bucket=20, block=20)), shard=3):
+        alike(found, plain)
+
+
+def gathered_to_others(mesh: Any) -> None:
+    """Ranks that do not agree on which rank is to have the state."""
+    state, _ = go(mesh, TXS["adamw"], "sharded", [0])
+    gather_state(state, rank=mesh.get_rank())
+
+
+@pytest.mark.parametrize("world", [simulated, gloo])
+def test_ranks_agree_on_which_has_a_state(world):
+    """An error that has both ranks' wishes."""
+    with pytest.raises(fshard.MismatchError, match=r"optimizer state for rank 0.*optimizer state for rank 1"):
+        world(gathered_to_others, shard=2)
 
 
 @over_all

@@ -417,11 +417,33 @@ def eight_bits(mesh: Any, numel: int) -> Any:
     return fshard.gather_params(tx.step(sharded, tx.init(sharded), sharded)[0])
 
 
+def outcome(mesh: Any, sizes: tuple[int, ...], labelled: bool) -> str:
+    """Whether 8 bits are taken for leaves of these sizes, beside another leaf."""
+    tx = optim.adamw_8bit(0.1, block=4)
+    tx = optim.by_label({True: tx, False: optim.sgd(0.1)}, _matrices) if labelled else tx
+    params = {f"l{i}": torch.ones(numel, 1) for i, numel in enumerate(sizes)} | {"last": torch.ones(3)}
+    try:
+        tx.init(fshard.shard_params(params, fshard.make_plan(params, mesh, block=4)))
+    except ValueError as refused:
+        return str(refused)
+    return "taken"
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("sizes", [(4,), (5,), (0, 5), (8, 4), (5, 8), (8, 5), (7, 7), (4, 5, 4), (20, 3, 40, 4)])
+def test_the_answer_to_blocks_is_that_of_any_number_of_ranks(sizes, labelled):
+    """What one rank is refused no other number is given, and the other way round; by the same words."""
+    one = outcome(None, sizes, labelled)
+    assert (one == "taken") == (not labelled or len([n for n in sizes if n]) == 1 or not any(n % 4 for n in sizes))
+    for shard in (1, 2, 3, 4, 5):
+        assert set(simulated(outcome, sizes, labelled, shard=shard)) == {one}
+
+
 def test_blocks_of_a_label_need_leaves_of_whole_blocks():
     """Those are taken, in the bits of one device; for others the advice is not what was done already."""
     for got in simulated(eight_bits, 12, shard=3):
         assert same_bits(got, eight_bits(None, 12))
-    with pytest.raises(ValueError, match=r"leaf 'b': .*block=4, and label for it only leaves whose number of elements"):
+    with pytest.raises(ValueError, match=r"leaf 'a': .*block=4, and label for it only leaves whose number of elements"):
         eight_bits(None, 7)
 
 
@@ -478,6 +500,22 @@ def test_a_pattern_of_labels_that_fits_nothing_is_an_error() -> None:
     inner = optim.by_label(two, labels)
     optim.by_label({"in": inner, "out": optim.sgd(0.1)}, {"head": "out", "**": "in"}).init(params)
     inner.init(fshard.shard_params(params, fshard.make_plan(params, frozen="head")).trainable)
+
+
+REAL = {"adamw_8bit", "adafactor", "muon", "lbfgs", "clip", "from_torch-Adafactor"}
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in REAL])
+def test_lazily_conjugated_gradients_are_taken(name: str) -> None:
+    """`z.conj()` sets a bit and moves nothing, and so may a gradient: the updates are those of its values."""
+    tx, w = TRANSFORMS[name](), torch.complex(rand(3, 3, seed=1), rand(3, 3, seed=2))
+    plain, lazy = {"w": w.conj().resolve_conj()}, {"w": w.conj()}
+    expected = [run({"w": w}, tx.init(plain), plain)[0]["w"] for run in (tx.update, tx.step)]
+    assert lazy["w"].is_conj()
+    for params, grads in ((plain, {"w": w.conj().resolve_conj().conj()}), (lazy, {"w": w})):
+        found = [run(grads, tx.init(params), params)[0]["w"] for run in (tx.update, tx.step)]
+        for got, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(got.resolve_conj(), right, rtol=1e-12, atol=1e-14)
 
 
 def test_a_pair_of_any_signature_is_taken() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_errors import says
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from worlds import gloo, simulated
 
@@ -342,9 +343,89 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "apply_updates(structure)": (
         lambda: optim.apply_updates(params(), {"w": X}),
         V,
-        ("dictionary key mismatch", "'b'"),
+        ("apply_updates: updates are not of the structure of params", "lacks ['b']"),
     ),
-    "apply_updates(tensor)": (lambda: optim.apply_updates(params(), X), V, ("Expected an instance of dict", "tensor")),
+    "apply_updates(tensor)": (lambda: optim.apply_updates(params(), X), V, ("expected a dict, got a Tensor",)),
+    "apply_updates(sharded, plain)": (
+        lambda: optim.apply_updates(SHARDED, params()),
+        V,
+        ("apply_updates: ", "expected a Sharded, got a dict"),
+    ),
+    "apply_updates(shape)": (
+        lambda: optim.apply_updates(params(), {**params(), "b": torch.ones(1)}),
+        V,
+        ("the update of leaf 'b' has shape [1], the parameter [3]",),
+    ),
+    "apply_updates(complex)": (
+        lambda: optim.apply_updates(params(), {**params(), "b": 1j * torch.ones(3)}),
+        V,
+        ("the update of leaf 'b' is complex", ".real"),
+    ),
+    "apply_updates(number)": (
+        lambda: optim.apply_updates(params(), {**params(), "b": 1.0}),
+        V,
+        ("the update of leaf 'b' is no tensor: got 1.0",),
+    ),
+    "update(complex gradients)": (
+        lambda: TX.update({**params(), "b": 1j * torch.ones(3)}, TX.init(params()), params()),
+        V,
+        ("optim.sgd: the gradient of leaf 'b' is complex, the parameter real",),
+    ),
+    "update(plain, sharded)": (
+        lambda: TX.update(params(), TX.init(SHARDED), SHARDED),
+        V,
+        ("optim.sgd: gradients are not of the structure of parameters: expected a Sharded, got a dict",),
+    ),
+    "gather_state(str)": (lambda: optim.gather_state("abc"), T, ("gather_state: state='abc'", "tensors alone")),
+    "state_dict(params, state)": (
+        lambda: optim.state_dict(SHARDED, STATE.opt_state),
+        V,
+        ("a leaf 'w' which params have not", "(state, params)"),
+    ),
+    "state_dict(groups)": (
+        lambda: optim.state_dict(STATE.opt_state, SHARDED, groups=3),
+        T,
+        ("state_dict: groups=3", "a list of dicts"),
+    ),
+    "lbfgs(lr)": (lambda: optim.lbfgs(-1.0), V, ("optim.lbfgs: lr=-1.0", "at least 0")),
+    "lbfgs(history_size)": (lambda: optim.lbfgs(history_size="9"), T, ("optim.lbfgs: history_size='9'", "pairs")),
+    "lbfgs(max_iter)": (lambda: optim.lbfgs(max_iter=1.5), T, ("optim.lbfgs: max_iter=1.5", "iterations")),
+    "lbfgs(grad_fn)": (
+        lambda: optim.lbfgs().update(params(), optim.lbfgs().init(params()), params(), grad_fn=3),
+        T,
+        ("optim.lbfgs: grad_fn=3", "grad_fn(params) -> grads, a function"),
+    ),
+    "one_cycle(div)": (lambda: optim.one_cycle(1.0, 100, div=0), V, ("one_cycle: div=0", "above 0")),
+    "reduce_once=typo": (
+        lambda: fshard.train_step(loss, TX, reduce_once="typo")(STATE, X),
+        V,
+        ("reduce_once='typo'", "no axis 'typo'", "'shard', 'replicate'"),
+    ),
+    "clip_norm=tensor(-1)": (
+        lambda: fshard.train_step(loss, TX, clip_norm=torch.tensor(-1.0)),
+        V,
+        ("clip_norm=-1.0", "a number above 0"),
+    ),
+    "lazy": (lambda: leaf(nn.UninitializedParameter()), V, ("leaf 'b.0'", "a lazy one", "Run its module")),
+    "Policy.parse(None)": (lambda: fshard.Policy.parse(None), T, ("Policy.parse: text=None", "words")),
+    "abstract(3)": (lambda: fshard.abstract(3), T, ("abstract: fn=3", "a function")),
+    "nonfinite_leaves(str)": (lambda: fshard.nonfinite_leaves({"a": "x"}), T, ("leaf 'a'", "a tensor", "got 'x'")),
+    "feedback='no'": (lambda: wire.Int8(feedback="no"), T, ("Int8: feedback='no'", "True or False")),
+    "oracle(3)": (lambda: testing.oracle(3, TX), T, ("loss_fn=3", "a function")),
+    "oracle(one batch)": (
+        lambda: testing.oracle(loss, TX).step(testing.oracle(loss, TX).init(params()), X),
+        T,
+        ("oracle: batches=a torch.float32 tensor", "a list of the batches of all ranks"),
+    ),
+    "oracle([])": (
+        lambda: testing.oracle(loss, TX).step(testing.oracle(loss, TX).init(params()), []),
+        T,
+        ("oracle: batches=[]", "one for each"),
+    ),
+    "whole_state(params)": (lambda: testing.whole_state(params()), T, ("whole_state: state=", "a TrainState")),
+    "record(3)": (lambda: testing.record(3, "x"), T, ("record: step=3", "a function")),
+    "record(dir)": (lambda: testing.record(STEP, 3), T, ("record: dir=3", "a folder")),
+    "record(steps)": (lambda: testing.record(STEP, "x", steps="1"), T, ("record: steps='1'", "numbers of steps")),
     # --- zero
     "zero(mesh=4)": (lambda: fshard.zero(TX, 4), T, ("mesh: expected a DeviceMesh", "got 4")),
     "zero(partition)": (lambda: fshard.zero(TX, partition="leafs"), V, ("zero: partition='leafs'", "'flat' or 'leaf'")),
@@ -419,7 +500,7 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
         ("select: leaf 'a.0'", "one shape and dtype", "torch.float32", "torch.float64"),
     ),
     "select(number)": (lambda: fshard.select(FOUND, {"a": X}, {"a": 3.0}), V, ("select: leaf 'a'", "got", "3.0")),
-    "select(structures)": (lambda: fshard.select(FOUND, params(), {"w": X}), V, ("key", "'b'")),
+    "select(structures)": (lambda: fshard.select(FOUND, params(), {"w": X}), V, ("structure", "['b']")),
     "unscale(mesh='shard')": (
         lambda: SCALER.unscale(params(), mesh="shard"),
         T,
@@ -523,6 +604,21 @@ def on_ranks(mesh: Any) -> None:
         ("rank=9", lambda: optim.gather_state(state.opt_state, rank=9), ["rank=9", "from 0 to 1"]),
         ("rank=9", lambda: optim.state_dict(state.opt_state, sharded, rank=9), ["rank=9", "from 0 to 1"]),
         ("src=2", lambda: optim.shard_state({}, state.opt_state, src=2), ["src=2", "from 0 to 1"]),
+        *(
+            (kind, partial(call, {"a": sharded}, mesh, "shard"), [f"{kind}: leaf 'a'", "a Sharded", "gather_params"])
+            for kind, call in {
+                "all_gather": fshard.all_gather,
+                "reduce_scatter": fshard.reduce_scatter,
+                "all_to_all": fshard.all_to_all,
+                "all_reduce": fshard.all_reduce,
+                "broadcast": fshard.broadcast,
+            }.items()
+        ),
+        (
+            "chain",
+            lambda: optim.chain(optim.clip(1.0), fshard.zero(tx, mesh, grads="local")),
+            ["optim.chain: zero(grads='local')", "zero(chain(...), mesh, grads='local')"],
+        ),
         ("zero", lambda: fshard.zero(tx, mesh, over="data"), ["over='data'", "no axis 'data'", "'shard'"]),
         (
             "meta",
@@ -553,6 +649,8 @@ def test_wrong_calls_on_two_ranks(world: Any) -> None:
 def real_groups(mesh: Any) -> None:
     """What only processes have: a group in the place of a mesh, a mesh without names, DTensors."""
     says(lambda: plan(mesh.get_group("shard")), TypeError, "mesh: expected a DeviceMesh", "from_group(")
+    other = DeviceMesh("cpu", [1 - mesh.get_rank()], mesh_dim_names=("shard",), _init_backend=False)
+    says(lambda: plan(other), ValueError, "mesh: this rank is none of its ranks")
     held = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
     says(lambda: leaf(held), ValueError, "leaf 'b.0'", "expected a plain tensor", "got a DTensor", ".full_tensor()")
     given = {"w": DTensor.from_local(torch.ones(3), mesh, [Replicate()]), "b": torch.zeros(3)}

@@ -38,6 +38,27 @@ alike = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 clone = functools.partial(tree.map, torch.clone)
 
 
+def skipped_on_one(mesh: Any, partition: str, way: str) -> Any:
+    """Parameters after a step that overflowed on the last rank alone, `zero` inside another transformation."""
+    local = functools.partial(zero, mesh=mesh, partition=partition, grads="local")
+    txs = {
+        "alone": lambda: local(optim.sgd(0.1)),
+        "chain": lambda: optim.chain(local(optim.sgd(0.1)), optim.scale(0.5)),
+        "every_k": lambda: optim.every_k(local(optim.sgd(0.1)), 1),
+        "with_hyperparams": lambda: optim.with_hyperparams(lambda lr: local(optim.sgd(lr)), lr=0.1),
+    }
+    tx, params = txs[way](), {"w": torch.ones(5)}
+    new, _ = tx.step(params, tx.init(params), params, torch.tensor(float(mesh.get_rank() == mesh.size() - 1)))
+    return new["w"].tolist()
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("way", ["alone", "chain", "every_k", "with_hyperparams"])
+def test_an_overflow_on_one_rank_skips_on_all_wherever_zero_is(way, partition):
+    """Else one rank's parameters would go their own way."""
+    assert simulated(skipped_on_one, partition, way, shard=2) == [[1.0] * 5] * 2
+
+
 def on_ranks(shard: int, *columns: Any) -> Any:
     """A test that each of some simulated ranks runs, given its mesh and every combination of some arguments."""
 

@@ -1,0 +1,91 @@
+"""What the first state of a run must have alike on all ranks: copies of parameters, the seed, the loss scale."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from models import NARROW, STRATEGIES, rand
+from worlds import gloo, simulated
+
+import fshard
+from fshard import DynamicLossScale, MismatchError, StaticLossScale, optim
+
+WORLDS = [(1, 2), (1, 3), (2, 2)]
+TX = optim.sgd(0.1)
+
+
+def params() -> dict[str, Any]:
+    """Leaves of several dtypes, one of them frozen."""
+    return {"a": rand(5, 3, seed=1), "half": rand(7, seed=2).bfloat16(), "n": torch.arange(3), "s": rand(seed=3)}
+
+
+def begun(mesh: Any, strategy: dict[str, Any], whole: Any = None, changed: str | None = None, **given: Any) -> None:
+    """A first state, the leaf `changed` another on the second half of the ranks."""
+    own, last = params(), mesh.get_rank() >= mesh.size() // 2
+    if changed is not None and last:
+        own[changed] = own[changed] + torch.ones_like(own[changed])
+    plan = fshard.make_plan(own, mesh, units=["a"], whole=whole, **strategy)
+    fshard.init_state(fshard.shard_params(own, plan), TX, **{key: make(last) for key, make in given.items()})
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("changed", list(params()))
+def test_copies_of_parameters_are_equal(name: str, changed: str) -> None:
+    """Those of every leaf, along every axis that it is not cut over."""
+    for replicate, shard in WORLDS:
+        if replicate == 1 and name not in NARROW:
+            continue
+        over, refused = STRATEGIES[name].get("params_over", "shard"), f"leaf {changed!r}: ranks along .* src=0"
+        copied = (replicate > 1 and "replicate" not in over) or "shard" not in over
+        for whole in (None, changed):
+            simulated(begun, STRATEGIES[name], whole, replicate=replicate, shard=shard)
+            if copied or whole:
+                with pytest.raises(MismatchError, match=refused):
+                    simulated(begun, STRATEGIES[name], whole, changed, replicate=replicate, shard=shard)
+            else:  # nobody has a second copy to compare with
+                simulated(begun, STRATEGIES[name], whole, changed, replicate=replicate, shard=shard)
+
+
+OTHERS: dict[str, tuple[str, Callable[[bool], Any], str]] = {
+    "seed": ("seed", lambda last: int(last), "rank 0 has seed=0; rank . has seed=1"),
+    "scale": ("loss_scale", lambda last: DynamicLossScale(16.0 if last else 8.0), r"of \[8.0, .*of \[16.0, "),
+    "interval": ("loss_scale", lambda last: DynamicLossScale(8.0, growth_interval=1 + last), "loss_scale=Dynamic"),
+    "class": ("loss_scale", lambda last: StaticLossScale(8.0) if last else DynamicLossScale(8.0), "loss_scale=Static"),
+    "none": ("loss_scale", lambda last: StaticLossScale(8.0) if last else None, "loss_scale=NoLossScale"),
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize("name", NARROW)
+def test_what_a_state_begins_with_is_equal(name: str, what: str) -> None:
+    """A gradient scaled by 8 on one rank and by 16 on another would be added up as if they were of one scale."""
+    argument, make, words = OTHERS[what]
+    for replicate, shard in WORLDS:
+        alike = partial(begun, strategy=STRATEGIES[name], **{argument: lambda last: make(False)})
+        simulated(alike, replicate=replicate, shard=shard)
+        with pytest.raises(MismatchError, match=f"init_state: the first state differs.*{words}.*Give init_state"):
+            simulated(partial(begun, strategy=STRATEGIES[name], **{argument: make}), replicate=replicate, shard=shard)
+
+
+def in_processes(mesh: Any) -> None:
+    """Both errors, on every rank."""
+    for given in ({"changed": "half"}, {"seed": int}):
+        with pytest.raises(MismatchError, match="init_state"):
+            begun(mesh, STRATEGIES["ddp"], **given)
+    begun(mesh, STRATEGIES["ddp"])
+
+
+def test_in_processes() -> None:
+    """Over gloo."""
+    gloo(in_processes, shard=2)
+
+
+def test_a_state_that_is_not_there_is_not_compared() -> None:
+    """Of fake tensors, and on an abstract mesh, there is nothing to compare."""
+    plan = fshard.make_plan(params(), fshard.AbstractMesh(shard=4), params_over=())
+    state = fshard.abstract(lambda p: fshard.init_state(fshard.shard_params(p, plan), TX), params())
+    assert fshard.tree.leaves(state.params)
