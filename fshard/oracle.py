@@ -109,8 +109,7 @@ def oracle(
         return TrainState(whole.tree(values), opt_state, scaler, step, rng, extra)
 
     def step(state: TrainState, batches: Sequence[Any], *args: Any) -> tuple[TrainState, dict[str, Any]]:
-        if not isinstance(batches, list | tuple) or not batches:
-            raise TypeError(f"oracle: {wrong('batches', batches, 'a list of the batches of all ranks, one for each')}")
+        _check_batches(batches)
         whole = _whole(state.params, frozen, policy)
 
         def forwards(rank: int, batch: Any) -> list[_Out]:
@@ -146,6 +145,11 @@ def oracle(
         return TrainState(params, opt_state, scaler, state.step + 1, state.rng, extra), metrics
 
     return Oracle(init, step)
+
+
+def _check_batches(batches: Any) -> None:
+    if not isinstance(batches, list | tuple) or not batches:
+        raise TypeError(f"oracle: {wrong('batches', batches, 'a list of the batches of all ranks, one for each')}")
 
 
 def _cut(batch: Any, num: int) -> list[Any]:

@@ -197,7 +197,8 @@ def messages(mesh: Any, name: str, how: str, rank: int | None) -> tuple[Any, lis
     state, _ = go(mesh, TXS[name], how, [0])
     with fshard.tally() as records:
         whole = gather_state(state, rank)
-    return whole, [r.nbytes for r in records.select("all_to_all", "optimizer state")]
+    label = "optimizer state" if rank is None else f"optimizer state for rank {rank}"
+    return whole, [r.nbytes for r in records.select("all_to_all", label)]
 
 
 @pytest.mark.parametrize("how", HOWS)
