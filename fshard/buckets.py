@@ -209,39 +209,36 @@ def _step_by_bucket(
         own = buckets.own(place)
         if place not in buckets.reused:  # else the parameters lie there already
             pack(old, plan, *place, plan.state_over, own)
-        views = [] if local else _large_views(given, plan, place)
-        grads = views or [pending.wait()]
-        sizes = [g.numel() for g in grads]
-        mine, held = _split(own, sizes), _of_place(inner, place, sizes)
+        found = ([] if local else _large_views(given, plan, place)) or [(0, pending.wait())]
+        grads, spans = [g for _, g in found], [(start, g.numel()) for start, g in found]
+        mine, held = _views(own, spans), _of_place(inner, place, spans)
         new, after = tx.step(tuple(grads), held, mine, found_inf, True, **extra)
         tree.map(_write, mine, new)
-        tree.map_tops(lambda kept, x, place=place, sizes=sizes: _keep(kept, x, place, sizes), Sharded, inner, after)
+        tree.map_tops(lambda kept, x, place=place, spans=spans: _keep(kept, x, place, spans), Sharded, inner, after)
         buckets.gather({place: own})
     return tree.map_tops(lambda kept, last: kept if isinstance(kept, Sharded) else last, Sharded, inner, after)
 
 
-def _large_views(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]) -> list[Tensor]:
-    """What lies in this rank's interval, if that is few large pieces end to end: nothing is copied then."""
+def _large_views(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]) -> list[tuple[int, Tensor]]:
+    """What lies in this rank's interval, and from where on, if that is few large pieces: nothing is copied then."""
     found = intervals(plan, *place, plan.state_over)
-    views = [leaves[slot].detach().reshape(-1)[begin:end] for slot, begin, end, _ in found]
-    numel = sum(view.numel() for view in views)
-    end_to_end = bool(found) and found[-1][3] + views[-1].numel() == numel  # an interval begins with a leaf or in one
-    return views if end_to_end and numel >= _LARGE * len(views) else []
+    views = [(start, leaves[slot].detach().reshape(-1)[begin:end]) for slot, begin, end, start in found]
+    return views if sum(view.numel() for _, view in views) >= _LARGE * len(views) else []
 
 
-def _split(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Pieces of these sizes, without the padding after them."""
-    return x.split_with_sizes([*sizes, x.numel() - sum(sizes)])[:-1]
+def _views(x: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
+    """Pieces from these elements on, of so many, without the padding between them."""
+    return tuple(x[start : start + numel] for start, numel in spans)
 
 
-def _of_place(state: Any, place: tuple[int, int], sizes: Sequence[int]) -> Any:
+def _of_place(state: Any, place: tuple[int, int], spans: Sequence[tuple[int, int]]) -> Any:
     """A state of sharded trees as the state of one bucket's pieces."""
-    return tree.map_tops(lambda x: _split(x.piece(*place), sizes) if isinstance(x, Sharded) else x, Sharded, state)
+    return tree.map_tops(lambda x: _views(x.piece(*place), spans) if isinstance(x, Sharded) else x, Sharded, state)
 
 
-def _keep(kept: Any, new: Any, place: tuple[int, int], sizes: Sequence[int]) -> None:
+def _keep(kept: Any, new: Any, place: tuple[int, int], spans: Sequence[tuple[int, int]]) -> None:
     if isinstance(kept, Sharded):
-        tree.map(_write, _split(kept.piece(*place), sizes), new)
+        tree.map(_write, _views(kept.piece(*place), spans), new)
 
 
 def _write(old: Tensor, new: Tensor) -> None:

@@ -96,6 +96,26 @@ def test_nor_on_two_ranks() -> None:
     assert same_bits(simulated(_on_ranks, META, shard=2), expected)
 
 
+def _in_a_graph() -> list[Tensor]:
+    """As `_run`, of one step with dropout, traced and run as it was traced."""
+    params, tx = _params(torch.float32), optim.adamw(optim.linear(0.1, 0.2, 5))
+    state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params)), tx, DynamicLossScale(8.0))
+
+    def loss(p: Any, x: Tensor) -> fshard.Mean:
+        return _loss({"w": torch.nn.functional.dropout(p["w"], 0.3), "b": p["b"]}, x)
+
+    step = fshard.jit(fshard.train_step(loss, tx, accumulate=2, clip_norm=0.5), backend="eager")
+    state, metrics = step(state, torch.arange(8, dtype=torch.float32, device="cpu").cos().view(2, 4))
+    return [*tree.leaves(state), *metrics.values()]
+
+
+def test_nor_in_a_graph() -> None:
+    """Traced under another default device, tickets and random states among its nodes."""
+    expected = _in_a_graph()
+    with by_default(META):
+        assert same_bits(_in_a_graph(), expected)
+
+
 def _values() -> dict[str, Any]:
     """What other functions make of no tensor of the caller's dtype, or of numbers."""
     grads = {
