@@ -23,13 +23,15 @@ from torch import Tensor
 from . import carry, comm, tree
 from .arguments import wrong
 from .comm import Axes
-from .grad import Outcome, described, empty_grads, inputs, reduce_all, run
+from .grad import Outcome, described, inputs, later_grads, reduce_all, run
 from .parts import device_of
 from .plan import Plan, axes_of
 from .randomness import seeded
 from .reduction import EXACT, TREE, Reduction, Tree, reduce_over, tree_sum
 from .shard import Sharded
 from .tape import Gradients, settle
+
+Later = Callable[[], Sharded]  # gradients that are made when they are first asked for
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def gradients(
         return _in_slices(recipe, state, batch, args)
     params, accumulate = state.params, recipe.accumulate
     parts = _cut(batch, accumulate, _rank(params))
-    grads = empty_grads(params, params.plan.grads_over)
+    grads = later_grads(params, params.plan.grads_over)
     outcomes: list[Outcome] = []
 
     # what was lost before enters with the last micro-batch: only then is it known what `share` its gradients will have
@@ -72,19 +74,19 @@ def gradients(
         return shared
 
     later = _later(recipe.reduce_once, params.plan)
-    sums = empty_grads(params, params.plan.grads_over) if later else grads
+    sums = later_grads(params, params.plan.grads_over) if later else grads
     places = _places(sums, params, recipe, lost, later)
     how = {"divisor": divisor, "whole": accumulate == 1}
     for outcome, into in _runs(recipe, state, parts, args, places, _rank(params), **how):
         outcomes.append(outcome)
         if into.reduced is not None and into.reduced is not sums:
-            tree.map(lambda whole, more: whole.add_(more), sums, into.reduced)
+            tree.map(lambda whole, more: whole.add_(more), sums(), into.reduced())
     if later:
-        carry.reduce_rest(sums, grads, later, recipe.by)
+        carry.reduce_rest(sums(), grads(), later, recipe.by)
         settle(params.plan)
     outcome = _joined(outcomes)
     share = outcomes[0].shared(accumulate) / outcome.divisor if accumulate > 1 else None
-    return grads, outcome if accumulate > 1 else replace(outcome, aux=outcome.aux[0]), share
+    return grads(), outcome if accumulate > 1 else replace(outcome, aux=outcome.aux[0]), share
 
 
 def _runs(
@@ -152,7 +154,7 @@ def _in_slices(recipe: Recipe, state: Any, batch: Any, args: Sequence[Any]) -> t
         )
     slices, rows = _slices(batch, recipe.accumulate, params), _rows(batch)
     ranks = comm.num_ranks(plan.live_mesh())
-    grads, first = empty_grads(params, plan.grads_over), list[Outcome]()
+    grads, first = later_grads(params, plan.grads_over), list[Outcome]()
     sums, outcomes = list[Any](), list[Outcome]()
 
     def divisor(outcome: Outcome) -> Tensor:
@@ -167,16 +169,16 @@ def _in_slices(recipe: Recipe, state: Any, batch: Any, args: Sequence[Any]) -> t
 
     num = len(slices) * len(slices[0]) * ranks
     for at, parts in enumerate(slices):
-        local = empty_grads(params, (), local=True)
+        local = later_grads(params, (), local=True)
         places = _added_up(grads if len(slices) == 1 else None, local, len(parts), TREE)
         how = {"divisor": divisor, "alone": True, "whole": num == 1}
         runs = _runs(recipe, state, parts, args, places, rank * len(slices) + at, **how)
         outcomes.append(_joined([outcome for outcome, _ in runs]))
-        _count_up(sums, at, local)
+        _count_up(sums, at, local())
     if len(slices) > 1:
-        reduce_all(sums[0], grads, TREE)
+        reduce_all(sums[0], grads(), TREE)
     outcome = _everywhere(outcomes, plan)
-    return grads, outcome, first[0].shared(num) / outcome.divisor
+    return grads(), outcome, first[0].shared(num) / outcome.divisor
 
 
 def _count_up(sums: list[Any], at: int, more: Any) -> None:
@@ -289,19 +291,19 @@ def _later(reduce_once: Any, plan: Plan) -> Axes:
     return tuple(axes) if plan.axes else ()
 
 
-def _places(grads: Sharded, params: Sharded, recipe: Recipe, lost: Any, later: Axes) -> Iterator[Gradients]:
+def _places(grads: Later, params: Sharded, recipe: Recipe, lost: Any, later: Axes) -> Iterator[Gradients]:
     """Where the gradients of each micro-batch go; what does not go to `grads` itself is to be added to it."""
     over, num, by = params.plan.grads_over, recipe.accumulate, recipe.by
     if not params.plan.axes:
         yield from (Gradients(None, grads, add=i > 0) for i in range(num))
     elif recipe.reduce_once and not later:
-        yield from _added_up(grads, empty_grads(params, (), local=True), num, by, lost)
+        yield from _added_up(grads, later_grads(params, (), local=True), num, by, lost)
     else:
-        made = (grads if i == 0 else empty_grads(params, over) for i in range(num))
+        made = (grads if i == 0 else later_grads(params, over) for i in range(num))
         yield from (Gradients(into, by=by, lost=lost, later=later) for into in made)
 
 
-def _added_up(reduced: Sharded | None, local: Sharded, num: int, by: Reduction, lost: Any = ()) -> Iterator[Gradients]:
+def _added_up(reduced: Later | None, local: Later, num: int, by: Reduction, lost: Any = ()) -> Iterator[Gradients]:
     """Added up whole in `local`, and with the last reduced."""
     return (Gradients(reduced if i == num - 1 else None, local, i > 0, by, lost) for i in range(num))
 

@@ -76,6 +76,11 @@ class Pending:
         self._taken = True
         return result
 
+    def advance(self) -> Pending:
+        """This, its next stage started if messages are under way; those are waited for."""
+        result = self if self._exchange is None else self.step()
+        return result if isinstance(result, Pending) else Pending(None, lambda _: result)
+
     def drop(self) -> None:
         """Wait for the messages under way, and start nothing that would follow."""
         if self._exchange is not None and not self._error and not self._taken:

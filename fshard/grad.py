@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -249,6 +250,11 @@ def empty_grads(params: Sharded, over: comm.Axes, local: bool = False) -> Sharde
     return Sharded(whole_view(plan, over, trained.view.kinds), tensors)
 
 
+def later_grads(params: Sharded, over: comm.Axes, local: bool = False) -> Callable[[], Sharded]:
+    """The same, made when it is first asked for."""
+    return cache(partial(empty_grads, params, over, local))
+
+
 def check_sharded(params: Any) -> Sharded:
     """`params`, if it is the whole of a sharded tree."""
     if not isinstance(params, Sharded):
@@ -282,11 +288,11 @@ def value_and_grad(
 
     def fn(params: Any, *args: Any) -> Any:
         plan = check_sharded(params).plan
-        grads = empty_grads(params, plan.grads_over if reduce else (), local=not reduce)
+        grads = later_grads(params, plan.grads_over if reduce else (), local=not reduce)
         alone = not plan.axes or not reduce
         into = Gradients(None, grads) if alone else Gradients(grads, by=by)
         outcome = run(loss_fn, params, inputs(plan, args), into, has_aux=has_aux)
-        result = grads if reduce else Unreduced(grads)
+        result = grads() if reduce else Unreduced(grads())
         return ((outcome.value, outcome.aux) if has_aux else outcome.value), result
 
     return fn
@@ -336,7 +342,7 @@ def reduce_grads(grads: Unreduced, reduction: Any = "exact") -> Sharded:
 
 def reduce_all(local: Sharded, reduced: Sharded, by: Reduction) -> None:
     """Every rank's own gradients, whole, added up into `reduced`."""
-    plan, into = local.plan, Gradients(reduced, local, by=by)
+    plan, into = local.plan, Gradients(lambda: reduced, lambda: local, by=by)
     places = [(u, k) for u in range(len(plan.units)) for k in local.view.kinds if plan.units[u].lengths[k]]
     started = [into.emit(unit, kind, local.piece(unit, kind)) for unit, kind in places]
     for pending in started:

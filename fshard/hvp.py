@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import make_dual
 
 from . import levels, tree
-from .grad import Mean, Sum, check_loss, check_sharded, empty_grads, inputs, read_loss, run
+from .grad import Mean, Sum, check_loss, check_sharded, inputs, later_grads, read_loss, run
 from .plan import Slot
 from .shard import Sharded
 from .tape import Gradients, Tape
@@ -106,11 +106,11 @@ def hvp(loss_fn: Callable[..., Any]) -> Callable[..., Sharded]:
     def fn(params: Any, v: Any, *args: Any) -> Sharded:
         params, v = check_sharded(params), check_sharded(v)
         _check_tangent(params, v)
-        product = empty_grads(params, params.plan.grads_over)
+        product = later_grads(params, params.plan.grads_over)
         into = Gradients(product) if params.plan.axes else Gradients(None, product)
         tape = _Duals(params, v.trainable, into, tree.nodes(args, Sharded))
         run(along, params, inputs(params.plan, args), into, tape=tape)
-        return product
+        return product()
 
     return fn
 

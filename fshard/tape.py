@@ -6,7 +6,8 @@ Note [Tensors of a step]
     the root's buffer and that of the unit touched last, until the forward ends; others live as long as the user's
     function holds their leaves. What autograd saves of a gathered buffer is replaced by its place in the buffer
     (`_Saved`), so saving keeps no buffer alive; the first use of such a place in the backward gathers the unit again,
-    and the last one drops it. Which collectives run depends on the program alone, never on when memory is freed:
+    and the last one drops it. The unit that was saved last is what the backward begins with: if the tape has it when
+    the forward ends, it stays. Which collectives run depends on the program alone, never on when memory is freed:
     ranks that run the same function issue the same ones.
 
 Note [Reverse mode inside a loss]
@@ -39,7 +40,6 @@ from .shard import Sharded, cut, gather_params
 from .writes import Writes
 
 Buffers = dict[int, Tensor]  # a unit's gathered flat buffers, by kind
-_STAGES_AHEAD = 1  # reductions left alone before older ones are moved on to their next stage
 
 
 class _Saved(NamedTuple):
@@ -64,10 +64,13 @@ class _Saved(NamedTuple):
 @dataclass(frozen=True)
 class Gradients:
     """Where a backward puts its gradients: each unit's are written to (or, with `add`, added to) its flat buffer of
-    `local`, or a buffer of their own without it, and from there reduced into `reduced`, if that is given."""
+    `local`, or a buffer of their own without it, and from there reduced into `reduced`, if that is given.
 
-    reduced: Sharded | None
-    local: Sharded | None = None
+    Both give the same whenever they are called, and are not before the first gradient is there: while activations are
+    at their most, there are no gradients in memory."""
+
+    reduced: Callable[[], Sharded] | None
+    local: Callable[[], Sharded] | None = None
     add: bool = False
     by: Reduction = EXACT
     lost: Any = ()  # a Sharded, with a wire that has feedback
@@ -76,9 +79,9 @@ class Gradients:
     def buffer(self, plan: Plan, unit: int, kind: int) -> Tensor:
         """The flat buffer a unit's gradients go to."""
         if self.local is not None:
-            return self.local.piece(unit, kind)
+            return self.local().piece(unit, kind)
         assert self.reduced is not None
-        axes = self.reduced.view.axes(kind)
+        axes = self.reduced().view.axes(kind)
         like = torch.empty(0, dtype=carry.buffer_dtype(plan, kind), device=plan.device)
         return comm.buffer(plan.live_mesh(), axes + plan.rest(axes), plan.units[unit].lengths[kind], like, lent=True)
 
@@ -86,7 +89,7 @@ class Gradients:
         """Start the reduction of a filled buffer."""
         if self.reduced is None:
             return None
-        return carry.reduce(flat, self.reduced, unit, kind, self.by, self.lost, self.later)
+        return carry.reduce(flat, self.reduced(), unit, kind, self.by, self.lost, self.later)
 
 
 def settle(plan: Plan) -> None:
@@ -106,8 +109,10 @@ class Tape:
         self._into = into
         self.root = anchors.root()
         self._held: dict[int, dict[Slot, Tensor]] = {}
+        self._full: dict[int, Buffers] = {}  # what they are views of; after the forward, of the unit saved last
         self._bound: dict[int, dict[Slot, Tensor]] = {}  # the same, bound to their anchors
         self._coming: dict[int, dict[int, comm.Pending]] = {}
+        self._stage: dict[int, int] = {}  # of what is coming: how many of its stages have started
         self._anchors: dict[int, tuple[Tensor, ...]] = {}
         self._touched: set[int] = set()
         self._owners: dict[int, tuple[StorageWeakRef, int, int, int]] = {}
@@ -121,6 +126,7 @@ class Tape:
         self._gradless = False  # whether a unit was touched where gradients are off
         self._reached: dict[int, bool] = {}  # units whose gradients have come, and whether all of them
         self._regather = self._plan.regather
+        self._stages = max(1, sum(dict(self._plan.axes)[axis] > 1 for axis in params.view.over))  # of a gather
 
     def view(self) -> Any:
         """The parameters as the loss sees them."""
@@ -141,11 +147,13 @@ class Tape:
         if unit not in self._held:
             root = self._plan.root
             self._held, self._bound = ({u: x[u] for u in x if u == root} for x in (self._held, self._bound))
-            self._held[unit] = self._leaves(unit, self._take(unit))
+            self._full = {u: x for u, x in self._full.items() if u in (root, unit)}  # before another is waited for
+            self._full[unit] = self._buffers(unit)
+            self._held[unit] = self._leaves(unit, self._full[unit])
             self._touched.add(unit)
-            after = unit + 1
-            if not self._backward and after < self._params.view.units[1] and after not in self._touched:
-                self._start(after)
+            if not self._backward:
+                following = range(unit + 1, min(unit + 1 + self._stages, self._params.view.units[1]))
+                self._ahead([u for u in following if u not in self._touched])
         leaves = self._held[unit]
         if self._into is None:
             return leaves
@@ -163,6 +171,27 @@ class Tape:
         self._check_open(unit)
         if unit not in self._coming:
             self._coming[unit] = carry.gather(self._params, unit, self._kinds(unit))
+            self._stage[unit] = 1
+
+    def _ahead(self, units: Sequence[int]) -> None:
+        """Gather the units that come next: what is under way goes on to its next stage, the others start.
+
+        Of gathers in several stages as many units are under way, each a stage behind the one before it.
+        """
+        for behind, unit in enumerate(units):
+            if unit not in self._coming:
+                self._start(unit)
+            elif self._stage[unit] < self._stages - behind:
+                self._coming[unit] = {kind: pending.advance() for kind, pending in self._coming[unit].items()}
+                self._stage[unit] += 1
+
+    def _before(self) -> list[int]:
+        """The units that the backward will gather again, the next one first."""
+        return [unit for unit in reversed(self._saved) if unit not in self._again and unit not in self._full]
+
+    def _buffers(self, unit: int) -> Buffers:
+        """Those in memory, or gathered."""
+        return self._full.get(unit) or self._again.get(unit) or self._take(unit)
 
     def _take(self, unit: int) -> Buffers:
         self._start(unit)
@@ -200,7 +229,7 @@ class Tape:
         return dict(zip(trainable, anchors.Bind.apply(values, *self._anchors[unit]), strict=True))
 
     def forward(self, loss: Callable[[Any], Any]) -> Any:
-        """What the loss gives of the parameters; afterwards the tape, and those beside it, hold no gathered buffer."""
+        """What the loss gives of the parameters; afterwards each tape has one unit's buffers at most."""
         if self._into is None or not any(tape._regather for tape in self._tapes):
             return self._forward(loss)
         rewind = bookmark(device_of(self._params))
@@ -228,14 +257,16 @@ class Tape:
         return out
 
     def end(self) -> None:
-        """The end of the forward: nothing gathered is held any longer."""
+        """The end of the forward: nothing gathered is held any longer but what the backward begins with."""
         self._writes.check()
         self._held.clear()
         self._bound.clear()
         self._drop_gathers()
         self._backward = True
-        if self._saved:
-            self._start(next(reversed(self._saved)))
+        first = next(reversed(self._saved), None)
+        self._full = {unit: x for unit, x in self._full.items() if unit == first}
+        # a stage of what is there already is not under way
+        self._ahead(self._before()[: self._stages - len(self._full)])
 
     def _hooks(self) -> AbstractContextManager[Any]:
         on = torch.autograd.graph.saved_tensors_hooks
@@ -265,10 +296,10 @@ class Tape:
             return x
         unit = saved.unit
         if unit not in self._again:
-            self._again[unit] = self._take(unit)
-            before = [u for u in self._saved if u not in self._again]
-            if before:
-                self._start(before[-1])
+            self._again[unit] = self._buffers(unit)
+            if unit not in self._held:
+                self._full.pop(unit, None)
+            self._ahead(self._before()[: self._stages])
         full = self._again[unit][saved.kind]
         self._saved[unit] = self._saved.get(unit, 1) - 1
         if not self._saved[unit]:
@@ -282,7 +313,7 @@ class Tape:
         self._check_once(unit)
         self._reached[unit] = all(grad is not None for grad in grads)
         kinds = [k for k in self._kinds(unit) if plan.kinds[k].trainable]
-        found = dict(zip((slot for k in kinds for slot in plan.places[unit, k]), grads, strict=True))
+        found, started = dict(zip((slot for k in kinds for slot in plan.places[unit, k]), grads, strict=True)), 0
         for kind in (k for k in kinds if plan.units[unit].lengths[k]):
             flat = into.buffer(plan, unit, kind)
             given = [(slot.start, grad) for slot in plan.places[unit, kind] if (grad := found[slot]) is not None]
@@ -292,7 +323,8 @@ class Tape:
             self._filled.add((unit, kind))
             if pending := into.emit(unit, kind, flat):
                 self._reductions.append(pending)
-        self._move_on(_STAGES_AHEAD)
+                started += 1
+        self._move_on(max(started, 1))
 
     def _check_open(self, unit: int) -> None:
         if self._closed:
@@ -330,10 +362,13 @@ class Tape:
             )
 
     def _move_on(self, ahead: int) -> None:
-        """Take all but the last few reductions one stage further; those that are done drop out."""
+        """Take all but the last few reductions one stage further; those that are done drop out.
+
+        The youngest first: its next stage is under way while the others are waited for.
+        """
         cut_off = max(0, len(self._reductions) - ahead)
-        stepped = [pending.step() for pending in self._reductions[:cut_off]]
-        self._reductions[:cut_off] = [p for p in stepped if isinstance(p, comm.Pending)]
+        stepped = [pending.step() for pending in reversed(self._reductions[:cut_off])]
+        self._reductions[:cut_off] = [p for p in reversed(stepped) if isinstance(p, comm.Pending)]
 
     def finish(self) -> None:
         """See to the units that no gradient reached in this backward, and wait for every reduction."""
@@ -351,8 +386,8 @@ class Tape:
     def _finish_untouched(self, into: Gradients, unit: int, kind: int) -> None:
         if not into.add:
             for target in (t for t in (into.reduced, into.local) if t is not None):
-                target.piece(unit, kind).zero_()
-        elif into.local is not None and (pending := into.emit(unit, kind, into.local.piece(unit, kind))):
+                target().piece(unit, kind).zero_()
+        elif into.local is not None and (pending := into.emit(unit, kind, into.local().piece(unit, kind))):
             self._reductions.append(pending)  # what earlier micro-batches have put there
 
     def close(self) -> None:
@@ -372,6 +407,7 @@ class Tape:
         self._again.clear()
         # these hold autograd nodes that hold this tape, a cycle that Python's collector cannot see
         self._held.clear()
+        self._full.clear()
         self._bound.clear()
         self._anchors.clear()
         self._closed = True

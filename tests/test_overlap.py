@@ -133,15 +133,15 @@ def test_a_gather_starts_before_the_unit_ahead_of_it_is_computed_with(strategy: 
 
 
 def test_a_gather_for_the_backward_starts_a_unit_ahead() -> None:
-    """The last before the backward begins; each other while the block after it computes, and no sooner."""
+    """The unit that the backward begins with stays; each other while the block after it computes, and no sooner."""
     for log in simulated(events, FULL, shard=2):
-        again = {i: at(log, "start", "all_gather", str(i))[1] for i in range(4)}
-        needed = {i: at(log, "wait", "all_gather", str(i))[1] for i in range(4)}
-        assert at(log, "use", "forward", "3")[0] < again[3] < at(log, "use", "backward", "3")[0] < needed[3]
+        again = {i: at(log, "start", "all_gather", str(i))[1] for i in range(3)}
+        needed = {i: at(log, "wait", "all_gather", str(i))[1] for i in range(3)}
+        needed[3] = at(log, "use", "backward", "3")[0]
         for i in (2, 1, 0):
             assert needed[i + 1] < again[i] < at(log, "start", "reduce_scatter", str(i + 1))[0]
             assert again[i] < at(log, "use", "backward", str(i))[0] < needed[i]
-        assert [len(at(log, "start", "all_gather", str(i))) for i in range(4)] == [2] * 4
+        assert [len(at(log, "start", "all_gather", str(i))) for i in range(4)] == [2, 2, 2, 1]
 
 
 @pytest.mark.parametrize("name", REDUCED)
@@ -171,9 +171,7 @@ def test_the_whole_order_of_a_small_stack() -> None:
         ("use", "forward", "0"),
         ("wait", "all_gather", "1"),
         ("use", "forward", "1"),
-        ("start", "all_gather", "1"),
         ("use", "backward", "1"),
-        ("wait", "all_gather", "1"),
         ("start", "all_gather", "0"),
         ("start", "reduce_scatter", "1"),
         ("use", "backward", "0"),
@@ -182,6 +180,64 @@ def test_the_whole_order_of_a_small_stack() -> None:
         ("wait", "reduce_scatter", "1"),
         ("wait", "reduce_scatter", "0"),
     ]
+
+
+OVER_BOTH = dict.fromkeys(("params_over", "grads_over", "state_over"), ("replicate", "shard"))
+
+
+def test_the_second_stage_of_a_gather_is_under_way_beside_the_unit_before() -> None:
+    """The first stage beside the one before that, so that none of the two is waited for as soon as it starts."""
+    for log in simulated(events, OVER_BOTH, shard=2, replicate=2):
+        uses = {(way, i): at(log, "use", way, str(i))[0] for way in ("forward", "backward") for i in range(4)}
+        for i in (2, 3):
+            (first, second, *_), (_, done, *_) = (at(log, what, "all_gather", str(i)) for what in ("start", "wait"))
+            assert first < uses["forward", i - 2] < second < uses["forward", i - 1] < done < uses["forward", i]
+        for i in (1, 0):
+            (*_, first, second), (*_, done) = (at(log, what, "all_gather", str(i)) for what in ("start", "wait"))
+            assert first < uses["backward", i + 1] < second < uses["backward", i] < done
+            assert second < at(log, "start", "reduce_scatter", str(i + 1))[0]
+        first, second = at(log, "start", "all_gather", "2")[2:]
+        assert uses["forward", 3] < first < uses["backward", 3] < second < uses["backward", 2]
+        assert [len(at(log, "start", "all_gather", str(i))) for i in range(4)] == [4, 4, 4, 2]
+
+
+@pytest.mark.parametrize(("strategy", "kind"), [(FULL, "all_reduce"), (OVER_BOTH, "reduce_scatter")])
+def test_the_second_stage_of_a_reduction_starts_with_the_next_unit(strategy: dict[str, Any], kind: str) -> None:
+    """It is under way beside the one after that; the last one's starts before older ones are waited for."""
+    for log in simulated(events, strategy, shard=2, replicate=2):
+        first = {i: at(log, "start", "reduce_scatter", str(i))[0] for i in range(4)}
+        second = {i: at(log, "start", kind, str(i))[-1] for i in range(4)}
+        done = {i: at(log, "wait", kind, str(i))[-1] for i in range(4)}
+        for i in (3, 2):
+            before = at(log, "use", "backward", str(i - 1))[0], at(log, "use", "backward", str(i - 2))[0]
+            assert first[i] < before[0] < first[i - 1] < second[i] < before[1] < done[i]
+        for i in (3, 2, 1):
+            assert second[i - 1] < done[i]
+
+
+def test_every_kind_of_a_unit_is_under_way_beside_the_next_unit() -> None:
+    """Of leaves of two dtypes there are two reductions; none is waited for in the unit that starts it."""
+
+    def job(mesh: Any) -> list[Event]:
+        params = [{"w": torch.ones(6, 6), "half": torch.ones(6, dtype=torch.bfloat16)} for _ in range(3)]
+        logged = Logged(mesh)
+        sharded = fshard.shard_params(params, fshard.make_plan(params, logged, units=["*"]))
+
+        def loss(p: Any) -> Any:
+            x = torch.ones(2, 6, requires_grad=True)
+            for i in range(3):
+                x = Mark.apply(torch.tanh(x @ p[i]["w"]) * p[i]["half"].float(), logged.log, str(i))
+            return fshard.Sum(x.sum())
+
+        logged.log.clear()
+        fshard.value_and_grad(loss)(sharded)
+        return logged.log
+
+    for log in simulated(job, shard=2):
+        for i in (2, 1):
+            starts, waits = (at(log, what, "reduce_scatter", str(i)) for what in ("start", "wait"))
+            assert len(starts) == len(waits) == 2
+            assert max(starts) < at(log, "use", "backward", str(i - 1))[0] < min(waits)
 
 
 class Broken(torch.autograd.Function):
@@ -201,8 +257,7 @@ def broken(mesh: Any, where: str) -> tuple[list[Event], list[Event]]:
     """What is under way when a loss or its backward fails, and what happens afterwards."""
     params = [torch.ones(6, 6) for _ in range(4)]
     logged = Logged(mesh)
-    both = dict.fromkeys(("params_over", "grads_over", "state_over"), ("replicate", "shard"))
-    sharded = fshard.shard_params(params, fshard.make_plan(params, logged, units=["*"], **both))
+    sharded = fshard.shard_params(params, fshard.make_plan(params, logged, units=["*"], **OVER_BOTH))
     log, before = logged.log, list[Event]()
 
     def fail() -> None:

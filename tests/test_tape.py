@@ -17,6 +17,7 @@ from worlds import gloo, simulated
 
 import fshard
 from fshard import tree
+from fshard.shard import local_numel
 
 WORLDS = ["simulated", "gloo"]
 STRATEGIES = {
@@ -421,7 +422,9 @@ def test_gradients_do_not_depend_on_the_mode_around() -> None:
 # --- which collectives run ---
 
 WIDE: dict[str, Any] = {"params": lambda: chain_params(depth=4, dim=64), "units": ["blocks.*"]}
-COUNTS = {  # all_gather, reduce_scatter, all_reduce of every unit, in one forward and backward
+TREE = {"reduction": "tree"}
+LAST = "(root)"  # what a chain's backward begins with stays gathered
+COUNTS = {  # all_gather, reduce_scatter, all_reduce of every other unit, in one forward and backward
     "full": (2, 1, 0),
     "keep": (1, 1, 0),
     "ddp": (0, 0, 1),
@@ -472,8 +475,10 @@ def test_every_unit_is_gathered_and_reduced_as_its_strategy_says(name: str, worl
         assert records == results[0][0]
         for unit, nbytes in units.items():
             for kind, count in zip(("all_gather", "reduce_scatter", "all_reduce"), COUNTS[name], strict=True):
-                assert of(records, kind, unit) == [sent(kind, nbytes, 3)] * count, (unit, kind)
-        assert len(records) == len(units) * sum(COUNTS[name]) + len(of(records, "all_reduce", "loss"))
+                kept = name == "full" and (kind, unit) == ("all_gather", LAST)
+                assert of(records, kind, unit) == [sent(kind, nbytes, 3)] * (count - kept), (unit, kind)
+        rest = [r for r in records if r.label != "loss"]
+        assert len(rest) == len(units) * sum(COUNTS[name]) - (name == "full")
         assert of(records, "all_reduce", "loss") == [2 * 16]
 
 
@@ -481,10 +486,10 @@ def test_hybrid_reduces_over_the_replicas_what_it_has_scattered() -> None:
     """2 x 2: as on one axis, and one all-reduce of this rank's half over `replicate`."""
     for records, units in simulated(tally_of, {}, "value_and_grad", shard=2, replicate=2):
         for unit, nbytes in units.items():
-            assert of(records, "all_gather", unit) == [nbytes // 2] * 2
+            assert of(records, "all_gather", unit) == [nbytes // 2] * (1 if unit == LAST else 2)
             assert of(records, "reduce_scatter", unit) == [nbytes // 2]
             assert of(records, "all_reduce", unit, "replicate") == [sent("all_reduce", nbytes // 2, 2)]
-        assert len(records) == 4 * len(units) + 2
+        assert len(records) == 4 * len(units) - 1 + 2
 
 
 @pytest.mark.parametrize(
@@ -604,6 +609,104 @@ def test_with_regather_a_few_units_are_alive_however_deep_the_stack(loss: Any, w
         assert marks["between"] <= 1
         assert marks["after"] == 0
     assert [m["peak"] for m in deep] == [m["peak"] for m in shallow]
+
+
+def block_chain(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """The last block is what the backward begins with."""
+    for block in p["blocks"]:
+        x = apply_block(block, x)
+    return mean(x)
+
+
+def touches_once_more(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """What the backward begins with is not the unit that was touched last."""
+    out = block_chain(p, x)
+    assert p["blocks"][0]["b"].shape == (20,)
+    return out
+
+
+def gathered(mesh: Any, loss: Any, num: int) -> tuple[list[str], int, int]:
+    """The units gathered in some micro-batches, and how many buffers of a block are alive at most and afterwards."""
+    case = {"params": lambda: chain_params(4, dim=20), "units": ["blocks.*"]}
+    sharded = make(mesh, case)
+    state = fshard.init_state(sharded, fshard.optim.sgd(0.1))
+    step = fshard.train_step(loss, fshard.optim.sgd(0.1), accumulate=num)
+    with fshard.tally() as records, Watch(8 * sharded.plan.units[1].lengths[0]) as watch:
+        step(state, randn(2 * num, 20, seed=mesh.get_rank()).requires_grad_())
+    return [r.label for r in records.select("all_gather")], watch.peak, watch.alive()
+
+
+@pytest.mark.parametrize("num", [1, 3])
+@pytest.mark.parametrize(
+    ("loss", "counts", "most"),
+    [
+        (chain, (1, 2, 2, 2, 2), 3),
+        (block_chain, (0, 2, 2, 2, 1), 3),
+        (touches_once_more, (0, 3, 2, 2, 2), 3),
+        (checkpointed, (1, 2, 2, 2, 2), 3),
+        (backwards, (1, 2, 2, 2, 2), 3),
+        (lambda p, x: mean(x * p["head"]), (1, 1, 0, 0, 0), 1),  # one ahead
+    ],
+    ids=["root last", "block last", "another touched last", "checkpointed", "backwards", "the root alone"],
+)
+def test_what_the_backward_begins_with_stays_gathered(loss: Any, counts: tuple[int, ...], most: int, num: int) -> None:
+    """In every micro-batch; no more is alive than the unit at hand, the next or the last, and gradients under way."""
+    names, ranks = [LAST, *(f"blocks.{i}" for i in range(4))], simulated(gathered, loss, num, shard=2)
+    for units, _, after in ranks:
+        assert tuple(units.count(name) / num for name in names) == counts
+        assert after == 0
+    assert max(peak for _, peak, _ in ranks) == most  # of the rank that adds up for all
+
+
+class Factories(TorchDispatchMode):
+    """How many tensors of a number of elements operators make anew, in order, among marks of a loss."""
+
+    def __init__(self, numel: int):
+        super().__init__()
+        self.numel, self.log = numel, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        new = isinstance(out, torch.Tensor) and not func.is_view and out.numel() == self.numel
+        if new and func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.zeros):
+            self.log.append("row")
+        return out
+
+
+def rows_made(mesh: Any, strategy: dict[str, Any], options: dict[str, Any]) -> list[str]:
+    """When a step makes rows of gradients, and when its micro-batches run forward and backward."""
+    params = {"blocks": [randn(20, 20, seed=i) for i in range(4)], "head": randn(20, seed=9)}
+    plan = fshard.make_plan(params, mesh, units=["blocks.*"], **strategy)
+    sharded = fshard.shard_params(params, plan)
+    over = () if options.get("reduce_once") or options.get("reduction") == "tree" else plan.grads_over
+    factories = Factories(local_numel(plan, 0, over))
+
+    def loss(p: Any, x: torch.Tensor) -> fshard.Mean:
+        factories.log.append("forward")
+        for block in p["blocks"]:
+            x = torch.tanh(x @ block)
+        total = Probe.apply((x * p["head"]).sum(), lambda: factories.log.append("backward"))
+        factories.log.append("end")
+        return fshard.Mean(total, x.numel())
+
+    tx = fshard.optim.sgd(0.1)
+    state, x = fshard.init_state(sharded, tx), randn(4, 20, seed=1)
+    with factories:
+        fshard.train_step(loss, tx, **options)(state, x)
+    return factories.log[: len(factories.log) - factories.log[::-1].index("backward") + 1]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"accumulate": 2, "reduce_once": True}, TREE], ids=str)
+def test_rows_of_gradients_are_made_when_the_first_gradient_comes(name: str, options: dict[str, Any]) -> None:
+    """While activations are at their most there are none; in each micro-batch that makes one, and on one device."""
+    worlds = [*simulated(rows_made, STRATEGIES[name], options, shard=2), rows_made(None, {}, options)]
+    for log in worlds:
+        (first, *others) = (i for i, what in enumerate(log) if what == "forward")
+        assert first == 0
+        assert log[: log.index("backward") + 2] == ["forward", "end", "backward", "row"]
+        for i in others:
+            assert log[i : i + 3] == ["forward", "end", "backward"]
 
 
 def product_watched(mesh: Any, depth: int) -> int:
