@@ -12,7 +12,7 @@ from torch import Tensor, func
 from worlds import gloo, simulated
 
 import fshard
-from fshard import record, tree
+from fshard import comm, record, tree
 
 Call = Callable[[Tensor], Tensor]
 
@@ -480,3 +480,19 @@ def test_a_tally_around_the_backward_alone_counts_it() -> None:
         return [len(outer), *counts]
 
     assert simulated(job, shard=1) == [[2, 1, 1]]
+
+
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128)
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_what_can_be_combined(op: str) -> None:
+    """Integers, truth values and floats by all operations; 8-bit floats and complex ones are summed; no others are."""
+    for dtype in (*INTEGERS, *FLOATS, *NARROW, torch.uint16, torch.uint32, torch.uint64):
+        if dtype in INTEGERS + FLOATS or (op == "sum" and dtype in NARROW):
+            comm.check_combines("all_reduce", op, dtype)
+        else:
+            with pytest.raises(TypeError, match=f"all_reduce: torch has no {op} of {dtype}: convert it first"):
+                comm.check_combines("all_reduce", op, dtype)

@@ -69,6 +69,34 @@ def test_a_hook_after_it(kw):
     assert all((b.abs() > 1.5 * a.abs()).all() for a, b in zip(*way, strict=True))
 
 
+def orders(mesh: Any, strategy: str, reduction: Any) -> set[tuple[str, bool]]:
+    """The labels of sums, and whether the backend was free to choose their order."""
+    ranks, seen = mesh.ranks("shard"), set()
+    scatter, reduce = ranks.reduce_scatter, ranks.all_reduce
+
+    def told(collective: Any) -> Any:
+        def run(*args: Any) -> Any:
+            seen.add((ranks.record.label, args[-1]))
+            return collective(*args)
+
+        return run
+
+    ranks.reduce_scatter, ranks.all_reduce = told(scatter), told(reduce)
+    steps(mesh, strategy, reduction, clip_norm=1.0)
+    return seen
+
+
+@pytest.mark.parametrize("strategy", ["full", "ddp", "zero1"])
+def test_a_backend_may_choose_the_order_of_gradients_alone(strategy):
+    """With reduction="fast"; otherwise, and by default, of nothing."""
+    units = {"(root)", "blocks.0", "blocks.1", "tail"}
+    for free in (False, True):
+        for reduction in ("fast",) if free else ("exact", fshard.reduction.Sums()):
+            for seen in simulated(orders, strategy, reduction, shard=2):
+                assert units <= {label for label, _ in seen}
+                assert {(label, fast) for label, fast in seen if fast} == {(unit, True) for unit in units if free}
+
+
 def small_gradients(mesh: Any, policy: str, size: float) -> Tensor:
     """The mean over ranks of a gradient of one size."""
     w = torch.zeros(16)

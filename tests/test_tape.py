@@ -1051,3 +1051,26 @@ def test_a_forward_holds_the_root_and_the_unit_touched_last(units: Any, kept: li
         fshard.value(loss)(sharded)
 
     simulated(job, shard=2)
+
+
+def test_what_is_saved_may_be_read_often() -> None:
+    """A backward that asks for its saved tensors again has them gathered again, once the unit was let go of."""
+
+    class Often(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, w: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(w)
+            return w.square()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return sum(ctx.saved_tensors[0] for _ in range(4)) * grad / 2
+
+    def job(mesh: Any) -> tuple[Any, int]:
+        params = {"a": torch.arange(3.0)}
+        sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
+        with fshard.tally() as records:
+            _, grads = fshard.value_and_grad(lambda p: fshard.Sum(Often.apply(p["a"]).sum()))(sharded)
+        return fshard.gather_params(grads)["a"].tolist(), len(records.select("all_gather"))
+
+    assert simulated(job, shard=2) == [([0.0, 4.0, 8.0], 1 + 4)] * 2
