@@ -237,6 +237,12 @@ def test_labels_need_their_found_inf():
         fshard.train_step(lambda p: p, tx, clip_norm=1.0, skip_labels=lambda path, x: "a")
 
 
+def test_a_scaler_without_arguments_is_torchs():
+    """The scale it begins with, by what it changes, and how often; a fixed one is as large."""
+    assert DynamicLossScale().state_dict() == torch.amp.GradScaler("cpu").state_dict()
+    assert StaticLossScale().value.item() == DynamicLossScale().value.item()
+
+
 def test_torchs_state_dict():
     """GradScaler's own, in and out, from and for one in the middle of a run."""
     theirs = torch.amp.GradScaler("cpu", 64.0, 3.0, 0.25, 7)
