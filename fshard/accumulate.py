@@ -27,7 +27,7 @@ from .grad import Outcome, described, inputs, later_grads, reduce_all, run
 from .parts import device_of
 from .plan import Plan, axes_of
 from .randomness import seeded
-from .reduction import EXACT, TREE, Reduction, Tree, reduce_over, tree_sum
+from .reduction import TREE, Reduction, Tree, reduce_over, tree_sum
 from .shard import Sharded
 from .tape import Gradients, settle
 
@@ -39,12 +39,12 @@ class Recipe:
     """How a step makes gradients: `train_step`'s arguments of these names; `built` describes all of them."""
 
     loss_fn: Callable[..., Any]
-    accumulate: int = 1
-    by: Reduction = EXACT
-    reduce_once: Any = False
-    has_aux: bool = False
-    with_extra: bool = False
-    built: str = ""
+    accumulate: int
+    by: Reduction
+    reduce_once: Any
+    has_aux: bool
+    with_extra: bool
+    built: str
 
 
 def gradients(

@@ -167,8 +167,8 @@ def flat_step(
     grads: Any,
     state: ZeroState,
     params: Any,
-    found_inf: FoundInf | None = None,
-    donate: bool = False,
+    found_inf: FoundInf | None,
+    donate: bool,
     **extra: Any,
 ) -> tuple[Any, ZeroState]:
     """New whole parameters: views of buckets, each gathered as soon as it is updated where `tx` is elementwise."""

@@ -15,7 +15,7 @@ from .comm import Axes, Pending
 from .labels import Labels, label_of
 from .parts import pieces
 from .plan import Plan
-from .reduction import EXACT, Reduction, Tree, gather_over, reduce_over
+from .reduction import Reduction, Tree, gather_over, reduce_over
 from .shard import Sharded, intervals, whole_view
 from .transform import FoundInf, choose
 from .wire import Wire, pack, unpack
@@ -129,9 +129,7 @@ def sizes(plan: Plan, unit: int, kind: int, num_parts: int, part: int) -> list[i
     return [high - low for low, high in pairwise(edges)]
 
 
-def reduce(
-    flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction = EXACT, lost: Any = (), later: Axes = ()
-) -> Pending:
+def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, lost: Any, later: Axes) -> Pending:
     """The sum over all ranks of a flat buffer of gradients, in this rank's interval of `reduced`.
 
     `lost` is what a wire with feedback has lost so far of this rank's gradients: it is added, and written anew. Nothing

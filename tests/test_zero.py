@@ -379,6 +379,9 @@ def test_updates_need_no_parameters(mesh, way):
         part = zero(tx, mesh, *way, bucket=BUCKET)
         grads, state = given(way, mesh, 1)[0], part.init(START)
         assert same_bits(part.update(grads, state), part.update(grads, state, START))
+    usual, named = zero(ADAMW, mesh), zero(ADAMW, mesh, "flat", "reduced", over="shard", bucket=1 << 22, block=1)
+    assert same_bits(usual.update(grads, usual.init(START), START), named.update(grads, named.init(START), START))
+    assert same_bits(usual.init(START), named.init(START))
     meta = tree.map(lambda x: x.to("meta"), START)
     alone = zero(ADAMW, None, *way, bucket=BUCKET)
     found = [alone.step(meta, alone.init(meta), meta), alone.update(meta, alone.init(meta), meta)]
