@@ -97,6 +97,23 @@ def test_a_backend_may_choose_the_order_of_gradients_alone(strategy):
                 assert {(label, fast) for label, fast in seen if fast} == {(unit, True) for unit in units if free}
 
 
+def in_a_tree(mesh: Any, *shape: int) -> list[tuple[str, int]]:
+    """What a sum in a tree sends, of floats."""
+    with fshard.tally() as records:
+        total = fshard.reduction.TREE.all_reduce(torch.ones(shape), comm.along(mesh, "shard"), "x", None).wait()
+    assert total.tolist() == torch.full(shape, float(mesh.size())).tolist()
+    return [(r.kind, r.nbytes) for r in records]
+
+
+@pytest.mark.parametrize(("shape", "sent"), [((4, 2), "parts"), ((3, 3), "whole"), ((), "whole"), ((0,), "parts")])
+def test_a_sum_in_a_tree_travels_in_parts(shape, sent):
+    """Scattered and gathered: twice (W - 1) / W of it; what does not divide goes to all: (W - 1) times it."""
+    n = 4 * torch.Size(shape).numel()
+    parts = [("reduce_scatter", n // 2), ("all_gather", n // 2)]
+    for found in simulated(in_a_tree, *shape, shard=2):
+        assert found == (parts if sent == "parts" else [("all_gather", n)])
+
+
 def small_gradients(mesh: Any, policy: str, size: float) -> Tensor:
     """The mean over ranks of a gradient of one size."""
     w = torch.zeros(16)

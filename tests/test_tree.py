@@ -1,7 +1,9 @@
 """Trees: the order of use, every kind of node, paths, and containers that read like what they stand for."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import optree
@@ -181,3 +183,14 @@ def test_a_subtree_holds_its_own_units_only():
             assert tensor.untyped_storage().data_ptr() == sharded.tensors[0].untyped_storage().data_ptr()
 
     simulated(run, shard=2)
+
+
+def test_a_structure_keeps_no_value_alive() -> None:
+    """What flattening a Sharded gives beside its tensors, which caches hold for long."""
+    sharded = fshard.shard_params({"w": torch.ones(2)}, fshard.make_plan({"w": torch.ones(2)}))
+    ref, (leaves, spec) = weakref.ref(sharded), tree.flatten(sharded)
+    again = tree.unflatten(spec, leaves)
+    del sharded
+    gc.collect()
+    assert ref() is None
+    assert tree.leaves(again)[0] is leaves[0]
