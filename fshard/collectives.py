@@ -61,6 +61,7 @@ class _Collective:
         ranks = comm.along(self.mesh, self.axis)
         if self.kind == "vary":
             return x.view_as(x)
+        x = x.resolve_conj().resolve_neg()  # lazy ones have other bits in memory, which is what is sent
         if self.kind == "broadcast":
             return comm.broadcast(x, ranks, self.src, self.label).wait()
         if self.kind == "reduce":

@@ -83,15 +83,23 @@ def summed(mesh: Any, fast: bool) -> list[Tensor]:
     return found
 
 
+def lazy(mesh: Any) -> list[Tensor]:
+    """Collectives of tensors whose conjugate, or negative, lies in memory."""
+    z = torch.arange(4.0) + 1j * (mesh.get_rank() + 1)
+    names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+    found = [getattr(fshard, name)(x, mesh, "shard") for name in names for x in (z.conj(), torch._neg_view(z.real))]
+    return [x.resolve_conj().resolve_neg() for x in found]
+
+
 def on_processes(mesh: Any) -> list[Any]:
     """By messages and by the backend's own collectives; a warning is an error."""
-    by_messages = [moved(mesh), gathered(mesh, False), summed(mesh, False)]
-    return [by_messages, [by_messages[0], gathered(mesh, True), summed(mesh, True)]]
+    by_messages = [moved(mesh), gathered(mesh, False), summed(mesh, False), lazy(mesh)]
+    return [by_messages, [by_messages[0], gathered(mesh, True), summed(mesh, True), by_messages[-1]]]
 
 
 def on_threads(mesh: Any) -> list[Any]:
     """The same between simulated ranks."""
-    return [[moved(mesh), gathered(mesh, False), summed(mesh, False)]] * 2
+    return [[moved(mesh), gathered(mesh, False), summed(mesh, False), lazy(mesh)]] * 2
 
 
 def test_every_dtype_travels() -> None:
