@@ -363,15 +363,14 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tenso
     found = torch.zeros(1, dtype=torch.float32, device=inverse.device)
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for row in (row for row in rows if row.numel()):
-        here = inverse.to(row.device)
         if row.dtype not in _HALF_OR_SINGLE or row.layout is not torch.strided or is_tracing():
-            new, bad = unscaled(row, here)
+            new, bad = unscaled(row, inverse.to(row.device))
             row.copy_(new)
         elif _knows(row.device.type, row.dtype) and (row.numel() <= most or row.is_contiguous()):
             lists.setdefault((row.device, row.dtype), []).append(row)
             continue
         else:
-            bad = unscale_by_parts_(row, here)
+            bad = unscale_by_parts_(row, inverse.to(row.device))
         found = torch.maximum(found, bad.to(found.device))
     for (device, _), some in lists.items():
         one = torch.zeros(1, dtype=torch.float32, device=device)
