@@ -24,6 +24,7 @@ from . import carry, comm, tree
 from .arguments import wrong
 from .comm import Axes
 from .grad import Outcome, described, inputs, later_grads, reduce_all, run
+from .loss_scale import NoLossScale
 from .parts import device_of
 from .plan import Plan, axes_of
 from .randomness import seeded
@@ -100,12 +101,14 @@ def _runs(
 ) -> Iterator[tuple[Outcome, Gradients]]:
     """Forward and backward of one micro-batch after another, with random numbers of that stream."""
     how |= {"has_aux": recipe.has_aux, "with_extra": recipe.with_extra, "built": recipe.built}
+    if not isinstance(state.loss_scale, NoLossScale):
+        how["scale"] = state.loss_scale.scale
     extra = state.extra
     for i, (part, into) in enumerate(zip(parts, places, strict=True)):
         given = [*[extra] * recipe.with_extra, inputs(state.params.plan, part), *args]
         versions = _versions(extra) if recipe.with_extra else []
         with seeded(state.rng, state.step, stream, i, device_of(state.params)):
-            outcome = run(recipe.loss_fn, state.params, given, into, scale=state.loss_scale.scale, **how)
+            outcome = run(recipe.loss_fn, state.params, given, into, **how)
         _check_equal_parts(outcome, parts)
         if recipe.with_extra:
             _check_extra(extra, outcome.extra, versions)

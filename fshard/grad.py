@@ -16,6 +16,7 @@ from .arguments import check_flags, check_function, is_number, shown
 from .parts import Unreduced
 from .plan import Plan
 from .reduction import Reduction, reduction_of
+from .scalars import on_device
 from .shard import Sharded, local_numel, whole_view
 from .tape import Gradients, Tape, settle
 
@@ -118,9 +119,11 @@ def _outcome(loss: Any, extra: Any, aux: Any, mesh: comm.Mesh, built: str = "") 
     """
     loss, kind = read_loss(loss)
     count = loss.count if kind is not Sum else 1
-    pair = torch.zeros(2, dtype=torch.float64, device=loss.total.device)
-    pair[0], pair[1] = loss.total.detach(), count.detach() if isinstance(count, Tensor) else count
-    sums = comm.total(pair, mesh, label="loss", more=described(kind, built))
+    total = loss.total.detach().double()
+    counted = count.detach() if isinstance(count, Tensor) else count
+    sums = comm.total(
+        torch.stack([total, on_device(counted, total.device)]), mesh, label="loss", more=described(kind, built)
+    )
     varying = [count] if isinstance(count, Tensor) and count.requires_grad else []
     return [loss.total, *varying], Outcome(sums[0], sums[1], kind, loss.total.dtype, extra, aux)
 

@@ -107,7 +107,7 @@ def _direction(products: Tensor) -> Tensor:
     used = curvature > _LEAST_CURVATURE
     rho = torch.where(used, 1 / curvature, 0.0)
     weights, alphas, scale = torch.zeros_like(products[0]), torch.zeros_like(curvature), torch.ones_like(curvature[0])
-    weights[-1] = -1
+    weights[-1].fill_(-1)  # no number set by its index: on a GPU that is a copy from the host
     for i in reversed(range(m)):
         alphas[i] = rho[i] * (weights @ products[i])
         weights[m + i] -= alphas[i]

@@ -35,7 +35,7 @@ def _times(x: Any, scale: Tensor) -> Any:
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(f"scale: leaf {tree.paths(spec)[number]!r}: expected a floating tensor, got {got}")
-    return tree.unflatten(spec, [(leaf * scale.to(leaf.device)).to(leaf.dtype) for leaf in leaves])
+    return tree.unflatten(spec, [(leaf * kernels.beside(scale, leaf)).to(leaf.dtype) for leaf in leaves])
 
 
 class _Scale(Tensor):

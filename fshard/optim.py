@@ -39,7 +39,7 @@ from .lbfgs import lbfgs
 from .optim_state import gather_state, load_state_dict, shard_state, state_dict
 from .parts import Layout, copied, packed, pick, write
 from .quantised import adamw_8bit
-from .scalars import double
+from .scalars import on_device
 from .schedules import constant, cosine, join, linear, one_cycle, piecewise, warmup_cosine
 from .shard import Sharded, coarsen, gather_params, refine
 from .transform import (
@@ -358,7 +358,7 @@ def schedule_free_adamw(
 
     def prepare(state: ScheduleFreeState) -> tuple[kernels.ScheduleFree, dict[str, Tensor]]:
         rate = at(lr, state.count)
-        lr_max = torch.maximum(state.lr_max, double(rate).to(state.lr_max.device))
+        lr_max = torch.maximum(state.lr_max, on_device(rate, state.lr_max.device))
         weight = lr_max**weight_power
         total = state.weight_sum + weight
         newest = torch.where(total > 0, weight / total, 0.0)

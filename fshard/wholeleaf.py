@@ -7,7 +7,9 @@ one rank, by cost, and the result is sent back.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from .elementwise import AdamState, Rate, adam_rule
 from .kernels import Number, beside, is_zero
 from .labels import by_label
 from .move import collect, owned, spread
+from .nodes import is_tracing
 from .norms import leaf_norms, scale_leaves_
 from .parts import (
     EVERYONE,
@@ -32,7 +35,7 @@ from .parts import (
     pieces,
     put,
 )
-from .scalars import double
+from .scalars import on_device
 from .transform import Needs, Transform, as_transform, at, checked, start_count
 
 
@@ -146,7 +149,7 @@ def adafactor(
 
     def update(grads: Any, state: AdafactorState, params: Any = None, **extra: Any) -> tuple[Any, AdafactorState]:
         layout, t = layout_of(grads), state.count.double() + 1
-        share, rate = t**beta2_decay, double(at(lr, state.count)).to(t)
+        share, rate = t**beta2_decay, on_device(at(lr, state.count), t.device)
         row, col = _row_and_column_means(grads, layout)
         row, col = (
             {path: old[path].lerp(new.to(old[path].dtype), share.to(old[path].dtype)) for path, new in means.items()}
@@ -166,8 +169,7 @@ def adafactor(
                 lambda g, v: g * v.clamp(min=_floor(eps[0], g) ** 2).rsqrt(), packed(pick(grads, state.vectors)), nu
             )
             steps = put(steps, roots, state.vectors)
-        roots_of = [math.sqrt(max(leaf.numel, 1)) for leaf in layout.leaves]
-        sizes = torch.tensor(roots_of, dtype=torch.float64, device=t.device)
+        sizes = _root_sizes([leaf.numel for leaf in layout.leaves], t.device)
         size_of_step, size_of_params = (leaf_norms(x, layout=layout) / sizes for x in (steps, params))
         alpha = size_of_params.clamp(min=eps[1]) * torch.minimum(rate, t.rsqrt())
         steps = scale_leaves_(steps, -alpha / (size_of_step / d).clamp(min=1.0), layout)
@@ -177,6 +179,19 @@ def adafactor(
         return steps, AdafactorState(state.count + 1, row, col, nu, state.vectors)
 
     return checked(Transform(init, update), Needs("adafactor", AdafactorState, params=True, real=True))
+
+
+def _root_sizes(numels: Sequence[int], device: torch.device) -> Tensor:
+    """The roots of numbers of elements (float64): kept on each device, for a copy there waits for it."""
+    if is_tracing() or torch.compiler.is_dynamo_compiling():  # a graph takes no tensors from outside
+        return torch.tensor([math.sqrt(max(n, 1)) for n in numels], dtype=torch.float64).to(device)
+    return _kept_roots(tuple(numels), device)
+
+
+@lru_cache(maxsize=64)
+def _kept_roots(numels: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor([math.sqrt(max(n, 1)) for n in numels], dtype=torch.float64, device=device)
 
 
 def _floor(eps: float | None, g: Tensor) -> float:

@@ -36,6 +36,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "donate": {"donate": True, "clip_norm": 0.1},
     "micro": {"accumulate": 2, "donate": True},
     "once": {"accumulate": 2, "reduce_once": True},
+    "later": {"accumulate": 2, "reduce_once": "replicate"},
     "fast": {"reduction": "fast", "clip_norm": 0.1},
     "tree": {"reduction": "tree", "clip_norm": 0.1},
 }
@@ -74,14 +75,14 @@ def same_when_late(job: Callable[[Any], Any], **axes: int) -> None:
 
 def axes_for(plan: str, step: str) -> dict[str, int]:
     """Three ranks, or a power of two, or two axes."""
-    if "replicate" in str(PLANS[plan]):
+    if step == "later" or "replicate" in str(PLANS[plan]):
         return {"replicate": 2, "shard": 2}
     return {"shard": 2 if step == "tree" else 3}
 
 
 def pairs() -> list[tuple[str, str]]:
     """Every plan with two steps, every step with the usual plan."""
-    found, names = [("full", step) for step in STEPS], [name for name in STEPS if name != "tree"]
+    found, names = [("full", step) for step in STEPS], [name for name in STEPS if name not in ("tree", "later")]
     for number, plan in enumerate(PLANS):
         found += [(plan, names[(number + ahead) % len(names)]) for ahead in (0, 2)]
     return [*dict.fromkeys([*found, ("zero1", "tree"), ("wide", "tree"), ("host", "tree")])]

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerator import DEVICE, Mesh, on_accelerator
 from models import LM_UNITS, STRATEGIES, WORLDS, lm_batch, lm_params, mean_loss, rand, same_bits
 from optimizers import TRANSFORMS
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import gloo, simulated
 
 import fshard
-from fshard import DynamicLossScale, comm, gather_params, offload, optim, process_groups, tree
+from fshard import DynamicLossScale, gather_params, offload, optim, tree
 from fshard.reduction import Sums
 from fshard.wire import Int8, TopK
 
@@ -179,84 +178,11 @@ def test_a_plan_says_so():
 
 # Where everything lies: on a device that computes nothing (meta tensors), and cannot be mixed with the CPU.
 
-DEVICE = torch.device("meta")
-_CROSS = (torch.ops.aten.copy_, torch.ops.aten._to_copy)
-
-
-class Apart(TorchDispatchMode):
-    """As between a GPU and its host: what takes tensors of both is an error, unless it copies, or one is a number."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        op, kwargs = func.overloadpacket, {**(kwargs or {}), "pin_memory": False}
-        kwargs = {key: x for key, x in kwargs.items() if key in {a.name for a in func._schema.arguments}}
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        wide = {x.device.type for x in tensors if x.dim() or x.device == DEVICE or op is torch.ops.aten.where}
-        assert len(wide) < 2 or op in _CROSS, f"{func} of tensors on {[x.device for x in tensors]}"
-        if op is torch.ops.aten._local_scalar_dense and tensors[0].device == DEVICE:
-            return 0
-        if op is torch.ops.aten.copy_ and args[1].device == DEVICE != args[0].device:
-            return args[0].zero_()
-        if op is torch.ops.aten._to_copy and args[0].device == DEVICE and kwargs.get("device", DEVICE) != DEVICE:
-            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        if op is torch.ops.aten._pin_memory:
-            return args[0].clone()
-        if op is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_ and tensors[0].device == DEVICE:
-            return None
-        return func(*args, **kwargs)
-
-
-class Ranks:
-    """One of two ranks, the other of which sends nothing of interest."""
-
-    built_in, whole, record, rank, size = None, None, None, 0, 2
-
-    def __init__(self, axis: str):
-        self.axis, self.device = axis, DEVICE
-
-    def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """A tensor."""
-        return like.new_empty(numel)
-
-    def idle(self, x: Tensor) -> bool:
-        """Yes."""
-        return True
-
-    def exchange(self, sends: Any, recvs: Any, call: str) -> comm.Works:
-        """What travels is on the device."""
-        assert all(x.device == self.device for x in (*sends, *(r for r in recvs if r is not None))), call
-        return comm.Works([], process_groups.places(sends, recvs, self.rank))
-
-
-class Mesh:
-    """Two ranks with a GPU each."""
-
-    mesh_dim_names, device_type = ("shard",), "meta"
-
-    def size(self, axis: Any = None) -> int:
-        """Two."""
-        return 2
-
-    def get_local_rank(self, axis: Any = None) -> int:
-        """This is the first."""
-        return 0
-
-    def get_rank(self) -> int:
-        """This is the first."""
-        return 0
-
-    def ranks(self, axis: str) -> Ranks:
-        """Along the one axis."""
-        return Ranks(axis)
-
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The device of a mesh is one that computes nothing, and ranks agree without asking the one that is not there."""
-    find = torch.get_device_module
-    monkeypatch.setattr(comm, "mesh_device", lambda mesh: DEVICE if isinstance(mesh, Mesh) else torch.device("cpu"))
-    monkeypatch.setattr(torch, "get_device_module", lambda x: torch.cpu if torch.device(x) == DEVICE else find(x))
-    monkeypatch.setattr(fshard.agree, "check_same", lambda *args: None)
-    with Apart():
+def device() -> Iterator[None]:
+    """That device, as a mesh's."""
+    with on_accelerator():
         yield
 
 
