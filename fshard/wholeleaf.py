@@ -184,14 +184,16 @@ def adafactor(
 def _root_sizes(numels: Sequence[int], device: torch.device) -> Tensor:
     """The roots of numbers of elements (float64): kept on each device, for a copy there waits for it."""
     if is_tracing() or torch.compiler.is_dynamo_compiling():  # a graph takes no tensors from outside
-        return torch.tensor([math.sqrt(max(n, 1)) for n in numels], dtype=torch.float64).to(device)
+        return _made_roots(tuple(numels), device)
     return _kept_roots(tuple(numels), device)
 
 
-@lru_cache(maxsize=64)
-def _kept_roots(numels: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
+def _made_roots(numels: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a kept tensor may be differentiated through later
         return torch.tensor([math.sqrt(max(n, 1)) for n in numels], dtype=torch.float64, device=device)
+
+
+_kept_roots = lru_cache(maxsize=64)(_made_roots)
 
 
 def _floor(eps: float | None, g: Tensor) -> float:
