@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from models import LM_UNITS, STRATEGIES, WORLDS, lm_batch, lm_params, mean_loss, rand
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from worlds import gloo, simulated
 
 import fshard
@@ -81,6 +82,23 @@ class BuiltIn(process_groups.GroupRanks):
         self.built_in = group
 
 
+class Pool:
+    """A backend that makes memory: how often, and what of it is still there."""
+
+    def __init__(self) -> None:
+        self.refs = list[StorageWeakRef]()
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """As NCCL where the network has multicast."""
+        return True
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """With any bits."""
+        made = torch.full((size,), torch.nan, device=device).to(dtype)
+        self.refs.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+
 def as_nccl(mesh: Any, job: Any, *args: Any) -> tuple[Any, list[Late]]:
     """`job(mesh, *args)` on such ranks, and the exchanges it made."""
     warnings.simplefilter("ignore", FutureWarning)
@@ -144,6 +162,47 @@ def everything(mesh: Any) -> list[list[Tensor]]:
 def late(mesh: Any) -> tuple[list[list[Tensor]], list[Any]]:
     """What late exchanges give, and what one reduction takes."""
     return as_nccl(mesh, everything)[0], one_reduction(mesh)
+
+
+def from_a_pool(mesh: Any, plan: str) -> tuple[bool, list[int], int]:
+    """Whether memory of the backend's changes bits; buffers made in each step, units, and how many are left."""
+    params, tx = lm_params(torch.float32), optim.sgd(0.1)
+    made = replace(fshard.make_plan(params, mesh, units=LM_UNITS, **PLANS[plan]), mesh=mesh)
+    state = fshard.init_state(fshard.shard_params(params, made), tx)
+    step, batch, pool = fshard.train_step(mean_loss, tx), lm_batch(0, mesh.get_rank()), Pool()
+    expected = tree.leaves(step(state, batch)[0].params)
+    with mock.patch.object(process_groups, "_backend", return_value=pool), fshard.tally() as records:
+        after = as_nccl(mesh, lambda mesh: step(state, batch)[0])[0]  # the calls hold what was sent
+    large = [r for r in records if r.kind in ("all_gather", "reduce_scatter")]
+    left = sum(not ref.expired() for ref in pool.refs)
+    return same(tree.leaves(after.params), expected), [len(pool.refs), len(large)], left
+
+
+def test_what_is_sent_lies_in_memory_of_the_backend_where_it_makes_any() -> None:
+    """A buffer for each gather and each reduction, none of which outlives its step; not the results."""
+    for bits, (buffers, collectives), left in gloo(from_a_pool, "full"):
+        assert bits
+        assert buffers == collectives > 0
+        assert left == 0
+
+
+def test_a_backend_without_memory_of_its_own() -> None:
+    """Torch's own, of gloo and of what is not lent; the names asked for are torch's."""
+    group = mock.Mock(spec=["_get_backend"])
+    with (
+        mock.patch.object(process_groups.dist, "get_rank", return_value=0),
+        mock.patch.object(process_groups.dist, "get_world_size", return_value=2),
+    ):
+        ranks = process_groups.GroupRanks("shard", group, torch.device("meta"))
+    backend = mock.Mock()
+    backend.supports_tensor_alloc.return_value = False
+    group._get_backend.return_value = backend
+    like = torch.empty(0, device="meta")
+    assert ranks.empty(3, like, lent=True).shape == (3,)
+    assert ranks.empty(3, like, lent=False).shape == (3,)
+    backend.allocate_tensor.assert_not_called()
+    for name in ("supports_tensor_alloc", "allocate_tensor"):
+        assert callable(getattr(torch._C._distributed_c10d.Backend, name))
 
 
 def same(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
