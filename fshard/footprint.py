@@ -5,7 +5,8 @@ Note [Memory of a graph]
     graph runs in. Inputs live throughout, for the caller holds them, and outputs from where they are made. What a
     compiler computes on the way is not counted: an elementwise value all of whose readers come before the next node
     that it leaves alone (a matrix product, attention, a collective); nor is a value twice that takes the place of one
-    of its size which it is the last to read.
+    of its size which it is the last to read. What peers send of an exact sum on an accelerator is received into a
+    buffer that no node makes: it is counted from the node that starts the sum to the one that waits for it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from .nodes import MESHES
 from .reading import arguments, operator, values
 
 
@@ -85,11 +87,28 @@ def footprint(graph: fx.Graph, inputs: Sequence[str]) -> Footprint:
         changes[s.first][s.what] += s.nbytes
         changes[s.last + 1][s.what] -= s.nbytes
     _in_place(held, found, changes)
+    numbers = {node: i for i, node in enumerate(nodes)}
+    for node, nbytes in ((node, _received(node)) for node in nodes):
+        changes[numbers[node]]["gradients"] += nbytes
+        changes[max([numbers[node], *(numbers[user] for user in node.users)]) + 1]["gradients"] -= nbytes
     now, rows = Counter[str](), list[dict[str, int]]()
     for change in changes[: len(nodes)]:
         now.update(change)
         rows.append({k: v for k, v in now.items() if v})
     return Footprint(tuple(node.name for node in nodes), tuple(rows))
+
+
+def _received(node: fx.Node) -> int:
+    """The bytes of what peers send of a sum that this rank takes itself (in shared memory it reads them there)."""
+    if operator(node) not in ("fshard.reduce_scatter", "fshard.all_reduce"):
+        return 0
+    given = arguments(node)
+    (x,) = values(given["x"])
+    if given["fast"] or x.device.type == "cpu":
+        return 0
+    mesh = MESHES.find(given["mesh"])
+    size = mesh.size(list(mesh.mesh_dim_names).index(given["axis"]))
+    return x.nbytes // size * (size - 1)
 
 
 def _in_place(held: Sequence[_Storage], found: dict[int, _Storage], changes: list[Counter[str]]) -> None:

@@ -11,10 +11,13 @@ from models import STRATEGIES, rand, same_bits
 from steps import batch, params, start
 from test_wire import WIRES
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from worlds import simulated
 
 import fshard
 from fshard import AbstractMesh, optim, tree
+from fshard.footprint import footprint
+from fshard.nodes import MESHES
 
 WORLDS = {"2": (1, 2), "3": (1, 3), "2x2": (2, 2)}
 PLANS: dict[str, dict[str, Any]] = {
@@ -99,6 +102,25 @@ def test_memory_of_a_step():
         assert donated.bytes[-1].get("results", 0) < results
 
     simulated(law)
+
+
+@pytest.mark.parametrize(("device", "fast", "received"), [("cuda", False, 3), ("cuda", True, 0), ("cpu", False, 0)])
+def test_memory_of_an_exact_sum(device: str, fast: bool, received: int):
+    """What peers send is received beside the flat buffer, from its start to its wait, where no memory is shared."""
+    mesh, graph = AbstractMesh(shard=4), torch.fx.Graph()
+    with FakeTensorMode():
+        x, place = torch.empty(64, device=device), torch.empty(16, device=device)
+    nodes = [graph.placeholder(name) for name in ("x", "place")]
+    at = (MESHES.of(mesh), "shard", "unit", 0, fast)
+    start = graph.call_function(torch.ops.fshard.reduce_scatter.default, (nodes[1], nodes[0], *at))
+    between = graph.call_function(torch.ops.aten.view.default, (nodes[0], [8, 8]))
+    wait = graph.call_function(torch.ops.fshard.wait.default, (nodes[1], start, [nodes[0]]))
+    graph.output((nodes[1],))
+    held = [(nodes[0], x), (nodes[1], place), (start, x.new_empty(1)), (between, x.view(8, 8)), (wait, None)]
+    for node, value in held:
+        node.meta["val"] = value
+    rows = [row.get("gradients", 0) for row in footprint(graph, ["gathered", "results"]).bytes]
+    assert rows == [0, 0, *[received * 16 * 4] * 3, 0]
 
 
 def test_a_picture_of_memory(tmp_path):
