@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.optim.adam import adam as _torch_adam
 from torch.optim.sgd import sgd as _torch_sgd
 
-from .nodes import is_tracing
+from .nodes import MOST, is_tracing
 
 Number = float | Tensor
 Moments = tuple[Tensor, ...]
 Change = Callable[[Tensor, Tensor, Moments], tuple[Tensor, Moments]]
 
 _BLOCK = 1 << 15  # elements that stay in a CPU's cache, with their moments
-MOST = 1 << 30  # elements of one tensor for kernels over lists, and for reductions: some count in int32
 _LARGE_BLOCK = 1 << 24  # elements on an accelerator: enough for a kernel to fill it
 
 

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .record import Record
 
 _LARGE = 1 << 20  # bytes
+MOST = 1 << 30  # elements of one tensor for kernels over lists, and for reductions: some count in int32
 
 
 class Names:
@@ -65,20 +66,23 @@ def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return "attention" not in func.overloadpacket.__name__ or dropout != 0.0
 
 
-def put(place: Tensor, parts: Sequence[Tensor], starts: Sequence[int], add: bool = False) -> None:
+def put(place: Tensor, parts: Sequence[Tensor], starts: Sequence[int], add: bool = False, most: int = MOST) -> None:
     """Write tensors to a flat one, from these elements on, and zeros between them; or add them, and nothing between."""
     if is_tracing():  # one node: as many copies a compiler would fuse to one that asks of each element whose it is
         torch.ops.fshard.put(place, parts, starts, add)
         return
     ends = [start + part.numel() for part, start in zip(parts, starts, strict=True)]
     into = [place[start:end].view(part.shape) for part, start, end in zip(parts, starts, ends, strict=True)]
+    gaps = [place[begin:end] for begin, end in zip([0, *ends], [*starts, len(place)], strict=True) if begin < end]
+    if len(place) > most:  # a kernel over lists may count the elements of one in int32
+        for to, part in zip(into, parts, strict=True):
+            to.add_(part) if add else to.copy_(part)
     # Private: one call, and on a GPU one kernel, where a loop starts one for each leaf (test_blocks.py notices
     # when they go)
-    if parts:
+    elif parts:
         (torch._foreach_add_ if add else torch._foreach_copy_)(into, list(parts))
-    for begin, end in zip([0, *ends], [*starts, len(place)], strict=True):
-        if begin < end and not add:
-            place[begin:end].zero_()
+    if gaps and not add:
+        torch._foreach_zero_(gaps)
 
 
 class Started:

@@ -21,7 +21,8 @@ from torch import Tensor
 from . import comm, tree
 from .arguments import check_positive
 from .comm import Axes, Mesh
-from .kernels import MOST, beside, block_size, wide
+from .kernels import beside, block_size, wide
+from .nodes import MOST
 from .parts import Layout, Parts, Unreduced, device_of, layout_of, pieces
 
 _exact: ContextVar[bool] = ContextVar("fshard_exact_norms", default=False)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import gloo, simulated
 
 import fshard
-from fshard import baton, comm, kernels, norms, optim
+from fshard import baton, comm, kernels, nodes, norms, optim
 from fshard.bits import as_bytes
 from fshard.process_groups import as_sent, first_of
 
@@ -133,7 +133,7 @@ FUSED = {
 }
 
 
-def fused(name: str, lr: Any, device: str, sizes: list[int], most: int = kernels.MOST) -> list[Tensor]:
+def fused(name: str, lr: Any, device: str, sizes: list[int], most: int = nodes.MOST) -> list[Tensor]:
     """Parameters and moments after one call of a fused kernel."""
     kernel, num_moments, constants = FUSED[name](lr)
     generator = torch.Generator().manual_seed(0)
@@ -267,3 +267,14 @@ def test_an_abstract_mesh_of_a_device_there_is_no_build_for(monkeypatch: pytest.
     for name, number in (("cuda", 0), ("cuda:1", 1)):
         mesh = fshard.AbstractMesh(name, shard=2)
         assert (mesh.device_type, mesh.device) == ("cuda", torch.device("cuda", number))
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_leaves_are_put_one_by_one_where_lists_are_too_long(add: bool) -> None:
+    """The same bits, gaps between them zero, or left."""
+    parts, starts = [torch.rand(3, 5), torch.rand(40), torch.rand(())], [4, 20, 64]
+    places = [torch.arange(70.0) for _ in range(2)]
+    for place, most in zip(places, (nodes.MOST, 64), strict=True):
+        nodes.put(place, parts, starts, add, most)
+    assert same_bits(*places)
+    assert places[0][:4].tolist() == ([0.0, 1.0, 2.0, 3.0] if add else [0.0] * 4)
