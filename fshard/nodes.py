@@ -73,7 +73,6 @@ def put(place: Tensor, parts: Sequence[Tensor], starts: Sequence[int], add: bool
         return
     ends = [start + part.numel() for part, start in zip(parts, starts, strict=True)]
     into = [place[start:end].view(part.shape) for part, start, end in zip(parts, starts, ends, strict=True)]
-    gaps = [place[begin:end] for begin, end in zip([0, *ends], [*starts, len(place)], strict=True) if begin < end]
     if len(place) > most:  # a kernel over lists may count the elements of one in int32
         for to, part in zip(into, parts, strict=True):
             to.add_(part) if add else to.copy_(part)
@@ -81,7 +80,9 @@ def put(place: Tensor, parts: Sequence[Tensor], starts: Sequence[int], add: bool
     # when they go)
     elif parts:
         (torch._foreach_add_ if add else torch._foreach_copy_)(into, list(parts))
-    if gaps and not add:
+    if add:
+        return
+    if gaps := [place[end:start] for end, start in zip([0, *ends], [*starts, len(place)], strict=True) if end < start]:
         torch._foreach_zero_(gaps)
 
 
