@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, func
+from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import gloo, simulated
 
 import fshard
@@ -152,6 +153,38 @@ def on_trees(mesh: Any) -> Any:
     x = {"a": torch.full((4,), rank), "b": [torch.tensor(float(rank)), (None, torch.ones(2, 3) * rank)]}
     assert fshard.all_reduce({}, mesh, "shard") == {}
     return fshard.all_gather(x, mesh, "shard"), fshard.all_reduce(x, mesh, "shard")
+
+
+NARROW = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16]
+
+
+class Copies(TorchDispatchMode):
+    """The operators that bring a tensor into another dtype, by itself, before it is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += [str(func)] * (func is torch.ops.aten._to_copy.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("into", [*NARROW, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [*NARROW, torch.float32, torch.float64, torch.int32, torch.bool], ids=str)
+def test_a_sum_of_one_dtype_into_another(dtype: torch.dtype, into: torch.dtype, size: int) -> None:
+    """As if each had been cast to what sums are taken in; but for float8 none is, beyond the first."""
+    xs = [(randn(103, seed=i) * 3).to(dtype) for i in range(size)]
+    total = xs[0].to(comm.sum_dtype(dtype))
+    for x in xs[1:]:
+        total = total + x.to(total.dtype)
+    with Copies() as copies:
+        found = comm.fold(xs, "sum", torch.empty(103, dtype=into))
+    expected = total.to(into)
+    assert found.dtype == into
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    assert len(copies.found) <= (size if dtype.itemsize == 1 else 1)
 
 
 def test_trees() -> None:
