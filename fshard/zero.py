@@ -90,8 +90,8 @@ def _axes(mesh: Mesh, over: str | Sequence[str] | None) -> Axes:
 def _check_params(params: Any) -> None:
     if tree.nodes(params, Parts):
         raise TypeError(
-            "zero: expected whole parameters, got parts of them. The state of sharded ones is partitioned already: use "
-            "tx. Around by_label, masked and whole_leaves it goes, not inside: zero(by_label(...), mesh)."
+            "zero: expected whole parameters, got sharded ones, whose state is partitioned already: use tx. Or got the "
+            "leaves of one label: zero goes around by_label, masked and whole_leaves, as in zero(by_label(...), mesh)."
         )
     flat, spec = tree.flatten(params)
     if not flat:

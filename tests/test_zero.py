@@ -38,6 +38,13 @@ alike = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 clone = functools.partial(tree.map, torch.clone)
 
 
+def test_zero_goes_around_labels():
+    """Inside them it is an error that says so."""
+    tx = optim.by_label({"a": zero(optim.sgd(0.1))}, {"**": "a"})
+    with pytest.raises(TypeError, match=r"leaves of one label: zero goes around by_label.* zero\(by_label\("):
+        tx.init({"w": torch.ones(2)})
+
+
 def skipped_on_one(mesh: Any, partition: str, way: str) -> Any:
     """Parameters after a step that overflowed on the last rank alone, `zero` inside another transformation."""
     local = functools.partial(zero, mesh=mesh, partition=partition, grads="local")
