@@ -1,8 +1,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+WHEELS ?=
 
-.PHONY: train test lint bench bench-footprint bench-optim bench-precision bench-simulated bench-check mutants clean
+.PHONY: train test lint bench gpu bench-footprint bench-optim bench-precision bench-simulated bench-check mutants clean
 
 train: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_lm.py $(ARGS)
@@ -21,6 +22,10 @@ bench: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[examples,test,lint]"
 	touch $@
+
+# with the .venv if there is one: a machine with a GPU may have torch, and no package index
+gpu:
+	FSHARD_WHEELS=$(WHEELS) $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(ARGS)
 
 bench-optim: .venv/ready
 	$(BIN)/python benchmarks/optimizers.py $(ARGS)

@@ -41,7 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests marked `sample(n)` keep one case in n; with FSHARD_REST=1 only the others; all if asked for by name."""
+    """Skip tests marked `cuda` without a GPU; of tests marked `sample(n)` keep one case in n.
+
+    With FSHARD_REST=1 keep only the others; all if asked for by name.
+    """
+    for item in items:
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
     rest = bool(os.environ.get("FSHARD_REST"))
     if os.environ.get("FSHARD_ALL") or any("::" in arg for arg in config.args) or config.option.keyword:
         return

@@ -105,7 +105,12 @@ class Announced:
         self.axis, self.rank, self.size, self.device = ranks.axis, ranks.rank, ranks.size, ranks.device
         self.built_in, self.whole, self.empty, self.idle = ranks.built_in, None, ranks.empty, ranks.idle
         self.record = Record("", ranks.axis, "", 0)  # of what is asked for next
-        self._exchange, self.announce = ranks.exchange, announce
+        self._ranks, self._exchange, self.announce = ranks, ranks.exchange, announce
+
+    @property
+    def timeout(self) -> Any:
+        """How long a message is waited for, where ranks say it: a plan made inside connects them."""
+        return self._ranks.timeout
 
     def exchange(self, sends: Sequence[Any], recvs: Sequence[Any], call: str) -> Any:
         """The ranks' own, once they all know of it."""

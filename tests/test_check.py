@@ -8,7 +8,7 @@ import faults
 import pytest
 import torch
 from faults import ALIVE, PLACES, Fault
-from worlds import Fate, fates, simulated
+from worlds import Fate, fates, gloo, simulated
 
 import fshard
 from fshard import optim
@@ -151,3 +151,19 @@ def test_a_call_that_says_no_mesh() -> None:
     """What was expected, and what to do."""
     with pytest.raises(TypeError, match=r"check: expected a Sharded .* got none.*fshard.check\(fn, mesh\)"):
         fshard.check(torch.neg)(torch.ones(()))
+
+
+def plan_inside(mesh: Any) -> Any:
+    """A checked function that makes a plan, which connects the ranks of a host."""
+
+    def job(x: torch.Tensor) -> Any:
+        whole = {"w": x}
+        return fshard.gather_params(fshard.shard_params(whole, fshard.make_plan(whole, mesh)))
+
+    return fshard.check(job, mesh)(torch.arange(5.0))
+
+
+def test_a_plan_may_be_made_inside() -> None:
+    """In processes, as on simulated ranks."""
+    for found in (*gloo(plan_inside), *simulated(plan_inside)):
+        assert torch.equal(found["w"], torch.arange(5.0))

@@ -110,7 +110,7 @@ def test_a_rank_that_seeds_python_and_numpy() -> None:
     assert len({x for rank in found for x in rank}) == 6
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.cuda
 def test_random_states_on_a_gpu() -> None:
     """The device's as well, and sums there."""
 

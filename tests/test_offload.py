@@ -292,8 +292,6 @@ def test_derivatives_end_in_host_memory():
 
 # On a GPU.
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 def big(dtype: torch.dtype = torch.float32) -> Any:
     """A stack whose units take a while to copy."""
@@ -319,7 +317,7 @@ def twenty(mesh: Any, host: Any, **kw: Any) -> tuple[Any, fshard.TrainState]:
     return torch.stack(losses).cpu(), state
 
 
-@on_gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("shard", [1, 2])
 @pytest.mark.parametrize("kw", [{}, {"donate": True}, {"accumulate": 2, "donate": True, "clip_norm": 0.1}], ids=str)
 def test_nothing_is_overtaken(shard, kw):

@@ -1,0 +1,148 @@
+"""What `make gpu` trains: a small model, its data, and steps of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fshard
+from fshard import optim, tree, wire
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+VOCAB = 128
+Make = Callable[[], Any]
+
+
+def params(d: int = 64 if CUDA else 16, layers: int = 4 if CUDA else 2) -> Any:
+    """Blocks with a gate of one element, which puts the leaves after it out of step."""
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) / shape[0] ** 0.5
+
+    def block() -> Any:
+        bias, norm = torch.zeros(4 * d), torch.ones(d)
+        return {"gate": torch.ones(1), "norm": norm, "w": matrix(d, 4 * d), "b": bias, "v": matrix(4 * d, d)}
+
+    whole = {"embed": matrix(VOCAB, d), "blocks": [block() for _ in range(layers)], "head": matrix(d, VOCAB)}
+    return tree.map(lambda x: x.to(DEVICE), whole)
+
+
+def loss(p: Any, tokens: Tensor, dropout: float = 0.0) -> fshard.Mean:
+    """The next token's, which is the token's number and one."""
+    x = p["embed"][tokens]
+    for b in p["blocks"]:
+        h = F.layer_norm(x, (x.shape[-1],), b["norm"])
+        h = F.gelu(h @ b["w"] + b["b"]) @ b["v"]
+        x = x + (F.dropout(h, dropout) if dropout else h) * b["gate"]
+    losses = F.cross_entropy((x @ p["head"]).float().flatten(0, 1), ((tokens + 1) % VOCAB).flatten(), reduction="sum")
+    return fshard.Mean(losses, tokens.numel())
+
+
+def batch(step: int, rank: int = 0, rows: int = 8) -> Tensor:
+    """One rank's tokens."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, VOCAB, (rows, 32 if CUDA else 8), generator=generator).to(DEVICE)
+
+
+def start(mesh: Any, tx: Any, scale: Any = None, plan: dict[str, Any] | None = None) -> fshard.TrainState:
+    """A state of training."""
+    whole = params()
+    made = fshard.make_plan(whole, mesh, units=["blocks.*"], **(plan or {}))
+    return fshard.init_state(fshard.shard_params(whole, made), tx, scale)
+
+
+def trained(
+    mesh: Any,
+    tx: Make = lambda: optim.adamw(1e-3),
+    scale: Make = lambda: None,
+    plan: dict[str, Any] | None = None,
+    jit: str | None = None,
+    fn: Callable[..., Any] = loss,
+    steps: int = 2,
+    **how: Any,
+) -> Any:
+    """Whole parameters and losses of a few steps."""
+    transform = tx()
+    state, donate = start(mesh, transform, scale(), plan), how.pop("donate", False)
+    step: Any = fshard.train_step(fn, transform, donate=donate and jit is None, **how)
+    step = step if jit is None else fshard.jit(step, backend=jit, donate=donate)
+    losses = []
+    for i in range(steps):
+        state, metrics = step(state, batch(i, mesh.get_rank()))
+        losses.append(metrics["loss"])
+    return fshard.gather_params(state.params), torch.stack(losses)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "a number": lambda: optim.adamw(1e-3),
+    "linear": lambda: optim.adamw(optim.linear(1e-4, 1e-3, 9)),
+    "cosine sgd": lambda: optim.sgd(optim.cosine(0.1, 9), momentum=0.9),
+    "hyperparams": lambda: optim.with_hyperparams(optim.adamw, lr=1e-3),
+    "amsgrad": lambda: optim.amsgrad(1e-3),
+    "nadam": optim.nadam,
+    "rmsprop": lambda: optim.rmsprop(centered=True, momentum=0.9),
+    "adagrad": optim.adagrad,
+    "adadelta": optim.adadelta,
+    "lion": lambda: optim.lion(optim.linear(1e-4, 1e-3, 9)),
+    "schedule-free": lambda: optim.schedule_free_adamw(optim.linear(0.0, 1e-3, 5)),
+    "lamb": lambda: optim.lamb(1e-3),
+    "adafactor": optim.adafactor,
+    "muon": lambda: optim.muon(1e-3),
+    "chain": lambda: optim.chain(optim.clip_by_leaf_norm(1.0), optim.ema(0.9), optim.scale(-0.1)),
+    "every k": lambda: optim.every_k(optim.adamw(1e-3), 2),
+    "torch's RAdam": lambda: optim.from_torch(torch.optim.RAdam, lr=1e-3),
+    "labels": lambda: optim.by_label({"a": optim.sgd(0.1), "b": optim.adamw(1e-3)}, {"embed": "a", "**": "b"}),
+}
+OVER: dict[str, Any] = {"params_over": (), "grads_over": (), "state_over": ()}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "donate": {"donate": True, "clip_norm": 0.1, "accumulate": 2},
+    "once": {"accumulate": 2, "reduce_once": True},
+    "fast": {"reduction": "fast"},
+    "tree": {"reduction": "tree", "clip_norm": 1.0},
+    "ddp": {"plan": OVER},
+    "zero1": {"plan": {"params_over": (), "grads_over": ()}, "donate": True},
+    "bf16": {"plan": {"policy": "compute=bf16, reduce=f32"}},
+    "int8": {"plan": {"param_wire": wire.Int8(), "grad_wire": wire.Int8()}},
+    "float8": {"plan": {"param_wire": wire.Float8(), "grad_wire": wire.Float8()}},
+    "topk": {"plan": {"grad_wire": wire.TopK(0.1)}},
+    "together": {"plan": {"together": True, "policy": "compute=bf16; **.norm: compute=f32"}},
+    "muon": {"tx": OPTIMIZERS["muon"], "donate": True},
+    "host": {"plan": {"host": "blocks.*"}, "donate": True},
+    "keep": {"plan": {"regather": False}},
+}
+POLICIES = ("compute=bf16", "compute=f16", "storage=bf16", "compute=bf16, grads=bf16")
+FROZEN = (torch.int16, torch.uint16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
+
+
+def same(got: Any, expected: Any, exact: bool = True) -> str:
+    """How two trees of tensors differ; empty if they do not, to the bit or nearly."""
+    pairs = [*zip(tree.leaves(got), tree.leaves(expected), strict=True)]
+    if exact:
+        wrong = sum(not torch.equal(x, y.to(x.device)) for x, y in pairs)
+        return f"{wrong} of {len(pairs)} tensors have other bits" if wrong else ""
+    far = max(float((x - y.to(x.device)).abs().max()) for x, y in pairs)
+    return "" if far < 2e-3 else f"up to {far:.1e} apart"
+
+
+def frozen(mesh: Any, dtype: torch.dtype) -> str:
+    """A leaf of a dtype, there and back."""
+    whole = {"n": torch.ones(8, device=DEVICE).to(dtype)}
+    back = fshard.gather_params(fshard.shard_params(whole, fshard.make_plan(whole, mesh, frozen="n")))
+    return same(back["n"].view(torch.uint8), whole["n"].view(torch.uint8))
+
+
+def alternatives() -> Iterable[tuple[str, dict[str, Any]]]:
+    """Arguments of `trained`, by what they are to show."""
+    yield from ((f"optimizer {name}", {"tx": tx}) for name, tx in OPTIMIZERS.items())
+    yield "optimizer in 8 bits", {"tx": lambda: optim.adamw_8bit(1e-3), "plan": {"block": 256}}
+    for policy in POLICIES:
+        yield f"loss scale, {policy}", {"scale": lambda: fshard.DynamicLossScale(64.0), "plan": {"policy": policy}}
+    yield from ((f"step {name}", kind) for name, kind in KINDS.items())
+    yield "jit, as it is", {"jit": "eager", "donate": True}

@@ -1,0 +1,46 @@
+"""One of several ranks of `make gpu`, all on one GPU: `python benchmarks/gpu_ranks.py FOLDER SIZE RANK`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_cases import CUDA, DEVICE, KINDS, same, trained
+from gpu_parts import Rows
+from torch.distributed.device_mesh import init_device_mesh
+
+import fshard
+from fshard.testing import World
+
+
+def main() -> None:
+    """Every kind of step in processes; rank 0 compares it with simulated ranks on the same device."""
+    folder, size, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    if CUDA:
+        torch.cuda.set_device(DEVICE)
+    backend = "nccl" if CUDA else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    mesh = init_device_mesh(DEVICE.type, (size,), mesh_dim_names=("shard",))
+    rows = Rows("nccl", f"{folder}/rows")
+    kinds = KINDS if CUDA else {name: KINDS[name] for name in ("full", "donate", "topk")}
+    for name, kind in kinds.items():
+        got = trained(mesh, **kind)
+        if rank == 0:  # the others wait at the next collective
+
+            def job(mesh: Any, kind: dict[str, Any] = kind) -> Any:
+                return trained(mesh, **kind)
+
+            def compared(got: Any = got, job: Any = job, exact: bool = name != "fast") -> str:
+                return same(got, World(size, device=str(DEVICE)).run(job)[0], exact)
+
+            rows.check(name, compared)
+        dist.barrier()
+    if size > 1:
+        rows.check("check", lambda: fshard.check(trained, mesh)(mesh) and None)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

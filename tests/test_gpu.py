@@ -1,0 +1,50 @@
+"""`make gpu` without a GPU: every part that can run does, and the others say why not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+STATES = {"tests": "skipped", "reads": "skipped", "overlap": "skipped", "speed": "measured"}  # of others: right
+
+
+def ran(*command: str) -> Any:
+    """What a command of the benchmarks' folder did."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT / "benchmarks",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("part", ["reads", "tests", "overlap", "crashes", "bits", "late", "nccl", "speed"])
+def test_dry_run(part, tmp_path):
+    """Nothing fails; what ran is in the JSON, the table has a line for it."""
+    done = ran("gpu.py", "--parts", part, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "gpu.json").read_text())
+    assert {(row["part"], row["state"]) for row in rows} == {(part, STATES.get(part, "right"))}
+    assert all(row["what"].startswith("no GPU") for row in rows if row["state"] == "skipped")
+    assert f"| {part} |" in (tmp_path / "gpu.md").read_text()
+
+
+def test_what_dies_is_a_row(tmp_path):
+    """And the command fails."""
+    done = ran("-c", "import gpu; gpu.PARTS = {'nothing': 60}; gpu.main()", "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert "1 case(s) failed" in done.stderr
+    (row,) = json.loads((tmp_path / "gpu.json").read_text())
+    assert (row["state"], row["what"]) == ("failed", "ended with 1: KeyError: 'nothing'")
