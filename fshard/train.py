@@ -80,7 +80,8 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device, copy=True), loss_scale)
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
     lost = nothing_lost(sharded)
-    if not is_tracing() and not getattr(sharded.plan.mesh, "abstract", False):
+    several = any(size > 1 for _, size in sharded.plan.axes)  # one rank reads no scale of a device
+    if several and not is_tracing() and not getattr(sharded.plan.mesh, "abstract", False):
         _check_alike(sharded, seed, scaler)
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
     return TrainState(sharded, tx.init(trained), scaler, step, rng, extra, lost)
