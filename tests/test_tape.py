@@ -1073,4 +1073,5 @@ def test_what_is_saved_may_be_read_often() -> None:
             _, grads = fshard.value_and_grad(lambda p: fshard.Sum(Often.apply(p["a"]).sum()))(sharded)
         return fshard.gather_params(grads)["a"].tolist(), len(records.select("all_gather"))
 
-    assert simulated(job, shard=2) == [([0.0, 4.0, 8.0], 1 + 4)] * 2
+    # what the backward begins with is there already, for the first of the four
+    assert simulated(job, shard=2) == [([0.0, 4.0, 8.0], 1 + 3)] * 2
