@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -279,6 +280,15 @@ def test_ranks_that_clean_up(what: str) -> None:
     assert world.log == ended == []
 
 
+@pytest.fixture
+def _interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt: a job that a shell runs in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interrupts")
 def test_an_interrupt_stops_the_ranks() -> None:
     """One that reaches the main thread: ranks end at their next collective, and nothing stays behind."""
     main, before, went_on = threading.main_thread().ident, threading.active_count(), list[int]()
