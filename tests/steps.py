@@ -67,12 +67,12 @@ def same_shapes(a: Any, b: Any) -> bool:
 
 
 def apart(a: Any, b: Any) -> float:
-    """How far two trees of numbers are apart, at most; what is not finite must be the same."""
+    """How far two trees are apart at most, by a leaf's largest if above 1; what is not finite must be the same."""
     far = 0.0
     for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True):
         assert same_bits(x.isfinite(), y.isfinite())
-        gap = torch.where(x.isfinite(), x.double() - y.double(), 0)
-        far = max(far, float(gap.abs().max()) if x.numel() else 0.0)
+        gap, size = (torch.where(y.isfinite(), z, 0).abs() for z in (x.double() - y.double(), y.double()))
+        far = max(far, float(gap.max() / size.max().clamp(min=1)) if x.numel() else 0.0)
     return far
 
 
