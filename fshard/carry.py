@@ -13,7 +13,7 @@ from torch import Tensor
 from . import comm, offload, tree
 from .comm import Axes, Pending
 from .labels import Labels, label_of
-from .parts import pieces
+from .parts import clear_outside_, pieces
 from .plan import Plan
 from .reduction import Reduction, Tree, gather_over, reduce_over
 from .shard import Sharded, intervals, whole_view
@@ -221,14 +221,8 @@ def _reduce_encoded(
 def _unpadded(total: Tensor, reduced: Sharded, unit: int, kind: int) -> Tensor:
     """A rank's interval, in place, with zeros for padding: what a wire decodes there may be anything, and would count
     in norms."""
-    end = 0
-    for _, first, last, start in intervals(reduced.plan, unit, kind, reduced.view.over):
-        if start > end:
-            total[end:start].zero_()
-        end = start + last - first
-    if end < len(total):
-        total[end:].zero_()
-    return total
+    held = intervals(reduced.plan, unit, kind, reduced.view.over)
+    return clear_outside_(total, ((start, start + last - first) for _, first, last, start in held))
 
 
 def _first(plan: Plan, axes: Axes) -> str:

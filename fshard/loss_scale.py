@@ -393,12 +393,7 @@ def select(found_inf: Tensor, if_inf: Any, if_finite: Any) -> Any:
     {'w': tensor(1)}
     """
     check_found(found_inf, labelled=False)
-    leaves, spec = tree.flatten(if_inf)
-    try:
-        pairs = [*zip(leaves, tree.flatten_up_to(spec, if_finite), strict=True)]
-    except ValueError:
-        unlike = tree.difference(if_inf, if_finite)
-        raise ValueError(f"select: if_finite is not of the structure of if_inf: {unlike}") from None
+    pairs, spec = tree.pairs("select: if_finite is not of the structure of if_inf", if_inf, if_finite)
     for number, (a, b) in enumerate(pairs):
         if not isinstance(a, Tensor) or not isinstance(b, Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
             alike = "expected two tensors of one shape and dtype"

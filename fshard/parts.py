@@ -427,10 +427,17 @@ def clear_padding_(x: Any) -> Any:
     """Make what lies in rows but in no leaf zero, in place."""
     layout, rows = layout_of(x), tree.leaves(x)
     for number, row in enumerate(rows if layout.flat else []):
-        end = 0
-        for span in (s for s in layout.mine if s.row == number):
-            if span.start > end:
-                row[end : span.start].zero_()
-            end = span.start + span.numel
-        row[end:].zero_()
+        clear_outside_(row, ((s.start, s.start + s.numel) for s in layout.mine if s.row == number))
     return x
+
+
+def clear_outside_(row: Tensor, spans: Iterable[tuple[int, int]]) -> Tensor:
+    """Make a flat tensor zero, in place, but for these intervals, which are in order."""
+    end = 0
+    for start, stop in spans:
+        if start > end:
+            row[end:start].zero_()
+        end = stop
+    if end < len(row):
+        row[end:].zero_()
+    return row

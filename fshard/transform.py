@@ -146,12 +146,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     >>> apply_updates({"w": torch.tensor(1.0)}, {"w": torch.tensor(-0.5)})
     {'w': tensor(0.5000)}
     """
-    leaves, spec = tree.flatten(params)
-    try:
-        pairs = [*zip(leaves, tree.flatten_up_to(spec, updates), strict=True)]
-    except ValueError:
-        unlike = tree.difference(params, updates)
-        raise ValueError(f"apply_updates: updates are not of the structure of params: {unlike}") from None
+    pairs, spec = tree.pairs("apply_updates: updates are not of the structure of params", params, updates)
     for number, (p, u) in enumerate(pairs):
         if u is not None and (got := _unlike(u, p)):
             raise ValueError(f"apply_updates: the update of leaf {tree.paths(spec)[number]!r} {got}")

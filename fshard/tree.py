@@ -238,6 +238,19 @@ def paths(spec: Spec) -> list[str]:
     return [".".join(name for name in path if name) for path, node, _ in walk(spec) if node.is_leaf()]
 
 
+def pairs(what: str, expected: Any, got: Any) -> tuple[list[tuple[Any, Any]], Spec]:
+    """The leaves of two trees side by side, by the structure of the first; ValueError, `what` and how they differ.
+
+    >>> pairs("b is not like a", {"w": 1}, {"w": 2})[0]
+    [(1, 2)]
+    """
+    leaves, spec = flatten(expected)
+    try:
+        return [*zip(leaves, flatten_up_to(spec, got), strict=True)], spec
+    except ValueError:
+        raise ValueError(f"{what}: {difference(expected, got)}") from None
+
+
 def difference(expected: Any, got: Any) -> str:
     """How the structure of a tree differs from the expected one, in words: its type, else its leaves.
 

@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 import fshard
+from fshard.wire import Float8, Int8, LowRank, TopK
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"params_over": (), "grads_over": (), "state_over": ()},
@@ -20,6 +21,17 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "full": {},  # on replicate x shard: hybrid
     "wide_state": {"state_over": ("replicate", "shard")},
     "wide": dict.fromkeys(("params_over", "grads_over", "state_over"), ("replicate", "shard")),
+}
+# and what travels as something else than it is kept as
+WIRED: dict[str, dict[str, Any]] = {
+    **STRATEGIES,
+    "int8": {"param_wire": Int8(16), "grad_wire": Int8(16)},
+    "float8": {"param_wire": Float8(), "grad_wire": Float8()},
+    "topk": {"grad_wire": TopK(0.3)},
+    "lowrank": {"grad_wire": LowRank(1)},
+    "together": {"together": True, "policy": "compute=bf16; blocks.*.scale: compute=f32"},
+    "half": {"policy": "compute=f16"},
+    "bf16": {"policy": "compute=bf16"},
 }
 NARROW = [name for name in STRATEGIES if not name.startswith("wide")]  # those that need no axis `replicate`
 WORLDS = {"1": (1, 1), "2": (1, 2), "3": (1, 3), "4": (1, 4), "2x2": (2, 2)}  # replicate, shard

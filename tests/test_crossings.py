@@ -7,25 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerator import DEVICE, Mesh, on_accelerator
-from models import LM_UNITS, STRATEGIES, lm_batch, lm_params, lm_total
+from models import LM_UNITS, WIRED, lm_batch, lm_params, lm_total
 from optimizers import TRANSFORMS
 from torch import Tensor
 
 import fshard
 from fshard import DynamicLossScale, NoLossScale, StaticLossScale, tree
-from fshard.wire import Float8, Int8, LowRank, TopK
 
 LOSSES = ("number", "tensor", "sum", "plain")
-PLANS: dict[str, dict[str, Any]] = {
-    **STRATEGIES,
-    "int8": {"param_wire": Int8(16), "grad_wire": Int8(16)},
-    "float8": {"param_wire": Float8(), "grad_wire": Float8()},
-    "topk": {"grad_wire": TopK(0.3)},
-    "lowrank": {"grad_wire": LowRank(1)},
-    "together": {"together": True, "policy": "compute=bf16; blocks.*.scale: compute=f32"},
-    "half": {"policy": "compute=f16"},
-    "bf16": {"policy": "compute=bf16"},
-}
 SCALERS = {
     "none": lambda: None,
     "no": NoLossScale,
@@ -68,9 +57,9 @@ def crossings(
     how = STEPS[step]
     with on_accelerator() as apart:
         params, transform = tree.map(lambda x: x.to(DEVICE), lm_params(torch.float32)), TRANSFORMS[tx]()
-        sizes = {"replicate": 2, "shard": 2} if "replicate" in str(PLANS[plan]) else {}
+        sizes = {"replicate": 2, "shard": 2} if "replicate" in str(WIRED[plan]) else {}
         mesh, block = Mesh(**sizes), 4 if tx == "adamw_8bit" else 1
-        made = fshard.make_plan(params, mesh, units=LM_UNITS, block=block, **PLANS[plan])
+        made = fshard.make_plan(params, mesh, units=LM_UNITS, block=block, **WIRED[plan])
         state = fshard.init_state(fshard.shard_params(params, made), transform, SCALERS[scaler]())
         run = fshard.train_step(loss_of(loss, how.get("has_aux", False)), transform, **how)
         batch = tree.map(lambda x: x[:4].to(DEVICE), lm_batch(0, 0))
@@ -105,7 +94,7 @@ def test_losses_and_scalers(loss, scaler):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("scaler", ["none", "dynamic"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", WIRED)
 def test_plans(plan, scaler):
     """Strategies, wires, precisions."""
     assert crossings(plan, "micro", scaler=scaler) == {}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import LM_UNITS, STRATEGIES, lm_batch, lm_params, mean_loss, rand, same_bits
+from models import LM_UNITS, WIRED, lm_batch, lm_params, mean_loss, rand, same_bits
 from optimizers import TRANSFORMS
 from torch import Tensor
 
@@ -13,19 +13,11 @@ import fshard
 from fshard import DynamicLossScale, comm, gather_params, optim, tree
 from fshard.late import poison
 from fshard.testing import InFlightError, World
-from fshard.wire import Float8, Int8, LowRank, TopK
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PLANS: dict[str, dict[str, Any]] = {
-    **STRATEGIES,
-    "int8": {"param_wire": Int8(16), "grad_wire": Int8(16)},
-    "float8": {"param_wire": Float8(), "grad_wire": Float8()},
-    "topk": {"grad_wire": TopK(0.3)},
-    "lowrank": {"grad_wire": LowRank(1)},
-    "together": {"together": True, "policy": "compute=bf16; blocks.*.scale: compute=f32"},
-    "half": {"policy": "compute=f16"},
-    "bf16": {"policy": "compute=bf16"},
+    **WIRED,
     "wide sums": {"policy": "compute=bf16, reduce=f32"},
     "host": {"host": ["blocks.*", "tail.left"]},
     "frozen": {"frozen": "blocks.1"},
