@@ -165,7 +165,7 @@ def _in_slices(recipe: Recipe, state: Any, batch: Any, args: Sequence[Any]) -> t
             own = outcome.shared(1) if rank == 0 else torch.zeros_like(outcome.count)
             words = f"{described(outcome.kind, recipe.built)}, rows={rows} (reduction='tree': as many on every rank)"
             # where no call is compared, unequal rows make gradients nan: their squares then add up to more
-            sent = torch.stack([own, own.new_tensor(rows), own.new_tensor(rows).square()])
+            sent = torch.stack([own, own.new_full((), rows), own.new_full((), rows**2)])
             count, total, squares = comm.total(sent, plan.live_mesh(), label="loss", more=words).unbind()
             first.append(replace(outcome, count=torch.where(squares * ranks == total.square(), count, torch.nan)))
         return first[0].shared(num)

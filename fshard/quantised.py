@@ -176,7 +176,7 @@ def _books(numbers: Sequence[Sequence[float]], device: torch.device) -> Books:
     """The books of both moments: kept on each device, for a copy there waits for it."""
     if not is_tracing() and not torch.compiler.is_dynamo_compiling():
         return _kept_books(device)
-    # a graph takes constants, and no tensors from outside
+    # a graph takes constants, which torch brings to the device once, when it traces, and no tensors from outside
     mu, nu = (torch.tensor(book, dtype=torch.float32, device=device) for book in numbers)
     return mu, nu
 

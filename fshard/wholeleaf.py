@@ -184,6 +184,7 @@ def adafactor(
 def _root_sizes(numels: Sequence[int], device: torch.device) -> Tensor:
     """The roots of numbers of elements (float64): kept on each device, for a copy there waits for it."""
     if is_tracing() or torch.compiler.is_dynamo_compiling():  # a graph takes no tensors from outside
+        # but constants, which torch brings to the device once, when it traces
         return _made_roots(tuple(numels), device)
     return _kept_roots(tuple(numels), device)
 

@@ -83,8 +83,9 @@ class _Numbers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        made = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)
-        device = kwargs.get("device")
+        made = func in (torch.tensor, torch.as_tensor, torch.asarray) and not isinstance(args[0], Tensor)
+        made = made or (func is Tensor.new_tensor and not isinstance(args[1], Tensor))
+        device = kwargs.get("device", args[0].device if func is Tensor.new_tensor else None)
         if made and device is not None and torch.device(device) == DEVICE:
             self._apart._note(DEVICE)
         if func is Tensor.__setitem__ and args[0].device == DEVICE and not isinstance(args[2], Tensor):

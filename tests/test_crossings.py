@@ -10,6 +10,8 @@ from accelerator import DEVICE, Mesh, on_accelerator
 from models import LM_UNITS, WIRED, lm_batch, lm_params, lm_total
 from optimizers import TRANSFORMS
 from torch import Tensor
+from traced import NAME, accelerator, crossed
+from worlds import gloo
 
 import fshard
 from fshard import DynamicLossScale, NoLossScale, StaticLossScale, tree
@@ -129,6 +131,8 @@ CROSS = {
     "to": lambda x: torch.ones(()).to(x.device),
     "tensor": lambda x: torch.tensor(1.0, device=x.device),
     "tensors": lambda x: torch.as_tensor([1, 2], device=x.device),
+    "array": lambda x: torch.asarray([1, 2], device=x.device),
+    "new": lambda x: x.new_tensor(2.0),
     "set": lambda x: x.clone().__setitem__(0, 1.0),
     "index": lambda x: x[[0, 1]],
     "copy": lambda x: x.clone().copy_(torch.ones(3)),
@@ -151,3 +155,77 @@ def test_devices_do_not_mix():
         for wrong in (torch.add, lambda x, y: torch.cat([x, y]), lambda x, y: torch.stack([x[0], y[0]])):
             with pytest.raises(AssertionError, match="of tensors on"):
                 wrong(torch.ones(3, device=DEVICE), torch.ones(3))
+
+
+# (plan, optimizer, scaler, loss, step): all of each beside the usual others. What torch's own classes read is no graph.
+GRAPHS = [
+    *((plan, "adamw", "dynamic", "number", "micro") for plan in WIRED),
+    *(("full", name, "dynamic", "tensor", "clip") for name in TRANSFORMS if not name.startswith("from_torch-Ada")),
+    *(("full", "adamw", "static", loss, "micro") for loss in LOSSES),
+    *(("full", "adamw", scaler, "plain", "micro") for scaler in SCALERS),
+    *(("zero1", "sgd-all", "dynamic", "number", step) for step in STEPS),
+]
+GRAPHS_HAVE = {
+    "adamw_8bit": {f"constant on {NAME}": 2},  # code books
+    "adafactor": {f"constant on {NAME}": 1},  # how large leaves are
+    "from_torch-Rprop": {"_to_copy": 1},  # torch's class computes with a number there
+}
+
+
+def crossings_of_a_graph(device: torch.device, plan: str, tx: str, scaler: str, loss: str, step: str) -> Counter[str]:
+    """What crosses over in the graph of a step, and its constants, by device."""
+    how, transform, scale = STEPS[step], TRANSFORMS[tx](), SCALERS[scaler]()
+
+    def there(x: Any) -> Any:
+        return torch.empty(x.shape, dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
+
+    def begun(params: Any) -> Any:
+        sizes = {"replicate": 2, "shard": 2} if "replicate" in str(WIRED[plan]) else {"shard": 2}
+        mesh, block = fshard.AbstractMesh(NAME, **sizes), 4 if tx == "adamw_8bit" else 1
+        made = fshard.make_plan(params, mesh, units=LM_UNITS, block=block, **WIRED[plan])
+        return fshard.init_state(fshard.shard_params(params, made), transform, tree.map(there, scale))
+
+    state = fshard.abstract(begun, tree.map(there, lm_params(torch.float32)))
+    run = fshard.train_step(loss_of(loss, how.get("has_aux", False)), transform, **{**how, "donate": False})
+    batch = tree.map(lambda x: there(x[:4]), lm_batch(0, 0))
+    return crossed(fshard.jit(run, donate=how.get("donate", False)).lower(state, batch))
+
+
+def crossings_of_graphs(_: Any, cases: list[tuple[str, ...]]) -> list[Counter[str]]:
+    """One after the other."""
+    device = accelerator()
+    return [crossings_of_a_graph(device, *case) for case in cases]
+
+
+@pytest.mark.sample(11)
+@pytest.mark.parametrize("part", range(11))
+def test_graphs(part):
+    """Nor in a traced step: what is known beforehand is a constant, which lies on the device."""
+    cases = GRAPHS[part::11]
+    (found,) = gloo(crossings_of_graphs, cases, shard=1)
+    assert dict(zip(cases, found, strict=True)) == {case: GRAPHS_HAVE.get(case[1], {}) for case in cases}
+
+
+GRAPHS_CROSS = {
+    "cpu": (lambda x: x.cpu(), {"_to_copy": 1}),
+    "to": (lambda x: torch.ones(3).to(x.device), {"_to_copy": 1}),
+    "constant": (lambda x: torch.tensor([1.0, 2.0]).to(x.device), {"_to_copy": 1, "constant on cpu": 1}),
+    "index": (lambda x: x[torch.tensor([0, 1])], {"index": 1, "constant on cpu": 1}),
+    "list": (lambda x: x[[0, 1]], {f"constant on {NAME}": 1}),
+    "copy": (lambda x: x.clone().copy_(torch.ones(3)), {"copy_": 1}),
+    "number": (lambda x: torch.where(x > 0, torch.ones(()), x), {"where": 1}),
+    "put": (lambda x: fshard.nodes.put(x.clone(), [torch.ones(3)], [0]), {"fshard.put": 1}),
+    "none": (lambda x: x * torch.ones(()) + 2, {}),
+}
+
+
+def found_in_graphs(_: Any) -> dict[str, Counter[str]]:
+    """What is counted of functions that wait for a GPU."""
+    x = torch.empty(3, device=accelerator())
+    return {name: crossed(fshard.jit(fn).lower(x)) for name, (fn, _) in GRAPHS_CROSS.items()}
+
+
+def test_the_count_of_graphs_can_fail():
+    """Each is counted."""
+    (found,) = gloo(found_in_graphs, shard=1)
+    assert found == {name: expected for name, (_, expected) in GRAPHS_CROSS.items()}
