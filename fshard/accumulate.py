@@ -24,13 +24,13 @@ from . import carry, comm, tree
 from .arguments import wrong
 from .comm import Axes
 from .grad import Outcome, described, inputs, later_grads, reduce_all, run
+from .gradients import Gradients, settle
 from .loss_scale import NoLossScale
 from .parts import device_of
 from .plan import Plan, axes_of
 from .randomness import seeded
 from .reduction import TREE, Reduction, Tree, reduce_over, tree_sum
 from .shard import Sharded
-from .tape import Gradients, settle
 
 Later = Callable[[], Sharded]  # gradients that are made when they are first asked for
 

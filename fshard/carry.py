@@ -26,7 +26,7 @@ def gather(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pendin
     plan = params.plan
     if not any(plan.kinds[kind].host for kind in kinds):
         return _gathers(params, unit, kinds)
-    up, _ = plan.crossings
+    up = plan.crossings.up
     with up.ahead():
         found = _gathers(params, unit, kinds)
     return {kind: up.joined(pending) for kind, pending in found.items()}
@@ -167,7 +167,7 @@ def _landed(pending: Pending, out: Tensor, reduced: Sharded, unit: int, kind: in
     after = getattr(by, "after", None)
     if after is not None:
         pending = pending.then(lambda total: out.copy_(after(total, name)))
-    return pending.then(lambda total: plan.crossings[1].copied(total, row)) if plan.kinds[kind].host else pending
+    return pending.then(lambda total: plan.crossings.down.copied(total, row)) if plan.kinds[kind].host else pending
 
 
 def buffer_dtype(plan: Plan, kind: int) -> torch.dtype:

@@ -60,6 +60,13 @@ class Pending:
 
     def __init__(self, exchange: Exchange | None, finish: Callable[[Sequence[Tensor]], Tensor | Pending]):
         self._exchange, self._finish, self._error, self._taken = exchange, finish, "", False
+        self._sent: Sequence[Tensor] = []
+
+    def keeping(self, *sent: Tensor) -> Pending:
+        """This, which keeps what it sends, unless that is in host memory: torch lets go of what NCCL sends when any
+        stream has waited, and another may have to wait still."""
+        self._sent = [x for x in sent if x.device.type != "cpu"]
+        return self
 
     def step(self) -> Tensor | Pending:
         """Wait for the messages under way; give the result or its next stage."""
@@ -296,8 +303,8 @@ def scatter(
 ) -> Pending:
     """One of several equally long tensors to each rank; `finish` is given what each rank sent, in rank order."""
     _note("reduce_scatter", ranks, label, sum(x.nbytes for p, x in enumerate(sends) if p != ranks.rank))
-    call = _call("reduce_scatter", sends[0], ranks, label)
-    return Pending(ranks.exchange([x.contiguous() for x in sends], [None] * ranks.size, call), finish)
+    call, sends = _call("reduce_scatter", sends[0], ranks, label), [x.contiguous() for x in sends]
+    return Pending(ranks.exchange(sends, [None] * ranks.size, call), finish).keeping(*sends)
 
 
 def check_divides(shape: Sequence[int], ranks: Ranks) -> None:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from . import anchors, comm, levels, offload, tree
 from .arguments import check_flags, check_function, is_number, shown
+from .gradients import Gradients, settle
 from .parts import Unreduced
 from .plan import Plan
 from .reduction import Reduction, reduction_of
 from .scalars import on_device
 from .shard import Sharded, local_numel, whole_view
-from .tape import Gradients, Tape, settle
+from .tape import Tape
 
 
 @dataclass(frozen=True)

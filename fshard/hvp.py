@@ -19,9 +19,10 @@ from torch.autograd.forward_ad import make_dual
 
 from . import levels, tree
 from .grad import Mean, Sum, check_loss, check_sharded, inputs, later_grads, read_loss, run
+from .gradients import Gradients
 from .plan import Slot
 from .shard import Sharded
-from .tape import Gradients, Tape
+from .tape import Tape
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rows in host memory while a device computes: their memory, and what crosses over beside the computation.
+"""Rows in host memory while a device computes: their memory, what crosses over beside the computation, the streams.
 
 Note [Crossing over]
     Each direction has a stream of its own. What is started there first waits for the computation so far, so memory
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class _Arrival:
 
 
 class Crossing:
-    """A stream for one direction between host memory and a device."""
+    """A stream beside the computation: for one direction between host memory and a device, or for sums."""
 
     def __init__(self, device: torch.device):
         self.device, self._module = device, torch.get_device_module(device)
@@ -95,3 +95,11 @@ class Crossing:
     def settle(self) -> None:
         """The host waits for the device: it may then read and write rows."""
         self._module.synchronize()
+
+
+class Crossings(NamedTuple):
+    """The streams of a plan."""
+
+    up: Crossing  # to the device
+    down: Crossing  # to host memory
+    sums: Crossing  # of gradients (Note [Sums beside the computation] in `gradients`)

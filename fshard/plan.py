@@ -32,7 +32,7 @@ from .comm import Axes, Mesh
 from .host import connect
 from .leaves import check_tensors, first_places, is_differentiable, join_frozen
 from .lines import Lines, lines_of
-from .offload import Crossing
+from .offload import Crossing, Crossings
 from .parts import Parts
 from .precision import Policy, Precision, policy_of, precisions
 from .reduction import Gather
@@ -202,9 +202,9 @@ class Plan:
         return comm.mesh_device(self.live_mesh())
 
     @cached_property
-    def crossings(self) -> tuple[Crossing, Crossing]:
-        """The ways to the device and back (Note [Crossing over] in `offload`): streams, made once."""
-        return Crossing(self.device), Crossing(self.device)
+    def crossings(self) -> Crossings:
+        """The streams beside the computation (Note [Crossing over] in `offload`), made once."""
+        return Crossings(*(Crossing(self.device) for _ in Crossings._fields))
 
     @cached_property
     def lines(self) -> Lines | None:

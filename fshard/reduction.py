@@ -98,7 +98,7 @@ def reduce_over(
     last, ranks = len(axes) + len(rest) == 1, comm.along(mesh, (*axes, *rest)[0])
     numel = x.numel() // ranks.size if axes else x.numel()
     into = out if last else x.new_empty(numel, dtype=comm.sum_dtype(x.dtype))
-    pending = (by.reduce_scatter if axes else by.all_reduce)(x, ranks, label, into)
+    pending = (by.reduce_scatter if axes else by.all_reduce)(x, ranks, label, into).keeping(x)
     axes, rest = (axes[1:], rest) if axes else ((), rest[1:])
     return pending if last else pending.then(lambda y: reduce_over(y, mesh, axes, rest, label, out, by))
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,10 +31,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import anchors, carry, comm, levels, nodes, tree
 from .anchors import has_reentrant
+from .gradients import Gradients, Reductions, settle
 from .parts import device_of
 from .plan import Plan, Slot
 from .randomness import bookmark
-from .reduction import EXACT, Reduction
 from .shard import Sharded, cut, gather_params
 from .writes import Writes
 
@@ -61,43 +60,6 @@ class _Saved(NamedTuple):
         return x.neg() if self.neg else x  # not a view, but the values that reading the negative bit gives
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Where a backward puts its gradients: each unit's are written to (or, with `add`, added to) its flat buffer of
-    `local`, or a buffer of their own without it, and from there reduced into `reduced`, if that is given.
-
-    Both give the same whenever they are called, and are not before the first gradient is there: while activations are
-    at their most, there are no gradients in memory."""
-
-    reduced: Callable[[], Sharded] | None
-    local: Callable[[], Sharded] | None = None
-    add: bool = False
-    by: Reduction = EXACT
-    lost: Any = ()  # a Sharded, with a wire that has feedback
-    later: comm.Axes = ()  # the axes that are not reduced over yet
-
-    def buffer(self, plan: Plan, unit: int, kind: int) -> Tensor:
-        """The flat buffer a unit's gradients go to."""
-        if self.local is not None:
-            return self.local().piece(unit, kind)
-        assert self.reduced is not None
-        axes = self.reduced().view.axes(kind)
-        like = torch.empty(0, dtype=carry.buffer_dtype(plan, kind), device=plan.device)
-        return comm.buffer(plan.live_mesh(), axes + plan.rest(axes), plan.units[unit].lengths[kind], like, lent=True)
-
-    def emit(self, unit: int, kind: int, flat: Tensor) -> comm.Pending | None:
-        """Start the reduction of a filled buffer."""
-        if self.reduced is None:
-            return None
-        return carry.reduce(flat, self.reduced(), unit, kind, self.by, self.lost, self.later)
-
-
-def settle(plan: Plan) -> None:
-    """Have the host wait for the device, if it is the host that updates something."""
-    if any(kind.host and kind.trainable for kind in plan.kinds):
-        plan.crossings[1].settle()
-
-
 class Tape:
     """The gathers and reductions of one forward and backward over one `Sharded`; without `into`, of a forward alone.
     `beside` is what else the loss reads: no gradient goes to it, and it is gathered again for this one's backward."""
@@ -118,7 +80,7 @@ class Tape:
         self._owners: dict[int, tuple[StorageWeakRef, int, int, int]] = {}
         self._saved: dict[int, int] = {}  # places saved of each unit, the unit saved last at the end
         self._again: dict[int, Buffers] = {}  # gathered again for the backward
-        self._reductions: list[comm.Pending] = []
+        self._reductions = Reductions(self._plan)
         self._filled: set[tuple[int, int]] = set()
         self._backward = self._closed = False
         self._writes = Writes()
@@ -312,6 +274,7 @@ class Tape:
         assert into is not None
         self._check_once(unit)
         self._reached[unit] = all(grad is not None for grad in grads)
+        self._reductions.join()  # before memory is asked for
         kinds = [k for k in self._kinds(unit) if plan.kinds[k].trainable]
         found, started = dict(zip((slot for k in kinds for slot in plan.places[unit, k]), grads, strict=True)), 0
         for kind in (k for k in kinds if plan.units[unit].lengths[k]):
@@ -322,9 +285,9 @@ class Tape:
             nodes.put(flat, [grad for _, grad in here], [start for start, _ in here], into.add)
             self._filled.add((unit, kind))
             if pending := into.emit(unit, kind, flat):
-                self._reductions.append(pending)
+                self._reductions.add(pending)
                 started += 1
-        self._move_on(max(started, 1))
+        self._reductions.move_on(max(started, 1))
 
     def _check_open(self, unit: int) -> None:
         if self._closed:
@@ -361,15 +324,6 @@ class Tape:
                 "a gradient (were the parameters touched under no_grad, or detached?)"
             )
 
-    def _move_on(self, ahead: int) -> None:
-        """Take all but the last few reductions one stage further; those that are done drop out.
-
-        The youngest first: its next stage is under way while the others are waited for.
-        """
-        cut_off = max(0, len(self._reductions) - ahead)
-        stepped = [pending.step() for pending in reversed(self._reductions[:cut_off])]
-        self._reductions[:cut_off] = [p for p in reversed(stepped) if isinstance(p, comm.Pending)]
-
     def finish(self) -> None:
         """See to the units that no gradient reached in this backward, and wait for every reduction."""
         into, plan = self._into, self._plan
@@ -379,8 +333,7 @@ class Tape:
             for kind in (k for k in trained if plan.units[unit].lengths[k]):
                 if (unit, kind) not in self._filled:
                     self._finish_untouched(into, unit, kind)
-        while self._reductions:
-            self._move_on(0)
+        self._reductions.finish()
         settle(plan)
 
     def _finish_untouched(self, into: Gradients, unit: int, kind: int) -> None:
@@ -388,7 +341,7 @@ class Tape:
             for target in (t for t in (into.reduced, into.local) if t is not None):
                 target().piece(unit, kind).zero_()
         elif into.local is not None and (pending := into.emit(unit, kind, into.local().piece(unit, kind))):
-            self._reductions.append(pending)  # what earlier micro-batches have put there
+            self._reductions.add(pending)  # what earlier micro-batches have put there
 
     def close(self) -> None:
         """Let go of everything, after an error too: nothing stays under way.
@@ -399,10 +352,8 @@ class Tape:
         for _, tape in self.beside:
             tape.close()
         with suppress(comm.MismatchError):  # there is one only after an error, which says more
-            for pending in self._reductions:
-                pending.drop()
+            self._reductions.drop()
             self._drop_gathers()
-        self._reductions.clear()
         self._coming.clear()
         self._again.clear()
         # these hold autograd nodes that hold this tape, a cycle that Python's collector cannot see

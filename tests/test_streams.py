@@ -1,21 +1,31 @@
-"""Copies beside the computation, on streams that record their order: what is read or let go too early is found."""
+"""Copies and sums beside the computation, on streams that record their order: what comes too early is found.
+
+On a GPU these would be wrong values now and then, without an error: an update that reads gradients before they are
+summed, a sum that reads a buffer before the backward has filled it or after the backward has been given its memory
+again, and a collective whose messages are overwritten while they are sent. A sum on the stream of the computation
+would be right, but slow; it is an error here, as are buffers that are kept for longer than a unit.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from accelerator import DEVICE, Ranks, on_accelerator
-from test_offload import loss, state_of
+from accelerator import DEVICE, Mesh, Ranks, on_accelerator
+from models import STRATEGIES
+from test_offload import Doubling, loss, state_of
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
-from fshard import DynamicLossScale, offload, optim
+from fshard import DynamicLossScale, comm, gradients, offload, optim, tree
+from fshard.reduction import Sums
+from fshard.wire import Int8, TopK
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Clock = dict[Any, int]
@@ -37,13 +47,42 @@ class Stream:
             self.clock[who] = max(self.clock[who], time)
 
 
-class Memory:
-    """Who has written to a storage last, and who has read it since; the stream that it was made on."""
+class Access(NamedTuple):
+    """What a stream does to some bytes of a storage, and when."""
 
-    def __init__(self, x: Tensor, maker: Stream, name: str):
-        self.alive, self.maker, self.name = StorageWeakRef(x.untyped_storage()), maker, name
-        self.write: tuple[Stream, int, str] | None = None
-        self.reads: list[tuple[Stream, int, str]] = []
+    who: Stream
+    time: int
+    name: str
+    begin: int
+    end: int
+    writes: bool
+
+    def before(self, other: "Access") -> bool:
+        """Whether the other's stream knows it to be done."""
+        return other.who.clock[self.who] >= self.time
+
+    def meets(self, other: "Access") -> bool:
+        """Whether they have bytes in common, and one of them writes there."""
+        return (self.writes or other.writes) and self.begin < other.end and other.begin < self.end
+
+    def within(self, other: "Access") -> bool:
+        """Whether the other has all its bytes."""
+        return other.begin <= self.begin and self.end <= other.end
+
+
+def span(x: Tensor) -> tuple[int, int]:
+    """From the first of a tensor's bytes in its storage to the last."""
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    begin = int(x.storage_offset()) * x.itemsize
+    return begin, begin + (last + 1) * x.itemsize * bool(x.numel())
+
+
+class Memory:
+    """What was done to a storage, as far as it matters; the stream that it was made on."""
+
+    def __init__(self, x: Tensor, maker: Stream):
+        self.alive, self.maker = StorageWeakRef(x.untyped_storage()), maker
+        self.done: list[Access] = []
 
 
 class Ordered(TorchDispatchMode):
@@ -51,11 +90,14 @@ class Ordered(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.host, self.main, self.net = Stream(), Stream(), Stream()
-        self._current, self._streams = self.main, [self.main, self.net]
+        self.host, self.main = Stream(), Stream()
+        self._current, self._streams = self.main, [self.main]
+        self.nets: dict[str, Stream] = defaultdict(self.Stream)
+        self.waited: list[tuple[Stream, str]] = []  # who has waited for which collective
         self._memory: dict[int, Memory] = {}
         self._pools: dict[Stream, list[Memory]] = defaultdict(list)  # what is freed, by the stream it was made on
         self.hazards: set[str] = set()
+        self.ran: dict[Stream, list[str]] = defaultdict(list)
 
     def Stream(self) -> Stream:
         """Another stream."""
@@ -70,47 +112,44 @@ class Ordered(TorchDispatchMode):
     def stream(self, stream: Stream) -> Iterator[None]:
         """Inside the block operators are given to this one."""
         before, self._current = self._current, stream
-        yield
-        self._current = before
+        try:
+            yield
+        finally:
+            self._current = before
 
     def synchronize(self) -> None:
         """The host waits for all streams."""
         for stream in self._streams:
             self.host.see(stream.clock)
 
-    def _of(self, x: Tensor, who: Stream, name: str) -> Memory:
-        return self._memory.setdefault(x.untyped_storage()._cdata, Memory(x, who, name))
-
     def _sweep(self) -> None:
         for key, memory in [*self._memory.items()]:
             if memory.alive.expired():
                 self._pools[memory.maker].append(self._memory.pop(key))
 
-    def _take(self, who: Stream) -> None:
+    def _take(self, now: Access) -> None:
         """New memory of a stream may be any that was made there and let go: all work on it must be known."""
-        for memory in self._pools.pop(who, []) if who is not self.host else []:
-            for other, time, name in [*memory.reads, *([memory.write] if memory.write else [])]:
-                if who.clock[other] < time:
-                    self.hazards.add(f"memory is used again while {name} runs")
+        for memory in self._pools.pop(now.who, []) if now.who is not self.host else []:
+            for last in memory.done:
+                if not last.before(now):
+                    self.hazards.add(f"memory is used again while {last.name} runs")
 
     def access(self, who: Stream, reads: list[Tensor], writes: list[Tensor], made: list[Tensor], name: str) -> None:
         """Check one operator's reads and writes against what its stream knows, and note them."""
         who.see(self.host.clock)  # it was launched after what the host has done
         who.clock[who] += 1
+        self.ran[who].append(name)
         self._sweep()
         if made:
-            self._take(who)
-        for x in reads:
-            memory = self._of(x, who, name)
-            if memory.write and who.clock[memory.write[0]] < memory.write[1]:
-                self.hazards.add(f"{name} reads before {memory.write[2]} is done")
-            memory.reads.append((who, who.clock[who], name))
-        for x in [*writes, *made]:
-            memory = self._of(x, who, name)
-            for other, time, before in [*memory.reads, *([memory.write] if memory.write else [])]:
-                if who.clock[other] < time:
-                    self.hazards.add(f"{name} writes before {before} is done")
-            memory.write, memory.reads = (who, who.clock[who], name), []
+            self._take(Access(who, who.clock[who], name, 0, 0, True))
+        for x, writing in [*((x, False) for x in reads), *((x, True) for x in [*writes, *made])]:
+            memory = self._memory.setdefault(x.untyped_storage()._cdata, Memory(x, who))
+            now = Access(who, who.clock[who], name, *span(x), writing)
+            for last in memory.done:
+                if last.meets(now) and not last.before(now):
+                    verb = "writes" if writing else "reads"
+                    self.hazards.add(f"{name} {verb} before {last.name} is done")
+            memory.done = [last for last in memory.done if not (writing and last.within(now))] + [now]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -139,39 +178,63 @@ class Ordered(TorchDispatchMode):
 
 
 class Sent:
-    """An exchange as NCCL has it: on a stream that waits for whoever starts it, and is waited for."""
+    """A collective as NCCL has it: on a stream that waits for whoever starts it, and is waited for."""
 
-    def __init__(self, ordered: Ordered, works: Any, sends: list[Tensor], rank: int):
-        self._ordered, self._parts = ordered, works.parts
-        ordered.net.wait_stream(ordered.current_stream())
-        to = [x for number, x in enumerate(works.parts) if number != rank]
-        ordered.access(ordered.net, sends, to, [], "a collective")
+    def __init__(self, ordered: Ordered, sends: list[Tensor], to: list[Tensor], parts: Any, axis: str, call: str):
+        self._ordered, self._parts, self._call = ordered, parts, call
+        net = ordered.nets[axis]
+        net.wait_stream(ordered.current_stream())
+        ordered.access(net, sends, to, [], "a collective")
+        self._end = dict(net.clock)
+        self._stashed: Any = [sends, to]  # torch keeps these until the first wait
 
     def wait(self) -> Any:
         """The stream that asks waits."""
-        self._ordered.current_stream().wait_stream(self._ordered.net)
+        self._ordered.waited.append((self._ordered.current_stream(), self._call))
+        self._ordered.current_stream().see(self._end)
+        self._stashed = None
         return self._parts
 
     def done(self) -> None:
         """Nothing is shared."""
 
 
-def hazards(how: dict[str, Any], step: dict[str, Any], scaler: Any = None) -> set[str]:
-    """Of three steps with leaves in host memory."""
+@contextmanager
+def streams() -> Iterator[Ordered]:
+    """The fake accelerator, with streams, and collectives on streams of theirs, one for each axis."""
     with on_accelerator(), pytest.MonkeyPatch.context() as patch:
         ordered, find, exchange = Ordered(), torch.get_device_module, Ranks.exchange
 
         def sent(self: Ranks, sends: Any, recvs: Any, call: str) -> Any:
-            return Sent(ordered, exchange(self, sends, recvs, call), list(sends), self.rank)
+            works = exchange(self, sends, recvs, call)
+            to = [x for number, x in enumerate(works.parts) if number != self.rank]
+            return works if self.size == 1 else Sent(ordered, list(sends), to, works.parts, self.axis, call)
+
+        def built_in(collective: Any, ranks: Ranks, call: Any, *args: Tensor) -> Sent:
+            return Sent(ordered, [*args[1:]], [args[0]], [], ranks.axis, call[0])
 
         patch.setattr(Ranks, "exchange", sent)
+        patch.setattr(Ranks, "built_in", "NCCL")
+        patch.setattr(comm, "_built_in", built_in)
         patch.setattr(torch, "get_device_module", lambda x: ordered if torch.device(x) == DEVICE else find(x))
         with ordered:
-            tx = optim.adamw(0.1)
-            state, run = state_of(tx, scaler, **how), fshard.train_step(loss, tx, **step)
-            for _ in range(3):
-                state, _ = run(state, torch.ones(4, 8, device=DEVICE))
-        return ordered.hazards
+            yield ordered
+
+
+def train(state: Any, tx: Any, step: dict[str, Any]) -> Any:
+    """Three steps."""
+    run = fshard.train_step(loss, tx, **step)
+    for _ in range(3):
+        state, _ = run(state, torch.ones(4, 8, device=DEVICE))
+    return state
+
+
+def hazards(how: dict[str, Any], step: dict[str, Any], scaler: Any = None) -> set[str]:
+    """Of three steps with leaves in host memory."""
+    with streams() as ordered:
+        tx = optim.adamw(0.1)
+        train(state_of(tx, scaler, **how), tx, step)
+    return ordered.hazards
 
 
 HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -231,5 +294,223 @@ def test_what_is_copied_lives_until_it_is_waited_for(monkeypatch):
 
 def test_the_computation_waits_for_collectives(monkeypatch):
     """Without it, it reads what is still to arrive."""
-    monkeypatch.setattr(Sent, "wait", lambda self: self._parts)
+    monkeypatch.setattr(Sent, "wait", lambda self: vars(self).update(_stashed=None) or self._parts)
     assert any(words.endswith("reads before a collective is done") for words in hazards({}, {}))
+
+
+# Sums of gradients, with all leaves on the device.
+
+ONE, TWO, THREE = ({"shard": n} for n in (1, 2, 3))
+HYBRID = {"replicate": 2, "shard": 2}
+FEW = {"replicate": 3, "shard": 3}  # sums that nothing divides, and all-reduces in two stages
+MICRO = {"accumulate": 2, "clip_norm": 1.0}
+
+
+class Reading(Sums):
+    """A reduction with a hook that reads what the computation makes while it reduces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["seen"] = []
+
+    def reduce_scatter(self, x: Tensor, ranks: Any, label: str, out: Tensor | None) -> Any:
+        """With a tensor of its own."""
+        self.__dict__["seen"].append(torch.ones_like(x[:1]) * 2)
+        return super().reduce_scatter(x, ranks, label, out)
+
+    def after(self, grads: Tensor, unit: str) -> Tensor:
+        """Times that."""
+        return grads * self.__dict__["seen"][-1]
+
+
+class Careless(Sums):
+    """A reduction that keeps nothing of what it sends."""
+
+    def reduce_scatter(self, x: Tensor, ranks: Any, label: str, out: Tensor | None) -> Any:
+        """The backend's own."""
+        assert out is not None
+        return comm.Pending(comm._built_in(abs, ranks, ("reduce_scatter",), out, x), lambda _: out)
+
+
+SUMS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
+    **{name: (HYBRID, how, {}) for name, how in STRATEGIES.items()},
+    **{f"{name}-few": (FEW, how, MICRO) for name, how in STRATEGIES.items()},
+    **{f"{name}-once": (HYBRID, how, {"accumulate": 2, "reduce_once": True}) for name, how in STRATEGIES.items()},
+    "alone": (ONE, {}, {"donate": True}),
+    "two": (TWO, {}, {"donate": True}),
+    "later": (HYBRID, {}, {"accumulate": 2, "reduce_once": "replicate"}),
+    "fast": (HYBRID, {}, {"reduction": "fast"}),
+    "fast-half": (HYBRID, {"policy": "compute=bf16, reduce=bf16"}, {"reduction": "fast"}),
+    "tree": (HYBRID, {"slices": 4}, {"reduction": "tree"}),
+    "bf16": (HYBRID, {"policy": "compute=bf16, reduce=bf16"}, MICRO),
+    "half": (HYBRID, {"policy": "compute=f32, reduce=f16"}, MICRO),
+    "int8": (HYBRID, {"param_wire": Int8(16), "grad_wire": Int8(16)}, MICRO),
+    "int8-ddp": (THREE, {"grad_wire": Int8(16)} | STRATEGIES["ddp"], {}),
+    "topk": (HYBRID, {"grad_wire": TopK(0.3)}, MICRO),
+    "together": (THREE, {"together": True}, MICRO),
+    "hook": (THREE, {}, {"reduction": Doubling()}),
+    "reading": (THREE, {}, {"reduction": Reading()}),
+    "careless": (THREE, {}, {"reduction": Careless()}),
+    "host": (HYBRID, {"host": "blocks.1"}, MICRO),
+}
+
+
+def made(sizes: dict[str, int], how: dict[str, Any], tx: Any, scaler: Any = None) -> fshard.TrainState:
+    """The state of training four blocks."""
+    block = {"w": torch.ones(8, 8), "b": torch.ones(8)}
+    blocks = [tree.map(torch.clone, block) for _ in range(4)]
+    params = {"blocks": blocks, "norm": torch.ones(8), "head": torch.ones(8, 4)}
+    plan = fshard.make_plan(params, Mesh(**sizes), units=["blocks.*"], block=4, **how)
+    return fshard.init_state(fshard.shard_params(tree.map(lambda x: x.to(DEVICE), params), plan), tx, scaler)
+
+
+def found(name: str, scaler: Any = None) -> set[str]:
+    """The hazards of three steps."""
+    sizes, how, step = SUMS[name]
+    with streams() as ordered:
+        tx = optim.adamw(0.1)
+        train(made(sizes, how, tx, scaler), tx, step)
+    return ordered.hazards
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("name", SUMS)
+def test_no_sum_overtakes_or_is_overtaken(name):
+    """Over strategies, micro-batches, wires, dtypes, reductions: with a loss scale and without one."""
+    assert found(name) == set()
+    assert found(name, DynamicLossScale(8.0)) == set()
+
+
+@pytest.mark.parametrize("name", ["two", "full", "int8", "fast"])
+def test_the_computation_waits_for_no_reduction(name):
+    """It is the other stream that does, and adds up; the computation does what follows."""
+    sizes, how, step = SUMS[name]
+    with streams() as ordered:
+        tx = optim.adamw(0.1)
+        state = train(made(sizes, how, tx), tx, {k: v for k, v in step.items() if k == "reduction"})
+    side = state.params.plan.crossings.sums._stream
+    who = [stream for stream, call in ordered.waited if call.startswith("reduce_scatter")]
+    assert who
+    assert set(who) == {side}
+    assert name == "fast" or "add" in ordered.ran[side]
+    assert "sqrt" in ordered.ran[ordered.main]
+    assert "sqrt" not in ordered.ran[side]
+
+
+def test_the_update_waits_for_sums(monkeypatch):
+    """Without it, it reads gradients that are still to be added up, and sends their memory again."""
+    monkeypatch.setattr(gradients.Reductions, "join", lambda self: self._stepped.clear())
+    words = found("two")
+    assert any(word.endswith("reads before add is done") for word in words)
+    assert "memory is used again while add runs" in words
+
+
+@pytest.mark.parametrize("name", ["alone", "reading"])
+def test_sums_wait_for_the_computation(name, monkeypatch):
+    """Without it, they read gradients of a world of one, or what a hook reads, before they are there."""
+
+    def beside(self: Any) -> Any:
+        return self._side._module.stream(self._side._stream)
+
+    monkeypatch.setattr(gradients.Reductions, "_beside", beside)
+    assert any("reads before" in word for word in found(name))
+
+
+@pytest.mark.parametrize("name", ["two", "half", "int8-ddp", "fast"])
+def test_what_is_summed_lives_until_the_computation_has_waited(name, monkeypatch):
+    """Else its memory, or that of the messages, is the computation's again."""
+    move_on = gradients.Reductions.move_on
+
+    def forgetful(self: Any, ahead: int) -> None:
+        move_on(self, ahead)
+        self._stepped[:] = [comm.Pending(None, lambda _: None)] * bool(self._stepped)
+
+    monkeypatch.setattr(gradients.Reductions, "move_on", forgetful)
+    assert any(word.startswith("memory is used again while") for word in found(name))
+
+
+@pytest.mark.parametrize("name", ["int8-ddp", "fast", "fast-half", "careless"])
+def test_what_is_sent_lives_until_the_computation_has_waited(name, monkeypatch):
+    """NCCL lets go of it as soon as the other stream has waited."""
+    monkeypatch.setattr(comm.Pending, "keeping", lambda self, *sent: self)
+    assert "memory is used again while a collective runs" in found(name)
+
+
+class Broken(torch.autograd.Function):
+    """A backward that fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Itself."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """An error."""
+        raise ZeroDivisionError
+
+
+def broken(params: Any, batch: Tensor) -> Any:
+    """A loss of which three blocks are reduced before its backward fails."""
+    x = Broken.apply(torch.tanh(batch @ params["blocks"][0]["w"]))
+    for at in range(1, 4):
+        x = torch.tanh(x @ params["blocks"][at]["w"])
+    return x.sum()
+
+
+def after_an_error(sizes: dict[str, int]) -> set[str]:
+    """The hazards of a backward that fails, and of what computes next."""
+    with streams() as ordered:
+        params = made(sizes, {}, optim.sgd(0.1)).params
+        with pytest.raises(ZeroDivisionError):
+            fshard.value_and_grad(broken)(params, torch.ones(4, 8, device=DEVICE))
+        assert ordered.current_stream() is ordered.main
+        torch.ones(4, 8, device=DEVICE).mul_(2)
+    return ordered.hazards
+
+
+def test_nothing_is_left_behind_after_an_error(monkeypatch):
+    """What is under way is waited for, sums too, before its memory is anyone's."""
+    assert after_an_error(TWO) == set()
+    assert after_an_error(HYBRID) == set()
+    monkeypatch.setattr(gradients.Reductions, "join", lambda self: None)
+    monkeypatch.setattr(gradients.Reductions, "drop", lambda self: vars(self).update(_under_way=[], _stepped=[]))
+    assert any(word.startswith("memory is used again while") for word in after_an_error(TWO))
+
+
+def test_buffers_are_kept_for_a_unit_at_most(monkeypatch):
+    """When one is made, that of the unit before is all there is."""
+    alive, most, make = list[StorageWeakRef](), list[int](), gradients.Gradients.buffer
+
+    def buffer(*args: Any) -> Tensor:
+        most.append(sum(not ref.expired() for ref in alive))
+        flat = make(*args)
+        alive.append(StorageWeakRef(flat.untyped_storage()))
+        return flat
+
+    monkeypatch.setattr(gradients.Gradients, "buffer", buffer)
+    for sizes in (TWO, HYBRID):
+        with streams():
+            params = made(sizes, {}, optim.sgd(0.1)).params
+            fshard.value_and_grad(loss)(params, torch.ones(4, 8, device=DEVICE))
+    assert len(most) == 10
+    assert max(most) == 1
+
+
+def test_where_there_are_no_streams_none_are_made():
+    """On CPUs, and while a graph is traced."""
+    params = {"w": torch.ones(8, 4)}
+
+    def law(mesh: Any) -> None:
+        plan = fshard.make_plan(params, mesh)
+        fshard.value_and_grad(lambda p: p["w"].sum())(fshard.shard_params(params, plan))
+        assert "crossings" not in vars(plan)
+
+    fshard.testing.simulate(law, shard=2)
+    with on_accelerator():
+        plan = fshard.make_plan(params, Mesh())
+        with FakeTensorMode():
+            gradients.Reductions(plan)
+            assert "crossings" not in vars(plan)
+        gradients.Reductions(plan)
+        assert "crossings" in vars(plan)
