@@ -40,6 +40,7 @@ def with_wheels(folder: str | None, into: Path) -> list[str]:
 def ran(part: str, paths: list[str], out: Path) -> list[Row]:
     """The rows of a part, and what ended it early if anything did."""
     found = out / f"{part}.json"
+    found.unlink(missing_ok=True)  # rows of an earlier run
     path = os.pathsep.join([*paths, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_parts.py"), part, str(found)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .nodes import is_tracing
 
-_STEP = 16  # bytes that what is packed begins at a multiple of, for kernels load as many at once
+STEP = 16  # bytes that what is packed begins at a multiple of, for kernels load as many at once
 
 Held = Sequence[tuple[torch.dtype, int]]  # of each tensor that is packed, its dtype and number of elements
 
@@ -22,14 +22,14 @@ def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """
     parts = list[Tensor]()
     for data in map(as_bytes, tensors):
-        gap = -data.numel() % _STEP
+        gap = -data.numel() % STEP
         parts += [data, data.new_zeros(gap)] if gap else [data]
     return torch.cat(parts, out=out)
 
 
 def packed_size(held: Held) -> int:
     """The number of bytes that tensors are packed in."""
-    return sum(-(-dtype.itemsize * numel // _STEP) * _STEP for dtype, numel in held)
+    return sum(-(-dtype.itemsize * numel // STEP) * STEP for dtype, numel in held)
 
 
 def unpack(data: Tensor, held: Held) -> list[Tensor]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import agree, comm, host, tree
+from . import agree, bits, comm, host, tree
 from .comm import Axes, Mesh
 from .leaves import is_differentiable, read_frozen
 from .move import collect, on_rank, owned
+from .nodes import put
 from .parts import EVERYONE, Layout, OnMesh, Pieces, layout_of, packed, pick
 from .transform import FoundInf, Transform
 
@@ -125,12 +127,15 @@ def _owned_grads(parting: Layout, grads: Any, local: bool) -> Pieces:
 
 
 def _all_reduced(held: dict[int, Tensor], ranks: comm.Ranks) -> dict[int, Tensor]:
-    """Sums over the ranks, one collective for each dtype."""
+    """Sums over the ranks, one collective for each dtype; each starts at a multiple of 16 bytes."""
     result = dict[int, Tensor]()
     for dtype in {x.dtype for x in held.values()}:
-        some = {n: x for n, x in held.items() if x.dtype == dtype}
-        whole = comm.all_reduce(torch.cat([*some.values()]), ranks, "gradients").wait()
-        result.update(zip(some, whole.split([x.numel() for x in some.values()]), strict=True))
+        some, step = {n: x for n, x in held.items() if x.dtype == dtype}, -(-bits.STEP // dtype.itemsize)
+        *starts, end = accumulate((-(-x.numel() // step) * step for x in some.values()), initial=0)
+        flat = next(iter(some.values())).new_empty(end)
+        put(flat, [*some.values()], starts)
+        whole = comm.all_reduce(flat, ranks, "gradients").wait()
+        result.update((n, whole[start:][: x.numel()]) for (n, x), start in zip(some.items(), starts, strict=True))
     return {n: result[n] for n in held}
 
 

@@ -213,7 +213,7 @@ class TopK:
 class LowRank:
     """A nearly square matrix M of `rank`: M is near P Qᵀ, with P orthonormal and Q = Mᵀ P; both travel, in float32.
 
-    Two power iterations from a fixed start. What has no more elements than P and Q travels in full, what is not finite
+    Two power iterations from a fixed start. What takes no more bytes than P and Q travels in full, what is not finite
     arrives as NaN. The matrix is of all that one rank sends another: of each leaf by itself, ranks would send unequally
     much. Of gradients the step keeps the rest.
 
@@ -237,7 +237,8 @@ class LowRank:
         rows = math.isqrt(max(n - 1, 0)) + 1
         cols = -(-n // rows)
         rank = min(self.rank, cols)
-        return (rows, cols, rank) if rank * (rows + cols) < n else None
+        size = bits.packed_size([(torch.float32, side * rank) for side in (rows, cols)])
+        return (rows, cols, rank) if size < torch.float32.itemsize * n else None
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
         """P, then Q."""
@@ -250,7 +251,7 @@ class LowRank:
         for _ in range(2):
             p = torch.linalg.qr(m @ q).Q
             q = m.T @ p
-        return torch.cat([p.reshape(-1), torch.where(finite, q, torch.nan).reshape(-1)])
+        return pack(p.reshape(-1), torch.where(finite, q, torch.nan).reshape(-1))
 
     def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
         """P Qᵀ."""
@@ -258,5 +259,6 @@ class LowRank:
         if shape is None:
             return data
         rows, cols, rank = shape
-        p, q = (part.view(-1, rank) for part in data.split([rows * rank, cols * rank]))
+        held = ((torch.float32, n * rank) for n in (rows, cols))
+        p, q = (part.view(-1, rank) for part in unpack(data, *held))
         return (p @ q.T).reshape(-1)[: sum(sizes)]

@@ -1,6 +1,7 @@
 """Where leaves start: at multiples of 16 bytes, in whatever dtype a flat buffer is held, and in every message."""
 
 import math
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_laws import examples
+from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import simulated
 
 import fshard
 from fshard import bits, carry, comm, optim, strategies, tree
+from fshard.wire import Cast, Float8, Identity, Int8, LowRank, TopK
 
 
 def odd_params() -> Any:
@@ -95,19 +98,55 @@ def of_an_optimizer(mesh: Any) -> set[int]:
         found.update(pointers([grads, params]))
         return grads, state
 
-    whole = optim.whole_leaves(SimpleNamespace(init=lambda params: (), update=update))
+    watching = SimpleNamespace(init=lambda params: (), update=update)
+    whole = optim.whole_leaves(watching)
     sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
     whole.update(sharded, whole.init(sharded), sharded)
-    for partition in ("flat", "leaf"):
-        tx = fshard.zero(optim.adamw(0.1), mesh, partition)
-        found.update(pointers(tx.step(params, tx.init(params), params)[0]))
+    for partition, grads in product(("flat", "leaf"), ("reduced", "local")):
+        for inner in (optim.adamw(0.1), watching):
+            tx = fshard.zero(inner, mesh, partition, grads)
+            found.update(pointers(tx.step(params, tx.init(params), params)[0]))
     return found
 
 
 def test_whole_leaves_of_optimizers_start_at_16_bytes():
-    """In messages to owners, in ZeRO's buckets and in its messages from owners."""
+    """In messages to owners, in sums over other axes, in ZeRO's buckets and in its messages from owners."""
     for num in (1, 2, 3):
         assert simulated(of_an_optimizer, shard=num) == [{0}] * num
+        assert simulated(of_an_optimizer, shard=num, replicate=2) == [{0}] * 2 * num
+
+
+WIRES = [
+    *(Int8(16), Int8(), Float8(), TopK(0.3), TopK(0.9)),
+    *(LowRank(1), LowRank(3), Cast(torch.bfloat16), Identity()),
+]
+
+
+class Starts(TorchDispatchMode):
+    """How far from a multiple of 16 bytes what operators compute with starts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Noted of all but views."""
+        if not func.is_view:
+            self.found |= pointers([x for x in tree.leaves([args, kwargs]) if isinstance(x, torch.Tensor) and x.dim()])
+        return func(*args, **(kwargs or {}))
+
+
+@examples(30)
+@given(st.sampled_from(WIRES), st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 3))
+def test_what_wires_decode_starts_at_16_bytes(wire, sizes, num_ranks):
+    """In each rank's part of what is received, where leaves start at 16 bytes of codes of one byte."""
+    sizes = [16 * size for size in sizes]
+    encoded = wire.encode(torch.arange(1.0, sum(sizes) + 1), sizes)
+    received = encoded.new_empty(num_ranks, len(encoded)).copy_(encoded)
+    with Starts() as starts:
+        for part in received:
+            wire.decode(part, sizes)
+    assert starts.found <= {0}
 
 
 @examples(50)

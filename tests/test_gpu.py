@@ -48,3 +48,16 @@ def test_what_dies_is_a_row(tmp_path):
     assert "1 case(s) failed" in done.stderr
     (row,) = json.loads((tmp_path / "gpu.json").read_text())
     assert (row["state"], row["what"]) == ("failed", "ended with 1: KeyError: 'nothing'")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
+def test_a_folder_of_an_earlier_run(tmp_path):
+    """What it has of the part is not this run's: by the command itself."""
+    earlier = {"part": "overlap", "case": "of another day", "state": "failed", "what": ""}
+    (tmp_path / "overlap.json").write_text(json.dumps(earlier) + "\n")
+    args = f"--parts overlap --out {tmp_path}"
+    command = ["make", "gpu", f"PYTHON={sys.executable}", f"ARGS={args}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads((tmp_path / "gpu.json").read_text())
+    assert (row["part"], row["state"]) == ("overlap", "skipped")
