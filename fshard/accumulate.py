@@ -29,7 +29,7 @@ from .loss_scale import NoLossScale
 from .parts import device_of
 from .plan import Plan, axes_of
 from .randomness import seeded
-from .reduction import TREE, Reduction, Tree, reduce_over, tree_sum
+from .reduction import TREE, Reduction, Tree, is_idle, reduce_over, tree_sum
 from .shard import Sharded
 
 Later = Callable[[], Sharded]  # gradients that are made when they are first asked for
@@ -297,7 +297,7 @@ def _later(reduce_once: Any, plan: Plan) -> Axes:
 def _places(grads: Later, params: Sharded, recipe: Recipe, lost: Any, later: Axes) -> Iterator[Gradients]:
     """Where the gradients of each micro-batch go; what does not go to `grads` itself is to be added to it."""
     over, num, by = params.plan.grads_over, recipe.accumulate, recipe.by
-    if not params.plan.axes:
+    if is_idle(by, params.plan.axes):
         yield from (Gradients(None, grads, add=i > 0) for i in range(num))
     elif recipe.reduce_once and not later:
         yield from _added_up(grads, later_grads(params, (), local=True), num, by, lost)

@@ -144,6 +144,12 @@ def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, 
     return _landed(pending, out, reduced, unit, kind, None if later else by)
 
 
+def nothing(reduced: Sharded, unit: int, kind: int, by: Reduction, later: Axes) -> Pending:
+    """The sum of what no rank has a gradient of: zeros, which a hook is given as well."""
+    out = _landing(reduced, unit, kind).zero_()
+    return _landed(Pending(None, lambda _: out), out, reduced, unit, kind, None if later else by)
+
+
 def reduce_rest(sums: Sharded, reduced: Sharded, later: Axes, by: Reduction) -> None:
     """What was not reduced over some axes is, into `reduced`: an all-reduce for each unit, all of them at once."""
     plan, started = reduced.plan, list[Pending]()
@@ -166,7 +172,7 @@ def _landed(pending: Pending, out: Tensor, reduced: Sharded, unit: int, kind: in
     plan, row, name = reduced.plan, reduced.piece(unit, kind), reduced.plan.units[unit].name
     after = getattr(by, "after", None)
     if after is not None:
-        pending = pending.then(lambda total: out.copy_(after(total, name)))
+        pending = pending.then(lambda total: _unpadded(out.copy_(after(total, name)), reduced, unit, kind))
     return pending.then(lambda total: plan.crossings.down.copied(total, row)) if plan.kinds[kind].host else pending
 
 
@@ -219,8 +225,8 @@ def _reduce_encoded(
 
 
 def _unpadded(total: Tensor, reduced: Sharded, unit: int, kind: int) -> Tensor:
-    """A rank's interval, in place, with zeros for padding: what a wire decodes there may be anything, and would count
-    in norms."""
+    """A rank's interval, in place, with zeros for padding: what a wire decodes there, or a hook makes of it, may be
+    anything, and would be unscaled, looked at for overflows, and kept."""
     held = intervals(reduced.plan, unit, kind, reduced.view.over)
     return clear_outside_(total, ((start, start + last - first) for _, first, last, start in held))
 

@@ -16,7 +16,7 @@ from .arguments import check_flags, check_function, is_number, shown
 from .gradients import Gradients, settle
 from .parts import Unreduced
 from .plan import Plan
-from .reduction import Reduction, reduction_of
+from .reduction import Reduction, is_idle, reduction_of
 from .scalars import on_device
 from .shard import Sharded, local_numel, whole_view
 from .tape import Tape
@@ -293,7 +293,7 @@ def value_and_grad(
     def fn(params: Any, *args: Any) -> Any:
         plan = check_sharded(params).plan
         grads = later_grads(params, plan.grads_over if reduce else (), local=not reduce)
-        alone = not plan.axes or not reduce
+        alone = is_idle(by, plan.axes) or not reduce
         into = Gradients(None, grads) if alone else Gradients(grads, by=by)
         outcome = run(loss_fn, params, inputs(plan, args), into, has_aux=has_aux)
         result = grads() if reduce else Unreduced(grads())

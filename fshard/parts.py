@@ -122,6 +122,15 @@ class Layout:
         return frozenset(s.row for s in self.spans if s.rank == EVERYONE)
 
     @memo
+    def filled(self) -> dict[int, list[tuple[int, int]]]:
+        """Where this rank's flat rows hold leaves, by row: intervals from one element up to another, none touching."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for span in (s for s in self.mine if s.numel):
+            runs = found.setdefault(span.row, [])
+            runs.append((runs.pop()[0] if runs and runs[-1][1] == span.start else span.start, span.start + span.numel))
+        return found
+
+    @memo
     def numbers(self) -> tuple[int, ...]:
         """The leaves that are in it."""
         return tuple(dict.fromkeys(n for n in self.places if n is not None))
@@ -427,17 +436,15 @@ def clear_padding_(x: Any) -> Any:
     """Make what lies in rows but in no leaf zero, in place."""
     layout, rows = layout_of(x), tree.leaves(x)
     for number, row in enumerate(rows if layout.flat else []):
-        clear_outside_(row, ((s.start, s.start + s.numel) for s in layout.mine if s.row == number))
+        clear_outside_(row, layout.filled.get(number, ()))
     return x
 
 
 def clear_outside_(row: Tensor, spans: Iterable[tuple[int, int]]) -> Tensor:
     """Make a flat tensor zero, in place, but for these intervals, which are in order."""
     end = 0
-    for start, stop in spans:
+    for start, stop in (*spans, (len(row), 0)):
         if start > end:
             row[end:start].zero_()
         end = stop
-    if end < len(row):
-        row[end:].zero_()
     return row

@@ -134,6 +134,11 @@ def gather_over(x: Tensor, mesh: Mesh, axes: Axes, label: str, by: Gather | None
     return pending.then(lambda full: gather_over(full, mesh, tuple(outer), label, by)) if outer else pending
 
 
+def is_idle(by: Reduction, axes: Sequence[Any]) -> bool:
+    """Whether gradients stay as they are: on one device, unless there is a hook."""
+    return not axes and not hasattr(by, "after")
+
+
 def reduction_of(reduction: Any) -> Reduction:
     """Who adds up: by name, or the object itself.
 

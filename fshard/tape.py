@@ -338,8 +338,10 @@ class Tape:
 
     def _finish_untouched(self, into: Gradients, unit: int, kind: int) -> None:
         if not into.add:
-            for target in (t for t in (into.reduced, into.local) if t is not None):
-                target().piece(unit, kind).zero_()
+            if into.local is not None:
+                into.local().piece(unit, kind).zero_()
+            if into.reduced is not None:
+                self._reductions.add(carry.nothing(into.reduced(), unit, kind, into.by, into.later))
         elif into.local is not None and (pending := into.emit(unit, kind, into.local().piece(unit, kind))):
             self._reductions.add(pending)  # what earlier micro-batches have put there
 

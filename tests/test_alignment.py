@@ -5,6 +5,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import simulated
 
 import fshard
-from fshard import bits, carry, comm, optim, strategies, tree
+from fshard import bits, carry, comm, norms, optim, reduction, strategies, tree
 from fshard.wire import Cast, Float8, Identity, Int8, LowRank, TopK
 
 
@@ -88,6 +89,57 @@ def test_gathered_leaves_start_at_16_bytes():
     for name, plan in CASES.items():
         for num in (1, 3):
             assert simulated(seen_by_a_loss, plan, shard=num) == [{0}] * num, name
+
+
+def norms_of_ones(mesh: Any, plan: dict[str, Any]) -> list[float]:
+    """Norms of a tree of ones: what lies between its leaves is NaN."""
+    sharded = fshard.shard_params(odd_params(), fshard.make_plan(odd_params(), mesh, units=["blocks.*"], **plan))
+    ones = tree.map(lambda x: x / x, sharded)
+    found = [fshard.global_norm(ones, p) for p in (1, 2, math.inf)]
+    with norms.exactly():
+        found += [fshard.global_norm(ones, p) for p in (1, 2, math.inf)]
+    return [x.item() for x in (*found, norms.gram([ones, ones])[0, 1])]
+
+
+def test_what_lies_between_leaves_counts_in_no_norm():
+    """A function of elements may make anything of the zeros there."""
+    numel = sum(leaf.numel() for leaf in tree.leaves(odd_params()))
+    expected = [numel, numel**0.5, 1.0] * 2 + [numel]
+    for name in ("full", "ddp", "whole", "double", "blocks"):
+        for num in (1, 2, 3):
+            for found in simulated(norms_of_ones, CASES[name], shard=num):
+                assert torch.allclose(torch.tensor(found), torch.tensor(expected)), (name, num, found)
+    assert torch.allclose(torch.tensor(norms_of_ones(None, {})), torch.tensor(expected))
+
+
+class PlusOne(reduction.Sums):
+    """A hook that makes ones of zeros."""
+
+    def after(self, grads: torch.Tensor, unit: str) -> torch.Tensor:
+        return grads + 1
+
+
+def after_a_hook(mesh: Any) -> tuple[float, float]:
+    """The norm in a step's metrics, and the sum of this rank's gradients, with what lies between them."""
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return p["gate"] * 0 * x.sum()
+
+    sharded = fshard.shard_params(odd_params(), fshard.make_plan(odd_params(), mesh, units=["blocks.*"]))
+    step = fshard.train_step(loss, optim.sgd(0.1), reduction=PlusOne())
+    _, metrics = step(fshard.init_state(sharded, optim.sgd(0.1)), torch.ones(2))
+    _, grads = fshard.value_and_grad(loss, reduction=PlusOne())(sharded, torch.ones(2))
+    return metrics["grad_norm"].item(), sum(row.sum().item() for row in grads.tensors)
+
+
+def test_what_a_hook_makes_lies_in_leaves_alone():
+    """On one device too, which adds nothing up."""
+    numel = sum(leaf.numel() for leaf in tree.leaves(odd_params()))
+    assert after_a_hook(None) == (pytest.approx(numel**0.5), numel)
+    for num in (1, 2, 3):
+        found = simulated(after_a_hook, shard=num)
+        assert [norm for norm, _ in found] == [pytest.approx(numel**0.5)] * num
+        assert sum(total for _, total in found) == numel
 
 
 def of_an_optimizer(mesh: Any) -> set[int]:

@@ -70,6 +70,16 @@ def test_eight_bits_take_few_operators_for_each_block():
     assert seen.calls < 3 * 120
 
 
+@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_long_rows_are_as_right_as_those_of_short_ones(p, dtype):
+    """On CPUs torch adds powers up in a few floats, each of which soon takes nothing small."""
+    x = torch.full(((1 << 22) + 3,), 0.9, dtype=dtype)
+    expected = x[0].double() * x.numel() ** (1 / p)
+    for found in (norms.global_norm(x, p), norms.leaf_norms([x], p)[0]):
+        assert abs(found.double() / expected - 1) < 1e-4, found
+
+
 @pytest.mark.parametrize("of", [norms.global_norm, norms.leaf_norms, lambda x: norms.gram([x, x])])
 def test_exact_norms_take_few_operators_for_each_block(of):
     with norms.exactly(), Seen() as seen:
