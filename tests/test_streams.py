@@ -398,7 +398,9 @@ def test_the_computation_waits_for_no_reduction(name):
 
 
 def test_the_update_waits_for_sums(monkeypatch):
-    """Without it, it reads gradients that are still to be added up, and sends their memory again."""
+    """Without it, it reads gradients that are still to be added up, and uses the memory of their messages again."""
+    monkeypatch.setattr(gradients.Reductions, "drop", lambda self: None)  # which would wait later
+    assert found("two") == set()
     monkeypatch.setattr(gradients.Reductions, "join", lambda self: self._stepped.clear())
     words = found("two")
     assert any(word.endswith("reads before add is done") for word in words)
@@ -432,6 +434,7 @@ def test_what_is_summed_lives_until_the_computation_has_waited(name, monkeypatch
 @pytest.mark.parametrize("name", ["int8-ddp", "fast", "fast-half", "careless"])
 def test_what_is_sent_lives_until_the_computation_has_waited(name, monkeypatch):
     """NCCL lets go of it as soon as the other stream has waited."""
+    assert found(name) == set()
     monkeypatch.setattr(comm.Pending, "keeping", lambda self, *sent: self)
     assert "memory is used again while a collective runs" in found(name)
 
