@@ -172,10 +172,12 @@ class _SimulatedRanks:
         into = places(sends, recvs, self.rank)
         if self._under_way is None:
             return self._meet(call, sends, into, _deliver)
-        aside = [place if rank == self.rank else torch.empty_like(place) for rank, place in enumerate(into)]
+        # a gather sends from its place: a backend that is given the tensor itself writes this rank's part as well
+        gathers = recvs[self.rank] is sends[self.rank]
+        aside = [place.clone() if rank == self.rank else torch.empty_like(place) for rank, place in enumerate(into)]
         self._meet(call, sends, aside, _deliver)
-        to, results = ([x for rank, x in enumerate(xs) if rank != self.rank] for xs in (into, aside))
-        return self._under_way.start(call, sends, to, results, into)
+        to, results = ([x for rank, x in enumerate(xs) if gathers or rank != self.rank] for xs in (into, aside))
+        return self._under_way.start(call, [] if gathers else sends, to, results, into)
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool) -> Exchange:
         # one of its own even if it is lent: a rank's memory is to live and die as it would in a process

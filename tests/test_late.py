@@ -183,9 +183,9 @@ def test_a_result_read_too_early_is_poison():
         early = [out.clone() for out in outs]
         return early, [pending.wait() for pending in under_way]
 
-    for rank, (early, late) in enumerate(World(2, late=True).run(job)):
-        assert early[0][1 - rank].isnan()
-        assert early[1][1 - rank].item() == -0x5A5A5A5B
+    for early, late in World(2, late=True).run(job):  # this rank's own part as well: a backend may write it too
+        assert early[0].isnan().all()
+        assert early[1].tolist() == [-0x5A5A5A5B] * 2
         assert all((x == 1).all() for x in late)
     assert poison(torch.zeros(2, 3).T).isnan().all()
     assert poison(torch.zeros(2, dtype=torch.complex64)).isnan().all()
