@@ -215,11 +215,11 @@ def _reduce_encoded(
     held = [sizes(plan, unit, kind, ranks.size, part) for part in range(ranks.size)]
     sends = _encoded(wire, flat, held, lost.piece(unit, kind) if isinstance(lost, Sharded) else None)
     added = comm.scatter(sends, ranks, lambda got: _added(wire, got, held[ranks.rank]), name)
-    # what was summed travels on as wide as it is
+    # what was summed travels on as wide as it is, along axes of several ranks: it has been along one
     if axes:
-        onward = axes[axes.index(axis) + 1 :]
+        onward, rest = (_several(plan, names) for names in (axes[axes.index(axis) + 1 :], rest))
         return added.then(lambda part: reduce_over(part, mesh, onward, rest, name, out, by))
-    others = tuple(other for other in rest if other != axis)
+    others = _several(plan, [other for other in rest if other != axis])
     whole = added.then(lambda part: comm.gather_over(part, mesh, (axis,), name))
     return whole.then(lambda full: reduce_over(full, mesh, (), others, name, out, by))
 
@@ -234,6 +234,11 @@ def _unpadded(total: Tensor, reduced: Sharded, unit: int, kind: int) -> Tensor:
 def _first(plan: Plan, axes: Axes) -> str:
     """The first axis along which anything travels."""
     return next((axis for axis in axes if dict(plan.axes)[axis] > 1), axes[0])
+
+
+def _several(plan: Plan, axes: Sequence[str]) -> Axes:
+    """Those of several ranks."""
+    return tuple(axis for axis in axes if dict(plan.axes)[axis] > 1)
 
 
 def _encoded(wire: Wire, flat: Tensor, held: Sequence[Sequence[int]], lost: Tensor | None) -> list[Tensor]:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .arguments import shown
 from .bits import Held, pack, packed_size, unpack
-from .nodes import NodeRanks, is_tracing
+from .nodes import NodeRanks, is_direct, is_tracing
 from .process_groups import (
     GroupRanks,
     MismatchError,
@@ -38,9 +38,6 @@ from .record import Announced, Call, Record, announced, note
 
 Mesh = Any  # a DeviceMesh, a simulated mesh, or None: one device
 Axes = tuple[str, ...]
-
-# Below this an all-reduce sends everything to everyone: one message instead of two, and the same bits.
-_SMALL = 1 << 14
 
 _only = itemgetter(0)
 
@@ -339,8 +336,7 @@ def all_reduce(
     check_combines("all_reduce", op, x.dtype)
     x, size = x.contiguous(), ranks.size
     width = max(1, (x if out is None else out).dtype.itemsize // x.dtype.itemsize)
-    # between two ranks, sending everything is no more than sending both halves of the way
-    direct = op != "sum" or x.numel() % size != 0 or x.nbytes <= _SMALL or size <= 2
+    direct = is_direct(x, size, op)
     _note("all_reduce", ranks, label, (size - 1) * (x.nbytes if direct else (1 + width) * x.nbytes // size), more)
     if ranks.whole is not None:
         return Pending(ranks.whole.all_reduce(x, out, op, fast), _only)

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from .nodes import MESHES
+from .nodes import MESHES, is_direct
 from .reading import arguments, operator, values
 
 
@@ -103,11 +103,13 @@ def _received(node: fx.Node) -> int:
     if operator(node) not in ("fshard.reduce_scatter", "fshard.all_reduce"):
         return 0
     given = arguments(node)
-    (x,) = values(given["x"])
-    if given["fast"] or x.device.type == "cpu":
+    (x,), op = values(given["x"]), given.get("op", "sum")
+    if x.device.type == "cpu" or (given["fast"] and op == "sum"):
         return 0
     mesh = MESHES.find(given["mesh"])
     size = mesh.size(list(mesh.mesh_dim_names).index(given["axis"]))
+    if "op" in given and is_direct(x, size, op):
+        return x.nbytes * size  # gathered whole, this rank's own among it
     return x.nbytes // size * (size - 1)
 
 

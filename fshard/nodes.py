@@ -21,6 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .record import Record
 
 _LARGE = 1 << 20  # bytes
+# Below this an all-reduce sends everything to everyone: one message instead of two, and the same bits.
+_SMALL = 1 << 14  # bytes
 MOST = 1 << 30  # elements of one tensor for kernels over lists, and for reductions: some count in int32
 
 
@@ -56,6 +58,12 @@ def is_tracing() -> bool:
         return False
     # Private: there is no public way to ask (test_jit.py notices when it goes).
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def is_direct(x: Tensor, size: int, op: str) -> bool:
+    """Whether an all-reduce sends all of a tensor to each of `size` ranks, rather than scatters and gathers."""
+    # between two ranks, sending everything is no more than sending both halves of the way
+    return op != "sum" or x.numel() % size != 0 or x.nbytes <= _SMALL or size <= 2
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

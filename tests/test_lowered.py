@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerator import Ranks
 from models import STRATEGIES, rand, same_bits
 from steps import batch, params, start
 from test_wire import WIRES
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from worlds import simulated
 
 import fshard
-from fshard import AbstractMesh, optim, tree
+from fshard import AbstractMesh, comm, optim, tree
 from fshard.footprint import footprint
 from fshard.nodes import MESHES
 
@@ -121,6 +122,44 @@ def test_memory_of_an_exact_sum(device: str, fast: bool, received: int):
         node.meta["val"] = value
     rows = [row.get("gradients", 0) for row in footprint(graph, ["gathered", "results"]).bytes]
     assert rows == [0, 0, *[received * 16 * 4] * 3, 0]
+
+
+class Received(Ranks):
+    """One of several ranks whose group has collectives of its own, and the bytes it receives sums into."""
+
+    def __init__(self, size: int):
+        super().__init__("shard", size)
+        self.built_in, self.nbytes = object(), 0
+
+    def empty(self, numel: int, like: torch.Tensor, lent: bool) -> torch.Tensor:
+        """Counted."""
+        self.nbytes += numel * like.itemsize
+        return like.new_empty(numel)
+
+    def exchange(self, sends: Any, recvs: Any, call: str) -> Any:
+        """What is received where no place is given is counted."""
+        self.nbytes += sum(x.nbytes for p, x in enumerate(sends) if recvs[p] is None and p != self.rank)
+        return super().exchange([x.to(self.device) for x in sends], recvs, call)
+
+
+@pytest.mark.parametrize("op", ["sum", "max"])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("numel", [63, 64, 24000])
+def test_memory_of_an_all_reduce(op: str, fast: bool, size: int, numel: int, monkeypatch: pytest.MonkeyPatch):
+    """What is counted is what is allocated: of one that goes direct, everything of everyone."""
+    ranks, mesh, graph = Received(size), AbstractMesh(shard=size), torch.fx.Graph()
+    monkeypatch.setattr(comm, "_built_in", lambda *args: comm.Works([], []))
+    comm.all_reduce(torch.empty(numel, device="meta"), ranks, op=op, fast=fast).wait()
+    with FakeTensorMode():
+        x = torch.empty(numel, device="cuda")
+    nodes = [graph.placeholder(name) for name in ("x", "place")]
+    at = (MESHES.of(mesh), "shard", "unit", 0, op, fast, "")
+    start = graph.call_function(torch.ops.fshard.all_reduce.default, (nodes[1], nodes[0], *at))
+    graph.output((nodes[1],))
+    for node in (*nodes, start):
+        node.meta["val"] = x
+    assert footprint(graph, ["arguments", "results"]).bytes[2].get("gradients", 0) == ranks.nbytes
 
 
 def test_a_picture_of_memory(tmp_path):

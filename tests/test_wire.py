@@ -550,3 +550,19 @@ def test_what_was_applied_and_what_is_kept_are_all_gradients(wire, case, replica
             continue  # which of its elements lie in a chunk with v's differs by rank
         torch.testing.assert_close(kept - way, total, rtol=1e-4, atol=1e-5)
         assert way.any()  # small units train
+
+
+@pytest.mark.parametrize("plan", ["full", "zero1", "ddp"])
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2)])
+def test_gradients_go_along_axes_of_several_ranks(ranks, plan):
+    """Once they have been along one, what is summed is not sent along an axis of one rank."""
+
+    def sent(mesh: Any) -> set[int]:
+        made = fshard.make_plan(lm_params(), mesh, units=LM_UNITS, grad_wire=Int8(16), **STRATEGIES[plan])
+        sharded = fshard.shard_params(lm_params(), made)
+        with fshard.tally() as records:
+            fshard.value_and_grad(mean_loss)(sharded, lm_batch(0, mesh.get_rank()))
+        return {x.nbytes for x in records if x.kind == "all_reduce" and x.label != "loss"}
+
+    replicate, shard = ranks
+    assert all(0 not in sizes for sizes in simulated(sent, shard=shard, replicate=replicate))
