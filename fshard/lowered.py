@@ -152,6 +152,7 @@ def lower(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec, option
     lowered = Lowered(traced, key, options.donate)
     graph, parts = lowered.graph, tree.nodes(given, Sharded)
     passes.drop_dead(graph)
+    passes.wait_for_unread(graph)
     passes.regather(graph, [unit.name for x in parts if x.plan.regather for unit in x.plan.units if unit.name != ROOT])
     passes.sink(graph, options.in_flight)
     if options.bucket:

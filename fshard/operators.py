@@ -98,14 +98,22 @@ _define(
 
 
 def _exchange(
-    sends: Sequence[Tensor], numels: Sequence[int], mesh: str, axis: str, label: str, nbytes: int, kind: str, call: str
+    sends: Sequence[Tensor],
+    numels: Sequence[int],
+    mesh: str,
+    axis: str,
+    label: str,
+    nbytes: int,
+    kind: str,
+    call: str,
+    now: bool = False,
 ) -> Started:
     ranks, record = _ranks(mesh, axis), Record(kind, axis, label, nbytes)
     ranks.record = record
     note(record)
     place, _ = _exchanged(sends, numels, mesh, axis, label, nbytes, kind, call)
     exchange = ranks.exchange([x.reshape(-1) for x in sends], list(place.split(list(numels))), call)
-    if not place.numel():  # nobody reads it: a compiler drops the wait, and uses what is sent again too early
+    if now or not place.numel():  # nobody reads it: a compiler drops the wait, and uses what is sent again too early
         exchange.wait()
         exchange.done()
         return _started(place, comm.Pending(None, lambda _: place))
@@ -113,13 +121,21 @@ def _exchange(
 
 
 def _exchanged(
-    sends: Sequence[Tensor], numels: Sequence[int], mesh: str, axis: str, label: str, nbytes: int, kind: str, call: str
+    sends: Sequence[Tensor],
+    numels: Sequence[int],
+    mesh: str,
+    axis: str,
+    label: str,
+    nbytes: int,
+    kind: str,
+    call: str,
+    now: bool = False,
 ) -> Started:
     return sends[0].new_empty(sum(numels)), _ticket()
 
 
 _define(
-    f"exchange(Tensor[] sends, int[] numels, {_AT}, str kind, str call) -> (Tensor, Tensor)",
+    f"exchange(Tensor[] sends, int[] numels, {_AT}, str kind, str call, bool now=False) -> (Tensor, Tensor)",
     _exchange,
     _exchanged,
 )

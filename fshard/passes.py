@@ -37,8 +37,29 @@ def drop_dead(graph: fx.Graph) -> None:
 
 def _drop_unread(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
-        if node.op in ("call_function", "get_attr") and not node.users and not writes(node):
+        unread = node.op in ("call_function", "get_attr") and not node.users and not writes(node)
+        if unread and not is_call(node, "fshard.exchange"):  # peers wait for what is sent
             graph.erase_node(node)
+
+
+def wait_for_unread(graph: fx.Graph) -> None:
+    """An exchange of which nobody reads what arrives waits where it starts: a compiler would drop the wait alone."""
+    for start in [node for node in graph.nodes if is_call(node, "fshard.exchange")]:
+        if not _is_read(graph, next(storages_of(start))):
+            start.update_kwarg("now", True)
+
+
+def _is_read(graph: fx.Graph, place: int) -> bool:
+    """Whether anything but its wait reads memory, or what it is copied to."""
+    places, size = {place}, 0
+    while size < len(places):
+        size = len(places)
+        views = [node for node in graph.nodes if places & set(storages_of(node))]
+        users = [user for node in views for user in node.users if not is_call(user, "fshard.wait", *VIEWS)]
+        if any(not is_call(user, "copy_") for user in users):
+            return True
+        places |= {place for user in users for place in storages_of(user)}
+    return False
 
 
 def once(graph: fx.Graph) -> None:

@@ -115,6 +115,30 @@ def test_graphs_without_dead_code():
     same_when_late(job, shard=2)
 
 
+UNREAD: dict[str, Any] = {
+    "all_gather": fshard.all_gather,
+    "reduce_scatter": fshard.reduce_scatter,
+    "all_reduce": fshard.all_reduce,
+    "all_to_all": fshard.all_to_all,
+    "broadcast": lambda x, mesh, axis: fshard.broadcast(x, mesh, axis, src=1),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", UNREAD)
+def test_graphs_that_read_nothing_of_a_collective(name, backend):
+    """Or a part of it: it is waited for all the same, or not sent at all."""
+
+    def job(mesh: Any) -> Any:
+        def fn(x: Any) -> Any:
+            unread = UNREAD[name](2 * x, mesh, "shard")
+            return x.sin().cos(), UNREAD[name](3 * x, mesh, "shard")[:1], len(unread)
+
+        return fshard.jit(fn, backend=backend)(rand(4, seed=mesh.get_rank()))
+
+    same_when_late(job, shard=2)
+
+
 @pytest.mark.parametrize("grads", ["reduced", "local"])
 @pytest.mark.parametrize("partition", ["flat", "leaf"])
 def test_zero(partition, grads):
