@@ -20,8 +20,9 @@ from gpu_cases import CUDA, DEVICE, FROZEN, KINDS, OPTIMIZERS, alternatives, bat
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
-from fshard import optim, simulated
-from fshard.testing import World
+from fshard import optim
+from fshard.testing import World, scheduler
+from fshard.testing.world import _SimulatedRanks
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_GPU = "no GPU"
@@ -199,7 +200,7 @@ def _on_side_stream() -> Callable[..., Any]:
             for one in posts:
                 one.event = event
 
-        post: Any = simulated.Post(self._me, self.record, call, sends, into, later, sends)
+        post: Any = scheduler.Post(self._me, self.record, call, sends, into, later, sends)
         if self.size == 1:
             later([post])
             return _OnSide(post.places, post.event, (sends, into))
@@ -210,7 +211,7 @@ def _on_side_stream() -> Callable[..., Any]:
 
 def late(rows: Rows) -> None:
     """Collectives that arrive when they are waited for; on a GPU also on a stream of their own."""
-    plain, kinds = simulated._SimulatedRanks._meet, KINDS if CUDA else {k: KINDS[k] for k in ("full", "donate", "int8")}
+    plain, kinds = _SimulatedRanks._meet, KINDS if CUDA else {k: KINDS[k] for k in ("full", "donate", "int8")}
     for name, kind in kinds.items():
         job = lambda mesh, kind=kind: trained(mesh, **kind)  # noqa: E731
         expected = world(4).run(job)
@@ -222,9 +223,9 @@ def late(rows: Rows) -> None:
         if not CUDA:
             continue
         torch.cuda.empty_cache()
-        simulated._SimulatedRanks._meet = _on_side_stream()  # type: ignore[method-assign]
+        _SimulatedRanks._meet = _on_side_stream()  # type: ignore[method-assign]
         rows.check(f"{name}, on a stream", lambda job=job, e=expected: same(world(4).run(job), e))  # type: ignore[misc]
-        simulated._SimulatedRanks._meet = plain  # type: ignore[method-assign]
+        _SimulatedRanks._meet = plain  # type: ignore[method-assign]
 
 
 def nccl(rows: Rows) -> None:

@@ -25,7 +25,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
-from fshard import comm, tree
+from fshard import tree
+from fshard.comm import primitives
 
 Call = Callable[[], object]
 
@@ -101,8 +102,8 @@ def errors(num_ranks: int) -> tuple[float, float]:
     values = torch.randn(num_ranks, 512 * num_ranks, generator=generator) + 1
 
     def summed(mesh: Any) -> Tensor:
-        ranks = comm.along(mesh, "shard")
-        return comm.reduce_scatter(values[ranks.rank].bfloat16(), ranks, out=torch.empty(512)).wait()
+        ranks = primitives.along(mesh, "shard")
+        return primitives.reduce_scatter(values[ranks.rank].bfloat16(), ranks, out=torch.empty(512)).wait()
 
     exact = values.double().sum(0)
     running = values[0].bfloat16()

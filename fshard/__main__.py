@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .replay import replay
+from .testing.replaying import replay
 
 SAME, DIFFERENT, WRONG, NONFINITE = range(4)
 

@@ -1,157 +1,19 @@
-"""Who adds gradients up, and their sum over several axes of a mesh; who gathers parameters.
+"""How gradients are summed across ranks, and parameters gathered: protocols for your own, and what they are made of."""
 
-Note [The same bits on any number of ranks]
-    A sum of floating-point numbers depends on the order. In a balanced binary tree over 2^s slices of a batch, what 2^r
-    ranks of 2^(s - r) slices each add up alone is a subtree, so the ranks' sums, added in a tree over ranks, give the
-    bits of the whole tree, whatever r is. Ranks are numbered over all axes, the last of them the fastest, so sums are
-    taken along that one first. They travel in the dtype they are taken in: what is rounded in between depends on r.
-"""
+from .comm.primitives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, scatter
+from .comm.ranks import Pending, Ranks
+from .comm.reduction import Gather, Reduction, Sums
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-from torch import Tensor
-
-from . import comm
-from .comm import Axes, Mesh, Pending, Ranks
-
-
-class Reduction(Protocol):
-    """Who adds gradients up. `out` may be of a wider dtype than `x`; the result is written there, or new without it."""
-
-    def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """(W n) on each rank -> (n): the sum over ranks of this rank's part."""
-
-    def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """(n) on each rank -> (n) on all: the sum over ranks."""
-
-
-class Gather(Protocol):
-    """Who gathers parameters. Make it a frozen dataclass: plans are compared by its fields, and between ranks."""
-
-    def all_gather(self, x: Tensor, ranks: Ranks, label: str) -> Pending:
-        """(n) on each rank -> (W n) on all: the ranks' tensors end to end. Nobody writes to the result."""
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Sums in rank order; `fast` ones in the backend's."""
-
-    fast: bool = False
-
-    def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """`comm.reduce_scatter`."""
-        return comm.reduce_scatter(x, ranks, label, out, fast=self.fast)
-
-    def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """`comm.all_reduce`."""
-        return comm.all_reduce(x, ranks, label, out, fast=self.fast)
-
-
-def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """The sum of tensors in pairs, pairs of pairs, and so on; of narrow dtypes in float32."""
-    parts = [part.to(comm.sum_dtype(part.dtype)) for part in parts]
-    while len(parts) > 1:
-        parts = [*(a + b for a, b in zip(parts[::2], parts[1::2], strict=False)), *parts[len(parts) & ~1 :]]
-    return parts[0] if out is None else out.copy_(parts[0])
-
-
-@dataclass(frozen=True)
-class Tree:
-    """Sums in a balanced binary tree over ranks (Note [The same bits on any number of ranks])."""
-
-    def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """Every rank's part to the rank that it is for, and added there."""
-        return comm.scatter(x.chunk(ranks.size), ranks, lambda parts: tree_sum(parts, out), label)
-
-    def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """The same, and gathered; of what does not divide, everything to everyone."""
-        if x.numel() % ranks.size or not x.dim():
-            whole = comm.all_gather(x.reshape(1, -1), ranks, label)
-            return whole.then(lambda rows: tree_sum([row.view(x.shape) for row in rows], out))
-        part = self.reduce_scatter(x.contiguous().view(-1), ranks, label, None)
-        whole = part.then(lambda part: comm.all_gather(part, ranks, label))
-        return whole.then(lambda full: full.view(x.shape) if out is None else out.copy_(full.view(x.shape)))
-
-
-EXACT, FAST, TREE = Sums(), Sums(fast=True), Tree()
-
-
-def reduce_over(
-    x: Tensor, mesh: Mesh, axes: Axes, rest: Axes, label: str = "", out: Tensor | None = None, by: Reduction = EXACT
-) -> Pending:
-    """Reduce-scatter over `axes`, then all-reduce over `rest`: the transpose of gathering over `axes` on all ranks.
-
-    What was summed once travels on as wide as it was summed.
-    """
-    sizes, every = comm.axis_sizes(mesh), axes + rest
-    # axes of one rank beside others add nothing, and what follows them would travel as wide as a sum
-    several = [axis for axis in every if sizes[axis] > 1] or every[:1]
-    axes, rest = (tuple(axis for axis in names if axis in several) for names in (axes, rest))
-    if not several:
-        return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
-    if isinstance(by, Tree):
-        return _over_tree(x, mesh, axes, rest, label, out)
-    last, ranks = len(axes) + len(rest) == 1, comm.along(mesh, (*axes, *rest)[0])
-    numel = x.numel() // ranks.size if axes else x.numel()
-    into = out if last else x.new_empty(numel, dtype=comm.sum_dtype(x.dtype))
-    pending = (by.reduce_scatter if axes else by.all_reduce)(x, ranks, label, into).keeping(x)
-    axes, rest = (axes[1:], rest) if axes else ((), rest[1:])
-    return pending if last else pending.then(lambda y: reduce_over(y, mesh, axes, rest, label, out, by))
-
-
-def _over_tree(x: Tensor, mesh: Mesh, axes: Axes, rest: Axes, label: str, out: Tensor | None) -> Pending:
-    """The same, along the innermost axis of the mesh first."""
-    sizes = comm.axis_sizes(mesh)
-    axis = next(name for name in reversed(sizes) if name in axes + rest)
-    ranks, last = comm.along(mesh, axis), len(axes) + len(rest) == 1
-    if axis in axes:  # the parts of its ranks end to end
-        x = x.view(*(sizes[name] for name in axes), -1).movedim(axes.index(axis), 0).reshape(-1)
-    pending = (TREE.reduce_scatter if axis in axes else TREE.all_reduce)(x, ranks, label, out if last else None)
-    axes, rest = (tuple(name for name in names if name != axis) for names in (axes, rest))
-    return pending if last else pending.then(lambda y: _over_tree(y, mesh, axes, rest, label, out))
-
-
-def gather_over(x: Tensor, mesh: Mesh, axes: Axes, label: str, by: Gather | None = None) -> Pending:
-    """All-gather over `axes`, the first of them the slowest: by an object, or None for `comm`. Dual: `reduce_over`."""
-    if by is None:
-        return comm.gather_over(x, mesh, axes, label, lent=True)
-    *outer, last = axes
-    ranks = comm.along(mesh, last)
-
-    def checked(full: Tensor) -> Tensor:
-        if full.shape != (ranks.size * x.numel(),) or full.dtype != x.dtype:
-            raise ValueError(
-                f"{by}: all_gather gave {full.dtype}{list(full.shape)}, expected {x.dtype}"
-                f"[{ranks.size * x.numel()}]: the tensors of {ranks.size} ranks end to end"
-            )
-        return full
-
-    pending = by.all_gather(x, ranks, label).then(checked)
-    return pending.then(lambda full: gather_over(full, mesh, tuple(outer), label, by)) if outer else pending
-
-
-def is_idle(by: Reduction, axes: Sequence[Any]) -> bool:
-    """Whether gradients stay as they are: on one device, unless there is a hook."""
-    return not axes and not hasattr(by, "after")
-
-
-def reduction_of(reduction: Any) -> Reduction:
-    """Who adds up: by name, or the object itself.
-
-    >>> reduction_of("fast")
-    Sums(fast=True)
-    """
-    named: dict[str, Reduction] = {"exact": EXACT, "fast": FAST, "tree": TREE}
-    if isinstance(reduction, str) and reduction in named:
-        return named[reduction]
-    if isinstance(reduction, type) or not (hasattr(reduction, "reduce_scatter") and hasattr(reduction, "all_reduce")):
-        raise ValueError(
-            f"reduction={reduction!r}: expected 'exact' (sums in rank order), 'fast' (the backend's own), 'tree' (the "
-            "same bits on any number of ranks), or an object with the methods reduce_scatter and all_reduce "
-            "(fshard.reduction.Reduction)"
-        )
-    return reduction
+__all__ = [
+    "Gather",
+    "Pending",
+    "Ranks",
+    "Reduction",
+    "Sums",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce_scatter",
+    "scatter",
+]

@@ -1,349 +1,51 @@
-"""The only door to optree: trees in the order of use, lazy containers, the life of values that can be given away.
-
-Note [Order of use]
-    optree sorts the keys of a dict as strings ('10' before '2'). A plan lays parameters out in the order in which a
-    model uses them, which is the order of insertion. optree keeps it in torch's own namespace, where every node type
-    registered with `torch.utils._pytree` is known as well, so that is the namespace used here.
-"""
-
-from __future__ import annotations
-
-import weakref
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, TypeVar
-
-import optree
-
-# Private: importing it turns insertion order on in the namespace "torch" (test_tree.py notices when it no longer does).
-import torch.utils._cxx_pytree  # noqa: F401
-import torch.utils._pytree as pytree
-from torch import Tensor
-
-_NAMESPACE = "torch"
-Spec = optree.PyTreeSpec
-T = TypeVar("T")
-
-
-class DonatedError(RuntimeError):
-    """A value was used after a call that was allowed to take it over."""
-
-
-@dataclass
-class Life:
-    """Whether a value, and everything that shares its tensors, may still be used."""
-
-    given_away: bool = False
-
-    def check(self, name: str, touched: str) -> None:
-        """Raise DonatedError once it was given away."""
-        if self.given_away:
-            raise DonatedError(
-                f"this {name} was given away: a step built with donate=True updated its tensors in place (touched: "
-                f".{touched}). Use the state which that step returned, or build the step with donate=False."
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.check("value", "__getstate__")  # a copy, or a file, would have what another state's memory now holds
-        return vars(self)
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """What the structure of a value that can be given away keeps: what is compared, and where the value is."""
-
-    static: Any
-    of: weakref.ref[Any]
-
-    def __eq__(self, other: object) -> bool:
-        return self.static == (other.static if isinstance(other, Source) else other)
-
-    def __hash__(self) -> int:
-        return hash(self.static)
-
-    def __repr__(self) -> str:
-        return repr(self.static)
-
-
-def _mirror(kind: type) -> None:
-    """Tell optree of a node type that only `torch.utils._pytree` knows: its `register_dataclass` does not."""
-    node = pytree.SUPPORTED_NODES[kind]
-
-    def flatten(value: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
-        children, context = node.flatten_fn(value)
-        if node.flatten_with_keys_fn is None:
-            return children, context, tuple(range(len(children)))
-        keys = [key for key, _ in node.flatten_with_keys_fn(value)[0]]
-        return children, context, tuple(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k))) for k in keys)
-
-    def unflatten(context: Any, children: Any) -> Any:
-        return node.unflatten_fn(list(children), context)
-
-    optree.register_pytree_node(kind, flatten, unflatten, namespace=_NAMESPACE)
-
-
-def flatten(tree: Any) -> tuple[list[Any], Spec]:
-    """Leaves in the order of use, and the structure; None is an empty subtree."""
-    leaves, spec = optree.tree_flatten(tree, namespace=_NAMESPACE)
-    unknown: set[type] = {
-        type(leaf) for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) in pytree.SUPPORTED_NODES
-    }
-    if not unknown:
-        return leaves, spec
-    for kind in unknown:
-        _mirror(kind)
-    return flatten(tree)
-
-
-def unflatten(spec: Spec, leaves: Sequence[Any]) -> Any:
-    """The tree of that structure with these leaves."""
-    return optree.tree_unflatten(spec, leaves)
-
-
-def leaves(tree: Any) -> list[Any]:
-    """Leaves in the order of use."""
-    return flatten(tree)[0]
-
-
-def flatten_up_to(spec: Spec, tree: Any) -> list[Any]:
-    """What stands at the leaves of a structure (ValueError if `tree` has another)."""
-    return spec.flatten_up_to(tree)
-
-
-def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`fn` over the leaves of trees of one structure."""
-    first, spec = flatten(tree)
-    others = [spec.flatten_up_to(other) for other in rest]
-    return unflatten(spec, [fn(*args) for args in zip(first, *others, strict=True)])
-
-
-# What to stop at: nodes of one type, or those a predicate is true of.
-Stop = type | Callable[[Any], bool]
-
-
-def _is(stop: Stop) -> Callable[[Any], bool]:
-    return (lambda x: isinstance(x, stop)) if isinstance(stop, type) else stop
-
-
-def tops(tree: Any, stop: Stop) -> list[Any]:
-    """Every outermost node to stop at, and the leaves that are in none."""
-    return optree.tree_leaves(tree, is_leaf=_is(stop), namespace=_NAMESPACE)
-
-
-def nodes(tree: Any, kind: type) -> list[Any]:
-    """Every outermost node of one type."""
-    return [x for x in tops(tree, kind) if isinstance(x, kind)]
-
-
-def paths_to(tree: Any, stop: Stop) -> list[tuple[str, Any]]:
-    """Every outermost node to stop at, and the leaves that are in none, with their paths."""
-    found, spec = optree.tree_flatten(tree, is_leaf=_is(stop), namespace=_NAMESPACE)
-    return list(zip(paths(spec), found, strict=True))
-
-
-def put_tops(tree: Any, stop: Stop, tops: Sequence[Any]) -> Any:
-    """The tree with others in the place of its outermost nodes to stop at and the leaves that are in none."""
-    return unflatten(structure_above(tree, stop), tops)
-
-
-def structure_above(tree: Any, stop: Stop) -> Spec:
-    """The structure of a tree, nodes to stop at taken as leaves."""
-    return optree.tree_structure(tree, is_leaf=_is(stop), namespace=_NAMESPACE)
-
-
-def map_tops(fn: Callable[..., Any], stop: Stop, tree: Any, *rest: Any) -> Any:
-    """`fn` over the outermost nodes to stop at and the leaves that are in none; `rest` is read as far as there."""
-    return optree.tree_map(fn, tree, *rest, is_leaf=_is(stop), namespace=_NAMESPACE)
-
-
-def detached(tree: Any, stop: Stop = lambda x: False) -> Any:
-    """The tree, leaves that require a gradient replaced by their values; what to stop at stays as it is."""
-    return map_tops(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, stop, tree)
-
-
-def register(cls: type, flatten: Callable[[Any], tuple[Any, Any]], unflatten: Callable[[Any, Any], Any]) -> None:
-    """Make `cls` a node for optree (every namespace) and for `torch.utils._pytree` (which torch.func flattens with).
-
-    `flatten(x) -> (children, metadata)` and `unflatten(metadata, children) -> x`.
-    """
-    optree.register_pytree_node(cls, flatten, unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)
-    pytree.register_pytree_node(
-        cls, lambda x: _listed(flatten(x)), lambda children, metadata: unflatten(metadata, children)
-    )
-
-
-def _listed(flat: tuple[Any, Any]) -> tuple[list[Any], Any]:
-    return list(flat[0]), flat[1]
-
-
-def register_fields(
-    cls: type, children: Sequence[str], metadata: Sequence[str] = (), names: Sequence[str] | None = None
-) -> None:
-    """Make a dataclass a node: `children` are subtrees, `metadata` is compared with the structure.
-
-    `names` are what paths call the children; an empty one does not show in them.
-    """
-
-    def flatten(x: Any) -> tuple[Any, Any]:
-        return tuple(getattr(x, name) for name in children), tuple(getattr(x, name) for name in metadata)
-
-    def unflatten(static: Any, dynamic: Any) -> Any:
-        # leaves may be anything while a tree is mapped: __post_init__ must not look at them
-        x: Any = object.__new__(cls)
-        vars(x).update(zip(children, dynamic, strict=True), **dict(zip(metadata, static, strict=True)))
-        return x
-
-    # on the class, because a node of torch's namespace has no names of its own
-    cls.child_names = tuple(children if names is None else names)  # type: ignore[attr-defined]
-    register(cls, flatten, unflatten)
-
-
-def constant(cls: type[T]) -> type[T]:
-    """A class of frozen values that torch.compile takes as they are: what nodes carry besides children."""
-    # by this it knows frozen dataclasses, which it would build again from their fields, and cannot
-    if "__dataclass_params__" in vars(cls):
-        del cls.__dataclass_params__  # type: ignore[attr-defined]
-    pytree.register_constant(cls)
-    return cls
-
-
-def names(spec: Spec) -> list[Any]:
-    """What a user calls the children of a node: keys, field names or positions."""
-    for kept in ("_fields", "child_names"):
-        if spec.type is not None and hasattr(spec.type, kept):
-            return list(getattr(spec.type, kept))
-    return list(spec.entries())
-
-
-def walk(spec: Spec, path: tuple[str, ...] = (), first: int = 0) -> Iterator[tuple[tuple[str, ...], Spec, int]]:
-    """Every subtree, outer before inner: its path, its structure, the number of its first leaf."""
-    yield path, spec, first
-    for name, child in zip(names(spec), spec.children(), strict=True):
-        yield from walk(child, (*path, str(name)), first)
-        first += child.num_leaves
-
-
-def children(spec: Spec) -> Iterator[tuple[Spec, int]]:
-    """The structures of a node's children, each with the number of its first leaf."""
-    first = 0
-    for child in spec.children():
-        yield child, first
-        first += child.num_leaves
-
-
-def paths(spec: Spec) -> list[str]:
-    """The dotted path of every leaf, in the order of use."""
-    return [".".join(name for name in path if name) for path, node, _ in walk(spec) if node.is_leaf()]
-
-
-def pairs(what: str, expected: Any, got: Any) -> tuple[list[tuple[Any, Any]], Spec]:
-    """The leaves of two trees side by side, by the structure of the first; ValueError, `what` and how they differ.
-
-    >>> pairs("b is not like a", {"w": 1}, {"w": 2})[0]
-    [(1, 2)]
-    """
-    leaves, spec = flatten(expected)
-    try:
-        return [*zip(leaves, flatten_up_to(spec, got), strict=True)], spec
-    except ValueError:
-        raise ValueError(f"{what}: {difference(expected, got)}") from None
-
-
-def difference(expected: Any, got: Any) -> str:
-    """How the structure of a tree differs from the expected one, in words: its type, else its leaves.
-
-    >>> difference({"a": 1, "b": 2}, {"a": 1}), difference({"a": 1}, (1,))
-    ("it lacks ['b'] and has nothing besides", 'expected a dict, got a tuple')
-    """
-    if type(expected) is not type(got):
-        return f"expected a {type(expected).__name__}, got a {type(got).__name__}"
-    wanted, found = (paths(flatten(one)[1]) for one in (expected, got))
-    lacks, more = [p for p in wanted if p not in found], [p for p in found if p not in wanted]
-    if not lacks and not more:
-        return "the leaves have the same paths, in other containers or laid out by another plan"
-    return f"it lacks {lacks[:3] or 'nothing'} and has {more[:3] or 'nothing'} besides"
-
-
-def matches(path: Sequence[str], pattern: str) -> bool:
-    """Whether a dotted pattern is a path: `*` stands for (a part of) one component, `**` for any number."""
-    return _matches(path, pattern.split("."))
-
-
-def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
-    if not pattern:
-        return not path
-    if pattern[0] == "**":
-        return any(_matches(path[i:], pattern[1:]) for i in range(len(path) + 1))
-    return bool(path) and fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
-
-
-class Branch:
-    """A container whose children are made when they are touched: it reads like the container it stands for."""
-
-    @abstractmethod
-    def _node(self) -> Spec:
-        """The structure this stands for."""
-
-    @abstractmethod
-    def _child(self, spec: Spec, first: int) -> Any:
-        """The child of that structure whose first leaf is `first` leaves after this container's own."""
-
-    @abstractmethod
-    def gathered(self) -> Any:
-        """The plain tree this stands for."""
-
-    def _pick(self, index: int) -> Any:
-        if "_children" not in vars(self):  # a container may have many, and is gone through one by one
-            vars(self)["_children"] = list(children(self._node()))
-        return self._child(*vars(self)["_children"][index])
-
-    def _is_mapping(self) -> bool:
-        kind = self._node().type
-        return kind is not None and issubclass(kind, dict)
-
-    def __getitem__(self, key: Any) -> Any:
-        entries = names(self._node())
-        if self._is_mapping():
-            if key not in entries:
-                raise KeyError(f"{key!r}: there is {', '.join(map_repr(entries))}")
-            return self._pick(entries.index(key))
-        numbers = range(len(entries))[key]
-        return self._pick(numbers) if isinstance(numbers, int) else [self._pick(i) for i in numbers]
-
-    def __getattr__(self, name: str) -> Any:
-        entries = [] if name.startswith("_") or self._is_mapping() else names(self._node())
-        if name not in entries:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self._pick(entries.index(name))
-
-    def __len__(self) -> int:
-        return len(self._node().children())
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.keys()) if self._is_mapping() else (self._pick(i) for i in range(len(self)))
-
-    def __contains__(self, key: Any) -> bool:
-        return self._is_mapping() and key in self.keys()
-
-    def keys(self) -> list[Any]:
-        """Keys in the order of use."""
-        return names(self._node())
-
-    def values(self) -> Iterator[Any]:
-        """Children in the order of use, each made when it is reached."""
-        return (self._pick(i) for i in range(len(self)))
-
-    def items(self) -> Iterator[tuple[Any, Any]]:
-        """Keys with children in the order of use."""
-        return zip(self.keys(), self.values(), strict=True)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """The child of that key, or `default`."""
-        return self[key] if key in self else default  # noqa: SIM401
-
-
-def map_repr(items: Sequence[Any]) -> list[str]:
-    """Each item as an error shows it."""
-    return [repr(item) for item in items]
+"""Trees of tensors, in the order of use."""
+
+from .core.tree import (
+    children,
+    constant,
+    detached,
+    difference,
+    flatten,
+    flatten_up_to,
+    leaves,
+    map,
+    map_tops,
+    matches,
+    names,
+    nodes,
+    pairs,
+    paths,
+    paths_to,
+    put_tops,
+    register,
+    register_fields,
+    structure_above,
+    tops,
+    unflatten,
+    walk,
+)
+
+__all__ = [
+    "children",
+    "constant",
+    "detached",
+    "difference",
+    "flatten",
+    "flatten_up_to",
+    "leaves",
+    "map",
+    "map_tops",
+    "matches",
+    "names",
+    "nodes",
+    "pairs",
+    "paths",
+    "paths_to",
+    "put_tops",
+    "register",
+    "register_fields",
+    "structure_above",
+    "tops",
+    "unflatten",
+    "walk",
+]

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
-from fshard import comm, process_groups
+from fshard.comm import consensus, process_groups
 
 DEVICE = torch.device("meta")
 _CROSS = (torch.ops.aten.copy_, torch.ops.aten._to_copy)
@@ -113,16 +113,16 @@ class Ranks:
         """Yes."""
         return True
 
-    def exchange(self, sends: Any, recvs: Any, call: str) -> comm.Works:
+    def exchange(self, sends: Any, recvs: Any, call: str) -> process_groups.Works:
         """What travels is on the device."""
         assert all(x.device == self.device for x in (*sends, *(r for r in recvs if r is not None))), call
-        return comm.Works([], process_groups.places(sends, recvs, self.rank))
+        return process_groups.Works([], process_groups.places(sends, recvs, self.rank))
 
 
 class Mesh:
     """Ranks with a GPU each: two along an axis, or as many as are said; this is the first."""
 
-    device_type = "meta"
+    device, device_type = DEVICE, "meta"
 
     def __init__(self, **sizes: int):
         self._sizes = sizes or {"shard": 2}
@@ -152,9 +152,8 @@ def on_accelerator() -> Iterator[Apart]:
     """The device of a mesh is one that computes nothing, and ranks agree without asking the one that is not there."""
     find = torch.get_device_module
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm, "mesh_device", lambda mesh: DEVICE if isinstance(mesh, Mesh) else torch.device("cpu"))
         patch.setattr(torch, "get_device_module", lambda x: torch.cpu if torch.device(x) == DEVICE else find(x))
-        patch.setattr(fshard.agree, "check_same", lambda *args: None)
+        patch.setattr(consensus, "check_same", lambda *args: None)
         apart = Apart()
         with apart, _Numbers(apart):
             yield apart

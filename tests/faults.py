@@ -15,7 +15,8 @@ from models import same_bits
 from torch import Tensor
 
 import fshard
-from fshard import comm, host, meeting, optim
+from fshard import optim
+from fshard.comm import one_host, process_groups, rendezvous
 
 
 @dataclass(frozen=True)
@@ -239,8 +240,8 @@ def along_two_axes(mesh: Any) -> list[str]:
 def between_hosts(mesh: Any, kinds: list[str]) -> list[str]:
     """Faults along a connection that is not of one host."""
     texts = []
-    with mock.patch.object(meeting, "_host", return_value=f"host {mesh.get_rank()}"):
-        assert isinstance(host.connect(mesh).ranks("shard"), comm.GroupRanks)
+    with mock.patch.object(rendezvous, "_host", return_value=f"host {mesh.get_rank()}"):
+        assert isinstance(one_host.connect(mesh).ranks("shard"), process_groups.GroupRanks)
         checked = fshard.check(lambda deed, bad: deed(mesh, bad), mesh)
         for kind in kinds:
             try:

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
-from fshard import comm, host, lines, meeting, optim
+from fshard import optim
+from fshard.comm import compare_calls, one_host, primitives, rendezvous
 
 # Reads a listener's name where anybody can, calls it, and prints what it is told until the connection is closed.
 STRANGER = """
@@ -66,7 +67,7 @@ GREETINGS = {
 def strangers(rank: int, user: int, num: int) -> Iterator[list[str]]:
     """One of every kind has called the listeners of this rank before anybody else is heard; what they were told."""
     told = list[str]()
-    hold = meeting._Meeting.hold
+    hold = rendezvous._Meeting.hold
 
     def late(self: Any, seconds: float) -> Any:
         name = self._listener.getsockname()[1:]  # after a byte of 0
@@ -81,21 +82,21 @@ def strangers(rank: int, user: int, num: int) -> Iterator[list[str]]:
         told.extend(run.communicate()[0].strip() for run in runs)
         return found
 
-    with mock.patch.object(meeting._Meeting, "hold", late if rank == 0 else hold):
+    with mock.patch.object(rendezvous._Meeting, "hold", late if rank == 0 else hold):
         yield told
 
 
 def among_strangers(mesh: Any, user: int, num: int) -> list[str]:
     """Connect while strangers call, and use the connection."""
     with strangers(mesh.get_rank(), user, num) as told:
-        connected = host.connect(mesh)
+        connected = one_host.connect(mesh)
     value = fshard.all_reduce(torch.ones(3), connected, "shard")
     assert value.tolist() == [2.0] * 3
     assert type(connected.ranks("shard")).__name__ == "_HostRanks"
     return told
 
 
-FILES = tuple(str(Path(module.__file__)) for module in (host, meeting, lines))
+FILES = tuple(str(Path(module.__file__)) for module in (one_host, rendezvous, compare_calls))
 
 
 @contextmanager
@@ -123,9 +124,9 @@ def at_line(number: int, deed: Callable[[], None]) -> Iterator[list[int]]:
 def _connect(mesh: Any, over: str) -> Any:
     """Connections for data, or those for words between hosts."""
     if over == "host":
-        return host.connect(mesh)
-    with mock.patch.object(meeting, "_host", return_value=f"host {mesh.get_rank()}"):
-        return lines.lines_of(mesh)
+        return one_host.connect(mesh)
+    with mock.patch.object(rendezvous, "_host", return_value=f"host {mesh.get_rank()}"):
+        return compare_calls.lines_of(mesh)
 
 
 def end_while_connecting(mesh: Any, folder: str, kind: str, over: str, at: float, bad: int) -> Any:
@@ -143,7 +144,7 @@ def end_while_connecting(mesh: Any, folder: str, kind: str, over: str, at: float
             _connect(mesh, over)
         ends()  # after the last line
     try:
-        comm.total(torch.ones(3), _connect(mesh, over) if over == "host" else _connected_mesh(mesh, over))
+        primitives.total(torch.ones(3), _connect(mesh, over) if over == "host" else _connected_mesh(mesh, over))
     except (fshard.MismatchError, ConnectionError) as failure:
         return time.monotonic(), f"{type(failure).__name__}: {failure}"
     return time.monotonic(), "no error"
@@ -207,7 +208,7 @@ def without_memory(mesh: Any) -> tuple[str, list[str]]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         with mock.patch.object(os, "memfd_create", refused if mesh.get_rank() == 1 else os.memfd_create):
-            connected = host.connect(mesh)
+            connected = one_host.connect(mesh)
     assert fshard.all_reduce(torch.ones(3), connected, "shard").tolist() == [2.0] * 3
     return type(connected.ranks("shard")).__name__, [str(one.message) for one in found]
 
@@ -235,11 +236,11 @@ def too_few_descriptors(mesh: Any) -> list[str]:
     for left in range(4):
         with few_descriptors(left) if mesh.get_rank() == 1 else nullcontext():
             try:
-                host.connect(mesh)
+                one_host.connect(mesh)
                 texts.append("no error")
             except ConnectionError as failure:
                 texts.append(str(failure))
-    ranks = host.connect(mesh).ranks("shard")
+    ranks = one_host.connect(mesh).ranks("shard")
     with few_descriptors(0) if mesh.get_rank() == 1 else nullcontext():
         try:
             ranks.empty(1 << 20, torch.ones(1), lent=True)
@@ -251,14 +252,14 @@ def too_few_descriptors(mesh: Any) -> list[str]:
 
 def elsewhere(mesh: Any) -> tuple[str, set[str]]:
     """Two copies of one machine, which seem to be one host, but where no rank reaches another's address."""
-    listening = meeting._listening
+    listening = rendezvous._listening
 
     def other(stack: Any, family: int, address: Any) -> Any:
         return listening(stack, family, address + "-here" if isinstance(address, str) else address)
 
-    with mock.patch.object(meeting, "_listening", other):
-        connected = host.connect(mesh)
-        words = lines.lines_of(mesh)
+    with mock.patch.object(rendezvous, "_listening", other):
+        connected = one_host.connect(mesh)
+        words = compare_calls.lines_of(mesh)
     assert fshard.all_reduce(torch.ones(3), connected, "shard").tolist() == [2.0] * 3
     families = {link.socket.family.name for link in words._links["shard"].values()}
     return type(connected.ranks("shard")).__name__, families
@@ -296,12 +297,14 @@ def timeouts(mesh: Any, folder: str) -> Any:
     again(rank, size, f"{folder}/world", timeout=timedelta(seconds=2))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     own = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=7)), "cpu", mesh_dim_names=("all",))
-    connected = host.connect(mesh)
+    connected = one_host.connect(mesh)
     found = [
-        comm.along(one, axis).timeout.total_seconds() for one in (mesh, connected) for axis in ("replicate", "shard")
+        primitives.along(one, axis).timeout.total_seconds()
+        for one in (mesh, connected)
+        for axis in ("replicate", "shard")
     ]
-    found.append(comm.along(own, "all").timeout.total_seconds())
-    words = lines.lines_of(connected)
+    found.append(primitives.along(own, "all").timeout.total_seconds())
+    words = compare_calls.lines_of(connected)
     found += [link.timeout for links in words._links.values() for link in links.values()]
     heard, texts = dist.FileStore(f"{folder}/heard", size), []
     if rank == 1:
@@ -323,7 +326,7 @@ def timeouts(mesh: Any, folder: str) -> Any:
 
 def answers_and_ends(mesh: Any) -> str:
     """Rank 1 dials nobody, and ends when it has answered: that connection has told rank 0 all it was to tell."""
-    greeted = meeting._Meeting._greeted
+    greeted = rendezvous._Meeting._greeted
 
     def then_end(self: Any, call: Any) -> None:
         greeted(self, call)
@@ -331,10 +334,10 @@ def answers_and_ends(mesh: Any) -> str:
             os._exit(3)
 
     if mesh.get_rank() == 1:
-        with mock.patch.multiple(meeting._Meeting, _dial=lambda self, peer: None, _greeted=then_end):
-            host.connect(mesh)
+        with mock.patch.multiple(rendezvous._Meeting, _dial=lambda self, peer: None, _greeted=then_end):
+            one_host.connect(mesh)
     try:
-        host.connect(mesh)
+        one_host.connect(mesh)
     except (fshard.MismatchError, ConnectionError):
         return "an error"
     return "no error"

@@ -14,7 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import simulated
 
 import fshard
-from fshard import bits, carry, comm, norms, optim, reduction, strategies, tree
+from fshard import optim, tree
+from fshard.comm import primitives, reduction
+from fshard.core import bits
+from fshard.layout import norms
+from fshard.sharding import transfer
+from fshard.testing import strategies
 from fshard.wire import Cast, Float8, Identity, Int8, LowRank, TopK
 
 
@@ -26,8 +31,8 @@ def odd_params() -> Any:
 
 def held_in(plan: fshard.Plan, kind: int) -> set[torch.dtype]:
     """Every dtype that a flat buffer of a kind is ever held in."""
-    dtypes = {carry.buffer_dtype(plan, kind), *vars(plan.kinds[kind].precision).values()}
-    return dtypes | {comm.sum_dtype(dtype) for dtype in dtypes}
+    dtypes = {transfer.buffer_dtype(plan, kind), *vars(plan.kinds[kind].precision).values()}
+    return dtypes | {primitives.sum_dtype(dtype) for dtype in dtypes}
 
 
 @examples(40)

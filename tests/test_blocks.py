@@ -10,10 +10,11 @@ import torch
 from optimizers import TRANSFORMS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fshard import kernels, norms, optim, tree
-from fshard.nodes import put
-from fshard.parts import Leaf
-from fshard.wholeleaf import Factors
+from fshard import optim, tree
+from fshard.core.flat import block_size, put
+from fshard.layout import norms
+from fshard.layout.layout import Leaf
+from fshard.optim.matrix import Factors
 
 LARGE = 1 << 24
 NUMEL = 2 * LARGE + 5  # three blocks
@@ -88,8 +89,8 @@ def test_exact_norms_take_few_operators_for_each_block(of):
 
 
 def test_a_block_stays_in_the_cache_of_a_cpu():
-    assert kernels.block_size(torch.empty(0), 64) == 64
-    assert kernels.block_size(torch.empty(0, device="meta"), 64) == LARGE
+    assert block_size(torch.empty(0), 64) == 64
+    assert block_size(torch.empty(0, device="meta"), 64) == LARGE
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import gloo, simulated
 
 import fshard
-from fshard import comm, record, tree
+from fshard import tree
+from fshard.comm import announce, primitives
 
 Call = Callable[[Tensor], Tensor]
 
@@ -176,11 +177,11 @@ class Copies(TorchDispatchMode):
 def test_a_sum_of_one_dtype_into_another(dtype: torch.dtype, into: torch.dtype, size: int) -> None:
     """As if each had been cast to what sums are taken in; but for float8 none is, beyond the first."""
     xs = [(randn(103, seed=i) * 3).to(dtype) for i in range(size)]
-    total = xs[0].to(comm.sum_dtype(dtype))
+    total = xs[0].to(primitives.sum_dtype(dtype))
     for x in xs[1:]:
         total = total + x.to(total.dtype)
     with Copies() as copies:
-        found = comm.fold(xs, "sum", torch.empty(103, dtype=into))
+        found = primitives.fold(xs, "sum", torch.empty(103, dtype=into))
     expected = total.to(into)
     assert found.dtype == into
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
@@ -480,7 +481,7 @@ def test_a_backward_on_another_thread_is_the_callers(kind: str) -> None:
 
     def job(mesh: Any) -> tuple[list[str], list[str]]:
         x = torch.ones(2, requires_grad=True)
-        with fshard.tally() as records, record.announcing(around):
+        with fshard.tally() as records, announce.announcing(around):
             y = getattr(fshard, kind)(x, mesh, "shard").sum()
             before = [len(records), len(announced_axes)]
             thread = threading.Thread(target=torch.autograd.grad, args=(y, x))
@@ -525,7 +526,7 @@ def test_what_can_be_combined(op: str) -> None:
     """Integers, truth values and floats by all operations; 8-bit floats and complex ones are summed; no others are."""
     for dtype in (*INTEGERS, *FLOATS, *NARROW, torch.uint16, torch.uint32, torch.uint64):
         if dtype in INTEGERS + FLOATS or (op == "sum" and dtype in NARROW):
-            comm.check_combines("all_reduce", op, dtype)
+            primitives.check_combines("all_reduce", op, dtype)
         else:
             with pytest.raises(TypeError, match=f"all_reduce: torch has no {op} of {dtype}: convert it first"):
-                comm.check_combines("all_reduce", op, dtype)
+                primitives.check_combines("all_reduce", op, dtype)

@@ -17,6 +17,7 @@ from worlds import gloo, simulated
 
 import fshard
 from fshard import DynamicLossScale, StaticLossScale, optim
+from fshard.compiler.trace import TraceError
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
@@ -60,7 +61,7 @@ def test_every_optimizer(name):
 @pytest.mark.parametrize("name", sorted(READ))
 def test_an_optimizer_that_reads_tensors_is_an_error(name):
     """One that says what is wrong."""
-    with pytest.raises(fshard.trace.TraceError, match="asks for the value of a tensor"):
+    with pytest.raises(TraceError, match="asks for the value of a tensor"):
         run(by("eager"), tx=TRANSFORMS[name]())
 
 

@@ -15,6 +15,7 @@ from worlds import gloo
 
 import fshard
 from fshard import DynamicLossScale, NoLossScale, StaticLossScale, tree
+from fshard.core.flat import put
 
 LOSSES = ("number", "tensor", "sum", "plain")
 SCALERS = {
@@ -76,9 +77,9 @@ def crossings(
 
 # Classes of torch's that keep a count in host memory, or compute with numbers there: torch's own steps do as well.
 ALLOWED = {
-    "from_torch-Adam": {("to the host", "kernels")},
-    "from_torch-Rprop": {("to the host", "kernels"), ("to the device", "adaptor")},
-    "from_torch-Adafactor": {("to the host", "kernels"), ("to the host", "adaptor")},
+    "from_torch-Adam": {("to the host", "scalars")},
+    "from_torch-Rprop": {("to the host", "scalars"), ("to the device", "torch_optim")},
+    "from_torch-Adafactor": {("to the host", "scalars"), ("to the host", "torch_optim")},
 }
 
 
@@ -214,7 +215,7 @@ GRAPHS_CROSS = {
     "list": (lambda x: x[[0, 1]], {f"constant on {NAME}": 1}),
     "copy": (lambda x: x.clone().copy_(torch.ones(3)), {"copy_": 1}),
     "number": (lambda x: torch.where(x > 0, torch.ones(()), x), {"where": 1}),
-    "put": (lambda x: fshard.nodes.put(x.clone(), [torch.ones(3)], [0]), {"fshard.put": 1}),
+    "put": (lambda x: put(x.clone(), [torch.ones(3)], [0]), {"fshard.put": 1}),
     "none": (lambda x: x * torch.ones(()) + 2, {}),
 }
 

@@ -11,9 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import gloo, simulated
 
 import fshard
-from fshard import baton, comm, kernels, nodes, norms, optim
-from fshard.bits import as_bytes
-from fshard.process_groups import as_sent, first_of
+from fshard import optim
+from fshard.comm import primitives
+from fshard.comm.mesh import mesh_device
+from fshard.comm.process_groups import as_sent, first_of
+from fshard.core.bits import as_bytes
+from fshard.core.flat import MOST, put
+from fshard.layout import norms
+from fshard.optim import kernels
+from fshard.testing import scheduler
 
 ODD = [*(torch.int16, torch.uint16, torch.uint32, torch.uint64), *(torch.float8_e4m3fn, torch.float8_e5m2)]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -52,34 +58,34 @@ def test_what_is_sent_is_the_same_memory(dtype: torch.dtype) -> None:
 
 def moved(mesh: Any) -> list[Tensor]:
     """What arrives, of every dtype, from one rank and from each."""
-    ranks, found = comm.along(mesh, "shard"), []
+    ranks, found = primitives.along(mesh, "shard"), []
     for number, dtype in enumerate(DTYPES):
         x = bits_of(dtype, 2 * ranks.size, seed=100 * number + ranks.rank)
-        found.append(as_bytes(comm.broadcast(x.view(2, -1), ranks, 1).wait()))
-        found.append(as_bytes(comm.all_to_all(x, ranks).wait()))
+        found.append(as_bytes(primitives.broadcast(x.view(2, -1), ranks, 1).wait()))
+        found.append(as_bytes(primitives.all_to_all(x, ranks).wait()))
     return found
 
 
 def gathered(mesh: Any, built_in: bool) -> list[Tensor]:
     """Tensors of every dtype, end to end: by messages, or by a backend's own gather."""
-    ranks, found = comm.along(mesh, "shard"), []
+    ranks, found = primitives.along(mesh, "shard"), []
     if built_in:
         ranks.built_in = mesh.get_group("shard")
     for number, dtype in enumerate(DTYPES):
         x = bits_of(dtype, 4, seed=100 * number + ranks.rank)
-        found.append(as_bytes(comm.all_gather(x.view(2, 2), ranks).wait()))
+        found.append(as_bytes(primitives.all_gather(x.view(2, 2), ranks).wait()))
     return found
 
 
 def summed(mesh: Any, fast: bool) -> list[Tensor]:
     """Sums of whole numbers, exact in any order: scattered, and on all ranks."""
-    ranks, found = comm.along(mesh, "shard"), []
+    ranks, found = primitives.along(mesh, "shard"), []
     if fast:
         ranks.built_in = mesh.get_group("shard")
     for dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128):
         x = (torch.arange(2 * ranks.size) + ranks.rank).to(dtype) * (1j if dtype.is_complex else 1)
-        found.append(comm.reduce_scatter(x, ranks, fast=fast).wait())
-        found.append(comm.all_reduce(x, ranks, fast=fast).wait())
+        found.append(primitives.reduce_scatter(x, ranks, fast=fast).wait())
+        found.append(primitives.all_reduce(x, ranks, fast=fast).wait())
     return found
 
 
@@ -133,7 +139,7 @@ FUSED = {
 }
 
 
-def fused(name: str, lr: Any, device: str, sizes: list[int], most: int = nodes.MOST) -> list[Tensor]:
+def fused(name: str, lr: Any, device: str, sizes: list[int], most: int = MOST) -> list[Tensor]:
     """Parameters and moments after one call of a fused kernel."""
     kernel, num_moments, constants = FUSED[name](lr)
     generator = torch.Generator().manual_seed(0)
@@ -243,11 +249,11 @@ def test_a_world_on_a_device(name: str, number: int, monkeypatch: pytest.MonkeyP
         put_away, restore = bring, lambda self: None
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(baton, "Generators", Generators)
+    monkeypatch.setattr(scheduler, "Generators", Generators)
 
     def of_rank(mesh: Any) -> tuple[Any, ...]:
-        comm.total(torch.ones(1), mesh, label="sum")
-        return mesh.device, mesh.device_type, comm.mesh_device(mesh), comm.along(mesh, "shard").device
+        primitives.total(torch.ones(1), mesh, label="sum")
+        return mesh.device, mesh.device_type, mesh_device(mesh), primitives.along(mesh, "shard").device
 
     want = torch.device("cuda", number)
     assert fshard.testing.simulate(of_rank, shard=2, device=name) == [(want, "cuda", want, want)] * 2
@@ -274,7 +280,7 @@ def test_leaves_are_put_one_by_one_where_lists_are_too_long(add: bool) -> None:
     """The same bits, gaps between them zero, or left."""
     parts, starts = [torch.rand(3, 5), torch.rand(40), torch.rand(())], [4, 20, 64]
     places = [torch.arange(70.0) for _ in range(2)]
-    for place, most in zip(places, (nodes.MOST, 64), strict=True):
-        nodes.put(place, parts, starts, add, most)
+    for place, most in zip(places, (MOST, 64), strict=True):
+        put(place, parts, starts, add, most)
     assert same_bits(*places)
     assert places[0][:4].tolist() == ([0.0, 1.0, 2.0, 3.0] if add else [0.0] * 4)

@@ -15,7 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from worlds import gloo, simulated
 
 import fshard
-from fshard import levels, tree
+from fshard import tree
+from fshard.core import func_levels
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(QUIET)]
 WORLDS = {"None": None, "2": (1, 2), "3": (1, 3), "2x2": (2, 2)}
@@ -209,7 +210,7 @@ def test_torch_still_refuses_hooks_in_its_words() -> None:
     """What `levels.refuses_hooks` looks for; torch that takes hooks needs no second run."""
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x), pytest.raises(RuntimeError) as failure:
         func.grad(torch.sin)(torch.tensor(1.0))
-    assert levels.refuses_hooks(failure.value)
+    assert func_levels.refuses_hooks(failure.value)
 
 
 def test_levels_are_left_and_entered_again() -> None:
@@ -217,18 +218,18 @@ def test_levels_are_left_and_entered_again() -> None:
     seen = list[bool]()
 
     def f(x: Tensor) -> Tensor:
-        with levels.aside() as left:
-            seen.append(levels.inside())
+        with func_levels.aside() as left:
+            seen.append(func_levels.inside())
             plain = torch.ones(())
-            with levels.again(left):
-                seen.append(levels.inside())
+            with func_levels.again(left):
+                seen.append(func_levels.inside())
                 y = x.sin()
         return (y * plain).sum()
 
     x = torch.linspace(0, 1, 3)
     assert torch.equal(func.vmap(func.grad(f))(x), x.cos())
     assert seen == [False, True]
-    assert not levels.inside()
+    assert not func_levels.inside()
 
 
 @pytest.mark.parametrize("name", EAGER)

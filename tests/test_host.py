@@ -9,7 +9,7 @@ import torch.distributed as dist
 from worlds import gloo
 
 import fshard
-from fshard import comm, host
+from fshard.comm import one_host, primitives
 from fshard.testing import simulate
 
 SIZES = [0, 1, 7, 1000, 20_000, 300_000]  # in the socket, in a segment, in buffers that are segments
@@ -23,23 +23,23 @@ def _value(rank, size, dtype):
 
 def _all_kinds(mesh):
     """Every size and dtype through every collective, started together and waited for in the opposite order."""
-    ranks = host.connect(mesh).ranks("shard")
+    ranks = one_host.connect(mesh).ranks("shard")
     size, started, wrong = ranks.size, [], []
     for numel in SIZES:
         for dtype in DTYPES:
             parts = [_value(r, numel, dtype) for r in range(size)]
-            started.append((comm.all_gather(parts[ranks.rank], ranks), torch.cat(parts), (numel, dtype)))
+            started.append((primitives.all_gather(parts[ranks.rank], ranks), torch.cat(parts), (numel, dtype)))
             whole = [_value(r, numel * size, dtype) for r in range(size)]
             swapped = torch.cat([w.tensor_split(size)[ranks.rank] for w in whole])
-            started.append((comm.all_to_all(whole[ranks.rank], ranks), swapped, (numel, dtype)))
+            started.append((primitives.all_to_all(whole[ranks.rank], ranks), swapped, (numel, dtype)))
             if dtype != torch.bool:
-                total = whole[0].to(comm.sum_dtype(dtype), copy=True)
+                total = whole[0].to(primitives.sum_dtype(dtype), copy=True)
                 for w in whole[1:]:
                     total += w
                 total = total.to(dtype)
-                started.append((comm.all_reduce(whole[ranks.rank], ranks), total, (numel, dtype)))
+                started.append((primitives.all_reduce(whole[ranks.rank], ranks), total, (numel, dtype)))
                 mine = total.tensor_split(size)[ranks.rank]
-                started.append((comm.reduce_scatter(whole[ranks.rank], ranks), mine, (numel, dtype)))
+                started.append((primitives.reduce_scatter(whole[ranks.rank], ranks), mine, (numel, dtype)))
     for pending, expected, case in reversed(started):
         if not torch.equal(pending.wait(), expected):
             wrong.append(case)
@@ -54,16 +54,16 @@ def test_every_collective_is_right(shard):
 
 def _many_before_any_wait(mesh):
     """More small messages than the sockets hold."""
-    ranks = host.connect(mesh).ranks("shard")
-    started = [comm.all_gather(torch.full((5000,), i + ranks.rank), ranks) for i in range(300)]
+    ranks = one_host.connect(mesh).ranks("shard")
+    started = [primitives.all_gather(torch.full((5000,), i + ranks.rank), ranks) for i in range(300)]
     return all(p.wait()[::5000].tolist() == [i + r for r in range(ranks.size)] for i, p in enumerate(started))
 
 
 def _memory_is_used_again(mesh):
     """Forty gathers need no more segments than can be in use at once: a peer is at most one gather behind."""
-    ranks = host.connect(mesh).ranks("shard")
+    ranks = one_host.connect(mesh).ranks("shard")
     for i in range(40):
-        full = comm.all_gather(torch.full((400_000,), float(i)), ranks).wait()
+        full = primitives.all_gather(torch.full((400_000,), float(i)), ranks).wait()
         view = full[3:7]
         del full
         assert view.eq(i).all()
@@ -72,11 +72,11 @@ def _memory_is_used_again(mesh):
 
 def _senders_may_write_again(mesh):
     """A rank that has its result may change what it sent, though its peer has not read it yet."""
-    ranks = host.connect(mesh).ranks("shard")
+    ranks = one_host.connect(mesh).ranks("shard")
     right = True
     for numel in (100, 20_000, 400_000):
-        x = comm.all_gather(torch.full((numel,), 1.0), ranks).wait()  # its memory is a segment if it is large
-        pending = comm.all_reduce(x, ranks)
+        x = primitives.all_gather(torch.full((numel,), 1.0), ranks).wait()  # its memory is a segment if it is large
+        pending = primitives.all_reduce(x, ranks)
         if ranks.rank == 0:
             right &= bool(pending.wait().eq(2.0).all())
             x.fill_(7.0)
@@ -88,18 +88,18 @@ def _senders_may_write_again(mesh):
 
 def _gone(mesh):
     """A rank that let go of its connection."""
-    ranks = host.connect(mesh).ranks("shard")
+    ranks = one_host.connect(mesh).ranks("shard")
     if ranks.rank == 1:
         return None
     with pytest.raises(fshard.MismatchError) as error:
-        comm.all_gather(torch.ones(3), ranks, "blocks.0").wait()
+        primitives.all_gather(torch.ones(3), ranks, "blocks.0").wait()
     return str(error.value)
 
 
 def _different_calls(mesh):
     """Ranks that call different collectives."""
-    ranks = host.connect(mesh).ranks("shard")
-    call = comm.all_gather if ranks.rank == 0 else comm.reduce_scatter
+    ranks = one_host.connect(mesh).ranks("shard")
+    call = primitives.all_gather if ranks.rank == 0 else primitives.reduce_scatter
     with pytest.raises(fshard.MismatchError) as error:
         call(torch.ones(4), ranks, "blocks.0").wait()
     return str(error.value)
@@ -109,9 +109,9 @@ def _closes(mesh):
     """Descriptors do not pile up with plans."""
 
     def use():
-        ranks = host.connect(mesh).ranks("shard")
-        comm.all_gather(torch.ones(400_000), ranks).wait()
-        comm.all_reduce(torch.ones(1), ranks).wait()
+        ranks = one_host.connect(mesh).ranks("shard")
+        primitives.all_gather(torch.ones(400_000), ranks).wait()
+        primitives.all_reduce(torch.ones(1), ranks).wait()
 
     use()
     gc.collect()
@@ -147,8 +147,8 @@ def test_messages_and_memory():
 
 def test_other_meshes_are_left_alone():
     """One device and simulated ranks have no processes to connect."""
-    assert host.connect(None) is None
-    assert simulate(lambda mesh: host.connect(mesh) is mesh, shard=2) == [True, True]
+    assert one_host.connect(None) is None
+    assert simulate(lambda mesh: one_host.connect(mesh) is mesh, shard=2) == [True, True]
 
 
 def _axes(mesh):

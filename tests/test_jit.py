@@ -27,8 +27,9 @@ from worlds import simulated
 
 import fshard
 from fshard import DynamicLossScale, gather_params, optim, tree
-from fshard.bits import as_bytes
-from fshard.trace import TraceError
+from fshard.compiler.trace import TraceError
+from fshard.core.bits import as_bytes
+from fshard.core.tracing import is_tracing
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 eager = partial(fshard.jit, backend="eager")
@@ -341,7 +342,7 @@ def test_private_parts_of_torch():
     seen: list[bool] = []
 
     def fn(x: Tensor) -> Tensor:
-        seen.append(fshard.nodes.is_tracing())
+        seen.append(is_tracing())
         return 2 * x
 
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
@@ -349,7 +350,7 @@ def test_private_parts_of_torch():
     graph = make_fx(fn, tracing_mode="fake", record_stack_traces=True)(
         mode.from_tensor(torch.ones(2), static_shapes=True)
     )
-    assert (seen, fshard.nodes.is_tracing()) == ([True], False)
+    assert (seen, is_tracing()) == ([True], False)
     assert [n.op for n in graph.graph.nodes] == ["placeholder", "call_function", "output"]
     assert torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
     assert all(callable(torch._dynamo.lookup_backend(name)) for name in ("eager", "aot_eager", "inductor"))

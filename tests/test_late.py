@@ -10,9 +10,11 @@ from optimizers import TRANSFORMS
 from torch import Tensor
 
 import fshard
-from fshard import DynamicLossScale, comm, gather_params, optim, tree
-from fshard.late import poison
+from fshard import DynamicLossScale, gather_params, optim, tree
+from fshard.comm import primitives
+from fshard.comm.ranks import Pending
 from fshard.testing import InFlightError, World
+from fshard.testing.late import poison
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -195,7 +197,7 @@ def in_flight(job: Callable[[Any], Any]) -> str:
 
 def ranks_of(mesh: Any) -> Any:
     """Those along the one axis."""
-    return comm.along(mesh, "shard")
+    return primitives.along(mesh, "shard")
 
 
 def test_a_result_read_too_early_is_poison():
@@ -203,7 +205,7 @@ def test_a_result_read_too_early_is_poison():
 
     def job(mesh: Any) -> Any:
         outs = [torch.zeros(2), torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.bool)]
-        under_way = [comm.all_gather(torch.ones(1).to(out.dtype), ranks_of(mesh), "u", out) for out in outs]
+        under_way = [primitives.all_gather(torch.ones(1).to(out.dtype), ranks_of(mesh), "u", out) for out in outs]
         early = [out.clone() for out in outs]
         return early, [pending.wait() for pending in under_way]
 
@@ -220,7 +222,7 @@ def test_what_is_sent_may_not_change():
 
     def job(mesh: Any) -> Any:
         x = torch.ones(4)
-        pending = comm.reduce_scatter(x, ranks_of(mesh), "blocks.3")
+        pending = primitives.reduce_scatter(x, ranks_of(mesh), "blocks.3")
         x.zero_()
         return pending.wait()
 
@@ -235,17 +237,17 @@ def test_a_place_may_not_be_written_to():
     out = [torch.empty(4), torch.empty(4)]
 
     def writes(mesh: Any) -> Any:
-        pending = comm.all_gather(torch.ones(2), ranks_of(mesh), "a", out[mesh.get_rank()])
+        pending = primitives.all_gather(torch.ones(2), ranks_of(mesh), "a", out[mesh.get_rank()])
         out[mesh.get_rank()].chunk(2)[1 - mesh.get_rank()].zero_()
         return pending.wait()
 
     def sends(mesh: Any) -> Any:
-        pending = comm.all_gather(torch.ones(2), ranks_of(mesh), "a", out[mesh.get_rank()])
-        return comm.reduce_scatter(out[mesh.get_rank()], ranks_of(mesh), "b").wait(), pending.wait()
+        pending = primitives.all_gather(torch.ones(2), ranks_of(mesh), "a", out[mesh.get_rank()])
+        return primitives.reduce_scatter(out[mesh.get_rank()], ranks_of(mesh), "b").wait(), pending.wait()
 
     def lands(mesh: Any) -> Any:
-        pending = comm.all_gather(torch.ones(2), ranks_of(mesh), "a", out[mesh.get_rank()])
-        return comm.all_gather(torch.ones(2), ranks_of(mesh), "b", out[mesh.get_rank()]).wait(), pending.wait()
+        pending = primitives.all_gather(torch.ones(2), ranks_of(mesh), "a", out[mesh.get_rank()])
+        return primitives.all_gather(torch.ones(2), ranks_of(mesh), "b", out[mesh.get_rank()]).wait(), pending.wait()
 
     assert "the place of its result was written to" in in_flight(writes)
     assert "would send what is still to arrive by all_gather(float32[2], axis='shard') for unit 'a'" in in_flight(sends)
@@ -256,8 +258,8 @@ def test_every_collective_is_waited_for():
     """The error counts and names those that were not."""
 
     def job(mesh: Any) -> None:
-        comm.all_gather(torch.ones(2), ranks_of(mesh), "lost")
-        comm.all_gather(torch.ones(2), ranks_of(mesh), "kept").wait()
+        primitives.all_gather(torch.ones(2), ranks_of(mesh), "lost")
+        primitives.all_gather(torch.ones(2), ranks_of(mesh), "kept").wait()
 
     words, call = in_flight(job), "all_gather(float32[2], axis='shard') for unit 'lost'"
     assert words.startswith(f"nobody has waited for 1 collective(s): {call}, started at {__file__}:")
@@ -269,7 +271,7 @@ def test_memory_is_received_into_or_sent():
     def job(mesh: Any) -> Any:
         x, ranks = torch.ones(2), ranks_of(mesh)
         places = [x if rank == mesh.get_rank() else x[:1] for rank in range(2)]
-        return comm.Pending(ranks.exchange([x[:1], x[:1]], places, "a call"), lambda _: x).wait()
+        return Pending(ranks.exchange([x[:1], x[:1]], places, "a call"), lambda _: x).wait()
 
     with pytest.raises(InFlightError, match=r"a call at .*test_late.py:\d+ would send from memory that it receives"):
         World(2, late=True).run(job)

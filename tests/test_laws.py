@@ -13,8 +13,8 @@ from models import padding, same_bits
 from worlds import simulated
 
 import fshard
-from fshard import strategies, tree
-from fshard.testing import assert_trees_equal, oracle, whole_state
+from fshard import tree
+from fshard.testing import assert_trees_equal, oracle, strategies, whole_state
 
 ROLES = ("storage", "compute", "reduce", "grads")
 EXAMPLES = int(os.environ.get("FSHARD_EXAMPLES", "0"))

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import inspect
 import subprocess
 import sys
@@ -13,73 +14,79 @@ import pytest
 import fshard
 
 PACKAGE = Path(fshard.__file__).parent
-SOURCES = {path.stem: path.read_text() for path in sorted(PACKAGE.glob("*.py"))}
 
-# A module imports modules of the levels above its own line alone. A new file needs a place here.
-LEVELS = [
-    {"arguments", "tree", "record", "describe", "generators", "levels", "shared_memory", "scalars"},
-    {"nodes", "precision", "compiling", "captures", "reading", "schedules", "abstract", "leaves"},
-    {"kernels", "randomness", "bits", "footprint", "process_groups", "trace"},
-    {"comm"},
-    {
-        *("dataflow", "collectives", "agree", "parts", "data", "claim", "wire", "reduction", "operators", "offload"),
-        *("baton", "links", "late"),
-    },
-    {"meeting", "simulated", "move", "norms", "compare", "passes", "bucketing", "signature"},
-    {"host", "transform", "lines", "writes", "anchors"},
-    {"plan", "labels", "elementwise", "combine"},
-    {"shard", "wholeleaf", "lbfgs", "quantised", "optim_state"},
-    {"carry", "loss_scale", "adaptor", "owners", "check"},
-    {"gradients", "buckets", "optim"},
-    {"tape"},
-    {"grad"},
-    {"accumulate", "zero", "hvp"},
-    {"train"},
-    {"lowered", "oracle", "recording"},
-    {"jit", "replay"},
-    {"testing"},
-]
-TOP = {"__init__", "__main__", "strategies"}  # what users enter by may import everything
+
+def module(path: Path) -> str:
+    """`comm.mesh` for fshard/comm/mesh.py, `comm` for fshard/comm/__init__.py."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+SOURCES = {module(path): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+
+# The folders whose modules a folder's modules may import, besides each other without a cycle. Modules that are in no
+# folder are what users enter by: they may import everything, and nothing imports them.
+FOLDERS = {
+    "core": set(),
+    "comm": {"core"},
+    "layout": {"core", "comm"},
+    "sharding": {"core", "comm", "layout"},
+    "optim": {"core", "comm", "layout"},
+    "zero_optimizer": {"core", "comm", "layout", "sharding", "optim"},
+    "train": {"core", "comm", "layout", "sharding", "optim"},
+    "compiler": {"core", "comm", "layout", "sharding"},
+    "testing": {"core", "comm", "layout", "sharding", "optim", "zero_optimizer", "train", "compiler"},
+}
 
 # Who may name what, in an import or as an attribute.
 DOORS = {
-    "optree": {"tree"},
-    "torch.utils._pytree": {"tree", "compiling"},
-    "torch._dynamo": {"compiling", "lowered"},
-    "torch.library": {"operators"},
-    "torch.utils._cxx_pytree": {"tree"},
-    "torch.distributed": {"comm", "process_groups"},
-    "torch.optim": {"kernels", "adaptor"},
-    "torch.autograd.graph": {"tape"},
-    "torch.multiprocessing": {"tape"},
-    "socket": {"links", "meeting"},
-    "mmap": {"shared_memory"},
-    "threading": {"baton", "record"},
+    "optree": {"core.tree"},
+    "torch.utils._pytree": {"core.tree", "train.dynamo"},
+    "torch._dynamo": {"train.dynamo", "compiler.lowered"},
+    "torch.library": {"core.tracing"},
+    "torch.ops.fshard": {"core.bits", "core.flat", "core.random", "comm.traced", "compiler.*"},
+    "torch.utils._cxx_pytree": {"core.tree"},
+    "torch.distributed": {"comm.mesh", "comm.primitives", "comm.process_groups"},
+    "torch.optim": {"optim.kernels", "optim.torch_optim"},
+    "torch.autograd.graph": {"sharding.tape"},
+    "torch.multiprocessing": {"sharding.tape"},
+    "socket": {"comm.links", "comm.rendezvous"},
+    "mmap": {"comm.shared_memory"},
+    "threading": {"testing.scheduler", "comm.announce"},
     "torch.nn.Module": set(),
     "torch.compile": set(),
-    "torch.fx": {"trace", "reading", "footprint", "dataflow", "passes", "bucketing", "lowered", "jit"},
+    "torch.fx": {"compiler.*"},
     "rich": {"__main__"},
-    "hypothesis": {"strategies"},
+    "hypothesis": {"testing.strategies"},
     "pytest": set(),
     "argparse": {"__main__"},
-    "matplotlib": {"footprint"},
+    "matplotlib": {"compiler.memory"},
     "numpy": set(),
 }
 
 
-def imported(source: str) -> Iterator[str]:
-    """What a module imports from the package, wherever the import stands."""
+def folder(name: str) -> str:
+    """The folder a module is in: "" for those of none."""
+    return name.partition(".")[0] if name.partition(".")[0] in FOLDERS else ""
+
+
+def imported(name: str, source: str) -> Iterator[tuple[str, str]]:
+    """What a module imports from the package, wherever the import stands: modules, and what of them."""
+    package = name.split(".") if name in FOLDERS else name.split(".")[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names if alias.name.startswith("fshard.")]
-            yield from (name.split(".")[1] for name in names)
+            yield from ((other.partition(".")[2], "") for other in names)
         elif isinstance(node, ast.ImportFrom):
-            if (node.level, node.module) in ((1, None), (0, "fshard")):
-                yield from (alias.name for alias in node.names)
-            elif node.level == 1:
-                yield node.module.split(".")[0]
-            elif node.level == 0 and node.module.startswith("fshard."):
-                yield node.module.split(".")[1]
+            start = package[: len(package) - node.level + 1] if node.level else []
+            rest = (node.module or "").split(".") if node.module else []
+            if not node.level:
+                if rest[0] != "fshard":
+                    continue
+                rest = rest[1:]
+            base = ".".join([*start, *rest])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".removeprefix(".")
+                yield (inner, "") if inner in SOURCES else (base, alias.name)
 
 
 def dotted(node: ast.AST) -> str | None:
@@ -112,65 +119,108 @@ def named(source: str) -> set[str]:
     return found
 
 
+def uses(source: str, thing: str) -> bool:
+    """Whether a module names an outside thing."""
+    return any(f"{name}.".startswith(f"{thing}.") for name in named(source))
+
+
+def is_door(name: str, doors: set[str]) -> bool:
+    """Whether a module is among those that may name a thing; `compiler.*` are all of a folder."""
+    return name in doors or f"{folder(name)}.*" in doors
+
+
 def violations(sources: dict[str, str]) -> list[str]:
-    """What breaks the layers or goes round a door."""
-    level = {module: number for number, modules in enumerate(LEVELS) for module in modules}
-    found = [f"{module} has no level" for module in sources if module not in level and module not in TOP]
-    for module, source in sources.items():
-        for other in sorted(set(imported(source))):
-            if module in level and level.get(other, len(LEVELS)) >= level[module]:
-                found.append(f"{module} imports {other}, which is not below it")
+    """What breaks the folders' rules, reads private names, or goes round a door."""
+    found = []
+    for name, source in sources.items():
+        for other, what in sorted(set(imported(name, source))):
+            here, there = folder(name), folder(other)
+            if here and there != here and there not in FOLDERS[here]:
+                found.append(f"{name} imports {other}, which {here} may not")
+            if other != name and any(part.startswith("_") for part in [*other.split("."), what] if part != "__main__"):
+                found.append(f"{name} imports {other}.{what}, which is private")
         for thing, doors in DOORS.items():
-            if module not in doors and any(f"{name}.".startswith(f"{thing}.") for name in named(source)):
-                found.append(f"{module} uses {thing}, which belongs to {sorted(doors)}")
+            if not is_door(name, doors) and uses(source, thing):
+                found.append(f"{name} uses {thing}, which belongs to {sorted(doors)}")
     return found
 
 
-def test_imports_go_only_downward_and_through_the_doors() -> None:
-    """`LEVELS` and `DOORS`."""
+def cycle(sources: dict[str, str]) -> list[str]:
+    """Modules that import each other in a circle, if any do."""
+    graph = {name: {other for other, _ in imported(name, source)} for name, source in sources.items()}
+    try:
+        tuple(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_imports_follow_the_folders_and_go_through_the_doors() -> None:
+    """`FOLDERS` and `DOORS`; no name with a leading underscore is imported from another module."""
     assert violations(SOURCES) == []
 
 
-def test_the_levels_and_doors_are_those_there_are() -> None:
-    """No level without its file, no door that nobody goes through, no file that nobody imports."""
-    assert {module for modules in LEVELS for module in modules} == set(SOURCES) - TOP
+def test_no_modules_import_each_other() -> None:
+    """The modules of all folders, in some order, import those before them alone."""
+    assert cycle({name: source for name, source in SOURCES.items() if folder(name) and name not in FOLDERS}) == []
+
+
+def test_the_folders_and_doors_are_those_there_are() -> None:
+    """No folder without a rule, no door that nobody goes through, no file that nobody imports."""
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(FOLDERS)
     for thing, doors in DOORS.items():
-        for module in doors:
-            assert any(f"{name}.".startswith(f"{thing}.") for name in named(SOURCES[module])), (thing, module)
-    assert {name for source in SOURCES.values() for name in imported(source)} >= set(SOURCES) - TOP
+        for door in doors:
+            assert any(is_door(name, {door}) and uses(SOURCES[name], thing) for name in SOURCES), (thing, door)
+    entered = {other for name, source in SOURCES.items() for other, _ in imported(name, source)}
+    assert {name for name in SOURCES if folder(name)} - entered <= {*FOLDERS, "testing.strategies"}
 
 
 @pytest.mark.parametrize(
-    ("module", "source", "what"),
+    ("name", "source", "what"),
     [
-        ("tree", "from . import comm", "tree imports comm"),
-        ("comm", "from .train import train_step", "comm imports train"),
-        ("comm", "import fshard.plan", "comm imports plan"),
-        ("plan", "def f():\n    from fshard import shard\n    return shard", "plan imports shard"),
-        ("plan", "from fshard.shard import cut", "plan imports shard"),
-        ("shard", "from . import shard", "shard imports shard"),
-        ("tape", "from . import grad", "tape imports grad"),
-        ("plan", "from . import __main__", "plan imports __main__"),
-        ("misc", "", "misc has no level"),
-        ("plan", "import optree", "plan uses optree"),
-        ("plan", "import torch.distributed as dist", "plan uses torch.distributed"),
-        ("plan", "import torch\nx = torch.distributed.get_rank()", "plan uses torch.distributed"),
-        ("plan", "from torch import distributed as d", "plan uses torch.distributed"),
-        ("plan", "from torch import autograd as a\nx = a.graph.saved_tensors_hooks", "plan uses torch.autograd.graph"),
-        ("shard", "def f():\n    import numpy as np\n    return np", "shard uses numpy"),
+        ("core.tree", "from ..comm import mesh", "core.tree imports comm.mesh"),
+        ("comm.mesh", "from ..train.step import train_step", "comm.mesh imports train.step"),
+        ("comm.mesh", "import fshard.sharding.plan", "comm.mesh imports sharding.plan"),
+        (
+            "layout.norms",
+            "def f():\n    from fshard.sharding import plan\n    return plan",
+            "layout.norms imports sharding",
+        ),
+        ("train.step", "from ..compiler.jit import jit", "train.step imports compiler.jit"),
+        ("optim.base", "from ..sharding import plan", "optim.base imports sharding.plan"),
+        ("compiler.jit", "from ..optim.base import Transform", "compiler.jit imports optim.base"),
+        ("sharding.plan", "from .. import wire", "sharding.plan imports wire"),
+        ("sharding.plan", "from .tape import _pack", "sharding.plan imports sharding.tape._pack, which is private"),
+        ("sharding.plan", "import optree", "sharding.plan uses optree"),
+        ("sharding.plan", "import torch.distributed as dist", "sharding.plan uses torch.distributed"),
+        ("sharding.plan", "import torch\nx = torch.distributed.get_rank()", "sharding.plan uses torch.distributed"),
+        ("sharding.plan", "from torch import distributed as d", "sharding.plan uses torch.distributed"),
+        ("train.step", "import torch\nx = torch.ops.fshard.put", "train.step uses torch.ops.fshard"),
+        (
+            "sharding.plan",
+            "from torch import autograd as a\nx = a.graph.saved_tensors_hooks",
+            "sharding.plan uses torch",
+        ),
+        ("sharding.plan", "def f():\n    import numpy as np\n    return np", "sharding.plan uses numpy"),
     ],
 )
-def test_the_check_can_fail(module: str, source: str, what: str) -> None:
+def test_the_check_can_fail(name: str, source: str, what: str) -> None:
     """Made-up sources, each with one fault."""
-    found = violations({module: source})
+    found = violations({name: source})
     assert len(found) == 1
     assert found[0].startswith(what)
 
 
+def test_the_check_of_cycles_can_fail() -> None:
+    """Two modules of one folder that import each other."""
+    both = {"comm.mesh": "from . import ranks", "comm.ranks": "def f():\n    from .mesh import Mesh\n    return Mesh"}
+    assert set(cycle(both)) == {"comm.mesh", "comm.ranks"}
+
+
 def test_the_check_can_pass() -> None:
-    """Made-up sources without one."""
-    good = "import math\nimport torch\nfrom . import comm, tree\nfrom .comm import Mesh\nx = torch.autograd.grad"
-    assert violations({"plan": good, "__init__": "from . import train"}) == []
+    """Made-up sources without a fault."""
+    good = "import math\nimport torch\nfrom ..core import tree\nfrom ..comm.mesh import Mesh\nx = torch.autograd.grad"
+    assert violations({"sharding.plan": good, "__init__": "from .train import step"}) == []
 
 
 ENTER = """

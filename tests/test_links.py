@@ -20,7 +20,7 @@ from test_check import NUM, values
 from worlds import fates, gloo
 
 import fshard
-from fshard import lines, links, meeting, shared_memory
+from fshard.comm import compare_calls, links, rendezvous, shared_memory
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 
@@ -188,8 +188,8 @@ def test_memory_cannot_be_cut() -> None:
 def test_words_that_no_rank_says(text: str) -> None:
     """In a checked call."""
     with pytest.raises(fshard.MismatchError, match="rank 7 sent what no rank says of its calls"):
-        lines._read(text, 7)
-    assert lines._read(json.dumps([1, "a", "b", "c"]), 7) == (1, "a", "b", "c")
+        compare_calls._read(text, 7)
+    assert compare_calls._read(json.dumps([1, "a", "b", "c"]), 7) == (1, "a", "b", "c")
 
 
 def test_a_call_of_any_length(ends: Any) -> None:
@@ -284,13 +284,13 @@ def test_two_hosts(namespaces: Any) -> None:
 
 def test_the_address_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its name; and where the ranks met, the way to the others."""
-    assert meeting._address_of("lo") == "127.0.0.1"
+    assert rendezvous._address_of("lo") == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing")
     with pytest.raises(OSError, match="GLOO_SOCKET_IFNAME=nothing: expected an interface with an address"):
-        meeting._interface()
-    assert meeting._way_to("") == meeting._way_to("no-such-name.invalid") == ""
-    assert meeting._from_outside("10.1.2.3", ["10.1.2.3", ""]) == "10.1.2.3"
-    monkeypatch.setattr(meeting, "_way_to", lambda target: f"to {target}" if target else "")
-    assert meeting._from_outside("127.0.1.1", ["127.0.1.1", "10.1.2.4"]) == "to 10.1.2.4"
-    assert meeting._from_outside("", ["", "::1"]) == f"to {meeting._SOMEWHERE}"
-    assert meeting._from_outside("127.0.1.1", ["127.0.1.1", "::1", ""]) == "127.0.1.1"
+        rendezvous._interface()
+    assert rendezvous._way_to("") == rendezvous._way_to("no-such-name.invalid") == ""
+    assert rendezvous._from_outside("10.1.2.3", ["10.1.2.3", ""]) == "10.1.2.3"
+    monkeypatch.setattr(rendezvous, "_way_to", lambda target: f"to {target}" if target else "")
+    assert rendezvous._from_outside("127.0.1.1", ["127.0.1.1", "10.1.2.4"]) == "to 10.1.2.4"
+    assert rendezvous._from_outside("", ["", "::1"]) == f"to {rendezvous._SOMEWHERE}"
+    assert rendezvous._from_outside("127.0.1.1", ["127.0.1.1", "::1", ""]) == "127.0.1.1"

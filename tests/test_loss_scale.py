@@ -16,7 +16,8 @@ from torch import Tensor
 from worlds import gloo, simulated
 
 import fshard
-from fshard import DynamicLossScale, NoLossScale, StaticLossScale, kernels, optim, select, tree
+from fshard import DynamicLossScale, NoLossScale, StaticLossScale, optim, select, tree
+from fshard.optim import kernels
 
 SCALERS = {
     "dynamic": lambda: DynamicLossScale(

@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from worlds import simulated
 
 import fshard
-from fshard import AbstractMesh, comm, optim, tree
-from fshard.footprint import footprint
-from fshard.nodes import MESHES
+from fshard import AbstractMesh, optim, tree
+from fshard.comm import primitives, process_groups
+from fshard.comm.traced import MESHES
+from fshard.compiler.memory import footprint
 
 WORLDS = {"2": (1, 2), "3": (1, 3), "2x2": (2, 2)}
 PLANS: dict[str, dict[str, Any]] = {
@@ -149,8 +150,8 @@ class Received(Ranks):
 def test_memory_of_an_all_reduce(op: str, fast: bool, size: int, numel: int, monkeypatch: pytest.MonkeyPatch):
     """What is counted is what is allocated: of one that goes direct, everything of everyone."""
     ranks, mesh, graph = Received(size), AbstractMesh(shard=size), torch.fx.Graph()
-    monkeypatch.setattr(comm, "_built_in", lambda *args: comm.Works([], []))
-    comm.all_reduce(torch.empty(numel, device="meta"), ranks, op=op, fast=fast).wait()
+    monkeypatch.setattr(primitives, "_built_in", lambda *args: process_groups.Works([], []))
+    primitives.all_reduce(torch.empty(numel, device="meta"), ranks, op=op, fast=fast).wait()
     with FakeTensorMode():
         x = torch.empty(numel, device="cuda")
     nodes = [graph.placeholder(name) for name in ("x", "place")]

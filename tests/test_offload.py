@@ -13,8 +13,9 @@ from torch import Tensor
 from worlds import gloo, simulated
 
 import fshard
-from fshard import DynamicLossScale, gather_params, offload, optim, tree
-from fshard.reduction import Sums
+from fshard import DynamicLossScale, gather_params, optim, tree
+from fshard.comm.reduction import Sums
+from fshard.sharding import offload
 from fshard.wire import Int8, TopK
 
 AWAY = ["blocks.*", "tail.left"]  # of these units, one only in part

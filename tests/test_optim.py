@@ -17,8 +17,8 @@ from worlds import simulated
 
 import fshard
 from fshard import Sharded, gather_params, optim, tree
+from fshard.layout.pieces import Parts, clear_padding_
 from fshard.optim import apply_updates
-from fshard.parts import Parts, clear_padding_
 
 Place = Callable[[Any], Any]
 over_all = pytest.mark.parametrize("name", TRANSFORMS)

@@ -16,13 +16,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from worlds import simulated
 
 import fshard
-from fshard import Sharded, gather_params, optim, passes, tree
-from fshard.dataflow import VIEWS, Gather, gathers
-from fshard.footprint import storages_of
-from fshard.lowered import Lowered
-from fshard.reading import arguments, operator, values
-from fshard.signature import on_meshes, signature
-from fshard.trace import trace
+from fshard import Sharded, gather_params, optim, tree
+from fshard.compiler import passes
+from fshard.compiler.dataflow import VIEWS, Gather, gathers
+from fshard.compiler.inspect import arguments, operator, values
+from fshard.compiler.lowered import Lowered
+from fshard.compiler.memory import storages_of
+from fshard.compiler.signature import on_meshes, signature
+from fshard.compiler.trace import trace
 
 BLOCKS = [f"blocks.{i}" for i in range(4)]
 UNITS = ["blocks.*"]

@@ -15,6 +15,7 @@ from worlds import gloo, simulated
 
 import fshard
 from fshard import gather_params, make_plan, shard_params, tree
+from fshard.comm.mesh import coordinate
 
 UNITS = {"root": None, "leaves": "**", "size": 6, "top": lambda path, part: path != "" and "." not in path}
 CUTS = {"full": {}, "wide": STRATEGIES["wide"], "wide_state": STRATEGIES["wide_state"], "ddp": STRATEGIES["ddp"]}
@@ -33,7 +34,7 @@ def lay_out(mesh: Any, name: str) -> list[Any]:
             assert all(x.dim() == 1 and x.is_contiguous() for x in sharded.tensors)
             assert [x.dtype for x in sharded.tensors] == [kind.dtype for kind in plan.kinds]
             check_intervals(plan)
-            over, rest = (fshard.comm.coordinate(mesh, a) for a in (plan.params_over, plan.rest(plan.params_over)))
+            over, rest = (coordinate(mesh, a) for a in (plan.params_over, plan.rest(plan.params_over)))
             rows.append((plan, over, rest, sharded.local_views()))
     return rows
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import gloo, simulated
 
 import fshard
-from fshard import DynamicLossScale, Policy, comm, optim, tree
+from fshard import DynamicLossScale, Policy, optim, tree
+from fshard.comm import primitives
 
 MIXED = "storage=f32,compute=bf16; blocks.*.scale: compute=f32; unused: compute=f64,reduce=f32"
 POLICIES = {
@@ -205,8 +206,8 @@ def test_a_sum_in_bfloat16_errs_by_one_rounding_an_addend(size):
 
     def summed(mesh: Any) -> Tensor:
         out = torch.empty(64)
-        ranks = comm.along(mesh, "shard")
-        return comm.reduce_scatter(values[ranks.rank].bfloat16(), ranks, out=out).wait()
+        ranks = primitives.along(mesh, "shard")
+        return primitives.reduce_scatter(values[ranks.rank].bfloat16(), ranks, out=out).wait()
 
     exact, bound = values.double().sum(0), values.double().abs().sum(0) * 2**-8
     error = (torch.cat(simulated(summed, shard=size)) - exact).abs()

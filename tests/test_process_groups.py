@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from worlds import gloo, simulated
 
 import fshard
-from fshard import comm, optim, process_groups, tree
+from fshard import optim, tree
+from fshard.comm import primitives, process_groups
 from fshard.wire import Int8, TopK
 
 POISON = 0xA5
@@ -104,7 +105,7 @@ def as_nccl(mesh: Any, job: Any, *args: Any) -> tuple[Any, list[Late]]:
     warnings.simplefilter("ignore", FutureWarning)
     with (
         mock.patch.object(process_groups, "dist", Distributed()) as stand_in,
-        mock.patch.object(comm, "GroupRanks", BuiltIn),
+        mock.patch.object(primitives, "GroupRanks", BuiltIn),
     ):
         return job(mesh, *args), stand_in.calls
 

@@ -12,7 +12,9 @@ from torch import Tensor
 from worlds import simulated
 
 import fshard
-from fshard import DonatedError, parts
+from fshard import DonatedError
+from fshard.layout.pieces import packed
+from fshard.sharding.sharded import refine
 
 OPTIMIZERS = {
     "sgd": fshard.optim.sgd(0.1, momentum=0.9),
@@ -189,8 +191,8 @@ def updated_views(mesh: Any) -> None:
     params = lm_params()
     plan = fshard.make_plan(params, mesh, params_over=(), grads_over=())
     whole, tx = fshard.shard_params(params, plan), fshard.optim.adamw(0.1)
-    mine = fshard.shard.refine(whole, plan.state_over)
-    own = parts.packed(mine)
+    mine = refine(whole, plan.state_over)
+    own = packed(mine)
     new, _ = tx.step(fshard.tree.map(torch.ones_like, own), tx.init(own), mine, donate=True)
     assert new is mine
     assert not same_bits(fshard.gather_params(whole), params)

@@ -12,9 +12,10 @@ from models import WORLDS, rand, same_bits
 from worlds import simulated
 
 import fshard
-from fshard import optim, quantised, tree
-from fshard.optim import adamw_8bit, gather_state
-from fshard.parts import Parts, clear_padding_
+from fshard import optim, tree
+from fshard.comm.mesh import axis_sizes
+from fshard.layout.pieces import Parts, clear_padding_
+from fshard.optim import adam_8bit, adamw_8bit, gather_state
 
 SHAPES = {"w": (5, 3), "blocks": [{"a": (3, 4), "b": (5,)}, {"a": (2, 3, 2), "b": (1,)}], "s": (), "long": (1101,)}
 PLACES = ("plain", 1, 1), ("sharded", 1, 3), ("flat", 2, 2)
@@ -111,7 +112,7 @@ def test_as_the_paper(place, name):
 @pytest.mark.parametrize(("moment", "signed"), [("mu", True), ("nu", False)])
 def test_the_code_book_is_the_papers(moment, signed):
     """Code 0 is zero, then they rise; the negative ones last. By brute force the nearest is taken, at any scale."""
-    book = quantised.code_book(signed)
+    book = adam_8bit.code_book(signed)
     np.testing.assert_allclose(book, BOOKS[moment], rtol=1e-6)
     assert (book.unique().numel(), book.min() < 0, book[0], book.max()) == (256, signed, 0, 1)
     rising = book.sort().values.double()
@@ -120,16 +121,16 @@ def test_the_code_book_is_the_papers(moment, signed):
     distances = (book.double() - xs[:, None]).abs()
     for scale in (1.0, 2.0**-100, 3e30):
         rows = torch.stack([xs, torch.ones_like(xs)], 1).float() * scale  # a one keeps the scale
-        codes, scales = quantised.encode(rows, book)
+        codes, scales = adam_8bit.encode(rows, book)
         assert (distances.gather(1, codes.long()[:, :1])[:, 0] <= distances.min(1).values * (1 + 1e-4)).all()
-        got = quantised.decode(codes, scales, book)
+        got = adam_8bit.decode(codes, scales, book)
         torch.testing.assert_close(got[:256, 0], rows[:256, 0], rtol=1e-6, atol=0)
         assert torch.equal(got[:, 1], rows[:, 1])
 
 
 def held_blocks(mesh: Any, how: str, block: int, shapes: list[tuple[int, ...]]) -> list[tuple[int, float]]:
     """The leaf and number of every block this rank holds. Elements say which they are, in rows as they lie."""
-    axes = tuple(fshard.comm.axis_sizes(mesh))
+    axes = tuple(axis_sizes(mesh))
     params = [torch.arange(1.0, 1 + math.prod(s)).reshape(s) + 1000 * i for i, s in enumerate(shapes)]
     if how == "flat":  # this state begins as a copy of the parameters
         zero = fshard.zero(optim.schedule_free_adamw(0.1), mesh, over=axes, bucket=20, block=block)

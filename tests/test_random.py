@@ -16,7 +16,8 @@ from worlds import simulated
 
 import fshard
 from fshard import optim
-from fshard.randomness import draw
+from fshard.compiler.trace import TraceError
+from fshard.core.random import draw
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
@@ -177,7 +178,7 @@ def test_an_unknown_random_operator_is_an_error(name):
     """One that names it; nothing is drawn from torch's own generator."""
     draw, operator = UNKNOWN[name]
     state, step = start(None, loss_fn=noisy(draw), tx=optim.sgd(0.1))
-    with pytest.raises((NotImplementedError, fshard.trace.TraceError), match=rf"aten\.{operator}.*\bno such random"):
+    with pytest.raises((NotImplementedError, TraceError), match=rf"aten\.{operator}.*\bno such random"):
         fshard.jit(step, backend="eager")(state, batch(0, 0))
 
 
@@ -189,7 +190,7 @@ def test_a_seed_set_in_a_loss_is_an_error():
         return h * torch.rand(4)
 
     state, step = start(None, loss_fn=noisy(draw))
-    with pytest.raises(fshard.trace.TraceError, match="seed"):
+    with pytest.raises(TraceError, match="seed"):
         fshard.jit(step, backend="eager")(state, batch(0, 0))
 
 

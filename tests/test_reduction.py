@@ -10,8 +10,10 @@ from torch import Tensor
 from worlds import gloo, simulated
 
 import fshard
-from fshard import comm, gather_params, optim
-from fshard.comm import Pending
+from fshard import gather_params, optim
+from fshard.comm import primitives
+from fshard.comm.ranks import Pending
+from fshard.comm.reduction import TREE, Sums
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,9 @@ class Gathered:
 
     def all_reduce(self, x: Tensor, ranks: Any, label: str, out: Tensor | None) -> Pending:
         into = torch.empty_like(x) if out is None else out
-        return comm.all_gather(x, ranks, label).then(lambda full: into.copy_(full.view(ranks.size, -1).flip(0).sum(0)))
+        return primitives.all_gather(x, ranks, label).then(
+            lambda full: into.copy_(full.view(ranks.size, -1).flip(0).sum(0))
+        )
 
     def reduce_scatter(self, x: Tensor, ranks: Any, label: str, out: Tensor | None) -> Pending:
         own = x.numel() // ranks.size * ranks.rank
@@ -91,7 +95,7 @@ def test_a_backend_may_choose_the_order_of_gradients_alone(strategy):
     """With reduction="fast"; otherwise, and by default, of nothing."""
     units = {"(root)", "blocks.0", "blocks.1", "tail"}
     for free in (False, True):
-        for reduction in ("fast",) if free else ("exact", fshard.reduction.Sums()):
+        for reduction in ("fast",) if free else ("exact", Sums()):
             for seen in simulated(orders, strategy, reduction, shard=2):
                 assert units <= {label for label, _ in seen}
                 assert {(label, fast) for label, fast in seen if fast} == {(unit, True) for unit in units if free}
@@ -100,7 +104,7 @@ def test_a_backend_may_choose_the_order_of_gradients_alone(strategy):
 def in_a_tree(mesh: Any, *shape: int) -> list[tuple[str, int]]:
     """What a sum in a tree sends, of floats."""
     with fshard.tally() as records:
-        total = fshard.reduction.TREE.all_reduce(torch.ones(shape), comm.along(mesh, "shard"), "x", None).wait()
+        total = TREE.all_reduce(torch.ones(shape), primitives.along(mesh, "shard"), "x", None).wait()
     assert total.tolist() == torch.full(shape, float(mesh.size())).tolist()
     return [(r.kind, r.nbytes) for r in records]
 
@@ -176,10 +180,10 @@ class Doubled:
     """Sums in rank order, and a hook that doubles those of one unit."""
 
     def all_reduce(self, x: Tensor, ranks: Any, label: str, out: Tensor | None) -> Pending:
-        return comm.all_reduce(x, ranks, label, out)
+        return primitives.all_reduce(x, ranks, label, out)
 
     def reduce_scatter(self, x: Tensor, ranks: Any, label: str, out: Tensor | None) -> Pending:
-        return comm.reduce_scatter(x, ranks, label, out)
+        return primitives.reduce_scatter(x, ranks, label, out)
 
     def after(self, grads: Tensor, unit: str) -> Tensor:
         return 2 * grads if unit == "c" else grads
@@ -269,7 +273,7 @@ class Broadcasts:
     wrong: bool = False
 
     def all_gather(self, x: Tensor, ranks: Any, label: str) -> Pending:
-        parts = [comm.broadcast(x, ranks, src, label) for src in range(ranks.size - self.wrong)]
+        parts = [primitives.broadcast(x, ranks, src, label) for src in range(ranks.size - self.wrong)]
         return parts[0].then(lambda first: torch.cat([first, *(part.wait() for part in parts[1:])]))
 
 

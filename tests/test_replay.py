@@ -20,8 +20,8 @@ from worlds import gloo, simulated
 
 import fshard
 from fshard.__main__ import main
-from fshard.replay import replay
 from fshard.testing import assert_trees_equal, record
+from fshard.testing.replaying import replay
 
 
 def train(mesh: Any, folder: str, num_steps: int = 5, donate: bool = False, **kw: Any) -> Any:

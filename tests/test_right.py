@@ -22,6 +22,8 @@ from models import (
 from worlds import gloo, simulated
 
 import fshard
+from fshard.comm import reduction as reductions
+from fshard.sharding import transfer
 
 STEPS = 20
 LOSSES = {"mean": mean_loss, "sum": sum_loss, "plain": plain_loss}
@@ -197,12 +199,12 @@ MUTANTS = {
 @pytest.mark.parametrize(("mutant", "tx"), [(m, tx) for m, (_, some) in MUTANTS.items() for tx in some])
 def test_the_parity_test_notices_a_wrong_reduction(strategy, mutant, tx, monkeypatch):
     """With other weights in the reduction of gradients, runs are far from the oracle."""
-    reduce_over = fshard.carry.reduce_over
+    reduce_over = reductions.reduce_over
 
     def wrong(x, mesh, *args, **kw):
         return reduce_over(x * MUTANTS[mutant][0](mesh.get_rank(), mesh.size()), mesh, *args, **kw)
 
-    monkeypatch.setattr(fshard.carry, "reduce_over", wrong)
+    monkeypatch.setattr(transfer, "reduce_over", wrong)
     case = Case(strategy, tx)
     assert not any(apart(run, oracle_of(case, 2)) < 1e-2 for run in simulated(train, case, shard=2))
 

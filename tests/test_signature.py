@@ -21,8 +21,9 @@ from worlds import simulated
 
 import fshard
 from fshard import DynamicLossScale, optim, tree
-from fshard.signature import fixed
-from fshard.trace import TraceError
+from fshard.comm import traced
+from fshard.compiler.signature import fixed
+from fshard.compiler.trace import TraceError
 
 eager = partial(fshard.jit, backend="eager")
 
@@ -104,8 +105,8 @@ def test_equal_meshes_have_different_names():
     """The first of two process groups may be gone when the second is there."""
     one, other = EqualMesh(shard=2), EqualMesh(shard=2)
     assert one == other
-    assert len({fshard.nodes.MESHES.of(mesh) for mesh in (one, other)}) == 2
-    assert fshard.nodes.MESHES.find(fshard.nodes.MESHES.of(other)) is other
+    assert len({traced.MESHES.of(mesh) for mesh in (one, other)}) == 2
+    assert traced.MESHES.find(traced.MESHES.of(other)) is other
 
 
 # --- values that are no tensors, and bits of tensors ---

@@ -19,7 +19,7 @@ from worlds import gloo, simulated
 
 import fshard
 from fshard import optim, tree
-from fshard.norms import exactly, leaf_norms
+from fshard.layout.norms import exactly, leaf_norms
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
 STEPS = 100 if os.environ.get("FSHARD_ALL") else 40

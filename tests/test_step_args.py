@@ -14,10 +14,11 @@ from torch import Tensor
 from worlds import fates, gloo, simulated
 
 import fshard
-from fshard import DonatedError, MismatchError, comm, gather_params, optim, tree
-from fshard.describe import describe
-from fshard.record import tally
-from fshard.testing import oracle
+from fshard import DonatedError, MismatchError, gather_params, optim, tree
+from fshard.comm import primitives
+from fshard.comm.log import tally
+from fshard.testing import oracle, record
+from fshard.train.describe import describe
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 ROWS, CLASSES = 6, 6  # as many classes as rows: weights must not be cut because they could be
@@ -330,8 +331,7 @@ def test_extra_keeps_its_form(name):
 
 def test_recorded_arguments_run_again(tmp_path):
     """A teacher and weights come from the files; gradients of a loss with extra are looked at."""
-    from fshard.replay import replay
-    from fshard.testing import record
+    from fshard.testing import replay
 
     def loss(params: Any, extra: Any, batch: Any, *args: Any) -> Any:
         return mean_loss(params, batch, *args), {"n": extra["n"] + 1}
@@ -526,6 +526,6 @@ def test_a_tree_of_unequal_rows_is_nan_where_nothing_is_compared(monkeypatch):
         _, metrics = step(state, rand(2 + 2 * mesh.get_rank(), 4, seed=1))
         assert metrics["found_inf"] == 1
 
-    total_of = comm.total
-    monkeypatch.setattr(comm, "total", lambda *args, more="", **how: total_of(*args, **how))
+    total_of = primitives.total
+    monkeypatch.setattr(primitives, "total", lambda *args, more="", **how: total_of(*args, **how))
     simulated(law)

@@ -10,7 +10,8 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 import fshard
-from fshard import strategies, tree
+from fshard import tree
+from fshard.testing import strategies
 
 PARAMS = {"w": torch.ones(4, 3), "blocks": [{"b": torch.ones(2)}, {"b": torch.ones(2, dtype=torch.int64)}]}
 ONCE = settings(
@@ -83,6 +84,6 @@ def test_transforms_say_how_they_were_made():
 def test_without_hypothesis_the_error_says_so(monkeypatch):
     """And what to install."""
     monkeypatch.setitem(sys.modules, "hypothesis", None)
-    monkeypatch.delitem(sys.modules, "fshard.strategies")
-    with pytest.raises(ImportError, match=r"fshard.strategies: expected hypothesis .* pip install 'fshard\[test\]'"):
-        importlib.import_module("fshard.strategies")
+    monkeypatch.delitem(sys.modules, "fshard.testing.strategies")
+    with pytest.raises(ImportError, match=r"strategies: expected hypothesis .* pip install 'fshard\[test\]'"):
+        importlib.import_module("fshard.testing.strategies")

@@ -23,8 +23,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
-from fshard import DynamicLossScale, comm, gradients, offload, optim, tree
-from fshard.reduction import Sums
+from fshard import DynamicLossScale, optim, tree
+from fshard.comm import primitives
+from fshard.comm.ranks import Pending
+from fshard.comm.reduction import Sums
+from fshard.sharding import gradients, offload
 from fshard.wire import Int8, TopK
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -215,7 +218,7 @@ def streams() -> Iterator[Ordered]:
 
         patch.setattr(Ranks, "exchange", sent)
         patch.setattr(Ranks, "built_in", "NCCL")
-        patch.setattr(comm, "_built_in", built_in)
+        patch.setattr(primitives, "_built_in", built_in)
         patch.setattr(torch, "get_device_module", lambda x: ordered if torch.device(x) == DEVICE else find(x))
         with ordered:
             yield ordered
@@ -329,7 +332,7 @@ class Careless(Sums):
     def reduce_scatter(self, x: Tensor, ranks: Any, label: str, out: Tensor | None) -> Any:
         """The backend's own."""
         assert out is not None
-        return comm.Pending(comm._built_in(abs, ranks, ("reduce_scatter",), out, x), lambda _: out)
+        return Pending(primitives._built_in(abs, ranks, ("reduce_scatter",), out, x), lambda _: out)
 
 
 SUMS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
@@ -425,7 +428,7 @@ def test_what_is_summed_lives_until_the_computation_has_waited(name, monkeypatch
 
     def forgetful(self: Any, ahead: int) -> None:
         move_on(self, ahead)
-        self._stepped[:] = [comm.Pending(None, lambda _: None)] * bool(self._stepped)
+        self._stepped[:] = [Pending(None, lambda _: None)] * bool(self._stepped)
 
     monkeypatch.setattr(gradients.Reductions, "move_on", forgetful)
     assert any(word.startswith("memory is used again while") for word in found(name))
@@ -435,7 +438,7 @@ def test_what_is_summed_lives_until_the_computation_has_waited(name, monkeypatch
 def test_what_is_sent_lives_until_the_computation_has_waited(name, monkeypatch):
     """NCCL lets go of it as soon as the other stream has waited."""
     assert found(name) == set()
-    monkeypatch.setattr(comm.Pending, "keeping", lambda self, *sent: self)
+    monkeypatch.setattr(Pending, "keeping", lambda self, *sent: self)
     assert "memory is used again while a collective runs" in found(name)
 
 

@@ -17,7 +17,7 @@ from worlds import gloo, simulated
 
 import fshard
 from fshard import tree
-from fshard.shard import local_numel
+from fshard.sharding.sharded import local_numel
 
 WORLDS = ["simulated", "gloo"]
 STRATEGIES = {

@@ -17,10 +17,10 @@ from worlds import simulated
 
 import fshard
 from fshard import DynamicLossScale, Sharded, optim, tree
-from fshard.labels import LabelState
-from fshard.parts import Parts, packed
-from fshard.shard import coarsen, refine
-from fshard.train import _update
+from fshard.layout.pieces import Parts, packed
+from fshard.optim.labels import LabelState
+from fshard.sharding.sharded import coarsen, refine
+from fshard.train.step import _update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from worlds import gloo, simulated
 
 import fshard
-from fshard import DynamicLossScale, MismatchError, carry, gather_params, optim, tree
+from fshard import DynamicLossScale, MismatchError, gather_params, optim, tree
+from fshard.sharding import transfer
 from fshard.wire import Cast, Float8, Identity, Int8, LowRank, TopK, pack, unpack
 
 WIRES = {
@@ -136,7 +137,7 @@ def gathers(mesh: Any, name: str, strategy: str) -> None:
         for slot in slots:
             buffer[slot.start : slot.start + slot.numel] = leaves[slot.path].reshape(-1)
         num = plan.num_parts(axes)
-        held = [carry.sizes(plan, unit, kind, num, part) for part in range(num)]
+        held = [transfer.sizes(plan, unit, kind, num, part) for part in range(num)]
         parts = list(zip(buffer.chunk(num), held, strict=True))
         assert all(sum(own) == len(x) for x, own in parts)
         if axes:
@@ -166,7 +167,7 @@ def reduces(mesh: Any, name: str, strategy: str) -> tuple[Any, Any, Any]:
     again = fshard.reduce_grads(fshard.value_and_grad(mean_loss, reduce=False)(sharded, lm_batch(0, rank))[1])
     assert same_bits(gather_params(grads), gather_params(again))
     plan, num = sharded.plan, mesh.size()
-    held = {(u, k): [carry.sizes(plan, u, k, num, part) for part in range(num)] for u, k in plan.places}
+    held = {(u, k): [transfer.sizes(plan, u, k, num, part) for part in range(num)] for u, k in plan.places}
     flat = {key: local.piece(*key).clone() for key in held}
     return flat, held, {key: gathered_flat(grads, *key) for key in held}
 

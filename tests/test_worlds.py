@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
-from fshard import comm
-from fshard.bits import as_bytes
+from fshard.comm import primitives
+from fshard.core.bits import as_bytes
 from fshard.testing import Collective, Dies, Garbage, RankDied, Slow, World, simulate
 
 # --- axes ---
@@ -344,9 +344,9 @@ def reduced(x: torch.Tensor, ranks: Any, wide: Any) -> list[torch.Tensor]:
     n, places = len(x), [None, None]
     if wide is not None:
         places = [torch.empty(n // ranks.size, 2, dtype=wide), torch.empty(n, 2, dtype=wide)]
-    started = [comm.all_gather(x, ranks), comm.reduce_scatter(x, ranks, out=places[0])]
-    started += [comm.all_reduce(x, ranks, out=places[1])]
-    started += [comm.all_reduce(x[: n - 1], ranks, op=op) for op in ("max", "min")]
+    started = [primitives.all_gather(x, ranks), primitives.reduce_scatter(x, ranks, out=places[0])]
+    started += [primitives.all_reduce(x, ranks, out=places[1])]
+    started += [primitives.all_reduce(x[: n - 1], ranks, op=op) for op in ("max", "min")]
     return [pending.wait() for pending in started]
 
 
@@ -368,16 +368,18 @@ def called(ranks: Any) -> tuple[list[str], list[Any]]:
     x, w = torch.ones(2 * ranks.size, 2), ranks.size
     large = torch.ones(w * 4096)  # a reduction in two stages
     with fshard.tally() as records:
-        comm.all_gather(x, ranks, "gather").wait()
-        comm.reduce_scatter(x, ranks, "scatter").wait()
-        comm.all_reduce(x, ranks, "sum", more=", more").wait()
-        comm.all_reduce(x, ranks, "max", op="max", more=", more").wait()
-        comm.all_reduce(large.bfloat16(), ranks, "large", out=torch.ones(w * 4096)).wait()
-        comm.all_to_all(x, ranks, "all").wait()
-        comm.broadcast(x, ranks, 1, "cast").wait()
-        comm.scatter([x] * w, ranks, lambda parts: parts[0], "each").wait()
+        primitives.all_gather(x, ranks, "gather").wait()
+        primitives.reduce_scatter(x, ranks, "scatter").wait()
+        primitives.all_reduce(x, ranks, "sum", more=", more").wait()
+        primitives.all_reduce(x, ranks, "max", op="max", more=", more").wait()
+        primitives.all_reduce(large.bfloat16(), ranks, "large", out=torch.ones(w * 4096)).wait()
+        primitives.all_to_all(x, ranks, "all").wait()
+        primitives.broadcast(x, ranks, 1, "cast").wait()
+        primitives.scatter([x] * w, ranks, lambda parts: parts[0], "each").wait()
         others = [peer != ranks.rank for peer in range(w)]
-        comm.swap([[x.view(-1)] * on for on in others], [[(x.dtype, x.numel())] * on for on in others], ranks, "swap")
+        primitives.swap(
+            [[x.view(-1)] * on for on in others], [[(x.dtype, x.numel())] * on for on in others], ranks, "swap"
+        )
     return getattr(ranks, "calls", []), [(r.kind, r.axis, r.label, r.nbytes, r.more) for r in records]
 
 
@@ -423,7 +425,7 @@ def test_whole_collectives_have_the_bits_of_messages(size: int) -> None:
     wide = [(torch.float32, None), (torch.float32, torch.float64), (torch.float64, None), (torch.int64, None)]
 
     def job(mesh: Any) -> None:
-        whole = comm.along(mesh, "shard")
+        whole = primitives.along(mesh, "shard")
         for dtype, out in narrow + wide:
             for numel in (0, size, 5 * size, 1000 * size):
                 x = values(dtype, numel, mesh.get_rank())
@@ -440,15 +442,15 @@ def test_no_rank_sees_what_another_writes_later() -> None:
     """To what it sent, and to what it received; also where a rank's part lies in its result, and in place."""
 
     def job(mesh: Any) -> list[Any]:
-        ranks, rank = comm.along(mesh, "shard"), mesh.get_rank()
+        ranks, rank = primitives.along(mesh, "shard"), mesh.get_rank()
         x = torch.full((2,), float(rank))
-        full = comm.all_gather(x, ranks, lent=True).wait()
+        full = primitives.all_gather(x, ranks, lent=True).wait()
         place = torch.empty(6)
         place[2 * rank : 2 * rank + 2] = rank
-        inside = comm.all_gather(place[2 * rank : 2 * rank + 2], ranks, out=place, lent=True).wait()
+        inside = primitives.all_gather(place[2 * rank : 2 * rank + 2], ranks, out=place, lent=True).wait()
         y = torch.arange(3.0) + rank
-        total = comm.all_reduce(y, ranks, out=y).wait()
-        part = comm.reduce_scatter(torch.arange(3.0), ranks).wait()
+        total = primitives.all_reduce(y, ranks, out=y).wait()
+        part = primitives.reduce_scatter(torch.arange(3.0), ranks).wait()
         before = [t.clone() for t in (full, inside, total, part)]
         if rank == 1:
             for t in (x, full, inside, total, part):
@@ -474,12 +476,12 @@ def test_the_work_is_linear_in_the_number_of_ranks() -> None:
     """Operators of all ranks together: as many for each, whether there are 4 ranks or 16."""
 
     def job(mesh: Any) -> int:
-        x, ranks = torch.ones(32, 2), comm.along(mesh, "shard")
+        x, ranks = torch.ones(32, 2), primitives.along(mesh, "shard")
         with Calls() as calls:
             for _ in range(3):
-                comm.all_gather(x, ranks, lent=True).wait()
-                comm.reduce_scatter(x, ranks).wait()
-                comm.all_reduce(x, ranks).wait()
+                primitives.all_gather(x, ranks, lent=True).wait()
+                primitives.reduce_scatter(x, ranks).wait()
+                primitives.all_reduce(x, ranks).wait()
         return calls.count
 
     few, many = sum(World(4).run(job)) / 4, sum(World(16).run(job)) / 16

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from worlds import gloo, simulated
 
 import fshard
-from fshard import agree, optim, testing, wire
+from fshard import optim, testing, wire
+from fshard.comm import consensus
 
 Call = Callable[[], Any]
 
@@ -592,7 +593,11 @@ def on_ranks(mesh: Any) -> None:
             lambda: fshard.reduce_scatter(x.to(torch.uint16), mesh, "shard"),
             ["leaf ''", "no sum of torch.uint16"],
         ),
-        ("found", lambda: agree.any_rank(torch.ones((), dtype=torch.complex64), mesh), ["no max of torch.complex64"]),
+        (
+            "found",
+            lambda: consensus.any_rank(torch.ones((), dtype=torch.complex64), mesh),
+            ["no max of torch.complex64"],
+        ),
         ("src", lambda: fshard.broadcast(x, mesh, "shard", src=2), ["src=2", "one of the 2 ranks"]),
         ("src", lambda: fshard.broadcast(x, mesh, "shard", src=True), ["src=True", "a rank"]),
         ("leaf", lambda: fshard.vary({"a": 3}, mesh, "shard"), ["leaf 'a'", "expected a tensor", "got int"]),

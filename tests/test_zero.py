@@ -17,7 +17,7 @@ from worlds import gloo, simulated
 
 import fshard
 from fshard import optim, tree, zero
-from fshard.move import assign
+from fshard.layout.reshard import assign
 
 SHAPES = {"w": (5, 3), "v": (7,), "s": (), "blocks": [{"c": (2, 3, 2), "m": (4, 6)}, {"one": (1,)}]}
 NUMELS = [15, 7, 1, 12, 24, 1]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-import fshard
-from fshard.reading import operator, values
+from fshard.compiler.inspect import operator, values
+from fshard.compiler.lowered import Lowered
 
 # a number of the host's among tensors of a device is an argument of a kernel; not of these
 _STRICT = ("where", "cat", "stack", "copy_", "_to_copy")
@@ -33,7 +33,7 @@ def accelerator() -> torch.device:
     return torch.device(NAME, 0)
 
 
-def crossed(lowered: fshard.lowered.Lowered) -> Counter[str]:
+def crossed(lowered: Lowered) -> Counter[str]:
     """The operators of a graph that take tensors of the host's for a device's, or the other way round; constants."""
     found = Counter[str]()
     for node in lowered.graph.nodes:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fshard
-from fshard import host, lines, meeting
+from fshard.comm import compare_calls, one_host, rendezvous
 
 
 def main(rank: int, address: str) -> None:
@@ -19,13 +19,13 @@ def main(rank: int, address: str) -> None:
     seconds = timedelta(seconds=40)
     dist.init_process_group("gloo", init_method=f"tcp://{where}:29511", rank=rank, world_size=2, timeout=seconds)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    of_the_machine = mock.patch.object(meeting, "_host", return_value="one image")
+    of_the_machine = mock.patch.object(rendezvous, "_host", return_value="one image")
     for way in ("named", "route", "copies"):
         if way == "route":
             del os.environ["GLOO_SOCKET_IFNAME"]
         if way == "copies":
             of_the_machine.start()
-        connected, words = host.connect(mesh), lines.lines_of(mesh)
+        connected, words = one_host.connect(mesh), compare_calls.lines_of(mesh)
         (link,) = words._links["shard"].values()
         print(way, type(connected.ranks("shard")).__name__, link.socket.getpeername()[0])
         try:

@@ -1,0 +1,74 @@
+"""Ranks that do different things inside a call: an error on every one of them (Note [Lines] in `lines.py`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+from ..core import tree
+from ..core.arguments import wrong
+from ..core.tracing import is_tracing
+from .announce import is_announcing
+from .compare_calls import Lines, lines_of
+from .mesh import Mesh, OnMesh, axis_sizes
+
+
+class Checked:
+    """What `check` gives: call it like the function, `run`."""
+
+    def __init__(self, run: Callable[..., Any], mesh: Mesh = ...):
+        self.run, self._mesh = run, mesh
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`run(*args, **kwargs)`."""
+        call = partial(self.run, *args, **kwargs)
+        if is_tracing() or is_announcing():  # a graph's collectives are announced when it runs
+            return call()
+        lines = _lines_of(args, kwargs) if self._mesh is ... else self._lines
+        return call() if lines is None else lines.run(call)
+
+    @cached_property
+    def _lines(self) -> Lines | None:
+        return lines_of(self._mesh)
+
+
+def _lines_of(*args: Any) -> Lines | None:
+    for node in tree.nodes(args, OnMesh):
+        if hasattr(node.home, "lines"):
+            return node.home.lines
+    raise TypeError(
+        "check: expected a Sharded (or a TrainState) among the arguments, whose plan has the mesh, got none. "
+        "Say which one: fshard.check(fn, mesh)"
+    )
+
+
+def check(fn: Callable[..., Any], mesh: Mesh = ...) -> Checked:
+    """`fn`, a step or any function, with every collective compared between ranks before it starts.
+
+    A rank that calls something else, returns early or raises makes the call a MismatchError on every rank, which names
+    it, what both ranks did and where in your code; so the call returns on all ranks or on none. The ranks are those of
+    `mesh`, by default that of the first `Sharded` among the arguments; collectives over other meshes are not compared,
+    and each one waits for all ranks of its axis to begin it. Check the outermost: `check(jit(step))`. On one device and
+    on simulated ranks, which are always compared, nothing is added. With FSHARD_CHECK=1 in the environment every
+    `train_step` and `jit` that is made is checked.
+
+    Raises TypeError if there is no mesh and no `Sharded`.
+
+    >>> check(value(lambda w, x: (w * x).sum()))(shard_of(torch.ones(2)), torch.tensor([1.0, 2.0]))
+    tensor(3.)
+    """
+    if not callable(fn) or isinstance(fn, type):
+        raise TypeError(f"check: {wrong('fn', fn, 'a step, or any function')}")
+    if mesh is not ...:
+        axis_sizes(mesh)  # an error for what is no mesh
+    return Checked(fn, mesh)
+
+
+def is_wanted() -> bool:
+    """Whether the environment asks for every step to be checked."""
+    wanted = os.environ.get("FSHARD_CHECK", "")
+    if wanted not in ("", "0", "1"):
+        raise ValueError(f"FSHARD_CHECK: expected 1 (check every step), 0 or nothing, got {wanted!r}")
+    return wanted == "1"

@@ -1,0 +1,222 @@
+"""Differentiable collectives over a mesh axis, closed under torch.func: grad, vjp, jvp, vmap, to any order.
+
+A collective is a linear map on the stack of all ranks' values, and its derivative is the true adjoint of that map:
+differentiating on every rank gives the gradient of the *sum of all ranks' outputs*. Whoever wants the gradient of one
+replicated number must divide by the number of ranks, or use a loss that returns `fshard.Mean`.
+
+In the terms of JAX's shard_map and of spmd_types a value along an axis is *replicated* (the same on all ranks, and so
+is its gradient's use: each rank holds a part of it), *invariant* (the same, and its gradient is too), *varying*
+(different) or *partial* (to be summed):
+
+| collective | in -> out | transpose |
+|---|---|---|
+| all_gather | varying -> replicated | reduce_scatter |
+| reduce_scatter | partial -> varying | all_gather |
+| all_reduce | partial -> replicated | all_reduce |
+| vary | invariant -> varying | total |
+| total | varying -> invariant | vary |
+| all_to_all | varying -> varying | all_to_all |
+| broadcast | varying -> replicated | reduce to the source |
+
+Sources: the table of transposes in JAX's shard_map design (jep/17111), and Griewank and Walther, Evaluating
+Derivatives, on adjoints of linear maps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from ..core.arguments import check_whole, wrong
+from ..core.lazy import Branch
+from . import primitives
+from .announce import kept
+from .mesh import Mesh
+from .ranks import Pending
+
+_TRANSPOSES = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_reduce": "all_reduce",
+    "vary": "total",
+    "total": "vary",
+    "all_to_all": "all_to_all",
+    "broadcast": "reduce",
+    "reduce": "broadcast",
+}
+
+
+@dataclass(frozen=True)
+class _Collective:
+    kind: str
+    mesh: Mesh
+    axis: str
+    label: str = ""
+    op: str = "sum"
+    src: int = 0
+
+    def run(self, x: Tensor) -> Tensor:
+        ranks = primitives.along(self.mesh, self.axis)
+        if self.kind == "vary":
+            return x.view_as(x)
+        x = x.resolve_conj().resolve_neg()  # lazy ones have other bits in memory, which is what is sent
+        if self.kind == "broadcast":
+            return primitives.broadcast(x, ranks, self.src, self.label).wait()
+        if self.kind == "reduce":
+            reduced = primitives.all_reduce(x, ranks, self.label).wait()
+            return reduced if ranks.rank == self.src else torch.zeros_like(reduced)
+        if self.kind in ("all_reduce", "total"):
+            return primitives.all_reduce(x, ranks, self.label, op=self.op).wait()
+        start: Callable[..., Pending] = getattr(primitives, self.kind)
+        return start(x, ranks, self.label).wait()
+
+    def transpose(self) -> _Collective:
+        if self.op != "sum":
+            raise NotImplementedError(
+                f"all_reduce(op={self.op!r}) has no derivative: it is not linear. Use it on values that need none "
+                "(x.detach()), or build what you need from all_gather."
+            )
+        return replace(self, kind=_TRANSPOSES[self.kind])
+
+
+class _Apply(torch.autograd.Function):
+    """One rule for all: a linear map is its own jvp, and the vjp of its adjoint."""
+
+    @staticmethod
+    def forward(x: Tensor, collective: _Collective) -> Tensor:
+        return collective.run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.collective, ctx.call = inputs[1], kept()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.call(_Apply.apply, grad, ctx.collective.transpose()), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> Any:
+        ctx.collective.transpose()  # refuses what is not linear
+        return _Apply.apply(tangent, ctx.collective)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, collective: _Collective) -> Any:
+        if collective.kind in ("reduce_scatter", "all_to_all"):
+            primitives.check_divides(
+                x.movedim(in_dims[0], -1).shape[:-1], primitives.along(collective.mesh, collective.axis)
+            )
+        return _Apply.apply(x.movedim(in_dims[0], -1), collective), -1  # every collective acts along dim 0
+
+
+def _over(x: Any, collective: _Collective) -> Any:
+    primitives.along(collective.mesh, collective.axis)
+    check_whole(f"{collective.kind}: src", collective.src, least=-(2**63), what="a rank")
+    if not isinstance(collective.label, str):
+        raise TypeError(f"{collective.kind}: {wrong('label', collective.label, 'a word')}")
+    _check_parts(x, collective)
+    leaves, spec = tree.flatten(x)
+    for path, leaf in zip(tree.paths(spec), leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{collective.kind}: leaf {path!r}: expected a tensor, got {type(leaf).__name__}")
+        if leaf.layout is not torch.strided:
+            layout = f"got layout {leaf.layout}. Use .to_dense()."
+            raise ValueError(f"{collective.kind}: leaf {path!r}: expected a dense tensor, {layout}")
+        if collective.kind in ("all_reduce", "reduce_scatter"):
+            primitives.check_combines(collective.kind, collective.op, leaf.dtype, f": leaf {path!r}")
+    if collective.kind == "all_gather":
+        leaves = [leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in leaves]
+    return tree.unflatten(spec, [_Apply.apply(leaf, collective) for leaf in leaves])
+
+
+def _check_parts(x: Any, collective: _Collective) -> None:
+    """Raise TypeError for a `Sharded` of which ranks along the axis hold other elements, or whose rows would change."""
+    kind, axis = collective.kind, collective.axis
+    for path, part in tree.paths_to(x, Branch):
+        over = getattr(getattr(part, "view", None), "over", ())
+        resizes = kind in ("all_gather", "reduce_scatter", "all_to_all")
+        if isinstance(part, Branch) and (resizes or (axis in over and kind != "vary")):
+            raise TypeError(
+                f"{kind}: {f'leaf {path!r}' if path else 'x'}: expected tensors that are whole along {axis!r}, got a "
+                f"{type(part).__name__}, of which each rank holds a part. fshard.gather_params gives whole ones; "
+                "fshard.reduce_grads reduces gradients."
+            )
+
+
+def all_gather(x: Any, mesh: Mesh, axis: str, label: str = "") -> Any:
+    """The ranks' tensors end to end along dim 0: (n, ...) -> (W n, ...), varying -> replicated.
+
+    `x` is a tensor or a tree; a scalar counts as one row. Transpose: `reduce_scatter`.
+
+    >>> from fshard.testing import simulate
+    >>> simulate(lambda mesh: all_gather(torch.tensor([mesh.get_rank()]), mesh, "shard").tolist(), shard=2)
+    [[0, 1], [0, 1]]
+    """
+    return _over(x, _Collective("all_gather", mesh, axis, label))
+
+
+def reduce_scatter(x: Any, mesh: Mesh, axis: str, label: str = "") -> Any:
+    """The sum over ranks, in rank order, of this rank's part: (W n, ...) -> (n, ...), partial -> varying.
+
+    `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError). Transpose: `all_gather`.
+
+    >>> from fshard.testing import simulate
+    >>> simulate(lambda mesh: reduce_scatter(torch.tensor([1, 2]), mesh, "shard").tolist(), shard=2)
+    [[2], [4]]
+    """
+    return _over(x, _Collective("reduce_scatter", mesh, axis, label))
+
+
+def all_reduce(x: Any, mesh: Mesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> Any:
+    """The sum (max, min) over ranks, in rank order, on all: (...) -> (...), partial -> replicated.
+
+    `x` is a tensor or a tree. Transpose of the sum: itself. Max and min have no derivative (NotImplementedError).
+
+    >>> from fshard.testing import simulate
+    >>> simulate(lambda mesh: all_reduce(torch.tensor(1.5), mesh, "shard").item(), shard=2)
+    [3.0, 3.0]
+    """
+    return _over(x, _Collective("all_reduce", mesh, axis, label, op))
+
+
+def vary(x: Any, mesh: Mesh, axis: str, label: str = "") -> Any:
+    """Say that ranks will use a replicated value differently: nothing forward, a sum over ranks backward.
+
+    `x` is a tensor or a tree, invariant -> varying (JAX's pvary). Its transpose is the sum that JAX calls psum.
+
+    >>> from fshard.testing import simulate
+    >>> def grad_of_sum(mesh):
+    ...     scale = mesh.get_rank() + 1.0
+    ...     return torch.func.grad(lambda w: scale * vary(w, mesh, "shard"))(torch.tensor(1.0)).item()
+    >>> simulate(grad_of_sum, shard=2)
+    [3.0, 3.0]
+    """
+    return _over(x, _Collective("vary", mesh, axis, label))
+
+
+def all_to_all(x: Any, mesh: Mesh, axis: str, label: str = "") -> Any:
+    """Part p of dim 0 goes to rank p: (W n, ...) -> (W n, ...), varying -> varying; its own inverse and transpose.
+
+    `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError).
+
+    >>> from fshard.testing import simulate
+    >>> simulate(lambda mesh: all_to_all(torch.arange(2) + 10 * mesh.get_rank(), mesh, "shard").tolist(), shard=2)
+    [[0, 10], [1, 11]]
+    """
+    return _over(x, _Collective("all_to_all", mesh, axis, label))
+
+
+def broadcast(x: Any, mesh: Mesh, axis: str, src: int = 0, label: str = "") -> Any:
+    """Rank `src`'s tensor (its number along the axis) on all: (...) -> (...), varying -> replicated.
+
+    `x` is a tensor or a tree, of the same shapes on all ranks. Transpose: the sum, on `src`; zero on the others.
+
+    >>> from fshard.testing import simulate
+    >>> simulate(lambda mesh: broadcast(torch.tensor(mesh.get_rank()), mesh, "shard", src=1).item(), shard=2)
+    [1, 1]
+    """
+    return _over(x, _Collective("broadcast", mesh, axis, label, src=src))

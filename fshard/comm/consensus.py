@@ -1,0 +1,86 @@
+"""Whether ranks have the same: digests compared, and where texts begin to differ; whether any has found something."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from . import primitives
+from .mesh import Axes, Mesh, axis_sizes, mesh_device
+from .primitives import all_gather, all_reduce, along
+from .ranks import MismatchError, Ranks
+
+_SAME_TREE = "Build the same tree, in the same order, on all of them"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def check_same(mesh: Mesh, digest: str, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
+    """Raise `MismatchError` on every rank if `digest` differs on any; lines of `describe` say where it begins to."""
+    if getattr(mesh, "abstract", False):
+        return
+    digests = _texts(digest, mesh)
+    other = next((i for i, one in enumerate(digests) if one != digests[0]), None)
+    if other is None:
+        return
+    texts = _texts(describe, mesh)
+    sentence = f"rank 0 has {{}}; rank {other} has {{}}"
+    raise MismatchError(
+        f"{what} differs between ranks: {first_difference(texts[0], texts[other], sentence)}. {remedy}."
+    )
+
+
+def first_unlike(rows: Sequence[Tensor], mesh: Mesh, axes: Axes) -> int | None:
+    """The first of some dense tensors whose bits differ between ranks along `axes`, or None; the same on all ranks.
+
+    The bits are compared as sums of integers: one small all-reduce along each axis, and one read by the host.
+    """
+    sums = [row.view(_INTEGERS.get(row.itemsize, torch.int64)).sum(dtype=torch.int64) for row in rows]
+    if not sums or not axes:
+        return None
+    mine = torch.stack([x.to(mesh_device(mesh)) for x in sums])  # (number of tensors,)
+    most, least = primitives.total(torch.stack([mine, ~mine]), mesh, axes, op="max", label="replicas").unbind()
+    unlike = primitives.total((most != ~least).long(), mesh, op="max", label="replicas")
+    return next((number for number, differs in enumerate(unlike.tolist()) if differs), None)
+
+
+def any_rank(found: Any, mesh: Mesh) -> Any:
+    """A tree of 0-d tensors, 1 or 0, with 1 where any rank of the mesh has it: one small all-reduce along each axis.
+
+    >>> any_rank({"a": torch.tensor(1.0)}, None)
+    {'a': tensor(1.)}
+    """
+    flat, spec = tree.flatten(found)
+    if mesh is None or not flat:
+        return found
+    rows = torch.stack([x.to(mesh_device(mesh)) for x in flat])  # (number of them,)
+    return tree.unflatten(spec, list(primitives.total(rows, mesh, op="max", label="found_inf").unbind()))
+
+
+def _texts(text: str, mesh: Mesh) -> list[str]:
+    """Every rank's text, in rank order."""
+    data, end = text.encode(), b"\x1e"
+    for axis in reversed(axis_sizes(mesh)):
+        data = end.join(rows_of_bytes(data, along(mesh, axis)))
+    return [row.decode() for row in data.split(end)]
+
+
+def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
+    """Every rank's bytes."""
+    data = len(data).to_bytes(8, "little") + data
+    length = all_reduce(torch.tensor([len(data)], device=ranks.device), ranks, "bytes", op="max").wait()
+    x = torch.frombuffer(bytearray(data.ljust(int(length), b"\0")), dtype=torch.uint8).to(ranks.device)
+    rows = all_gather(x, ranks, "bytes").wait().view(ranks.size, -1).cpu()
+    texts = [bytes(row.tolist()) for row in rows]
+    return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
+
+
+def first_difference(a: str, b: str, sentence: str) -> str:
+    """The first lines in which two descriptions differ, put into a sentence with two holes."""
+    end = "nothing more"
+    pairs = zip_longest(a.splitlines(), b.splitlines(), fillvalue=end)
+    return sentence.format(*next(((x, y) for x, y in pairs if x != y), (end, end)))

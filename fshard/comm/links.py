@@ -1,0 +1,241 @@
+"""Links between processes: the socket to a peer, and messages in it whose sizes are checked before room is made."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import socket
+import struct
+import weakref
+from collections import deque
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .ranks import MismatchError
+from .shared_memory import Memory, Segment, reason, received
+
+_HEADER = struct.Struct("<BHIQQ")  # what it is, length of the call's text, segment, offset in it, bytes of data
+_INLINE, _SEGMENT, _NEW_SEGMENT, _ACKNOWLEDGED = range(4)
+SMALL = 1 << 15  # bytes of data that travel in the socket
+_LONGEST = (1 << 16) - 1  # bytes of a call's text
+_READ = 1 << 18
+_MOST_FDS = 16
+_FOREVER = (1 << 31) - 1  # milliseconds, the most that poll takes
+_FD_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+@dataclass
+class _Message:
+    call: str
+    data: Tensor
+    segment: int | None
+
+
+@dataclass
+class Link:
+    """The socket to one peer, and what has arrived on it; without `memory` messages are small."""
+
+    socket: socket.socket
+    peer: str
+    timeout: float  # seconds
+    memory: Memory | None = None
+    num_expected: int = 0
+    num_arrived: int = 0
+    arrived: dict[int, _Message] = field(default_factory=dict)
+    mapped: dict[int, Segment] = field(default_factory=dict)
+    shown: set[int] = field(default_factory=set)
+    stream: bytearray = field(default_factory=bytearray)
+    fds: deque[int] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _close_all, self.fds)
+
+    def send(self, call: str, data: Tensor, place: tuple[Segment, int] | None) -> None:
+        """Send a call's data, or where they are."""
+        text, size = _sent(call), data.numel()
+        if place is None:
+            payload = ctypes.string_at(data.data_ptr(), size) if size else b""
+            self._write(_HEADER.pack(_INLINE, len(text), 0, 0, size) + text + payload, [], call)
+            return
+        segment, offset = place
+        segment.readers += 1
+        known = segment.number in self.shown
+        kind, fds = (_SEGMENT, []) if known else (_NEW_SEGMENT, [segment.fd])
+        self.shown.add(segment.number)
+        self._write(_HEADER.pack(kind, len(text), segment.number, offset, size) + text, fds, call)
+
+    def say(self, text: str) -> None:
+        """Send words alone."""
+        self.send(text, torch.empty(0, dtype=torch.uint8, device="cpu"), None)
+
+    def hear(self) -> str | None:
+        """The next words that have arrived."""
+        message = self.arrived.pop(self.num_expected, None)
+        if message is None:
+            return None
+        self.num_expected += 1
+        return message.call
+
+    def acknowledge(self, segment: int) -> None:
+        """Say that a message in a segment has been read."""
+        with suppress(MismatchError):  # a peer that has gone, having sent all we asked of it, needs none
+            self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [], "an acknowledgement")
+
+    def _write(self, data: bytes, fds: list[int], call: str) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                sent = socket.send_fds(self.socket, [view], fds) if fds else self.socket.send(view)
+            except BlockingIOError:
+                self._wait(select.POLLIN | select.POLLOUT, call)
+                self.drain()  # the peer may be waiting to write as well
+            except (BrokenPipeError, ConnectionResetError):
+                raise self._gone(call) from None
+            else:
+                view, fds = view[sent:], []
+
+    def _wait(self, events: int, call: str) -> None:
+        _poll([self], events, call)
+
+    def _gone(self, call: str) -> MismatchError:
+        return MismatchError(
+            f"{self.peer} has gone (its process ended, or it let go of its plan) before it took part in {call}"
+        )
+
+    def take(self, number: int, call: str) -> _Message:
+        """The message of that number, when it is there."""
+        while number not in self.arrived:
+            if not self.drain(call):
+                self._wait(select.POLLIN, call)
+        message = self.arrived.pop(number)
+        if message.call != call and message.call != _read(_sent(call)):
+            raise MismatchError(
+                f"ranks called different collectives: this rank {call}, {self.peer} {message.call}. "
+                "All ranks must call the same ones in the same order."
+            )
+        return message
+
+    def is_ahead(self) -> bool:
+        """Whether the peer has sent a message that this rank has not come to."""
+        self.drain()
+        return self.num_arrived > self.num_expected
+
+    def drain(self, call: str = "") -> bool:
+        """Read what is there; whether there was anything."""
+        try:
+            data, fds, flags, _ = socket.recv_fds(self.socket, _READ, _MOST_FDS, _FD_FLAGS)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            data, fds, flags = b"", [], 0
+        self.fds.extend(fds)
+        if flags & socket.MSG_CTRUNC:
+            raise self._refused(f"descriptors that this process has no room for ({reason(OSError(errno.EMFILE, ''))})")
+        if not data:
+            if call:
+                raise self._gone(call)
+            return False
+        self.stream += data
+        while self._parse():
+            pass
+        # the descriptor of a segment comes with the first byte of its header, so it may be here before the rest
+        if len(self.fds) > (_MOST_FDS if self.stream and self.memory is not None else 0):
+            raise self._refused(f"{len(self.fds)} descriptors of no segment")
+        return True
+
+    def _refused(self, what: str) -> MismatchError:
+        """Break a link in which something came that no rank sends."""
+        self.stream.clear()
+        _close_all(self.fds)
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        return MismatchError(f"{self.peer} sent {what}, which no rank does: the link to it is closed")
+
+    def _parse(self) -> bool:
+        if len(self.stream) < _HEADER.size:
+            return False
+        kind, length, number, offset, size = _HEADER.unpack_from(self.stream)
+        if wrong := self._fault(kind, number, offset, size):
+            raise self._refused(wrong)
+        begin = _HEADER.size + length
+        end = begin + (size if kind == _INLINE else 0)
+        if len(self.stream) < end:
+            return False
+        call, payload = _read(self.stream[_HEADER.size : begin]), self.stream[begin:end]
+        del self.stream[:end]
+        if kind == _ACKNOWLEDGED:
+            self.memory.segments[number].readers -= 1  # type: ignore[union-attr]  # _fault has seen it
+            return True
+        if kind == _INLINE:
+            nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+            data = torch.frombuffer(payload, dtype=torch.uint8) if size else nothing
+            message = _Message(call, data, None)
+        else:
+            message = _Message(call, self._part(number, offset, size), number)
+        self.arrived[self.num_arrived] = message
+        self.num_arrived += 1
+        return True
+
+    def _fault(self, kind: int, number: int, offset: int, size: int) -> str:
+        """What is wrong with a header, before anything is made as large as it says."""
+        if kind == _INLINE:
+            return f"a message of {size:,} bytes (at most {SMALL:,})" if size > SMALL else ""
+        if self.memory is None or kind > _ACKNOWLEDGED:
+            return f"a message of kind {kind}"
+        if kind == _ACKNOWLEDGED:
+            segments = self.memory.segments
+            known = number < len(segments) and segments[number].readers > 0
+            return "" if known else f"an acknowledgement of segment {number}, of which nothing was sent"
+        if (kind == _NEW_SEGMENT) == (number in self.mapped):
+            return f"segment {number} " + ("twice" if number in self.mapped else "without having shown it")
+        if kind == _NEW_SEGMENT and not self.fds:
+            return f"segment {number} without its descriptor"
+        return ""
+
+    def _part(self, number: int, offset: int, size: int) -> Tensor:
+        """The bytes of a message in a segment."""
+        try:
+            if number not in self.mapped:
+                self.mapped[number] = received(self.fds.popleft(), number)
+            data = self.mapped[number].data
+            if offset + size > data.numel():
+                raise ValueError(f"bytes {offset:,} to {offset + size:,} of segment {number}, of {data.numel():,}")
+        except ValueError as wrong:
+            raise self._refused(str(wrong)) from wrong
+        return data[offset : offset + size]
+
+
+def _sent(call: str) -> bytes:
+    return call.encode(errors="replace")[:_LONGEST]
+
+
+def _read(text: bytes | bytearray) -> str:
+    return text.decode(errors="ignore")  # of a character that was cut
+
+
+def _close_all(fds: deque[int]) -> None:
+    while fds:
+        os.close(fds.popleft())
+
+
+def _poll(links: Collection[Link], events: int, call: str) -> list[Link]:
+    poll, by = select.poll(), {link.socket.fileno(): link for link in links}
+    for number in by:
+        poll.register(number, events)
+    seconds = min(link.timeout for link in links)
+    if ready := poll.poll(min(seconds * 1000, _FOREVER)):
+        return [by[number] for number, _ in ready]
+    peers = ", ".join(link.peer for link in links)
+    raise MismatchError(f"{peers} did not answer within {seconds:.0f} s in {call}: it is stuck or stopped")
+
+
+def listen(links: Collection[Link], call: str) -> None:
+    """Wait until something has arrived on one of them, and read it."""
+    for link in _poll(links, select.POLLIN, call):
+        link.drain(call)

@@ -1,0 +1,126 @@
+"""What the nodes of Note [Collectives in a graph] run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.tracing import define
+from . import primitives
+from .log import Record, note
+from .ranks import Pending, Ranks
+from .traced import MESHES
+
+_AT = "str mesh, str axis, str label, int nbytes"
+Started = tuple[Tensor, Tensor]
+
+
+def _ticket() -> Tensor:
+    return torch.empty(1, dtype=torch.uint8, device="cpu")
+
+
+def _ticket_of(*args: Any) -> Tensor:
+    return _ticket()
+
+
+def _started(place: Tensor, pending: Pending) -> Started:
+    """A place, and a ticket that has what fills it."""
+    ticket = _ticket()
+    ticket.untyped_storage().under_way = pending  # type: ignore[attr-defined]
+    return place, ticket
+
+
+def _wait(place: Tensor, ticket: Tensor, sent: Sequence[Tensor]) -> None:
+    result = vars(ticket.untyped_storage()).pop("under_way").wait()
+    if result.data_ptr() != place.data_ptr():  # a compiler has copied the place meanwhile
+        place.copy_(result.view(place.shape))
+
+
+define("wait(Tensor(a!) place, Tensor ticket, Tensor[] sent) -> ()", _wait, lambda place, ticket, sent: None)
+
+
+def _ranks(mesh: str, axis: str) -> Ranks:
+    return primitives.along(MESHES.find(mesh), axis)
+
+
+def _all_gather(x: Tensor, mesh: str, axis: str, label: str, nbytes: int) -> Started:
+    ranks = _ranks(mesh, axis)
+    place = ranks.empty(ranks.size * x.numel(), x, True).view(ranks.size * x.shape[0], *x.shape[1:])
+    return _started(place, primitives.all_gather(x, ranks, label, place, lent=True))
+
+
+def _gathered(x: Tensor, mesh: str, axis: str, label: str, nbytes: int) -> Started:
+    return x.new_empty(_ranks(mesh, axis).size * x.shape[0], *x.shape[1:]), _ticket()
+
+
+define(f"all_gather(Tensor x, {_AT}) -> (Tensor, Tensor)", _all_gather, _gathered)
+
+
+def _reduce_scatter(place: Tensor, x: Tensor, mesh: str, axis: str, label: str, nbytes: int, fast: bool) -> Tensor:
+    return _started(place, primitives.reduce_scatter(x, _ranks(mesh, axis), label, place, fast=fast))[1]
+
+
+def _all_reduce(
+    place: Tensor, x: Tensor, mesh: str, axis: str, label: str, nbytes: int, op: str, fast: bool, more: str
+) -> Tensor:
+    return _started(place, primitives.all_reduce(x, _ranks(mesh, axis), label, place, op=op, fast=fast, more=more))[1]
+
+
+define(f"reduce_scatter(Tensor(a!) place, Tensor x, {_AT}, bool fast) -> Tensor", _reduce_scatter, _ticket_of)
+define(
+    f"all_reduce(Tensor(a!) place, Tensor x, {_AT}, str op, bool fast, str more) -> Tensor",
+    _all_reduce,
+    _ticket_of,
+)
+define(
+    "room(Tensor like, int numel, str mesh, str axis, bool lent) -> Tensor",
+    lambda like, numel, mesh, axis, lent: _ranks(mesh, axis).empty(numel, like, lent),
+    lambda like, numel, mesh, axis, lent: like.new_empty(numel),
+)
+
+
+def _exchange(
+    sends: Sequence[Tensor],
+    numels: Sequence[int],
+    mesh: str,
+    axis: str,
+    label: str,
+    nbytes: int,
+    kind: str,
+    call: str,
+    now: bool = False,
+) -> Started:
+    ranks, record = _ranks(mesh, axis), Record(kind, axis, label, nbytes)
+    ranks.record = record
+    note(record)
+    place, _ = _exchanged(sends, numels, mesh, axis, label, nbytes, kind, call)
+    exchange = ranks.exchange([x.reshape(-1) for x in sends], list(place.split(list(numels))), call)
+    if now or not place.numel():  # nobody reads it: a compiler drops the wait, and uses what is sent again too early
+        exchange.wait()
+        exchange.done()
+        return _started(place, Pending(None, lambda _: place))
+    return _started(place, Pending(exchange, lambda _: place))
+
+
+def _exchanged(
+    sends: Sequence[Tensor],
+    numels: Sequence[int],
+    mesh: str,
+    axis: str,
+    label: str,
+    nbytes: int,
+    kind: str,
+    call: str,
+    now: bool = False,
+) -> Started:
+    return sends[0].new_empty(sum(numels)), _ticket()
+
+
+define(
+    f"exchange(Tensor[] sends, int[] numels, {_AT}, str kind, str call, bool now=False) -> (Tensor, Tensor)",
+    _exchange,
+    _exchanged,
+)

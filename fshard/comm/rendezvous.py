@@ -1,0 +1,379 @@
+"""How ranks get links to each other: who dials, what each side must show, and one end for all of them.
+
+Note [Who may connect]
+    A link carries parameters, so nobody but a rank may have one. The ranks of an axis draw secrets and tell them each
+    other over the process group; the key made of them all is never sent, and good for one meeting. An address says
+    nothing of it: those of Unix sockets are for everybody on the machine to read (/proc/net/unix). Who dials says its
+    rank and a digest of the key and both ranks; who answers sends another digest. So each side knows that the other has
+    the key, and what is overheard of one call is good for no other. On Unix sockets the system says, too, who is at the
+    other end: a process of another user is not listened to.
+
+    Each rank dials every other one, and of two connections between the same ranks one is kept. So whoever waits for a
+    rank has a socket that breaks when that rank ends or gives up. All are waited for at once, silent strangers
+    included, with one deadline. Then the ranks tell each other over the process group how it went: they all have links,
+    or all an error.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .consensus import rows_of_bytes
+from .links import Link
+from .process_groups import meeting_host
+from .ranks import Ranks
+from .shared_memory import reason
+
+_GREETING = struct.Struct("<I32s")  # the rank that dials, and its digest
+_ANSWER = 32  # bytes of a digest
+_MOST_SILENT = 256  # callers besides the ranks that may be silent at a time
+_RETRY = 0.01  # seconds until a rank is dialled again whose callers queue up
+_SOMEWHERE = "192.0.2.1"  # an address that nobody has (RFC 5737)
+
+
+class UnreachableError(ConnectionError):
+    """A rank is not where its address says."""
+
+
+class _LeftError(ConnectionError):
+    """A rank ended or gave up: what it says of the reason, if anything, is worth more."""
+
+
+def links_to(ranks: Any, anywhere: bool = False) -> dict[int, Link] | None:
+    """A link to every peer: a Unix socket on one host; between hosts None, or `anywhere` a TCP connection.
+
+    ConnectionError on all ranks if one of them has none.
+    """
+    try:
+        sockets = _met(ranks, _near)
+    except UnreachableError:
+        if not anywhere:
+            return None
+        sockets = _met(ranks, _far)
+    seconds = ranks.timeout.total_seconds()
+    return {p: Link(s, f"rank {p} of axis {ranks.axis!r}", seconds) for p, s in sorted(sockets.items())}
+
+
+def _met(ranks: Any, listening: Callable[[Ranks], Any]) -> dict[int, socket.socket]:
+    """Connections to all peers."""
+    with listening(ranks) as (listener, addresses, key):
+        found: dict[int, socket.socket] = {}
+
+        def meet() -> str:
+            # closed as soon as this rank gives up: the calls that it has not taken break
+            with listener, _Meeting(ranks, listener, addresses, key) as meeting:
+                found.update(meeting.hold(ranks.timeout.total_seconds()))
+            return ""
+
+        try:
+            _together(ranks, meet)
+        except BaseException:
+            for connection in found.values():
+                connection.close()
+            raise
+    return found
+
+
+def _together(ranks: Ranks, step: Callable[[], str]) -> list[str]:
+    """What a step gives on every rank. ConnectionError on all of them if it fails on any."""
+    own = None
+    try:
+        row = ["", step()]
+    except Exception as failure:  # whatever it is, the others wait to hear of it
+        traceback.clear_frames(failure.__traceback__)  # and for connections that only these frames hold
+        own, row = failure, [type(failure).__name__, reason(failure)]
+    rows = [json.loads(text) for text in rows_of_bytes(json.dumps(row).encode(), ranks)]
+    failed = [(kind, f"rank {p} of axis {ranks.axis!r}: {text}") for p, (kind, text) in enumerate(rows) if kind]
+    # that others cannot reach a rank, or have lost it, follows from what it says itself
+    follow = [UnreachableError.__name__, _LeftError.__name__]
+    if own is not None and not isinstance(own, OSError):
+        raise own
+    if failed:
+        kind, text = min(failed, key=lambda one: follow.index(one[0]) if one[0] in follow else -1)
+        error = UnreachableError if kind in follow[:1] else ConnectionError
+        raise error(f"the ranks could not be connected: {text}") from own
+    return [text for _, text in rows]
+
+
+@contextmanager
+def _near(ranks: Ranks) -> Iterator[Any]:
+    """A Unix socket that listens, the ranks' addresses and their key. UnreachableError if hosts differ."""
+    with ExitStack() as stack:
+        # an abstract address: no file to clean up, and another than the secret, as everybody can read it
+        address, listeners = f"\0fshard-{secrets.token_hex(16)}", list[socket.socket]()
+
+        def offer() -> str:
+            listeners.append(_listening(stack, socket.AF_UNIX, address))
+            return json.dumps([_host(), address, secrets.token_hex()])
+
+        hosts, addresses, drawn = zip(*map(json.loads, _together(ranks, offer)), strict=True)
+        if len(set(hosts)) > 1:
+            raise UnreachableError("the ranks are on several hosts")
+        yield listeners[0], addresses, "".join(drawn).encode()
+
+
+@contextmanager
+def _far(ranks: Ranks) -> Iterator[Any]:
+    """A TCP socket that listens on the interface of this rank's process group, the ranks' addresses and their key."""
+    seen = _together(ranks, _interface)
+    with ExitStack() as stack:
+        listeners = list[socket.socket]()
+
+        def offer() -> str:
+            own = _from_outside(seen[ranks.rank], seen)
+            listeners.append(_listening(stack, socket.AF_INET6 if ":" in own else socket.AF_INET, (own, 0)))
+            return json.dumps([*listeners[0].getsockname()[:2], secrets.token_hex()])
+
+        rows = [json.loads(row) for row in _together(ranks, offer)]
+        yield listeners[0], [(host, port) for host, port, _ in rows], "".join(row[2] for row in rows).encode()
+
+
+def _host() -> str:
+    # an abstract address is seen inside one network namespace of one running kernel, but copies of a running machine
+    # say the same: whether it is one host shows when ranks connect
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() + str(os.stat("/proc/self/ns/net").st_ino) if boot.exists() else secrets.token_hex(16)
+
+
+def _listening(stack: ExitStack, family: int, address: Any) -> socket.socket:
+    listener = stack.enter_context(socket.socket(family))
+    listener.setblocking(False)
+    listener.bind(address)
+    listener.listen(4096)  # the system has its own limit, too
+    return listener
+
+
+def _interface() -> str:
+    """This host's address where its process group is: of gloo's interface, or on the way to where the ranks met."""
+    if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+        return _address_of(name)
+    return _way_to(meeting_host())
+
+
+def _address_of(interface: str) -> str:
+    """The address of a network interface: IPv4, or else IPv6."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        request = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe, 0x8915, request)[20:24])  # SIOCGIFADDR
+    rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    wide = [row[0] for row in rows if row[5] == interface and row[3] == "00"]  # of global scope
+    if not wide:
+        raise OSError(errno.ENODEV, f"GLOO_SOCKET_IFNAME={interface}: expected an interface with an address")
+    return str(ipaddress.IPv6Address(int(wide[0], 16)))
+
+
+def _way_to(target: str) -> str:
+    """The address that this host's packets to a target come from; empty if there is no way."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM) if target else []:
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                return probe.getsockname()[0]
+    return ""
+
+
+def _from_outside(own: str, seen: list[str]) -> str:
+    """An address that other hosts know this one by: where the ranks met, the name may stand for the loopback."""
+
+    def inside(address: str) -> bool:
+        return not address or ipaddress.ip_address(address).is_loopback
+
+    if not inside(own):
+        return own
+    others = [address for address in seen if not inside(address)]
+    return _way_to(others[0] if others else "" if own else _SOMEWHERE) or own or "127.0.0.1"
+
+
+@dataclass(eq=False)
+class _Call:
+    """A connection whose other end is still to say who it is; `peer`, if this rank dialled it."""
+
+    socket: socket.socket
+    peer: int | None = None
+    heard: bytes = b""
+
+    def hear(self, size: int) -> bool:
+        """Whether so many bytes have come. ConnectionError if no more will."""
+        with suppress(BlockingIOError):
+            while len(self.heard) < size:
+                more = self.socket.recv(size - len(self.heard))  # what follows is the link's
+                if not more:
+                    raise ConnectionResetError("the connection was closed")
+                self.heard += more
+        return len(self.heard) == size
+
+
+class _Meeting:
+    """Connections while they are made: every peer is dialled, and answers; every peer dials, and is answered."""
+
+    def __init__(self, ranks: Ranks, listener: socket.socket, addresses: list[Any], key: bytes):
+        self._me, self._listener, self._addresses, self._key = ranks.rank, listener, addresses, key
+        self._peers = {*range(ranks.size)} - {ranks.rank}
+        self._to_dial = set(self._peers)
+        self._calls: dict[_Call, None] = {}  # in the order they came
+        self._dialled: dict[int, _Call] = {}  # those that were answered
+        self._answered: dict[int, _Call] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> _Meeting:
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        for call in (*self._calls, *self._dialled.values(), *self._answered.values()):
+            call.socket.close()
+        self._listener.close()  # with the calls nobody has taken: whoever waits for an answer sees that none comes
+        self._selector.close()
+
+    def hold(self, seconds: float) -> dict[int, socket.socket]:
+        """A connection to every peer. ConnectionError if one cannot be reached or ends, TimeoutError if one is late."""
+        until = time.monotonic() + seconds
+        while missing := self._peers - (self._dialled.keys() & self._answered.keys()):
+            for peer in sorted(self._to_dial):
+                self._dial(peer)
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"ranks {sorted(missing)} did not connect within {seconds:.0f} s")
+            for key, events in self._selector.select(_RETRY if self._to_dial else min(left, 60.0)):
+                self._serve(key.data, events)
+        kept = {p: (self._answered if p > self._me else self._dialled).pop(p) for p in self._peers}
+        return {p: _quick(call.socket) for p, call in kept.items()}
+
+    def _serve(self, call: _Call | None, events: int) -> None:
+        if call is None:
+            self._accept()
+        elif call not in self._calls:
+            pass  # let go of in this very turn
+        elif call.peer is None:
+            self._greeted(call)
+        elif events & selectors.EVENT_WRITE:
+            self._greet(call, call.peer)
+        else:
+            self._heard(call, call.peer)
+
+    def _dial(self, peer: int) -> None:
+        connection = socket.socket(self._listener.family)
+        try:
+            connection.setblocking(False)
+            connection.connect(self._addresses[peer])
+        except BlockingIOError as busy:
+            if busy.errno != errno.EINPROGRESS:  # more callers than the peer has taken
+                return connection.close()
+        except OSError as failure:
+            connection.close()
+            raise self._unreachable(peer, failure) from failure
+        self._to_dial.discard(peer)
+        self._hold(_Call(connection, peer), selectors.EVENT_WRITE)
+
+    def _unreachable(self, peer: int, failure: OSError) -> UnreachableError:
+        where = "" if self._near else f" at {self._addresses[peer][0]}"
+        return UnreachableError(
+            f"rank {peer}{where} cannot be reached: {reason(failure)}. Between hosts, name a network interface that "
+            "the others reach in GLOO_SOCKET_IFNAME"
+        )
+
+    @property
+    def _near(self) -> bool:
+        return self._listener.family == socket.AF_UNIX
+
+    def _greet(self, call: _Call, peer: int) -> None:
+        if code := call.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise self._unreachable(peer, OSError(code, os.strerror(code)))
+        if self._near and not _is_same_user(call.socket):
+            raise self._unreachable(peer, PermissionError(errno.EPERM, "its address is another user's"))
+        self._say(call.socket, peer, _GREETING.pack(self._me, self._digest("dials", self._me, peer)))
+        self._selector.modify(call.socket, selectors.EVENT_READ, call)
+
+    def _heard(self, call: _Call, peer: int) -> None:
+        """Take a peer's answer; then watch the connection until that peer has dialled, too: it may end before."""
+        try:
+            if peer in self._dialled:
+                raise ConnectionResetError("the connection was closed")
+            if not call.hear(_ANSWER):
+                return
+        except OSError as failure:
+            raise _LeftError(f"rank {peer} ended, or gave up connecting: {reason(failure)}") from failure
+        if not hmac.compare_digest(call.heard, self._digest("answers", self._me, peer)):
+            raise self._unreachable(peer, PermissionError(errno.EPERM, "somebody else answers at its address"))
+        self._dialled[peer] = call
+        self._settle(peer)
+
+    def _settle(self, peer: int) -> None:
+        """Watch no more who has dialled and answered: what comes now is the link's."""
+        if peer in self._answered and peer in self._dialled:
+            self._let_go(self._dialled[peer])
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError, ConnectionAbortedError):
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            if self._near and not _is_same_user(connection):
+                return connection.close()
+            self._hold(call := _Call(connection), selectors.EVENT_READ)
+            self._greeted(call)
+            silent = [call for call in self._calls if call.peer is None]
+            if len(silent) > _MOST_SILENT + len(self._peers):
+                self._let_go(silent[0]).close()
+
+    def _greeted(self, call: _Call) -> None:
+        """Take what a caller says, and answer a rank."""
+        try:
+            if not call.hear(_GREETING.size):
+                return
+        except OSError:
+            self._let_go(call).close()
+            return
+        self._let_go(call)
+        peer, digest = _GREETING.unpack(call.heard)
+        new = peer in self._peers and peer not in self._answered
+        if not new or not hmac.compare_digest(digest, self._digest("dials", peer, self._me)):
+            return call.socket.close()
+        self._answered[peer] = call
+        self._say(call.socket, peer, self._digest("answers", peer, self._me))
+        self._settle(peer)
+
+    def _say(self, connection: socket.socket, peer: int, text: bytes) -> None:
+        try:
+            connection.sendall(text)  # little, and the first: there is room for it
+        except OSError as failure:
+            raise _LeftError(f"rank {peer} ended, or gave up connecting: {reason(failure)}") from failure
+
+    def _digest(self, what: str, caller: int, answerer: int) -> bytes:
+        return hmac.digest(self._key, f"{what} {caller} {answerer}".encode(), "sha256")
+
+    def _hold(self, call: _Call, events: int) -> None:
+        self._calls[call] = None
+        self._selector.register(call.socket, events, call)
+
+    def _let_go(self, call: _Call) -> socket.socket:
+        del self._calls[call]
+        self._selector.unregister(call.socket)
+        return call.socket
+
+
+def _is_same_user(peer: socket.socket) -> bool:
+    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return user == os.geteuid()
+
+
+def _quick(peer: socket.socket) -> socket.socket:
+    """A connection that keeps no small messages back."""
+    if peer.family != socket.AF_UNIX:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return peer

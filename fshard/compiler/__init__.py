@@ -1,0 +1,1 @@
+"""A function as one graph: traced, rearranged, compiled, inspected."""

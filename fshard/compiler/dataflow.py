@@ -1,0 +1,143 @@
+"""What hangs together in a graph: collectives with what they send and fill, and who reads and writes that memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .inspect import arguments, operator, values
+from .memory import storages_of
+
+REDUCTIONS = ("fshard.reduce_scatter", "fshard.all_reduce")
+VIEWS = (
+    *("getitem", "detach", "alias", "view", "_unsafe_view", "reshape", "split_with_sizes", "split", "slice", "select"),
+    *("unbind", "as_strided", "expand", "t", "transpose", "permute", "unsqueeze", "squeeze"),
+)
+
+
+def is_call(node: fx.Node, *names: str) -> bool:
+    """Whether a node calls one of these operators."""
+    return node.op == "call_function" and operator(node) in names
+
+
+@dataclass(frozen=True)
+class Gather:
+    """An all-gather: its start, its ticket, its wait, the nodes that give its buffer or a view, and those that read."""
+
+    start: fx.Node
+    ticket: fx.Node
+    wait: fx.Node
+    views: list[fx.Node]
+    readers: list[fx.Node]
+
+    @property
+    def unit(self) -> str:
+        """The unit it brings together."""
+        return arguments(self.start)["label"]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its buffer."""
+        return values(self.start)[0].nbytes
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node writes to what it is given."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def written_inputs(graph: fx.Graph) -> list[int]:
+    """The numbers of a graph's inputs whose memory a node writes to."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    places = {place for node in graph.nodes if writes(node) for x in _written_by(node) for place in storages_of(x)}
+    return [number for number, node in enumerate(inputs) if places & set(storages_of(node))]
+
+
+def _written_by(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory a node writes to, those in lists too."""
+    marked = [a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]  # type: ignore[union-attr]
+    known = arguments(node)
+    found: list[fx.Node] = []
+    fx.node.map_arg([known[name] for name in marked if name in known], found.append)
+    return found
+
+
+def _by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
+    found: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        for place in dict.fromkeys(storages_of(node)):
+            found.setdefault(place, []).append(node)
+    return found
+
+
+def gathers(graph: fx.Graph) -> list[Gather]:
+    """The all-gathers of a graph, in the order of their first reader; those that nobody reads first."""
+    order, found = {node: i for i, node in enumerate(graph.nodes)}, []
+    inside = _by_storage(order)
+    for start in (node for node in order if is_call(node, "fshard.all_gather")):
+        same = [node for node in inside[next(storages_of(start))] if node is not start]
+        first = min((order[node] for node in same if writes(node)), default=len(order))
+        views = [node for node in same if order[node] < first]  # what is written to is read
+        users = {user for node in [start, *views] for user in node.users}
+        waits = {user for user in users if is_call(user, "fshard.wait")}  # others name it as what was sent
+        (ticket,) = (user for user in start.users if is_call(user, "getitem") and user.args[1] == 1)
+        (wait,) = (user for user in waits if arguments(user)["ticket"] is ticket)
+        readers = users - {start, ticket, *waits, *views}
+        found.append(Gather(start, ticket, wait, views, sorted(readers, key=order.__getitem__)))
+    return sorted(found, key=lambda gather: order[gather.readers[0]] if gather.readers else -1)
+
+
+def first_write(values: Iterable[fx.Node], after: float, order: Mapping[fx.Node, float]) -> float:
+    """Where the memory of some values is first written to."""
+    return min((at for at in _written(values, order) if at > after), default=float(len(order)))
+
+
+def last_write(values: Iterable[fx.Node], before: float, order: Mapping[fx.Node, float]) -> float:
+    """Where it was written to last."""
+    return max((at for at in _written(values, order) if at < before), default=-1.0)
+
+
+def _written(values: Iterable[fx.Node], order: Mapping[fx.Node, float]) -> Iterator[float]:
+    places = {place for value in values for place in storages_of(value)}
+    for node in (n for n in order if writes(n) and not is_call(n, "fshard.wait", *REDUCTIONS)):
+        if any(places & set(storages_of(x)) for x in node.all_input_nodes[:1]):
+            yield order[node]
+
+
+def first_reader(wait: fx.Node, order: Mapping[fx.Node, float]) -> float:
+    """Where what a reduction writes to is read first."""
+    place = set(storages_of(wait.args[0]))  # type: ignore[arg-type]
+    views = [node for node in order if place & set(storages_of(node))]
+    users = {user for node in views for user in node.users if user not in views or writes(user)}
+    readers = [order[user] for user in users if any(place & set(storages_of(x)) for x in _read_by(user))]
+    return min((at for at in readers if at > order[wait]), default=float(len(order)))
+
+
+def _read_by(node: fx.Node) -> list[fx.Node]:
+    """What a node reads of what it is given: a reduction not the place it writes to, a wait nothing."""
+    if is_call(node, "fshard.wait"):
+        return []
+    return [arguments(node)["x"]] if is_call(node, *REDUCTIONS) else node.all_input_nodes
+
+
+def copy(graph: fx.Graph, node: fx.Node, other: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """A copy of a node; `other` takes the place of arguments."""
+    new = graph.node_copy(node, lambda x: other.get(x, x))
+    if found := values(node):  # memory of its own, or a view of another
+        args, kwargs = fx.node.map_arg((new.args, new.kwargs), lambda x: x.meta["val"])
+        with found[0].fake_mode:  # type: ignore[attr-defined]
+            new.meta["val"] = new.target(*args, **kwargs)  # type: ignore[operator]
+    return new
+
+
+def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """A new node, with the value it has on fake tensors; its tensors are among `args`."""
+    node = graph.call_function(target, args, kwargs)
+    given = fx.node.map_arg(args, lambda x: x.meta["val"])
+    with next(x for n in node.all_input_nodes for x in values(n)).fake_mode:  # type: ignore[attr-defined]
+        node.meta["val"] = target(*given, **kwargs)
+    return node

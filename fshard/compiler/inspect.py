@@ -1,0 +1,113 @@
+"""What a graph says: as text, its collectives, its arithmetic."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..core import tree
+
+_fshard = torch.ops.fshard
+_COLLECTIVES = tuple(f"fshard.{kind}" for kind in ("all_gather", "reduce_scatter", "all_reduce", "exchange"))
+
+
+class Traffic(NamedTuple):
+    """Collectives of one kind, along one axis, for one unit: how many, and the bytes a rank sends in all of them."""
+
+    kind: str
+    unit: str
+    axis: str
+    bytes: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
+
+
+def operator(node: fx.Node) -> str:
+    """The operator a node calls, without its overload; `fshard.` stands before ours."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is None:
+        return getattr(node.target, "__name__", str(node.target))
+    name = packet.__name__
+    return f"fshard.{name}" if packet is getattr(_fshard, name, None) else name
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a node by the names its operator has for them."""
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def starts(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that start a collective, in order."""
+    return [node for node in graph.nodes if node.op == "call_function" and operator(node) in _COLLECTIVES]
+
+
+def collectives(graph: fx.Graph) -> list[Traffic]:
+    """What is sent, by kind, axis and unit, in the order of first use."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    sent: Counter[tuple[str, str, str]] = Counter()
+    for node in starts(graph):
+        given = arguments(node)
+        key = given.get("kind", operator(node).removeprefix("fshard.")), given["label"], given["axis"]
+        counts[key] += 1
+        sent[key] += given["nbytes"]
+    return [Traffic(*key, sent[key], count) for key, count in counts.items()]
+
+
+def flops(module: fx.GraphModule) -> int:
+    """Floating-point operations of its matrix products, convolutions and attention, a multiplication and an addition
+    each counted."""
+    given = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    with given[0].fake_mode, FlopCounterMode(display=False) as counter:
+        module(*given)
+    return counter.get_total_flops()
+
+
+def as_text(graph: fx.Graph, names: Sequence[str]) -> str:
+    """One line for each node: its name, dtype and shape, operator, and what that is given."""
+    return "\n".join(_lines(graph, names))
+
+
+def _lines(graph: fx.Graph, names: Sequence[str]) -> Iterator[str]:
+    inputs = iter(names)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            yield f"in {node.name}: {_type(node)}  # {next(inputs)}"
+        elif node.op == "output":
+            yield f"out {_shown(node.args[0])}"
+        elif operator(node) != "getitem":
+            given = ", ".join([_shown(a) for a in node.args] + [f"{k}={_shown(v)}" for k, v in node.kwargs.items()])
+            yield f"{node.name}: {_type(node)} = {operator(node)}({given})"
+
+
+def _shown(x: Any) -> str:
+    if isinstance(x, fx.Node):
+        return f"{_shown(x.args[0])}[{x.args[1]}]" if operator(x) == "getitem" and x.op == "call_function" else x.name
+    if isinstance(x, list | tuple):
+        return f"[{', '.join(map(_shown, x))}]"
+    return str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else repr(x)
+
+
+_NAMES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "bool",
+    torch.uint8: "u8",
+}
+
+
+def _type(node: fx.Node) -> str:
+    return " ".join(f"{_NAMES.get(v.dtype, str(v.dtype)[6:])}{list(v.shape)}" for v in values(node)) or "()"
+
+
+def values(node: fx.Node) -> list[Tensor]:
+    """The tensors (fake ones) a node gives."""
+    return [v for v in tree.leaves(node.meta.get("val")) if isinstance(v, Tensor)]

@@ -1,0 +1,241 @@
+"""A traced function with the passes applied: to be looked at, or compiled."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..core import tree
+from ..sharding.sharded import Sharded
+from ..sharding.units import ROOT
+from . import inspect, passes
+from .bucketing import bucket
+from .dataflow import written_inputs
+from .inspect import Traffic
+from .memory import Footprint, footprint
+from .signature import Signature, difference, flatten, on_meshes, signature
+from .trace import Output, Trace, TraceError, input_paths, tensors, trace
+
+_copy_ = torch.ops.aten.copy_.default
+_HELD = {"opt_state": "optimizer", "params": "parameters"}
+
+# Nodes stay in the order they were traced in, which says what is in memory when; and what is read again is kept, not
+# made once more from the parameters, which would have every gathered buffer of the forward live on into the backward.
+_INDUCTOR = {"reorder_for_peak_memory": False, "realize_reads_threshold": 0}
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The graph of a function for arguments of one signature."""
+
+    traced: Trace
+    signature: Signature
+    donate: bool
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph: one node for every operator."""
+        return self.traced.module.graph
+
+    def as_text(self) -> str:
+        """One line for each node: its name, dtype and shape, operator, and what that is given."""
+        return inspect.as_text(self.graph, self._paths())
+
+    def collectives(self) -> list[Traffic]:
+        """What a rank sends, by kind, axis and unit: bytes, and number of collectives."""
+        return inspect.collectives(self.graph)
+
+    def flops(self) -> int:
+        """Floating-point operations of this rank's matrix products, convolutions and attention."""
+        return inspect.flops(self.traced.module)
+
+    def memory(self) -> Footprint:
+        """The memory it takes on this rank, by what it holds, at each node (Note [Memory of a graph])."""
+        return footprint(self.graph, self.holds())
+
+    def holds(self) -> list[str]:
+        """What each input holds."""
+        return [_holds(path) for path in self._paths()]
+
+    def _paths(self) -> list[str]:
+        spec, kinds = self.traced.spec, self.signature.kinds
+        return [path for path, kind in zip(tree.paths(spec), kinds, strict=True) if kind[0] is Tensor]
+
+    def compile(self, backend: str = "inductor") -> Compiled:
+        """What runs it, made by one of torch.compile's backends."""
+        # Private, but what torch's guide to backends imports; nothing public calls one by name (test_jit.py notices).
+        # It takes seconds to import.
+        from torch._dynamo import lookup_backend
+
+        module = fx.GraphModule(self.traced.module, copy.deepcopy(self.graph))
+        fakes = [node.meta["val"] for node in self.graph.nodes if node.op == "placeholder"]
+        with torch.no_grad(), warnings.catch_warnings():
+            # torch 2.13 scripts a few functions when inductor is first used, and warns of that itself
+            warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
+            how = {"config_patches": _INDUCTOR} if backend == "inductor" else {}
+            return Compiled(self, lookup_backend(backend)(module, fakes, **how))
+
+
+def _holds(path: str) -> str:
+    parts = path.split(".")
+    return next((name for field, name in _HELD.items() if field in parts), "arguments")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled function, for arguments of one signature: call it like the function."""
+
+    lowered: Lowered
+    fn: Callable[..., Sequence[Any]]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`fn(*args, **kwargs)`. ValueError for arguments of another signature."""
+        leaves, spec = flatten(args, kwargs)
+        if (given := signature(leaves, spec, on_meshes((args, kwargs)))) != self.lowered.signature:
+            raise ValueError(f"compiled for other arguments: {difference(self.lowered.signature, given)}")
+        return self.run(leaves, args)
+
+    def run(self, leaves: Sequence[Any], args: Sequence[Any]) -> Any:
+        """The same for arguments that were flattened, and are known to be of the signature."""
+        given, traced = tensors(leaves), self.lowered.traced
+        if self.lowered.donate:
+            _check_apart(given)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for device, dtype in self.lowered.signature.ambient.autocast:  # the graph has the casts already
+                stack.enter_context(torch.autocast(device, dtype, enabled=False))
+            outputs = self.fn(*given)
+        results = [_result(r, given, outputs) for r in traced.results]
+        if self.lowered.donate:
+            for part in tree.nodes(
+                args[0], Sharded
+            ):  # those in a state's `extra`, too: a graph writes to all it is given
+                part.give_away()
+            tree.give_away(args[0])
+        return tree.unflatten(traced.out_spec, results)
+
+
+@dataclass(frozen=True)
+class Input:
+    """The input of a graph of that number, written to."""
+
+    number: int
+
+
+def _result(result: Any, given: Sequence[Tensor], outputs: Sequence[Any]) -> Any:
+    if isinstance(result, Input):
+        return given[result.number]
+    return outputs[result.number] if isinstance(result, Output) else result
+
+
+@dataclass(frozen=True)
+class Options:
+    """What passes are to do: `jit`'s arguments of these names."""
+
+    donate: bool = False
+    in_flight: int = 0
+    budget: int | None = None
+    recompute: Callable[[fx.Node], bool] = passes.is_cheap
+    bucket: int = 0
+
+
+def lower(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec, options: Options) -> Lowered:
+    """Trace, and apply the passes."""
+    given = tree.unflatten(spec, leaves)
+    key = signature(leaves, spec, on_meshes(given))
+    traced = trace(fn, leaves, spec)
+    _check_unchanged(traced, leaves)
+    if options.donate:
+        traced = donated(traced, leaves)
+    lowered = Lowered(traced, key, options.donate)
+    graph, parts = lowered.graph, tree.nodes(given, Sharded)
+    passes.drop_dead(graph)
+    passes.wait_for_unread(graph)
+    passes.regather(graph, [unit.name for x in parts if x.plan.regather for unit in x.plan.units if unit.name != ROOT])
+    passes.sink(graph, options.in_flight)
+    if options.bucket:
+        bucket(graph, options.bucket)
+    if options.budget is not None:
+        passes.recompute(graph, lowered.holds(), options.budget, options.recompute)
+    passes.once(graph)
+    graph.lint()
+    return lowered
+
+
+def _check_unchanged(traced: Trace, leaves: Sequence[Any]) -> None:
+    for number in written_inputs(traced.module.graph):
+        path = input_paths(leaves, traced.spec)[number]
+        raise TraceError(
+            f"jit: the function changes its argument {path!r} in place: make a new tensor instead, or a clone first"
+        )
+
+
+def donated(traced: Trace, leaves: Sequence[Any]) -> Trace:
+    """The tensors of the first argument written to: what comes out, or first of what does, takes their place."""
+    first = traced.spec.child(0).child(0) if traced.spec.child(0).num_children else None
+    outs = [traced.out_spec, *traced.out_spec.children()[:1]]
+    if first is None or first not in outs:
+        raise ValueError(
+            "jit(donate=True): the function must give back, first of all, a tree of the structure of its first "
+            f"argument, {first}: it gives {traced.out_spec}. Use donate=False."
+        )
+    graph, results = copy.deepcopy(traced.module.graph), list(traced.results)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    output = graph.output_node()
+    values: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+    numbers = iter(range(len(inputs)))
+    places = [next(numbers) if isinstance(leaf, Tensor) else None for leaf in leaves[: first.num_leaves]]
+    with graph.inserting_before(output):
+        moved = [(i, place) for i, place in enumerate(places) if place is not None and isinstance(results[i], Output)]
+        moved = [(i, place) for i, place in moved if values[results[i].number] is not inputs[place]]
+        # an input that takes another's place is read before that is written to
+        paths = tree.paths(first)
+        for i, place in moved:
+            _check_fits(paths[i], inputs[place].meta["val"], values[results[i].number].meta["val"])
+        written = {inputs[place].meta["val"].untyped_storage()._cdata for _, place in moved}
+        values = [_apart(graph, value, written) for value in values]
+        news = [values[results[i].number] for i, _ in moved]
+        for (i, place), new in zip(moved, news, strict=True):
+            graph.call_function(_copy_, (inputs[place], new))
+            results[i] = Input(place)
+    kept = [r.number for r in results if isinstance(r, Output)]
+    output.args = ([values[number] for number in kept],)
+    results = [Output(kept.index(r.number)) if isinstance(r, Output) else r for r in results]
+    return Trace(fx.GraphModule(traced.module, graph), traced.spec, traced.out_spec, tuple(results))
+
+
+def _check_fits(path: str, place: Tensor, value: Tensor) -> None:
+    if (place.shape, place.dtype, place.device) != (value.shape, value.dtype, value.device):
+        raise ValueError(
+            f"jit(donate=True): leaf {path!r} of what comes out first must take the place of {place.dtype}"
+            f"{list(place.shape)}, and is {value.dtype}{list(value.shape)}. Use donate=False."
+        )
+
+
+def _apart(graph: fx.Graph, value: fx.Node, written: set[int]) -> fx.Node:
+    """A copy of what lies in memory that is written to."""
+    if value.meta["val"].untyped_storage()._cdata not in written:
+        return value
+    new = graph.call_function(torch.ops.aten.clone.default, (value,))
+    new.meta = dict(value.meta)
+    return new
+
+
+def _check_apart(given: Sequence[Tensor]) -> None:
+    """What is written to must not be what something else is read from."""
+    ends = 0
+    for x in sorted((x for x in given if x.numel()), key=Tensor.data_ptr):
+        start, last = x.data_ptr(), sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        overlaps, ends = start < ends, max(ends, start + (last + 1) * x.element_size())
+        if overlaps:
+            raise ValueError(
+                f"jit(donate=True): two tensors of the arguments lie in the same memory, {x.dtype}{list(x.shape)}: "
+                "what is donated is written to. Clone one of them."
+            )

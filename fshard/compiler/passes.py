@@ -1,0 +1,229 @@
+"""Passes over the graph of a traced function: each changes it in place, and what it computes stays the same.
+
+Note [Order of a graph]
+    A graph runs in the order of its nodes, so where nodes stand decides what is in memory when, and what overlaps. A
+    step gathers a unit when it is touched, and again in its backward, so its graph has that order from the start. In
+    other functions (a torch.func gradient of a loss that gathers all before it begins) `regather` and `sink` see to it.
+"""
+
+from __future__ import annotations
+
+import operator as python
+from bisect import bisect, bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import fx
+
+from ..core.tracing import define
+from .dataflow import REDUCTIONS, VIEWS, call, copy, first_reader, first_write, gathers, is_call, last_write, writes
+from .inspect import arguments, operator, values
+from .memory import footprint, storages_of
+
+_get, _as_strided = python.getitem, torch.ops.aten.as_strided.default
+
+# What a compiler fuses into its readers, and norms: a pass over memory, where a matrix product is many.
+_CHEAP = ("native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "clone", "_to_copy")
+
+
+def drop_dead(graph: fx.Graph) -> None:
+    """What nobody reads goes, gathers of leaves that are not used among it."""
+    _drop_unread(graph)
+    while dead := [gather for gather in gathers(graph) if not gather.readers]:
+        for gather in dead:
+            for node in (gather.wait, *reversed(gather.views), gather.ticket, gather.start):
+                graph.erase_node(node)
+        _drop_unread(graph)
+
+
+def _drop_unread(graph: fx.Graph) -> None:
+    for node in reversed(graph.nodes):
+        unread = node.op in ("call_function", "get_attr") and not node.users and not writes(node)
+        if unread and not is_call(node, "fshard.exchange"):  # peers wait for what is sent
+            graph.erase_node(node)
+
+
+def wait_for_unread(graph: fx.Graph) -> None:
+    """An exchange of which nobody reads what arrives waits where it starts: a compiler would drop the wait alone."""
+    for start in [node for node in graph.nodes if is_call(node, "fshard.exchange")]:
+        if not _is_read(graph, next(storages_of(start))):
+            start.update_kwarg("now", True)
+
+
+def _is_read(graph: fx.Graph, place: int) -> bool:
+    """Whether anything but its wait reads memory, or what it is copied to."""
+    places, size = {place}, 0
+    while size < len(places):
+        size = len(places)
+        views = [node for node in graph.nodes if places & set(storages_of(node))]
+        users = [user for node in views for user in node.users if not is_call(user, "fshard.wait", *VIEWS)]
+        if any(not is_call(user, "copy_") for user in users):
+            return True
+        places |= {place for user in users for place in storages_of(user)}
+    return False
+
+
+def once(graph: fx.Graph) -> None:
+    """A number that elements of tensors are computed with is worked out beforehand, not again for each of them."""
+    for node in [n for n in graph.nodes if _is_number(n) and torch.Tag.pointwise in getattr(n.target, "tags", ())]:
+        readers = [user for user in node.users if values(user) and not _is_number(user)]
+        if readers:
+            with graph.inserting_after(node):
+                number = call(graph, torch.ops.fshard.once.default, node)
+            for reader in readers:
+                reader.replace_input_with(node, number)
+
+
+def _is_number(node: fx.Node) -> bool:
+    found = values(node)
+    return node.op == "call_function" and bool(found) and all(x.dim() == 0 for x in found)
+
+
+def _arrange(graph: fx.Graph, keys: Mapping[fx.Node, float]) -> None:
+    """Nodes in the order of their keys; those without one stay where they are."""
+    order = {node: (keys.get(node, i), i) for i, node in enumerate(graph.nodes)}
+    output = graph.output_node()
+    for node in sorted(order, key=order.__getitem__):
+        if node.op not in ("placeholder", "output"):
+            output.prepend(node)
+
+
+def sink(graph: fx.Graph, in_flight: int = 0) -> None:
+    """A gather starts one unit before its first reader, or as many as `in_flight` bytes allow, and is waited for there.
+
+    Reductions are waited for as late as those bytes allow.
+    """
+    order, keys = {node: float(i) for i, node in enumerate(graph.nodes)}, dict[fx.Node, float]()
+    found = gathers(graph)
+    for i, gather in enumerate(found):
+        at = order[gather.readers[0]]
+        before = [g for g in found[:i] if order[g.readers[0]] < at]
+        head, nbytes = at - 0.5, gather.nbytes
+        for number, earlier in enumerate(reversed(before)):
+            if number and nbytes > in_flight:
+                break
+            head = order[earlier.readers[0]]
+            nbytes += earlier.nbytes
+        sent, began = [arguments(gather.start)["x"]], order[gather.start]
+        head = min(head, first_write(sent, began, order))
+        keys |= dict.fromkeys([gather.wait, *gather.views], at - 0.4)
+        after = max(last_write(sent, began, order) + 0.1, *(keys.get(x, order[x]) for x in sent))
+        start = max(head - 0.3, after)
+        keys |= dict.fromkeys([gather.start, gather.ticket], start)
+    _arrange(graph, keys)
+    if in_flight:
+        _delay(graph, in_flight)
+
+
+def _delay(graph: fx.Graph, in_flight: int) -> None:
+    order, keys, waiting = {node: float(i) for i, node in enumerate(graph.nodes)}, dict[fx.Node, float](), []
+    for start in (node for node in order if is_call(node, *REDUCTIONS)):
+        (wait,) = (user for user in start.users if is_call(user, "fshard.wait"))
+        waiting.append((wait, values(arguments(start)["x"])[0].nbytes))
+        while sum(nbytes for _, nbytes in waiting) > in_flight and len(waiting) > 1:
+            keys[waiting.pop(0)[0]] = order[start] - 0.5
+    for wait, _ in waiting:
+        keys[wait] = float(len(order))
+    for wait in keys:
+        sent: list[fx.Node] = arguments(wait)["sent"]
+        end = min(first_reader(wait, order), first_write(sent, order[wait], order))
+        keys[wait] = max(order[wait], min(keys[wait], end - 0.5))
+    _arrange(graph, keys)
+
+
+def regather(graph: fx.Graph, units: Iterable[str]) -> None:
+    """A buffer of these units that is read again after another unit's is gathered once more, rather than kept."""
+    wanted, found = set(units), gathers(graph)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    heads = sorted({order[gather.readers[0]] for gather in found})
+    for gather in (g for g in found if g.unit in wanted):
+        chain = sorted([gather.start, gather.ticket, gather.wait, *gather.views], key=order.__getitem__)
+        sent = [arguments(gather.start)["x"]]
+        end = order[gather.readers[-1]] if gather.readers else 0
+        if any(map(writes, gather.readers)) or first_write(sent, order[gather.start], order) < end:
+            continue  # what is gathered again is not the same
+        groups = _apart([order[reader] for reader in gather.readers], heads)
+        for first, last in groups[1:]:
+            _put_copies(graph, chain, {}, gather.readers[first:last])
+
+
+def _apart(places: Sequence[int], heads: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs of places between two of which there is no head."""
+    cuts = [i for i in range(1, len(places)) if bisect(heads, places[i - 1]) < bisect_left(heads, places[i])]
+    return list(pairwise([0, *cuts, len(places)]))
+
+
+def _put_copies(
+    graph: fx.Graph, nodes: Iterable[fx.Node], other: dict[fx.Node, fx.Node], readers: list[fx.Node]
+) -> None:
+    """Copies of nodes before the first of some readers, which read them; `other` takes the place of arguments."""
+    with graph.inserting_before(readers[0]):
+        for node in nodes:
+            other[node] = copy(graph, node, other)
+    for reader in readers:
+        for old, new in other.items():
+            reader.replace_input_with(old, new)
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """Whether a node is a pass over memory."""
+    return is_call(node, *_CHEAP) or (
+        node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())
+    )
+
+
+def recompute(graph: fx.Graph, inputs: list[str], budget: int, policy: Callable[[fx.Node], bool] = is_cheap) -> None:
+    """Values are made again before they are read late, largest first, until the peak is at most `budget` bytes.
+
+    Those that `policy` allows, and all that they are made from is in memory then anyhow.
+    """
+    tried = set[fx.Node]()
+    while (now := footprint(graph, inputs)).peak > budget:
+        nodes = list(graph.nodes)
+        top = now.nodes.index(now.at)
+        late = {place for node in nodes[top + 1 :] for x in node.all_input_nodes for place in storages_of(x)}
+        candidates = [n for n in nodes[:top] if n not in tried and policy(n) and late & set(storages_of(n))]
+        if not candidates:
+            return
+        best = max(candidates, key=lambda n: values(n)[0].nbytes)
+        tried.add(best)
+        _make_again(graph, best, {node: i for i, node in enumerate(nodes)}, top)
+        drop_dead(graph)
+
+
+def _make_again(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], top: int) -> None:
+    places = set(storages_of(node))
+    if places & {place for x in node.all_input_nodes for place in storages_of(x)}:
+        return  # a view, or written in place
+    views = [other for other in order if other is not node and places & set(storages_of(other))]
+    readers = sorted({user for one in [node, *views] for user in one.users} - set(views), key=order.__getitem__)
+    late = [reader for reader in readers if order[reader] > top]
+    if not late or late[-1].op == "output" or any(operator(v) not in VIEWS for v in views):
+        return
+    found = {x: _there(graph, x, late[0], order) for x in node.all_input_nodes}
+    if all(found.values()):
+        other = {x: new for x, new in found.items() if new is not None and new is not x}
+        _put_copies(graph, [node, *views], other, late)
+
+
+def _there(graph: fx.Graph, x: fx.Node, reader: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
+    """`x` itself if it is in memory where `reader` runs anyhow, or the same of the unit's buffer that is; else None."""
+    places = set(storages_of(x))
+    users = {user for node in order if places & set(storages_of(node)) for user in node.users}
+    if x.op == "placeholder" or any(order[user] >= order[reader] for user in users if user in order):
+        return x
+    mine = [g for g in gathers(graph) if places & set(storages_of(g.start))]
+    again = [g for g in gathers(graph) if mine and g.unit == mine[0].unit and order.get(g.wait, 0) > order[x]]
+    fits = [g for g in again if order[g.wait] < order[reader] <= order[g.readers[-1]]]
+    if not fits:
+        return None
+    (value,) = values(x)
+    with graph.inserting_before(fits[0].wait.next):
+        place = call(graph, _get, fits[0].start, 0)
+        new = call(graph, _as_strided, place, list(value.shape), list(value.stride()), value.storage_offset())
+    order |= {place: order[fits[0].wait], new: order[fits[0].wait]}
+    return new
+
+
+define("once(Tensor x) -> Tensor", torch.clone, torch.empty_like)

@@ -1,0 +1,313 @@
+"""A function of trees as one graph of operators on tensors.
+
+Note [Traced functions]
+    The function runs once, on fake tensors that have shapes and no values, and every operator it calls becomes a node:
+    forward, backward, collectives, update, torch.func's transforms included. What Python decides on the way (which unit
+    is gathered when, which branch is taken) is decided then, for all calls of one signature (Note [What a graph
+    depends on] in `signature.py`).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+# Private: the fake tensors that torch's own tracers run on; there is no public way to make some (test_jit.py notices).
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..core import tree
+from ..core.arguments import check_function
+from ..core.callsite import call_site, frame_of
+from ..core.random import draws
+from .captures import captures
+
+_UNLIKELY = 0x6A17_C0DE_5EED
+
+
+class TraceError(RuntimeError):
+    """A function cannot become a graph: what it does, and where."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A graph with the structures of what goes in and comes out.
+
+    Its inputs are the tensors among the leaves that go in; its outputs those among the leaves that come out. `results`
+    says of each leaf that comes out which output it is, or what it is if it is no tensor.
+    """
+
+    module: fx.GraphModule
+    spec: tree.Spec
+    out_spec: tree.Spec
+    results: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """The output of a graph of that number."""
+
+    number: int
+
+
+def tensors(leaves: Sequence[Any]) -> list[Tensor]:
+    """Those of some leaves that are tensors."""
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def trace(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec) -> Trace:
+    """The graph of `fn(*args, **kwargs)`, whose leaves and structure these are. TraceError says what cannot be one."""
+    found: dict[str, Any] = {}
+
+    def flat(*given: Tensor) -> list[Tensor]:
+        before = [_identity(x) for x in given]
+        args, kwargs = tree.unflatten(spec, _merged(leaves, given))
+        with _without_random_state():
+            out, found["spec"] = tree.flatten(fn(*args, **kwargs))
+        _check_same(given, before, leaves, spec)
+        _check_constants(out, found["spec"], leaves)
+        results: list[Any] = []
+        outputs: list[Tensor] = []
+        for leaf in out:
+            results.append(Output(len(outputs)) if isinstance(leaf, Tensor) else leaf)
+            outputs += [leaf] * isinstance(leaf, Tensor)
+        found["results"] = tuple(results)
+        return outputs
+
+    mode = _mode_of(leaves)
+    # Private: torch has no public way to keep what a thread dispatches to. An error inside torch.func's transforms may
+    # leave it in the middle of one, unable to start another (test_func_losses.py notices when this goes).
+    try:
+        given = [_fake(mode, leaf) for leaf in tensors(leaves)]
+        with torch._C._PreserveDispatchKeyGuard():
+            try:
+                module = make_fx(flat, tracing_mode="fake", record_stack_traces=True)(*given)
+            except Exception as failure:
+                _let_go(failure)
+                raise
+    except (TraceError, ValueError, TypeError):
+        raise
+    except Exception as failure:
+        raise _explained(failure, fn) from failure
+    return Trace(module, spec, found["spec"], found["results"])
+
+
+def abstract(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `fn` gives, in fake tensors: shapes, dtypes and devices, nothing computed, sent or kept.
+
+    Meta tensors among the arguments stand for tensors on the default device. `lower` takes what this gives.
+
+    >>> abstract(lambda x: x @ x, torch.empty(3, 3, device="meta")).shape
+    torch.Size([3, 3])
+
+    Source: jax.eval_shape.
+    """
+    check_function("abstract: fn", fn, "fn(*args)")
+    leaves, spec = tree.flatten((args, kwargs))
+    mode = _mode_of(leaves)
+    fakes = [_fake(mode, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    with mode:
+        given, named = tree.unflatten(spec, fakes)
+        return fn(*given, **named)
+
+
+def _mode_of(leaves: Sequence[Any]) -> FakeTensorMode:
+    fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+    return fakes[0].fake_mode if fakes else FakeTensorMode(shape_env=_shapes())
+
+
+def _shapes() -> ShapeEnv:
+    """No shape depends on a value; without one of these Inductor would not look into its cache."""
+    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+
+
+def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
+    """A fake of a leaf; a meta tensor stands for one of the default device."""
+    if isinstance(leaf, FakeTensor):
+        return leaf
+    if leaf.device.type == "meta":
+        with mode:
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=torch.get_default_device())
+    return mode.from_tensor(leaf, static_shapes=True)
+
+
+def _merged(leaves: Sequence[Any], given: Sequence[Tensor]) -> list[Any]:
+    fakes = iter(given)
+    return [next(fakes) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def input_paths(leaves: Sequence[Any], spec: tree.Spec) -> list[str]:
+    """The paths of the leaves that are tensors: what a graph's inputs are called."""
+    return [path for path, leaf in zip(tree.paths(spec), leaves, strict=True) if isinstance(leaf, Tensor)]
+
+
+def _identity(x: Tensor) -> tuple[Any, ...]:
+    """What only an assignment to an attribute of a tensor changes: its memory, and its gradient."""
+    return x.untyped_storage()._cdata, x.shape, id(x.grad) if x.is_leaf else None
+
+
+def _check_same(given: Sequence[Tensor], before: Sequence[Any], leaves: Sequence[Any], spec: tree.Spec) -> None:
+    for path, x, (*memory, grad) in zip(input_paths(leaves, spec), given, before, strict=True):
+        *now, new_grad = _identity(x)
+        if now != memory:
+            raise TraceError(f"jit: the function assigns to .data of its argument {path!r}: make a new tensor instead")
+        if new_grad != grad:
+            raise TraceError(
+                f"jit: the function assigns to .grad of its argument {path!r}, as .backward() does: take gradients "
+                "with torch.autograd.grad, torch.func.grad or fshard.value_and_grad"
+            )
+
+
+# Outputs that are no tensors are given back as they were in the first call: of these nothing can change later.
+_CONSTANTS = (Tensor, Number, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _check_constants(out: Sequence[Any], spec: tree.Spec, leaves: Sequence[Any]) -> None:
+    known = {id(leaf) for leaf in leaves}
+    for path, leaf in zip(tree.paths(spec), out, strict=True):
+        if not isinstance(leaf, _CONSTANTS) and id(leaf) not in known:
+            at = f" at {path!r}" if path else ""
+            raise TraceError(
+                f"jit: the function gives back a {type(leaf).__name__}{at}, which a graph cannot make: give back trees "
+                "of tensors, numbers, strings and None"
+            )
+
+
+class _Watch(TorchDispatchMode):
+    """TraceError for random numbers that a graph would repeat, and for sparse tensors.
+
+    With each draw torch's generator gets another seed, as it gets another state in an eager call, so that a state that
+    is put back (fork_rng, set_rng_state, torch.utils.checkpoint) is seen at the next draw. Inside a step the numbers
+    come from the state (Note [Random numbers in a graph] in `randomness.py`), and nothing is drawn here.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A function that torch compiles within the traced one (flex_attention) is compiled all the same."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seed = _UNLIKELY
+        torch.default_generator.manual_seed(_UNLIKELY)  # to see a seed that is the one there was
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if draws(func, args, kwargs):
+            if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+                raise TraceError(f"jit: {func} with a generator of its own at {call_site()}{_REPEATED}")
+            self.check(f" before {func} at {call_site()}")
+            self._seed += 1
+            torch.default_generator.manual_seed(self._seed)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and out.layout is not torch.strided:
+            raise TraceError(
+                f"jit: {func} makes a sparse tensor at {call_site()}, and none can be traced: use dense tensors, and "
+                "sparse=False in embedding and embedding_bag"
+            )
+        return out
+
+    def check(self, where: str = "") -> None:
+        """TraceError if the generator's state is not that of the last draw."""
+        if torch.default_generator.initial_seed() != self._seed:
+            raise TraceError(
+                "jit: the function seeds torch's generator, or puts back its state (fork_rng, set_rng_state, "
+                f"torch.utils.checkpoint around what draws){where}{_REPEATED}"
+            )
+
+
+_REPEATED = (
+    ": a graph would repeat the numbers of its first call. Random numbers inside jit come from the state's seed (in a "
+    "step) or from torch's own generator, seeded outside; or pass drawn numbers as arguments"
+)
+
+
+@contextmanager
+def _without_random_state() -> Iterator[None]:
+    """TraceError if random numbers are seeded, or drawn in Python: a graph would have those of the first call."""
+    saved, np = torch.default_generator.get_state(), sys.modules.get("numpy")
+
+    def state() -> list[Any]:
+        return [random.getstate(), *([] if np is None else [str(np.random.get_state()[1:])])]
+
+    try:
+        before = state()
+        with _Watch() as draws:
+            yield
+        draws.check()
+        if state() != before:
+            raise TraceError(
+                "jit: the function draws Python's or numpy's random numbers, which a graph would repeat: draw torch's "
+                "inside (a step's come from its state), or pass drawn numbers as arguments"
+            )
+    finally:
+        torch.default_generator.set_state(saved)
+
+
+def _let_go(failure: BaseException | None) -> None:
+    """Free what the frames of an error hold: guards among it would change what the thread dispatches to, later on."""
+    while failure is not None:
+        traceback.clear_frames(failure.__traceback__)
+        failure = failure.__context__
+
+
+def _explained(failure: Exception, fn: Callable[..., Any]) -> TraceError:
+    text, where = str(failure), _site(failure)
+    frames = traceback.extract_tb(failure.__traceback__)
+    # where forward mode is on, as on simulated ranks, torch fails while it words the refusal
+    refused = any(f.name == "validate" and f.filename.endswith("fake_tensor.py") for f in frames)
+    if refused or "convert all Tensors to FakeTensors" in text:
+        names = ", ".join(c.name for c in captures(fn) if _has_tensor(c.read()))
+        if not names and any(f.name == "_jvp_with_argnums" for f in frames):
+            return _forward_mode(where)
+        names = names or "a tensor"
+        return TraceError(
+            f"jit: the function uses a tensor that is not among its arguments ({names}) at {where}: pass it as one, "
+            "or in the state's `extra`"
+        )
+    if any(word in text for word in ("data-dependent", "value out of a tracing tensor", "_local_scalar_dense")) or (
+        type(failure).__name__ in ("DataDependentOutputException", "GuardOnDataDependentSymNode")
+    ):
+        return TraceError(
+            f"jit: the function asks for the value of a tensor (if, while, int, float, .item(), .tolist(), print) at "
+            f"{where}, which a graph does not know: use torch.where or fshard.select, or do it outside"
+        )
+    if "device" in text and re.search(
+        r"\bmeta\b", text
+    ):  # zeros that torch makes of no device where it has no values to vary
+        return _forward_mode(where)
+    return TraceError(
+        f"jit: tracing failed at {where}: {type(failure).__name__}: {text.splitlines()[0] if text else ''}"
+    )
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(x, Tensor) for x in (value if isinstance(value, tuple) else (value,)))
+
+
+def _forward_mode(where: str) -> TraceError:
+    return TraceError(
+        f"jit: torch cannot trace what stands at {where}: in a vmap of forward mode (jacfwd, hessian) a product with "
+        "a tensor that does not vary along the direction. Use reverse mode (jacrev of jacrev for a Hessian), or do not "
+        "jit"
+    )
+
+
+def _site(failure: BaseException) -> str:
+    """The innermost line of the user's code, or of any."""
+    frame = frame_of(failure)
+    return f"{frame.filename}:{frame.lineno} ({frame.line})"

@@ -1,0 +1,1 @@
+"""Trees, tensors and tracing: no ranks."""

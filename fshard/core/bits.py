@@ -1,0 +1,69 @@
+"""Tensors as bytes, and bytes as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .tracing import define, is_tracing
+
+STEP = 16  # bytes that what is packed begins at a multiple of, for kernels load as many at once
+Held = Sequence[tuple[torch.dtype, int]]  # of each tensor that is packed, its dtype and number of elements
+
+
+def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Tensors of any dtypes as one flat tensor of bytes, zeros between them. Dual: `unpack`.
+
+    >>> unpack(pack([torch.ones(1), torch.tensor([2, 3])]), [(torch.float32, 1), (torch.int64, 2)])
+    [tensor([1.]), tensor([2, 3])]
+    """
+    parts = list[Tensor]()
+    for data in map(as_bytes, tensors):
+        gap = -data.numel() % STEP
+        parts += [data, data.new_zeros(gap)] if gap else [data]
+    return torch.cat(parts, out=out)
+
+
+def packed_size(held: Held) -> int:
+    """The number of bytes that tensors are packed in."""
+    return sum(-(-dtype.itemsize * numel // STEP) * STEP for dtype, numel in held)
+
+
+def unpack(data: Tensor, held: Held) -> list[Tensor]:
+    """The flat tensors that were packed, views. Dual: `pack`."""
+    found = list[Tensor]()
+    for dtype, numel in held:
+        found.append(from_bytes(data[: dtype.itemsize * numel], dtype))
+        data = data[packed_size([(dtype, numel)]) :]
+    return found
+
+
+def bitcast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor's bits as another dtype."""
+    # Inductor gets fused casts of bits wrong on CPUs (torch 2.13, test_compile.py)
+    return torch.ops.fshard.bitcast(x, dtype) if is_tracing() and x.dtype != dtype else x.view(dtype)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A tensor's bytes, end to end."""
+    flat = x.detach().reshape(-1)
+    if flat.numel() == 1 and flat.stride() != (1,):  # of one element a compiler may make any stride
+        flat = flat.as_strided((1,), (1,))
+    return bitcast(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat, torch.uint8)
+
+
+def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """The flat tensor that bytes are of."""
+    if dtype.is_complex:
+        return torch.view_as_complex(bitcast(data, dtype.to_real()).view(-1, 2))
+    return bitcast(data, dtype)
+
+
+define(
+    "bitcast(Tensor x, ScalarType dtype) -> Tensor",
+    # a copy whose last stride is 1, which that of one element need not be
+    lambda x, dtype: x.new_empty(x.numel()).copy_(x).view(dtype),
+    lambda x, dtype: x.new_empty(x.nbytes // dtype.itemsize, dtype=dtype),
+)

@@ -1,0 +1,36 @@
+"""The lines of the user's code in a stack of frames or a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from types import FrameType
+
+import torch
+
+# how the names of files begin that no user wrote: ours, torch's, and code that was made
+NOT_THE_USER = (
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    os.path.dirname(torch.__file__) + os.sep,
+    "<eval_with_key>",
+    "<frozen ",
+    "<string>",
+    os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "torchinductor_")),
+)
+
+
+def call_site(frame: FrameType | None = None) -> str:
+    """The file and line of the user's that are running, or that a frame was called from."""
+    frame = frame or sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USER):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def frame_of(failure: BaseException) -> traceback.FrameSummary:
+    """The innermost line of the user's that an exception passed through, or of anybody's."""
+    frames = traceback.extract_tb(failure.__traceback__)
+    users = [f for f in frames if not f.filename.startswith(NOT_THE_USER) and "site-packages" not in f.filename]
+    return (users or list(frames))[-1]

@@ -1,0 +1,47 @@
+"""Values that were given away, and the error when such a value is used."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+
+class DonatedError(RuntimeError):
+    """A value was used after a call that was allowed to take it over."""
+
+
+@dataclass
+class Life:
+    """Whether a value, and everything that shares its tensors, may still be used."""
+
+    given_away: bool = False
+
+    def check(self, name: str, touched: str) -> None:
+        """Raise DonatedError once it was given away."""
+        if self.given_away:
+            raise DonatedError(
+                f"this {name} was given away: a step built with donate=True updated its tensors in place (touched: "
+                f".{touched}). Use the state which that step returned, or build the step with donate=False."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.check("value", "__getstate__")  # a copy, or a file, would have what another state's memory now holds
+        return vars(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What the structure of a value that can be given away keeps: what is compared, and where the value is."""
+
+    static: Any
+    of: weakref.ref[Any]
+
+    def __eq__(self, other: object) -> bool:
+        return self.static == (other.static if isinstance(other, Source) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.static)
+
+    def __repr__(self) -> str:
+        return repr(self.static)

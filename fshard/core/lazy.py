@@ -1,0 +1,79 @@
+"""Containers whose items are made on access."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .tree import Spec, children, names
+
+
+class Branch:
+    """A container whose children are made when they are touched: it reads like the container it stands for."""
+
+    @abstractmethod
+    def _node(self) -> Spec:
+        """The structure this stands for."""
+
+    @abstractmethod
+    def _child(self, spec: Spec, first: int) -> Any:
+        """The child of that structure whose first leaf is `first` leaves after this container's own."""
+
+    @abstractmethod
+    def gathered(self) -> Any:
+        """The plain tree this stands for."""
+
+    def _pick(self, index: int) -> Any:
+        if "_children" not in vars(self):  # a container may have many, and is gone through one by one
+            vars(self)["_children"] = list(children(self._node()))
+        return self._child(*vars(self)["_children"][index])
+
+    def _is_mapping(self) -> bool:
+        kind = self._node().type
+        return kind is not None and issubclass(kind, dict)
+
+    def __getitem__(self, key: Any) -> Any:
+        entries = names(self._node())
+        if self._is_mapping():
+            if key not in entries:
+                raise KeyError(f"{key!r}: there is {', '.join(map_repr(entries))}")
+            return self._pick(entries.index(key))
+        numbers = range(len(entries))[key]
+        return self._pick(numbers) if isinstance(numbers, int) else [self._pick(i) for i in numbers]
+
+    def __getattr__(self, name: str) -> Any:
+        entries = [] if name.startswith("_") or self._is_mapping() else names(self._node())
+        if name not in entries:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self._pick(entries.index(name))
+
+    def __len__(self) -> int:
+        return len(self._node().children())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.keys()) if self._is_mapping() else (self._pick(i) for i in range(len(self)))
+
+    def __contains__(self, key: Any) -> bool:
+        return self._is_mapping() and key in self.keys()
+
+    def keys(self) -> list[Any]:
+        """Keys in the order of use."""
+        return names(self._node())
+
+    def values(self) -> Iterator[Any]:
+        """Children in the order of use, each made when it is reached."""
+        return (self._pick(i) for i in range(len(self)))
+
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        """Keys with children in the order of use."""
+        return zip(self.keys(), self.values(), strict=True)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The child of that key, or `default`."""
+        return self[key] if key in self else default  # noqa: SIM401
+
+
+def map_repr(items: Sequence[Any]) -> list[str]:
+    """Each item as an error shows it."""
+    return [repr(item) for item in items]

@@ -1,0 +1,198 @@
+"""Random numbers that come from a state, a rank and a place in a step, and from nothing else.
+
+Note [Random numbers in a graph]
+    A graph that drew from torch's generators would depend on what ran before. While one is traced, every random
+    operator becomes a node that takes the state of a generator and gives the next one, so that a graph gives the
+    numbers the same code gives when it is run eagerly. Which state is next is kept as the seed of torch's generator:
+    what puts that back, to compute something again (torch.utils.checkpoint), draws the same numbers again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .tracing import define, is_tracing
+
+_aten = torch.ops.aten
+_STATE_BYTES = {"cpu": 5056}  # of a generator's state; of others 16
+
+
+@contextmanager
+def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.device) -> Iterator[None]:
+    """Random numbers by these four; torch's generators are put back afterwards."""
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng([device] if cuda and not is_tracing() else []):
+        if is_tracing():
+            with _Draws(torch.ops.fshard.seeded(seed, step, rank, part, device), device):
+                yield
+            return
+        number = _number(int(seed), int(step), rank, part)
+        torch.default_generator.manual_seed(number)
+        with torch.cuda.device(device) if cuda else nullcontext():
+            if cuda:
+                torch.cuda.manual_seed(number)
+            yield
+
+
+def bookmark(device: torch.device) -> Callable[[], None]:
+    """What puts torch's generators, of the host and of a device, back to where they are now.
+
+    >>> back = bookmark(torch.device("cpu"))
+    >>> a = torch.rand(2)
+    >>> back()
+    >>> torch.equal(a, torch.rand(2))
+    True
+    """
+    host = torch.get_rng_state()  # while a graph is traced, the number of the state that is next
+    if device.type in ("cpu", "meta") or is_tracing():  # meta draws nothing
+        return lambda: torch.set_rng_state(host)
+    module = torch.get_device_module(device)
+    own = module.get_rng_state(device)
+
+    def back() -> None:
+        torch.set_rng_state(host)
+        module.set_rng_state(own, device)
+
+    return back
+
+
+def _number(*words: int) -> int:
+    return int.from_bytes(hashlib.blake2b(" ".join(map(str, words)).encode(), digest_size=8).digest(), "little")
+
+
+def generator_state(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.device) -> Tensor:
+    """The state of a generator seeded by these four."""
+    return torch.Generator(device).manual_seed(_number(int(seed), int(step), rank, part)).get_state()
+
+
+def empty_state(device: torch.device) -> Tensor:
+    """Room for one."""
+    return torch.empty(_STATE_BYTES.get(device.type, 16), dtype=torch.uint8, device="cpu")
+
+
+def _own_generator(device: torch.device) -> torch.Generator:
+    """The generator that operators draw from which are given none."""
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def drawn_like(how: str, like: Tensor) -> Tensor:
+    """Room for what `draw` gives."""
+    return torch.empty_like(like, dtype=torch.bool if how == "native_dropout" else None)
+
+
+def draw(
+    state: Tensor, how: str, by: Sequence[Tensor], numbers: Sequence[float], like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A tensor filled by the in-place random method of that name, and the generator's next state.
+
+    Of "native_dropout" it is the mask. That operator draws from the device's own generator, on a GPU other numbers than
+    `bernoulli_` does: it is asked itself, and the generator put back.
+    """
+    if how == "native_dropout":
+        back = bookmark(like.device)
+        _own_generator(like.device).set_state(state)
+        mask = torch.native_dropout(like, numbers[0], True)[1]
+        after = _own_generator(like.device).get_state()
+        back()
+        return mask, after
+    generator = torch.Generator(like.device)
+    generator.set_state(state)
+    values: Sequence[Any] = [int(n) for n in numbers] if how == "random_" else numbers
+    x = getattr(torch.empty_like(like), how)(*by, *values, generator=generator)
+    return x, generator.get_state()
+
+
+class _Draws(TorchDispatchMode):
+    """Makes nodes of random operators."""
+
+    def __init__(self, state: Tensor, device: torch.device):
+        super().__init__()
+        self._states, self._device = [state], device
+        torch.default_generator.manual_seed(0)  # the number of the state that is next
+
+    def _draw(self, how: str, like: Tensor, numbers: Sequence[float] = (), by: Sequence[Tensor] = ()) -> Tensor:
+        number = torch.default_generator.initial_seed()
+        if number >= len(self._states):
+            raise RuntimeError("a seed was set (torch.manual_seed) inside the loss: a graph draws from the state alone")
+        state = self._states[number]
+        drawn, state = torch.ops.fshard.draw(state, how, by, numbers, like)
+        torch.default_generator.manual_seed(len(self._states))
+        self._states.append(state)
+        return drawn
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if kwargs.get("generator") is not None:
+            raise NotImplementedError(_unknown(func))
+        options = {k: v for k, v in kwargs.items() if k in ("dtype", "device", "memory_format") and v is not None}
+        if name == "native_dropout":
+            x, p, train = args
+            if train is False or p == 0:
+                return x.clone(), torch.ones_like(x, dtype=torch.bool)
+            mask = self._draw(name, x, [p])
+            return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+        if name == "bernoulli":  # with a probability where torch.func takes dropout apart
+            return self._draw("bernoulli_", args[0], args[1:], by=() if args[1:] else args)
+        if name.endswith("_") and isinstance(args[0], Tensor) and not any(isinstance(a, Tensor) for a in args[1:]):
+            numbers = _defaults(func, args)
+            return args[0].copy_(self._draw(name, args[0], numbers))
+        if name in ("rand", "rand_like"):
+            return self._draw("uniform_", _room(name, args, options), [0, 1])
+        if name in ("randn", "randn_like"):
+            return self._draw("normal_", _room(name, args, options), [0, 1])
+        if name in ("randint", "randint_like"):
+            *bounds, of = args if name == "randint" else (*args[1:], args[0])
+            low, high = bounds if len(bounds) == 2 else (0, *bounds)
+            options = options if "dtype" in options or name == "randint_like" else {**options, "dtype": torch.int64}
+            return self._draw("random_", _room(name, [of], options), [low, high])
+        raise NotImplementedError(_unknown(func))
+
+
+def _unknown(func: Any) -> str:
+    return (
+        f"{func}: a graph knows no such random operator, or none with a generator of its own: use torch.rand, randn, "
+        "randint, bernoulli or dropout, or an in-place method such as uniform_ (attention with dropout: under "
+        "sdpa_kernel(SDPBackend.MATH))"
+    )
+
+
+def _room(name: str, args: Sequence[Any], options: dict[str, Any]) -> Tensor:
+    return torch.empty_like(args[0], **options) if name.endswith("_like") else torch.empty(args[0], **options)
+
+
+def _defaults(func: Any, args: Sequence[Any]) -> list[float]:
+    """The numbers an in-place random operator is called with, those left out too."""
+    schema = [a for a in func._schema.arguments[1:] if a.name != "generator" and not a.kwarg_only]
+    return [args[i] if i < len(args) else a.default_value for i, a in enumerate(schema, start=1)]
+
+
+def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator draws random numbers: attention does for dropout alone."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or func.namespace == "fshard":
+        return False
+    dropout = kwargs.get("dropout_p", next((a for a in args if isinstance(a, float)), 0.0))
+    return "attention" not in func.overloadpacket.__name__ or dropout != 0.0
+
+
+define(
+    "seeded(Tensor seed, Tensor step, int rank, int part, Device device) -> Tensor",
+    generator_state,
+    lambda seed, step, rank, part, device: empty_state(device),
+)
+define(
+    "draw(Tensor state, str how, Tensor[] by, float[] numbers, Tensor like) -> (Tensor, Tensor)",
+    draw,
+    lambda state, how, by, numbers, like: (drawn_like(how, like), torch.empty_like(state)),
+)

@@ -1,0 +1,1 @@
+"""Which elements of which leaf lie on which rank."""

@@ -1,0 +1,245 @@
+"""Norms of trees and of their leaves, over all ranks, and trees multiplied by factors.
+
+Note [Exact sums]
+    `exactly` makes the bits of a norm depend on the elements alone: neither on their order nor on which rank has which.
+    Powers, of elements scaled to be below 1, are rounded to multiples of 2^-22, the rests to multiples of 2^-45, and
+    added in float64: without error while the sum is below 2^30. (Demmel and Nguyen, Fast Reproducible Floating-Point
+    Summation, 2013.) It takes a second pass, and some operations more for each element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import primitives
+from ..comm.mesh import Axes, Mesh
+from ..core import tree
+from ..core.arguments import check_positive
+from ..core.flat import MOST, block_size
+from ..core.scalars import beside, wide
+from .layout import Layout
+from .pieces import Parts, Unreduced, device_of, layout_of, pieces
+
+_exact: ContextVar[bool] = ContextVar("fshard_exact_norms", default=False)
+_BLOCK = 1 << 16  # elements that stay in a CPU's cache
+_SHORT = 1 << 12  # elements whose powers float32 adds up well
+_UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # added to a float64 these leave it multiples of 2^-22, of 2^-45
+
+
+@contextmanager
+def exactly() -> Iterator[None]:
+    """Inside the block norms are added up without rounding (Note [Exact sums])."""
+    token = _exact.set(True)
+    try:
+        yield
+    finally:
+        _exact.reset(token)
+
+
+def _is_exact() -> bool:
+    return not torch.compiler.is_dynamo_compiling() and _exact.get()  # it records Python, and cannot ask
+
+
+def _scale(largest: Tensor) -> Tensor:
+    """The power of two that brings magnitudes up to this below 1 (float64)."""
+    _, exponent = torch.frexp(largest.double())
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), (-exponent).clamp(max=1000))
+
+
+def _binned(x: Tensor, p: float, scale: Tensor) -> Tensor:
+    """The sums of what powers are rounded to, and of the rests: float64 (2,)."""
+    sums = torch.zeros(2, dtype=torch.float64, device=x.device)
+    for part in x.reshape(-1).split(block_size(x, _BLOCK)):
+        rest = (part.abs().double() * beside(scale, part)) ** p
+        for i, unit in enumerate(_UNITS):
+            rounded = (rest + unit) - unit
+            sums[i] += rounded.sum()
+            rest = rest - rounded
+    return sums.to(scale.device)
+
+
+def _unbinned(sums: Tensor, p: float, scale: Tensor, largest: Tensor) -> Tensor:
+    """The norm; of what is not finite its largest magnitude."""
+    return torch.where(largest.isfinite(), sums.sum(-1) ** (1 / p) / scale, largest.double())
+
+
+def _power_sums(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
+    """The sum of p-th powers of magnitudes of each tensor (or their maximum): float64, on one device."""
+    norms = [
+        _norm(x.reshape(-1), p) if x.numel() else torch.zeros((), dtype=torch.float64, device=device) for x in tensors
+    ]
+    sums = torch.stack([norm.double().to(device) for norm in norms])
+    return sums if p == math.inf else sums**p
+
+
+def _norm(x: Tensor, p: float, most: int = MOST) -> Tensor:
+    if x.numel() > most:
+        return _norm(torch.stack([_norm(part, p, most) for part in x.split(most)]), p, most)
+    if p == math.inf and not x.is_complex():  # on CPUs vector_norm takes a tenfold of the time for this one
+        low, high = torch.aminmax(x)
+        return torch.maximum(low.abs(), high.abs())
+    dtype, num = torch.promote_types(x.dtype, torch.float32), x.numel() // _SHORT
+    if x.device.type != "cpu" or not num:
+        return torch.linalg.vector_norm(x, p, dtype=dtype)
+    # on CPUs its sum is kept in a few numbers of that dtype: of 2^28 elements in float32 a fifth of the norm is lost
+    short, rest = x[: num * _SHORT].view(num, _SHORT), x[num * _SHORT :]
+    found = [torch.linalg.vector_norm(short, p, dim=1, dtype=dtype), torch.linalg.vector_norm(rest, p, dtype=dtype)]
+    return torch.linalg.vector_norm(torch.cat([part.view(-1).double() for part in found]), p)
+
+
+def _root(sums: Tensor, p: float) -> Tensor:
+    return sums if p == math.inf else sums ** (1 / p)
+
+
+def leaf_norms(x: Any, p: float = 2, layout: Layout | None = None) -> Tensor:
+    """The p-norm of each of the layout's leaves (float64), the same on all ranks: one collective."""
+    layout, zero = layout or layout_of(x), torch.zeros((), dtype=torch.float64, device=device_of(x))
+    if not layout.leaves:
+        return zero.new_zeros(0)
+    mine = pieces(x, layout)
+    numbers = [number for number, _ in mine]
+    if _is_exact() and p != math.inf:
+        largest = leaf_norms(x, math.inf, layout)
+        scale = _scale(largest)
+        powers = [_binned(piece, p, scale[number]) for number, piece in mine]
+        return _unbinned(_by_leaf(numbers, powers, "sum", layout, zero.expand(2)), p, scale, largest)
+    powers = list(_power_sums([piece for _, piece in mine], p, zero.device)) if mine else []
+    return _root(_by_leaf(numbers, powers, _op(p), layout, zero), p)
+
+
+def _by_leaf(numbers: Sequence[int], powers: Sequence[Tensor], op: str, layout: Layout, zero: Tensor) -> Tensor:
+    """What pieces of the leaves of these numbers come to, for every leaf, over all ranks: (leaves, ...)."""
+    found: list[list[Tensor]] = [[] for _ in layout.leaves]
+    for number, power in zip(numbers, powers, strict=True):
+        found[number].append(power)
+    # in the order of the pieces: a scatter would add them in an order of its own on a GPU, and wants its index there
+    mine = [_joined_pieces(some, op) if some else zero for some in found]
+    if not layout.axes:
+        return torch.stack(mine)
+    cut = torch.stack([zero if n in layout.shared else x for n, x in enumerate(mine)])
+    sums = primitives.total(cut, layout.mesh, layout.axes, op, label="leaf norms")
+    return sums + torch.stack([x if n in layout.shared else zero for n, x in enumerate(mine)])
+
+
+def _joined_pieces(powers: Sequence[Tensor], op: str) -> Tensor:
+    if len(powers) == 1:
+        return powers[0]
+    return torch.stack(tuple(powers)).amax(0) if op == "max" else torch.stack(tuple(powers)).sum(0)
+
+
+def _op(p: float) -> str:
+    return "max" if p == math.inf else "sum"
+
+
+def scaled(x: Any, factor: Tensor, own: bool = False) -> Any:
+    """A tree times a 0-d factor; in place where the tree is the caller's own."""
+    mesh, axes = (x.layout.mesh, x.layout.axes[-1:]) if isinstance(x, Parts) else (None, ())
+
+    def one(row: Tensor) -> Tensor:
+        by = beside(factor.to(wide(row.dtype)), row)
+        # a new tensor this large would cost more in page faults than the product
+        out = row if own else primitives.buffer(mesh, axes, row.numel(), row, lent=False).view(row.shape)
+        return torch.mul(row, by, out=out)
+
+    return tree.map(one, x)
+
+
+def scale_leaves_(x: Any, factors: Tensor, layout: Layout | None = None) -> Any:
+    """Multiply every leaf by its factor, in place."""
+    by_leaf = factors.unbind()
+    for number, piece in pieces(x, layout):
+        piece.mul_(beside(by_leaf[number].to(wide(piece.dtype)), piece))
+    return x
+
+
+def global_norm(x: Any, p: float = 2) -> Tensor:
+    """The p-norm of a whole tree, plain or sharded or both, leaves that all ranks hold counted once: one collective.
+
+    >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)})
+    tensor(5.)
+    """
+    check_positive("global_norm: p", p, tensors=False)
+    _check_floating(x)
+    worlds, device = _worlds(x), device_of(x)
+    if _is_exact() and p != math.inf:
+        largest = global_norm(x, math.inf)
+        scale, both = _scale(largest), torch.zeros(2, dtype=torch.float64, device=device)
+        for (mesh, axes), rows in worlds.items():
+            mine = torch.stack([torch.zeros_like(both), *(_binned(row, p, scale) for row in rows)]).sum(0)
+            both = both + primitives.total(mine, mesh, axes, label="norm")
+        return _unbinned(both, p, scale, largest).to(largest.dtype)
+    sums = []
+    for (mesh, axes), rows in worlds.items():
+        if rows or axes:
+            powers = _power_sums(rows, p, device) if rows else torch.zeros(1, dtype=torch.float64, device=device)
+            sums.append(primitives.total(_joined(powers, p), mesh, axes, _op(p), label="norm"))
+    wides = {wide(dtype) for node in tree.tops(x, Parts) for dtype in _dtypes(node)}
+    dtype = torch.float64 if torch.float64 in wides else torch.float32
+    return _root(_joined(torch.stack(sums), p), p).to(dtype) if sums else torch.zeros((), dtype=dtype, device="cpu")
+
+
+def _check_floating(x: Any) -> None:
+    """Raise TypeError for a plain leaf that has no norm, and for gradients that are each rank's own."""
+    if tree.nodes(x, Unreduced):
+        raise TypeError("global_norm: these gradients are each rank's own: fshard.reduce_grads gives the mesh's")
+    for number, leaf in enumerate([x] if x is None else tree.tops(x, Parts)):
+        if isinstance(leaf, Parts) or (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
+            continue
+        path = tree.paths_to(x, Parts)[number][0] if x is not None else ""
+        got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+        raise TypeError(f"global_norm: leaf {path!r}: expected a floating tensor, got {got}")
+
+
+def gram(trees: Sequence[Any]) -> Tensor:
+    """The dot products of k trees of one structure, leaves that all ranks hold counted once: (k, k), one collective."""
+    total = torch.zeros(len(trees), len(trees), dtype=torch.float64, device=device_of(trees[0]))
+    columns = [_worlds(x) for x in trees]
+    for mesh, axes in columns[0]:
+        mine = torch.zeros_like(total)
+        for rows in zip(*(column[mesh, axes] for column in columns), strict=True):
+            for parts in zip(*(row.reshape(-1).split(block_size(row, _BLOCK)) for row in rows), strict=True):
+                block = torch.stack(parts).double()  # (k, elements)
+                mine += (block @ block.T).to(mine.device)
+        total = total + primitives.total(mine, mesh, axes, label="dot products")
+    return total
+
+
+def _worlds(x: Any) -> dict[tuple[Mesh, Axes], list[Tensor]]:
+    """The rows of a tree, by what they are cut over."""
+    worlds: dict[Any, list[Tensor]] = {(None, ()): []}
+    for node in tree.tops(x, Parts):
+        if isinstance(node, Parts) and node.layout.is_cut:  # a rank without a row takes part in the collective as well
+            worlds.setdefault((node.layout.mesh, node.layout.axes), [])
+        for row, mesh, axes in _rows(node):
+            worlds.setdefault((mesh, axes), []).append(row)
+    return worlds
+
+
+def _rows(node: Any) -> Iterator[tuple[Tensor, Mesh, Axes]]:
+    """The rows of a node, and over what each is cut: where they hold leaves, what lies between may be anything."""
+    if not isinstance(node, Parts):
+        yield node, None, ()
+        return
+    layout = node.layout
+    for number, row in enumerate(node.tensors):
+        world = (None, ()) if number in layout.shared_rows else (layout.mesh, layout.axes)
+        for start, stop in layout.filled.get(number, ()) if layout.flat else [(0, row.numel())]:
+            yield (row if stop - start == row.numel() else row[start:stop]), *world
+
+
+def _dtypes(node: Any) -> Iterable[torch.dtype]:
+    """Of the rows of a node, the same on all ranks."""
+    if not isinstance(node, Parts):
+        return [node.dtype]
+    return [row.dtype for row in node.tensors] or [node.layout.leaves[n].dtype for n in node.layout.numbers]
+
+
+def _joined(powers: Tensor, p: float) -> Tensor:
+    return powers.amax() if p == math.inf else powers.sum()

@@ -1,0 +1,221 @@
+"""From one layout to another, between ranks: to owners of whole leaves, back, to everyone, to one rank.
+
+Every rank knows both layouts, so it knows what each rank sends to each: one message to every other rank, whatever is
+moved, along each axis the tree is cut over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import primitives
+from ..comm.mesh import Axes, Mesh, axis_sizes, coordinate, num_ranks
+from ..core import tree
+from .layout import EVERYONE, Layout, Leaf, Span, memo
+from .pieces import Pieces, device_of, layout_of, pieces, typed
+
+
+def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
+    """Who gets what: the costliest first, each to the rank with least so far.
+
+    >>> assign([1, 5, 3, 3], 2)
+    [0, 0, 1, 1]
+    """
+    load, ranks = [0.0] * num_ranks, [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        ranks[i] = load.index(min(load))
+        load[ranks[i]] += costs[i]
+    return ranks
+
+
+def owned(layout: Layout, mesh: Mesh, axes: Axes, cost: Callable[[Leaf], float] = lambda leaf: leaf.numel) -> Layout:
+    """The layout in which every leaf is whole on one rank along some axes, evenly by cost."""
+    numbers = layout.numbers
+    ranks = assign([cost(layout.leaves[n]) for n in numbers], num_ranks(mesh, axes))
+    spans: list[Span] = []
+    used = [0] * num_ranks(mesh, axes)
+    for number, rank in zip(numbers, ranks, strict=True):
+        spans.append(Span(number, rank, used[rank], 0, 0, layout.leaves[number].numel))
+        used[rank] += 1
+    ordered = tuple(sorted(spans, key=lambda s: (s.rank, s.row)))
+    source = ("owned", layout.source, axes, tuple(ranks))
+    return replace(layout, source=source, spans=ordered, flat=False, mesh=mesh, axes=axes, origin=None)
+
+
+def on_rank(layout: Layout, mesh: Mesh, axes: Axes, rank: int) -> Layout:
+    """The layout in which one rank along some axes (or `EVERYONE`) has all leaves whole."""
+    spans = tuple(Span(n, rank, i, 0, 0, layout.leaves[n].numel) for i, n in enumerate(layout.numbers))
+    source = ("on", layout.source, axes, rank)
+    return replace(layout, source=source, spans=spans, flat=False, mesh=mesh, axes=axes, origin=None)
+
+
+@dataclass(frozen=True)
+class Item:
+    """Elements of a leaf that lie in one span, on rank `source`, and are wanted in another, on rank `target`."""
+
+    leaf: int
+    begin: int
+    numel: int
+    take: Span
+    give: Span
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What this rank sends to, and gets from, each of the ranks along one axis."""
+
+    axis: str
+    sends: list[list[Item]]
+    recvs: list[list[Item]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Everything that moves between two layouts of the same leaves, worked out once."""
+
+    old: Layout
+    new: Layout
+
+    @property
+    def axes(self) -> Axes:
+        """The axes along which ranks are counted."""
+        return self.old.axes or self.new.axes
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh they belong to."""
+        return self.old.mesh if self.old.axes else self.new.mesh
+
+    @memo
+    def rank(self) -> int:
+        """This rank's number."""
+        return coordinate(self.mesh, self.axes)
+
+    @memo
+    def items(self) -> list[Item]:
+        """In the order they travel in."""
+        taken: dict[int, list[Span]] = {}
+        for span in self.old.spans:
+            taken.setdefault(span.leaf, []).append(span)
+        found = [i for give in self.new.spans for take in taken.get(give.leaf, ()) for i in self._items(take, give)]
+        return sorted(found, key=lambda i: (i.leaf, i.begin, i.source, i.target))
+
+    def _items(self, take: Span, give: Span) -> Iterator[Item]:
+        begin = max(take.begin, give.begin)
+        numel = min(take.begin + take.numel, give.begin + give.numel) - begin
+        if numel > 0:
+            for target in range(num_ranks(self.mesh, self.axes)) if give.rank == EVERYONE else [give.rank]:
+                source = target if take.rank == EVERYONE else take.rank
+                yield Item(give.leaf, begin, numel, take, give, source, target)
+
+    def dtype(self, item: Item) -> torch.dtype:
+        """The dtype of an item's elements."""
+        return self.old.leaves[item.leaf].dtype
+
+    @memo
+    def stages(self) -> list[Stage]:
+        """The way of all items, axis after axis, the last first."""
+        known = axis_sizes(self.mesh)
+        sizes = [known[axis] for axis in self.axes]
+        ways = [(i, _digits(i.source, sizes), _digits(i.target, sizes)) for i in self.items]
+        return [self._stage(k, sizes, ways) for k in reversed(range(len(sizes)))]
+
+    def _stage(self, k: int, sizes: list[int], ways: Sequence[tuple[Item, list[int], list[int]]]) -> Stage:
+        me = _digits(self.rank, sizes)
+        sends: list[list[Item]] = [[] for _ in range(sizes[k])]
+        recvs: list[list[Item]] = [[] for _ in range(sizes[k])]
+        for item, source, target in ways:
+            here, there = [*source[: k + 1], *target[k + 1 :]], [*source[:k], *target[k:]]
+            if here == me:
+                sends[target[k]].append(item)
+            if there == me:
+                recvs[source[k]].append(item)
+        return Stage(self.axes[k], sends, recvs)
+
+
+def _digits(number: int, sizes: Sequence[int]) -> list[int]:
+    """A rank's number along each of several axes, the first the slowest."""
+    digits: list[int] = []
+    for size in reversed(sizes):
+        number, digit = divmod(number, size)
+        digits.insert(0, digit)
+    return digits
+
+
+def _moved(x: Any, new: Layout, label: str) -> dict[Span, list[tuple[int, Tensor]]]:
+    """What arrives for each of this rank's spans of a layout: where it begins in the leaf, and the elements."""
+    old, rows = typed(x), tree.leaves(x)
+    route = _route(old, new)
+    held = {i: _elements(rows[i.take.row], i) for i in route.items if i.source == route.rank}
+    for stage in route.stages:
+        held = _along(route, stage, held, label)
+    arrived: dict[Span, list[tuple[int, Tensor]]] = {span: [] for span in new.mine}
+    for item, elements in held.items():
+        arrived[item.give].append((item.begin, elements))
+    return arrived
+
+
+def _route(old: Layout, new: Layout) -> Route:
+    if torch.compiler.is_compiling():  # it cannot hash a layout, and asks only once
+        return Route(old, new)
+    if new not in old.routes:
+        old.routes[new] = Route(old, new)
+    return old.routes[new]
+
+
+def _elements(row: Tensor, item: Item) -> Tensor:
+    start = item.take.start + item.begin - item.take.begin
+    return row.reshape(-1)[start : start + item.numel]
+
+
+def _along(route: Route, stage: Stage, held: dict[Item, Tensor], label: str) -> dict[Item, Tensor]:
+    ranks = primitives.along(route.mesh, stage.axis)
+    sends = [[held[item] for item in items] if p != ranks.rank else [] for p, items in enumerate(stage.sends)]
+    dtypes = [
+        [(route.dtype(i), i.numel) for i in items] if p != ranks.rank else [] for p, items in enumerate(stage.recvs)
+    ]
+    arrived = primitives.swap(sends, dtypes, ranks, label)
+    result = {item: held[item] for item in stage.sends[ranks.rank]}
+    for peer, items in enumerate(stage.recvs):
+        if peer != ranks.rank:
+            result.update(zip(items, arrived[peer], strict=True))
+    return result
+
+
+def collect(x: Any, layout: Layout, label: str = "") -> Pieces:
+    """A tree as whole leaves on the ranks a layout wants them on, on the device, one message to every rank along each
+    axis. Dual: `spread`."""
+    arrived = _moved(x, layout, label)
+    rows, device = [], device_of(x)
+    for span in layout.mine:
+        leaf, found = layout.leaves[span.leaf], sorted(arrived[span], key=lambda part: part[0])
+        elements = [part.to(device) for _, part in found] or [torch.empty(0, dtype=leaf.dtype, device=device)]
+        rows.append((elements[0] if len(elements) == 1 else torch.cat(elements)).view(leaf.shape))
+    return Pieces(layout, rows)
+
+
+def spread(x: Any, like: Any, label: str = "") -> Any:
+    """A tree with the elements of `x` where those of `like` lie; padding is zero. Dual: `collect`."""
+    out = tree.map(lambda row: torch.zeros_like(row, memory_format=torch.contiguous_format), like)
+    layout = layout_of(like)
+    arrived = _moved(x, layout, label)
+    for span, (_, piece) in zip(layout.mine, pieces(out), strict=True):
+        for begin, elements in arrived[span]:
+            start = begin - span.begin
+            piece.view(-1)[start : start + elements.numel()] = elements
+    return out
+
+
+def gathered(x: Any, rank: int = EVERYONE) -> Any:
+    """The tree of whole leaves, on every rank, or on one alone (None instead of leaves on the others)."""
+    layout = layout_of(x)
+    whole = collect(x, on_rank(layout, layout.mesh, layout.axes, rank))
+    rows = dict(zip((s.leaf for s in whole.layout.mine), whole.tensors, strict=True))
+    return tree.unflatten(layout.spec, [None if n is None else rows.get(n) for n in layout.places])

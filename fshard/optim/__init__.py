@@ -1,0 +1,88 @@
+"""Optimizers as pairs of pure functions over trees, in optax's shape.
+
+`init(params) -> state`; `update(grads, state, params, **extra) -> (updates, state)`; `apply_updates(params, updates)`;
+or in one, `tx.step(grads, state, params) -> (params, state)`. Over `Sharded` parameters the state is partitioned
+because they are; over whole ones `fshard.zero` partitions it. Defaults are torch.optim's where it has the optimizer.
+`lr` is a number, a 0-d tensor, or a schedule: a function of the number of updates made.
+"""
+
+from .adam_8bit import adamw_8bit
+from .base import (
+    Transform,
+    add_decayed_weights,
+    apply_updates,
+    clip,
+    clip_by_global_norm,
+    clip_by_leaf_norm,
+    ema,
+    identity,
+    scale,
+    scale_by_schedule,
+)
+from .labels import by_label, masked
+from .matrix import adafactor, lamb, muon, whole_leaves
+from .optimizers import (
+    adadelta,
+    adagrad,
+    adam,
+    adamw,
+    amsgrad,
+    lion,
+    nadam,
+    rmsprop,
+    schedule_free_adamw,
+    schedule_free_params,
+    sgd,
+)
+from .quasi_newton import lbfgs
+from .schedules import constant, cosine, join, linear, one_cycle, piecewise, warmup_cosine
+from .state_io import gather_state, load_state_dict, shard_state, state_dict
+from .torch_optim import from_torch
+from .transforms import chain, every_k, with_hyperparams
+
+__all__ = [
+    "Transform",
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamw",
+    "adamw_8bit",
+    "add_decayed_weights",
+    "amsgrad",
+    "apply_updates",
+    "by_label",
+    "chain",
+    "clip",
+    "clip_by_global_norm",
+    "clip_by_leaf_norm",
+    "constant",
+    "cosine",
+    "ema",
+    "every_k",
+    "from_torch",
+    "gather_state",
+    "identity",
+    "join",
+    "lamb",
+    "lbfgs",
+    "linear",
+    "lion",
+    "load_state_dict",
+    "masked",
+    "muon",
+    "nadam",
+    "one_cycle",
+    "piecewise",
+    "rmsprop",
+    "scale",
+    "scale_by_schedule",
+    "schedule_free_adamw",
+    "schedule_free_params",
+    "sgd",
+    "shard_state",
+    "state_dict",
+    "warmup_cosine",
+    "whole_leaves",
+    "with_hyperparams",
+]

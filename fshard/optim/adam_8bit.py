@@ -1,0 +1,212 @@
+"""Optimizer state in 8 bits: blocks of a moment as codes, with one scale for each block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..core import tree
+from ..core.arguments import check_hyperparams, check_whole
+from ..core.flat import block_size
+from ..core.scalars import Number
+from ..core.tracing import is_tracing
+from ..layout.layout import Layout
+from ..layout.pieces import Pieces, layout_of
+from . import kernels
+from .base import Needs, Transform, at, checked, start_count
+from .elementwise import Rate, share
+
+_CHUNK = 1 << 15  # elements that stay in a CPU's cache, with their codes
+Books = tuple[Tensor, Tensor]  # of the first moment, and of the second
+
+
+class Quantised(NamedTuple):
+    """A moment: a code for every element (uint8, 0 is zero), and a scale for every block (float32)."""
+
+    codes: Pieces
+    scales: Pieces
+
+
+class Adam8bitState(NamedTuple):
+    """Number of updates made (float32, 0-d) and the two moments."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    mu: Quantised
+    nu: Quantised
+
+
+def code_book(signed: bool) -> Tensor:
+    """The 256 values in [-1, 1], or [0, 1], that codes stand for, that of code 0 zero.
+
+    Seven decades, the finer the larger the values, each cut evenly: dynamic tree quantisation.
+
+    >>> code_book(signed=False)[[0, 255]]
+    tensor([0., 1.])
+
+    Source: Dettmers et al., 8-bit optimizers via block-wise quantization (2022).
+    """
+    values = [torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64, device="cpu")
+        middles = (edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade - 6)
+        values += [middles, -middles] if signed else [middles]
+    book = torch.cat(values).sort().values
+    return book.roll(-int((book == 0).nonzero())).float()
+
+
+def encode(x: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
+    """(n, block) -> codes (n, block), scales (n): a block's largest magnitude, and the nearest code of each element.
+
+    >>> codes, scales = encode(torch.tensor([[0.0, 4.0]]), code_book(signed=False))
+    >>> codes, scales
+    (tensor([[  0, 255]], dtype=torch.uint8), tensor([4.]))
+    """
+    rising, order = book.to(x.device).sort()
+    scales = x.abs().amax(1)
+    shares = x / torch.where(scales > 0, scales, 1).unsqueeze(1)
+    return order[torch.bucketize(shares, (rising[1:] + rising[:-1]) / 2)].to(torch.uint8), scales
+
+
+def decode(codes: Tensor, scales: Tensor, book: Tensor) -> Tensor:
+    """The values that codes (n, block) and scales (n) stand for, float32."""
+    return book.to(codes.device)[codes.int()] * scales.unsqueeze(1)
+
+
+def _derived(layout: Layout, name: str, dtype: torch.dtype, block: int) -> Layout:
+    """The layout of codes (block 1) or of one value for each block."""
+    leaves = tuple(
+        replace(leaf, dtype=dtype, shape=leaf.shape if block == 1 else (-(-leaf.numel // block),))
+        for leaf in layout.leaves
+    )
+    spans = tuple(
+        replace(s, start=s.start // block, begin=s.begin // block, numel=-(-s.numel // block)) for s in layout.spans
+    )
+    return replace(layout, source=(name, block, layout.source), leaves=leaves, spans=spans, origin=None)
+
+
+def _check_blocks(layout: Layout, block: int) -> None:
+    """Raise ValueError where a block would lie in two leaves or on two ranks, on any number of ranks."""
+    in_row: dict[int, set[int]] = {}
+    for span in layout.spans if layout.flat and layout.origin is not None else ():
+        if layout.leaves[span.leaf].numel:
+            in_row.setdefault(span.row, set()).add(span.leaf)
+    beside = {leaf for leaves in in_row.values() if len(leaves) > 1 for leaf in leaves}
+    for span in layout.spans if layout.flat else ():
+        ragged = span.leaf in beside and layout.leaves[span.leaf].numel % block
+        if ragged or span.start % block or span.begin % block:
+            advice = f"lay parameters out with make_plan or zero and block={block}"
+            if layout.origin is not None:  # packed, without the plan's padding between leaves
+                advice += f", and label for it only leaves whose number of elements is a multiple of {block}"
+            raise ValueError(
+                f"adamw_8bit: leaf {layout.leaves[span.leaf].path!r}: a block of {block} elements would lie in two "
+                f"leaves or on two ranks: {advice}"
+            )
+
+
+def _check_state(state: Adam8bitState, rows: Sequence[Tensor], block: int) -> None:
+    made, held = state.mu.scales.layout.source[1], zip(state.mu.codes.tensors, state.mu.scales.tensors, strict=True)
+    sizes = [(row.numel(), -(-row.numel() // block)) for row in rows]
+    if made != block or [(codes.numel(), scales.numel()) for codes, scales in held] != sizes:
+        raise ValueError(
+            f"optim.adamw_8bit: the state was made with blocks of {made} elements, here of {block}, or for other "
+            "parameters: make it with this optimizer's own init"
+        )
+
+
+def adamw_8bit(
+    lr: Rate,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.01,
+    block: int = 256,
+) -> Transform:
+    """AdamW whose moments are kept in 8 bits, in blocks of `block` elements of a leaf: 2 bytes an element instead of 8.
+
+    Each update decodes the moments, makes AdamW's step in float32 and encodes them again. Over flat shards the plan
+    must keep blocks together: `make_plan(..., block=256)`. The result does not depend on the number of ranks. Unlike in
+    the paper, a second moment above zero is never rounded to zero.
+
+    >>> tx = adamw_8bit(0.1, weight_decay=0.0)
+    >>> tx.update(torch.tensor([2.0]), tx.init(torch.tensor([1.0])), torch.tensor([1.0]))[0]
+    tensor([-0.1000])
+
+    Source: Dettmers et al., 8-bit optimizers via block-wise quantization (2022).
+    """
+    check_hyperparams("adamw_8bit", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    check_whole("optim.adamw_8bit: block", block, what="a number of elements")
+    numbers = [code_book(signed).tolist() for signed in (True, False)]
+
+    def init(params: Any) -> Adam8bitState:
+        layout, rows = layout_of(params), tree.leaves(params)
+        _check_blocks(layout, block)
+
+        def zero() -> Quantised:
+            codes = [torch.zeros_like(row, dtype=torch.uint8) for row in rows]
+            scales = [torch.zeros(-(-row.numel() // block), dtype=torch.float32, device=row.device) for row in rows]
+            derived = _derived(layout, "codes", torch.uint8, 1), _derived(layout, "scales", torch.float32, block)
+            return Quantised(Pieces(derived[0], codes), Pieces(derived[1], scales))
+
+        return Adam8bitState(start_count(params), zero(), zero())
+
+    def update(grads: Any, state: Adam8bitState, params: Any = None, **extra: Any) -> tuple[Any, Adam8bitState]:
+        _check_state(state, tree.leaves(params), block)
+        t = state.count.double() + 1
+        constants = kernels.Adam(at(lr, state.count), b1, b2, eps, weight_decay, True, share(b1, t), share(b2, t))
+        moments = [*state.mu, *state.nu]
+        columns = zip(tree.leaves(params), tree.leaves(grads), *(m.tensors for m in moments), strict=True)
+        rows = [_update_row(constants, _books(numbers, p.device), block, p, *rest) for p, *rest in columns]
+        updates = tree.unflatten(tree.flatten(grads)[1], [row[0] for row in rows])
+        kept = [Pieces(old.layout, [row[i + 1] for row in rows]) for i, old in enumerate(moments)]
+        return updates, Adam8bitState(state.count + 1, Quantised(*kept[:2]), Quantised(*kept[2:]))
+
+    return checked(Transform(init, update), Needs("adamw_8bit", Adam8bitState, params=True, real=True))
+
+
+@cache
+def _kept_books(device: torch.device) -> Books:
+    return code_book(signed=True).to(device), code_book(signed=False).to(device)
+
+
+def _books(numbers: Sequence[Sequence[float]], device: torch.device) -> Books:
+    """The books of both moments: kept on each device, for a copy there waits for it."""
+    if not is_tracing() and not torch.compiler.is_dynamo_compiling():
+        return _kept_books(device)
+    # a graph takes constants, which torch brings to the device once, when it traces, and no tensors from outside
+    mu, nu = (torch.tensor(book, dtype=torch.float32, device=device) for book in numbers)
+    return mu, nu
+
+
+def _blocks(x: Tensor, block: int, chunk: int) -> tuple[Tensor, ...]:
+    flat = x.reshape(-1)
+    return F.pad(flat, (0, -flat.numel() % block)).view(-1, block).split(chunk)
+
+
+def _update_row(
+    constants: kernels.Adam, books: Books, block: int, p: Tensor, g: Tensor, *moments: Tensor
+) -> list[Tensor]:
+    """One row: the change of the parameter, then codes and scales of both moments."""
+    chunk = max(1, block_size(p, _CHUNK) // block)  # blocks worked on at a time
+    change = partial(kernels.adam, c=kernels.constants_beside(constants, p))
+    wide = [_blocks(x.float(), block, chunk) for x in (p, g)]
+    codes = [_blocks(x, block, chunk) for x in moments[::2]]
+    scales = [x.split(chunk) for x in moments[1::2]]
+    found: list[list[Tensor]] = [[] for _ in range(5)]
+    for p_part, g_part, mu, nu, mu_scale, nu_scale in zip(*wide, *codes, *scales, strict=True):
+        old = decode(mu, mu_scale, books[0]), decode(nu, nu_scale, books[1])
+        delta, new = change(p_part, g_part, old)
+        # a second moment of zero beside a first one that is not would make a step of mu / eps
+        least = books[1][1] * new[1].amax(1, keepdim=True)
+        pair = [*encode(new[0], books[0]), *encode(torch.where(new[1] > 0, new[1].maximum(least), new[1]), books[1])]
+        for into, x in zip(found, (delta, *pair), strict=True):
+            into.append(x)
+    shapes = [p.shape, *(m.shape for m in moments)]
+    dtypes = [p.dtype, *(m.dtype for m in moments)]
+    flat = [torch.cat(xs).reshape(-1) for xs in found]
+    return [x[: s.numel()].view(s).to(d) for x, s, d in zip(flat, shapes, dtypes, strict=True)]

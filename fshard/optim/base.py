@@ -1,0 +1,390 @@
+"""Gradient transformations as pairs of pure functions over trees, in optax's shape, and what combines them.
+
+`init(params) -> state`; `update(grads, state, params, **extra) -> (updates, state)`; `apply_updates(params, updates)`.
+They know no ranks: a tree may be plain, or parts of which other ranks hold the rest (`fshard.layout`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import consensus
+from ..core import tree
+from ..core.arguments import check_flags, check_function, check_hyperparams, check_positive, check_rate, shown, wrong
+from ..core.scalars import Number, beside
+from ..core.tracing import is_tracing
+from ..layout.norms import global_norm, leaf_norms, scale_leaves_, scaled
+from ..layout.pieces import Parts, Views, device_of, packed, structure
+from . import kernels
+
+Schedule = Callable[[Tensor], Any]
+
+# Whether an update is to be skipped (0-d, 1 or 0), or for each label whether its own is.
+FoundInf = Tensor | Mapping[Any, Tensor]
+
+
+class Transform(NamedTuple):
+    """A gradient transformation: `init`, `update`, and if it has one its fused twin.
+
+    `fused(grads, state, params, found_inf, donate) -> (params, state)` does what update and `apply_updates` do, in one
+    kernel and in place: on copies, or if `donate` on what it is given. It leaves everything as it is where `found_inf`
+    is 1. An `elementwise` transformation acts on every element by itself, and so may be run on parts of a tree; a
+    `labelled` one (`by_label`) takes a `found_inf` for each label, in `update` by name. `step` agrees on it over
+    `mesh`, if that is given. The fused twin of one with `views` takes `Views` of parameters and gradients
+    (`fshard.layout`) and writes to where they lie; any other is given packed copies.
+    `update` and `fused` take further arguments by name, and leave alone those they do not know; with `own_grads=True`
+    gradients may be overwritten.
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+    fused: Callable[..., tuple[Any, Any]] | None = None
+    elementwise: bool = False
+    labelled: bool = False
+    mesh: Any = None
+    views: bool = False
+
+    def step(
+        self, grads: Any, state: Any, params: Any, found_inf: FoundInf | None = None, donate: bool = False, **extra: Any
+    ) -> tuple[Any, Any]:
+        """New parameters and state, or the old ones where `found_inf` (0-d) is 1: no host read.
+
+        A dict says it for each label: a `labelled` transformation skips those labels alone, any other one everything.
+        With `donate` params and state may be updated in place, and must not be used again.
+
+        >>> from fshard.optim import sgd
+        >>> tx = sgd(0.5)
+        >>> tx.step(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+        tensor(0.)
+        """
+        found_inf = consensus.any_rank(found_inf, self.mesh)
+        if found_inf is not None and not self.labelled:
+            found_inf = any_found(found_inf)
+        params = tree.detached(params, Parts)  # parts require none
+        if self.fused is None or is_tracing():  # a compiler fuses the plain formulas
+            return self._applied(packed(grads), state, packed(params), found_inf, extra)
+        if isinstance(params, Views) and not self.views:
+            state = state if donate else tree.map(torch.clone, state)
+            params, donate = packed(params), True  # a copy is its own
+        return self.fused(grads if self.views else packed(grads), state, params, found_inf, donate, **extra)
+
+    def _applied(
+        self, grads: Any, state: Any, params: Any, found_inf: FoundInf | None, extra: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        if isinstance(found_inf, Mapping):  # a labelled one keeps labels apart by itself
+            updates, new_state = self.update(grads, state, params, found_inf=found_inf, **extra)
+            return apply_updates(params, updates), new_state
+        updates, new_state = self.update(grads, state, params, **extra)
+        return choose(found_inf, (params, state), (apply_updates(params, updates), new_state))
+
+
+def choose(found_inf: FoundInf | None, old: Any, new: Any) -> Any:
+    """`new`, or `old` where `found_inf` is 1."""
+    if found_inf is None:
+        return new
+    found = any_found(found_inf)
+    return tree.map(lambda a, b: kernels.where(found, a, b), old, new)
+
+
+def any_found(found_inf: FoundInf) -> Tensor:
+    """Whether it is 1, for any label."""
+    check_found(found_inf)
+    return found_inf if isinstance(found_inf, Tensor) else torch.stack([*found_inf.values()]).amax()
+
+
+def check_found(found_inf: Any, labelled: bool = True) -> None:
+    """Raise TypeError unless it is a 0-d tensor, or a dict of one for each label; ValueError for other shapes."""
+    known = [*found_inf.values()] if labelled and isinstance(found_inf, Mapping) else [found_inf]
+    if not known or not all(isinstance(found, Tensor) for found in known):
+        gives = "unscale gives (grads, found_inf), in this order"
+        raise TypeError(
+            wrong("found_inf", found_inf, "a 0-d tensor" + ", or a dict of one for each label" * labelled, gives)
+        )
+    for found in known:
+        if found.dim():
+            raise ValueError(wrong("found_inf", found, "a 0-d tensor", "Use found_inf.any()"))
+
+
+def num_made(found_inf: FoundInf | None) -> Tensor | int:
+    """What a step adds to the number of updates: 1, or 0 where it is skipped, for all labels."""
+    if isinstance(found_inf, Mapping):
+        found_inf = torch.stack([*found_inf.values()]).amin()
+    return 1 if found_inf is None else 1 - found_inf
+
+
+def as_transform(tx: Any) -> Transform:
+    """Any pair `init`, `update` of this shape, TorchOpt's for one: run without changing what it is given."""
+    if isinstance(tx, Transform):
+        return tx
+    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+        raise TypeError(
+            f"tx: expected an optimizer, a pair of functions init and update, got {shown(tx)}. "
+            "For an optimizer class of torch.optim write fshard.optim.from_torch(torch.optim.X, ...)."
+        )
+    known = inspect.signature(tx.update).parameters
+    # TorchOpt takes parameters by name alone, and updates in place unless it is told not to
+    by_name = "params" in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
+    pure = {"inplace": False} if "inplace" in known else {}
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if by_name:
+            return tx.update(grads, state, params=params, **pure)
+        return tx.update(grads, state, params, **pure) if len(known) > 2 else tx.update(grads, state, **pure)
+
+    return Transform(tx.init, update)
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """params + updates, leaf by leaf, in the dtype of params; a leaf whose update is None stays.
+
+    ValueError for updates of another structure, and for an update that is no tensor, has another shape than its
+    parameter, or is complex where the parameter is real.
+
+    >>> apply_updates({"w": torch.tensor(1.0)}, {"w": torch.tensor(-0.5)})
+    {'w': tensor(0.5000)}
+    """
+    pairs, spec = tree.pairs("apply_updates: updates are not of the structure of params", params, updates)
+    for number, (p, u) in enumerate(pairs):
+        if u is not None and (got := _unlike(u, p)):
+            raise ValueError(f"apply_updates: the update of leaf {tree.paths(spec)[number]!r} {got}")
+    return tree.unflatten(spec, [p if u is None else (p + u).to(p.dtype) for p, u in pairs])
+
+
+def _unlike(x: Any, p: Tensor) -> str | None:
+    """How an update or a gradient is not of the kind of its parameter."""
+    if not isinstance(x, Tensor):
+        return f"is no tensor: got {shown(x)}"
+    if x.shape != p.shape:
+        return f"has shape {list(x.shape)}, the parameter {list(p.shape)}"
+    return "is complex, the parameter real: take its .real part" if x.is_complex() and not p.is_complex() else None
+
+
+def start_count(params: Any) -> Tensor:
+    """The number of updates made, none yet: float32 (as torch's fused kernels want it), 0-d, on the device."""
+    return torch.zeros((), dtype=torch.float32, device=device_of(params))
+
+
+def at(value: Any, count: Tensor) -> Any:
+    """A hyper-parameter at a number of updates: schedules are functions of it."""
+    if callable(value):
+        value = value(count)
+        check_rate(value)
+    return value
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a transformation asks of its arguments; others are an error that names it."""
+
+    name: str
+    state: Any = None  # the class of its state
+    params: bool = False
+    sparse: bool = False  # takes sparse gradients
+    real: bool = False  # takes real leaves alone
+
+    def check(self, grads: Any, state: Any, params: Any) -> None:
+        """Raise ValueError for the state of another, for no parameters, for gradients that are not of their kind."""
+        if self.state is not None and not isinstance(state, self.state):
+            raise ValueError(
+                f"optim.{self.name}: expected the state of its own init ({self.state.__name__}), got "
+                f"{type(state).__name__}: this state was made by another optimizer"
+            )
+        if params is None and self.params:
+            raise ValueError(f"optim.{self.name}: its update needs the parameters: call update(grads, state, params)")
+        if params is not None and structure(params) != structure(grads):
+            unlike = tree.difference(params, grads)
+            raise ValueError(f"optim.{self.name}: gradients are not of the structure of parameters: {unlike}")
+        # the shapes of parts are those of their layouts
+        pairs = zip(tree.tops(grads, Parts), tree.tops(grads if params is None else params, Parts), strict=True)
+        for number, (g, p) in enumerate(pairs):
+            if wrong := self._wrong(g, p):
+                path = tree.paths_to(grads, Parts)[number][0]
+                raise ValueError(f"optim.{self.name}: the gradient of leaf {path!r} {wrong}")
+
+    def _wrong(self, g: Any, p: Any) -> str | None:
+        if isinstance(g, Parts | Views):
+            runs = g.runs if isinstance(g, Views) else [g.tensors]
+            wrong = self.real and any(view.is_complex() for run in runs for view in run)
+            return "is complex, which this takes none of" if wrong else None
+        if unlike := _unlike(g, p):
+            return unlike
+        if g.layout is not torch.strided and not self.sparse:
+            return "is sparse, which only sgd without momentum and weight decay takes. Make it dense with .to_dense()"
+        return "is complex, which this takes none of" if self.real and g.is_complex() else None
+
+
+def checked(tx: Transform, needs: Needs) -> Transform:
+    """A transformation that looks at its arguments first."""
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        needs.check(grads, state, params)
+        return tx.update(grads, state, params, **extra)
+
+    def fused(
+        grads: Any, state: Any, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
+    ) -> tuple[Any, Any]:
+        needs.check(grads, state, params)
+        assert tx.fused is not None
+        return tx.fused(grads, state, params, found_inf, donate, **extra)
+
+    return tx._replace(update=update, fused=None if tx.fused is None else fused)
+
+
+def _stateless(
+    name: str, update: Callable[[Any, Any], Any], params: bool = False, sparse: bool = False, real: bool = False
+) -> Transform:
+    def pair(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        return update(grads, params), state
+
+    return checked(Transform(lambda params: (), pair, elementwise=True), Needs(name, None, params, sparse, real))
+
+
+def identity() -> Transform:
+    """Gradients as they are.
+
+    >>> identity().update(torch.tensor(2.0), ())[0]
+    tensor(2.)
+    """
+    return _stateless("identity", lambda grads, params: grads, sparse=True)
+
+
+def _times(grads: Any, factor: Any) -> Any:
+    return tree.map(lambda g: (g * beside(factor, g)).to(g.dtype), grads)
+
+
+def scale(factor: Number) -> Transform:
+    """u = factor g.
+
+    >>> scale(-0.5).update(torch.tensor(2.0), ())[0]
+    tensor(-1.)
+    """
+    check_hyperparams("scale", factor=factor)
+    return _stateless("scale", lambda grads, params: _times(grads, factor), sparse=True)
+
+
+class CountState(NamedTuple):
+    """Number of updates made (float32, 0-d)."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+
+
+def scale_by_schedule(schedule: Schedule) -> Transform:
+    """u = schedule(number of updates made) g.
+
+    >>> tx = scale_by_schedule(lambda count: 1 / (count + 1))
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)))
+    (tensor(2.), CountState(count=tensor(1.)))
+    """
+
+    check_function("optim.scale_by_schedule: schedule", schedule, "schedule(count)")
+
+    def update(grads: Any, state: CountState, params: Any = None, **extra: Any) -> tuple[Any, CountState]:
+        return _times(grads, at(schedule, state.count)), CountState(state.count + 1)
+
+    tx = Transform(lambda params: CountState(start_count(params)), update, elementwise=True)
+    return checked(tx, Needs("scale_by_schedule", CountState, sparse=True))
+
+
+def add_decayed_weights(weight_decay: Number) -> Transform:
+    """u = g + weight_decay p.
+
+    >>> add_decayed_weights(0.5).update(torch.tensor(2.0), (), torch.tensor(4.0))[0]
+    tensor(4.)
+    """
+    check_hyperparams("add_decayed_weights", weight_decay=weight_decay)
+    return _stateless(
+        "add_decayed_weights",
+        lambda grads, params: tree.map(lambda g, p: g + beside(weight_decay, p) * p, grads, params),
+        params=True,
+    )
+
+
+def clip(max_magnitude: Number) -> Transform:
+    """Every element clipped to [-max_magnitude, max_magnitude], as torch.nn.utils.clip_grad_value_.
+
+    >>> clip(1.0).update(torch.tensor([-3.0, 0.5]), ())[0]
+    tensor([-1.0000,  0.5000])
+    """
+    check_positive("optim.clip: max_magnitude", max_magnitude)
+
+    def one(g: Tensor) -> Tensor:
+        bound = beside(max_magnitude, g)
+        return g.clamp(-bound, bound)
+
+    return _stateless("clip", lambda grads, params: tree.map(one, grads), real=True)
+
+
+def clip_factor(norm: Tensor, max_norm: Number) -> Tensor:
+    """min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _check_norm(name: str, max_norm: Any, p: Any) -> None:
+    check_positive(f"optim.{name}: max_norm", max_norm)
+    check_positive(f"optim.{name}: p", p, tensors=False)
+
+
+def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
+    """g min(1, max_norm / (norm + 1e-6)) with the p-norm of the whole tree: one small collective.
+
+    As torch.nn.utils.clip_grad_norm_. `p` is above 0, or inf. Leaves that every rank holds count once.
+
+    >>> clip_by_global_norm(1.0).update(torch.tensor([3.0, 4.0]), ())[0]
+    tensor([0.6000, 0.8000])
+    """
+
+    def update(grads: Any, state: Any, params: Any = None, own_grads: bool = False, **extra: Any) -> tuple[Any, Any]:
+        return scaled(grads, clip_factor(global_norm(grads, p), max_norm), own_grads), state
+
+    _check_norm("clip_by_global_norm", max_norm, p)
+    return checked(Transform(lambda params: (), update), Needs("clip_by_global_norm"))
+
+
+def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
+    """Every leaf times min(1, max_norm / (its p-norm + 1e-6)): one small collective for all.
+
+    >>> clip_by_leaf_norm(1.0).update({"a": torch.tensor([3.0, 4.0]), "b": torch.tensor(0.5)}, ())[0]
+    {'a': tensor([0.6000, 0.8000]), 'b': tensor(0.5000)}
+    """
+
+    def update(grads: Any, state: Any, params: Any = None, own_grads: bool = False, **extra: Any) -> tuple[Any, Any]:
+        factors = clip_factor(leaf_norms(grads, p), max_norm)
+        return scale_leaves_(grads if own_grads else tree.map(torch.clone, grads), factors), state
+
+    _check_norm("clip_by_leaf_norm", max_norm, p)
+    return checked(Transform(lambda params: (), update), Needs("clip_by_leaf_norm"))
+
+
+class EmaState(NamedTuple):
+    """Number of updates made (float32, 0-d) and their running mean."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    mean: Any
+
+
+def ema(decay: float, debias: bool = True) -> Transform:
+    """m <- decay m + (1 - decay) g; u = m, or with `debias` m / (1 - decay^t), t counting from 1.
+
+    >>> tx = ema(0.9)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)))[0]
+    tensor(2.)
+    """
+    check_hyperparams("ema", decay=decay)
+    check_flags(**{"optim.ema: debias": debias})
+
+    def init(params: Any) -> EmaState:
+        return EmaState(start_count(params), tree.map(torch.zeros_like, params))
+
+    def update(grads: Any, state: EmaState, params: Any = None, **extra: Any) -> tuple[Any, EmaState]:
+        mean = tree.map(lambda m, g: (decay * m + (1 - decay) * g).to(m.dtype), state.mean, grads)
+        count = state.count + 1
+        share = 1 - decay ** count.double() if debias else 1.0
+        return tree.map(lambda m: (m / beside(share, m)).to(m.dtype), mean), EmaState(count, mean)
+
+    return checked(Transform(init, update, elementwise=True), Needs("ema", EmaState))

@@ -1,0 +1,179 @@
+"""One transformation, or one set of hyper-parameters, for each label of leaves: what parameter groups are for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.mesh import OnMesh
+from ..core import tree
+from ..core.arguments import wrong
+from ..layout.layout import Layout, Leaf
+from ..layout.pieces import copied, layout_of, packed, pick, put, write
+from .base import FoundInf, Needs, Transform, as_transform, checked, choose, identity
+
+# A function of a leaf's path and of an empty tensor of its shape and dtype; or a tree of labels, for leaves or for
+# whole subtrees, whose keys may be patterns ("blocks.*.bias"): the first that fits a leaf is its label.
+Labels = Any
+
+
+@dataclass(frozen=True)
+class LabelState(OnMesh):
+    """The state of each label's transformation, and which leaves are whose."""
+
+    inner: dict[Any, Any]
+    layouts: tuple[tuple[Any, Layout], ...]
+
+    @property
+    def home(self) -> Layout | None:
+        """The layout of the first label's leaves."""
+        return self.layouts[0][1] if self.layouts else None
+
+
+tree.register_fields(LabelState, ("inner",), ("layouts",))
+
+
+def by_label(transforms: Mapping[Any, Any], labels: Labels) -> Transform:
+    """The transformation of its label for every leaf.
+
+    `labels` is a function `(path, tensor) -> label` (the tensor is a meta tensor of the leaf's shape and dtype), or a
+    tree of labels, for leaves or for subtrees, whose keys may be patterns of `make_plan`'s kind; the first that fits a
+    leaf counts. ValueError names a leaf without a label, and a label without a transformation.
+
+    >>> tx = by_label({"fast": sgd(1.0), "slow": sgd(0.1)}, {"head": "fast", "**": "slow"})
+    >>> params = {"body": torch.ones(1), "head": torch.ones(1)}
+    >>> tx.update(params, tx.init(params), params)[0]
+    {'body': tensor([-0.1000]), 'head': tensor([-1.])}
+    """
+    if not isinstance(transforms, Mapping):
+        raise TypeError(f"by_label: {wrong('transforms', transforms, 'a dict of an optimizer for each label')}")
+    check_labels("by_label: labels", labels)
+    txs = {label: as_transform(tx) for label, tx in transforms.items()}
+
+    def init(params: Any) -> LabelState:
+        layouts = tuple(_split(layout_of(params), txs, labels).items())
+        return LabelState({label: txs[label].init(packed(pick(params, part))) for label, part in layouts}, layouts)
+
+    def update(
+        grads: Any, state: LabelState, params: Any = None, found_inf: FoundInf | None = None, **extra: Any
+    ) -> tuple[Any, LabelState]:
+        updates, inner = tree.map(torch.zeros_like, grads), {}
+        for label, part in _layouts(state, txs):
+            own = None if params is None else packed(pick(params, part))
+            new, after = txs[label].update(packed(pick(grads, part)), state.inner[label], own, **extra)
+            skip = _of_label(found_inf, label)
+            # -0.0 is what changes no parameter when it is added, not even one of -0.0
+            updates = put(updates, choose(skip, tree.map(lambda u: -torch.zeros_like(u), new), new), part)
+            inner[label] = choose(skip, state.inner[label], after)
+        return updates, LabelState(inner, state.layouts)
+
+    def fused(
+        grads: Any, state: LabelState, params: Any, found_inf: FoundInf | None, donate: bool, **extra: Any
+    ) -> tuple[Any, LabelState]:
+        params, states = (params, state.inner) if donate else (copied(params), tree.map(torch.clone, state.inner))
+        inner = {}
+        for label, part in _layouts(state, txs):
+            own, skip = pick(params, part), _of_label(found_inf, label)
+            new, inner[label] = txs[label].step(pick(grads, part), states[label], own, skip, donate=True, **extra)
+            write(own, new)
+        return params, LabelState(inner, state.layouts)
+
+    return checked(Transform(init, update, fused, labelled=True, views=True), Needs("by_label", LabelState))
+
+
+def masked(tx: Any, mask: Labels) -> Transform:
+    """`tx` for the leaves of which `mask` is true; the gradients of the others pass as they are.
+
+    `mask` is a function or a tree as `by_label`'s labels are, of truth values.
+
+    >>> tx = masked(scale(-1.0), lambda path, leaf: leaf.ndim > 0)
+    >>> grads = {"w": torch.ones(1), "s": torch.tensor(1.0)}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([-1.]), 's': tensor(1.)}
+    """
+    return by_label({True: tx, False: identity()}, mask)
+
+
+def check_labelled(tx: Transform) -> None:
+    """Raise ValueError if a transformation cannot skip the leaves of one label alone."""
+    if not tx.labelled:
+        raise ValueError(
+            "skip_labels: this transformation does not keep labels apart: they share a norm, a mean or a count, so one "
+            "label's overflow would change or skip the others. Expected optim.by_label, alone, in with_hyperparams "
+            "without schedules, or last in a chain of what acts on elements and has no state. Clip by norm, count and "
+            "average inside: by_label({'a': chain(clip_by_global_norm(1.0), adamw(lr)), ...}, labels)"
+        )
+
+
+def _split(layout: Layout, transforms: Mapping[Any, Any], labels: Labels) -> dict[Any, Layout]:
+    """The leaves of each label that has any."""
+    _check_patterns(layout, labels)
+    found: dict[Any, list[int]] = {}
+    for number in layout.numbers:
+        leaf = layout.leaves[number]
+        label = label_of(leaf, labels)
+        if label not in transforms:
+            raise ValueError(
+                f"by_label: leaf {leaf.path!r} has the label {label!r}, but there are transformations only for "
+                f"{', '.join(map(repr, transforms))}"
+            )
+        found.setdefault(label, []).append(number)
+    return {label: layout.pick(found[label]).prepared() for label in transforms if label in found}
+
+
+def _check_patterns(layout: Layout, labels: Labels) -> None:
+    """Raise ValueError for a pattern that is no leaf's: those below another label, and frozen ones, count as leaves."""
+    if callable(labels):
+        return
+    leaves = [path.split(".") for path in tree.paths(layout.spec)]
+    for pattern in tree.paths(tree.flatten(labels)[1]):
+        if pattern and pattern != "**" and not any(_fits(path, pattern) for path in leaves):
+            raise ValueError(
+                f"by_label: the pattern {pattern!r} of the labels matches no leaf; the tree has "
+                f"{', '.join(map(repr, tree.paths(layout.spec)[:6]))}"
+            )
+
+
+def _fits(path: Sequence[str], pattern: str) -> bool:
+    """Whether a pattern is a leaf's, or that of a subtree it is in."""
+    return any(tree.matches(path[:end], pattern) for end in range(len(path) + 1))
+
+
+def check_labels(name: str, labels: Labels) -> None:
+    """Raise TypeError for what is neither a function nor a tree of labels."""
+    if isinstance(labels, type | str | bool | int | float | Tensor) or hasattr(labels, "named_parameters"):
+        expected = "a function (path, tensor) -> label, or a tree of labels whose keys may be patterns"
+        raise TypeError(wrong(name, labels, expected))
+
+
+def label_of(leaf: Leaf, labels: Labels) -> Any:
+    """A leaf's label. ValueError if there is none."""
+    if callable(labels):
+        return labels(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+    path = leaf.path.split(".") if leaf.path else []
+    flat, spec = tree.flatten(labels)
+    for pattern, label in zip(tree.paths(spec), flat, strict=True):
+        if not pattern or _fits(path, pattern):
+            return label
+    raise ValueError(
+        f"by_label: the labels miss the leaf {leaf.path!r}: they are for {', '.join(map(repr, tree.paths(spec)))}. "
+        'A last key "**" is for all the rest.'
+    )
+
+
+def _of_label(found_inf: FoundInf | None, label: Any) -> Tensor | None:
+    if not isinstance(found_inf, Mapping):
+        return found_inf
+    if label not in found_inf:
+        raise ValueError(f"optim.by_label: found_inf is for {', '.join(map(repr, found_inf))}, not for {label!r}")
+    return found_inf[label]
+
+
+def _layouts(state: LabelState, transforms: Mapping[Any, Any]) -> tuple[tuple[Any, Layout], ...]:
+    if strange := [label for label, _ in state.layouts if label not in transforms]:
+        raise ValueError(f"optim.by_label: the state was made by another one: it has the label {strange[0]!r}")
+    return state.layouts

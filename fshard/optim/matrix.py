@@ -1,0 +1,358 @@
+"""Optimizers that must know leaves, not only elements: a norm for each, rows and columns, whole matrices.
+
+Over parts of leaves the norms and sums are added up over ranks in one small collective; a whole matrix is brought to
+one rank, by cost, and the result is sent back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import primitives
+from ..core import tree
+from ..core.arguments import check_flags, check_hyperparams, check_whole, is_number, wrong
+from ..core.scalars import Number, beside, is_zero, on_device
+from ..core.tracing import is_tracing
+from ..layout.layout import EVERYONE, Layout, Leaf, Span
+from ..layout.norms import leaf_norms, scale_leaves_
+from ..layout.pieces import device_of, layout_of, packed, pick, pieces, put
+from ..layout.reshard import collect, owned, spread
+from .base import Needs, Transform, as_transform, at, checked, start_count
+from .elementwise import AdamState, Rate, adam_rule
+from .labels import by_label
+
+
+def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, weight_decay: Number = 0.0) -> Transform:
+    """AdamW's step u of each leaf, scaled to its norm: p <- p - lr (|p| / |u|) u, a ratio of 1 where either is 0.
+
+    >>> tx = lamb(0.1)
+    >>> tx.update(torch.tensor([2.0]), tx.init(torch.tensor([3.0])), torch.tensor([3.0]))[0]
+    tensor([-0.3000])
+
+    Source: You et al., Large batch optimization for deep learning: training BERT in 76 minutes (2020); as optax.lamb.
+    """
+    check_hyperparams("lamb", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    inner = adam_rule("lamb", -1.0, b1, b2, eps, weight_decay, decoupled=True)
+
+    def update(grads: Any, state: AdamState, params: Any = None, **extra: Any) -> tuple[Any, AdamState]:
+        rate = at(lr, state.count)
+        steps, state = inner.update(grads, state, params)
+        layout = layout_of(steps)
+        norms, sizes = leaf_norms(params, layout=layout), leaf_norms(steps, layout=layout)
+        ratios = torch.where((norms > 0) & (sizes > 0), norms / sizes, 1.0)
+        return scale_leaves_(steps, -rate * ratios, layout), state
+
+    return checked(Transform(inner.init, update), Needs("lamb", AdamState, params=True))
+
+
+@dataclass(frozen=True)
+class AdafactorState:
+    """Number of updates made (float32, 0-d); mean squares of rows and columns, by path; of leaves without them, nu."""
+
+    count: Tensor
+    row_var: dict[str, Tensor]  # (..., n, 1)
+    col_var: dict[str, Tensor]  # (..., 1, m)
+    variance: Any
+    vectors: Layout | None  # of the leaves that have none
+
+
+tree.register_fields(AdafactorState, ("count", "row_var", "col_var", "variance"), ("vectors",))
+
+
+class Factors(NamedTuple):
+    """Of one leaf with two or more dims, as a stack of matrices: the rows and columns of all, end to end."""
+
+    leaf: Leaf
+    n: int
+    m: int
+
+    def fold(self, elements: Tensor, begin: int) -> tuple[Tensor, int, Tensor]:
+        """Elements from `begin` on as whole rows, zeros around them; the first row, and the matrix of each row."""
+        first, last = begin // self.m, -(-(begin + elements.numel()) // self.m)
+        rows = elements.new_zeros((last - first) * self.m)
+        rows[begin - first * self.m :][: elements.numel()] = elements
+        return rows.view(-1, self.m), first, torch.arange(first, last, device=elements.device) // self.n
+
+    def add_by_matrix(self, sums: Tensor, rows: Tensor, first: int) -> None:
+        """Add the rows of each matrix to its row of `sums` (matrices, m): whole matrices in one call.
+
+        In the order of the rows; index_add_ would add them in an order of its own on a GPU.
+        """
+        last = first + len(rows)
+        begin, end = min(-(-first // self.n) * self.n, last), max(last // self.n * self.n, first)
+        if begin < end:
+            whole = rows[begin - first : end - first].view(-1, self.n, self.m)
+            sums[begin // self.n : end // self.n] += whole.sum(1)
+        for start, stop in ((first, begin), (max(begin, end), last)):
+            if start < stop:
+                sums[start // self.n] += rows[start - first : stop - first].sum(0)
+
+
+def _factors(leaf: Leaf) -> Factors | None:
+    if len(leaf.shape) < 2 or not leaf.numel:
+        return None
+    return Factors(leaf, *leaf.shape[-2:])
+
+
+def adafactor(
+    lr: Rate = 1e-2,
+    beta2_decay: Number = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+    weight_decay: Number = 0.0,
+) -> Transform:
+    """Second moments of matrices kept as means of rows and of columns: nu = row col / mean(row).
+
+    u = g / sqrt(max(nu, eps1²)), of RMS at most d; p <- p - lr weight_decay p - max(eps2, RMS(p)) min(lr, t^-½) u.
+    Leaves of fewer than two dims keep their second moment whole. As torch.optim.Adafactor.
+
+    >>> tx = adafactor(0.1)
+    >>> tx.update(torch.tensor([2.0]), tx.init(torch.tensor([3.0])), torch.tensor([3.0]))[0]
+    tensor([-0.3000])
+
+    Source: Shazeer and Stern, Adafactor: adaptive learning rates with sublinear memory cost (2018).
+    """
+    if not isinstance(eps, tuple | list) or len(eps) != 2:
+        raise TypeError(f"optim.adafactor: {wrong('eps', eps, 'two numbers, the first may be None')}")
+    check_hyperparams("adafactor", lr, beta2_decay=beta2_decay, d=d, weight_decay=weight_decay)
+    check_hyperparams("adafactor", **{"eps[0]": 0.0 if eps[0] is None else eps[0], "eps[1]": eps[1]})
+
+    def init(params: Any) -> AdafactorState:
+        layout, count = layout_of(params), start_count(params)
+        row, col = dict[str, Tensor](), dict[str, Tensor]()
+        for leaf in (layout.leaves[n] for n in layout.numbers):
+            if _factors(leaf):
+                *batch, n, m = leaf.shape
+                row[leaf.path] = torch.zeros(*batch, n, 1, dtype=leaf.dtype, device=count.device)
+                col[leaf.path] = torch.zeros(*batch, 1, m, dtype=leaf.dtype, device=count.device)
+        others = [n for n in layout.numbers if not _factors(layout.leaves[n])]
+        vectors = layout.pick(others) if others else None
+        nu = tree.map(torch.zeros_like, packed(pick(params, vectors))) if vectors else None
+        return AdafactorState(count, row, col, nu, vectors)
+
+    def update(grads: Any, state: AdafactorState, params: Any = None, **extra: Any) -> tuple[Any, AdafactorState]:
+        layout, t = layout_of(grads), state.count.double() + 1
+        share, rate = t**beta2_decay, on_device(at(lr, state.count), t.device)
+        row, col = _row_and_column_means(grads, layout)
+        row, col = (
+            {path: old[path].lerp(new.to(old[path].dtype), share.to(old[path].dtype)) for path, new in means.items()}
+            for old, means in ((state.row_var, row), (state.col_var, col))
+        )
+        nu = state.variance
+        if state.vectors is not None:
+            squares = tree.map(torch.square, packed(pick(grads, state.vectors)))
+            nu = tree.map(lambda old, g2: old.lerp(g2, beside(share.to(old.dtype), old)), state.variance, squares)
+        steps = tree.map(torch.zeros_like, grads)
+        for span, (number, g), (_, out) in zip(layout.mine, pieces(grads, layout), pieces(steps, layout), strict=True):
+            if factors := _factors(layout.leaves[number]):
+                path = layout.leaves[number].path
+                out.copy_(_scaled(g, span, factors, row[path], col[path], _floor(eps[0], g)))
+        if state.vectors is not None:
+            roots = tree.map(
+                lambda g, v: g * v.clamp(min=_floor(eps[0], g) ** 2).rsqrt(), packed(pick(grads, state.vectors)), nu
+            )
+            steps = put(steps, roots, state.vectors)
+        sizes = _root_sizes([leaf.numel for leaf in layout.leaves], t.device)
+        size_of_step, size_of_params = (leaf_norms(x, layout=layout) / sizes for x in (steps, params))
+        alpha = size_of_params.clamp(min=eps[1]) * torch.minimum(rate, t.rsqrt())
+        steps = scale_leaves_(steps, -alpha / (size_of_step / d).clamp(min=1.0), layout)
+        if not is_zero(weight_decay):
+            decay = rate * weight_decay
+            steps = tree.map(lambda u, p: (u - beside(decay, p) * p).to(u.dtype), steps, params)
+        return steps, AdafactorState(state.count + 1, row, col, nu, state.vectors)
+
+    return checked(Transform(init, update), Needs("adafactor", AdafactorState, params=True, real=True))
+
+
+def _root_sizes(numels: Sequence[int], device: torch.device) -> Tensor:
+    """The roots of numbers of elements (float64): kept on each device, for a copy there waits for it."""
+    if is_tracing() or torch.compiler.is_dynamo_compiling():  # a graph takes no tensors from outside
+        # but constants, which torch brings to the device once, when it traces
+        return _made_roots(tuple(numels), device)
+    return _kept_roots(tuple(numels), device)
+
+
+def _made_roots(numels: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a kept tensor may be differentiated through later
+        return torch.tensor([math.sqrt(max(n, 1)) for n in numels], dtype=torch.float64, device=device)
+
+
+_kept_roots = lru_cache(maxsize=64)(_made_roots)
+
+
+def _floor(eps: float | None, g: Tensor) -> float:
+    return torch.finfo(g.dtype).eps if eps is None else eps
+
+
+def _row_and_column_means(grads: Any, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Mean squares of the rows and the columns of every leaf that has them: one collective."""
+    shapes = {n: _factors(layout.leaves[n]) for n in layout.numbers}
+    factored = {n: shape for n, shape in shapes.items() if shape}
+    if not factored:
+        return {}, {}
+    sizes = [size for f in factored.values() for size in (f.leaf.numel // f.m, f.leaf.numel // f.n)]
+    sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device_of(grads))
+    views = dict(zip(((n, k) for n in factored for k in (0, 1)), sums.split(sizes), strict=True))
+    for span, (number, g) in zip(layout.mine, pieces(grads, layout), strict=True):
+        if number in factored and (span.rank != EVERYONE or layout.rank == 0):
+            factors = factored[number]
+            squares, first, _ = factors.fold(g.reshape(-1).square().to(sums.device), span.begin)
+            views[number, 0][first : first + len(squares)] += squares.sum(1, dtype=torch.float64)
+            factors.add_by_matrix(views[number, 1].view(-1, factors.m), squares.double(), first)
+    whole = primitives.total(sums, layout.mesh, layout.axes, label="rows and columns").split(sizes)
+    row, col = {}, {}
+    for f, row_sums, col_sums in zip(factored.values(), whole[::2], whole[1::2], strict=True):
+        *batch, n, m = f.leaf.shape
+        row[f.leaf.path] = (row_sums / m).view(*batch, n, 1)
+        col[f.leaf.path] = (col_sums / n).view(*batch, 1, m)
+    return row, col
+
+
+def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, eps: float) -> Tensor:
+    """A piece of g over the root of its second moment."""
+    rows, first, matrix = factors.fold(g.reshape(-1), span.begin)
+    row, col = row.to(g.device), col.to(g.device)
+    mean = row.mean(-2).clamp(min=eps).view(-1, 1)[matrix]
+    nu = row.view(-1, 1)[first : first + len(rows)] * col.view(-1, factors.m)[matrix] / mean
+    start = span.begin - first * factors.m
+    return (rows * nu.clamp(min=eps * eps).rsqrt()).view(-1)[start : start + span.numel].view(g.shape)
+
+
+def whole_leaves(tx: Any) -> Transform:
+    """`tx` on whole leaves wherever they are cut: each is brought to one rank, evenly by size, and its update back.
+
+    For optimizers that look at matrices (Shampoo, or a torch.optim class): their state lies where the leaves are.
+
+    >>> tx = whole_leaves(sgd(1.0))
+    >>> tx.update(torch.ones(2), tx.init(torch.ones(2)))[0]
+    tensor([-1., -1.])
+    """
+    inner = as_transform(tx)
+
+    def bring(x: Any) -> Any:
+        layout = layout_of(x)
+        return collect(x, owned(layout, layout.mesh, layout.axes), "whole leaves") if layout.flat else x
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        updates, state = inner.update(bring(grads), state, None if params is None else bring(params), **extra)
+        return (spread(updates, grads, "whole leaves") if layout_of(grads).flat else updates), state
+
+    def fused(
+        grads: Any, state: Any, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
+    ) -> tuple[Any, Any]:
+        if not layout_of(params).flat:
+            return inner.step(grads, state, params, found_inf, donate, **extra)
+        state = state if donate else tree.map(torch.clone, state)
+        # what lies whole on its owner is brought as it is
+        own = bring(params) if donate else tree.map(torch.clone, bring(params))
+        new, state = inner.step(bring(grads), state, own, found_inf, True, **extra)
+        return spread(new, params, "whole leaves"), state
+
+    return checked(Transform(lambda params: inner.init(bring(params)), update, fused), Needs("whole_leaves"))
+
+
+class MuonState(NamedTuple):
+    """Number of updates made (float32, 0-d) and the momenta."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    momentum: Any
+
+
+def muon(
+    lr: Rate = 1e-3,
+    weight_decay: Number = 0.1,
+    momentum: Number = 0.95,
+    nesterov: bool = True,
+    coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+    eps: float = 1e-7,
+    steps: int = 5,
+    adjust_lr: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    rest: Any = None,
+) -> Transform:
+    """Momentum, made orthogonal: p <- p - lr weight_decay p - lr a O, O near U Vᵀ of m = U S Vᵀ; a as `adjust_lr` says.
+
+    m <- momentum m + (1 - momentum) g. O by `steps` Newton-Schulz iterations in `dtype`. For a matrix (A, B), a is
+    sqrt(max(1, A / B)), or with adjust_lr="match_rms_adamw" 0.2 sqrt(max(A, B)). As torch.optim.Muon. Leaves that are
+    no matrices are `rest`'s (by default adamw(lr)); to give it embeddings too, use `by_label`. Of matrices that are cut
+    over ranks each is brought to one rank, evenly by cost: two all-to-alls for all of them.
+
+    >>> tx = muon(0.1, weight_decay=0.0)
+    >>> params = {"w": torch.eye(2), "b": torch.ones(2)}
+    >>> tx.update(params, tx.init(params), params)[0]["b"]
+    tensor([-0.1010, -0.1010])
+
+    Source: Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024).
+    """
+    if adjust_lr not in (None, "original", "match_rms_adamw"):
+        raise ValueError(f"muon: adjust_lr={adjust_lr!r}: expected None, 'original' or 'match_rms_adamw'")
+    check_hyperparams("muon", lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
+    check_flags(**{"optim.muon: nesterov": nesterov})
+    check_whole("optim.muon: steps", steps, what="a number of iterations")
+    if not isinstance(coefficients, tuple | list) or len(coefficients) != 3 or not all(map(is_number, coefficients)):
+        raise TypeError(f"optim.muon: {wrong('coefficients', coefficients, 'three numbers')}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"optim.muon: {wrong('dtype', dtype, 'a floating dtype of torch')}")
+
+    def init(params: Any) -> MuonState:
+        return MuonState(start_count(params), tree.map(torch.zeros_like, params))
+
+    def update(grads: Any, state: MuonState, params: Any = None, **extra: Any) -> tuple[Any, MuonState]:
+        moved = tree.map(lambda m, g: (momentum * m + (1 - momentum) * g).to(m.dtype), state.momentum, grads)
+        ahead = (
+            tree.map(lambda m, g: (momentum * m + (1 - momentum) * g).to(m.dtype), moved, grads) if nesterov else moved
+        )
+        layout = layout_of(ahead)
+        rate = at(lr, state.count)
+        whole = _to_owners(ahead, layout)
+        turned = [
+            orthogonal(x, coefficients, eps, steps, dtype).to(x.dtype) * -_shape_factor(x, adjust_lr)
+            for x in whole.tensors
+        ]
+        out = spread(tree.unflatten(tree.flatten(whole)[1], turned), ahead, "muon")
+        out = tree.map(lambda u: (beside(rate, u) * u).to(u.dtype), out)
+        if not is_zero(weight_decay):
+            decay = rate * weight_decay
+            out = tree.map(lambda u, p: (u - beside(decay, p) * p).to(u.dtype), out, params)
+        return out, MuonState(state.count + 1, moved)
+
+    fallback = adam_rule("adamw", lr, 0.9, 0.999, 1e-8, 0.01, decoupled=True) if rest is None else rest
+    needs = Needs("muon", MuonState, params=not is_zero(weight_decay), real=True)
+    both = {"matrix": checked(Transform(init, update), needs), "rest": fallback}
+    return by_label(both, lambda path, leaf: "matrix" if leaf.ndim == 2 else "rest")
+
+
+def _to_owners(x: Any, layout: Layout) -> Any:
+    def cost(leaf: Leaf) -> float:  # of one product with the small side's Gram matrix
+        return leaf.numel * min(leaf.shape)
+
+    return collect(x, owned(layout, layout.mesh, layout.axes, cost), "muon")
+
+
+def _shape_factor(x: Tensor, adjust_lr: str | None) -> float:
+    rows, cols = x.shape
+    return (
+        0.2 * math.sqrt(max(rows, cols)) if adjust_lr == "match_rms_adamw" else math.sqrt(max(1, rows / max(cols, 1)))
+    )
+
+
+def orthogonal(
+    x: Tensor, coefficients: tuple[float, float, float], eps: float, steps: int, dtype: torch.dtype
+) -> Tensor:
+    """Newton-Schulz: singular values of x / |x| brought near 1; x <- a x + (b (x xᵀ) + c (x xᵀ)²) x, `steps` times."""
+    a, b, c = coefficients
+    wide = x.to(dtype)
+    tall = x.shape[0] > x.shape[1]
+    wide = wide.T if tall else wide
+    wide = wide / wide.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if tall else wide

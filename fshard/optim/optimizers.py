@@ -1,0 +1,343 @@
+"""Elementwise optimizers: SGD, the Adam family, RMSprop, Adagrad, Adadelta, Lion, schedule-free AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from ..core.arguments import check_flags, check_hyperparams, is_number, shown
+from ..core.scalars import Number, is_zero, on_device
+from ..layout.layout import Layout
+from ..layout.pieces import Parameters, Parts, copied, packed, pick, write
+from ..layout.reshard import gathered
+from . import kernels
+from .base import Transform, at
+from .elementwise import (
+    PARAMS,
+    AdadeltaState,
+    AdagradState,
+    LionState,
+    NadamState,
+    Rate,
+    RmspropState,
+    Rule,
+    ScheduleFreeState,
+    SgdState,
+    adam_rule,
+    plain,
+    share,
+    transform,
+)
+
+Nothing = dict[str, Tensor]
+
+
+def sgd(lr: Rate, momentum: Number = 0, nesterov: bool = False, weight_decay: Number = 0) -> Transform:
+    """m <- momentum m + g + weight_decay p; p <- p - lr m (nesterov: p - lr (g + weight_decay p + momentum m)).
+
+    As torch.optim.SGD with dampening 0. Takes sparse gradients where momentum and weight decay are 0.
+
+    >>> tx = sgd(0.5)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-1.)
+
+    Source: Sutskever et al., On the importance of initialization and momentum in deep learning (2013).
+    """
+    check_hyperparams("sgd", lr, momentum=momentum, weight_decay=weight_decay)
+    check_flags(nesterov=nesterov)
+    if nesterov and is_zero(momentum):
+        raise ValueError("sgd: nesterov=True needs a momentum above 0")
+
+    def prepare(state: SgdState) -> tuple[kernels.Sgd, dict[str, Tensor]]:
+        return kernels.Sgd(at(lr, state.count), momentum, nesterov, weight_decay), {}
+
+    bare = is_zero(momentum) and is_zero(weight_decay)
+    return transform(
+        Rule(
+            "sgd",
+            SgdState,
+            kernels.sgd,
+            prepare,
+            {} if is_zero(momentum) else {"momentum": 0.0},
+            kernel=kernels.sgd_ if plain(momentum, weight_decay) else None,
+            reads_params=not is_zero(weight_decay),
+            takes_sparse=bare,
+        )
+    )
+
+
+def adam(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0) -> Transform:
+    """p <- p - lr mû / (sqrt(nû) + eps), mû and nû the bias-corrected running means of g and g².
+
+    Weight decay is added to g (for the decoupled kind see `adamw`). As torch.optim.Adam.
+
+    >>> tx = adam(0.1)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-0.1000)
+
+    Source: Kingma and Ba, Adam: a method for stochastic optimization (2015).
+    """
+    check_hyperparams("adam", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    return adam_rule("adam", lr, b1, b2, eps, weight_decay, decoupled=False)
+
+
+def adamw(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0.01) -> Transform:
+    """Adam with decoupled weight decay: p <- p - lr (mû / (sqrt(nû) + eps) + weight_decay p).
+
+    As torch.optim.AdamW.
+
+    >>> tx = adamw(0.1, weight_decay=0.0)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-0.1000)
+
+    Source: Loshchilov and Hutter, Decoupled weight decay regularization (2019).
+    """
+    check_hyperparams("adamw", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    return adam_rule("adamw", lr, b1, b2, eps, weight_decay, decoupled=True)
+
+
+def amsgrad(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0) -> Transform:
+    """Adam with the largest nu so far in nu's place. As torch.optim.Adam(amsgrad=True).
+
+    >>> tx = amsgrad(0.1)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-0.1000)
+
+    Source: Reddi et al., On the convergence of Adam and beyond (2018).
+    """
+    check_hyperparams("amsgrad", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    return adam_rule("amsgrad", lr, b1, b2, eps, weight_decay, decoupled=False, amsgrad=True)
+
+
+def nadam(
+    lr: Rate = 2e-3,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    weight_decay: Number = 0,
+    momentum_decay: Number = 4e-3,
+    decoupled: bool = False,
+) -> Transform:
+    """Adam with Nesterov's momentum, warmed up: b1 (1 - 0.96^(t momentum_decay) / 2) at update t.
+
+    As torch.optim.NAdam; `decoupled` is its decoupled_weight_decay.
+
+    >>> tx = nadam(0.1)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-0.1056)
+
+    Source: Dozat, Incorporating Nesterov momentum into Adam (2016).
+    """
+    numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "momentum_decay": momentum_decay}
+    check_hyperparams("nadam", lr, **numbers)
+    check_flags(decoupled=decoupled)
+
+    def prepare(state: NadamState) -> tuple[kernels.Nadam, dict[str, Tensor]]:
+        t = state.count.double() + 1
+        now, following = (b1 * (1 - 0.5 * 0.96 ** (i * momentum_decay)) for i in (t, t + 1))
+        product = state.mu_product * now
+        shares = (1 - now) / (1 - product), following / (1 - product * following)
+        rate = at(lr, state.count)
+        return kernels.Nadam(rate, b1, b2, eps, weight_decay, decoupled, *shares, share(b2, t)), {"mu_product": product}
+
+    return transform(
+        Rule(
+            "nadam",
+            NadamState,
+            kernels.nadam,
+            prepare,
+            {"mu": 0.0, "nu": 0.0},
+            {"mu_product": 1.0},
+            reads_params=not is_zero(weight_decay),
+        )
+    )
+
+
+def rmsprop(
+    lr: Rate = 1e-2,
+    alpha: Number = 0.99,
+    eps: Number = 1e-8,
+    weight_decay: Number = 0,
+    momentum: Number = 0,
+    centered: bool = False,
+) -> Transform:
+    """nu <- alpha nu + (1 - alpha) g²; p <- p - lr g / (sqrt(nu) + eps), if centered nu less the mean gradient squared.
+
+    With momentum, b <- momentum b + g / (sqrt(nu) + eps) is the step. As torch.optim.RMSprop.
+
+    >>> tx = rmsprop(0.1)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-1.0000)
+
+    Source: Tieleman and Hinton, Lecture 6.5 (2012); Graves, Generating sequences with recurrent neural networks (2013).
+    """
+    check_hyperparams("rmsprop", lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
+    check_flags(centered=centered)
+
+    def prepare(state: RmspropState) -> tuple[kernels.Rmsprop, dict[str, Tensor]]:
+        return kernels.Rmsprop(at(lr, state.count), alpha, eps, weight_decay, momentum, centered), {}
+
+    moments = ["square_avg", *["grad_avg"] * centered, *["momentum_buffer"] * (not is_zero(momentum))]
+    begun = dict.fromkeys(moments, 0.0)
+    return transform(
+        Rule("rmsprop", RmspropState, kernels.rmsprop, prepare, begun, reads_params=not is_zero(weight_decay))
+    )
+
+
+def adagrad(
+    lr: Rate = 1e-2,
+    lr_decay: Number = 0,
+    weight_decay: Number = 0,
+    initial_accumulator_value: float = 0.0,
+    eps: Number = 1e-10,
+) -> Transform:
+    """sum <- sum + g²; p <- p - lr / (1 + (t - 1) lr_decay) g / (sqrt(sum) + eps). As torch.optim.Adagrad.
+
+    >>> tx = adagrad(0.1)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-0.1000)
+
+    Source: Duchi et al., Adaptive subgradient methods for online learning and stochastic optimization (2011).
+    """
+    start = {"initial_accumulator_value": initial_accumulator_value}
+    check_hyperparams("adagrad", lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps, **start)
+
+    def prepare(state: AdagradState) -> tuple[kernels.Adagrad, dict[str, Tensor]]:
+        return kernels.Adagrad(at(lr, state.count) / (1 + state.count.double() * lr_decay), eps, weight_decay), {}
+
+    begun = {"sum": initial_accumulator_value}
+    return transform(
+        Rule("adagrad", AdagradState, kernels.adagrad, prepare, begun, reads_params=not is_zero(weight_decay))
+    )
+
+
+def adadelta(lr: Rate = 1.0, rho: Number = 0.9, eps: Number = 1e-6, weight_decay: Number = 0) -> Transform:
+    """nu <- rho nu + (1 - rho) g²; s = g sqrt(delta + eps) / sqrt(nu + eps); p <- p - lr s; delta as nu, of s².
+
+    As torch.optim.Adadelta.
+
+    >>> tx = adadelta()
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-0.0032)
+
+    Source: Zeiler, ADADELTA: an adaptive learning rate method (2012).
+    """
+    check_hyperparams("adadelta", lr, rho=rho, eps=eps, weight_decay=weight_decay)
+
+    def prepare(state: AdadeltaState) -> tuple[kernels.Adadelta, dict[str, Tensor]]:
+        return kernels.Adadelta(at(lr, state.count), rho, eps, weight_decay), {}
+
+    return transform(
+        Rule(
+            "adadelta",
+            AdadeltaState,
+            kernels.adadelta,
+            prepare,
+            {"square_avg": 0.0, "acc_delta": 0.0},
+            reads_params=not is_zero(weight_decay),
+        )
+    )
+
+
+def lion(lr: Rate, b1: Number = 0.9, b2: Number = 0.99, weight_decay: Number = 1e-3) -> Transform:
+    """p <- p - lr (sign(b1 m + (1 - b1) g) + weight_decay p); m <- b2 m + (1 - b2) g.
+
+    >>> tx = lion(0.1)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(0.0)), torch.tensor(0.0))[0]
+    tensor(-0.1000)
+
+    Source: Chen et al., Symbolic discovery of optimization algorithms (2023); defaults as optax.lion.
+    """
+    check_hyperparams("lion", lr, b1=b1, b2=b2, weight_decay=weight_decay)
+
+    def prepare(state: LionState) -> tuple[kernels.Lion, dict[str, Tensor]]:
+        return kernels.Lion(at(lr, state.count), b1, b2, weight_decay), {}
+
+    return transform(
+        Rule("lion", LionState, kernels.lion, prepare, {"mu": 0.0}, reads_params=not is_zero(weight_decay))
+    )
+
+
+def schedule_free_adamw(
+    lr: Rate,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.0,
+    weight_power: float = 2.0,
+) -> Transform:
+    """AdamW without a schedule: gradients are taken at y = (1 - b1) z + b1 x, z makes AdamW's steps, x averages z.
+
+    z <- z - lr (g / (sqrt(nû) + eps) + weight_decay y); x <- (1 - c) x + c z, c the share of lr_max^weight_power in its
+    sum so far. The parameters trained are y; for evaluation take x, `schedule_free_params(state, params)`. `lr` may be
+    a schedule for a warm-up.
+
+    >>> tx = schedule_free_adamw(0.1)
+    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(-0.1000)
+
+    Source: Defazio et al., The road less scheduled (2024); as optax.contrib.schedule_free_adamw.
+    """
+    numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "weight_power": weight_power}
+    check_hyperparams("schedule_free_adamw", lr, **numbers)
+
+    def prepare(state: ScheduleFreeState) -> tuple[kernels.ScheduleFree, dict[str, Tensor]]:
+        rate = at(lr, state.count)
+        lr_max = torch.maximum(state.lr_max, on_device(rate, state.lr_max.device))
+        weight = lr_max**weight_power
+        total = state.weight_sum + weight
+        newest = torch.where(total > 0, weight / total, 0.0)
+        constants = kernels.ScheduleFree(rate, b1, b2, eps, weight_decay, newest, share(b2, state.count.double() + 1))
+        return constants, {"lr_max": lr_max, "weight_sum": total}
+
+    return transform(
+        Rule(
+            "schedule_free_adamw",
+            ScheduleFreeState,
+            kernels.schedule_free,
+            prepare,
+            {"z": PARAMS, "nu": 0.0},
+            {"lr_max": 0.0, "weight_sum": 0.0},
+        )
+    )
+
+
+def schedule_free_params(state: Any, params: Any, b1: Number = 0.9) -> Any:
+    """The averaged parameters x = (y - (1 - b1) z) / b1 of `schedule_free_adamw`, for evaluation.
+
+    `state` is the optimizer's, in which `schedule_free_adamw`'s may be that of a label, of a chain, or of `zero`;
+    parameters that it did not train are as they were. For a `TrainState`: `schedule_free_params(state.opt_state,
+    state.params)`, on every rank, wherever the plan has the state lie.
+
+    >>> params = torch.tensor(1.0)
+    >>> schedule_free_params(schedule_free_adamw(0.1).init(params), params)
+    tensor(1.)
+    """
+    points = [found.z for found in tree.nodes(state, ScheduleFreeState)]
+    if not points:
+        raise TypeError(
+            f"schedule_free_params: expected the state of schedule_free_adamw, or one it is part of, got {shown(state)}"
+        )
+    if not is_number(b1) or not 0 < b1 <= 1:
+        raise ValueError(f"schedule_free_params: b1={b1!r}: expected a number above 0, at most 1")
+
+    def averaged(y: Tensor, z: Tensor | None) -> Tensor:
+        return y if z is None else ((y - (1 - b1) * z) / b1).to(y.dtype)
+
+    if not isinstance(params, Parameters):
+        for z in points:
+            params = tree.map(averaged, params, gathered(z) if isinstance(z, Parts) else z)
+        return params
+    fine = copied(params.for_state)
+    for z in points:
+        own = _picked_as(fine, z.layout)
+        write(own, tree.map(averaged, packed(own), z))
+    return params.with_trained(fine)
+
+
+def _picked_as(x: Any, layout: Layout) -> Any:
+    """The leaves of `x` that a layout, picked from one that was picked from its own, has."""
+    return x if layout.origin is None else pick(_picked_as(x, layout.origin), layout)

@@ -1,0 +1,128 @@
+"""L-BFGS over trees, sharded or not: all dot products of an iteration travel in one small collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from ..core.arguments import check_function, check_hyperparams, check_whole
+from ..core.scalars import beside
+from ..layout.norms import global_norm, gram
+from .base import Needs, Transform, apply_updates, at, checked, start_count
+from .elementwise import Rate
+from .kernels import where
+
+_LEAST_CURVATURE = 1e-10  # sᵀy below which a pair is left out, as in torch.optim.LBFGS
+
+
+class LbfgsState(NamedTuple):
+    """Iterations made (float32, 0-d), the last parameters and gradients, and the latest differences of each (s, y)."""
+
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    params: Any
+    grads: Any
+    s: tuple[Any, ...]  # the oldest first; zeros until there are so many
+    y: tuple[Any, ...]
+
+
+def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transform:
+    """Steps along -H g, H the inverse Hessian that the latest differences of parameters and gradients tell of.
+
+    H by the two-loop recursion over the `history_size` latest pairs (s, y) with sᵀy > 1e-10. The step's length is `lr`,
+    that of the first iteration min(1, 1 / |g|₁) lr. An update is one iteration; given the gradient as a function,
+    `update(grads, state, params, grad_fn=fn)` makes `max_iter` of them, `fn(params) -> grads` being called between two.
+    As torch.optim.LBFGS without a line search and without tolerances, whose closure `fn` is.
+
+    >>> tx, w = lbfgs(max_iter=3), torch.tensor([3.0, -1.0])
+    >>> updates, _ = tx.update(4 * w, tx.init(w), w, grad_fn=lambda w: 4 * w)
+    >>> apply_updates(w, updates).abs().max() < 1e-6
+    tensor(True)
+
+    Source: Liu and Nocedal, On the limited memory BFGS method (1989); the products in one collective: Chen et al.,
+    Large-scale L-BFGS using MapReduce (2014).
+    """
+    check_hyperparams("lbfgs", lr)
+    check_whole("optim.lbfgs: history_size", history_size, what="a number of pairs")
+    check_whole("optim.lbfgs: max_iter", max_iter, what="a number of iterations")
+
+    def init(params: Any) -> LbfgsState:
+        def zeros() -> Any:
+            return tree.map(torch.zeros_like, params)
+
+        s, y = (tuple(zeros() for _ in range(history_size)) for _ in range(2))
+        return LbfgsState(start_count(params), zeros(), zeros(), s, y)
+
+    def iterate(grads: Any, state: LbfgsState, params: Any) -> tuple[Any, LbfgsState]:
+        moved = state.count > 0
+        s = (*state.s, _difference(params, state.params, moved))
+        y = (*state.y, _difference(grads, state.grads, moved))
+        products = gram([*s, *y, grads])
+        keeps = products[history_size, 2 * history_size + 1] > _LEAST_CURVATURE
+        s, y = (tuple(tree.map(partial(where, keeps), x, old) for old, x in pairwise(xs)) for xs in (s, y))
+        first = (1 / global_norm(grads, 1)).clamp(max=1.0)
+        rate = at(lr, state.count) * torch.where(moved, 1.0, first)
+        weights = (_direction(_kept(products, keeps)) * rate).unbind()
+        updates = tree.map(lambda *xs: _combined(weights, xs), *s, *y, grads)
+        here, slope = tree.map(torch.clone, (params, grads))  # the caller may write to these
+        return updates, LbfgsState(state.count + 1, here, slope, s, y)
+
+    def update(
+        grads: Any, state: LbfgsState, params: Any = None, grad_fn: Callable[[Any], Any] | None = None, **extra: Any
+    ) -> tuple[Any, LbfgsState]:
+        if grad_fn is not None:
+            check_function("optim.lbfgs: grad_fn", grad_fn, "grad_fn(params) -> grads")
+        updates, state = iterate(grads, state, params)
+        for _ in range(max_iter - 1):
+            if grad_fn is None:
+                break
+            here = apply_updates(params, updates)
+            further, state = iterate(grad_fn(here), state, here)
+            updates = tree.map(torch.add, updates, further)
+        return updates, state
+
+    return checked(Transform(init, update), Needs("lbfgs", LbfgsState, params=True, real=True))
+
+
+def _difference(new: Any, old: Any, moved: Tensor) -> Any:
+    return tree.map(lambda a, b: where(moved, a - b, torch.zeros_like(a)), new, old)
+
+
+def _kept(products: Tensor, keeps: Tensor) -> Tensor:
+    """Without the oldest pair, or without the newest if that is not kept."""
+    m = len(products) // 2
+    kept = torch.arange(m - 1, device=products.device) + keeps.long()
+    index = torch.cat([kept, kept + m, torch.full_like(kept[:1], 2 * m)])
+    return products[index][:, index]
+
+
+def _direction(products: Tensor) -> Tensor:
+    """-H g as weights of s, y and g (2 m + 1 of them), whose dot products these are: the two-loop recursion."""
+    m = len(products) // 2
+    curvature = products.diagonal(m)[:m]  # sᵀy
+    used = curvature > _LEAST_CURVATURE
+    rho = torch.where(used, 1 / curvature, 0.0)
+    weights, alphas, scale = torch.zeros_like(products[0]), torch.zeros_like(curvature), torch.ones_like(curvature[0])
+    weights[-1].fill_(-1)  # no number set by its index: on a GPU that is a copy from the host
+    for i in reversed(range(m)):
+        alphas[i] = rho[i] * (weights @ products[i])
+        weights[m + i] -= alphas[i]
+    for i in range(m):  # of the newest pair that is used
+        scale = torch.where(used[i], curvature[i] / products[m + i, m + i], scale)
+    weights = weights * scale
+    for i in range(m):
+        weights[i] += alphas[i] - rho[i] * (weights @ products[m + i])
+    return weights
+
+
+def _combined(weights: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+    """The sum of rows times their weights, in the dtype of the rows."""
+    total = torch.zeros_like(rows[0])
+    for weight, row in zip(weights, rows, strict=True):
+        total += (beside(weight, row) * row).to(row.dtype)
+    return total

@@ -1,0 +1,150 @@
+"""Schedules: functions of the number of updates made, a 0-d tensor, to a 0-d tensor. No host reads.
+
+Any function of this kind is a schedule; these are the usual ones. Sources: torch.optim.lr_scheduler and optax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.arguments import check_whole, is_number, wrong
+from ..core.scalars import double
+
+Schedule = Callable[[Tensor], Tensor]
+
+
+def _check(name: str, steps: Any = 1, **numbers: Any) -> None:
+    check_whole(f"schedule {name}: steps", steps, what="a number of steps")
+    for argument, value in numbers.items():
+        if not is_number(value) or not math.isfinite(value):
+            raise TypeError(f"schedule {name}: {wrong(argument, value, 'a finite number')}")
+
+
+def _share(count: Tensor, steps: int) -> Tensor:
+    """How much of a number of steps is over, from 0 to 1, in float64."""
+    return (double(count) / steps).clamp(0, 1)
+
+
+def constant(value: float) -> Schedule:
+    """The same at every step.
+
+    >>> constant(0.1)(torch.tensor(5.0)).item()
+    0.1
+    """
+    _check("constant", value=value)
+    return lambda count: torch.full((), value, dtype=torch.float64, device=double(count).device)
+
+
+def linear(start: float, end: float, steps: int) -> Schedule:
+    """From `start` to `end` in `steps`, then `end`. As optax.linear_schedule.
+
+    >>> linear(0.0, 1.0, 4)(torch.tensor(1.0)).item()
+    0.25
+    """
+    _check("linear", steps, start=start, end=end)
+    return lambda count: start + (end - start) * _share(count, steps)
+
+
+def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
+    """Half a cosine from `start` to `end` in `steps`, then `end`. As torch's CosineAnnealingLR up to `steps`.
+
+    >>> cosine(1.0, 4)(torch.tensor(2.0)).item()
+    0.5
+    """
+    _check("cosine", steps, start=start, end=end)
+    return lambda count: end + (start - end) * (1 + torch.cos(math.pi * _share(count, steps))) / 2
+
+
+def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end: float = 0.0) -> Schedule:
+    """From `start` to `peak` in `warmup` steps, then half a cosine down to `end` at `steps` (warm-up included).
+
+    As optax.warmup_cosine_decay_schedule.
+
+    >>> schedule = warmup_cosine(1.0, warmup=2, steps=6)
+    >>> [schedule(torch.tensor(float(i))).item() for i in (0, 1, 2, 4)]
+    [0.0, 0.5, 1.0, 0.5]
+    """
+    _check("warmup_cosine", warmup, peak=peak, start=start, end=end)
+    check_whole("schedule warmup_cosine: steps", steps, warmup + 1, what="a number of steps, warm-up included")
+    return join([linear(start, peak, warmup), cosine(peak, steps - warmup, end)], [warmup])
+
+
+def one_cycle(peak: float, steps: int, rise: float = 0.3, div: float = 25.0, final_div: float = 1e4) -> Schedule:
+    """Cosine up from peak / div in a share `rise` of the steps, cosine down to peak / div / final_div at the last.
+
+    As torch.optim.lr_scheduler.OneCycleLR(total_steps=steps) with its defaults.
+
+    >>> one_cycle(1.0, 10)(torch.tensor(2.0)).item()
+    1.0
+    """
+    _check("one_cycle", steps, peak=peak, rise=rise, div=div, final_div=final_div)
+    for name, value in {"div": div, "final_div": final_div}.items():
+        if not value > 0:
+            raise ValueError(f"schedule one_cycle: {wrong(name, value, 'a number above 0')}")
+    top = rise * steps - 1
+    if not 0 < top < steps - 1:
+        raise ValueError(f"schedule one_cycle: {rise} of {steps} steps leaves none to rise or to fall in")
+
+    def between(a: float, b: float, share: Tensor) -> Tensor:
+        return b + (a - b) * (1 + torch.cos(math.pi * share.clamp(0, 1))) / 2
+
+    def schedule(count: Tensor) -> Tensor:
+        t = double(count)
+        up = between(peak / div, peak, t / top)
+        return torch.where(t <= top, up, between(peak, peak / div / final_div, (t - top) / (steps - 1 - top)))
+
+    return schedule
+
+
+def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
+    """`start`, multiplied by `factors[n]` from step n on. As optax.piecewise_constant_schedule and torch's MultiStepLR.
+
+    >>> piecewise(1.0, {2: 0.5, 4: 0.5})(torch.tensor(4.0)).item()
+    0.25
+    """
+    _check("piecewise", start=start)
+    if not isinstance(factors, Mapping):
+        raise TypeError(f"schedule piecewise: {wrong('factors', factors, 'a dict of a factor for each step')}")
+    for step, factor in factors.items():
+        check_whole("schedule piecewise: a step", step, least=0)
+        _check("piecewise", factor=factor)
+
+    def schedule(count: Tensor) -> Tensor:
+        t = double(count)
+        value = torch.full((), start, dtype=torch.float64, device=t.device)
+        for step, factor in sorted(factors.items()):
+            value = torch.where(t >= step, value * factor, value)
+        return value
+
+    return schedule
+
+
+def join(schedules: Sequence[Callable[[Tensor], Tensor]], boundaries: Sequence[int]) -> Schedule:
+    """One schedule after another, each counting from the boundary it begins at. As optax.join_schedules.
+
+    >>> join([constant(1.0), linear(1.0, 0.0, 2)], [3])(torch.tensor(4.0)).item()
+    0.5
+    """
+    if not isinstance(schedules, list | tuple) or not all(callable(schedule) for schedule in schedules):
+        raise TypeError(f"schedule join: {wrong('schedules', schedules, 'a list of schedules, functions of a count')}")
+    if not isinstance(boundaries, list | tuple) or not all(map(is_number, boundaries)):
+        raise TypeError(f"schedule join: {wrong('boundaries', boundaries, 'a list of numbers of steps')}")
+    if len(boundaries) != len(schedules) - 1 or list(boundaries) != sorted(boundaries):
+        raise ValueError(
+            f"schedule join: expected {len(schedules) - 1} rising boundaries for {len(schedules)} schedules, got "
+            f"{list(boundaries)}"
+        )
+
+    def schedule(count: Tensor) -> Tensor:
+        t = count if isinstance(count, Tensor) else double(count)
+        value = schedules[0](t)
+        for boundary, following in zip(boundaries, schedules[1:], strict=True):
+            value = torch.where(t >= boundary, following(t - boundary), value)
+        return value
+
+    return schedule

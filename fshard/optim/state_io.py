@@ -1,0 +1,380 @@
+"""Optimizer state in and out: whole, by leaf path, on all ranks or on one; torch's own formats; other partitions.
+
+A whole state is a dict of tensors, by the path of the state's field and of the leaf: {"count": ..., "mu.head.w": ...}.
+It says nothing of ranks, plans or partitions, so it is read into any other: `gather_state` and `shard_state` are each
+other's inverse, and so are `state_dict` and `load_state_dict`, in torch.optim's format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import primitives
+from ..comm.mesh import Axes, Mesh, axis_sizes, coordinate, mesh_device, num_ranks
+from ..core import tree
+from ..core.arguments import check_whole, check_word, wrong
+from ..core.scalars import double
+from ..layout.layout import EVERYONE, Layout, Span
+from ..layout.pieces import Parts, layout_of, mesh_of, packed, pick, pieces, typed
+from ..layout.reshard import collect, on_rank
+from .labels import LabelState
+
+_CHUNK = 1 << 24  # elements on their way at a time
+
+# What torch.optim calls the fields of our states; those not here have its names.
+_TORCH = {
+    "count": "step",
+    "mu": "exp_avg",
+    "nu": "exp_avg_sq",
+    "nu_max": "max_exp_avg_sq",
+    "momentum": "momentum_buffer",
+}
+
+
+def _joined(*names: str) -> str:
+    return ".".join(name for name in names if name)
+
+
+def _world(state: Any) -> tuple[Mesh, Axes]:
+    """The mesh a state is cut over, and all its axes."""
+    mesh = mesh_of(state)
+    return mesh, tuple(axis_sizes(mesh))
+
+
+def _along(layout: Layout, rank: int) -> int:
+    """The number along a layout's axes of a rank of the mesh."""
+    sizes = axis_sizes(layout.mesh)
+    digits = dict[str, int]()
+    for axis in reversed(sizes):
+        rank, digits[axis] = divmod(rank, sizes[axis])
+    number = 0
+    for axis in layout.axes:
+        number = number * sizes[axis] + digits[axis]
+    return number
+
+
+def _chunks(layout: Layout) -> Iterator[list[int]]:
+    """The leaves, a few at a time."""
+    chunk, numel = list[int](), 0
+    for number in layout.numbers:
+        chunk.append(number)
+        numel += layout.leaves[number].numel
+        if numel >= _CHUNK:
+            yield chunk
+            chunk, numel = [], 0
+    if chunk:
+        yield chunk
+
+
+def gather_state(state: Any, rank: int | None = None) -> dict[str, Tensor]:
+    """An optimizer's whole state, by field and leaf path: on every rank, or on one in host memory; the others get {}.
+
+    To one rank the leaves travel a few at a time, and no device holds more than those. Every rank must call it. Dual:
+    `shard_state`.
+
+    >>> params = {"w": torch.ones(2)}
+    >>> gather_state(sgd(0.1, momentum=0.9).init(params))
+    {'count': tensor(0.), 'momentum.w': tensor([0., 0.])}
+    """
+    _check_rank("gather_state: rank", state, rank)
+    found: dict[str, Tensor] = {}
+    for path, node in tree.paths_to(state, Parts):
+        if not isinstance(node, Parts | Tensor):
+            expected = "the state of an optimizer, tensors alone"
+            raise TypeError(f"gather_state: {f'leaf {path!r} of ' if path else ''}{wrong('state', node, expected)}")
+        leaves = _whole_leaves(node, rank) if isinstance(node, Parts) else [("", node)]
+        # copies: what they are of may be given away
+        found.update((_joined(path, name), x.to(x.device if rank is None else "cpu", copy=True)) for name, x in leaves)
+    return found if _holds(state, rank) else {}
+
+
+def _check_rank(name: str, state: Any, rank: int | None) -> None:
+    """Raise unless it is None or a rank of the mesh a state is cut over; of what is not cut ranks are not known."""
+    mesh = mesh_of(state)
+    if rank is not None:
+        check_whole(name, rank, 0, torch.inf if mesh is None else num_ranks(mesh), "a rank of the state's mesh")
+
+
+def _holds(state: Any, rank: int | None) -> bool:
+    """Whether this rank is one that has, or gets, the whole state: all are where nothing in it is cut."""
+    mesh, axes = _world(state)
+    return rank is None or mesh is None or rank == coordinate(mesh, axes)
+
+
+def _whole_leaves(x: Parts, rank: int | None) -> Iterator[tuple[str, Tensor]]:
+    layout = x.layout
+    for numbers in _chunks(layout):
+        part = layout.pick(numbers)
+        target = on_rank(part, layout.mesh, layout.axes, EVERYONE if rank is None else _along(layout, rank))
+        label = "optimizer state" if rank is None else f"optimizer state for rank {rank}"  # ranks compare it
+        whole = collect(packed(pick(x, part)), target, label)
+        yield from ((layout.leaves[s.leaf].path, row) for s, row in zip(whole.layout.mine, whole.tensors, strict=True))
+
+
+def shard_state(whole: Mapping[str, Tensor], like: Any, src: int | None = None) -> Any:
+    """A whole state in the partition of `like`, a state of the same optimizer. Dual: `gather_state`.
+
+    `like`, made by `init` say, may be of any plan, partition and number of ranks. Every rank passes the whole state, or
+    with `src` that rank of the mesh alone, and all must call it. ValueError names what is missing or of another shape.
+
+    >>> tx = sgd(0.1, momentum=0.9)
+    >>> shard_state({"count": torch.tensor(3.0), "momentum.w": torch.ones(2)}, tx.init({"w": torch.zeros(2)}))
+    SgdState(count=tensor(3.), momentum={'w': tensor([1., 1.])})
+    """
+    _check_rank("shard_state: src", like, src)
+    mesh, _ = _world(like)
+    held = _holds(like, src)
+    if held:
+        _check(whole, like)
+    made = []
+    for path, node in tree.paths_to(like, Parts):
+        if isinstance(node, Parts):
+            made.append(_cut(whole, path, node, src))
+        else:
+            value = whole[path].to(node) if held else node
+            made.append(value.clone() if src is None or mesh is None else _broadcast(value, mesh, src))
+    return tree.put_tops(like, Parts, made)
+
+
+def _check(whole: Mapping[str, Tensor], like: Any) -> None:
+    for key, shape in _shapes(like):
+        if key not in whole:
+            raise ValueError(f"shard_state: the state lacks {key!r}; it has {list(whole)[:6]} and so on")
+        if tuple(whole[key].shape) != shape:
+            raise ValueError(f"shard_state: {key!r}: expected shape {list(shape)}, got {list(whole[key].shape)}")
+
+
+def _shapes(like: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for path, node in tree.paths_to(like, Parts):
+        if isinstance(node, Parts):
+            leaves = [node.layout.leaves[n] for n in node.layout.numbers]
+            yield from ((_joined(path, leaf.path), leaf.shape) for leaf in leaves)
+        else:
+            yield path, tuple(node.shape)
+
+
+def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, src: int | None) -> Any:
+    """A tree of the state, leaf by leaf."""
+    out, layout = tree.map(torch.zeros_like, like), typed(like)
+    mesh, _ = _world(like)
+    by_leaf: dict[int, list[tuple[Span, Tensor]]] = {n: [] for n in layout.numbers}
+    for span, (number, piece) in zip(layout.mine, pieces(out), strict=True):
+        by_leaf[number].append((span, piece))
+    for number in layout.numbers:
+        leaf, key = layout.leaves[number], _joined(path, layout.leaves[number].path)
+        if src is None:
+            value = whole[key]
+        else:
+            device = mesh_device(mesh)
+            empty = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            value = _broadcast(whole[key].to(empty) if key in whole else empty, mesh, src)
+        for span, piece in by_leaf[number]:
+            piece.copy_(value.reshape(-1)[span.begin : span.begin + span.numel].view(piece.shape))
+    return out
+
+
+def _broadcast(x: Tensor, mesh: Mesh, src: int) -> Tensor:
+    sizes = axis_sizes(mesh)
+    for axis in reversed(sizes):
+        src, coordinate = divmod(src, sizes[axis])
+        x = primitives.broadcast(x, primitives.along(mesh, axis), coordinate, "optimizer state").wait()
+    return x
+
+
+class _Field(NamedTuple):
+    """A tensor of a state: its key in the whole state, its path without leaf and labels, the leaves it is of."""
+
+    key: str
+    path: str
+    leaves: list[str]
+    lone: bool  # a number, of all its leaves alike
+
+    @property
+    def hyperparam(self) -> str | None:
+        """Its name, if it is one of `with_hyperparams`."""
+        *parents, name = self.path.split(".")
+        return name if parents[-1:] == ["hyperparams"] else None
+
+
+def _fields(state: Any, leaves: list[str], spec: tree.Spec | None, key: str = "", path: str = "") -> Iterator[_Field]:
+    """Every tensor of a state. Trees of the parameters' structure, and dicts by leaf path, are of their leaves."""
+
+    def named(x: Any) -> list[str] | None:
+        if isinstance(x, Parts):
+            return _paths(x.layout)
+        if isinstance(x, dict) and x and x.keys() <= set(leaves):
+            return [*x]
+        return tree.paths(spec) if spec is not None and tree.flatten(x)[1] == spec else None
+
+    for name, x in tree.paths_to(state, lambda x: isinstance(x, LabelState) or named(x) is not None):
+        at, to = _joined(key, name), _joined(path, name)
+        if isinstance(x, LabelState):
+            for label, layout in x.layouts:
+                yield from _fields(x.inner[label], _paths(layout), None, _joined(at, "inner", str(label)), to)
+        elif (names := named(x)) is not None:
+            yield from (_Field(_joined(at, leaf), to, [leaf], False) for leaf in names)
+        else:
+            yield _Field(at, to, leaves, True)
+
+
+def _torch_names(fields: Sequence[_Field]) -> dict[tuple[str, str], _Field]:
+    """The field of every leaf and name in torch's format. Where two have one name, the innermost keeps it."""
+    found: dict[tuple[str, str], _Field] = {}
+    for field in fields:
+        last = field.path.rpartition(".")[2]
+        for leaf in field.leaves if field.hyperparam is None else []:
+            name = leaf, _TORCH.get(last, last)
+            if name in found:
+                found[leaf, found[name].path] = found[name]
+            found[name] = field
+    return found
+
+
+def _label_sets(state: Any) -> Iterator[set[str]]:
+    for node in tree.nodes(state, LabelState):
+        for label, layout in node.layouts:
+            yield set(_paths(layout))
+            yield from _label_sets(node.inner[label])
+
+
+def _groups(state: Any, fields: Sequence[_Field], leaves: Sequence[str]) -> list[list[str]]:
+    """The leaves that have a state, those with the same labels together: torch's parameter groups."""
+    held, sets = {leaf for field in fields for leaf in field.leaves}, list(_label_sets(state))
+    labels = {leaf: tuple(leaf not in some for some in sets) for leaf in leaves if leaf in held}
+    return [[leaf for leaf in labels if labels[leaf] == these] for these in sorted(set(labels.values()))]
+
+
+def _paths(layout: Layout) -> list[str]:
+    return [layout.leaves[n].path for n in layout.numbers]
+
+
+def _known(state: Any, params: Any) -> tuple[list[_Field], list[list[str]]]:
+    """The fields of a state, and its groups. ValueError for a state of other leaves."""
+    leaves, spec = _paths(layout_of(params)), None if isinstance(params, Parts) else tree.flatten(params)[1]
+    fields = list(_fields(state, leaves, spec))
+    if strange := [leaf for field in fields for leaf in field.leaves if leaf not in leaves]:
+        raise ValueError(f"the state has a leaf {strange[0]!r} which params have not: the order is (state, params)")
+    return fields, _groups(state, fields, leaves)
+
+
+def state_dict(
+    state: Any, params: Any, key: str = "path", rank: int | None = None, groups: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """A state in torch.optim's format, leaves by path (as FSDP keys it) or by "index" (as DDP and ZeRO do).
+
+    A parameter group for every label of `by_label`, in order; `groups` adds to each what torch is to find there (its
+    hyper-parameters; those of `with_hyperparams` are there already). On every rank, or on one. Dual: `load_state_dict`.
+
+    >>> params = {"w": torch.ones(1)}
+    >>> state_dict(adamw(0.1).init(params), params)["state"]
+    {'w': {'step': tensor(0.), 'exp_avg': tensor([0.]), 'exp_avg_sq': tensor([0.])}}
+    """
+    check_word("state_dict: key", key, ("path", "index"))
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) for group in groups):
+        raise TypeError(f"state_dict: {wrong('groups', groups, 'a list of dicts, one for each parameter group')}")
+    whole, (fields, by_label) = gather_state(state, rank), _known(state, params)
+    if not _holds(state, rank):
+        return {}
+    entries: dict[str, dict[str, Tensor]] = {leaf: {} for some in by_label for leaf in some}
+    for (leaf, name), field in _torch_names(fields).items():
+        # torch changes the numbers of each leaf in place
+        entries[leaf][name] = whole[field.key].clone() if field.lone else whole[field.key]
+    names: dict[str, Any] = {leaf: leaf if key == "path" else i for i, leaf in enumerate(entries)}
+    made = []
+    for some, more in zip(by_label, [*groups, *[{}] * len(by_label)], strict=False):
+        own = {f.hyperparam: whole[f.key].item() for f in fields if f.hyperparam and some[0] in f.leaves}
+        made.append({**own, **more, "params": [names[leaf] for leaf in some]})
+    return {"state": {names[leaf]: entry for leaf, entry in entries.items() if entry}, "param_groups": made}
+
+
+def load_state_dict(
+    saved: Mapping[str, Any],
+    like: Any,
+    params: Any,
+    order: Sequence[str] | None = None,
+    src: int | None = None,
+    strict: bool = True,
+) -> Any:
+    """torch.optim's format (of an optimizer, DDP, ZeroRedundancyOptimizer or FSDP) in the partition of `like`.
+
+    Leaves by path, or by index: `order` has the paths in the order the torch optimizer was given its parameters in, by
+    default group after group in the order of use. What torch does not keep stays as in `like`; with `strict=False` so
+    does a leaf without a state, such as torch keeps none of before its first gradient. DTensors and ShardedTensors are
+    made whole, one at a time: then every rank passes its own `saved`. `src` as for `shard_state`. ValueError names a
+    leaf, or what a leaf lacks. Dual: `state_dict`.
+
+    >>> params = {"w": torch.ones(1)}
+    >>> state = adamw(0.1).init(params)
+    >>> load_state_dict(state_dict(state, params), state, params)
+    AdamState(count=tensor(0.), mu={'w': tensor([0.])}, nu={'w': tensor([0.])})
+    """
+    if not saved and src is not None:
+        return shard_state({}, like, src)
+    _check_saved(saved)
+    fields, by_label = _known(like, params)
+    order = order or [leaf for some in by_label for leaf in some]
+    entries = _by_path(saved, order)
+    hyperparams = {_path(key, order): group for group in saved.get("param_groups", ()) for key in group["params"]}
+    whole = {path: node for path, node in tree.paths_to(like, Parts) if not isinstance(node, Parts)}
+    untouched = list[str]()
+    for (leaf, name), field in _torch_names(fields).items():
+        entry = entries.get(leaf, {})
+        if name in entry:
+            whole[field.key] = _whole(entry[name], mesh_of(like))
+        elif not entry and not strict and not field.lone:
+            untouched.append(field.key)
+        elif not field.lone:
+            there = ", ".join(map(repr, entry)) or "nothing"
+            raise ValueError(
+                f"load_state_dict: leaf {leaf!r}: expected {name!r} in its state, there is {there}. With strict=False "
+                "leaves without any state keep the one they have"
+            )
+    if untouched:
+        known = gather_state(like)
+        whole.update((key, known[key]) for key in untouched)
+    for field in fields:
+        group = hyperparams.get(field.leaves[0], {}) if field.leaves else {}
+        if field.hyperparam in group:
+            whole[field.key] = double(group[field.hyperparam])
+    return shard_state(whole, like, src)
+
+
+def _check_saved(saved: Any) -> None:
+    order = "The order is load_state_dict(saved, like, params)"
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"load_state_dict: {wrong('saved', saved, 'a dict in the format of torch.optim', order)}")
+    if not isinstance(saved.get("state"), Mapping):
+        there = ", ".join(map(repr, saved)) or "nothing"
+        raise ValueError(f"load_state_dict: saved: expected a dict with 'state', there is {there}. {order}")
+
+
+def _whole(x: Any, mesh: Mesh) -> Tensor:
+    """A tensor, or a sharded one of torch's, whole: every rank must call it for those."""
+    if hasattr(x, "full_tensor"):  # a DTensor
+        return x.full_tensor()
+    if not hasattr(x, "local_shards"):
+        return x if isinstance(x, Tensor) else double(x)
+    # a ShardedTensor: what this rank has of it; replicas have the same, so the largest is that of any
+    lowest = torch.finfo(x.dtype).min if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
+    whole = torch.full(tuple(x.size()), lowest, dtype=x.dtype, device=mesh_device(mesh))
+    for shard in x.local_shards():
+        begins, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+        whole[tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))] = shard.tensor
+    return primitives.total(whole, mesh, op="max", label="optimizer state")
+
+
+def _path(key: Any, order: Sequence[str]) -> str:
+    if isinstance(key, int) and key >= len(order):
+        raise ValueError(f"load_state_dict: the state has a parameter number {key}, the tree {len(order)} leaves")
+    return order[key] if isinstance(key, int) else key
+
+
+def _by_path(saved: Mapping[str, Any], order: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    found = {_path(key, order): entry for key, entry in saved["state"].items()}
+    if unknown := [path for path in found if path not in order]:
+        raise ValueError(f"load_state_dict: the state has {unknown[0]!r}, which is no leaf of the tree: {order[:6]}")
+    return found

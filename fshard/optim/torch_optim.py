@@ -1,0 +1,294 @@
+"""Any optimizer class of torch.optim, or of the user's, as a pure transformation: its state goes in and comes out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..core import tree
+from ..core.scalars import double
+from ..layout.layout import Layout, Leaf
+from ..layout.pieces import Pieces, clear_padding_, layout_of
+from .base import Needs, Transform, checked, choose
+from .matrix import whole_leaves
+
+# Those of torch.optim that act on every element by itself; all others are given whole leaves.
+_ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+Entry = dict[str, Any]  # what a torch optimizer keeps of one parameter
+
+
+class TorchState(NamedTuple):
+    """What the class keeps, by torch's names: trees like the parameters, and 0-d tensors that are the same for all."""
+
+    tensors: dict[str, Any]
+    scalars: dict[str, Tensor]
+
+
+def from_torch(cls: Any, **hyperparams: Any) -> Transform:
+    """An optimizer class of torch.optim, or one of yours, `cls(params, **hyperparams)`, as a transformation.
+
+    `step` gives exactly the parameters the class would. Every class works whose step needs no closure, takes dense
+    gradients, and keeps tensors and numbers of each parameter (`self.state[p]`) and nothing else. Classes of yours, and
+    those that look at whole leaves (Muon, Adafactor), are given whole leaves, wherever the parameters are cut. Further
+    arguments of `update` that the class's own `step` names are passed on to it. For parameter groups give `by_label`
+    one of these for each.
+
+    Raises ValueError for a class that cannot be a pure function; for LBFGS use `lbfgs`.
+
+    >>> tx = from_torch(torch.optim.SGD, lr=0.5)
+    >>> tx.step(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
+    tensor(0.)
+    """
+    _check_class(cls)
+    if cls not in vars(torch.optim).values():
+        return whole_leaves(_of_user(cls, hyperparams))
+    try:
+        cls([torch.zeros(1, 1, dtype=torch.float32, device="cpu")], **hyperparams)
+    except (TypeError, ValueError) as refused:
+        raise type(refused)(f"from_torch: torch.optim.{cls.__name__} refuses these arguments: {refused}") from refused
+    elementwise, one = cls.__name__ in _ELEMENTWISE, torch.zeros(1, dtype=torch.float32, device="cpu")
+    scalars = {n for n, x in _begin(cls, hyperparams, one).items() if not x.dim()} if elementwise else set()
+
+    def init(params: Any) -> TorchState:
+        rows = tree.leaves(params)
+        if elementwise:
+            begun = [_begin(cls, hyperparams, row) for row in rows] or [_begin(cls, hyperparams, one)]
+            return _like_params(begun if rows else begun[:0], params, begun[0], scalars)
+        layout = layout_of(params)
+        shapes = {n: _begin(cls, hyperparams, _meta(layout.leaves[n])) for n in layout.numbers}
+        held = {s.leaf: _begin(cls, hyperparams, rows[s.row]) for s in layout.mine}
+        return TorchState(_by_name(layout, shapes, held), {})
+
+    def stepped(rows: list[Tensor], grads: Sequence[Tensor], entries: Sequence[Entry]) -> list[Entry]:
+        optimizer = cls(rows, **hyperparams)
+        for row, g, entry in zip(rows, grads, entries, strict=True):
+            row.grad = g.detach().to(row.dtype).resolve_conj()
+            optimizer.state[row] = entry
+        optimizer.step()
+        return [optimizer.state[row] for row in rows]
+
+    def run(grads: Any, state: TorchState, params: Any, extra: Mapping[str, Any]) -> TorchState:
+        rows = [row.detach() for row in tree.leaves(params)]
+        if not rows:  # a rank that holds none of the parameters counts their updates all the same
+            alone = _begin(cls, hyperparams, one) | {name: x.clone() for name, x in state.scalars.items()}
+            (entry,) = stepped([one.clone()], [torch.zeros_like(one)], [alone])
+            return TorchState(state.tensors, {name: entry[name] for name in state.scalars})
+        after = stepped(rows, tree.leaves(grads), _by_row(state, params))
+        if elementwise:
+            return _like_params(after, params, after[0], scalars)
+        number = {s.leaf: s.row for s in layout_of(params).mine}
+        tensors = {
+            name: Pieces(old.layout, [after[number[s.leaf]][name] for s in old.layout.mine])
+            for name, old in state.tensors.items()
+        }
+        return TorchState(tensors, {})
+
+    tx = _adapted(init, run)
+    return tx if elementwise else whole_leaves(tx)
+
+
+def _adapted(init: Callable[[Any], TorchState], run: Callable[..., TorchState]) -> Transform:
+    """A transformation whose `run(grads, state, params, extra)` is the class's own step, in place on `params`."""
+
+    def fused(
+        grads: Any, state: TorchState, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
+    ) -> tuple[Any, TorchState]:
+        new, inner = (params, state) if donate and found_inf is None else tree.map(torch.clone, (params, state))
+        after = run(grads, inner, new, extra)
+        if found_inf is not None and after.tensors.keys() != state.tensors.keys():
+            # SGD with dampening begins its momentum with its first update: whether this is one must be read
+            return (params, state) if bool(found_inf) else (new, after)
+        return choose(found_inf, (params, state), (new, after))
+
+    def update(grads: Any, state: TorchState, params: Any = None, **extra: Any) -> tuple[Any, TorchState]:
+        new, after = fused(grads, state, params, None, False, **extra)
+        return tree.map(torch.sub, new, params), after
+
+    return checked(Transform(init, update, fused), Needs("from_torch", TorchState, params=True))
+
+
+def _check_class(cls: Any) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or cls.__name__ in ("LBFGS", "SparseAdam"):
+        reasons = {"LBFGS": "its step needs a closure. Use lbfgs", "SparseAdam": "it takes sparse gradients alone"}
+        why = reasons.get(getattr(cls, "__name__", ""), "it is no optimizer of torch.optim's kind")
+        if isinstance(cls, Optimizer):
+            why = f"it is one already: give its class, without parameters: from_torch({type(cls).__name__}, lr=...)"
+        name = cls.__name__ if isinstance(cls, type) else type(cls).__name__
+        raise ValueError(f"from_torch: cannot run {name!r} as a transformation: {why}")
+
+
+def _begin(cls: Any, hyperparams: Mapping[str, Any], row: Tensor) -> Entry:
+    """What the class keeps of a parameter before its first update."""
+    row = row.detach()
+    optimizer, row.grad = cls([row], **hyperparams), torch.zeros_like(row)
+    # Private, but the way every class of torch.optim fills its state (test_authority.py notices when it is not).
+    num_lists = len(inspect.signature(optimizer._init_group).parameters) - 1
+    optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(num_lists)))
+    entry = dict(optimizer.state[row])
+    group = optimizer.param_groups[0]
+    if cls.__name__ == "SGD" and group["momentum"] and not group["dampening"]:
+        entry["momentum_buffer"] = torch.zeros_like(row)  # as what torch makes of none
+    if strange := [name for name, x in entry.items() if not isinstance(x, Tensor)]:
+        raise ValueError(f"from_torch: {cls.__name__} keeps {strange[0]!r}, which is no tensor: it cannot be a value")
+    return entry
+
+
+def _meta(leaf: Leaf) -> Tensor:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+
+
+def _like_params(entries: Sequence[Entry], params: Any, first: Entry, scalars: set[str]) -> TorchState:
+    spec = tree.flatten(params)[1]
+    tensors = {n: tree.unflatten(spec, [entry[n] for entry in entries]) for n in first if n not in scalars}
+    return TorchState({n: clear_padding_(x) for n, x in tensors.items()}, {n: first[n] for n in first if n in scalars})
+
+
+def _by_name(layout: Layout, shapes: Mapping[int, Entry], held: Mapping[int, Entry]) -> dict[str, Pieces]:
+    """All that a class keeps of whole leaves, by its names."""
+    names = dict.fromkeys(name for entry in shapes.values() for name in entry)
+    return {name: _entries_of(name, layout, shapes, held) for name in names}
+
+
+def _entries_of(name: str, layout: Layout, shapes: Mapping[int, Entry], held: Mapping[int, Entry]) -> Pieces:
+    """One thing a class keeps of whole leaves: of any shapes, for those leaves it keeps it of."""
+    known = {n: entry[name] for n, entry in shapes.items() if name in entry}
+    leaves = [
+        replace(leaf, shape=tuple(known[n].shape), dtype=known[n].dtype) if n in known else leaf
+        for n, leaf in enumerate(layout.leaves)
+    ]
+    part = layout.pick(known)
+    spans = tuple(replace(s, numel=known[s.leaf].numel()) for s in part.spans)
+    part = replace(part, source=(name, part.source), leaves=tuple(leaves), spans=spans, origin=None)
+    return Pieces(part, [held[s.leaf][name] for s in part.mine])
+
+
+def _by_row(state: TorchState, params: Any) -> list[Entry]:
+    rows = tree.leaves(params)
+    if state.scalars or not any(isinstance(x, Pieces) and not x.layout.flat for x in state.tensors.values()):
+        columns = {name: tree.leaves(x) for name, x in state.tensors.items()}
+        scalars = [{name: x.clone() for name, x in state.scalars.items()} for _ in rows]
+        return [{name: xs[i] for name, xs in columns.items()} | scalars[i] for i in range(len(rows))]
+    return _by_leaf(state, layout_of(params))
+
+
+def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
+    numbers = [s.leaf for s in layout.mine]
+    entries: dict[int, Entry] = {n: {} for n in numbers}
+    for name, x in state.tensors.items():
+        for span, row in zip(x.layout.mine, x.tensors, strict=True):
+            entries[span.leaf][name] = row
+    return [entries[n] for n in numbers]
+
+
+def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
+    """A class of the user's: what its state holds is read off a step with gradients of zero, and made by the first."""
+    _check_apart(cls, hyperparams)
+    first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
+    numbers = {n: type(x) for n, x in first.items() if not isinstance(x, Tensor)}
+    known = inspect.signature(cls.step).parameters.keys() - {"self", "closure"}
+
+    def begin(row: Tensor) -> Entry:
+        return {name: _value(x) for name, x in _first_step(cls, hyperparams, row).items()}
+
+    def init(params: Any) -> TorchState:
+        rows, layout = tree.leaves(params), layout_of(params)
+        leaves = {n: layout.leaves[n] for n in layout.numbers}
+        shapes = {n: begin(torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")) for n, leaf in leaves.items()}
+        held = {s.leaf: begin(rows[s.row]) for s in layout.mine}
+        return TorchState(_by_name(layout, shapes, held), {"begun": torch.zeros((), dtype=torch.float32, device="cpu")})
+
+    def run(grads: Any, state: TorchState, params: Any, extra: Mapping[str, Any]) -> TorchState:
+        rows, layout, after = [row.detach() for row in tree.leaves(params)], layout_of(params), dict[int, Entry]()
+        begun = bool(state.scalars["begun"])  # on the CPU: no wait for a device
+        if rows:
+            optimizer = cls(rows, **hyperparams)
+            for row, g, entry in zip(rows, tree.leaves(grads), _by_leaf(state, layout), strict=True):
+                row.grad = g.detach().to(row.dtype, copy=True).resolve_conj()  # which a class may write to
+                if begun:
+                    optimizer.state[row] = {n: numbers[n](x) if n in numbers else x for n, x in entry.items()}
+            places = [row.detach() for row in rows]
+            optimizer.step(**{name: value for name, value in extra.items() if name in known})
+            for place, row in zip(places, rows, strict=True):
+                if row.data_ptr() != place.data_ptr():  # a class may give its parameter other memory
+                    place.copy_(row)
+            after = {s.leaf: optimizer.state[row] for s, row in zip(layout.mine, rows, strict=True)}
+        _check_names(cls, {name for entry in after.values() for name in entry}, state)
+        tensors = {
+            name: Pieces(x.layout, [_value(after[s.leaf][name]) for s in x.layout.mine])
+            for name, x in state.tensors.items()
+        }
+        return TorchState(tensors, {"begun": torch.ones((), dtype=torch.float32, device="cpu")})
+
+    return _adapted(init, run)
+
+
+def _check_apart(cls: Any, hyperparams: Mapping[str, Any]) -> None:
+    """Raise ValueError for a class to which it matters which parameters it is given together: ranks have others."""
+
+    def stepped(*starts: Tensor) -> list[Tensor]:
+        rows = [start.clone() for start in starts]
+        optimizer = cls(rows, **hyperparams)
+        for row, start in zip(rows, starts, strict=True):
+            row.grad = start + 1
+        optimizer.step()
+        return rows
+
+    starts = [torch.arange(1.0, 5.0, dtype=torch.float32, device="cpu").view(2, 2) * scale for scale in (1.0, -3.0)]
+    together, alone = stepped(*starts), [stepped(start)[0] for start in starts]
+    if not all(torch.allclose(a, b) for a, b in zip(together, alone, strict=True)):
+        raise ValueError(
+            f"from_torch: {cls.__name__} updates a parameter otherwise beside others than alone (by a norm of all, by "
+            "their order, or at random), and ranks have different ones: write it as an fshard.optim.Transform"
+        )
+
+
+def _check_names(cls: Any, names: set[str], state: TorchState) -> None:
+    if late := names - state.tensors.keys():
+        raise ValueError(
+            f"from_torch: {cls.__name__} keeps {min(late)!r} of a parameter, which its first step with a gradient of "
+            "zero did not make: make all of self.state[p] in the first step"
+        )
+
+
+def _value(x: Any) -> Tensor:
+    """A tensor, or a Python number as one, in full precision."""
+    return x if isinstance(x, Tensor) else double(x) if isinstance(x, float) else torch.tensor(x, device="cpu")
+
+
+def _first_step(cls: Any, hyperparams: Mapping[str, Any], row: Tensor) -> Entry:
+    """What a step with a gradient of zero makes. ValueError for what could not be a value of the state."""
+    row = row.detach().clone()
+    optimizer = cls([row], **hyperparams)
+    row.grad, before = torch.zeros_like(row), _of_all(optimizer)
+    optimizer.step()
+    if changed := [name for name, text in _of_all(optimizer).items() if before.get(name) != text]:
+        raise ValueError(
+            f"from_torch: {cls.__name__} changes its {changed[0]}, which belongs to no parameter, and would be lost: "
+            "keep it in self.state[p] of each"
+        )
+    if others := [key for key in optimizer.state if key is not row]:
+        raise ValueError(
+            f"from_torch: {cls.__name__} keeps state[{others[0]!r}], which belongs to no parameter, and would be lost: "
+            "keep it in self.state[p] of each"
+        )
+    entry = dict(optimizer.state[row])
+    if strange := [name for name, x in entry.items() if not isinstance(x, Tensor | int | float)]:
+        raise ValueError(
+            f"from_torch: {cls.__name__} keeps {strange[0]!r} of a parameter: expected a tensor or a number, got "
+            f"{type(entry[strange[0]]).__name__}"
+        )
+    return entry
+
+
+def _of_all(optimizer: Any) -> dict[str, str]:
+    """What an optimizer keeps besides parameters and their states, as text."""
+    (group,) = optimizer.param_groups
+    own = {f"param_groups[0][{name!r}]": value for name, value in group.items() if name != "params"}
+    rest = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    return {name: repr(value) for name, value in (own | rest).items()}

@@ -1,0 +1,1 @@
+"""Plans, sharded trees, and one forward and backward over them."""

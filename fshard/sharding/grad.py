@@ -1,0 +1,358 @@
+"""What a loss may return, and the gradients of losses of sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import primitives
+from ..comm.mesh import Axes, Mesh
+from ..comm.reduction import Reduction, is_idle, reduction_of
+from ..core import func_levels, tree
+from ..core.arguments import check_flags, check_function, is_number, shown
+from ..core.scalars import on_device
+from ..layout.pieces import Unreduced
+from . import anchors, offload
+from .gradients import Gradients, settle
+from .plan import Plan
+from .sharded import Sharded, local_numel, whole_view
+from .tape import Tape
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A loss that is a mean: the sum of all totals over the sum of all counts, across ranks and micro-batches.
+
+    `total` is a 0-d tensor, `count` a number or a 0-d tensor (of tokens, say). A rank or a micro-batch may have a count
+    of 0; where all have, loss and gradients are NaN (0 / 0), and a loss scaler skips the update. A count that depends
+    on the parameters is differentiated as well; with micro-batches, or slices, that is a ValueError.
+
+    >>> value_and_grad(lambda w: Mean((w * 3).sum(), 2))(shard_of(torch.ones(2)))[0]
+    tensor(3.)
+    """
+
+    total: Any
+    count: Any
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A loss that is a sum: of all totals, across ranks and micro-batches.
+
+    >>> value_and_grad(lambda w: Sum((w * 3).sum()))(shard_of(torch.ones(2)))[0]
+    tensor(6.)
+    """
+
+    total: Any
+
+
+tree.register_fields(Mean, ("total", "count"))
+tree.register_fields(Sum, ("total",))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one forward gave: the loss's sum and count over all ranks (float64), its class, its dtype, extra and aux."""
+
+    total: Tensor
+    count: Tensor
+    kind: type
+    dtype: torch.dtype
+    extra: Any
+    aux: Any
+
+    @property
+    def divisor(self) -> Tensor:
+        """What the sum of all totals is divided by: NaN where nothing counts, as is 0 / 0."""
+        return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, torch.nan, self.count)
+
+    def shared(self, num: int) -> Tensor:
+        """What each of several micro-batches like this one is divided by; one may count nothing if another does."""
+        return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, 1.0, self.count) * num
+
+    @property
+    def value(self) -> Tensor:
+        """The loss over all ranks."""
+        return (self.total / self.divisor).to(self.dtype)
+
+
+def _returned(out: Any, has_aux: bool, with_extra: bool) -> tuple[Any, Any, Any]:
+    """The loss, the new extra and aux, None for what a loss function does not return."""
+    names = ["loss", *["extra"] * with_extra, *["aux"] * has_aux]
+    if len(names) > 1 and not (isinstance(out, tuple) and len(out) == len(names)):
+        asked = " and ".join(["with_extra=True"] * with_extra + ["has_aux=True"] * has_aux)
+        got = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
+        raise ValueError(f"the loss function: expected ({', '.join(names)}), as {asked} says, got {got}")
+    given = dict(zip(names, out if len(names) > 1 else [out], strict=True))
+    return given["loss"], given.get("extra"), given.get("aux")
+
+
+def read_loss(loss: Any) -> tuple[Any, type]:
+    """What a loss gave as a Mean or Sum, and the class it gave it as."""
+    kind = type(loss) if isinstance(loss, Mean | Sum) else Tensor
+    loss = Mean(loss, 1) if kind is Tensor else loss
+    total, count = loss.total, loss.count if kind is not Sum else 1
+    if not is_number(count) and not (isinstance(count, Tensor) and not count.dim() and not count.is_complex()):
+        raise ValueError(
+            f"the loss function: the count of a Mean: expected a number or a 0-d tensor, got {shown(count)}"
+        )
+    if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point():
+        got = f"a {total.dtype} tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else repr(total)
+        raise ValueError(
+            f"the loss function: expected a 0-d floating tensor (or fshard.Mean or Sum of one), got {got}. Sum it, and "
+            "return fshard.Mean(losses.sum(), losses.numel()) for a mean."
+        )
+    return loss, kind
+
+
+def described(kind: type, built: str) -> str:
+    """What ranks must agree on, in words, which travel with the loss: its class, and what a step was built with."""
+    return f", loss={'a scalar' if kind is Tensor else kind.__name__}{built}"
+
+
+def _outcome(loss: Any, extra: Any, aux: Any, mesh: Mesh, built: str = "") -> tuple[list[Tensor], Outcome]:
+    """This rank's total and, if it is to be differentiated, its count; what they come to over all ranks.
+
+    One small collective.
+    """
+    loss, kind = read_loss(loss)
+    count = loss.count if kind is not Sum else 1
+    total = loss.total.detach().double()
+    counted = count.detach() if isinstance(count, Tensor) else count
+    sums = primitives.total(
+        torch.stack([total, on_device(counted, total.device)]), mesh, label="loss", more=described(kind, built)
+    )
+    varying = [count] if isinstance(count, Tensor) and count.requires_grad else []
+    return [loss.total, *varying], Outcome(sums[0], sums[1], kind, loss.total.dtype, extra, aux)
+
+
+def _called(
+    tape: Tape, params: Sharded, loss_fn: Callable[..., Any], args: Any, has_aux: bool, with_extra: bool
+) -> tuple[Any, Any, Any]:
+    """The loss, the new extra and aux; each `Sharded` among the arguments gathers on access, as parameters do."""
+
+    def call(view: Any) -> tuple[Any, Any, Any]:
+        others = [(part, other.view()) for part, other in tape.beside]
+        views = iter(others)
+        given = [next(views)[1] if isinstance(x, Sharded) else x for x in tree.tops(args, Sharded)]
+        loss, extra, aux = _returned(loss_fn(view, *tree.put_tops(args, Sharded, given)), has_aux, with_extra)
+        loss, aux = params.plan.policy.cast((loss, aux), "output")
+        if not (has_aux or with_extra):
+            return loss, None, None
+        held = [params, *(part for part, _ in others)]
+        # a view that is handed on stands for what it is a view of
+        known = {id(seen): part for part, seen in others}
+        extra = tree.map_tops(lambda x: known.get(id(x), x), lambda x: id(x) in known, extra)
+        extra, aux = (apart(tree.detached(x, Sharded), held) for x in (extra, aux))
+        return loss, extra, aux
+
+    return tape.forward(call)
+
+
+def apart(x: Any, held: Sequence[Any]) -> Any:
+    """A tree, copies in the place of leaves in the memory of tensors or `Sharded`, to which a step may write.
+
+    Each `Sharded` in the tree stays.
+    """
+    # private: the identity of a storage, of fake ones too (test_step_args.py notices when it goes)
+    memory = {row.untyped_storage()._cdata for row in tree.leaves(held) if isinstance(row, Tensor)}
+
+    def own(leaf: Any) -> Any:
+        dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        return leaf.detach().clone() if dense and leaf.untyped_storage()._cdata in memory else leaf
+
+    return tree.map_tops(own, Sharded, x)
+
+
+def run(
+    loss_fn: Callable[..., Any],
+    params: Sharded,
+    args: Sequence[Any],
+    into: Gradients,
+    *,
+    has_aux: bool = False,
+    with_extra: bool = False,
+    built: str = "",
+    divisor: Callable[[Outcome], Tensor] = lambda outcome: outcome.divisor,
+    alone: bool = False,
+    whole: bool = True,
+    scale: Callable[[Tensor], Tensor] = lambda seed: seed,
+    tape: Tape | None = None,
+) -> Outcome:
+    """Forward and backward: the gradients of `scale(total / divisor)`, summed over ranks, go `into` their buffers.
+
+    `divisor` is given the outcome: over all ranks, or with `alone` this one's. `whole`: no other follows.
+    """
+    _check_eager()
+    tape = tape or Tape(params, into, tree.nodes(args, Sharded))
+    with anchors.another_root(), closing(tape):
+        with torch.enable_grad():
+            found = _called(tape, params, loss_fn, args, has_aux, with_extra)
+        outs, outcome = _outcome(*found, None if alone else params.plan.live_mesh(), built)
+        del found
+        _check_differentiable(outs, whole)
+        seed = scale(divisor(outcome).reciprocal())
+        seeds = [seed, -seed * (outcome.total / outcome.divisor)]  # d(T / C) = dT / C - (T / C) dC / C
+        pairs = [(x, seed.to(x.dtype)) for x, seed in zip(outs, seeds, strict=False) if x.requires_grad]
+        # on this thread, where the tally and a simulated rank are
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.grad([x for x, _ in pairs], [tape.root], [y for _, y in pairs], allow_unused=True)
+        tape.check_reached([x for x, _ in pairs])
+        tape.finish()
+    return outcome
+
+
+def _check_differentiable(outs: Sequence[Tensor], whole: bool) -> None:
+    if not any(x.requires_grad for x in outs):
+        raise ValueError("the loss function: the loss depends on no trainable parameter (was it detached?)")
+    if len(outs) > 1 and not whole:
+        raise ValueError(
+            "the loss function: the count of its fshard.Mean depends on parameters. Its derivative takes the totals "
+            "and counts of all micro-batches (or slices, with reduction='tree'), which are not known yet. Detach the "
+            "count, or use accumulate=1 and another reduction."
+        )
+
+
+def inputs(plan: Plan, args: Any) -> Any:
+    """Arguments of a loss, cast as the plan's policy says; a `Sharded` has a policy of its own."""
+    return tree.map_tops(lambda x: x if isinstance(x, Sharded) else plan.policy.inputs(x), Sharded, args)
+
+
+def _check_eager() -> None:
+    if func_levels.inside():
+        raise TypeError(
+            "value_and_grad and train_step are eager: they cannot run inside torch.func.grad, jvp or vmap. Transform a "
+            "function that calls fshard.gather_params instead."
+        )
+    if torch.is_inference_mode_enabled():
+        raise TypeError(
+            "value_and_grad and train_step: torch.inference_mode is on, in which nothing has a gradient. Leave the "
+            "block, or call fshard.value for the loss alone."
+        )
+
+
+def check_loss(loss_fn: Any) -> None:
+    """Raise TypeError for what is no function of parameters and arguments: a module, a class, an optimizer."""
+    remedy = "Of a module write lambda params, x: torch.func.functional_call(module, params, (x,)), and a loss of that."
+    check_function("loss_fn", loss_fn, "loss_fn(params, *args)", remedy)
+
+
+def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
+    """Room for the gradients of a whole tree, cut over some axes; for a rank's own, all of it on the device."""
+    plan, trained, axes = params.plan, params.trainable, params.plan.rest(())
+    tensors = []
+    for kind, row in zip(trained.view.kinds, trained.tensors, strict=True):
+        dtype, numel, host = plan.kinds[kind].precision.grads, local_numel(plan, kind, over), plan.kinds[kind].host
+        if host and not local:
+            tensors.append(offload.empty(numel, dtype, plan.device))
+        else:
+            like = torch.empty(0, dtype=dtype, device=plan.device if host else row.device)
+            tensors.append(primitives.buffer(plan.live_mesh(), axes, numel, like, lent=False))
+    return Sharded(whole_view(plan, over, trained.view.kinds), tensors)
+
+
+def later_grads(params: Sharded, over: Axes, local: bool = False) -> Callable[[], Sharded]:
+    """The same, made when it is first asked for."""
+    return cache(partial(empty_grads, params, over, local))
+
+
+def check_sharded(params: Any) -> Sharded:
+    """`params`, if it is the whole of a sharded tree."""
+    if not isinstance(params, Sharded):
+        raise TypeError(
+            f"params: expected a Sharded, got {type(params).__name__}: call fshard.shard_params(params, plan) first "
+            "(with fshard.make_plan(params) on one device)"
+        )
+    if params.view.spec != params.plan.spec:
+        raise TypeError("expected the whole Sharded, got a subtree of one: pass the whole and index it inside the loss")
+    return params
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], has_aux: bool = False, *, reduce: bool = True, reduction: Any = "exact"
+) -> Callable[..., Any]:
+    """`fn(sharded, *args) -> (value, grads)`, or `((value, aux), grads)`: the loss over all ranks, and its gradient.
+
+    `loss_fn(params, *args)` is written for one device; touching a unit of `params` gathers it, and so it is with every
+    `Sharded` among `args` (a teacher's, say), to which no gradient goes. It returns `Mean(total,
+    count)`, `Sum(total)`, or a plain 0-d tensor, which means the mean of equally weighted ranks. Gradients come as the
+    plan's `grads_over` says, or with `reduce=False` as `Unreduced`; a leaf the loss does not use gets zeros. Eager:
+    inside torch.func's transforms call `gather_params` in the function that is differentiated.
+
+    >>> value, grads = value_and_grad(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
+    >>> value, gather_params(grads)
+    (tensor(5.), tensor([2., 4.]))
+    """
+    check_loss(loss_fn)
+    check_flags(has_aux=has_aux, reduce=reduce)
+    by = reduction_of(reduction)
+
+    def fn(params: Any, *args: Any) -> Any:
+        plan = check_sharded(params).plan
+        grads = later_grads(params, plan.grads_over if reduce else (), local=not reduce)
+        alone = is_idle(by, plan.axes) or not reduce
+        into = Gradients(None, grads) if alone else Gradients(grads, by=by)
+        outcome = run(loss_fn, params, inputs(plan, args), into, has_aux=has_aux)
+        result = grads() if reduce else Unreduced(grads())
+        return ((outcome.value, outcome.aux) if has_aux else outcome.value), result
+
+    return fn
+
+
+def value(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+    """`fn(sharded, *args) -> value`, or `(value, aux)`: the loss over all ranks, without a gradient.
+
+    >>> value(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
+    tensor(5.)
+    """
+    check_loss(loss_fn)
+    check_flags(has_aux=has_aux)
+
+    def fn(params: Any, *args: Any) -> Any:
+        plan = check_sharded(params).plan
+        tape = Tape(params, beside=tree.nodes(args, Sharded))
+        try:
+            with torch.no_grad():
+                found = _called(tape, params, loss_fn, inputs(plan, args), has_aux, with_extra=False)
+        finally:
+            tape.close()
+        _, outcome = _outcome(*found, plan.live_mesh())
+        return (outcome.value, outcome.aux) if has_aux else outcome.value
+
+    return fn
+
+
+def reduce_grads(grads: Unreduced, reduction: Any = "exact") -> Sharded:
+    """The mesh's gradients from every rank's own, cut as the plan's `grads_over` says. TypeError for reduced ones.
+
+    >>> _, own = value_and_grad(lambda w: (w * w).sum(), reduce=False)(shard_of(torch.tensor([1.0, 2.0])))
+    >>> gather_params(reduce_grads(own))
+    tensor([2., 4.])
+    """
+    if not isinstance(grads, Unreduced):
+        raise TypeError(
+            f"reduce_grads: expected Unreduced gradients (value_and_grad(..., reduce=False)), got "
+            f"{type(grads).__name__}: gradients are reduced once"
+        )
+    local: Sharded = grads.local
+    plan = local.plan
+    reduced = empty_grads(local, plan.grads_over)
+    reduce_all(local, reduced, reduction_of(reduction))
+    return reduced
+
+
+def reduce_all(local: Sharded, reduced: Sharded, by: Reduction) -> None:
+    """Every rank's own gradients, whole, added up into `reduced`."""
+    plan, into = local.plan, Gradients(lambda: reduced, lambda: local, by=by)
+    places = [(u, k) for u in range(len(plan.units)) for k in local.view.kinds if plan.units[u].lengths[k]]
+    started = [into.emit(unit, kind, local.piece(unit, kind)) for unit, kind in places]
+    for pending in started:
+        if pending is not None:
+            pending.wait()
+    settle(plan)

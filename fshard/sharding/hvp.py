@@ -1,0 +1,136 @@
+"""Hessian-vector products of losses of sharded parameters.
+
+Note [Reverse over forward]
+    The loss is run in forward mode along the tangent, and its derivative in that direction, <gradient, v>, is
+    differentiated as a step's loss is: its gradient is the product. A unit is touched with its tangent, and both are
+    gathered again in the backward. The forward mode is torch.func.jvp, so a loss may use other transforms inside;
+    tangents belong to its level, whatever is on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import make_dual
+
+from ..core import func_levels, tree
+from .grad import Mean, Sum, check_loss, check_sharded, inputs, later_grads, read_loss, run
+from .gradients import Gradients
+from .plan import Slot
+from .sharded import Sharded
+from .tape import Tape
+
+
+@dataclass(frozen=True)
+class _OfTangents:
+    saved: Any  # what the tape of tangents made of a tensor
+
+
+class _Duals(Tape):
+    """A tape whose trainable leaves have tangents, which a tape of their own gathers."""
+
+    def __init__(self, params: Sharded, tangents: Sharded, into: Gradients, beside: Sequence[Sharded]):
+        super().__init__(params, into, beside)
+        self._tangents = Tape(tangents)
+        self._levels: Any = ()
+
+    def view(self) -> Any:
+        """Itself: the parameters are seen from the level that their tangents belong to."""
+        return self
+
+    def duals(self) -> Any:
+        """The parameters, with tangents at the level this is called in."""
+        with func_levels.aside() as left:
+            self._levels = left
+        return super().view()
+
+    def _touch(self, unit: int) -> dict[Slot, Tensor]:
+        leaves, tangents = super()._touch(unit), self._tangents._touch(unit)
+        with func_levels.again(self._levels):
+            return {slot: make_dual(x, tangents[slot]) if slot in tangents else x for slot, x in leaves.items()}
+
+    def _pack(self, x: Tensor) -> Any:
+        saved = super()._pack(x)
+        return _OfTangents(self._tangents._pack(x)) if type(saved) is tuple else saved
+
+    def _unpack(self, saved: Any) -> Tensor:
+        return self._tangents._unpack(saved.saved) if isinstance(saved, _OfTangents) else super()._unpack(saved)
+
+    def _forward(self, loss: Callable[[Any], Any]) -> Any:
+        out = super()._forward(loss)
+        self._tangents.end()
+        return out
+
+    def close(self) -> None:
+        """Let go of everything."""
+        super().close()
+        self._tangents.close()
+
+
+def hvp(loss_fn: Callable[..., Any]) -> Callable[..., Sharded]:
+    """`fn(params, v, *args) -> product`: the Hessian of the loss over all ranks, times `v`.
+
+    `loss_fn(params, *args)` is a loss as of `value_and_grad`. `params` and `v` are `Sharded` of one plan, `v` cut like
+    the parameters or like gradients; the product is cut like gradients, so it can be the next `v`. Touching a unit
+    gathers it and its tangent, and both again in the backward. The operators in the loss need forward
+    derivatives (attention: under sdpa_kernel(SDPBackend.MATH)). ValueError for a `v` of another plan, for a count that
+    depends on parameters, and where a `param_wire` would round the tangent.
+
+    >>> params, v = (shard_of(torch.tensor(x)) for x in ([1.0, 2.0], [1.0, 0.0]))
+    >>> gather_params(hvp(lambda w: (w ** 3).sum())(params, v))
+    tensor([6., 0.])
+
+    Source: Pearlmutter, Fast exact multiplication by the Hessian, 1994.
+    """
+    check_loss(loss_fn)
+
+    def along(tape: _Duals, *given: Any) -> Any:
+        found: list[Any] = []
+
+        def total(_: Tensor) -> Tensor:
+            loss, kind = read_loss(loss_fn(tape.duals(), *given))
+            found.extend([loss, kind])
+            return loss.total
+
+        at = torch.zeros((), dtype=torch.float32, device="cpu")
+        forward: Any = torch.func.jvp
+        value, change = forward(total, (at,), (at,))
+        loss, kind = found
+        if not change.requires_grad:  # linear in the parameters: zero, but for parameters it does depend on
+            change = change + 0 * value
+        return Sum(change) if kind is Sum else Mean(change, _constant(loss.count)) if kind is Mean else change
+
+    def fn(params: Any, v: Any, *args: Any) -> Sharded:
+        params, v = check_sharded(params), check_sharded(v)
+        _check_tangent(params, v)
+        product = later_grads(params, params.plan.grads_over)
+        into = Gradients(product) if params.plan.axes else Gradients(None, product)
+        tape = _Duals(params, v.trainable, into, tree.nodes(args, Sharded))
+        run(along, params, inputs(params.plan, args), into, tape=tape)
+        return product()
+
+    return fn
+
+
+def _constant(count: Any) -> Any:
+    if isinstance(count, Tensor) and (func_levels.wrapped(count) or count.requires_grad):
+        raise ValueError(
+            "hvp: the count of the loss's fshard.Mean depends on parameters: detach it, or return fshard.Sum"
+        )
+    return count
+
+
+def _check_tangent(params: Sharded, v: Sharded) -> None:
+    plan = params.plan
+    if v.plan != plan:
+        raise ValueError(f"hvp: v was made for other parameters: expected {plan.first_difference(v.plan)}")
+    if not set(params.trainable.view.kinds) <= set(v.view.kinds):
+        raise ValueError(
+            "hvp: v has not all trainable leaves: expected a Sharded like the parameters, or like gradients"
+        )
+    if plan.param_wire is not None:
+        raise ValueError(f"hvp: {plan.param_wire} would round the tangent on its way: use a plan without param_wire")

@@ -1,0 +1,449 @@
+"""Who owns which interval of which flat buffer, worked out once, from shapes alone.
+
+Note [Layout]
+    The leaves of a tree are grouped in *units* (what travels together) and, inside a unit, by *kind* (dtype, trainable
+    or frozen, sharded or whole). The leaves of one unit and kind lie in one flat buffer, in the order of use. Every
+    leaf starts at a multiple of 16 bytes in each dtype the buffer is held in, because kernels load 16 bytes at once: a
+    matrix that starts elsewhere is multiplied more slowly. The end is padded so that the finest interval any rank owns
+    is such a multiple, too; padding is zeros. Rank r along the axes of a partition owns the r-th equal interval. What a
+    rank holds of all units, end to end, is one tensor per kind.
+    The axes of the three partitions extend one another (params, then grads, then state), the first axis the slowest,
+    so an interval of a finer partition lies inside one interval of a coarser one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ..comm import consensus
+from ..comm.compare_calls import Lines, lines_of
+from ..comm.mesh import Axes, Mesh, axis_sizes, coordinate, mesh_device
+from ..comm.one_host import connect
+from ..comm.reduction import Gather
+from ..comm.wire import Wire
+from ..core import tree
+from ..core.arguments import check_flags, check_has, check_whole, wrong
+from ..core.lazy import Branch
+from ..layout.pieces import Parts
+from .leaves import check_tensors, first_places, is_differentiable, join_frozen
+from .offload import Crossing, Crossings
+from .precision import Policy, Precision, policy_of, precisions
+from .units import ROOT, Where, claim_leaves, claim_policies, claim_units
+
+_ALIGN = 16  # bytes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the leaves of one flat buffer have in common."""
+
+    precision: Precision
+    trainable: bool
+    whole: bool
+    host: bool  # kept in host memory
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What they are kept in."""
+        return self.precision.storage
+
+    @property
+    def aligned(self) -> int:
+        """The number of elements that are 16 bytes, or a multiple, in each dtype its flat buffers are held in."""
+        return max(1, _ALIGN // self.precision.itemsize)
+
+    def __str__(self) -> str:
+        words = ["frozen"] * (not self.trainable) + ["whole"] * self.whole + ["host"] * self.host
+        return " ".join([str(self.precision), *words])
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A leaf's place: elements [start, start + numel) of the flat buffer of its unit and kind."""
+
+    path: str
+    shape: tuple[int, ...]
+    kind: int
+    unit: int
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What travels together: `lengths[k]` elements, padded, in the flat buffer of kind k."""
+
+    name: str
+    lengths: tuple[int, ...]
+
+
+@tree.constant
+@dataclass(frozen=True)
+class Plan:
+    """A layout of a tree over the axes of a mesh: immutable, hashable, picklable, the same on every rank.
+
+    `slots[leaves[i]]` is the place of leaf i, `claims[i]` the unit that claimed it (another one's if the tensor was
+    seen before). A pickled plan leaves its mesh behind: `plan.on(mesh)` gives it one again.
+    """
+
+    spec: tree.Spec
+    leaves: tuple[int, ...]
+    claims: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    units: tuple[Unit, ...]
+    kinds: tuple[Kind, ...]
+    axes: tuple[tuple[str, int], ...]
+    params_over: Axes
+    grads_over: Axes
+    state_over: Axes
+    regather: bool
+    block: int = 1
+    policy: Policy = field(default_factory=Policy)
+    param_wire: Any = None
+    grad_wire: Any = None
+    together: bool = False
+    slices: int = 8
+    gather: Any = None
+    mesh: Mesh = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        return self  # immutable; a copied state keeps its mesh
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    @property
+    def root(self) -> int | None:
+        """The number of the root unit, which holds what no other claims; None if every leaf is claimed."""
+        return 0 if self.units and self.units[0].name == ROOT else None
+
+    def on(self, mesh: Mesh) -> Plan:
+        """This plan on another mesh with the same axes (ValueError if they differ)."""
+        sizes = axis_sizes(mesh)
+        if tuple(sizes.items()) != self.axes:
+            raise ValueError(
+                f"the plan was made for a mesh with axes {dict(self.axes)}, this one has {sizes}: "
+                "make the plan again for this mesh, and shard whole parameters with it"
+            )
+        return replace(self, mesh=connect(mesh))
+
+    def live_mesh(self) -> Mesh:
+        """The mesh, or an error for a plan that came out of a pickle."""
+        if self.mesh is None and self.axes:
+            raise ValueError(f"this plan has no mesh (it was unpickled): call plan.on(mesh), axes {dict(self.axes)}")
+        return self.mesh
+
+    def over(self, axes: Axes, kind: int) -> Axes:
+        """The axes a kind is partitioned over: none for leaves kept whole."""
+        return () if self.kinds[kind].whole else axes
+
+    def rest(self, axes: Axes) -> Axes:
+        """The axes of the mesh that are not among these."""
+        return tuple(name for name, _ in self.axes if name not in axes)
+
+    def num_parts(self, axes: Axes) -> int:
+        """The number of intervals over these axes."""
+        sizes = dict(self.axes)
+        return math.prod(sizes[axis] for axis in axes)
+
+    def length(self, unit: int, kind: int, axes: Axes) -> int:
+        """Elements of a unit and kind in one interval over these axes."""
+        return self.units[unit].lengths[kind] // self.num_parts(self.over(axes, kind))
+
+    def offset(self, unit: int, kind: int, axes: Axes) -> int:
+        """Where a unit begins in the tensor of one kind that a rank holds (`unit` may be one past the last)."""
+        return self._offsets[self.over(axes, kind)][kind][unit]
+
+    def index(self, axes: Axes) -> int:
+        """The number of this rank's interval over the axes of one of the partitions."""
+        return self._indices[axes]
+
+    @cached_property
+    def _indices(self) -> dict[Axes, int]:
+        mesh = self.live_mesh()
+        return {axes: coordinate(mesh, axes) for axes in {(), self.params_over, self.grads_over, self.state_over}}
+
+    @cached_property
+    def places(self) -> dict[tuple[int, int], list[Slot]]:
+        """The slots of every unit and kind that has any, in the order they lie in."""
+        found: dict[tuple[int, int], list[Slot]] = {}
+        for slot in self.slots:
+            found.setdefault((slot.unit, slot.kind), []).append(slot)
+        return found
+
+    @cached_property
+    def layouts(self) -> dict[Any, Any]:
+        """Layouts that were worked out once, by view (`shard.View.layout`): a memo, nothing else."""
+        return {}
+
+    @cached_property
+    def graphs(self) -> WeakKeyDictionary[Any, dict[Any, Any]]:
+        """Graphs for what is laid out so, by the `jit` that traced them: a memo, which goes with the mesh."""
+        return WeakKeyDictionary()
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where its mesh computes."""
+        return mesh_device(self.live_mesh())
+
+    @cached_property
+    def crossings(self) -> Crossings:
+        """The streams beside the computation (Note [Crossing over] in `offload`), made once."""
+        return Crossings(*(Crossing(self.device) for _ in Crossings._fields))
+
+    @cached_property
+    def lines(self) -> Lines | None:
+        """Where its ranks say what they call while a call is checked (Note [Lines] in `lines`): made once, by all."""
+        return lines_of(self.live_mesh())
+
+    @cached_property
+    def _offsets(self) -> dict[Axes, list[list[int]]]:
+        def ends(axes: Axes, kind: int) -> list[int]:
+            return list(accumulate((u.lengths[kind] // self.num_parts(axes) for u in self.units), initial=0))
+
+        partitions = {(), self.params_over, self.grads_over, self.state_over}
+        return {axes: [ends(axes, kind) for kind in range(len(self.kinds))] for axes in partitions}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of everything that must be equal on all ranks."""
+        return hashlib.sha256(self.describe().encode()).hexdigest()
+
+    def first_difference(self, other: Plan) -> str:
+        """Where another plan begins to differ, in words."""
+        return consensus.first_difference(self.describe(), other.describe(), "{}, there is {}")
+
+    def describe(self) -> str:
+        """Everything that must be equal on all ranks, line by line."""
+        lines = [f"leaf {p}" for p in self._leaf_lines()]
+        lines += [f"unit {u.name!r} of {u.lengths} elements" for u in self.units]
+        lines.append(f"params_over={self.params_over} grads_over={self.grads_over} state_over={self.state_over}")
+        lines.append(f"regather={self.regather} block={self.block} policy={self.policy}")
+        lines.append(f"param_wire={self.param_wire} grad_wire={self.grad_wire} together={self.together}")
+        lines.append(f"slices={self.slices} gather={self.gather}")
+        return "\n".join([*lines, f"tree {self.spec}"])
+
+    def _leaf_lines(self) -> list[str]:
+        rows = []
+        for path, number in zip(tree.paths(self.spec), self.leaves, strict=True):
+            slot = self.slots[number]
+            tied = f" (the tensor of {slot.path!r})" if path != slot.path else ""
+            rows.append(
+                f"{path!r} {self.kinds[slot.kind]}{list(slot.shape)} in unit {self.units[slot.unit].name!r}{tied}"
+            )
+        return rows
+
+    def __str__(self) -> str:
+        over = {name: ", ".join(axes) or "-" for name, axes in _strategy(self).items()}
+        head = " ".join(f"{name}={axes}" for name, axes in over.items())
+        width = max([len(u.name) for u in self.units] + [4])
+        rows = [f"Plan on {dict(self.axes) or 'one device'}: {head} regather={self.regather}"]
+        rows.append(f"{'unit':<{width}}  {'leaves':>6}  {'elements':>12}  {'bytes':>14}  {'bytes per rank':>14}")
+        for number, unit in enumerate(self.units):
+            slots = [s for s in self.slots if s.unit == number]
+            sizes = [k.dtype.itemsize for k in self.kinds]
+            whole = sum(n * size for n, size in zip(unit.lengths, sizes, strict=True))
+            mine = sum(self.length(number, k, self.params_over) * size for k, size in enumerate(sizes))
+            numel = sum(s.numel for s in slots)
+            rows.append(f"{unit.name:<{width}}  {len(slots):>6}  {numel:>12,}  {whole:>14,}  {mine:>14,}")
+        return "\n".join(rows)
+
+
+def _strategy(plan: Plan) -> dict[str, Axes]:
+    return {"params_over": plan.params_over, "grads_over": plan.grads_over, "state_over": plan.state_over}
+
+
+def make_plan(
+    params: Any,
+    mesh: Mesh = None,
+    *,
+    units: Where | int = None,
+    params_over: str | Sequence[str] = "shard",
+    grads_over: str | Sequence[str] = "shard",
+    state_over: str | Sequence[str] = "shard",
+    regather: bool = True,
+    whole: Where = None,
+    frozen: Where = None,
+    host: Where = None,
+    block: int = 1,
+    policy: Policy | str | None = None,
+    param_wire: Wire | None = None,
+    grad_wire: Wire | None = None,
+    together: bool = False,
+    slices: int = 8,
+    gather: Gather | None = None,
+) -> Plan:
+    """Lay a tree of tensors (real, meta or fake) out over the axes of a mesh.
+
+    `units` says what travels together: dotted path patterns (`*` one component, `**` any number), a predicate
+    `(path, subtree) -> bool`, or a number of elements at which a unit is full; the rest is the root unit. The three
+    `_over` arguments name the axes over which parameters, gradients and optimizer state are partitioned, each
+    extending the one before. `regather` frees gathered parameters after the forward and gathers them again in the
+    backward. `whole` leaves stay on every rank; `frozen` ones get no gradient and no optimizer state. Integer leaves
+    are always frozen, and so are leaves that do not require a gradient in a tree where others do, as a module's. Leaves
+    that are the same elements of the same memory (one tensor, its `.detach()` or `.data`) are tied: one slot.
+    Parameters, gradients and optimizer state of `host` leaves lie in host memory, where the optimizer updates them; the
+    mesh's device computes with them. No `block` of elements, counted from a leaf's first, lies on two ranks or holds
+    another leaf's (for state that is kept in blocks). `policy` says in what dtypes floating leaves are kept, computed
+    with and reduced (`Policy`, or its words), `param_wire` and `grad_wire` how shards and gradients travel
+    (fshard.wire); with `together` the dtypes of a unit are gathered in one message. `gather` is an object whose
+    all_gather brings the shards of a loss's parameters together (`fshard.reduction.Gather`). A step with
+    `reduction="tree"` cuts the batch of all ranks into `slices`, a power of two. On a mesh of processes the plan's
+    fingerprint is compared between all ranks.
+
+    Raises TypeError (what an argument cannot be), ValueError (axes, patterns, leaves that are no plain dense tensors or
+    share a part of their memory, `frozen` against `requires_grad`) and MismatchError (ranks whose plans differ).
+
+    >>> plan = make_plan({"embed": torch.zeros(4, 2), "blocks": [torch.zeros(3), torch.zeros(3)]}, units=["blocks.*"])
+    >>> [unit.name for unit in plan.units]
+    ['(root)', 'blocks.0', 'blocks.1']
+
+    Source: the flat parameter of Zhao et al., PyTorch FSDP (2023); the partitions of Rajbhandari et al., ZeRO (2020).
+    """
+    _check_arguments(block, slices, regather, together, gather, param_wire=param_wire, grad_wire=grad_wire)
+    _check_host(host, mesh)
+    sizes, policy = axis_sizes(mesh), policy_of(policy)
+    over = _partitions(sizes, params_over, grads_over, state_over)
+    check_plain("params", params)
+    flat, spec = tree.flatten(params)
+    check_tensors(flat, tree.paths(spec))
+    origins = first_places(flat, tree.paths(spec))
+    numbers = {origin: slot for slot, origin in enumerate(dict.fromkeys(origins))}
+    names, claims = claim_units(params, spec, flat, origins, units)
+    picks = {"whole": whole, "frozen": frozen, "host": host}
+    keep, still, away = (claim_leaves(params, spec, where, name) for name, where in picks.items())
+    still = join_frozen(still, flat, origins, tree.paths(spec))
+    dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, policy), policy)
+    # a tied leaf is what its first place says
+    kind_of = {i: Kind(dtypes[i], is_differentiable(flat[i]) and not still[i], keep[i], away[i]) for i in numbers}
+    kinds = tuple(dict.fromkeys(kind_of.values()))
+    parts = math.prod(sizes.values())  # of all axes: an all-reduce over any is then cut evenly, too
+    slots, lengths = _place(flat, tree.paths(spec), kind_of, kinds, claims, len(names), parts, block)
+    plan = Plan(
+        spec,
+        tuple(numbers[i] for i in origins),
+        tuple(claims),
+        slots,
+        tuple(Unit(name, tuple(row)) for name, row in zip(names, lengths, strict=True)),
+        kinds,
+        tuple(sizes.items()),
+        *over,
+        regather,
+        block,
+        policy.named(),
+        param_wire,
+        grad_wire,
+        together,
+        slices,
+        gather,
+        connect(mesh),
+    )
+    consensus.check_same(plan.mesh, plan.fingerprint, plan.describe(), "the plan")
+    return plan
+
+
+def _check_arguments(block: Any, slices: Any, regather: Any, together: Any, gather: Any, **wires: Any) -> None:
+    check_whole("block", block, what="a number of elements")
+    check_whole("slices", slices, what="a power of two")
+    if slices.bit_count() > 1:
+        raise ValueError(f"slices={slices}: expected a power of two, the most ranks a run may ever have")
+    check_flags(regather=regather, together=together)
+    if gather is not None:
+        check_has("gather", gather, ("all_gather",), "an object that gathers, a fshard.reduction.Gather")
+    for name, wire in wires.items():
+        if wire is not None:
+            check_has(name, wire, ("encode", "decode", "feedback"), "a wire, as fshard.wire.Int8() is")
+            if wire.feedback and name == "param_wire":
+                raise ValueError(
+                    f"param_wire={wire}: expected a wire without feedback, got one that has much of what it is given "
+                    "sent later: parameters are sent anew each time, so that never arrives. Use it as grad_wire."
+                )
+
+
+def check_plain(name: str, params: Any) -> None:
+    """Raise TypeError for what is no tree of whole tensors: sharded ones, plans."""
+    for node in tree.tops(params, lambda x: isinstance(x, Parts | Branch | Plan)):
+        if isinstance(node, Parts | Branch):
+            raise TypeError(wrong(name, node, "a tree of whole tensors", "fshard.gather_params gives them"))
+        if isinstance(node, Plan):
+            raise TypeError(wrong(name, node, "a tree of whole tensors", "Are the arguments in the call's order?"))
+
+
+def _check_host(host: Where, mesh: Mesh) -> None:
+    if host is not None and mesh is None:
+        raise ValueError(
+            f"host={host!r}: expected a mesh, which says where to compute, got None. Give a mesh of one rank: "
+            "init_device_mesh('cuda', (1,), mesh_dim_names=('shard',))"
+        )
+
+
+def _partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> tuple[Axes, Axes, Axes]:
+    """The three partitions' axes, each beginning with those of the one before."""
+    result: list[Axes] = []
+    before: Axes = ()
+    for name, over in zip(("params_over", "grads_over", "state_over"), overs, strict=True):
+        wanted = axes_of(name, over, sizes)
+        if len(set(wanted)) < len(wanted) or not set(before) <= set(wanted):
+            raise ValueError(
+                f"{name}={over!r} must name each axis once and contain the axes {before} of the partition before it: "
+                "what is sharded stays sharded from parameters to gradients to optimizer state"
+            )
+        before = before + tuple(axis for axis in wanted if axis not in before)
+        result.append(before)
+    return result[0], result[1], result[2]
+
+
+def axes_of(name: str, over: Any, sizes: Mapping[str, int]) -> Axes:
+    """The axes an argument names: a name, or several; on one device "shard" and "replicate" are none.
+
+    Raises TypeError for what is no name, ValueError for an axis the mesh does not have.
+    """
+    names = (over,) if isinstance(over, str) else over
+    if not isinstance(names, list | tuple) or not all(isinstance(axis, str) for axis in names):
+        raise TypeError(wrong(name, over, "the name of an axis of the mesh, a tuple of names, or ()"))
+    known = list(sizes) or ["shard", "replicate"]
+    if unknown := [axis for axis in names if axis not in known]:
+        where = "the mesh has no axis" if sizes else "one device has no axis"
+        raise ValueError(
+            f"{name}={over!r}: {where} {unknown[0]!r}, it has {', '.join(map(repr, known))}. "
+            "Name one of those, or give init_device_mesh other mesh_dim_names."
+        )
+    return tuple(names) if sizes else ()
+
+
+def _place(
+    flat: Sequence[Tensor],
+    paths: Sequence[str],
+    kind_of: dict[int, Kind],
+    kinds: Sequence[Kind],
+    claims: Sequence[int],
+    num_units: int,
+    num_parts: int,
+    block: int,
+) -> tuple[tuple[Slot, ...], list[list[int]]]:
+    """Leaves by unit and kind, each from whole blocks and 16 bytes on, then padding to as much for every rank."""
+    lengths = [[0] * len(kinds) for _ in range(num_units)]
+    slots, steps = [], [math.lcm(kind.aligned, block) for kind in kinds]
+    for i, kind in kind_of.items():
+        unit, k = claims[i], kinds.index(kind)
+        slots.append(Slot(paths[i], tuple(flat[i].shape), k, unit, lengths[unit][k]))
+        lengths[unit][k] += -(-flat[i].numel() // steps[k]) * steps[k]
+    parts = [step * num_parts for step in steps]
+    return tuple(slots), [[-(-n // part) * part for n, part in zip(row, parts, strict=True)] for row in lengths]

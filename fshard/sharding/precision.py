@@ -1,0 +1,207 @@
+"""Precision as a value: in which dtypes parameters are kept, computed with, reduced and handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from ..core.arguments import check_flags, check_word, shown, wrong
+
+Dtype = torch.dtype | str | None
+Where = str | Callable[[str, Any], bool]
+_SHORT = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+}
+_NAMES = {dtype: name for name, dtype in _SHORT.items()}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The dtypes of a plan's floating leaves: `make_plan(params, mesh, policy="storage=f32,compute=bf16,reduce=f32")`.
+
+    - `storage`: what shards, optimizer state and gradients are kept in; by default each leaf's own dtype.
+    - `compute`: what a leaf is gathered in, and computed with: the shard is cast, then gathered. By default `storage`.
+    - `reduce`: what a leaf's gradient travels in (sums are taken in float32, at least). By default `compute`.
+    - `grads`: what reduced gradients are kept in until the update. By default `storage`.
+    - `output`: what floating tensors a loss function returns are cast to; by default they stay.
+    - `buffers`: what `policy.cast(buffers, "buffers")` gives (running statistics, say).
+    - `cast_inputs`: whether floating tensors among a loss function's arguments are cast to `compute`.
+    - `overrides`: for some leaves other dtypes: pairs of a pattern (or a predicate `(path, subtree) -> bool`), and a
+      policy whose dtypes take the place of these. The first that fits a leaf counts.
+
+    A dtype may be given by name: f64, f32, bf16, f16, or torch's. Integer leaves stay as they are.
+
+    >>> Policy.parse("compute=bf16; **.norm: compute=f32")
+    Policy('compute=bf16; **.norm: compute=f32')
+
+    Source: jmp (DeepMind, 2021); Micikevicius et al., Mixed precision training (2018).
+    """
+
+    storage: Dtype = None
+    compute: Dtype = None
+    reduce: Dtype = None
+    output: Dtype = None
+    buffers: Dtype = None
+    grads: Dtype = None
+    cast_inputs: bool = True
+    overrides: tuple[tuple[Where, Policy], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in _DTYPES:
+            object.__setattr__(self, name, _dtype(name, getattr(self, name)))
+        check_flags(**{"policy: cast_inputs": self.cast_inputs})
+        given: Any = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
+        if isinstance(given, str) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in _listed(given)):
+            expected = "pairs of a pattern (or a predicate) and a policy, or a dict of such"
+            raise TypeError(wrong("policy: overrides", self.overrides, expected))
+        pairs = tuple((where, policy_of(policy)) for where, policy in given)
+        object.__setattr__(self, "overrides", pairs)
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """The policy that words say: `name=dtype` with commas between; overrides, `pattern: ...`, after semicolons."""
+        if not isinstance(text, str):
+            raise TypeError(f"Policy.parse: {wrong('text', text, 'words such as compute=bf16')}")
+        first, *rest = text.split(";")
+        overrides = []
+        for part in rest:
+            pattern, colon, words = part.partition(":")
+            if not colon:
+                raise ValueError(f"policy: {part.strip()!r}: expected 'pattern: name=dtype, ...' after a semicolon")
+            overrides.append((pattern.strip(), cls.parse(words)))
+        return cls(**_settings(first), overrides=tuple(overrides))
+
+    def __str__(self) -> str:
+        words = [f"{name}={_name(getattr(self, name))}" for name in _DTYPES if getattr(self, name) is not None]
+        words += ["cast_inputs=no"] * (not self.cast_inputs)
+        return "; ".join([",".join(words), *(f"{where}: {own}" for where, own in self.named().overrides)])
+
+    def __repr__(self) -> str:
+        return f"Policy({str(self)!r})"
+
+    def named(self) -> Policy:
+        """This policy, predicates replaced by their names: it can be pickled, and compared between ranks."""
+        pairs = tuple((str(getattr(where, "__name__", where)), own) for where, own in self.overrides)
+        return replace(self, overrides=pairs)
+
+    @property
+    def stores(self) -> bool:
+        """Whether it says what any leaf is kept in."""
+        return self.storage is not None or any(own.stores for _, own in self.overrides)
+
+    def over(self, other: Policy) -> Policy:
+        """This policy, its gaps filled with another's."""
+        return replace(self, **{name: getattr(self, name) or getattr(other, name) for name in _DTYPES}, overrides=())
+
+    def cast(self, x: Any, to: str) -> Any:
+        """A tree with its real floating tensors in the dtype called `to` ("compute", say); all else as it is.
+
+        >>> Policy(compute="bf16").cast({"x": torch.ones(1), "n": torch.tensor(1)}, "compute")
+        {'x': tensor([1.], dtype=torch.bfloat16), 'n': tensor(1)}
+        """
+        check_word("policy.cast: to", to, _DTYPES)
+        dtype = getattr(self, to)
+        if dtype is None:
+            return x
+        return tree.map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, x)
+
+    def inputs(self, args: Any) -> Any:
+        """The arguments of a loss function, cast if the policy says so."""
+        return self.cast(args, "compute") if self.cast_inputs else args
+
+
+_YES, _NO = ("yes", "true", "True", "1"), ("no", "false", "False", "0")
+_DTYPES = [f.name for f in fields(Policy) if f.name not in ("cast_inputs", "overrides")]
+
+
+def _listed(x: Any) -> list[Any]:
+    return list(x) if hasattr(x, "__iter__") else [x]
+
+
+def _settings(text: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        name, value = (x.strip() for x in (*word.partition("=")[::2],))
+        if name not in (*_DTYPES, "cast_inputs") or not value:
+            raise ValueError(
+                f"policy: {word!r}: expected one of {', '.join(_DTYPES)}, cast_inputs, as in 'compute=bf16'"
+            )
+        settings[name] = value
+    if "cast_inputs" in settings:
+        check_word("policy: cast_inputs", settings["cast_inputs"], (*_YES, *_NO))
+        settings["cast_inputs"] = settings["cast_inputs"] in _YES
+    return settings
+
+
+def _dtype(field: str, value: Dtype) -> torch.dtype | None:
+    if value is None:
+        return None
+    dtype = (_SHORT.get(value) or getattr(torch, value, None)) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(
+            f"policy: {field}={value!r} is no floating dtype: expected {', '.join(_SHORT)}, or torch's name of one"
+        )
+    return dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def policy_of(policy: Policy | str | None) -> Policy:
+    """A policy, from one, from words, or from nothing.
+
+    >>> policy_of("compute=bf16").compute
+    torch.bfloat16
+    """
+    if isinstance(policy, str):
+        return Policy.parse(policy)
+    if policy is None or isinstance(policy, Policy):
+        return policy or Policy()
+    raise TypeError(f"policy: expected a Policy, or words such as 'compute=bf16', got {shown(policy)}")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of one leaf."""
+
+    storage: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    grads: torch.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Of the narrowest."""
+        return min(dtype.itemsize for dtype in vars(self).values())
+
+    def __str__(self) -> str:
+        words = [str(self.storage).removeprefix("torch.")]
+        words += [f"computed in {_name(self.compute)}"] * (self.compute != self.storage)
+        words += [f"reduced in {_name(self.reduce)}"] * (self.reduce != self.compute)
+        words += [f"gradients in {_name(self.grads)}"] * (self.grads != self.storage)
+        return ", ".join(words)
+
+
+def precision(dtype: torch.dtype, policy: Policy) -> Precision:
+    """Of a leaf of some dtype: what is not real and floating stays as it is."""
+    if not dtype.is_floating_point:
+        return Precision(dtype, dtype, dtype, dtype)
+    storage: Any = policy.storage or dtype
+    compute: Any = policy.compute or storage
+    return Precision(storage, compute, policy.reduce or compute, policy.grads or storage)  # type: ignore[arg-type]
+
+
+def precisions(dtypes: Sequence[torch.dtype], chosen: Sequence[Policy | None], policy: Policy) -> list[Precision]:
+    """Of every leaf: by the override that was chosen for it, or by the policy."""
+    return [
+        precision(dtype, policy if own is None else own.over(policy)) for dtype, own in zip(dtypes, chosen, strict=True)
+    ]

@@ -1,0 +1,395 @@
+"""`Sharded`: a tree of which every rank holds its intervals; sharding, gathering and re-partitioning it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import collectives, primitives
+from ..comm.mesh import Axes, Mesh, coordinate, mesh_device
+from ..core import tree
+from ..core.arguments import check_whole, wrong
+from ..core.donation import Life, Source
+from ..core.lazy import Branch
+from ..layout import reshard
+from ..layout.layout import Layout
+from ..layout.pieces import Parameters, Parts, Pieces, Views
+from . import offload
+from .leaves import check_tensors, identity
+from .plan import Plan, Slot, check_plain
+from .view import View
+
+
+class Sharded(Parameters, Branch):
+    """A tree of parameters, gradients or optimizer state of which this rank holds its intervals: a pytree node.
+
+    Its leaves are flat 1-D tensors, one for each kind (dtype, trainable or frozen, sharded or whole), each this rank's
+    intervals of all units end to end, padding (zeros) included. `x["blocks"][3]` is a subtree, still sharded.
+    """
+
+    def __init__(self, view: View, tensors: Sequence[Any], life: Life | None = None):
+        self.view = view
+        self._tensors = tuple(tensors)
+        self._life = life or Life()
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """Its leaves, one for each kind of the view. DonatedError once they were given away."""
+        self._life.check(type(self).__name__, "tensors")
+        return self._tensors
+
+    @property
+    def key(self) -> Any:
+        """Its view."""
+        return self.view
+
+    def give_away(self) -> None:
+        """End its life, and that of its subtrees: its tensors now belong to another value."""
+        self._life.given_away = True
+
+    @property
+    def layout(self) -> Layout:
+        """Which elements of the leaves lie where, on every rank."""
+        return self.view.layout
+
+    @property
+    def plan(self) -> Plan:
+        """The plan it is laid out by."""
+        return self.view.plan
+
+    @property
+    def home(self) -> Plan:
+        """The plan it is laid out by."""
+        return self.plan
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh it lies on."""
+        return self.plan.live_mesh()
+
+    @property
+    def trainable(self) -> Sharded:
+        """Without the frozen kinds: what gradients and optimizer state have the structure of."""
+        return self.only(k for k in self.view.kinds if self.plan.kinds[k].trainable)
+
+    @property
+    def for_state(self) -> Sharded | Views:
+        """The trainable kinds, cut over the plan's `state_over`."""
+        return refine(self.trainable, self.plan.state_over)
+
+    def with_trained(self, fine: Sharded | Views) -> Sharded:
+        """It with the trainable kinds gathered from `fine`, which is cut over the plan's `state_over`."""
+        return self.updated(coarsen(fine, self.plan.params_over))
+
+    def only(self, kinds: Iterable[int]) -> Sharded:
+        """Some kinds of it."""
+        keep = tuple(kinds)
+        held = dict(zip(self.view.kinds, self.tensors, strict=True))
+        return Sharded(replace(self.view, kinds=keep), [held[k] for k in keep], self._life)
+
+    def updated(self, new: Sharded) -> Sharded:
+        """It with the kinds that another has taken from that one."""
+        held = dict(zip(self.view.kinds, self.tensors, strict=True)) | dict(
+            zip(new.view.kinds, new.tensors, strict=True)
+        )
+        return Sharded(self.view, [held[k] for k in self.view.kinds])
+
+    def piece(self, unit: int, kind: int) -> Tensor:
+        """This rank's interval of one unit and kind, a view."""
+        plan, axes, (begin, _) = self.plan, self.view.over, self.view.units
+        tensor = self.tensors[self.view.kinds.index(kind)]
+        start = plan.offset(unit, kind, axes) - plan.offset(begin, kind, axes)
+        return tensor[start : start + plan.length(unit, kind, axes)]
+
+    def local_views(self) -> dict[str, Tensor]:
+        """This rank's piece of every leaf, by path: 1-D views, empty where other ranks hold it all."""
+        views = {}
+        names = tree.paths(self.plan.spec)[self.view.first :]
+        for path, slot in zip(names, self.view.slots(), strict=False):
+            if slot.kind in self.view.kinds:
+                begin, end, shift = _overlap(self.plan, slot, self.view.over)
+                views[path] = self.piece(slot.unit, slot.kind)[begin + shift : end + shift]
+        return views
+
+    def gathered(self) -> Any:
+        """What `gather_params` gives."""
+        slots, found = self.view.slots(), dict[Slot, Tensor]()
+        for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in self.view.kinds}):
+            pieces = cut(self.plan, _gather_unit(self, unit, kind), unit, kind)
+            found.update(zip(self.plan.places[unit, kind], pieces, strict=True))
+        return tree.unflatten(self.view.spec, [found.get(s) for s in slots])
+
+    def _node(self) -> tree.Spec:
+        return self.view.spec
+
+    def _child(self, spec: tree.Spec, first: int) -> Any:
+        if spec.num_leaves == 0:
+            return tree.unflatten(spec, [])
+        view = replace(self.view, spec=spec, first=self.view.first + first)
+        inside = [slot.unit for slot in view.slots()]
+        view = replace(view, units=(min(inside), max(inside) + 1))
+        plan, over, begin = self.plan, self.view.over, self.view.units[0]
+        tensors = []
+        for kind, tensor in zip(self.view.kinds, self.tensors, strict=True):
+            start, low, high = (plan.offset(u, kind, over) for u in (begin, *view.units))
+            tensors.append(tensor[low - start : high - start])
+        return Sharded(view, tensors, self._life)
+
+    def __repr__(self) -> str:
+        held = ", ".join(
+            f"{self.plan.kinds[k]}{list(getattr(t, 'shape', ['?']))}"
+            for k, t in zip(self.view.kinds, self.tensors, strict=True)
+        )
+        return f"Sharded({self.view.spec.num_leaves} leaves over {self.view.over or 'no axis'}: {held})"
+
+
+def _flatten(x: Sharded) -> tuple[Any, Any]:
+    return x.tensors, (x.view if torch.compiler.is_dynamo_compiling() else Source(x.view, weakref.ref(x)))
+
+
+def _unflatten(source: Any, tensors: Any) -> Sharded:
+    """Tensors that are a living value's share its life, for they are written to when that is given away."""
+    view, old, tensors = getattr(source, "static", source), getattr(source, "of", lambda: None)(), tuple(tensors)
+    rows = zip(view.kinds, old._tensors if old is not None else (), tensors, strict=False)
+    shared = any(row is given and view.plan.kinds[kind].trainable for kind, row, given in rows)
+    return Sharded(view, tensors, old._life if old is not None and shared else None)
+
+
+tree.register(Sharded, _flatten, _unflatten)
+
+
+def _overlap(plan: Plan, slot: Slot, over: Axes) -> tuple[int, int, int]:
+    """The part [begin, end) of a leaf in this rank's interval, and what to add for its place in the interval."""
+    axes = plan.over(over, slot.kind)
+    length = plan.length(slot.unit, slot.kind, over)
+    low = plan.index(axes) * length - slot.start
+    begin = min(max(low, 0), slot.numel)
+    return begin, min(max(low + length, begin), slot.numel), -low
+
+
+def whole_view(plan: Plan, over: Axes, kinds: Sequence[int]) -> View:
+    """The view of a whole tree."""
+    return View(plan, over, tuple(kinds), plan.spec, 0, (0, len(plan.units)))
+
+
+def local_numel(plan: Plan, kind: int, over: Axes) -> int:
+    """Elements of one kind that a rank holds."""
+    return plan.offset(len(plan.units), kind, over)
+
+
+def shard_params(params: Any, plan: Plan, src: int | None = None) -> Sharded:
+    """Cut a tree of whole tensors into this rank's intervals; its values are copied, the tree is left as it is.
+
+    `src` is a rank of the mesh whose values all ranks take, leaf by leaf; the others' may then be meta tensors.
+    Without it every rank passes the same values. Raises ValueError if the tree, or a leaf's shape, dtype or device,
+    is not the plan's. Dual: `gather_params`.
+
+    >>> plan = make_plan({"w": torch.arange(3.0)})
+    >>> gather_params(shard_params({"w": torch.arange(3.0)}, plan))
+    {'w': tensor([0., 1., 2.])}
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(wrong("plan", plan, "what fshard.make_plan gives", "The order is shard_params(params, plan)."))
+    check_plain("params", params)
+    if src is not None:
+        check_whole("src", src, least=0, below=math.prod(dict(plan.axes).values()), what="a rank of the plan's mesh")
+    plan.live_mesh()
+    leaves = _placed_leaves(params, plan)
+    device = _check_leaves(leaves, plan, src)
+    likes = [torch.empty(0, dtype=kind.dtype, device=device) for kind in plan.kinds]
+    tensors = [room(plan, k, plan.params_over, like).zero_() for k, like in enumerate(likes)]
+    sharded = Sharded(whole_view(plan, plan.params_over, range(len(plan.kinds))), tensors)
+    given = dict(zip(plan.slots, leaves, strict=True))
+    for (unit, kind), slots in plan.places.items():
+        held = given if src is None else {s: _from_rank(given[s].detach(), plan, src, device) for s in slots}
+        pack(held, plan, unit, kind, plan.params_over, sharded.piece(unit, kind))
+    return sharded
+
+
+def room(plan: Plan, kind: int, over: Axes, like: Tensor) -> Tensor:
+    """A new row of one kind, cut over some axes, in the dtype of `like` and where that is, or in host memory."""
+    numel = local_numel(plan, kind, over)
+    return offload.empty(numel, like.dtype, plan.device) if plan.kinds[kind].host else like.new_empty(numel)
+
+
+def pack(leaves: Mapping[Slot, Tensor], plan: Plan, unit: int, kind: int, over: Axes, out: Tensor) -> Tensor:
+    """Fill `out`, this rank's interval of one unit and kind, with what lies in it of whole leaves, and zeros."""
+    parts, filled = [], 0
+    for slot, begin, end, start in intervals(plan, unit, kind, over):
+        parts += [out.new_zeros(start - filled)] * (start > filled)
+        parts.append(leaves[slot].detach().reshape(-1)[begin:end].to(out.device))
+        filled = start + end - begin
+    return torch.cat([*parts, out.new_zeros(out.numel() - filled)], out=out)
+
+
+def intervals(plan: Plan, unit: int, kind: int, over: Axes) -> list[tuple[Slot, int, int, int]]:
+    """What lies in this rank's interval of one unit and kind: elements [begin, end) of a leaf, from `start` on."""
+    found = ((slot, *_overlap(plan, slot, over)) for slot in plan.places[unit, kind])
+    return [(slot, begin, end, begin + shift) for slot, begin, end, shift in found if begin < end]
+
+
+def _from_rank(leaf: Tensor, plan: Plan, src: int, device: torch.device) -> Tensor:
+    sizes = dict(plan.axes)
+    whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if leaf.is_meta else leaf.to(device)
+    for axis in reversed(sizes):
+        src, coordinate = divmod(src, sizes[axis])
+        whole = primitives.broadcast(whole, primitives.along(plan.mesh, axis), coordinate, "shard_params").wait()
+    return whole
+
+
+def _placed_leaves(params: Any, plan: Plan) -> list[Tensor]:
+    """The given tree's leaf for every slot of the plan, matched by path."""
+    flat, spec = tree.flatten(params)
+    given = dict(zip(tree.paths(spec), flat, strict=True))
+    expected = tree.paths(plan.spec)
+    if set(given) != set(expected):
+        missing = [p for p in expected if p not in given]
+        extra = [p for p in given if p not in set(expected)]
+        raise ValueError(
+            f"the tree is not the plan's: it lacks {missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} besides "
+            f"(expected {len(expected)} leaves, got {len(given)}). Make the plan from this tree, or pass the plan's."
+        )
+    placed: dict[int, Tensor] = {}
+    for path, number in zip(expected, plan.leaves, strict=True):
+        first = placed.setdefault(number, given[path])
+        same = (
+            isinstance(first, Tensor) and isinstance(given[path], Tensor) and identity(first) == identity(given[path])
+        )
+        if first is not given[path] and not same:
+            raise ValueError(
+                f"leaf {path!r}: expected the very tensor of {plan.slots[number].path!r}, as in the plan, got another "
+                "one. Tie them again, or make the plan from this tree."
+            )
+    return [placed[n] for n in range(len(plan.slots))]
+
+
+def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torch.device:
+    device = mesh_device(plan.mesh) if plan.axes or not leaves else leaves[0].device
+    mine = src is None or src == coordinate(plan.mesh, plan.rest(()))
+    for slot, leaf in zip(plan.slots, leaves, strict=True):
+        kind = plan.kinds[slot.kind]
+        cast = plan.policy.stores and isinstance(leaf, Tensor) and leaf.is_floating_point()
+        dtype = kind.dtype if cast and kind.dtype.is_floating_point else getattr(leaf, "dtype", None)
+        if not isinstance(leaf, Tensor) or (tuple(leaf.shape), dtype) != (slot.shape, kind.dtype):
+            raise ValueError(
+                f"leaf {slot.path!r}: expected {kind.dtype} {list(slot.shape)}, got "
+                + (f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__)
+                + ". Make the plan from this tree, or convert the leaf."
+            )
+        if mine and leaf.device not in (device, offload.HOST if kind.host else device):
+            raise ValueError(
+                f"leaf {slot.path!r}: expected a tensor on {device}, where the mesh is, got one on {leaf.device}. "
+                + (
+                    "Move it there first."
+                    if not leaf.is_meta
+                    else "Move it there with values, or take them from `src`."
+                )
+            )
+    check_tensors(leaves, [slot.path for slot in plan.slots])
+    return device
+
+
+def gather_params(x: Any) -> Any:
+    """The whole tensors of a `Sharded` (or of a subtree of one), as a plain tree; a plain tree comes back unchanged.
+
+    Of a tree with `Sharded` nodes in it those are gathered. Tied leaves come as one tensor. TypeError for a plan.
+
+    Differentiable to any order, under autograd and torch.func: the transpose reduce-scatters over the axes the tree is
+    cut over and sums over the rest of the mesh, so that differentiating on every rank gives the gradient of the sum
+    of all ranks' outputs. Of gradients, a frozen leaf is None.
+
+    >>> plan = make_plan({"w": torch.ones(2), "n": torch.tensor(3)})
+    >>> gather_params(shard_params({"w": torch.ones(2), "n": torch.tensor(3)}, plan)["n"])
+    tensor(3)
+    """
+    if isinstance(x, Pieces):
+        return reshard.gathered(x)
+    if isinstance(x, Branch):
+        return x.gathered()
+    if isinstance(x, Plan):
+        raise TypeError(wrong("x", x, "a Sharded, or a tree", "fshard.shard_params(params, plan) makes a Sharded."))
+    if not isinstance(x, Tensor) and tree.nodes(x, Parts):
+        return tree.map_tops(lambda node: gather_params(node) if isinstance(node, Parts) else node, Parts, x)
+    return x
+
+
+def _gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
+    plan, axes = x.plan, x.view.axes(kind)
+    # a copy has a derivative, which brings gradients back to host memory
+    full, label = x.piece(unit, kind), plan.units[unit].name
+    if plan.kinds[kind].host:
+        full = full.to(plan.device, copy=True)
+    elif not axes:  # a value of its own, as on ranks that gather it: a donated step writes to the parameters
+        full = full.clone()
+    if not full.numel():
+        return full
+    for axis in plan.rest(axes):
+        full = collectives.vary(full, plan.live_mesh(), axis, label)
+    for axis in reversed(axes):
+        full = collectives.all_gather(full, plan.live_mesh(), axis, label)
+    return full
+
+
+def cut(plan: Plan, full: Tensor, unit: int, kind: int) -> list[Tensor]:
+    """The leaves of one unit and kind, views of its gathered flat buffer."""
+    slots, sizes, end = plan.places[unit, kind], [], 0
+    for slot in slots:
+        sizes += [slot.start - end, slot.numel]
+        end = slot.start + slot.numel
+    # split, not narrow: its derivative is one cat, where each narrow's is a whole buffer of zeros
+    pieces = full.split_with_sizes([*sizes, full.numel() - end])[1::2]
+    return [piece.view(slot.shape) for piece, slot in zip(pieces, slots, strict=True)]
+
+
+def refine(x: Sharded, over: Axes) -> Sharded | Views:
+    """Cut a whole view further, over axes that extend its own: views of it, or `x` itself where nothing changes."""
+    view = replace(x.view, over=over)
+    if view == x.view:
+        return x
+    plan, extra = x.plan, over[len(x.view.over) :]
+    index = coordinate(plan.live_mesh(), extra)
+
+    def views(kind: int) -> Iterator[Tensor]:
+        for unit in range(len(plan.units)):
+            length = plan.length(unit, kind, over)
+            begin = 0 if plan.kinds[kind].whole else index * length
+            yield x.piece(unit, kind)[begin : begin + length]
+
+    return Views(Sharded, view, [list(views(kind)) for kind in view.kinds])
+
+
+def coarsen(x: Sharded | Views, over: Axes, into: Sharded | None = None) -> Sharded:
+    """Gather a whole view over the axes by which it is cut more finely than `over`; the inverse of `refine`.
+
+    Writes into the tensors of `into` where it is given.
+    """
+    fine: View = x.key
+    view = replace(fine, over=over)
+    if isinstance(x, Sharded) and view == fine:
+        return x
+    plan, extra = fine.plan, fine.over[len(over) :]
+    if into is None:
+        likes = [row for row, *_ in x.runs] if isinstance(x, Views) else x.tensors
+        into = Sharded(view, [room(plan, k, over, t) for k, t in zip(view.kinds, likes, strict=True)])
+    started = []
+    for kind in view.kinds:
+        axes = () if plan.kinds[kind].whole else extra
+        for unit, name in enumerate(u.name for u in plan.units):
+            if plan.length(unit, kind, over):
+                row = into.piece(unit, kind)
+                piece = x.runs[view.kinds.index(kind)][unit] if isinstance(x, Views) else x.piece(unit, kind)
+                out = offload.landing(row, plan.device) if axes and plan.kinds[kind].host else row
+                pending = primitives.gather_over(piece.to(out.device), plan.live_mesh(), axes, name, out)
+                if out is row:
+                    started.append(pending)
+                else:  # one after the other: the device may have no room for all
+                    row.copy_(pending.wait())
+    for pending in started:
+        pending.wait()
+    return into

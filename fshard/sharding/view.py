@@ -1,0 +1,68 @@
+"""What a `Sharded` holds of a plan: kinds, units, the axes they are cut over, and the layout that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..comm.mesh import Axes
+from ..core import tree
+from ..layout.layout import EVERYONE, Layout, Leaf, Span
+from .plan import Plan, Slot
+
+
+@tree.constant
+@dataclass(frozen=True)
+class View:
+    """What a `Sharded` holds: which kinds and units of which plan, cut over which axes, for which subtree."""
+
+    plan: Plan
+    over: Axes
+    kinds: tuple[int, ...]
+    spec: tree.Spec
+    first: int  # number of the subtree's first leaf
+    units: tuple[int, int]  # first, and one past the last
+
+    def slots(self) -> list[Slot]:
+        """The place of every leaf of the subtree."""
+        numbers = self.plan.leaves[self.first : self.first + self.spec.num_leaves]
+        return [self.plan.slots[n] for n in numbers]
+
+    def axes(self, kind: int) -> Axes:
+        """The axes a kind is cut over here."""
+        return self.plan.over(self.over, kind)
+
+    @property
+    def layout(self) -> Layout:
+        """Which elements of the leaves lie where, on every rank."""
+        known = self.plan.layouts
+        if self not in known:
+            known[self] = self._layout()
+        return known[self]
+
+    def _layout(self) -> Layout:
+        plan, numbers = self.plan, self.plan.leaves[self.first : self.first + self.spec.num_leaves]
+        order = [n for n in dict.fromkeys(numbers) if plan.slots[n].kind in self.kinds]
+        index = {n: i for i, n in enumerate(order)}
+        spans = [span for i, n in enumerate(order) for span in self._spans(i, plan.slots[n])]
+        return Layout(
+            source=self,
+            spec=self.spec,
+            places=tuple(index.get(n) for n in numbers),
+            leaves=tuple(Leaf(s.path, s.shape, plan.kinds[s.kind].dtype) for s in (plan.slots[n] for n in order)),
+            spans=tuple(sorted(spans, key=lambda s: (s.rank, s.row, s.start))),
+            flat=True,
+            mesh=plan.live_mesh(),
+            axes=self.over,
+        )
+
+    def _spans(self, leaf: int, slot: Slot) -> Iterator[Span]:
+        plan, kind, over = self.plan, slot.kind, self.over
+        length = plan.length(slot.unit, kind, over)
+        base = plan.offset(slot.unit, kind, over) - plan.offset(self.units[0], kind, over)
+        end = slot.start + slot.numel
+        for part in range(slot.start // max(length, 1), -(-end // max(length, 1))):
+            low, high = max(slot.start, part * length), min(end, (part + 1) * length)
+            rank = EVERYONE if plan.kinds[kind].whole else part
+            start = base + low - part * length
+            yield Span(leaf, rank, self.kinds.index(kind), start, low - slot.start, high - low)

@@ -1,0 +1,249 @@
+"""What a sharded step must give, worked out plainly: whole tensors, one process, every rank's batch, torch.autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from ..core.arguments import wrong
+from ..core.random import seeded
+from ..core.scalars import double
+from ..core.tree import Spec, detached, flatten, map, unflatten
+from ..layout.layout import Leaf
+from ..optim.base import Transform, any_found, as_transform, clip_factor
+from ..optim.labels import Labels, label_of
+from ..optim.state_io import gather_state
+from ..sharding.grad import Mean, Sum, check_loss
+from ..sharding.precision import Policy, Precision, policy_of, precisions
+from ..sharding.sharded import gather_params
+from ..sharding.units import Where, claim_leaves, claim_policies
+from ..train.loss_scale import NoLossScale
+from ..train.step import TrainState
+
+
+class Oracle(NamedTuple):
+    """`init(params, loss_scale=None, seed=0, extra=None) -> state`; `step(state, batches, *args) -> (state, metrics)`.
+
+    A `TrainState` of plain trees: `params` whole, `opt_state` of a dict of the trainable leaves by path. `batches` has
+    one batch for each rank, in rank order; `args` are every rank's, whole trees for each `Sharded` among a step's.
+    `metrics` are a step's; `aux` is a list with every rank's, and so is, `with_extra`, the state's `extra`.
+    """
+
+    init: Callable[..., TrainState]
+    step: Callable[..., tuple[TrainState, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A tree's tensors, each once, by the path of its first place; which are trained; in what dtypes."""
+
+    spec: Spec
+    places: list[str]  # of every leaf the path of its tensor
+    values: dict[str, Tensor]
+    trained: list[str]
+    precision: dict[str, Precision]
+
+    def tree(self, values: Mapping[str, Tensor]) -> Any:
+        return unflatten(self.spec, [values[path] for path in self.places])
+
+
+def _whole(params: Any, frozen: Where, policy: Policy) -> _Whole:
+    flat, spec = flatten(params)
+    paths, first = tree.paths(spec), dict[int, str]()
+    still = dict(zip(paths, claim_leaves(params, spec, frozen, "frozen"), strict=True))
+    kinds = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, policy), policy)
+    places = [first.setdefault(id(leaf), path) for leaf, path in zip(flat, paths, strict=True)]
+    values = {path: leaf for leaf, path, place in zip(flat, paths, places, strict=True) if path == place}
+    trained = [path for path, x in values.items() if (x.is_floating_point() or x.is_complex()) and not still[path]]
+    return _Whole(spec, places, values, trained, dict(zip(paths, kinds, strict=True)))
+
+
+class _Out(NamedTuple):
+    """A forward of one rank and micro-batch."""
+
+    total: Tensor
+    weight: Tensor
+    kind: type
+    live: dict[str, Tensor]
+    extra: Any
+    aux: Any
+
+
+def oracle(
+    loss_fn: Callable[..., Any],
+    tx: Transform,
+    *,
+    frozen: Where = None,
+    policy: Policy | str | None = None,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    skip_labels: Labels = None,
+    has_aux: bool = False,
+    with_extra: bool = False,
+) -> Oracle:
+    """What `train_step` must give on any plan and mesh, from all ranks' batches: no shards, no collectives.
+
+    `frozen` and `policy` are the plan's, the other arguments the step's; those that are not here change no value.
+    Compare with `whole_state` of a sharded state. Sums are in rank order, as a step's, but over all ranks at once and
+    of whole tensors: what is summed over two axes, over micro-batches or for a norm may differ in the last places, and
+    so may what overflows in one micro-batch of half precision. Wires that lose digits are not modelled.
+
+    >>> plain = oracle(lambda w, x: Mean((w * x).sum(), len(x)), sgd(0.5))
+    >>> state, metrics = plain.step(plain.init(torch.ones(1)), [torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
+    >>> metrics["loss"], state.params
+    (tensor(2.), tensor([0.]))
+    """
+    check_loss(loss_fn)
+    tx, policy = as_transform(tx), policy_of(policy)
+
+    def init(params: Any, loss_scale: Any = None, seed: int = 0, extra: Any = None) -> TrainState:
+        whole = _whole(params, frozen, policy)
+        values = {path: x.detach().to(whole.precision[path].storage).clone() for path, x in whole.values.items()}
+        opt_state = tx.init({path: values[path] for path in whole.trained})
+        scaler = NoLossScale() if loss_scale is None else loss_scale
+        step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
+        return TrainState(whole.tree(values), opt_state, scaler, step, rng, extra)
+
+    def step(state: TrainState, batches: Sequence[Any], *args: Any) -> tuple[TrainState, dict[str, Any]]:
+        _check_batches(batches)
+        whole = _whole(state.params, frozen, policy)
+
+        def forwards(rank: int, batch: Any) -> list[_Out]:
+            row, extra = list[_Out](), state.extra[rank] if with_extra else None
+            for i, part in enumerate(_cut(batch, accumulate)):
+                given = [*[extra] * with_extra, *policy.inputs([part]), *args]
+                row.append(_forward(loss_fn, whole, given, state, rank, i, policy, (has_aux, with_extra)))
+                extra = row[-1].extra
+            return row
+
+        outs = [forwards(rank, batch) for rank, batch in enumerate(batches)]
+        loss, divisor = _loss(outs)
+        seed = state.loss_scale.scale(1 / divisor)
+        grads = _gradients(outs, whole, (seed, -seed * loss))  # d(T / C) = dT / C - (T / C) dC / C
+        found = _found(grads, whole, skip_labels)
+        found = map(lambda bad: torch.maximum(bad, divisor.isnan().float().to(bad.device)), found)
+        grads = {path: g * (1 / float(state.loss_scale.scale)) for path, g in grads.items()}
+        norm = _norm(grads, whole)
+        if clip_norm is not None:
+            grads = {path: g * clip_factor(norm, clip_norm).to(g.real.dtype) for path, g in grads.items()}
+        grads = {path: g.to(whole.values[path].dtype) for path, g in grads.items()}
+        skip = None if isinstance(state.loss_scale, NoLossScale) else found
+        own = {path: whole.values[path] for path in whole.trained}
+        new, opt_state = tx.step(grads, state.opt_state, own, skip)
+        params, scaler = whole.tree({**whole.values, **new}), state.loss_scale.adjust(found)
+        found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
+        metrics: dict[str, Any] = {"loss": loss.to(outs[0][0].total.dtype), "grad_norm": norm, "found_inf": found_inf}
+        if has_aux:
+            metrics["aux"] = [[out.aux for out in row] if accumulate > 1 else row[0].aux for row in outs]
+        extra = state.extra
+        if with_extra and not (skip is not None and bool(any_found(skip))):
+            extra = [row[-1].extra for row in outs]
+        return TrainState(params, opt_state, scaler, state.step + 1, state.rng, extra), metrics
+
+    return Oracle(init, step)
+
+
+def _check_batches(batches: Any) -> None:
+    if not isinstance(batches, list | tuple) or not batches:
+        raise TypeError(f"oracle: {wrong('batches', batches, 'a list of the batches of all ranks, one for each')}")
+
+
+def _cut(batch: Any, num: int) -> list[Any]:
+    flat, spec = flatten(batch)
+    cuts = [x.tensor_split(num) if isinstance(x, Tensor) and x.dim() else [x] * num for x in flat]
+    return [unflatten(spec, [cut[i] for cut in cuts]) for i in range(num)] if num > 1 else [batch]
+
+
+def _forward(
+    loss_fn: Callable[..., Any],
+    whole: _Whole,
+    given: Sequence[Any],
+    state: TrainState,
+    rank: int,
+    part: int,
+    policy: Policy,
+    returns: tuple[bool, bool],
+) -> _Out:
+    live = {path: x.detach().to(whole.precision[path].compute).clone() for path, x in whole.values.items()}
+    for path in whole.trained:
+        live[path].requires_grad_()
+    device = next((x.device for x in live.values()), torch.device("cpu"))
+    with torch.enable_grad(), seeded(state.rng, state.step, rank, part, device):
+        out, (has_aux, with_extra) = loss_fn(whole.tree(live), *given), returns
+    loss, *more = out if has_aux or with_extra else (out,)
+    extra = detached(more.pop(0)) if with_extra else None
+    loss, aux = policy.cast((loss, more[0] if has_aux else None), "output")
+    if isinstance(loss, Mean):
+        return _Out(loss.total, double(loss.count), Mean, live, extra, aux)
+    weight = torch.tensor(1.0, dtype=torch.float64, device="cpu")
+    return _Out(loss.total if isinstance(loss, Sum) else loss, weight, type(loss), live, extra, aux)
+
+
+def _loss(outs: Sequence[Sequence[_Out]]) -> tuple[Tensor, Tensor]:
+    """The loss over all ranks and micro-batches, and what a total is divided by (NaN where nothing counts)."""
+    flat = [row[part] for part in range(len(outs[0])) for row in outs]
+    total = torch.stack([out.total.detach().double() for out in flat]).sum()
+    count = torch.tensor(sum(float(out.weight.detach()) for out in flat), dtype=torch.float64, device=total.device)
+    divisor = torch.ones_like(count) if flat[0].kind is Sum else torch.where(count == 0, torch.nan, count)
+    return total / divisor, divisor
+
+
+def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The sum over all ranks, then over micro-batches: what travels in its `reduce`, sums at least in float32."""
+    sums = dict[str, Tensor]()
+    for part in range(len(outs[0])):
+        by_rank = [_backward(row[part], whole, seeds) for row in outs]
+        for path in whole.trained:
+            kept = whole.precision[path]
+            rows = [grads[path].to(kept.reduce) for grads in by_rank]
+            total = rows[0].to(torch.promote_types(kept.reduce, torch.float32))
+            for row in rows[1:]:
+                total = total + row
+            sums[path] = total.to(kept.grads) + sums[path] if part else total.to(kept.grads)
+    return sums
+
+
+def _backward(out: _Out, whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Tensor]:
+    leaves = [out.live[path] for path in whole.trained]
+    pairs = [(x, seed.to(x.dtype)) for x, seed in zip((out.total, out.weight), seeds, strict=True) if x.requires_grad]
+    outs, given = [x for x, _ in pairs], [seed for _, seed in pairs]
+    found = torch.autograd.grad(outs, leaves, given, allow_unused=True, materialize_grads=True)
+    return dict(zip(whole.trained, found, strict=True))
+
+
+def _found(grads: Mapping[str, Tensor], whole: _Whole, labels: Labels) -> Any:
+    """1 where a gradient is not finite, else 0; for each label, if there are labels."""
+    found = dict[Any, list[Tensor]]()
+    for path, g in grads.items():
+        leaf = Leaf(path, tuple(g.shape), whole.values[path].dtype)
+        label = None if labels is None else label_of(leaf, labels)
+        found.setdefault(label, []).append((~g.isfinite()).any().float())
+    by_label = {label: torch.stack(bad).amax() for label, bad in found.items()}
+    return by_label.get(None, torch.zeros((), dtype=torch.float32, device="cpu")) if labels is None else by_label
+
+
+def _norm(grads: Mapping[str, Tensor], whole: _Whole) -> Tensor:
+    squares = [g.abs().double().square().sum() for g in grads.values()]
+    wide = any(g.real.dtype == torch.float64 for g in grads.values())
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device="cpu")
+    return total.sqrt().to(torch.float64 if wide else torch.float32)
+
+
+def whole_state(state: TrainState) -> TrainState:
+    """A state's whole parameters and optimizer state (by field and leaf path), on every rank; an oracle's alike.
+
+    Every rank must call it. What a wire with feedback has lost is left out: it is each rank's own.
+
+    >>> tx = sgd(0.1, momentum=0.9)
+    >>> whole_state(init_state(shard_of({"w": torch.ones(2)}), tx)).opt_state
+    {'count': tensor(0.), 'momentum.w': tensor([0., 0.])}
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"whole_state: {wrong('state', state, 'a TrainState, as a step gives')}")
+    params, opt_state = gather_params(state.params), gather_state(state.opt_state)
+    return TrainState(params, opt_state, state.loss_scale, state.step, state.rng, state.extra)

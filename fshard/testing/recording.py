@@ -1,0 +1,304 @@
+"""Steps kept on disk: state, batch and result of each rank, so that a step can be run again elsewhere.
+
+Note [Recorded steps]
+    DIR/step-00000012/rank-0/ has `before.pt` (leaves of state, batch and further arguments), `after.pt` (leaves of the
+    new state and metrics) and `about.json` (everything that is no tensor, and what must fit). Every rank writes its own
+    folder under another name and renames it, so a folder that has its name is whole. A leaf is filed by number, in the
+    order of `tree.flatten`; the structure is not kept: who replays a step has the code that makes it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import zipfile
+from collections.abc import Callable, Collection, Container
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.mesh import coordinate
+from ..core import tree
+from ..core.arguments import check_function, wrong
+from ..core.donation import DonatedError
+from ..core.scalars import double
+from ..core.tree import flatten, map, unflatten
+from ..sharding.sharded import Sharded
+
+Steps = Collection[int] | Callable[[int], bool] | None
+_FORMAT = 2
+_MOST = 1 << 20  # ranks
+_MOST_THREADS = 1 << 10
+_MOST_BYTES = 1 << 28  # of what is no tensor
+_MOST_SHOWN = 60  # characters of a value in an error
+
+
+def step_folder(folder: Path, number: int) -> Path:
+    """Where a step's ranks write."""
+    return folder / f"step-{number:08d}"
+
+
+def record(
+    step: Callable[..., tuple[Any, Any]],
+    dir: str | Path,
+    *,
+    steps: Steps = None,
+    nonfinite: bool = True,
+    keep: int | None = 8,
+    donate: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """`step`, which also writes chosen steps to `dir`: its arguments, the new state and the metrics.
+
+    Chosen are `steps` (numbers, or a predicate of the number `state.step`), and with `nonfinite` those whose loss is
+    not finite or whose `found_inf` is not 0, as long as `dir` has fewer than `keep` steps (None: always). Reading the
+    number and the metrics waits for the device. Every rank writes a folder of its own, renamed when it is whole;
+    `python -m fshard replay` runs them again. For a step that donates its state say `donate=True`: the state is then
+    copied before each step that may be written, with `nonfinite` before every one. TypeError for a leaf that is neither
+    a tensor nor a number, a string or None.
+
+    >>> import tempfile
+    >>> tx, w = sgd(0.5), torch.ones(2)
+    >>> step = record(train_step(lambda w, x: (w * x).sum(), tx), folder := tempfile.mkdtemp(), steps={1})
+    >>> state = init_state(shard_of(w), tx)
+    >>> for x in (1.0, 2.0):
+    ...     state, _ = step(state, torch.tensor([x, x]))
+    >>> [path.name for path in Path(folder).iterdir()]
+    ['step-00000001']
+    """
+    check_function("record: step", step, "step(state, batch)")
+    if not isinstance(dir, str | Path):
+        raise TypeError(f"record: {wrong('dir', dir, 'the path of a folder')}")
+    if not (steps is None or callable(steps) or (isinstance(steps, Container) and not isinstance(steps, str | bytes))):
+        raise TypeError(f"record: {wrong('steps', steps, 'numbers of steps, or a predicate of one')}")
+    folder = Path(dir)
+
+    def recorded(state: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
+        chosen = _chosen(steps, number := int(state.step))
+        before = _copied(state) if donate and (chosen or nonfinite) else state
+        after, metrics = step(state, batch, *args)
+        if chosen or (nonfinite and _went_nonfinite(metrics) and _has_room(folder, number, keep)):
+            before = {"state": before, "batch": batch, "args": args}
+            _write(step_folder(folder, number), before, {"state": after, "metrics": metrics})
+        return after, metrics
+
+    return recorded
+
+
+def _chosen(steps: Steps, number: int) -> bool:
+    return steps is not None and (bool(steps(number)) if callable(steps) else number in steps)
+
+
+def _copied(state: Any) -> Any:
+    return map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
+
+
+def _went_nonfinite(metrics: Any) -> bool:
+    loss, found = (double(metrics.get(name, 0.0)) for name in ("loss", "found_inf"))
+    return not bool(loss.isfinite()) or bool(found != 0)
+
+
+def _has_room(folder: Path, number: int, keep: int | None) -> bool:
+    others = {path.name for path in folder.glob("step-*")} - {step_folder(folder, number).name}
+    return keep is None or len(others) < keep
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a state lies: the sizes of the mesh's axes in their order, this rank, and what the plan says."""
+
+    axes: dict[str, int]
+    rank: int
+    plan: str
+
+
+def origin_of(state: Any) -> Origin:
+    """Of a state's parameters; one rank if they are plain."""
+    params = state.params
+    if not isinstance(params, Sharded):
+        return Origin({}, 0, "")
+    plan = params.plan
+    return Origin(dict(plan.axes), coordinate(plan.live_mesh(), plan.rest(())), plan.describe())
+
+
+def _write(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
+    try:
+        origin = origin_of(before["state"])
+    except DonatedError as gone:
+        gone.add_note("record: this step donates its state: write record(step, dir, donate=True)")
+        raise
+    target = folder / f"rank-{origin.rank}"
+    writing = folder / f"writing-{origin.rank}"
+    for stale in (target, writing):  # of an earlier run
+        shutil.rmtree(stale, ignore_errors=True)
+    writing.mkdir(parents=True)
+    about: dict[str, Any] = {"format": _FORMAT, "threads": torch.get_num_threads(), **vars(origin)}
+    for name, trees in {"before": before, "after": after}.items():
+        tensors = dict[str, Tensor]()
+        for what, x in trees.items():
+            held, about[f"{name} {what}"] = _filed(what, x)
+            tensors |= held
+        torch.save(tensors, writing / f"{name}.pt")
+    (writing / "about.json").write_text(json.dumps(about))
+    writing.rename(target)
+
+
+def _filed(what: str, x: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a tree by number, and all its leaves: path, and the value of one that is no tensor."""
+    leaves, spec = flatten(x)
+    paths = tree.paths(spec)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, Tensor | int | float | str):
+            raise TypeError(
+                f"record: {what} leaf {path!r}: expected a tensor, a number or a string, got {type(leaf).__name__}. "
+                "Leave it out of what is given to the step."
+            )
+    tensors = {f"{what} {i}": x.detach().cpu() for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+    # cloned: of a view torch.save writes all of the memory that it is a view of
+    tensors = {name: x.clone() for name, x in tensors.items()}
+    plain = {str(i): x for i, x in enumerate(leaves) if not isinstance(x, Tensor)}
+    return tensors, {"paths": paths, "plain": plain}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one rank wrote of one step."""
+
+    folder: Path
+    about: dict[str, Any]
+
+    def tree(self, name: str, what: str, like: Any) -> Any:
+        """A recorded tree, in the structure of another. ValueError if the leaves' paths differ."""
+        leaves, spec = flatten(like)
+        paths, wanted = tree.paths(spec), self.about[f"{name} {what}"]["paths"]
+        if paths != wanted:
+            more, lacks = [p for p in paths if p not in wanted], [p for p in wanted if p not in paths]
+            raise ValueError(
+                f"{self.folder}: the {what} that was recorded has other leaves: expected {lacks[:3] or 'no others'}, "
+                f"got {more[:3] or 'no others'}. Give replay the code that made the recorded step."
+            )
+        tensors, plain = _tensors(self.folder / f"{name}.pt"), self.about[f"{name} {what}"]["plain"]
+        keys = [f"{what} {i}" for i in range(len(leaves))]
+        missing = [key for i, key in enumerate(keys) if str(i) not in plain and key not in tensors]
+        if missing:
+            raise ValueError(f"{self.folder / name}.pt: expected {missing[0]!r} ({paths[keys.index(missing[0])]!r})")
+        found = [plain[str(i)] if str(i) in plain else tensors[key] for i, key in enumerate(keys)]
+        if (name, what) == ("before", "state"):
+            self._check_forms(paths, keys, found, leaves)
+        return unflatten(spec, [_placed(*row) for row in zip(found, leaves, strict=True)])
+
+    def _check_forms(self, paths: list[str], keys: list[str], found: list[Any], leaves: list[Any]) -> None:
+        """Raise ValueError where parameters or the optimizer's state are not of the form that the step takes."""
+        for path, key, value, like in zip(paths, keys, found, leaves, strict=True):
+            if path.split(".")[0] in ("params", "opt_state") and form(value) != form(like):
+                raise ValueError(
+                    f"{self.folder}: {key!r}, leaf {path!r}: expected {form(like)}, got {form(value)}. "
+                    "Give replay the code that made the recorded step, and files as they were written."
+                )
+
+
+def form(x: Any) -> str:
+    """A tensor's dtype and shape, or the type of anything else."""
+    return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _placed(value: Any, like: Any) -> Any:
+    return value.to(like.device) if isinstance(value, Tensor) and isinstance(like, Tensor) else value
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors in a file. ValueError for anything else: no code is run, nothing is larger than in the file."""
+    try:
+        with zipfile.ZipFile(file) as packed:
+            _check_packed(packed, file.stat().st_size)
+        found = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__} in place of tensors by name")
+        for key, x in found.items():
+            # `record` writes no views: one of little memory may have any size
+            if type(x) is not Tensor or x.layout is not torch.strided or x.untyped_storage().nbytes() != x.nbytes:
+                raise ValueError(f"{key!r} is no whole tensor")
+    except Exception as wrong:  # what torch.load raises depends on which byte is wrong
+        raise ValueError(f"{file}: expected the tensors of a recorded step: {wrong}") from wrong
+    return found
+
+
+def _check_packed(packed: zipfile.ZipFile, size: int) -> None:
+    """Raise ValueError for a file of tensors that is larger unpacked, or of which a byte is another."""
+    entries = packed.infolist()
+    if swollen := [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]:
+        raise ValueError(f"{swollen[0]!r} is compressed, which torch.save does not do")
+    if (unpacked := sum(entry.file_size for entry in entries)) > size:
+        raise ValueError(f"{unpacked:,} bytes in a file of {size:,}")
+    if torn := packed.testzip():  # torch compares no checksums
+        raise ValueError(f"{torn!r} is not what was written")
+
+
+def _is_number(x: Any, least: int, most: int) -> bool:
+    return type(x) is int and least <= x <= most
+
+
+def _is_filed(x: Any) -> bool:
+    """Whether it tells of a tree: paths, and by number the values of leaves that are no tensors."""
+    if not isinstance(x, dict) or not isinstance(x.get("paths"), list) or not isinstance(x.get("plain"), dict):
+        return False
+    keys = {str(i) for i in range(len(x["paths"]))}
+    words = all(isinstance(path, str) for path in x["paths"])
+    return words and all(key in keys and isinstance(v, int | float | str) for key, v in x["plain"].items())
+
+
+# by key of about.json: whether a value is possible, and what was expected
+_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "format": (lambda x: _is_number(x, _FORMAT, _FORMAT), f"format {_FORMAT}"),
+    "threads": (lambda x: _is_number(x, 1, _MOST_THREADS), f"a number from 1 to {_MOST_THREADS}"),
+    "rank": (lambda x: _is_number(x, 0, _MOST), "the number of a rank"),
+    "axes": (lambda x: isinstance(x, dict) and all(_is_number(n, 1, _MOST) for n in x.values()), "sizes by axis"),
+    "plan": (lambda x: isinstance(x, str), "a text"),
+} | {
+    f"{name} {what}": (_is_filed, "the paths of a tree, and its values that are no tensors")
+    for name, what in (
+        ("before", "state"),
+        ("before", "batch"),
+        ("before", "args"),
+        ("after", "state"),
+        ("after", "metrics"),
+    )
+}
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """What a rank's about.json says. ValueError, with file and key, if `record` did not write it so."""
+    file = folder / "about.json"
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"{file.stat().st_size:,} bytes")
+        about = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as wrong:
+        raise ValueError(f"{file}: expected what is known of a recorded step: {wrong}") from wrong
+    if not isinstance(about, dict):
+        raise ValueError(f"{file}: expected what is known of a recorded step, got a {type(about).__name__}")
+    for key, (is_good, expected) in _KEYS.items():
+        if key not in about or not is_good(about[key]):
+            got = repr(about[key])[:_MOST_SHOWN] if key in about else "nothing"
+            raise ValueError(f"{file}: {key!r}: expected {expected}, got {got}")
+    return about
+
+
+def read(folder: Path) -> list[Recorded]:
+    """What all ranks wrote of a step, in rank order. ValueError for what is no recorded step, or not of all ranks."""
+    found = [Recorded(path, _about(path)) for path in folder.glob("rank-*")]
+    found.sort(key=lambda one: one.about["rank"])
+    if not found:
+        raise ValueError(f"{folder}: expected a recorded step (rank-0, ...), found none")
+    for key in ("axes", "plan", "threads"):
+        for one in found:
+            if one.about[key] != found[0].about[key]:
+                raise ValueError(f"{one.folder / 'about.json'}: {key!r}: expected that of {found[0].folder.name}")
+    num_ranks = math.prod(found[0].about["axes"].values())
+    ranks = [one.about["rank"] for one in found]
+    if ranks != list(range(num_ranks)):
+        raise ValueError(f"{folder}: expected what {num_ranks} ranks wrote, got that of ranks {ranks}")
+    return found

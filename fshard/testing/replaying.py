@@ -1,0 +1,179 @@
+"""Recorded steps run again on simulated ranks: are the bits the same, and what is not finite first?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import consensus
+from ..comm.mesh import mesh_device
+from ..core.random import seeded
+from ..core.scalars import double
+from ..sharding.grad import Mean, Sum, value_and_grad
+from ..sharding.sharded import Sharded
+from .compare import Place, gap, places
+from .recording import Recorded, form, origin_of, read, step_folder
+from .world import World
+
+# `make(mesh)` gives the step, a state and a batch, both only for their structure, and if gradients are to be looked at
+# the loss function (else None, if anything follows), then what else the step is given.
+Make = Callable[[Any], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A leaf on a rank, in what of the step it is, the unit it travels in (if any), and what is wrong with it."""
+
+    rank: int
+    what: str
+    path: str
+    unit: str | None
+    text: str
+
+    def __str__(self) -> str:
+        unit = f" (unit {self.unit!r})" if self.unit is not None else ""
+        return f"{self.what}: leaf {self.path!r}{unit} on rank {self.rank}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A step that was run again: the first value that differs, and the first that is not finite (None: none)."""
+
+    number: int
+    num_ranks: int
+    different: Finding | None
+    nonfinite: Finding | None
+
+    def __str__(self) -> str:
+        lines = [
+            f"step {self.number} on {self.num_ranks} rank(s): " + ("other bits" if self.different else "same bits")
+        ]
+        lines += [f"  differs first: {self.different}"] * (self.different is not None)
+        lines += [f"  not finite first: {self.nonfinite}"] * (self.nonfinite is not None)
+        return "\n".join(lines)
+
+
+def replay(dir: str | Path, make: Make, at: int | None = None) -> list[Replayed]:
+    """Run the steps that `fshard.testing.record` wrote to `dir` again, or step `at` alone, and compare every bit.
+
+    `make(mesh)` is called on every simulated rank, with a mesh as recorded (None for one device), and gives `(step,
+    state, batch)`, `(step, state, batch, loss_fn)` or, for a step of further arguments, `(step, state, batch, loss_fn,
+    *args)`. State, batch and arguments are there for their structure alone: the recorded leaves take the place of
+    theirs. With the loss function (it may be None) each rank's own gradients, times the loss scale, are looked at, too;
+    that of a step `with_extra` gets the recorded extra. What is searched, in this order, rank by rank: for a differing
+    value metrics and the new state; for one that is not finite the batch, the state before, the gradients, the metrics
+    and the new state. ValueError for what cannot be replayed: other leaves, another plan, ranks that are missing, files
+    that `record` did not write so.
+
+    >>> import tempfile
+    >>> from fshard.testing import record
+    >>> def make(mesh):
+    ...     tx = sgd(0.5)
+    ...     state = init_state(shard_params(torch.ones(2), make_plan(torch.ones(2), mesh)), tx)
+    ...     return train_step(lambda w, x: (w * x).sum(), tx), state, torch.ones(2)
+    >>> step, state, batch = make(None)
+    >>> state, _ = record(step, folder := tempfile.mkdtemp(), steps={0})(state, batch)
+    >>> print(*replay(folder, make))
+    step 0 on 1 rank(s): same bits
+    """
+    folder = Path(dir)
+    folders = sorted(folder.glob("step-*")) if at is None else [step_folder(folder, at)]
+    if not folders:
+        raise ValueError(f"{folder}: expected recorded steps (step-00000000, ...), found none")
+    for one in folders:
+        if one.name != step_folder(folder, _number(one)).name:
+            raise ValueError(f"{one}: expected the number of a step, as in {step_folder(folder, 12).name}")
+    return [_replayed(one, make) for one in folders]
+
+
+def _number(folder: Path) -> int:
+    digits = folder.name.partition("-")[2]
+    return int(digits) if digits.isdecimal() and len(digits) < 20 else 0
+
+
+def _replayed(folder: Path, make: Make) -> Replayed:
+    recorded = read(folder)
+    about = recorded[0].about
+    threads = torch.get_num_threads()
+    torch.set_num_threads(about["threads"])  # sums inside an operator may depend on it
+    try:
+        found = _on_ranks(about["axes"], lambda mesh, rank: _again(mesh, make, recorded[rank]))
+    finally:
+        torch.set_num_threads(threads)
+    different, nonfinite = ([x for row in rows for x in row] for rows in zip(*found, strict=True))
+    _, first = min(nonfinite, key=lambda pair: pair[0], default=(0, None))
+    return Replayed(_number(folder), len(recorded), next(iter(different), None), first)
+
+
+def _on_ranks(axes: dict[str, int], fn: Callable[[Any, int], Any]) -> list[Any]:
+    if not axes:
+        return [fn(None, 0)]
+    return World(axes=axes).run(lambda mesh: fn(mesh, mesh.get_rank()))
+
+
+def _again(mesh: Any, make: Make, recorded: Recorded) -> tuple[list[Finding], list[tuple[int, Finding]]]:
+    """What differs on a rank, and what is not finite, each with the number of its stage."""
+    step, like, batch_like, *more = make(mesh)
+    loss_fn, args_like = (more[0], tuple(more[1:])) if more else (None, ())
+    rank, plan = recorded.about["rank"], origin_of(like).plan
+    if plan != recorded.about["plan"]:
+        what = consensus.first_difference(recorded.about["plan"], plan, "{}, got {}")
+        raise ValueError(
+            f"{recorded.folder}: recorded with another plan: expected {what}. Give replay the code it had."
+        )
+    likes = {"state": like, "batch": batch_like, "args": args_like}
+    state, batch, args = (recorded.tree("before", what, tree) for what, tree in likes.items())
+    stages = [("batch", (batch, *args) if args else batch), ("the state before", state)]
+    if loss_fn is not None:
+        given = [*[state.extra] * getattr(step, "with_extra", False), batch, *args]
+        stages.append(("gradients", _gradients(loss_fn, state, given, rank, mesh_device(mesh))))
+    # looked at before the step, which may be one that updates its state in place
+    bad = [(i, one) for i, (what, x) in enumerate(stages) for one in _nonfinite(rank, what, x)]
+    after, metrics = step(state, batch, *args)
+    results = [("metrics", metrics, "metrics"), ("the new state", after, "state")]
+    bad += [(3 + i, one) for i, (what, x, _) in enumerate(results) for one in _nonfinite(rank, what, x)]
+    different = [one for what, x, name in results for one in _different(rank, what, x, recorded.tree("after", name, x))]
+    return different, bad
+
+
+def _gradients(loss_fn: Callable[..., Any], state: Any, args: Any, rank: int, device: torch.device) -> Any:
+    """This rank's own gradients, times the loss scale, of its whole batch."""
+    if not isinstance(state.params, Sharded):
+        raise ValueError("replay: a loss function was given: expected a state of sharded parameters, got plain ones")
+
+    def scaled(params: Any, *args: Any) -> Any:
+        out = loss_fn(params, *args)
+        loss, scale = out[0] if isinstance(out, tuple) else out, state.loss_scale.scale
+        return replace(loss, total=scale(loss.total)) if isinstance(loss, Mean | Sum) else scale(loss)
+
+    with seeded(state.rng, state.step, rank, 0, device):
+        return value_and_grad(scaled, reduce=False)(state.params, *args)[1].local
+
+
+def _nonfinite(rank: int, what: str, x: Any) -> Iterator[Finding]:
+    for place in places(x):
+        value = double(place.value) if isinstance(place.value, float) else place.value
+        if isinstance(value, Tensor) and (bad := ~value.detach().isfinite()).any():
+            first = int(bad.reshape(-1).int().argmax())
+            text = f"element {first} is {value.detach().reshape(-1)[first].item()}, {int(bad.sum())} of {bad.numel()}"
+            yield _finding(rank, what, place, f"{text} are not finite")
+
+
+def _different(rank: int, what: str, got: Any, expected: Any) -> Iterator[Finding]:
+    for mine, other in zip(places(got), places(expected), strict=True):
+        if form(mine.value) != form(other.value):
+            yield _finding(rank, what, mine, f"got {form(mine.value)}, recorded {form(other.value)}")
+        elif (apart := gap(mine.path, mine.value, other.value)).num_wrong:
+            far = f"{apart.ulps:.0f} units in the last place apart" if math.isfinite(apart.ulps) else "different"
+            text = f"at {apart.at} got {apart.got}, recorded {apart.expected} ({far})"
+            yield _finding(rank, what, mine, f"{text}, {apart.num_wrong} of {apart.numel} elements differ")
+
+
+def _finding(rank: int, what: str, place: Place, text: str) -> Finding:
+    return Finding(rank, what, place.path, place.unit, text)

@@ -1,0 +1,256 @@
+"""Strategies for Hypothesis: trees of parameters, meshes, plans, transformations, policies, losses and their batches.
+
+Nothing in fshard imports this file: it needs hypothesis (`pip install 'fshard[test]'`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from ..core.lazy import Branch
+from ..optim import base, labels, matrix, optimizers, schedules
+from ..optim.transforms import chain, every_k
+from ..sharding.grad import Mean, Sum
+from ..sharding.precision import Policy
+
+try:
+    from hypothesis import strategies as st
+except ImportError as missing:
+    raise ImportError(
+        "fshard.testing.strategies: expected hypothesis to be installed, it is not: pip install 'fshard[test]', or "
+        "hypothesis"
+    ) from missing
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool)
+
+# The strategies of FSDP and ZeRO as arguments of make_plan, the simplest first.
+PARTITIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"regather": False},
+    {"params_over": ()},
+    {"params_over": (), "grads_over": ()},
+    {"params_over": (), "grads_over": (), "state_over": ()},
+    {"state_over": ("replicate", "shard")},
+    dict.fromkeys(("params_over", "grads_over", "state_over"), ("replicate", "shard")),
+)
+_KEYS = ("w", "b", "10", "2", "blocks", "head")
+_WIDTH = 3
+
+
+@st.composite
+def tensors(draw: Any, dtypes: Sequence[torch.dtype] = (torch.float64,), bits: bool = False) -> Tensor:
+    """Tensors of up to three dims, empty ones too: normal numbers, or with `bits` any bits, NaNs among them.
+
+    >>> from hypothesis import find
+    >>> find(tensors(), lambda x: x.numel() == 2).shape
+    torch.Size([2])
+    """
+    shape = draw(st.lists(st.integers(0, 5), max_size=3))
+    dtype, generator = draw(st.sampled_from(dtypes)), torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    if bits and dtype != torch.bool:
+        numel = torch.Size(shape).numel() * dtype.itemsize
+        data = torch.randint(256, (numel,), dtype=torch.uint8, generator=generator, device="cpu")
+        return data.view(dtype).reshape(shape)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    values = torch.randn(shape, dtype=wide, generator=generator, device="cpu")
+    return values > 0 if dtype == torch.bool else (values if dtype.is_floating_point else values * 9).to(dtype)
+
+
+@st.composite
+def trees(draw: Any, dtypes: Sequence[torch.dtype] = (torch.float64,), max_leaves: int = 6, bits: bool = False) -> Any:
+    """Trees of parameters: dicts, lists, tuples, empty subtrees, tied leaves; one leaf at least is floating.
+
+    `dtypes` are those of the leaves (`DTYPES` has one of each sort), `bits` as in `tensors`.
+
+    >>> from hypothesis import find
+    >>> find(trees(), lambda x: isinstance(x, dict) and len(x) == 2)
+    {'w': tensor(1.5410, dtype=torch.float64), 'rest': None}
+    """
+    nodes = st.recursive(
+        st.none() | tensors(dtypes, bits),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.tuples(inner, inner)
+            | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=4)
+        ),
+        max_leaves=max_leaves,
+    )
+    drawn = draw(nodes)
+    flat, spec = tree.flatten(drawn)
+    if len(flat) > 1 and draw(st.booleans()):
+        flat[draw(st.integers(1, len(flat) - 1))] = flat[0]
+    drawn = tree.unflatten(spec, flat)
+    if any(x.is_floating_point() for x in flat):
+        return drawn
+    return {"w": draw(tensors([d for d in dtypes if d.is_floating_point], bits)), "rest": drawn}
+
+
+def meshes(max_ranks: int = 4) -> st.SearchStrategy[dict[str, int]]:
+    """Sizes of meshes, as `testing.simulate` takes them by name.
+
+    >>> from hypothesis import find
+    >>> find(meshes(), lambda sizes: sizes["replicate"] > 1)
+    {'shard': 1, 'replicate': 2}
+    """
+    sizes = [{"shard": s, "replicate": r} for r in range(1, max_ranks + 1) for s in range(1, max_ranks // r + 1)]
+    return st.sampled_from(sorted(sizes, key=lambda size: (size["shard"] * size["replicate"], size["replicate"])))
+
+
+def _some(paths: Sequence[str]) -> st.SearchStrategy[list[str]]:
+    return st.lists(st.sampled_from(paths), unique=True, max_size=3) if paths else st.just([])
+
+
+@st.composite
+def plans(draw: Any, params: Any, policies: st.SearchStrategy[Any] | None = None) -> dict[str, Any]:
+    """Arguments of `make_plan` for a tree, on a mesh with the axes `shard` and `replicate`: all but those of wires.
+
+    The first floating leaf is never frozen. Keys of `params` are without dots and wildcards. `policies` says what to
+    draw a policy from.
+
+    >>> from hypothesis import find
+    >>> find(plans({"w": torch.ones(2)}), lambda plan: "units" in plan and "regather" in plan)
+    {'regather': False, 'units': 1}
+    """
+    flat, spec = tree.flatten(params)
+    subtrees = [".".join(path) for path, node, _ in tree.walk(spec) if path and node.num_leaves]
+    leaves = [path for path in tree.paths(spec) if path]
+    floating = [path for path, x in zip(tree.paths(spec), flat, strict=True) if x.is_floating_point()]
+    kept = dict(draw(st.sampled_from(PARTITIONS)))
+    units = draw(st.none() | st.integers(1, 20) | _some(subtrees))
+    chosen: dict[str, Any] = {"units": units or None}
+    chosen |= {name: draw(_some(leaves)) for name in ("whole", "host")}
+    chosen["frozen"] = draw(_some([path for path in leaves if path not in floating[:1]]))
+    chosen |= {"together": draw(st.booleans()), "block": draw(st.sampled_from([None, 2, 3]))}
+    chosen["policy"] = None if policies is None else draw(policies)
+    return kept | {name: value for name, value in chosen.items() if value}
+
+
+@dataclass(frozen=True)
+class Named:
+    """A transformation that says how it was made: `make()` gives it."""
+
+    text: str
+    make: Callable[[], base.Transform]
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+_TRANSFORMS = (
+    Named("sgd(0.1)", lambda: optimizers.sgd(0.1)),
+    Named("sgd(0.1, momentum=0.9, nesterov=True)", lambda: optimizers.sgd(0.1, momentum=0.9, nesterov=True)),
+    Named("adamw(0.01)", lambda: optimizers.adamw(0.01)),
+    Named("adam(0.01, weight_decay=0.1)", lambda: optimizers.adam(0.01, weight_decay=0.1)),
+    Named("rmsprop(0.01, momentum=0.5)", lambda: optimizers.rmsprop(0.01, momentum=0.5)),
+    Named("adagrad(0.1)", lambda: optimizers.adagrad(0.1)),
+    Named(
+        "chain(clip_by_leaf_norm(0.1), sgd(linear(0.1, 0.2, 3)))",
+        lambda: chain(base.clip_by_leaf_norm(0.1), optimizers.sgd(schedules.linear(0.1, 0.2, 3))),
+    ),
+    Named(
+        "by_label(matrices: adamw(0.01), others: sgd(0.1))",
+        lambda: labels.by_label(
+            {"matrix": optimizers.adamw(0.01), "other": optimizers.sgd(0.1)},
+            lambda path, leaf: "matrix" if leaf.ndim > 1 else "other",
+        ),
+    ),
+    Named("every_k(sgd(0.1), 2)", lambda: every_k(optimizers.sgd(0.1), 2)),
+    Named("lamb(0.01)", lambda: matrix.lamb(0.01)),
+)
+
+
+def transforms() -> st.SearchStrategy[Named]:
+    """Transformations: `drawn.make()` is one, and printing `drawn` says which. They are for real leaves.
+
+    >>> from hypothesis import find
+    >>> find(transforms(), lambda drawn: True)
+    sgd(0.1)
+    """
+    return st.sampled_from(_TRANSFORMS)
+
+
+def _long_path(path: str, subtree: Any) -> bool:
+    return isinstance(subtree, Tensor) and subtree.is_floating_point() and len(path) > 2
+
+
+@st.composite
+def policies(draw: Any) -> Policy:
+    """Policies of all four sorts of dtypes, with an override at times.
+
+    >>> from hypothesis import find
+    >>> find(policies(), lambda policy: policy.compute is not None)
+    Policy('compute=f32,cast_inputs=no')
+    """
+    dtype = st.sampled_from([None, "f32", "bf16", "f64"])
+    first = {name: draw(dtype) for name in ("storage", "compute", "reduce", "grads")}
+    own = draw(st.none() | st.builds(Policy, compute=dtype, reduce=dtype))
+    return Policy(**first, cast_inputs=draw(st.booleans()), overrides=() if own is None else ((_long_path, own),))
+
+
+def _touched(x: Any) -> Iterator[Tensor]:
+    """A tree's leaves that have gradients, one after the other: of a lazy one each unit when it is reached."""
+    if isinstance(x, Branch):
+        for child in x.values():
+            yield from _touched(child)
+    else:
+        yield from (leaf for leaf in tree.leaves(x) if leaf.is_floating_point() or leaf.is_complex())
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss of any tree and of a batch that `batches` draws: smooth, of every leaf, or of two leaves in three."""
+
+    kind: str  # "mean", "sum", "plain"
+    sparing: bool  # leaves some out
+    twice: bool  # goes through the tree again
+    dropout: bool
+
+    def __call__(self, params: Any, batch: Any) -> Any:
+        """Mean, Sum or a plain scalar, by its kind."""
+        x = batch["x"].double()  # rows, _WIDTH
+        hidden = x.sum(1) * 0
+        for _ in range(1 + self.twice):
+            for i, leaf in enumerate(_touched(params)):
+                if not (self.sparing and i % 3 == 2):
+                    hidden = hidden + _term(leaf, x[:, i % _WIDTH, None])
+        if self.dropout:
+            hidden = torch.nn.functional.dropout(hidden, 0.3)
+        total = (hidden.square() + hidden).sum()
+        return {"mean": Mean(total, len(x)), "sum": Sum(0.1 * total), "plain": total / len(x)}[self.kind]
+
+
+def _term(leaf: Tensor, x: Tensor) -> Tensor:
+    flat = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).reshape(-1)
+    return torch.tanh(flat * x.to(flat.dtype)).double().sum(1) / max(len(flat), 1)
+
+
+def losses() -> st.SearchStrategy[Loss]:
+    """Loss functions of any tree of parameters, for batches that `batches` draws.
+
+    >>> from hypothesis import find
+    >>> find(losses(), lambda loss: loss.dropout)
+    Loss(kind='mean', sparing=False, twice=False, dropout=True)
+    """
+    return st.builds(Loss, st.sampled_from(["mean", "sum", "plain"]), st.booleans(), st.booleans(), st.booleans())
+
+
+@st.composite
+def batches(draw: Any, num_ranks: int, num_steps: int = 2, accumulate: int = 1, even: bool = False) -> Any:
+    """For every step a list with each rank's batch, of unequally many rows (`even`: that divide by `accumulate`).
+
+    >>> from hypothesis import find
+    >>> [[len(batch["x"]) for batch in step] for step in find(batches(3), lambda drawn: True)]
+    [[1, 1, 1], [1, 1, 1]]
+    """
+    rows = st.integers(1, 3).map(lambda n: n * accumulate) if even else st.integers(accumulate, accumulate + 3)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+
+    def one() -> dict[str, Tensor]:
+        return {"x": torch.randn(draw(rows), _WIDTH, generator=generator, dtype=torch.float64, device="cpu")}
+
+    return [[one() for _ in range(num_ranks)] for _ in range(num_steps)]

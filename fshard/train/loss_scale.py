@@ -1,0 +1,404 @@
+"""Loss scaling as values: immutable scalers that a step takes in and hands out.
+
+A gradient in half precision underflows; multiplying the loss by a scale and the gradient by its inverse avoids it.
+Where a scaled gradient overflows the update is skipped, and a dynamic scale backs off. Source: Micikevicius et al.,
+Mixed precision training (2018); the dynamic rule is torch.amp.GradScaler's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import consensus
+from ..comm.mesh import Mesh, axis_sizes
+from ..core import scalars, tree
+from ..core.arguments import check_whole, is_number, shown, wrong
+from ..core.scalars import double
+from ..core.tracing import is_tracing
+from ..layout.layout import Leaf
+from ..layout.pieces import Parts, device_of, layout_of, mesh_of, pieces
+from ..optim import kernels
+from ..optim.base import FoundInf, any_found, check_found
+from ..optim.labels import Labels, label_of
+
+# What a DynamicLossScale has and torch.amp.GradScaler has not, with the values that make it torch's.
+_BOUNDS = {"min_scale": 0.0, "max_scale": math.inf, "hysteresis": 1}
+
+
+def _times(x: Any, scale: Tensor) -> Any:
+    """Every leaf times a 0-d scale, in the leaf's dtype (a product of two 0-d tensors would take the wider one)."""
+    leaves, spec = tree.flatten(x)
+    for number, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(f"scale: leaf {tree.paths(spec)[number]!r}: expected a floating tensor, got {got}")
+    return tree.unflatten(spec, [(leaf * scalars.beside(scale, leaf)).to(leaf.dtype) for leaf in leaves])
+
+
+class _Scale(Tensor):
+    """A 0-d tensor that multiplies a tree when called: a scaler's field `scale` and its method are one."""
+
+    # Private, but what torch.nn.Parameter does: results of operations are plain tensors (test_loss_scale.py notices).
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __call__(self, x: Any) -> Any:
+        """Every leaf times the scale."""
+        return _times(x, self.as_subclass(Tensor))
+
+
+class _TracedScale:
+    """The same while a graph is traced: the tensors of a tracer are of a class that has no others below it."""
+
+    def __init__(self, plain: Tensor):
+        self._plain = plain
+
+    def __call__(self, x: Any) -> Any:
+        """Every leaf times the scale."""
+        return _times(x, self._plain)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    @classmethod
+    def __torch_function__(cls, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def plain(x: Any) -> Any:
+            return x._plain if isinstance(x, cls) else x
+
+        return fn(*tree.map(plain, args), **tree.map(plain, kwargs or {}))
+
+
+def _callable(scale: Tensor) -> Any:
+    return scale.as_subclass(_Scale) if type(scale) is Tensor else _TracedScale(scale)
+
+
+def _as_scale(scale: Any) -> Tensor:
+    """A 0-d float32 tensor of its own: the caller may go on to write to the one that was given."""
+    if not isinstance(scale, Tensor) and not is_number(scale):
+        raise TypeError(wrong("a loss scale", scale, "a number above 0, or a 0-d tensor"))
+    plain = scale.as_subclass(Tensor) if isinstance(scale, Tensor) else double(float(scale))
+    if plain.dim():
+        raise ValueError(f"a loss scale is a number or a 0-d tensor, got a tensor of shape {tuple(plain.shape)}")
+    if not isinstance(scale, Tensor) and not 0 < scale < math.inf:
+        raise ValueError(f"a loss scale is a finite number above 0, got {scale}")
+    return plain.detach().to(torch.float32, copy=True)
+
+
+def _check_between(scale: Any, least: float, most: float) -> None:
+    """Raise ValueError for a number outside of the bounds, as float32 has them; tensors are not read."""
+    if is_number(scale) and not least * (1 - 2**-23) <= scale <= most * (1 + 2**-23):
+        raise ValueError(f"a loss scale={scale}: expected min_scale={least} <= scale <= max_scale={most}")
+
+
+def _unscale(grads: Any, scale: Tensor, own: bool, labels: Labels, mesh: Mesh) -> tuple[Any, FoundInf]:
+    _check_grads(grads)
+    sparse = any(row.layout is torch.sparse_coo for row in tree.leaves(grads))
+    if not own or sparse:
+        grads = tree.map(_copy, grads)
+    meshes, by_label = _meshes(grads, mesh), dict[Any, Tensor]()
+    if labels is not None:
+        by_label = _found_by(lambda leaf: label_of(leaf, labels), grads, meshes)
+    found = kernels.unscale_([_values(row) for row in tree.leaves(grads)], scale.double().reciprocal())
+    _mark(grads)
+    return grads, by_label if labels is not None else _agreed(found, meshes)
+
+
+def _copy(row: Tensor) -> Tensor:
+    return row.coalesce().clone() if row.layout is torch.sparse_coo else row.clone()
+
+
+def _values(row: Tensor) -> Tensor:
+    return row.coalesce().values() if row.layout is torch.sparse_coo else row
+
+
+def _mark(grads: Any) -> None:
+    """Have rows know that they were unscaled, and what they were by then: what is written to them since is new."""
+    if is_tracing() or torch.compiler.is_compiling():
+        return
+    for row in tree.leaves(grads):
+        if not row.is_inference():
+            row.unscaled_at = row._version
+
+
+def _is_unscaled(row: Tensor) -> bool:
+    # Private: a tensor's number of writes has no public name (test_loss_scale.py notices when it goes)
+    return hasattr(row, "unscaled_at") and row.unscaled_at == row._version
+
+
+def _check_grads(grads: Any) -> None:
+    for number, row in enumerate(tree.leaves(grads)):
+        good = isinstance(row, Tensor) and (row.is_floating_point() or row.is_complex())
+        if good and not _is_unscaled(row):
+            continue
+        path = tree.paths(tree.flatten(grads)[1])[number]
+        if good:
+            raise ValueError(f"unscale: leaf {path!r} was unscaled already: use what unscale gave the first time")
+        got = row.dtype if isinstance(row, Tensor) else type(row).__name__
+        raise TypeError(f"unscale: leaf {path!r}: expected a gradient, a floating tensor, got {got}")
+
+
+def _meshes(x: Any, mesh: Mesh) -> list[Mesh]:
+    """The meshes whose ranks agree on what is finite: that of the parts in a tree, and the one that was asked for."""
+    axis_sizes(mesh)
+    return [each for each in (mesh_of(x), mesh) if each is not None]
+
+
+def _agreed(found: Any, meshes: Sequence[Mesh]) -> Any:
+    for mesh in meshes:
+        found = consensus.any_rank(found, mesh)
+    return found
+
+
+def _found_by(key: Callable[[Leaf], Any], x: Any, meshes: Sequence[Mesh]) -> dict[Any, Tensor]:
+    """For each key of leaves 1 if any of them is not finite on any rank, else 0 (float32, 0-d), the same on all."""
+    found, device = dict[Any, list[Tensor]](), device_of(x)
+    for path, node in tree.paths_to(x, Parts):
+        layout = layout_of(node)
+        keys = {
+            n: key(replace(leaf, path=".".join(name for name in (path, leaf.path) if name)))
+            for n, leaf in ((n, layout.leaves[n]) for n in layout.numbers)
+        }
+        for each in keys.values():
+            found.setdefault(each, [torch.zeros((), dtype=torch.float32, device=device)])
+        for n, piece in pieces(node, layout):
+            values = _values(piece)
+            if values.numel() and (values.is_floating_point() or values.is_complex()):
+                found[keys[n]].append(_not_finite(values).to(device))
+    return _agreed({each: torch.stack(rows).amax() for each, rows in found.items()}, meshes)
+
+
+def _not_finite(x: Tensor) -> Tensor:
+    """1 if any element is not finite, else 0: float32, 0-d."""
+    low, high = torch.aminmax(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)
+    return (~(low.isfinite() & high.isfinite())).float()
+
+
+def nonfinite_leaves(x: Any, mesh: Mesh = None) -> list[str]:
+    """The paths of leaves that are not finite on some rank, the same on all: one collective, and it reads the device.
+
+    The ranks are those of the mesh that `x` lies on; for plain trees say which `mesh`, or None for this rank alone.
+
+    >>> nonfinite_leaves({"a": torch.tensor([1.0, torch.inf]), "b": torch.ones(2)})
+    ['a']
+    """
+    for path, leaf in zip(tree.paths(tree.flatten(x)[1]), tree.leaves(x), strict=True):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"nonfinite_leaves: leaf {path!r}: expected a tensor, got {shown(leaf)}")
+    found = _found_by(lambda leaf: leaf.path, x, _meshes(x, mesh))
+    bad = torch.stack([*found.values()]).tolist() if found else []
+    return [path for path, is_bad in zip(found, bad, strict=True) if is_bad]
+
+
+@dataclass(frozen=True, init=False)
+class StaticLossScale:
+    """A fixed scale. An update whose scaled gradients are not finite is skipped.
+
+    >>> StaticLossScale(8.0).scale(torch.tensor(2.0))
+    tensor(16.)
+    """
+
+    _scale: Tensor
+
+    def __init__(self, scale: Any = 2.0**16):
+        vars(self).update(_scale=_as_scale(scale))
+
+    @property
+    def scale(self) -> _Scale:
+        """The scale, 0-d float32; called on a tree, the tree times the scale, each leaf in its dtype."""
+        return _callable(self._scale)
+
+    @property
+    def value(self) -> Tensor:
+        """The scale, a 0-d float32 tensor."""
+        return self._scale
+
+    def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None, mesh: Mesh = None) -> tuple[Any, Any]:
+        """grads / scale, and whether any rank's are not finite (float32, 0-d, 1 or 0, equal on all ranks).
+
+        In place, if the gradients are the caller's `own`. With `labels` (`by_label`'s) a dict says it for each label,
+        which `by_label(...).step` takes as its `found_inf`. The ranks are those of all axes of the mesh that sharded or
+        unreduced gradients lie on; for a plain tree say which `mesh`, or None for this rank alone. ValueError for what
+        was unscaled already.
+
+        >>> StaticLossScale(4.0).unscale({"w": torch.tensor([8.0, 4.0])})
+        ({'w': tensor([2., 1.])}, tensor(0.))
+        """
+        return _unscale(grads, self._scale, own, labels, mesh)
+
+    def adjust(self, found_inf: FoundInf) -> StaticLossScale:
+        """The scaler of the next step."""
+        check_found(found_inf)
+        return self
+
+
+@dataclass(frozen=True, init=False)
+class DynamicLossScale(StaticLossScale):
+    """A scale that backs off where gradients overflow, and grows after `growth_interval` updates that did not.
+
+    It begins at 2^16 (or the nearest bound) if it is not given, and stays between `min_scale` and `max_scale`: a number
+    outside is a ValueError. It backs off from the `hysteresis`-th overflow on since it last grew (with 1, from the
+    first: torch.amp.GradScaler's rule).
+
+    >>> scaler = DynamicLossScale(16.0, growth_interval=1)
+    >>> scaler.adjust(torch.tensor(1.0)).scale.item(), scaler.adjust(torch.tensor(0.0)).scale.item()
+    (8.0, 32.0)
+
+    Source of the hysteresis: Megatron-LM's DynamicGradScaler.
+    """
+
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_scale: float
+    max_scale: float
+    hysteresis: int
+    growth_tracker: Tensor  # updates since the scale last changed, int32, 0-d
+    hysteresis_tracker: Tensor  # overflows still borne, int32, 0-d
+
+    def __init__(
+        self,
+        scale: Any = None,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        growth_tracker: Tensor | int = 0,
+        *,
+        min_scale: float = 0.0,
+        max_scale: float = math.inf,
+        hysteresis: int = 1,
+        hysteresis_tracker: Tensor | int | None = None,
+    ):
+        factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+        for name, value in {**factors, "min_scale": min_scale, "max_scale": max_scale}.items():
+            if not is_number(value):
+                raise TypeError(f"DynamicLossScale: {wrong(name, value, 'a number')}")
+        check_whole("DynamicLossScale: growth_interval", growth_interval, what="a number of updates")
+        check_whole("DynamicLossScale: hysteresis", hysteresis, what="a number of overflows")
+        if growth_factor <= 1 or not 0 < backoff_factor < 1:
+            raise ValueError(
+                f"DynamicLossScale: expected growth_factor > 1 and 0 < backoff_factor < 1, got {growth_factor} and "
+                f"{backoff_factor}"
+            )
+        if not 0 <= min_scale <= max_scale:
+            raise ValueError(f"DynamicLossScale: expected 0 <= min_scale <= max_scale, got {min_scale} and {max_scale}")
+        if scale is None:
+            scale = min(max(2.0**16, min_scale), max_scale)
+        plain = _as_scale(scale)
+        _check_between(scale, min_scale, max_scale)
+        borne = hysteresis if hysteresis_tracker is None else hysteresis_tracker
+        counts = [double(n).to(plain.device, torch.int32, copy=True) for n in (growth_tracker, borne)]
+        values = (plain, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, *counts)
+        vars(self).update(zip((f.name for f in fields(self)), values, strict=True))
+
+    def adjust(self, found_inf: FoundInf, new_scale: Any = None) -> DynamicLossScale:
+        """The scaler of the next step, or one with another scale: no host read."""
+        if new_scale is not None:
+            _check_between(new_scale, self.min_scale, self.max_scale)
+            return self._with(_as_scale(new_scale).to(self._scale.device), self.growth_tracker, self.hysteresis_tracker)
+        found = any_found(found_inf).to(self._scale.device, torch.bool)
+        borne = self.hysteresis_tracker - found.int()
+        counted = self.growth_tracker + 1
+        due = ~found & (counted == self.growth_interval)
+        larger, smaller = self._scale * self.growth_factor, self._scale * self.backoff_factor
+        larger = torch.where(larger.isfinite(), larger.clamp(max=self.max_scale), self._scale)
+        smaller = torch.where(borne > 0, self._scale, smaller.clamp(min=self.min_scale))
+        return self._with(
+            torch.where(found, smaller, torch.where(due, larger, self._scale)),
+            torch.where(found | due, torch.zeros_like(counted), counted),
+            torch.where(due, torch.full_like(borne, self.hysteresis), borne.clamp(min=0)),
+        )
+
+    def _with(self, scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor) -> DynamicLossScale:
+        new = object.__new__(DynamicLossScale)
+        changed = {"_scale": scale, "growth_tracker": growth_tracker, "hysteresis_tracker": hysteresis_tracker}
+        vars(new).update(vars(self) | changed)
+        return new
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch.amp.GradScaler's, and what it knows nothing of where that is used. It reads the device.
+
+        That is `min_scale`, `max_scale` and the hysteresis, written together if any is not its default.
+        Dual: `load_state_dict`.
+
+        >>> DynamicLossScale(8.0).state_dict()["scale"]
+        8.0
+        """
+        named = {name: getattr(self, name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
+        saved = {"scale": self._scale.item(), **named, "_growth_tracker": int(self.growth_tracker)}
+        bounds = {name: getattr(self, name) for name in _BOUNDS}
+        if bounds == _BOUNDS:
+            return saved
+        return {**saved, **bounds, "_hysteresis_tracker": int(self.hysteresis_tracker)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> DynamicLossScale:
+        """The scaler that a state dict is of; one of torch.amp.GradScaler with this scaler's bounds and hysteresis.
+
+        >>> DynamicLossScale().load_state_dict(torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()).value.item()
+        8.0
+        """
+        if not saved:
+            raise ValueError("load_state_dict: the state dict is empty: it was saved by a scaler that was not enabled")
+        names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+        if missing := [name for name in names if name not in saved]:
+            raise ValueError(f"load_state_dict: the state dict lacks {missing[0]!r}; it has {', '.join(saved)}")
+        bounds = {name: saved.get(name, getattr(self, name)) for name in _BOUNDS}
+        borne = saved.get("_hysteresis_tracker")
+        made = DynamicLossScale(*(saved[name] for name in names), **bounds, hysteresis_tracker=borne)
+        return tree.map(lambda x: x.to(self._scale.device), made)
+
+
+@dataclass(frozen=True)
+class NoLossScale:
+    """No scaling: gradients are not looked at, and no update is skipped.
+
+    >>> NoLossScale().scale(torch.tensor(2.0))
+    tensor(2.)
+    """
+
+    @property
+    def scale(self) -> _Scale:
+        """One."""
+        return _callable(self.value)
+
+    @property
+    def value(self) -> Tensor:
+        """One, a 0-d float32 tensor."""
+        return torch.ones((), dtype=torch.float32, device="cpu")
+
+    def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None, mesh: Mesh = None) -> tuple[Any, Tensor]:
+        """grads, and 0."""
+        return grads, torch.zeros((), dtype=torch.float32, device=device_of(grads))
+
+    def adjust(self, found_inf: FoundInf) -> NoLossScale:
+        """Itself."""
+        check_found(found_inf)
+        return self
+
+
+tree.register_fields(StaticLossScale, ("_scale",))
+tree.register_fields(
+    DynamicLossScale,
+    ("_scale", "growth_tracker", "hysteresis_tracker"),
+    ("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale", "hysteresis"),
+)
+tree.register_fields(NoLossScale, ())
+
+
+def select(found_inf: Tensor, if_inf: Any, if_finite: Any) -> Any:
+    """One of two trees of one structure, shapes and dtypes, by a 0-d tensor: no host read.
+
+    >>> select(torch.tensor(1.0), {"w": torch.tensor(1)}, {"w": torch.tensor(2)})
+    {'w': tensor(1)}
+    """
+    check_found(found_inf, labelled=False)
+    pairs, spec = tree.pairs("select: if_finite is not of the structure of if_inf", if_inf, if_finite)
+    for number, (a, b) in enumerate(pairs):
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
+            alike = "expected two tensors of one shape and dtype"
+            raise ValueError(f"select: leaf {tree.paths(spec)[number]!r}: {alike}, got {shown(a)} and {shown(b)}")
+    return tree.unflatten(spec, [kernels.where(found_inf, a, b) for a, b in pairs])

@@ -1,0 +1,335 @@
+"""The training step: a pure function from state and batch to state and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import consensus
+from ..comm.check import Checked, is_wanted
+from ..comm.ranks import MismatchError
+from ..comm.reduction import TREE, Reduction, reduction_of
+from ..core import tree
+from ..core.arguments import check_flags, check_has, check_positive, check_whole, shown
+from ..core.donation import Life
+from ..core.scalars import beside, wide
+from ..core.tracing import is_tracing
+from ..layout.norms import exactly, global_norm
+from ..layout.pieces import device_of, packed, pieces
+from ..optim.base import FoundInf, Transform, any_found, as_transform, choose, clip_factor
+from ..optim.kernels import where
+from ..optim.labels import Labels, check_labelled, check_labels, label_of
+from ..sharding import offload
+from ..sharding.grad import apart, check_loss, check_sharded
+from ..sharding.sharded import Sharded, coarsen, refine
+from ..sharding.transfer import nothing_lost
+from . import dynamo
+from .accumulate import Recipe, check_reduce_once, gradients
+from .describe import describe
+from .loss_scale import NoLossScale
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a step takes and gives: a pytree, a value.
+
+    `params` is a `Sharded`; `step` (int64) counts the steps made, skipped updates included; `rng` (int64, on the host)
+    is the seed all random numbers come from; `extra` is yours, carried along, or with `train_step(with_extra=True)`
+    what the loss makes of it; `lost` is what a `grad_wire` with
+    feedback has lost of this rank's gradients so far, whole, or ().
+    """
+
+    params: Any
+    opt_state: Any
+    loss_scale: Any
+    step: Any
+    rng: Any
+    extra: Any
+    lost: Any = ()
+
+    def give_away(self) -> None:
+        """Make every use of the state, and of what is sharded in it, a DonatedError."""
+        tree.give_away((self.params, self.opt_state))
+        vars(self).clear()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not vars(self):  # a copy or a file of nothing
+            Life(given_away=True).check(type(self).__name__, "__reduce__")
+        return super().__reduce_ex__(protocol)
+
+    def __getattr__(self, name: str) -> Any:
+        if not vars(self) and not name.startswith("__"):  # copy and pickle ask for these of empty objects
+            Life(given_away=True).check(type(self).__name__, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+tree.register_fields(TrainState, ("params", "opt_state", "loss_scale", "step", "rng", "extra", "lost"))
+
+
+def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: int = 0, extra: Any = None) -> TrainState:
+    """The state before the first step; the optimizer's is cut as the plan's `state_over` says.
+
+    `loss_scale` and `extra` are copied: a donated state is written to, and is nobody else's. Every rank of the plan's
+    mesh must call it: seeds, loss scales and copies of parameters that differ between ranks are a MismatchError.
+
+    >>> from fshard.optim import sgd
+    >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
+    tensor(0)
+    """
+    check_sharded(sharded)
+    check_whole("seed", seed, -(2**63), 2**63)
+    if loss_scale is not None:
+        check_has("loss_scale", loss_scale, ("scale", "unscale", "adjust"), "a scaler, as fshard.DynamicLossScale() is")
+    tx, trained = as_transform(tx), packed(sharded.for_state)
+    device = device_of(sharded)
+    # where the loss is: a scaler elsewhere would have every step wait for the device
+    scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device, copy=True), loss_scale)
+    extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
+    lost = nothing_lost(sharded)
+    several = any(size > 1 for _, size in sharded.plan.axes)  # one rank reads no scale of a device
+    if several and not is_tracing() and not getattr(sharded.plan.mesh, "abstract", False):
+        _check_alike(sharded, seed, scaler)
+    step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
+    return TrainState(sharded, tx.init(trained), scaler, step, rng, extra, lost)
+
+
+def _check_alike(params: Sharded, seed: int, scaler: Any) -> None:
+    """Raise MismatchError for what would have ranks train apart, or add up gradients of different scales."""
+    plan, (leaves, spec) = params.plan, tree.flatten(scaler)
+    values = [leaf.tolist() for leaf in leaves if isinstance(leaf, Tensor)]
+    text = f"seed={seed}\nloss_scale={type(scaler).__name__} of {values}, {spec}"
+    consensus.check_same(
+        plan.mesh, text, text, "init_state: the first state", "Give init_state the same on all of them"
+    )
+    for whole in (False, True):  # leaves kept whole are copied along every axis
+        axes = tuple(axis for axis, size in plan.axes if size > 1 and (whole or axis not in plan.params_over))
+        part = params.only(k for k in params.view.kinds if plan.kinds[k].whole == whole)
+        if consensus.first_unlike(part.tensors, plan.mesh, axes) is None:
+            continue
+        views = part.local_views()
+        path = list(views)[consensus.first_unlike([*views.values()], plan.mesh, axes) or 0]
+        raise MismatchError(
+            f"init_state: leaf {path!r}: ranks along {', '.join(map(repr, axes))} hold copies of it that differ, and "
+            "would train apart. Give one rank's to all with shard_params(params, plan, src=0), or make the same "
+            "parameters on every rank (torch.manual_seed)."
+        )
+
+
+@tree.constant
+class Step:
+    """A step, which torch.compile takes as one call (Note [torch.compile])."""
+
+    def __init__(self, run: Callable[..., tuple[TrainState, dict[str, Any]]], with_extra: bool):
+        self.run, self.with_extra = run, with_extra
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __call__(self, state: TrainState, batch: Any, *args: Any) -> tuple[TrainState, dict[str, Any]]:
+        """The new state, and the metrics. TypeError for a state that is none."""
+        if not isinstance(state, TrainState):
+            raise TypeError(f"step(state, batch): expected a TrainState (fshard.init_state) first, got {shown(state)}")
+        if not torch.compiler.is_dynamo_compiling():
+            return self.run(state, batch, *args)
+        known = dynamo.without_none(state)
+        leaves, metrics = dynamo.traced(self, known, dynamo.without_none((batch, *args)))
+        return dynamo.like(known, leaves), dynamo.with_none(metrics)
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    tx: Transform,
+    *,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    reduction: Any = "exact",
+    reduce_once: bool | str | tuple[str, ...] = False,
+    skip_labels: Labels = None,
+    has_aux: bool = False,
+    with_extra: bool = False,
+    donate: bool = False,
+) -> Step:
+    """`step(state, batch, *args) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
+
+    The loss is `loss_fn(params, batch, *args)`. `batch` is this rank's: tensors that have its rows in dim 0
+    (ValueError; 0-d tensors alone are taken as they are). `accumulate` cuts it along dim 0 into so many
+    micro-batches. `args` go to the loss as they are each time (class weights, a temperature); every `Sharded` among
+    them (a teacher) gathers on access, and gets no gradient.
+
+    With `with_extra` the loss is `loss_fn(params, extra, batch, *args) -> (loss, extra)`, or `(loss, extra, aux)`:
+    `state.extra` goes through the micro-batches, detached, and out in the new state, of the same structure, shapes
+    and dtypes (ValueError). It is each rank's own, unless the loss makes it equal. A skipped update keeps the old
+    one, so that what overflowed does not stay in a running mean.
+
+    Gradients are reduced with each micro-batch; with `reduce_once=True` they are added up whole on every rank and
+    reduced with the last; with the names of axes that gradients are not cut over (`reduce_once="replicate"`) they
+    are scattered each time and all-reduced over those axes once. `reduction` is "exact" (sums in rank order),
+    "fast" (the backend's order), "tree" (the same bits on 1, 2, 4, ... ranks that have as many threads: Note
+    [Slices]), or an object that adds up (`fshard.reduction.Reduction`), whose method `after(grads, unit)`, if it
+    has one, is given every unit's sum.
+
+    `clip_norm` bounds the global 2-norm. An update whose scaled gradients are not finite on any rank is skipped on
+    all; with `skip_labels` (`optim.by_label`'s, `tx` being one) that of the labels concerned alone. `metrics` has
+    0-d tensors, equal on all ranks: `loss`, `grad_norm` (before clipping), `found_inf`; and with `has_aux` this
+    rank's `aux` (a list of one for each micro-batch if there are several).
+
+    Nothing that goes in is changed, unless `donate` hands the state over: it is then updated in place, and touching
+    it raises DonatedError. Random numbers drawn in the loss come from the state alone, differ by rank, step and
+    micro-batch, and leave torch's own generator as it was.
+
+    >>> from fshard.optim import sgd
+    >>> step = train_step(lambda w, x: (w * x).sum(), sgd(0.5))
+    >>> state, metrics = step(init_state(shard_of(torch.ones(2)), sgd(0.5)), torch.tensor([1.0, 2.0]))
+    >>> metrics["loss"], gather_params(state.params)
+    (tensor(3.), tensor([0.5000, 0.0000]))
+    """
+    check_loss(loss_fn)
+    check_flags(has_aux=has_aux, with_extra=with_extra, donate=donate)
+    tx, by = as_transform(tx), reduction_of(reduction)
+    check_reduce_once(reduce_once, by)
+    _check_built(tx, accumulate, clip_norm, skip_labels, with_extra, by)
+    how = {"accumulate": accumulate, "reduce_once": reduce_once, "with_extra": with_extra, "skip_labels": skip_labels}
+    named = reduction if isinstance(reduction, str) else type(reduction).__qualname__
+    built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=tx)}"
+    if by is TREE:  # fused kernels compute the last elements of a row otherwise than the rest
+        tx = tx._replace(fused=None)
+    with_norms = exactly() if by is TREE else (lambda run: run)
+
+    @with_norms
+    def run(state: TrainState, batch: Any, *args: Any) -> tuple[TrainState, dict[str, Any]]:
+        params = check_sharded(state.params)
+        _check_opt_state(state.opt_state, params)
+        # in the units of this step's gradients, as if its micro-batches counted as much as the first
+        lost = tree.map(lambda x: x * state.loss_scale.scale, state.lost)
+        # made here, so that what looks for tensors that a step captures finds the loss function
+        recipe = Recipe(loss_fn, accumulate, by, reduce_once, has_aux, with_extra, built)
+        grads, outcome, share = gradients(recipe, state, batch, args, lost)
+        grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=skip_labels)
+        nothing_counted = outcome.divisor.isnan().float()  # a loss of 0 / 0
+        found_inf = tree.map(lambda found: torch.maximum(found, nothing_counted), found_inf)
+        norm = _rescale(grads, share, clip_norm)
+        skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
+        extra = _chosen(skip, state.extra, outcome.extra) if with_extra else state.extra
+        if donate:  # before what it may lie in is written to
+            extra = _apart(extra, [params.trainable, state.opt_state])
+        new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate)
+        scaler = state.loss_scale.adjust(found_inf)
+        whole = torch.ones((), dtype=torch.float32, device="cpu")
+        back = torch.div(whole if share is None else share.float(), state.loss_scale.scale)
+        lost = _still_lost(skip, skip_labels, state.lost, tree.map(lambda x: x * back, lost))
+        after = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, extra, lost)
+        found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
+        metrics = {"loss": outcome.value, "grad_norm": norm, "found_inf": found_inf}
+        if has_aux:
+            metrics["aux"] = outcome.aux
+        if donate:
+            state.give_away()
+        return after, metrics
+
+    return Step(Checked(run) if is_wanted() else run, with_extra)
+
+
+def _still_lost(skip: FoundInf | None, labels: Labels, old: Any, new: Any) -> Any:
+    """What is lost after an update: `new`, which is written to, or `old` where the update of a leaf was skipped."""
+    if not isinstance(skip, Mapping) or not isinstance(new, Sharded):
+        return choose(skip, old, new)
+    leaves = new.layout.leaves
+    for (number, before), (_, after) in zip(pieces(old), pieces(new), strict=True):
+        # what is not finite was not sent, or its leaf would be skipped
+        unsent = skip[label_of(leaves[number], labels)].bool() | ~after.isfinite()
+        after.copy_(torch.where(unsent, before, after))
+    return new
+
+
+def _check_value(clip_norm: Any) -> None:
+    if isinstance(clip_norm, Tensor) and not is_tracing() and not clip_norm > 0:  # read once, not by the step
+        raise ValueError(f"clip_norm={clip_norm.item()}: expected a number above 0 (or a 0-d tensor of one)")
+
+
+def _check_built(
+    tx: Transform, accumulate: int, clip_norm: float | None, skip_labels: Labels, with_extra: bool, by: Reduction
+) -> None:
+    check_whole("accumulate", accumulate, what="a number of micro-batches")
+    if clip_norm is not None:
+        check_positive("clip_norm", clip_norm)
+        _check_value(clip_norm)
+    check_labels("skip_labels", skip_labels)
+    if skip_labels is not None and clip_norm is not None:
+        raise ValueError(
+            "clip_norm with skip_labels: one label's overflow would clip the others to nothing: clip by label"
+        )
+    if skip_labels is not None:
+        check_labelled(tx)
+    if with_extra and by is TREE:
+        raise ValueError(
+            "with_extra with reduction='tree': ranks work side by side, so what goes from one micro-batch to the next "
+            "depends on how many ranks there are. Use another reduction."
+        )
+
+
+def _chosen(skip: FoundInf | None, old: Any, new: Any) -> Any:
+    """The new extra, or the old one where an update is skipped; what did not change is what it was."""
+    if skip is None:
+        return new
+    found = any_found(skip)
+    return tree.map_tops(
+        lambda a, b: where(found, a, b) if isinstance(b, Tensor) and a is not b else b, Sharded, old, new
+    )
+
+
+def _apart(extra: Any, held: Any) -> Any:
+    """Extra, copies in the place of what lies in memory that is given away; each `Sharded` a container of its own."""
+
+    def own(x: Any) -> Any:
+        return Sharded(x.view, apart(list(x.tensors), held)) if isinstance(x, Sharded) else apart(x, held)
+
+    return tree.map_tops(own, Sharded, extra)
+
+
+def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None) -> Tensor:
+    """Multiply a step's own gradients, in place, by a factor and down to a norm; returns the norm before clipping."""
+    norm = global_norm(grads)
+    if factor is not None:
+        norm = norm * factor.to(norm.dtype)
+    if clip_norm is not None:
+        clip = clip_factor(norm, clip_norm)
+        factor = clip if factor is None else factor * clip
+    if factor is not None:
+        for x in grads.tensors:
+            x.mul_(beside(factor.to(wide(x.dtype)), x))
+    return norm
+
+
+def _update(
+    tx: Transform, grads: Sharded, opt_state: Any, params: Sharded, skip: FoundInf | None, donate: bool
+) -> tuple[Sharded, Any]:
+    """New parameters and optimizer state: in place on copies, or on what was given away."""
+    plan, trained = params.plan, params.trainable
+    mine = refine(trained, plan.state_over)
+    # a policy may have kept them in another dtype until here
+    grads = Sharded(grads.view, [g.to(p.dtype) for g, p in zip(grads.tensors, trained.tensors, strict=True)])
+    updated, new_state = tx.step(refine(grads, plan.state_over), opt_state, mine, skip, donate, own_grads=True)
+    whole = coarsen(updated, plan.params_over, trained if donate else None)
+    # new containers: the old ones are emptied when they are given away
+    new_state = tree.map_tops(lambda x: Sharded(x.view, x.tensors) if isinstance(x, Sharded) else x, Sharded, new_state)
+    held = zip(params.view.kinds, params.updated(whole).tensors, strict=True)
+    rows = [offload.pinned(row, plan.device) if plan.kinds[k].host else row for k, row in held]
+    return Sharded(params.view, rows), new_state
+
+
+def _check_opt_state(opt_state: Any, params: Sharded) -> None:
+    plan = params.plan
+    for part in tree.nodes(opt_state, Sharded):
+        if part.plan != plan or part.view.over != plan.state_over:
+            raise ValueError(
+                f"the optimizer state was made for other parameters: expected {plan.first_difference(part.plan)}"
+                f", cut over {plan.state_over}, got it cut over {part.view.over}. "
+                "Make it with fshard.init_state from these parameters."
+            )

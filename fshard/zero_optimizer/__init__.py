@@ -1,0 +1,1 @@
+"""ZeRO over whole parameters: optimizer state partitioned by rank."""

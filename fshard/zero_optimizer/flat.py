@@ -1,0 +1,252 @@
+"""ZeRO's flat partition: equal intervals of flat buckets of leaves, laid out by a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import primitives
+from ..comm.mesh import Axes, Mesh, mesh_device
+from ..comm.ranks import Pending
+from ..comm.reduction import reduce_over
+from ..core import tree
+from ..optim.base import FoundInf, Transform
+from ..sharding.plan import Plan, Slot, make_plan
+from ..sharding.sharded import Sharded, cut, intervals, local_numel, pack, whole_view
+from .leaf import ZeroState, check_zero_state, leaves_of
+
+_LARGE = 1 << 16  # elements of a leaf from which it is better read where it lies than copied next to others
+
+
+def flat_init(tx: Transform, mesh: Mesh, axes: Axes, bucket: int, block: int, params: Any) -> ZeroState:
+    """The state of the optimizer for this rank's intervals."""
+    plan = make_plan(params, mesh, units=bucket, params_over=(), grads_over=(), state_over=axes, block=block)
+    return ZeroState(tx.init(_part(plan, _by_slot(plan, params, "parameters"))), plan)
+
+
+def _by_slot(plan: Plan, x: Any, what: str) -> dict[Slot, Tensor]:
+    """Whole leaves by their slots, those of trainable kinds checked."""
+    found = dict(zip(plan.slots, leaves_of(x, plan.spec, what), strict=True))
+    for slot, leaf in found.items():
+        if plan.kinds[slot.kind].trainable and (not isinstance(leaf, Tensor) or tuple(leaf.shape) != slot.shape):
+            got = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise ValueError(f"zero: {what}: leaf {slot.path!r}: expected shape {list(slot.shape)}, got {got}")
+    return found
+
+
+def _kinds(plan: Plan) -> list[int]:
+    return [k for k, kind in enumerate(plan.kinds) if kind.trainable]
+
+
+def _places(plan: Plan) -> list[tuple[int, int]]:
+    """Units and trainable kinds that have leaves, unit after unit."""
+    return sorted((u, k) for u, k in plan.places if plan.kinds[k].trainable)
+
+
+def _empty(plan: Plan, device: torch.device) -> Sharded:
+    """Room for this rank's part."""
+    view = whole_view(plan, plan.state_over, _kinds(plan))
+    sizes = [(local_numel(plan, k, plan.state_over), plan.kinds[k].dtype) for k in view.kinds]
+    return Sharded(view, [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in sizes])
+
+
+def _part(plan: Plan, leaves: Mapping[Slot, Tensor]) -> Sharded:
+    """This rank's part of whole leaves."""
+    part = _empty(plan, next(iter(leaves.values())).device)
+    for unit, kind in _places(plan):
+        pack(leaves, plan, unit, kind, plan.state_over, part.piece(unit, kind))
+    return part
+
+
+def _grads_part(
+    plan: Plan, leaves: Mapping[Slot, Tensor], local: bool, into: Sharded | None = None
+) -> dict[tuple[int, int], Pending]:
+    """This rank's part of the gradients, by place: on its way where they are local, else read when it is waited for."""
+    mesh, axes, started = plan.live_mesh(), plan.state_over, {}
+    for unit, kind in _places(plan):
+        like, out = leaves[plan.places[unit, kind][0]], None if into is None else into.piece(unit, kind)
+        if local:
+            whole = primitives.buffer(mesh, plan.rest(()), plan.length(unit, kind, ()), like, lent=True)
+            pack(leaves, plan, unit, kind, (), whole)
+            pending = reduce_over(whole, mesh, axes, plan.rest(axes), plan.units[unit].name, out)
+        else:
+            pending = Pending(None, partial(_read, leaves, plan, unit, kind, out))
+        started[unit, kind] = pending
+    return started
+
+
+def _read(leaves: Mapping[Slot, Tensor], plan: Plan, unit: int, kind: int, out: Tensor | None, _: Any) -> Tensor:
+    if out is None:
+        like, length = leaves[plan.places[unit, kind][0]], plan.length(unit, kind, plan.state_over)
+        out = primitives.buffer(plan.live_mesh(), plan.state_over[-1:], length, like, lent=False)
+    return pack(leaves, plan, unit, kind, plan.state_over, out)
+
+
+def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]) -> Tensor | None:
+    """The bucket that leaves are views of, if they came out of a step of this plan and no peer is still to read it."""
+    slots, length = plan.places[place], plan.length(*place, ())
+    first = leaves[slots[0]]
+    storage = first.untyped_storage()
+    ours = storage.nbytes() == length * first.itemsize and all(
+        leaves[s].untyped_storage().data_ptr() == storage.data_ptr()
+        and leaves[s].storage_offset() == s.start
+        and leaves[s].is_contiguous()
+        for s in slots
+    )
+    if not ours:
+        return None
+    whole = first.detach().as_strided((length,), (1,), 0)
+    mesh = plan.live_mesh()
+    return whole if all(primitives.along(mesh, axis).idle(whole) for axis in plan.state_over) else None
+
+
+def _whole_part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool) -> Sharded:
+    """This rank's part of the gradients, all of it."""
+    part = _empty(plan, _device(plan, leaves))
+    for pending in _grads_part(plan, leaves, local, part).values():
+        pending.wait()
+    return part
+
+
+class _Buckets:
+    """Whole flat buckets on their way to every rank."""
+
+    def __init__(self, plan: Plan, device: torch.device, given_away: Mapping[Slot, Tensor] | None = None):
+        self.plan, self.started = plan, list[Pending]()
+        self.whole, self.reused = dict[tuple[int, int], Tensor](), set[tuple[int, int]]()
+        for unit, kind in _places(plan):
+            like, length = torch.empty(0, dtype=plan.kinds[kind].dtype, device=device), plan.length(unit, kind, ())
+            used = None if given_away is None else _bucket_of(given_away, plan, (unit, kind))
+            new = (
+                primitives.buffer(plan.live_mesh(), plan.state_over[-1:], length, like, lent=True)
+                if used is None
+                else used
+            )
+            self.whole[unit, kind] = new
+            self.reused |= {(unit, kind)} if used is not None else set()
+
+    def own(self, place: tuple[int, int]) -> Tensor:
+        """This rank's interval of a bucket."""
+        length = self.plan.length(*place, self.plan.state_over)
+        index = self.plan.index(self.plan.state_over)
+        return self.whole[place][index * length : (index + 1) * length]
+
+    def gather(self, parts: Mapping[tuple[int, int], Tensor]) -> None:
+        """Start to bring everyone's intervals of some buckets together."""
+        plan = self.plan
+        for (unit, kind), own in parts.items():
+            out, name = self.whole[unit, kind], plan.units[unit].name
+            self.started.append(primitives.gather_over(own, plan.live_mesh(), plan.state_over, name, out, lent=True))
+
+    def leaves(self) -> dict[Slot, Tensor]:
+        """The whole leaves, views of the buckets, when they are there."""
+        for pending in self.started:
+            pending.wait()
+        plan, found = self.plan, dict[Slot, Tensor]()
+        for place, whole in self.whole.items():
+            found.update(zip(plan.places[place], cut(plan, whole, *place), strict=True))
+        return found
+
+
+def flat_update(
+    tx: Transform, local: bool, grads: Any, state: ZeroState, params: Any = None, **extra: Any
+) -> tuple[Any, ZeroState]:
+    """Whole updates: each rank's intervals, brought together."""
+    check_zero_state(state, Plan)
+    plan, given = state.parting, _by_slot(state.parting, grads, "gradients")
+    part = _whole_part(plan, given, local)
+    mine = None if params is None else _part(plan, _by_slot(plan, params, "parameters"))
+    updates, inner = tx.update(part, state.inner, mine, **extra)
+    buckets = _Buckets(plan, _device(plan, given))
+    buckets.gather({place: updates.piece(*place) for place in _places(plan)})
+    found = buckets.leaves()
+    return tree.unflatten(plan.spec, [found.get(slot) for slot in plan.slots]), ZeroState(inner, plan)
+
+
+def flat_step(
+    tx: Transform,
+    local: bool,
+    grads: Any,
+    state: ZeroState,
+    params: Any,
+    found_inf: FoundInf | None,
+    donate: bool,
+    **extra: Any,
+) -> tuple[Any, ZeroState]:
+    """New whole parameters: views of buckets, each gathered as soon as it is updated where `tx` is elementwise."""
+    check_zero_state(state, Plan)
+    plan, inner = state.parting, state.inner if donate else tree.map(torch.clone, state.inner)
+    old, given = _by_slot(plan, params, "parameters"), _by_slot(plan, grads, "gradients")
+    buckets = _Buckets(plan, _device(plan, old), old if donate else None)
+    if tx.elementwise:
+        inner = _step_by_bucket(tx, plan, given, local, inner, old, buckets, found_inf, extra)
+    else:
+        new, inner = tx.step(
+            _whole_part(plan, given, local), inner, _part(plan, old), found_inf, True, **extra | {"own_grads": True}
+        )
+        buckets.gather({place: new.piece(*place) for place in _places(plan)})
+    found = old | buckets.leaves()
+    return tree.unflatten(plan.spec, [found[slot] for slot in plan.slots]), ZeroState(inner, plan)
+
+
+def _device(plan: Plan, leaves: Mapping[Slot, Any]) -> torch.device:
+    found = (leaf.device for leaf in leaves.values() if isinstance(leaf, Tensor))
+    return next(found, mesh_device(plan.live_mesh()))
+
+
+def _step_by_bucket(
+    tx: Transform,
+    plan: Plan,
+    given: Mapping[Slot, Tensor],
+    local: bool,
+    inner: Any,
+    old: Mapping[Slot, Tensor],
+    buckets: _Buckets,
+    found_inf: FoundInf | None,
+    extra: Mapping[str, Any],
+) -> Any:
+    """Update a bucket, start to gather it, update the next; the state's trees are updated in place."""
+    arriving, after = _grads_part(plan, given, local), inner
+    for place, pending in arriving.items():
+        own = buckets.own(place)
+        if place not in buckets.reused:  # else the parameters lie there already
+            pack(old, plan, *place, plan.state_over, own)
+        found = ([] if local else _large_views(given, plan, place)) or [(0, pending.wait())]
+        grads, spans = [g for _, g in found], [(start, g.numel()) for start, g in found]
+        mine, held = _views(own, spans), _of_place(inner, place, spans)
+        new, after = tx.step(tuple(grads), held, mine, found_inf, True, **extra)
+        tree.map(_write, mine, new)
+        tree.map_tops(lambda kept, x, place=place, spans=spans: _keep(kept, x, place, spans), Sharded, inner, after)
+        buckets.gather({place: own})
+    return tree.map_tops(lambda kept, last: kept if isinstance(kept, Sharded) else last, Sharded, inner, after)
+
+
+def _large_views(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]) -> list[tuple[int, Tensor]]:
+    """What lies in this rank's interval, and from where on, if that is few large pieces: nothing is copied then."""
+    found = intervals(plan, *place, plan.state_over)
+    views = [(start, leaves[slot].detach().reshape(-1)[begin:end]) for slot, begin, end, start in found]
+    return views if sum(view.numel() for _, view in views) >= _LARGE * len(views) else []
+
+
+def _views(x: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
+    """Pieces from these elements on, of so many, without the padding between them."""
+    return tuple(x[start : start + numel] for start, numel in spans)
+
+
+def _of_place(state: Any, place: tuple[int, int], spans: Sequence[tuple[int, int]]) -> Any:
+    """A state of sharded trees as the state of one bucket's pieces."""
+    return tree.map_tops(lambda x: _views(x.piece(*place), spans) if isinstance(x, Sharded) else x, Sharded, state)
+
+
+def _keep(kept: Any, new: Any, place: tuple[int, int], spans: Sequence[tuple[int, int]]) -> None:
+    if isinstance(kept, Sharded):
+        tree.map(_write, _views(kept.piece(*place), spans), new)
+
+
+def _write(old: Tensor, new: Tensor) -> None:
+    if old.data_ptr() != new.data_ptr():
+        old.copy_(new)
