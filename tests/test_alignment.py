@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.worlds import simulated
 from test_laws import examples
 from torch.utils._python_dispatch import TorchDispatchMode
-from worlds import simulated
 
 import fshard
 from fshard import optim, tree

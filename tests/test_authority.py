@@ -15,12 +15,12 @@ import optree
 import pytest
 import torch
 import torch.optim as to
-from models import WORLDS
-from optimizers import TRANSFORMS
+from support.models import WORLDS
+from support.optimizers import TRANSFORMS
+from support.worlds import gloo, simulated
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, MultiStepLR, OneCycleLR
-from worlds import gloo, simulated
 
 import fshard
 from fshard import optim

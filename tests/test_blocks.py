@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import TRANSFORMS
+from support.optimizers import TRANSFORMS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import optim, tree

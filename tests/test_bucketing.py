@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import STRATEGIES, same_bits
-from steps import EXACT
+from support.models import STRATEGIES, same_bits
+from support.steps import EXACT
+from support.worlds import simulated
 from test_passes import (
     BLOCKS,
     UNITS,
@@ -21,7 +22,6 @@ from test_passes import (
     state_of,
 )
 from torch import Tensor
-from worlds import simulated
 
 import fshard
 from fshard import DynamicLossScale

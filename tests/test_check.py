@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import faults
 import pytest
 import torch
-from faults import ALIVE, PLACES, Fault
-from worlds import Fate, fates, gloo, simulated
+from support import faults
+from support.faults import ALIVE, PLACES, Fault
+from support.worlds import Fate, fates, gloo, simulated
 
 import fshard
 from fshard import optim

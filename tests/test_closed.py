@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from support.worlds import gloo, simulated
 from torch import func, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from worlds import gloo, simulated
 
 import fshard
 from fshard import tree

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.worlds import gloo, simulated
 from torch import Tensor, func
 from torch.utils._python_dispatch import TorchDispatchMode
-from worlds import gloo, simulated
 
 import fshard
 from fshard import tree

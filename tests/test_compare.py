@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Norm, Pair, rand
+from support.models import Norm, Pair, rand
+from support.worlds import simulated
 from torch import Tensor
-from worlds import simulated
 
 import fshard
 from fshard.testing import assert_trees_equal

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch._dynamo
 import torch._dynamo.testing
-from models import STRATEGIES, rand
-from optimizers import TRANSFORMS, _decay
-from steps import EXACT, QUIET, alike, apart, batch, loss, params, rank_of, same_shapes, start
+from support.models import STRATEGIES, rand
+from support.optimizers import TRANSFORMS, _decay
+from support.steps import EXACT, QUIET, alike, apart, batch, loss, params, rank_of, same_shapes, start
+from support.worlds import gloo, simulated
 from test_optim import KERNELS
 from test_wire import STEEP, WIRES
-from worlds import gloo, simulated
 
 import fshard
 from fshard import DynamicLossScale, StaticLossScale, optim

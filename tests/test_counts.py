@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import simulated
+from support.worlds import simulated
 
 import fshard
 from fshard import tree

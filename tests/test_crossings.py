@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerator import DEVICE, Mesh, on_accelerator
-from models import LM_UNITS, WIRED, lm_batch, lm_params, lm_total
-from optimizers import TRANSFORMS
+from support.accelerator import DEVICE, Mesh, on_accelerator
+from support.models import LM_UNITS, WIRED, lm_batch, lm_params, lm_total
+from support.optimizers import TRANSFORMS
+from support.traced import NAME, accelerator, crossed
+from support.worlds import gloo
 from torch import Tensor
-from traced import NAME, accelerator, crossed
-from worlds import gloo
 
 import fshard
 from fshard import DynamicLossScale, NoLossScale, StaticLossScale, tree

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import same_bits
-from optimizers import TRANSFORMS
+from support.models import same_bits
+from support.optimizers import TRANSFORMS
+from support.worlds import simulated
 from test_layers import SOURCES
 from torch import Tensor
-from worlds import simulated
 
 import fshard
 from fshard import DynamicLossScale, NoLossScale, StaticLossScale, optim, tree

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import same_bits
+from support.models import same_bits
+from support.worlds import gloo, simulated
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from worlds import gloo, simulated
 
 import fshard
 from fshard import optim

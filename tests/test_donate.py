@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import rand, same_bits
-from optimizers import TRANSFORMS
-from steps import QUIET, apart, batch, loss, params, rank_of, start
-from worlds import simulated
+from support.models import rand, same_bits
+from support.optimizers import TRANSFORMS
+from support.steps import QUIET, apart, batch, loss, params, rank_of, start
+from support.worlds import simulated
 
 import fshard
 from fshard import DonatedError, DynamicLossScale, gather_params, optim, tree

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.worlds import gloo, simulated
 from torch.distributed.device_mesh import init_device_mesh
-from worlds import gloo, simulated
 
 import fshard
 

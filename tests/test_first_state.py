@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import NARROW, STRATEGIES, rand
-from worlds import gloo, simulated
+from support.models import NARROW, STRATEGIES, rand
+from support.worlds import gloo, simulated
 
 import fshard
 from fshard import DynamicLossScale, MismatchError, StaticLossScale, optim

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.optim as to
-from models import rand
+from support.models import rand
+from support.worlds import gloo
 from torch import Tensor, nn
 from torch.func import grad
 from torch.nn.functional import linear
-from worlds import gloo
 
 import fshard
 from fshard import optim, tree

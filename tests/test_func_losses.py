@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from func_losses import EAGER, FROZEN, LOSSES, UNITS, batch, dropped, params
-from models import NARROW, STRATEGIES, same_bits
-from steps import QUIET, apart
+from support.func_losses import EAGER, FROZEN, LOSSES, UNITS, batch, dropped, params
+from support.models import NARROW, STRATEGIES, same_bits
+from support.steps import QUIET, apart
+from support.worlds import gloo, simulated
 from torch import Tensor, func
 from torch.fx.experimental.proxy_tensor import make_fx
-from worlds import gloo, simulated
 
 import fshard
 from fshard import tree

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import gloo
+from support.worlds import gloo
 
 import fshard
 from fshard.comm import one_host, primitives

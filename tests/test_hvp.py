@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from func_losses import EAGER, FROZEN, LOSSES, batch, net, params
-from models import rand, same_bits
-from steps import QUIET, apart
+from support.func_losses import EAGER, FROZEN, LOSSES, batch, net, params
+from support.models import rand, same_bits
+from support.steps import QUIET, apart
+from support.worlds import gloo, simulated
 from test_func_losses import CASES, num_ranks, on_ranks, rank_of, sharded
 from torch import Tensor
-from worlds import gloo, simulated
 
 import fshard
 from fshard import tree

@@ -14,8 +14,9 @@ import torch
 import torch._dynamo
 import torch._dynamo.testing
 import torch.nn.functional as F
-from models import STRATEGIES, Pair, rand, same_bits
-from steps import QUIET, alike, apart, batch, loss, params, rank_of, start
+from support.models import STRATEGIES, Pair, rand, same_bits
+from support.steps import QUIET, alike, apart, batch, loss, params, rank_of, start
+from support.worlds import simulated
 from test_closed import MORE, double_backward
 from test_closed import loss as plain_loss
 from test_closed import params as closed_params
@@ -23,7 +24,6 @@ from test_wire import WIRES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from worlds import simulated
 
 import fshard
 from fshard import DynamicLossScale, gather_params, optim, tree

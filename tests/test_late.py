@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import LM_UNITS, WIRED, lm_batch, lm_params, mean_loss, rand, same_bits
-from optimizers import TRANSFORMS
+from support.models import LM_UNITS, WIRED, lm_batch, lm_params, mean_loss, rand, same_bits
+from support.optimizers import TRANSFORMS
 from torch import Tensor
 
 import fshard

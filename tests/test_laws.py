@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import padding, same_bits
-from worlds import simulated
+from support.models import padding, same_bits
+from support.worlds import simulated
 
 import fshard
 from fshard import tree

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import WORLDS, rand
-from worlds import gloo, simulated
+from support.models import WORLDS, rand
+from support.worlds import gloo, simulated
 
 import fshard
 from fshard import optim

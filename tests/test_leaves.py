@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import same_bits
+from support.models import same_bits
+from support.worlds import gloo, simulated
 from test_errors import says
 from torch import Tensor, nn
-from worlds import gloo, simulated
 
 import fshard
 from fshard import optim, tree

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hostile
 import pytest
 import torch
+from support import hostile
+from support.worlds import fates, gloo
 from test_check import NUM, values
-from worlds import fates, gloo
 
 import fshard
 from fshard.comm import compare_calls, links, rendezvous, shared_memory
@@ -267,7 +267,7 @@ def test_two_hosts(namespaces: Any) -> None:
     """No name resolves. The interface is the one that was named, or that on the way to where the ranks met; two copies
     of one machine, which say they are one host, are found out."""
     names, addresses = namespaces
-    script = [sys.executable, str(Path(__file__).parent / "two_hosts.py")]
+    script = [sys.executable, str(Path(__file__).parent / "support" / "two_hosts.py")]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
     runs = [
         subprocess.Popen(

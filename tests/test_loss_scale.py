@@ -11,9 +11,9 @@ import optree
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from models import rand, same_bits
+from support.models import rand, same_bits
+from support.worlds import gloo, simulated
 from torch import Tensor
-from worlds import gloo, simulated
 
 import fshard
 from fshard import DynamicLossScale, NoLossScale, StaticLossScale, optim, select, tree

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.worlds import simulated
 from torch.utils.checkpoint import checkpoint
-from worlds import simulated
 
 import fshard
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from accelerator import Ranks
-from models import STRATEGIES, rand, same_bits
-from steps import batch, params, start
+from support.accelerator import Ranks
+from support.models import STRATEGIES, rand, same_bits
+from support.steps import batch, params, start
+from support.worlds import simulated
 from test_wire import WIRES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from worlds import simulated
 
 import fshard
 from fshard import AbstractMesh, optim, tree

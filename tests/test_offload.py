@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from accelerator import DEVICE, Mesh, on_accelerator
-from models import LM_UNITS, STRATEGIES, WORLDS, lm_batch, lm_params, mean_loss, rand, same_bits
-from optimizers import TRANSFORMS
+from support.accelerator import DEVICE, Mesh, on_accelerator
+from support.models import LM_UNITS, STRATEGIES, WORLDS, lm_batch, lm_params, mean_loss, rand, same_bits
+from support.optimizers import TRANSFORMS
+from support.worlds import gloo, simulated
 from torch import Tensor
-from worlds import gloo, simulated
 
 import fshard
 from fshard import DynamicLossScale, gather_params, optim, tree

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.utils._pytree as pytree
-from models import STRATEGIES, TREES, WORLDS, padding, rand, same_bits
-from optimizers import TRANSFORMS
+from support.models import STRATEGIES, TREES, WORLDS, padding, rand, same_bits
+from support.optimizers import TRANSFORMS
+from support.worlds import simulated
 from torch import Tensor
-from worlds import simulated
 
 import fshard
 from fshard import Sharded, gather_params, optim, tree

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.optim as to
-from models import WORLDS, rand, same_bits
-from optimizers import TRANSFORMS
+from support.models import WORLDS, rand, same_bits
+from support.optimizers import TRANSFORMS
+from support.worlds import gloo, simulated
 from torch import Tensor, nn
-from worlds import gloo, simulated
 
 import fshard
 from fshard import optim

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import LM_UNITS, STRATEGIES, lm_batch, lm_params, mean_loss, plain_loss, same_bits, sum_loss
-from worlds import simulated
+from support.models import LM_UNITS, STRATEGIES, lm_batch, lm_params, mean_loss, plain_loss, same_bits, sum_loss
+from support.worlds import simulated
 
 import fshard
 from fshard import optim, tree

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import rand, same_bits
-from steps import EXACT
+from support.models import rand, same_bits
+from support.steps import EXACT
+from support.worlds import simulated
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from worlds import simulated
 
 import fshard
 from fshard import Sharded, gather_params, optim, tree

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import STRATEGIES, TREES, WORLDS, Pair, counting, padding, same_bits
+from support.models import STRATEGIES, TREES, WORLDS, Pair, counting, padding, same_bits
+from support.worlds import gloo, simulated
 from torch import Tensor
-from worlds import gloo, simulated
 
 import fshard
 from fshard import gather_params, make_plan, shard_params, tree

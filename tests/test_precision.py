@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import LM_UNITS, STRATEGIES, WORLDS, lm_batch, lm_params, mean_loss, rand, same_bits
+from support.models import LM_UNITS, STRATEGIES, WORLDS, lm_batch, lm_params, mean_loss, rand, same_bits
+from support.worlds import gloo, simulated
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from worlds import gloo, simulated
 
 import fshard
 from fshard import DynamicLossScale, Policy, optim, tree

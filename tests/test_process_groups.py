@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import LM_UNITS, STRATEGIES, WORLDS, lm_batch, lm_params, mean_loss, rand
+from support.models import LM_UNITS, STRATEGIES, WORLDS, lm_batch, lm_params, mean_loss, rand
+from support.worlds import gloo, simulated
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from worlds import gloo, simulated
 
 import fshard
 from fshard import optim, tree

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from models import LM_UNITS, NARROW, STRATEGIES, lm_batch, lm_params, mean_loss, same_bits
+from support.models import LM_UNITS, NARROW, STRATEGIES, lm_batch, lm_params, mean_loss, same_bits
+from support.worlds import simulated
 from torch import Tensor
-from worlds import simulated
 
 import fshard
 from fshard import DonatedError

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import WORLDS, rand, same_bits
-from worlds import simulated
+from support.models import WORLDS, rand, same_bits
+from support.worlds import simulated
 
 import fshard
 from fshard import optim, tree

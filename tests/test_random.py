@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import rand, same_bits
-from steps import QUIET, apart, batch, start
+from support.models import rand, same_bits
+from support.steps import QUIET, apart, batch, start
+from support.worlds import simulated
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from worlds import simulated
 
 import fshard
 from fshard import optim

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import LM_UNITS, STRATEGIES, lm_batch, lm_params, mean_loss, same_bits
+from support.models import LM_UNITS, STRATEGIES, lm_batch, lm_params, mean_loss, same_bits
+from support.worlds import gloo, simulated
 from torch import Tensor
-from worlds import gloo, simulated
 
 import fshard
 from fshard import gather_params, optim

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import replayed
 import torch
-from worlds import gloo, simulated
+from support import replayed
+from support.worlds import gloo, simulated
 
 import fshard
 from fshard.__main__ import main
@@ -162,20 +162,20 @@ def run(*args: str) -> int:
 
 def test_the_exit_status_says_what_was_found(folder, capsys, tmp_path):
     """0 and nothing found, 1 other bits, 3 not finite, 2 an error."""
-    clean = ["--at", str(replayed.CLEAN)]
-    assert run(folder, "--step", "replayed:make", *clean) == 0
+    make, clean = ["--step", "support.replayed:make"], ["--at", str(replayed.CLEAN)]
+    assert run(folder, *make, *clean) == 0
     assert capsys.readouterr().out == "step 1 on 3 rank(s): same bits\n"
-    assert run(folder, "--step", "replayed:make") == 3
+    assert run(folder, *make) == 3
     assert "not finite first: gradients: leaf 'embed' (unit '(root)') on rank 1: element" in capsys.readouterr().out
-    assert run(folder, "--step", "replayed:otherwise_on_rank_1", *clean) == 1
+    assert run(folder, "--step", "support.replayed:otherwise_on_rank_1", *clean) == 1
     assert "differs first: the new state: leaf 'params.blocks.1.w' (unit 'blocks.1') on rank 1: at [2] got" in (
         capsys.readouterr().out
     )
     for args, text in [
-        ((folder, "--step", "replayed:nothing"), "--step replayed:nothing: expected MODULE:FUNCTION"),
+        ((folder, "--step", "support.replayed:nothing"), "--step support.replayed:nothing: expected MODULE:FUNCTION"),
         ((folder, "--step", "no_such_module:make"), "No module named 'no_such_module'"),
-        ((str(tmp_path), "--step", "replayed:make"), "expected recorded steps (step-00000000, ...), found none"),
-        ((folder, "--step", "replayed:make", "--at", "7"), "expected a recorded step (rank-0, ...), found none"),
+        ((str(tmp_path), *make), "expected recorded steps (step-00000000, ...), found none"),
+        ((folder, *make, "--at", "7"), "expected a recorded step (rank-0, ...), found none"),
     ]:
         assert run(*args) == 2
         assert text in capsys.readouterr().out
@@ -202,7 +202,7 @@ runpy.run_module("fshard", run_name="__main__")
 def test_the_command_line(folder):
     """In a process of its own, without rich."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
-    args = [sys.executable, "-c", BARE, "replay", folder, "--step", "replayed:make", "--at", "1"]
+    args = [sys.executable, "-c", BARE, "replay", folder, "--step", "support.replayed:make", "--at", "1"]
     done = subprocess.run(args, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
     assert (done.returncode, done.stdout) == (0, "step 1 on 3 rank(s): same bits\n"), done.stderr
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from models import (
+from support.models import (
     LM_UNITS,
     NARROW,
     STRATEGIES,
@@ -19,7 +19,7 @@ from models import (
     same_bits,
     sum_loss,
 )
-from worlds import gloo, simulated
+from support.worlds import gloo, simulated
 
 import fshard
 from fshard.comm import reduction as reductions

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import NARROW, STRATEGIES, rand, same_bits
-from steps import EXACT, batch, loss, params, rank_of, start
+from support.models import NARROW, STRATEGIES, rand, same_bits
+from support.steps import EXACT, batch, loss, params, rank_of, start
+from support.worlds import simulated
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
-from worlds import simulated
 
 import fshard
 from fshard import DynamicLossScale, optim, tree

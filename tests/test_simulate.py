@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import gloo, simulated
+from support.worlds import gloo, simulated
 
 import fshard
 from fshard.testing import SimulatedMesh, simulate

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import NARROW, STRATEGIES, rand, same_bits
-from optimizers import TRANSFORMS
+from support.models import NARROW, STRATEGIES, rand, same_bits
+from support.optimizers import TRANSFORMS
+from support.worlds import gloo, simulated
 from torch import Tensor
-from worlds import gloo, simulated
 
 import fshard
 from fshard import optim, tree

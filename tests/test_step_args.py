@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import STRATEGIES, rand, same_bits
-from steps import QUIET, rank_of
+from support.models import STRATEGIES, rand, same_bits
+from support.steps import QUIET, rank_of
+from support.worlds import fates, gloo, simulated
 from torch import Tensor
-from worlds import fates, gloo, simulated
 
 import fshard
 from fshard import DonatedError, MismatchError, gather_params, optim, tree

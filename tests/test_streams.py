@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from accelerator import DEVICE, Mesh, Ranks, on_accelerator
-from models import STRATEGIES
+from support.accelerator import DEVICE, Mesh, Ranks, on_accelerator
+from support.models import STRATEGIES
 from test_offload import Doubling, loss, state_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.worlds import gloo, simulated
 from test_saved import all_differences
 from test_writes import check_words, refusals
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from worlds import gloo, simulated
 
 import fshard
 from fshard import tree

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import simulated
+from support.worlds import simulated
 
 import fshard
 

@@ -10,8 +10,8 @@ import optree
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from models import TREES, WORLDS, Linear, Norm, Pair, counting, reads_alike, same_bits
-from worlds import simulated
+from support.models import TREES, WORLDS, Linear, Norm, Pair, counting, reads_alike, same_bits
+from support.worlds import simulated
 
 import fshard
 from fshard import tree

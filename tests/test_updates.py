@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import NARROW, STRATEGIES, padding, rand, same_bits
-from optimizers import TRANSFORMS
-from worlds import simulated
+from support.models import NARROW, STRATEGIES, padding, rand, same_bits
+from support.optimizers import TRANSFORMS
+from support.worlds import simulated
 
 import fshard
 from fshard import DynamicLossScale, Sharded, optim, tree

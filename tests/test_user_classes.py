@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import WORLDS, rand, same_bits
+from support.models import WORLDS, rand, same_bits
+from support.worlds import gloo, simulated
 from torch import Tensor
-from worlds import gloo, simulated
 
 import fshard
 from fshard import optim

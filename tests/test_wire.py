@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import LM_UNITS, STRATEGIES, WORLDS, lm_batch, lm_params, mean_loss, padding, rand, same_bits
+from support.models import LM_UNITS, STRATEGIES, WORLDS, lm_batch, lm_params, mean_loss, padding, rand, same_bits
+from support.worlds import gloo, simulated
 from torch import Tensor
-from worlds import gloo, simulated
 
 import fshard
 from fshard import DynamicLossScale, MismatchError, gather_params, optim, tree

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.worlds import simulated
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from worlds import simulated
 
 import fshard
 from fshard import tree

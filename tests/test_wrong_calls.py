@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.worlds import gloo, simulated
 from test_errors import says
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from worlds import gloo, simulated
 
 import fshard
 from fshard import optim, testing, wire

@@ -109,10 +109,10 @@ def fates(fn: Callable[..., Any], *args: Any, shard: int = 2, replicate: int = 1
         processes[rank].kill()
         processes[rank].join()
     assert not behind, f"ranks {behind} had to be killed after {seconds} s"
-    return [Fate(*end, process.exitcode) for end, process in zip(ends, processes, strict=True)]
+    return [Fate(value, error, process.exitcode) for (value, error), process in zip(ends, processes, strict=True)]
 
 
-def _received(pipe: Any, seconds: float) -> Any:
+def _received(pipe: Any, seconds: float) -> tuple[Any, str | None]:
     try:
         return pipe.recv() if pipe.poll(seconds) else (None, None)
     except EOFError:  # killed

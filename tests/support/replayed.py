@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
-from models import LM_UNITS, lm_batch, lm_params, mean_loss, rand
 
 import fshard
+
+from .models import LM_UNITS, lm_batch, lm_params, mean_loss, rand
 
 CLEAN, BAD = 1, 3  # numbers of steps
 

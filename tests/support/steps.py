@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import rand, same_bits
 from torch import Tensor
 
 import fshard
 from fshard import optim, tree
+
+from .models import rand, same_bits
 
 # Importing inductor warns of torch's own use of torch.jit (torch 2.13).
 QUIET = "ignore:.*torch.jit.script:DeprecationWarning"

@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import same_bits
 from torch import Tensor
 
 import fshard
 from fshard import optim
 from fshard.comm import one_host, process_groups, rendezvous
+
+from .models import same_bits
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,7 @@ def between_hosts(mesh: Any, kinds: list[str]) -> list[str]:
                 checked(DEEDS[kind], mesh.get_rank() == 1)
             except fshard.MismatchError as failure:
                 texts.append(str(failure))
+        assert checked._lines is not None
         assert {link.socket.family.name for link in checked._lines._links["shard"].values()} == {"AF_INET"}
     return texts
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import faults
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fshard
 from fshard import optim
 from fshard.comm import compare_calls, one_host, primitives, rendezvous
+
+from . import faults
 
 # Reads a listener's name where anybody can, calls it, and prints what it is told until the connection is closed.
 STRANGER = """
@@ -96,7 +97,7 @@ def among_strangers(mesh: Any, user: int, num: int) -> list[str]:
     return told
 
 
-FILES = tuple(str(Path(module.__file__)) for module in (one_host, rendezvous, compare_calls))
+FILES = tuple(str(Path(str(module.__file__))) for module in (one_host, rendezvous, compare_calls))
 
 
 @contextmanager
@@ -261,6 +262,7 @@ def elsewhere(mesh: Any) -> tuple[str, set[str]]:
         connected = one_host.connect(mesh)
         words = compare_calls.lines_of(mesh)
     assert fshard.all_reduce(torch.ones(3), connected, "shard").tolist() == [2.0] * 3
+    assert words is not None
     families = {link.socket.family.name for link in words._links["shard"].values()}
     return type(connected.ranks("shard")).__name__, families
 
@@ -291,6 +293,11 @@ def data_end_early(mesh: Any, folder: str) -> str:
     return "no error"
 
 
+def _timeout(mesh: Any, axis: str) -> float:
+    ranks: Any = primitives.along(mesh, axis)
+    return ranks.timeout.total_seconds()
+
+
 def timeouts(mesh: Any, folder: str) -> Any:
     """The timeouts of a 2 x 2 mesh of one that was said, and a group that has its own; what comes of a late rank."""
     rank, size = mesh.get_rank(), 4
@@ -298,15 +305,12 @@ def timeouts(mesh: Any, folder: str) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     own = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=7)), "cpu", mesh_dim_names=("all",))
     connected = one_host.connect(mesh)
-    found = [
-        primitives.along(one, axis).timeout.total_seconds()
-        for one in (mesh, connected)
-        for axis in ("replicate", "shard")
-    ]
-    found.append(primitives.along(own, "all").timeout.total_seconds())
+    found = [_timeout(one, axis) for one in (mesh, connected) for axis in ("replicate", "shard")]
+    found.append(_timeout(own, "all"))
     words = compare_calls.lines_of(connected)
+    assert words is not None
     found += [link.timeout for links in words._links.values() for link in links.values()]
-    heard, texts = dist.FileStore(f"{folder}/heard", size), []
+    heard, texts = dist.FileStore(f"{folder}/heard", size), list[str]()
     if rank == 1:
         heard.wait(["done"])
         return found, texts

@@ -60,7 +60,8 @@ class Norm:
     shift: Any
 
 
-optree.register_pytree_node(
+_register: Any = optree.register_pytree_node  # whose types want a Collection
+_register(
     Linear,
     lambda x: ((x.weight, x.bias), None, ("weight", "bias")),
     lambda _, children: Linear(*children),

@@ -26,6 +26,7 @@ def main(rank: int, address: str) -> None:
         if way == "copies":
             of_the_machine.start()
         connected, words = one_host.connect(mesh), compare_calls.lines_of(mesh)
+        assert words is not None
         (link,) = words._links["shard"].values()
         print(way, type(connected.ranks("shard")).__name__, link.socket.getpeername()[0])
         try:

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import rand
 from torch import Tensor, func
 
 import fshard
 from fshard import tree
+
+from .models import rand
 
 UNITS = ["embed", "layers.*", "head"]
 FEATURES = 3
@@ -41,7 +42,8 @@ def net(p: Any, x: Tensor) -> Tensor:
 
 def meanflow(p: Any, b: dict[str, Tensor]) -> fshard.Mean:
     """The average velocity along the flow, whose target has the network's directional derivative."""
-    u, du = func.jvp(lambda x, t: net(p, x * (1 + t)), (b["x"], b["t"]), (b["y"], torch.ones_like(b["t"])))
+    tangents = b["y"], torch.ones_like(b["t"])
+    u, du, *_ = func.jvp(lambda x, t: net(p, x * (1 + t)), (b["x"], b["t"]), tangents)
     return fshard.Mean((u - (b["y"] - b["t"] * du.detach())).square().sum() + du.square().sum(), u.numel())
 
 
@@ -95,13 +97,17 @@ def clipped(p: Any, b: dict[str, Tensor]) -> fshard.Mean:
 
 def pulled_back(p: Any, b: dict[str, Tensor]) -> fshard.Mean:
     """A vjp in the input."""
-    out, back = func.vjp(lambda x: net(p, x), b["x"])
+    out, back, *_ = func.vjp(lambda x: net(p, x), b["x"])
     return fshard.Mean((back(b["y"])[0] * out).sum(), len(out))
 
 
 def curvature(p: Any, b: dict[str, Tensor]) -> fshard.Mean:
     """Forward over reverse: how the input's gradient changes along a direction."""
-    change = func.jvp(func.grad(lambda x: net(p, x).square().sum()), (b["x"],), (b["y"],))[1]
+
+    def total(x: Tensor) -> Tensor:
+        return net(p, x).square().sum()
+
+    change = func.jvp(func.grad(total), (b["x"],), (b["y"],))[1]
     return fshard.Mean(change.square().sum(), len(change))
 
 

@@ -1,0 +1,1 @@
+"""What tests share: models, worlds of ranks, faults, and functions that processes of their own import."""
