@@ -5,9 +5,10 @@ import importlib.util
 import math
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import fshard
 from fshard import optim, tree
-from fshard.layout.norms import exactly, leaf_norms
+from fshard.layout.norms import leaf_norms
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
 STEPS = 100 if os.environ.get("FSHARD_ALL") else 40
@@ -180,6 +181,54 @@ def test_aux_is_of_every_micro_batch():
     assert len(expected[2]) == 16
 
 
+class WithNorms(NamedTuple):
+    """A state that keeps what a transformation of a user's was given by name, and a norm it worked out."""
+
+    asked: Tensor
+    norm: Tensor
+
+
+def keeping_norms() -> optim.Transform:
+    """A user's own transformation, whose norm is exact where the step asks for it."""
+
+    def update(grads: Any, state: WithNorms, params: Any = None, exact_norms: bool = False, **extra: Any) -> Any:
+        norm = fshard.global_norm(grads, exact=exact_norms)
+        return tree.map(lambda g: -0.01 * g / norm, grads), WithNorms(torch.tensor(float(exact_norms)), norm)
+
+    return optim.Transform(lambda params: WithNorms(torch.zeros(()), torch.zeros(())), update)
+
+
+WRAPPED: dict[str, Callable[[], optim.Transform]] = {
+    "alone": keeping_norms,
+    "first in a chain": lambda: optim.chain(keeping_norms(), optim.scale(1.0)),
+    "last in a chain": lambda: optim.chain(optim.scale(1.0), keeping_norms()),
+    "every_k": lambda: optim.every_k(keeping_norms(), 1),
+    "with_hyperparams": lambda: optim.with_hyperparams(
+        lambda rate: optim.chain(keeping_norms(), optim.scale(rate)), rate=1.0
+    ),
+    "masked": lambda: optim.masked(keeping_norms(), lambda path, leaf: True),
+    "whole_leaves": lambda: optim.whole_leaves(keeping_norms()),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_step_asks_for_exact_norms_by_name(name):
+    """The step passes `exact_norms`, through whatever a transformation stands in: True for "tree", else False."""
+
+    def run(mesh: Any, reduction: str) -> Any:
+        state = started(mesh, WRAPPED[name]())
+        state, _ = fshard.train_step(loss, WRAPPED[name](), reduction=reduction)(state, rows_of(0, mesh))
+        (seen,) = tree.nodes(state.opt_state, WithNorms)
+        return seen.asked.item(), seen.norm
+
+    for reduction in ("tree", "exact"):
+        found = [seen for num in (1, 4) for seen in simulated(run, reduction, shard=num)]
+        assert {asked for asked, _ in found} == {float(reduction == "tree")}
+    (_, alone), *others = [seen for num in (1, 4) for seen in simulated(run, "tree", shard=num)]
+    if name != "whole_leaves":  # whose norm is of the leaves that one rank owns
+        assert all(same_bits(norm, alone) for _, norm in others)
+
+
 def test_another_order_gives_other_bits():
     """What these tests compare is not the same anyhow: sums in rank order differ."""
 
@@ -270,8 +319,7 @@ def test_what_cannot_be():
 
 def exact_norm(x: Any, p: float = 2) -> Tensor:
     """Without rounding."""
-    with exactly():
-        return fshard.global_norm(x, p)
+    return fshard.global_norm(x, p, exact=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
@@ -287,8 +335,7 @@ def test_an_exact_norm(dtype, scale):
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(2))
     for cuts in (1, 2, 7, 64):
         assert same_bits(exact_norm({str(i): part for i, part in enumerate(x[order].chunk(cuts))}), norm)
-    with exactly():
-        assert same_bits(leaf_norms({"a": x, "b": x[order]}).to(norm.dtype), norm.repeat(2))
+    assert same_bits(leaf_norms({"a": x, "b": x[order]}, exact=True).to(norm.dtype), norm.repeat(2))
 
 
 def test_an_ordinary_norm_depends_on_the_order():

@@ -1,18 +1,16 @@
 """Norms of trees and of their leaves, over all ranks, and trees multiplied by factors.
 
 Note [Exact sums]
-    `exactly` makes the bits of a norm depend on the elements alone: neither on their order nor on which rank has which.
-    Powers, of elements scaled to be below 1, are rounded to multiples of 2^-22, the rests to multiples of 2^-45, and
-    added in float64: without error while the sum is below 2^30. (Demmel and Nguyen, Fast Reproducible Floating-Point
-    Summation, 2013.) It takes a second pass, and some operations more for each element.
+    With `exact=True` the bits of a norm depend on the elements alone: neither on their order nor on which rank holds
+    which. Elements are scaled to magnitudes below 1; each power is rounded to a multiple of 2^-22 and its remainder to
+    a multiple of 2^-45, and both are added in float64, without rounding while the sum is below 2^30 (Demmel and Nguyen,
+    Fast Reproducible Floating-Point Summation, 2013). It costs a second pass and a few operations more per element.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,24 +25,9 @@ from ..core.scalars import beside, wide
 from .layout import Layout
 from .pieces import Parts, Unreduced, device_of, layout_of, pieces
 
-_exact: ContextVar[bool] = ContextVar("fshard_exact_norms", default=False)
 _BLOCK = 1 << 16  # elements that stay in a CPU's cache
 _SHORT = 1 << 12  # elements whose powers float32 adds up well
 _UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # added to a float64 these leave it multiples of 2^-22, of 2^-45
-
-
-@contextmanager
-def exactly() -> Iterator[None]:
-    """Inside the block norms are added up without rounding (Note [Exact sums])."""
-    token = _exact.set(True)
-    try:
-        yield
-    finally:
-        _exact.reset(token)
-
-
-def _is_exact() -> bool:
-    return not torch.compiler.is_dynamo_compiling() and _exact.get()  # it records Python, and cannot ask
 
 
 def _scale(largest: Tensor) -> Tensor:
@@ -98,14 +81,17 @@ def _root(sums: Tensor, p: float) -> Tensor:
     return sums if p == math.inf else sums ** (1 / p)
 
 
-def leaf_norms(x: Any, p: float = 2, layout: Layout | None = None) -> Tensor:
-    """The p-norm of each of the layout's leaves (float64), the same on all ranks: one collective."""
+def leaf_norms(x: Any, p: float = 2, layout: Layout | None = None, exact: bool = False) -> Tensor:
+    """The p-norm of each of the layout's leaves: (leaves,), float64, the same on all ranks, from one collective.
+
+    With `exact` it is two collectives, and bits do not depend on the number of ranks (Note [Exact sums]).
+    """
     layout, zero = layout or layout_of(x), torch.zeros((), dtype=torch.float64, device=device_of(x))
     if not layout.leaves:
         return zero.new_zeros(0)
     mine = pieces(x, layout)
     numbers = [number for number, _ in mine]
-    if _is_exact() and p != math.inf:
+    if exact and p != math.inf:
         largest = leaf_norms(x, math.inf, layout)
         scale = _scale(largest)
         powers = [_binned(piece, p, scale[number]) for number, piece in mine]
@@ -159,8 +145,11 @@ def scale_leaves_(x: Any, factors: Tensor, layout: Layout | None = None) -> Any:
     return x
 
 
-def global_norm(x: Any, p: float = 2) -> Tensor:
-    """The p-norm of a whole tree, plain or sharded or both, leaves that all ranks hold counted once: one collective.
+def global_norm(x: Any, p: float = 2, exact: bool = False) -> Tensor:
+    """The p-norm of a whole tree, plain or sharded or both: 0-d, from one collective.
+
+    A leaf that all ranks hold counts once. With `exact` the bits do not depend on the number of ranks, for two
+    collectives: what `train_step(reduction="tree")` takes, and asks of optimizers by `exact_norms=True`.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)})
     tensor(5.)
@@ -168,7 +157,7 @@ def global_norm(x: Any, p: float = 2) -> Tensor:
     check_positive("global_norm: p", p, tensors=False)
     _check_floating(x)
     worlds, device = _worlds(x), device_of(x)
-    if _is_exact() and p != math.inf:
+    if exact and p != math.inf:
         largest = global_norm(x, math.inf)
         scale, both = _scale(largest), torch.zeros(2, dtype=torch.float64, device=device)
         for (mesh, axes), rows in worlds.items():

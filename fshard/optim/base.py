@@ -39,7 +39,8 @@ class Transform(NamedTuple):
     `mesh`, if that is given. The fused twin of one with `views` takes `Views` of parameters and gradients
     (`fshard.layout`) and writes to where they lie; any other is given packed copies.
     `update` and `fused` take further arguments by name, and leave alone those they do not know; with `own_grads=True`
-    gradients may be overwritten.
+    gradients may be overwritten, with `exact_norms=True` norms must have the same bits on any number of ranks
+    (`global_norm(tree, exact=True)`).
     """
 
     init: Callable[[Any], Any]
@@ -339,8 +340,15 @@ def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
     tensor([0.6000, 0.8000])
     """
 
-    def update(grads: Any, state: Any, params: Any = None, own_grads: bool = False, **extra: Any) -> tuple[Any, Any]:
-        return scaled(grads, clip_factor(global_norm(grads, p), max_norm), own_grads), state
+    def update(
+        grads: Any,
+        state: Any,
+        params: Any = None,
+        own_grads: bool = False,
+        exact_norms: bool = False,
+        **extra: Any,
+    ) -> tuple[Any, Any]:
+        return scaled(grads, clip_factor(global_norm(grads, p, exact_norms), max_norm), own_grads), state
 
     _check_norm("clip_by_global_norm", max_norm, p)
     return checked(Transform(lambda params: (), update), Needs("clip_by_global_norm"))
@@ -353,8 +361,15 @@ def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
     {'a': tensor([0.6000, 0.8000]), 'b': tensor(0.5000)}
     """
 
-    def update(grads: Any, state: Any, params: Any = None, own_grads: bool = False, **extra: Any) -> tuple[Any, Any]:
-        factors = clip_factor(leaf_norms(grads, p), max_norm)
+    def update(
+        grads: Any,
+        state: Any,
+        params: Any = None,
+        own_grads: bool = False,
+        exact_norms: bool = False,
+        **extra: Any,
+    ) -> tuple[Any, Any]:
+        factors = clip_factor(leaf_norms(grads, p, exact=exact_norms), max_norm)
         return scale_leaves_(grads if own_grads else tree.map(torch.clone, grads), factors), state
 
     _check_norm("clip_by_leaf_norm", max_norm, p)

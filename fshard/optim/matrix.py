@@ -41,12 +41,14 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
     check_hyperparams("lamb", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     inner = adam_rule("lamb", -1.0, b1, b2, eps, weight_decay, decoupled=True)
 
-    def update(grads: Any, state: AdamState, params: Any = None, **extra: Any) -> tuple[Any, AdamState]:
+    def update(
+        grads: Any, state: AdamState, params: Any = None, exact_norms: bool = False, **extra: Any
+    ) -> tuple[Any, AdamState]:
         rate = at(lr, state.count)
         steps, state = inner.update(grads, state, params)
         layout = layout_of(steps)
-        norms, sizes = leaf_norms(params, layout=layout), leaf_norms(steps, layout=layout)
-        ratios = torch.where((norms > 0) & (sizes > 0), norms / sizes, 1.0)
+        param_norms, step_norms = (leaf_norms(x, layout=layout, exact=exact_norms) for x in (params, steps))
+        ratios = torch.where((param_norms > 0) & (step_norms > 0), param_norms / step_norms, 1.0)
         return scale_leaves_(steps, -rate * ratios, layout), state
 
     return checked(Transform(inner.init, update), Needs("lamb", AdamState, params=True))
@@ -137,38 +139,53 @@ def adafactor(
         nu = tree.map(torch.zeros_like, packed(pick(params, vectors))) if vectors else None
         return AdafactorState(count, row, col, nu, vectors)
 
-    def update(grads: Any, state: AdafactorState, params: Any = None, **extra: Any) -> tuple[Any, AdafactorState]:
+    def update(
+        grads: Any, state: AdafactorState, params: Any = None, exact_norms: bool = False, **extra: Any
+    ) -> tuple[Any, AdafactorState]:
         layout, t = layout_of(grads), state.count.double() + 1
-        share, rate = t**beta2_decay, on_device(at(lr, state.count), t.device)
-        row, col = _row_and_column_means(grads, layout)
-        row, col = (
-            {path: old[path].lerp(new.to(old[path].dtype), share.to(old[path].dtype)) for path, new in means.items()}
-            for old, means in ((state.row_var, row), (state.col_var, col))
-        )
-        nu = state.variance
-        if state.vectors is not None:
-            squares = tree.map(torch.square, packed(pick(grads, state.vectors)))
-            nu = tree.map(lambda old, g2: old.lerp(g2, beside(share.to(old.dtype), old)), state.variance, squares)
-        steps = tree.map(torch.zeros_like, grads)
-        for span, (number, g), (_, out) in zip(layout.mine, pieces(grads, layout), pieces(steps, layout), strict=True):
-            if factors := _factors(layout.leaves[number]):
-                path = layout.leaves[number].path
-                out.copy_(_scaled(g, span, factors, row[path], col[path], _floor(eps[0], g)))
-        if state.vectors is not None:
-            roots = tree.map(
-                lambda g, v: g * v.clamp(min=_floor(eps[0], g) ** 2).rsqrt(), packed(pick(grads, state.vectors)), nu
-            )
-            steps = put(steps, roots, state.vectors)
+        rate = on_device(at(lr, state.count), t.device)
+        state = _averaged(state, grads, layout, t**beta2_decay)
+        steps = _divided(grads, state, layout, eps[0])
         sizes = _root_sizes([leaf.numel for leaf in layout.leaves], t.device)
-        size_of_step, size_of_params = (leaf_norms(x, layout=layout) / sizes for x in (steps, params))
-        alpha = size_of_params.clamp(min=eps[1]) * torch.minimum(rate, t.rsqrt())
-        steps = scale_leaves_(steps, -alpha / (size_of_step / d).clamp(min=1.0), layout)
-        if not is_zero(weight_decay):
-            decay = rate * weight_decay
-            steps = tree.map(lambda u, p: (u - beside(decay, p) * p).to(u.dtype), steps, params)
-        return steps, AdafactorState(state.count + 1, row, col, nu, state.vectors)
+        # root mean squares, (leaves,)
+        rms_of_step, rms_of_params = (leaf_norms(x, layout=layout, exact=exact_norms) / sizes for x in (steps, params))
+        alpha = rms_of_params.clamp(min=eps[1]) * torch.minimum(rate, t.rsqrt())
+        steps = scale_leaves_(steps, -alpha / (rms_of_step / d).clamp(min=1.0), layout)
+        if is_zero(weight_decay):
+            return steps, state
+        decay = rate * weight_decay
+        return tree.map(lambda u, p: (u - beside(decay, p) * p).to(u.dtype), steps, params), state
 
     return checked(Transform(init, update), Needs("adafactor", AdafactorState, params=True, real=True))
+
+
+def _averaged(state: AdafactorState, grads: Any, layout: Layout, weight: Tensor) -> AdafactorState:
+    """The state after one more update, whose squared gradients count `weight` (0-d) in the running means."""
+    means = _row_and_column_means(grads, layout)
+    row, col = (
+        {path: old[path].lerp(new.to(old[path].dtype), weight.to(old[path].dtype)) for path, new in now.items()}
+        for old, now in zip((state.row_var, state.col_var), means, strict=True)
+    )
+    variance = state.variance
+    if state.vectors is not None:
+        squares = tree.map(torch.square, packed(pick(grads, state.vectors)))
+        variance = tree.map(lambda old, g2: old.lerp(g2, beside(weight.to(old.dtype), old)), variance, squares)
+    return AdafactorState(state.count + 1, row, col, variance, state.vectors)
+
+
+def _divided(grads: Any, state: AdafactorState, layout: Layout, eps: float | None) -> Any:
+    """Gradients over the roots of their second moments, in new rows."""
+    steps = tree.map(torch.zeros_like, grads)
+    for span, (number, g), (_, out) in zip(layout.mine, pieces(grads, layout), pieces(steps, layout), strict=True):
+        if factors := _factors(layout.leaves[number]):
+            path = layout.leaves[number].path
+            out.copy_(_scaled(g, span, factors, state.row_var[path], state.col_var[path], _floor(eps, g)))
+    if state.vectors is None:
+        return steps
+    roots = tree.map(
+        lambda g, v: g * v.clamp(min=_floor(eps, g) ** 2).rsqrt(), packed(pick(grads, state.vectors)), state.variance
+    )
+    return put(steps, roots, state.vectors)
 
 
 def _root_sizes(numels: Sequence[int], device: torch.device) -> Tensor:

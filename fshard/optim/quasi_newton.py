@@ -58,14 +58,14 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
         s, y = (tuple(zeros() for _ in range(history_size)) for _ in range(2))
         return LbfgsState(start_count(params), zeros(), zeros(), s, y)
 
-    def iterate(grads: Any, state: LbfgsState, params: Any) -> tuple[Any, LbfgsState]:
+    def iterate(grads: Any, state: LbfgsState, params: Any, exact_norms: bool) -> tuple[Any, LbfgsState]:
         moved = state.count > 0
         s = (*state.s, _difference(params, state.params, moved))
         y = (*state.y, _difference(grads, state.grads, moved))
         products = gram([*s, *y, grads])
         keeps = products[history_size, 2 * history_size + 1] > _LEAST_CURVATURE
         s, y = (tuple(tree.map(partial(where, keeps), x, old) for old, x in pairwise(xs)) for xs in (s, y))
-        first = (1 / global_norm(grads, 1)).clamp(max=1.0)
+        first = (1 / global_norm(grads, 1, exact_norms)).clamp(max=1.0)
         rate = at(lr, state.count) * torch.where(moved, 1.0, first)
         weights = (_direction(_kept(products, keeps)) * rate).unbind()
         updates = tree.map(lambda *xs: _combined(weights, xs), *s, *y, grads)
@@ -73,16 +73,21 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
         return updates, LbfgsState(state.count + 1, here, slope, s, y)
 
     def update(
-        grads: Any, state: LbfgsState, params: Any = None, grad_fn: Callable[[Any], Any] | None = None, **extra: Any
+        grads: Any,
+        state: LbfgsState,
+        params: Any = None,
+        grad_fn: Callable[[Any], Any] | None = None,
+        exact_norms: bool = False,
+        **extra: Any,
     ) -> tuple[Any, LbfgsState]:
         if grad_fn is not None:
             check_function("optim.lbfgs: grad_fn", grad_fn, "grad_fn(params) -> grads")
-        updates, state = iterate(grads, state, params)
+        updates, state = iterate(grads, state, params, exact_norms)
         for _ in range(max_iter - 1):
             if grad_fn is None:
                 break
             here = apply_updates(params, updates)
-            further, state = iterate(grad_fn(here), state, here)
+            further, state = iterate(grad_fn(here), state, here, exact_norms)
             updates = tree.map(torch.add, updates, further)
         return updates, state
 

@@ -7,7 +7,7 @@ Note [Slices]
     any number of ranks]). A rank adds its own up like a binary counter, of which every digit is a tree of gradients.
     All totals are divided by what the first slice counts, and the sum rescaled once all have been counted. What runs
     otherwise on rows of any length must give an element the same bits wherever in a row it lies, which torch's fused
-    optimizer kernels do not, and norms are added up exactly (Note [Exact sums] in `norms.py`).
+    optimizer kernels do not, and norms are summed exactly (Note [Exact sums] in `norms.py`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from ..core.arguments import check_flags, check_has, check_positive, check_whole
 from ..core.donation import Life
 from ..core.scalars import beside, wide
 from ..core.tracing import is_tracing
-from ..layout.norms import exactly, global_norm
+from ..layout.norms import global_norm
 from ..layout.pieces import device_of, packed, pieces
 from ..optim.base import FoundInf, Transform, any_found, as_transform, choose, clip_factor
 from ..optim.kernels import where
@@ -200,9 +200,8 @@ def train_step(
     built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=tx)}"
     if by is TREE:  # fused kernels compute the last elements of a row otherwise than the rest
         tx = tx._replace(fused=None)
-    with_norms = exactly() if by is TREE else (lambda run: run)
+    exact_norms = by is TREE
 
-    @with_norms
     def run(state: TrainState, batch: Any, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
@@ -214,12 +213,12 @@ def train_step(
         grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=skip_labels)
         nothing_counted = outcome.divisor.isnan().float()  # a loss of 0 / 0
         found_inf = tree.map(lambda found: torch.maximum(found, nothing_counted), found_inf)
-        norm = _rescale(grads, share, clip_norm)
+        norm = _rescale(grads, share, clip_norm, exact_norms)
         skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
         extra = _chosen(skip, state.extra, outcome.extra) if with_extra else state.extra
         if donate:  # before what it may lie in is written to
             extra = _apart(extra, [params.trainable, state.opt_state])
-        new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate)
+        new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate, exact_norms)
         scaler = state.loss_scale.adjust(found_inf)
         whole = torch.ones((), dtype=torch.float32, device="cpu")
         back = torch.div(whole if share is None else share.float(), state.loss_scale.scale)
@@ -293,9 +292,9 @@ def _apart(extra: Any, held: Any) -> Any:
     return tree.map_tops(own, Sharded, extra)
 
 
-def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None) -> Tensor:
+def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None, exact: bool) -> Tensor:
     """Multiply a step's own gradients, in place, by a factor and down to a norm; returns the norm before clipping."""
-    norm = global_norm(grads)
+    norm = global_norm(grads, exact=exact)
     if factor is not None:
         norm = norm * factor.to(norm.dtype)
     if clip_norm is not None:
@@ -308,14 +307,21 @@ def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None) -> 
 
 
 def _update(
-    tx: Transform, grads: Sharded, opt_state: Any, params: Sharded, skip: FoundInf | None, donate: bool
+    tx: Transform,
+    grads: Sharded,
+    opt_state: Any,
+    params: Sharded,
+    skip: FoundInf | None,
+    donate: bool,
+    exact_norms: bool,
 ) -> tuple[Sharded, Any]:
     """New parameters and optimizer state: in place on copies, or on what was given away."""
     plan, trained = params.plan, params.trainable
     mine = refine(trained, plan.state_over)
     # a policy may have kept them in another dtype until here
     grads = Sharded(grads.view, [g.to(p.dtype) for g, p in zip(grads.tensors, trained.tensors, strict=True)])
-    updated, new_state = tx.step(refine(grads, plan.state_over), opt_state, mine, skip, donate, own_grads=True)
+    fine = refine(grads, plan.state_over)
+    updated, new_state = tx.step(fine, opt_state, mine, skip, donate, own_grads=True, exact_norms=exact_norms)
     whole = coarsen(updated, plan.params_over, trained if donate else None)
     # new containers: the old ones are emptied when they are given away
     new_state = tree.map_tops(lambda x: Sharded(x.view, x.tensors) if isinstance(x, Sharded) else x, Sharded, new_state)
