@@ -134,7 +134,7 @@ def test_every_kind_of_step(name):
         assert bad == ([kw["overflow"]] if "overflow" in kw else [])
         if isinstance(kw.get("scale"), DynamicLossScale):
             grown = 4 if kw["scale"].growth_interval == 1 else 1
-            assert state.loss_scale.scale == kw["scale"].scale * 0.5 * grown
+            assert state.loss_scale.value == kw["scale"].value * 0.5 * grown
 
 
 def test_a_graph_as_it_is():

@@ -153,7 +153,7 @@ def test_what_a_state_is_made_from_is_left_as_it_is(how, donate, shard):
     found = [job(None)] if shard is None else simulated(job, shard=shard)
     assert same_bits(given, before)
     scaler, extra, _ = found[-1]
-    assert scaler.scale == 64
+    assert scaler.value == 64
     assert same_bits(extra, tree.map(lambda x: 8 * x, given["extra"]))
     expected = [partial(train, given=before, how="eager", donate=False)(None)] if shard is None else None
     if expected:

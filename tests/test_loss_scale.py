@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import math
 import pickle
 import re
@@ -18,6 +19,7 @@ from torch import Tensor
 import fshard
 from fshard import DynamicLossScale, NoLossScale, StaticLossScale, optim, select, tree
 from fshard.optim import kernels
+from fshard.train.loss_scale import Unscaled
 
 SCALERS = {
     "dynamic": lambda: DynamicLossScale(
@@ -39,7 +41,7 @@ def test_the_dynamic_scale_follows_torch(interval, growth, backoff, start):
         found_inf = torch.tensor(float(bit))
         scaler = scaler.adjust(found_inf)
         torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
-        assert same_bits([scaler.scale.as_subclass(torch.Tensor), scaler.growth_tracker], [scale, tracker])
+        assert same_bits([scaler.value, scaler.growth_tracker], [scale, tracker])
 
 
 @pytest.mark.parametrize(("bounds", "hysteresis"), [((8.0, 64.0), 1), ((8.0, 64.0), 3), ((0.0, math.inf), 2)])
@@ -55,7 +57,7 @@ def test_bounds_and_hysteresis(bounds, hysteresis):
             scale = max(scale * 0.5, low)
         if good == 2:
             scale, good, borne = min(scale * 2, high), 0, hysteresis
-        assert (scaler.scale.item(), scaler.growth_tracker.item()) == (scale, good)
+        assert (scaler.value.item(), scaler.growth_tracker.item()) == (scale, good)
 
 
 def test_a_run_follows_grad_scaler():
@@ -75,7 +77,7 @@ def test_a_run_follows_grad_scaler():
         ours = ours.adjust(found_inf)
         assert found_inf == bit
         assert same_bits(params, leaf.detach())
-        assert ours.scale.item() == theirs.get_scale()
+        assert ours.value.item() == theirs.get_scale()
 
 
 @pytest.mark.parametrize("name", SCALERS)
@@ -115,19 +117,19 @@ def test_scalers_are_immutable(name):
         scaler.adjust(torch.tensor(bit))
     assert vars(scaler) == before
     with pytest.raises(AttributeError):
-        scaler._scale = torch.tensor(1.0)
+        scaler.value = torch.tensor(1.0)
     assert name == "dynamic" or same_bits(scaler.adjust(torch.tensor(1.0)), scaler)
 
 
 @pytest.mark.parametrize("name", SCALERS)
-def test_scale_is_a_tensor_and_a_function(name):
-    """A 0-d tensor; called, it multiplies a tree; what is computed with it is a plain tensor."""
+def test_value_is_a_tensor_and_scale_a_method(name):
+    """The value is a plain 0-d tensor; the method multiplies a tree by it and gives plain tensors."""
     scaler = SCALERS[name]()
     number = {"dynamic": 24.0, "static": 12.0, "none": 1.0}[name]
-    assert isinstance(scaler.scale, torch.Tensor)
-    assert (scaler.scale.shape, scaler.scale.dtype, float(scaler.scale)) == ((), torch.float32, number)
-    results = [scaler.scale * 2, scaler.scale + scaler.scale, scaler.scale.clone(), torch.stack([scaler.scale])]
-    assert [type(x) for x in results] == [torch.Tensor] * 4
+    assert type(scaler.value) is torch.Tensor
+    assert (scaler.value.shape, scaler.value.dtype, float(scaler.value)) == ((), torch.float32, number)
+    assert inspect.ismethod(scaler.scale)
+    assert name == "none" or "value" in {field.name for field in dataclasses.fields(scaler)}
     values = {
         "a": torch.tensor([1.0, 2.0], dtype=torch.float64),
         "b": (torch.tensor([3.0], dtype=torch.bfloat16), None),
@@ -216,7 +218,7 @@ def labelled(mesh: Any, bad: str) -> tuple[Any, ...]:
     grads = fshard.value_and_grad(loss)(sharded, torch.tensor(torch.inf if last else 1.0, dtype=torch.float64))[1]
     counts = {key: int(x) for key, x in optim.gather_state(after.opt_state).items() if key.endswith("count")}
     moved = fshard.tree.map(lambda a, b: not torch.equal(a, b), params, fshard.gather_params(after.params))
-    return moved, counts, metrics["found_inf"].item(), after.loss_scale.scale.item(), fshard.nonfinite_leaves(grads)
+    return moved, counts, metrics["found_inf"].item(), after.loss_scale.value.item(), fshard.nonfinite_leaves(grads)
 
 
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 3), (2, 2)])
@@ -268,7 +270,7 @@ def test_a_scale_may_be_set():
     """For the next step; what counts goes on."""
     scaler = DynamicLossScale(8.0, growth_interval=3).adjust(torch.tensor(0.0))
     new = scaler.adjust(torch.tensor(0.0), new_scale=4.0)
-    assert (new.scale.item(), new.growth_tracker, scaler.scale.item()) == (4.0, 1, 8.0)
+    assert (new.value.item(), new.growth_tracker, scaler.value.item()) == (4.0, 1, 8.0)
 
 
 def found_on(mesh: Any, bad: int) -> tuple[float, float]:
@@ -412,27 +414,81 @@ def test_zero_skips_an_update_on_all_ranks_or_on_none(replicate, shard, partitio
             assert [scale for _, scale in runs] == [4.0 if given or r == 1 else 8.0 for r in range(replicate * shard)]
 
 
+def local_grads(mesh: Any, kind: str) -> tuple[Any, dict[str, Any]]:
+    """This rank's gradients as a plain tree, a `Sharded` or `Unreduced`, and what `unscale` takes besides."""
+    grads = whole_tree(mesh.get_rank(), -1)
+    if kind == "plain":
+        return grads, {"mesh": mesh}
+    sharded = fshard.shard_params(grads, fshard.make_plan(tree.map(torch.ones_like, grads), mesh))
+    return fshard.Unreduced(sharded) if kind == "unreduced" else sharded, {}
+
+
+KINDS = ["plain", "sharded", "unreduced"]
+
+
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "sharded", "unreduced"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_unscaling_twice_is_noticed_on_every_rank(own, kind):
-    """What came out, what was given away, or either mapped; not what has been written to since, as buffers are."""
+    """What `unscale` gave is refused, and so is that tree mapped; what is computed from it is a new gradient."""
 
     def law(mesh: Any) -> None:
-        scaler, grads = StaticLossScale(4.0), whole_tree(mesh.get_rank(), -1)
-        given: dict[str, Any] = {"mesh": mesh} if kind == "plain" else {}
-        if kind != "plain":
-            sharded = fshard.shard_params(grads, fshard.make_plan(tree.map(torch.ones_like, grads), mesh))
-            grads = fshard.Unreduced(sharded) if kind == "unreduced" else sharded
+        scaler = StaticLossScale(4.0)
+        grads, given = local_grads(mesh, kind)
         once, _ = scaler.unscale(grads, own=own, **given)
-        for again in (once, tree.map(lambda x: x, once), *([grads] if own else [])):
+        for again in (once, tree.map(lambda x: x, once)):
             for flag in (False, True):
                 with pytest.raises(ValueError, match="was unscaled already: use what unscale gave the first time"):
                     scaler.unscale(again, own=flag, **given)
-        for row in tree.leaves(once):
-            row.zero_()  # a buffer that the next backward adds to
-        scaler.unscale(once, own=own, **given)
+        scaler.unscale(tree.map(lambda x: 4 * x, once), own=own, **given)
+        for row in tree.leaves(grads):
+            row.fill_(1.0)  # a buffer that the next backward writes to
+        scaler.unscale(grads, own=own, **given)
 
     simulated(law, shard=2)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_unscaled_is_a_type_not_an_attribute(own, kind):
+    """No tensor that goes in or comes out has an attribute of ours; with `own` the memory is the caller's."""
+
+    def law(mesh: Any) -> None:
+        grads, given = local_grads(mesh, kind)
+        addresses = [row.data_ptr() for row in tree.leaves(grads)]
+        once, _ = StaticLossScale(4.0).unscale(grads, own=own, **given)
+        assert [vars(row) for row in (*tree.leaves(grads), *tree.leaves(once))] == [{}] * 2 * len(addresses)
+        assert {type(row) for row in tree.leaves(grads)} == {Tensor}
+        assert {type(row) for row in tree.leaves(once)} == {Unscaled}
+        assert ([row.data_ptr() for row in tree.leaves(once)] == addresses) == own
+
+    simulated(law, shard=2)
+
+
+def test_what_is_computed_from_unscaled_gradients_is_plain():
+    """Operators, views, copies and torch's lists of tensors; nothing of ours stays in what comes out."""
+    grad = StaticLossScale(4.0).unscale(torch.tensor([8.0, 4.0]))[0]
+    assert type(grad) is Unscaled
+    made = [grad * 2, grad + grad, grad.clone(), grad.detach(), grad[:1], grad.view(2, 1), torch.stack([grad])]
+    made += [*torch._foreach_mul([grad], 2.0), *grad.split(1), grad.to(torch.float64), grad.to("cpu", copy=True)]
+    assert {type(x) for x in made} == {Tensor}
+
+
+@pytest.mark.parametrize("tx", ["sgd", "adamw", "lion", "lamb"])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_optimizers_take_unscaled_gradients(tx, jitted):
+    """The bits of an update with plain tensors of the same values, and parameters that are plain again."""
+    one = getattr(optim, tx)(0.1)
+    params = {"w": rand(5, seed=1), "b": rand(2, 3, seed=2)}
+    grads = tree.map(lambda x: x / 3, params)
+    unscaled = StaticLossScale(2.0).unscale(tree.map(lambda x: 2 * x, grads))[0]
+
+    def run(grads: Any, params: Any) -> Any:
+        return one.step(grads, one.init(params), params)
+
+    update = fshard.jit(run, backend="eager") if jitted else run
+    got, want = update(unscaled, params), update(grads, params)
+    assert same_bits(got, want)
+    assert {type(x) for x in tree.leaves(got)} == {Tensor}
 
 
 def test_inference_tensors_are_unscaled():

@@ -279,7 +279,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(strategy, tx, fused):
         assert first[1].count == second[1].count == 1
         assert third[1].count == 2
         assert not same_bits(second[0], third[0])
-        assert [state[2].scale.item() for state in states] == [1024, 1024, 512, 512]
+        assert [state[2].value.item() for state in states] == [1024, 1024, 512, 512]
         assert [state[3].item() for state in states] == [0, 1, 2, 3]
 
 

@@ -127,7 +127,7 @@ def oracle(
         grads = _gradients(outs, whole, (seed, -seed * loss))  # d(T / C) = dT / C - (T / C) dC / C
         found = _found(grads, whole, skip_labels)
         found = map(lambda bad: torch.maximum(bad, divisor.isnan().float().to(bad.device)), found)
-        grads = {path: g * (1 / float(state.loss_scale.scale)) for path, g in grads.items()}
+        grads = {path: g * (1 / float(state.loss_scale.value)) for path, g in grads.items()}
         norm = _norm(grads, whole)
         if clip_norm is not None:
             grads = {path: g * clip_factor(norm, clip_norm).to(g.real.dtype) for path, g in grads.items()}

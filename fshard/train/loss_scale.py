@@ -41,40 +41,17 @@ def _times(x: Any, scale: Tensor) -> Any:
     return tree.unflatten(spec, [(leaf * scalars.beside(scale, leaf)).to(leaf.dtype) for leaf in leaves])
 
 
-class _Scale(Tensor):
-    """A 0-d tensor that multiplies a tree when called: a scaler's field `scale` and its method are one."""
+class Unscaled(Tensor):
+    """A gradient that was divided by the loss scale: `unscale` refuses to divide it again.
 
-    # Private, but what torch.nn.Parameter does: results of operations are plain tensors (test_loss_scale.py notices).
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __call__(self, x: Any) -> Any:
-        """Every leaf times the scale."""
-        return _times(x, self.as_subclass(Tensor))
-
-
-class _TracedScale:
-    """The same while a graph is traced: the tensors of a tracer are of a class that has no others below it."""
-
-    def __init__(self, plain: Tensor):
-        self._plain = plain
-
-    def __call__(self, x: Any) -> Any:
-        """Every leaf times the scale."""
-        return _times(x, self._plain)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._plain, name)
+    What torch computes from it is a plain tensor. Sparse gradients, of which torch makes no other class, stay plain.
+    """
 
     @classmethod
     def __torch_function__(cls, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def plain(x: Any) -> Any:
-            return x._plain if isinstance(x, cls) else x
-
-        return fn(*tree.map(plain, args), **tree.map(plain, kwargs or {}))
-
-
-def _callable(scale: Tensor) -> Any:
-    return scale.as_subclass(_Scale) if type(scale) is Tensor else _TracedScale(scale)
+        # Private name, but the one torch's notes on extending torch give; without it every result is an `Unscaled`.
+        with torch._C.DisableTorchFunctionSubclass():
+            return fn(*args, **(kwargs or {}))
 
 
 def _as_scale(scale: Any) -> Tensor:
@@ -104,8 +81,7 @@ def _unscale(grads: Any, scale: Tensor, own: bool, labels: Labels, mesh: Mesh) -
     if labels is not None:
         by_label = _found_by(lambda leaf: label_of(leaf, labels), grads, meshes)
     found = kernels.unscale_([_values(row) for row in tree.leaves(grads)], scale.double().reciprocal())
-    _mark(grads)
-    return grads, by_label if labels is not None else _agreed(found, meshes)
+    return _marked(grads), by_label if labels is not None else _agreed(found, meshes)
 
 
 def _copy(row: Tensor) -> Tensor:
@@ -116,24 +92,17 @@ def _values(row: Tensor) -> Tensor:
     return row.coalesce().values() if row.layout is torch.sparse_coo else row
 
 
-def _mark(grads: Any) -> None:
-    """Have rows know that they were unscaled, and what they were by then: what is written to them since is new."""
+def _marked(grads: Any) -> Any:
+    """The gradients as `Unscaled`, in the same memory."""
     if is_tracing() or torch.compiler.is_compiling():
-        return
-    for row in tree.leaves(grads):
-        if not row.is_inference():
-            row.unscaled_at = row._version
-
-
-def _is_unscaled(row: Tensor) -> bool:
-    # Private: a tensor's number of writes has no public name (test_loss_scale.py notices when it goes)
-    return hasattr(row, "unscaled_at") and row.unscaled_at == row._version
+        return grads  # fake tensors cannot be of another class
+    return tree.map(lambda row: row if row.layout is torch.sparse_coo else row.as_subclass(Unscaled), grads)
 
 
 def _check_grads(grads: Any) -> None:
     for number, row in enumerate(tree.leaves(grads)):
         good = isinstance(row, Tensor) and (row.is_floating_point() or row.is_complex())
-        if good and not _is_unscaled(row):
+        if good and not isinstance(row, Unscaled):
             continue
         path = tree.paths(tree.flatten(grads)[1])[number]
         if good:
@@ -202,36 +171,30 @@ class StaticLossScale:
     tensor(16.)
     """
 
-    _scale: Tensor
+    value: Tensor  # the scale, 0-d, float32
 
     def __init__(self, scale: Any = 2.0**16):
-        vars(self).update(_scale=_as_scale(scale))
+        vars(self).update(value=_as_scale(scale))
 
-    @property
-    def scale(self) -> _Scale:
-        """The scale, 0-d float32; called on a tree, the tree times the scale, each leaf in its dtype."""
-        return _callable(self._scale)
-
-    @property
-    def value(self) -> Tensor:
-        """The scale, a 0-d float32 tensor."""
-        return self._scale
+    def scale(self, x: Any) -> Any:
+        """A tree times the scale, each leaf in its own dtype. TypeError for a leaf that is no floating tensor."""
+        return _times(x, self.value)
 
     def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None, mesh: Mesh = None) -> tuple[Any, Any]:
-        """grads / scale, and whether any rank's are not finite (float32, 0-d, 1 or 0, equal on all ranks).
+        """Divide gradients by the scale; returns them, and 1 if any rank's are not finite, else 0 (float32, 0-d).
 
-        In place, if the gradients are the caller's `own`. With `labels` (`by_label`'s) a dict says it for each label,
-        which `by_label(...).step` takes as its `found_inf`. The ranks are those of all axes of the mesh that sharded or
-        unreduced gradients lie on; for a plain tree say which `mesh`, or None for this rank alone. ValueError for what
-        was unscaled already.
+        With `own` the gradients are the caller's, and divided in place. `found_inf` is equal on all ranks: those of all
+        axes of the mesh that sharded or unreduced gradients lie on. For a plain tree say which `mesh`; with None it is
+        of this rank alone. With `labels` (`by_label`'s) `found_inf` is a dict with one tensor for each label, as
+        `by_label(...).step` takes it. ValueError for gradients that were unscaled already.
 
         >>> StaticLossScale(4.0).unscale({"w": torch.tensor([8.0, 4.0])})
-        ({'w': tensor([2., 1.])}, tensor(0.))
+        ({'w': Unscaled([2., 1.])}, tensor(0.))
         """
-        return _unscale(grads, self._scale, own, labels, mesh)
+        return _unscale(grads, self.value, own, labels, mesh)
 
     def adjust(self, found_inf: FoundInf) -> StaticLossScale:
-        """The scaler of the next step."""
+        """Return this scaler: a fixed scale does not change."""
         check_found(found_inf)
         return self
 
@@ -245,7 +208,7 @@ class DynamicLossScale(StaticLossScale):
     first: torch.amp.GradScaler's rule).
 
     >>> scaler = DynamicLossScale(16.0, growth_interval=1)
-    >>> scaler.adjust(torch.tensor(1.0)).scale.item(), scaler.adjust(torch.tensor(0.0)).scale.item()
+    >>> scaler.adjust(torch.tensor(1.0)).value.item(), scaler.adjust(torch.tensor(0.0)).value.item()
     (8.0, 32.0)
 
     Source of the hysteresis: Megatron-LM's DynamicGradScaler.
@@ -299,23 +262,23 @@ class DynamicLossScale(StaticLossScale):
         """The scaler of the next step, or one with another scale: no host read."""
         if new_scale is not None:
             _check_between(new_scale, self.min_scale, self.max_scale)
-            return self._with(_as_scale(new_scale).to(self._scale.device), self.growth_tracker, self.hysteresis_tracker)
-        found = any_found(found_inf).to(self._scale.device, torch.bool)
+            return self._with(_as_scale(new_scale).to(self.value.device), self.growth_tracker, self.hysteresis_tracker)
+        found = any_found(found_inf).to(self.value.device, torch.bool)
         borne = self.hysteresis_tracker - found.int()
         counted = self.growth_tracker + 1
         due = ~found & (counted == self.growth_interval)
-        larger, smaller = self._scale * self.growth_factor, self._scale * self.backoff_factor
-        larger = torch.where(larger.isfinite(), larger.clamp(max=self.max_scale), self._scale)
-        smaller = torch.where(borne > 0, self._scale, smaller.clamp(min=self.min_scale))
+        larger, smaller = self.value * self.growth_factor, self.value * self.backoff_factor
+        larger = torch.where(larger.isfinite(), larger.clamp(max=self.max_scale), self.value)
+        smaller = torch.where(borne > 0, self.value, smaller.clamp(min=self.min_scale))
         return self._with(
-            torch.where(found, smaller, torch.where(due, larger, self._scale)),
+            torch.where(found, smaller, torch.where(due, larger, self.value)),
             torch.where(found | due, torch.zeros_like(counted), counted),
             torch.where(due, torch.full_like(borne, self.hysteresis), borne.clamp(min=0)),
         )
 
     def _with(self, scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor) -> DynamicLossScale:
         new = object.__new__(DynamicLossScale)
-        changed = {"_scale": scale, "growth_tracker": growth_tracker, "hysteresis_tracker": hysteresis_tracker}
+        changed = {"value": scale, "growth_tracker": growth_tracker, "hysteresis_tracker": hysteresis_tracker}
         vars(new).update(vars(self) | changed)
         return new
 
@@ -329,7 +292,7 @@ class DynamicLossScale(StaticLossScale):
         8.0
         """
         named = {name: getattr(self, name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
-        saved = {"scale": self._scale.item(), **named, "_growth_tracker": int(self.growth_tracker)}
+        saved = {"scale": self.value.item(), **named, "_growth_tracker": int(self.growth_tracker)}
         bounds = {name: getattr(self, name) for name in _BOUNDS}
         if bounds == _BOUNDS:
             return saved
@@ -349,7 +312,7 @@ class DynamicLossScale(StaticLossScale):
         bounds = {name: saved.get(name, getattr(self, name)) for name in _BOUNDS}
         borne = saved.get("_hysteresis_tracker")
         made = DynamicLossScale(*(saved[name] for name in names), **bounds, hysteresis_tracker=borne)
-        return tree.map(lambda x: x.to(self._scale.device), made)
+        return tree.map(lambda x: x.to(self.value.device), made)
 
 
 @dataclass(frozen=True)
@@ -361,29 +324,28 @@ class NoLossScale:
     """
 
     @property
-    def scale(self) -> _Scale:
-        """One."""
-        return _callable(self.value)
-
-    @property
     def value(self) -> Tensor:
-        """One, a 0-d float32 tensor."""
+        """The number 1, a 0-d float32 tensor."""
         return torch.ones((), dtype=torch.float32, device="cpu")
 
+    def scale(self, x: Any) -> Any:
+        """The tree as it is. TypeError for a leaf that is no floating tensor."""
+        return _times(x, self.value)
+
     def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None, mesh: Mesh = None) -> tuple[Any, Tensor]:
-        """grads, and 0."""
+        """Return the gradients as they are, and 0."""
         return grads, torch.zeros((), dtype=torch.float32, device=device_of(grads))
 
     def adjust(self, found_inf: FoundInf) -> NoLossScale:
-        """Itself."""
+        """Return this scaler."""
         check_found(found_inf)
         return self
 
 
-tree.register_fields(StaticLossScale, ("_scale",))
+tree.register_fields(StaticLossScale, ("value",))
 tree.register_fields(
     DynamicLossScale,
-    ("_scale", "growth_tracker", "hysteresis_tracker"),
+    ("value", "growth_tracker", "hysteresis_tracker"),
     ("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale", "hysteresis"),
 )
 tree.register_fields(NoLossScale, ())

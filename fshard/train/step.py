@@ -83,7 +83,12 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
     check_sharded(sharded)
     check_whole("seed", seed, -(2**63), 2**63)
     if loss_scale is not None:
-        check_has("loss_scale", loss_scale, ("scale", "unscale", "adjust"), "a scaler, as fshard.DynamicLossScale() is")
+        check_has(
+            "loss_scale",
+            loss_scale,
+            ("value", "scale", "unscale", "adjust"),
+            "a scaler, as fshard.DynamicLossScale() is",
+        )
     tx, trained = as_transform(tx), packed(sharded.for_state)
     device = device_of(sharded)
     # where the loss is: a scaler elsewhere would have every step wait for the device
@@ -206,7 +211,7 @@ def train_step(
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
         # in the units of this step's gradients, as if its micro-batches counted as much as the first
-        lost = tree.map(lambda x: x * state.loss_scale.scale, state.lost)
+        lost = tree.map(lambda x: x * state.loss_scale.value, state.lost)
         # made here, so that what looks for tensors that a step captures finds the loss function
         recipe = Recipe(loss_fn, accumulate, by, reduce_once, has_aux, with_extra, built)
         grads, outcome, share = gradients(recipe, state, batch, args, lost)
@@ -221,7 +226,7 @@ def train_step(
         new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate, exact_norms)
         scaler = state.loss_scale.adjust(found_inf)
         whole = torch.ones((), dtype=torch.float32, device="cpu")
-        back = torch.div(whole if share is None else share.float(), state.loss_scale.scale)
+        back = torch.div(whole if share is None else share.float(), state.loss_scale.value)
         lost = _still_lost(skip, skip_labels, state.lost, tree.map(lambda x: x * back, lost))
         after = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, extra, lost)
         found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
