@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.models import same_bits
+from support.optimizers import TRANSFORMS
 from support.worlds import simulated
 from test_laws import examples
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +20,7 @@ from fshard import optim, tree
 from fshard.comm import primitives, reduction
 from fshard.core import bits
 from fshard.layout import norms
+from fshard.layout.pieces import pieces
 from fshard.sharding import transfer
 from fshard.testing import strategies
 from fshard.wire import Cast, Float8, Identity, Int8, LowRank, TopK
@@ -113,6 +116,56 @@ def test_what_lies_between_leaves_counts_in_no_norm():
             for found in simulated(norms_of_ones, CASES[name], shard=num):
                 assert torch.allclose(torch.tensor(found), torch.tensor(expected)), (name, num, found)
     assert torch.allclose(torch.tensor(norms_of_ones(None, {})), torch.tensor(expected))
+
+
+def poisoned(x: Any) -> Any:
+    """A tree whose flat rows are NaN wherever they hold no leaf: what `g / |g|` makes of the zeros there."""
+    made = tree.map(lambda row: torch.full_like(row, math.nan), x)
+    for (_, piece), (_, kept) in zip(pieces(made), pieces(x), strict=True):
+        piece.copy_(kept)
+    return made
+
+
+def gathered_beside_nan(mesh: Any, wire: Any) -> bool:
+    """Whether leaves gathered by a wire, in a loss and outside, are the same bits whatever lies between them."""
+    params = tree.map(lambda x: torch.linspace(0.1, 1.0, x.numel()).view(x.shape), odd_params())
+    plan = fshard.make_plan(params, mesh, units=["blocks.*"], param_wire=wire)
+    clean = fshard.shard_params(params, plan)
+    results = []
+    for sharded in (clean, poisoned(clean)):
+        loss = fshard.value_and_grad(lambda p: fshard.Sum(sum((x**2).sum() for x in tree.leaves(tree.map(abs, p)))))
+        results.append((fshard.gather_params(sharded), loss(sharded)[0]))
+    return same_bits(*results)
+
+
+@pytest.mark.parametrize("wire", [Int8(4), Float8(), TopK(0.5, False), LowRank(1, False), None])
+def test_nan_between_leaves_reaches_no_leaf_by_a_wire(wire):
+    """A wire's scales are of blocks, of a leaf with what follows it, or of all that is sent."""
+    for num in (1, 2, 3):
+        assert all(simulated(gathered_beside_nan, wire, shard=num)), num
+
+
+def updated_beside_nan(mesh: Any, name: str) -> bool:
+    """Whether updates and states of leaves are the same bits whatever lies between gradients and between parameters."""
+    plan = fshard.make_plan(odd_params(), mesh, units=["blocks.*"], block=4)
+    params = fshard.shard_params(tree.map(lambda x: x + 0.5, odd_params()), plan)
+    grads = [fshard.shard_params(tree.map(lambda x, i=i: x * (1 + i), odd_params()), plan) for i in range(2)]
+    results = []
+    for dirt in (lambda x: x, poisoned):
+        tx = TRANSFORMS[name]()
+        p, state = dirt(params), tx.init(params)
+        for g in grads:
+            updates, state = tx.update(dirt(g), state, p)
+            p = dirt(optim.apply_updates(p, updates))
+        results.append(([piece for _, piece in pieces(p)], optim.gather_state(state)))
+    return same_bits(*results)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_nan_between_leaves_reaches_no_leaf_by_an_optimizer(name):
+    """What a chain's earlier transformations, or a user's functions of elements, leave there."""
+    for num in (1, 3):
+        assert all(simulated(updated_beside_nan, name, shard=num)), num
 
 
 class PlusOne(reduction.Sums):

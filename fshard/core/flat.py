@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -48,11 +48,34 @@ define(
 )
 
 
-def clear_outside_(row: Tensor, spans: Iterable[tuple[int, int]]) -> Tensor:
-    """Make a flat tensor zero, in place, but for these intervals, which are in order."""
+def _gaps(length: int, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The non-empty intervals of [0, length) outside `spans`, which are in order."""
     end = 0
-    for start, stop in (*spans, (len(row), 0)):
+    for start, stop in (*spans, (length, length)):
         if start > end:
-            row[end:start].zero_()
+            yield end, start
         end = stop
+
+
+def clear_outside_(row: Tensor, spans: Iterable[tuple[int, int]]) -> Tensor:
+    """Set a flat tensor to zero, in place, outside these intervals, which are in order."""
+    for start, stop in _gaps(len(row), spans):
+        row[start:stop].zero_()
     return row
+
+
+def cleared_outside(row: Tensor, spans: Iterable[tuple[int, int]]) -> Tensor:
+    """A copy of a flat tensor with zeros outside these intervals, which are in order; `row` if nothing is outside.
+
+    >>> cleared_outside(torch.tensor([1.0, torch.nan, 3.0]), [(0, 1), (2, 3)])
+    tensor([1., 0., 3.])
+    """
+    gaps = list(_gaps(len(row), spans))
+    if not gaps:
+        return row
+    zeros = row.new_zeros(max(stop - start for start, stop in gaps))
+    begins = [0, *(stop for _, stop in gaps)]
+    parts = [
+        x for begin, (start, stop) in zip(begins, gaps, strict=False) for x in (row[begin:start], zeros[: stop - start])
+    ]
+    return torch.cat([*parts, row[begins[-1] :]])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm.mesh import Mesh, OnMesh, mesh_device
 from ..core import tree
-from ..core.flat import clear_outside_
+from ..core.flat import clear_outside_, cleared_outside
 from .layout import EVERYONE, Layout, Leaf, Span
 
 
@@ -259,3 +259,14 @@ def clear_padding_(x: Any) -> Any:
     for number, row in enumerate(rows if layout.flat else []):
         clear_outside_(row, layout.filled.get(number, ()))
     return x
+
+
+def without_padding(x: Any) -> Any:
+    """A tree with zeros where flat rows hold no leaf, for functions that mix elements (the scale of a block).
+
+    A step's gradients are zero there, but a user's function of elements (`g / |g|`) may make NaN of these zeros.
+    """
+    if not isinstance(x, Parts) or not x.layout.flat:
+        return x
+    (rows, spec), filled = tree.flatten(x), x.layout.filled
+    return tree.unflatten(spec, [cleared_outside(row, filled.get(n, ())) for n, row in enumerate(rows)])

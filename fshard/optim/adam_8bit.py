@@ -17,7 +17,7 @@ from ..core.flat import block_size
 from ..core.scalars import Number
 from ..core.tracing import is_tracing
 from ..layout.layout import Layout
-from ..layout.pieces import Pieces, layout_of
+from ..layout.pieces import Pieces, layout_of, without_padding
 from . import kernels
 from .base import Needs, Transform, at, checked, start_count
 from .elementwise import Rate, share
@@ -160,7 +160,8 @@ def adamw_8bit(
         t = state.count.double() + 1
         constants = kernels.Adam(at(lr, state.count), b1, b2, eps, weight_decay, True, share(b1, t), share(b2, t))
         moments = [*state.mu, *state.nu]
-        columns = zip(tree.leaves(params), tree.leaves(grads), *(m.tensors for m in moments), strict=True)
+        rows_of_grads = tree.leaves(without_padding(grads))  # a NaN would be its whole block's scale
+        columns = zip(tree.leaves(params), rows_of_grads, *(m.tensors for m in moments), strict=True)
         rows = [_update_row(constants, _books(numbers, p.device), block, p, *rest) for p, *rest in columns]
         updates = tree.unflatten(tree.flatten(grads)[1], [row[0] for row in rows])
         kept = [Pieces(old.layout, [row[i + 1] for row in rows]) for i, old in enumerate(moments)]

@@ -16,7 +16,7 @@ from ..comm.ranks import Pending
 from ..comm.reduction import Reduction, Tree, gather_over, reduce_over
 from ..comm.wire import Wire, pack, unpack
 from ..core import tree
-from ..core.flat import clear_outside_
+from ..core.flat import clear_outside_, cleared_outside
 from . import offload
 from .plan import Plan
 from .sharded import Sharded, intervals, whole_view
@@ -101,7 +101,8 @@ def _sent(params: Sharded, unit: int, kind: int) -> Tensor:
     if wire is None:
         return _cast(params, unit, kind)
     own = sizes(plan, unit, kind, plan.num_parts(axes), plan.index(axes))
-    return wire.encode(_brought(params, unit, kind), own)
+    # what lies between leaves may be anything, and a wire's scales are of several elements
+    return wire.encode(cleared_outside(_brought(params, unit, kind), _filled(params, unit, kind)), own)
 
 
 def _arrived(params: Sharded, unit: int, kind: int, parts: Sequence[Tensor]) -> Tensor:
@@ -228,8 +229,12 @@ def _reduce_encoded(
 def _unpadded(total: Tensor, reduced: Sharded, unit: int, kind: int) -> Tensor:
     """A rank's interval, in place, with zeros for padding: what a wire decodes there, or a hook makes of it, may be
     anything, and would be unscaled, looked at for overflows, and kept."""
-    held = intervals(reduced.plan, unit, kind, reduced.view.over)
-    return clear_outside_(total, ((start, start + last - first) for _, first, last, start in held))
+    return clear_outside_(total, _filled(reduced, unit, kind))
+
+
+def _filled(x: Sharded, unit: int, kind: int) -> list[tuple[int, int]]:
+    """Where a rank's interval of one unit and kind holds leaves: from one element up to another, in order."""
+    return [(start, start + last - first) for _, first, last, start in intervals(x.plan, unit, kind, x.view.over)]
 
 
 def _first(plan: Plan, axes: Axes) -> str:
