@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,11 +15,10 @@ from ..comm.mesh import Axes, num_ranks
 from ..comm.ranks import Pending
 from ..comm.reduction import Reduction, Tree, gather_over, reduce_over
 from ..comm.wire import Wire, pack, unpack
-from ..core import tree
 from ..core.flat import clear_outside_, cleared_outside
 from . import offload
 from .plan import Plan
-from .sharded import Sharded, intervals, whole_view
+from .sharded import Sharded, intervals
 
 
 def gather(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
@@ -264,27 +263,3 @@ def _added(wire: Wire, received: Sequence[Tensor], own: Sequence[int]) -> Tensor
     for part in others:
         total += part
     return total
-
-
-def nothing_lost(params: Sharded) -> Any:
-    """What a wire with feedback has lost before the first step, on the device; () where there is no such wire."""
-    plan = params.plan
-    if plan.grad_wire is None or not plan.grad_wire.feedback or not plan.axes:
-        return ()
-    kinds: Any = params.trainable.view.kinds
-    rows = params.trainable.tensors
-    numels = [plan.offset(len(plan.units), kind, ()) for kind in kinds]
-    dtypes = [primitives.sum_dtype(row.dtype) for row in rows]
-    tensors = [torch.zeros(n, dtype=dtype, device=plan.device) for n, dtype in zip(numels, dtypes, strict=True)]
-    return Sharded(whole_view(plan, (), kinds), tensors)
-
-
-def set_aside(lost: Any) -> Callable[[Tensor], None]:
-    """Empty `lost`, in place; what is returned puts back what was in it, times a factor."""
-    before = tree.map(torch.clone, lost)
-    tree.map(Tensor.zero_, lost)
-
-    def put_back(factor: Tensor) -> None:
-        tree.map(lambda into, x: into.add_(x * factor), lost, before)
-
-    return put_back

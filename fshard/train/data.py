@@ -1,8 +1,8 @@
-"""Batches for ranks that do not have equally many."""
+"""Batches: cut into micro-batches along dim 0, and made as many on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..comm import primitives
 from ..comm.mesh import Mesh, axis_sizes, mesh_device
+from ..core import tree
 from ..core.arguments import wrong
+from ..sharding.sharded import Sharded
 
 
 def join_batches(data: Iterable[Any], mesh: Mesh = None, like: Any = None) -> Iterator[tuple[Any, Tensor]]:
@@ -36,3 +38,48 @@ def join_batches(data: Iterable[Any], mesh: Mesh = None, like: Any = None) -> It
         if batch is None:
             raise ValueError("join_batches: this rank has no batch at all: give one as `like`, whose weight will be 0")
         yield batch, weight
+
+
+def cut(batch: Any, num: int, rank: int) -> list[Any]:
+    """The batch as `num` micro-batches, views along dim 0. ValueError if it has fewer rows than that."""
+    rows = num_rows(batch, num)
+    leaves, spec = tree.flatten(batch)
+    if rows < num and (leaves or num > 1):
+        raise ValueError(
+            f"batch leaf {next(iter(tree.paths(spec)), '')!r}: expected at least {num} row(s) along dim 0, one a "
+            f"micro-batch, got {rows} on rank {rank}. Every rank needs data: give this one a row whose weight in "
+            "fshard.Mean's count is 0."
+        )
+    if num == 1:
+        return [batch]
+    parts = [leaf.tensor_split(num) for leaf in leaves]
+    return [tree.unflatten(spec, [part[number] for part in parts]) for number in range(num)]
+
+
+def num_rows(batch: Any, num: int = 1) -> int:
+    """The number of rows that every leaf of a batch has in dim 0; 0 without leaves. ValueError names another leaf.
+
+    A batch of 0-d tensors alone counts as one row if it is to be cut into one (`num`) micro-batch.
+    """
+    leaves = tree.tops(batch, Sharded)
+    if leaves and num == 1 and all(isinstance(x, Tensor) and not x.dim() for x in leaves):
+        return 1
+    rows = [len(x) if isinstance(x, Tensor) and x.dim() else None for x in leaves]
+    if rows and (None in rows or len(set(rows)) > 1):
+        raise ValueError(_wrong_leaf([path for path, _ in tree.paths_to(batch, Sharded)], leaves, rows))
+    return rows[0] or 0 if rows else 0
+
+
+def _wrong_leaf(paths: Sequence[str], leaves: Sequence[Any], rows: Sequence[int | None]) -> str:
+    """The error for the first leaf whose rows are not those of the first leaf that has any."""
+    first = next((i for i, n in enumerate(rows) if n is not None), None)
+    wrong = next(i for i, n in enumerate(rows) if n is None or n != rows[first or 0])
+    leaf = leaves[wrong]
+    expected = "the batch's rows along dim 0" if first is None else f"{rows[first]} rows along dim 0"
+    like = "" if first in (None, wrong) else f", as leaf {paths[first or 0]!r} has"
+    got = f"{rows[wrong]}" if rows[wrong] is not None else "a 0-d tensor"
+    got = got if isinstance(leaf, Tensor) else f"{type(leaf).__name__}, which is no tensor"
+    return (
+        f"batch leaf {paths[wrong]!r}: expected {expected}{like}, got {got}. Data are tensors (torch.as_tensor) with "
+        "all of the batch's rows; what has none goes to the loss uncut, as one of the args: step(state, batch, *args)."
+    )

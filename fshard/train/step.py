@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,25 +12,25 @@ from torch import Tensor
 from ..comm import consensus
 from ..comm.check import Checked, is_wanted
 from ..comm.ranks import MismatchError
-from ..comm.reduction import TREE, Reduction, reduction_of
+from ..comm.reduction import Reduction, Tree, reduction_of
 from ..core import tree
 from ..core.arguments import check_flags, check_has, check_positive, check_whole, shown
 from ..core.donation import Life
 from ..core.scalars import beside, wide
 from ..core.tracing import is_tracing
 from ..layout.norms import global_norm
-from ..layout.pieces import device_of, packed, pieces
-from ..optim.base import FoundInf, Transform, any_found, as_transform, choose, clip_factor
+from ..layout.pieces import device_of, packed
+from ..optim.base import FoundInf, Transform, any_found, as_transform, clip_factor
 from ..optim.kernels import where
-from ..optim.labels import Labels, check_labelled, check_labels, label_of
+from ..optim.labels import Labels, check_labelled, check_labels
 from ..sharding import offload
 from ..sharding.grad import apart, check_loss, check_sharded
 from ..sharding.sharded import Sharded, coarsen, refine
-from ..sharding.transfer import nothing_lost
-from . import dynamo
-from .accumulate import Recipe, check_reduce_once, gradients
+from . import dynamo, feedback
+from .accumulate import Recipe, check_reduce_once, gradients_of_micro_batches
 from .describe import describe
 from .loss_scale import NoLossScale
+from .slices import gradients_of_slices
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
     # where the loss is: a scaler elsewhere would have every step wait for the device
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device, copy=True), loss_scale)
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
-    lost = nothing_lost(sharded)
+    lost = feedback.nothing_lost(sharded)
     several = any(size > 1 for _, size in sharded.plan.axes)  # one rank reads no scale of a device
     if several and not is_tracing() and not getattr(sharded.plan.mesh, "abstract", False):
         _check_alike(sharded, seed, scaler)
@@ -203,31 +203,28 @@ def train_step(
     how = {"accumulate": accumulate, "reduce_once": reduce_once, "with_extra": with_extra, "skip_labels": skip_labels}
     named = reduction if isinstance(reduction, str) else type(reduction).__qualname__
     built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=tx)}"
-    if by is TREE:  # fused kernels compute the last elements of a row otherwise than the rest
+    in_slices = isinstance(by, Tree)
+    gradients = gradients_of_slices if in_slices else gradients_of_micro_batches
+    if in_slices:  # fused kernels compute the last elements of a row otherwise than the rest
         tx = tx._replace(fused=None)
-    exact_norms = by is TREE
 
     def run(state: TrainState, batch: Any, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
-        # in the units of this step's gradients, as if its micro-batches counted as much as the first
-        lost = tree.map(lambda x: x * state.loss_scale.value, state.lost)
         # made here, so that what looks for tensors that a step captures finds the loss function
         recipe = Recipe(loss_fn, accumulate, by, reduce_once, has_aux, with_extra, built)
-        grads, outcome, share = gradients(recipe, state, batch, args, lost)
+        grads, outcome, share, lost = gradients(recipe, state, batch, args)
         grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=skip_labels)
         nothing_counted = outcome.divisor.isnan().float()  # a loss of 0 / 0
         found_inf = tree.map(lambda found: torch.maximum(found, nothing_counted), found_inf)
-        norm = _rescale(grads, share, clip_norm, exact_norms)
+        norm = _rescale(grads, share, clip_norm, in_slices)
         skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
         extra = _chosen(skip, state.extra, outcome.extra) if with_extra else state.extra
         if donate:  # before what it may lie in is written to
             extra = _apart(extra, [params.trainable, state.opt_state])
-        new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate, exact_norms)
+        new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate, in_slices)
         scaler = state.loss_scale.adjust(found_inf)
-        whole = torch.ones((), dtype=torch.float32, device="cpu")
-        back = torch.div(whole if share is None else share.float(), state.loss_scale.value)
-        lost = _still_lost(skip, skip_labels, state.lost, tree.map(lambda x: x * back, lost))
+        lost = feedback.after_update(state, lost, share, skip, skip_labels)
         after = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, extra, lost)
         found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
         metrics = {"loss": outcome.value, "grad_norm": norm, "found_inf": found_inf}
@@ -238,18 +235,6 @@ def train_step(
         return after, metrics
 
     return Step(Checked(run) if is_wanted() else run, with_extra)
-
-
-def _still_lost(skip: FoundInf | None, labels: Labels, old: Any, new: Any) -> Any:
-    """What is lost after an update: `new`, which is written to, or `old` where the update of a leaf was skipped."""
-    if not isinstance(skip, Mapping) or not isinstance(new, Sharded):
-        return choose(skip, old, new)
-    leaves = new.layout.leaves
-    for (number, before), (_, after) in zip(pieces(old), pieces(new), strict=True):
-        # what is not finite was not sent, or its leaf would be skipped
-        unsent = skip[label_of(leaves[number], labels)].bool() | ~after.isfinite()
-        after.copy_(torch.where(unsent, before, after))
-    return new
 
 
 def _check_value(clip_norm: Any) -> None:
@@ -271,7 +256,7 @@ def _check_built(
         )
     if skip_labels is not None:
         check_labelled(tx)
-    if with_extra and by is TREE:
+    if with_extra and isinstance(by, Tree):
         raise ValueError(
             "with_extra with reduction='tree': ranks work side by side, so what goes from one micro-batch to the next "
             "depends on how many ranks there are. Use another reduction."

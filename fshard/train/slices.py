@@ -1,0 +1,113 @@
+"""A step's gradients with `reduction="tree"`: the same bits on any number of ranks.
+
+Note [Slices]
+    With `reduction="tree"` the batch of all ranks is cut into a power of two of slices: `plan.slices`, or the largest
+    power of two that divides the number of rows if that is smaller. The number of slices does not depend on the number
+    of ranks, and each slice has its own random numbers. So a slice has the same gradient on any number of ranks, and
+    the balanced tree over all slices gives the same bits (Note [The same bits on any number of ranks]).
+
+    A rank sums its slices like a binary counter, each digit of which is a tree of gradients (`_add_to_counter`). All
+    totals are divided by the count of the first slice, and the sum is rescaled once every slice has been counted.
+
+    Kernels outside the loss must be position-independent: an element's result may not depend on its offset in a row.
+    torch's fused optimizers fail this, so a step does not use them here. Norms are summed without rounding (Note [Exact
+    sums] in `norms.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import primitives
+from ..comm.mesh import num_ranks
+from ..comm.reduction import TREE, reduce_over, tree_sum
+from ..core import tree
+from ..sharding.grad import Outcome, described, later_grads, reduce_all
+from ..sharding.plan import Plan
+from ..sharding.sharded import Sharded
+from .accumulate import Recipe, StepGradients, joined, rank_of, run_each, summed_locally
+from .data import cut, num_rows
+
+
+def gradients_of_slices(recipe: Recipe, state: Any, batch: Any, args: Sequence[Any]) -> StepGradients:
+    """The gradients of a batch, slice by slice (Note [Slices])."""
+    params, plan = state.params, state.params.plan
+    if plan.param_wire is not None or plan.grad_wire is not None:
+        raise ValueError(
+            "reduction='tree' with a wire: what it rounds depends on how many ranks there are. Use no wire."
+        )
+    slices, rows, rank = _cut_slices(batch, recipe.accumulate, params), num_rows(batch), rank_of(params)
+    num = len(slices) * len(slices[0]) * num_ranks(plan.live_mesh())  # micro-batches of all ranks
+    first: list[Outcome] = []  # the first outcome; its count is that of the first slice of all ranks
+
+    def divisor(outcome: Outcome) -> Tensor:
+        if not first:
+            first.append(replace(outcome, count=_count_of_first_slice(outcome, recipe, rows, plan, rank)))
+        return first[0].shared(num)
+
+    grads, counter, outcomes = later_grads(params, plan.grads_over), list[Any](), list[Outcome]()
+    for number, micro_batches in enumerate(slices):
+        local = later_grads(params, (), local=True)
+        # a rank's only slice is reduced unit by unit in its backward; the sum of several, after the last
+        reduced = grads if len(slices) == 1 else None
+        destinations = summed_locally(reduced, local, len(micro_batches), TREE)
+        stream = rank * len(slices) + number  # the slice's number among all ranks' slices
+        how = {"divisor": divisor, "alone": True, "whole": num == 1}
+        runs = run_each(recipe, state, micro_batches, args, destinations, stream, **how)
+        outcomes.append(joined([outcome for outcome, _ in runs]))
+        _add_to_counter(counter, number, local())
+    if len(slices) > 1:
+        reduce_all(counter[0], grads(), TREE)
+    outcome = _over_ranks(outcomes, plan)
+    return StepGradients(grads(), outcome, first[0].shared(num) / outcome.divisor, state.lost)
+
+
+def _cut_slices(batch: Any, accumulate: int, params: Sharded) -> list[list[Any]]:
+    """This rank's slices, each a list of micro-batches."""
+    plan, rank = params.plan, rank_of(params)
+    ranks = num_ranks(plan.live_mesh())
+    rows = num_rows(batch) * ranks
+    num = min(plan.slices, rows & -rows)  # the largest power of two that divides it
+    if not num or num % ranks:
+        raise ValueError(
+            f"reduction='tree': expected {ranks} rank(s), a power of two, to share {plan.slices} slices of a batch "
+            f"whose {rows} rows (over all ranks) divide by their number: each needs one at least. Give every rank as "
+            "many rows, a power of two times the same, or make_plan(..., slices=) more."
+        )
+    return [cut(part, min(accumulate, rows // num), rank) for part in cut(batch, num // ranks, rank)]
+
+
+def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Plan, rank: int) -> Tensor:
+    """What rank 0's first micro-batch counts, on every rank; NaN if ranks have different numbers of rows.
+
+    One small collective, whose text says the rows: ranks that compare calls raise. Where none does, n ranks have equal
+    rows exactly if n times the sum of squares is the square of the sum.
+    """
+    count = outcome.shared(1) if rank == 0 else torch.zeros_like(outcome.count)
+    words = f"{described(outcome.kind, recipe.built)}, rows={rows} (reduction='tree': as many on every rank)"
+    sent = torch.stack([count, count.new_full((), rows), count.new_full((), rows**2)])
+    count, total, squares = primitives.total(sent, plan.live_mesh(), label="loss", more=words).unbind()
+    return torch.where(squares * num_ranks(plan.live_mesh()) == total.square(), count, torch.nan)
+
+
+def _add_to_counter(counter: list[Any], number: int, grads: Any) -> None:
+    """Add the gradients of slice `number` to a binary counter.
+
+    Where the counter has a sum of as many slices, the two become one sum of twice as many, as a digit is carried.
+    """
+    while number % 2:
+        grads, number = tree.map(lambda a, b: tree_sum([a, b]), counter.pop(), grads), number // 2
+    counter.append(grads)
+
+
+def _over_ranks(outcomes: Sequence[Outcome], plan: Plan) -> Outcome:
+    """The outcome of all slices of all ranks, summed in the tree's order; aux is this rank's."""
+    pair = tree_sum([torch.stack([outcome.total, outcome.count]) for outcome in outcomes])
+    axes = plan.rest(())
+    total, count = reduce_over(pair, plan.live_mesh(), (), axes, "loss", None, TREE).wait().unbind()
+    return replace(outcomes[0], total=total, count=count, aux=[aux for outcome in outcomes for aux in outcome.aux])
