@@ -35,12 +35,15 @@ from .slices import gradients_of_slices
 
 @dataclass(frozen=True)
 class TrainState:
-    """Everything a step takes and gives: a pytree, a value.
+    """Everything that a step takes and gives, as one pytree.
 
-    `params` is a `Sharded`; `step` (int64) counts the steps made, skipped updates included; `rng` (int64, on the host)
-    is the seed all random numbers come from; `extra` is yours, carried along, or with `train_step(with_extra=True)`
-    what the loss makes of it; `lost` is what a `grad_wire` with
-    feedback has lost of this rank's gradients so far, whole, or ().
+    - `params`: a `Sharded`.
+    - `opt_state`: the optimizer's state, cut as the plan's `state_over` says.
+    - `loss_scale`: a scaler.
+    - `step`: the number of steps made, skipped updates included (int64, on the host).
+    - `rng`: the seed that all random numbers come from (int64, on the host).
+    - `extra`: any tree of yours; with `train_step(with_extra=True)` what the loss returned last.
+    - `lost`: what a `grad_wire` with feedback has lost of this rank's whole gradients; () without one.
     """
 
     params: Any
@@ -57,7 +60,7 @@ class TrainState:
         vars(self).clear()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not vars(self):  # a copy or a file of nothing
+        if not vars(self):  # a copy, or a file, would have no fields
             Life(given_away=True).check(type(self).__name__, "__reduce__")
         return super().__reduce_ex__(protocol)
 
@@ -71,10 +74,10 @@ tree.register_fields(TrainState, ("params", "opt_state", "loss_scale", "step", "
 
 
 def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: int = 0, extra: Any = None) -> TrainState:
-    """The state before the first step; the optimizer's is cut as the plan's `state_over` says.
+    """The state before the first step; the optimizer's state is cut as the plan's `state_over` says.
 
-    `loss_scale` and `extra` are copied: a donated state is written to, and is nobody else's. Every rank of the plan's
-    mesh must call it: seeds, loss scales and copies of parameters that differ between ranks are a MismatchError.
+    `loss_scale` and `extra` are copied, because a donated state is written to. Every rank of the plan's mesh must call
+    this function: seeds, loss scales or copies of parameters that differ between ranks are a MismatchError.
 
     >>> from fshard.optim import sgd
     >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
@@ -91,11 +94,11 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
         )
     tx, trained = as_transform(tx), packed(sharded.for_state)
     device = device_of(sharded)
-    # where the loss is: a scaler elsewhere would have every step wait for the device
+    # on the device of the loss: a scaler elsewhere would make every step wait for the device
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device, copy=True), loss_scale)
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
     lost = feedback.nothing_lost(sharded)
-    several = any(size > 1 for _, size in sharded.plan.axes)  # one rank reads no scale of a device
+    several = any(size > 1 for _, size in sharded.plan.axes)  # one rank has nothing to compare, and reads no scale
     if several and not is_tracing() and not getattr(sharded.plan.mesh, "abstract", False):
         _check_alike(sharded, seed, scaler)
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
@@ -103,14 +106,14 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
 
 
 def _check_alike(params: Sharded, seed: int, scaler: Any) -> None:
-    """Raise MismatchError for what would have ranks train apart, or add up gradients of different scales."""
+    """Raise MismatchError if seeds, scalers or copies of a parameter differ between ranks."""
     plan, (leaves, spec) = params.plan, tree.flatten(scaler)
     values = [leaf.tolist() for leaf in leaves if isinstance(leaf, Tensor)]
     text = f"seed={seed}\nloss_scale={type(scaler).__name__} of {values}, {spec}"
     consensus.check_same(
         plan.mesh, text, text, "init_state: the first state", "Give init_state the same on all of them"
     )
-    for whole in (False, True):  # leaves kept whole are copied along every axis
+    for whole in (False, True):  # leaves kept whole have a copy on every rank, others along the axes not cut over
         axes = tuple(axis for axis, size in plan.axes if size > 1 and (whole or axis not in plan.params_over))
         part = params.only(k for k in params.view.kinds if plan.kinds[k].whole == whole)
         if consensus.first_unlike(part.tensors, plan.mesh, axes) is None:
@@ -138,7 +141,7 @@ class Step:
         return id(self)
 
     def __call__(self, state: TrainState, batch: Any, *args: Any) -> tuple[TrainState, dict[str, Any]]:
-        """The new state, and the metrics. TypeError for a state that is none."""
+        """The new state and the metrics. TypeError if `state` is not a TrainState."""
         if not isinstance(state, TrainState):
             raise TypeError(f"step(state, batch): expected a TrainState (fshard.init_state) first, got {shown(state)}")
         if not torch.compiler.is_dynamo_compiling():
@@ -164,30 +167,39 @@ def train_step(
     """`step(state, batch, *args) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
 
     The loss is `loss_fn(params, batch, *args)`. `batch` is this rank's: tensors that have its rows in dim 0
-    (ValueError; 0-d tensors alone are taken as they are). `accumulate` cuts it along dim 0 into so many
-    micro-batches. `args` go to the loss as they are each time (class weights, a temperature); every `Sharded` among
-    them (a teacher) gathers on access, and gets no gradient.
+    (ValueError; 0-d tensors alone are taken as they are). `args` go to the loss as they are, with every micro-batch
+    (class weights, a temperature); each `Sharded` among them (a teacher) gathers on access, and gets no gradient.
 
-    With `with_extra` the loss is `loss_fn(params, extra, batch, *args) -> (loss, extra)`, or `(loss, extra, aux)`:
-    `state.extra` goes through the micro-batches, detached, and out in the new state, of the same structure, shapes
-    and dtypes (ValueError). It is each rank's own, unless the loss makes it equal. A skipped update keeps the old
-    one, so that what overflowed does not stay in a running mean.
+    Gradients:
 
-    Gradients are reduced with each micro-batch; with `reduce_once=True` they are added up whole on every rank and
-    reduced with the last; with the names of axes that gradients are not cut over (`reduce_once="replicate"`) they
-    are scattered each time and all-reduced over those axes once. `reduction` is "exact" (sums in rank order),
-    "fast" (the backend's order), "tree" (the same bits on 1, 2, 4, ... ranks that have as many threads: Note
-    [Slices]), or an object that adds up (`fshard.reduction.Reduction`), whose method `after(grads, unit)`, if it
-    has one, is given every unit's sum.
+    - `clip_norm`: the largest global 2-norm; larger gradients are scaled down to it. By default none are.
+    - `accumulate`: the number of micro-batches that the batch is cut into along dim 0.
+    - `reduction`: "exact" (sums in rank order), "fast" (the backend's order), "tree" (the same bits on 1, 2, 4, ...
+      ranks with equally many threads: Note [Slices]), or an object with the methods of `fshard.reduction.Reduction`;
+      its method `after(grads, unit)`, if it has one, is given every unit's sum.
+    - `reduce_once`: when gradients are reduced. False: with each micro-batch. True: every rank sums whole gradients,
+      which are reduced with the last. Names of axes that gradients are not cut over (`"replicate"`): gradients are
+      reduce-scattered with each micro-batch, and all-reduced over these axes after the last.
+    - `skip_labels`: `optim.by_label`'s labels, `tx` being such an optimizer. An update whose scaled gradients are not
+      finite on any rank is skipped on all ranks; with labels, the updates of the labels concerned alone.
 
-    `clip_norm` bounds the global 2-norm. An update whose scaled gradients are not finite on any rank is skipped on
-    all; with `skip_labels` (`optim.by_label`'s, `tx` being one) that of the labels concerned alone. `metrics` has
-    0-d tensors, equal on all ranks: `loss`, `grad_norm` (before clipping), `found_inf`; and with `has_aux` this
-    rank's `aux` (a list of one for each micro-batch if there are several).
+    What the loss takes and returns:
 
-    Nothing that goes in is changed, unless `donate` hands the state over: it is then updated in place, and touching
-    it raises DonatedError. Random numbers drawn in the loss come from the state alone, differ by rank, step and
-    micro-batch, and leave torch's own generator as it was.
+    - `has_aux`: it returns `(loss, aux)`; `metrics["aux"]` is this rank's aux (a list with one for each micro-batch if
+      there are several).
+    - `with_extra`: it is `loss_fn(params, extra, batch, *args) -> (loss, extra)`, or `(loss, extra, aux)`.
+      `state.extra` goes from micro-batch to micro-batch, detached, and into the new state, and keeps structure, shapes
+      and dtypes (ValueError). It is each rank's own, unless the loss makes it equal. A skipped update keeps the old
+      extra, so that what overflowed does not stay in a running mean.
+
+    Memory:
+
+    - `donate`: the step takes the state over, updates it in place, and touching it raises DonatedError. Without it
+      nothing that goes in is changed.
+
+    `metrics` has 0-d tensors, equal on all ranks: `loss`, `grad_norm` (before clipping) and `found_inf`. Random numbers
+    drawn in the loss come from the state alone, differ by rank, step and micro-batch, and leave torch's own generator
+    as it was.
 
     >>> from fshard.optim import sgd
     >>> step = train_step(lambda w, x: (w * x).sum(), sgd(0.5))
@@ -211,20 +223,22 @@ def train_step(
     def run(state: TrainState, batch: Any, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
-        # made here, so that what looks for tensors that a step captures finds the loss function
+        # made in here, so that `captures` finds the loss function among what this function reads
         recipe = Recipe(loss_fn, accumulate, by, reduce_once, has_aux, with_extra, built)
         grads, outcome, share, lost = gradients(recipe, state, batch, args)
         grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=skip_labels)
-        nothing_counted = outcome.divisor.isnan().float()  # a loss of 0 / 0
+        nothing_counted = outcome.divisor.isnan().float()  # 1 if the loss is 0 / 0
         found_inf = tree.map(lambda found: torch.maximum(found, nothing_counted), found_inf)
         norm = _rescale(grads, share, clip_norm, in_slices)
-        skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
+
+        skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf  # where 1, the update is not made
         extra = _chosen(skip, state.extra, outcome.extra) if with_extra else state.extra
-        if donate:  # before what it may lie in is written to
+        if donate:  # extra may lie in memory that the update writes to
             extra = _apart(extra, [params.trainable, state.opt_state])
         new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate, in_slices)
         scaler = state.loss_scale.adjust(found_inf)
         lost = feedback.after_update(state, lost, share, skip, skip_labels)
+
         after = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, extra, lost)
         found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
         metrics = {"loss": outcome.value, "grad_norm": norm, "found_inf": found_inf}
@@ -238,7 +252,7 @@ def train_step(
 
 
 def _check_value(clip_norm: Any) -> None:
-    if isinstance(clip_norm, Tensor) and not is_tracing() and not clip_norm > 0:  # read once, not by the step
+    if isinstance(clip_norm, Tensor) and not is_tracing() and not clip_norm > 0:  # read here once, never in a step
         raise ValueError(f"clip_norm={clip_norm.item()}: expected a number above 0 (or a 0-d tensor of one)")
 
 
@@ -264,26 +278,26 @@ def _check_built(
 
 
 def _chosen(skip: FoundInf | None, old: Any, new: Any) -> Any:
-    """The new extra, or the old one where an update is skipped; what did not change is what it was."""
+    """The new extra, or the old one if any update is skipped. A leaf that is the same object in both stays that."""
     if skip is None:
         return new
-    found = any_found(skip)
+    skipped = any_found(skip)
     return tree.map_tops(
-        lambda a, b: where(found, a, b) if isinstance(b, Tensor) and a is not b else b, Sharded, old, new
+        lambda a, b: where(skipped, a, b) if isinstance(b, Tensor) and a is not b else b, Sharded, old, new
     )
 
 
 def _apart(extra: Any, held: Any) -> Any:
-    """Extra, copies in the place of what lies in memory that is given away; each `Sharded` a container of its own."""
+    """Extra with copies of the leaves that share memory with `held`, and a new container for each `Sharded`."""
 
-    def own(x: Any) -> Any:
+    def copied(x: Any) -> Any:
         return Sharded(x.view, apart(list(x.tensors), held)) if isinstance(x, Sharded) else apart(x, held)
 
-    return tree.map_tops(own, Sharded, extra)
+    return tree.map_tops(copied, Sharded, extra)
 
 
 def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None, exact: bool) -> Tensor:
-    """Multiply a step's own gradients, in place, by a factor and down to a norm; returns the norm before clipping."""
+    """Multiply gradients in place by `factor`, and clip them to `clip_norm`; returns the norm before clipping."""
     norm = global_norm(grads, exact=exact)
     if factor is not None:
         norm = norm * factor.to(norm.dtype)
@@ -305,18 +319,21 @@ def _update(
     donate: bool,
     exact_norms: bool,
 ) -> tuple[Sharded, Any]:
-    """New parameters and optimizer state: in place on copies, or on what was given away."""
+    """New parameters and optimizer state; with `donate` in the memory of the old ones."""
     plan, trained = params.plan, params.trainable
-    mine = refine(trained, plan.state_over)
-    # a policy may have kept them in another dtype until here
+    # params (n / W_params,) -> the interval of it that this rank updates (n / W_state,)
+    fine_params = refine(trained, plan.state_over)
+    # a policy's `grads` may be another dtype than the parameters'
     grads = Sharded(grads.view, [g.to(p.dtype) for g, p in zip(grads.tensors, trained.tensors, strict=True)])
-    fine = refine(grads, plan.state_over)
-    updated, new_state = tx.step(fine, opt_state, mine, skip, donate, own_grads=True, exact_norms=exact_norms)
+    fine_grads = refine(grads, plan.state_over)
+    updated, new_state = tx.step(
+        fine_grads, opt_state, fine_params, skip, donate, own_grads=True, exact_norms=exact_norms
+    )
     whole = coarsen(updated, plan.params_over, trained if donate else None)
-    # new containers: the old ones are emptied when they are given away
+    # new containers, because `give_away` empties the old ones
     new_state = tree.map_tops(lambda x: Sharded(x.view, x.tensors) if isinstance(x, Sharded) else x, Sharded, new_state)
-    held = zip(params.view.kinds, params.updated(whole).tensors, strict=True)
-    rows = [offload.pinned(row, plan.device) if plan.kinds[k].host else row for k, row in held]
+    by_kind = zip(params.view.kinds, params.updated(whole).tensors, strict=True)
+    rows = [offload.pinned(row, plan.device) if plan.kinds[kind].host else row for kind, row in by_kind]
     return Sharded(params.view, rows), new_state
 
 
