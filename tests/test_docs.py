@@ -1,9 +1,12 @@
 """What the documents show runs."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,3 +31,63 @@ def test_the_files_and_tests_a_page_names_exist(page: Path) -> None:
         file = named or file  # the end of a name, and one without a file, are of the file that was named last
         name = test or rf"test_(\w+_)?{short}"
         assert re.search(rf"def {name}\(", (ROOT / "tests" / file).read_text()), (file, name)
+
+
+SOURCES = {path: path.read_text() for path in sorted((ROOT / "fshard").rglob("*.py"))}
+FOLDERS = [ROOT / "fshard", *(path for path in (ROOT / "fshard").iterdir() if path.is_dir())]
+TORCH = Path(torch.__file__).parent / "distributed"  # whose files docs/parity.md names
+PLACES = [ROOT, *(ROOT / name for name in ("tests", "tests/support", "benchmarks", "examples")), *FOLDERS, TORCH]
+
+
+def joined(text: str) -> str:
+    """A text in one line: what a line break and the signs of a comment part is together."""
+    return re.sub(r"\s*\n\s*(# )?", " ", text)
+
+
+def wrong_references(text: str, defined: dict[str, str]) -> Iterator[str]:
+    """The files and notes that a text names and that are not there; `defined` are the modules of the notes."""
+    text = joined(text)
+    for name in re.findall(r"`([\w/]+\.py)\b", text):
+        if not any((place / name).exists() for place in PLACES):
+            yield f"`{name}`: no such file"
+    # "Note [One] in `one.py`", "Notes [One] in `one.py`, [Two] in `two.py` and [Three] in `three.py`"
+    for title, module in re.findall(r"\[([A-Z][^\]`]*|torch\.compile)\](?: in `([\w/]+)(?:\.py)?`)", text):
+        if f"/{defined.get(title, '')}".removesuffix(".py").rpartition(f"/{module}")[1:] != (f"/{module}", ""):
+            yield f"Note [{title}] in `{module}.py`: it is in {defined.get(title, 'no module')}"
+    for title in re.findall(r"[Nn]ote \[([^\]]+)\]", text):
+        if title not in defined:
+            yield f"Note [{title}]: no module has it"
+
+
+def notes() -> dict[str, str]:
+    """The file of every note: a line `Note [Title]` of a module's docstring."""
+    found = {}
+    for path, source in SOURCES.items():
+        for title in re.findall(r"(?m)^Note \[(.+)\]$", ast.get_docstring(ast.parse(source)) or ""):
+            assert title not in found, title
+            found[title] = str(path.relative_to(ROOT))
+    return found
+
+
+def test_the_files_and_notes_that_texts_name_exist() -> None:
+    """A reader who follows "Note [Lines] in `compare_calls.py`" would find no such file, or no such note there."""
+    defined, texts = notes(), SOURCES | {page: page.read_text() for page in [*PAGES, ROOT / "CONTRIBUTING.md"]}
+    wrong = [f"{path.relative_to(ROOT)}: {x}" for path, text in texts.items() for x in wrong_references(text, defined)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("Note [Lines] in `compare_calls.py`, `Plan` in `sharding/plan.py`", 0),
+        ("Notes [Lines] in `compare_calls`, [Anchors] in `anchors.py`", 0),
+        ("Note [Lines]\n    # in `lines`", 1),
+        ("Note [Lines] in `calls.py`", 2),
+        ("Note [No such note]", 1),
+        ("Notes [Anchors] in `anchors.py`, [Lines] in `tape.py`", 1),
+        ("`nodes.py`", 1),
+    ],
+)
+def test_the_check_of_references_can_fail(text: str, wrong: int) -> None:
+    """Made-up texts, with and without a fault."""
+    assert len(list(wrong_references(text, notes()))) == wrong

@@ -4,6 +4,7 @@ import ast
 import functools
 import graphlib
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ import pytest
 
 import fshard
 
-PACKAGE = Path(fshard.__file__).parent
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "fshard"
+PAGE = ROOT / "docs" / "architecture.md"
 
 
 def module(path: Path) -> str:
@@ -299,3 +302,127 @@ def test_files_and_functions_are_small() -> None:
             if isinstance(node, ast.FunctionDef):
                 text = node.body[0].end_lineno - node.body[0].lineno + 1 if ast.get_docstring(node) else 0
                 assert node.end_lineno - node.lineno + 1 - text <= 60, f"{module}.{name}"
+
+
+PYTHONS = {"_replace", "_like"}  # a method of every NamedTuple, and the end of operators' names
+
+
+def is_private(name: str) -> bool:
+    """Whether a part of a dotted name begins with an underscore, and is none of Python's `__x__`."""
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+
+
+def defined(source: str) -> set[str]:
+    """The names a module defines or assigns, attributes included."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
+    keys = {node.slice.value for node in stored if isinstance(getattr(node, "slice", None), ast.Constant)}
+    return names | keys | {getattr(node, "id", "") or getattr(node, "attr", "") for node in stored}
+
+
+def private_names(source: str, own: set[str]) -> set[str]:
+    """The private names of others in a module: `torch._x.y`, attributes `_x` of objects, names `_x` in strings.
+
+    `own` are the names that the package itself defines.
+    """
+    outside = {name for name in named(source) if is_private(name)}
+    outside = {name for name in outside if name.partition(".")[0] in {"torch", "optree", *sys.stdlib_module_names}}
+    parts = {part for name in outside for part in name.split(".")}
+    found = {name for name in outside if not any(other.startswith(f"{name}.") for other in outside)}
+    for node in ast.walk(ast.parse(source)):
+        word = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
+        if isinstance(word, str) and word.isidentifier() and is_private(word) and word not in own | parts | PYTHONS:
+            found.add(word)
+    return {name for name in found if name.partition(".")[0] not in sys.stdlib_module_names}
+
+
+def is_covered(name: str, row: str) -> bool:
+    """Whether a row's `torch._x` or `Tensor._x` is the name, or a module that the name is in."""
+    return f"{name}.".startswith(f"{row}.") or (row.partition(".")[0] != "torch" and name == row.rpartition(".")[2])
+
+
+def unlisted(sources: dict[str, str], table: str) -> list[str]:
+    """Private names that no row of a table of docs/architecture.md lists, and rows that list what is not there."""
+    own = set[str]().union(*map(defined, sources.values()))
+    used = {module: private_names(source, own) for module, source in sources.items()}
+    lines = [line for line in table.splitlines() if line.startswith("| ") and "`" in line]
+    rows = [[re.findall(r"`([^`]+)`", cell) for cell in line.split(" | ")] for line in lines]
+    rows = [[[x for x in what if is_private(x)], where, tests] for what, where, tests in rows]
+    faults = []
+    for module, names in used.items():
+        listed = [row for what, where, _ in rows for row in what if f"{module.replace('.', '/')}.py" in where]
+        faults += [f"no row has {x} of {module}" for x in sorted(names) if not any(is_covered(x, r) for r in listed)]
+    for what, where, tests in rows:
+        found = {path: used.get(path.removesuffix(".py").replace("/", "."), set()) for path in where}
+        everywhere = set[str]().union(*found.values())
+        faults += [f"{row} is in none of {where}" for row in what if not any(is_covered(x, row) for x in everywhere)]
+        for path, names in found.items():
+            if what and not any(is_covered(x, row) for x in names for row in what):
+                faults.append(f"{path} has none of {what}")
+        if not any("::test_" in test for test in tests):
+            faults.append(f"no test notices when {what or where} goes")
+    return faults
+
+
+def test_the_table_of_private_names_is_complete() -> None:
+    """A release of torch would break what nobody knows to be private, or what no test looks at."""
+    table = PAGE.read_text().partition("## Private torch API")[2]
+    faults = unlisted(SOURCES, table)
+    assert not faults, "\n".join(['section "Private torch API" of docs/architecture.md:', *faults])
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("import torch\nx = torch._foreach_add_", "torch._foreach_add_"),
+        ("import torch\nx = torch._C.y.z", "torch._C.y.z"),
+        ("from torch._dynamo import lookup_backend", "torch._dynamo.lookup_backend"),
+        ("from torch import _ops as o\nx = o.OpOverload", "torch._ops.OpOverload"),
+        ("x = f(y)._cdata", "_cdata"),
+        ("x = '_to_copy'", "_to_copy"),
+    ],
+)
+def test_the_check_of_private_names_can_fail(source: str, what: str) -> None:
+    """Made-up sources with one private name, without a row, with a right one, and with a wrong one."""
+    row = "| `{}` (why) | `core/made.py` | `test_layers.py::test_x` |"
+    assert unlisted({"core.made": source}, "") == [f"no row has {what} of core.made"]
+    assert unlisted({"core.made": source}, row.format(what)) == []
+    assert len(unlisted({"core.made": source}, row.format("torch._other"))) == 3
+    assert unlisted({"core.made": source}, row.format(what).replace("::test_x", ""))[0].startswith("no test notices")
+
+
+def first_line(source: str) -> str:
+    """The first line of a module's docstring."""
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
+def files_section() -> str:
+    """Section "Files" of docs/architecture.md: a picture of `FOLDERS`, and the first line of every docstring."""
+    picture = ["```", "fshard/"]
+    for name, others in FOLDERS.items():
+        picture.append(f"  {name + '/':17}{first_line(SOURCES[name])}")
+        picture.append(
+            f"{'':19}imports: {', '.join(other for other in FOLDERS if other in others) or 'nothing of ours'}"
+        )
+    parts = ["\n".join([*picture, "```"])]
+    for name in ["", *FOLDERS]:
+        modules = sorted(m for m in SOURCES if folder(m) == name and m not in ("__init__", *FOLDERS))
+        rows = [f"| `{m.rpartition('.')[2]}.py` | {first_line(SOURCES[m])} |" for m in modules]
+        title = f"### `{name}/`" if name else "### What users import and run"
+        parts += [title, "\n".join(["| file | what it owns |", "|---|---|", *rows])]
+    return "\n\n".join(parts) + "\n"
+
+
+def with_files(page: str) -> str:
+    """The page with section "Files" written anew, from its first code block on."""
+    return re.sub(r"(?s)(\n## Files\n.*?\n\n)```.*?(?=\n## )", lambda found: found[1] + files_section(), page, count=1)
+
+
+def test_the_page_lists_all_files() -> None:
+    """A reader of docs/architecture.md would look for files that are not there, or miss some."""
+    assert PAGE.read_text() == with_files(PAGE.read_text()), "write it anew: python tests/test_layers.py"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_files(PAGE.read_text()))

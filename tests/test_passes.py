@@ -548,6 +548,13 @@ def test_what_is_cheap():
     simulated(law)
 
 
+def test_the_private_operators_that_passes_name_are_there():
+    """An operator that torch renamed would be kept in memory where it could be computed again, or its view missed."""
+    names = [name for name in (*passes._CHEAP, *VIEWS) if name.startswith("_")]
+    assert names
+    assert all(hasattr(torch.ops.aten, name) for name in names)
+
+
 # --- donation ---
 
 

@@ -1,4 +1,4 @@
-"""Ranks that do different things inside a call: an error on every one of them (Note [Lines] in `lines.py`)."""
+"""Ranks that do different things inside a call: an error on every one of them (Note [Lines] in `compare_calls.py`)."""
 
 from __future__ import annotations
 

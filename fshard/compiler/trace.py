@@ -190,7 +190,7 @@ class _Watch(TorchDispatchMode):
 
     With each draw torch's generator gets another seed, as it gets another state in an eager call, so that a state that
     is put back (fork_rng, set_rng_state, torch.utils.checkpoint) is seen at the next draw. Inside a step the numbers
-    come from the state (Note [Random numbers in a graph] in `randomness.py`), and nothing is drawn here.
+    come from the state (Note [Random numbers in a graph] in `random.py`), and nothing is drawn here.
     """
 
     supports_higher_order_operators = True

@@ -210,7 +210,7 @@ class Plan:
 
     @cached_property
     def lines(self) -> Lines | None:
-        """Where its ranks say what they call while a call is checked (Note [Lines] in `lines`): made once, by all."""
+        """Where ranks say what they call in a checked call (Note [Lines] in `compare_calls`): made once, by all."""
         return lines_of(self.live_mesh())
 
     @cached_property

@@ -104,7 +104,7 @@ class Tape:
             return _Lazy(self, spec, first)
         slots = [self._plan.slots[n] for n in self._plan.leaves[first : first + spec.num_leaves]]
         found: dict[Slot, Tensor] = {}
-        with func_levels.aside():  # Note [Gathers inside transforms] in `levels`
+        with func_levels.aside():  # Note [Gathers inside transforms] in `func_levels`
             for unit in dict.fromkeys(slot.unit for slot in slots):
                 found.update(self._touch(unit))
         return tree.unflatten(spec, [found[slot] for slot in slots])
