@@ -50,6 +50,9 @@ def wrong_references(text: str, defined: dict[str, str]) -> Iterator[str]:
     for name in re.findall(r"`([\w/]+\.py)\b", text):
         if not any((place / name).exists() for place in PLACES):
             yield f"`{name}`: no such file"
+    for file, name in re.findall(r"`([\w/]+\.py)` `(?:\w+\.)*(\w+)`", text):
+        if not any(re.search(rf"\b(def|class) {name}\b", x) for path, x in SOURCES.items() if str(path).endswith(file)):
+            yield f"`{file}` `{name}`: no such function or class"
     # "Note [One] in `one.py`", "Notes [One] in `one.py`, [Two] in `two.py` and [Three] in `three.py`"
     for title, module in re.findall(r"\[([A-Z][^\]`]*|torch\.compile)\](?: in `([\w/]+)(?:\.py)?`)", text):
         if f"/{defined.get(title, '')}".removesuffix(".py").rpartition(f"/{module}")[1:] != (f"/{module}", ""):
@@ -86,6 +89,8 @@ def test_the_files_and_notes_that_texts_name_exist() -> None:
         ("Note [No such note]", 1),
         ("Notes [Anchors] in `anchors.py`, [Lines] in `tape.py`", 1),
         ("`nodes.py`", 1),
+        ("`sharding/plan.py` `make_plan`, `comm/ranks.py` `Ranks.exchange`", 0),
+        ("`sharding/plan.py`\n  `make_plans`", 1),
     ],
 )
 def test_the_check_of_references_can_fail(text: str, wrong: int) -> None:
