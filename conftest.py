@@ -21,7 +21,7 @@ def shard_of(params: Any) -> fshard.Sharded:
 
 @pytest.fixture(autouse=True)
 def _names_in_docstrings(doctest_namespace: dict[str, Any]) -> None:
-    for module in (fshard.optim, fshard):
+    for module in (fshard.collectives, fshard.optim, fshard):
         doctest_namespace.update({name: getattr(module, name) for name in module.__all__})
     doctest_namespace.update(torch=torch, shard_of=shard_of)
 

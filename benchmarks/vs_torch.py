@@ -212,7 +212,7 @@ def _check_losses(losses: dict[str, float]) -> None:
 def traffic(name: str, mesh: DeviceMesh) -> str:
     """Collectives and bytes sent by one step of fshard."""
     step = fshard_full(name, mesh)
-    with fshard.tally() as records:
+    with fshard.collectives.tally() as records:
         step(TASKS[name].batch(_generator()))
     kinds = sorted({r.kind for r in records})
     return ", ".join(f"{len(records.select(k))} {k} ({records.nbytes(k) / 1e6:.1f} MB)" for k in kinds)

@@ -279,7 +279,7 @@ def validate(s: Settings, params: fshard.Sharded, windows: Batch, mesh: Any) -> 
     """Bits per byte over windows that the ranks share out: unevenly, if need be, since the loss counts its bytes."""
     rank, size = rank_and_size(mesh)
     num, at_once, nats = len(windows["tokens"]), s.batch * size, 0.0
-    value = fshard.value(partial(loss, heads=s.heads))
+    value = fshard.evaluate(partial(loss, heads=s.heads))
     for first in range(0, num, at_once):
         mine = {name: rows[first : first + at_once][rank::size] for name, rows in windows.items()}
         nats += float(value(params, mine)) * min(at_once, num - first)

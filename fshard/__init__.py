@@ -2,22 +2,18 @@
 
 from . import collectives, optim, reduction, testing, tree, wire
 from .comm.check import check
-from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
-from .comm.log import tally
+from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from .comm.mesh import AbstractMesh
 from .comm.ranks import MismatchError
 from .compiler.jit import jit
-from .compiler.trace import TraceError, abstract
+from .compiler.trace import TraceError, eval_shape
 from .core.donation import DonatedError
-from .layout.norms import global_norm
-from .layout.pieces import Unreduced
-from .sharding.grad import Mean, Sum, reduce_grads, value, value_and_grad
+from .sharding.grad import Mean, Sum, evaluate, reduce_grads, value_and_grad
 from .sharding.hvp import hvp
 from .sharding.plan import Plan, make_plan
 from .sharding.precision import Policy
 from .sharding.sharded import Sharded, gather_params, shard_params
-from .train.data import join_batches
-from .train.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, nonfinite_leaves, select
+from .train.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, select
 from .train.step import TrainState, init_state, train_step
 from .zero_optimizer.zero import zero
 
@@ -37,35 +33,29 @@ __all__ = [
     "Sum",
     "TraceError",
     "TrainState",
-    "Unreduced",
-    "abstract",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "broadcast",
     "check",
     "collectives",
+    "eval_shape",
+    "evaluate",
     "gather_params",
-    "global_norm",
     "hvp",
     "init_state",
     "jit",
-    "join_batches",
     "make_plan",
-    "nonfinite_leaves",
     "optim",
     "reduce_grads",
     "reduce_scatter",
     "reduction",
     "select",
     "shard_params",
-    "tally",
     "testing",
     "train_step",
     "tree",
-    "value",
     "value_and_grad",
-    "vary",
     "wire",
     "zero",
 ]

@@ -1,5 +1,18 @@
-"""Differentiable collectives over the axes of a mesh."""
+"""Differentiable collectives over a mesh axis, the tally of what a rank sends, and batches of unequal number."""
 
 from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
+from .comm.log import Record, Tally, tally
+from .train.data import join_batches
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter", "vary"]
+__all__ = [
+    "Record",
+    "Tally",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "join_batches",
+    "reduce_scatter",
+    "tally",
+    "vary",
+]

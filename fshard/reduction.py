@@ -3,6 +3,7 @@
 from .comm.primitives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, scatter
 from .comm.ranks import Pending, Ranks
 from .comm.reduction import Gather, Reduction, Sums
+from .layout.pieces import Unreduced
 
 __all__ = [
     "Gather",
@@ -10,6 +11,7 @@ __all__ = [
     "Ranks",
     "Reduction",
     "Sums",
+    "Unreduced",
     "all_gather",
     "all_reduce",
     "all_to_all",

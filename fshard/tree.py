@@ -24,6 +24,7 @@ from .core.tree import (
     unflatten,
     walk,
 )
+from .train.loss_scale import nonfinite_leaves
 
 __all__ = [
     "children",
@@ -38,6 +39,7 @@ __all__ = [
     "matches",
     "names",
     "nodes",
+    "nonfinite_leaves",
     "pairs",
     "paths",
     "paths_to",

@@ -103,7 +103,7 @@ def norms_of_ones(mesh: Any, plan: dict[str, Any]) -> list[float]:
     """Norms of a tree of ones: what lies between its leaves is NaN."""
     sharded = fshard.shard_params(odd_params(), fshard.make_plan(odd_params(), mesh, units=["blocks.*"], **plan))
     ones = tree.map(lambda x: x / x, sharded)
-    found = [fshard.global_norm(ones, p, exact) for exact in (False, True) for p in (1, 2, math.inf)]
+    found = [fshard.optim.global_norm(ones, p, exact) for exact in (False, True) for p in (1, 2, math.inf)]
     return [x.item() for x in (*found, norms.gram([ones, ones])[0, 1])]
 
 

@@ -65,7 +65,7 @@ def collective(name: str, mesh: Any, axis: str = "shard") -> Callable[[Any], Any
     if name in ("max", "min"):
         return lambda x: fshard.all_reduce(x, mesh, axis, op=name)
     extra = {"src": mesh.size(mesh.mesh_dim_names.index(axis)) - 1} if name == "broadcast" else {}
-    return lambda x: getattr(fshard, name)(x, mesh, axis, **extra)
+    return lambda x: getattr(fshard.collectives, name)(x, mesh, axis, **extra)
 
 
 def stack(name: str, size: int, seed: int = 0, dtype: torch.dtype = torch.float64, width: int = 3) -> Tensor:
@@ -248,7 +248,7 @@ def test_transposes_are_true_adjoints(name: str, dtype: torch.dtype) -> None:
 def vary_sides(mesh: Any) -> tuple[float, float]:
     """As `adjoint_sides`, of one value that all ranks have."""
     x = randn(3, seed=1)
-    out, back = func.vjp(lambda x: fshard.vary(x, mesh, "shard"), x)
+    out, back = func.vjp(lambda x: fshard.collectives.vary(x, mesh, "shard"), x)
     y = randn(3, seed=50 + mesh.get_rank())
     return float(dot(out, y)), float(dot(x, back(y)[0]))
 
@@ -435,7 +435,7 @@ def bytes_sent(mesh: Any) -> dict[str, list[tuple[str, int]]]:
     """The tally of each collective, of 12,000 and 24 elements."""
     found = {}
     for name in LINEAR:
-        with fshard.tally() as records:
+        with fshard.collectives.tally() as records:
             for numel in (12000, 24):
                 collective(name, mesh)(torch.ones(numel, dtype=torch.float64))
         found[name] = [(r.kind, r.nbytes) for r in records]
@@ -481,8 +481,8 @@ def test_a_backward_on_another_thread_is_the_callers(kind: str) -> None:
 
     def job(mesh: Any) -> tuple[list[str], list[str]]:
         x = torch.ones(2, requires_grad=True)
-        with fshard.tally() as records, announce.announcing(around):
-            y = getattr(fshard, kind)(x, mesh, "shard").sum()
+        with fshard.collectives.tally() as records, announce.announcing(around):
+            y = getattr(fshard.collectives, kind)(x, mesh, "shard").sum()
             before = [len(records), len(announced_axes)]
             thread = threading.Thread(target=torch.autograd.grad, args=(y, x))
             thread.start()
@@ -501,11 +501,11 @@ def test_a_tally_around_the_backward_alone_counts_it() -> None:
         x, counts = torch.ones(2, requires_grad=True), list[int]()
 
         def backward(y: Tensor) -> None:
-            with fshard.tally() as records:
+            with fshard.collectives.tally() as records:
                 torch.autograd.grad(y, x)
             counts.append(len(records))
 
-        with fshard.tally() as outer:
+        with fshard.collectives.tally() as outer:
             ys = [fshard.all_gather(x, mesh, "shard").sum() for _ in range(2)]
         backward(ys[0])
         thread = threading.Thread(target=backward, args=(ys[1],))

@@ -186,7 +186,7 @@ def crossings_of_a_graph(device: torch.device, plan: str, tx: str, scaler: str, 
         made = fshard.make_plan(params, mesh, units=LM_UNITS, block=block, **WIRED[plan])
         return fshard.init_state(fshard.shard_params(params, made), transform, tree.map(there, scale))
 
-    state = fshard.abstract(begun, tree.map(there, lm_params(torch.float32)))
+    state = fshard.eval_shape(begun, tree.map(there, lm_params(torch.float32)))
     run = fshard.train_step(loss_of(loss, how.get("has_aux", False)), transform, **{**how, "donate": False})
     batch = tree.map(lambda x: there(x[:4]), lm_batch(0, 0))
     return crossed(fshard.jit(run, donate=how.get("donate", False)).lower(state, batch))

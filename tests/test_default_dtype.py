@@ -131,17 +131,17 @@ def _values() -> dict[str, Any]:
     return {
         "value": [scaler.value, StaticLossScale(1000.3).value, none.value],
         "unscale": [scaler.unscale(grads), none.unscale(grads), scaler.unscale(grads, labels={"**": "a"})[1]],
-        "nonfinite_leaves": torch.tensor([path == "w" for path in fshard.nonfinite_leaves(grads)], device="cpu"),
+        "nonfinite_leaves": torch.tensor([path == "w" for path in fshard.tree.nonfinite_leaves(grads)], device="cpu"),
         "global_norm": [
-            fshard.global_norm({}),
-            fshard.global_norm({"e": empty}),
+            fshard.optim.global_norm({}),
+            fshard.optim.global_norm({"e": empty}),
         ],
-        "join_batches": [weight for _, weight in fshard.join_batches([1, 2])],
+        "join_batches": [weight for _, weight in fshard.collectives.join_batches([1, 2])],
         "schedules": [make(3001.0) for make in (optim.linear(0.0, 1.0, 5000), optim.cosine(1.0, 5000))],
         "join": optim.join([optim.constant(1.0), optim.linear(0.0, 1.0, 5000)], [3])(3001.0),
         "one_cycle": optim.one_cycle(1.0, 5000)(3001.0),
         "load_state_dict": optim.load_state_dict(saved, state, like),
-        "mean": fshard.value(lambda p: fshard.Mean(p["w"].sum(), 3001.0))(
+        "mean": fshard.evaluate(lambda p: fshard.Mean(p["w"].sum(), 3001.0))(
             fshard.shard_params(like, fshard.make_plan(like))
         ),
     }

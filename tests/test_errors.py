@@ -272,7 +272,7 @@ def test_real_meshes_that_do_not_fit() -> None:
 )
 def test_a_loss_that_is_no_scalar(result: Any, got: str) -> None:
     """An integer, a vector, no tensor: named, with what to return instead."""
-    for call in (fshard.value_and_grad(result), fshard.value(result)):
+    for call in (fshard.value_and_grad(result), fshard.evaluate(result)):
         words = [
             "the loss function",
             "expected a 0-d floating tensor",
@@ -294,7 +294,7 @@ def test_a_loss_that_depends_on_no_parameter(result: Any) -> None:
     """It has no gradient, and asking for one is a mistake; its value is none."""
     words = ["the loss function", "depends on no trainable parameter", "detached"]
     says(lambda: fshard.value_and_grad(result)(sharded(), None), ValueError, *words)
-    fshard.value(result)(sharded(), None)
+    fshard.evaluate(result)(sharded(), None)
 
 
 def test_has_aux_without_aux() -> None:
@@ -305,7 +305,7 @@ def test_has_aux_without_aux() -> None:
 
 def test_parameters_that_are_not_sharded() -> None:
     """A plain tree, or a part of a sharded one."""
-    for call in (fshard.value_and_grad(loss), fshard.value(loss)):
+    for call in (fshard.value_and_grad(loss), fshard.evaluate(loss)):
         words = ["expected a Sharded, got dict", "call fshard.shard_params(params, plan) first"]
         says(lambda call=call: call(params(), torch.ones(2, 4)), TypeError, *words)
         words = ["expected the whole Sharded", "got a subtree", "index it inside the loss"]
@@ -316,7 +316,7 @@ def test_parameters_that_are_not_sharded() -> None:
 def test_a_key_that_is_not_there() -> None:
     """Inside a loss and outside: the keys there are."""
     says(lambda: sharded()["block"], KeyError, "'block'", "'blocks', 'head'")
-    says(lambda: fshard.value(lambda p, x: p["block"])(sharded(), None), KeyError, "'block'", "'blocks', 'head'")
+    says(lambda: fshard.evaluate(lambda p, x: p["block"])(sharded(), None), KeyError, "'block'", "'blocks', 'head'")
 
 
 # --- steps ---
@@ -565,7 +565,7 @@ def test_a_donated_state_says_so() -> None:
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "vary"])
 def test_a_collective_over_a_missing_axis(name: str) -> None:
     """The axes there are; also without a mesh."""
-    call = getattr(fshard, name)
+    call = getattr(fshard.collectives, name)
     words = ["no axis 'model'", "it has 'replicate', 'shard'"]
     says(lambda: simulated(lambda mesh: call(torch.ones(2), mesh, "model"), shard=2), ValueError, *words)
     says(lambda: call(torch.ones(2), None, "shard"), ValueError, "no axis 'shard'", "no axes")
@@ -595,7 +595,7 @@ def test_a_broadcast_from_a_rank_there_is_not(src: int) -> None:
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "vary"])
 def test_a_collective_of_what_is_no_tensor(name: str) -> None:
     """The leaf, and what it is."""
-    call = getattr(fshard, name)
+    call = getattr(fshard.collectives, name)
     says(over(call, {"a": [torch.ones(2), 1.5]}), TypeError, "expected a tensor", "float")
 
 

@@ -87,5 +87,5 @@ def test_in_processes() -> None:
 def test_a_state_that_is_not_there_is_not_compared() -> None:
     """Of fake tensors, and on an abstract mesh, there is nothing to compare."""
     plan = fshard.make_plan(params(), fshard.AbstractMesh(shard=4), params_over=())
-    state = fshard.abstract(lambda p: fshard.init_state(fshard.shard_params(p, plan), TX), params())
+    state = fshard.eval_shape(lambda p: fshard.init_state(fshard.shard_params(p, plan), TX), params())
     assert fshard.tree.leaves(state.params)

@@ -169,7 +169,7 @@ def gathers(mesh: Any, loss: Any, strategy: str) -> tuple[int, list[str]]:
         return loss(p, b)
 
     params = sharded(mesh, strategy)
-    with fshard.tally() as log:
+    with fshard.collectives.tally() as log:
         fshard.value_and_grad(counted)(params, batch(0, 0))
     return len(calls), [call.label for call in log if call.kind == "all_gather"]
 

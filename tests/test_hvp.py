@@ -120,7 +120,7 @@ def test_the_collectives_of_a_product() -> None:
     def job(mesh: Any) -> Any:
         p = sharded(mesh)
         v = fshard.shard_params(tangent(), p.plan)
-        with fshard.tally() as log:
+        with fshard.collectives.tally() as log:
             fshard.hvp(regression)(p, v, batch(0, rank_of(mesh)))
         return [(call.kind, call.label) for call in log]
 

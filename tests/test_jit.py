@@ -85,7 +85,7 @@ def test_a_compilation_is_kept():
     mesh = fshard.AbstractMesh(shard=2)
 
     def compiled() -> dict[str, int]:
-        state = fshard.abstract(lambda whole: start(mesh, whole=whole)[0], params())
+        state = fshard.eval_shape(lambda whole: start(mesh, whole=whole)[0], params())
         torch._dynamo.utils.counters.clear()
         fshard.jit(start(mesh)[1], donate=True).lower(state, batch(0, 0)).compile()
         return dict(torch._dynamo.utils.counters["inductor"])
@@ -127,8 +127,8 @@ def test_the_doors_of_a_plan():
         mesh = p.plan.live_mesh()
         sums = fshard.all_reduce(b["x"][:4], mesh, "shard"), fshard.all_gather(b["x"][:4], mesh, "shard")
         half = fshard.reduce_scatter(b["x"][:4], mesh, "shard"), fshard.all_to_all(b["x"][:4], mesh, "shard")
-        more = fshard.broadcast(b["x"][:4], mesh, "shard"), fshard.global_norm(grads)
-        return value, grads, fshard.reduce_grads(own), fshard.value(loss)(p, b), gather_params(p), sums, half, more
+        more = fshard.broadcast(b["x"][:4], mesh, "shard"), fshard.optim.global_norm(grads)
+        return value, grads, fshard.reduce_grads(own), fshard.evaluate(loss)(p, b), gather_params(p), sums, half, more
 
     def law(mesh: Any) -> None:
         state, _ = start(mesh)
@@ -435,7 +435,7 @@ def test_a_graph_sends_what_the_eager_step_sends():
             fast(state, batch(0, mesh.get_rank()))
             sent = []
             for run in (step, fast):
-                with fshard.tally() as records:
+                with fshard.collectives.tally() as records:
                     run(state, batch(0, mesh.get_rank()))
                 sent.append(Counter(r for r in records if r.nbytes))
             assert sent[0] == sent[1]

@@ -174,7 +174,7 @@ def everything(mesh: Any) -> Any:
     own = fshard.value_and_grad(mean_loss, reduce=False)(sharded, batch)[1]
     state = optim.adamw(0.1).init(sharded)
     back = optim.shard_state(optim.gather_state(state), state)
-    norm = fshard.global_norm(grads)
+    norm = fshard.optim.global_norm(grads)
     return seen, value, norm, gather_params(grads), gather_params(fshard.reduce_grads(own)), optim.gather_state(back)
 
 

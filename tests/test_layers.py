@@ -288,6 +288,24 @@ def test_every_public_name_is_there_and_documented() -> None:
         assert not text.startswith(f"{name}("), f"{name}: the docstring that dataclass makes"
 
 
+GROUPS = ["collectives", "optim", "reduction", "testing", "tree", "wire"]
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_every_name_of_a_group_is_there_and_documented(name: str) -> None:
+    """`help(fshard.optim.x)` would show nothing, or `fshard.tree.x` a name of somebody else's."""
+    group = getattr(fshard, name)
+    assert group.__all__ == sorted(group.__all__)
+    assert [x for x in group.__all__ if not inspect.getdoc(getattr(group, x))] == []
+
+
+def test_a_newcomer_finds_few_names_and_each_means_one_thing() -> None:
+    """`import fshard.jit` would be a module and `fshard.jit` a function, or the first page of names fill several."""
+    assert {name for name in fshard.__all__ if inspect.ismodule(getattr(fshard, name))} == set(GROUPS)
+    assert len(fshard.__all__) - len(GROUPS) <= 32
+    assert not (set(fshard.__all__) - set(GROUPS)) & set(SOURCES)
+
+
 def test_public_functions_show_an_example() -> None:
     """Those a user calls: a docstring with a doctest (which the tests run)."""
     functions = [name for name in fshard.__all__ if inspect.isfunction(getattr(fshard, name))]

@@ -218,7 +218,13 @@ def labelled(mesh: Any, bad: str) -> tuple[Any, ...]:
     grads = fshard.value_and_grad(loss)(sharded, torch.tensor(torch.inf if last else 1.0, dtype=torch.float64))[1]
     counts = {key: int(x) for key, x in optim.gather_state(after.opt_state).items() if key.endswith("count")}
     moved = fshard.tree.map(lambda a, b: not torch.equal(a, b), params, fshard.gather_params(after.params))
-    return moved, counts, metrics["found_inf"].item(), after.loss_scale.value.item(), fshard.nonfinite_leaves(grads)
+    return (
+        moved,
+        counts,
+        metrics["found_inf"].item(),
+        after.loss_scale.value.item(),
+        fshard.tree.nonfinite_leaves(grads),
+    )
 
 
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 3), (2, 2)])
@@ -348,7 +354,7 @@ def agreed_on(mesh: Any, kind: str, own: bool, bad: int) -> Any:
         data = grads
         given, grads = {}, loss(fshard.shard_params(tree.map(torch.ones_like, grads), plan), data)[1]
         grads = fshard.reduce_grads(grads) if kind == "sharded" else grads
-    culprits = fshard.nonfinite_leaves(grads, **given)
+    culprits = fshard.tree.nonfinite_leaves(grads, **given)
     found = []
     for scaler in (DynamicLossScale(8.0), StaticLossScale(2.0), NoLossScale()):
         for labels in (None, lambda path, leaf: path[0]):
@@ -420,7 +426,7 @@ def local_grads(mesh: Any, kind: str) -> tuple[Any, dict[str, Any]]:
     if kind == "plain":
         return grads, {"mesh": mesh}
     sharded = fshard.shard_params(grads, fshard.make_plan(tree.map(torch.ones_like, grads), mesh))
-    return fshard.Unreduced(sharded) if kind == "unreduced" else sharded, {}
+    return fshard.reduction.Unreduced(sharded) if kind == "unreduced" else sharded, {}
 
 
 KINDS = ["plain", "sharded", "unreduced"]
@@ -674,6 +680,6 @@ def test_culprits_are_named_on_every_rank_wherever_they_lie():
             "c": torch.tensor([1j, complex(1, torch.inf) if rank == 1 else 1]),
             "e": torch.ones(0),
         }
-        return fshard.nonfinite_leaves({"s": sharded, "plain": plain, "sparse": sparse})
+        return fshard.tree.nonfinite_leaves({"s": sharded, "plain": plain, "sparse": sparse})
 
     assert simulated(run, shard=2) == [["s.b.0", "plain.c", "sparse"]] * 2

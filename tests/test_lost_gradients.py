@@ -300,7 +300,7 @@ def inner_losses(mesh: Any, strategy: dict[str, Any]) -> bool:
 
     def inner(w: torch.Tensor) -> torch.Tensor:
         call = fshard.value_and_grad(lambda q: fshard.Sum((q["blocks"][0]["w"] * w).square().sum()))
-        return fshard.global_norm(call(sharded)[1])
+        return fshard.optim.global_norm(call(sharded)[1])
 
     def loss(p: Any, again: bool) -> fshard.Sum:
         norm = checkpoint(inner, p["blocks"][1]["w"], use_reentrant=False) if again else inner(p["blocks"][1]["w"])

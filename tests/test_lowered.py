@@ -45,7 +45,7 @@ def test_traffic_is_what_the_eager_step_sends(name, world):
 
     def law(mesh: Any) -> None:
         lowered, step, args = lowered_step(mesh, plan=PLANS[name], whole=params(torch.float32))
-        with fshard.tally() as records:
+        with fshard.collectives.tally() as records:
             step(*args)
         sent, counts = Counter[Any](), Counter[Any]()
         for r in (r for r in records if r.nbytes):
@@ -231,7 +231,7 @@ def test_meshes_that_cannot_be(kw, error):
 
 def test_nothing_runs_on_an_abstract_mesh():
     """The error says what to do instead."""
-    with pytest.raises(RuntimeError, match=r"all_reduce.*: an abstract mesh has no ranks. Use fshard.abstract"):
+    with pytest.raises(RuntimeError, match=r"all_reduce.*: an abstract mesh has no ranks. Use fshard.eval_shape"):
         fshard.all_reduce(torch.ones(2), AbstractMesh(shard=2), "shard")
 
 
@@ -241,7 +241,7 @@ def test_a_step_on_64_ranks():
     mesh = AbstractMesh(shard=size, rank=63)
     whole = {k: {"w": torch.empty(dim, dim, device="meta"), "b": torch.empty(dim, device="meta")} for k in "abc"}
     plan, tx = fshard.make_plan(whole, mesh, units=["*"]), optim.adamw(0.1)
-    state = fshard.abstract(lambda p: fshard.init_state(fshard.shard_params(p, plan), tx), whole)
+    state = fshard.eval_shape(lambda p: fshard.init_state(fshard.shard_params(p, plan), tx), whole)
 
     def net(p: Any, x: Tensor) -> Tensor:
         for k in "abc":

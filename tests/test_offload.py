@@ -261,7 +261,7 @@ def check_step(tx: Any, how: dict[str, Any], step: dict[str, Any]) -> None:
             reduced = grads if reduce else fshard.reduce_grads(grads)
             assert placed(reduced) == RIGHT
             assert fshard.NoLossScale().unscale(reduced)[1].device == DEVICE
-    fshard.value(loss)(state.params, torch.ones(4, 8, device=DEVICE))
+    fshard.evaluate(loss)(state.params, torch.ones(4, 8, device=DEVICE))
     assert {x.device.type for x in tree.leaves(gather_params(state.params))} == {"meta"}
     whole = optim.gather_state(state.opt_state)
     optim.shard_state({path: x.cpu() for path, x in whole.items()}, state.opt_state)

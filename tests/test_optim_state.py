@@ -195,7 +195,7 @@ def test_a_state_of_numbers_alone_is_not_lost():
 def messages(mesh: Any, name: str, how: str, rank: int | None) -> tuple[Any, list[int]]:
     """The whole state, and the bytes of each message on its way."""
     state, _ = go(mesh, TXS[name], how, [0])
-    with fshard.tally() as records:
+    with fshard.collectives.tally() as records:
         whole = gather_state(state, rank)
     label = "optimizer state" if rank is None else f"optimizer state for rank {rank}"
     return whole, [r.nbytes for r in records.select("all_to_all", label)]

@@ -108,7 +108,7 @@ def gradients(mesh: Any, policy: str, strategy: str, how: str = "grad") -> Any:
     params = lm_params(torch.float32)
     plan = fshard.make_plan(params, mesh, units=LM_UNITS, policy=policy, **STRATEGIES[strategy])
     sharded = fshard.shard_params(params, plan)
-    with fshard.tally() as records:
+    with fshard.collectives.tally() as records:
         grads = fshard.value_and_grad(mean_loss)(sharded, lm_batch(0, mesh.get_rank()))[1]
     return fshard.gather_params(grads), [(r.kind, r.label, r.nbytes) for r in records if r.nbytes]
 

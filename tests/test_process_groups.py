@@ -172,7 +172,7 @@ def from_a_pool(mesh: Any, plan: str) -> tuple[bool, list[int], int]:
     state = fshard.init_state(fshard.shard_params(params, made), tx)
     step, batch, pool = fshard.train_step(mean_loss, tx), lm_batch(0, mesh.get_rank()), Pool()
     expected = tree.leaves(step(state, batch)[0].params)
-    with mock.patch.object(process_groups, "_backend", return_value=pool), fshard.tally() as records:
+    with mock.patch.object(process_groups, "_backend", return_value=pool), fshard.collectives.tally() as records:
         after = as_nccl(mesh, lambda mesh: step(state, batch)[0])[0]  # the calls hold what was sent
     large = [r for r in records if r.kind in ("all_gather", "reduce_scatter")]
     left = sum(not ref.expired() for ref in pool.refs)

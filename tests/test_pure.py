@@ -82,7 +82,7 @@ def test_a_gradient_changes_nothing_and_repeats_itself():
         _, own = fshard.value_and_grad(mean_loss, reduce=False)(state.params, batch)
         kept = [x.clone() for x in leaves(own)]
         reduced = [fshard.reduce_grads(own) for _ in range(2)]
-        values = [fshard.value(mean_loss)(state.params, batch) for _ in range(2)]
+        values = [fshard.evaluate(mean_loss)(state.params, batch) for _ in range(2)]
         assert same_bits(kept, leaves(own))
         assert same_bits(grads[0], grads[1])
         assert same_bits(reduced[0], reduced[1])

@@ -43,7 +43,7 @@ def steps(mesh: Any, strategy: str, reduction: Any, **kw: Any) -> Any:
     sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=LM_UNITS, **STRATEGIES[strategy]))
     tx = optim.sgd(0.1)
     state, step = fshard.init_state(sharded, tx), fshard.train_step(mean_loss, tx, reduction=reduction, **kw)
-    with fshard.tally() as records:
+    with fshard.collectives.tally() as records:
         for i in range(3):
             state, _ = step(state, lm_batch(i, mesh.get_rank()))
     return gather_params(state.params), {r.kind for r in records if r.label == "blocks.0" and r.nbytes}
@@ -103,7 +103,7 @@ def test_a_backend_may_choose_the_order_of_gradients_alone(strategy):
 
 def in_a_tree(mesh: Any, *shape: int) -> list[tuple[str, int]]:
     """What a sum in a tree sends, of floats."""
-    with fshard.tally() as records:
+    with fshard.collectives.tally() as records:
         total = TREE.all_reduce(torch.ones(shape), primitives.along(mesh, "shard"), "x", None).wait()
     assert total.tolist() == torch.full(shape, float(mesh.size())).tolist()
     return [(r.kind, r.nbytes) for r in records]
@@ -169,7 +169,7 @@ def partly(mesh: Any, strategy: str, reduce_once: Any, micro: int, how: str) -> 
     step = fshard.train_step(exact_loss, tx, accumulate=micro, reduce_once=reduce_once, reduction=by)
     step = fshard.jit(step, backend="eager") if how == "jit" else step
     for i in range(2):
-        with fshard.tally() as records:
+        with fshard.collectives.tally() as records:
             state, _ = step(state, whole_numbers(i, 0 if mesh is None else mesh.get_rank()))
     found = [(r.kind, r.axis, r.label) for r in records if r.label in ("(root)", "a", "c") and r.nbytes]
     return gather_params(state.params), [r for r in found if r[0] != "all_gather"]
@@ -240,7 +240,7 @@ def test_what_waits_is_a_shard():
                 x = torch.tanh(x @ w)
             return x.sum()
 
-        state = fshard.abstract(lambda p: fshard.init_state(fshard.shard_params(p, plan), tx), params)
+        state = fshard.eval_shape(lambda p: fshard.init_state(fshard.shard_params(p, plan), tx), params)
         step = fshard.train_step(loss, tx, accumulate=2, reduce_once=once)
         return fshard.jit(step, donate=True).lower(state, torch.ones(8, 64)).memory().peak
 
@@ -286,7 +286,7 @@ def gathered_by(mesh: Any, gather: Any, strategy: str, how: str, **kw: Any) -> A
     step, losses = fshard.jit(step, backend="eager") if how == "jit" else step, []
     batches = [lm_batch(0, mesh.get_rank()), lm_batch(0, mesh.get_rank())]
     for batch in batches:
-        with fshard.tally() as records:
+        with fshard.collectives.tally() as records:
             state, metrics = step(state, batch)
         losses.append(metrics["loss"].item())
     kinds = [r.kind for r in records if r.label == "blocks.0" and r.kind in ("all_gather", "broadcast")]

@@ -229,7 +229,7 @@ def test_what_is_compiled_refuses_another_state_or_mesh():
     with torch.autocast("cpu"), pytest.raises(ValueError, match="compiled for other arguments: torch's autocast was"):
         run(torch.ones(2, 2))
     mesh, other = fshard.AbstractMesh(shard=2), fshard.AbstractMesh(shard=2, rank=1)
-    states = [fshard.abstract(lambda p, m=m: start(m, whole=p)[0], params()) for m in (mesh, other)]
+    states = [fshard.eval_shape(lambda p, m=m: start(m, whole=p)[0], params()) for m in (mesh, other)]
     data = batch(0, 0)
     compiled = eager(start(None)[1]).lower(states[0], data).compile("eager")
     with pytest.raises(ValueError, match="the mesh that the arguments lie on is another one"):

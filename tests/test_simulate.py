@@ -267,12 +267,12 @@ def test_a_tally_around_a_simulation_has_all_ranks() -> None:
 
     def job(mesh: SimulatedMesh) -> int:
         fshard.all_gather(torch.ones(2), mesh, "shard")
-        with fshard.tally() as mine:
+        with fshard.collectives.tally() as mine:
             fshard.all_reduce(torch.ones(2), mesh, "shard")
         fshard.all_gather(torch.ones(2), mesh, "shard")
         return len(mine)
 
-    with fshard.tally() as records:
+    with fshard.collectives.tally() as records:
         assert simulate(job, shard=3) == [1] * 3
     assert [r.kind for r in records] == ["all_gather"] * 6
     assert records.nbytes("all_gather") == 6 * 2 * 8

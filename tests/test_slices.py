@@ -192,7 +192,7 @@ def keeping_norms() -> optim.Transform:
     """A user's own transformation, whose norm is exact where the step asks for it."""
 
     def update(grads: Any, state: WithNorms, params: Any = None, exact_norms: bool = False, **extra: Any) -> Any:
-        norm = fshard.global_norm(grads, exact=exact_norms)
+        norm = fshard.optim.global_norm(grads, exact=exact_norms)
         return tree.map(lambda g: -0.01 * g / norm, grads), WithNorms(torch.tensor(float(exact_norms)), norm)
 
     return optim.Transform(lambda params: WithNorms(torch.zeros(()), torch.zeros(())), update)
@@ -274,7 +274,7 @@ def test_it_is_right():
             gradient = torch.zeros_like(old) if old.grad is None else old.grad
             torch.testing.assert_close(new, old.detach() - 0.5 * gradient)
         grads = [x.grad for x in tree.leaves(wanted) if x.grad is not None]
-        torch.testing.assert_close(metrics["grad_norm"], fshard.global_norm(grads))
+        torch.testing.assert_close(metrics["grad_norm"], fshard.optim.global_norm(grads))
 
 
 def test_gradients_alone():
@@ -319,7 +319,7 @@ def test_what_cannot_be():
 
 def exact_norm(x: Any, p: float = 2) -> Tensor:
     """Without rounding."""
-    return fshard.global_norm(x, p, exact=True)
+    return fshard.optim.global_norm(x, p, exact=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])

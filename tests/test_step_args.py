@@ -146,7 +146,7 @@ def test_a_teacher_is_gathered_again_and_let_go():
     """Unit by unit, once forward and once for the backward, but for what each tree's backward begins with."""
     both = simulated(gathers, fshard.value_and_grad(read_both))[0]
     assert sorted(both) == ["a", "c", "ta", "tc", "tc"]  # the gradient of what is first needs no a
-    assert sorted(simulated(gathers, fshard.value(read_both))[0]) == ["a", "c", "ta", "tc"]
+    assert sorted(simulated(gathers, fshard.evaluate(read_both))[0]) == ["a", "c", "ta", "tc"]
 
 
 def test_no_gradient_goes_to_a_teacher():
@@ -377,7 +377,7 @@ def auxes(mesh: Any, jit: bool, **plan: Any) -> list[Any]:
     """The aux of a gradient, a value, a step."""
     params, batch, made = sharded(mesh, **plan), data(0, rank_of(mesh)), fshard.jit if jit else lambda fn, **_: fn
     (_, first), _ = made(fshard.value_and_grad(aux_loss, has_aux=True), backend="eager")(params, batch)
-    _, second = made(fshard.value(aux_loss, has_aux=True), backend="eager")(params, batch)
+    _, second = made(fshard.evaluate(aux_loss, has_aux=True), backend="eager")(params, batch)
     step = made(fshard.train_step(aux_loss, TX, has_aux=True), backend="eager")
     return [first, second, step(fshard.init_state(params, TX), batch)[1]["aux"]]
 

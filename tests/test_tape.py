@@ -444,7 +444,7 @@ def tally_of(mesh: Any, strategy: dict[str, Any], what: str) -> tuple[list[Any],
     units = {u.name: 8 * u.lengths[0] for u in sharded.plan.units}
     tx = fshard.optim.adamw(1e-3)
     state = fshard.init_state(sharded, tx)
-    with fshard.tally() as records:
+    with fshard.collectives.tally() as records:
         if what == "step":
             fshard.train_step(chain, tx)(state, x)
         else:
@@ -517,7 +517,7 @@ def test_a_step_gathers_parameters_where_only_state_is_cut(strategy: str, extra:
 @pytest.mark.parametrize("name", ["full", "keep", "ddp"])
 def test_a_value_gathers_every_unit_once(name: str) -> None:
     """Forward alone: one gather where parameters are cut, nothing to reduce but the loss."""
-    for records, units in simulated(tally_of, STRATEGIES[name], "value", shard=3):
+    for records, units in simulated(tally_of, STRATEGIES[name], "evaluate", shard=3):
         for unit in units:
             assert len(of(records, "all_gather", unit)) == (name != "ddp")
         assert len(records) == len(units) * (name != "ddp") + 1
@@ -527,7 +527,7 @@ def reductions(mesh: Any, name: str) -> list[tuple[str, str]]:
     """The units a case reduced, in order."""
     case, x = CASES[name], batch_of(mesh.get_rank())
     sharded = make(mesh, case)
-    with fshard.tally() as records:
+    with fshard.collectives.tally() as records:
         fshard.value_and_grad(case["loss"])(sharded, x)
     return [r.label for r in records.select("reduce_scatter")]
 
@@ -631,7 +631,7 @@ def gathered(mesh: Any, loss: Any, num: int) -> tuple[list[str], int, int]:
     sharded = make(mesh, case)
     state = fshard.init_state(sharded, fshard.optim.sgd(0.1))
     step = fshard.train_step(loss, fshard.optim.sgd(0.1), accumulate=num)
-    with fshard.tally() as records, Watch(8 * sharded.plan.units[1].lengths[0]) as watch:
+    with fshard.collectives.tally() as records, Watch(8 * sharded.plan.units[1].lengths[0]) as watch:
         step(state, randn(2 * num, 20, seed=mesh.get_rank()).requires_grad_())
     return [r.label for r in records.select("all_gather")], watch.peak, watch.alive()
 
@@ -829,12 +829,12 @@ def unreduced(mesh: Any, strategy: dict[str, Any]) -> dict[str, Any]:
     """Gradients reduced at once and later, of one batch and of two."""
     sharded, x = make(mesh, CASES["chain"], **strategy), batch_of(mesh.get_rank())
     loss, direct = fshard.value_and_grad(chain)(sharded, x)
-    with fshard.tally() as records:
+    with fshard.collectives.tally() as records:
         same_loss, own = fshard.value_and_grad(chain, reduce=False)(sharded, x)
     _, more = fshard.value_and_grad(chain, reduce=False)(sharded, x.flip(0) + 1)
     _, direct_more = fshard.value_and_grad(chain)(sharded, x.flip(0) + 1)
     both = fshard.reduce_grads(tree.map(torch.add, own, more))
-    assert type(own) is fshard.Unreduced
+    assert type(own) is fshard.reduction.Unreduced
     assert not records.select("reduce_scatter")
     assert {r.label for r in records.select("all_reduce")} == {"loss"}
     later = fshard.reduce_grads(own)
@@ -862,9 +862,9 @@ def values(mesh: Any, name: str) -> list[torch.Tensor]:
     """The loss of a case, without and with its gradient."""
     case, x = CASES[name], batch_of(mesh.get_rank())
     sharded = make(mesh, case)
-    with_aux = fshard.value(lambda p, x: (case["loss"](p, x), "aux"), has_aux=True)(sharded, x)
+    with_aux = fshard.evaluate(lambda p, x: (case["loss"](p, x), "aux"), has_aux=True)(sharded, x)
     assert with_aux[1] == "aux"
-    return [fshard.value(case["loss"])(sharded, x), with_aux[0], fshard.value_and_grad(case["loss"])(sharded, x)[0]]
+    return [fshard.evaluate(case["loss"])(sharded, x), with_aux[0], fshard.value_and_grad(case["loss"])(sharded, x)[0]]
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"gradient inside"}))
@@ -1014,7 +1014,7 @@ def evaluated(mesh: Any, name: str) -> bool:
     plan = fshard.make_plan(params, mesh, units=["a", "b"], frozen=["root"], **HYBRIDS[name])
     tx = fshard.optim.sgd(0.1)
     state, step = fshard.init_state(fshard.shard_params(params, plan), tx), fshard.train_step(loss, tx)
-    value, before = fshard.value(loss), step(state, x)
+    value, before = fshard.evaluate(loss), step(state, x)
     for fn in (value, fshard.jit(value)):
         expected = fn(state.params, x)
         with torch.inference_mode():
@@ -1048,7 +1048,7 @@ def test_a_forward_holds_the_root_and_the_unit_touched_last(units: Any, kept: li
             return fshard.Sum(p["a"].sum())
 
         fshard.value_and_grad(loss)(sharded)
-        fshard.value(loss)(sharded)
+        fshard.evaluate(loss)(sharded)
 
     simulated(job, shard=2)
 
@@ -1069,7 +1069,7 @@ def test_what_is_saved_may_be_read_often() -> None:
     def job(mesh: Any) -> tuple[Any, int]:
         params = {"a": torch.arange(3.0)}
         sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
-        with fshard.tally() as records:
+        with fshard.collectives.tally() as records:
             _, grads = fshard.value_and_grad(lambda p: fshard.Sum(Often.apply(p["a"]).sum()))(sharded)
         return fshard.gather_params(grads)["a"].tolist(), len(records.select("all_gather"))
 

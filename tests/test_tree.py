@@ -95,7 +95,7 @@ def test_sharded_and_lazy_trees_read_like_plain_ones(name, units):
                 reads_alike(copy, whole)
             return fshard.Sum(sum((x.real.double().sum() for x in tree.leaves(view)), torch.zeros(())))
 
-        fshard.value(loss)(sharded)
+        fshard.evaluate(loss)(sharded)
         fshard.value_and_grad(loss)(sharded)
 
     for shard in (1, 3):
@@ -128,7 +128,7 @@ def test_what_is_not_there_is_an_error():
                     params.a  # noqa: B018
             return view["n"].scale.sum()
 
-        fshard.value(loss)(sharded)
+        fshard.evaluate(loss)(sharded)
 
     simulated(run, shard=2)
 

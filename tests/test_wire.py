@@ -126,8 +126,8 @@ def gathers(mesh: Any, name: str, strategy: str) -> None:
     """What a loss sees of gathered leaves, and what has travelled."""
     sharded, wire = laid_out(mesh, strategy, param_wire=WIRES[name]), WIRES[name]
     plan, flat = sharded.plan, laid_out(None, strategy, param_wire=None)
-    with fshard.tally() as records:
-        seen = fshard.value(lambda p, _: (p["embed"].sum(), gather_params(p)), has_aux=True)(sharded, 0)[1]
+    with fshard.collectives.tally() as records:
+        seen = fshard.evaluate(lambda p, _: (p["embed"].sum(), gather_params(p)), has_aux=True)(sharded, 0)[1]
     whole = gather_params(sharded)
     want, sent = {}, []
     for (unit, kind), slots in plan.places.items():
@@ -223,7 +223,7 @@ def mixed(mesh: Any, together: bool, name: str, strategy: str) -> tuple[Any, lis
     kw = {"policy": MIXED, "param_wire": WIRES.get(name), "together": together, "whole": ["tail", "blocks.*.b"]}
     sharded, tx = laid_out(mesh, strategy, **kw), optim.sgd(0.1)
     state, step = fshard.init_state(sharded, tx), fshard.train_step(mean_loss, tx)
-    with fshard.tally() as records:
+    with fshard.collectives.tally() as records:
         for i in range(2):
             state, _ = step(state, lm_batch(i, mesh.get_rank()))
     sent = [r for r in records.select("all_gather") if r.axis == "shard"]
@@ -267,7 +267,7 @@ def one_axis(mesh: Any, over: Any, how: str) -> Any:
     tx = optim.adamw(0.1)
     state = fshard.init_state(fshard.shard_params(lm_params(torch.float32), plan), tx)
     step = fshard.train_step(mean_loss, tx)
-    with fshard.tally() as records:
+    with fshard.collectives.tally() as records:
         for i in range(2):
             state, metrics = step(state, lm_batch(i, mesh.get_rank()))
     units = {unit.name for unit in plan.units}
@@ -324,8 +324,8 @@ def test_8_bits_are_a_quarter_of_the_bytes():
     def sent(mesh: Any, wire: Any) -> int:
         params = {"w": rand(300, 70, seed=1, dtype=torch.float32)}
         sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, param_wire=wire))
-        with fshard.tally() as records:
-            fshard.value(lambda p: p["w"].sum())(sharded)
+        with fshard.collectives.tally() as records:
+            fshard.evaluate(lambda p: p["w"].sum())(sharded)
         return records.nbytes("all_gather")
 
     full, small = (simulated(sent, wire, shard=3)[0] for wire in (None, Int8()))
@@ -561,7 +561,7 @@ def test_gradients_go_along_axes_of_several_ranks(ranks, plan):
     def sent(mesh: Any) -> set[int]:
         made = fshard.make_plan(lm_params(), mesh, units=LM_UNITS, grad_wire=Int8(16), **STRATEGIES[plan])
         sharded = fshard.shard_params(lm_params(), made)
-        with fshard.tally() as records:
+        with fshard.collectives.tally() as records:
             fshard.value_and_grad(mean_loss)(sharded, lm_batch(0, mesh.get_rank()))
         return {x.nbytes for x in records if x.kind == "all_reduce" and x.label != "loss"}
 

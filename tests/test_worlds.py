@@ -103,7 +103,7 @@ def test_the_log_has_each_collective_once() -> None:
     def job(mesh: Any) -> list[tuple[Any, ...]]:
         plan = fshard.make_plan(parameters(), mesh, units=["blocks.*"])
         sharded = fshard.shard_params(parameters(), plan)
-        with fshard.tally() as mine:
+        with fshard.collectives.tally() as mine:
             fshard.value_and_grad(loss)(sharded, torch.ones(2, 5))
         return [(r.kind, r.label, r.axis, r.nbytes) for r in mine]
 
@@ -367,7 +367,7 @@ def called(ranks: Any) -> tuple[list[str], list[Any]]:
     """The words of messages of every collective, and the records of what was asked for."""
     x, w = torch.ones(2 * ranks.size, 2), ranks.size
     large = torch.ones(w * 4096)  # a reduction in two stages
-    with fshard.tally() as records:
+    with fshard.collectives.tally() as records:
         primitives.all_gather(x, ranks, "gather").wait()
         primitives.reduce_scatter(x, ranks, "scatter").wait()
         primitives.all_reduce(x, ranks, "sum", more=", more").wait()

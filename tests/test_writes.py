@@ -144,7 +144,7 @@ def refusals(mesh: Any, strategy: str) -> dict[str, list[str]]:
         loss, said = loss_of(write), []
         calls = [
             lambda s, loss=loss: fshard.value_and_grad(loss)(s, x),
-            lambda s, loss=loss: fshard.value(loss)(s, x),
+            lambda s, loss=loss: fshard.evaluate(loss)(s, x),
             lambda s, loss=loss: fshard.train_step(loss, tx)(fshard.init_state(s, tx), x),
             lambda s, loss=loss: fshard.jit(fshard.value_and_grad(loss), backend="eager")(s, x),
         ]

@@ -144,9 +144,9 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "value_and_grad(3)": (lambda: fshard.value_and_grad(3), T, ("loss_fn=3", "a function")),
     "value_and_grad(has_aux)": (lambda: fshard.value_and_grad(loss, has_aux="yes"), T, ("has_aux='yes'", "True or")),
     "value_and_grad(reduce)": (lambda: fshard.value_and_grad(loss, reduce=None), T, ("reduce=None", "True or False")),
-    "value(module)": (lambda: fshard.value(MODULE), T, ("loss_fn=", "Linear", "functional_call")),
+    "value(module)": (lambda: fshard.evaluate(MODULE), T, ("loss_fn=", "Linear", "functional_call")),
     "value(plain)": (
-        lambda: fshard.value(loss)(params(), X),
+        lambda: fshard.evaluate(loss)(params(), X),
         T,
         ("params: expected a Sharded, got dict", "shard_params("),
     ),
@@ -156,17 +156,17 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
         ("params: expected a Sharded, got Linear", "shard_params("),
     ),
     "Mean(count='3')": (
-        lambda: fshard.value(lambda p: fshard.Mean(p["w"].sum(), "3"))(SHARDED),
+        lambda: fshard.evaluate(lambda p: fshard.Mean(p["w"].sum(), "3"))(SHARDED),
         V,
         ("the count of a Mean", "a number or a 0-d tensor", "got '3'"),
     ),
     "Mean(count=[3])": (
-        lambda: fshard.value(lambda p: fshard.Mean(p["w"].sum(), torch.ones(3)))(SHARDED),
+        lambda: fshard.evaluate(lambda p: fshard.Mean(p["w"].sum(), torch.ones(3)))(SHARDED),
         V,
         ("the count of a Mean", "0-d", "shape (3,)"),
     ),
     "Mean('3')": (
-        lambda: fshard.value(lambda p: fshard.Mean("3", 3))(SHARDED),
+        lambda: fshard.evaluate(lambda p: fshard.Mean("3", 3))(SHARDED),
         V,
         ("the loss function: expected a 0-d floating tensor", "'3'"),
     ),
@@ -175,7 +175,7 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "inference_mode": (
         lambda: inferring(lambda: fshard.value_and_grad(loss)(SHARDED, X)),
         T,
-        ("torch.inference_mode is on", "fshard.value"),
+        ("torch.inference_mode is on", "fshard.evaluate"),
     ),
     "step in inference_mode": (
         lambda: inferring(lambda: STEP(STATE, X)),
@@ -409,8 +409,8 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     ),
     "lazy": (lambda: leaf(nn.UninitializedParameter()), V, ("leaf 'b.0'", "a lazy one", "Run its module")),
     "Policy.parse(None)": (lambda: fshard.Policy.parse(None), T, ("Policy.parse: text=None", "words")),
-    "abstract(3)": (lambda: fshard.abstract(3), T, ("abstract: fn=3", "a function")),
-    "nonfinite_leaves(str)": (lambda: fshard.nonfinite_leaves({"a": "x"}), T, ("leaf 'a'", "a tensor", "got 'x'")),
+    "eval_shape(3)": (lambda: fshard.eval_shape(3), T, ("eval_shape: fn=3", "a function")),
+    "nonfinite_leaves(str)": (lambda: fshard.tree.nonfinite_leaves({"a": "x"}), T, ("leaf 'a'", "a tensor", "got 'x'")),
     "feedback='no'": (lambda: wire.Int8(feedback="no"), T, ("Int8: feedback='no'", "True or False")),
     "oracle(3)": (lambda: testing.oracle(3, TX), T, ("loss_fn=3", "a function")),
     "oracle(one batch)": (
@@ -508,7 +508,7 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
         ("mesh: expected a DeviceMesh", "'shard'"),
     ),
     "nonfinite_leaves(mesh)": (
-        lambda: fshard.nonfinite_leaves(params(), "x"),
+        lambda: fshard.tree.nonfinite_leaves(params(), "x"),
         T,
         ("mesh: expected a DeviceMesh", "'x'"),
     ),
@@ -531,19 +531,31 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "AbstractMesh(8)": (lambda: fshard.AbstractMesh(8), T, ("AbstractMesh: device=8", "Name axes: shard=64")),
     "AbstractMesh('2')": (lambda: fshard.AbstractMesh(shard="2"), T, ("AbstractMesh: shard='2'", "a number of ranks")),
     "AbstractMesh(rank)": (lambda: fshard.AbstractMesh(rank=2, shard=2), V, ("AbstractMesh: rank=2", "from 0 to 1")),
-    "join_batches(3)": (lambda: list(fshard.join_batches(3)), T, ("join_batches: data=3", "batches")),
-    "join_batches(mesh)": (lambda: list(fshard.join_batches([X], 2)), T, ("mesh: expected a DeviceMesh", "got 2")),
-    "global_norm(p='2')": (lambda: fshard.global_norm(params(), "2"), T, ("global_norm: p='2'", "a number above 0")),
-    "global_norm(p=-1)": (lambda: fshard.global_norm(params(), -1), V, ("global_norm: p=-1", "a number above 0")),
+    "join_batches(3)": (lambda: list(fshard.collectives.join_batches(3)), T, ("join_batches: data=3", "batches")),
+    "join_batches(mesh)": (
+        lambda: list(fshard.collectives.join_batches([X], 2)),
+        T,
+        ("mesh: expected a DeviceMesh", "got 2"),
+    ),
+    "global_norm(p='2')": (
+        lambda: fshard.optim.global_norm(params(), "2"),
+        T,
+        ("global_norm: p='2'", "a number above 0"),
+    ),
+    "global_norm(p=-1)": (lambda: fshard.optim.global_norm(params(), -1), V, ("global_norm: p=-1", "a number above 0")),
     "global_norm(ints)": (
-        lambda: fshard.global_norm({"n": torch.arange(3)}),
+        lambda: fshard.optim.global_norm({"n": torch.arange(3)}),
         T,
         ("global_norm: leaf 'n'", "a floating tensor", "torch.int64"),
     ),
-    "global_norm('x')": (lambda: fshard.global_norm("x"), T, ("global_norm: leaf ''", "a floating tensor", "str")),
-    "global_norm(None)": (lambda: fshard.global_norm(None), T, ("global_norm: leaf ''", "got NoneType")),
+    "global_norm('x')": (
+        lambda: fshard.optim.global_norm("x"),
+        T,
+        ("global_norm: leaf ''", "a floating tensor", "str"),
+    ),
+    "global_norm(None)": (lambda: fshard.optim.global_norm(None), T, ("global_norm: leaf ''", "got NoneType")),
     "global_norm(Unreduced)": (
-        lambda: fshard.global_norm(fshard.value_and_grad(loss, reduce=False)(SHARDED, X)[1]),
+        lambda: fshard.optim.global_norm(fshard.value_and_grad(loss, reduce=False)(SHARDED, X)[1]),
         T,
         ("global_norm: these gradients are each rank's own", "fshard.reduce_grads"),
     ),
@@ -600,7 +612,11 @@ def on_ranks(mesh: Any) -> None:
         ),
         ("src", lambda: fshard.broadcast(x, mesh, "shard", src=2), ["src=2", "one of the 2 ranks"]),
         ("src", lambda: fshard.broadcast(x, mesh, "shard", src=True), ["src=True", "a rank"]),
-        ("leaf", lambda: fshard.vary({"a": 3}, mesh, "shard"), ["leaf 'a'", "expected a tensor", "got int"]),
+        (
+            "leaf",
+            lambda: fshard.collectives.vary({"a": 3}, mesh, "shard"),
+            ["leaf 'a'", "expected a tensor", "got int"],
+        ),
         ("sparse", lambda: fshard.all_gather(x.to_sparse(), mesh, "shard"), ["leaf ''", "dense", ".to_dense()"]),
         ("label", lambda: fshard.all_to_all(x, mesh, "shard", label=3), ["label=3", "a word"]),
         ("rows", lambda: fshard.reduce_scatter(torch.ones(3), mesh, "shard"), ["dim 0", "(3,)", "2 ranks"]),
@@ -683,7 +699,7 @@ def test_calls_that_are_right() -> None:
         == ()
     )
     with torch.inference_mode():
-        value = fshard.value(loss)(fshard.shard_params(params(), PLAN), X)
+        value = fshard.evaluate(loss)(fshard.shard_params(params(), PLAN), X)
     assert value == 3
 
 

@@ -241,7 +241,7 @@ def traffic(mesh: Any, tx: Any, way: tuple[str, str], over: Any = None, how: str
     """The collectives of one update along axes of several ranks: kind, axis, label, bytes."""
     tx = zero(tx, mesh, *way, over=over, bucket=BUCKET)
     state = tx.init(START)
-    with fshard.tally() as records:
+    with fshard.collectives.tally() as records:
         getattr(tx, how)(local(0, mesh.get_rank()), state, START)
     return [(r.kind, r.axis, r.label, r.nbytes) for r in records if mesh.size(r.axis) > 1]
 
@@ -294,7 +294,7 @@ def test_a_bucket_travels_while_the_next_is_updated(mesh, grads, elementwise):
 
     tx = zero(optim.Transform(lambda params: (), update, None, elementwise), mesh, grads=grads, bucket=BUCKET)
     state = tx.init(START)
-    with fshard.tally() as records:
+    with fshard.collectives.tally() as records:
         tx.step(START, state, START)
     assert seen == [[3 * (grads == "local"), i] for i in range(3 if elementwise else 1)]
 
@@ -513,8 +513,8 @@ def test_uneven_batches_train_as_all_that_there_are(mesh):
     state = fshard.init_state(fshard.shard_params({"w": w}, fshard.make_plan({"w": w}, mesh)), tx)
     step = fshard.train_step(lambda p, x, on: fshard.Mean(on * (x @ p["w"]).square().sum(), on * len(x)), tx)
     batches = [[rand(2 + i + r, 3, seed=10 * r + i) for i in range(n)] for r, n in enumerate((3, 1, 0))]
-    with fshard.tally() as records:
-        for i, (batch, weight) in enumerate(fshard.join_batches(iter(batches[rank]), mesh, like)):
+    with fshard.collectives.tally() as records:
+        for i, (batch, weight) in enumerate(fshard.collectives.join_batches(iter(batches[rank]), mesh, like)):
             assert same_bits(batch, (batches[0][i], *batches[1], like)[rank])
             state, metrics = step(state, batch, weight)
             weights.append(float(weight))
@@ -528,7 +528,7 @@ def test_uneven_batches_train_as_all_that_there_are(mesh):
 
 def test_uneven_batches_end():
     """Nothing anywhere is no batch; equal numbers are as they were given; a rank without any needs `like`."""
-    assert simulated(lambda mesh: list(fshard.join_batches([], mesh))) == [[], []]
-    assert simulated(lambda mesh: list(fshard.join_batches("ab", mesh))) == [[("a", 1.0), ("b", 1.0)]] * 2
+    assert simulated(lambda mesh: list(fshard.collectives.join_batches([], mesh))) == [[], []]
+    assert simulated(lambda mesh: list(fshard.collectives.join_batches("ab", mesh))) == [[("a", 1.0), ("b", 1.0)]] * 2
     with pytest.raises(ValueError, match="join_batches: this rank has no batch at all: give one as `like`"):
-        simulated(lambda mesh: list(fshard.join_batches("a"[mesh.get_rank() :], mesh)))
+        simulated(lambda mesh: list(fshard.collectives.join_batches("a"[mesh.get_rank() :], mesh)))

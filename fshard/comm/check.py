@@ -56,7 +56,7 @@ def check(fn: Callable[..., Any], mesh: Mesh = ...) -> Checked:
 
     Raises TypeError if there is no mesh and no `Sharded`.
 
-    >>> check(value(lambda w, x: (w * x).sum()))(shard_of(torch.ones(2)), torch.tensor([1.0, 2.0]))
+    >>> check(evaluate(lambda w, x: (w * x).sum()))(shard_of(torch.ones(2)), torch.tensor([1.0, 2.0]))
     tensor(3.)
     """
     if not callable(fn) or isinstance(fn, type):

@@ -84,7 +84,7 @@ class _AbstractRanks:
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Any:
         raise RuntimeError(
-            f"{call}: an abstract mesh has no ranks. Use fshard.abstract, or jit(...).lower, to look at it"
+            f"{call}: an abstract mesh has no ranks. Use fshard.eval_shape, or jit(...).lower, to look at it"
         )
 
 

@@ -104,17 +104,17 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec) -> Tra
     return Trace(module, spec, found["spec"], found["results"])
 
 
-def abstract(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What `fn` gives, in fake tensors: shapes, dtypes and devices, nothing computed, sent or kept.
 
     Meta tensors among the arguments stand for tensors on the default device. `lower` takes what this gives.
 
-    >>> abstract(lambda x: x @ x, torch.empty(3, 3, device="meta")).shape
+    >>> eval_shape(lambda x: x @ x, torch.empty(3, 3, device="meta")).shape
     torch.Size([3, 3])
 
     Source: jax.eval_shape.
     """
-    check_function("abstract: fn", fn, "fn(*args)")
+    check_function("eval_shape: fn", fn, "fn(*args)")
     leaves, spec = tree.flatten((args, kwargs))
     mode = _mode_of(leaves)
     fakes = [_fake(mode, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -6,6 +6,7 @@ because they are; over whole ones `fshard.zero` partitions it. Defaults are torc
 `lr` is a number, a 0-d tensor, or a schedule: a function of the number of updates made.
 """
 
+from ..layout.norms import global_norm
 from .adam_8bit import adamw_8bit
 from .base import (
     Transform,
@@ -62,6 +63,7 @@ __all__ = [
     "every_k",
     "from_torch",
     "gather_state",
+    "global_norm",
     "identity",
     "join",
     "lamb",

@@ -233,7 +233,7 @@ def _check_eager() -> None:
     if torch.is_inference_mode_enabled():
         raise TypeError(
             "value_and_grad and train_step: torch.inference_mode is on, in which nothing has a gradient. Leave the "
-            "block, or call fshard.value for the loss alone."
+            "block, or call fshard.evaluate for the loss alone."
         )
 
 
@@ -305,10 +305,10 @@ def value_and_grad(
     return fn
 
 
-def value(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+def evaluate(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
     """`fn(sharded, *args) -> value`, or `(value, aux)`: the loss over all ranks, without a gradient.
 
-    >>> value(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
+    >>> evaluate(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
     tensor(5.)
     """
     check_loss(loss_fn)
