@@ -130,21 +130,22 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+ADAM = {"b1": 0.9, "b2": 0.99, "eps": 1e-8}
 FUSED = {
-    "adamw": lambda lr: (kernels.adam_, 2, kernels.Adam(lr, 0.9, 0.99, 1e-8, 0.1, True, 1.0, 1.0)),
-    "adam": lambda lr: (kernels.adam_, 2, kernels.Adam(lr, 0.9, 0.99, 1e-8, 0.1, False, 1.0, 1.0)),
-    "amsgrad": lambda lr: (kernels.adam_, 3, kernels.Adam(lr, 0.9, 0.99, 1e-8, 0.0, False, 1.0, 1.0)),
-    "sgd": lambda lr: (kernels.sgd_, 0, kernels.Sgd(lr, 0.0, False, 0.1)),
-    "momentum": lambda lr: (kernels.sgd_, 1, kernels.Sgd(lr, 0.9, True, 0.0)),
+    "adamw": (kernels.adam_, 2, {**ADAM, "weight_decay": 0.1, "decoupled": True}),
+    "adam": (kernels.adam_, 2, {**ADAM, "weight_decay": 0.1, "decoupled": False}),
+    "amsgrad": (kernels.adam_, 3, {**ADAM, "weight_decay": 0.0, "decoupled": False}),
+    "sgd": (kernels.sgd_, 0, {"momentum": 0.0, "nesterov": False, "weight_decay": 0.1}),
+    "momentum": (kernels.sgd_, 1, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.0}),
 }
 
 
 def fused(name: str, lr: Any, device: str, sizes: list[int], most: int = MOST) -> list[Tensor]:
     """Parameters and moments after one call of a fused kernel."""
-    kernel, num_moments, constants = FUSED[name](lr)
+    kernel, num_moments, constants = FUSED[name]
     generator = torch.Generator().manual_seed(0)
     columns = [[torch.rand(n, generator=generator).to(device) for n in sizes] for _ in range(2 + num_moments)]
-    kernel(*columns[:2], columns[2:], torch.tensor(3.0, device=device), None, constants, most)
+    kernel(*columns[:2], columns[2:], torch.tensor(3.0, device=device), None, {"lr": lr, **constants}, most)
     return [*columns[0], *(x for column in columns[2:] for x in column)]
 
 

@@ -19,8 +19,8 @@ from ..core.tracing import is_tracing
 from ..layout.layout import Layout
 from ..layout.pieces import Pieces, layout_of, without_padding
 from . import kernels
-from .base import Needs, Transform, at, checked, start_count
-from .elementwise import Rate, share
+from .base import Needs, Transform, checked, start_count
+from .elementwise import Rate, adam_constants
 
 _CHUNK = 1 << 15  # elements that stay in a CPU's cache, with their codes
 Books = tuple[Tensor, Tensor]  # of the first moment, and of the second
@@ -157,8 +157,7 @@ def adamw_8bit(
 
     def update(grads: Any, state: Adam8bitState, params: Any = None, **extra: Any) -> tuple[Any, Adam8bitState]:
         _check_state(state, tree.leaves(params), block)
-        t = state.count.double() + 1
-        constants = kernels.Adam(at(lr, state.count), b1, b2, eps, weight_decay, True, share(b1, t), share(b2, t))
+        constants = adam_constants(state, lr, b1, b2, eps, weight_decay, decoupled=True)
         moments = [*state.mu, *state.nu]
         rows_of_grads = tree.leaves(without_padding(grads))  # a NaN would be its whole block's scale
         columns = zip(tree.leaves(params), rows_of_grads, *(m.tensors for m in moments), strict=True)
@@ -190,11 +189,11 @@ def _blocks(x: Tensor, block: int, chunk: int) -> tuple[Tensor, ...]:
 
 
 def _update_row(
-    constants: kernels.Adam, books: Books, block: int, p: Tensor, g: Tensor, *moments: Tensor
+    constants: kernels.Constants, books: Books, block: int, p: Tensor, g: Tensor, *moments: Tensor
 ) -> list[Tensor]:
     """One row: the change of the parameter, then codes and scales of both moments."""
     chunk = max(1, block_size(p, _CHUNK) // block)  # blocks worked on at a time
-    change = partial(kernels.adam, c=kernels.constants_beside(constants, p))
+    change: kernels.Reference = partial(kernels.adam, **kernels.constants_beside(constants, p))
     wide = [_blocks(x.float(), block, chunk) for x in (p, g)]
     codes = [_blocks(x, block, chunk) for x in moments[::2]]
     scales = [x.split(chunk) for x in moments[1::2]]

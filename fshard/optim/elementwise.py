@@ -99,16 +99,17 @@ PARAMS = "params"  # a moment that begins as a copy of the parameters
 
 @dataclass(frozen=True)
 class Rule:
-    """An elementwise optimizer: `change` (a reference of `kernels`) with constants worked out by `prepare`.
+    """An elementwise optimizer: a reference function of `kernels`, and `prepare`, which computes its constants.
 
-    `prepare(state) -> (constants, new scalars)`. `moments` and `scalars` say what fields of the state begin as.
-    `kernel` is torch's fused twin where all hyper-parameters but the rate are plain numbers.
+    `prepare(state)` returns the constants by name and the new scalars of the state. `moments` and `scalars` give the
+    initial value of each field of the state. `kernel` is torch's fused twin of the reference; it takes no tensors as
+    hyper-parameters, except as the rate.
     """
 
     name: str
     state: Any  # its NamedTuple
-    change: Callable[..., tuple[Tensor, kernels.Moments]]
-    prepare: Callable[[Any], tuple[Any, dict[str, Tensor]]]
+    reference: Callable[..., kernels.Change]
+    prepare: Callable[[Any], tuple[kernels.Constants, dict[str, Tensor]]]
     moments: Mapping[str, float | str]
     scalars: dict[str, float] = field(default_factory=dict)
     kernel: Callable[..., None] | None = None
@@ -166,7 +167,7 @@ def _update(rule: Rule, grads: Any, state: Any, params: Any = None, **extra: Any
     flat, spec = tree.flatten(grads)
     columns = [flat if params is None else tree.leaves(params), flat, *map(tree.leaves, _columns(rule, state))]
     rows = [
-        kernels.apply(partial(rule.change, c=constants_beside(constants, p)), p, g, tuple(ms))
+        kernels.apply(partial(rule.reference, **constants_beside(constants, p)), p, g, tuple(ms))
         for p, g, *ms in zip(*columns, strict=True)
     ]
     moments = [
@@ -195,7 +196,9 @@ def _fused(
     return params, _after(rule, state, count, scalars, held)
 
 
-def _run(rule: Rule, columns: list[list[Tensor]], count: Tensor, found_inf: Tensor | None, constants: Any) -> None:
+def _run(
+    rule: Rule, columns: list[list[Tensor]], count: Tensor, found_inf: Tensor | None, constants: kernels.Constants
+) -> None:
     """Update rows of one device, in place."""
     own, given, *moments = columns
     given = [g.to(p.dtype) for g, p in zip(given, own, strict=True)]
@@ -204,17 +207,27 @@ def _run(rule: Rule, columns: list[list[Tensor]], count: Tensor, found_inf: Tens
         rule.kernel(own, given, moments, count, skip, constants)
     else:
         rows = [*zip(*moments, strict=True)] or [()] * len(own)
-        kernels.in_blocks(partial(rule.change, c=constants), own, given, rows, skip)
+        kernels.in_blocks(partial(rule.reference, **constants), own, given, rows, skip)
 
 
-def plain(*hyperparams: Any) -> bool:
-    """Whether hyper-parameters are numbers, as torch's fused kernels want them."""
+def all_numbers(*hyperparams: Any) -> bool:
+    """Whether hyper-parameters are numbers, as torch's fused kernels want them, and not tensors."""
     return not any(isinstance(h, Tensor) for h in hyperparams)
 
 
-def share(beta: Number, t: Tensor) -> Tensor:
-    """What the first t terms of a running mean weigh together: 1 - beta^t."""
+def bias_correction(beta: Number, t: Tensor) -> Tensor:
+    """The sum of the weights of the first t terms of a running mean: 1 - beta^t."""
     return 1 - beta**t
+
+
+def adam_constants(
+    state: Any, lr: Rate, b1: Number, b2: Number, eps: Number, weight_decay: Number, decoupled: bool
+) -> kernels.Constants:
+    """The constants of `kernels.adam` for the next update of a state with a `count`."""
+    t = state.count.double() + 1
+    numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
+    corrections = {"correction1": bias_correction(b1, t), "correction2": bias_correction(b2, t)}
+    return {"lr": at(lr, state.count), **numbers, **corrections}
 
 
 def adam_rule(
@@ -227,12 +240,10 @@ def adam_rule(
     decoupled: bool,
     amsgrad: bool = False,
 ) -> Transform:
-    """Adam under one of its names."""
+    """Adam, AdamW or AMSGrad, under the name that errors give."""
 
-    def prepare(state: AdamState) -> tuple[kernels.Adam, dict[str, Tensor]]:
-        t = state.count.double() + 1
-        shares = share(b1, t), share(b2, t)
-        return kernels.Adam(at(lr, state.count), b1, b2, eps, weight_decay, decoupled, *shares), {}
+    def prepare(state: AdamState) -> tuple[kernels.Constants, dict[str, Tensor]]:
+        return adam_constants(state, lr, b1, b2, eps, weight_decay, decoupled), {}
 
     return transform(
         Rule(
@@ -241,7 +252,7 @@ def adam_rule(
             kernels.adam,
             prepare,
             {"mu": 0.0, "nu": 0.0} | ({"nu_max": 0.0} if amsgrad else {}),
-            kernel=kernels.adam_ if plain(b1, b2, eps, weight_decay) else None,
+            kernel=kernels.adam_ if all_numbers(b1, b2, eps, weight_decay) else None,
             reads_params=not is_zero(weight_decay),
         )
     )

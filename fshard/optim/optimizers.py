@@ -27,12 +27,10 @@ from .elementwise import (
     ScheduleFreeState,
     SgdState,
     adam_rule,
-    plain,
-    share,
+    all_numbers,
+    bias_correction,
     transform,
 )
-
-Nothing = dict[str, Tensor]
 
 
 def sgd(lr: Rate, momentum: Number = 0, nesterov: bool = False, weight_decay: Number = 0) -> Transform:
@@ -51,8 +49,9 @@ def sgd(lr: Rate, momentum: Number = 0, nesterov: bool = False, weight_decay: Nu
     if nesterov and is_zero(momentum):
         raise ValueError("sgd: nesterov=True needs a momentum above 0")
 
-    def prepare(state: SgdState) -> tuple[kernels.Sgd, dict[str, Tensor]]:
-        return kernels.Sgd(at(lr, state.count), momentum, nesterov, weight_decay), {}
+    def prepare(state: SgdState) -> tuple[kernels.Constants, dict[str, Tensor]]:
+        constants = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        return {"lr": at(lr, state.count), **constants}, {}
 
     bare = is_zero(momentum) and is_zero(weight_decay)
     return transform(
@@ -62,7 +61,7 @@ def sgd(lr: Rate, momentum: Number = 0, nesterov: bool = False, weight_decay: Nu
             kernels.sgd,
             prepare,
             {} if is_zero(momentum) else {"momentum": 0.0},
-            kernel=kernels.sgd_ if plain(momentum, weight_decay) else None,
+            kernel=kernels.sgd_ if all_numbers(momentum, weight_decay) else None,
             reads_params=not is_zero(weight_decay),
             takes_sparse=bare,
         )
@@ -135,13 +134,19 @@ def nadam(
     check_hyperparams("nadam", lr, **numbers)
     check_flags(decoupled=decoupled)
 
-    def prepare(state: NadamState) -> tuple[kernels.Nadam, dict[str, Tensor]]:
+    def prepare(state: NadamState) -> tuple[kernels.Constants, dict[str, Tensor]]:
         t = state.count.double() + 1
-        now, following = (b1 * (1 - 0.5 * 0.96 ** (i * momentum_decay)) for i in (t, t + 1))
-        product = state.mu_product * now
-        shares = (1 - now) / (1 - product), following / (1 - product * following)
-        rate = at(lr, state.count)
-        return kernels.Nadam(rate, b1, b2, eps, weight_decay, decoupled, *shares, share(b2, t)), {"mu_product": product}
+        # this update's momentum and the next one's, and the product of all so far
+        momentum, following = (b1 * (1 - 0.5 * 0.96 ** (i * momentum_decay)) for i in (t, t + 1))
+        product = state.mu_product * momentum
+        constants = {
+            "lr": at(lr, state.count),
+            **{"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled},
+            "g_factor": (1 - momentum) / (1 - product),
+            "mu_factor": following / (1 - product * following),
+            "correction2": bias_correction(b2, t),
+        }
+        return constants, {"mu_product": product}
 
     return transform(
         Rule(
@@ -177,8 +182,9 @@ def rmsprop(
     check_hyperparams("rmsprop", lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
     check_flags(centered=centered)
 
-    def prepare(state: RmspropState) -> tuple[kernels.Rmsprop, dict[str, Tensor]]:
-        return kernels.Rmsprop(at(lr, state.count), alpha, eps, weight_decay, momentum, centered), {}
+    def prepare(state: RmspropState) -> tuple[kernels.Constants, dict[str, Tensor]]:
+        numbers = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
+        return {"lr": at(lr, state.count), "centered": centered, **numbers}, {}
 
     moments = ["square_avg", *["grad_avg"] * centered, *["momentum_buffer"] * (not is_zero(momentum))]
     begun = dict.fromkeys(moments, 0.0)
@@ -205,8 +211,9 @@ def adagrad(
     start = {"initial_accumulator_value": initial_accumulator_value}
     check_hyperparams("adagrad", lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps, **start)
 
-    def prepare(state: AdagradState) -> tuple[kernels.Adagrad, dict[str, Tensor]]:
-        return kernels.Adagrad(at(lr, state.count) / (1 + state.count.double() * lr_decay), eps, weight_decay), {}
+    def prepare(state: AdagradState) -> tuple[kernels.Constants, dict[str, Tensor]]:
+        rate = at(lr, state.count) / (1 + state.count.double() * lr_decay)
+        return {"lr": rate, "eps": eps, "weight_decay": weight_decay}, {}
 
     begun = {"sum": initial_accumulator_value}
     return transform(
@@ -227,8 +234,8 @@ def adadelta(lr: Rate = 1.0, rho: Number = 0.9, eps: Number = 1e-6, weight_decay
     """
     check_hyperparams("adadelta", lr, rho=rho, eps=eps, weight_decay=weight_decay)
 
-    def prepare(state: AdadeltaState) -> tuple[kernels.Adadelta, dict[str, Tensor]]:
-        return kernels.Adadelta(at(lr, state.count), rho, eps, weight_decay), {}
+    def prepare(state: AdadeltaState) -> tuple[kernels.Constants, dict[str, Tensor]]:
+        return {"lr": at(lr, state.count), "rho": rho, "eps": eps, "weight_decay": weight_decay}, {}
 
     return transform(
         Rule(
@@ -253,8 +260,8 @@ def lion(lr: Rate, b1: Number = 0.9, b2: Number = 0.99, weight_decay: Number = 1
     """
     check_hyperparams("lion", lr, b1=b1, b2=b2, weight_decay=weight_decay)
 
-    def prepare(state: LionState) -> tuple[kernels.Lion, dict[str, Tensor]]:
-        return kernels.Lion(at(lr, state.count), b1, b2, weight_decay), {}
+    def prepare(state: LionState) -> tuple[kernels.Constants, dict[str, Tensor]]:
+        return {"lr": at(lr, state.count), "b1": b1, "b2": b2, "weight_decay": weight_decay}, {}
 
     return transform(
         Rule("lion", LionState, kernels.lion, prepare, {"mu": 0.0}, reads_params=not is_zero(weight_decay))
@@ -284,13 +291,17 @@ def schedule_free_adamw(
     numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "weight_power": weight_power}
     check_hyperparams("schedule_free_adamw", lr, **numbers)
 
-    def prepare(state: ScheduleFreeState) -> tuple[kernels.ScheduleFree, dict[str, Tensor]]:
+    def prepare(state: ScheduleFreeState) -> tuple[kernels.Constants, dict[str, Tensor]]:
         rate = at(lr, state.count)
         lr_max = torch.maximum(state.lr_max, on_device(rate, state.lr_max.device))
         weight = lr_max**weight_power
         total = state.weight_sum + weight
-        newest = torch.where(total > 0, weight / total, 0.0)
-        constants = kernels.ScheduleFree(rate, b1, b2, eps, weight_decay, newest, share(b2, state.count.double() + 1))
+        constants = {
+            "lr": rate,
+            **{"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay},
+            "weight_of_z": torch.where(total > 0, weight / total, 0.0),
+            "correction2": bias_correction(b2, state.count.double() + 1),
+        }
         return constants, {"lr_max": lr_max, "weight_sum": total}
 
     return transform(
