@@ -16,7 +16,7 @@ from .dataflow import REDUCTIONS, VIEWS, call, copy, first_reader, first_write, 
 from .inspect import arguments, operator, values
 
 _aten, _fshard = torch.ops.aten, torch.ops.fshard
-Order = Mapping[fx.Node, float]
+Order = Mapping[fx.Node, int]  # the index of every node
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def bucket(graph: fx.Graph, nbytes: int) -> None:
 
 
 def _order(graph: fx.Graph) -> Order:
-    return {node: float(i) for i, node in enumerate(graph.nodes)}
+    return {node: i for i, node in enumerate(graph.nodes)}
 
 
 def _gathers(graph: fx.Graph, order: Order) -> list[_One]:
@@ -95,7 +95,7 @@ def _may_start_early(group: Sequence[_One], one: _One, order: Order) -> bool:
     return _is_there(one.x, first, order) and first_write([one.x], first, order) > order[one.start]
 
 
-def _is_there(x: fx.Node, at: float, order: Order) -> bool:
+def _is_there(x: fx.Node, at: int, order: Order) -> bool:
     return order[x] < at or (operator(x) in VIEWS and all(_is_there(y, at, order) for y in x.all_input_nodes))
 
 
@@ -140,7 +140,7 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_One], order: Order) -> None
             graph.erase_node(old)
 
 
-def _there(graph: fx.Graph, x: fx.Node, at: float, order: Order) -> fx.Node:
+def _there(graph: fx.Graph, x: fx.Node, at: int, order: Order) -> fx.Node:
     """`x`, or if it comes later a copy of the views it is."""
     if order[x] < at:
         return x
@@ -156,7 +156,7 @@ def _merge_reductions(graph: fx.Graph, group: Sequence[_One], order: Order) -> N
         row = call(graph, _aten.reshape.default, call(graph, _aten.cat.default, rows, 1), [-1])
         place = call(graph, _aten.new_empty.default, group[0].places[0], [ends[-1][1]])
         ticket = _start(graph, group, [place], row)
-    with graph.inserting_before(nodes[int(until)]):
+    with graph.inserting_before(nodes[until]):
         call(graph, _fshard.wait.default, place, ticket, [row])
         for one, end in zip(group, ends, strict=True):
             call(graph, _aten.copy_.default, one.places[0], call(graph, _aten.slice.Tensor, place, 0, *end))

@@ -91,30 +91,31 @@ def gathers(graph: fx.Graph) -> list[Gather]:
     return sorted(found, key=lambda gather: order[gather.readers[0]] if gather.readers else -1)
 
 
-def first_write(values: Iterable[fx.Node], after: float, order: Mapping[fx.Node, float]) -> float:
-    """Where the memory of some values is first written to."""
-    return min((at for at in _written(values, order) if at > after), default=float(len(order)))
+def first_write(values: Iterable[fx.Node], after: int, order: Mapping[fx.Node, int]) -> int:
+    """The index of the first node after index `after` that writes to the memory of these values; else one past all."""
+    return min((at for at in _written(values, order) if at > after), default=len(order))
 
 
-def last_write(values: Iterable[fx.Node], before: float, order: Mapping[fx.Node, float]) -> float:
-    """Where it was written to last."""
-    return max((at for at in _written(values, order) if at < before), default=-1.0)
+def last_write(values: Iterable[fx.Node], before: int, order: Mapping[fx.Node, int]) -> int:
+    """The index of the last node before index `before` that writes to the memory of these values; else -1."""
+    return max((at for at in _written(values, order) if at < before), default=-1)
 
 
-def _written(values: Iterable[fx.Node], order: Mapping[fx.Node, float]) -> Iterator[float]:
+def _written(values: Iterable[fx.Node], order: Mapping[fx.Node, int]) -> Iterator[int]:
+    """The indices of all nodes that write to the memory of these values; waits and reductions do not count."""
     places = {place for value in values for place in storages_of(value)}
     for node in (n for n in order if writes(n) and not is_call(n, "fshard.wait", *REDUCTIONS)):
         if any(places & set(storages_of(x)) for x in node.all_input_nodes[:1]):
             yield order[node]
 
 
-def first_reader(wait: fx.Node, order: Mapping[fx.Node, float]) -> float:
-    """Where what a reduction writes to is read first."""
-    place = set(storages_of(wait.args[0]))  # type: ignore[arg-type]
-    views = [node for node in order if place & set(storages_of(node))]
+def first_reader(wait: fx.Node, order: Mapping[fx.Node, int]) -> int:
+    """The index of the first node after a reduction's wait that reads what the reduction wrote; else one past all."""
+    result = set(storages_of(wait.args[0]))  # type: ignore[arg-type]
+    views = [node for node in order if result & set(storages_of(node))]
     users = {user for node in views for user in node.users if user not in views or writes(user)}
-    readers = [order[user] for user in users if any(place & set(storages_of(x)) for x in _read_by(user))]
-    return min((at for at in readers if at > order[wait]), default=float(len(order)))
+    readers = [order[user] for user in users if any(result & set(storages_of(x)) for x in _read_by(user))]
+    return min((at for at in readers if at > order[wait]), default=len(order))
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:

@@ -18,12 +18,12 @@ from ..sharding.units import ROOT
 from . import inspect, passes
 from .bucketing import bucket
 from .dataflow import written_inputs
+from .donate import Input, donated
 from .inspect import Traffic
 from .memory import Footprint, footprint
 from .signature import Signature, difference, flatten, on_meshes, signature
 from .trace import Output, Trace, TraceError, input_paths, tensors, trace
 
-_copy_ = torch.ops.aten.copy_.default
 _HELD = {"opt_state": "optimizer", "params": "parameters"}
 
 # Nodes stay in the order they were traced in, which says what is in memory when; and what is read again is kept, not
@@ -122,13 +122,6 @@ class Compiled:
         return tree.unflatten(traced.out_spec, results)
 
 
-@dataclass(frozen=True)
-class Input:
-    """The input of a graph of that number, written to."""
-
-    number: int
-
-
 def _result(result: Any, given: Sequence[Tensor], outputs: Sequence[Any]) -> Any:
     if isinstance(result, Input):
         return given[result.number]
@@ -175,57 +168,6 @@ def _check_unchanged(traced: Trace, leaves: Sequence[Any]) -> None:
         raise TraceError(
             f"jit: the function changes its argument {path!r} in place: make a new tensor instead, or a clone first"
         )
-
-
-def donated(traced: Trace, leaves: Sequence[Any]) -> Trace:
-    """The tensors of the first argument written to: what comes out, or first of what does, takes their place."""
-    first = traced.spec.child(0).child(0) if traced.spec.child(0).num_children else None
-    outs = [traced.out_spec, *traced.out_spec.children()[:1]]
-    if first is None or first not in outs:
-        raise ValueError(
-            "jit(donate=True): the function must give back, first of all, a tree of the structure of its first "
-            f"argument, {first}: it gives {traced.out_spec}. Use donate=False."
-        )
-    graph, results = copy.deepcopy(traced.module.graph), list(traced.results)
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    output = graph.output_node()
-    values: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
-    numbers = iter(range(len(inputs)))
-    places = [next(numbers) if isinstance(leaf, Tensor) else None for leaf in leaves[: first.num_leaves]]
-    with graph.inserting_before(output):
-        moved = [(i, place) for i, place in enumerate(places) if place is not None and isinstance(results[i], Output)]
-        moved = [(i, place) for i, place in moved if values[results[i].number] is not inputs[place]]
-        # an input that takes another's place is read before that is written to
-        paths = tree.paths(first)
-        for i, place in moved:
-            _check_fits(paths[i], inputs[place].meta["val"], values[results[i].number].meta["val"])
-        written = {inputs[place].meta["val"].untyped_storage()._cdata for _, place in moved}
-        values = [_apart(graph, value, written) for value in values]
-        news = [values[results[i].number] for i, _ in moved]
-        for (i, place), new in zip(moved, news, strict=True):
-            graph.call_function(_copy_, (inputs[place], new))
-            results[i] = Input(place)
-    kept = [r.number for r in results if isinstance(r, Output)]
-    output.args = ([values[number] for number in kept],)
-    results = [Output(kept.index(r.number)) if isinstance(r, Output) else r for r in results]
-    return Trace(fx.GraphModule(traced.module, graph), traced.spec, traced.out_spec, tuple(results))
-
-
-def _check_fits(path: str, place: Tensor, value: Tensor) -> None:
-    if (place.shape, place.dtype, place.device) != (value.shape, value.dtype, value.device):
-        raise ValueError(
-            f"jit(donate=True): leaf {path!r} of what comes out first must take the place of {place.dtype}"
-            f"{list(place.shape)}, and is {value.dtype}{list(value.shape)}. Use donate=False."
-        )
-
-
-def _apart(graph: fx.Graph, value: fx.Node, written: set[int]) -> fx.Node:
-    """A copy of what lies in memory that is written to."""
-    if value.meta["val"].untyped_storage()._cdata not in written:
-        return value
-    new = graph.call_function(torch.ops.aten.clone.default, (value,))
-    new.meta = dict(value.meta)
-    return new
 
 
 def _check_apart(given: Sequence[Tensor]) -> None:

@@ -17,7 +17,19 @@ import torch
 from torch import fx
 
 from ..core.tracing import define
-from .dataflow import REDUCTIONS, VIEWS, call, copy, first_reader, first_write, gathers, is_call, last_write, writes
+from .dataflow import (
+    REDUCTIONS,
+    VIEWS,
+    Gather,
+    call,
+    copy,
+    first_reader,
+    first_write,
+    gathers,
+    is_call,
+    last_write,
+    writes,
+)
 from .inspect import arguments, operator, values
 from .memory import footprint, storages_of
 
@@ -80,9 +92,16 @@ def _is_number(node: fx.Node) -> bool:
     return node.op == "call_function" and bool(found) and all(x.dim() == 0 for x in found)
 
 
-def _arrange(graph: fx.Graph, keys: Mapping[fx.Node, float]) -> None:
-    """Nodes in the order of their keys; those without one stay where they are."""
-    order = {node: (keys.get(node, i), i) for i, node in enumerate(graph.nodes)}
+# Where a node is moved to: the index of another node, and where beside that.
+_Place = tuple[int, int]
+
+# Beside a node, in this order: before it, from the first; the node itself; after it.
+_FIRST_START, _WAIT, _START, _ITSELF, _AFTER = range(-3, 2)
+
+
+def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
+    """Move nodes to their places; those without one stay, and those of one place keep their order."""
+    order = {node: (*places.get(node, (i, _ITSELF)), i) for i, node in enumerate(graph.nodes)}
     output = graph.output_node()
     for node in sorted(order, key=order.__getitem__):
         if node.op not in ("placeholder", "output"):
@@ -94,42 +113,52 @@ def sink(graph: fx.Graph, in_flight: int = 0) -> None:
 
     Reductions are waited for as late as those bytes allow.
     """
-    order, keys = {node: float(i) for i, node in enumerate(graph.nodes)}, dict[fx.Node, float]()
-    found = gathers(graph)
-    for i, gather in enumerate(found):
-        at = order[gather.readers[0]]
-        before = [g for g in found[:i] if order[g.readers[0]] < at]
-        head, nbytes = at - 0.5, gather.nbytes
-        for number, earlier in enumerate(reversed(before)):
-            if number and nbytes > in_flight:
-                break
-            head = order[earlier.readers[0]]
-            nbytes += earlier.nbytes
-        sent, began = [arguments(gather.start)["x"]], order[gather.start]
-        head = min(head, first_write(sent, began, order))
-        keys |= dict.fromkeys([gather.wait, *gather.views], at - 0.4)
-        after = max(last_write(sent, began, order) + 0.1, *(keys.get(x, order[x]) for x in sent))
-        start = max(head - 0.3, after)
-        keys |= dict.fromkeys([gather.start, gather.ticket], start)
-    _arrange(graph, keys)
+    order, places = {node: i for i, node in enumerate(graph.nodes)}, dict[fx.Node, _Place]()
+    all_gathers = gathers(graph)
+    for i, gather in enumerate(all_gathers):
+        shard, began = arguments(gather.start)["x"], order[gather.start]
+        # what the gather sends is there, and has the value it had where the gather stood
+        made = max((last_write([shard], began, order), _AFTER), places.get(shard, (order[shard], _ITSELF)))
+        changed = (first_write([shard], began, order), _START)
+        start = max(min(_early(gather, all_gathers[:i], order, in_flight), changed), made)
+        places |= dict.fromkeys([gather.start, gather.ticket], start)
+        places |= dict.fromkeys([gather.wait, *gather.views], (order[gather.readers[0]], _WAIT))
+    _arrange(graph, places)
     if in_flight:
         _delay(graph, in_flight)
 
 
+def _early(gather: Gather, before: Sequence[Gather], order: Mapping[fx.Node, int], in_flight: int) -> _Place:
+    """Where a gather starts: at the first reader of the unit before its own, or of one before that.
+
+    As many units before as have no more than `in_flight` bytes together with this one; the first unit at its reader.
+    """
+    at = order[gather.readers[0]]
+    place, nbytes = (at, _FIRST_START), gather.nbytes
+    earlier = [other for other in reversed(before) if order[other.readers[0]] < at]
+    for number, other in enumerate(earlier):
+        if number and nbytes > in_flight:
+            break
+        place = (order[other.readers[0]], _START)
+        nbytes += other.nbytes
+    return place
+
+
 def _delay(graph: fx.Graph, in_flight: int) -> None:
-    order, keys, waiting = {node: float(i) for i, node in enumerate(graph.nodes)}, dict[fx.Node, float](), []
+    """Wait for reductions later: when those under way have more than `in_flight` bytes, the oldest is waited for."""
+    order, places = {node: i for i, node in enumerate(graph.nodes)}, dict[fx.Node, _Place]()
+    under_way: list[tuple[fx.Node, int]] = []  # waits, and the bytes that are sent
     for start in (node for node in order if is_call(node, *REDUCTIONS)):
         (wait,) = (user for user in start.users if is_call(user, "fshard.wait"))
-        waiting.append((wait, values(arguments(start)["x"])[0].nbytes))
-        while sum(nbytes for _, nbytes in waiting) > in_flight and len(waiting) > 1:
-            keys[waiting.pop(0)[0]] = order[start] - 0.5
-    for wait, _ in waiting:
-        keys[wait] = float(len(order))
-    for wait in keys:
+        under_way.append((wait, values(arguments(start)["x"])[0].nbytes))
+        while sum(nbytes for _, nbytes in under_way) > in_flight and len(under_way) > 1:
+            places[under_way.pop(0)[0]] = (order[start], _WAIT)
+    places |= {wait: (len(order), _WAIT) for wait, _ in under_way}
+    for wait, latest in places.items():
         sent: list[fx.Node] = arguments(wait)["sent"]
-        end = min(first_reader(wait, order), first_write(sent, order[wait], order))
-        keys[wait] = max(order[wait], min(keys[wait], end - 0.5))
-    _arrange(graph, keys)
+        needed = min(first_reader(wait, order), first_write(sent, order[wait], order))
+        places[wait] = max((order[wait], _ITSELF), min(latest, (needed, _WAIT)))
+    _arrange(graph, places)
 
 
 def regather(graph: fx.Graph, units: Iterable[str]) -> None:
