@@ -312,6 +312,14 @@ def test_public_functions_show_an_example() -> None:
     assert [name for name in functions if ">>>" not in (inspect.getdoc(getattr(fshard, name)) or "")] == []
 
 
+@pytest.mark.parametrize("name", ["make_plan", "train_step"])
+def test_options_are_lists(name: str) -> None:
+    """An option would be missing in the docstring, or hidden in a paragraph."""
+    items = re.findall(r"^- ((?:`\w+`(?:, )?)+): ", inspect.getdoc(getattr(fshard, name)) or "", re.MULTILINE)
+    options = inspect.signature(getattr(fshard, name)).parameters.values()
+    assert sorted(re.findall(r"\w+", " ".join(items))) == sorted(x.name for x in options if x.kind is x.KEYWORD_ONLY)
+
+
 def test_files_and_functions_are_small() -> None:
     """450 lines, and 60 without the docstring."""
     for module, source in SOURCES.items():

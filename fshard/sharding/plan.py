@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -37,6 +37,7 @@ from ..core.lazy import Branch
 from ..layout.pieces import Parts
 from .leaves import check_tensors, first_places, is_differentiable, join_frozen
 from .offload import Crossing, Crossings
+from .partitions import partitions
 from .precision import Policy, Precision, policy_of, precisions
 from .units import ROOT, Where, claim_leaves, claim_policies, claim_units
 
@@ -292,21 +293,34 @@ def make_plan(
 ) -> Plan:
     """Lay a tree of tensors (real, meta or fake) out over the axes of a mesh.
 
-    `units` says what travels together: dotted path patterns (`*` one component, `**` any number), a predicate
-    `(path, subtree) -> bool`, or a number of elements at which a unit is full; the rest is the root unit. The three
-    `_over` arguments name the axes over which parameters, gradients and optimizer state are partitioned, each
-    extending the one before. `regather` frees gathered parameters after the forward and gathers them again in the
-    backward. `whole` leaves stay on every rank; `frozen` ones get no gradient and no optimizer state. Integer leaves
-    are always frozen, and so are leaves that do not require a gradient in a tree where others do, as a module's. Leaves
-    that are the same elements of the same memory (one tensor, its `.detach()` or `.data`) are tied: one slot.
-    Parameters, gradients and optimizer state of `host` leaves lie in host memory, where the optimizer updates them; the
-    mesh's device computes with them. No `block` of elements, counted from a leaf's first, lies on two ranks or holds
-    another leaf's (for state that is kept in blocks). `policy` says in what dtypes floating leaves are kept, computed
-    with and reduced (`Policy`, or its words), `param_wire` and `grad_wire` how shards and gradients travel
-    (fshard.wire); with `together` the dtypes of a unit are gathered in one message. `gather` is an object whose
-    all_gather brings the shards of a loss's parameters together (`fshard.reduction.Gather`). A step with
-    `reduction="tree"` cuts the batch of all ranks into `slices`, a power of two. On a mesh of processes the plan's
-    fingerprint is compared between all ranks.
+    Which leaves are gathered together, and over which axes:
+
+    - `units`: the subtrees that are gathered together: dotted path patterns (`*` one component, `**` any number), a
+      predicate `(path, subtree) -> bool`, or a number of elements at which a unit is full. All other leaves are the
+      root unit.
+    - `params_over`, `grads_over`, `state_over`: the names of the axes over which parameters, gradients and optimizer
+      state are partitioned, each extending the one before.
+    - `regather`: gathered parameters are freed after the forward and gathered again in the backward.
+
+    Leaves with another treatment, each option a pattern, several, or a predicate. Integer leaves are always frozen, and
+    so are leaves that do not require a gradient in a tree where others do, as a module's. Leaves that are the same
+    elements of the same memory (one tensor, its `.detach()` or `.data`) are tied: they are stored once.
+
+    - `whole`: they stay whole on every rank.
+    - `frozen`: they get no gradient and no optimizer state.
+    - `host`: parameters, gradients and optimizer state lie in host memory, where the optimizer updates them; the device
+      of the mesh computes with them.
+    - `block`: leaves start at multiples of so many elements, and shard boundaries fall on them (for state in blocks).
+
+    Dtypes, and what is sent:
+
+    - `policy`: the dtypes in which floating leaves are stored, computed with and reduced (`Policy`, or a text of one).
+    - `param_wire`, `grad_wire`: how shards and gradients are encoded to be sent (`fshard.wire`).
+    - `together`: all dtypes of a unit are gathered in one message.
+    - `gather`: an object whose `all_gather` gathers the shards of parameters (`fshard.reduction.Gather`).
+    - `slices`: a step with `reduction="tree"` cuts the batch of all ranks into so many, a power of two.
+
+    On a mesh of processes the plans of all ranks are compared.
 
     Raises TypeError (what an argument cannot be), ValueError (axes, patterns, leaves that are no plain dense tensors or
     share a part of their memory, `frozen` against `requires_grad`) and MismatchError (ranks whose plans differ).
@@ -320,7 +334,7 @@ def make_plan(
     _check_arguments(block, slices, regather, together, gather, param_wire=param_wire, grad_wire=grad_wire)
     _check_host(host, mesh)
     sizes, policy = axis_sizes(mesh), policy_of(policy)
-    over = _partitions(sizes, params_over, grads_over, state_over)
+    over = partitions(sizes, params_over, grads_over, state_over)
     check_plain("params", params)
     flat, spec = tree.flatten(params)
     check_tensors(flat, tree.paths(spec))
@@ -392,40 +406,6 @@ def _check_host(host: Where, mesh: Mesh) -> None:
             f"host={host!r}: expected a mesh, which says where to compute, got None. Give a mesh of one rank: "
             "init_device_mesh('cuda', (1,), mesh_dim_names=('shard',))"
         )
-
-
-def _partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> tuple[Axes, Axes, Axes]:
-    """The three partitions' axes, each beginning with those of the one before."""
-    result: list[Axes] = []
-    before: Axes = ()
-    for name, over in zip(("params_over", "grads_over", "state_over"), overs, strict=True):
-        wanted = axes_of(name, over, sizes)
-        if len(set(wanted)) < len(wanted) or not set(before) <= set(wanted):
-            raise ValueError(
-                f"{name}={over!r} must name each axis once and contain the axes {before} of the partition before it: "
-                "what is sharded stays sharded from parameters to gradients to optimizer state"
-            )
-        before = before + tuple(axis for axis in wanted if axis not in before)
-        result.append(before)
-    return result[0], result[1], result[2]
-
-
-def axes_of(name: str, over: Any, sizes: Mapping[str, int]) -> Axes:
-    """The axes an argument names: a name, or several; on one device "shard" and "replicate" are none.
-
-    Raises TypeError for what is no name, ValueError for an axis the mesh does not have.
-    """
-    names = (over,) if isinstance(over, str) else over
-    if not isinstance(names, list | tuple) or not all(isinstance(axis, str) for axis in names):
-        raise TypeError(wrong(name, over, "the name of an axis of the mesh, a tuple of names, or ()"))
-    known = list(sizes) or ["shard", "replicate"]
-    if unknown := [axis for axis in names if axis not in known]:
-        where = "the mesh has no axis" if sizes else "one device has no axis"
-        raise ValueError(
-            f"{name}={over!r}: {where} {unknown[0]!r}, it has {', '.join(map(repr, known))}. "
-            "Name one of those, or give init_device_mesh other mesh_dim_names."
-        )
-    return tuple(names) if sizes else ()
 
 
 def _place(

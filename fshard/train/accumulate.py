@@ -19,7 +19,8 @@ from ..layout.pieces import device_of
 from ..sharding import transfer
 from ..sharding.grad import Outcome, inputs, later_grads, run
 from ..sharding.gradients import Gradients, settle
-from ..sharding.plan import Plan, axes_of
+from ..sharding.partitions import axes_of
+from ..sharding.plan import Plan
 from ..sharding.sharded import Sharded
 from . import feedback
 from .data import cut

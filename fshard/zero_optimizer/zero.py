@@ -21,7 +21,7 @@ from ..core.arguments import check_whole, check_word
 from ..layout.pieces import Parts
 from ..optim.base import Transform, as_transform
 from ..sharding.leaves import check_tensors, first_places
-from ..sharding.plan import axes_of
+from ..sharding.partitions import axes_of
 from .flat import flat_init, flat_step, flat_update
 from .leaf import leaf_init, leaf_step, leaf_update
 
