@@ -2,11 +2,13 @@
 
 import gc
 import os
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.worlds import gloo
+from torch.distributed.device_mesh import DeviceMesh
 
 import fshard
 from fshard.comm import one_host, primitives
@@ -164,3 +166,49 @@ def test_plans_are_connected_along_every_axis():
     """Each axis of a mesh of one host."""
     results = gloo(_axes, shard=2, replicate=2)
     assert results == [("HostMesh", ["_HostRanks"] * 2, rank) for rank in range(4)]
+
+
+def _descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _twenty_plans(mesh):
+    """Descriptors of this process: before, with one plan that has been used, with 21, and when all are gone."""
+    params = {"a": torch.ones(40), "b": torch.ones(5)}
+    other = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("shard",))
+    dist.barrier(other.get_group("shard"))  # gloo connects when it is first used
+    elsewhere = fshard.make_plan(params, mesh).mesh  # of an equal mesh, which has a process group of its own
+    gc.collect()
+    gc.disable()  # what is in no reference cycle goes at once
+    counts = [_descriptors()]
+    plans = [fshard.make_plan(params, other)]
+    tx = fshard.optim.adamw(0.1)
+    state = fshard.init_state(fshard.shard_params(params, plans[0]), tx)
+    step = fshard.check(fshard.train_step(lambda p, x: (p["a"].sum() + p["b"] * x).sum(), tx, clip_norm=1.0))
+    state, _ = step(state, torch.ones(1))
+    counts.append(_descriptors())
+    plans += [fshard.make_plan(params, other) for _ in range(20)]
+    for plan in plans[1:]:
+        fshard.gather_params(fshard.shard_params(params, plan))
+    counts.append(_descriptors())
+    assert all(plan.mesh is plans[0].mesh for plan in plans)
+    assert elsewhere is not plans[0].mesh
+    ends = [weakref.ref(plans[0]), weakref.ref(plans[0].mesh)]
+    del plans, plan, state
+    alive = [end() is not None for end in ends]
+    dist.barrier()
+    del other
+    dist.barrier()  # the other rank has closed its ends, too
+    gc.enable()
+    return counts, alive, [end() is not None for end in ends], _descriptors()
+
+
+def test_plans_share_what_belongs_to_their_mesh():
+    """20 more plans open nothing; the connections last as long as the mesh, then close without the collector."""
+    for counts, alive, after, end in gloo(_twenty_plans, shard=2):
+        before, one, many = counts
+        assert one > before
+        assert many == one
+        assert alive == [False, True]
+        assert after == [False, False]
+        assert end <= before

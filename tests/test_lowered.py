@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fshard
 from fshard import AbstractMesh, optim, tree
 from fshard.comm import primitives, process_groups
-from fshard.comm.traced import MESHES
+from fshard.comm.mesh import MESHES
 from fshard.compiler.memory import footprint
 
 WORLDS = {"2": (1, 2), "3": (1, 3), "2x2": (2, 2)}

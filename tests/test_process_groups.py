@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fshard
 from fshard import optim, tree
-from fshard.comm import primitives, process_groups
+from fshard.comm import mesh as mesh_module
+from fshard.comm import process_groups
 from fshard.wire import Int8, TopK
 
 POISON = 0xA5
@@ -105,7 +106,7 @@ def as_nccl(mesh: Any, job: Any, *args: Any) -> tuple[Any, list[Late]]:
     warnings.simplefilter("ignore", FutureWarning)
     with (
         mock.patch.object(process_groups, "dist", Distributed()) as stand_in,
-        mock.patch.object(primitives, "GroupRanks", BuiltIn),
+        mock.patch.multiple(mesh_module, GroupRanks=BuiltIn, MESHES=mesh_module.Meshes()),
     ):
         return job(mesh, *args), stand_in.calls
 

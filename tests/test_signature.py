@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard
 from fshard import DynamicLossScale, optim, tree
-from fshard.comm import traced
+from fshard.comm.mesh import MESHES
 from fshard.compiler.signature import fixed
 from fshard.compiler.trace import TraceError
 
@@ -105,8 +105,8 @@ def test_equal_meshes_have_different_names():
     """The first of two process groups may be gone when the second is there."""
     one, other = EqualMesh(shard=2), EqualMesh(shard=2)
     assert one == other
-    assert len({traced.MESHES.of(mesh) for mesh in (one, other)}) == 2
-    assert traced.MESHES.find(traced.MESHES.of(other)) is other
+    assert len({MESHES.of(mesh) for mesh in (one, other)}) == 2
+    assert MESHES.find(MESHES.of(other)) is other
 
 
 # --- values that are no tensors, and bits of tensors ---
@@ -559,7 +559,7 @@ def test_after_an_error_a_good_call():
 
 # --- all at once ---
 
-MESHES = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)]
+WORLDS = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)]
 PASSES: list[dict[str, Any]] = [
     {"bucket": 10**6},
     {"in_flight": 10**6},
@@ -572,7 +572,7 @@ PASSES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("options", PASSES, ids=str)
 @pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("world", MESHES, ids=str)
+@pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_a_step_by_every_way(world, donate, options, name):
     """Strategies times passes times donation, one jitted step for all ranks, has the eager step's bits."""
     run = eager(start(None, EXACT)[1], donate=donate, **options)

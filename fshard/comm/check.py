@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from ..core import tree
 from ..core.arguments import wrong
 from ..core.tracing import is_tracing
 from .announce import is_announcing
-from .compare_calls import Lines, lines_of
-from .mesh import Mesh, OnMesh, axis_sizes
+from .compare_calls import lines_of
+from .mesh import Mesh, OnMesh, adapted
 
 
 class Checked:
@@ -26,18 +26,16 @@ class Checked:
         call = partial(self.run, *args, **kwargs)
         if is_tracing() or is_announcing():  # a graph's collectives are announced when it runs
             return call()
-        lines = _lines_of(args, kwargs) if self._mesh is ... else self._lines
+        mesh = adapted(_mesh_of(args, kwargs) if self._mesh is ... else self._mesh)
+        lines = None if mesh is None else mesh.once(lines_of)
         return call() if lines is None else lines.run(call)
 
-    @cached_property
-    def _lines(self) -> Lines | None:
-        return lines_of(self._mesh)
 
-
-def _lines_of(*args: Any) -> Lines | None:
+def _mesh_of(*args: Any) -> Mesh:
+    """The mesh of the first argument that has one."""
     for node in tree.nodes(args, OnMesh):
-        if hasattr(node.home, "lines"):
-            return node.home.lines
+        if node.home is not None:
+            return node.home.live_mesh()
     raise TypeError(
         "check: expected a Sharded (or a TrainState) among the arguments, whose plan has the mesh, got none. "
         "Say which one: fshard.check(fn, mesh)"
@@ -62,7 +60,7 @@ def check(fn: Callable[..., Any], mesh: Mesh = ...) -> Checked:
     if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"check: {wrong('fn', fn, 'a step, or any function')}")
     if mesh is not ...:
-        axis_sizes(mesh)  # an error for what is no mesh
+        adapted(mesh)  # an error for what is no mesh
     return Checked(fn, mesh)
 
 

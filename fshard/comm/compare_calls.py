@@ -29,7 +29,7 @@ from .announce import Announced, announcing
 from .consensus import rows_of_bytes
 from .links import Link, listen
 from .log import tally
-from .mesh import Mesh, axis_sizes
+from .mesh import Mesh, ProcessMesh, adapted
 from .primitives import along
 from .ranks import MismatchError, Ranks
 from .rendezvous import links_to
@@ -53,11 +53,12 @@ class _Said(NamedTuple):
 class Lines:
     """A rank's connections to its peers along every axis of a mesh, made by all ranks together."""
 
-    def __init__(self, mesh: Mesh):
-        self._mesh, self._me = getattr(mesh, "device_mesh", mesh), mesh.get_rank()
+    def __init__(self, mesh: ProcessMesh):
+        # not the mesh itself: it keeps these lines
+        self._likeness, self._me = mesh.likeness, mesh.get_rank()
         self._links: dict[str, dict[int, Link]] = {}
         self._data: dict[str, dict[int, Link]] = {}  # what collectives themselves send by, where this can be seen
-        for axis in axis_sizes(mesh):
+        for axis in mesh.mesh_dim_names:
             self._link(along(mesh, axis))
         self._last = _Said(0, _WAITS, "", "")
         self._ends: dict[int, _Said] = {}  # of this call, by peer
@@ -100,7 +101,7 @@ class Lines:
             raise
 
     def _around(self, ranks: Any, mesh: Mesh) -> Any:
-        if getattr(mesh, "device_mesh", mesh) != self._mesh:
+        if mesh.likeness != self._likeness:
             return ranks
         return Announced(ranks, partial(self._announce, ranks.axis))
 
@@ -185,7 +186,8 @@ def _call(said: _Said) -> str:
 
 def lines_of(mesh: Mesh) -> Lines | None:
     """Lines along a mesh of processes; None for one device, simulated ranks and meshes that are not there."""
-    if not hasattr(getattr(mesh, "device_mesh", mesh), "get_group"):
+    grid = adapted(mesh)
+    if not isinstance(grid, ProcessMesh):
         return None
     with tally():  # making connections is not what the user counts
-        return Lines(mesh)
+        return Lines(grid)

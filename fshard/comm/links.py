@@ -50,6 +50,7 @@ class Link:
     arrived: dict[int, _Message] = field(default_factory=dict)
     mapped: dict[int, Segment] = field(default_factory=dict)
     shown: set[int] = field(default_factory=set)
+    is_open: bool = True  # as far as this rank has read
     stream: bytearray = field(default_factory=bytearray)
     fds: deque[int] = field(default_factory=deque)
 
@@ -126,6 +127,14 @@ class Link:
         self.drain()
         return self.num_arrived > self.num_expected
 
+    def is_quiet(self) -> bool:
+        """Whether as many messages have come as this rank expects, and the peer is still there."""
+        with suppress(MismatchError):
+            while self.drain():
+                pass
+            return self.is_open and self.num_arrived == self.num_expected
+        return False
+
     def drain(self, call: str = "") -> bool:
         """Read what is there; whether there was anything."""
         try:
@@ -138,6 +147,7 @@ class Link:
         if flags & socket.MSG_CTRUNC:
             raise self._refused(f"descriptors that this process has no room for ({reason(OSError(errno.EMFILE, ''))})")
         if not data:
+            self.is_open = False
             if call:
                 raise self._gone(call)
             return False

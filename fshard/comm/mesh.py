@@ -1,24 +1,106 @@
-"""Meshes: named axes of ranks, and this rank's place on them.
+"""Meshes: named axes of ranks, this rank's place on them, and what is made once for a mesh.
 
-A mesh is a torch `DeviceMesh`, simulated ranks (`fshard.testing`), an `AbstractMesh` without processes, or None for one
-device.
+A user's mesh is a torch `DeviceMesh`, simulated ranks (`fshard.testing`), an `AbstractMesh` without processes, or None
+for one device. `adapted` turns a DeviceMesh into a `ProcessMesh`, so all meshes inside this package are a `Grid`.
+
+Note [One handle for each mesh]
+    What belongs to a mesh is made once and shared by all plans on it: its process groups, the connections between
+    processes of one host, the lines on which ranks compare calls, its streams, its name in graphs. `MESHES` finds the
+    `ProcessMesh` of a DeviceMesh by the identity of the DeviceMesh: equal meshes may have different process groups.
+    A `ProcessMesh` refers to process groups, not to the DeviceMesh, and nothing it keeps refers to it, so there is no
+    reference cycle: its connections close as soon as the DeviceMesh and the last plan on it are gone.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.arguments import check_whole, shown, wrong
+from .log import Record
+from .process_groups import GroupRanks
+from .ranks import Ranks
+
+T = TypeVar("T")
 
 
-class AbstractMesh:
+def digits(number: int, sizes: Sequence[int]) -> list[int]:
+    """A rank's number along each of several axes, the first axis the slowest.
+
+    >>> digits(5, [2, 3])
+    [1, 2]
+    """
+    found: list[int] = []
+    for size in reversed(sizes):
+        number, digit = divmod(number, size)
+        found.insert(0, digit)
+    return found
+
+
+class Grid:
+    """A mesh as one of its ranks sees it: the names and sizes of its axes (the first the slowest), and this rank.
+
+    `rank` is this rank's number among all, `place` its number along each axis.
+    """
+
+    abstract = False  # whether there are no ranks to send anything to
+    members: tuple[int, ...] = ()  # the numbers of its processes
+
+    def __init__(self, axes: Mapping[str, int], rank: int, place: Sequence[int], device: torch.device):
+        self.mesh_dim_names, self.shape, self.ndim = tuple(axes), tuple(axes.values()), len(axes)
+        self.device, self.device_type = device, device.type
+        self._rank, self._place = rank, tuple(place)
+        self._kept: dict[Any, Any] = {}
+
+    @property
+    def likeness(self) -> tuple[Any, ...]:
+        """What is equal for a mesh and its connected twin: the kind of device, the axes, the processes."""
+        return self.device_type, self.mesh_dim_names, self.shape, self.members
+
+    def size(self, axis: str | int | None = None) -> int:
+        """The number of ranks along an axis (None: in all)."""
+        return math.prod(self.shape) if axis is None else self.shape[self._number(axis)]
+
+    def get_rank(self) -> int:
+        """This rank's number among all."""
+        return self._rank
+
+    def get_coordinate(self) -> list[int]:
+        """This rank's number along each axis."""
+        return [*self._place]
+
+    def get_local_rank(self, axis: str | int | None = None) -> int:
+        """This rank's number along an axis (None: the only one). ValueError for None if there are several."""
+        if axis is None and self.ndim > 1:
+            raise ValueError(f"get_local_rank: name one of the axes {self.mesh_dim_names}")
+        return self._place[self._number(axis or 0)]
+
+    def _number(self, axis: str | int) -> int:
+        if isinstance(axis, str) and axis not in self.mesh_dim_names:
+            raise ValueError(f"the mesh has no axis {axis!r}: it has {', '.join(map(repr, self.mesh_dim_names))}")
+        return self.mesh_dim_names.index(axis) if isinstance(axis, str) else axis
+
+    def ranks(self, axis: str) -> Ranks:
+        """The ranks along one axis, which collectives are made of."""
+        raise NotImplementedError
+
+    def once(self, make: Callable[[Any], T]) -> T:
+        """`make(self)`, called the first time and kept. What it makes must not refer to this mesh."""
+        if make not in self._kept:
+            self._kept[make] = make(self)
+        return self._kept[make]
+
+
+class AbstractMesh(Grid):
     """A mesh of any size, seen by one of its ranks: plans are made for it, and functions lowered, but not run.
 
     Axes by name, the first the slowest; `rank` is this rank's number among all. ValueError for "cuda" where torch is
@@ -47,26 +129,12 @@ class AbstractMesh:
                 f"AbstractMesh: device={device!r}: expected a kind of device that this torch is built for, got CUDA "
                 "and a build for CPUs alone. Use a CUDA build, which needs no GPU for this, or leave `device` out"
             )
-        self.mesh_dim_names, self.shape, self.device_type = tuple(axes), tuple(axes.values()), given.type
-        self.device = torch.device("cpu") if given.type == "cpu" else torch.device(given.type, given.index or 0)
-        self._rank = rank
+        one = torch.device("cpu") if given.type == "cpu" else torch.device(given.type, given.index or 0)
+        super().__init__(axes, rank, digits(rank, [*axes.values()]), one)
 
-    def size(self, axis: int | None = None) -> int:
-        """The number of ranks along a dimension (None: in all)."""
-        return math.prod(self.shape) if axis is None else self.shape[axis]
-
-    def get_rank(self) -> int:
-        """This rank's number among all."""
-        return self._rank
-
-    def get_local_rank(self, axis: str) -> int:
-        """This rank's number along an axis."""
-        number = self.mesh_dim_names.index(axis)
-        return self._rank // math.prod(self.shape[number + 1 :]) % self.shape[number]
-
-    def ranks(self, axis: str) -> _AbstractRanks:
-        """The ranks along one axis (what `fshard.comm` asks of a mesh)."""
-        return _AbstractRanks(axis, self.get_local_rank(axis), self.shape[self.mesh_dim_names.index(axis)], self.device)
+    def ranks(self, axis: str) -> Ranks:
+        """Ranks that send nothing: RuntimeError from whatever would."""
+        return _AbstractRanks(axis, self.get_local_rank(axis), self.size(axis), self.device)
 
 
 class _AbstractRanks:
@@ -74,6 +142,7 @@ class _AbstractRanks:
     whole = None
 
     def __init__(self, axis: str, rank: int, size: int, device: torch.device):
+        self.record = Record("", axis, "", 0)
         self.axis, self.rank, self.size, self.device = axis, rank, size, device
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
@@ -88,41 +157,107 @@ class _AbstractRanks:
         )
 
 
+class ProcessMesh(Grid):
+    """What belongs to a DeviceMesh (Note [One handle for each mesh]); collectives go through its process groups."""
+
+    def __init__(self, mesh: DeviceMesh):
+        names, device = mesh.mesh_dim_names or (), numbered(mesh.device_type)
+        axes = {name: mesh.size(i) for i, name in enumerate(names)}
+        super().__init__(axes, mesh.get_rank(), mesh.get_coordinate() or (), device)
+        self.members = tuple(mesh.mesh.flatten().tolist())
+        self._groups = [weakref.ref(mesh.get_group(axis)) for axis in names]
+        self._ranks: dict[str, Ranks] = {axis: GroupRanks(axis, mesh.get_group(axis), device) for axis in names}
+
+    def is_of(self, mesh: DeviceMesh) -> bool:
+        """Whether the mesh still has these process groups: `init_process_group` may have made others since."""
+        return all(
+            group() is mesh.get_group(axis) for group, axis in zip(self._groups, self.mesh_dim_names, strict=True)
+        )
+
+    def ranks(self, axis: str) -> Ranks:
+        """The ranks along one axis."""
+        return self._ranks[axis]
+
+
+class Meshes:
+    """The `ProcessMesh` of each DeviceMesh, and meshes by the names that graphs know them by: for as long as they live.
+
+    Meshes are told apart by identity, because those of two worlds, or of two ranks of one, may be equal.
+    """
+
+    def __init__(self) -> None:
+        self._handles: Any = WeakIdKeyDictionary()  # DeviceMesh -> ProcessMesh
+        self._names: Any = WeakIdKeyDictionary()
+        self._meshes: Any = weakref.WeakValueDictionary()
+        self._numbers = count()
+
+    def handle(self, mesh: DeviceMesh) -> ProcessMesh:
+        """What belongs to a DeviceMesh: made again if its process groups were."""
+        known = self._handles.get(mesh)
+        if known is None or not known.is_of(mesh):
+            self._handles[mesh] = known = ProcessMesh(mesh)
+        return known
+
+    def of(self, mesh: Any) -> str:
+        """The name of a mesh."""
+        mesh = adapted(mesh)
+        if mesh not in self._names:
+            self._names[mesh] = name = f"mesh{next(self._numbers)}"
+            self._meshes[name] = mesh
+        return self._names[mesh]
+
+    def find(self, name: str) -> Any:
+        """The mesh of that name. RuntimeError if it is gone."""
+        mesh = self._meshes.get(name)
+        if mesh is None:
+            raise RuntimeError(f"a compiled function was called after its mesh {name!r} was deleted: keep the plan")
+        return mesh
+
+
+MESHES = Meshes()
 Mesh = Any  # a DeviceMesh, a simulated mesh, or None: one device
 Axes = tuple[str, ...]
 
 
-def axis_sizes(mesh: Mesh) -> dict[str, int]:
-    """The axes of a mesh, outermost first; none for one device."""
-    if mesh is None:
-        return {}
-    if not hasattr(mesh, "mesh_dim_names"):
+def adapted(mesh: Mesh) -> Any:
+    """A user's mesh as a `Grid`: a DeviceMesh as what belongs to it, others as they are; None for one device.
+
+    TypeError for what is no mesh; ValueError for a DeviceMesh without names, or one this rank is not on.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        if mesh is None or hasattr(mesh, "mesh_dim_names"):
+            return mesh
         raise TypeError(
             f"mesh: expected a DeviceMesh with named axes, a simulated mesh, or None (one device), got {shown(mesh)}. "
             "Make one: init_device_mesh('cuda', (8,), mesh_dim_names=('shard',)); of a process group: "
             "DeviceMesh.from_group(group, 'cuda', mesh_dim_names=('shard',))"
         )
-    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+    if mesh.get_coordinate() is None:
         raise ValueError("mesh: this rank is none of its ranks: make plans and call collectives on those alone")
-    names = mesh.mesh_dim_names
-    if names is None:
+    if mesh.mesh_dim_names is None:
         raise ValueError(
             "the mesh has no axis names: give init_device_mesh mesh_dim_names=('shard',) or ('replicate', 'shard')"
         )
-    return {name: mesh.size(i) for i, name in enumerate(names)}
+    return MESHES.handle(mesh)
+
+
+def axis_sizes(mesh: Mesh) -> dict[str, int]:
+    """The axes of a mesh, outermost first; none for one device."""
+    grid = adapted(mesh)
+    return {} if grid is None else {name: grid.size(name) for name in grid.mesh_dim_names}
 
 
 def coordinate(mesh: Mesh, axes: Sequence[str]) -> int:
     """This rank's number along several axes, the first of them the slowest."""
-    sizes, index = axis_sizes(mesh), 0
+    grid, index = adapted(mesh), 0
     for axis in axes:
-        index = index * sizes[axis] + mesh.get_local_rank(axis)
+        index = index * grid.size(axis) + grid.get_local_rank(axis)
     return index
 
 
 def mesh_device(mesh: Mesh) -> torch.device:
     """The device this rank's tensors live on."""
-    return mesh.device if hasattr(mesh, "device") else numbered("cpu" if mesh is None else mesh.device_type)
+    return torch.device("cpu") if mesh is None else adapted(mesh).device
 
 
 def numbered(name: str) -> torch.device:

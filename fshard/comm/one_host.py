@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from ..core.bits import as_bytes, from_bytes
+from . import primitives
 from .consensus import rows_of_bytes
 from .links import SMALL, Link
 from .log import Record
-from .mesh import Mesh, axis_sizes
+from .mesh import Mesh, ProcessMesh, adapted
 from .primitives import along
 from .ranks import Ranks
 from .rendezvous import links_to
@@ -127,39 +128,57 @@ class _HostRanks:
         return _Exchange(self.links, numbers, list(recvs), sends[self.rank], call)
 
 
-class HostMesh:
-    """A DeviceMesh of CPU processes some of whose axes lie on one host: there, messages go through shared memory."""
+class HostMesh(ProcessMesh):
+    """A `ProcessMesh` some of whose axes lie on one host: along those, messages go through shared memory."""
 
-    def __init__(self, mesh: Any, ranks: dict[str, Ranks]):
-        self.device_mesh, self._ranks = mesh, ranks
-        self.mesh_dim_names, self.device_type = mesh.mesh_dim_names, mesh.device_type
+    def __init__(self, mesh: ProcessMesh, ranks: dict[str, Ranks]):
+        self.__dict__.update(vars(mesh))
+        self._ranks, self._kept = ranks, {}
 
-    def size(self, dim: int | None = None) -> int:
-        """The number of ranks along a dimension of the mesh (None: in all)."""
-        return self.device_mesh.size(dim)
-
-    def get_local_rank(self, axis: str | int | None = None) -> int:
-        """This rank's number along an axis."""
-        return self.device_mesh.get_local_rank(axis)
-
-    def get_rank(self) -> int:
-        """This process's number among all."""
-        return self.device_mesh.get_rank()
-
-    def ranks(self, axis: str) -> Ranks:
-        """The ranks along one axis."""
-        return self._ranks[axis]
+    def is_quiet(self) -> bool:
+        """Whether all messages that this rank expects have come, no more, and all peers are there."""
+        hosts = [ranks for ranks in self._ranks.values() if isinstance(ranks, _HostRanks)]
+        return all(link.is_quiet() for ranks in hosts for link in ranks.links.values())
 
 
-def connect(mesh: Mesh) -> Mesh:
+class _Connection:
+    """Where a `ProcessMesh` keeps its connected twin."""
+
+    def __init__(self, mesh: ProcessMesh):
+        self.twin: HostMesh | None = None
+
+
+def _has_hosts(mesh: Any) -> bool:
+    """Whether processes of a mesh may share memory: those of CPUs, on Linux."""
+    return type(mesh) is ProcessMesh and mesh.device_type == "cpu" and hasattr(os, "memfd_create")
+
+
+def connected(mesh: Mesh) -> Any:
+    """`connect(mesh)`, made once for a mesh and shared by all plans on it.
+
+    Every rank must call it. It is made again, on all ranks, if on any of them messages were left over by a call that
+    failed: the ranks ask each other over their process groups.
+    """
+    grid = adapted(mesh)
+    if not _has_hosts(grid):
+        return grid
+    kept = grid.once(_Connection)
+    is_missing = kept.twin is None or not kept.twin.is_quiet()
+    if primitives.total(torch.tensor(is_missing, dtype=torch.uint8), grid, op="max", label="connections").item():
+        kept.twin = None  # before others are made: should that fail on any rank, all of them have none
+        kept.twin = connect(grid)
+    return kept.twin
+
+
+def connect(mesh: Mesh) -> Any:
     """The mesh, with shared memory along those axes of a DeviceMesh of CPU processes that lie on one host.
 
     Every rank must call it. Meshes of GPUs, of one device, simulated ones and other systems than Linux are left alone.
     """
-    if not hasattr(mesh, "get_group") or mesh.device_type != "cpu" or not hasattr(os, "memfd_create"):
-        return mesh
-    ranks = {axis: along(mesh, axis) for axis in axis_sizes(mesh)}
-    return HostMesh(mesh, {axis: _connected(r) for axis, r in ranks.items()})
+    grid = adapted(mesh)
+    if not _has_hosts(grid):
+        return grid
+    return HostMesh(grid, {axis: _connected(along(grid, axis)) for axis in grid.mesh_dim_names})
 
 
 def _connected(ranks: Ranks) -> Ranks:

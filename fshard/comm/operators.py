@@ -11,8 +11,8 @@ from torch import Tensor
 from ..core.tracing import define
 from . import primitives
 from .log import Record, note
+from .mesh import MESHES
 from .ranks import Pending, Ranks
-from .traced import MESHES
 
 _AT = "str mesh, str axis, str label, int nbytes"
 Started = tuple[Tensor, Tensor]

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.bits import Held, pack, packed_size, unpack
 from ..core.tracing import is_tracing
 from .announce import Announced, announced
 from .log import Call, Record, note
-from .mesh import Axes, Mesh, axis_sizes, mesh_device
-from .process_groups import GroupRanks, Works, all_gather_single, as_real, as_sent, reduce_scatter_single
+from .mesh import Axes, Mesh, adapted, axis_sizes
+from .process_groups import Works, all_gather_single, as_real, as_sent, reduce_scatter_single
 from .ranks import Pending, Ranks
 from .traced import NodeRanks, is_direct
 
@@ -43,13 +42,12 @@ def _note(kind: str, ranks: Ranks, label: str, nbytes: int, more: str = "") -> N
 
 def along(mesh: Mesh, axis: str) -> Ranks:
     """The ranks along one axis of a mesh."""
-    if axis not in (getattr(mesh, "mesh_dim_names", None) or axis_sizes(mesh)):
+    grid = adapted(mesh)
+    if grid is None or axis not in grid.mesh_dim_names:
         names = ", ".join(map(repr, axis_sizes(mesh)))
         raise ValueError(f"the mesh has no axis {axis!r}: it has {names or 'no axes'}")
-    ranks = (
-        GroupRanks(axis, mesh.get_group(axis), mesh_device(mesh)) if isinstance(mesh, DeviceMesh) else mesh.ranks(axis)
-    )
-    return NodeRanks(ranks, mesh) if is_tracing() else announced(ranks, mesh)
+    ranks = grid.ranks(axis)
+    return NodeRanks(ranks, grid) if is_tracing() else announced(ranks, grid)
 
 
 def _call(kind: str, x: Tensor, ranks: Ranks, label: str, more: str = "") -> str:

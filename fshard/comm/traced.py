@@ -10,46 +10,18 @@ Note [Collectives in a graph]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .log import Record
+from .mesh import MESHES
 
 _LARGE = 1 << 20  # bytes
 
 # Below this an all-reduce sends everything to everyone: one message instead of two, and the same bits.
 _SMALL = 1 << 14  # bytes
-
-
-class Names:
-    """Meshes by name, for as long as they live: by identity, for those of two worlds, or two ranks, may be equal."""
-
-    def __init__(self) -> None:
-        self._names: Any = WeakIdKeyDictionary()
-        self._meshes: Any = WeakValueDictionary()
-        self._numbers = count()
-
-    def of(self, mesh: Any) -> str:
-        """The name of a mesh."""
-        if mesh not in self._names:
-            self._names[mesh] = name = f"mesh{next(self._numbers)}"
-            self._meshes[name] = mesh
-        return self._names[mesh]
-
-    def find(self, name: str) -> Any:
-        """The mesh of that name. RuntimeError if it is gone."""
-        mesh = self._meshes.get(name)
-        if mesh is None:
-            raise RuntimeError(f"a compiled function was called after its mesh {name!r} was deleted: keep the plan")
-        return mesh
-
-
-MESHES = Names()
 
 
 def is_direct(x: Tensor, size: int, op: str) -> bool:

@@ -60,7 +60,7 @@ class Jitted:
     def _known(self, nodes: list[OnMesh]) -> dict[Any, Compiled]:
         """The graphs there are: those that name a mesh are kept by what is laid out on it, and go when it goes."""
         homes = [node.home for node in nodes if node.home is not None]
-        return homes[0].graphs.setdefault(self, {}) if homes else self._alone
+        return homes[0].derived.graphs.setdefault(self, {}) if homes else self._alone
 
     def _compiled(self, leaves: list[Any], spec: tree.Spec, what: Signature) -> tuple[Compiled, Any]:
         """A graph for these arguments, and its key."""

@@ -20,7 +20,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from ..comm.traced import MESHES, is_direct
+from ..comm.mesh import MESHES
+from ..comm.traced import is_direct
 from .inspect import arguments, operator, values
 
 

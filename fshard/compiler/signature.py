@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.mesh import OnMesh
-from ..comm.traced import MESHES
+from ..comm.mesh import MESHES, OnMesh
 from ..core import tree
 from .captures import Capture
 

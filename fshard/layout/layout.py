@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,6 +34,21 @@ class memo:  # it is used as property is
         found = self.fn(instance)
         object.__setattr__(instance, self.fn.__name__, found)
         return found
+
+
+@dataclass(eq=False)
+class Derived:
+    """What was worked out from a plan or a layout: results of pure functions of it, so that none is ever stale.
+
+    No layout or route refers to a plan, or to this: plans and layouts are in no reference cycle. Graphs are, as what
+    they give back names its plan: those wait for Python's collector.
+    """
+
+    layouts: dict[Any, Any] = field(default_factory=dict)  # of a plan, by view
+    routes: dict[Any, Any] = field(default_factory=dict)  # of a layout, by what the layout they lead to follows from
+    graphs: WeakKeyDictionary[Any, dict[Any, Any]] = field(
+        default_factory=WeakKeyDictionary
+    )  # by the `jit` they are of
 
 
 @dataclass(frozen=True)
@@ -89,14 +104,18 @@ class Layout:
     def __getstate__(self) -> dict[str, Any]:
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
 
-    @memo
-    def rank(self) -> int:
-        """This rank's number."""
+    def live_mesh(self) -> Mesh:
+        """The mesh, or an error for a layout that came out of a pickle."""
         if self.mesh is None and self.axes:
             raise ValueError(
                 "this layout has no mesh (it was unpickled): make a state with init, and shard_state into it"
             )
-        return coordinate(self.mesh, self.axes)
+        return self.mesh
+
+    @memo
+    def rank(self) -> int:
+        """This rank's number."""
+        return coordinate(self.live_mesh(), self.axes)
 
     @memo
     def mine(self) -> tuple[Span, ...]:
@@ -151,14 +170,9 @@ class Layout:
         )
 
     @memo
-    def routes(self) -> dict[Layout, Any]:
-        """The ways to other layouts that were worked out (`move.Route`): a memo, nothing else."""
-        return {}
-
-    @memo
-    def graphs(self) -> WeakKeyDictionary[Any, dict[Any, Any]]:
-        """Graphs for what is laid out so, by the `jit` that traced them: a memo, which goes with the mesh."""
-        return WeakKeyDictionary()
+    def derived(self) -> Derived:
+        """What was worked out from it: a memo, which goes with the layout."""
+        return Derived()
 
     @memo
     def origin_rows(self) -> list[int]:

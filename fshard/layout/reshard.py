@@ -6,6 +6,7 @@ moved, along each axis the tree is cut over.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ..comm import primitives
-from ..comm.mesh import Axes, Mesh, axis_sizes, coordinate, num_ranks
+from ..comm.mesh import Axes, Mesh, axis_sizes, coordinate, digits, num_ranks
+from ..comm.ranks import Ranks
 from ..core import tree
-from .layout import EVERYONE, Layout, Leaf, Span, memo
+from .layout import EVERYONE, Layout, Leaf, Span
 from .pieces import Pieces, device_of, layout_of, pieces, typed
 
 
@@ -78,75 +80,60 @@ class Stage:
 
 @dataclass(frozen=True)
 class Route:
-    """Everything that moves between two layouts of the same leaves, worked out once."""
+    """Everything that moves between two layouts of the same leaves, in the order it travels in, worked out once."""
 
-    old: Layout
-    new: Layout
-
-    @property
-    def axes(self) -> Axes:
-        """The axes along which ranks are counted."""
-        return self.old.axes or self.new.axes
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh they belong to."""
-        return self.old.mesh if self.old.axes else self.new.mesh
-
-    @memo
-    def rank(self) -> int:
-        """This rank's number."""
-        return coordinate(self.mesh, self.axes)
-
-    @memo
-    def items(self) -> list[Item]:
-        """In the order they travel in."""
-        taken: dict[int, list[Span]] = {}
-        for span in self.old.spans:
-            taken.setdefault(span.leaf, []).append(span)
-        found = [i for give in self.new.spans for take in taken.get(give.leaf, ()) for i in self._items(take, give)]
-        return sorted(found, key=lambda i: (i.leaf, i.begin, i.source, i.target))
-
-    def _items(self, take: Span, give: Span) -> Iterator[Item]:
-        begin = max(take.begin, give.begin)
-        numel = min(take.begin + take.numel, give.begin + give.numel) - begin
-        if numel > 0:
-            for target in range(num_ranks(self.mesh, self.axes)) if give.rank == EVERYONE else [give.rank]:
-                source = target if take.rank == EVERYONE else take.rank
-                yield Item(give.leaf, begin, numel, take, give, source, target)
-
-    def dtype(self, item: Item) -> torch.dtype:
-        """The dtype of an item's elements."""
-        return self.old.leaves[item.leaf].dtype
-
-    @memo
-    def stages(self) -> list[Stage]:
-        """The way of all items, axis after axis, the last first."""
-        known = axis_sizes(self.mesh)
-        sizes = [known[axis] for axis in self.axes]
-        ways = [(i, _digits(i.source, sizes), _digits(i.target, sizes)) for i in self.items]
-        return [self._stage(k, sizes, ways) for k in reversed(range(len(sizes)))]
-
-    def _stage(self, k: int, sizes: list[int], ways: Sequence[tuple[Item, list[int], list[int]]]) -> Stage:
-        me = _digits(self.rank, sizes)
-        sends: list[list[Item]] = [[] for _ in range(sizes[k])]
-        recvs: list[list[Item]] = [[] for _ in range(sizes[k])]
-        for item, source, target in ways:
-            here, there = [*source[: k + 1], *target[k + 1 :]], [*source[:k], *target[k:]]
-            if here == me:
-                sends[target[k]].append(item)
-            if there == me:
-                recvs[source[k]].append(item)
-        return Stage(self.axes[k], sends, recvs)
+    rank: int
+    items: list[Item]
+    stages: list[Stage]
 
 
-def _digits(number: int, sizes: Sequence[int]) -> list[int]:
-    """A rank's number along each of several axes, the first the slowest."""
-    digits: list[int] = []
-    for size in reversed(sizes):
-        number, digit = divmod(number, size)
-        digits.insert(0, digit)
-    return digits
+def _route(old: Layout, new: Layout) -> Route:
+    if torch.compiler.is_compiling():  # it cannot hash a layout, and asks only once
+        return _worked_out(old, new)
+    known = old.derived.routes
+    if new.source not in known:
+        known[new.source] = _worked_out(old, new)
+    return known[new.source]
+
+
+def _way(old: Layout, new: Layout) -> tuple[Mesh, Axes]:
+    """The mesh two layouts belong to, and the axes along which ranks are counted."""
+    return (old.mesh, old.axes) if old.axes else (new.mesh, new.axes)
+
+
+def _worked_out(old: Layout, new: Layout) -> Route:
+    mesh, axes = _way(old, new)
+    known, rank = axis_sizes(mesh), coordinate(mesh, axes)
+    sizes = [known[axis] for axis in axes]
+    taken: dict[int, list[Span]] = {}
+    for span in old.spans:
+        taken.setdefault(span.leaf, []).append(span)
+    found = [i for g in new.spans for take in taken.get(g.leaf, ()) for i in _items(take, g, math.prod(sizes))]
+    items = sorted(found, key=lambda i: (i.leaf, i.begin, i.source, i.target))
+    ways = [(i, digits(i.source, sizes), digits(i.target, sizes)) for i in items]
+    me = digits(rank, sizes)
+    return Route(rank, items, [_stage(k, axes[k], sizes[k], me, ways) for k in reversed(range(len(sizes)))])
+
+
+def _items(take: Span, give: Span, num_ranks: int) -> Iterator[Item]:
+    begin = max(take.begin, give.begin)
+    numel = min(take.begin + take.numel, give.begin + give.numel) - begin
+    if numel > 0:
+        for target in range(num_ranks) if give.rank == EVERYONE else [give.rank]:
+            source = target if take.rank == EVERYONE else take.rank
+            yield Item(give.leaf, begin, numel, take, give, source, target)
+
+
+def _stage(k: int, axis: str, size: int, me: list[int], ways: Sequence[tuple[Item, list[int], list[int]]]) -> Stage:
+    sends: list[list[Item]] = [[] for _ in range(size)]
+    recvs: list[list[Item]] = [[] for _ in range(size)]
+    for item, source, target in ways:
+        here, there = [*source[: k + 1], *target[k + 1 :]], [*source[:k], *target[k:]]
+        if here == me:
+            sends[target[k]].append(item)
+        if there == me:
+            recvs[source[k]].append(item)
+    return Stage(axis, sends, recvs)
 
 
 def _moved(x: Any, new: Layout, label: str) -> dict[Span, list[tuple[int, Tensor]]]:
@@ -154,20 +141,13 @@ def _moved(x: Any, new: Layout, label: str) -> dict[Span, list[tuple[int, Tensor
     old, rows = typed(x), tree.leaves(x)
     route = _route(old, new)
     held = {i: _elements(rows[i.take.row], i) for i in route.items if i.source == route.rank}
+    mesh, dtypes = _way(old, new)[0], [leaf.dtype for leaf in old.leaves]
     for stage in route.stages:
-        held = _along(route, stage, held, label)
+        held = _along(primitives.along(mesh, stage.axis), dtypes, stage, held, label)
     arrived: dict[Span, list[tuple[int, Tensor]]] = {span: [] for span in new.mine}
     for item, elements in held.items():
         arrived[item.give].append((item.begin, elements))
     return arrived
-
-
-def _route(old: Layout, new: Layout) -> Route:
-    if torch.compiler.is_compiling():  # it cannot hash a layout, and asks only once
-        return Route(old, new)
-    if new not in old.routes:
-        old.routes[new] = Route(old, new)
-    return old.routes[new]
 
 
 def _elements(row: Tensor, item: Item) -> Tensor:
@@ -175,11 +155,12 @@ def _elements(row: Tensor, item: Item) -> Tensor:
     return row.reshape(-1)[start : start + item.numel]
 
 
-def _along(route: Route, stage: Stage, held: dict[Item, Tensor], label: str) -> dict[Item, Tensor]:
-    ranks = primitives.along(route.mesh, stage.axis)
+def _along(
+    ranks: Ranks, by_leaf: Sequence[torch.dtype], stage: Stage, held: dict[Item, Tensor], label: str
+) -> dict[Item, Tensor]:
     sends = [[held[item] for item in items] if p != ranks.rank else [] for p, items in enumerate(stage.sends)]
     dtypes = [
-        [(route.dtype(i), i.numel) for i in items] if p != ranks.rank else [] for p, items in enumerate(stage.recvs)
+        [(by_leaf[i.leaf], i.numel) for i in items] if p != ranks.rank else [] for p, items in enumerate(stage.recvs)
     ]
     arrived = primitives.swap(sends, dtypes, ranks, label)
     result = {item: held[item] for item in stage.sends[ranks.rank]}

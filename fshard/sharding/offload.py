@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..comm.mesh import Mesh
 from ..comm.ranks import Pending
 from ..core.tracing import is_tracing
 
@@ -98,8 +99,13 @@ class Crossing:
 
 
 class Crossings(NamedTuple):
-    """The streams of a plan."""
+    """The streams of a mesh."""
 
     up: Crossing  # to the device
     down: Crossing  # to host memory
     sums: Crossing  # of gradients (Note [Sums beside the computation] in `gradients`)
+
+
+def crossings(mesh: Mesh) -> Crossings:
+    """New streams on a mesh's device."""
+    return Crossings(*(Crossing(mesh.device) for _ in Crossings._fields))

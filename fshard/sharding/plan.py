@@ -20,23 +20,22 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.compare_calls import Lines, lines_of
 from ..comm.mesh import Axes, Mesh, axis_sizes, coordinate, mesh_device
-from ..comm.one_host import connect
+from ..comm.one_host import connected
 from ..comm.reduction import Gather
 from ..comm.wire import Wire
 from ..core import tree
 from ..core.arguments import check_flags, check_has, check_whole, wrong
 from ..core.lazy import Branch
+from ..layout.layout import Derived
 from ..layout.pieces import Parts
 from .leaves import check_tensors, first_places, is_differentiable, join_frozen
-from .offload import Crossing, Crossings
+from .offload import Crossings, crossings
 from .partitions import partitions
 from .precision import Policy, Precision, policy_of, precisions
 from .units import ROOT, Where, claim_leaves, claim_policies, claim_units
@@ -143,7 +142,7 @@ class Plan:
                 f"the plan was made for a mesh with axes {dict(self.axes)}, this one has {sizes}: "
                 "make the plan again for this mesh, and shard whole parameters with it"
             )
-        return replace(self, mesh=connect(mesh))
+        return replace(self, mesh=connected(mesh))
 
     def live_mesh(self) -> Mesh:
         """The mesh, or an error for a plan that came out of a pickle."""
@@ -190,29 +189,19 @@ class Plan:
         return found
 
     @cached_property
-    def layouts(self) -> dict[Any, Any]:
-        """Layouts that were worked out once, by view (`shard.View.layout`): a memo, nothing else."""
-        return {}
-
-    @cached_property
-    def graphs(self) -> WeakKeyDictionary[Any, dict[Any, Any]]:
-        """Graphs for what is laid out so, by the `jit` that traced them: a memo, which goes with the mesh."""
-        return WeakKeyDictionary()
+    def derived(self) -> Derived:
+        """What was worked out from it: a memo, which goes with the plan."""
+        return Derived()
 
     @cached_property
     def device(self) -> torch.device:
         """Where its mesh computes."""
         return mesh_device(self.live_mesh())
 
-    @cached_property
+    @property
     def crossings(self) -> Crossings:
-        """The streams beside the computation (Note [Crossing over] in `offload`), made once."""
-        return Crossings(*(Crossing(self.device) for _ in Crossings._fields))
-
-    @cached_property
-    def lines(self) -> Lines | None:
-        """Where ranks say what they call in a checked call (Note [Lines] in `compare_calls`): made once, by all."""
-        return lines_of(self.live_mesh())
+        """The streams beside the computation (Note [Crossing over] in `offload`), made once for its mesh."""
+        return self.live_mesh().once(crossings)
 
     @cached_property
     def _offsets(self) -> dict[Axes, list[list[int]]]:
@@ -367,7 +356,7 @@ def make_plan(
         together,
         slices,
         gather,
-        connect(mesh),
+        connected(mesh),
     )
     consensus.check_same(plan.mesh, plan.fingerprint, plan.describe(), "the plan")
     return plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ..comm.mesh import Axes
 from ..core import tree
@@ -35,10 +36,16 @@ class View:
     @property
     def layout(self) -> Layout:
         """Which elements of the leaves lie where, on every rank."""
-        known = self.plan.layouts
-        if self not in known:
-            known[self] = self._layout()
-        return known[self]
+        known, key = self.plan.derived.layouts, self._key
+        if key not in known:
+            known[key] = self._layout()
+        return known[key]
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        """What a layout follows from: not the plan itself, which keeps it."""
+        plan = self.plan
+        return plan.fingerprint, plan.axes, self.over, self.kinds, self.spec, self.first, self.units
 
     def _layout(self) -> Layout:
         plan, numbers = self.plan, self.plan.leaves[self.first : self.first + self.spec.num_leaves]
@@ -46,7 +53,7 @@ class View:
         index = {n: i for i, n in enumerate(order)}
         spans = [span for i, n in enumerate(order) for span in self._spans(i, plan.slots[n])]
         return Layout(
-            source=self,
+            source=self._key,
             spec=self.spec,
             places=tuple(index.get(n) for n in numbers),
             leaves=tuple(Leaf(s.path, s.shape, plan.kinds[s.kind].dtype) for s in (plan.slots[n] for n in order)),

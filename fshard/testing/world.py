@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..comm.log import Call, Record
-from ..comm.mesh import numbered
+from ..comm.mesh import Grid, digits, numbered
 from ..comm.primitives import fold, sum_dtype
 from ..comm.process_groups import Works, places
 from ..comm.ranks import Exchange, MismatchError
@@ -80,44 +80,13 @@ def _reduce(posts: list[Post], op: str) -> None:
         place.copy_(total)
 
 
-class SimulatedMesh:
+class SimulatedMesh(Grid):
     """The mesh one simulated rank sees: it reads like a DeviceMesh with the world's axes."""
 
     def __init__(self, run: Run, rank: int, under_way: UnderWay | None = None):
-        self._run, self._rank = run, rank
-        self.under_way = under_way  # of a late world
-        self.mesh_dim_names = tuple(run.sizes)
-        self.shape = tuple(run.sizes.values())
-        self.ndim = len(self.shape)
-        self.device, self.device_type = run.device, run.device.type
+        super().__init__(run.sizes, rank, digits(rank, [*run.sizes.values()]), run.device)
+        self._run, self.under_way = run, under_way  # of a late world
         self._ranks: dict[str, _SimulatedRanks] = {}
-
-    def size(self, axis: str | int | None = None) -> int:
-        """The number of ranks along an axis (None: in all)."""
-        return math.prod(self.shape) if axis is None else self.shape[self._number(axis)]
-
-    def get_rank(self) -> int:
-        """This rank's number among all."""
-        return self._rank
-
-    def get_coordinate(self) -> list[int]:
-        """This rank's number along each axis."""
-        rest, coordinate = self._rank, list[int]()
-        for size in reversed(self.shape):
-            rest, at = divmod(rest, size)
-            coordinate.insert(0, at)
-        return coordinate
-
-    def get_local_rank(self, axis: str | int | None = None) -> int:
-        """This rank's number along an axis (None: the only one)."""
-        if axis is None and self.ndim > 1:
-            raise ValueError(f"get_local_rank: name one of the axes {self.mesh_dim_names}")
-        return self.get_coordinate()[self._number(axis or 0)]
-
-    def _number(self, axis: str | int) -> int:
-        if isinstance(axis, str) and axis not in self.mesh_dim_names:
-            raise ValueError(f"the mesh has no axis {axis!r}: it has {', '.join(map(repr, self.mesh_dim_names))}")
-        return self.mesh_dim_names.index(axis) if isinstance(axis, str) else axis
 
     def ranks(self, axis: str) -> _SimulatedRanks:
         """The ranks along one axis (what `fshard.comm` asks of a mesh)."""

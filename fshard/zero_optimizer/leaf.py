@@ -62,7 +62,7 @@ def check_zero_state(state: Any, kind: type) -> None:
 
 def leaf_init(tx: Transform, mesh: Mesh, axes: Axes, params: Any) -> ZeroState:
     """The state of the optimizer for the leaves this rank owns."""
-    layout, mesh = layout_of(params), one_host.connect(mesh)
+    layout, mesh = layout_of(params), one_host.connected(mesh)
     lines = zip(layout.leaves, tree.leaves(params), strict=True)
     text = "\n".join(f"leaf {leaf.path!r} {leaf.dtype}{list(leaf.shape)} {x.requires_grad}" for leaf, x in lines)
     consensus.check_same(mesh, hashlib.sha256(text.encode()).hexdigest(), text, "the tree of parameters")

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
 from fshard.comm import consensus, process_groups
+from fshard.comm.mesh import Grid
 
 DEVICE = torch.device("meta")
 _CROSS = (torch.ops.aten.copy_, torch.ops.aten._to_copy)
@@ -119,32 +120,16 @@ class Ranks:
         return process_groups.Works([], process_groups.places(sends, recvs, self.rank))
 
 
-class Mesh:
+class Mesh(Grid):
     """Ranks with a GPU each: two along an axis, or as many as are said; this is the first."""
 
-    device, device_type = DEVICE, "meta"
-
     def __init__(self, **sizes: int):
-        self._sizes = sizes or {"shard": 2}
-        self.mesh_dim_names = tuple(self._sizes)
+        sizes = sizes or {"shard": 2}
+        super().__init__(sizes, 0, [0] * len(sizes), DEVICE)
 
-    def size(self, axis: Any = None) -> int:
-        """The number of ranks along an axis, or in all."""
-        if axis is None:
-            return torch.Size(self._sizes.values()).numel()
-        return [*self._sizes.values()][axis] if isinstance(axis, int) else self._sizes[axis]
-
-    def get_local_rank(self, axis: Any = None) -> int:
-        """This is the first."""
-        return 0
-
-    def get_rank(self) -> int:
-        """This is the first."""
-        return 0
-
-    def ranks(self, axis: str) -> Ranks:
+    def ranks(self, axis: str) -> Any:
         """Along one axis."""
-        return Ranks(axis, self._sizes[axis])
+        return Ranks(axis, self.size(axis))
 
 
 @contextmanager

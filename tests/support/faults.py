@@ -15,7 +15,8 @@ from torch import Tensor
 
 import fshard
 from fshard import optim
-from fshard.comm import one_host, process_groups, rendezvous
+from fshard.comm import compare_calls, one_host, process_groups, rendezvous
+from fshard.comm.mesh import adapted
 
 from .models import same_bits
 
@@ -249,8 +250,8 @@ def between_hosts(mesh: Any, kinds: list[str]) -> list[str]:
                 checked(DEEDS[kind], mesh.get_rank() == 1)
             except fshard.MismatchError as failure:
                 texts.append(str(failure))
-        assert checked._lines is not None
-        assert {link.socket.family.name for link in checked._lines._links["shard"].values()} == {"AF_INET"}
+        lines = adapted(mesh).once(compare_calls.lines_of)
+        assert {link.socket.family.name for link in lines._links["shard"].values()} == {"AF_INET"}
     return texts
 
 
@@ -281,5 +282,5 @@ def by_environment(mesh: Any, fault: Fault) -> list[str]:
             texts.append("no error")
         except (fshard.MismatchError, ValueError) as failure:
             texts.append(str(failure))
-        assert ("lines" in vars(state.params.plan)) == (wanted == "1")
+        assert (compare_calls.lines_of in state.params.plan.mesh._kept) == (wanted == "1")
     return texts
