@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core import tree
 from . import primitives
-from .mesh import Axes, Mesh, axis_sizes, mesh_device
+from .mesh import Axes, Mesh, adapted, axis_sizes, mesh_device
 from .primitives import all_gather, all_reduce, along
 from .ranks import MismatchError, Ranks
 
@@ -21,7 +21,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 def check_same(mesh: Mesh, digest: str, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
     """Raise `MismatchError` on every rank if `digest` differs on any; lines of `describe` say where it begins to."""
-    if getattr(mesh, "abstract", False):
+    grid = adapted(mesh)
+    if grid is None or grid.abstract:
         return
     digests = _texts(digest, mesh)
     other = next((i for i, one in enumerate(digests) if one != digests[0]), None)

@@ -219,13 +219,18 @@ Mesh = Any  # a DeviceMesh, a simulated mesh, or None: one device
 Axes = tuple[str, ...]
 
 
+def is_mesh(x: Any) -> bool:
+    """Whether this is a mesh: a DeviceMesh, or one of this package's."""
+    return isinstance(x, DeviceMesh | Grid)
+
+
 def adapted(mesh: Mesh) -> Any:
     """A user's mesh as a `Grid`: a DeviceMesh as what belongs to it, others as they are; None for one device.
 
     TypeError for what is no mesh; ValueError for a DeviceMesh without names, or one this rank is not on.
     """
     if not isinstance(mesh, DeviceMesh):
-        if mesh is None or hasattr(mesh, "mesh_dim_names"):
+        if mesh is None or isinstance(mesh, Grid):
             return mesh
         raise TypeError(
             f"mesh: expected a DeviceMesh with named axes, a simulated mesh, or None (one device), got {shown(mesh)}. "

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.mesh import MESHES, OnMesh
+from ..comm.mesh import MESHES, OnMesh, is_mesh
 from ..core import tree
 from .captures import Capture
 
@@ -110,7 +110,7 @@ def fixed(x: Any) -> Any:
         return kind, *map(fixed, x)
     if is_dataclass(x) and not isinstance(x, type):
         return kind, *(fixed(getattr(x, field.name)) for field in fields(x))
-    if hasattr(x, "mesh_dim_names"):  # meshes of different ranks, or worlds, may be equal
+    if is_mesh(x):  # meshes of different ranks, or worlds, may be equal
         return kind, MESHES.of(x)
     return kind, x
 
@@ -142,7 +142,7 @@ def _content(value: Any) -> Any:
         return Tensor, value.shape, value.dtype, value.device
     if isinstance(value, tuple):
         return type(value), *map(_content, value)
-    return MESHES.of(value) if hasattr(value, "mesh_dim_names") else _Same(value)
+    return MESHES.of(value) if is_mesh(value) else _Same(value)
 
 
 def _incomparable(leaves: Sequence[Any], spec: tree.Spec) -> Exception:

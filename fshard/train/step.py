@@ -99,7 +99,7 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
     lost = feedback.nothing_lost(sharded)
     several = any(size > 1 for _, size in sharded.plan.axes)  # one rank has nothing to compare, and reads no scale
-    if several and not is_tracing() and not getattr(sharded.plan.mesh, "abstract", False):
+    if several and not is_tracing() and not sharded.plan.live_mesh().abstract:
         _check_alike(sharded, seed, scaler)
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
     return TrainState(sharded, tx.init(trained), scaler, step, rng, extra, lost)
