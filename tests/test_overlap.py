@@ -10,6 +10,7 @@ from support.worlds import simulated
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fshard
+from fshard.comm.mesh import Grid
 
 Event = tuple[str, str, str]  # what happens, to which collective, of which unit
 
@@ -66,14 +67,12 @@ class _Ranks:
         return self.inner.exchange(*args)
 
 
-class Logged:
+class Logged(Grid):
     """A simulated mesh whose collectives are written to a log: when each starts, and when it is waited for."""
 
     def __init__(self, mesh: Any):
+        self.__dict__.update(vars(mesh))
         self._mesh, self.log = mesh, list[Event]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._mesh, name)
 
     def ranks(self, axis: str) -> _Ranks:
         """Those of the mesh, that write."""
