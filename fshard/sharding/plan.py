@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import Axes, Mesh, axis_sizes, coordinate, mesh_device
+from ..comm.mesh import Axes, Mesh, adapted, axis_sizes, coordinate, mesh_device
 from ..comm.one_host import connected
 from ..comm.reduction import Gather
 from ..comm.wire import Wire
@@ -201,7 +201,7 @@ class Plan:
     @property
     def crossings(self) -> Crossings:
         """The streams beside the computation (Note [Crossing over] in `offload`), made once for its mesh."""
-        return self.live_mesh().once(crossings)
+        return adapted(self.live_mesh()).once(crossings)
 
     @cached_property
     def _offsets(self) -> dict[Axes, list[list[int]]]:
