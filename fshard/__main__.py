@@ -24,7 +24,7 @@ def _say(text: str, style: str = "") -> None:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """What `module:function` names."""
+    """The function that `module:function` names. ValueError if it cannot be imported."""
     module, _, function = name.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
@@ -33,33 +33,36 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _replay_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", help="what fshard.testing.record wrote to")
+    parser.add_argument("dir", help="the folder that fshard.testing.record wrote to")
     parser.add_argument(
         "--step",
         required=True,
         metavar="MODULE:FUNCTION",
         help="a function of the mesh that gives (step, state, batch), or (step, state, batch, loss_fn)",
     )
-    parser.add_argument("--at", type=int, metavar="N", help="the step of this number alone")
+    parser.add_argument("--at", type=int, metavar="N", help="only the step of this number")
 
 
 def _replay(args: argparse.Namespace) -> int:
-    found = replay(args.dir, _function(args.step), args.at)
-    for one in found:
-        _say(str(one), "red" if one.different else "yellow" if one.nonfinite else "green")
-    if any(one.different for one in found):
+    steps = replay(args.dir, _function(args.step), args.at)
+    for step in steps:
+        _say(str(step), "red" if step.different else "yellow" if step.nonfinite else "green")
+    if any(step.different for step in steps):
         return DIFFERENT
-    return NONFINITE if any(one.nonfinite for one in found) else SAME
+    return NONFINITE if any(step.nonfinite for step in steps) else SAME
 
 
-# name: what it does, its arguments, what runs it
+# name of a command: its help, the function that adds its arguments, the function that runs it
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "replay": ("run recorded steps again on simulated ranks", _replay_arguments, _replay),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status: 0, or of `replay` 1 (other bits), 3 (same bits, not all finite), 2 (an error)."""
+    """Run a command and return its exit status.
+
+    0: no difference; 2: an error. Of `replay` also 1: other bits; 3: the same bits, of which some are not finite.
+    """
     parser = argparse.ArgumentParser("python -m fshard", description="Functional sharding for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (text, arguments, run) in COMMANDS.items():
