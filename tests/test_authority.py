@@ -378,6 +378,23 @@ def test_processes_change_nothing():
             agree(got, expected(name), f"{name}: {where}")
 
 
+@pytest.mark.parametrize("cls", [to.Adam, to.Adafactor, to.Muon])
+def test_ranks_without_a_leaf(cls):
+    """Three ranks, two matrices: from_torch raises nowhere, and updates what one device updates, twice."""
+    start = {"a": torch.eye(2, dtype=torch.float64), "b": torch.ones(2, 3, dtype=torch.float64)}
+
+    def updated(mesh: Any) -> Any:
+        tx, params = optim.from_torch(cls, lr=0.1), fshard.shard_params(start, fshard.make_plan(start, mesh))
+        state = tx.init(params)
+        for _ in range(2):
+            params, state = tx.step(params, state, params)
+        return fshard.gather_params(params), optim.gather_state(state)
+
+    expected = updated(None)
+    for found in simulated(updated, shard=3):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_every_transformation_has_a_row():
     """Those of the registry, and every class of torch.optim that can be one."""
     families = {name.split("/")[0] for name in CASES}

@@ -200,25 +200,33 @@ class _Field(NamedTuple):
         return name if parents[-1:] == ["hyperparams"] else None
 
 
+def _leaf_names(x: Any, leaves: list[str], spec: tree.Spec | None) -> list[str] | None:
+    """The paths of the leaves a tree of the state is of, or None for what is no such tree.
+
+    Such trees are `Parts`, dicts by leaf path, and trees of the parameters' structure.
+    """
+    if isinstance(x, Parts):
+        return _paths(x.layout)
+    if isinstance(x, dict) and x and x.keys() <= set(leaves):
+        return [*x]
+    return tree.paths(spec) if spec is not None and tree.flatten(x)[1] == spec else None
+
+
 def _fields(state: Any, leaves: list[str], spec: tree.Spec | None, key: str = "", path: str = "") -> Iterator[_Field]:
-    """Every tensor of a state. Trees of the parameters' structure, and dicts by leaf path, are of their leaves."""
-
-    def named(x: Any) -> list[str] | None:
-        if isinstance(x, Parts):
-            return _paths(x.layout)
-        if isinstance(x, dict) and x and x.keys() <= set(leaves):
-            return [*x]
-        return tree.paths(spec) if spec is not None and tree.flatten(x)[1] == spec else None
-
-    for name, x in tree.paths_to(state, lambda x: isinstance(x, LabelState) or named(x) is not None):
-        at, to = _joined(key, name), _joined(path, name)
-        if isinstance(x, LabelState):
-            for label, layout in x.layouts:
-                yield from _fields(x.inner[label], _paths(layout), None, _joined(at, "inner", str(label)), to)
-        elif (names := named(x)) is not None:
-            yield from (_Field(_joined(at, leaf), to, [leaf], False) for leaf in names)
+    """Every tensor of a state of these leaves; the states of labels are of the labels' leaves."""
+    nodes = tree.paths_to(state, lambda x: isinstance(x, LabelState) or _leaf_names(x, leaves, spec) is not None)
+    for name, node in nodes:
+        node_key, node_path = _joined(key, name), _joined(path, name)
+        if isinstance(node, LabelState):
+            for label, layout in node.layouts:
+                label_key = _joined(node_key, "inner", str(label))
+                yield from _fields(node.inner[label], _paths(layout), None, label_key, node_path)
+            continue
+        names = _leaf_names(node, leaves, spec)
+        if names is None:
+            yield _Field(node_key, node_path, leaves, lone=True)
         else:
-            yield _Field(at, to, leaves, True)
+            yield from (_Field(_joined(node_key, leaf), node_path, [leaf], lone=False) for leaf in names)
 
 
 def _torch_names(fields: Sequence[_Field]) -> dict[tuple[str, str], _Field]:

@@ -18,13 +18,13 @@ from ..layout.pieces import Pieces, clear_padding_, layout_of
 from .base import Needs, Transform, checked, choose
 from .matrix import whole_leaves
 
-# Those of torch.optim that act on every element by itself; all others are given whole leaves.
+# The classes of torch.optim that act on every element by itself; all others are given whole leaves.
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 Entry = dict[str, Any]  # what a torch optimizer keeps of one parameter
 
 
 class TorchState(NamedTuple):
-    """What the class keeps, by torch's names: trees like the parameters, and 0-d tensors that are the same for all."""
+    """What the class keeps, by torch's names: trees of the parameters' structure, and 0-d tensors for all rows."""
 
     tensors: dict[str, Any]
     scalars: dict[str, Tensor]
@@ -52,45 +52,66 @@ def from_torch(cls: Any, **hyperparams: Any) -> Transform:
         cls([torch.zeros(1, 1, dtype=torch.float32, device="cpu")], **hyperparams)
     except (TypeError, ValueError) as refused:
         raise type(refused)(f"from_torch: torch.optim.{cls.__name__} refuses these arguments: {refused}") from refused
-    elementwise, one = cls.__name__ in _ELEMENTWISE, torch.zeros(1, dtype=torch.float32, device="cpu")
-    scalars = {n for n, x in _begin(cls, hyperparams, one).items() if not x.dim()} if elementwise else set()
+    if cls.__name__ in _ELEMENTWISE:
+        return _on_rows(cls, hyperparams)
+    return whole_leaves(_on_leaves(cls, hyperparams))
+
+
+def _on_rows(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
+    """A class of torch.optim that acts on every element by itself: it runs on rows, whichever leaves they hold."""
+    one = torch.zeros(1, dtype=torch.float32, device="cpu")
+    scalars = {name for name, x in _begin(cls, hyperparams, one).items() if not x.dim()}
 
     def init(params: Any) -> TorchState:
-        rows = tree.leaves(params)
-        if elementwise:
-            begun = [_begin(cls, hyperparams, row) for row in rows] or [_begin(cls, hyperparams, one)]
-            return _like_params(begun if rows else begun[:0], params, begun[0], scalars)
-        layout = layout_of(params)
-        shapes = {n: _begin(cls, hyperparams, _meta(layout.leaves[n])) for n in layout.numbers}
-        held = {s.leaf: _begin(cls, hyperparams, rows[s.row]) for s in layout.mine}
-        return TorchState(_by_name(layout, shapes, held), {})
-
-    def stepped(rows: list[Tensor], grads: Sequence[Tensor], entries: Sequence[Entry]) -> list[Entry]:
-        optimizer = cls(rows, **hyperparams)
-        for row, g, entry in zip(rows, grads, entries, strict=True):
-            row.grad = g.detach().to(row.dtype).resolve_conj()
-            optimizer.state[row] = entry
-        optimizer.step()
-        return [optimizer.state[row] for row in rows]
+        entries = [_begin(cls, hyperparams, row) for row in tree.leaves(params)]
+        return _like_params(entries, params, entries[0] if entries else _begin(cls, hyperparams, one), scalars)
 
     def run(grads: Any, state: TorchState, params: Any, extra: Mapping[str, Any]) -> TorchState:
         rows = [row.detach() for row in tree.leaves(params)]
         if not rows:  # a rank that holds none of the parameters counts their updates all the same
-            alone = _begin(cls, hyperparams, one) | {name: x.clone() for name, x in state.scalars.items()}
-            (entry,) = stepped([one.clone()], [torch.zeros_like(one)], [alone])
+            begun = _begin(cls, hyperparams, one) | {name: x.clone() for name, x in state.scalars.items()}
+            (entry,) = _stepped(cls, hyperparams, [one.clone()], [torch.zeros_like(one)], [begun])
             return TorchState(state.tensors, {name: entry[name] for name in state.scalars})
-        after = stepped(rows, tree.leaves(grads), _by_row(state, params))
-        if elementwise:
-            return _like_params(after, params, after[0], scalars)
-        number = {s.leaf: s.row for s in layout_of(params).mine}
+        entries = _stepped(cls, hyperparams, rows, tree.leaves(grads), _by_row(state, len(rows)))
+        return _like_params(entries, params, entries[0], scalars)
+
+    return _adapted(init, run)
+
+
+def _on_leaves(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
+    """A class of torch.optim that looks at whole leaves: each row is one leaf, and its state may have any shapes."""
+
+    def init(params: Any) -> TorchState:
+        rows, layout = tree.leaves(params), layout_of(params)
+        shapes = {n: _begin(cls, hyperparams, _meta(layout.leaves[n])) for n in layout.numbers}
+        held = {s.leaf: _begin(cls, hyperparams, rows[s.row]) for s in layout.mine}
+        return TorchState(_by_name(layout, shapes, held), {})
+
+    def run(grads: Any, state: TorchState, params: Any, extra: Mapping[str, Any]) -> TorchState:
+        rows, layout = [row.detach() for row in tree.leaves(params)], layout_of(params)
+        if not rows:  # torch makes no optimizer without parameters
+            return state
+        after = _stepped(cls, hyperparams, rows, tree.leaves(grads), _by_leaf(state, layout))
+        entries = dict(zip((s.leaf for s in layout.mine), after, strict=True))
         tensors = {
-            name: Pieces(old.layout, [after[number[s.leaf]][name] for s in old.layout.mine])
+            name: Pieces(old.layout, [entries[s.leaf][name] for s in old.layout.mine])
             for name, old in state.tensors.items()
         }
         return TorchState(tensors, {})
 
-    tx = _adapted(init, run)
-    return tx if elementwise else whole_leaves(tx)
+    return _adapted(init, run)
+
+
+def _stepped(
+    cls: Any, hyperparams: Mapping[str, Any], rows: list[Tensor], grads: Sequence[Tensor], entries: Sequence[Entry]
+) -> list[Entry]:
+    """Run one step of the class, in place on `rows`, from what it kept of each; return what it keeps of each now."""
+    optimizer = cls(rows, **hyperparams)
+    for row, g, entry in zip(rows, grads, entries, strict=True):
+        row.grad = g.detach().to(row.dtype).resolve_conj()
+        optimizer.state[row] = entry
+    optimizer.step()
+    return [optimizer.state[row] for row in rows]
 
 
 def _adapted(init: Callable[[Any], TorchState], run: Callable[..., TorchState]) -> Transform:
@@ -124,7 +145,7 @@ def _check_class(cls: Any) -> None:
 
 
 def _begin(cls: Any, hyperparams: Mapping[str, Any], row: Tensor) -> Entry:
-    """What the class keeps of a parameter before its first update."""
+    """What a class of torch.optim keeps of a parameter before its first update."""
     row = row.detach()
     optimizer, row.grad = cls([row], **hyperparams), torch.zeros_like(row)
     # Private, but the way every class of torch.optim fills its state (test_authority.py notices when it is not).
@@ -150,13 +171,13 @@ def _like_params(entries: Sequence[Entry], params: Any, first: Entry, scalars: s
 
 
 def _by_name(layout: Layout, shapes: Mapping[int, Entry], held: Mapping[int, Entry]) -> dict[str, Pieces]:
-    """All that a class keeps of whole leaves, by its names."""
+    """Everything a class keeps of whole leaves, by the class's names for it."""
     names = dict.fromkeys(name for entry in shapes.values() for name in entry)
     return {name: _entries_of(name, layout, shapes, held) for name in names}
 
 
 def _entries_of(name: str, layout: Layout, shapes: Mapping[int, Entry], held: Mapping[int, Entry]) -> Pieces:
-    """One thing a class keeps of whole leaves: of any shapes, for those leaves it keeps it of."""
+    """One of the tensors a class keeps of whole leaves, of any shape, for the leaves of which it keeps one."""
     known = {n: entry[name] for n, entry in shapes.items() if name in entry}
     leaves = [
         replace(leaf, shape=tuple(known[n].shape), dtype=known[n].dtype) if n in known else leaf
@@ -168,16 +189,17 @@ def _entries_of(name: str, layout: Layout, shapes: Mapping[int, Entry], held: Ma
     return Pieces(part, [held[s.leaf][name] for s in part.mine])
 
 
-def _by_row(state: TorchState, params: Any) -> list[Entry]:
-    rows = tree.leaves(params)
-    if state.scalars or not any(isinstance(x, Pieces) and not x.layout.flat for x in state.tensors.values()):
-        columns = {name: tree.leaves(x) for name, x in state.tensors.items()}
-        scalars = [{name: x.clone() for name, x in state.scalars.items()} for _ in rows]
-        return [{name: xs[i] for name, xs in columns.items()} | scalars[i] for i in range(len(rows))]
-    return _by_leaf(state, layout_of(params))
+def _by_row(state: TorchState, num_rows: int) -> list[Entry]:
+    """What the class keeps of each row, each with its own copy of the 0-d tensors, which a step writes to."""
+    columns = {name: tree.leaves(x) for name, x in state.tensors.items()}
+    return [
+        {name: rows[i] for name, rows in columns.items()} | {name: x.clone() for name, x in state.scalars.items()}
+        for i in range(num_rows)
+    ]
 
 
 def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
+    """What the class keeps of each of this rank's leaves, in the order of the layout's rows."""
     numbers = [s.leaf for s in layout.mine]
     entries: dict[int, Entry] = {n: {} for n in numbers}
     for name, x in state.tensors.items():
@@ -187,7 +209,7 @@ def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
 
 
 def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
-    """A class of the user's: what its state holds is read off a step with gradients of zero, and made by the first."""
+    """A class of the user's: a step with gradients of zero shows what it keeps, and its first real step makes that."""
     _check_apart(cls, hyperparams)
     first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
     numbers = {n: type(x) for n, x in first.items() if not isinstance(x, Tensor)}
@@ -229,7 +251,7 @@ def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
 
 
 def _check_apart(cls: Any, hyperparams: Mapping[str, Any]) -> None:
-    """Raise ValueError for a class to which it matters which parameters it is given together: ranks have others."""
+    """Raise ValueError if an update depends on the other parameters of the call: ranks hold different ones."""
 
     def stepped(*starts: Tensor) -> list[Tensor]:
         rows = [start.clone() for start in starts]
@@ -257,12 +279,15 @@ def _check_names(cls: Any, names: set[str], state: TorchState) -> None:
 
 
 def _value(x: Any) -> Tensor:
-    """A tensor, or a Python number as one, in full precision."""
+    """Return a tensor as it is, and a Python number as a 0-d tensor (float64 or int64)."""
     return x if isinstance(x, Tensor) else double(x) if isinstance(x, float) else torch.tensor(x, device="cpu")
 
 
 def _first_step(cls: Any, hyperparams: Mapping[str, Any], row: Tensor) -> Entry:
-    """What a step with a gradient of zero makes. ValueError for what could not be a value of the state."""
+    """What a class keeps of a parameter after a step with a gradient of zero.
+
+    ValueError if it keeps what the state of a transformation cannot hold.
+    """
     row = row.detach().clone()
     optimizer = cls([row], **hyperparams)
     row.grad, before = torch.zeros_like(row), _of_all(optimizer)
@@ -287,7 +312,7 @@ def _first_step(cls: Any, hyperparams: Mapping[str, Any], row: Tensor) -> Entry:
 
 
 def _of_all(optimizer: Any) -> dict[str, str]:
-    """What an optimizer keeps besides parameters and their states, as text."""
+    """The hyper-parameters and attributes of an optimizer (not its parameters and their states), as text."""
     (group,) = optimizer.param_groups
     own = {f"param_groups[0][{name!r}]": value for name, value in group.items() if name != "params"}
     rest = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
