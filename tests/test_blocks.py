@@ -54,6 +54,7 @@ class Seen(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", BLOCKED)
 def test_an_update_makes_no_tensor_as_large_as_a_shard(name):
+    """An update would need temporaries as large as the parameters, or a launch of many kernels."""
     tx = TRANSFORMS[name]()
     params, grads = (torch.empty(NUMEL, device="meta") for _ in range(2))
     state, found_inf = tx.init(params), torch.zeros((), device="meta")
@@ -64,6 +65,7 @@ def test_an_update_makes_no_tensor_as_large_as_a_shard(name):
 
 
 def test_eight_bits_take_few_operators_for_each_block():
+    """An update with 8-bit moments would spend its time starting operators."""
     tx, params = optim.adamw_8bit(0.1), torch.empty(NUMEL, device="meta")
     state = tx.init(params)
     with Seen() as seen:
@@ -74,7 +76,7 @@ def test_eight_bits_take_few_operators_for_each_block():
 @pytest.mark.parametrize("p", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_of_long_rows_are_as_right_as_those_of_short_ones(p, dtype):
-    """On CPUs torch adds powers up in a few floats, each of which soon takes nothing small."""
+    """On CPUs torch sums powers in a few floats, which lose small addends: norms of long rows would be too small."""
     x = torch.full(((1 << 22) + 3,), 0.9, dtype=dtype)
     expected = x[0].double() * x.numel() ** (1 / p)
     for found in (norms.global_norm(x, p), norms.leaf_norms([x], p)[0]):
@@ -83,6 +85,7 @@ def test_norms_of_long_rows_are_as_right_as_those_of_short_ones(p, dtype):
 
 @pytest.mark.parametrize("name", ["global_norm", "leaf_norms", "gram"])
 def test_exact_norms_take_few_operators_for_each_block(name):
+    """An exact norm would spend its time starting operators."""
     x = torch.empty(NUMEL, device="meta")
     with Seen() as seen:
         norms.gram([x, x]) if name == "gram" else getattr(norms, name)(x, exact=True)
@@ -90,6 +93,7 @@ def test_exact_norms_take_few_operators_for_each_block(name):
 
 
 def test_a_block_stays_in_the_cache_of_a_cpu():
+    """A CPU would read every block from memory several times, or a GPU start a kernel for each."""
     assert block_size(torch.empty(0), 64) == 64
     assert block_size(torch.empty(0, device="meta"), 64) == LARGE
 
@@ -97,6 +101,7 @@ def test_a_block_stays_in_the_cache_of_a_cpu():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("starts", [[0, 6, 8], [3, 10, 20]])
 def test_tensors_are_put_by_one_operator(dtype, starts):
+    """Copying the gradients of a unit would start a kernel for each leaf, leave a gap unzeroed, or add wrongly."""
     parts = [torch.randn(2, 3).T, torch.randn(()).expand(2), torch.randn(1)]
     for add in (False, True):
         place = torch.full((25,), 7.0, dtype=dtype)
@@ -114,6 +119,7 @@ def test_tensors_are_put_by_one_operator(dtype, starts):
 
 @pytest.mark.parametrize(("matrices", "n"), [(1, 4), (3, 1), (4, 3)])
 def test_rows_are_added_to_their_matrices_wherever_they_are_cut(matrices, n):
+    """Adafactor's column sums would be wrong where a shard begins or ends inside a matrix."""
     leaf = Leaf("w", (matrices, n, 2), torch.float64)
     for first in range(matrices * n):
         for last in range(first, matrices * n + 1):

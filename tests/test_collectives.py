@@ -115,12 +115,12 @@ def check_values(ranks: list[dict[tuple[Any, ...], Tensor]]) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_values_on_simulated_ranks(size: int) -> None:
-    """Every collective, dtype and size against the stacked inputs."""
+    """A collective would give other values than its definition on the stacked inputs."""
     check_values(simulated(values, shard=size))
 
 
 def test_values_on_two_axes() -> None:
-    """Each row of a 2 x 2 mesh is a world of its own."""
+    """A collective along one axis would mix ranks of another row of the mesh."""
     ranks = simulated(values, shard=2, replicate=2)
     check_values(ranks[:2])
     check_values(ranks[2:])
@@ -134,14 +134,14 @@ def along_the_other_axis(mesh: Any) -> list[Tensor]:
 
 
 def test_axes_nest() -> None:
-    """Columns of a 2 x 2 mesh, and all of it in order."""
+    """Collectives along two axes in turn would not cover the mesh in order."""
     for rank, (column, everything) in enumerate(simulated(along_the_other_axis, shard=2, replicate=2)):
         assert column.tolist() == [rank % 2, rank % 2 + 2]
         assert everything.tolist() == [0, 1, 2, 3]
 
 
 def test_a_sum_in_rank_order_is_not_any_sum() -> None:
-    """The bits of another order differ, in large tensors and small: the comparison can fail."""
+    """The tests of bits would pass with any order of addition."""
     for key in (("all_reduce", "large"), ("all_reduce", "torch.float32")):
         xs = cases(3)[key]
         assert not torch.equal(ordered_sum(xs), ordered_sum(xs.flip(0)))
@@ -175,7 +175,7 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("into", [*NARROW, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", [*NARROW, torch.float32, torch.float64, torch.int32, torch.bool], ids=str)
 def test_a_sum_of_one_dtype_into_another(dtype: torch.dtype, into: torch.dtype, size: int) -> None:
-    """As if each had been cast to what sums are taken in; but for float8 none is, beyond the first."""
+    """A sum would be rounded to the dtype of its inputs between two addends."""
     xs = [(randn(103, seed=i) * 3).to(dtype) for i in range(size)]
     total = xs[0].to(primitives.sum_dtype(dtype))
     for x in xs[1:]:
@@ -189,7 +189,7 @@ def test_a_sum_of_one_dtype_into_another(dtype: torch.dtype, into: torch.dtype, 
 
 
 def test_trees() -> None:
-    """Leaf by leaf; None stays; a scalar counts as one row."""
+    """A collective of a tree would lose a None, or reject a scalar."""
     for gathered, summed in simulated(on_trees, shard=2):
         assert gathered["a"].tolist() == [0] * 4 + [1] * 4
         assert gathered["b"][0].tolist() == [0.0, 1.0]
@@ -212,7 +212,7 @@ def inputs_kept(mesh: Any) -> list[bool]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_inputs_are_not_changed(size: int) -> None:
-    """Nor by writing to a result, on one rank as on several."""
+    """Writing to a result would change the caller's input, on one rank or on several."""
     assert all(all(same) for same in simulated(inputs_kept, shard=size))
 
 
@@ -238,7 +238,7 @@ def adjoint_sides(mesh: Any, name: str, dtype: torch.dtype) -> tuple[float, floa
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 @pytest.mark.parametrize("name", sorted(set(LINEAR) - {"vary"}))
 def test_transposes_are_true_adjoints(name: str, dtype: torch.dtype) -> None:
-    """Over all ranks, the sum of <A x, y> is the sum of <x, A^T y>."""
+    """Gradients through a collective would be wrong: `<A x, y>` is not `<x, A^T y>`, summed over ranks."""
     for shape in ({"shard": 1}, {"shard": 2}, {"shard": 3}, {"shard": 4}, {"shard": 2, "replicate": 2}):
         sides = simulated(adjoint_sides, name, dtype, **shape)
         left, right = (sum(side) for side in zip(*sides, strict=True))
@@ -255,7 +255,7 @@ def vary_sides(mesh: Any) -> tuple[float, float]:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_transpose_of_vary_counts_an_invariant_value_once(size: int) -> None:
-    """Sum over ranks of <A x, y>, and <x, A^T y> of any one rank."""
+    """The gradient of a value that all ranks share would be counted once for each rank."""
     sides = simulated(vary_sides, shard=size)
     for _, right in sides:
         assert abs(sum(left for left, _ in sides) - right) < 1e-12
@@ -392,7 +392,7 @@ def everything(mesh: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("key", [*PROGRAMS, "jvp", "vmap"])
 @pytest.mark.parametrize("name", LINEAR)
 def test_derivatives_are_those_of_the_sum_over_ranks(name: str, key: str, worlds: dict[str, list[Any]]) -> None:
-    """Every transform and nesting, on 1 to 4 and on 2 x 2 ranks, against one device, to 1e-12."""
+    """Some nesting of torch.func's transforms through a collective would differ from one device."""
     for world in ("1", "2", "3", "4", "2 x 2"):
         ranks = worlds[world]
         rows = [ranks[:2], ranks[2:]] if world == "2 x 2" else [ranks]
@@ -403,7 +403,7 @@ def test_derivatives_are_those_of_the_sum_over_ranks(name: str, key: str, worlds
 
 
 def test_processes_have_the_bits_of_the_simulation(worlds: dict[str, list[Any]]) -> None:
-    """Values and derivatives."""
+    """Simulated ranks would prove nothing about real processes."""
     check_values([rank["values"] for rank in worlds["gloo"]])
     for a, b in zip(tree.leaves(worlds["simulated"]), tree.leaves(worlds["gloo"]), strict=True):
         assert a.dtype == b.dtype
@@ -422,7 +422,7 @@ def gradients_of_trees(mesh: Any) -> Any:
 
 
 def test_gradients_of_trees() -> None:
-    """F = (1 + 2) * sum(a) * sum(b) over two ranks."""
+    """The gradient of a function of several leaves would miss the product rule between them."""
     for grads in simulated(gradients_of_trees, shard=2):
         assert grads["a"].tolist() == [3 * 4.0] * 2
         assert grads["b"].item() == 3 * 4.0
@@ -444,7 +444,7 @@ def bytes_sent(mesh: Any) -> dict[str, list[tuple[str, int]]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_what_is_sent_is_what_a_ring_would_send(size: int) -> None:
-    """(W - 1) parts; an all-reduce twice that, or everything to everyone where that is one small message."""
+    """A collective would send more bytes than its algorithm needs."""
     for rank, found in enumerate(simulated(bytes_sent, shard=size)):
         big, small = 8 * 12000, 8 * 24
         assert found["all_gather"] == [("all_gather", (size - 1) * n) for n in (big, small)]
@@ -465,14 +465,14 @@ def scattered_scalars(mesh: Any, name: str) -> Any:
 
 @pytest.mark.parametrize("name", DIVIDES)
 def test_the_batch_of_vmap_is_no_dim_to_divide(name: str) -> None:
-    """A 0-d tensor does not divide over ranks, under vmap as without it."""
+    """Under vmap a collective would divide the batch over ranks instead of dim 0."""
     with pytest.raises(ValueError, match="dim 0 of a tensor"):
         simulated(scattered_scalars, name, shard=2)
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
 def test_a_backward_on_another_thread_is_the_callers(kind: str) -> None:
-    """As autograd's of what is on a GPU: counted by the tally, and announced, of whoever called the forward."""
+    """Collectives of a backward on autograd's own thread, as on GPUs, would be neither counted nor checked."""
     announced_axes = list[str]()
 
     def around(ranks: Any, mesh: Any) -> Any:
@@ -495,7 +495,7 @@ def test_a_backward_on_another_thread_is_the_callers(kind: str) -> None:
 
 
 def test_a_tally_around_the_backward_alone_counts_it() -> None:
-    """On the thread of the forward, and on one that has a tally of its own."""
+    """A tally opened after the forward would miss the collectives of the backward."""
 
     def job(mesh: Any) -> list[int]:
         x, counts = torch.ones(2, requires_grad=True), list[int]()
@@ -523,7 +523,7 @@ NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex
 
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 def test_what_can_be_combined(op: str) -> None:
-    """Integers, truth values and floats by all operations; 8-bit floats and complex ones are summed; no others are."""
+    """A reduction of a dtype that cannot be summed would run, or a possible one would be refused."""
     for dtype in (*INTEGERS, *FLOATS, *NARROW, torch.uint16, torch.uint32, torch.uint64):
         if dtype in INTEGERS + FLOATS or (op == "sum" and dtype in NARROW):
             primitives.check_combines("all_reduce", op, dtype)

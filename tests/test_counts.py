@@ -67,7 +67,7 @@ def gradients(mesh: Any, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_count_is_differentiated(name: str) -> None:
-    """On one device, and on one to three ranks with different data, under every strategy."""
+    """A `Mean` whose count depends on parameters would have a wrong gradient."""
     tolerance = 1e-12 if name == "weighted" else 1e-6
     for shard in (0, 1, 2, 3):
         value, expected = plainly(LOSSES[name], max(shard, 1))
@@ -92,7 +92,7 @@ def steps(mesh: Any, jitted: bool, **more: Any) -> Any:
 
 @pytest.mark.parametrize("jitted", [False, True])
 def test_steps_equal_the_oracle(jitted: bool) -> None:
-    """Scaled, eager and compiled."""
+    """A scaled or compiled step would lose that derivative."""
     init, step = oracle(weighted, fshard.optim.sgd(0.1))
     state = init(parameters(), fshard.StaticLossScale(8.0))
     for _ in range(2):
@@ -105,6 +105,6 @@ def test_steps_equal_the_oracle(jitted: bool) -> None:
 
 @pytest.mark.parametrize("more", [{"accumulate": 2}, {"accumulate": 2, "reduce_once": True}, {"reduction": "tree"}])
 def test_a_count_of_parts_is_an_error(more: dict[str, Any]) -> None:
-    """Its derivative needs what other parts count."""
+    """With micro-batches the gradient of such a count would be silently wrong."""
     with pytest.raises(ValueError, match=r"count of its fshard.Mean depends on parameters.* Detach the count"):
         steps(None, jitted=False, **more)

@@ -26,7 +26,7 @@ aot = partial(fshard.jit, backend="aot_eager")
 
 @pytest.mark.parametrize("jitted", [False, True])
 def test_what_was_given_away_is_not_copied(jitted):
-    """Neither into memory nor into a file, whole or in part: it would have the values of another state."""
+    """A copy or a file of a donated state would hold the values of another state."""
     state, _ = start(None, optim.adamw(0.1))
     step = fshard.train_step(loss, optim.adamw(0.1), donate=not jitted)
     step, kept = eager(step, donate=True) if jitted else step, [state, state.params, state.opt_state, [state.params]]
@@ -40,7 +40,7 @@ def test_what_was_given_away_is_not_copied(jitted):
 
 @pytest.mark.parametrize("make", [eager, aot, fshard.jit])
 def test_a_donated_state(make):
-    """It is written to, and gone; ten steps are right."""
+    """Donation would copy, leave the old state usable, or change results over ten steps."""
 
     def law(mesh: Any) -> None:
         warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
@@ -62,7 +62,7 @@ def test_a_donated_state(make):
 
 
 def test_donated_parameters_are_gone():
-    """A Sharded given away says so."""
+    """Using donated parameters would read memory of a later step."""
     state, _ = start(None)
     kept = state.params.tensors[0].clone()
     new = eager(lambda p: tree.map(lambda x: 2 * x, p), donate=True)(state.params)
@@ -88,7 +88,7 @@ SHIFTS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", SHIFTS)
 @pytest.mark.parametrize("make", [eager, aot])
 def test_what_is_written_was_read_before(name, make):
-    """Results that are donated inputs, or views of them, are what they were without donation."""
+    """A result that views a donated input would be overwritten before it is read."""
     one, two = rand(4, seed=1), rand(4, seed=2)
     expected = tree.map(torch.clone, tuple(SHIFTS[name]((one, two))))
     given = one.clone(), two.clone()
@@ -100,7 +100,7 @@ def test_what_is_written_was_read_before(name, make):
 
 
 def test_what_cannot_be_donated_is_an_error():
-    """Memory that two arguments share, also in part; results that do not fit."""
+    """Two arguments in one memory would be written through each other."""
     x = rand(6, seed=1)
     for pair in ((x, x), (x, x.view(2, 3)), (x[:4], x[2:])):
         with pytest.raises(ValueError, match="two tensors of the arguments lie in the same memory"):
@@ -141,7 +141,7 @@ def train(mesh: Any, given: Any, how: str, donate: bool, num_steps: int = 3) -> 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("how", ["eager", "jit"])
 def test_what_a_state_is_made_from_is_left_as_it_is(how, donate, shard):
-    """Parameters, scaler, `extra` and rates of the caller's, which simulated ranks share; all ways give the same."""
+    """Donating a state would write to the scaler, `extra` or rates that the caller made it from."""
     given = {
         "params": params(),
         "scaler": DynamicLossScale(8.0, growth_interval=1),
@@ -162,7 +162,7 @@ def test_what_a_state_is_made_from_is_left_as_it_is(how, donate, shard):
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_the_leaves_of_a_state_lie_apart(name):
-    """None of any optimizer's shares memory with another, or with what the caller holds."""
+    """An update in place would change two leaves of a state at once."""
     given = {"w": rand(4, 4, seed=1, dtype=torch.float32), "b": rand(4, seed=2, dtype=torch.float32)}
     scaler = DynamicLossScale()
     state = start(None, TRANSFORMS[name](), scaler, {"units": None}, whole=given, extra=given)[0]

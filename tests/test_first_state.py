@@ -34,7 +34,7 @@ def begun(mesh: Any, strategy: dict[str, Any], whole: Any = None, changed: str |
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("changed", list(params()))
 def test_copies_of_parameters_are_equal(name: str, changed: str) -> None:
-    """Those of every leaf, along every axis that it is not cut over."""
+    """Replicas that begin with different parameters would train apart."""
     for replicate, shard in WORLDS:
         if replicate == 1 and name not in NARROW:
             continue
@@ -62,7 +62,7 @@ OTHERS: dict[str, tuple[str, Callable[[bool], Any], str]] = {
 @pytest.mark.parametrize("what", OTHERS)
 @pytest.mark.parametrize("name", NARROW)
 def test_what_a_state_begins_with_is_equal(name: str, what: str) -> None:
-    """A gradient scaled by 8 on one rank and by 16 on another would be added up as if they were of one scale."""
+    """Gradients scaled by 8 on one rank and by 16 on another would be summed as if they had one scale."""
     argument, make, words = OTHERS[what]
     for replicate, shard in WORLDS:
         alike = partial(begun, strategy=STRATEGIES[name], **{argument: lambda last: make(False)})
@@ -80,12 +80,12 @@ def in_processes(mesh: Any) -> None:
 
 
 def test_in_processes() -> None:
-    """Over gloo."""
+    """Real processes that begin differently would not be told."""
     gloo(in_processes, shard=2)
 
 
 def test_a_state_that_is_not_there_is_not_compared() -> None:
-    """Of fake tensors, and on an abstract mesh, there is nothing to compare."""
+    """Planning with fake tensors, or on an abstract mesh, would try to communicate."""
     plan = fshard.make_plan(params(), fshard.AbstractMesh(shard=4), params_over=())
     state = fshard.eval_shape(lambda p: fshard.init_state(fshard.shard_params(p, plan), TX), params())
     assert fshard.tree.leaves(state.params)

@@ -150,5 +150,5 @@ def values(kind: str, model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", ["FSDP1", "FSDP1 sharded", "FSDP2", "FSDP2 sharded", "ZeRO"])
 def test_there_and_back(kind):
-    """FSDP's optim_state_dict, FSDP2's through DCP, whole and sharded; ZeroRedundancyOptimizer's consolidated one."""
+    """Optimizer state of FSDP, FSDP2 or ZeroRedundancyOptimizer would lose or swap a tensor on its way in or out."""
     gloo(there_and_back, kind)

@@ -22,7 +22,7 @@ SEEDS = {"python": random.seed, "numpy": np.random.seed, "torch": torch.manual_s
 
 @pytest.mark.parametrize("kind", DRAWS)
 def test_random_states_are_each_ranks_own(kind: str) -> None:
-    """Collectives between draws change nothing, wherever in a block of 624 words they come; all follows from a seed."""
+    """A collective between two draws would change what a simulated rank draws."""
     lengths = [0, 1, 3, 310, 311, 622, 1, 2]
 
     def job(mesh: Any, between: bool) -> list[float]:
@@ -47,7 +47,7 @@ def test_random_states_are_each_ranks_own(kind: str) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_random_states_are_put_back(fails: bool) -> None:
-    """Also after an error; and normal numbers that were kept for later."""
+    """A simulation would leave the caller's generators in another state, above all after an error."""
 
     def job(mesh: Any) -> None:
         for kind, draw in DRAWS.items():
@@ -76,7 +76,7 @@ def test_random_states_are_put_back(fails: bool) -> None:
 
 
 def test_a_rank_that_puts_its_state_back() -> None:
-    """To that it began with: what it draws next is what it drew first."""
+    """A rank that restores its own generator would draw other numbers than the first time."""
     kept = {"python": (random.getstate, random.setstate), "numpy": (np.random.get_state, np.random.set_state)}
 
     def job(mesh: Any) -> list[bool]:
@@ -94,7 +94,7 @@ def test_a_rank_that_puts_its_state_back() -> None:
 
 
 def test_a_rank_that_seeds_python_and_numpy() -> None:
-    """It is its alone, across collectives."""
+    """A seed set on one simulated rank would reach the others."""
 
     def job(mesh: Any) -> list[Any]:
         if mesh.get_rank() == 1:
@@ -112,7 +112,7 @@ def test_a_rank_that_seeds_python_and_numpy() -> None:
 
 @pytest.mark.cuda
 def test_random_states_on_a_gpu() -> None:
-    """The device's as well, and sums there."""
+    """On a GPU ranks would share one generator, or sums would differ."""
 
     def job(mesh: Any, between: bool) -> list[float]:
         drawn = []

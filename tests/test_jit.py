@@ -59,13 +59,13 @@ def derivatives(mesh: Any, names: list[str], backend: str, **strategy: Any) -> N
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_derivatives_of_a_loss_that_gathers(name):
-    """torch.func's transforms of it and their nestings, on two ranks, are those of the eager call."""
+    """A transform of torch.func would give other values in a graph than eagerly."""
     simple = name.startswith(("gradient", "directional", "per-sample"))
     simulated(partial(derivatives, names=[name], backend="aot_eager" if simple else "eager"))
 
 
 def test_derivatives_by_inductor():
-    """A gradient, per-sample gradients and a Hessian-vector product, in one graph."""
+    """Inductor would compile some derivative wrongly."""
 
     def run(p: Any, x: Tensor, v: Any) -> Any:
         wanted = (
@@ -81,7 +81,7 @@ def test_derivatives_by_inductor():
 
 
 def test_a_compilation_is_kept():
-    """Inductor finds the graph of a step in its cache the second time, as a second process would."""
+    """A second process would compile the same step again."""
     mesh = fshard.AbstractMesh(shard=2)
 
     def compiled() -> dict[str, int]:
@@ -97,7 +97,7 @@ def test_a_compilation_is_kept():
 
 @pytest.mark.parametrize("make", [eager, aot])
 def test_plain_trees(make):
-    """Without any plan: named tuples, None, arguments that are no tensors, keyword arguments."""
+    """`jit` would need a plan, or not take named tuples, None and keyword arguments."""
 
     def fn(pair: Pair, n: int, word: str, none: Any = None, *, scale: Tensor, flag: bool = False) -> Any:
         out = {"sum": pair.left * n + scale, "word": word + "!", "none": none, "flag": flag, "three": 3}
@@ -112,14 +112,14 @@ def test_plain_trees(make):
 
 
 def test_functions_without_tensors():
-    """Nothing goes in, or nothing comes out."""
+    """A function without tensors would fail to trace."""
     assert eager(lambda: 3)() == 3
     assert eager(lambda x: None)(torch.ones(2)) is None
     assert same_bits(aot(lambda: torch.arange(3))(), torch.arange(3))
 
 
 def test_the_doors_of_a_plan():
-    """value, value_and_grad, unreduced gradients and their reduction, collectives, sharding: as they are eagerly."""
+    """`evaluate`, `value_and_grad`, `reduce_grads`, a collective or `shard_params` would differ in a graph."""
 
     def everything(p: Any, b: Any) -> Any:
         value, grads = fshard.value_and_grad(loss)(p, b)
@@ -154,7 +154,7 @@ def counted() -> tuple[Callable[..., Any], list[int]]:
 
 
 def test_the_same_signature_is_traced_once():
-    """Whatever the values; and other arguments once each, with a reason."""
+    """Other values would be traced again, or another signature would run the old graph."""
     fn, runs = counted()
     fast = eager(fn)
     assert fast.explain() == "not traced yet"
@@ -178,7 +178,7 @@ def test_the_same_signature_is_traced_once():
 
 
 def test_another_value_that_is_no_tensor_is_traced_again():
-    """Numbers that are equal but of another type too."""
+    """A graph of 1 would run for 1.0 or True."""
     fn, runs = counted()
     fast, x = eager(fn), {"a": rand(2, seed=1)}
     for n in (2, 3, 2.0, True, 1, 2, 3):
@@ -188,7 +188,7 @@ def test_another_value_that_is_no_tensor_is_traced_again():
 
 
 def test_a_step_is_traced_once():
-    """Its own results are arguments of the same signature."""
+    """The second step would be traced again."""
     runs: list[int] = []
 
     def counting(p: Any, b: Any) -> Any:
@@ -206,7 +206,7 @@ def test_a_step_is_traced_once():
 
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_lowering_needs_no_values(kind):
-    """What is lowered from meta or fake tensors compiles to what runs on real ones."""
+    """Meta and fake tensors could not be lowered, or their graph would not run on real ones."""
     state, step = start(None, optim.adamw(0.1))
     args = state, batch(0, 0)
     mode = FakeTensorMode()
@@ -217,14 +217,14 @@ def test_lowering_needs_no_values(kind):
 
 
 def test_what_is_compiled_refuses_other_arguments():
-    """It names the first that differs."""
+    """A compiled function would run on other arguments, or not name the first that differs."""
     run = eager(lambda x: 2 * x).lower(rand(3, seed=1)).compile("eager")
     with pytest.raises(ValueError, match=r"compiled for other arguments: argument '0\.0' was float64\[3\]"):
         run(rand(4, seed=1))
 
 
 def test_a_mesh_is_let_go():
-    """A jitted function, its graph and a step keep nothing alive once they are gone."""
+    """A jitted function would keep a mesh and its connections alive."""
 
     def law(mesh: Any) -> Any:
         state, step = start(mesh)
@@ -287,7 +287,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("fn", "words"), REFUSED, ids=lambda x: getattr(x, "__name__", ""))
 def test_what_cannot_be_a_graph(fn, words):
-    """The error says what, and in which line; in a function that is called, and on simulated ranks, too."""
+    """A function that a graph cannot hold would be compiled wrongly, or the error would not name the line."""
     for run in (fn, partial(fn), lambda x: fn(x)):
         with pytest.raises(TraceError, match=words):
             eager(run)(torch.ones(3))
@@ -296,7 +296,7 @@ def test_what_cannot_be_a_graph(fn, words):
 
 
 def test_a_loss_that_cannot_be_a_graph():
-    """The error names the line of the loss, not of this library."""
+    """The error would name a line of this library instead of the loss."""
 
     def bad(p: Any, b: Any) -> Any:
         return loss(p, b) if p["a"]["w"].sum() > 0 else None
@@ -311,7 +311,7 @@ def test_a_loss_that_cannot_be_a_graph():
 
 
 def test_an_argument_of_a_tree_changed_in_place():
-    """Is named by its path."""
+    """A write to an argument would be lost, or the error would not name its path."""
 
     def fn(x: Any, y: Any) -> Any:
         y["k"][1].mul_(2)
@@ -322,7 +322,7 @@ def test_an_argument_of_a_tree_changed_in_place():
 
 
 def test_errors_of_the_function_stay_what_they_are():
-    """ValueError and TypeError pass; others say where."""
+    """A ValueError or TypeError of the user's would come out as another error."""
 
     def fails(kind: type[Exception], x: Tensor) -> Tensor:
         raise kind("seven")
@@ -338,7 +338,7 @@ def test_errors_of_the_function_stay_what_they_are():
 
 
 def test_private_parts_of_torch():
-    """Fake tensors, the mode that is on while they are traced, backends by name, calls dynamo does not follow."""
+    """A release of torch would change the private parts that tracing needs: fake tensors, modes, backends."""
     seen: list[bool] = []
 
     def fn(x: Tensor) -> Tensor:
@@ -361,7 +361,7 @@ def test_private_parts_of_torch():
 
 
 def test_a_ticket_keeps_what_is_under_way():
-    """An attribute of a storage lives as long as its memory, and not longer."""
+    """A buffer would be freed while a collective still reads it."""
     ticket = torch.empty(1)
     thing = Counter()
     ticket.untyped_storage().under_way = thing
@@ -388,7 +388,7 @@ def operators(mesh: Any, **kw: Any) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("regather", [True, False])
 def test_the_collectives_of_a_step(regather):
-    """One gather and one reduction of every unit; each waited for; none more than a unit ahead."""
+    """A unit would be gathered or reduced more than once, or more than a unit ahead."""
     for found in simulated(partial(operators, plan={"regather": regather})):
         counts = Counter(found)
         for unit in ("a", "c"):
@@ -405,7 +405,7 @@ def test_the_collectives_of_a_step(regather):
 
 
 def test_a_wire_travels_by_exchange():
-    """Encoded gradients: one exchange for each unit, and no reduction of floating numbers."""
+    """With a wire in a graph, gradients would be sent unencoded."""
     kw = {"plan": {"grad_wire": WIRES["int8"]}, "whole": params(torch.float32)}
 
     def nodes(mesh: Any) -> Counter[str]:
@@ -419,14 +419,14 @@ def test_a_wire_travels_by_exchange():
 
 
 def test_one_device_sends_nothing():
-    """A step without a mesh has no collective."""
+    """A step without a mesh would have a collective."""
     state, step = start(None)
     targets = [str(n.target) for n in eager(step).lower(state, batch(0, 0)).graph.nodes]
     assert not any("gather" in t or "reduce_scatter" in t or "all_reduce" in t for t in targets)
 
 
 def test_a_graph_sends_what_the_eager_step_sends():
-    """The same collectives and bytes, recorded where they run."""
+    """A graph would send other collectives or bytes than the eager step."""
 
     def law(mesh: Any) -> None:
         for kw in ({}, {"plan": {"regather": False}}, {"plan": STRATEGIES["zero1"]}, {"accumulate": 2}):
@@ -444,7 +444,7 @@ def test_a_graph_sends_what_the_eager_step_sends():
 
 
 def test_models_of_several_kinds():
-    """Convolutions, embeddings, normalisation, attention, in float32: the eager bits."""
+    """Some kind of layer would have other bits in a graph than eagerly."""
 
     def net(p: Any, b: dict[str, Tensor]) -> fshard.Mean:
         x = F.embedding((b["x"].abs() * 3).long().clamp(max=6), p["e"])
@@ -460,7 +460,7 @@ def test_models_of_several_kinds():
 
 @pytest.mark.parametrize("stride", [0, 1, 7])
 def test_bytes_of_one_element(stride):
-    """Inductor gives a tensor of one element any stride; its bytes are read, and written to, where it lies."""
+    """Inductor gives a tensor of one element any stride: its bytes would be read from another place."""
     x = torch.ones(8).as_strided((1,), (stride,), 1)
     assert same_bits(as_bytes(x), torch.ones(1).view(torch.uint8))
     as_bytes(x).zero_()

@@ -47,7 +47,7 @@ def ties(x: Any) -> list[int]:
 @examples(60)
 @given(st.data())
 def test_gathering_is_the_inverse_of_sharding(data):
-    """Every bit of every leaf, structure, dtypes and ties; padding is zero."""
+    """For some tree and mesh a gathered leaf would have other bits, or padding would not be zero."""
     params = data.draw(strategies.trees(strategies.DTYPES, bits=True), "params")
     plan, sizes = data.draw(strategies.plans(params), "plan"), data.draw(strategies.meshes(), "mesh")
     for found, clean in simulated(shard_and_gather, params, plan, **sizes):
@@ -127,7 +127,7 @@ def holds(drawn: Drawn, tolerance: float) -> None:
 @examples(100)
 @given(st.data())
 def test_training_is_the_oracles(data):
-    """Two steps in float64, integer leaves among them: state and metrics to 1e-10 on every rank."""
+    """For some tree, mesh and optimizer two steps would differ from unsharded training by more than 1e-10."""
     holds(Drawn(data, (torch.float64, torch.int64)), 1e-10)
 
 
@@ -142,6 +142,6 @@ def coarsest(drawn: Drawn) -> float:
 @examples(40)
 @given(st.data())
 def test_training_in_any_precision_is_the_oracles(data):
-    """As near as the coarsest dtype of leaves and policy allows."""
+    """For some policy training would err by more than the coarsest dtype in it allows."""
     drawn = Drawn(data, (torch.float64, torch.float32, torch.bfloat16), strategies.policies())
     holds(drawn, max(1e-10, 16 * coarsest(drawn)))

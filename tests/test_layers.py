@@ -418,6 +418,14 @@ def test_the_check_of_private_names_can_fail(source: str, what: str) -> None:
     assert unlisted({"core.made": source}, row.format(what).replace("::test_x", ""))[0].startswith("no test notices")
 
 
+def test_every_test_says_what_it_is_for() -> None:
+    """Whoever sees a test fail would have to guess what is wrong."""
+    files = {path.name: ast.parse(path.read_text()) for path in sorted((ROOT / "tests").glob("test_*.py"))}
+    functions = [(file, x) for file, page in files.items() for x in page.body if isinstance(x, ast.FunctionDef)]
+    bare = [f"{file}::{x.name}" for file, x in functions if x.name.startswith("test_") and not ast.get_docstring(x)]
+    assert bare == []
+
+
 def first_line(source: str) -> str:
     """The first line of a module's docstring."""
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]

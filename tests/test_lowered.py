@@ -40,7 +40,7 @@ def lowered_step(mesh: Any, donate: bool = False, **kw: Any) -> Any:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", PLANS)
 def test_traffic_is_what_the_eager_step_sends(name, world):
-    """By kind, unit and axis: bytes and how many."""
+    """`collectives()` would report other bytes than are sent."""
     replicate, shard = WORLDS[world]
 
     def law(mesh: Any) -> None:
@@ -57,7 +57,7 @@ def test_traffic_is_what_the_eager_step_sends(name, world):
 
 
 def test_flops_by_hand():
-    """Two products forward; backward one for each weight and one for what lies between."""
+    """`flops()` would miss a product of the forward or backward."""
 
     def law(mesh: Any) -> None:
         rows = 4 + 2 * mesh.get_rank()
@@ -67,7 +67,7 @@ def test_flops_by_hand():
 
 
 def test_memory_by_hand():
-    """A product and what is elementwise: inputs throughout, results from where they are made."""
+    """`memory()` would count a tensor before it is made, or after it is freed."""
 
     def fn(x: Tensor, w: Tensor) -> Tensor:
         return ((x @ w).tanh() @ w).exp()
@@ -83,7 +83,7 @@ def test_memory_by_hand():
 
 
 def test_memory_of_a_step():
-    """Parameters and optimizer state are this rank's; gathered units and gradients come and go."""
+    """`memory()` would count whole parameters instead of this rank's, or miss gathered units."""
 
     def law(mesh: Any) -> None:
         lowered, _, (state, data) = lowered_step(mesh, tx=optim.adamw(0.1))
@@ -108,7 +108,7 @@ def test_memory_of_a_step():
 
 @pytest.mark.parametrize(("device", "fast", "received"), [("cuda", False, 3), ("cuda", True, 0), ("cpu", False, 0)])
 def test_memory_of_an_exact_sum(device: str, fast: bool, received: int):
-    """What peers send is received beside the flat buffer, from its start to its wait, where no memory is shared."""
+    """The buffer that a sum in rank order receives into would be missing from the peak."""
     mesh, graph = AbstractMesh(shard=4), torch.fx.Graph()
     with FakeTensorMode():
         x, place = torch.empty(64, device=device), torch.empty(16, device=device)
@@ -148,7 +148,7 @@ class Received(Ranks):
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("numel", [63, 64, 24000])
 def test_memory_of_an_all_reduce(op: str, fast: bool, size: int, numel: int, monkeypatch: pytest.MonkeyPatch):
-    """What is counted is what is allocated: of one that goes direct, everything of everyone."""
+    """An all-reduce of small messages would allocate other bytes than are counted."""
     ranks, mesh, graph = Received(size), AbstractMesh(shard=size), torch.fx.Graph()
     monkeypatch.setattr(primitives, "_built_in", lambda *args: process_groups.Works([], []))
     primitives.all_reduce(torch.empty(numel, device="meta"), ranks, op=op, fast=fast).wait()
@@ -164,14 +164,14 @@ def test_memory_of_an_all_reduce(op: str, fast: bool, size: int, numel: int, mon
 
 
 def test_a_picture_of_memory(tmp_path):
-    """A PNG."""
+    """`memory().draw(path)` would write no picture."""
     pytest.importorskip("matplotlib")
     fshard.jit(lambda x: x @ x, backend="eager").lower(rand(3, 3, seed=1)).memory().draw(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_text():
-    """One line for a node, inputs by path, units by name, no addresses, the same each time."""
+    """`as_text()` would differ from run to run, or not name inputs and units."""
 
     def law(mesh: Any) -> None:
         lowered, _, args = lowered_step(mesh)
@@ -190,7 +190,7 @@ def test_text():
 
 
 def test_other_arguments_are_refused():
-    """With the path that differs."""
+    """A compiled graph would run on arguments it was not made for."""
     run = fshard.jit(lambda b: b["x"] * 2, backend="eager").lower({"x": rand(3, seed=1)}).compile("eager")
     assert same_bits(run({"x": rand(3, seed=2)}), rand(3, seed=2) * 2)
     with pytest.raises(ValueError, match=r"compiled for other arguments: argument '0\.0\.x' was float64\[3\].*float32"):
@@ -204,7 +204,7 @@ def test_other_arguments_are_refused():
 
 @pytest.mark.parametrize("sizes", [(1,), (5,), (2, 3), (3, 2, 4)])
 def test_ranks_are_numbered_by_rows(sizes):
-    """As torch numbers those of a DeviceMesh: the first axis is the slowest."""
+    """Ranks of an `AbstractMesh` would be numbered otherwise than those of a DeviceMesh."""
     names = [f"axis{i}" for i in range(len(sizes))]
     grid = torch.arange(math.prod(sizes)).view(sizes)
     for rank in range(grid.numel()):
@@ -224,19 +224,19 @@ def test_ranks_are_numbered_by_rows(sizes):
     ],
 )
 def test_meshes_that_cannot_be(kw, error):
-    """No axis, no rank, or another one."""
+    """An `AbstractMesh` without axes, or with a rank outside it, would be made."""
     with pytest.raises(ValueError, match=re.escape(error)):
         AbstractMesh(**kw)
 
 
 def test_nothing_runs_on_an_abstract_mesh():
-    """The error says what to do instead."""
+    """A collective on a mesh without processes would hang or give wrong values."""
     with pytest.raises(RuntimeError, match=r"all_reduce.*: an abstract mesh has no ranks. Use fshard.eval_shape"):
         fshard.all_reduce(torch.ones(2), AbstractMesh(shard=2), "shard")
 
 
 def test_a_step_on_64_ranks():
-    """Planned and lowered on meta parameters: what it sends and holds is known."""
+    """A step for more ranks than there are could not be planned and lowered."""
     size, dim = 64, 96
     mesh = AbstractMesh(shard=size, rank=63)
     whole = {k: {"w": torch.empty(dim, dim, device="meta"), "b": torch.empty(dim, device="meta")} for k in "abc"}

@@ -169,18 +169,18 @@ def drops(mesh: Any, **plan: Any) -> None:
 
 
 def test_gathers_that_nobody_reads_go():
-    """With their tickets, waits and views; the gradients of what is not used are still reduced."""
+    """Units that a step does not use would be gathered, or lose their reduction."""
     simulated(drops)
 
 
 def test_both_stages_of_a_gather_that_nobody_reads_go():
-    """One along each axis."""
+    """On two axes the first stage of an unused gather would stay."""
     both = dict.fromkeys(("params_over", "grads_over", "state_over"), ("replicate", "shard"))
     simulated(partial(drops, **both), replicate=2)
 
 
 def test_what_is_read_for_nothing_goes():
-    """A block that is computed with, to no purpose, in a step and in a gradient."""
+    """A gather read only by dead code would stay."""
 
     def wasted(p: Any, tokens: Tensor) -> Tensor:
         block(p["blocks"][1], p["embed"][tokens])
@@ -200,7 +200,7 @@ def test_what_is_read_for_nothing_goes():
 
 
 def test_what_writes_stays():
-    """Views and values that nobody reads go, and what they alone read; a write to another's memory does not."""
+    """A node that writes to a tensor that is read later would be removed."""
 
     def fn(x: Tensor) -> Tensor:
         y, z = x.clone(), x.clone()
@@ -218,7 +218,7 @@ def test_what_writes_stays():
 
 
 def test_gathers_in_the_order_they_are_read():
-    """Start, ticket, wait, views, readers, bytes; a buffer that nobody reads comes first."""
+    """A gather would be waited for after its first reader."""
 
     def fn(p: Sharded, x: Tensor) -> Any:
         q = gather_params(p)
@@ -262,7 +262,7 @@ def crossings(graph: fx.Graph, root: bool = False) -> list[tuple[str, str]]:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_what_is_read_late_is_gathered_again(name):
-    """Between two readers of a unit no other unit is first read; the last unit's come together."""
+    """With `regather` a unit would stay in memory while others are computed."""
     fn = DERIVATIVES[name]
 
     def law(mesh: Any) -> None:
@@ -283,7 +283,7 @@ def test_what_is_read_late_is_gathered_again(name):
 
 @pytest.mark.parametrize("regather", [True, False])
 def test_a_plan_says_whether_units_are_gathered_again(regather):
-    """Each but the last one twice, or each once."""
+    """`regather=False` would gather twice, or `regather=True` once."""
 
     def law(mesh: Any) -> None:
         args = given(gradient, mesh, regather=regather)
@@ -297,7 +297,7 @@ def test_a_plan_says_whether_units_are_gathered_again(regather):
 
 
 def test_units_by_name_are_gathered_again():
-    """Those that are asked for alone."""
+    """The pass would gather again units that it was not asked for."""
 
     def law(mesh: Any) -> None:
         args = given(gradient, mesh)
@@ -311,7 +311,7 @@ def test_units_by_name_are_gathered_again():
 
 
 def test_a_gradient_of_a_gradient():
-    """Units are read four times and more, and the last is right."""
+    """Units that are read four times and more would be gathered wrongly."""
 
     def law(mesh: Any) -> None:
         args = given(gradient, mesh)
@@ -344,7 +344,7 @@ def under_way(found: list[Gather], order: dict[fx.Node, int]) -> dict[int, int]:
 
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_gathers_start_one_unit_ahead(name):
-    """Whenever they started before."""
+    """A gather would start too early, and hold memory, or too late, and not overlap."""
     fn = DERIVATIVES[name]
 
     def law(mesh: Any) -> None:
@@ -363,7 +363,7 @@ def test_gathers_start_one_unit_ahead(name):
 
 @pytest.mark.parametrize("widths", [(8, 8, 8, 8), (4, 40, 4, 12)], ids=["alike", "unlike"])
 def test_bytes_in_flight(widths):
-    """More of them start earlier, and what is under way is no more than that, or one unit ahead."""
+    """More gathers would be under way than `in_flight` bytes allow."""
 
     def law(mesh: Any) -> None:
         args, before = given(gradient, mesh, widths=widths), list[int]()
@@ -395,7 +395,7 @@ def pending(graph: fx.Graph) -> list[int]:
 
 
 def test_reductions_are_waited_for_late():
-    """As many as the bytes allow are under way; one always."""
+    """A reduction would be waited for before it has to be."""
 
     def law(mesh: Any) -> None:
         step, *args = state_of(mesh)
@@ -424,7 +424,7 @@ EVERY_WORLD: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", EVERY_WORLD)
 def test_steps_with_much_in_flight_are_right(name):
-    """Whatever is reduced in two stages, or in place."""
+    """With much under way a buffer would be read before it is filled."""
     plan, replicate = EVERY_WORLD[name]
 
     def law(mesh: Any) -> None:
@@ -453,7 +453,7 @@ def changed_after(mesh: Any, p: Sharded, x: Tensor) -> Any:
 
 @pytest.mark.parametrize("in_flight", [0, EVERYTHING])
 def test_what_is_written_to_is_not_moved_past(in_flight):
-    """Neither what was sent, nor what came."""
+    """A collective would be moved past a write to what it sends or receives."""
 
     def law(mesh: Any) -> None:
         args = sharded(mesh), rand(2, 4, seed=mesh.get_rank())
@@ -468,7 +468,8 @@ def test_what_is_written_to_is_not_moved_past(in_flight):
 
 @pytest.mark.parametrize("regather", [True, False])
 def test_the_graph_of_a_step(regather):
-    """Collectives by unit, each a unit ahead, no word to the host; what the backward begins with alone stays alive."""
+    """The graph of a step would read a value on the host, gather more than a unit ahead, or keep gathered units
+    alive."""
 
     def law(mesh: Any) -> None:
         step, *args = state_of(mesh, regather=regather)
@@ -494,7 +495,7 @@ def test_the_graph_of_a_step(regather):
 
 
 def test_cheap_values_are_made_again():
-    """The peak falls, the bits stay; a larger budget than the peak changes nothing."""
+    """A `budget` would not lower the peak, or would change bits."""
 
     def law(mesh: Any) -> None:
         for own, fn in (
@@ -521,7 +522,7 @@ def test_cheap_values_are_made_again():
 
 
 def test_a_policy_says_what_is_made_again():
-    """Nothing, or one operator alone."""
+    """`recompute` would not be asked."""
 
     def law(mesh: Any) -> None:
         args = given(gradient, mesh)
@@ -537,7 +538,7 @@ def test_a_policy_says_what_is_made_again():
 
 
 def test_what_is_cheap():
-    """Elementwise operators and norms are, matrix products, views and collectives are not."""
+    """Products and collectives would be run twice to save memory."""
     cheap = {"gelu", "add", "native_layer_norm", "index", "mm", "view", "fshard.all_gather", "mean", "t"}
 
     def law(mesh: Any) -> None:
@@ -559,7 +560,7 @@ def test_the_private_operators_that_passes_name_are_there():
 
 
 def test_numbers_are_worked_out_once():
-    """No loop over elements has the bias correction in it, and one operator puts a unit's gradients together."""
+    """A compiler would compute the bias correction anew for every element."""
 
     def law(mesh: Any) -> None:
         step, *args = state_of(mesh, optim.adamw(0.1))
@@ -575,7 +576,7 @@ def test_numbers_are_worked_out_once():
 
 
 def test_donated_inputs_are_written_to_last():
-    """One copy for each leaf that is not itself, and no output in its stead."""
+    """A donated input would be overwritten before its last reader."""
 
     def fn(t: tuple[Tensor, Tensor, Tensor], x: Tensor) -> Any:
         return (t[1], t[0], t[2]), t[0] + x
@@ -594,7 +595,7 @@ def test_donated_inputs_are_written_to_last():
 
 
 def test_a_donated_step_writes_to_its_state():
-    """Every tensor of the state that changes, and nothing else; metrics come out."""
+    """A donated compiled step would allocate a second state."""
 
     def law(mesh: Any) -> None:
         step, state, tokens = state_of(mesh, optim.adamw(0.1))
@@ -611,7 +612,7 @@ def test_a_donated_step_writes_to_its_state():
 
 
 def test_what_is_read_of_donated_parameters_is_read_before():
-    """Gathers of the old ones do not move past the writing."""
+    """Gathers of the old parameters would read the new ones."""
 
     def fn(p: Sharded) -> Any:
         return tree.map(lambda x: 2 * x, p), gather_params(p)

@@ -58,7 +58,8 @@ def check_intervals(plan: fshard.Plan) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", TREES)
 def test_gathering_undoes_sharding(name, world):
-    """To the bit, structure, dtypes and shapes; every rank's pieces of a leaf lie end to end and tile it."""
+    """A gathered leaf would have other bits, dtype or shape than the leaf that was sharded, or two ranks would hold
+    one element."""
     replicate, shard = WORLDS[world]
     params = TREES[name]()
     expected = dict(zip(tree.paths(tree.flatten(params)[1]), tree.leaves(params), strict=True))
@@ -88,7 +89,7 @@ LEAVES = st.lists(
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(LEAVES, st.sets(st.integers(0, 3)), st.integers(1, 5))
 def test_intervals_by_brute_force(leaves, claimed, num_ranks):
-    """Buffers filled leaf by leaf, each padded, then all, and cut: what a rank holds is that, element by element."""
+    """A rank would hold other elements than a plain loop over padded leaves gives it."""
     params: dict[str, dict[str, Tensor]] = {}
     for i, (group, dtype, shape) in enumerate(leaves):
         params.setdefault(f"g{group}", {})[f"x{i}"] = counting(*shape, dtype=dtype, start=5 * i)
@@ -159,14 +160,14 @@ def differentiate(mesh: Any, name: str, strategy: str) -> None:
 @pytest.mark.parametrize("world", ["1", "3", "2x2"])
 @pytest.mark.parametrize("name", TREES)
 def test_every_tree_is_differentiated(name, world):
-    """Tied leaves get both gradients, leaves kept whole the sum over ranks, integers none; to the bit."""
+    """Of some kind of tree, gradients would be lost: of tied leaves, leaves kept whole, or leaves beside integers."""
     replicate, shard = WORLDS[world]
     for strategy in ("full", "wide", "zero2"):
         simulated(differentiate, name, strategy, replicate=replicate, shard=shard)
 
 
 def test_frozen_leaves_are_carried():
-    """No gradient, no optimizer state, and the same bits after a step."""
+    """A frozen leaf would get a gradient, optimizer state, or other bits after a step."""
 
     def run(mesh: Any) -> None:
         params = TREES["nested"]()
@@ -191,7 +192,8 @@ def names(plan: fshard.Plan) -> dict[str, str]:
 
 
 def test_units_by_pattern():
-    """One component, any number of them, part of a name; the innermost claim wins, the rest is the root's."""
+    """A pattern would claim the wrong subtrees: `*` more than one component, `**` too few, an outer claim the leaves
+    of an inner one."""
     params = {
         "embed": counting(1),
         "enc": [{"w": counting(2), "b": counting(3)} for _ in range(2)],
@@ -226,7 +228,7 @@ def test_units_by_pattern():
 
 
 def test_a_predicate_sees_paths_and_subtrees():
-    """Every node that has leaves, from the whole tree inwards."""
+    """A predicate of units would not be asked about some subtree."""
     params, seen = Pair([counting(2)], {"none": None, "x": counting(3)}), {}
 
     def note(path: str, part: Any) -> bool:
@@ -241,7 +243,7 @@ def test_a_predicate_sees_paths_and_subtrees():
 
 @pytest.mark.parametrize(("size", "units"), [(1, 4), (2, 3), (4, 2), (5, 2), (9, 1)])
 def test_units_by_size(size, units):
-    """A unit is full when it has that many elements."""
+    """Units by size would be closed too early or too late."""
     plan = make_plan([counting(2), counting(2), counting(1), counting(4)], units=size)
     assert len(plan.units) == units
     for unit in range(units - 1):
@@ -250,7 +252,7 @@ def test_units_by_size(size, units):
 
 
 def test_one_leaf_in_two_places():
-    """The same tensor is one leaf, whose unit is that of its first place; equal tensors are two."""
+    """A tied tensor would be stored twice, or two equal tensors once."""
     shared = counting(5)
     params = {"a": shared, "b": [shared, counting(5)]}
     plan = make_plan(params, units="b")
@@ -279,7 +281,7 @@ def carry(mesh: Any) -> list[Any]:
 
 
 def test_plans_are_values():
-    """Immutable, hashable, picklable without their mesh, the same on all ranks: simulated or processes."""
+    """A plan could be changed, would not survive a pickle, or would differ between ranks."""
     simulated_plans = simulated(carry, shard=2)
     assert simulated_plans[0] == simulated_plans[1]
     first, second = gloo(carry, shard=2)
@@ -293,7 +295,7 @@ def test_plans_are_values():
 
 
 def test_a_plan_is_read_off_shapes():
-    """Meta and fake tensors, and other values, give the same plan; another shape, dtype, unit or order does not."""
+    """A plan would depend on values, or not notice another shape, dtype, unit or order."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     real = {"w": counting(3, 4), "b": counting(3)}
@@ -315,7 +317,7 @@ def test_a_plan_is_read_off_shapes():
 
 
 def test_ranks_compare_every_argument():
-    """What a plan says of itself differs wherever plans do, and names the leaf: kinds, cuts, wires and the rest."""
+    """Ranks whose plans differ in some argument would take them for equal."""
     real, int8 = {"w": counting(3, 4), "b": counting(3)}, fshard.wire.Int8()
     said = {
         "whole": {"whole": "b"},
@@ -351,7 +353,7 @@ def test_ranks_compare_every_argument():
 
 
 def test_a_deep_copy_lies_on_the_same_mesh():
-    """Of a plan and of what is laid out by it; a pickle has none."""
+    """A copied state would have lost its mesh, or a pickle would carry one."""
 
     def run(mesh: Any) -> None:
         whole = {"w": counting(3, 4), "b": counting(3)}
@@ -366,7 +368,7 @@ def test_a_deep_copy_lies_on_the_same_mesh():
 
 
 def test_one_rank_gives_its_values_to_all():
-    """`src`: the others' leaves may be meta tensors."""
+    """With `src` a rank would keep its own values, or ranks without values could not take part."""
 
     def run(mesh: Any, src: int) -> None:
         mine = {"w": counting(3, 5), "n": counting(4, dtype=torch.int64)}
@@ -379,7 +381,7 @@ def test_one_rank_gives_its_values_to_all():
 
 
 def test_a_plan_prints_as_a_table():
-    """A heading, a row of names, a row for each unit with its leaves, elements and bytes."""
+    """`print(plan)` would not show units, leaves, elements and bytes."""
 
     def run(mesh: Any) -> str:
         return str(make_plan({"a": counting(100), "b": [counting(3), counting(4)]}, mesh, units="b"))
@@ -408,14 +410,14 @@ ERRORS = {
 
 @pytest.mark.parametrize("error", ERRORS)
 def test_arguments_that_make_no_sense_are_errors(error):
-    """The sentence names the argument and what there is."""
+    """A wrong argument of `make_plan` would be taken, or its error would not name it and what is allowed."""
     kw, words = ERRORS[error]
     with pytest.raises(ValueError, match=words.replace("*", r"\*")):
         simulated(lambda mesh: make_plan({"a": counting(2), "b": [counting(1)]}, mesh, **kw))
 
 
 def test_leaves_that_are_no_dense_tensors_are_errors():
-    """The sentence names the path."""
+    """A leaf that cannot be sharded would be taken, or the error would not name its path."""
     with pytest.raises(ValueError, match=r"leaf 'b\.0': expected a tensor, got float"):
         make_plan({"a": counting(2), "b": [1.0]})
     with pytest.raises(ValueError, match=r"leaf 'a': expected a dense tensor, got layout torch\.sparse_coo"):
@@ -423,7 +425,7 @@ def test_leaves_that_are_no_dense_tensors_are_errors():
 
 
 def test_a_tree_that_is_not_the_plans_is_an_error():
-    """Of another structure, shape, dtype, or with its ties cut."""
+    """A tree of another structure, shape or dtype, or without its ties, would be cut as if it were the plan's."""
     shared = counting(2)
     params = {"a": shared, "b": [shared, counting(3)]}
     plan = make_plan(params)
@@ -445,7 +447,7 @@ def test_a_tree_that_is_not_the_plans_is_an_error():
 
 
 def test_paths_that_look_alike_are_not_confused():
-    """A key with a dot in it, a number and its name: never another leaf's values, without a word."""
+    """A leaf would silently get the values of another whose path looks alike: a key with a dot, `1` and `"1"`."""
     for params in ({"a.b": counting(3), "a": {"b": counting(3, start=4)}}, {1: counting(3), "1": counting(3, start=4)}):
         try:
             back = gather_params(shard_params(params, make_plan(params)))
@@ -456,7 +458,7 @@ def test_paths_that_look_alike_are_not_confused():
 
 
 def test_a_plan_keeps_to_its_mesh():
-    """Another mesh is an error that names both."""
+    """A plan could be used on a mesh that it was not made for."""
 
     def run(mesh: Any) -> fshard.Plan:
         return make_plan({"w": counting(4)}, mesh)
@@ -469,7 +471,7 @@ def test_a_plan_keeps_to_its_mesh():
 
 
 def test_ranks_with_other_trees_are_told():
-    """On all ranks, with the first leaf that differs."""
+    """Ranks with different trees would go on, or only some of them would get the error."""
 
     def run(mesh: Any) -> None:
         make_plan({"w": counting(4), "b": counting(1 + mesh.get_rank() // 2)}, mesh)

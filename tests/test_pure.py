@@ -66,12 +66,12 @@ def steps_twice(mesh: Any, strategy: str, tx_name: str) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("strategy", "tx"), PAIRS)
 def test_a_step_changes_nothing_and_repeats_itself(strategy, tx):
-    """Bits, versions and addresses of state and batch; two results from one state."""
+    """A step would write to its inputs, or give other bits the second time."""
     simulated(steps_twice, strategy, tx, replicate=2 if strategy not in NARROW else 1)
 
 
 def test_a_gradient_changes_nothing_and_repeats_itself():
-    """value_and_grad, reduce_grads, gather_params and value."""
+    """`value_and_grad`, `reduce_grads`, `gather_params` or `evaluate` would write to its inputs."""
 
     def run(mesh: Any) -> None:
         state = fresh(mesh, "full", OPTIMIZERS["sgd"])
@@ -108,7 +108,7 @@ def donated_like_undonated(mesh: Any, strategy: str, tx_name: str) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("strategy", "tx"), PAIRS)
 def test_donating_changes_no_bit_of_the_result(strategy, tx):
-    """Parameters, optimizer state, scaler and metrics."""
+    """A donated step would compute something else than a step that copies."""
     simulated(donated_like_undonated, strategy, tx, replicate=2 if strategy not in NARROW else 1)
 
 
@@ -143,7 +143,7 @@ REUSES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
 @pytest.mark.parametrize("reuse", REUSES)
 @pytest.mark.parametrize("tx", ["sgd", "adamw-plain"])
 def test_what_was_given_away_says_so(tx, reuse):
-    """A sentence that says what happened and what to do, where nothing stale is read."""
+    """A donated state would be read silently, or the error would not say what to do."""
     keep, touch = REUSES[reuse]
 
     def run(mesh: Any) -> str:
@@ -158,7 +158,7 @@ def test_what_was_given_away_says_so(tx, reuse):
 
 
 def test_a_state_that_was_not_donated_stays():
-    """After a step that does not donate, everything of the old state can be used."""
+    """A step without donation would take the old state away."""
 
     def run(mesh: Any) -> None:
         for name in ("sgd", "adamw"):
@@ -171,7 +171,7 @@ def test_a_state_that_was_not_donated_stays():
 
 
 def test_a_deep_copy_is_a_state_like_any_other():
-    """It keeps its mesh, and shares no tensor."""
+    """A copy of a state would share tensors with it, or lack its mesh."""
 
     def run(mesh: Any) -> bool:
         tx = OPTIMIZERS["sgd"]
@@ -199,5 +199,5 @@ def updated_views(mesh: Any) -> None:
 
 
 def test_views_are_updated_where_they_lie():
-    """A further cut of parameters is not copied, neither to be looked at nor to be updated."""
+    """State cut finer than parameters would cost a copy of the parameters."""
     simulated(updated_views, shard=2)

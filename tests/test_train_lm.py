@@ -57,6 +57,7 @@ def records(out: Path) -> list[dict[str, Any]]:
 
 
 def test_it_ends_well_and_says_what_came_of_it(trained: Any) -> None:
+    """The example would fail, warn, or not print its comparison."""
     ranks, done, _ = trained
     assert done.returncode == 0, done.stderr
     assert "arning" not in done.stderr
@@ -65,6 +66,7 @@ def test_it_ends_well_and_says_what_came_of_it(trained: Any) -> None:
 
 
 def test_the_loss_falls_and_every_measurement_is_finite(trained: Any) -> None:
+    """The example would not learn, or report other figures than it measured."""
     *steps, result = records(trained[2])
     assert [record["step"] for record in steps] == [10, 20, 25]
     assert steps[-1]["train_bits_per_byte"] < steps[0]["train_bits_per_byte"] < 8
@@ -75,6 +77,7 @@ def test_the_loss_falls_and_every_measurement_is_finite(trained: Any) -> None:
 
 
 def test_a_rank_holds_its_share_of_everything(trained: Any) -> None:
+    """The example would claim sharding while a rank holds more than its share."""
     ranks, _, out = trained
     held = records(out)[-1]["memory_bytes"]
     assert len(held) == ranks + 1
@@ -84,10 +87,12 @@ def test_a_rank_holds_its_share_of_everything(trained: Any) -> None:
 
 
 def test_the_curve_is_a_picture(trained: Any) -> None:
+    """The example would write no picture of the loss."""
     assert (trained[2] / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_time_that_is_up_ends_training(example: ModuleType, text: Path, tmp_path: Path) -> None:
+    """`--minutes` would not end the training."""
     example.main([*TINY.split(), f"--data={text}", f"--out={tmp_path}", "--steps=1000", "--minutes=1e-9"])
     assert [record.get("step") for record in records(tmp_path)] == [10, None]
 
@@ -106,6 +111,7 @@ def test_time_that_is_up_ends_training(example: ModuleType, text: Path, tmp_path
 def test_what_makes_no_sense_is_an_error_in_a_sentence(
     example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
 ) -> None:
+    """A wrong argument of the example would end in a traceback."""
     (tmp_path / "small").write_text("" if arguments == ["--data={}"] else "a few words")
     with pytest.raises(SystemExit) as stopped:
         example.main([*TINY.split(), *(argument.format(tmp_path) for argument in arguments)])
@@ -114,6 +120,7 @@ def test_what_makes_no_sense_is_an_error_in_a_sentence(
 
 
 def test_the_split_is_by_file_and_the_same_in_any_order(example: ModuleType) -> None:
+    """Ranks would train on validation data, or validate on different files."""
     files = [(f"{n}.py", bytes([n]) * 100) for n in range(100)]
     train, valid = example.split(files)
     assert (len(train), len(valid)) == (9500, 500)
@@ -123,12 +130,14 @@ def test_the_split_is_by_file_and_the_same_in_any_order(example: ModuleType) -> 
 
 
 def test_every_validation_byte_is_a_target_once(example: ModuleType) -> None:
+    """The loss in bits for each byte would count a byte twice, or not at all."""
     windows = example.all_windows(b"abcdef", example.Settings(context=3), torch.device("cpu"))
     assert [bytes(row) for row in windows["targets"].tolist()] == [b"abc", b"def"]
     assert [bytes(row) for row in windows["tokens"].tolist()] == [b"\nab", b"cde"]
 
 
 def test_scores_depend_on_no_later_byte(example: ModuleType) -> None:
+    """The model would see the bytes it is to predict."""
     params = example.init_params(example.Settings(d_model=16, heads=2, context=8))
     params["head"] = torch.randn(params["head"].shape, generator=torch.Generator().manual_seed(0))
     tokens = torch.arange(16).view(2, 8)

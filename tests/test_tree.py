@@ -31,12 +31,12 @@ PATHS = {
 
 @pytest.mark.parametrize("name", PATHS)
 def test_leaves_come_in_the_order_of_use(name):
-    """Paths are what a user writes; insertion orders the keys of dicts."""
+    """Leaves would be gathered in another order than the model uses them."""
     assert tree.paths(tree.flatten(TREES[name]())[1]) == PATHS[name]
 
 
 def test_optree_keeps_the_order_of_insertion_in_the_namespace_of_torch():
-    """What `import torch.utils._cxx_pytree` turns on; without it, and in other namespaces, optree sorts."""
+    """A release of torch would silently sort the keys of dicts again."""
     unsorted = {"2": 0, "10": 1, "1": 2}
     assert optree.tree_leaves(unsorted, namespace="torch") == [0, 1, 2]
     assert optree.tree_leaves(unsorted) == [2, 1, 0]
@@ -48,7 +48,7 @@ def test_optree_keeps_the_order_of_insertion_in_the_namespace_of_torch():
 
 @pytest.mark.parametrize("name", TREES)
 def test_flatten_and_unflatten_are_inverse(name):
-    """Structure and the very leaves; `map` keeps both."""
+    """A tree would lose structure, or copy leaves, by being flattened and rebuilt."""
     whole = TREES[name]()
     leaves, spec = tree.flatten(whole)
     again, other = tree.flatten(tree.unflatten(spec, leaves))
@@ -60,14 +60,14 @@ def test_flatten_and_unflatten_are_inverse(name):
 
 
 def test_trees_of_other_structure_do_not_map():
-    """An error, not a shorter result."""
+    """`map` over unequal trees would drop leaves instead of raising."""
     for other in ({"a": 1}, {"a": 1, "b": 2, "c": 3}, {"a": 1, "c": 2}, [1, 2]):
         with pytest.raises((ValueError, TypeError)):
             tree.map(lambda x, y: x, {"a": 1, "b": 2}, other)
 
 
 def test_nodes_finds_the_outermost():
-    """Every node of one type."""
+    """`nodes` would miss a node, or return nodes inside one that it has found."""
     inner = Pair(1, 2)
     assert tree.nodes({"a": [Pair(inner, 3)], "b": (inner, None)}, Pair) == [Pair(inner, 3), inner]
 
@@ -75,7 +75,7 @@ def test_nodes_finds_the_outermost():
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("units", [None, "**", 5], ids=str)
 def test_sharded_and_lazy_trees_read_like_plain_ones(name, units):
-    """Every subtree of a Sharded stays sharded and gathers to its own; inside a loss it reads the same."""
+    """Code written for a dict or a list would fail on a sharded or a lazy one."""
 
     def run(mesh: Any) -> None:
         whole = TREES[name]()
@@ -110,7 +110,7 @@ def subtrees(part: Any) -> list[Any]:
 
 
 def test_what_is_not_there_is_an_error():
-    """Keys name what there is; positions and attributes say so as in Python."""
+    """A wrong key would give an error that does not say which keys there are."""
 
     def run(mesh: Any) -> None:
         whole = {"a": [counting(2)], "p": Pair(counting(1), counting(2)), "n": Norm(counting(1), counting(1))}
@@ -136,7 +136,7 @@ def test_what_is_not_there_is_an_error():
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("tree_map", [optree.tree_map, pytree.tree_map, tree.map], ids=["optree", "torch", "fshard"])
 def test_an_average_of_sharded_trees_is_the_average(tree_map, world):
-    """EMA: elementwise over the few tensors of a Sharded, then gathered, is EMA of the whole trees."""
+    """An elementwise function over shards would differ from the same function over whole trees."""
     replicate, shard = WORLDS[world]
 
     def ema(a: Any, b: Any) -> Any:
@@ -157,7 +157,7 @@ def test_an_average_of_sharded_trees_is_the_average(tree_map, world):
 
 
 def test_sharded_trees_of_other_plans_do_not_mix():
-    """A plan is part of the structure."""
+    """Shards cut by two plans could be added elementwise."""
     one, other = (fshard.shard_params(w, fshard.make_plan(w)) for w in ({"a": counting(4)}, {"b": counting(4)}))
     for tree_map in (optree.tree_map, pytree.tree_map, tree.map):
         with pytest.raises(ValueError):  # noqa: PT011
@@ -165,13 +165,13 @@ def test_sharded_trees_of_other_plans_do_not_mix():
 
 
 def test_a_dataclass_of_optree_alone_is_a_node():
-    """And one of torch's alone, whichever is seen first."""
+    """A dataclass known to one of the two registries would be a leaf."""
     spec = tree.flatten([Linear(1, 2), Norm(3, None), {"n": Norm(4, [5])}])[1]
     assert tree.paths(spec) == ["0.weight", "0.bias", "1.scale", "2.n.scale", "2.n.shift.0"]
 
 
 def test_a_subtree_holds_its_own_units_only():
-    """A slice of the flat tensors, without a copy."""
+    """A subtree of a `Sharded` would copy, or hold the shards of other units."""
 
     def run(mesh: Any) -> None:
         whole = TREES["nested"]()
@@ -186,7 +186,7 @@ def test_a_subtree_holds_its_own_units_only():
 
 
 def test_a_structure_keeps_no_value_alive() -> None:
-    """What flattening a Sharded gives beside its tensors, which caches hold for long."""
+    """Caches keyed by structure would keep tensors alive."""
     sharded = fshard.shard_params({"w": torch.ones(2)}, fshard.make_plan({"w": torch.ones(2)}))
     ref, (leaves, spec) = weakref.ref(sharded), tree.flatten(sharded)
     again = tree.unflatten(spec, leaves)
