@@ -200,7 +200,7 @@ def _on_side_stream() -> Callable[..., Any]:
             for one in posts:
                 one.event = event
 
-        post: Any = scheduler.Post(self._me, self.record, call, sends, into, later, sends)
+        post: Any = scheduler.Post(self._me, call, sends, into, later, sends)
         if self.size == 1:
             later([post])
             return _OnSide(post.places, post.event, (sends, into))

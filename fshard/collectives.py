@@ -1,11 +1,11 @@
 """Differentiable collectives over a mesh axis, the tally of what a rank sends, and batches of unequal number."""
 
 from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
-from .comm.log import Record, Tally, tally
+from .comm.log import Call, Tally, tally
 from .train.data import join_batches
 
 __all__ = [
-    "Record",
+    "Call",
     "Tally",
     "all_gather",
     "all_reduce",

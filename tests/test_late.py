@@ -12,6 +12,7 @@ from torch import Tensor
 import fshard
 from fshard import DynamicLossScale, gather_params, optim, tree
 from fshard.comm import primitives
+from fshard.comm.log import Call
 from fshard.comm.ranks import Pending
 from fshard.testing import InFlightError, World
 from fshard.testing.late import poison
@@ -271,7 +272,9 @@ def test_memory_is_received_into_or_sent():
     def job(mesh: Any) -> Any:
         x, ranks = torch.ones(2), ranks_of(mesh)
         places = [x if rank == mesh.get_rank() else x[:1] for rank in range(2)]
-        return Pending(ranks.exchange([x[:1], x[:1]], places, "a call"), lambda _: x).wait()
+        return Pending(
+            ranks.exchange([x[:1], x[:1]], places, Call("an exchange", "shard", "", 0, text="a call")), lambda _: x
+        ).wait()
 
     with pytest.raises(InFlightError, match=r"a call at .*test_late.py:\d+ would send from memory that it receives"):
         World(2, late=True).run(job)

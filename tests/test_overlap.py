@@ -10,6 +10,7 @@ from support.worlds import simulated
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fshard
+from fshard.comm.log import Call
 from fshard.comm.mesh import Grid
 
 Event = tuple[str, str, str]  # what happens, to which collective, of which unit
@@ -34,28 +35,23 @@ class _Ranks:
         self.__dict__.update(vars(inner), inner=inner, log=log)
         self.built_in = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self.__dict__[name] = value
-        if name == "record":
-            self.inner.record = value
-
     @property
     def whole(self) -> Any:
         return self
 
-    def _begin(self, exchange: Any) -> _Watched:
-        kind, label = self.record.kind, self.record.label
+    def _begin(self, exchange: Any, call: Call) -> _Watched:
+        kind, label = call.kind, call.label
         self.log.append(("start", kind, label))
         return _Watched(exchange, self.log, kind, label)
 
     def all_gather(self, *args: Any) -> _Watched:
-        return self._begin(self.inner.all_gather(*args))
+        return self._begin(self.inner.all_gather(*args), args[-1])
 
     def reduce_scatter(self, *args: Any) -> _Watched:
-        return self._begin(self.inner.reduce_scatter(*args))
+        return self._begin(self.inner.reduce_scatter(*args), args[-1])
 
     def all_reduce(self, *args: Any) -> _Watched:
-        return self._begin(self.inner.all_reduce(*args))
+        return self._begin(self.inner.all_reduce(*args), args[-1])
 
     def empty(self, *args: Any) -> Any:
         return self.inner.empty(*args)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fshard
 from fshard import DynamicLossScale, optim, tree
 from fshard.comm import primitives
+from fshard.comm.log import Call
 from fshard.comm.ranks import Pending
 from fshard.comm.reduction import Sums
 from fshard.sharding import gradients, offload
@@ -209,13 +210,13 @@ def streams() -> Iterator[Ordered]:
     with on_accelerator(), pytest.MonkeyPatch.context() as patch:
         ordered, find, exchange = Ordered(), torch.get_device_module, Ranks.exchange
 
-        def sent(self: Ranks, sends: Any, recvs: Any, call: str) -> Any:
+        def sent(self: Ranks, sends: Any, recvs: Any, call: Any) -> Any:
             works = exchange(self, sends, recvs, call)
             to = [x for number, x in enumerate(works.parts) if number != self.rank]
-            return works if self.size == 1 else Sent(ordered, list(sends), to, works.parts, self.axis, call)
+            return works if self.size == 1 else Sent(ordered, list(sends), to, works.parts, self.axis, str(call))
 
         def built_in(collective: Any, ranks: Ranks, call: Any, *args: Tensor) -> Sent:
-            return Sent(ordered, [*args[1:]], [args[0]], [], ranks.axis, call[0])
+            return Sent(ordered, [*args[1:]], [args[0]], [], ranks.axis, call.kind)
 
         patch.setattr(Ranks, "exchange", sent)
         patch.setattr(Ranks, "built_in", "NCCL")
@@ -333,7 +334,9 @@ class Careless(Sums):
     def reduce_scatter(self, x: Tensor, ranks: Any, label: str, out: Tensor | None) -> Any:
         """The backend's own."""
         assert out is not None
-        return Pending(primitives._built_in(abs, ranks, ("reduce_scatter",), out, x), lambda _: out)
+        return Pending(
+            primitives._built_in(abs, ranks, Call("reduce_scatter", ranks.axis, label, 0), out, x), lambda _: out
+        )
 
 
 SUMS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {

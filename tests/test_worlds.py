@@ -315,18 +315,11 @@ class InParts:
     whole = None
 
     def __init__(self, ranks: Any):
-        self.axis, self.rank, self.size, self.device, self.record = (
-            ranks.axis,
-            ranks.rank,
-            ranks.size,
-            ranks.device,
-            ranks.record,
-        )
+        self.axis, self.rank, self.size, self.device = ranks.axis, ranks.rank, ranks.size, ranks.device
         self.built_in, self.empty, self.idle, self._ranks = None, ranks.empty, ranks.idle, ranks
 
-    def exchange(self, sends: Any, recvs: Any, call: str) -> Any:
+    def exchange(self, sends: Any, recvs: Any, call: Any) -> Any:
         """What every peer sends."""
-        self._ranks.record = self.record
         return self._ranks.exchange(sends, recvs, call)
 
 
@@ -357,9 +350,9 @@ class Heard(InParts):
         super().__init__(ranks)
         self.calls = list[str]()
 
-    def exchange(self, sends: Any, recvs: Any, call: str) -> Any:
+    def exchange(self, sends: Any, recvs: Any, call: Any) -> Any:
         """With its words."""
-        self.calls.append(call)
+        self.calls.append(str(call))
         return super().exchange(sends, recvs, call)
 
 
@@ -409,7 +402,7 @@ def test_the_words_of_collectives() -> None:
             ("all_reduce", "shard", "max", 2 * n, ", more"),
             ("all_reduce", "shard", "large", 2 * (2 + 4) * 4096, ""),
             ("all_to_all", "shard", "all", 2 * n // 3, ""),
-            ("broadcast", "shard", "cast", 2 * n * (rank == 1), ""),
+            ("broadcast", "shard", "cast", 2 * n * (rank == 1), ", src=1"),
             ("reduce_scatter", "shard", "each", 2 * n, ""),
             ("all_to_all", "shard", "swap", 2 * n, ""),
         ]

@@ -8,7 +8,7 @@ from contextvars import ContextVar, copy_context
 from threading import get_ident
 from typing import Any
 
-from .log import Record, is_tallying
+from .log import Call, is_tallying
 
 Around = Callable[[Any, Any], Any]  # of ranks and their mesh
 _around: ContextVar[Around | None] = ContextVar("fshard_around", default=None)
@@ -20,7 +20,6 @@ class Announced:
     def __init__(self, ranks: Any, announce: Callable[[str], None]):
         self.axis, self.rank, self.size, self.device = ranks.axis, ranks.rank, ranks.size, ranks.device
         self.built_in, self.whole, self.empty, self.idle = ranks.built_in, None, ranks.empty, ranks.idle
-        self.record = Record("", ranks.axis, "", 0)  # of what is asked for next
         self._ranks, self._exchange, self.announce = ranks, ranks.exchange, announce
 
     @property
@@ -28,9 +27,9 @@ class Announced:
         """How long a message is waited for, where ranks say it: a plan made inside connects them."""
         return self._ranks.timeout
 
-    def exchange(self, sends: Sequence[Any], recvs: Sequence[Any], call: str) -> Any:
+    def exchange(self, sends: Sequence[Any], recvs: Sequence[Any], call: Call) -> Any:
         """The ranks' own, once they all know of it."""
-        self.announce(call)
+        self.announce(str(call))
         return self._exchange(sends, recvs, call)
 
 

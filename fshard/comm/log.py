@@ -2,46 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Record:
-    """One collective of one rank: what it was, along which axis, for whom, and the bytes this rank sent."""
+class Call:
+    """One collective of one rank: what it is, along which axis, for whom, and the bytes that this rank sends.
+
+    All ranks of a collective must agree on all but the bytes; `str` is how errors name it.
+    """
 
     kind: str
     axis: str
     label: str
     nbytes: int
+    dtype: torch.dtype | None = field(default=None, compare=False, repr=False)
+    shape: Sequence[int] = field(default=(), compare=False, repr=False)
+    op: str = field(default="sum", compare=False, repr=False)
     more: str = field(default="", compare=False, repr=False)  # what ranks compare besides
+    text: str = field(default="", compare=False, repr=False)  # in place of all these words
 
+    def of(self, x: Tensor) -> Call:
+        """The same for a tensor that it is carried out with, in one of several messages."""
+        return replace(self, dtype=x.dtype, shape=x.shape)
 
-class Call(NamedTuple):
-    """What all ranks of a collective must agree on; its text is how errors name it."""
+    def agrees(self, other: Call) -> bool:
+        """Whether two ranks call the same."""
+        return self._agreed == other._agreed or str(self) == str(other)  # a graph's node has the text alone
 
-    kind: str
-    dtype: torch.dtype
-    shape: torch.Size
-    axis: str
-    label: str
-    more: str = ""
+    @property
+    def _agreed(self) -> tuple[Any, ...]:
+        return self.kind, self.dtype, self.shape, self.axis, self.label, self.op, self.more, self.text
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        if self.text:
+            return self.text
+        dtype, op = str(self.dtype).removeprefix("torch."), "" if self.op == "sum" else f", op={self.op!r}"
         unit = f" for unit {self.label!r}" if self.label else ""
-        return f"{self.kind}({dtype}{list(self.shape)}, axis={self.axis!r}{self.more}){unit}"
+        return f"{self.kind}({dtype}{list(self.shape)}, axis={self.axis!r}{op}{self.more}){unit}"
 
 
-class Tally(list[Record]):
+class Tally(list[Call]):
     """The collectives a rank issued, in order."""
 
-    def select(self, kind: str, label: str | None = None) -> list[Record]:
+    def select(self, kind: str, label: str | None = None) -> list[Call]:
         """Those of one kind (and for one unit)."""
         return [r for r in self if r.kind == kind and label in (None, r.label)]
 
@@ -75,8 +86,8 @@ def is_tallying() -> bool:
     return _tally.get() is not None
 
 
-def note(record: Record) -> None:
+def note(call: Call) -> None:
     """Tell the tally that is running, if one is."""
     records = _tally.get()
     if records is not None:
-        records.append(record)
+        records.append(call)

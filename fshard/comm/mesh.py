@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.arguments import check_whole, shown, wrong
-from .log import Record
+from .log import Call
 from .process_groups import GroupRanks
 from .ranks import Ranks
 
@@ -142,7 +142,6 @@ class _AbstractRanks:
     whole = None
 
     def __init__(self, axis: str, rank: int, size: int, device: torch.device):
-        self.record = Record("", axis, "", 0)
         self.axis, self.rank, self.size, self.device = axis, rank, size, device
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
@@ -151,7 +150,7 @@ class _AbstractRanks:
     def idle(self, x: Tensor) -> bool:
         return True
 
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Any:
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Any:
         raise RuntimeError(
             f"{call}: an abstract mesh has no ranks. Use fshard.eval_shape, or jit(...).lower, to look at it"
         )

@@ -29,7 +29,7 @@ from ..core.bits import as_bytes, from_bytes
 from . import primitives
 from .consensus import rows_of_bytes
 from .links import SMALL, Link
-from .log import Record
+from .log import Call
 from .mesh import Mesh, ProcessMesh, adapted
 from .primitives import along
 from .ranks import Ranks
@@ -79,7 +79,6 @@ class _HostRanks:
 
     def __init__(self, ranks: Any, links: dict[int, Link]):
         self.axis, self.rank, self.size = ranks.axis, ranks.rank, ranks.size
-        self.record = Record("", ranks.axis, "", 0)
         # links know the memory, and not the other way round: all of it goes with the last reference to the ranks
         self._memory, self.links, self.timeout = Memory(), links, ranks.timeout
         for link in links.values():
@@ -115,7 +114,8 @@ class _HostRanks:
                 link.drain()
         return not (found and found[0].readers)
 
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> _Exchange:
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> _Exchange:
+        text = str(call)
         places: dict[int, tuple[Segment, int]] = {}
         numbers = {}
         for peer, link in self.links.items():
@@ -123,9 +123,9 @@ class _HostRanks:
             data = as_bytes(x)
             if data.numel() > SMALL and id(x) not in places:
                 places[id(x)] = self._place(data)
-            link.send(call, data, places.get(id(x)))
+            link.send(text, data, places.get(id(x)))
             numbers[peer], link.num_expected = link.num_expected, link.num_expected + 1
-        return _Exchange(self.links, numbers, list(recvs), sends[self.rank], call)
+        return _Exchange(self.links, numbers, list(recvs), sends[self.rank], text)
 
 
 class HostMesh(ProcessMesh):

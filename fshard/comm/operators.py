@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.tracing import define
 from . import primitives
-from .log import Record, note
+from .log import Call, note
 from .mesh import MESHES
 from .ranks import Pending, Ranks
 
@@ -93,11 +93,10 @@ def _exchange(
     call: str,
     now: bool = False,
 ) -> Started:
-    ranks, record = _ranks(mesh, axis), Record(kind, axis, label, nbytes)
-    ranks.record = record
-    note(record)
+    ranks, called = _ranks(mesh, axis), Call(kind, axis, label, nbytes, text=call)
+    note(called)
     place, _ = _exchanged(sends, numels, mesh, axis, label, nbytes, kind, call)
-    exchange = ranks.exchange([x.reshape(-1) for x in sends], list(place.split(list(numels))), call)
+    exchange = ranks.exchange([x.reshape(-1) for x in sends], list(place.split(list(numels))), called)
     if now or not place.numel():  # nobody reads it: a compiler drops the wait, and uses what is sent again too early
         exchange.wait()
         exchange.done()

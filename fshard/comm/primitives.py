@@ -22,7 +22,7 @@ from torch import Tensor
 from ..core.bits import Held, pack, packed_size, unpack
 from ..core.tracing import is_tracing
 from .announce import Announced, announced
-from .log import Call, Record, note
+from .log import Call, note
 from .mesh import Axes, Mesh, adapted, axis_sizes
 from .process_groups import Works, all_gather_single, as_real, as_sent, reduce_scatter_single
 from .ranks import Pending, Ranks
@@ -32,12 +32,6 @@ _only = itemgetter(0)
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _ORDERED = frozenset({*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64})
-
-
-def _note(kind: str, ranks: Ranks, label: str, nbytes: int, more: str = "") -> None:
-    ranks.record = Record(kind, ranks.axis, label, nbytes, more)
-    if not isinstance(ranks, NodeRanks):  # what a graph issues is counted when it runs
-        note(ranks.record)
 
 
 def along(mesh: Mesh, axis: str) -> Ranks:
@@ -50,14 +44,18 @@ def along(mesh: Mesh, axis: str) -> Ranks:
     return NodeRanks(ranks, grid) if is_tracing() else announced(ranks, grid)
 
 
-def _call(kind: str, x: Tensor, ranks: Ranks, label: str, more: str = "") -> str:
-    return str(Call(kind, x.dtype, x.shape, ranks.axis, label, more))
+def _called(kind: str, x: Tensor, ranks: Ranks, label: str, nbytes: int, **more: str) -> Call:
+    """A collective of a tensor, told to the tally: what a graph issues is counted when the graph runs."""
+    call = Call(kind, ranks.axis, label, nbytes, x.dtype, x.shape, **more)
+    if not isinstance(ranks, NodeRanks):
+        note(call)
+    return call
 
 
-def _built_in(collective: Callable[..., Any], ranks: Ranks, call: tuple[Any, ...], *args: Tensor) -> Works:
+def _built_in(collective: Callable[..., Any], ranks: Ranks, call: Call, *args: Tensor) -> Works:
     if isinstance(ranks, Announced):
-        ranks.announce(_call(*call))
-    return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call[0])
+        ranks.announce(str(call))
+    return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call.kind)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -88,24 +86,24 @@ def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = No
 
     `lent` says that nobody will write to the result: peers may then read this rank's part from there.
     """
-    _note("all_gather", ranks, label, (ranks.size - 1) * x.nbytes)
+    x = x.contiguous()
+    call = _called("all_gather", x, ranks, label, (ranks.size - 1) * x.nbytes)
     if ranks.whole is not None:
-        return Pending(ranks.whole.all_gather(x.contiguous(), out, lent), _only)
-    return _gather(x.contiguous(), ranks, out, "all_gather", label, lent=lent)
+        return Pending(ranks.whole.all_gather(x, out, lent, call), _only)
+    return _gather(x, ranks, out, call, lent)
 
 
-def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, *words: str, lent: bool = False) -> Pending:
+def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent: bool = False) -> Pending:
     if out is None:
         out = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])
     full = out
     if ranks.built_in is not None:
-        work = _built_in(all_gather_single, ranks, (kind, x, ranks, *words), as_sent(full), as_sent(x))
-        return Pending(work, lambda _: full)
+        return Pending(_built_in(all_gather_single, ranks, call, as_sent(full), as_sent(x)), lambda _: full)
     parts = _parts(full, ranks)
     own = parts[ranks.rank]
     if own.data_ptr() != x.data_ptr():
         own.copy_(x)
-    return Pending(ranks.exchange([own] * ranks.size, parts, _call(kind, x, ranks, *words)), lambda _: full)
+    return Pending(ranks.exchange([own] * ranks.size, parts, call), lambda _: full)
 
 
 def reduce_scatter(
@@ -115,21 +113,22 @@ def reduce_scatter(
 
     `fast` lets the backend choose the order of the sum; without it the sum is in rank order.
     """
-    _note("reduce_scatter", ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
+    x = x.contiguous()
+    call = _called("reduce_scatter", x, ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
     if ranks.whole is not None:
         check_divides(x.shape, ranks)
-        return Pending(ranks.whole.reduce_scatter(x.contiguous(), out, fast), _only)
-    return _scatter(x.contiguous(), ranks, out, "reduce_scatter", label, fast)
+        return Pending(ranks.whole.reduce_scatter(x, out, fast, call), _only)
+    return _scatter(x, ranks, out, call, fast)
 
 
-def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, kind: str, label: str, fast: bool) -> Pending:
+def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, fast: bool) -> Pending:
     parts = _parts(x, ranks)
     result = torch.empty_like(parts[0]) if out is None else out
     if fast and ranks.built_in is not None:
         summed = result if result.dtype == x.dtype else torch.empty_like(parts[0])
-        work = _built_in(reduce_scatter_single, ranks, (kind, x, ranks, label), as_real(summed), as_real(x))
+        work = _built_in(reduce_scatter_single, ranks, call, as_real(summed), as_real(x))
         return Pending(work, lambda _: result if summed is result else result.copy_(summed))
-    exchange = ranks.exchange(parts, [None] * ranks.size, _call(kind, x, ranks, label))
+    exchange = ranks.exchange(parts, [None] * ranks.size, call)
     return Pending(exchange, lambda received: fold(received, "sum", result))
 
 
@@ -137,8 +136,8 @@ def scatter(
     sends: Sequence[Tensor], ranks: Ranks, finish: Callable[[Sequence[Tensor]], Tensor], label: str = ""
 ) -> Pending:
     """One of several equally long tensors to each rank; `finish` is given what each rank sent, in rank order."""
-    _note("reduce_scatter", ranks, label, sum(x.nbytes for p, x in enumerate(sends) if p != ranks.rank))
-    call, sends = _call("reduce_scatter", sends[0], ranks, label), [x.contiguous() for x in sends]
+    sends, nbytes = [x.contiguous() for x in sends], sum(x.nbytes for p, x in enumerate(sends) if p != ranks.rank)
+    call = _called("reduce_scatter", sends[0], ranks, label, nbytes)
     return Pending(ranks.exchange(sends, [None] * ranks.size, call), finish).keeping(*sends)
 
 
@@ -175,24 +174,34 @@ def all_reduce(
     x, size = x.contiguous(), ranks.size
     width = max(1, (x if out is None else out).dtype.itemsize // x.dtype.itemsize)
     direct = is_direct(x, size, op)
-    _note("all_reduce", ranks, label, (size - 1) * (x.nbytes if direct else (1 + width) * x.nbytes // size), more)
+    nbytes = (size - 1) * (x.nbytes if direct else (1 + width) * x.nbytes // size)
+    call = _called("all_reduce", x, ranks, label, nbytes, op=op, more=more)
     if ranks.whole is not None:
-        return Pending(ranks.whole.all_reduce(x, out, op, fast), _only)
-    result = torch.empty_like(x) if out is None else out
-    if fast and ranks.built_in is not None and op == "sum":
-        called = ("all_reduce", x, ranks, label, more)
-        return Pending(_built_in(dist.all_reduce, ranks, called, result.copy_(x)), lambda _: result)
-    call = _call("all_reduce", x, ranks, label, more if op == "sum" else f", op={op!r}{more}")
-    if direct and ranks.built_in is None:
-        exchange = ranks.exchange([x] * size, [None] * size, call)
-        return Pending(exchange, lambda received: fold(received, op, result))
-    flat, into = x.view(-1), result.view(-1)
-    if direct:
-        gathered = _gather(flat, ranks, None, "all_reduce", label, more)
-        return gathered.then(lambda full: fold(_parts(full, ranks), op, into).view(x.shape))
-    own = _parts(into, ranks)[ranks.rank]
-    scattered = _scatter(flat, ranks, own, "all_reduce", label, fast=False)
-    return scattered.then(lambda part: _gather(part, ranks, into, "all_reduce", label)).then(lambda _: result)
+        return Pending(ranks.whole.all_reduce(x, out, fast, call), _only)
+    fast = fast and op == "sum" and ranks.built_in is not None
+    way = _summed_by_backend if fast else _all_to_everyone if direct else _in_two_stages
+    return way(x, ranks, torch.empty_like(x) if out is None else out, call)
+
+
+def _summed_by_backend(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
+    return Pending(_built_in(dist.all_reduce, ranks, call, result.copy_(x)), lambda _: result)
+
+
+def _all_to_everyone(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
+    """Every rank combines all tensors."""
+    if ranks.built_in is None:
+        exchange = ranks.exchange([x] * ranks.size, [None] * ranks.size, call)
+        return Pending(exchange, lambda received: fold(received, call.op, result))
+    gathered = _gather(x.view(-1), ranks, None, call.of(x.view(-1)))
+    return gathered.then(lambda full: fold(_parts(full, ranks), call.op, result.view(-1)).view(x.shape))
+
+
+def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
+    """Every rank sums a part; the parts are gathered."""
+    flat, into = x.view(-1), result.view(-1)  # (W n,)
+    own = _parts(into, ranks)[ranks.rank]  # (n,)
+    scattered = _scatter(flat, ranks, own, call.of(flat), fast=False)
+    return scattered.then(lambda part: _gather(part, ranks, into, call.of(part))).then(lambda _: result)
 
 
 def check_combines(kind: str, op: str, dtype: torch.dtype, leaf: str = "") -> None:
@@ -209,8 +218,8 @@ def all_to_all(x: Tensor, ranks: Ranks, label: str = "") -> Pending:
     x = x.contiguous()
     out = torch.empty_like(x)
     parts, recvs = _parts(x, ranks), _parts(out, ranks)
-    _note("all_to_all", ranks, label, (ranks.size - 1) * parts[0].nbytes)
-    exchange = ranks.exchange(parts, recvs, _call("all_to_all", x, ranks, label))
+    call = _called("all_to_all", x, ranks, label, (ranks.size - 1) * parts[0].nbytes)
+    exchange = ranks.exchange(parts, recvs, call)
     recvs[ranks.rank].copy_(parts[ranks.rank])
     return Pending(exchange, lambda _: out)
 
@@ -226,9 +235,9 @@ def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks,
         if xs:
             size = packed_size([(x.dtype, x.numel()) for x in xs])
             data[peer] = pack([x.to(ranks.device) for x in xs], ranks.empty(size, nothing, lent=True))
-    _note("all_to_all", ranks, label, sum(x.numel() for x in data))
+    text = f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"
+    call = _called("all_to_all", nothing, ranks, label, sum(x.numel() for x in data), text=text)
     places = [ranks.empty(packed_size(row), nothing, lent=False) for row in recvs]
-    call = f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"
     Pending(ranks.exchange(data, places, call), lambda _: nothing).wait()
     return [unpack(place, row) for place, row in zip(places, recvs, strict=True)]
 
@@ -239,11 +248,11 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
         raise ValueError(f"broadcast: src={src}: expected one of the {ranks.size} ranks of axis {ranks.axis!r}, from 0")
     x = x.contiguous()
     sender, nothing = ranks.rank == src, x.new_empty(0)
-    _note("broadcast", ranks, label, (ranks.size - 1) * x.nbytes if sender else 0)
+    call = _called("broadcast", x, ranks, label, (ranks.size - 1) * x.nbytes if sender else 0, more=f", src={src}")
     out = x.clone() if sender else torch.empty_like(x)
     sends = [x if sender else nothing] * ranks.size
     recvs = [out if p == src and not sender else nothing for p in range(ranks.size)]
-    return Pending(ranks.exchange(sends, recvs, _call("broadcast", x, ranks, label, f", src={src}")), lambda _: out)
+    return Pending(ranks.exchange(sends, recvs, call), lambda _: out)
 
 
 def gather_over(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from .log import Record
+from .log import Call
 from .ranks import MismatchError
 
 # What every backend moves: NCCL has neither int16, unsigned integers of more than 8 bits nor float8 on all devices.
@@ -63,7 +63,7 @@ class Works:
 
     works: Sequence[Any]
     parts: Sequence[Tensor]
-    call: str = ""
+    call: Call | str = ""
     timeout: timedelta | None = None  # None: the process group's own
 
     def wait(self) -> Sequence[Tensor]:
@@ -78,7 +78,7 @@ class Works:
 
 
 @contextmanager
-def _answering(call: str) -> Iterator[None]:
+def _answering(call: Call | str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as failure:
@@ -103,7 +103,6 @@ class GroupRanks:
         self.axis, self.device, self._group = axis, device, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.built_in = None if device.type == "cpu" else group
-        self.record = Record("", axis, "", 0)
 
     @cached_property
     def timeout(self) -> timedelta:
@@ -129,7 +128,7 @@ class GroupRanks:
         """Always."""
         return True  # a send that was waited for has left
 
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Works:
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Works:
         """Messages from point to point, or one all-to-all of a group whose collectives are the fast ones.
 
         There it starts once for all peers, and what is sent and received may be used again as soon as the computation

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .log import Record
+from .log import Call
 
 
 class Pending:
@@ -79,13 +79,13 @@ class Exchange(Protocol):
 class Whole(Protocol):
     """Ranks that are given gathers and reductions whole; what is waited for has their result alone."""
 
-    def all_gather(self, x: Tensor, out: Tensor | None, lent: bool) -> Exchange:
+    def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange:
         """(n, ...) -> (W n, ...)."""
 
-    def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool) -> Exchange:
+    def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange:
         """(W n, ...) -> (n, ...)."""
 
-    def all_reduce(self, x: Tensor, out: Tensor | None, op: str, fast: bool) -> Exchange:
+    def all_reduce(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange:
         """(...) -> (...)."""
 
 
@@ -97,13 +97,12 @@ class Ranks(Protocol):
     size: int
     device: torch.device  # where tensors that nobody else places go
     built_in: Any  # a process group whose own collectives are the fast ones, or None
-    record: Record  # of the collective that is asked for next
 
     @property
     def whole(self) -> Whole | None:
         """These ranks, if they are given collectives whole."""
 
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Exchange:
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Exchange:
         """Send `sends[p]` to peer p and receive what it sends, into `recvs[p]` where that is given."""
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .log import Record
+from .log import Call
 from .mesh import MESHES
 
 _LARGE = 1 << 20  # bytes
@@ -67,7 +67,6 @@ class NodeRanks:
     def __init__(self, ranks: Any, mesh: Any):
         self.axis, self.rank, self.size, self.device = ranks.axis, ranks.rank, ranks.size, ranks.device
         self._mesh = MESHES.of(mesh)
-        self.record = Record("", self.axis, "", 0)  # of what is asked for next
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
         """A flat tensor: where ranks send from, or if it is large of memory used in every step; or the compiler's."""
@@ -84,32 +83,31 @@ class NodeRanks:
         """A collective is a node."""
         return self
 
-    @property
-    def _at(self) -> tuple[str, str, str, int]:
-        return self._mesh, self.axis, self.record.label, self.record.nbytes
+    def _at(self, call: Call) -> tuple[str, str, str, int]:
+        return self._mesh, self.axis, call.label, call.nbytes
 
-    def all_gather(self, x: Tensor, out: Tensor | None, lent: bool) -> Started:
+    def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Started:
         """(n, ...) -> (W n, ...)."""
-        return Started(torch.ops.fshard.all_gather(x, *self._at), [x], out)
+        return Started(torch.ops.fshard.all_gather(x, *self._at(call)), [x], out)
 
-    def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool) -> Started:
+    def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Started:
         """(W n, ...) -> (n, ...), in a dtype as wide or wider."""
         place = x.new_empty(x.shape[0] // self.size, *x.shape[1:]) if out is None else out
-        return Started((place, torch.ops.fshard.reduce_scatter(place, x, *self._at, fast)), [x])
+        return Started((place, torch.ops.fshard.reduce_scatter(place, x, *self._at(call), fast)), [x])
 
-    def all_reduce(self, x: Tensor, out: Tensor | None, op: str, fast: bool) -> Started | _Alone:
+    def all_reduce(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Started | _Alone:
         """(...) -> (...), in a dtype as wide or wider."""
         if self.size == 1:
             return _Alone(x if out is None else out.copy_(x))
         place = torch.empty_like(x) if out is None else out
-        return Started((place, torch.ops.fshard.all_reduce(place, x, *self._at, op, fast, self.record.more)), [x])
+        return Started((place, torch.ops.fshard.all_reduce(place, x, *self._at(call), call.op, fast, call.more)), [x])
 
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> _Received:
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> _Received:
         """What every peer sends."""
         own = sends[self.rank]
         numels = [own.numel() if recv is None else recv.numel() for recv in recvs]
         numels[self.rank] = 0
-        node = torch.ops.fshard.exchange(sends, numels, *self._at, self.record.kind, call)
+        node = torch.ops.fshard.exchange(sends, numels, *self._at(call), call.kind, str(call))
         return _Received(Started(node, sends), numels, own, recvs, self.rank)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..comm.log import Call
 from ..core.bits import as_bytes
 from ..core.callsite import call_site
 
@@ -39,7 +40,7 @@ def poison(x: Tensor) -> Tensor:
 class Late:
     """A collective under way in a late world; an exchange, whose places are filled when it is waited for."""
 
-    call: str
+    call: Call
     where: str  # the user's line that started it
     reads: Sequence[Tensor]
     writes: Sequence[Tensor]
@@ -78,7 +79,7 @@ class UnderWay:
 
     def start(
         self,
-        call: str,
+        call: Call,
         reads: Sequence[Tensor],
         writes: Sequence[Tensor],
         results: Sequence[Tensor],
@@ -94,7 +95,7 @@ class UnderWay:
         self._works[work] = None
         return work
 
-    def _check(self, call: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    def _check(self, call: Call, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         if any(_overlap(x, writes) for x in reads):
             raise InFlightError(f"{call} at {call_site()} would send from memory that it receives into")
         for work in self._works:

@@ -22,7 +22,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ..comm.log import Call, Record
+from ..comm.log import Call
 from ..comm.ranks import MismatchError
 from ..core.bits import as_bytes, from_bytes
 from ..core.callsite import call_site
@@ -106,8 +106,7 @@ class Post:
     """What a rank has brought to a collective."""
 
     rank: int
-    record: Record
-    call: str | Call  # equal on all ranks
+    call: Call
     own: Sequence[Tensor]
     places: Sequence[Tensor]  # where results go
     act: Callable[[list[Post]], None]
@@ -222,15 +221,15 @@ class Run:
     def _complete(self, group: tuple[int, ...], posts: list[Post]) -> None:
         first = posts[0]
         for post in posts:
-            if post.call != first.call:
+            if not post.call.agrees(first.call):
                 self._fail(
                     f"ranks called different collectives: rank {first.rank} {self._told(first)}; rank {post.rank} "
                     f"{self._told(post)}. All ranks must call the same ones in the same order."
                 )
         with torch.no_grad():
             first.act(posts)
-        nbytes = max(post.record.nbytes for post in posts)
-        self.log.append(Collective(first.record.kind, first.record.label, first.record.axis, nbytes, group))
+        nbytes = max(post.call.nbytes for post in posts)
+        self.log.append(Collective(first.call.kind, first.call.label, first.call.axis, nbytes, group))
         for rank in group:
             del self._posts[rank]
 

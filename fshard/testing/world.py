@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.log import Call, Record
+from ..comm.log import Call
 from ..comm.mesh import Grid, digits, numbered
 from ..comm.primitives import fold, sum_dtype
 from ..comm.process_groups import Works, places
@@ -101,7 +101,6 @@ class _SimulatedRanks:
     def __init__(self, mesh: SimulatedMesh, run: Run, axis: str):
         self.axis, self._run, self._me, self._under_way = axis, run, mesh.get_rank(), mesh.under_way
         self.device = mesh.device
-        self.record = Record("", axis, "", 0)
         number = mesh.mesh_dim_names.index(axis)
         self.rank, self.size = mesh.get_coordinate()[number], mesh.shape[number]
         stride = math.prod(mesh.shape[number + 1 :])
@@ -120,9 +119,9 @@ class _SimulatedRanks:
         return True
 
     def _meet(
-        self, call: str | Call, sends: Sequence[Tensor], into: Sequence[Tensor], act: Callable[[list[Post]], None]
+        self, call: Call, sends: Sequence[Tensor], into: Sequence[Tensor], act: Callable[[list[Post]], None]
     ) -> Exchange:
-        post = Post(self._me, self.record, call, sends, into, act, sends)
+        post = Post(self._me, call, sends, into, act, sends)
         if self.size == 1:
             with torch.no_grad():
                 act([post])
@@ -136,10 +135,7 @@ class _SimulatedRanks:
             torch.get_device_module(self.device).synchronize()
         return Works([], found)
 
-    def _call(self, x: Tensor, more: str = "") -> Call:
-        return Call(self.record.kind, x.dtype, x.shape, self.axis, self.record.label, more)
-
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: str) -> Exchange:
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Exchange:
         into = places(sends, recvs, self.rank)
         if self._under_way is None:
             return self._meet(call, sends, into, _deliver)
@@ -150,19 +146,18 @@ class _SimulatedRanks:
         to, results = ([x for rank, x in enumerate(xs) if gathers or rank != self.rank] for xs in (into, aside))
         return self._under_way.start(call, [] if gathers else sends, to, results, into)
 
-    def all_gather(self, x: Tensor, out: Tensor | None, lent: bool) -> Exchange:
+    def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange:
         # one of its own even if it is lent: a rank's memory is to live and die as it would in a process
         place = x.new_empty(self.size * x.shape[0], *x.shape[1:]) if out is None else out
-        return self._meet(self._call(x), [x], [place], _gather)
+        return self._meet(call, [x], [place], _gather)
 
-    def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool) -> Exchange:
+    def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange:
         place = x.new_empty(x.shape[0] // self.size, *x.shape[1:]) if out is None else out
-        return self._meet(self._call(x), [x], [place], _scatter)
+        return self._meet(call, [x], [place], _scatter)
 
-    def all_reduce(self, x: Tensor, out: Tensor | None, op: str, fast: bool) -> Exchange:
+    def all_reduce(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange:
         place = torch.empty_like(x) if out is None else out
-        more = self.record.more if op == "sum" else f", op={op!r}{self.record.more}"
-        return self._meet(self._call(x, more), [x], [place], lambda posts: _reduce(posts, op))
+        return self._meet(call, [x], [place], lambda posts: _reduce(posts, call.op))
 
 
 def _load_forward_mode() -> None:

@@ -101,7 +101,7 @@ class _Numbers(TorchFunctionMode):
 class Ranks:
     """One of two ranks, the other of which sends nothing of interest."""
 
-    built_in, whole, record, rank, size = None, None, None, 0, 2
+    built_in, whole, rank, size = None, None, 0, 2
 
     def __init__(self, axis: str, size: int = 2):
         self.axis, self.device, self.size = axis, DEVICE, size
@@ -114,7 +114,7 @@ class Ranks:
         """Yes."""
         return True
 
-    def exchange(self, sends: Any, recvs: Any, call: str) -> process_groups.Works:
+    def exchange(self, sends: Any, recvs: Any, call: Any) -> process_groups.Works:
         """What travels is on the device."""
         assert all(x.device == self.device for x in (*sends, *(r for r in recvs if r is not None))), call
         return process_groups.Works([], process_groups.places(sends, recvs, self.rank))
