@@ -26,7 +26,7 @@ def names_both(text: str, fault: Fault) -> bool:
 
 @pytest.mark.parametrize("over", ["host", "gloo"])
 def test_a_fault_is_an_error_on_every_rank(over: str) -> None:
-    """Each kind at each place, in one world, which goes on as if nothing had been; by two ways between ranks."""
+    """Some fault of a rank would hang the others, or spoil the calls after it."""
     ranks = fates(faults.in_a_row, over, ALIVE)
     assert [rank.error for rank in ranks] == [None, None]
     for number, rank in enumerate(ranks):
@@ -64,13 +64,13 @@ def ended_well(fault: Fault) -> None:
 @pytest.mark.parametrize("over", ["host", "gloo"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_is_killed(place: str, over: str) -> None:
-    """Without a check: the others hear of it from the connection, though one is told by another that is left."""
+    """Ranks would wait for one whose process was killed."""
     ended_well(Fault("kill", place, 2, over, 3, checked=False))
 
 
 @pytest.mark.parametrize("seed", range(NUM))
 def test_a_random_fault(seed: int) -> None:
-    """Kinds, places, ranks, worlds and ways, in processes of their own."""
+    """Some fault at some place would not be an error on every rank."""
     ended_well(faults.drawn(seed))
 
 
@@ -100,7 +100,7 @@ def test_errors_pass_on_along_the_axes_of_a_mesh() -> None:
 
 
 def test_between_hosts() -> None:
-    """Over TCP, in place of a Unix socket."""
+    """Between hosts, over TCP, ranks would not be compared."""
     for texts in values(fates(faults.between_hosts, ["shape", "skip", "dtype"], shard=3)):
         shape, skip, dtype = texts
         assert "rank 0 all_reduce(float32[3], axis='shard') at" in shape
@@ -110,7 +110,7 @@ def test_between_hosts() -> None:
 
 
 def test_a_jitted_step() -> None:
-    """Its graph's collectives are compared when it runs."""
+    """The collectives of a compiled step would not be compared."""
     fault = Fault("shape", "forward", 1)
     for by_hand, by_environment in values(fates(faults.jitted, fault)):
         for text in (by_hand, by_environment):

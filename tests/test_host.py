@@ -50,7 +50,7 @@ def _all_kinds(mesh):
 
 @pytest.mark.parametrize("shard", [1, 2, 3])
 def test_every_collective_is_right(shard):
-    """Out of order, all sizes and dtypes, bitwise."""
+    """A collective through shared memory would give wrong values for some size, dtype or order of calls."""
     assert gloo(_all_kinds, shard=shard) == [[]] * shard
 
 
@@ -136,7 +136,7 @@ def _all_of_it(mesh):
 
 
 def test_messages_and_memory():
-    """Many messages at once, memory used again, errors that name both sides."""
+    """A memory segment would be used again while a peer still reads it."""
     first, second = gloo(_all_of_it, shard=2)
     assert first[:4] == second[:4] == (True, True, True, True)
     for text in (first[4], second[4]):
@@ -148,7 +148,7 @@ def test_messages_and_memory():
 
 
 def test_other_meshes_are_left_alone():
-    """One device and simulated ranks have no processes to connect."""
+    """One device or simulated ranks would try to open connections."""
     assert one_host.connect(None) is None
     assert simulate(lambda mesh: one_host.connect(mesh) is mesh, shard=2) == [True, True]
 
@@ -163,7 +163,7 @@ def _axes(mesh):
 
 
 def test_plans_are_connected_along_every_axis():
-    """Each axis of a mesh of one host."""
+    """On a mesh of two axes messages along one of them would go through the network."""
     results = gloo(_axes, shard=2, replicate=2)
     assert results == [("HostMesh", ["_HostRanks"] * 2, rank) for rank in range(4)]
 

@@ -30,14 +30,14 @@ ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another u
 
 @pytest.mark.parametrize(("user", "num"), [pytest.param(65534, 1, marks=ROOT), (os.geteuid(), 129)])
 def test_strangers_are_told_nothing(user: int, num: int) -> None:
-    """Of another user, or silent ones by the hundred: the ranks are connected all the same."""
+    """A process that is no rank could connect, or keep ranks from connecting."""
     told, _ = values(fates(hostile.among_strangers, user, num, seconds=30.0))
     assert told == [""] * len(hostile.GREETINGS)
 
 
 @pytest.mark.parametrize("seed", range(NUM))
 def test_a_rank_that_ends_while_connecting(seed: int, tmp_path: Path) -> None:
-    """At any line: within five seconds an error on every other rank."""
+    """Ranks would wait for one that ended while it connected."""
     kind, over, at, bad, size = case = hostile.drawn(seed)
     ranks = fates(hostile.end_while_connecting, str(tmp_path), kind, over, at, bad, shard=size)
     assert ranks[bad].exitcode == {"kill": -9, "raise": 1, "exit": 3}[kind], case
@@ -80,7 +80,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_header_that_no_rank_sends(name: str, ends: Any) -> None:
-    """One error that names the peer and what came; nothing is made as large as it says, and the link is closed."""
+    """A forged header would make a rank allocate what it says, or go on."""
     theirs, link, _ = ends
     sent, words = BAD[name]
     theirs.sendall(sent)
@@ -105,7 +105,7 @@ def test_nothing_but_words_where_there_is_no_memory() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_bytes(seed: int) -> None:
-    """Messages, or an error that names the peer: whatever comes, in whatever pieces."""
+    """Some sequence of bytes would crash a rank, or be taken for a message."""
     r, errors = random.Random(seed), list[str]()
     for _ in range(50):
         theirs, ours = hostile.pair()
@@ -177,7 +177,7 @@ def test_descriptors_that_nobody_asked_for(with_memory: bool) -> None:
 
 
 def test_memory_cannot_be_cut() -> None:
-    """Of a segment: a peer that would makes no SIGBUS."""
+    """A peer could truncate a shared segment, and crash the reader."""
     segment = shared_memory.Memory().new(8192)
     for size in (0, 4096, 1 << 20):
         with pytest.raises(PermissionError):
@@ -227,7 +227,7 @@ def test_data_that_end_early_on_one_rank(tmp_path: Path) -> None:
 
 
 def test_the_users_timeout(tmp_path: Path) -> None:
-    """Of `init_process_group`, for every wait on a mesh of two axes; a group's own, if it was given one."""
+    """The timeout of `init_process_group` would not be kept on some axis."""
     (found, texts), *others = values(fates(hostile.timeouts, str(tmp_path), shard=2, replicate=2))
     assert found == [2.0, 2.0, 2.0, 2.0, 7.0, 2.0, 2.0]
     assert [one[0] for one in others] == [found] * 3

@@ -34,7 +34,7 @@ BITS = [0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1]
 @pytest.mark.parametrize("interval", [1, 2, 3, 5])
 @pytest.mark.parametrize(("growth", "backoff", "start"), [(2.0, 0.5, 2.0**16), (3.0, 0.25, 5.0), (2.0, 0.5, 2.0**126)])
 def test_the_dynamic_scale_follows_torch(interval, growth, backoff, start):
-    """Scale and tracker of torch.amp.GradScaler's own rule, after every step; growth stops before infinity."""
+    """The scale would differ from torch.amp.GradScaler's after some step, or grow to infinity."""
     scaler = DynamicLossScale(start, growth, backoff, interval)
     scale, tracker = torch.tensor(start), torch.tensor(0, dtype=torch.int32)
     for bit in BITS:
@@ -46,7 +46,7 @@ def test_the_dynamic_scale_follows_torch(interval, growth, backoff, start):
 
 @pytest.mark.parametrize(("bounds", "hysteresis"), [((8.0, 64.0), 1), ((8.0, 64.0), 3), ((0.0, math.inf), 2)])
 def test_bounds_and_hysteresis(bounds, hysteresis):
-    """Megatron-LM's rule, in plain numbers: overflows are borne until there were too many since the scale last grew."""
+    """Bounds and hysteresis would not follow Megatron-LM's rule."""
     low, high = bounds
     scaler = DynamicLossScale(32.0, 2.0, 0.5, 2, min_scale=low, max_scale=high, hysteresis=hysteresis)
     scale, good, borne = 32.0, 0, hysteresis
@@ -61,7 +61,7 @@ def test_bounds_and_hysteresis(bounds, hysteresis):
 
 
 def test_a_run_follows_grad_scaler():
-    """The same losses through torch.amp.GradScaler: unscaled gradients, skipped updates and scales."""
+    """A run would unscale, skip or scale otherwise than with torch.amp.GradScaler."""
     theirs = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     leaf = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     optimizer = torch.optim.SGD([leaf], 0.5)
@@ -82,7 +82,7 @@ def test_a_run_follows_grad_scaler():
 
 @pytest.mark.parametrize("name", SCALERS)
 def test_every_field_survives_a_round_trip(name):
-    """Flatten and unflatten by optree and by torch, pickle, copy; no field has its default value."""
+    """A field of a scaler would be lost when it is flattened, pickled or copied."""
     scaler = SCALERS[name]()
     fields = vars(scaler)
     defaults = vars(type(scaler)())
@@ -102,7 +102,7 @@ def test_every_field_survives_a_round_trip(name):
 
 
 def test_structures_with_other_settings_differ():
-    """What is not a tensor is part of the structure."""
+    """A graph traced for one setting would run for another."""
     one, other = (DynamicLossScale(growth_interval=n) for n in (3, 4))
     assert optree.tree_structure(one) != optree.tree_structure(other)
     assert optree.tree_structure(one) == optree.tree_structure(one.adjust(torch.tensor(1.0)))
@@ -110,7 +110,7 @@ def test_structures_with_other_settings_differ():
 
 @pytest.mark.parametrize("name", SCALERS)
 def test_scalers_are_immutable(name):
-    """Fields cannot be set, and adjust leaves the scaler as it was."""
+    """A step could change the scaler that an older state holds."""
     scaler = SCALERS[name]()
     before = copy.deepcopy(vars(scaler))
     for bit in (0.0, 1.0):
@@ -142,7 +142,7 @@ def test_value_is_a_tensor_and_scale_a_method(name):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", SCALERS)
 def test_unscale_undoes_scale(name, dtype):
-    """To the bit, by a power of two, where nothing overflows."""
+    """Unscaling by a power of two would change bits."""
     scaler = {"dynamic": DynamicLossScale(8.0), "static": StaticLossScale(4.0), "none": NoLossScale()}[name]
     grads = {"w": torch.tensor([1.5, -3.0, 0.0], dtype=dtype), "e": torch.zeros(0, dtype=dtype)}
     unscaled, found_inf = scaler.unscale(scaler.scale(grads))
@@ -152,7 +152,7 @@ def test_unscale_undoes_scale(name, dtype):
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_unscale_finds_what_is_not_finite(bad):
-    """In any leaf; NoLossScale does not look."""
+    """An overflow in some leaf would be missed."""
     for grads in ({"a": torch.tensor([1.0, bad]), "b": torch.ones(2)}, [torch.ones(3), torch.tensor(bad)]):
         assert DynamicLossScale().unscale(grads)[1] == 1
         assert StaticLossScale().unscale(grads)[1] == 1
@@ -162,7 +162,7 @@ def test_unscale_finds_what_is_not_finite(bad):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
 @pytest.mark.parametrize("scale", [8.0, 3.0])
 def test_one_pass_is_the_reference(dtype, scale):
-    """The kernel that reads and writes at once, beside plain tensor code; new tensors, or the caller's own."""
+    """torch's fused kernel would unscale or check otherwise than plain tensor code."""
     values = (torch.randn(2, 37, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
     for bad in (None, torch.inf, -torch.inf, torch.nan):
         grads = {"a": values[0].clone(), "e": values[:0], "t": values.clone().t()}
@@ -181,7 +181,7 @@ def test_one_pass_is_the_reference(dtype, scale):
 
 
 def test_sparse_gradients_are_coalesced():
-    """Halves of one element that overflow only when they are added up are found; values are divided."""
+    """A sparse gradient whose duplicates overflow when they are summed would pass as finite."""
     values = torch.tensor([4e4, 4e4, 8.0], dtype=torch.float16)
     half = torch.sparse_coo_tensor([[1, 1, 0]], values, (3,), check_invariants=True)
     for own in (False, True):
@@ -192,7 +192,7 @@ def test_sparse_gradients_are_coalesced():
 
 
 def test_unscaling_twice_is_an_error():
-    """And a tree that is no gradient; each names its leaf."""
+    """Gradients would be divided by the scale twice."""
     grads, _ = StaticLossScale(4.0).unscale({"a": [torch.ones(2)]})
     with pytest.raises(ValueError, match=re.escape("leaf 'a.0' was unscaled already")):
         StaticLossScale(4.0).unscale(grads)
@@ -229,7 +229,7 @@ def labelled(mesh: Any, bad: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 3), (2, 2)])
 def test_one_label_is_skipped_alone(replicate, shard):
-    """The other moves and counts; the scale backs off; the culprit is named on every rank."""
+    """An overflow in one label would skip the others, or the scale would not back off."""
     for found in simulated(labelled, "w2", replicate=replicate, shard=shard):
         moved, counts, found_inf, scale, culprits = found
         assert moved == {"w1": False, "w2": False, "b1": True}
@@ -238,7 +238,7 @@ def test_one_label_is_skipped_alone(replicate, shard):
 
 
 def test_labels_need_their_found_inf():
-    """The sentences for labels that are not there, and for a norm over all of them."""
+    """A label without its own overflow flag would be updated all the same."""
     tx = optim.by_label({"a": optim.sgd(0.1)}, lambda path, x: "a")
     with pytest.raises(ValueError, match=re.escape("found_inf is for 'b', not for 'a'")):
         tx.step(torch.ones(1), tx.init(torch.ones(1)), torch.ones(1), {"b": torch.tensor(0.0)})
@@ -247,13 +247,13 @@ def test_labels_need_their_found_inf():
 
 
 def test_a_scaler_without_arguments_is_torchs():
-    """The scale it begins with, by what it changes, and how often; a fixed one is as large."""
+    """The defaults would differ from torch.amp.GradScaler's."""
     assert DynamicLossScale().state_dict() == torch.amp.GradScaler("cpu").state_dict()
     assert StaticLossScale().value.item() == DynamicLossScale().value.item()
 
 
 def test_torchs_state_dict():
-    """GradScaler's own, in and out, from and for one in the middle of a run."""
+    """A state dict of torch.amp.GradScaler could not be loaded, or ours not by it."""
     theirs = torch.amp.GradScaler("cpu", 64.0, 3.0, 0.25, 7)
     ours = DynamicLossScale(64.0, 3.0, 0.25, 7)
     for bit in BITS:
@@ -273,7 +273,7 @@ def test_torchs_state_dict():
 
 
 def test_a_scale_may_be_set():
-    """For the next step; what counts goes on."""
+    """`adjust(new_scale=)` would be ignored, or would reset the count."""
     scaler = DynamicLossScale(8.0, growth_interval=3).adjust(torch.tensor(0.0))
     new = scaler.adjust(torch.tensor(0.0), new_scale=4.0)
     assert (new.value.item(), new.growth_tracker, scaler.value.item()) == (4.0, 1, 8.0)
@@ -290,14 +290,14 @@ def found_on(mesh: Any, bad: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("bad", [0, 3, -1])
 def test_found_inf_is_agreed_by_all_ranks(bad):
-    """One rank alone has it; all hear of it."""
+    """One rank would skip an update that the others make."""
     rows = simulated(found_on, bad, replicate=2)
     assert [own for own, _ in rows] == [rank == bad for rank in range(4)]
     assert {found for _, found in rows} == {float(bad >= 0)}
 
 
 def test_select_picks_one_of_two_trees():
-    """Leaf by leaf, whatever is in the other; the structures must be one."""
+    """NaN in the tree that is not chosen would reach the result."""
     a, b = ({"x": torch.tensor([v, torch.nan]), "n": (torch.tensor(int(v)), None)} for v in (1.0, 2.0))
     for condition in (torch.tensor(1.0), torch.tensor(True), torch.tensor(1)):
         assert same_bits(select(condition, a, b), a)
@@ -375,7 +375,7 @@ def test_every_rank_has_the_same_found_inf(replicate, shard, kind, own):
 
 
 def test_processes_agree_on_found_inf():
-    """As simulated ranks do."""
+    """Real processes would disagree where simulated ranks agree."""
     for kind in ("plain", "unreduced"):
         assert gloo(agreed_on, kind, False, 1, shard=2) == simulated(agreed_on, kind, False, 1, shard=2)
 
@@ -402,7 +402,7 @@ def by_hand(mesh: Any, partition: str, given: bool, tx: Any, labels: Any, jitted
 @pytest.mark.parametrize("partition", ["flat", "leaf"])
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (2, 2)])
 def test_zero_skips_an_update_on_all_ranks_or_on_none(replicate, shard, partition, jitted):
-    """Of local gradients, with found_inf agreed or not; the scale is agreed if the mesh was named."""
+    """Under `zero` some ranks would update and others not."""
     skip_w = optim.by_label({"w": optim.sgd(0.1), "b": optim.sgd(0.1)}, lambda path, x: path[0])
     for tx, labels in ((optim.sgd(0.1), None), (skip_w, lambda path, x: path[0])):
         if jitted and labels:
@@ -498,13 +498,13 @@ def test_optimizers_take_unscaled_gradients(tx, jitted):
 
 
 def test_inference_tensors_are_unscaled():
-    """They do not count how often they were written to."""
+    """Tensors made in inference mode could not be unscaled."""
     with torch.inference_mode():
         assert same_bits(StaticLossScale(4.0).unscale(torch.tensor([8.0]), own=True)[0].clone(), torch.tensor([2.0]))
 
 
 def test_a_state_dict_has_every_field():
-    """Of a scaler with no default value, into one with other values; torch takes it, and reads its own."""
+    """A saved scaler would come back with a default value."""
     scaler = SCALERS["dynamic"]()
     again = DynamicLossScale(hysteresis=9, max_scale=5.0).load_state_dict(scaler.state_dict())
     assert vars(again) == vars(scaler)
@@ -518,7 +518,7 @@ def test_a_state_dict_has_every_field():
 
 
 def test_a_scaler_owns_its_tensors():
-    """A scale or a count that is a tensor of the caller's may be written to afterwards, or need a gradient."""
+    """A write to the caller's tensor would change the scale."""
     scale, count = torch.tensor(8.0, requires_grad=True), torch.tensor(2, dtype=torch.int32)
     made = [
         DynamicLossScale(scale, growth_tracker=count, hysteresis=3, hysteresis_tracker=count),
@@ -536,7 +536,7 @@ def test_a_scaler_owns_its_tensors():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
 @pytest.mark.parametrize("name", SCALERS)
 def test_scaling_keeps_dtypes(name, dtype):
-    """Of losses without dims, of batches of them, and of nothing at all."""
+    """Scaling a loss in bfloat16 would give float32, or fail for an empty tree."""
     scaler = SCALERS[name]()
     losses = {
         "a": torch.tensor(3.0, dtype=dtype),
@@ -555,7 +555,7 @@ def test_what_cannot_be_scaled():
 
 
 def test_scaled_losses_of_ranks_have_scaled_gradients():
-    """A list of half-precision losses, scaled together on every rank, differentiated, unscaled: what torch gives."""
+    """Losses scaled together would have other gradients than torch gives them."""
 
     def run(mesh: Any) -> Any:
         w, scaler = torch.ones(3, dtype=torch.float16, requires_grad=True), DynamicLossScale(64.0)
@@ -609,7 +609,7 @@ def test_a_mean_of_nothing_is_skipped(accumulate, reduction, masked):
 
 
 def test_a_gradient_of_nothing_is_nan():
-    """`value_and_grad` of Mean(total, 0) on all ranks; where one counts, the others' totals count as well."""
+    """A mean over no elements would give a finite gradient."""
 
     def run(mesh: Any, counts: list[int]) -> Any:
         sharded = fshard.shard_params(torch.ones(3), fshard.make_plan(torch.ones(3), mesh))
@@ -642,7 +642,7 @@ def test_the_rules_of_a_scale_are_followed_on_every_rank(mesh_shape):
 
 
 def test_saved_scalers_go_on_alike():
-    """A run of steps whose scaler was saved and loaded half-way, on every rank, is the run that went on."""
+    """A run resumed from a saved scaler would go on otherwise."""
 
     def run(mesh: Any, resumed: bool) -> Any:
         params = {"w": torch.ones(5)}

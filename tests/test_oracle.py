@@ -35,7 +35,7 @@ def by_hand(loss: str, num_ranks: int) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_step_is_one_of_plain_autograd(loss, num_ranks):
-    """Of SGD with a rate of 1: loss, norm, and parameters that went down by the gradient; clipped, by less."""
+    """The oracle itself would be wrong."""
     params, (value, grads, norm) = lm_params(), by_hand(loss, num_ranks)
     batches = [lm_batch(0, rank) for rank in range(num_ranks)]
     for clip in (None, 0.1):
@@ -117,7 +117,7 @@ def planned(case: str, num_ranks: int) -> Any:
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "full"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_sharded_run_is_the_oracles(case, strategy):
-    """State and metrics on every rank: to the bit where sums have one order, else nearly; aux of each rank."""
+    """A sharded run would differ from the oracle on some rank."""
     expected, metrics = planned(case, 3)
     for rank, (state, found) in enumerate(simulated(train, case, strategy, shard=3)):
         own = [{**row, **({"aux": row["aux"][rank]} if "aux" in row else {})} for row in metrics]
@@ -132,7 +132,7 @@ def test_a_sharded_run_is_the_oracles(case, strategy):
 
 
 def test_the_oracle_changes_nothing():
-    """Neither the parameters nor the state it is given; the same state and batches give the same bits."""
+    """The oracle would write to its arguments, or give other bits the second time."""
     params, (loss, tx, how) = lm_params(), CASES["dropout"]
     plain = oracle(loss, tx, **how)
     state, before = plain.init(params), lm_params()

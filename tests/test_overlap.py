@@ -119,7 +119,7 @@ REDUCED = {"full": FULL, "keep": KEEP, "ddp": {"params_over": (), "grads_over": 
 
 @pytest.mark.parametrize("strategy", [FULL, KEEP])
 def test_a_gather_starts_before_the_unit_ahead_of_it_is_computed_with(strategy: dict[str, Any]) -> None:
-    """In the forward: under way while the block before computes, and no sooner, so that two units are in memory."""
+    """A gather would not overlap with the computation of the block before, or start too early and hold memory."""
     for log in simulated(events, strategy, shard=2):
         for i in range(1, 4):
             start, wait = at(log, "start", "all_gather", str(i))[0], at(log, "wait", "all_gather", str(i))[0]
@@ -128,7 +128,7 @@ def test_a_gather_starts_before_the_unit_ahead_of_it_is_computed_with(strategy: 
 
 
 def test_a_gather_for_the_backward_starts_a_unit_ahead() -> None:
-    """The unit that the backward begins with stays; each other while the block after it computes, and no sooner."""
+    """In the backward a gather would not overlap with the block after."""
     for log in simulated(events, FULL, shard=2):
         again = {i: at(log, "start", "all_gather", str(i))[1] for i in range(3)}
         needed = {i: at(log, "wait", "all_gather", str(i))[1] for i in range(3)}
@@ -141,7 +141,7 @@ def test_a_gather_for_the_backward_starts_a_unit_ahead() -> None:
 
 @pytest.mark.parametrize("name", REDUCED)
 def test_a_reduction_is_waited_for_once_the_next_has_started(name: str) -> None:
-    """So it is under way while the next block's backward runs; and it is waited for then, so that few are in memory."""
+    """A reduction would be waited for at once, and not overlap, or too late, and hold memory."""
     kind = "all_reduce" if name == "ddp" else "reduce_scatter"
     for log in simulated(events, REDUCED[name], shard=2):
         start = {i: at(log, "start", kind, str(i))[0] for i in range(4)}
@@ -156,7 +156,7 @@ def test_a_reduction_is_waited_for_once_the_next_has_started(name: str) -> None:
 
 
 def test_the_whole_order_of_a_small_stack() -> None:
-    """What is said above, in one list."""
+    """Some collective of a small model would start or end at another place than documented."""
     (log, *others) = simulated(events, FULL, 2, shard=3)
     assert all(other == log for other in others)
     assert [event for event in log if event[2] != "loss"] == [
@@ -198,7 +198,7 @@ def test_the_second_stage_of_a_gather_is_under_way_beside_the_unit_before() -> N
 
 @pytest.mark.parametrize(("strategy", "kind"), [(FULL, "all_reduce"), (OVER_BOTH, "reduce_scatter")])
 def test_the_second_stage_of_a_reduction_starts_with_the_next_unit(strategy: dict[str, Any], kind: str) -> None:
-    """It is under way beside the one after that; the last one's starts before older ones are waited for."""
+    """The second stage of a reduction would start late, and not overlap."""
     for log in simulated(events, strategy, shard=2, replicate=2):
         first = {i: at(log, "start", "reduce_scatter", str(i))[0] for i in range(4)}
         second = {i: at(log, "start", kind, str(i))[-1] for i in range(4)}
@@ -211,7 +211,7 @@ def test_the_second_stage_of_a_reduction_starts_with_the_next_unit(strategy: dic
 
 
 def test_every_kind_of_a_unit_is_under_way_beside_the_next_unit() -> None:
-    """Of leaves of two dtypes there are two reductions; none is waited for in the unit that starts it."""
+    """Of a unit with two dtypes one reduction would be waited for at once."""
 
     def job(mesh: Any) -> list[Event]:
         params = [{"w": torch.ones(6, 6), "half": torch.ones(6, dtype=torch.bfloat16)} for _ in range(3)]
@@ -276,7 +276,7 @@ def broken(mesh: Any, where: str) -> tuple[list[Event], list[Event]]:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_an_error_nothing_starts(where: str) -> None:
-    """Its next stage would pair with another collective of ranks that go on; what is under way is waited for."""
+    """After an error a rank would start a collective that pairs with another one of ranks that go on."""
     for before, after in simulated(broken, where, shard=2, replicate=2):
         assert {event[0] for event in after} == {"wait"}
         started, waited = ([event[1:] for event in before + after if event[0] == what] for what in ("start", "wait"))
@@ -308,7 +308,7 @@ def kept_alive(mesh: Any, fails: bool) -> list[bool]:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_forward_and_backward_keeps_nothing_alive(fails: bool) -> None:
-    """Autograd nodes that held the tape, and by it the parameters, would be a cycle that Python cannot see."""
+    """A step would leave a reference cycle that holds the parameters."""
     for gone in simulated(kept_alive, fails, shard=2):
         assert gone
         assert all(gone)

@@ -27,7 +27,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("text", ["", *POLICIES.values(), "compute=f16,buffers=f64,cast_inputs=no"])
 def test_words_are_the_policy(text):
-    """What is printed parses to the same."""
+    """A printed policy would parse to another one."""
     policy = Policy.parse(text)
     assert Policy.parse(str(policy)) == policy
     assert hash(Policy.parse(str(policy))) == hash(policy)
@@ -66,7 +66,7 @@ def test_names_of_dtypes():
     ],
 )
 def test_what_is_no_policy(make, words):
-    """The sentence."""
+    """A wrong policy would be taken, or the error would not say what is wrong."""
     with pytest.raises((ValueError, TypeError), match=re.escape(words)):
         make()
 
@@ -92,7 +92,7 @@ def seen(mesh: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("shard", [1, 2])
 def test_every_tensor_has_its_dtype(shard):
-    """Leaves, with overrides; complex ones and integers stay; inputs, outputs, gradients, what is stored."""
+    """A policy would not be followed for some leaf, input, output or gradient."""
     f32, bf16, i64, c128 = torch.float32, torch.bfloat16, torch.int64, torch.complex128
     for found, value, aux, grads, whole, text in simulated(seen, shard=shard):
         assert found["params"] == {"w": bf16, "norm": [f32], "n": i64, "c": c128}
@@ -148,7 +148,7 @@ def by_hand(policy: str, replicate: int, shard: int) -> Any:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("world", WORLDS)
 def test_gradients_are_those_made_by_hand(world, policy):
-    """To the bit, under every strategy, on all ranks."""
+    """Mixed precision would cast at other places than plain code does."""
     replicate, shard = WORLDS[world]
     want = by_hand(POLICIES[policy], replicate, shard)
     for strategy in ("full", "zero2", "ddp") if world != "2x2" else ("full",):
@@ -157,14 +157,14 @@ def test_gradients_are_those_made_by_hand(world, policy):
 
 
 def test_processes_give_the_same_bits():
-    """And send the same bytes."""
+    """In low precision real processes would give other bits, or send other bytes."""
     for policy in ("bf16", "mixed"):
         args = POLICIES[policy], "full"
         assert same_bits(gloo(gradients, *args, shard=2), simulated(gradients, *args, shard=2))
 
 
 def test_low_precision_travels():
-    """Half the bytes in both directions, but for the units that are computed in float32."""
+    """Casting would happen after the gather, so that twice the bytes are sent."""
     plain, half = (simulated(gradients, policy, "full", shard=2)[0][1] for policy in ("", "compute=bf16"))
     for (kind, label, full), (_, _, low) in zip(plain, half, strict=True):
         if kind in ("all_gather", "reduce_scatter"):
@@ -180,7 +180,7 @@ def distance(grads: Any, exact: Any) -> float:
 
 @pytest.mark.parametrize("shard", [2, 4])
 def test_gradients_are_near_those_of_float64(shard):
-    """Within twice the error of one unsharded bfloat16 run on all ranks' data."""
+    """Sharding would add more error than bfloat16 itself."""
 
     def one(p: Any, dtype: torch.dtype) -> Any:
         flat, spec = tree.flatten(p)
@@ -249,7 +249,7 @@ def reads(mesh: Any) -> list[str]:
 
 
 def test_a_step_reads_nothing():
-    """Scaling, clipping, skipping, micro-batches and a schedule: no tensor is looked at."""
+    """A step would wait for the device to read a tensor."""
     assert simulated(reads, shard=2) == [[], []]
     with Reads() as mode:
         torch.ones(1).item()

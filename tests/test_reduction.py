@@ -52,7 +52,7 @@ def steps(mesh: Any, strategy: str, reduction: Any, **kw: Any) -> Any:
 @pytest.mark.parametrize("strategy", ["full", "ddp"])
 @pytest.mark.parametrize("world", [simulated, gloo])
 def test_an_object_may_add_up(world, strategy):
-    """It is asked for every sum of gradients, and nothing else is: the same parameters, up to the order of sums."""
+    """A reduction of the user's would not be asked for some sum of gradients."""
     for (found, kinds), (want, _) in zip(
         world(steps, strategy, Gathered(), shard=2), simulated(steps, strategy, "exact", shard=2), strict=True
     ):
@@ -62,7 +62,7 @@ def test_an_object_may_add_up(world, strategy):
 
 @pytest.mark.parametrize("kw", [{}, {"accumulate": 2}, {"accumulate": 2, "reduce_once": True}], ids=str)
 def test_a_hook_after_it(kw):
-    """It is given every unit's sum with the unit's name, once for each reduction, and what it gives is used."""
+    """The hook `after` would miss a unit, be called twice, or its result be dropped."""
 
     def run(mesh: Any, unit: str) -> Any:
         return steps(mesh, "full", Gathered(unit), **kw)[0]
@@ -92,7 +92,7 @@ def orders(mesh: Any, strategy: str, reduction: Any) -> set[tuple[str, bool]]:
 
 @pytest.mark.parametrize("strategy", ["full", "ddp", "zero1"])
 def test_a_backend_may_choose_the_order_of_gradients_alone(strategy):
-    """With reduction="fast"; otherwise, and by default, of nothing."""
+    """`reduction="fast"` would change sums that must be in rank order."""
     units = {"(root)", "blocks.0", "blocks.1", "tail"}
     for free in (False, True):
         for reduction in ("fast",) if free else ("exact", Sums()):
@@ -111,7 +111,7 @@ def in_a_tree(mesh: Any, *shape: int) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize(("shape", "sent"), [((4, 2), "parts"), ((3, 3), "whole"), ((), "whole"), ((0,), "parts")])
 def test_a_sum_in_a_tree_travels_in_parts(shape, sent):
-    """Scattered and gathered: twice (W - 1) / W of it; what does not divide goes to all: (W - 1) times it."""
+    """A tree sum would send whole gradients to all ranks."""
     n = 4 * torch.Size(shape).numel()
     parts = [("reduce_scatter", n // 2), ("all_gather", n // 2)]
     for found in simulated(in_a_tree, *shape, shard=2):
@@ -128,7 +128,7 @@ def small_gradients(mesh: Any, policy: str, size: float) -> Tensor:
 
 @pytest.mark.parametrize("size", [1e-6, 6e4])
 def test_float16_holds_the_sums_of_64_ranks(size):
-    """About the root of their number is divided by after sending: small gradients arrive, sums of large ones fit."""
+    """Sums of many ranks in float16 would overflow, or small gradients vanish."""
     for found in simulated(small_gradients, "reduce=f16", size, shard=64):
         torch.testing.assert_close(found, torch.full((16,), size), rtol=0.1, atol=0)
     assert torch.tensor(1e-6 / 64).half() == 0
@@ -198,7 +198,7 @@ PARTLY = {
 
 @pytest.mark.parametrize(("replicate", "shard", "strategy", "how"), PARTLY.values(), ids=PARTLY)
 def test_micro_batches_are_scattered_each_and_reduced_over_replicas_once(replicate, shard, strategy, how):
-    """The bits of reducing everything each time, and of the oracle; as many collectives as that takes."""
+    """`reduce_once` over the replicas would change bits, or communicate more often."""
     how_many, world = 2 if how == "jit" else 4, replicate * shard
     runs = {
         once: simulated(partly, strategy, once, how_many, how, replicate=replicate, shard=shard)
@@ -227,7 +227,7 @@ def test_processes_scatter_each_micro_batch():
 
 
 def test_what_waits_is_a_shard():
-    """Of gradients, between micro-batches: by a shard's and not by all gradients' memory more than one batch alone."""
+    """Between micro-batches a rank would hold whole gradients."""
 
     def peak(once: Any) -> int:
         params = {f"w{i}": torch.ones(64, 64) for i in range(4)}
@@ -298,7 +298,7 @@ def gathered_by(mesh: Any, gather: Any, strategy: str, how: str, **kw: Any) -> A
     [(1, 3, "full", "eager"), (1, 2, "keep", "eager"), (2, 2, "wide", "eager"), (1, 2, "full", "jit")],
 )
 def test_an_object_may_gather(replicate, shard, strategy, how):
-    """Every gather of parameters is its, those of the backward too, and nothing else; the bits stay."""
+    """A gather of the user's would not be asked for some gather of parameters."""
     plain, ours = (
         simulated(gathered_by, gather, strategy, how, replicate=replicate, shard=shard)
         for gather in (None, Broadcasts())

@@ -155,7 +155,7 @@ def simulated_runs(world: str, case: Case) -> list[Run]:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("world", "case"), [(w, c) for w in WORLDS for c in cases(w)], ids=str)
 def test_training_equals_the_unsharded_oracle(world, case):
-    """Parameters, moments, losses and norms after 20 steps, on every rank."""
+    """Some strategy would train otherwise than one device: parameters, moments, losses or norms."""
     runs = simulated_runs(world, case)
     assert all(apart(run, oracle_of(case, len(runs))) < 1e-10 for run in runs)
     assert all(same_bits(run[:3], runs[0][:3]) for run in runs)
@@ -168,7 +168,7 @@ def train_all(mesh: Any, some: list[Case]) -> list[Run]:
 
 @pytest.mark.parametrize("world", ["3", "4", "2x2"])
 def test_processes_and_simulated_ranks_agree_to_the_bit(world):
-    """Every tensor of the state and every metric; and both are what plain torch makes of it."""
+    """Simulated ranks would prove nothing about real processes."""
     replicate, shard = WORLDS[world]
     some = [c for c in cases(world)[:: len(TURNS[world])] if replicate > 1 or c.strategy in NARROW]
     ranks = gloo(train_all, some, replicate=replicate, shard=shard)
@@ -180,7 +180,7 @@ def test_processes_and_simulated_ranks_agree_to_the_bit(world):
 
 @pytest.mark.parametrize("case", VARIANTS, ids=str)
 def test_a_wrong_run_is_far_from_the_oracle(case):
-    """Gradients of one rank alone, for either optimizer; and gradients summed instead of averaged, as SGD sees."""
+    """The tests of parity would pass with gradients of one rank, or summed instead of averaged."""
     for tx in OPTIMIZERS:
         right = oracle_of(case._replace(tx=tx), 4)
         assert not apart(oracle_of(case._replace(tx=tx), 1), right) < 1e-2
@@ -198,7 +198,7 @@ MUTANTS = {
 @pytest.mark.parametrize("strategy", ["ddp", "full"])
 @pytest.mark.parametrize(("mutant", "tx"), [(m, tx) for m, (_, some) in MUTANTS.items() for tx in some])
 def test_the_parity_test_notices_a_wrong_reduction(strategy, mutant, tx, monkeypatch):
-    """With other weights in the reduction of gradients, runs are far from the oracle."""
+    """The tests of parity would pass with a wrong reduction."""
     reduce_over = reductions.reduce_over
 
     def wrong(x, mesh, *args, **kw):
@@ -232,7 +232,7 @@ def train_with_dropout(mesh: Any, seed: int, own: int) -> tuple[list[Any], list[
 
 
 def test_dropout_comes_from_the_state_alone():
-    """The same for one seed whatever torch's generator says; different by seed, rank, step and micro-batch."""
+    """A resumed run would draw other masks, or ranks and micro-batches the same ones."""
     first = simulated(train_with_dropout, 7, 1)
     for again in (simulated(train_with_dropout, 7, 2), gloo(train_with_dropout, 7, 3)):
         for (*one, alone), (*other, also) in zip(first, again, strict=True):
@@ -271,7 +271,7 @@ def train_over_an_overflow(mesh: Any, strategy: str, tx_name: str, fused: bool) 
 @pytest.mark.parametrize("tx", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "full", "wide_state"])
 def test_an_overflow_on_one_rank_skips_the_update_on_all(strategy, tx, fused):
-    """Parameters, optimizer state and its count stay, the scale halves, the step counts; the next update is made."""
+    """After an overflow ranks would hold different parameters."""
     for states, rows in simulated(train_over_an_overflow, strategy, tx, fused, shard=2, replicate=2):
         (_, first, second, third) = states
         assert [row["found_inf"].item() for row in rows] == [0, 1, 0]
@@ -285,7 +285,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(strategy, tx, fused):
 
 @pytest.mark.parametrize("tx", OPTIMIZERS)
 def test_a_static_scale_changes_no_bit(tx):
-    """A power of two, in float64."""
+    """A power of two as loss scale would change results in float64."""
     plain, scaled = (simulated(train, Case(tx=tx, micro=3, scale=scale), shard=3) for scale in (None, 2.0**8))
     for one, other in zip(plain, scaled, strict=True):
         assert same_bits(one[:3], other[:3])
@@ -303,14 +303,14 @@ def mean_with_an_empty_part(mesh: Any, micro: int, empty: int) -> tuple[Any, Any
 
 @pytest.mark.parametrize("empty", [0, 1, 2])
 def test_a_micro_batch_that_counts_nothing_anywhere(empty):
-    """Three micro-batches of which one is empty on all ranks give what the whole batch gives."""
+    """An empty micro-batch would change the mean, or make it NaN."""
     for parts, whole in zip(*(simulated(mean_with_an_empty_part, micro, empty) for micro in (3, 1)), strict=True):
         torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("reduce_once", [False, True])
 def test_micro_batches_that_use_different_units(reduce_once):
-    """The first uses one block, the second another: both gradients count, on one device and on ranks."""
+    """A unit used by one micro-batch only would lose its gradient."""
     whole = {"blocks": [torch.full((3,), float(i + 1), dtype=torch.float64) for i in range(3)]}
     tx = fshard.optim.sgd(1.0)
 
@@ -349,6 +349,6 @@ def fast_and_exact(mesh):
 
 @pytest.mark.parametrize("world", [simulated, gloo])
 def test_a_fast_reduction_is_the_exact_one_up_to_its_order(world):
-    """On CPUs the sum in rank order is the fast one as well."""
+    """`reduction="fast"` would compute something else than "exact"."""
     for exact, fast in world(fast_and_exact, shard=2):
         assert same_bits(exact, fast)

@@ -140,7 +140,7 @@ LOSSES["all at once"] = lambda p, x: zoo(p, x, list(VIEWS))
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("shard", [2, 1, 3])
 def test_saved_views_come_back_as_they_were(shard: int) -> None:
-    """Gathered again or kept: the bits of plain torch, for every view."""
+    """A saved view of a gathered buffer would come back with other elements, strides or bits."""
     for found in simulated(differences, LOSSES, zoo_params(), FROZEN, ["zoo"], shard=shard):
         assert not found
 

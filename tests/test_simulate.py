@@ -13,7 +13,7 @@ from fshard.testing import SimulatedMesh, simulate
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_results_come_in_rank_order(size: int) -> None:
-    """Also where ranks end at different times, and return None or several things."""
+    """Results would come in the order in which ranks end."""
 
     def job(mesh: SimulatedMesh) -> Any:
         for _ in range(mesh.get_rank() + 1):
@@ -25,7 +25,7 @@ def test_results_come_in_rank_order(size: int) -> None:
 
 
 def test_ranks_advance_in_a_fixed_order() -> None:
-    """The same at every run: each runs until it has to wait."""
+    """Two runs would interleave ranks differently."""
 
     def run() -> list[tuple[int, int]]:
         seen = []
@@ -51,7 +51,7 @@ def draw(mesh: Any) -> list[torch.Tensor]:
 
 
 def test_random_numbers_differ_by_rank_and_follow_from_the_seed() -> None:
-    """A collective between does not disturb them, and another seed gives others."""
+    """Ranks would draw the same numbers, or a collective would change them."""
     torch.manual_seed(5)
     first, again = simulate(draw, shard=3), simulate(draw, shard=3)
     torch.manual_seed(6)
@@ -69,7 +69,7 @@ def test_random_numbers_differ_by_rank_and_follow_from_the_seed() -> None:
 
 
 def test_a_rank_may_set_its_own_seed() -> None:
-    """It is its alone."""
+    """A seed set on one rank would reach the others."""
 
     def job(mesh: Any) -> list[float]:
         if mesh.get_rank() == 1:
@@ -86,7 +86,7 @@ def test_a_rank_may_set_its_own_seed() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_callers_state_is_untouched(fails: bool) -> None:
-    """Random numbers, threads, default dtype and gradient mode; also after an error."""
+    """A simulation would change the caller's generators, threads, default dtype or gradient mode."""
 
     def job(mesh: Any) -> None:
         torch.rand(10)
@@ -112,7 +112,7 @@ def test_the_callers_state_is_untouched(fails: bool) -> None:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("when", ["first", "between", "last"])
 def test_an_exception_is_raised_with_a_note_of_its_rank(rank: int, when: str) -> None:
-    """The very exception, its traceback in the user's function; the other ranks stop, and all threads end."""
+    """An error of a rank would lose its traceback or its rank, or leave threads running."""
     went_on = []
 
     def job(mesh: SimulatedMesh) -> None:
@@ -135,7 +135,7 @@ def test_an_exception_is_raised_with_a_note_of_its_rank(rank: int, when: str) ->
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, fshard.MismatchError])
 def test_other_exceptions_come_through_too(kind: type[BaseException]) -> None:
-    """What is no Exception stops all ranks as well."""
+    """KeyboardInterrupt or SystemExit in a rank would leave the others waiting."""
 
     def job(mesh: SimulatedMesh) -> None:
         if mesh.get_rank() == 1:
@@ -147,7 +147,7 @@ def test_other_exceptions_come_through_too(kind: type[BaseException]) -> None:
 
 
 def test_a_run_after_one_that_failed() -> None:
-    """Nothing is left behind."""
+    """A failed run would disturb the next one."""
 
     def bad(mesh: SimulatedMesh) -> None:
         if mesh.get_rank() == 1:
@@ -172,7 +172,7 @@ def forward_derivative(mesh: SimulatedMesh) -> float:
 
 
 def test_forward_derivatives_are_right_every_time() -> None:
-    """torch has one forward-mode level for all threads: 20 runs on 4 ranks, against the same by hand."""
+    """Forward-mode levels, which torch shares between threads, would mix the tangents of ranks."""
     x = torch.arange(1, 5, dtype=torch.float64)
     total = lambda x: 10 * x.sin().sum() ** 2  # noqa: E731
     inner = torch.func.jvp(torch.func.grad(total), (x,), (torch.ones_like(x),))[1]
@@ -183,7 +183,7 @@ def test_forward_derivatives_are_right_every_time() -> None:
 
 
 def test_simulations_inside_a_transform_and_one_after_another() -> None:
-    """A caller's own derivative does not see the ranks', nor they the caller's."""
+    """A caller's derivative would go into the ranks, or theirs into the caller's."""
 
     def outer(x: torch.Tensor) -> torch.Tensor:
         simulate(forward_derivative, shard=2)
@@ -212,7 +212,7 @@ def test_axes_nest() -> None:
 
 
 def test_many_ranks() -> None:
-    """64, with gathers, sums and gradients between them."""
+    """A simulation of 64 ranks would fail."""
 
     def job(mesh: SimulatedMesh) -> tuple[int, float]:
         gathered = fshard.all_gather(torch.tensor([mesh.get_rank()]), mesh, "shard")
@@ -233,7 +233,7 @@ def mesh_facts(mesh: Any) -> list[Any]:
 
 
 def test_a_simulated_mesh_reads_like_a_device_mesh() -> None:
-    """2 x 2, fact by fact."""
+    """Code written for a DeviceMesh would fail on a simulated mesh."""
     assert simulated(mesh_facts, shard=2, replicate=2) == gloo(mesh_facts, shard=2, replicate=2)
 
 
@@ -257,7 +257,7 @@ def test_sizes_by_name() -> None:
 
 @pytest.mark.parametrize("sizes", [{"shard": 0}, {"shard": -1}, {"replicate": 0}])
 def test_a_world_has_ranks(sizes: dict[str, int]) -> None:
-    """No ranks is a mistake."""
+    """A world of no ranks would return nothing, silently."""
     with pytest.raises(ValueError, match="at least 1"):
         simulate(mesh_facts, **sizes)
 
@@ -279,7 +279,7 @@ def test_a_tally_around_a_simulation_has_all_ranks() -> None:
 
 
 def test_modes_of_torch_are_each_ranks_own() -> None:
-    """A gradient mode or a default dtype of one rank does not reach another."""
+    """`no_grad` or a default dtype of one rank would reach another."""
 
     def job(mesh: SimulatedMesh) -> bool:
         with torch.set_grad_enabled(mesh.get_rank() == 0):
@@ -291,7 +291,7 @@ def test_modes_of_torch_are_each_ranks_own() -> None:
 
 
 def test_backward_runs_on_the_ranks_own_thread() -> None:
-    """Else ranks would wait for one another inside the one backward thread."""
+    """Ranks would wait for each other inside autograd's one backward thread."""
 
     class Where(torch.autograd.Function):
         @staticmethod

@@ -103,7 +103,7 @@ def train(mesh: Any, begin: int, end: int, left: Any = None) -> Any:
 
 
 def test_many_steps():
-    """Every byte of the state and the metrics, on 1, 2, 4 and 8 ranks, simulated and processes, and gone on with."""
+    """With `reduction="tree"` some byte of the state would depend on the number of ranks."""
     half = STEPS // 2
     (expected,) = simulated(train, 0, STEPS, shard=1)
     assert 0 < expected[0]["opt"]["count"] < STEPS  # some were skipped
@@ -230,7 +230,7 @@ def test_a_step_asks_for_exact_norms_by_name(name):
 
 
 def test_another_order_gives_other_bits():
-    """What these tests compare is not the same anyhow: sums in rank order differ."""
+    """The tests of this file would pass with sums in any order."""
 
     def run(mesh: Any) -> Any:
         tx = optim.sgd(0.1)
@@ -243,13 +243,13 @@ def test_another_order_gives_other_bits():
 
 
 def test_one_device_is_one_rank():
-    """A plan without a mesh."""
+    """A plan without a mesh would give other bits than one rank."""
     alone, one = (simulated(lambda mesh, own=own: few(own and mesh, clip_norm=0.5), shard=1) for own in (None, True))
     assert same_bits(alone, one)
 
 
 def test_it_is_right():
-    """The loss, the norm, and one update of plain descent are those of the whole batch at once."""
+    """Gradients summed in a tree would not be those of the whole batch."""
 
     def whole(p: Any, batch: dict[str, Tensor]) -> Any:
         return without_dropout(p, batch)
@@ -325,7 +325,7 @@ def exact_norm(x: Any, p: float = 2) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 0.0])
 def test_an_exact_norm(dtype, scale):
-    """The norm, whatever the order and the cuts; of numbers of any size."""
+    """A norm would depend on the order or the cuts of its elements."""
     x = (rand(70001, seed=1) ** 5 * scale).to(dtype)
     norm = exact_norm(x)
     wide = x.to(torch.complex128 if x.is_complex() else torch.float64)
@@ -339,14 +339,14 @@ def test_an_exact_norm(dtype, scale):
 
 
 def test_an_ordinary_norm_depends_on_the_order():
-    """So the test before can fail."""
+    """The test of exact norms would pass for an ordinary norm."""
     x = torch.linspace(0, 1, 70001)
     assert not same_bits(leaf_norms([x]), leaf_norms([x.flip(0)]))
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_shows(value):
-    """In any place."""
+    """An exact norm would hide inf or NaN."""
     x = torch.ones(5)
     x[3] = value
     assert not exact_norm(x).isfinite()

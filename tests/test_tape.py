@@ -360,25 +360,25 @@ def world(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_right_under_every_strategy(name: str, world: Any) -> None:
-    """Three ranks with different data against one device, at two values of the parameters."""
+    """Some strategy would give other gradients on three ranks with different data than one device does."""
     check_gradients(name, world(name))
 
 
 @pytest.mark.parametrize("name", ["chain", "shared across depth", "tied across units", "whole leaf", "frozen leaf"])
 def test_gradients_on_two_axes(name: str) -> None:
-    """As on one axis."""
+    """Some strategy would give other gradients on a mesh of two axes."""
     check_gradients(name, simulated(two_rounds, name, HYBRIDS, shard=2, replicate=2))
 
 
 @pytest.mark.parametrize("name", ["chain", "input first", "checkpointed", "dtypes"])
 def test_an_axis_of_size_one_is_an_axis(name: str) -> None:
-    """One rank with an axis, and gloo's one rank, differ in nothing from the oracle."""
+    """One rank with an axis would take another path than several, and give other bits."""
     check_gradients(name, simulated(two_rounds, name, STRATEGIES, shard=1))
     check_gradients(name, simulated(two_rounds, name, HYBRIDS, shard=1, replicate=2))
 
 
 def test_one_device_needs_no_mesh() -> None:
-    """mesh=None."""
+    """A run on one device would need a mesh."""
     for name, case in CASES.items():
         loss, grads = fshard.value_and_grad(case["loss"])(make(None, case), batch_of(0))
         expected_loss, expected = by_hand(case["loss"], case["params"](), 1)
@@ -388,7 +388,7 @@ def test_one_device_needs_no_mesh() -> None:
 
 
 def test_the_gradient_of_a_unit_never_touched_is_zero() -> None:
-    """Not garbage, and not None; nor for one touched whose leaves do not matter."""
+    """A unit that a loss does not use would get garbage, or None, as its gradient."""
     for rank in simulated(two_rounds, "units not touched", STRATEGIES, shard=3):
         for rounds in rank.values():
             for path in ("scale", "head", "blocks.1.w", "blocks.1.b"):
@@ -396,7 +396,7 @@ def test_the_gradient_of_a_unit_never_touched_is_zero() -> None:
 
 
 def test_saved_views_and_writes_in_place(world: Any) -> None:
-    """test_saved.py and test_writes.py where buffers are memory that is used for other collectives as well."""
+    """With buffers that are used for other collectives as well, a saved view would read other data."""
     assert world("saved views") == [[], [], []]
     for found in world("writes"):
         check_words(found)
@@ -415,7 +415,7 @@ def in_no_grad(mesh: Any) -> list[Any]:
 
 
 def test_gradients_do_not_depend_on_the_mode_around() -> None:
-    """torch.no_grad outside changes nothing, and nothing that comes out requires a gradient."""
+    """Under `torch.no_grad` there would be no gradients, or a result would require one."""
     assert all(all(same) for same in simulated(in_no_grad, shard=2))
 
 
@@ -469,7 +469,7 @@ def of(records: list[Any], kind: str, label: str, axis: str = "shard") -> list[i
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_every_unit_is_gathered_and_reduced_as_its_strategy_says(name: str, world: Any) -> None:
-    """The counts of `COUNTS`, and the bytes that follow from the sizes; the same order on all ranks."""
+    """A strategy would gather or reduce a unit more often, send more bytes, or take another order on some rank."""
     results = world("tally", name)
     for records, units in results:
         assert records == results[0][0]
@@ -483,7 +483,7 @@ def test_every_unit_is_gathered_and_reduced_as_its_strategy_says(name: str, worl
 
 
 def test_hybrid_reduces_over_the_replicas_what_it_has_scattered() -> None:
-    """2 x 2: as on one axis, and one all-reduce of this rank's half over `replicate`."""
+    """Hybrid sharding would all-reduce whole gradients over the replicas, not this rank's part."""
     for records, units in simulated(tally_of, {}, "value_and_grad", shard=2, replicate=2):
         for unit, nbytes in units.items():
             assert of(records, "all_gather", unit) == [nbytes // 2] * (1 if unit == LAST else 2)
@@ -503,7 +503,7 @@ def test_hybrid_reduces_over_the_replicas_what_it_has_scattered() -> None:
     ],
 )
 def test_a_step_gathers_parameters_where_only_state_is_cut(strategy: str, extra: list[Any]) -> None:
-    """Beyond a forward and backward a step gathers what the optimizer state's partition cuts more finely."""
+    """After an update a rank would lack the parameters that other ranks updated."""
     gradients = simulated(tally_of, HYBRIDS[strategy], "value_and_grad", shard=2, replicate=2)
     steps = simulated(tally_of, HYBRIDS[strategy], "step", shard=2, replicate=2)
     for (before, units), (records, _) in zip(gradients, steps, strict=True):
@@ -516,7 +516,7 @@ def test_a_step_gathers_parameters_where_only_state_is_cut(strategy: str, extra:
 
 @pytest.mark.parametrize("name", ["full", "keep", "ddp"])
 def test_a_value_gathers_every_unit_once(name: str) -> None:
-    """Forward alone: one gather where parameters are cut, nothing to reduce but the loss."""
+    """`evaluate` would gather a unit twice, or reduce something beside the loss."""
     for records, units in simulated(tally_of, STRATEGIES[name], "evaluate", shard=3):
         for unit in units:
             assert len(of(records, "all_gather", unit)) == (name != "ddp")
@@ -534,7 +534,7 @@ def reductions(mesh: Any, name: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", ["tied across units", "tied to the root", "shared across depth", "checkpointed"])
 def test_a_unit_is_reduced_once_however_often_it_is_used(name: str) -> None:
-    """Also leaves tied across units, and units recomputed."""
+    """A unit used twice, tied or recomputed would be reduced twice."""
     params = CASES[name]["params"]()
     plan = fshard.make_plan(params, units=CASES[name]["units"])
     for units in simulated(reductions, name, shard=2):
@@ -602,7 +602,7 @@ LOSSES = (chain, input_first, checkpointed, sparse, backwards)
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_with_regather_a_few_units_are_alive_however_deep_the_stack(loss: Any, world: Any) -> None:
-    """In the forward the current one, the next and the user's last; between, what is fetched ahead; then none."""
+    """Memory would grow with the number of layers."""
     shallow, deep = (world("watched", loss, depth) for depth in (5, 9))
     for marks in deep:
         assert 1 <= marks["forward"] <= 3
@@ -650,7 +650,7 @@ def gathered(mesh: Any, loss: Any, num: int) -> tuple[list[str], int, int]:
     ids=["root last", "block last", "another touched last", "checkpointed", "backwards", "the root alone"],
 )
 def test_what_the_backward_begins_with_stays_gathered(loss: Any, counts: tuple[int, ...], most: int, num: int) -> None:
-    """In every micro-batch; no more is alive than the unit at hand, the next or the last, and gradients under way."""
+    """The unit that the backward begins with would be freed and gathered at once, or others would stay."""
     names, ranks = [LAST, *(f"blocks.{i}" for i in range(4))], simulated(gathered, loss, num, shard=2)
     for units, _, after in ranks:
         assert tuple(units.count(name) / num for name in names) == counts
@@ -699,7 +699,7 @@ def rows_made(mesh: Any, strategy: dict[str, Any], options: dict[str, Any]) -> l
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"accumulate": 2, "reduce_once": True}, TREE], ids=str)
 def test_rows_of_gradients_are_made_when_the_first_gradient_comes(name: str, options: dict[str, Any]) -> None:
-    """While activations are at their most there are none; in each micro-batch that makes one, and on one device."""
+    """Memory for gradients would be taken while activations are at their peak."""
     worlds = [*simulated(rows_made, STRATEGIES[name], options, shard=2), rows_made(None, {}, options)]
     for log in worlds:
         (first, *others) = (i for i, what in enumerate(log) if what == "forward")
@@ -719,7 +719,7 @@ def product_watched(mesh: Any, depth: int) -> int:
 
 
 def test_a_hessian_vector_product_holds_a_few_units_however_deep_the_stack() -> None:
-    """Two steps' worth at most: the parameters and their tangents."""
+    """The memory of a Hessian-vector product would grow with the number of layers."""
     step, shallow, deep = (
         max(simulated(job, shard=2))
         for job in (
@@ -731,13 +731,13 @@ def test_a_hessian_vector_product_holds_a_few_units_however_deep_the_stack() -> 
 
 
 def test_without_regather_all_units_stay_until_their_backward(world: Any) -> None:
-    """The memory that SHARD_GRAD_OP pays for half the gathers."""
+    """SHARD_GRAD_OP would gather units again."""
     for marks in world("watched", chain, "keep"):
         assert (marks["forward"], marks["between"], marks["after"]) == (6, 6, 0)
 
 
 def test_a_user_who_holds_all_units_keeps_them_for_the_forward_only() -> None:
-    """What the loss holds lives as long as it holds it."""
+    """Leaves that a loss holds would be freed under it, or stay after the forward."""
     for marks in simulated(partial(watched, loss=held, strategy={}, depth=6), shard=2):
         assert marks["forward"] >= 6
         assert marks["between"] <= 1
@@ -761,14 +761,14 @@ def leaf_lives(mesh: Any, regather: bool) -> tuple[list[bool], list[bool]]:
 
 @pytest.mark.parametrize("regather", [True, False])
 def test_gathered_leaves_die_with_the_forward_if_they_are_gathered_again(regather: bool) -> None:
-    """The storages that the user's function saw."""
+    """The storages that a loss has seen would stay in memory beside those gathered again."""
     for gone, after in simulated(leaf_lives, regather, shard=2):
         assert gone == [regather] * 6
         assert all(after)
 
 
 def test_the_address_of_a_storage_is_not_used_again_while_it_is_watched() -> None:
-    """The tape tells gathered buffers by torch's private `_cdata`, held by a `StorageWeakRef`: notice when it goes."""
+    """torch's private `_cdata` and `StorageWeakRef` would no longer tell gathered buffers apart."""
     storage = torch.zeros(64).untyped_storage()
     address, ref = storage._cdata, StorageWeakRef(storage)
     assert not ref.expired()
@@ -795,7 +795,7 @@ def held_bytes(mesh: Any, name: str, strategy: dict[str, Any]) -> dict[str, int]
 @pytest.mark.parametrize("shard", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["chain", "a unit per leaf", "tied across units"])
 def test_a_rank_holds_its_part_and_little_padding(name: str, shard: int) -> None:
-    """Parameters, gradients and optimizer state: 1/W of leaves rounded up to 16 bytes, to within as much a unit."""
+    """A rank would hold more than 1 / W of parameters, gradients and state, or too much padding."""
     params = CASES[name]["params"]()
     whole = sum({id(x): -(-x.nbytes // 16) * 16 for x in tree.leaves(params)}.values())
     num_units = len(fshard.make_plan(params, units=CASES[name]["units"]).units)
@@ -805,7 +805,7 @@ def test_a_rank_holds_its_part_and_little_padding(name: str, shard: int) -> None
 
 
 def test_each_partition_has_the_size_its_axes_say() -> None:
-    """2 x 2: what is cut over nothing, one axis, or both."""
+    """On a mesh of two axes a partition would be cut over the wrong ones."""
     whole = sum(x.nbytes for x in tree.leaves(chain_params()))
     expected = {
         "ddp": (1, 1, 1),
@@ -850,7 +850,7 @@ def unreduced(mesh: Any, strategy: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_gradients_reduced_later_are_those_reduced_at_once(name: str, world: Any) -> None:
-    """To the bit; and sums of unreduced ones reduce to the sum. Reducing twice is an error."""
+    """`reduce=False` and `reduce_grads` would give other bits than one call, or reduce twice."""
     for found in world("unreduced", name):
         for a, b in zip(tree.leaves(found["direct"]), tree.leaves(found["later"]), strict=True):
             assert torch.equal(a, b)
@@ -869,7 +869,7 @@ def values(mesh: Any, name: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"gradient inside"}))
 def test_a_value_is_that_of_value_and_grad(name: str) -> None:
-    """To the bit."""
+    """`evaluate` would give another loss than `value_and_grad`."""
     for without, with_aux, with_gradient in simulated(values, name, shard=3):
         assert torch.equal(without, with_gradient)
         assert torch.equal(without, with_aux)
@@ -911,7 +911,7 @@ def after_errors(mesh: Any, strategy: dict[str, Any]) -> list[bool]:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_error_leaves_no_gather_in_flight(name: str, world: Any) -> None:
-    """The next call, on other parameters, has the bits it would have had."""
+    """After an error the next call would receive a gather of the one before."""
     assert world("errors", name) == [[True] * 3] * 3
 
 
@@ -933,12 +933,12 @@ def alive_after_errors(mesh: Any) -> list[int]:
 
 
 def test_an_error_leaves_nothing_alive() -> None:
-    """Nor does it by way of a reference cycle."""
+    """After an error gathered buffers would stay in memory, by a reference cycle for example."""
     assert simulated(alive_after_errors, shard=2) == [[0, 0, 0]] * 2
 
 
 def test_a_subtree_may_be_gathered_inside_a_loss() -> None:
-    """gather_params of what the loss is handed is a plain tree; its gradient is right."""
+    """`gather_params` inside a loss would give no plain tree, or lose its gradient."""
 
     def job(mesh: Any) -> Any:
         whole = {"a": [torch.arange(3.0), torch.ones(2)], "b": torch.ones(2)}
@@ -956,7 +956,7 @@ def test_a_subtree_may_be_gathered_inside_a_loss() -> None:
 
 
 def test_what_no_backward_goes_through_is_freed() -> None:
-    """A result that its own node saves, in a branch that the loss does not depend on, and in a loss that fails."""
+    """Buffers of a branch that the loss does not depend on would stay in memory."""
     seen = list[weakref.ref[torch.Tensor]]()
 
     def unused(params: Any, x: torch.Tensor, fail: bool) -> torch.Tensor:
@@ -978,7 +978,7 @@ def test_what_no_backward_goes_through_is_freed() -> None:
 @pytest.mark.parametrize("plan", [{}, {"regather": False}, {"policy": "compute=bf16"}, {"units": ["b"]}], ids=str)
 @pytest.mark.parametrize("step", [{}, {"accumulate": 2, "clip_norm": 1.0}, {"reduction": "tree"}], ids=str)
 def test_one_device_is_that_of_the_leaves(plan: Any, step: Any) -> None:
-    """Without a mesh all is where the parameters are, here on `meta`, and nothing is read of them."""
+    """Without a mesh something would be made on another device than the leaves', or read from them."""
     params = {"w": torch.empty(4, 3, device="meta"), "b": [torch.empty(3, device="meta")]}
     sharded = fshard.shard_params(params, fshard.make_plan(params, **plan))
     x = torch.empty(4, 4, device="meta", dtype=torch.bfloat16 if "policy" in plan else torch.float32)
@@ -1029,14 +1029,14 @@ def evaluated(mesh: Any, name: str) -> bool:
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.sample(3)
 def test_a_loss_is_evaluated_in_inference_mode(name, world):
-    """It has the bits it has outside, and training goes on as if it had not been evaluated."""
+    """Evaluating in inference mode would change the bits, or the training after it."""
     run = gloo if world == "gloo" else simulated
     assert all(run(evaluated, name, shard=2, replicate=2 if name not in STRATEGIES else 1))
 
 
 @pytest.mark.parametrize(("units", "kept"), [(["*"], []), (["b", "c"], ["a"]), (None, ["a", "b", "c"])], ids=str)
 def test_a_forward_holds_the_root_and_the_unit_touched_last(units: Any, kept: list[str]) -> None:
-    """What no unit claims stays until the forward ends; others go with the last reference to their leaves."""
+    """A forward would gather the root again and again, or keep units that nobody refers to."""
 
     def job(mesh: Any) -> None:
         params = {name: torch.ones(3) for name in "abc"}
@@ -1054,7 +1054,7 @@ def test_a_forward_holds_the_root_and_the_unit_touched_last(units: Any, kept: li
 
 
 def test_what_is_saved_may_be_read_often() -> None:
-    """A backward that asks for its saved tensors again has them gathered again, once the unit was let go of."""
+    """A backward that reads its saved tensors twice would fail."""
 
     class Often(torch.autograd.Function):
         @staticmethod

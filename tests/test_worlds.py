@@ -22,7 +22,7 @@ from fshard.testing import Collective, Dies, Garbage, RankDied, Slow, World, sim
 
 
 def test_any_axes() -> None:
-    """2 x 3 x 2: coordinates, and the sum along each axis."""
+    """On a mesh of three axes ranks would have wrong coordinates, or a sum take in wrong ranks."""
 
     def job(mesh: Any) -> list[int]:
         x = torch.tensor(2 ** mesh.get_rank())
@@ -40,7 +40,7 @@ def test_any_axes() -> None:
 
 
 def test_a_step_on_axes_of_other_names() -> None:
-    """One axis with a name of its own, and the arguments of `run`."""
+    """A step would only run on axes called `shard` and `replicate`."""
 
     def job(mesh: Any, rate: float) -> list[float]:
         return trained(mesh, fshard.optim.sgd(rate))
@@ -62,7 +62,7 @@ def test_a_step_on_axes_of_other_names() -> None:
     ],
 )
 def test_worlds_there_cannot_be(given: Any, words: str) -> None:
-    """No ranks, and faults of ranks that are not there."""
+    """A world without ranks, or a fault of a rank outside it, would be made."""
     with pytest.raises(ValueError, match=words):
         World(**given)
 
@@ -98,7 +98,7 @@ def trained(mesh: Any, tx: Any, step_of: Any = lambda step: step) -> list[float]
 
 
 def test_the_log_has_each_collective_once() -> None:
-    """What the tally of any rank has, with the units' names, and between which ranks."""
+    """`World.log` would miss a collective, or list it once for each rank."""
 
     def job(mesh: Any) -> list[tuple[Any, ...]]:
         plan = fshard.make_plan(parameters(), mesh, units=["blocks.*"])
@@ -159,7 +159,7 @@ def three_sums(mesh: Any) -> list[float]:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_rank_that_dies(rank: int, at: int) -> None:
-    """At that collective, which is not done; the error says which, and where in the user's code."""
+    """A rank's death would come at another collective, or not name it and the user's line."""
     world, before = World(3, faults=[Dies(rank, at)]), threading.active_count()
     with pytest.raises(
         RankDied, match=rf"rank {rank} died at its collective {at}, all_reduce.*test_worlds.py"
@@ -181,7 +181,7 @@ CALLS = {
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_garbage(kind: str) -> None:
-    """The others get something else, the same each time; the rank's own memory and part are right; and only once."""
+    """`Garbage` would change the sender's own memory, or send something else at each run."""
 
     def job(mesh: Any) -> list[list[int]]:
         x = torch.arange(6) + 10 * mesh.get_rank()
@@ -201,14 +201,14 @@ def test_garbage(kind: str) -> None:
 
 
 def test_garbage_makes_a_step_that_differs() -> None:
-    """A step notices: its losses differ between ranks or from those of a good run."""
+    """Nobody would notice a step on corrupted data."""
     tx = fshard.optim.adamw(0.1)
     assert World(2, faults=[Garbage(1, at=6)]).run(trained, tx) != World(2).run(trained, tx)
 
 
 @pytest.mark.parametrize("faults", [[Slow(0)], [Slow(3)], [Slow(1), Slow(2)], [Slow(r) for r in range(4)]])
 def test_slow_ranks_change_nothing_but_the_order(faults: list[Slow]) -> None:
-    """The same bits, and the same collectives."""
+    """Timing would change bits or collectives."""
 
     def job(mesh: Any) -> list[float]:
         turns.append(mesh.get_rank())
@@ -227,7 +227,7 @@ def test_slow_ranks_change_nothing_but_the_order(faults: list[Slow]) -> None:
 
 
 def test_assertions_show_values() -> None:
-    """As pytest rewrites them; the user's lines are in the traceback."""
+    """A failed assertion inside a rank would not show its values or the user's line."""
 
     def job(mesh: Any) -> None:
         total = fshard.all_reduce(torch.ones(1), mesh, "shard").tolist()
@@ -260,7 +260,7 @@ def test_a_debugger_inside_a_rank() -> None:
 
 @pytest.mark.parametrize("what", ["a mismatch", "an error of the user's"])
 def test_ranks_that_clean_up(what: str) -> None:
-    """A collective in a `finally` hides nothing: of a mismatch it is not waited for, another error is told of."""
+    """A collective in a `finally` would hide the error that came before it, or hang."""
     ended = []
 
     def job(mesh: Any) -> None:
@@ -290,7 +290,7 @@ def _interrupts() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_interrupts")
 def test_an_interrupt_stops_the_ranks() -> None:
-    """One that reaches the main thread: ranks end at their next collective, and nothing stays behind."""
+    """Ctrl-C would leave threads behind."""
     main, before, went_on = threading.main_thread().ident, threading.active_count(), list[int]()
 
     def job(mesh: Any) -> None:
@@ -413,7 +413,7 @@ def test_the_words_of_collectives() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_whole_collectives_have_the_bits_of_messages(size: int) -> None:
-    """Every dtype, narrow sums and wider results, small and large, empty and uneven."""
+    """Collectives computed once for all simulated ranks would have other bits than messages."""
     narrow = [(dtype, out) for dtype in (torch.bfloat16, torch.float16) for out in (None, torch.float32, torch.float64)]
     wide = [(torch.float32, None), (torch.float32, torch.float64), (torch.float64, None), (torch.int64, None)]
 
@@ -432,7 +432,7 @@ def test_whole_collectives_have_the_bits_of_messages(size: int) -> None:
 
 
 def test_no_rank_sees_what_another_writes_later() -> None:
-    """To what it sent, and to what it received; also where a rank's part lies in its result, and in place."""
+    """A simulated rank would read memory that another one writes after the collective."""
 
     def job(mesh: Any) -> list[Any]:
         ranks, rank = primitives.along(mesh, "shard"), mesh.get_rank()
@@ -466,7 +466,7 @@ class Calls(TorchDispatchMode):
 
 
 def test_the_work_is_linear_in_the_number_of_ranks() -> None:
-    """Operators of all ranks together: as many for each, whether there are 4 ranks or 16."""
+    """Simulating many ranks would take time quadratic in their number."""
 
     def job(mesh: Any) -> int:
         x, ranks = torch.ones(32, 2), primitives.along(mesh, "shard")
