@@ -1,16 +1,16 @@
 """The autograd nodes by which gradients of gathered leaves come back to the tape that gathered them.
 
 Note [Anchors]
-    A unit's leaves get their gradients through one autograd node per tape, the anchor. Its outputs stand for the
-    leaves without their memory (strides of zero). Each touch binds the gathered views to them, so that however often
-    a unit is touched, autograd adds its gradients up and runs the anchor once: one reduction per unit. It starts
-    there and is waited for when the backward is over.
+    A unit has one autograd node in each tape, the anchor. Its outputs have the shapes of the unit's leaves and no
+    memory (strides of zero). Each touch of the unit binds the gathered views to these outputs. So autograd sums the
+    gradients of all touches and runs the anchor once, which starts the one reduction of the unit. The tape waits for
+    the reductions at the end of the backward.
 
 Note [One root]
-    A backward runs the nodes on the way to what it differentiates with respect to, and no others: that is the root,
-    a constant that all anchors hang on. So what a loss uses of the parameters of an earlier call or micro-batch is
-    reached as well, and its tape, which is closed, says so, instead of a gradient that lacks a part. Only a loss
-    inside another has a root of its own: to it the outer loss's parameters are constants.
+    A backward runs only the nodes on the way to the tensor that it differentiates with respect to. Here that is the
+    root, a constant that all anchors take as input. So a backward also reaches leaves of an earlier call or
+    micro-batch that a loss has kept, and their tape, which is closed, raises; otherwise the gradient would silently
+    lack a part. Only a loss inside another loss has a root of its own: to it the outer loss's parameters are constants.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _root: ContextVar[Tensor] = ContextVar("fshard_root", default=_OUTERMOST)
 
 
 def root() -> Tensor:
-    """What backwards differentiate with respect to: a 0-d tensor."""
+    """The 0-d tensor that backwards differentiate with respect to (Note [One root])."""
     return _root.get()
 
 
 @contextmanager
 def another_root() -> Iterator[None]:
-    """Inside the block the root is another."""
+    """A block in which the root is another tensor: for a loss inside a loss."""
     token = _root.set(_new_root())
     try:
         yield
@@ -48,46 +48,46 @@ def another_root() -> Iterator[None]:
 
 
 class Anchor(torch.autograd.Function):
-    """Stands for a unit's leaves; its backward has all their gradients, and hands them on: `take(unit, gradients)`."""
+    """The node of a unit: its backward gets the gradients of all leaves and calls `take(unit, gradients)`."""
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, take: Callable[..., None], unit: int, leaves: Sequence[Tensor]) -> Any:
-        """Results of the leaves' shapes and dtypes."""
+        """Tensors with the leaves' shapes and dtypes, and one element of memory each."""
         ctx.take, ctx.unit = take, unit
         ctx.set_materialize_grads(False)
         return tuple(leaf.new_empty(()).expand(leaf.shape) for leaf in leaves)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """None for the root."""
+        """Hand the gradients on; the root gets none."""
         ctx.take(ctx.unit, grads)
         return None, None, None, None
 
 
 class Bind(torch.autograd.Function):
-    """Gives the anchor's outputs the values of gathered leaves."""
+    """Connect gathered leaves to the outputs of their unit's anchor."""
 
     @staticmethod
     def forward(ctx: Any, leaves: Sequence[Tensor], *anchors: Tensor) -> Any:
-        """Views of the leaves."""
+        """Views of the leaves, which autograd takes for functions of the anchor's outputs."""
         ctx.set_materialize_grads(False)
         return tuple(leaf.view_as(leaf) for leaf in leaves)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """The gradients go to the anchors."""
+        """Each leaf's gradient is that of its anchor output."""
         return None, *grads
 
 
 def has_reentrant(outs: Sequence[Tensor]) -> bool:
-    """Whether a reentrant checkpoint is anywhere in the graph of some tensors."""
-    found, waiting = set[Any](), [x.grad_fn for x in outs]
+    """Whether a reentrant checkpoint is anywhere in the graph of these tensors."""
+    seen, waiting = set[Any](), [x.grad_fn for x in outs]
     while waiting:
         node = waiting.pop()
-        if node is None or node in found:
+        if node is None or node in seen:
             continue
         if node.name() == "CheckpointFunctionBackward":
             return True
-        found.add(node)
+        seen.add(node)
         waiting += [before for before, _ in node.next_functions]
     return False

@@ -1,18 +1,18 @@
-"""Where a backward puts its gradients, and their reductions: started unit by unit, summed beside the computation.
+"""Where a backward writes its gradients, and their reductions, which run beside the computation.
 
 Note [Sums beside the computation]
-    On an accelerator the waits for a reduction's messages, its sums, and the stages and hooks that follow run on a
-    stream of their own, `Plan.crossings.sums`. What is given to it first waits for the computation so far. The
-    computation waits for it once for each unit, before the buffer of the next unit's gradients is made (the sums were
-    started a unit earlier), and when all reductions are done: until then nobody reads the sums.
+    On an accelerator a reduction's waits for messages, its sums, and the stages and hooks that follow run on a stream
+    of their own, `Plan.crossings.sums`. Work on that stream first waits for the computation so far. The computation
+    waits for the stream once for each unit, before the buffer of the next unit's gradients is allocated (those sums
+    were started one unit earlier), and after the last reduction: nothing reads the sums before.
 
-    What a reduction sends and receives is memory of the computation's. When the host lets go of it the allocator may
-    give it to the computation again, while the other stream still reads it. So each reduction (`Pending`) is kept, and
-    with it what it sends and receives, until the computation has waited. `Tensor.record_stream` would spare the wait,
-    but then memory would come back when the device has passed an event, not at a point of the program: the peak
-    would depend on timing. What is made on the other stream is used on it in order, and needs no such care.
+    The buffers that a reduction sends and receives belong to the computation's stream. When the host drops them, the
+    allocator may give their memory to the computation again while the other stream still reads it. So each reduction
+    (`Pending`) is kept, and with it these buffers, until the computation has waited. `Tensor.record_stream` would make
+    the wait unnecessary, but memory would then come back when the device has passed an event, not at a point of the
+    program, and the peak would depend on timing. Memory allocated on the other stream is used there in order.
 
-    Where the device is the CPU, and in a graph that is traced, there are no streams, and nothing is kept.
+    On a CPU, and while a graph is traced, there are no streams, and nothing is kept.
 """
 
 from __future__ import annotations
@@ -38,21 +38,24 @@ from .sharded import Sharded
 
 @dataclass(frozen=True)
 class Gradients:
-    """Where a backward puts its gradients: each unit's are written to (or, with `add`, added to) its flat buffer of
-    `local`, or a buffer of their own without it, and from there reduced into `reduced`, if that is given.
+    """Where a backward writes its gradients.
 
-    Both give the same whenever they are called, and are not before the first gradient is there: while activations are
-    at their most, there are no gradients in memory."""
+    Each unit's gradients are written to (with `add`, added to) a flat buffer: that of `local`, or a new one. If
+    `reduced` is given, the buffer is then summed over ranks into `reduced`.
+
+    `reduced` and `local` return the same value at every call, and allocate it at the first: there are no gradients in
+    memory before the backward has one, while activations take the most.
+    """
 
     reduced: Callable[[], Sharded] | None
     local: Callable[[], Sharded] | None = None
     add: bool = False
     by: Reduction = EXACT
-    lost: Any = ()  # a Sharded, with a wire that has feedback
-    later: Axes = ()  # the axes that are not reduced over yet
+    lost: Any = ()  # a Sharded, for a wire with feedback, which writes to it
+    later: Axes = ()  # the axes that this backward does not reduce over
 
     def buffer(self, plan: Plan, unit: int, kind: int) -> Tensor:
-        """The flat buffer a unit's gradients go to."""
+        """The flat buffer (n,) that a unit's gradients are written to."""
         if self.local is not None:
             return self.local().piece(unit, kind)
         assert self.reduced is not None
@@ -63,14 +66,14 @@ class Gradients:
         )
 
     def emit(self, unit: int, kind: int, flat: Tensor) -> Pending | None:
-        """Start the reduction of a filled buffer."""
+        """Start the reduction of a filled buffer; None if gradients stay local."""
         if self.reduced is None:
             return None
         return transfer.reduce(flat, self.reduced(), unit, kind, self.by, self.lost, self.later)
 
 
 class Reductions:
-    """The reductions of one backward, in the order in which they were started."""
+    """The reductions of one backward that are under way, in the order in which they started."""
 
     def __init__(self, plan: Plan):
         self._side = None if plan.device == HOST or is_tracing() else plan.crossings.sums
@@ -78,31 +81,31 @@ class Reductions:
         self._stepped: list[Pending] = []  # what the side stream may still be reading
 
     def add(self, pending: Pending) -> None:
-        """One that was started."""
+        """Keep a reduction that was started."""
         self._under_way.append(pending)
 
     def _beside(self) -> AbstractContextManager[None]:
         return nullcontext() if self._side is None else self._side.ahead()
 
     def join(self) -> None:
-        """The computation waits for the sums that were started: what they read may be used again."""
+        """Make the computation wait for the sums so far, and drop the buffers that they read."""
         if self._side is not None and self._stepped:
             self._side.join()
             self._stepped.clear()
 
     def move_on(self, ahead: int) -> None:
-        """Take all but the last few reductions one stage further; those that are done drop out.
+        """Take all but the last `ahead` reductions one stage further, and drop those that are done.
 
-        The youngest first: its next stage is under way while the others are waited for.
+        The youngest goes first: its next stage is under way while the host waits for the others.
         """
-        cut_off = max(0, len(self._under_way) - ahead)
-        if not cut_off:
+        num_older = max(0, len(self._under_way) - ahead)
+        if not num_older:
             return
-        if self._side is not None:  # before any of it can fail
-            self._stepped += self._under_way[:cut_off]
+        if self._side is not None:  # kept before a step can raise
+            self._stepped += self._under_way[:num_older]
         with self._beside():
-            stepped = [pending.step() for pending in reversed(self._under_way[:cut_off])]
-        self._under_way[:cut_off] = [p for p in reversed(stepped) if isinstance(p, Pending)]
+            stepped = [pending.step() for pending in reversed(self._under_way[:num_older])]
+        self._under_way[:num_older] = [pending for pending in reversed(stepped) if isinstance(pending, Pending)]
 
     def finish(self) -> None:
         """Wait for every reduction."""
@@ -111,7 +114,7 @@ class Reductions:
         self.join()
 
     def drop(self) -> None:
-        """Wait for the messages under way, and let go of everything; no next stage starts."""
+        """Wait for the messages under way, and drop all reductions; no next stage starts."""
         try:
             for pending in self._under_way:
                 pending.drop()
@@ -121,6 +124,6 @@ class Reductions:
 
 
 def settle(plan: Plan) -> None:
-    """Have the host wait for the device, if it is the host that updates something."""
+    """Make the host wait for the device, if the plan has trainable leaves in host memory: the host updates them."""
     if any(kind.host and kind.trainable for kind in plan.kinds):
         plan.crossings.down.settle()

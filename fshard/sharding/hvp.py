@@ -1,10 +1,10 @@
 """Hessian-vector products of losses of sharded parameters.
 
 Note [Reverse over forward]
-    The loss is run in forward mode along the tangent, and its derivative in that direction, <gradient, v>, is
-    differentiated as a step's loss is: its gradient is the product. A unit is touched with its tangent, and both are
-    gathered again in the backward. The forward mode is torch.func.jvp, so a loss may use other transforms inside;
-    tangents belong to its level, whatever is on top.
+    The loss runs in forward mode along the tangent v. Its derivative in that direction, <gradient, v>, is then
+    differentiated as the loss of a step is, and the gradient of it is the product. Touching a unit gathers the unit
+    and its tangent, and the backward gathers both again. Forward mode is torch.func.jvp, so a loss may use other
+    transforms inside; tangents belong to the level of that jvp, whichever level is on top when a unit is touched.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from ..core import func_levels, tree
 from .grad import Mean, Sum, check_loss, check_sharded, inputs, later_grads, read_loss, run
 from .gradients import Gradients
 from .plan import Slot
+from .saved import SavedTensor
 from .sharded import Sharded
 from .tape import Tape
 
 
 @dataclass(frozen=True)
 class _OfTangents:
-    saved: Any  # what the tape of tangents made of a tensor
+    saved: Any  # what the `_pack` of the tape of tangents returned
 
 
 class _Duals(Tape):
-    """A tape whose trainable leaves have tangents, which a tape of their own gathers."""
+    """A tape whose trainable leaves have tangents; a second tape gathers those."""
 
     def __init__(self, params: Sharded, tangents: Sharded, into: Gradients, beside: Sequence[Sharded]):
         super().__init__(params, into, beside)
@@ -39,11 +40,11 @@ class _Duals(Tape):
         self._levels: Any = ()
 
     def view(self) -> Any:
-        """Itself: the parameters are seen from the level that their tangents belong to."""
+        """This tape: the loss asks for `duals` at the level that tangents belong to."""
         return self
 
     def duals(self) -> Any:
-        """The parameters, with tangents at the level this is called in."""
+        """The parameters, with tangents of the torch.func level in which this is called."""
         with func_levels.aside() as left:
             self._levels = left
         return super().view()
@@ -55,7 +56,7 @@ class _Duals(Tape):
 
     def _pack(self, x: Tensor) -> Any:
         saved = super()._pack(x)
-        return _OfTangents(self._tangents._pack(x)) if type(saved) is tuple else saved
+        return _OfTangents(self._tangents._pack(x)) if isinstance(saved, SavedTensor) else saved
 
     def _unpack(self, saved: Any) -> Tensor:
         return self._tangents._unpack(saved.saved) if isinstance(saved, _OfTangents) else super()._unpack(saved)
@@ -66,7 +67,7 @@ class _Duals(Tape):
         return out
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close both tapes."""
         super().close()
         self._tangents.close()
 
@@ -100,7 +101,7 @@ def hvp(loss_fn: Callable[..., Any]) -> Callable[..., Sharded]:
         forward: Any = torch.func.jvp
         value, change = forward(total, (at,), (at,))
         loss, kind = found
-        if not change.requires_grad:  # linear in the parameters: zero, but for parameters it does depend on
+        if not change.requires_grad:  # a linear loss: the product is zero, and the loss must still depend on them
             change = change + 0 * value
         return Sum(change) if kind is Sum else Mean(change, _constant(loss.count)) if kind is Mean else change
 

@@ -1,4 +1,4 @@
-"""What may be a leaf of a tree of parameters, which leaves are one tensor, and which of them are frozen."""
+"""Checks of the leaves of a tree of parameters; which leaves are tied, and which are frozen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MODULE = "Give its parameters: dict(module.named_parameters())."
 
 
 def check_tensors(flat: Sequence[Any], paths: Sequence[str]) -> None:
-    """Raise ValueError for leaves that are no dense tensors, have one path, or share a part of their memory."""
+    """Raise ValueError for leaves that are not dense plain tensors, and for two leaves of the same path."""
     if twice := [path for path, number in Counter(paths).items() if number > 1]:
         raise ValueError(
             f"two leaves have the path {twice[0]!r}: keys with dots, or 1 and '1', look alike. Rename one."
@@ -38,10 +38,10 @@ def check_tensors(flat: Sequence[Any], paths: Sequence[str]) -> None:
 
 
 def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
-    """For every leaf the number of the first that is the same tensor: the same elements of the same memory.
+    """For every leaf the number of the first leaf that is tied to it: the same elements of the same memory.
 
-    So leaves are tied that are one object, or of which one is another's `.data` or `.detach()`, as those of a module's
-    `state_dict()` are. ValueError names two that share memory otherwise.
+    Tied leaves are one object, or one is the `.data` or `.detach()` of another, as in a module's `state_dict()`.
+    ValueError for two leaves that share memory in another way.
     """
     first: dict[Any, int] = {}
     places = [first.setdefault(identity(leaf), i) for i, leaf in enumerate(flat)]
@@ -55,12 +55,13 @@ def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
 
 
 def _storage(leaf: Tensor) -> int:
-    # `_cdata` is private: the address of the storage, which meta and fake tensors have as well (see Tape._attach)
+    # `_cdata` is private: the address of the storage, which meta and fake tensors have as well (test_leaves.py
+    # notices when it goes)
     return leaf.untyped_storage()._cdata
 
 
 def identity(leaf: Tensor) -> Any:
-    """Equal for leaves that are the same elements of the same memory, as long as both live."""
+    """A key that is equal for leaves with the same elements of the same memory, while both are alive."""
     if not leaf.numel():
         return id(leaf)
     bits = leaf.is_conj(), leaf.is_neg()
@@ -68,7 +69,7 @@ def identity(leaf: Tensor) -> Any:
 
 
 def _bytes(leaf: Tensor) -> tuple[int, int]:
-    """The first byte of its storage that a leaf uses, and one past the last."""
+    """The first byte of its storage that a leaf uses, and one past the last byte."""
     begin = int(leaf.storage_offset()) * leaf.itemsize
     steps = zip(leaf.shape, leaf.stride(), strict=True)
     return begin, begin + (1 + sum((size - 1) * stride for size, stride in steps)) * leaf.itemsize
@@ -90,7 +91,7 @@ def _check_apart(leaves: Sequence[tuple[Tensor, str]]) -> None:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two leaves of one storage have a byte in common: spans may interleave, as columns of a matrix do."""
+    """Whether two leaves of one storage share a byte. Their spans may interleave without, as columns of a matrix do."""
     low, high = max(_bytes(a)[0], _bytes(b)[0]), min(_bytes(a)[1], _bytes(b)[1])
     if low >= high:
         return False
@@ -106,15 +107,15 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def is_differentiable(leaf: Any) -> bool:
-    """Whether a leaf (or what has a dtype) can have a gradient."""
+    """Whether a leaf, or anything with a dtype, can have a gradient."""
     return leaf.dtype.is_floating_point or leaf.dtype.is_complex
 
 
 def read_frozen(flat: Sequence[Tensor], places: Sequence[int]) -> list[bool]:
-    """For every leaf whether the tree itself says it is frozen.
+    """For every leaf whether the tree itself says that it is frozen.
 
-    A tree of which any floating leaf requires a gradient is read as a module's: its floating leaves that do not are
-    frozen (a tied leaf, if no place of it does). Of a tree of plain tensors none is. Integer leaves are never trained.
+    If any floating leaf requires a gradient, the tree is taken for a module's, and floating leaves that require none
+    are frozen (a tied leaf if none of its places requires one). Otherwise no leaf is. Integer leaves never train.
     """
     wants: dict[int, bool] = defaultdict(bool)
     for leaf, place in zip(flat, places, strict=True):
@@ -127,9 +128,9 @@ def read_frozen(flat: Sequence[Tensor], places: Sequence[int]) -> list[bool]:
 def join_frozen(
     picked: Sequence[bool], flat: Sequence[Tensor], places: Sequence[int], paths: Sequence[str]
 ) -> list[bool]:
-    """For every leaf whether `frozen=` picked it or the tree says it is frozen.
+    """For every leaf whether `frozen=` selects it or the tree says that it is frozen.
 
-    ValueError for a leaf that `frozen=` picked and that requires a gradient where others do not.
+    ValueError for a leaf that `frozen=` selects and that requires a gradient while others do not.
     """
     still = read_frozen(flat, places)
     for i, path in enumerate(paths) if any(still) else []:

@@ -1,4 +1,4 @@
-"""Precision as a value: in which dtypes parameters are kept, computed with, reduced and handed out."""
+"""`Policy`: in which dtypes parameters are stored, computed with, reduced and returned."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _NAMES = {dtype: name for name, dtype in _SHORT.items()}
 class Policy:
     """The dtypes of a plan's floating leaves: `make_plan(params, mesh, policy="storage=f32,compute=bf16,reduce=f32")`.
 
-    - `storage`: what shards, optimizer state and gradients are kept in; by default each leaf's own dtype.
-    - `compute`: what a leaf is gathered in, and computed with: the shard is cast, then gathered. By default `storage`.
-    - `reduce`: what a leaf's gradient travels in (sums are taken in float32, at least). By default `compute`.
-    - `grads`: what reduced gradients are kept in until the update. By default `storage`.
-    - `output`: what floating tensors a loss function returns are cast to; by default they stay.
-    - `buffers`: what `policy.cast(buffers, "buffers")` gives (running statistics, say).
+    - `storage`: the dtype of shards, optimizer state and gradients; by default each leaf's own.
+    - `compute`: the dtype a leaf is gathered and computed in: the shard is cast, then gathered. By default `storage`.
+    - `reduce`: the dtype a leaf's gradient is sent in (sums are taken in float32 at least). By default `compute`.
+    - `grads`: the dtype of reduced gradients until the update. By default `storage`.
+    - `output`: the dtype that floating tensors returned by a loss function are cast to; by default they stay.
+    - `buffers`: the dtype that `policy.cast(buffers, "buffers")` casts to (running statistics, say).
     - `cast_inputs`: whether floating tensors among a loss function's arguments are cast to `compute`.
-    - `overrides`: for some leaves other dtypes: pairs of a pattern (or a predicate `(path, subtree) -> bool`), and a
-      policy whose dtypes take the place of these. The first that fits a leaf counts.
+    - `overrides`: other dtypes for some leaves: pairs of a pattern (or a predicate `(path, subtree) -> bool`) and a
+      policy whose dtypes replace these. The first pair that selects a leaf counts.
 
     A dtype may be given by name: f64, f32, bf16, f16, or torch's. Integer leaves stay as they are.
 
@@ -67,7 +67,7 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """The policy that words say: `name=dtype` with commas between; overrides, `pattern: ...`, after semicolons."""
+        """The policy written as text: `name=dtype`, separated by commas; overrides, `pattern: ...`, by semicolons."""
         if not isinstance(text, str):
             raise TypeError(f"Policy.parse: {wrong('text', text, 'words such as compute=bf16')}")
         first, *rest = text.split(";")
@@ -88,21 +88,21 @@ class Policy:
         return f"Policy({str(self)!r})"
 
     def named(self) -> Policy:
-        """This policy, predicates replaced by their names: it can be pickled, and compared between ranks."""
+        """This policy with names for predicates, so that it can be pickled, and compared between ranks."""
         pairs = tuple((str(getattr(where, "__name__", where)), own) for where, own in self.overrides)
         return replace(self, overrides=pairs)
 
     @property
     def stores(self) -> bool:
-        """Whether it says what any leaf is kept in."""
+        """Whether `storage` is given, here or in an override."""
         return self.storage is not None or any(own.stores for _, own in self.overrides)
 
     def over(self, other: Policy) -> Policy:
-        """This policy, its gaps filled with another's."""
+        """This policy, with the dtypes of `other` where it has none."""
         return replace(self, **{name: getattr(self, name) or getattr(other, name) for name in _DTYPES}, overrides=())
 
     def cast(self, x: Any, to: str) -> Any:
-        """A tree with its real floating tensors in the dtype called `to` ("compute", say); all else as it is.
+        """A tree with its real floating tensors cast to the dtype named `to` ("compute", say); other leaves stay.
 
         >>> Policy(compute="bf16").cast({"x": torch.ones(1), "n": torch.tensor(1)}, "compute")
         {'x': tensor([1.], dtype=torch.bfloat16), 'n': tensor(1)}
@@ -114,7 +114,7 @@ class Policy:
         return tree.map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, x)
 
     def inputs(self, args: Any) -> Any:
-        """The arguments of a loss function, cast if the policy says so."""
+        """The arguments of a loss function, cast to `compute` if `cast_inputs`."""
         return self.cast(args, "compute") if self.cast_inputs else args
 
 
@@ -157,7 +157,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def policy_of(policy: Policy | str | None) -> Policy:
-    """A policy, from one, from words, or from nothing.
+    """A policy, from a policy, from text, or from None.
 
     >>> policy_of("compute=bf16").compute
     torch.bfloat16
@@ -180,7 +180,7 @@ class Precision:
 
     @property
     def itemsize(self) -> int:
-        """Of the narrowest."""
+        """The bytes of an element of the narrowest of the dtypes."""
         return min(dtype.itemsize for dtype in vars(self).values())
 
     def __str__(self) -> str:
@@ -192,7 +192,7 @@ class Precision:
 
 
 def precision(dtype: torch.dtype, policy: Policy) -> Precision:
-    """Of a leaf of some dtype: what is not real and floating stays as it is."""
+    """The dtypes of a leaf by a policy; a leaf that is not real and floating keeps its own."""
     if not dtype.is_floating_point:
         return Precision(dtype, dtype, dtype, dtype)
     storage: Any = policy.storage or dtype
@@ -201,7 +201,7 @@ def precision(dtype: torch.dtype, policy: Policy) -> Precision:
 
 
 def precisions(dtypes: Sequence[torch.dtype], chosen: Sequence[Policy | None], policy: Policy) -> list[Precision]:
-    """Of every leaf: by the override that was chosen for it, or by the policy."""
+    """The dtypes of every leaf: by the override that was chosen for it, or by the policy."""
     return [
         precision(dtype, policy if own is None else own.over(policy)) for dtype, own in zip(dtypes, chosen, strict=True)
     ]

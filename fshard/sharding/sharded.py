@@ -1,4 +1,4 @@
-"""`Sharded`: a tree of which every rank holds its intervals; sharding, gathering and re-partitioning it."""
+"""`Sharded`, a tree of which every rank holds intervals; how it is made, gathered, cut further and less far."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from .view import View
 
 
 class Sharded(Parameters, Branch):
-    """A tree of parameters, gradients or optimizer state of which this rank holds its intervals: a pytree node.
+    """A tree of parameters, gradients or optimizer state of which this rank holds intervals: a pytree node.
 
-    Its leaves are flat 1-D tensors, one for each kind (dtype, trainable or frozen, sharded or whole), each this rank's
-    intervals of all units end to end, padding (zeros) included. `x["blocks"][3]` is a subtree, still sharded.
+    Its leaves are flat 1-D tensors, one for each kind (dtype, trainable or frozen, sharded or whole). Each consists of
+    this rank's intervals of all units, end to end, with their padding (zeros). `x["blocks"][3]` is a subtree, still
+    sharded.
     """
 
     def __init__(self, view: View, tensors: Sequence[Any], life: Life | None = None):
@@ -40,17 +41,17 @@ class Sharded(Parameters, Branch):
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """Its leaves, one for each kind of the view. DonatedError once they were given away."""
+        """The leaves, (n / W,) for each kind of the view. DonatedError after they were given away."""
         self._life.check(type(self).__name__, "tensors")
         return self._tensors
 
     @property
     def key(self) -> Any:
-        """Its view."""
+        """The view: what two values must have in common to be combined."""
         return self.view
 
     def give_away(self) -> None:
-        """End its life, and that of its subtrees: its tensors now belong to another value."""
+        """Make every use of this value and of its subtrees a DonatedError: its tensors belong to another value now."""
         self._life.given_away = True
 
     @property
@@ -60,17 +61,17 @@ class Sharded(Parameters, Branch):
 
     @property
     def plan(self) -> Plan:
-        """The plan it is laid out by."""
+        """The plan that says where leaves lie."""
         return self.view.plan
 
     @property
     def home(self) -> Plan:
-        """The plan it is laid out by."""
+        """The plan, by the name that all trees with a layout have for it."""
         return self.plan
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh it lies on."""
+        """The mesh of the plan."""
         return self.plan.live_mesh()
 
     @property
@@ -108,7 +109,7 @@ class Sharded(Parameters, Branch):
         return tensor[start : start + plan.length(unit, kind, axes)]
 
     def local_views(self) -> dict[str, Tensor]:
-        """This rank's piece of every leaf, by path: 1-D views, empty where other ranks hold it all."""
+        """This rank's piece of every leaf, by path: 1-D views, empty if other ranks hold the whole leaf."""
         views = {}
         names = tree.paths(self.plan.spec)[self.view.first :]
         for path, slot in zip(names, self.view.slots(), strict=False):
@@ -118,12 +119,12 @@ class Sharded(Parameters, Branch):
         return views
 
     def gathered(self) -> Any:
-        """What `gather_params` gives."""
-        slots, found = self.view.slots(), dict[Slot, Tensor]()
+        """The tree of whole tensors, as `gather_params` returns it."""
+        slots, whole = self.view.slots(), dict[Slot, Tensor]()
         for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in self.view.kinds}):
             pieces = cut(self.plan, _gather_unit(self, unit, kind), unit, kind)
-            found.update(zip(self.plan.places[unit, kind], pieces, strict=True))
-        return tree.unflatten(self.view.spec, [found.get(s) for s in slots])
+            whole.update(zip(self.plan.places[unit, kind], pieces, strict=True))
+        return tree.unflatten(self.view.spec, [whole.get(slot) for slot in slots])
 
     def _node(self) -> tree.Spec:
         return self.view.spec
@@ -154,7 +155,7 @@ def _flatten(x: Sharded) -> tuple[Any, Any]:
 
 
 def _unflatten(source: Any, tensors: Any) -> Sharded:
-    """Tensors that are a living value's share its life, for they are written to when that is given away."""
+    """A `Sharded` of these tensors. It is given away together with the value that the tensors came from, if any."""
     view, old, tensors = getattr(source, "static", source), getattr(source, "of", lambda: None)(), tuple(tensors)
     rows = zip(view.kinds, old._tensors if old is not None else (), tensors, strict=False)
     shared = any(row is given and view.plan.kinds[kind].trainable for kind, row, given in rows)
@@ -165,7 +166,7 @@ tree.register(Sharded, _flatten, _unflatten)
 
 
 def _overlap(plan: Plan, slot: Slot, over: Axes) -> tuple[int, int, int]:
-    """The part [begin, end) of a leaf in this rank's interval, and what to add for its place in the interval."""
+    """The elements [begin, end) of a leaf in this rank's interval, and the offset from leaf to interval."""
     axes = plan.over(over, slot.kind)
     length = plan.length(slot.unit, slot.kind, over)
     low = plan.index(axes) * length - slot.start
@@ -174,12 +175,12 @@ def _overlap(plan: Plan, slot: Slot, over: Axes) -> tuple[int, int, int]:
 
 
 def whole_view(plan: Plan, over: Axes, kinds: Sequence[int]) -> View:
-    """The view of a whole tree."""
+    """The view of a whole tree: all units, some kinds, cut over some axes."""
     return View(plan, over, tuple(kinds), plan.spec, 0, (0, len(plan.units)))
 
 
 def local_numel(plan: Plan, kind: int, over: Axes) -> int:
-    """Elements of one kind that a rank holds."""
+    """The number of elements of one kind that a rank holds."""
     return plan.offset(len(plan.units), kind, over)
 
 
@@ -213,13 +214,13 @@ def shard_params(params: Any, plan: Plan, src: int | None = None) -> Sharded:
 
 
 def room(plan: Plan, kind: int, over: Axes, like: Tensor) -> Tensor:
-    """A new row of one kind, cut over some axes, in the dtype of `like` and where that is, or in host memory."""
+    """A new row of one kind, in the dtype and on the device of `like`; in host memory if the kind is kept there."""
     numel = local_numel(plan, kind, over)
     return offload.empty(numel, like.dtype, plan.device) if plan.kinds[kind].host else like.new_empty(numel)
 
 
 def pack(leaves: Mapping[Slot, Tensor], plan: Plan, unit: int, kind: int, over: Axes, out: Tensor) -> Tensor:
-    """Fill `out`, this rank's interval of one unit and kind, with what lies in it of whole leaves, and zeros."""
+    """Fill `out`, this rank's interval of one unit and kind, from whole leaves, and set its padding to zero."""
     parts, filled = [], 0
     for slot, begin, end, start in intervals(plan, unit, kind, over):
         parts += [out.new_zeros(start - filled)] * (start > filled)
@@ -229,9 +230,9 @@ def pack(leaves: Mapping[Slot, Tensor], plan: Plan, unit: int, kind: int, over: 
 
 
 def intervals(plan: Plan, unit: int, kind: int, over: Axes) -> list[tuple[Slot, int, int, int]]:
-    """What lies in this rank's interval of one unit and kind: elements [begin, end) of a leaf, from `start` on."""
-    found = ((slot, *_overlap(plan, slot, over)) for slot in plan.places[unit, kind])
-    return [(slot, begin, end, begin + shift) for slot, begin, end, shift in found if begin < end]
+    """The parts of leaves in this rank's interval of a unit and kind: slot, begin, end, offset in the interval."""
+    overlaps = ((slot, *_overlap(plan, slot, over)) for slot in plan.places[unit, kind])
+    return [(slot, begin, end, begin + shift) for slot, begin, end, shift in overlaps if begin < end]
 
 
 def _from_rank(leaf: Tensor, plan: Plan, src: int, device: torch.device) -> Tensor:
@@ -321,11 +322,11 @@ def gather_params(x: Any) -> Any:
 
 def _gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
     plan, axes = x.plan, x.view.axes(kind)
-    # a copy has a derivative, which brings gradients back to host memory
+    # `to(copy=True)` has a derivative, which brings gradients back to host memory
     full, label = x.piece(unit, kind), plan.units[unit].name
     if plan.kinds[kind].host:
         full = full.to(plan.device, copy=True)
-    elif not axes:  # a value of its own, as on ranks that gather it: a donated step writes to the parameters
+    elif not axes:  # a copy, as a gather gives: a donated step writes to the parameters
         full = full.clone()
     if not full.numel():
         return full
@@ -342,13 +343,13 @@ def cut(plan: Plan, full: Tensor, unit: int, kind: int) -> list[Tensor]:
     for slot in slots:
         sizes += [slot.start - end, slot.numel]
         end = slot.start + slot.numel
-    # split, not narrow: its derivative is one cat, where each narrow's is a whole buffer of zeros
+    # split, not narrow: the derivative of a split is one cat; that of each narrow is a whole buffer of zeros
     pieces = full.split_with_sizes([*sizes, full.numel() - end])[1::2]
     return [piece.view(slot.shape) for piece, slot in zip(pieces, slots, strict=True)]
 
 
 def refine(x: Sharded, over: Axes) -> Sharded | Views:
-    """Cut a whole view further, over axes that extend its own: views of it, or `x` itself where nothing changes."""
+    """Cut a whole tree further, over axes that extend its own: views of its rows, or `x` if nothing changes."""
     view = replace(x.view, over=over)
     if view == x.view:
         return x
@@ -365,10 +366,7 @@ def refine(x: Sharded, over: Axes) -> Sharded | Views:
 
 
 def coarsen(x: Sharded | Views, over: Axes, into: Sharded | None = None) -> Sharded:
-    """Gather a whole view over the axes by which it is cut more finely than `over`; the inverse of `refine`.
-
-    Writes into the tensors of `into` where it is given.
-    """
+    """Gather a whole tree over the axes that it is cut over beyond `over`, into `into` if given. Dual: `refine`."""
     fine: View = x.key
     view = replace(fine, over=over)
     if isinstance(x, Sharded) and view == fine:
@@ -388,7 +386,7 @@ def coarsen(x: Sharded | Views, over: Axes, into: Sharded | None = None) -> Shar
                 pending = primitives.gather_over(piece.to(out.device), plan.live_mesh(), axes, name, out)
                 if out is row:
                     started.append(pending)
-                else:  # one after the other: the device may have no room for all
+                else:  # host memory: one after the other, as the device may have no room for all
                     row.copy_(pending.wait())
     for pending in started:
         pending.wait()

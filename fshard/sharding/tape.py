@@ -1,21 +1,21 @@
-"""Gather on access, re-gather in backward, reduce when a unit's gradients are there: one forward and backward, eagerly.
+"""One eager forward and backward: gather on access, gather again in the backward, reduce unit by unit.
 
 Note [Tensors of a step]
-    A `Tape` lives for one forward and one backward over one value of the parameters; every gather in flight belongs to
-    it and dies with it. Touching a unit gathers it into a flat buffer of which the leaves are views. The tape holds
-    the root's buffer and that of the unit touched last, until the forward ends; others live as long as the user's
-    function holds their leaves. What autograd saves of a gathered buffer is replaced by its place in the buffer
-    (`_Saved`), so saving keeps no buffer alive; the first use of such a place in the backward gathers the unit again,
-    and the last one drops it. The unit that was saved last is what the backward begins with: if the tape has it when
-    the forward ends, it stays. Which collectives run depends on the program alone, never on when memory is freed:
-    ranks that run the same function issue the same ones.
+    A `Tape` lives for one forward and one backward over one value of the parameters; every gather under way belongs to
+    it and ends with it. Touching a unit gathers it into a flat buffer, of which the leaves are views. During the
+    forward the tape keeps the buffers of the root and of the unit touched last; other buffers live as long as the
+    user's function keeps a leaf of them. When autograd saves a view of a gathered buffer, the tape stores the place of
+    the view instead (`SavedView`), so saving keeps no buffer alive. In the backward the first use of a place of a unit
+    gathers the unit again, and the last use drops it. The backward begins with the unit that was saved last: if its
+    buffer is in memory when the forward ends, it stays. Which collectives run depends on the program alone, never on
+    when memory is freed, so ranks that run the same function issue the same collectives.
 
 Note [Reverse mode inside a loss]
-    torch.func.grad, vjp, jacrev and hessian do not start while hooks on saved tensors are on. Nothing says beforehand
-    that a loss uses them, so it is run with hooks, and if one of them refuses, once more without: a loss is a pure
-    function. Random numbers are drawn again from where they were, what is gathered and still held is not gathered
-    again, and what was saved dies with the first run. The second run keeps what it gathers for the backward, as
-    `regather=False` does. Whether there is one depends on the program alone, so all ranks do the same.
+    torch.func.grad, vjp, jacrev and hessian refuse to start while hooks on saved tensors are on. Nothing tells
+    beforehand that a loss uses them, so the loss runs with hooks, and if torch.func refuses, once more without: a loss
+    is a pure function. The second run draws the same random numbers, gathers nothing again that is still in memory, and
+    keeps what it gathers for the backward, as `regather=False` does; what the first run saved is dropped. Whether there
+    is a second run depends on the program alone, so all ranks do the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,34 +39,19 @@ from . import anchors, transfer
 from .anchors import has_reentrant
 from .gradients import Gradients, Reductions, settle
 from .plan import Plan, Slot
+from .saved import SavedTensor, SavedView
 from .sharded import Sharded, cut, gather_params
 from .writes import Writes
 
 Buffers = dict[int, Tensor]  # a unit's gathered flat buffers, by kind
 
 
-class _Saved(NamedTuple):
-    tape: Tape
-    unit: int
-    kind: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int  # from the buffer's first element, in elements of `dtype`
-    dtype: torch.dtype  # a view may have another than its buffer, and these bits, which say what reading it does
-    conj: bool
-    neg: bool
-
-    def of(self, full: Tensor) -> Tensor:
-        """The same view of the buffer gathered again."""
-        whole = full if full.dtype == self.dtype else full.view(self.dtype)
-        x = whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
-        x = x.conj() if self.conj else x
-        return x.neg() if self.neg else x  # not a view, but the values that reading the negative bit gives
-
-
 class Tape:
     """The gathers and reductions of one forward and backward over one `Sharded`; without `into`, of a forward alone.
-    `beside` is what else the loss reads: no gradient goes to it, and it is gathered again for this one's backward."""
+
+    `beside` are the other `Sharded` that the loss reads: they get no gradient, and each has a tape of its own, which
+    gathers again for the backward of this one.
+    """
 
     def __init__(self, params: Sharded, into: Gradients | None = None, beside: Sequence[Sharded] = ()):
         self.beside = [(x, Tape(x)) for x in beside]
@@ -74,23 +59,26 @@ class Tape:
         self._plan: Plan = params.plan
         self._into = into
         self.root = anchors.root()
+        # by unit: the gathered leaves, the flat buffers that they are views of, and the leaves bound to their anchors
         self._held: dict[int, dict[Slot, Tensor]] = {}
-        self._full: dict[int, Buffers] = {}  # what they are views of; after the forward, of the unit saved last
-        self._bound: dict[int, dict[Slot, Tensor]] = {}  # the same, bound to their anchors
+        self._full: dict[int, Buffers] = {}  # after the forward: of the unit saved last
+        self._bound: dict[int, dict[Slot, Tensor]] = {}
+        # by unit: the gathers under way, and how many of their stages have started
         self._coming: dict[int, dict[int, Pending]] = {}
-        self._stage: dict[int, int] = {}  # of what is coming: how many of its stages have started
+        self._stage: dict[int, int] = {}
         self._anchors: dict[int, tuple[Tensor, ...]] = {}
         self._touched: set[int] = set()
+        # by the address of a storage: a reference that keeps the address taken, unit, kind, the buffer's first byte
         self._owners: dict[int, tuple[StorageWeakRef, int, int, int]] = {}
-        self._saved: dict[int, int] = {}  # places saved of each unit, the unit saved last at the end
+        self._saved: dict[int, int] = {}  # the number of saved places of each unit, the unit saved last at the end
         self._again: dict[int, Buffers] = {}  # gathered again for the backward
         self._reductions = Reductions(self._plan)
-        self._filled: set[tuple[int, int]] = set()
+        self._filled: set[tuple[int, int]] = set()  # units and kinds whose gradients have come
         self._backward = self._closed = False
         self._writes = Writes()
         self._rows = {row.untyped_storage()._cdata for row in params.tensors}
         self._gradless = False  # whether a unit was touched where gradients are off
-        self._reached: dict[int, bool] = {}  # units whose gradients have come, and whether all of them
+        self._reached: dict[int, bool] = {}  # units whose gradients have come, and whether those of all their leaves
         self._regather = self._plan.regather
         self._stages = max(1, sum(dict(self._plan.axes)[axis] > 1 for axis in params.view.over))  # of a gather
 
@@ -99,21 +87,23 @@ class Tape:
         return self._enter(self._params.view.spec, self._params.view.first)
 
     def _enter(self, spec: tree.Spec, first: int) -> Any:
-        """Leaves, and subtrees of one unit, are gathered; what spans several is a container to go into."""
+        """A leaf, or a subtree of one unit, gathered; of a subtree of several units a lazy container."""
         if len(set(self._plan.claims[first : first + spec.num_leaves])) > 1:
             return _Lazy(self, spec, first)
         slots = [self._plan.slots[n] for n in self._plan.leaves[first : first + spec.num_leaves]]
-        found: dict[Slot, Tensor] = {}
+        leaves: dict[Slot, Tensor] = {}
         with func_levels.aside():  # Note [Gathers inside transforms] in `func_levels`
             for unit in dict.fromkeys(slot.unit for slot in slots):
-                found.update(self._touch(unit))
-        return tree.unflatten(spec, [found[slot] for slot in slots])
+                leaves.update(self._touch(unit))
+        return tree.unflatten(spec, [leaves[slot] for slot in slots])
 
     def _touch(self, unit: int) -> dict[Slot, Tensor]:
+        """The leaves of a unit, gathered if they are not in memory; the gathers of the units after it are started."""
         if unit not in self._held:
             root = self._plan.root
             self._held, self._bound = ({u: x[u] for u in x if u == root} for x in (self._held, self._bound))
-            self._full = {u: x for u, x in self._full.items() if u in (root, unit)}  # before another is waited for
+            # dropped before the next buffer is waited for, so that both are not in memory at once
+            self._full = {u: x for u, x in self._full.items() if u in (root, unit)}
             self._full[unit] = self._buffers(unit)
             self._held[unit] = self._leaves(unit, self._full[unit])
             self._touched.add(unit)
@@ -126,7 +116,7 @@ class Tape:
         if not torch.is_grad_enabled():
             self._gradless = True
             return leaves
-        if unit not in self._bound:  # not before: the first touch may be under no_grad
+        if unit not in self._bound:  # not at the first touch, which may be under no_grad
             self._bound[unit] = leaves | self._bind(unit, leaves)
         return self._bound[unit]
 
@@ -134,15 +124,17 @@ class Tape:
         return [k for k in self._params.view.kinds if (unit, k) in self._plan.places]
 
     def _start(self, unit: int) -> None:
+        """Start the gather of a unit, unless it is under way."""
         self._check_open(unit)
         if unit not in self._coming:
             self._coming[unit] = transfer.gather(self._params, unit, self._kinds(unit))
             self._stage[unit] = 1
 
     def _ahead(self, units: Sequence[int]) -> None:
-        """Gather the units that come next: what is under way goes on to its next stage, the others start.
+        """Gather the units that come next: gathers under way go on to their next stage, the others start.
 
-        Of gathers in several stages as many units are under way, each a stage behind the one before it.
+        A gather has a stage for each axis. With several stages, as many units are under way, each one stage behind the
+        unit before it.
         """
         for behind, unit in enumerate(units):
             if unit not in self._coming:
@@ -156,35 +148,41 @@ class Tape:
         return [unit for unit in reversed(self._saved) if unit not in self._again and unit not in self._full]
 
     def _buffers(self, unit: int) -> Buffers:
-        """Those in memory, or gathered."""
+        """A unit's flat buffers: those in memory, or gathered now."""
         return self._full.get(unit) or self._again.get(unit) or self._take(unit)
 
     def _take(self, unit: int) -> Buffers:
+        """Wait for the gather of a unit, and start it if it is not under way."""
         self._start(unit)
         return {kind: pending.wait() for kind, pending in self._coming.pop(unit).items()}
 
     def _leaves(self, unit: int, buffers: Buffers) -> dict[Slot, Tensor]:
-        """A unit's leaves, views of its buffers, without derivatives."""
-        plan, leaves = self._plan, dict[Slot, Tensor]()
-        for kind in self._kinds(unit):  # the order in which `reduce` takes their gradients: buffers may have another
-            full, slots = buffers[kind], plan.places[unit, kind]
-            storage = full.untyped_storage()
-            # `_cdata` is private: the address of the storage, never given to another while a weak reference to it
-            # is held, as the address of its data would be (test_tape.py notices when it goes)
-            own = storage._cdata in self._rows
-            if not own:
-                begin = int(full.storage_offset()) * full.itemsize
-                self._owners[storage._cdata] = StorageWeakRef(storage), unit, kind, begin
-            if plan.kinds[kind].trainable:
-                full = self._writes.watch(full, slots, own)
-            pieces = cut(plan, full, unit, kind)
-            if not plan.kinds[kind].trainable:
-                pieces = self._writes.frozen(pieces, slots, own)
-            leaves.update(zip(slots, pieces, strict=True))
+        """A unit's leaves, views of its buffers, without derivatives, and watched for writes in place."""
+        leaves = dict[Slot, Tensor]()
+        for kind in self._kinds(unit):  # `reduce` takes gradients in this order; that of `buffers` may differ
+            leaves.update(zip(self._plan.places[unit, kind], self._cut(unit, kind, buffers[kind]), strict=True))
         return leaves
 
+    def _cut(self, unit: int, kind: int, full: Tensor) -> list[Tensor]:
+        """The leaves of one unit and kind: views of its flat buffer `full`, (n,)."""
+        plan, slots = self._plan, self._plan.places[unit, kind]
+        is_callers = full.untyped_storage()._cdata in self._rows  # nothing was gathered: memory of the parameters
+        if not is_callers:
+            self._register(unit, kind, full)
+        if plan.kinds[kind].trainable:
+            return cut(plan, self._writes.watch(full, slots, is_callers), unit, kind)
+        return self._writes.frozen(cut(plan, full, unit, kind), slots, is_callers)
+
+    def _register(self, unit: int, kind: int, full: Tensor) -> None:
+        """Note whose buffer this is, so that `_pack` knows its views."""
+        storage = full.untyped_storage()
+        # `_cdata` is private: the address of the storage. No other storage gets this address while a weak reference to
+        # it is held, as might happen with the address of its data (test_tape.py notices when it goes)
+        first_byte = int(full.storage_offset()) * full.itemsize
+        self._owners[storage._cdata] = StorageWeakRef(storage), unit, kind, first_byte
+
     def _bind(self, unit: int, leaves: dict[Slot, Tensor]) -> dict[Slot, Tensor]:
-        """Its trainable leaves, bound to its anchor."""
+        """A unit's trainable leaves, bound to its anchor (Note [Anchors])."""
         trainable = [slot for slot in leaves if self._plan.kinds[slot.kind].trainable]
         if not trainable:
             return {}
@@ -195,7 +193,7 @@ class Tape:
         return dict(zip(trainable, anchors.Bind.apply(values, *self._anchors[unit]), strict=True))
 
     def forward(self, loss: Callable[[Any], Any]) -> Any:
-        """What the loss gives of the parameters; afterwards each tape has one unit's buffers at most."""
+        """The loss of the parameters; afterwards each tape has the buffers of one unit at most."""
         if self._into is None or not any(tape._regather for tape in self._tapes):
             return self._forward(loss)
         rewind = bookmark(device_of(self._params))
@@ -223,7 +221,7 @@ class Tape:
         return out
 
     def end(self) -> None:
-        """The end of the forward: nothing gathered is held any longer but what the backward begins with."""
+        """End the forward: drop all buffers but those that the backward begins with, and start the next gather."""
         self._writes.check()
         self._held.clear()
         self._bound.clear()
@@ -231,46 +229,52 @@ class Tape:
         self._backward = True
         first = next(reversed(self._saved), None)
         self._full = {unit: x for unit, x in self._full.items() if unit == first}
-        # a stage of what is there already is not under way
+        # a unit that is in memory takes the place of one stage
         self._ahead(self._before()[: self._stages - len(self._full)])
 
     def _hooks(self) -> AbstractContextManager[Any]:
-        on = torch.autograd.graph.saved_tensors_hooks
-        again = [tape for tape in reversed(self._tapes) if self._into is not None and tape._regather]
-        # one pair of hooks: of nested ones torch calls the innermost alone
-        own = lambda saved: (saved.tape if isinstance(saved, _Saved) else self)._unpack(saved)  # noqa: E731
-        return on(partial(_pack, again), own) if again else nullcontext()
+        """The block in which what autograd saves of gathered buffers is replaced by places."""
+        regathering = [tape for tape in reversed(self._tapes) if self._into is not None and tape._regather]
+        if not regathering:
+            return nullcontext()
+        # one pair of hooks for all tapes: of nested pairs torch calls the innermost alone
+        return torch.autograd.graph.saved_tensors_hooks(partial(_pack, regathering), self._unpack_any)
 
-    def _pack(self, x: Tensor) -> tuple[Tensor, int] | _Saved:
+    def _unpack_any(self, saved: Any) -> Tensor:
+        return (saved.tape if isinstance(saved, SavedView) else self)._unpack(saved)
+
+    def _pack(self, x: Tensor) -> SavedTensor | SavedView:
+        """What autograd saves for a tensor: its place in a buffer of this tape, or the tensor and its version."""
         owner = self._owners.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
         if owner is None:
-            # a result that its own node saves holds that node: a cycle that only a backward through it would break
-            return (x.detach() if x.requires_grad else x), x._version
-        _, unit, kind, begin = owner
+            return SavedTensor.of(x)
+        _, unit, kind, first_byte = owner
         self._saved[unit] = self._saved.pop(unit, 0) + 1
-        offset = int(x.storage_offset()) - begin // x.itemsize
-        return _Saved(self, unit, kind, x.size(), x.stride(), offset, x.dtype, x.is_conj(), x.is_neg())
+        offset = int(x.storage_offset()) - first_byte // x.itemsize
+        return SavedView(self, unit, kind, x.size(), x.stride(), offset, x.dtype, x.is_conj(), x.is_neg())
 
-    def _unpack(self, saved: tuple[Tensor, int] | _Saved) -> Tensor:
-        if not isinstance(saved, _Saved):
-            x, version = saved
-            if x._version != version:  # torch does not look where there are hooks
-                raise RuntimeError(
-                    f"the loss function: a {x.dtype} tensor of shape {list(x.shape)}, needed for the gradient, was "
-                    "written to in place after it was used. Make a new tensor instead, or a clone first."
-                )
-            return x
-        unit = saved.unit
+    def _unpack(self, saved: SavedTensor | SavedView) -> Tensor:
+        """The tensor that `_pack` was given. Dual: `_pack`."""
+        if not isinstance(saved, SavedView):
+            return saved.unchanged()
+        full = self._regathered(saved.unit)[saved.kind]
+        self._count_use(saved.unit)
+        return saved.view_of(full)
+
+    def _regathered(self, unit: int) -> Buffers:
+        """A unit's buffers in the backward: the first use gathers them, and starts the units that follow."""
         if unit not in self._again:
             self._again[unit] = self._buffers(unit)
-            if unit not in self._held:
+            if unit not in self._held:  # a checkpoint that runs its function again may hold the unit
                 self._full.pop(unit, None)
             self._ahead(self._before()[: self._stages])
-        full = self._again[unit][saved.kind]
+        return self._again[unit]
+
+    def _count_use(self, unit: int) -> None:
+        """Count one saved place of a unit as used; after the last one the tape drops the unit's buffers."""
         self._saved[unit] = self._saved.get(unit, 1) - 1
         if not self._saved[unit]:
             del self._saved[unit], self._again[unit]
-        return saved.of(full)
 
     def reduce(self, unit: int, grads: Sequence[Tensor | None]) -> None:
         """Put a unit's gradients into flat buffers and start their reduction."""
@@ -278,15 +282,16 @@ class Tape:
         assert into is not None
         self._check_once(unit)
         self._reached[unit] = all(grad is not None for grad in grads)
-        self._reductions.join()  # before memory is asked for
+        self._reductions.join()  # what the sums before have read is free for the next buffer
         kinds = [k for k in self._kinds(unit) if plan.kinds[k].trainable]
-        found, started = dict(zip((slot for k in kinds for slot in plan.places[unit, k]), grads, strict=True)), 0
+        by_slot = dict(zip((slot for k in kinds for slot in plan.places[unit, k]), grads, strict=True))
+        started = 0
         for kind in (k for k in kinds if plan.units[unit].lengths[k]):
-            flat = into.buffer(plan, unit, kind)
-            given = [(slot.start, grad) for slot in plan.places[unit, kind] if (grad := found[slot]) is not None]
-            # embedding(sparse=True) gives a sparse one
-            here = [(at, grad if grad.layout is torch.strided else grad.to_dense()) for at, grad in given]
-            put(flat, [grad for _, grad in here], [start for start, _ in here], into.add)
+            flat = into.buffer(plan, unit, kind)  # (n,)
+            given = [(slot.start, grad) for slot in plan.places[unit, kind] if (grad := by_slot[slot]) is not None]
+            # embedding(sparse=True) gives a sparse gradient
+            dense = [grad if grad.layout is torch.strided else grad.to_dense() for _, grad in given]
+            put(flat, dense, [start for start, _ in given], into.add)
             self._filled.add((unit, kind))
             if pending := into.emit(unit, kind, flat):
                 self._reductions.add(pending)
@@ -329,7 +334,7 @@ class Tape:
             )
 
     def finish(self) -> None:
-        """See to the units that no gradient reached in this backward, and wait for every reduction."""
+        """Reduce the units that no gradient reached in this backward, and wait for every reduction."""
         into, plan = self._into, self._plan
         assert into is not None
         trained = self._params.trainable.view.kinds
@@ -341,28 +346,29 @@ class Tape:
         settle(plan)
 
     def _finish_untouched(self, into: Gradients, unit: int, kind: int) -> None:
+        """Zeros for a unit and kind that got no gradient; the sum so far, if gradients are added up."""
         if not into.add:
             if into.local is not None:
                 into.local().piece(unit, kind).zero_()
             if into.reduced is not None:
                 self._reductions.add(transfer.nothing(into.reduced(), unit, kind, into.by, into.later))
         elif into.local is not None and (pending := into.emit(unit, kind, into.local().piece(unit, kind))):
-            self._reductions.add(pending)  # what earlier micro-batches have put there
+            self._reductions.add(pending)  # the sum of earlier micro-batches
 
     def close(self) -> None:
-        """Let go of everything, after an error too: nothing stays under way.
+        """Drop all tensors, and wait for all collectives under way; after an error too.
 
-        What is under way is waited for, and no next stage of it starts: other ranks, which go on where this one has
-        raised, would take that for a collective of theirs.
+        No next stage of a collective starts: other ranks, which may not have raised, would take it for another
+        collective.
         """
         for _, tape in self.beside:
             tape.close()
-        with suppress(MismatchError):  # there is one only after an error, which says more
+        with suppress(MismatchError):  # raised here only after another error, which says more
             self._reductions.drop()
             self._drop_gathers()
         self._coming.clear()
         self._again.clear()
-        # these hold autograd nodes that hold this tape, a cycle that Python's collector cannot see
+        # these hold autograd nodes that hold this tape: a cycle that Python's garbage collector cannot see
         self._held.clear()
         self._full.clear()
         self._bound.clear()
@@ -370,17 +376,18 @@ class Tape:
         self._closed = True
 
     def _drop_gathers(self) -> None:
-        """Wait for what was gathered ahead and not asked for."""
+        """Wait for the gathers that were started ahead and not used."""
         for pendings in self._coming.values():
             for pending in pendings.values():
                 pending.drop()
         self._coming.clear()
 
 
-def _pack(tapes: Sequence[Tape], x: Tensor) -> tuple[Tensor, int] | _Saved:
+def _pack(tapes: Sequence[Tape], x: Tensor) -> SavedTensor | SavedView:
+    """What autograd saves for a tensor: its place in a buffer of one of the tapes, or the tensor and its version."""
     *others, last = tapes
-    saved = next((s for tape in others if isinstance(s := tape._pack(x), _Saved)), None)
-    return last._pack(x) if saved is None else saved
+    place = next((saved for tape in others if isinstance(saved := tape._pack(x), SavedView)), None)
+    return last._pack(x) if place is None else place
 
 
 class _Lazy(Branch):
@@ -398,7 +405,7 @@ class _Lazy(Branch):
         return self._tape._enter(spec, self._first + first)
 
     def gathered(self) -> Any:
-        """The plain subtree, all its units gathered."""
+        """The subtree as a plain tree, all its units gathered."""
         parts = [self._child(child, at) for child, at in tree.children(self._spec)]
         return tree.unflatten(self._spec, tree.leaves([gather_params(part) for part in parts]))
 

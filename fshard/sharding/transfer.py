@@ -1,4 +1,4 @@
-"""A unit's shards to all ranks, and its gradients back: cast, encoded, gathered; encoded, exchanged, summed."""
+"""How a unit travels: its shards are cast or encoded and gathered; its gradients are cast or encoded and summed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .sharded import Sharded, intervals
 
 
 def gather(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
-    """A unit's flat buffers, by kind, in the dtypes they are computed with: on the device, beside the computation."""
+    """Start the gather of a unit's flat buffers: on the device, in the dtype of computation, by kind."""
     plan = params.plan
     if not any(plan.kinds[kind].host for kind in kinds):
         return _gathers(params, unit, kinds)
     up = plan.crossings.up
     with up.ahead():
-        found = _gathers(params, unit, kinds)
-    return {kind: up.joined(pending) for kind, pending in found.items()}
+        started = _gathers(params, unit, kinds)
+    return {kind: up.joined(pending) for kind, pending in started.items()}
 
 
 def _gathers(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
@@ -41,13 +41,13 @@ def _gathers(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pend
 
 
 def _near(params: Sharded, unit: int, kind: int) -> Pending:
-    """Of what every rank has whole."""
+    """The flat buffer of leaves that this rank has whole: nothing is sent."""
     shard = _cast(params, unit, kind)
     return Pending(None, lambda _: shard)
 
 
 def _brought(params: Sharded, unit: int, kind: int) -> Tensor:
-    """A shard where it is computed with."""
+    """A shard (n / W,) on the device; from host memory it is copied without waiting."""
     plan, shard = params.plan, params.piece(unit, kind)
     return shard.to(plan.device, non_blocking=True) if plan.kinds[kind].host else shard
 
@@ -70,23 +70,23 @@ def _gather(params: Sharded, unit: int, kind: int) -> Pending:
 
 
 def _together(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
-    """All kinds in one message, as bytes."""
+    """One gather for all kinds of a unit, as bytes."""
     plan, axes, name = params.plan, params.view.over, params.plan.units[unit].name
     sent = {kind: _sent(params, unit, kind) for kind in kinds}
     whole = gather_over(pack(*sent.values()), plan.live_mesh(), axes, name, plan.gather)
-    held = [(x.dtype, x.numel()) for x in sent.values()]
-    found = dict[int, Tensor]()
+    sizes_of_kinds = [(x.dtype, x.numel()) for x in sent.values()]
+    buffers = dict[int, Tensor]()
 
     def arrived(full: Tensor) -> Tensor:
-        rows = [unpack(data, *held) for data in full.chunk(plan.num_parts(axes))]
-        for number, parts in zip(kinds, zip(*rows, strict=True), strict=True):
-            found[number] = _arrived(params, unit, number, parts)
-        return found[kinds[0]]
+        rows = [unpack(data, *sizes_of_kinds) for data in full.chunk(plan.num_parts(axes))]  # one for each rank
+        for kind, parts in zip(kinds, zip(*rows, strict=True), strict=True):
+            buffers[kind] = _arrived(params, unit, kind, parts)
+        return buffers[kinds[0]]
 
     def after(kind: int) -> Pending:
-        return Pending(None, lambda _: found[kind])
+        return Pending(None, lambda _: buffers[kind])
 
-    # the message belongs to the first of them, which is waited for before the others are
+    # the message belongs to the first kind; the tape waits for that before it waits for the others
     return {kinds[0]: whole.then(arrived)} | {kind: after(kind) for kind in kinds[1:]}
 
 
@@ -95,17 +95,17 @@ def _wire(plan: Plan, kind: int) -> Wire | None:
 
 
 def _sent(params: Sharded, unit: int, kind: int) -> Tensor:
-    """What a rank sends of its shard."""
+    """What this rank sends of its shard: cast, or encoded by the plan's `param_wire`."""
     plan, axes, wire = params.plan, params.view.axes(kind), _wire(params.plan, kind)
     if wire is None:
         return _cast(params, unit, kind)
-    own = sizes(plan, unit, kind, plan.num_parts(axes), plan.index(axes))
-    # what lies between leaves may be anything, and a wire's scales are of several elements
-    return wire.encode(cleared_outside(_brought(params, unit, kind), _filled(params, unit, kind)), own)
+    lengths = sizes(plan, unit, kind, plan.num_parts(axes), plan.index(axes))
+    # the elements between leaves may be anything, NaN too, and a wire has one scale for several elements
+    return wire.encode(cleared_outside(_brought(params, unit, kind), _filled(params, unit, kind)), lengths)
 
 
 def _arrived(params: Sharded, unit: int, kind: int, parts: Sequence[Tensor]) -> Tensor:
-    """The flat buffer of what all ranks have sent."""
+    """The flat buffer (n,) made of what every rank sent."""
     plan, wire = params.plan, _wire(params.plan, kind)
     like = parts[0].new_empty(0, dtype=plan.kinds[kind].precision.compute)
     out = primitives.buffer(plan.live_mesh(), params.view.axes(kind), plan.units[unit].lengths[kind], like, lent=False)
@@ -114,15 +114,16 @@ def _arrived(params: Sharded, unit: int, kind: int, parts: Sequence[Tensor]) -> 
     return out
 
 
-def _decode(wire: Wire, data: Tensor, own: Sequence[int]) -> Tensor:
-    found = wire.decode(data, own)
-    if found.shape != (sum(own),):
-        raise ValueError(f"{wire}: decode gave {list(found.shape)}, expected the {sum(own)} elements that were encoded")
-    return found
+def _decode(wire: Wire, data: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The elements of leaves with these lengths. ValueError if the wire gives another number of them."""
+    out, numel = wire.decode(data, lengths), sum(lengths)
+    if out.shape != (numel,):
+        raise ValueError(f"{wire}: decode gave {list(out.shape)}, expected the {numel} elements that were encoded")
+    return out
 
 
 def sizes(plan: Plan, unit: int, kind: int, num_parts: int, part: int) -> list[int]:
-    """The elements of each leaf in one of several equal parts of a flat buffer, what follows it included."""
+    """The length of each leaf, with the padding after it, inside one of `num_parts` equal parts of a flat buffer."""
     numel = plan.units[unit].lengths[kind] // num_parts
     begin, end = part * numel, (part + 1) * numel
     starts = [slot.start for slot in plan.places[unit, kind]]
@@ -131,10 +132,10 @@ def sizes(plan: Plan, unit: int, kind: int, num_parts: int, part: int) -> list[i
 
 
 def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, lost: Any, later: Axes) -> Pending:
-    """The sum over all ranks of a flat buffer of gradients, in this rank's interval of `reduced`.
+    """Start the sum over ranks of a flat buffer of gradients (n,), into this rank's interval of `reduced`, (n / W,).
 
-    `lost` is what a wire with feedback has lost so far of this rank's gradients: it is added, and written anew. Nothing
-    is reduced over the axes `later` yet (`reduce_rest`).
+    A wire with feedback adds `lost` to the gradients, and writes to it, in place, what it does not send. The sum is not
+    taken over the axes `later`: `reduce_rest` does that.
     """
     plan, out = reduced.plan, _landing(reduced, unit, kind)
     if plan.grad_wire is not None and plan.axes and flat.is_floating_point():
@@ -146,13 +147,13 @@ def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, 
 
 
 def nothing(reduced: Sharded, unit: int, kind: int, by: Reduction, later: Axes) -> Pending:
-    """The sum of what no rank has a gradient of: zeros, which a hook is given as well."""
+    """The sum of a unit that got no gradient on any rank: zeros, which `by.after` is given like any sum."""
     out = _landing(reduced, unit, kind).zero_()
     return _landed(Pending(None, lambda _: out), out, reduced, unit, kind, None if later else by)
 
 
 def reduce_rest(sums: Sharded, reduced: Sharded, later: Axes, by: Reduction) -> None:
-    """What was not reduced over some axes is, into `reduced`: an all-reduce for each unit, all of them at once."""
+    """All-reduce `sums` over the axes `later` into `reduced`: one collective for each unit, all started at once."""
     plan, started = reduced.plan, list[Pending]()
     for unit, kind in ((u, k) for u in range(len(plan.units)) for k in sums.view.kinds if plan.units[u].lengths[k]):
         x, out = sums.piece(unit, kind).to(plan.device), _landing(reduced, unit, kind)
@@ -163,13 +164,13 @@ def reduce_rest(sums: Sharded, reduced: Sharded, later: Axes, by: Reduction) -> 
 
 
 def _landing(reduced: Sharded, unit: int, kind: int) -> Tensor:
-    """Where a sum is written to: this rank's interval, or if that is in host memory a place on the device."""
+    """Where a sum is written: this rank's interval; if that is in host memory, a buffer on the device."""
     row = reduced.piece(unit, kind)
     return offload.landing(row, reduced.plan.device) if reduced.plan.kinds[kind].host else row
 
 
 def _landed(pending: Pending, out: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction | None) -> Pending:
-    """A sum after the hook of who added it up, in this rank's interval."""
+    """A sum after the reduction's hook `after`, in this rank's interval, copied to host memory if that is there."""
     plan, row, name = reduced.plan, reduced.piece(unit, kind), reduced.plan.units[unit].name
     after = getattr(by, "after", None)
     if after is not None:
@@ -178,13 +179,13 @@ def _landed(pending: Pending, out: Tensor, reduced: Sharded, unit: int, kind: in
 
 
 def buffer_dtype(plan: Plan, kind: int) -> torch.dtype:
-    """What gradients that are to be reduced are put together in."""
+    """The dtype of the flat buffer that a unit's gradients are written to before they are reduced."""
     precision = plan.kinds[kind].precision
     return torch.float32 if _is_split(plan, kind) else precision.reduce
 
 
 def _is_split(plan: Plan, kind: int) -> bool:
-    """Whether gradients are cast to float16 to be sent, and not before."""
+    """Whether gradients are computed in a wider dtype and sent as float16."""
     precision = plan.kinds[kind].precision
     return precision.reduce == torch.float16 and precision.compute != torch.float16
 
@@ -194,10 +195,10 @@ def _reduce_cast(
 ) -> Pending:
     plan, axes = reduced.plan, reduced.view.axes(kind)
     mesh, rest, name = plan.live_mesh(), plan.rest(axes + later), plan.units[unit].name
-    if isinstance(by, Tree):  # nothing is rounded on the way
+    if isinstance(by, Tree):  # sums travel in the dtype they are taken in
         return reduce_over(flat, mesh, axes, rest, name, out, by)
-    # each rank's gradient was divided by the number of ranks already; times about its root, float16 holds small ones,
-    # and sums of large ones, too (a power of two changes no digit)
+    # Each gradient was divided by the number of ranks W. Multiplied by about sqrt(W), neither small gradients nor sums
+    # of large ones leave the range of float16. A power of two rounds nothing.
     factor = 2.0 ** round(math.log2(num_ranks(mesh)) / 2) if _is_split(plan, kind) else 1
     sent = (flat if factor == 1 else flat * factor).to(plan.kinds[kind].precision.reduce)
     pending = reduce_over(sent, mesh, axes, rest, name, out, by)
@@ -213,10 +214,10 @@ def _reduce_encoded(
         raise ValueError(f"{wire} keeps what it loses in the state of a step: use it with train_step")
     axis = _first(plan, axes) if axes else max(rest, key=dict(plan.axes).__getitem__)
     ranks = primitives.along(mesh, axis)
-    held = [sizes(plan, unit, kind, ranks.size, part) for part in range(ranks.size)]
-    sends = _encoded(wire, flat, held, lost.piece(unit, kind) if isinstance(lost, Sharded) else None)
-    added = primitives.scatter(sends, ranks, lambda got: _added(wire, got, held[ranks.rank]), name)
-    # what was summed travels on as wide as it is, along axes of several ranks: it has been along one
+    lengths = [sizes(plan, unit, kind, ranks.size, part) for part in range(ranks.size)]  # of each rank's part
+    sends = _encoded(wire, flat, lengths, lost.piece(unit, kind) if isinstance(lost, Sharded) else None)
+    added = primitives.scatter(sends, ranks, lambda received: _added(wire, received, lengths[ranks.rank]), name)
+    # a sum travels on in its own dtype, not encoded again, along the other axes of several ranks
     if axes:
         onward, rest = (_several(plan, names) for names in (axes[axes.index(axis) + 1 :], rest))
         return added.then(lambda part: reduce_over(part, mesh, onward, rest, name, out, by))
@@ -226,39 +227,42 @@ def _reduce_encoded(
 
 
 def _unpadded(total: Tensor, reduced: Sharded, unit: int, kind: int) -> Tensor:
-    """A rank's interval, in place, with zeros for padding: what a wire decodes there, or a hook makes of it, may be
-    anything, and would be unscaled, looked at for overflows, and kept."""
+    """Set the padding of a rank's interval to zero, in place.
+
+    A wire may decode anything there, and so may a hook return, which unscaling would take for an overflow.
+    """
     return clear_outside_(total, _filled(reduced, unit, kind))
 
 
 def _filled(x: Sharded, unit: int, kind: int) -> list[tuple[int, int]]:
-    """Where a rank's interval of one unit and kind holds leaves: from one element up to another, in order."""
+    """The spans [start, end) of leaves in this rank's interval of one unit and kind, in order."""
     return [(start, start + last - first) for _, first, last, start in intervals(x.plan, unit, kind, x.view.over)]
 
 
 def _first(plan: Plan, axes: Axes) -> str:
-    """The first axis along which anything travels."""
+    """The first axis of several ranks; the first axis if none has."""
     return next((axis for axis in axes if dict(plan.axes)[axis] > 1), axes[0])
 
 
 def _several(plan: Plan, axes: Sequence[str]) -> Axes:
-    """Those of several ranks."""
+    """The axes of more than one rank."""
     return tuple(axis for axis in axes if dict(plan.axes)[axis] > 1)
 
 
-def _encoded(wire: Wire, flat: Tensor, held: Sequence[Sequence[int]], lost: Tensor | None) -> list[Tensor]:
-    """What is sent to each rank; with `lost`, also of what was lost before, and `lost` is what is not sent now."""
-    due = flat if lost is None else lost + flat  # memory of its own: a wire may send views of what it is given
-    parts = due.chunk(len(held))
-    sends = [wire.encode(x, own) for x, own in zip(parts, held, strict=True)]
+def _encoded(wire: Wire, flat: Tensor, lengths: Sequence[Sequence[int]], lost: Tensor | None) -> list[Tensor]:
+    """What is sent to each rank. With `lost`, that is added first, and what is not sent is written to it."""
+    due = flat if lost is None else lost + flat  # a new tensor: a wire may send views of what it is given
+    parts = due.chunk(len(lengths))
+    sends = [wire.encode(part, own) for part, own in zip(parts, lengths, strict=True)]
     if lost is not None:
-        for kept, x, data, own in zip(lost.chunk(len(held)), parts, sends, held, strict=True):
-            kept.copy_(x - _decode(wire, data, own))
+        for kept, part, data, own in zip(lost.chunk(len(lengths)), parts, sends, lengths, strict=True):
+            kept.copy_(part - _decode(wire, data, own))
     return sends
 
 
-def _added(wire: Wire, received: Sequence[Tensor], own: Sequence[int]) -> Tensor:
-    first, *others = (_decode(wire, data, own) for data in received)
+def _added(wire: Wire, received: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    """The sum of what all ranks sent, decoded, in rank order, in float32 at least."""
+    first, *others = (_decode(wire, data, lengths) for data in received)
     total = first.to(primitives.sum_dtype(first.dtype), copy=True)
     for part in others:
         total += part

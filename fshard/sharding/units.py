@@ -1,4 +1,4 @@
-"""Which leaves and subtrees a pattern, a predicate or a size picks."""
+"""Which leaves patterns, a predicate or a size select: for units, for `frozen` and `whole`, and for policies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = "(root)"
 
 
 def _selector(params: Any, spec: tree.Spec, where: Where, name: str) -> list[tuple[str, int, int]]:
-    """The subtrees that patterns or a predicate pick, outer before inner: path, first leaf, number of leaves."""
+    """The subtrees that patterns or a predicate select, outer before inner: path, first leaf, number of leaves."""
     nodes = [(path, node, first) for path, node, first in tree.walk(spec) if node.num_leaves]
     _check_where(name, where)
     if callable(where):
@@ -29,7 +29,9 @@ def _selector(params: Any, spec: tree.Spec, where: Where, name: str) -> list[tup
     else:
         patterns = [where] if isinstance(where, str) else list(where or ())
         for pattern in patterns:
-            if not any(tree.matches(path, pattern) for path, _, _ in tree.walk(spec)):  # empty subtrees, too
+            if not any(
+                tree.matches(path, pattern) for path, _, _ in tree.walk(spec)
+            ):  # subtrees without leaves match, too
                 top = ", ".join(repr(str(child)) for child in tree.names(spec)) if not spec.is_leaf() else "a leaf"
                 raise ValueError(f"{name}: the pattern {pattern!r} matches nothing; the tree's top level is {top}")
         picked = [
@@ -50,7 +52,7 @@ def _check_where(name: str, where: Any) -> None:
 
 
 def claim_leaves(params: Any, spec: tree.Spec, where: Where, name: str) -> list[bool]:
-    """For every leaf whether it is picked."""
+    """For every leaf whether `where` selects it."""
     picked = [False] * spec.num_leaves
     for _, first, count in _selector(params, spec, where, name):
         picked[first : first + count] = [True] * count
@@ -58,7 +60,7 @@ def claim_leaves(params: Any, spec: tree.Spec, where: Where, name: str) -> list[
 
 
 def claim_policies(params: Any, spec: tree.Spec, policy: Policy) -> list[Policy | None]:
-    """For every leaf the first override that fits it."""
+    """For every leaf the policy of the first override that selects it; None if none does."""
     chosen: list[Policy | None] = [None] * spec.num_leaves
     dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.paths(spec)
     for where, own in reversed(policy.overrides):
@@ -74,7 +76,10 @@ def claim_policies(params: Any, spec: tree.Spec, policy: Policy) -> list[Policy 
 def claim_units(
     params: Any, spec: tree.Spec, flat: Sequence[Tensor], origins: Sequence[int], units: Where | int
 ) -> tuple[list[str], list[int]]:
-    """The units' names in the order of use, the root first, and every leaf's unit: the innermost that claims it."""
+    """The names of the units in the order of use, the root first, and the number of every leaf's unit.
+
+    A leaf belongs to the innermost subtree that `units` selects, else to the root; tied leaves count once in a size.
+    """
     owner = [ROOT] * spec.num_leaves
     if isinstance(units, int):
         owner = _fill_units(flat, origins, units)
@@ -86,6 +91,7 @@ def claim_units(
 
 
 def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> list[str]:
+    """For every leaf the name of its unit: leaves in order, a new unit whenever one has `size` elements or more."""
     check_whole("units", size, what="path patterns, a predicate, or the number of elements at which a unit is full")
     owner, number, filled = [], 0, 0
     for i, leaf in enumerate(flat):

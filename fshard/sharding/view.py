@@ -15,22 +15,22 @@ from .plan import Plan, Slot
 @tree.constant
 @dataclass(frozen=True)
 class View:
-    """What a `Sharded` holds: which kinds and units of which plan, cut over which axes, for which subtree."""
+    """What the rows of a `Sharded` hold: some kinds and units of a plan, cut over some axes, for one subtree."""
 
     plan: Plan
     over: Axes
     kinds: tuple[int, ...]
     spec: tree.Spec
-    first: int  # number of the subtree's first leaf
-    units: tuple[int, int]  # first, and one past the last
+    first: int  # the number of the subtree's first leaf in the whole tree
+    units: tuple[int, int]  # the first unit of the subtree, and one past the last
 
     def slots(self) -> list[Slot]:
-        """The place of every leaf of the subtree."""
+        """The slot of every leaf of the subtree, in order; tied leaves have one slot."""
         numbers = self.plan.leaves[self.first : self.first + self.spec.num_leaves]
         return [self.plan.slots[n] for n in numbers]
 
     def axes(self, kind: int) -> Axes:
-        """The axes a kind is cut over here."""
+        """The axes that a kind is cut over in this view: none for kinds that are kept whole."""
         return self.plan.over(self.over, kind)
 
     @property

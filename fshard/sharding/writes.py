@@ -1,11 +1,12 @@
-"""What a loss writes in place to the parameters it is given: an error, for the value would be lost.
+"""Checks that a loss does not write in place to the parameters it is given: the new value would be lost.
 
 Note [Writes in place]
     torch counts the in-place operations on a tensor and its views. Each gathered buffer of trainable leaves, and each
-    frozen leaf, is given a counter of its own, so that it is known what was written to; an alias without memory shares
-    the counter, so that watching keeps no buffer alive. But `batch_norm` updates running statistics without counting.
-    Frozen leaves as small as those are therefore copies, compared with what they were: whatever wrote to them is seen,
-    and the caller's are as before. Nothing sees a write to a larger leaf, or a trainable one, through `.data`.
+    frozen leaf, gets a counter of its own, which tells what was written to. The tape keeps an alias without memory that
+    shares the counter, so watching keeps no buffer alive. But `batch_norm` updates running statistics without counting.
+    Frozen leaves as small as such statistics are therefore copies, which are compared with their old values after the
+    loss: any write is noticed, and the caller's tensors stay as they were. A write through `.data` to a larger leaf, or
+    to a trainable one, is not noticed.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.tracing import is_tracing
 
-_SMALL = 1 << 16  # elements: running statistics and counters are fewer
+_SMALL = 1 << 16  # elements: running statistics and counters have fewer
 _REMEDY = (
     "A loss changes nothing that it is given: work on a clone, and return its new value, as aux (has_aux=True) or, to "
     "have it in the next step, as extra (train_step(..., with_extra=True))."
 )
 
-# what torch says of a write to views that a function of ours gives, one or several, as `anchors.Bind` does
+# torch's own words for a write to a view that an autograd function returned, as `anchors.Bind` does
 _VIEWS = ("was created inside a custom Function", "is the output of a function that returns multiple views")
 _OF_LEAVES = re.compile(r"Output (\d+) of _?Bind(?:Backward)? is")
 _CHANGED = " The parameters that were passed are changed by it: do not use them again."
 
 
 class _Refusing(TorchFunctionMode):
-    """While a graph is traced, when there are no values to compare: ValueError if batch_norm would write to a leaf."""
+    """ValueError if batch_norm would write to a leaf: for tracing, where there are no values to compare."""
 
     def __init__(self, frozen: dict[tuple[int, int], str]):
         super().__init__()
@@ -54,16 +55,16 @@ def _place(x: Tensor) -> tuple[int, int]:
 
 
 def _statistics(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The running statistics that a call updates."""
+    """The running statistics that this call would update, if it is a batch_norm in training mode."""
     if getattr(func, "__name__", "").removeprefix("native_") != "batch_norm":
         return []
-    at = 1 if func is F.batch_norm else 3  # torch's own take weight and bias first
+    at = 1 if func is F.batch_norm else 3  # torch.batch_norm and its kin take weight and bias first
     training = kwargs.get("training", args[5] if len(args) > 5 else False)
     return [*args[at : at + 2], kwargs.get("running_mean"), kwargs.get("running_var")] if training else []
 
 
 class Writes:
-    """The tensors a loss was given, and whether it wrote to them."""
+    """Watches the tensors that a loss is given, and raises if it wrote to them."""
 
     def __init__(self) -> None:
         self._watched: list[tuple[Tensor, Sequence[Any], bool]] = []
@@ -75,7 +76,7 @@ class Writes:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """The block in which the loss runs: what torch says of a write is said of the leaf."""
+        """The block in which the loss runs: torch's errors about writes in place become errors that name the leaf."""
         with _Refusing(self._frozen) if self._tracing else nullcontext():
             try:
                 yield
@@ -85,9 +86,9 @@ class Writes:
                 raise self._refused(str(failure)) from failure
 
     def _refused(self, words: str) -> ValueError:
-        """The error for a write that torch, which gave these words, does not allow, or has noticed."""
-        if found := self._counted():
-            return _written(found)
+        """The error for a write that torch refused with these words."""
+        if written := self._counted():
+            return _written(written)
         number = _OF_LEAVES.search(words)
         if number is None:
             return ValueError(
@@ -99,7 +100,7 @@ class Writes:
         return _written([(list(leaves.values()), False)])
 
     def watch(self, x: Tensor, slots: Sequence[Any], own: bool) -> Tensor:
-        """What has these slots, with a version counter of its own; `own`: it is memory of the parameters passed."""
+        """An alias of `x`, the leaves `slots`, with a version counter of its own; `own`: the memory is the caller's."""
         x = x.data
         counter = x.detach()
         if not self._tracing:  # fake tensors have no memory
@@ -110,7 +111,7 @@ class Writes:
         return x
 
     def frozen(self, leaves: Sequence[Tensor], slots: Sequence[Any], own: bool) -> list[Tensor]:
-        """The frozen leaves of one unit and kind, each watched by itself."""
+        """The frozen leaves of one unit and kind, each watched by itself; small ones are copies."""
         found, small = list(leaves), [n for n, x in enumerate(leaves) if x.dim() < 2 and x.numel() <= _SMALL]
         if self._tracing:
             self._frozen.update((_place(found[n]), slots[n].path) for n in small)
@@ -123,24 +124,24 @@ class Writes:
         return [self.watch(x, [slots[n]], own and n not in copied) for n, x in enumerate(found)]
 
     def check(self) -> None:
-        """ValueError if anything was written to since it was watched."""
-        found = self._counted()
+        """Raise ValueError if anything was written to since it was watched."""
+        written = self._counted()
         for flat, before, slots in self._copies:
-            found += _changed(flat.detach().view(torch.uint8), before.view(torch.uint8), slots)
-        if found:
-            raise _written(found)
+            written += _changed(flat.detach().view(torch.uint8), before.view(torch.uint8), slots)
+        if written:
+            raise _written(written)
         self._watched.clear()
         self._copies.clear()
 
     def _counted(self) -> list[tuple[Sequence[Any], bool]]:
-        """The leaves, or groups of them, whose counter has moved."""
+        """The leaves, or groups of leaves with one counter, that were written to."""
         counted = [w for w in self._watched if not w[0].is_inference()]  # under inference_mode torch counts nothing
         return [(slots, own) for counter, slots, own in counted if counter._version]
 
 
 def _changed(now: Tensor, before: Tensor, slots: Sequence[Any]) -> list[tuple[Sequence[Any], bool]]:
-    """The leaves whose bytes differ."""
-    if now.device.type != "cpu":  # the host does not wait for the device, which stops with these words
+    """The leaves whose bytes differ. On an accelerator a device-side assertion instead."""
+    if now.device.type != "cpu":  # the host does not wait: the device stops with these words if they differ
         torch._assert_async((now == before).all(), str(_written([(slots, False)])))
         return []
     if torch.equal(now, before):
@@ -151,7 +152,7 @@ def _changed(now: Tensor, before: Tensor, slots: Sequence[Any]) -> list[tuple[Se
 
 
 def _written(found: Sequence[tuple[Sequence[Any], bool]]) -> ValueError:
-    """The error, for leaves, or groups of which one is meant, that lie in the caller's memory or not."""
+    """The error for the leaves, or groups of which one leaf is meant, with whether the memory is the caller's."""
     names = dict.fromkeys(_named(slots) for slots, _ in found)
     changed = _CHANGED if any(own for _, own in found) and not is_tracing() else ""
     return ValueError(f"the loss function: it wrote in place to leaf {' and '.join(names)}.{changed} {_REMEDY}")
