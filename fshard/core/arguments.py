@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def shown(value: Any) -> str:
-    """A value as an error shows it: numbers and words in full, of tensors dtype and shape, else the type.
+    """Return a value as an error shows it: numbers and strings in full, tensors by dtype and shape, others by type.
 
     >>> shown("a"), shown(torch.ones(2)), shown({})
     ("'a'", 'a torch.float32 tensor of shape (2,)', 'an object of type dict')
@@ -30,7 +30,7 @@ def shown(value: Any) -> str:
 
 
 def wrong(name: str, value: Any, expected: str, remedy: str = "") -> str:
-    """The sentence for an argument.
+    """Return the error sentence for an argument: its name, the value given, what was expected, and a remedy.
 
     >>> wrong("accumulate", 1.5, "a whole number, at least 1")
     'accumulate=1.5: expected a whole number, at least 1'
@@ -39,14 +39,14 @@ def wrong(name: str, value: Any, expected: str, remedy: str = "") -> str:
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise TypeError for what is neither True nor False."""
+    """Raise TypeError for a value that is neither True nor False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(wrong(name, value, "True or False"))
 
 
 def check_whole(name: str, value: Any, least: int = 1, below: float = torch.inf, what: str = "a whole number") -> None:
-    """Raise TypeError unless a value is an int (True is none), ValueError unless it is in [least, below)."""
+    """Raise TypeError unless a value is an int (a bool is not), ValueError unless it is in [least, below)."""
     bound = f"at least {least}" if below == torch.inf else f"from {least} to {below - 1}"
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(wrong(name, value, f"{what}, {bound}"))
@@ -55,7 +55,7 @@ def check_whole(name: str, value: Any, least: int = 1, below: float = torch.inf,
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a real number, not a truth value."""
+    """Whether a value is an int or a float, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -66,29 +66,29 @@ def check_positive(name: str, value: Any, tensors: bool = True) -> None:
         return
     if not is_number(value):
         raise TypeError(wrong(name, value, expected))
-    if not value > 0:  # nor is a NaN
+    if not value > 0:  # true of NaN, too
         raise ValueError(wrong(name, value, expected))
 
 
 def check_word(name: str, value: Any, words: Sequence[str]) -> None:
-    """Raise ValueError for a word that is none of those known."""
+    """Raise ValueError unless a value is one of these strings."""
     if not isinstance(value, str) or value not in words:
         raise ValueError(wrong(name, value, f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r}"))
 
 
 def check_function(name: str, value: Any, what: str, remedy: str = "") -> None:
-    """Raise TypeError for what cannot be called, for a class, and for a module (an object with `named_parameters`)."""
+    """Raise TypeError for a value that cannot be called, for a class, and for a module (it has `named_parameters`)."""
     if hasattr(value, "named_parameters") or isinstance(value, type) or not callable(value):
         raise TypeError(wrong(name, value, f"{what}, a function", remedy))
 
 
 def check_has(name: str, value: Any, methods: Sequence[str], what: str, remedy: str = "") -> None:
-    """Raise TypeError for an object that lacks one of these attributes, and for a class in an object's place."""
+    """Raise TypeError for an object that lacks one of these attributes, and for a class where an object is expected."""
     if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
         raise TypeError(wrong(name, value, f"{what} (with {', '.join(methods)})", remedy))
 
 
-# Of numbers [least, below); torch.optim's constructors refuse the same.
+# The range [least, below) of each hyper-parameter; torch.optim's constructors have the same ranges.
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(["b1", "b2"], (0, 1)),
     **dict.fromkeys(["rho", "decay"], (0, 1 + 1e-15)),
@@ -113,11 +113,11 @@ def check_hyperparams(optimizer: str, rate: Any = 0.0, **numbers: Any) -> None:
         expected += " (or a 0-d tensor, or a schedule)" if name == "lr" else " (or a 0-d tensor)"
         if not is_number(value):
             raise TypeError(f"optim.{optimizer}: {wrong(name, value, expected)}")
-        if not least <= value < below:  # nor is a NaN
+        if not least <= value < below:  # true of NaN, too
             raise ValueError(f"optim.{optimizer}: {wrong(name, value, expected)}")
 
 
 def check_rate(value: Any) -> None:
-    """Raise TypeError unless a schedule gave a number or a 0-d tensor."""
+    """Raise TypeError unless the value a schedule returned is a number or a 0-d tensor."""
     if not is_number(value) and not (isinstance(value, Tensor) and not value.dim()):
         raise TypeError(f"a schedule gave {shown(value)}: expected a number or a 0-d tensor")

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from .tracing import define, is_tracing
 
-STEP = 16  # bytes that what is packed begins at a multiple of, for kernels load as many at once
-Held = Sequence[tuple[torch.dtype, int]]  # of each tensor that is packed, its dtype and number of elements
+STEP = 16  # packed tensors begin at multiples of so many bytes, because kernels load 16 bytes at once
+Held = Sequence[tuple[torch.dtype, int]]  # dtype and number of elements of each packed tensor
 
 
 def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Tensors of any dtypes as one flat tensor of bytes, zeros between them. Dual: `unpack`.
+    """Pack tensors of any dtypes into one flat uint8 tensor, with zeros between them. Dual: `unpack`.
 
     >>> unpack(pack([torch.ones(1), torch.tensor([2, 3])]), [(torch.float32, 1), (torch.int64, 2)])
     [tensor([1.]), tensor([2, 3])]
@@ -27,12 +27,12 @@ def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 
 def packed_size(held: Held) -> int:
-    """The number of bytes that tensors are packed in."""
+    """The number of bytes of a packed tensor."""
     return sum(-(-dtype.itemsize * numel // STEP) * STEP for dtype, numel in held)
 
 
 def unpack(data: Tensor, held: Held) -> list[Tensor]:
-    """The flat tensors that were packed, views. Dual: `pack`."""
+    """Return the packed tensors, flat, as views of `data`. Dual: `pack`."""
     found = list[Tensor]()
     for dtype, numel in held:
         found.append(from_bytes(data[: dtype.itemsize * numel], dtype))
@@ -41,21 +41,21 @@ def unpack(data: Tensor, held: Held) -> list[Tensor]:
 
 
 def bitcast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor's bits as another dtype."""
-    # Inductor gets fused casts of bits wrong on CPUs (torch 2.13, test_compile.py)
+    """Reinterpret the bits of a tensor as another dtype."""
+    # an operator of its own, because Inductor fuses casts of bits wrongly on CPUs (torch 2.13, test_compile.py)
     return torch.ops.fshard.bitcast(x, dtype) if is_tracing() and x.dtype != dtype else x.view(dtype)
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """A tensor's bytes, end to end."""
+    """Return the bytes of a tensor as a flat uint8 tensor."""
     flat = x.detach().reshape(-1)
-    if flat.numel() == 1 and flat.stride() != (1,):  # of one element a compiler may make any stride
+    if flat.numel() == 1 and flat.stride() != (1,):  # a compiler may give one element any stride
         flat = flat.as_strided((1,), (1,))
     return bitcast(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat, torch.uint8)
 
 
 def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """The flat tensor that bytes are of."""
+    """Reinterpret a flat uint8 tensor as a flat tensor of `dtype`."""
     if dtype.is_complex:
         return torch.view_as_complex(bitcast(data, dtype.to_real()).view(-1, 2))
     return bitcast(data, dtype)
@@ -63,7 +63,7 @@ def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 define(
     "bitcast(Tensor x, ScalarType dtype) -> Tensor",
-    # a copy whose last stride is 1, which that of one element need not be
+    # a copy, so that the last stride is 1: a compiler may give one element any stride
     lambda x, dtype: x.new_empty(x.numel()).copy_(x).view(dtype),
     lambda x, dtype: x.new_empty(x.nbytes // dtype.itemsize, dtype=dtype),
 )

@@ -10,7 +10,7 @@ from types import FrameType
 
 import torch
 
-# how the names of files begin that no user wrote: ours, torch's, and code that was made
+# prefixes of the names of files that are not the user's: fshard, torch, and generated code
 NOT_THE_USER = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
     os.path.dirname(torch.__file__) + os.sep,
@@ -22,7 +22,7 @@ NOT_THE_USER = (
 
 
 def call_site(frame: FrameType | None = None) -> str:
-    """The file and line of the user's that are running, or that a frame was called from."""
+    """Return "file:line" of the innermost frame of the user's code, from `frame` outwards."""
     frame = frame or sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USER):
         frame = frame.f_back
@@ -30,7 +30,7 @@ def call_site(frame: FrameType | None = None) -> str:
 
 
 def frame_of(failure: BaseException) -> traceback.FrameSummary:
-    """The innermost line of the user's that an exception passed through, or of anybody's."""
+    """Return the innermost frame of the user's code that an exception passed through, else the innermost of all."""
     frames = traceback.extract_tb(failure.__traceback__)
     users = [f for f in frames if not f.filename.startswith(NOT_THE_USER) and "site-packages" not in f.filename]
     return (users or list(frames))[-1]

@@ -13,12 +13,12 @@ class DonatedError(RuntimeError):
 
 @dataclass
 class Life:
-    """Whether a value, and everything that shares its tensors, may still be used."""
+    """Whether a value may still be used; shared by all values that share its tensors."""
 
     given_away: bool = False
 
     def check(self, name: str, touched: str) -> None:
-        """Raise DonatedError once it was given away."""
+        """Raise DonatedError if the value was given away; `touched` is the attribute that was read."""
         if self.given_away:
             raise DonatedError(
                 f"this {name} was given away: a step built with donate=True updated its tensors in place (touched: "
@@ -26,13 +26,13 @@ class Life:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        self.check("value", "__getstate__")  # a copy, or a file, would have what another state's memory now holds
+        self.check("value", "__getstate__")  # the memory now holds another state, which a copy or a file would take
         return vars(self)
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What the structure of a value that can be given away keeps: what is compared, and where the value is."""
+    """Metadata of a node that can be given away: `static` is compared, `of` refers to the node weakly."""
 
     static: Any
     of: weakref.ref[Any]

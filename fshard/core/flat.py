@@ -1,4 +1,4 @@
-"""Flat tensors: parts copied in at offsets, gaps zeroed, and how many elements one kernel takes."""
+"""Flat tensors: copy parts in at offsets, clear the gaps, and limit the elements one kernel takes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from torch import Tensor
 
 from .tracing import define, is_tracing
 
-CACHED = 1 << 15  # elements that stay in a CPU's cache, with their moments
+CACHED = 1 << 15  # elements of a block that stays in a CPU's cache, with its moments
 _LARGE_BLOCK = 1 << 24  # elements on an accelerator: enough for a kernel to fill it
 
 
 def block_size(x: Tensor, cached: int) -> int:
-    """Elements of a tensor to work on at a time: `cached` of them on a CPU, elsewhere as many as fill a device."""
+    """The number of elements to process at a time: `cached` on a CPU, elsewhere enough to fill a device."""
     return cached if x.device.type == "cpu" else max(cached, _LARGE_BLOCK)
 
 
-MOST = 1 << 30  # elements of one tensor for kernels over lists, and for reductions: some count in int32
+MOST = 1 << 30  # elements of one tensor in a foreach kernel or a reduction: some index with int32
 
 
 def put(place: Tensor, parts: Sequence[Tensor], starts: Sequence[int], add: bool = False, most: int = MOST) -> None:
-    """Write tensors to a flat one, from these elements on, and zeros between them; or add them, and nothing between."""
-    if is_tracing():  # one node: as many copies a compiler would fuse to one that asks of each element whose it is
+    """Copy `parts` into the flat tensor `place` at offsets `starts` and zero the gaps; with `add`, accumulate and leave
+    the gaps as they are."""
+    # one node: Inductor would fuse one copy for each part into one kernel that searches the part of each element
+    if is_tracing():
         torch.ops.fshard.put(place, parts, starts, add)
         return
     ends = [start + part.numel() for part, start in zip(parts, starts, strict=True)]
     into = [place[start:end].view(part.shape) for part, start, end in zip(parts, starts, ends, strict=True)]
-    if len(place) > most:  # a kernel over lists may count the elements of one in int32
+    if len(place) > most:  # a foreach kernel may index the elements of a tensor with int32
         for to, part in zip(into, parts, strict=True):
             to.add_(part) if add else to.copy_(part)
     # Private: one call, and on a GPU one kernel, where a loop starts one for each leaf (test_blocks.py notices

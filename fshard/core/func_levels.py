@@ -1,9 +1,9 @@
-"""The levels of torch.func: each transform that is running has put one on a stack, and operators go through it.
+"""torch.func's interpreter stack: each running transform has one level on it, which operators go through.
 
 Note [Gathers inside transforms]
-    A loss may use torch.func's transforms, and touch its parameters inside them. What is gathered there belongs to no
-    transform: it is a constant for all of them, which the gradient outside is taken of. So it is gathered with the
-    stack put aside, where tensors have memory and autograd records the nodes of the outer gradient.
+    A loss may use torch.func's transforms, and access its parameters inside them. For those transforms a gathered
+    parameter is a constant; only the outer gradient differentiates with respect to it. So it is gathered with an empty
+    stack, where tensors have memory and autograd records the nodes of the outer gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-# Private, here and below: torch has no public way to ask whether a transform is running, nor to leave it for a while
+# Private, here and below: torch has no public way to ask whether a transform is running, nor to leave it temporarily
 # (test_transforms.py notices when these go).
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack, temporarily_restore_interpreter_stack
 
@@ -31,7 +31,7 @@ def inside() -> bool:
 
 
 def aside() -> AbstractContextManager[Sequence[Any]]:
-    """The block runs outside all transforms, and is given the levels that were left, innermost first. Dual: `again`.
+    """Run the block outside all transforms; it is given the levels it left, innermost first. Dual: `again`.
 
     >>> def f(x):
     ...     with aside():
@@ -44,12 +44,12 @@ def aside() -> AbstractContextManager[Sequence[Any]]:
 
 
 def again(levels: Sequence[Any]) -> AbstractContextManager[None]:
-    """The block runs in these levels."""
+    """Run the block inside these levels again, which `aside` returned. Dual: `aside`."""
     return temporarily_restore_interpreter_stack(list(levels))
 
 
 def wrapped(x: torch.Tensor) -> bool:
-    """Whether a tensor belongs to a level.
+    """Whether a tensor is one that a transform of torch.func wraps.
 
     >>> wrapped(torch.ones(()))
     False
@@ -58,7 +58,7 @@ def wrapped(x: torch.Tensor) -> bool:
 
 
 def refuses_hooks(failure: RuntimeError) -> bool:
-    """Whether torch.func.grad, vjp, jacrev or hessian would not start because hooks on saved tensors are on.
+    """Whether an error is that of torch.func.grad, vjp, jacrev or hessian under hooks on saved tensors.
 
     >>> refuses_hooks(RuntimeError("something else"))
     False

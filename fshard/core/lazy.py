@@ -10,22 +10,22 @@ from .tree import Spec, children, names
 
 
 class Branch:
-    """A container whose children are made when they are touched: it reads like the container it stands for."""
+    """A container whose children are made on access; it reads like the container it stands for."""
 
     @abstractmethod
     def _node(self) -> Spec:
-        """The structure this stands for."""
+        """The structure of the container this stands for."""
 
     @abstractmethod
     def _child(self, spec: Spec, first: int) -> Any:
-        """The child of that structure whose first leaf is `first` leaves after this container's own."""
+        """Make the child of structure `spec`; its first leaf is number `first` of this container's leaves."""
 
     @abstractmethod
     def gathered(self) -> Any:
-        """The plain tree this stands for."""
+        """Return the plain tree this container stands for."""
 
     def _pick(self, index: int) -> Any:
-        if "_children" not in vars(self):  # a container may have many, and is gone through one by one
+        if "_children" not in vars(self):  # kept: iterating would list all children once for each
             vars(self)["_children"] = list(children(self._node()))
         return self._child(*vars(self)["_children"][index])
 
@@ -62,18 +62,18 @@ class Branch:
         return names(self._node())
 
     def values(self) -> Iterator[Any]:
-        """Children in the order of use, each made when it is reached."""
+        """Children in the order of use, each made when the iterator reaches it."""
         return (self._pick(i) for i in range(len(self)))
 
     def items(self) -> Iterator[tuple[Any, Any]]:
-        """Keys with children in the order of use."""
+        """Pairs of a key and its child in the order of use."""
         return zip(self.keys(), self.values(), strict=True)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """The child of that key, or `default`."""
+        """Return the child of a key, or `default` if there is none."""
         return self[key] if key in self else default  # noqa: SIM401
 
 
 def map_repr(items: Sequence[Any]) -> list[str]:
-    """Each item as an error shows it."""
+    """Return the repr of each item, for an error message."""
     return [repr(item) for item in items]

@@ -1,10 +1,10 @@
-"""Random numbers that come from a state, a rank and a place in a step, and from nothing else.
+"""Random numbers that depend on a seed, a rank and a position in a step, and on nothing else.
 
 Note [Random numbers in a graph]
-    A graph that drew from torch's generators would depend on what ran before. While one is traced, every random
-    operator becomes a node that takes the state of a generator and gives the next one, so that a graph gives the
-    numbers the same code gives when it is run eagerly. Which state is next is kept as the seed of torch's generator:
-    what puts that back, to compute something again (torch.utils.checkpoint), draws the same numbers again.
+    A graph that drew from torch's generators would depend on what ran before it. So while a graph is traced, every
+    random operator becomes a node that takes the state of a generator and returns the next state; the graph draws the
+    numbers that the same code draws eagerly. The index of the next state is kept as the seed of torch's generator: code
+    that restores the generator to recompute something (torch.utils.checkpoint) draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .tracing import define, is_tracing
 
 _aten = torch.ops.aten
-_STATE_BYTES = {"cpu": 5056}  # of a generator's state; of others 16
+_STATE_BYTES = {"cpu": 5056}  # size of a generator's state; 16 on other devices
 
 
 @contextmanager
 def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.device) -> Iterator[None]:
-    """Random numbers by these four; torch's generators are put back afterwards."""
+    """Seed torch's generators by (seed, step, rank, part) inside the block, and restore them after it."""
     cuda = device.type == "cuda"
     with torch.random.fork_rng([device] if cuda and not is_tracing() else []):
         if is_tracing():
@@ -42,7 +42,7 @@ def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.devic
 
 
 def bookmark(device: torch.device) -> Callable[[], None]:
-    """What puts torch's generators, of the host and of a device, back to where they are now.
+    """Return a function that restores torch's generators, of the host and of a device, to their present state.
 
     >>> back = bookmark(torch.device("cpu"))
     >>> a = torch.rand(2)
@@ -50,8 +50,8 @@ def bookmark(device: torch.device) -> Callable[[], None]:
     >>> torch.equal(a, torch.rand(2))
     True
     """
-    host = torch.get_rng_state()  # while a graph is traced, the number of the state that is next
-    if device.type in ("cpu", "meta") or is_tracing():  # meta draws nothing
+    host = torch.get_rng_state()  # while a graph is traced, the index of the next state
+    if device.type in ("cpu", "meta") or is_tracing():  # on meta nothing is drawn
         return lambda: torch.set_rng_state(host)
     module = torch.get_device_module(device)
     own = module.get_rng_state(device)
@@ -68,34 +68,34 @@ def _number(*words: int) -> int:
 
 
 def generator_state(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.device) -> Tensor:
-    """The state of a generator seeded by these four."""
+    """Return the state of a generator seeded by (seed, step, rank, part)."""
     return torch.Generator(device).manual_seed(_number(int(seed), int(step), rank, part)).get_state()
 
 
 def empty_state(device: torch.device) -> Tensor:
-    """Room for one."""
+    """Return an empty tensor of the size of a generator's state."""
     return torch.empty(_STATE_BYTES.get(device.type, 16), dtype=torch.uint8, device="cpu")
 
 
 def _own_generator(device: torch.device) -> torch.Generator:
-    """The generator that operators draw from which are given none."""
+    """Return the generator that operators of a device use by default."""
     if device.type != "cuda":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def drawn_like(how: str, like: Tensor) -> Tensor:
-    """Room for what `draw` gives."""
+    """Return an empty tensor like the first result of `draw`."""
     return torch.empty_like(like, dtype=torch.bool if how == "native_dropout" else None)
 
 
 def draw(
     state: Tensor, how: str, by: Sequence[Tensor], numbers: Sequence[float], like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A tensor filled by the in-place random method of that name, and the generator's next state.
+    """Return a tensor filled by the in-place random method `how`, and the generator's next state.
 
-    Of "native_dropout" it is the mask. That operator draws from the device's own generator, on a GPU other numbers than
-    `bernoulli_` does: it is asked itself, and the generator put back.
+    For "native_dropout" the tensor is the mask. That operator draws from the device's own generator, and on a GPU other
+    numbers than `bernoulli_`: so the operator itself is run, and the generator restored.
     """
     if how == "native_dropout":
         back = bookmark(like.device)
@@ -112,12 +112,12 @@ def draw(
 
 
 class _Draws(TorchDispatchMode):
-    """Makes nodes of random operators."""
+    """Record every random operator as a node that takes and returns the state of a generator."""
 
     def __init__(self, state: Tensor, device: torch.device):
         super().__init__()
         self._states, self._device = [state], device
-        torch.default_generator.manual_seed(0)  # the number of the state that is next
+        torch.default_generator.manual_seed(0)  # the index of the next state
 
     def _draw(self, how: str, like: Tensor, numbers: Sequence[float] = (), by: Sequence[Tensor] = ()) -> Tensor:
         number = torch.default_generator.initial_seed()
@@ -143,7 +143,7 @@ class _Draws(TorchDispatchMode):
                 return x.clone(), torch.ones_like(x, dtype=torch.bool)
             mask = self._draw(name, x, [p])
             return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
-        if name == "bernoulli":  # with a probability where torch.func takes dropout apart
+        if name == "bernoulli":  # torch.func decomposes dropout into bernoulli with a probability
             return self._draw("bernoulli_", args[0], args[1:], by=() if args[1:] else args)
         if name.endswith("_") and isinstance(args[0], Tensor) and not any(isinstance(a, Tensor) for a in args[1:]):
             numbers = _defaults(func, args)
@@ -173,13 +173,13 @@ def _room(name: str, args: Sequence[Any], options: dict[str, Any]) -> Tensor:
 
 
 def _defaults(func: Any, args: Sequence[Any]) -> list[float]:
-    """The numbers an in-place random operator is called with, those left out too."""
+    """Return the numbers an in-place random operator is called with, defaults included."""
     schema = [a for a in func._schema.arguments[1:] if a.name != "generator" and not a.kwarg_only]
     return [args[i] if i < len(args) else a.default_value for i, a in enumerate(schema, start=1)]
 
 
 def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an operator draws random numbers: attention does for dropout alone."""
+    """Whether a call of an operator draws random numbers; attention does so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or func.namespace == "fshard":
         return False
     dropout = kwargs.get("dropout_p", next((a for a in args if isinstance(a, float)), 0.0))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def double(x: Any) -> Tensor:
-    """A number as a 0-d float64 tensor in host memory, whatever torch's default device; a tensor where it is.
+    """Return a number as a 0-d float64 tensor on the CPU, a tensor in float64 on its own device.
 
     >>> double(0.5)
     tensor(0.5000, dtype=torch.float64)
@@ -18,7 +18,7 @@ def double(x: Any) -> Tensor:
 
 
 def on_device(x: Any, device: torch.device) -> Tensor:
-    """A number as a 0-d float64 tensor on a device: filled in there, for a copy from the host would wait for it.
+    """Return a number as a 0-d float64 tensor on a device, filled there: a copy from the host would synchronize.
 
     >>> on_device(0.5, torch.device("cpu"))
     tensor(0.5000, dtype=torch.float64)
@@ -32,15 +32,15 @@ Number = float | Tensor
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The real dtype, float32 or float64, that numbers which multiply a tensor of this dtype are kept in."""
+    """The real dtype, float32 or float64, of scalars that multiply a tensor of this dtype."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def beside(number: Any, x: Tensor) -> Any:
-    """A number as it multiplies a tensor: those on a device multiply nothing in host memory, the others anything."""
+    """Move a device scalar to the CPU if `x` is there; CPU scalars broadcast to any device."""
     return number.to(x.device) if isinstance(number, Tensor) and x.device.type == "cpu" else number
 
 
 def is_zero(x: object) -> bool:
-    """Whether a hyper-parameter is the number zero: a tensor is not looked at."""
+    """Whether a hyper-parameter is the number zero; False for a tensor, whose value is not read."""
     return not isinstance(x, Tensor) and x == 0

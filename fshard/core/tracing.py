@@ -9,8 +9,8 @@ import torch
 
 
 def is_tracing() -> bool:
-    """Whether operators are being recorded (or run on fake tensors) instead of run."""
-    if torch.compiler.is_dynamo_compiling():  # it records Python, and cannot ask
+    """Whether operators are being traced with fake tensors instead of being run."""
+    if torch.compiler.is_dynamo_compiling():  # dynamo cannot trace the question below
         return False
     # Private: there is no public way to ask (test_jit.py notices when it goes).
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -20,9 +20,11 @@ _LIBRARY = torch.library.Library("fshard", "DEF")
 
 
 def define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
-    """An operator: what it runs, and what gives tensors of the right shapes without running it."""
-    # two calls with the same arguments are not one: no compiler may join them, or run them beforehand. And none may
-    # bring an argument into another layout: it would do so for each node, and `wait` would keep a copy of what is sent.
+    """Define the operator `torch.ops.fshard.<name>`: `run` implements it, `shapes` returns fake results.
+
+    The tags tell compilers not to merge two calls with equal arguments, not to run a call while compiling, and not to
+    change the layout of an argument: they would copy it for each node, and `wait` would keep a copy of what is sent.
+    """
     _LIBRARY.define(schema, tags=[torch.Tag.nondeterministic_seeded, torch.Tag.flexible_layout])
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")

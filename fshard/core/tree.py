@@ -42,7 +42,7 @@ def _mirror(kind: type) -> None:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Spec]:
-    """Leaves in the order of use, and the structure; None is an empty subtree."""
+    """Return the leaves in the order of use, and the structure; None is an empty subtree."""
     leaves, spec = optree.tree_flatten(tree, namespace=_NAMESPACE)
     unknown: set[type] = {
         type(leaf) for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) in pytree.SUPPORTED_NODES
@@ -55,28 +55,28 @@ def flatten(tree: Any) -> tuple[list[Any], Spec]:
 
 
 def unflatten(spec: Spec, leaves: Sequence[Any]) -> Any:
-    """The tree of that structure with these leaves."""
+    """Return the tree of structure `spec` with these leaves."""
     return optree.tree_unflatten(spec, leaves)
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Leaves in the order of use."""
+    """Return the leaves in the order of use."""
     return flatten(tree)[0]
 
 
 def flatten_up_to(spec: Spec, tree: Any) -> list[Any]:
-    """What stands at the leaves of a structure (ValueError if `tree` has another)."""
+    """Return the subtrees of `tree` at the leaves of a structure; ValueError if they do not fit."""
     return spec.flatten_up_to(tree)
 
 
 def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`fn` over the leaves of trees of one structure."""
+    """Apply `fn` to the leaves of trees of one structure."""
     first, spec = flatten(tree)
     others = [spec.flatten_up_to(other) for other in rest]
     return unflatten(spec, [fn(*args) for args in zip(first, *others, strict=True)])
 
 
-# What to stop at: nodes of one type, or those a predicate is true of.
+# Which nodes to treat as leaves: those of one type, or those for which a predicate holds.
 Stop = type | Callable[[Any], bool]
 
 
@@ -85,38 +85,38 @@ def _is(stop: Stop) -> Callable[[Any], bool]:
 
 
 def tops(tree: Any, stop: Stop) -> list[Any]:
-    """Every outermost node to stop at, and the leaves that are in none."""
+    """Flatten, treating nodes for which `stop` holds as leaves."""
     return optree.tree_leaves(tree, is_leaf=_is(stop), namespace=_NAMESPACE)
 
 
 def nodes(tree: Any, kind: type) -> list[Any]:
-    """Every outermost node of one type."""
+    """Return the outermost nodes of one type."""
     return [x for x in tops(tree, kind) if isinstance(x, kind)]
 
 
 def paths_to(tree: Any, stop: Stop) -> list[tuple[str, Any]]:
-    """Every outermost node to stop at, and the leaves that are in none, with their paths."""
+    """Flatten, treating nodes for which `stop` holds as leaves; each comes with its path."""
     found, spec = optree.tree_flatten(tree, is_leaf=_is(stop), namespace=_NAMESPACE)
     return list(zip(paths(spec), found, strict=True))
 
 
 def put_tops(tree: Any, stop: Stop, tops: Sequence[Any]) -> Any:
-    """The tree with others in the place of its outermost nodes to stop at and the leaves that are in none."""
+    """Return the tree with `tops` in place of what `tops(tree, stop)` returns."""
     return unflatten(structure_above(tree, stop), tops)
 
 
 def structure_above(tree: Any, stop: Stop) -> Spec:
-    """The structure of a tree, nodes to stop at taken as leaves."""
+    """Return the structure of a tree, treating nodes for which `stop` holds as leaves."""
     return optree.tree_structure(tree, is_leaf=_is(stop), namespace=_NAMESPACE)
 
 
 def map_tops(fn: Callable[..., Any], stop: Stop, tree: Any, *rest: Any) -> Any:
-    """`fn` over the outermost nodes to stop at and the leaves that are in none; `rest` is read as far as there."""
+    """Apply `fn` to what `tops(tree, stop)` returns; `fn` also gets the subtrees of `rest` at the same places."""
     return optree.tree_map(fn, tree, *rest, is_leaf=_is(stop), namespace=_NAMESPACE)
 
 
 def detached(tree: Any, stop: Stop = lambda x: False) -> Any:
-    """The tree, leaves that require a gradient replaced by their values; what to stop at stays as it is."""
+    """Detach the leaves that require a gradient; nodes for which `stop` holds stay as they are."""
     return map_tops(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, stop, tree)
 
 
@@ -138,9 +138,9 @@ def _listed(flat: tuple[Any, Any]) -> tuple[list[Any], Any]:
 def register_fields(
     cls: type, children: Sequence[str], metadata: Sequence[str] = (), names: Sequence[str] | None = None
 ) -> None:
-    """Make a dataclass a node: `children` are subtrees, `metadata` is compared with the structure.
+    """Register a dataclass as a node: `children` are subtrees, `metadata` is part of the structure.
 
-    `names` are what paths call the children; an empty one does not show in them.
+    `names` are the names of the children in paths; an empty name is left out of paths.
     """
 
     def flatten(x: Any) -> tuple[Any, Any]:
@@ -158,15 +158,15 @@ def register_fields(
 
 
 def give_away(tree: Any) -> None:
-    """Tell every outermost node that has a method `give_away` that the tree may not be used again."""
+    """Call `give_away` of every outermost node that has this method: using such a node again is a DonatedError."""
     for node in tops(tree, lambda x: hasattr(x, "give_away")):
         if hasattr(node, "give_away"):
             node.give_away()
 
 
 def constant(cls: type[T]) -> type[T]:
-    """A class of frozen values that torch.compile takes as they are: what nodes carry besides children."""
-    # by this it knows frozen dataclasses, which it would build again from their fields, and cannot
+    """Register a class of immutable values (metadata of nodes) as constants for torch.compile."""
+    # Private: dynamo recognises frozen dataclasses by this attribute, and would fail to rebuild them from their fields
     if "__dataclass_params__" in vars(cls):
         del cls.__dataclass_params__  # type: ignore[attr-defined]
     pytree.register_constant(cls)
@@ -174,7 +174,7 @@ def constant(cls: type[T]) -> type[T]:
 
 
 def names(spec: Spec) -> list[Any]:
-    """What a user calls the children of a node: keys, field names or positions."""
+    """Return the names of the children of a node: keys, field names or positions."""
     for kept in ("_fields", "child_names"):
         if spec.type is not None and hasattr(spec.type, kept):
             return list(getattr(spec.type, kept))
@@ -182,7 +182,7 @@ def names(spec: Spec) -> list[Any]:
 
 
 def walk(spec: Spec, path: tuple[str, ...] = (), first: int = 0) -> Iterator[tuple[tuple[str, ...], Spec, int]]:
-    """Every subtree, outer before inner: its path, its structure, the number of its first leaf."""
+    """Yield every subtree, outer before inner: its path, its structure, the number of its first leaf."""
     yield path, spec, first
     for name, child in zip(names(spec), spec.children(), strict=True):
         yield from walk(child, (*path, str(name)), first)
@@ -190,7 +190,7 @@ def walk(spec: Spec, path: tuple[str, ...] = (), first: int = 0) -> Iterator[tup
 
 
 def children(spec: Spec) -> Iterator[tuple[Spec, int]]:
-    """The structures of a node's children, each with the number of its first leaf."""
+    """Yield the structures of a node's children, each with the number of its first leaf."""
     first = 0
     for child in spec.children():
         yield child, first
@@ -198,12 +198,12 @@ def children(spec: Spec) -> Iterator[tuple[Spec, int]]:
 
 
 def paths(spec: Spec) -> list[str]:
-    """The dotted path of every leaf, in the order of use."""
+    """Return the dotted path of every leaf, in the order of use."""
     return [".".join(name for name in path if name) for path, node, _ in walk(spec) if node.is_leaf()]
 
 
 def pairs(what: str, expected: Any, got: Any) -> tuple[list[tuple[Any, Any]], Spec]:
-    """The leaves of two trees side by side, by the structure of the first; ValueError, `what` and how they differ.
+    """Return pairs of leaves of two trees and the structure of the first; ValueError says `what` and how they differ.
 
     >>> pairs("b is not like a", {"w": 1}, {"w": 2})[0]
     [(1, 2)]
@@ -216,7 +216,7 @@ def pairs(what: str, expected: Any, got: Any) -> tuple[list[tuple[Any, Any]], Sp
 
 
 def difference(expected: Any, got: Any) -> str:
-    """How the structure of a tree differs from the expected one, in words: its type, else its leaves.
+    """Say how the structure of a tree differs from the expected one: by its type, else by its leaves.
 
     >>> difference({"a": 1, "b": 2}, {"a": 1}), difference({"a": 1}, (1,))
     ("it lacks ['b'] and has nothing besides", 'expected a dict, got a tuple')
@@ -231,7 +231,7 @@ def difference(expected: Any, got: Any) -> str:
 
 
 def matches(path: Sequence[str], pattern: str) -> bool:
-    """Whether a dotted pattern is a path: `*` stands for (a part of) one component, `**` for any number."""
+    """Whether a path matches a dotted pattern: `*` is (a part of) one component, `**` any number of them."""
     return _matches(path, pattern.split("."))
 
 

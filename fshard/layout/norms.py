@@ -25,19 +25,19 @@ from ..core.scalars import beside, wide
 from .layout import Layout
 from .pieces import Parts, Unreduced, device_of, layout_of, pieces
 
-_BLOCK = 1 << 16  # elements that stay in a CPU's cache
-_SHORT = 1 << 12  # elements whose powers float32 adds up well
-_UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # added to a float64 these leave it multiples of 2^-22, of 2^-45
+_BLOCK = 1 << 16  # elements of a block that stays in a CPU's cache
+_SHORT = 1 << 12  # elements whose powers float32 sums accurately enough
+_UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # adding and subtracting one rounds a float64 to a multiple of 2^-22, 2^-45
 
 
 def _scale(largest: Tensor) -> Tensor:
-    """The power of two that brings magnitudes up to this below 1 (float64)."""
+    """The power of two (float64) that scales magnitudes up to `largest` to below 1."""
     _, exponent = torch.frexp(largest.double())
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), (-exponent).clamp(max=1000))
 
 
 def _binned(x: Tensor, p: float, scale: Tensor) -> Tensor:
-    """The sums of what powers are rounded to, and of the rests: float64 (2,)."""
+    """The sum of the rounded powers and that of the remainders: float64, (2,)."""
     sums = torch.zeros(2, dtype=torch.float64, device=x.device)
     for part in x.reshape(-1).split(block_size(x, _BLOCK)):
         rest = (part.abs().double() * beside(scale, part)) ** p
@@ -49,12 +49,12 @@ def _binned(x: Tensor, p: float, scale: Tensor) -> Tensor:
 
 
 def _unbinned(sums: Tensor, p: float, scale: Tensor, largest: Tensor) -> Tensor:
-    """The norm; of what is not finite its largest magnitude."""
+    """The norm from the sums of `_binned`, (..., 2); the largest magnitude where that is not finite."""
     return torch.where(largest.isfinite(), sums.sum(-1) ** (1 / p) / scale, largest.double())
 
 
 def _power_sums(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
-    """The sum of p-th powers of magnitudes of each tensor (or their maximum): float64, on one device."""
+    """The sum of the p-th powers of each tensor (the maximum for inf): float64, (tensors,), on one device."""
     norms = [
         _norm(x.reshape(-1), p) if x.numel() else torch.zeros((), dtype=torch.float64, device=device) for x in tensors
     ]
@@ -65,16 +65,16 @@ def _power_sums(tensors: Sequence[Tensor], p: float, device: torch.device) -> Te
 def _norm(x: Tensor, p: float, most: int = MOST) -> Tensor:
     if x.numel() > most:
         return _norm(torch.stack([_norm(part, p, most) for part in x.split(most)]), p, most)
-    if p == math.inf and not x.is_complex():  # on CPUs vector_norm takes a tenfold of the time for this one
+    if p == math.inf and not x.is_complex():  # on CPUs vector_norm is ten times slower for inf
         low, high = torch.aminmax(x)
         return torch.maximum(low.abs(), high.abs())
     dtype, num = torch.promote_types(x.dtype, torch.float32), x.numel() // _SHORT
     if x.device.type != "cpu" or not num:
         return torch.linalg.vector_norm(x, p, dtype=dtype)
-    # on CPUs its sum is kept in a few numbers of that dtype: of 2^28 elements in float32 a fifth of the norm is lost
+    # on CPUs vector_norm sums in a few accumulators of that dtype: 2^28 float32 elements lose a fifth of the norm
     short, rest = x[: num * _SHORT].view(num, _SHORT), x[num * _SHORT :]
-    found = [torch.linalg.vector_norm(short, p, dim=1, dtype=dtype), torch.linalg.vector_norm(rest, p, dtype=dtype)]
-    return torch.linalg.vector_norm(torch.cat([part.view(-1).double() for part in found]), p)
+    norms = [torch.linalg.vector_norm(short, p, dim=1, dtype=dtype), torch.linalg.vector_norm(rest, p, dtype=dtype)]
+    return torch.linalg.vector_norm(torch.cat([norm.view(-1).double() for norm in norms]), p)
 
 
 def _root(sums: Tensor, p: float) -> Tensor:
@@ -101,14 +101,15 @@ def leaf_norms(x: Any, p: float = 2, layout: Layout | None = None, exact: bool =
 
 
 def _by_leaf(numbers: Sequence[int], powers: Sequence[Tensor], op: str, layout: Layout, zero: Tensor) -> Tensor:
-    """What pieces of the leaves of these numbers come to, for every leaf, over all ranks: (leaves, ...)."""
-    found: list[list[Tensor]] = [[] for _ in layout.leaves]
+    """Combine the values of pieces of the leaves `numbers`, over all ranks, into one for each leaf: (leaves, ...)."""
+    of_leaf: list[list[Tensor]] = [[] for _ in layout.leaves]
     for number, power in zip(numbers, powers, strict=True):
-        found[number].append(power)
-    # in the order of the pieces: a scatter would add them in an order of its own on a GPU, and wants its index there
-    mine = [_joined_pieces(some, op) if some else zero for some in found]
+        of_leaf[number].append(power)
+    # in the order of the pieces: a scatter on a GPU adds in an order of its own, and needs its index on the device
+    mine = [_joined_pieces(values, op) if values else zero for values in of_leaf]
     if not layout.axes:
         return torch.stack(mine)
+    # a leaf that all ranks hold must count once, not once for each rank
     cut = torch.stack([zero if n in layout.shared else x for n, x in enumerate(mine)])
     sums = primitives.total(cut, layout.mesh, layout.axes, op, label="leaf norms")
     return sums + torch.stack([x if n in layout.shared else zero for n, x in enumerate(mine)])
@@ -125,12 +126,12 @@ def _op(p: float) -> str:
 
 
 def scaled(x: Any, factor: Tensor, own: bool = False) -> Any:
-    """A tree times a 0-d factor; in place where the tree is the caller's own."""
+    """Multiply a tree by a 0-d factor; in place if `own` says that the caller may overwrite the tree."""
     mesh, axes = (x.layout.mesh, x.layout.axes[-1:]) if isinstance(x, Parts) else (None, ())
 
     def one(row: Tensor) -> Tensor:
         by = beside(factor.to(wide(row.dtype)), row)
-        # a new tensor this large would cost more in page faults than the product
+        # memory that is used again: the page faults of a new tensor this large cost more than the product
         out = row if own else primitives.buffer(mesh, axes, row.numel(), row, lent=False).view(row.shape)
         return torch.mul(row, by, out=out)
 
@@ -138,7 +139,7 @@ def scaled(x: Any, factor: Tensor, own: bool = False) -> Any:
 
 
 def scale_leaves_(x: Any, factors: Tensor, layout: Layout | None = None) -> Any:
-    """Multiply every leaf by its factor, in place."""
+    """Multiply every leaf by its factor, in place; `factors` is (leaves,)."""
     by_leaf = factors.unbind()
     for number, piece in pieces(x, layout):
         piece.mul_(beside(by_leaf[number].to(wide(piece.dtype)), piece))
@@ -175,7 +176,7 @@ def global_norm(x: Any, p: float = 2, exact: bool = False) -> Tensor:
 
 
 def _check_floating(x: Any) -> None:
-    """Raise TypeError for a plain leaf that has no norm, and for gradients that are each rank's own."""
+    """Raise TypeError for a leaf that is no floating tensor, and for unreduced gradients."""
     if tree.nodes(x, Unreduced):
         raise TypeError("global_norm: these gradients are each rank's own: fshard.reduce_grads gives the mesh's")
     for number, leaf in enumerate([x] if x is None else tree.tops(x, Parts)):
@@ -187,7 +188,10 @@ def _check_floating(x: Any) -> None:
 
 
 def gram(trees: Sequence[Any]) -> Tensor:
-    """The dot products of k trees of one structure, leaves that all ranks hold counted once: (k, k), one collective."""
+    """The dot products of k trees of one structure: (k, k), float64, from one collective.
+
+    A leaf that all ranks hold counts once.
+    """
     total = torch.zeros(len(trees), len(trees), dtype=torch.float64, device=device_of(trees[0]))
     columns = [_worlds(x) for x in trees]
     for mesh, axes in columns[0]:
@@ -201,10 +205,10 @@ def gram(trees: Sequence[Any]) -> Tensor:
 
 
 def _worlds(x: Any) -> dict[tuple[Mesh, Axes], list[Tensor]]:
-    """The rows of a tree, by what they are cut over."""
+    """The rows of a tree, by the mesh and the axes over which they are sharded."""
     worlds: dict[Any, list[Tensor]] = {(None, ()): []}
     for node in tree.tops(x, Parts):
-        if isinstance(node, Parts) and node.layout.is_cut:  # a rank without a row takes part in the collective as well
+        if isinstance(node, Parts) and node.layout.is_cut:  # a rank without rows takes part in the collective, too
             worlds.setdefault((node.layout.mesh, node.layout.axes), [])
         for row, mesh, axes in _rows(node):
             worlds.setdefault((mesh, axes), []).append(row)
@@ -212,7 +216,7 @@ def _worlds(x: Any) -> dict[tuple[Mesh, Axes], list[Tensor]]:
 
 
 def _rows(node: Any) -> Iterator[tuple[Tensor, Mesh, Axes]]:
-    """The rows of a node, and over what each is cut: where they hold leaves, what lies between may be anything."""
+    """The filled intervals of a node's rows, each with mesh and axes; the padding between may hold any values."""
     if not isinstance(node, Parts):
         yield node, None, ()
         return
@@ -224,7 +228,7 @@ def _rows(node: Any) -> Iterator[tuple[Tensor, Mesh, Axes]]:
 
 
 def _dtypes(node: Any) -> Iterable[torch.dtype]:
-    """Of the rows of a node, the same on all ranks."""
+    """The dtypes of a node's rows, the same on all ranks, also on those without rows."""
     if not isinstance(node, Parts):
         return [node.dtype]
     return [row.dtype for row in node.tensors] or [node.layout.leaves[n].dtype for n in node.layout.numbers]

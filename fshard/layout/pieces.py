@@ -1,4 +1,4 @@
-"""Trees of which a rank holds some elements: their rows, views of leaves, and picking leaves."""
+"""Trees of which a rank holds some elements, in rows: views of its pieces of leaves, and subsets of leaves."""
 
 from __future__ import annotations
 
@@ -24,61 +24,61 @@ class Parts(OnMesh):
     @property
     @abstractmethod
     def layout(self) -> Layout:
-        """Where they lie."""
+        """Which elements of which leaf lie where."""
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh they lie on."""
+        """The mesh over which the tree is sharded, or None."""
         return self.layout.mesh
 
     @property
     def home(self) -> Any:
-        """Their layout."""
+        """The layout, which names the mesh."""
         return self.layout
 
     @property
     @abstractmethod
     def key(self) -> Any:
-        """What parts that go together have in common: equal if their layouts are."""
+        """A value that is equal for two trees exactly if their layouts are."""
 
     @property
     @abstractmethod
     def tensors(self) -> tuple[Any, ...]:
-        """The rows: memory, never a copy made for the occasion."""
+        """The rows themselves, never copies of them."""
 
 
 class Parameters(Parts):
-    """Parameters, of which a state may hold smaller parts than the parameters do."""
+    """Parameters; the optimizer state may be sharded over more axes than they are."""
 
     @property
     @abstractmethod
     def for_state(self) -> Any:
-        """The trainable ones, cut as optimizer state is: `Views` of these rows where they are cut less finely."""
+        """The trainable parameters, sharded as optimizer state is: `Views` of these rows if that is finer."""
 
     @abstractmethod
     def with_trained(self, fine: Any) -> Any:
-        """These parameters with the trainable ones taken from `fine`, which is cut as optimizer state is."""
+        """Return these parameters with the trainable ones from `fine`, which is sharded as optimizer state is."""
 
 
 class Pieces(Parts):
-    """Some leaves of a tree, or parts of them: those with one label, or those this rank owns."""
+    """Some leaves of a tree, or parts of leaves: those with one label, or those this rank owns."""
 
     def __init__(self, layout: Layout, tensors: Sequence[Any]):
         self._layout, self._tensors = layout, tuple(tensors)
 
     @property
     def layout(self) -> Layout:
-        """Where they lie."""
+        """Which elements of which leaf lie where."""
         return self._layout
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """The rows."""
+        """The rows, in the order of the layout."""
         return self._tensors
 
     @property
     def key(self) -> Any:
-        """Its layout."""
+        """The layout, which is compared."""
         return self._layout
 
     def __repr__(self) -> str:
@@ -91,53 +91,53 @@ tree.register(Pieces, lambda x: (x.tensors, x.layout), Pieces)
 
 @dataclass(frozen=True)
 class Views:
-    """Parts that lie in rows of others: for each row the views it is made of, end to end.
+    """Parts that lie in rows of another tree: `runs` has, for each row, the views that make it up, in order.
 
-    Not a pytree node, and without rows: a function over leaves fails on it, where it would read or write a copy.
-    `packed` copies the elements into rows, `write` writes to where they lie.
+    It is no pytree node and has no rows: a function over leaves raises an error instead of reading or writing a copy.
+    `packed` copies the elements into rows, `write` writes to the views.
     """
 
-    make: Callable[[Any, Sequence[Tensor]], Parts]  # what has such rows, of `key` and rows
+    make: Callable[[Any, Sequence[Tensor]], Parts]  # (key, rows) -> the tree with rows of its own
     key: Any
     runs: Sequence[Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
 class Unreduced:
-    """Gradients of this rank alone, whole: trees of them can be added; `reduce_grads` makes them the mesh's, once."""
+    """Whole gradients of this rank alone: such trees can be added; `reduce_grads` sums them over the mesh, once."""
 
     local: Any
 
 
-tree.register_fields(Unreduced, ("local",), names=("",))  # paths of leaves are those of the parameters
+tree.register_fields(Unreduced, ("local",), names=("",))  # so that leaves have the paths of the parameters
 
 
 def packed(x: Any) -> Any:
-    """Parts with rows of their own, copied from views; anything else as it is."""
+    """Copy `Views` into rows of their own; return anything else as it is."""
     return x.make(x.key, [torch.cat(list(run)) for run in x.runs]) if isinstance(x, Views) else x
 
 
 def copied(x: Any) -> Any:
-    """A copy that may be written to: of views, cut alike, so that kernels round every element alike."""
+    """Return a copy that may be written to; `Views` are split as before, so that kernels round each element alike."""
     if not isinstance(x, Views):
         return tree.map(torch.clone, x)
     return replace(x, runs=[torch.cat(list(run)).split([view.numel() for view in run]) for run in x.runs])
 
 
 def mesh_of(x: Any) -> Mesh:
-    """The mesh that the parts in a tree lie on; None if there are none, or on no mesh."""
+    """The mesh of the `Parts` in a tree, or None."""
     return next((part.mesh for part in tree.nodes(x, Parts) if part.mesh is not None), None)
 
 
 def device_of(x: Any) -> torch.device:
-    """Where a tree is computed with: its mesh's device, or that of its first leaf."""
+    """The device a tree is computed on: its mesh's, else that of its first leaf."""
     mesh = mesh_of(x)
     leaves = tree.leaves(x) if mesh is None else []
     return leaves[0].device if leaves else mesh_device(mesh)
 
 
 def layout_of(x: Any) -> Layout:
-    """The layout of parts, or of a plain tree of whole tensors (the same on every rank)."""
+    """The layout of `Parts`, or of a plain tree of whole tensors, which every rank holds."""
     if isinstance(x, Parts):
         return x.layout
     flat, spec = tree.flatten(x)
@@ -147,7 +147,7 @@ def layout_of(x: Any) -> Layout:
 
 
 def typed(x: Any) -> Layout:
-    """The layout of `x`, with the dtypes its flat rows have: a state may keep another than the parameters'."""
+    """The layout of `x` with the dtypes of its flat rows: optimizer state may have other dtypes than parameters."""
     layout, rows = layout_of(x), tree.leaves(x)
     if not layout.flat:
         return layout
@@ -159,12 +159,12 @@ def typed(x: Any) -> Layout:
 
 
 def structure(x: Any) -> Any:
-    """What trees that go together have in common."""
+    """A value that is equal for two trees exactly if they have the same structure and layout."""
     return x.key if isinstance(x, Parts | Views) else tree.flatten(x)[1]
 
 
 def pieces(x: Any, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
-    """This rank's pieces of leaves: the leaf's number, and a view of the row it lies in."""
+    """This rank's pieces of leaves: pairs of the leaf's number and a view into a row."""
     layout, rows = layout or layout_of(x), tree.leaves(x)
     if not layout.flat:
         return [(s.leaf, rows[s.row]) for s in layout.mine]
@@ -172,7 +172,7 @@ def pieces(x: Any, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
 
 
 def pick(x: Any, layout: Layout) -> Pieces | Views:
-    """The leaves of `x`, parts or views, that are in a layout picked from its own: views of flat rows, else rows."""
+    """The leaves of `x` that are in `layout`, a subset of its own layout: views of flat rows, or whole rows."""
     if not layout.flat:
         rows = tree.leaves(x)
         return Pieces(layout, [rows[row] for ((row, _, _),) in layout.runs])
@@ -183,12 +183,12 @@ def pick(x: Any, layout: Layout) -> Pieces | Views:
 
 
 def _runs(x: Any) -> Sequence[Sequence[Tensor]]:
-    """What each row of a tree is made of: its views, or the row itself."""
+    """For each row of a tree the tensors that make it up: its views, or the row itself."""
     return x.runs if isinstance(x, Views) else [[row] for row in tree.leaves(x)]
 
 
 def _between(views: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor]:
-    """Elements [start, start + numel) of 1-D tensors that lie end to end."""
+    """Yield views of elements [start, start + numel) of the concatenation of 1-D tensors."""
     if len(views) == 1:
         yield views[0][start : start + numel]
         return
@@ -196,13 +196,13 @@ def _between(views: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor
     number = bisect_right(ends, start)
     while numel:
         begin = start - ends[number] + views[number].numel()
-        found = views[number][begin : begin + numel]
-        yield found
-        start, numel, number = start + found.numel(), numel - found.numel(), number + 1
+        view = views[number][begin : begin + numel]
+        yield view
+        start, numel, number = start + view.numel(), numel - view.numel(), number + 1
 
 
 def put(x: Any, part: Any, layout: Layout) -> Any:
-    """`x` with the leaves of a layout picked from its own taken from `part`: flat rows of `x` are written to."""
+    """Return `x` with the leaves in `layout` taken from `part`; flat rows of `x` are written to in place."""
     if layout.flat:
         write(pick(x, layout), part)
         return x
@@ -213,14 +213,14 @@ def put(x: Any, part: Any, layout: Layout) -> Any:
 
 
 def write(into: Any, x: Any) -> None:
-    """Copy the elements of `x` to where those of `into`, of the same layout, lie: either may be views."""
+    """Copy the elements of `x` into the rows or views of `into`, which has the same layout."""
     if into is not x:
         for to, new in zip(*aligned(into, x), strict=True):
             to.copy_(new)
 
 
 def aligned(*trees: Any) -> list[list[Tensor]]:
-    """The elements of trees of one structure as lists of tensors of the same sizes, views of what each lies in."""
+    """The elements of trees of one structure as one list of views for each tree, all of the same sizes."""
     result: list[list[Tensor]] = [[] for _ in trees]
     for groups in zip(*map(_runs, trees), strict=True):
         same = groups if all(len(group) == 1 for group in groups) else _cut_alike(groups)
@@ -230,7 +230,7 @@ def aligned(*trees: Any) -> list[list[Tensor]]:
 
 
 def _cut_alike(groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-    """1-D tensors that lie end to end, several such rows of one length: cut wherever one of them is."""
+    """Split several rows of one length, each a list of 1-D views, at every boundary that any of them has."""
     sizes = [[view.numel() for view in group] for group in groups]
     finest = max(sizes, key=len)
     if not all(len(own) == 1 or own == finest for own in sizes):
@@ -243,18 +243,18 @@ def _cut_alike(groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
 
 
 def _split(views: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """1-D tensors that lie end to end, cut further into these sizes."""
-    found, left = list[Tensor](), list(views)
+    """Split the concatenation of 1-D views into these sizes; no size may cross a boundary of `views`."""
+    result, left = list[Tensor](), list(views)
     for size in sizes:
         while not left[0].numel():
             left.pop(0)
-        found.append(left[0][:size])
+        result.append(left[0][:size])
         left[0] = left[0][size:]
-    return found
+    return result
 
 
 def clear_padding_(x: Any) -> Any:
-    """Make what lies in rows but in no leaf zero, in place."""
+    """Set the padding of flat rows to zero, in place: the elements that belong to no leaf."""
     layout, rows = layout_of(x), tree.leaves(x)
     for number, row in enumerate(rows if layout.flat else []):
         clear_outside_(row, layout.filled.get(number, ()))

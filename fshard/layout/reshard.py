@@ -1,7 +1,7 @@
-"""From one layout to another, between ranks: to owners of whole leaves, back, to everyone, to one rank.
+"""Move a tree from one layout to another between ranks: to owners of whole leaves, back, to all ranks, to one rank.
 
-Every rank knows both layouts, so it knows what each rank sends to each: one message to every other rank, whatever is
-moved, along each axis the tree is cut over.
+Every rank knows both layouts, so it knows what each rank sends to each other. A rank sends one message to every other
+rank along each axis over which the tree is sharded, however many leaves move.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .pieces import Pieces, device_of, layout_of, pieces, typed
 
 
 def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """Who gets what: the costliest first, each to the rank with least so far.
+    """Assign items to ranks: the costliest first, each to the rank with the least total cost so far.
 
     >>> assign([1, 5, 3, 3], 2)
     [0, 0, 1, 1]
@@ -36,7 +36,7 @@ def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
 
 
 def owned(layout: Layout, mesh: Mesh, axes: Axes, cost: Callable[[Leaf], float] = lambda leaf: leaf.numel) -> Layout:
-    """The layout in which every leaf is whole on one rank along some axes, evenly by cost."""
+    """The layout in which every leaf is whole on one rank along `axes`, balanced by cost."""
     numbers = layout.numbers
     ranks = assign([cost(layout.leaves[n]) for n in numbers], num_ranks(mesh, axes))
     spans: list[Span] = []
@@ -50,7 +50,7 @@ def owned(layout: Layout, mesh: Mesh, axes: Axes, cost: Callable[[Leaf], float] 
 
 
 def on_rank(layout: Layout, mesh: Mesh, axes: Axes, rank: int) -> Layout:
-    """The layout in which one rank along some axes (or `EVERYONE`) has all leaves whole."""
+    """The layout in which one rank along `axes` (or `EVERYONE`) holds all leaves whole."""
     spans = tuple(Span(n, rank, i, 0, 0, layout.leaves[n].numel) for i, n in enumerate(layout.numbers))
     source = ("on", layout.source, axes, rank)
     return replace(layout, source=source, spans=spans, flat=False, mesh=mesh, axes=axes, origin=None)
@@ -58,29 +58,29 @@ def on_rank(layout: Layout, mesh: Mesh, axes: Axes, rank: int) -> Layout:
 
 @dataclass(frozen=True)
 class Item:
-    """Elements of a leaf that lie in one span, on rank `source`, and are wanted in another, on rank `target`."""
+    """Elements [begin, begin + numel) of a leaf, which move from a span on rank `source` to one on rank `target`."""
 
     leaf: int
     begin: int
     numel: int
-    take: Span
-    give: Span
+    take: Span  # of the old layout
+    give: Span  # of the new layout
     source: int
     target: int
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What this rank sends to, and gets from, each of the ranks along one axis."""
+    """The items this rank sends to, and receives from, each rank along one axis."""
 
     axis: str
-    sends: list[list[Item]]
+    sends: list[list[Item]]  # one list for each rank along the axis, this one included
     recvs: list[list[Item]]
 
 
 @dataclass(frozen=True)
 class Route:
-    """Everything that moves between two layouts of the same leaves, in the order it travels in, worked out once."""
+    """The items that move between two layouts of the same leaves, in the order they are sent, and their stages."""
 
     rank: int
     items: list[Item]
@@ -88,34 +88,36 @@ class Route:
 
 
 def _route(old: Layout, new: Layout) -> Route:
-    if torch.compiler.is_compiling():  # it cannot hash a layout, and asks only once
-        return _worked_out(old, new)
+    if torch.compiler.is_compiling():  # dynamo cannot hash a layout; it traces this only once
+        return _make_route(old, new)
     known = old.derived.routes
     if new.source not in known:
-        known[new.source] = _worked_out(old, new)
+        known[new.source] = _make_route(old, new)
     return known[new.source]
 
 
 def _way(old: Layout, new: Layout) -> tuple[Mesh, Axes]:
-    """The mesh two layouts belong to, and the axes along which ranks are counted."""
+    """The mesh of two layouts, and the axes along which their ranks are numbered."""
     return (old.mesh, old.axes) if old.axes else (new.mesh, new.axes)
 
 
-def _worked_out(old: Layout, new: Layout) -> Route:
+def _make_route(old: Layout, new: Layout) -> Route:
     mesh, axes = _way(old, new)
     known, rank = axis_sizes(mesh), coordinate(mesh, axes)
     sizes = [known[axis] for axis in axes]
-    taken: dict[int, list[Span]] = {}
+    old_spans: dict[int, list[Span]] = {}  # by leaf
     for span in old.spans:
-        taken.setdefault(span.leaf, []).append(span)
-    found = [i for g in new.spans for take in taken.get(g.leaf, ()) for i in _items(take, g, math.prod(sizes))]
-    items = sorted(found, key=lambda i: (i.leaf, i.begin, i.source, i.target))
+        old_spans.setdefault(span.leaf, []).append(span)
+    pairs = ((take, give) for give in new.spans for take in old_spans.get(give.leaf, ()))
+    moves = (item for take, give in pairs for item in _items(take, give, math.prod(sizes)))
+    items = sorted(moves, key=lambda i: (i.leaf, i.begin, i.source, i.target))
     ways = [(i, digits(i.source, sizes), digits(i.target, sizes)) for i in items]
     me = digits(rank, sizes)
     return Route(rank, items, [_stage(k, axes[k], sizes[k], me, ways) for k in reversed(range(len(sizes)))])
 
 
 def _items(take: Span, give: Span, num_ranks: int) -> Iterator[Item]:
+    """Yield what moves from one span to another of the same leaf, for each rank that holds the new one."""
     begin = max(take.begin, give.begin)
     numel = min(take.begin + take.numel, give.begin + give.numel) - begin
     if numel > 0:
@@ -128,6 +130,7 @@ def _stage(k: int, axis: str, size: int, me: list[int], ways: Sequence[tuple[Ite
     sends: list[list[Item]] = [[] for _ in range(size)]
     recvs: list[list[Item]] = [[] for _ in range(size)]
     for item, source, target in ways:
+        # the last axis comes first: before this stage an item is at its target's coordinates along later axes only
         here, there = [*source[: k + 1], *target[k + 1 :]], [*source[:k], *target[k:]]
         if here == me:
             sends[target[k]].append(item)
@@ -137,7 +140,7 @@ def _stage(k: int, axis: str, size: int, me: list[int], ways: Sequence[tuple[Ite
 
 
 def _moved(x: Any, new: Layout, label: str) -> dict[Span, list[tuple[int, Tensor]]]:
-    """What arrives for each of this rank's spans of a layout: where it begins in the leaf, and the elements."""
+    """Move elements; return, for each of this rank's spans of `new`, pairs of begin in the leaf and elements."""
     old, rows = typed(x), tree.leaves(x)
     route = _route(old, new)
     held = {i: _elements(rows[i.take.row], i) for i in route.items if i.source == route.rank}
@@ -171,19 +174,18 @@ def _along(
 
 
 def collect(x: Any, layout: Layout, label: str = "") -> Pieces:
-    """A tree as whole leaves on the ranks a layout wants them on, on the device, one message to every rank along each
-    axis. Dual: `spread`."""
+    """Return the leaves of a tree whole on the ranks that `layout` names, on the device. Dual: `spread`."""
     arrived = _moved(x, layout, label)
     rows, device = [], device_of(x)
     for span in layout.mine:
-        leaf, found = layout.leaves[span.leaf], sorted(arrived[span], key=lambda part: part[0])
-        elements = [part.to(device) for _, part in found] or [torch.empty(0, dtype=leaf.dtype, device=device)]
+        leaf, parts = layout.leaves[span.leaf], sorted(arrived[span], key=lambda part: part[0])
+        elements = [part.to(device) for _, part in parts] or [torch.empty(0, dtype=leaf.dtype, device=device)]
         rows.append((elements[0] if len(elements) == 1 else torch.cat(elements)).view(leaf.shape))
     return Pieces(layout, rows)
 
 
 def spread(x: Any, like: Any, label: str = "") -> Any:
-    """A tree with the elements of `x` where those of `like` lie; padding is zero. Dual: `collect`."""
+    """Return a tree with the layout of `like` and the elements of `x`; padding is zero. Dual: `collect`."""
     out = tree.map(lambda row: torch.zeros_like(row, memory_format=torch.contiguous_format), like)
     layout = layout_of(like)
     arrived = _moved(x, layout, label)
@@ -195,7 +197,7 @@ def spread(x: Any, like: Any, label: str = "") -> Any:
 
 
 def gathered(x: Any, rank: int = EVERYONE) -> Any:
-    """The tree of whole leaves, on every rank, or on one alone (None instead of leaves on the others)."""
+    """Return the tree of whole leaves, on every rank, or on `rank` alone (others get None in place of leaves)."""
     layout = layout_of(x)
     whole = collect(x, on_rank(layout, layout.mesh, layout.axes, rank))
     rows = dict(zip((s.leaf for s in whole.layout.mine), whole.tensors, strict=True))

@@ -1,4 +1,4 @@
-"""Optimizer state in 8 bits: blocks of a moment as codes, with one scale for each block."""
+"""AdamW with 8-bit moments: each block of a moment is stored as codes and one scale."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .base import Needs, Transform, checked, start_count
 from .elementwise import Rate, adam_constants
 
 _CHUNK = 1 << 15  # elements that stay in a CPU's cache, with their codes
-Books = tuple[Tensor, Tensor]  # of the first moment, and of the second
+Books = tuple[Tensor, Tensor]  # code books of the first and of the second moment
 
 
 class Quantised(NamedTuple):
@@ -42,9 +42,9 @@ class Adam8bitState(NamedTuple):
 
 
 def code_book(signed: bool) -> Tensor:
-    """The 256 values in [-1, 1], or [0, 1], that codes stand for, that of code 0 zero.
+    """The 256 values in [-1, 1], or [0, 1], that the codes stand for; code 0 is zero.
 
-    Seven decades, the finer the larger the values, each cut evenly: dynamic tree quantisation.
+    Dynamic tree quantisation: seven decades, each divided evenly, the larger decades into more values.
 
     >>> code_book(signed=False)[[0, 255]]
     tensor([0., 1.])
@@ -61,7 +61,7 @@ def code_book(signed: bool) -> Tensor:
 
 
 def encode(x: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
-    """(n, block) -> codes (n, block), scales (n): a block's largest magnitude, and the nearest code of each element.
+    """(n, block) -> codes (n, block), scales (n,): each block's largest magnitude, each element's nearest code.
 
     >>> codes, scales = encode(torch.tensor([[0.0, 4.0]]), code_book(signed=False))
     >>> codes, scales
@@ -74,12 +74,12 @@ def encode(x: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, book: Tensor) -> Tensor:
-    """The values that codes (n, block) and scales (n) stand for, float32."""
+    """Decode codes (n, block) with scales (n,): float32, (n, block)."""
     return book.to(codes.device)[codes.int()] * scales.unsqueeze(1)
 
 
 def _derived(layout: Layout, name: str, dtype: torch.dtype, block: int) -> Layout:
-    """The layout of codes (block 1) or of one value for each block."""
+    """The layout of the codes (`block` 1), or of tensors with one value for each block."""
     leaves = tuple(
         replace(leaf, dtype=dtype, shape=leaf.shape if block == 1 else (-(-leaf.numel // block),))
         for leaf in layout.leaves
@@ -175,10 +175,10 @@ def _kept_books(device: torch.device) -> Books:
 
 
 def _books(numbers: Sequence[Sequence[float]], device: torch.device) -> Books:
-    """The books of both moments: kept on each device, for a copy there waits for it."""
+    """The code books of both moments, cached for each device: a copy from the host would synchronize."""
     if not is_tracing() and not torch.compiler.is_dynamo_compiling():
         return _kept_books(device)
-    # a graph takes constants, which torch brings to the device once, when it traces, and no tensors from outside
+    # a graph may not capture a cached tensor; torch copies constants to the device once, while tracing
     mu, nu = (torch.tensor(book, dtype=torch.float32, device=device) for book in numbers)
     return mu, nu
 
@@ -191,7 +191,7 @@ def _blocks(x: Tensor, block: int, chunk: int) -> tuple[Tensor, ...]:
 def _update_row(
     constants: kernels.Constants, books: Books, block: int, p: Tensor, g: Tensor, *moments: Tensor
 ) -> list[Tensor]:
-    """One row: the change of the parameter, then codes and scales of both moments."""
+    """Update one row: return the change of the parameter, then codes and scales of both moments."""
     chunk = max(1, block_size(p, _CHUNK) // block)  # blocks worked on at a time
     change: kernels.Reference = partial(kernels.adam, **kernels.constants_beside(constants, p))
     wide = [_blocks(x.float(), block, chunk) for x in (p, g)]

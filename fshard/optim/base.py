@@ -1,7 +1,7 @@
-"""Gradient transformations as pairs of pure functions over trees, in optax's shape, and what combines them.
+"""Gradient transformations: pairs of pure functions over trees, as in optax.
 
 `init(params) -> state`; `update(grads, state, params, **extra) -> (updates, state)`; `apply_updates(params, updates)`.
-They know no ranks: a tree may be plain, or parts of which other ranks hold the rest (`fshard.layout`).
+They do not use ranks directly: a tree may be plain, or `Parts`, of which other ranks hold the rest (`fshard.layout`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from . import kernels
 
 Schedule = Callable[[Tensor], Any]
 
-# Whether an update is to be skipped (0-d, 1 or 0), or for each label whether its own is.
+# Whether to skip an update (0-d, 1 or 0), or a dict that says so for each label.
 FoundInf = Tensor | Mapping[Any, Tensor]
 
 
@@ -86,7 +86,7 @@ class Transform(NamedTuple):
 
 
 def choose(found_inf: FoundInf | None, old: Any, new: Any) -> Any:
-    """`new`, or `old` where `found_inf` is 1."""
+    """Return `new`, or `old` if `found_inf` (of any label) is 1: no host read."""
     if found_inf is None:
         return new
     found = any_found(found_inf)
@@ -94,13 +94,13 @@ def choose(found_inf: FoundInf | None, old: Any, new: Any) -> Any:
 
 
 def any_found(found_inf: FoundInf) -> Tensor:
-    """Whether it is 1, for any label."""
+    """1 if `found_inf` is 1, or that of any label."""
     check_found(found_inf)
     return found_inf if isinstance(found_inf, Tensor) else torch.stack([*found_inf.values()]).amax()
 
 
 def check_found(found_inf: Any, labelled: bool = True) -> None:
-    """Raise TypeError unless it is a 0-d tensor, or a dict of one for each label; ValueError for other shapes."""
+    """Raise TypeError unless `found_inf` is a tensor, or a dict of one for each label; ValueError unless 0-d."""
     known = [*found_inf.values()] if labelled and isinstance(found_inf, Mapping) else [found_inf]
     if not known or not all(isinstance(found, Tensor) for found in known):
         gives = "unscale gives (grads, found_inf), in this order"
@@ -113,14 +113,14 @@ def check_found(found_inf: Any, labelled: bool = True) -> None:
 
 
 def num_made(found_inf: FoundInf | None) -> Tensor | int:
-    """What a step adds to the number of updates: 1, or 0 where it is skipped, for all labels."""
+    """What a step adds to the number of updates: 1, or 0 if it is skipped for all labels."""
     if isinstance(found_inf, Mapping):
         found_inf = torch.stack([*found_inf.values()]).amin()
     return 1 if found_inf is None else 1 - found_inf
 
 
 def as_transform(tx: Any) -> Transform:
-    """Any pair `init`, `update` of this shape, TorchOpt's for one: run without changing what it is given."""
+    """Return any object with `init` and `update` (TorchOpt's, say) as a Transform that works on no input in place."""
     if isinstance(tx, Transform):
         return tx
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
@@ -158,7 +158,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 
 def _unlike(x: Any, p: Tensor) -> str | None:
-    """How an update or a gradient is not of the kind of its parameter."""
+    """Say how an update or a gradient does not fit its parameter, or None."""
     if not isinstance(x, Tensor):
         return f"is no tensor: got {shown(x)}"
     if x.shape != p.shape:
@@ -167,12 +167,12 @@ def _unlike(x: Any, p: Tensor) -> str | None:
 
 
 def start_count(params: Any) -> Tensor:
-    """The number of updates made, none yet: float32 (as torch's fused kernels want it), 0-d, on the device."""
+    """A count of zero updates: 0-d, float32 (which torch's fused kernels take), on the device of `params`."""
     return torch.zeros((), dtype=torch.float32, device=device_of(params))
 
 
 def at(value: Any, count: Tensor) -> Any:
-    """A hyper-parameter at a number of updates: schedules are functions of it."""
+    """The value of a hyper-parameter after `count` updates: a schedule is called with it."""
     if callable(value):
         value = value(count)
         check_rate(value)
@@ -181,7 +181,7 @@ def at(value: Any, count: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a transformation asks of its arguments; others are an error that names it."""
+    """What a transformation requires of its arguments; anything else is an error that names the transformation."""
 
     name: str
     state: Any = None  # the class of its state
@@ -190,7 +190,7 @@ class Needs:
     real: bool = False  # takes real leaves alone
 
     def check(self, grads: Any, state: Any, params: Any) -> None:
-        """Raise ValueError for the state of another, for no parameters, for gradients that are not of their kind."""
+        """Raise ValueError for another optimizer's state, for missing parameters, for gradients that do not fit."""
         if self.state is not None and not isinstance(state, self.state):
             raise ValueError(
                 f"optim.{self.name}: expected the state of its own init ({self.state.__name__}), got "
@@ -201,7 +201,7 @@ class Needs:
         if params is not None and structure(params) != structure(grads):
             unlike = tree.difference(params, grads)
             raise ValueError(f"optim.{self.name}: gradients are not of the structure of parameters: {unlike}")
-        # the shapes of parts are those of their layouts
+        # equal structures of parts have equal layouts, and so equal shapes
         pairs = zip(tree.tops(grads, Parts), tree.tops(grads if params is None else params, Parts), strict=True)
         for number, (g, p) in enumerate(pairs):
             if wrong := self._wrong(g, p):
@@ -221,7 +221,7 @@ class Needs:
 
 
 def checked(tx: Transform, needs: Needs) -> Transform:
-    """A transformation that looks at its arguments first."""
+    """Return the transformation with a check of its arguments before each update."""
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         needs.check(grads, state, params)

@@ -1,4 +1,4 @@
-"""Optimizers that act on every element by itself: over flat shards they see a few flat tensors, and run one kernel."""
+"""What all elementwise optimizers share: over flat shards they update a few flat tensors with one kernel."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ScheduleFreeState(NamedTuple):
     nu: Any
 
 
-PARAMS = "params"  # a moment that begins as a copy of the parameters
+PARAMS = "params"  # the initial value of a moment that starts as a copy of the parameters
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Rule:
 
 
 def transform(rule: Rule) -> Transform:
-    """The pure functions of a rule."""
+    """Return the transformation of a rule."""
     tx = Transform(partial(_init, rule), partial(_update, rule), partial(_fused, rule), elementwise=True, views=True)
     return checked(tx, Needs(rule.name, rule.state, rule.reads_params, rule.takes_sparse))
 
@@ -199,7 +199,7 @@ def _fused(
 def _run(
     rule: Rule, columns: list[list[Tensor]], count: Tensor, found_inf: Tensor | None, constants: kernels.Constants
 ) -> None:
-    """Update rows of one device, in place."""
+    """Update the rows on one device, in place."""
     own, given, *moments = columns
     given = [g.to(p.dtype) for g, p in zip(given, own, strict=True)]
     count, skip, constants = beside(count, own[0]), beside(found_inf, own[0]), constants_beside(constants, own[0])

@@ -1,4 +1,4 @@
-"""One transformation, or one set of hyper-parameters, for each label of leaves: what parameter groups are for."""
+"""One transformation, or one set of hyper-parameters, for each label of leaves, as torch's parameter groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Labels = Any
 
 @dataclass(frozen=True)
 class LabelState(OnMesh):
-    """The state of each label's transformation, and which leaves are whose."""
+    """The state of each label's transformation, and the layout of each label's leaves."""
 
     inner: dict[Any, Any]
     layouts: tuple[tuple[Any, Layout], ...]
@@ -38,7 +38,7 @@ tree.register_fields(LabelState, ("inner",), ("layouts",))
 
 
 def by_label(transforms: Mapping[Any, Any], labels: Labels) -> Transform:
-    """The transformation of its label for every leaf.
+    """Apply to every leaf the transformation of its label.
 
     `labels` is a function `(path, tensor) -> label` (the tensor is a meta tensor of the leaf's shape and dtype), or a
     tree of labels, for leaves or for subtrees, whose keys may be patterns of `make_plan`'s kind; the first that fits a
@@ -110,7 +110,7 @@ def check_labelled(tx: Transform) -> None:
 
 
 def _split(layout: Layout, transforms: Mapping[Any, Any], labels: Labels) -> dict[Any, Layout]:
-    """The leaves of each label that has any."""
+    """The layout of each label's leaves, for the labels that have any."""
     _check_patterns(layout, labels)
     found: dict[Any, list[int]] = {}
     for number in layout.numbers:
@@ -126,7 +126,7 @@ def _split(layout: Layout, transforms: Mapping[Any, Any], labels: Labels) -> dic
 
 
 def _check_patterns(layout: Layout, labels: Labels) -> None:
-    """Raise ValueError for a pattern that is no leaf's: those below another label, and frozen ones, count as leaves."""
+    """Raise ValueError for a pattern that matches no leaf of the tree, trained or not."""
     if callable(labels):
         return
     leaves = [path.split(".") for path in tree.paths(layout.spec)]
@@ -139,19 +139,19 @@ def _check_patterns(layout: Layout, labels: Labels) -> None:
 
 
 def _fits(path: Sequence[str], pattern: str) -> bool:
-    """Whether a pattern is a leaf's, or that of a subtree it is in."""
+    """Whether a pattern matches a leaf's path, or the path of a subtree that contains the leaf."""
     return any(tree.matches(path[:end], pattern) for end in range(len(path) + 1))
 
 
 def check_labels(name: str, labels: Labels) -> None:
-    """Raise TypeError for what is neither a function nor a tree of labels."""
+    """Raise TypeError unless `labels` is a function or a tree of labels."""
     if isinstance(labels, type | str | bool | int | float | Tensor) or hasattr(labels, "named_parameters"):
         expected = "a function (path, tensor) -> label, or a tree of labels whose keys may be patterns"
         raise TypeError(wrong(name, labels, expected))
 
 
 def label_of(leaf: Leaf, labels: Labels) -> Any:
-    """A leaf's label. ValueError if there is none."""
+    """Return the label of a leaf; ValueError if it has none."""
     if callable(labels):
         return labels(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
     path = leaf.path.split(".") if leaf.path else []

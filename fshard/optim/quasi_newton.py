@@ -1,4 +1,4 @@
-"""L-BFGS over trees, sharded or not: all dot products of an iteration travel in one small collective."""
+"""L-BFGS over trees, sharded or not: one small collective reduces all dot products of an iteration."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _difference(new: Any, old: Any, moved: Tensor) -> Any:
 
 
 def _kept(products: Tensor, keeps: Tensor) -> Tensor:
-    """Without the oldest pair, or without the newest if that is not kept."""
+    """The dot products of the kept pairs and the gradient: without the oldest pair, or without the newest."""
     m = len(products) // 2
     kept = torch.arange(m - 1, device=products.device) + keeps.long()
     index = torch.cat([kept, kept + m, torch.full_like(kept[:1], 2 * m)])

@@ -1,4 +1,4 @@
-"""Transformations made of others: one after the other, every k-th time, with hyper-parameters in the state."""
+"""Transformations made of others: in sequence, every k-th time, with hyper-parameters in the state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .base import FoundInf, Needs, Transform, as_transform, at, checked, choose,
 
 
 def chain(*txs: Any) -> Transform:
-    """One after the other: each gets the updates of the one before it.
+    """Apply transformations in sequence: each gets the updates of the one before it.
 
     ValueError for `zero(grads="local")` behind another, which would be given one rank's gradients.
 
@@ -71,12 +71,12 @@ def chain(*txs: Any) -> Transform:
 
 
 def _is_bare(tx: Transform) -> bool:
-    """Whether it acts on every element by itself and keeps nothing: one label's leaves are nothing to another's."""
+    """Whether a transformation is elementwise and has no state: then leaves of different labels do not interact."""
     return tx.elementwise and not tree.leaves(tx.init(torch.zeros(1, dtype=torch.float32, device="cpu")))
 
 
 def _not_own(extra: dict[str, Any]) -> dict[str, Any]:
-    """For whom gradients are the updates of another, which may keep them in its state."""
+    """Arguments for a transformation whose gradients are another's updates, which that one may keep in its state."""
     return {**extra, "own_grads": False} if "own_grads" in extra else extra
 
 
@@ -106,7 +106,7 @@ def every_k(tx: Any, k: int) -> Transform:
         count = state.count + 1
         mean = tree.map(lambda m, g: (m + (g - m) / beside(count, m)).to(m.dtype), state.mean, grads)
         due = (count == k).float()
-        # `mean` goes on living: it is nobody's own
+        # `mean` is needed below, so `inner` must not overwrite it
         updates, after = inner.update(mean, state.inner, params, **_not_own(extra))
         zero = tree.map(torch.zeros_like, updates)
         updates = choose(due, updates, zero)
