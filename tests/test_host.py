@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fshard
 from fshard.comm import one_host, primitives
+from fshard.comm.mesh import adapted
 from fshard.testing import simulate
 
 SIZES = [0, 1, 7, 1000, 20_000, 300_000]  # in the socket, in a segment, in buffers that are segments
@@ -212,3 +213,48 @@ def test_plans_share_what_belongs_to_their_mesh():
         assert alive == [False, True]
         assert after == [False, False]
         assert end <= before
+
+
+def _again(mesh, store):
+    """Plans after a call that failed on one rank alone, and after the process groups were made again."""
+    params, rank = {"w": torch.ones(5)}, mesh.get_rank()
+    plan = fshard.make_plan(params, mesh)
+    if rank == 0:  # sends a message that the other rank never takes
+        primitives.all_gather(torch.ones(2), plan.mesh.ranks("shard"))
+    anew = fshard.make_plan(params, mesh)
+    assert anew.mesh is not plan.mesh
+    assert fshard.make_plan(params, mesh).mesh is anew.mesh
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    last = fshard.make_plan(params, mesh)
+    assert last.mesh is not anew.mesh
+    assert fshard.gather_params(fshard.shard_params(params, last))["w"].tolist() == [1.0] * 5
+    return True
+
+
+def test_a_plan_does_not_meet_connections_that_are_out_of_step(tmp_path):
+    """Messages that a failed call left over, and process groups that are gone, are not given to the next plan."""
+    assert gloo(_again, str(tmp_path / "store"), shard=2) == [True, True]
+
+
+def _answers(mesh):
+    """What a mesh says of itself, asked in the same words."""
+    names = mesh.mesh_dim_names
+    sizes = [mesh.size(), *(mesh.size(axis) for axis in names)]
+    places = [mesh.get_rank(), *(mesh.get_local_rank(axis) for axis in names)]
+    ranks = [(r.axis, r.rank, r.size, r.device) for r in (mesh.ranks(axis) for axis in names)]
+    return names, mesh.shape, sizes, places, ranks, mesh.device, mesh.device_type
+
+
+def _answers_of_processes(mesh):
+    return _answers(adapted(mesh)), _answers(one_host.connected(mesh))
+
+
+def test_all_meshes_answer_the_same_questions():
+    """A size by the name of its axis was an error of abstract meshes; adding a kind of mesh meant seven probes."""
+    real = gloo(_answers_of_processes, shard=2, replicate=2)
+    simulated = simulate(_answers, shard=2, replicate=2)
+    for rank in range(4):
+        abstract = _answers(fshard.AbstractMesh(replicate=2, shard=2, rank=rank))
+        assert [*real[rank], simulated[rank]] == [abstract] * 3
+    assert fshard.AbstractMesh(shard=4).size("shard") == 4

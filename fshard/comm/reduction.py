@@ -9,8 +9,9 @@ Note [The same bits on any number of ranks]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -88,32 +89,56 @@ def reduce_over(
 
     What was summed once travels on as wide as it was summed.
     """
-    sizes, every = axis_sizes(mesh), axes + rest
-    # axes of one rank beside others add nothing, and what follows them would travel as wide as a sum
-    several = [axis for axis in every if sizes[axis] > 1] or every[:1]
-    axes, rest = (tuple(axis for axis in names if axis in several) for names in (axes, rest))
-    if not several:
-        return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
-    if isinstance(by, Tree):
-        return _over_tree(x, mesh, axes, rest, label, out)
-    last, ranks = len(axes) + len(rest) == 1, primitives.along(mesh, (*axes, *rest)[0])
-    numel = x.numel() // ranks.size if axes else x.numel()
-    into = out if last else x.new_empty(numel, dtype=primitives.sum_dtype(x.dtype))
-    pending = (by.reduce_scatter if axes else by.all_reduce)(x, ranks, label, into).keeping(x)
-    axes, rest = (axes[1:], rest) if axes else ((), rest[1:])
-    return pending if last else pending.then(lambda y: reduce_over(y, mesh, axes, rest, label, out, by))
-
-
-def _over_tree(x: Tensor, mesh: Mesh, axes: Axes, rest: Axes, label: str, out: Tensor | None) -> Pending:
-    """The same, along the innermost axis of the mesh first."""
     sizes = axis_sizes(mesh)
-    axis = next(name for name in reversed(sizes) if name in axes + rest)
-    ranks, last = primitives.along(mesh, axis), len(axes) + len(rest) == 1
-    if axis in axes:  # the parts of its ranks end to end
-        x = x.view(*(sizes[name] for name in axes), -1).movedim(axes.index(axis), 0).reshape(-1)
-    pending = (TREE.reduce_scatter if axis in axes else TREE.all_reduce)(x, ranks, label, out if last else None)
-    axes, rest = (tuple(name for name in names if name != axis) for names in (axes, rest))
-    return pending if last else pending.then(lambda y: _over_tree(y, mesh, axes, rest, label, out))
+    stages = _stages(sizes, axes, rest, innermost_first=isinstance(by, Tree))
+    if not stages:
+        return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
+
+    def start(stage: _Stage, x: Tensor) -> Pending:
+        ranks, reduce = primitives.along(mesh, stage.axis), by.reduce_scatter if stage.scatters else by.all_reduce
+        into = out
+        if stage is not stages[-1]:  # a tree's sums are as wide as need be
+            numel = x.numel() // ranks.size if stage.scatters else x.numel()
+            into = None if isinstance(by, Tree) else x.new_empty(numel, dtype=primitives.sum_dtype(x.dtype))
+        return reduce(_in_order(x, stage, sizes), ranks, label, into).keeping(x)
+
+    pending = start(stages[0], x)
+    for stage in stages[1:]:
+        pending = pending.then(partial(start, stage))
+    return pending
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A collective along `axis`, before which a reduction is still to be scattered over `to_scatter`."""
+
+    axis: str
+    to_scatter: Axes
+
+    @property
+    def scatters(self) -> bool:
+        """Whether it is a reduce-scatter; else an all-reduce."""
+        return self.axis in self.to_scatter
+
+
+def _stages(sizes: dict[str, int], axes: Axes, rest: Axes, innermost_first: bool) -> list[_Stage]:
+    """The collectives that `reduce_over` consists of, in order."""
+    # axes of one rank beside others add nothing, and what follows them would travel as wide as a sum
+    several = [axis for axis in axes + rest if sizes[axis] > 1] or (axes + rest)[:1]
+    order = [axis for axis in reversed(sizes) if axis in several] if innermost_first else several
+    scattered = [axis for axis in axes if axis in several]
+    done = [order[:number] for number in range(len(order))]
+    return [
+        _Stage(axis, tuple(a for a in scattered if a not in before)) for axis, before in zip(order, done, strict=True)
+    ]
+
+
+def _in_order(x: Tensor, stage: _Stage, sizes: Mapping[str, int]) -> Tensor:
+    """The parts for the ranks along a stage's axis end to end."""
+    if not stage.scatters or stage.axis == stage.to_scatter[0]:
+        return x
+    parts = x.view(*(sizes[axis] for axis in stage.to_scatter), -1)  # (ranks along each axis, numel of a part)
+    return parts.movedim(stage.to_scatter.index(stage.axis), 0).reshape(-1)
 
 
 def gather_over(x: Tensor, mesh: Mesh, axes: Axes, label: str, by: Gather | None = None) -> Pending:
