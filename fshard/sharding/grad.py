@@ -1,4 +1,4 @@
-"""What a loss may return, and the gradients of losses of sharded parameters."""
+"""Losses of sharded parameters: what a loss function may return, its value, and its gradients."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ tree.register_fields(Sum, ("total",))
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one forward gave: the loss's sum and count over all ranks (float64), its class, its dtype, extra and aux."""
+    """The result of one forward: the loss's total and count over all ranks (0-d, float64), its class and dtype."""
 
     total: Tensor
     count: Tensor
@@ -69,21 +69,21 @@ class Outcome:
 
     @property
     def divisor(self) -> Tensor:
-        """What the sum of all totals is divided by: NaN where nothing counts, as is 0 / 0."""
+        """What the total is divided by: the count, NaN if that is 0, so that the loss is NaN; 1 for a Sum."""
         return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, torch.nan, self.count)
 
     def shared(self, num: int) -> Tensor:
-        """What each of several micro-batches like this one is divided by; one may count nothing if another does."""
+        """The divisor of each of `num` micro-batches that count as much as this one; a count of 0 is taken for 1."""
         return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, 1.0, self.count) * num
 
     @property
     def value(self) -> Tensor:
-        """The loss over all ranks."""
+        """The loss over all ranks, in the dtype that the loss function returned."""
         return (self.total / self.divisor).to(self.dtype)
 
 
 def _returned(out: Any, has_aux: bool, with_extra: bool) -> tuple[Any, Any, Any]:
-    """The loss, the new extra and aux, None for what a loss function does not return."""
+    """The loss, the new extra and the aux of what a loss function returned; None for those it does not return."""
     names = ["loss", *["extra"] * with_extra, *["aux"] * has_aux]
     if len(names) > 1 and not (isinstance(out, tuple) and len(out) == len(names)):
         asked = " and ".join(["with_extra=True"] * with_extra + ["has_aux=True"] * has_aux)
@@ -94,7 +94,7 @@ def _returned(out: Any, has_aux: bool, with_extra: bool) -> tuple[Any, Any, Any]
 
 
 def read_loss(loss: Any) -> tuple[Any, type]:
-    """What a loss gave as a Mean or Sum, and the class it gave it as."""
+    """A returned loss as a Mean or Sum, and its class: Mean, Sum, or Tensor for a plain scalar."""
     kind = type(loss) if isinstance(loss, Mean | Sum) else Tensor
     loss = Mean(loss, 1) if kind is Tensor else loss
     total, count = loss.total, loss.count if kind is not Sum else 1
@@ -112,14 +112,14 @@ def read_loss(loss: Any) -> tuple[Any, type]:
 
 
 def described(kind: type, built: str) -> str:
-    """What ranks must agree on, in words, which travel with the loss: its class, and what a step was built with."""
+    """Text that ranks compare with the loss's collective: the class of the loss, and what a step was built with."""
     return f", loss={'a scalar' if kind is Tensor else kind.__name__}{built}"
 
 
 def _outcome(loss: Any, extra: Any, aux: Any, mesh: Mesh, built: str = "") -> tuple[list[Tensor], Outcome]:
-    """This rank's total and, if it is to be differentiated, its count; what they come to over all ranks.
+    """The tensors to differentiate (this rank's total, and its count if that requires a gradient), and the outcome.
 
-    One small collective.
+    One small collective sums totals and counts over ranks.
     """
     loss, kind = read_loss(loss)
     count = loss.count if kind is not Sum else 1
@@ -135,7 +135,7 @@ def _outcome(loss: Any, extra: Any, aux: Any, mesh: Mesh, built: str = "") -> tu
 def _called(
     tape: Tape, params: Sharded, loss_fn: Callable[..., Any], args: Any, has_aux: bool, with_extra: bool
 ) -> tuple[Any, Any, Any]:
-    """The loss, the new extra and aux; each `Sharded` among the arguments gathers on access, as parameters do."""
+    """Call the loss function: the loss, the new extra and aux. Each `Sharded` among the arguments gathers on access."""
 
     def call(view: Any) -> tuple[Any, Any, Any]:
         others = [(part, other.view()) for part, other in tape.beside]
@@ -146,7 +146,7 @@ def _called(
         if not (has_aux or with_extra):
             return loss, None, None
         held = [params, *(part for part, _ in others)]
-        # a view that is handed on stands for what it is a view of
+        # an extra that contains the view of a `Sharded` means the `Sharded`
         known = {id(seen): part for part, seen in others}
         extra = tree.map_tops(lambda x: known.get(id(x), x), lambda x: id(x) in known, extra)
         extra, aux = (apart(tree.detached(x, Sharded), held) for x in (extra, aux))
@@ -156,18 +156,18 @@ def _called(
 
 
 def apart(x: Any, held: Sequence[Any]) -> Any:
-    """A tree, copies in the place of leaves in the memory of tensors or `Sharded`, to which a step may write.
+    """A tree with copies of the leaves that share memory with `held`, which a step may write to.
 
-    Each `Sharded` in the tree stays.
+    Each `Sharded` in the tree stays as it is.
     """
     # private: the identity of a storage, of fake ones too (test_step_args.py notices when it goes)
     memory = {row.untyped_storage()._cdata for row in tree.leaves(held) if isinstance(row, Tensor)}
 
-    def own(leaf: Any) -> Any:
+    def copied(leaf: Any) -> Any:
         dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
         return leaf.detach().clone() if dense and leaf.untyped_storage()._cdata in memory else leaf
 
-    return tree.map_tops(own, Sharded, x)
+    return tree.map_tops(copied, Sharded, x)
 
 
 def run(
@@ -185,22 +185,23 @@ def run(
     scale: Callable[[Tensor], Tensor] = lambda seed: seed,
     tape: Tape | None = None,
 ) -> Outcome:
-    """Forward and backward: the gradients of `scale(total / divisor)`, summed over ranks, go `into` their buffers.
+    """Forward and backward: the gradients of `scale(total / divisor)` are written to `into`.
 
-    `divisor` is given the outcome: over all ranks, or with `alone` this one's. `whole`: no other follows.
+    `divisor` is a function of the outcome: that of all ranks, or with `alone` that of this rank. `whole` says that this
+    is the only micro-batch of the step.
     """
     _check_eager()
     tape = tape or Tape(params, into, tree.nodes(args, Sharded))
     with anchors.another_root(), closing(tape):
         with torch.enable_grad():
-            found = _called(tape, params, loss_fn, args, has_aux, with_extra)
-        outs, outcome = _outcome(*found, None if alone else params.plan.live_mesh(), built)
-        del found
+            returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
+        outs, outcome = _outcome(*returned, None if alone else params.plan.live_mesh(), built)
+        del returned
         _check_differentiable(outs, whole)
         seed = scale(divisor(outcome).reciprocal())
         seeds = [seed, -seed * (outcome.total / outcome.divisor)]  # d(T / C) = dT / C - (T / C) dC / C
         pairs = [(x, seed.to(x.dtype)) for x, seed in zip(outs, seeds, strict=False) if x.requires_grad]
-        # on this thread, where the tally and a simulated rank are
+        # on this thread: the tally and simulated ranks belong to it
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.grad([x for x, _ in pairs], [tape.root], [y for _, y in pairs], allow_unused=True)
         tape.check_reached([x for x, _ in pairs])
@@ -220,7 +221,7 @@ def _check_differentiable(outs: Sequence[Tensor], whole: bool) -> None:
 
 
 def inputs(plan: Plan, args: Any) -> Any:
-    """Arguments of a loss, cast as the plan's policy says; a `Sharded` has a policy of its own."""
+    """The arguments of a loss, cast as the plan's policy says; each `Sharded` has a policy of its own."""
     return tree.map_tops(lambda x: x if isinstance(x, Sharded) else plan.policy.inputs(x), Sharded, args)
 
 
@@ -238,13 +239,13 @@ def _check_eager() -> None:
 
 
 def check_loss(loss_fn: Any) -> None:
-    """Raise TypeError for what is no function of parameters and arguments: a module, a class, an optimizer."""
+    """Raise TypeError unless `loss_fn` is a function: for a module, a class, an optimizer."""
     remedy = "Of a module write lambda params, x: torch.func.functional_call(module, params, (x,)), and a loss of that."
     check_function("loss_fn", loss_fn, "loss_fn(params, *args)", remedy)
 
 
 def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
-    """Room for the gradients of a whole tree, cut over some axes; for a rank's own, all of it on the device."""
+    """Memory for the gradients of a whole tree, cut over some axes; with `local` all of it is on the device."""
     plan, trained, axes = params.plan, params.trainable, params.plan.rest(())
     tensors = []
     for kind, row in zip(trained.view.kinds, trained.tensors, strict=True):
@@ -258,12 +259,12 @@ def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
 
 
 def later_grads(params: Sharded, over: Axes, local: bool = False) -> Callable[[], Sharded]:
-    """The same, made when it is first asked for."""
+    """A function that makes `empty_grads` at its first call, and returns the same at every call."""
     return cache(partial(empty_grads, params, over, local))
 
 
 def check_sharded(params: Any) -> Sharded:
-    """`params`, if it is the whole of a sharded tree."""
+    """Return `params`. TypeError unless it is a `Sharded` of a whole tree."""
     if not isinstance(params, Sharded):
         raise TypeError(
             f"params: expected a Sharded, got {type(params).__name__}: call fshard.shard_params(params, plan) first "
@@ -279,11 +280,11 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`fn(sharded, *args) -> (value, grads)`, or `((value, aux), grads)`: the loss over all ranks, and its gradient.
 
-    `loss_fn(params, *args)` is written for one device; touching a unit of `params` gathers it, and so it is with every
-    `Sharded` among `args` (a teacher's, say), to which no gradient goes. It returns `Mean(total,
-    count)`, `Sum(total)`, or a plain 0-d tensor, which means the mean of equally weighted ranks. Gradients come as the
-    plan's `grads_over` says, or with `reduce=False` as `Unreduced`; a leaf the loss does not use gets zeros. Eager:
-    inside torch.func's transforms call `gather_params` in the function that is differentiated.
+    `loss_fn(params, *args)` is written for one device. Touching a unit of `params` gathers it; so does touching a unit
+    of any `Sharded` among `args` (a teacher's, say), which gets no gradient. The loss is `Mean(total, count)`,
+    `Sum(total)`, or a plain 0-d tensor, which means the mean of equally weighted ranks. Gradients are cut as the plan's
+    `grads_over` says; with `reduce=False` they are this rank's own, as `Unreduced`. A leaf that the loss does not use
+    gets zeros. This is eager: inside torch.func's transforms call `gather_params` in the differentiated function.
 
     >>> value, grads = value_and_grad(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
     >>> value, gather_params(grads)
@@ -319,17 +320,17 @@ def evaluate(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[...
         tape = Tape(params, beside=tree.nodes(args, Sharded))
         try:
             with torch.no_grad():
-                found = _called(tape, params, loss_fn, inputs(plan, args), has_aux, with_extra=False)
+                returned = _called(tape, params, loss_fn, inputs(plan, args), has_aux, with_extra=False)
         finally:
             tape.close()
-        _, outcome = _outcome(*found, plan.live_mesh())
+        _, outcome = _outcome(*returned, plan.live_mesh())
         return (outcome.value, outcome.aux) if has_aux else outcome.value
 
     return fn
 
 
 def reduce_grads(grads: Unreduced, reduction: Any = "exact") -> Sharded:
-    """The mesh's gradients from every rank's own, cut as the plan's `grads_over` says. TypeError for reduced ones.
+    """Sum every rank's own gradients; the result is cut as the plan's `grads_over` says. TypeError for reduced ones.
 
     >>> _, own = value_and_grad(lambda w: (w * w).sum(), reduce=False)(shard_of(torch.tensor([1.0, 2.0])))
     >>> gather_params(reduce_grads(own))
@@ -348,7 +349,7 @@ def reduce_grads(grads: Unreduced, reduction: Any = "exact") -> Sharded:
 
 
 def reduce_all(local: Sharded, reduced: Sharded, by: Reduction) -> None:
-    """Every rank's own gradients, whole, added up into `reduced`."""
+    """Sum every rank's own whole gradients `local` into `reduced`, all units at once."""
     plan, into = local.plan, Gradients(lambda: reduced, lambda: local, by=by)
     places = [(u, k) for u in range(len(plan.units)) for k in local.view.kinds if plan.units[u].lengths[k]]
     started = [into.emit(unit, kind, local.piece(unit, kind)) for unit, kind in places]

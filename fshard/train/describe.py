@@ -1,11 +1,11 @@
-"""What a step was built with, in words that ranks can compare.
+"""What a step was built with, as text that ranks compare.
 
 Note [Built alike]
-    Ranks whose steps were built with other arguments make the same collectives, and train something else. So the text
-    of the collective that a step makes anyway, the loss's, has what the step was built with; where ranks compare calls
-    they compare that. Of an optimizer, which is functions, these are the plain values that the functions hold: numbers,
-    strings, dtypes, by the names they have there. Only this package's functions are looked into; of others, which may
-    hold what rightly differs by rank (a number, a path), the name counts. Tensors are not read.
+    Ranks whose steps were built with different arguments may issue the same collectives, and train different models.
+    So the label of one collective that every step issues, that of the loss, contains the arguments as text; where ranks
+    compare calls, they compare this. An optimizer consists of functions: its text is the plain values in their
+    closures (numbers, strings, dtypes), by name. Only functions of this package are looked into; of others, which may
+    hold values that rightly differ by rank (a rank, a path), the text is the name. Tensors are not read.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 _PACKAGE = __name__.partition(".")[0]
-_LONG = 16  # more numbers than that are a table of ours
-_LONGEST = 300  # characters; of a longer text what follows is a checksum
+_LONG = 16  # a list of more numbers is a table of this package, and left out
+_LONGEST = 300  # characters; a longer text is cut, with a checksum of the whole
 
 
 def describe(**given: Any) -> str:
-    """The plain values of some arguments, and of what they hold.
+    """The plain values among these arguments, and inside of them, as one line of text.
 
     >>> describe(clip_norm=1.0, accumulate=2)
     'clip_norm=1.0, accumulate=2'
@@ -48,7 +48,7 @@ def _words(name: str, value: Any, seen: set[int]) -> Iterator[str]:
         yield from _words(key or name, inner, seen)
     if callable(value) and not isinstance(value, partial | tuple):
         own = getattr(value, "__qualname__", type(value).__qualname__)
-        # what holds nothing is known by its name; helpers of ours, and what they are inside of, are known anyhow
+        # a function without values inside is described by its name; private helpers of this package are left out
         if not _is_ours(value) or not (held or isinstance(value, type) or own.startswith("_") or "<" in own):
             yield f"{name}={own}"
 
@@ -58,7 +58,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _held(value: Any) -> list[tuple[str, Any]]:
-    """What a value holds, by name; an empty name is that of the value itself."""
+    """The values inside of a value, by name; an empty name stands for the name of the value itself."""
     if isinstance(value, partial):
         return [("", value.func), *(("", x) for x in value.args), *value.keywords.items()]
     if isinstance(value, Mapping):

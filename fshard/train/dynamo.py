@@ -1,9 +1,10 @@
 """A step inside the user's own torch.compile.
 
 Note [torch.compile]
-    Dynamo follows Python, and would lose itself in a step. It is told to take the step as one call, which its second
-    stage traces into operators as `jit` does: no graph break, and the same nodes. It wants arguments without None, and
-    structures that it has seen, so a state is flattened on the way out, and built again like the one that came in.
+    Dynamo traces Python bytecode, and cannot follow all that a step does. `nonstrict_trace` tells it to take the step
+    as one call, which AOTAutograd then traces into operators as `jit` does: no graph break, and the same nodes. Such a
+    call takes no None among its arguments, and returns no structure that dynamo has not seen. So None is replaced by a
+    constant, and the new state comes out as leaves, from which a state like the given one is built.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.utils._pytree as pytree
 
 
 class _Nothing:
-    """Stands for None."""
+    """A constant in the place of None, which `nonstrict_trace` does not take."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Nothing)
@@ -29,19 +30,19 @@ _NOTHING = _Nothing()
 
 
 def without_none(x: Any) -> Any:
-    """A tree with something else in the place of None. Dual: `with_none`."""
+    """The tree with a constant in the place of every None. Dual: `with_none`."""
     return pytree.tree_map(lambda leaf: _NOTHING if leaf is None else leaf, x)
 
 
 def with_none(x: Any) -> Any:
-    """The tree that `without_none` was given."""
+    """The tree with None in the place of the constant. Dual: `without_none`."""
     return pytree.tree_map(
         lambda leaf: None if isinstance(leaf, _Nothing) else leaf, x, is_leaf=lambda leaf: isinstance(leaf, _Nothing)
     )
 
 
 def like(x: Any, leaves: Any) -> Any:
-    """A tree of the structure of one without None, with None again."""
+    """The leaves as a tree of the structure of `x`, with None in the place of the constant."""
     return with_none(pytree.tree_unflatten(leaves, pytree.tree_structure(x)))
 
 
@@ -52,7 +53,7 @@ def _run(step: Any, state: Any, given: Any) -> Any:
 
 @cache
 def _opaque() -> Any:
-    import torch._dynamo  # takes seconds, and is there when dynamo asks for this
+    import torch._dynamo  # takes seconds; inside torch.compile it is imported already
 
     return torch._dynamo.nonstrict_trace(_run)
 

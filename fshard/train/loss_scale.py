@@ -1,4 +1,4 @@
-"""Loss scaling as values: immutable scalers that a step takes in and hands out.
+"""Loss scalers: immutable values that a step takes and returns.
 
 A gradient in half precision underflows; multiplying the loss by a scale and the gradient by its inverse avoids it.
 Where a scaled gradient overflows the update is skipped, and a dynamic scale backs off. Source: Micikevicius et al.,
@@ -27,12 +27,12 @@ from ..optim import kernels
 from ..optim.base import FoundInf, any_found, check_found
 from ..optim.labels import Labels, label_of
 
-# What a DynamicLossScale has and torch.amp.GradScaler has not, with the values that make it torch's.
+# The fields of DynamicLossScale that torch.amp.GradScaler lacks, with the values at which both do the same.
 _BOUNDS = {"min_scale": 0.0, "max_scale": math.inf, "hysteresis": 1}
 
 
 def _times(x: Any, scale: Tensor) -> Any:
-    """Every leaf times a 0-d scale, in the leaf's dtype (a product of two 0-d tensors would take the wider one)."""
+    """Every leaf times a 0-d scale, in the leaf's dtype (torch promotes a product of two 0-d tensors to the wider)."""
     leaves, spec = tree.flatten(x)
     for number, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
@@ -55,7 +55,7 @@ class Unscaled(Tensor):
 
 
 def _as_scale(scale: Any) -> Tensor:
-    """A 0-d float32 tensor of its own: the caller may go on to write to the one that was given."""
+    """A new 0-d float32 tensor: the caller may write to the one that was given."""
     if not isinstance(scale, Tensor) and not is_number(scale):
         raise TypeError(wrong("a loss scale", scale, "a number above 0, or a 0-d tensor"))
     plain = scale.as_subclass(Tensor) if isinstance(scale, Tensor) else double(float(scale))
@@ -67,7 +67,7 @@ def _as_scale(scale: Any) -> Tensor:
 
 
 def _check_between(scale: Any, least: float, most: float) -> None:
-    """Raise ValueError for a number outside of the bounds, as float32 has them; tensors are not read."""
+    """Raise ValueError for a number outside of the bounds, rounded to float32; tensors are not read."""
     if is_number(scale) and not least * (1 - 2**-23) <= scale <= most * (1 + 2**-23):
         raise ValueError(f"a loss scale={scale}: expected min_scale={least} <= scale <= max_scale={most}")
 
@@ -112,7 +112,7 @@ def _check_grads(grads: Any) -> None:
 
 
 def _meshes(x: Any, mesh: Mesh) -> list[Mesh]:
-    """The meshes whose ranks agree on what is finite: that of the parts in a tree, and the one that was asked for."""
+    """The meshes whose ranks agree on what is finite: that of sharded gradients, and `mesh`."""
     axis_sizes(mesh)
     return [each for each in (mesh_of(x), mesh) if each is not None]
 
@@ -124,7 +124,7 @@ def _agreed(found: Any, meshes: Sequence[Mesh]) -> Any:
 
 
 def _found_by(key: Callable[[Leaf], Any], x: Any, meshes: Sequence[Mesh]) -> dict[Any, Tensor]:
-    """For each key of leaves 1 if any of them is not finite on any rank, else 0 (float32, 0-d), the same on all."""
+    """For each key, 1 if any of its leaves is not finite on any rank, else 0: float32, 0-d, equal on all ranks."""
     found, device = dict[Any, list[Tensor]](), device_of(x)
     for path, node in tree.paths_to(x, Parts):
         layout = layout_of(node)
@@ -148,9 +148,9 @@ def _not_finite(x: Tensor) -> Tensor:
 
 
 def nonfinite_leaves(x: Any, mesh: Mesh = None) -> list[str]:
-    """The paths of leaves that are not finite on some rank, the same on all: one collective, and it reads the device.
+    """The paths of leaves that are not finite on any rank, equal on all ranks. One collective; the host waits for it.
 
-    The ranks are those of the mesh that `x` lies on; for plain trees say which `mesh`, or None for this rank alone.
+    The ranks are those of the mesh that `x` lies on; for a plain tree those of `mesh`, or this one alone for None.
 
     >>> nonfinite_leaves({"a": torch.tensor([1.0, torch.inf]), "b": torch.ones(2)})
     ['a']
@@ -201,11 +201,16 @@ class StaticLossScale:
 
 @dataclass(frozen=True, init=False)
 class DynamicLossScale(StaticLossScale):
-    """A scale that backs off where gradients overflow, and grows after `growth_interval` updates that did not.
+    """A scale that shrinks when gradients overflow, and grows after `growth_interval` updates without an overflow.
 
-    It begins at 2^16 (or the nearest bound) if it is not given, and stays between `min_scale` and `max_scale`: a number
-    outside is a ValueError. It backs off from the `hysteresis`-th overflow on since it last grew (with 1, from the
-    first: torch.amp.GradScaler's rule).
+    - `scale`: the first scale; by default 2^16, or the nearest bound.
+    - `growth_factor`, `backoff_factor`: what the scale is multiplied by when it grows, and when it shrinks.
+    - `growth_interval`: the number of updates in a row without an overflow after which the scale grows.
+    - `growth_tracker`: how many of these there were already.
+    - `min_scale`, `max_scale`: bounds of the scale; a `scale` outside is a ValueError.
+    - `hysteresis`: the scale shrinks at the `hysteresis`-th overflow since it last grew, and at every one after that
+      (with 1, at the first: torch.amp.GradScaler's rule).
+    - `hysteresis_tracker`: how many overflows are left until then; by default `hysteresis`.
 
     >>> scaler = DynamicLossScale(16.0, growth_interval=1)
     >>> scaler.adjust(torch.tensor(1.0)).value.item(), scaler.adjust(torch.tensor(0.0)).value.item()
@@ -221,7 +226,7 @@ class DynamicLossScale(StaticLossScale):
     max_scale: float
     hysteresis: int
     growth_tracker: Tensor  # updates since the scale last changed, int32, 0-d
-    hysteresis_tracker: Tensor  # overflows still borne, int32, 0-d
+    hysteresis_tracker: Tensor  # overflows left until the scale shrinks, int32, 0-d
 
     def __init__(
         self,
@@ -259,7 +264,7 @@ class DynamicLossScale(StaticLossScale):
         vars(self).update(zip((f.name for f in fields(self)), values, strict=True))
 
     def adjust(self, found_inf: FoundInf, new_scale: Any = None) -> DynamicLossScale:
-        """The scaler of the next step, or one with another scale: no host read."""
+        """The scaler of the next step; with `new_scale` one with that scale and the same counts. No host read."""
         if new_scale is not None:
             _check_between(new_scale, self.min_scale, self.max_scale)
             return self._with(_as_scale(new_scale).to(self.value.device), self.growth_tracker, self.hysteresis_tracker)
@@ -283,9 +288,9 @@ class DynamicLossScale(StaticLossScale):
         return new
 
     def state_dict(self) -> dict[str, Any]:
-        """torch.amp.GradScaler's, and what it knows nothing of where that is used. It reads the device.
+        """The state dict of torch.amp.GradScaler. The host waits for the device.
 
-        That is `min_scale`, `max_scale` and the hysteresis, written together if any is not its default.
+        If `min_scale`, `max_scale` or `hysteresis` is not its default, all of them are in it as well.
         Dual: `load_state_dict`.
 
         >>> DynamicLossScale(8.0).state_dict()["scale"]
@@ -299,7 +304,7 @@ class DynamicLossScale(StaticLossScale):
         return {**saved, **bounds, "_hysteresis_tracker": int(self.hysteresis_tracker)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> DynamicLossScale:
-        """The scaler that a state dict is of; one of torch.amp.GradScaler with this scaler's bounds and hysteresis.
+        """The scaler that was saved. A state dict of torch.amp.GradScaler gets this scaler's bounds and hysteresis.
 
         >>> DynamicLossScale().load_state_dict(torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()).value.item()
         8.0
@@ -352,7 +357,7 @@ tree.register_fields(NoLossScale, ())
 
 
 def select(found_inf: Tensor, if_inf: Any, if_finite: Any) -> Any:
-    """One of two trees of one structure, shapes and dtypes, by a 0-d tensor: no host read.
+    """`if_inf` where `found_inf` is 1, else `if_finite`: trees of one structure, shapes and dtypes. No host read.
 
     >>> select(torch.tensor(1.0), {"w": torch.tensor(1)}, {"w": torch.tensor(2)})
     {'w': tensor(1)}
