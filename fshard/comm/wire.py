@@ -1,13 +1,13 @@
-"""What travels instead of a shard or of gradients: encoded by who sends it, decoded by who gets it.
+"""Wires: how shards and gradients are encoded before they are sent, and decoded when they arrive.
 
 Note [Wires]
-    A `Wire` makes of a flat floating tensor another flat tensor, whose length is decided by the sum and the number of
-    `sizes` alone (all ranks send equally much), and of that one the elements again. `make_plan(param_wire=...)` has
-    every shard encoded, the codes gathered, and decoded into what is computed with; `grad_wire` has every rank's part
-    of a gradient encoded for the rank that sums it, which decodes what all ranks sent and adds it up in float32, in
-    rank order. `sizes` are the elements of each leaf in the tensor, in order, padding among them: a wire may treat each
-    leaf by itself. A wire with `feedback` loses much: a step keeps what was lost of gradients, in its state, and adds
-    it to the next ones.
+    A `Wire` encodes a flat floating tensor as another flat tensor, and decodes that. The length of the encoded tensor
+    depends only on the sum and the number of `sizes`, because all ranks must send equally much. `sizes` has the number
+    of elements of each leaf in the tensor, in order, the padding after a leaf included: a wire may treat each leaf by
+    itself. With `make_plan(param_wire=...)` every shard is encoded, all-gathered, and decoded into the compute dtype.
+    With `grad_wire` each rank's part of a gradient is encoded for the rank that sums it, which decodes the parts of all
+    ranks and adds them in float32, in rank order. A wire with `feedback` is lossy: a step keeps in its state what was
+    not sent of gradients, and adds it to the next gradients.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Sizes = Sequence[int]
 
 
 class Wire(Protocol):
-    """How a flat tensor travels. Make it a frozen dataclass: plans are compared by its fields, and between ranks."""
+    """How a flat tensor is encoded. Make yours a frozen dataclass: ranks compare plans by the fields of their wires."""
 
     feedback: bool
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
-        """Flat (n,) -> flat, of a length that n, the sum of `sizes`, and their number decide."""
+        """Encode (n,), n the sum of `sizes`, as a flat tensor; only n and the number of `sizes` decide its length."""
 
     def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
-        """The inverse: flat (n,), floating."""
+        """Decode what `encode` returned: (n,), floating."""
 
 
 def pack(*tensors: Tensor) -> Tensor:
-    """Flat tensors of any dtypes as one of bytes, each from a multiple of 16 on. Dual: `unpack`.
+    """Pack flat tensors of any dtypes into one of bytes, each from a multiple of 16 bytes on. Dual: `unpack`.
 
     >>> unpack(pack(torch.ones(1), torch.tensor([2, 3])), (torch.float32, 1), (torch.int64, 2))
     [tensor([1.]), tensor([2, 3])]
@@ -49,7 +49,7 @@ def pack(*tensors: Tensor) -> Tensor:
 
 
 def unpack(data: Tensor, *held: tuple[torch.dtype, int]) -> list[Tensor]:
-    """The tensors that were packed, told by dtype and number of elements. Dual: `pack`.
+    """Return the packed tensors, given dtype and number of elements of each. Dual: `pack`.
 
     >>> unpack(pack(torch.tensor([True])), (torch.bool, 1))
     [tensor([True])]
@@ -59,7 +59,7 @@ def unpack(data: Tensor, *held: tuple[torch.dtype, int]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Identity:
-    """As it is stored: shards travel in full, and are cast on arrival.
+    """Send shards in the dtype they are stored in; they are cast on arrival.
 
     >>> Identity().encode(torch.ones(1), [1])
     tensor([1.])
@@ -68,17 +68,17 @@ class Identity:
     feedback: bool = False
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
-        """Itself."""
+        """Return the tensor unchanged."""
         return x
 
     def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
-        """Itself."""
+        """Return the data unchanged."""
         return data
 
 
 @dataclass(frozen=True)
 class Cast:
-    """In another dtype: with bfloat16 half the bytes of float32.
+    """Send another dtype: with bfloat16 half the bytes of float32.
 
     >>> Cast(torch.bfloat16).encode(torch.ones(1), [1])
     tensor([1.], dtype=torch.bfloat16)
@@ -93,19 +93,19 @@ class Cast:
         check_flags(**{"Cast: feedback": self.feedback})
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
-        """Rounded to the nearest."""
+        """Cast to `dtype`, rounding to the nearest."""
         return x.to(self.dtype)
 
     def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
-        """As it arrived."""
+        """Return the data in the dtype it was sent in."""
         return data
 
 
 @dataclass(frozen=True)
 class Int8:
-    """8 bits an element, and a float32 scale for every block: s = max |x| / 127, code = round(x / s).
+    """Send 8 bits an element, and a float32 scale for every block: s = max |x| / 127, code = round(x / s).
 
-    A block that is not finite arrives as NaN.
+    A block with an element that is not finite arrives as NaN.
 
     >>> wire = Int8(block=2)
     >>> wire.decode(wire.encode(torch.tensor([127.0, -1.0, 0.0]), [3]), [3])
@@ -122,14 +122,14 @@ class Int8:
         check_flags(**{"Int8: feedback": self.feedback})
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
-        """Scales, then codes."""
+        """Pack the scales, then the codes."""
         blocks = F.pad(x.float(), (0, -x.numel() % self.block)).view(-1, self.block)
         scales = blocks.abs().amax(1, keepdim=True) / 127 if x.numel() else blocks[:, :1]
         codes = (blocks / torch.where(scales > 0, scales, 1)).round().nan_to_num(0).to(torch.int8)
         return pack(torch.where(scales.isfinite(), scales, torch.nan).view(-1), codes.view(-1)[: x.numel()])
 
     def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
-        """Codes times scales."""
+        """Return codes times scales, float32."""
         numel = sum(sizes)
         scales, codes = unpack(data, (torch.float32, -(-numel // self.block)), (torch.int8, numel))
         blocks = F.pad(codes.float(), (0, -numel % self.block)).view(-1, self.block)
@@ -138,9 +138,9 @@ class Int8:
 
 @dataclass(frozen=True)
 class Float8:
-    """A float of 8 bits an element, and a float32 scale for every leaf: s = max |x| / largest float8.
+    """Send a float8 for each element, and a float32 scale for every leaf: s = max |x| / largest float8.
 
-    A leaf that is not finite arrives as NaN.
+    A leaf with an element that is not finite arrives as NaN.
 
     >>> wire = Float8()
     >>> wire.decode(wire.encode(torch.tensor([1.0, -2.0, 1e6]), [2, 1]), [2, 1])
@@ -158,7 +158,7 @@ class Float8:
         check_flags(**{"Float8: feedback": self.feedback})
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
-        """Scales, then codes."""
+        """Pack the scales, then the codes."""
         leaves = x.float().split(list(sizes))
         zero = x.new_zeros((), dtype=torch.float32)
         top = torch.stack(
@@ -169,7 +169,7 @@ class Float8:
         return pack(scales, torch.cat(parts).to(self.dtype))
 
     def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
-        """Codes times scales."""
+        """Return codes times scales, float32."""
         scales, codes = unpack(data, (torch.float32, len(sizes)), (self.dtype, sum(sizes)))
         leaves = codes.float().split(list(sizes))
         return torch.cat([leaf * s for leaf, s in zip(leaves, scales.unbind(), strict=True)])
@@ -177,7 +177,7 @@ class Float8:
 
 @dataclass(frozen=True)
 class TopK:
-    """The largest elements alone, a `share` of all: 8 bytes for each. Of gradients the step keeps the others.
+    """Send only the elements of largest magnitude, a `share` of all, 8 bytes for each; a step keeps the others.
 
     >>> wire = TopK(0.5)
     >>> wire.decode(wire.encode(torch.tensor([1.0, -3.0]), [2]), [2])
@@ -198,24 +198,24 @@ class TopK:
         return min(sum(sizes), max(1, round(self.share * sum(sizes))))
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
-        """Places, then values."""
-        places = x.abs().topk(self._num_kept(sizes)).indices
-        return pack(places.int(), x[places].float())
+        """Pack the indices (int32), then the values (float32)."""
+        indices = x.abs().topk(self._num_kept(sizes)).indices
+        return pack(indices.int(), x[indices].float())
 
     def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
-        """Zero but for what was sent."""
+        """Return the values that were sent at their indices, zeros elsewhere."""
         num = self._num_kept(sizes)
-        places, values = unpack(data, (torch.int32, num), (torch.float32, num))
-        return values.new_zeros(sum(sizes)).index_copy(0, places.long(), values)
+        indices, values = unpack(data, (torch.int32, num), (torch.float32, num))
+        return values.new_zeros(sum(sizes)).index_copy(0, indices.long(), values)
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """A nearly square matrix M of `rank`: M is near P Qᵀ, with P orthonormal and Q = Mᵀ P; both travel, in float32.
+    """Send a low-rank approximation P Qᵀ of the elements as a nearly square matrix M: P orthonormal, Q = Mᵀ P, float32.
 
-    Two power iterations from a fixed start. What takes no more bytes than P and Q travels in full, what is not finite
-    arrives as NaN. The matrix is of all that one rank sends another: of each leaf by itself, ranks would send unequally
-    much. Of gradients the step keeps the rest.
+    Two power iterations from a fixed start. A tensor that takes no more bytes than P and Q is sent in full; one that is
+    not finite arrives as NaN. M has all elements that one rank sends another: with one matrix for each leaf, ranks
+    would send unequally much. A step keeps the rest of gradients.
 
     >>> wire = LowRank(rank=1)
     >>> wire.decode(wire.encode(torch.full((16,), 3.0), [16]), [16])[:2].round(decimals=3)
@@ -232,7 +232,7 @@ class LowRank:
         check_flags(**{"LowRank: feedback": self.feedback})
 
     def _shape(self, sizes: Sizes) -> tuple[int, int, int] | None:
-        """Rows, columns and rank of what is sent, or None for what travels in full."""
+        """Rows and columns of M and the rank, or None if the tensor is sent in full."""
         n = sum(sizes)
         rows = math.isqrt(max(n - 1, 0)) + 1
         cols = -(-n // rows)
@@ -241,7 +241,7 @@ class LowRank:
         return (rows, cols, rank) if size < torch.float32.itemsize * n else None
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
-        """P, then Q."""
+        """Pack P, then Q."""
         x, shape = x.float(), self._shape(sizes)
         if shape is None:
             return x
@@ -254,7 +254,7 @@ class LowRank:
         return pack(p.reshape(-1), torch.where(finite, q, torch.nan).reshape(-1))
 
     def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
-        """P Qᵀ."""
+        """Return P Qᵀ, flat."""
         shape = self._shape(sizes)
         if shape is None:
             return data

@@ -30,16 +30,20 @@ FoundInf = Tensor | Mapping[Any, Tensor]
 
 
 class Transform(NamedTuple):
-    """A gradient transformation: `init`, `update`, and if it has one its fused twin.
+    """A gradient transformation: `init`, `update`, and optionally a fused twin of `update`.
 
-    `fused(grads, state, params, found_inf, donate) -> (params, state)` does what update and `apply_updates` do, in one
-    kernel and in place: on copies, or if `donate` on what it is given. It leaves everything as it is where `found_inf`
-    is 1. An `elementwise` transformation acts on every element by itself, and so may be run on parts of a tree; a
-    `labelled` one (`by_label`) takes a `found_inf` for each label, in `update` by name. `step` agrees on it over
-    `mesh`, if that is given. The fused twin of one with `views` takes `Views` of parameters and gradients
-    (`fshard.layout`) and writes to where they lie; any other is given packed copies.
-    `update` and `fused` take further arguments by name, and leave alone those they do not know; with `own_grads=True`
-    gradients may be overwritten, with `exact_norms=True` norms must have the same bits on any number of ranks
+    - `init(params) -> state`
+    - `update(grads, state, params, **extra) -> (updates, state)`
+    - `fused(grads, state, params, found_inf, donate, **extra) -> (params, state)`: `update` and `apply_updates` in one
+      kernel, in place on copies, or with `donate` on its arguments; it changes nothing if `found_inf` is 1
+    - `elementwise`: each element is updated by itself, so the transformation may be run on parts of a tree
+    - `labelled`: `found_inf` may be a dict with one for each label, which `update` takes by name (`by_label`)
+    - `mesh`: the mesh over which `step` combines `found_inf`
+    - `views`: `fused` takes `Views` of parameters and gradients (`fshard.layout.pieces`) and writes to them; without
+      it, `fused` is given packed copies
+
+    `update` and `fused` ignore arguments in `extra` that they do not know. With `own_grads=True` they may overwrite the
+    gradients; with `exact_norms=True` their norms must have the same bits on any number of ranks
     (`global_norm(tree, exact=True)`).
     """
 

@@ -1,7 +1,7 @@
-"""Optimizers that must know leaves, not only elements: a norm for each, rows and columns, whole matrices.
+"""Optimizers that look at leaves, not only at elements: norms of leaves, rows and columns, whole matrices.
 
-Over parts of leaves the norms and sums are added up over ranks in one small collective; a whole matrix is brought to
-one rank, by cost, and the result is sent back.
+Over parts of leaves, one small collective adds up norms and sums over ranks. A whole matrix is sent to one rank, which
+is chosen to balance cost, and the result is sent back.
 """
 
 from __future__ import annotations
@@ -56,36 +56,36 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
 
 @dataclass(frozen=True)
 class AdafactorState:
-    """Number of updates made (float32, 0-d); mean squares of rows and columns, by path; of leaves without them, nu."""
+    """Number of updates made (float32, 0-d); mean squares of rows and columns, by path; nu of all other leaves."""
 
     count: Tensor
     row_var: dict[str, Tensor]  # (..., n, 1)
     col_var: dict[str, Tensor]  # (..., 1, m)
     variance: Any
-    vectors: Layout | None  # of the leaves that have none
+    vectors: Layout | None  # of the leaves of fewer than two dims, which `variance` is of
 
 
 tree.register_fields(AdafactorState, ("count", "row_var", "col_var", "variance"), ("vectors",))
 
 
 class Factors(NamedTuple):
-    """Of one leaf with two or more dims, as a stack of matrices: the rows and columns of all, end to end."""
+    """One leaf of two or more dims as a stack of matrices (n, m), whose rows are numbered through all matrices."""
 
     leaf: Leaf
     n: int
     m: int
 
     def fold(self, elements: Tensor, begin: int) -> tuple[Tensor, int, Tensor]:
-        """Elements from `begin` on as whole rows, zeros around them; the first row, and the matrix of each row."""
+        """Elements from `begin` on as whole rows (rows, m), zero-padded; the first row, and the matrix of each row."""
         first, last = begin // self.m, -(-(begin + elements.numel()) // self.m)
         rows = elements.new_zeros((last - first) * self.m)
         rows[begin - first * self.m :][: elements.numel()] = elements
         return rows.view(-1, self.m), first, torch.arange(first, last, device=elements.device) // self.n
 
     def add_by_matrix(self, sums: Tensor, rows: Tensor, first: int) -> None:
-        """Add the rows of each matrix to its row of `sums` (matrices, m): whole matrices in one call.
+        """Add the sum of each matrix's rows to its row of `sums` (matrices, m); whole matrices take one call.
 
-        In the order of the rows; index_add_ would add them in an order of its own on a GPU.
+        Rows are added in order; index_add_ on a GPU would add them in any order.
         """
         last = first + len(rows)
         begin, end = min(-(-first // self.n) * self.n, last), max(last // self.n * self.n, first)
@@ -189,9 +189,9 @@ def _divided(grads: Any, state: AdafactorState, layout: Layout, eps: float | Non
 
 
 def _root_sizes(numels: Sequence[int], device: torch.device) -> Tensor:
-    """The roots of numbers of elements (float64): kept on each device, for a copy there waits for it."""
-    if is_tracing() or torch.compiler.is_dynamo_compiling():  # a graph takes no tensors from outside
-        # but constants, which torch brings to the device once, when it traces
+    """The roots of numbers of elements: (leaves,), float64, cached for each device: a copy there would synchronize."""
+    if is_tracing() or torch.compiler.is_dynamo_compiling():
+        # a graph may not capture a cached tensor; torch copies constants to the device once, while tracing
         return _made_roots(tuple(numels), device)
     return _kept_roots(tuple(numels), device)
 
@@ -233,7 +233,7 @@ def _row_and_column_means(grads: Any, layout: Layout) -> tuple[dict[str, Tensor]
 
 
 def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, eps: float) -> Tensor:
-    """A piece of g over the root of its second moment."""
+    """A piece of g divided by the root of its second moment."""
     rows, first, matrix = factors.fold(g.reshape(-1), span.begin)
     row, col = row.to(g.device), col.to(g.device)
     mean = row.mean(-2).clamp(min=eps).view(-1, 1)[matrix]
@@ -243,7 +243,7 @@ def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, e
 
 
 def whole_leaves(tx: Any) -> Transform:
-    """`tx` on whole leaves wherever they are cut: each is brought to one rank, evenly by size, and its update back.
+    """Run `tx` on whole leaves: each sharded leaf is sent to one rank, balanced by size, and its update is sent back.
 
     For optimizers that look at matrices (Shampoo, or a torch.optim class): their state lies where the leaves are.
 
@@ -267,7 +267,7 @@ def whole_leaves(tx: Any) -> Transform:
         if not layout_of(params).flat:
             return inner.step(grads, state, params, found_inf, donate, **extra)
         state = state if donate else tree.map(torch.clone, state)
-        # what lies whole on its owner is brought as it is
+        # `bring` does not copy a leaf that lies whole on its owner already
         own = bring(params) if donate else tree.map(torch.clone, bring(params))
         new, state = inner.step(bring(grads), state, own, found_inf, True, **extra)
         return spread(new, params, "whole leaves"), state
@@ -363,7 +363,7 @@ def _shape_factor(x: Tensor, adjust_lr: str | None) -> float:
 def orthogonal(
     x: Tensor, coefficients: tuple[float, float, float], eps: float, steps: int, dtype: torch.dtype
 ) -> Tensor:
-    """Newton-Schulz: singular values of x / |x| brought near 1; x <- a x + (b (x xᵀ) + c (x xᵀ)²) x, `steps` times."""
+    """Move singular values of x / |x| near 1 (Newton-Schulz): x <- a x + (b (x xᵀ) + c (x xᵀ)²) x, `steps` times."""
     a, b, c = coefficients
     wide = x.to(dtype)
     tall = x.shape[0] > x.shape[1]

@@ -25,7 +25,7 @@ from .labels import LabelState
 
 _CHUNK = 1 << 24  # elements on their way at a time
 
-# What torch.optim calls the fields of our states; those not here have its names.
+# torch.optim's names for the fields of fshard's states, where they differ.
 _TORCH = {
     "count": "step",
     "mu": "exp_avg",
@@ -40,7 +40,7 @@ def _joined(*names: str) -> str:
 
 
 def _world(state: Any) -> tuple[Mesh, Axes]:
-    """The mesh a state is cut over, and all its axes."""
+    """The mesh over which a state is sharded, and all its axes."""
     mesh = mesh_of(state)
     return mesh, tuple(axis_sizes(mesh))
 
@@ -87,20 +87,20 @@ def gather_state(state: Any, rank: int | None = None) -> dict[str, Tensor]:
             expected = "the state of an optimizer, tensors alone"
             raise TypeError(f"gather_state: {f'leaf {path!r} of ' if path else ''}{wrong('state', node, expected)}")
         leaves = _whole_leaves(node, rank) if isinstance(node, Parts) else [("", node)]
-        # copies: what they are of may be given away
+        # copies, because the state they are taken from may be given away
         found.update((_joined(path, name), x.to(x.device if rank is None else "cpu", copy=True)) for name, x in leaves)
     return found if _holds(state, rank) else {}
 
 
 def _check_rank(name: str, state: Any, rank: int | None) -> None:
-    """Raise unless it is None or a rank of the mesh a state is cut over; of what is not cut ranks are not known."""
+    """Raise unless `rank` is None or a rank of the state's mesh; without a mesh any number at least 0 is taken."""
     mesh = mesh_of(state)
     if rank is not None:
         check_whole(name, rank, 0, torch.inf if mesh is None else num_ranks(mesh), "a rank of the state's mesh")
 
 
 def _holds(state: Any, rank: int | None) -> bool:
-    """Whether this rank is one that has, or gets, the whole state: all are where nothing in it is cut."""
+    """Whether this rank passes or receives the whole state; every rank does if the state has no mesh."""
     mesh, axes = _world(state)
     return rank is None or mesh is None or rank == coordinate(mesh, axes)
 
@@ -158,7 +158,7 @@ def _shapes(like: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, src: int | None) -> Any:
-    """A tree of the state, leaf by leaf."""
+    """This rank's part of one tree of a whole state, in the partition of `like`."""
     out, layout = tree.map(torch.zeros_like, like), typed(like)
     mesh, _ = _world(like)
     by_leaf: dict[int, list[tuple[Span, Tensor]]] = {n: [] for n in layout.numbers}
@@ -186,16 +186,16 @@ def _broadcast(x: Tensor, mesh: Mesh, src: int) -> Tensor:
 
 
 class _Field(NamedTuple):
-    """A tensor of a state: its key in the whole state, its path without leaf and labels, the leaves it is of."""
+    """A tensor of a state: its key in the whole state, its path without leaf and labels, the leaves it belongs to."""
 
     key: str
     path: str
     leaves: list[str]
-    lone: bool  # a number, of all its leaves alike
+    lone: bool  # one tensor for all these leaves, as `count` is
 
     @property
     def hyperparam(self) -> str | None:
-        """Its name, if it is one of `with_hyperparams`."""
+        """The name of a hyper-parameter of `with_hyperparams`, or None for any other field."""
         *parents, name = self.path.split(".")
         return name if parents[-1:] == ["hyperparams"] else None
 
@@ -250,7 +250,7 @@ def _label_sets(state: Any) -> Iterator[set[str]]:
 
 
 def _groups(state: Any, fields: Sequence[_Field], leaves: Sequence[str]) -> list[list[str]]:
-    """The leaves that have a state, those with the same labels together: torch's parameter groups."""
+    """The leaves that have state, grouped by their labels: torch's parameter groups."""
     held, sets = {leaf for field in fields for leaf in field.leaves}, list(_label_sets(state))
     labels = {leaf: tuple(leaf not in some for some in sets) for leaf in leaves if leaf in held}
     return [[leaf for leaf in labels if labels[leaf] == these] for these in sorted(set(labels.values()))]
@@ -261,7 +261,7 @@ def _paths(layout: Layout) -> list[str]:
 
 
 def _known(state: Any, params: Any) -> tuple[list[_Field], list[list[str]]]:
-    """The fields of a state, and its groups. ValueError for a state of other leaves."""
+    """The fields of a state and its parameter groups; ValueError for a state of other leaves than `params`."""
     leaves, spec = _paths(layout_of(params)), None if isinstance(params, Parts) else tree.flatten(params)[1]
     fields = list(_fields(state, leaves, spec))
     if strange := [leaf for field in fields for leaf in field.leaves if leaf not in leaves]:
@@ -289,7 +289,7 @@ def state_dict(
         return {}
     entries: dict[str, dict[str, Tensor]] = {leaf: {} for some in by_label for leaf in some}
     for (leaf, name), field in _torch_names(fields).items():
-        # torch changes the numbers of each leaf in place
+        # one copy for each leaf, because torch updates `step` in place
         entries[leaf][name] = whole[field.key].clone() if field.lone else whole[field.key]
     names: dict[str, Any] = {leaf: leaf if key == "path" else i for i, leaf in enumerate(entries)}
     made = []
@@ -361,12 +361,12 @@ def _check_saved(saved: Any) -> None:
 
 
 def _whole(x: Any, mesh: Mesh) -> Tensor:
-    """A tensor, or a sharded one of torch's, whole: every rank must call it for those."""
+    """Return a tensor whole; for a DTensor or a ShardedTensor this is a collective, which every rank must call."""
     if hasattr(x, "full_tensor"):  # a DTensor
         return x.full_tensor()
     if not hasattr(x, "local_shards"):
         return x if isinstance(x, Tensor) else double(x)
-    # a ShardedTensor: what this rank has of it; replicas have the same, so the largest is that of any
+    # a ShardedTensor: every rank fills in its shards, and the maximum over ranks joins them; replicas are equal
     lowest = torch.finfo(x.dtype).min if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
     whole = torch.full(tuple(x.size()), lowest, dtype=x.dtype, device=mesh_device(mesh))
     for shard in x.local_shards():

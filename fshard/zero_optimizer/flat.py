@@ -19,17 +19,17 @@ from ..sharding.plan import Plan, Slot, make_plan
 from ..sharding.sharded import Sharded, cut, intervals, local_numel, pack, whole_view
 from .leaf import ZeroState, check_zero_state, leaves_of
 
-_LARGE = 1 << 16  # elements of a leaf from which it is better read where it lies than copied next to others
+_LARGE = 1 << 16  # mean elements of pieces from which reading them in place beats copying them into one row
 
 
 def flat_init(tx: Transform, mesh: Mesh, axes: Axes, bucket: int, block: int, params: Any) -> ZeroState:
-    """The state of the optimizer for this rank's intervals."""
+    """Make the plan of buckets, and the optimizer's state for this rank's intervals of them."""
     plan = make_plan(params, mesh, units=bucket, params_over=(), grads_over=(), state_over=axes, block=block)
     return ZeroState(tx.init(_part(plan, _by_slot(plan, params, "parameters"))), plan)
 
 
 def _by_slot(plan: Plan, x: Any, what: str) -> dict[Slot, Tensor]:
-    """Whole leaves by their slots, those of trainable kinds checked."""
+    """Return whole leaves by slot; ValueError for a trainable one that is missing or has another shape."""
     found = dict(zip(plan.slots, leaves_of(x, plan.spec, what), strict=True))
     for slot, leaf in found.items():
         if plan.kinds[slot.kind].trainable and (not isinstance(leaf, Tensor) or tuple(leaf.shape) != slot.shape):
@@ -43,19 +43,19 @@ def _kinds(plan: Plan) -> list[int]:
 
 
 def _places(plan: Plan) -> list[tuple[int, int]]:
-    """Units and trainable kinds that have leaves, unit after unit."""
+    """Pairs of a unit and a trainable kind that have leaves, in the order of units."""
     return sorted((u, k) for u, k in plan.places if plan.kinds[k].trainable)
 
 
 def _empty(plan: Plan, device: torch.device) -> Sharded:
-    """Room for this rank's part."""
+    """An uninitialised `Sharded` for this rank's part."""
     view = whole_view(plan, plan.state_over, _kinds(plan))
     sizes = [(local_numel(plan, k, plan.state_over), plan.kinds[k].dtype) for k in view.kinds]
     return Sharded(view, [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in sizes])
 
 
 def _part(plan: Plan, leaves: Mapping[Slot, Tensor]) -> Sharded:
-    """This rank's part of whole leaves."""
+    """Copy this rank's part out of whole leaves."""
     part = _empty(plan, next(iter(leaves.values())).device)
     for unit, kind in _places(plan):
         pack(leaves, plan, unit, kind, plan.state_over, part.piece(unit, kind))
@@ -65,7 +65,7 @@ def _part(plan: Plan, leaves: Mapping[Slot, Tensor]) -> Sharded:
 def _grads_part(
     plan: Plan, leaves: Mapping[Slot, Tensor], local: bool, into: Sharded | None = None
 ) -> dict[tuple[int, int], Pending]:
-    """This rank's part of the gradients, by place: on its way where they are local, else read when it is waited for."""
+    """This rank's part of the gradients, by unit and kind: local ones are being reduced, wait() copies others."""
     mesh, axes, started = plan.live_mesh(), plan.state_over, {}
     for unit, kind in _places(plan):
         like, out = leaves[plan.places[unit, kind][0]], None if into is None else into.piece(unit, kind)
@@ -87,7 +87,7 @@ def _read(leaves: Mapping[Slot, Tensor], plan: Plan, unit: int, kind: int, out: 
 
 
 def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]) -> Tensor | None:
-    """The bucket that leaves are views of, if they came out of a step of this plan and no peer is still to read it."""
+    """The bucket that leaves are views of, if a step of this plan made it and no peer still reads it; else None."""
     slots, length = plan.places[place], plan.length(*place, ())
     first = leaves[slots[0]]
     storage = first.untyped_storage()
@@ -105,7 +105,7 @@ def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]
 
 
 def _whole_part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool) -> Sharded:
-    """This rank's part of the gradients, all of it."""
+    """Wait for this rank's part of all gradients."""
     part = _empty(plan, _device(plan, leaves))
     for pending in _grads_part(plan, leaves, local, part).values():
         pending.wait()
@@ -113,7 +113,7 @@ def _whole_part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool) -> Shard
 
 
 class _Buckets:
-    """Whole flat buckets on their way to every rank."""
+    """Whole flat buckets, of which each rank updates its interval and gathers the others."""
 
     def __init__(self, plan: Plan, device: torch.device, given_away: Mapping[Slot, Tensor] | None = None):
         self.plan, self.started = plan, list[Pending]()
@@ -130,20 +130,20 @@ class _Buckets:
             self.reused |= {(unit, kind)} if used is not None else set()
 
     def own(self, place: tuple[int, int]) -> Tensor:
-        """This rank's interval of a bucket."""
+        """This rank's interval of a bucket, a view."""
         length = self.plan.length(*place, self.plan.state_over)
         index = self.plan.index(self.plan.state_over)
         return self.whole[place][index * length : (index + 1) * length]
 
     def gather(self, parts: Mapping[tuple[int, int], Tensor]) -> None:
-        """Start to bring everyone's intervals of some buckets together."""
+        """Start the all-gather of some buckets."""
         plan = self.plan
         for (unit, kind), own in parts.items():
             out, name = self.whole[unit, kind], plan.units[unit].name
             self.started.append(primitives.gather_over(own, plan.live_mesh(), plan.state_over, name, out, lent=True))
 
     def leaves(self) -> dict[Slot, Tensor]:
-        """The whole leaves, views of the buckets, when they are there."""
+        """Wait for all gathers; return the whole leaves, views of the buckets."""
         for pending in self.started:
             pending.wait()
         plan, found = self.plan, dict[Slot, Tensor]()
@@ -155,7 +155,7 @@ class _Buckets:
 def flat_update(
     tx: Transform, local: bool, grads: Any, state: ZeroState, params: Any = None, **extra: Any
 ) -> tuple[Any, ZeroState]:
-    """Whole updates: each rank's intervals, brought together."""
+    """Return whole updates: each rank computes its intervals, and they are all-gathered."""
     check_zero_state(state, Plan)
     plan, given = state.parting, _by_slot(state.parting, grads, "gradients")
     part = _whole_part(plan, given, local)
@@ -177,7 +177,7 @@ def flat_step(
     donate: bool,
     **extra: Any,
 ) -> tuple[Any, ZeroState]:
-    """New whole parameters: views of buckets, each gathered as soon as it is updated where `tx` is elementwise."""
+    """Return new whole parameters, views of buckets; for an elementwise `tx` each is gathered once it is updated."""
     check_zero_state(state, Plan)
     plan, inner = state.parting, state.inner if donate else tree.map(torch.clone, state.inner)
     old, given = _by_slot(plan, params, "parameters"), _by_slot(plan, grads, "gradients")
@@ -209,11 +209,11 @@ def _step_by_bucket(
     found_inf: FoundInf | None,
     extra: Mapping[str, Any],
 ) -> Any:
-    """Update a bucket, start to gather it, update the next; the state's trees are updated in place."""
+    """Update bucket after bucket, and start the gather of each before the next; state is updated in place."""
     arriving, after = _grads_part(plan, given, local), inner
     for place, pending in arriving.items():
         own = buckets.own(place)
-        if place not in buckets.reused:  # else the parameters lie there already
+        if place not in buckets.reused:  # a reused bucket holds the parameters already
             pack(old, plan, *place, plan.state_over, own)
         found = ([] if local else _large_views(given, plan, place)) or [(0, pending.wait())]
         grads, spans = [g for _, g in found], [(start, g.numel()) for start, g in found]
@@ -226,19 +226,19 @@ def _step_by_bucket(
 
 
 def _large_views(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]) -> list[tuple[int, Tensor]]:
-    """What lies in this rank's interval, and from where on, if that is few large pieces: nothing is copied then."""
+    """The pieces of leaves in this rank's interval and their offsets, if they are large; else []."""
     found = intervals(plan, *place, plan.state_over)
     views = [(start, leaves[slot].detach().reshape(-1)[begin:end]) for slot, begin, end, start in found]
     return views if sum(view.numel() for _, view in views) >= _LARGE * len(views) else []
 
 
 def _views(x: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
-    """Pieces from these elements on, of so many, without the padding between them."""
+    """Views of a row at spans (start, numel): the pieces of leaves without the padding between them."""
     return tuple(x[start : start + numel] for start, numel in spans)
 
 
 def _of_place(state: Any, place: tuple[int, int], spans: Sequence[tuple[int, int]]) -> Any:
-    """A state of sharded trees as the state of one bucket's pieces."""
+    """The state of one bucket's pieces, views of the sharded trees of `state`."""
     return tree.map_tops(lambda x: _views(x.piece(*place), spans) if isinstance(x, Sharded) else x, Sharded, state)
 
 

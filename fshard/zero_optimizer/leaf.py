@@ -1,4 +1,4 @@
-"""ZeRO's partition by whole leaves: each is updated by the rank that owns it."""
+"""ZeRO's partition by whole leaves: the rank that owns a leaf updates it."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ from ..sharding.leaves import is_differentiable, read_frozen
 
 @dataclass(frozen=True)
 class ZeroState(OnMesh):
-    """The state of the optimizer for this rank's part, and how parameters are parted: a `Plan`, or a `Layout`."""
+    """The optimizer's state for this rank's part, and the partition of the parameters: a `Plan` or a `Layout`."""
 
     inner: Any
     parting: Any
 
     @property
     def home(self) -> Any:
-        """How parameters are parted."""
+        """The partition, which names the mesh."""
         return self.parting
 
 
-tree.register_fields(ZeroState, ("inner",), ("parting",), names=("",))  # a whole state says nothing of partitions
+tree.register_fields(
+    ZeroState, ("inner",), ("parting",), names=("",)
+)  # paths in a whole state do not depend on the partition
 
 
 def leaves_of(x: Any, spec: tree.Spec, what: str) -> list[Any]:
-    """The leaves of parameters or gradients; a gradient may be None where a parameter is not trained."""
+    """Return the leaves of parameters or gradients, detached; a gradient may be None where a parameter is frozen."""
     try:
         flat = tree.flatten_up_to(spec, x)
     except ValueError as error:
@@ -52,7 +54,7 @@ def leaves_of(x: Any, spec: tree.Spec, what: str) -> list[Any]:
 
 
 def check_zero_state(state: Any, kind: type) -> None:
-    """Raise ValueError for a state that another optimizer, or another partition, has made."""
+    """Raise ValueError for a state that was made by another optimizer or for another partition."""
     if not isinstance(state, ZeroState) or not isinstance(state.parting, kind):
         raise ValueError(
             f"zero: expected the state of its own init, of this partition, got {type(state).__name__}: "
@@ -61,7 +63,7 @@ def check_zero_state(state: Any, kind: type) -> None:
 
 
 def leaf_init(tx: Transform, mesh: Mesh, axes: Axes, params: Any) -> ZeroState:
-    """The state of the optimizer for the leaves this rank owns."""
+    """Assign leaves to ranks, and make the optimizer's state for the leaves this rank owns."""
     layout, mesh = layout_of(params), one_host.connected(mesh)
     lines = zip(layout.leaves, tree.leaves(params), strict=True)
     text = "\n".join(f"leaf {leaf.path!r} {leaf.dtype}{list(leaf.shape)} {x.requires_grad}" for leaf, x in lines)
@@ -75,7 +77,7 @@ def leaf_init(tx: Transform, mesh: Mesh, axes: Axes, params: Any) -> ZeroState:
 def leaf_update(
     tx: Transform, local: bool, grads: Any, state: ZeroState, params: Any = None, **extra: Any
 ) -> tuple[Any, ZeroState]:
-    """Whole updates: each from the rank that owns the leaf."""
+    """Return whole updates: the owner of a leaf computes its update and sends it to all ranks."""
     check_zero_state(state, Layout)
     part = _owned_grads(state.parting, grads, local)
     mine = None if params is None else _own(state.parting, params, "parameters")
@@ -93,7 +95,7 @@ def leaf_step(
     donate: bool = False,
     **extra: Any,
 ) -> tuple[Any, ZeroState]:
-    """New whole parameters: each from the rank that owns the leaf."""
+    """Return new whole parameters: the owner of a leaf updates it and sends it to all ranks."""
     check_zero_state(state, Layout)
     part = _owned_grads(state.parting, grads, local)
     mine = _own(state.parting, params, "parameters")
@@ -104,7 +106,7 @@ def leaf_step(
 
 
 def _own(parting: Layout, x: Any, what: str) -> Pieces:
-    """The leaves of a whole tree that this rank owns, as they are."""
+    """The leaves of a whole tree that this rank owns, not copied."""
     flat = leaves_of(x, parting.spec, what)
     for number in parting.numbers:
         leaf, got = parting.leaves[number], flat[number]
@@ -115,7 +117,7 @@ def _own(parting: Layout, x: Any, what: str) -> Pieces:
 
 
 def _owned_grads(parting: Layout, grads: Any, local: bool) -> Pieces:
-    """The gradients of the leaves this rank owns, local ones summed over the mesh, in rank order along each axis."""
+    """The gradients of the leaves this rank owns; local ones are summed over the mesh, by axis in rank order."""
     own, mesh = _own(parting, grads, "gradients"), parting.mesh
     if not local:
         return own
@@ -130,7 +132,7 @@ def _owned_grads(parting: Layout, grads: Any, local: bool) -> Pieces:
 
 
 def _all_reduced(held: dict[int, Tensor], ranks: Ranks) -> dict[int, Tensor]:
-    """Sums over the ranks, one collective for each dtype; each starts at a multiple of 16 bytes."""
+    """All-reduce leaves, with one collective for each dtype; each leaf starts at a multiple of 16 bytes."""
     result = dict[int, Tensor]()
     for dtype in {x.dtype for x in held.values()}:
         some, step = {n: x for n, x in held.items() if x.dtype == dtype}, -(-bits.STEP // dtype.itemsize)
@@ -143,7 +145,7 @@ def _all_reduced(held: dict[int, Tensor], ranks: Ranks) -> dict[int, Tensor]:
 
 
 def _reduced_to_owners(held: dict[int, Tensor], parting: Layout, ranks: Ranks, row: int) -> dict[int, Tensor]:
-    """Sums over the ranks, each at the rank that owns the leaf: one message to each other rank."""
+    """Reduce each leaf to the rank that owns it, with one message to each other rank."""
     owner = {span.leaf: span.rank - row * ranks.size for span in parting.spans}
     to = [[n for n in held if owner[n] == peer] for peer in range(ranks.size)]
     mine = to[ranks.rank]
@@ -156,7 +158,7 @@ def _reduced_to_owners(held: dict[int, Tensor], parting: Layout, ranks: Ranks, r
 
 
 def _shared(part: Pieces, params: Any) -> Any:
-    """The whole tree of what each rank has whole leaves of; leaves that nobody owns are those of `params`."""
+    """All-gather the leaves that ranks own into a whole tree; a leaf that no rank owns is taken from `params`."""
     layout = part.layout
     whole = collect(part, on_rank(layout, layout.mesh, layout.axes, EVERYONE), "parameters")
     found: list[Any] = (
