@@ -1,4 +1,4 @@
-"""A pass over a graph: small collectives of one kind that follow each other travel as one."""
+"""A pass over a graph: consecutive small collectives of one kind are merged into one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Order = Mapping[fx.Node, int]  # the index of every node
 
 @dataclass(frozen=True)
 class _One:
-    """A collective of flat tensors: its start and wait, the nodes that are its result, what it sends."""
+    """A collective of flat tensors: its start, its wait, and the nodes that are its result."""
 
     start: fx.Node
     wait: fx.Node
@@ -41,14 +41,14 @@ class _One:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What those have in common that may travel together."""
+        """What two collectives must have in common to be merged: operator, dtypes, mesh, axis, options."""
         known = arguments(self.start)
         dtypes = [values(node)[0].dtype for node in (self.x, self.places[0])]
         return self.start.target, *dtypes, *(known.get(name) for name in ("mesh", "axis", "op", "fast"))
 
 
 def bucket(graph: fx.Graph, nbytes: int) -> None:
-    """Collectives of one kind that follow each other, of flat tensors, are put together up to so many bytes."""
+    """Merge consecutive collectives of one kind, of flat tensors, up to `nbytes` each."""
     order = _order(graph)
     early, late = (partial(fits, order=order) for fits in (_may_start_early, _may_start_late))
     for group in _groups(_gathers(graph, order), early, nbytes):
@@ -90,7 +90,7 @@ def _groups(ones: Iterable[_One], joins: Callable[[list[_One], _One], bool], nby
 
 
 def _may_start_early(group: Sequence[_One], one: _One, order: Order) -> bool:
-    """Whether what a gather sends is there, and the same, when the first of a group starts."""
+    """Whether the input of a gather exists, with the same values, where the first gather of a group starts."""
     first = order[group[0].start]
     return _is_there(one.x, first, order) and first_write([one.x], first, order) > order[one.start]
 
@@ -100,7 +100,7 @@ def _is_there(x: fx.Node, at: int, order: Order) -> bool:
 
 
 def _may_start_late(group: Sequence[_One], one: _One, order: Order) -> bool:
-    """Whether all of a group may wait until the last of them starts."""
+    """Whether all reductions of a group may start where `one` does: nothing reads or writes their buffers before."""
     at = order[one.start]
     return all(first_reader(m.wait, order) > at and first_write([m.x], order[m.start], order) > at for m in group)
 
@@ -141,7 +141,7 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_One], order: Order) -> None
 
 
 def _there(graph: fx.Graph, x: fx.Node, at: int, order: Order) -> fx.Node:
-    """`x`, or if it comes later a copy of the views it is."""
+    """`x`, or, if it is a view that comes later, a copy of the view."""
     if order[x] < at:
         return x
     return copy(graph, x, {y: _there(graph, y, at, order) for y in x.all_input_nodes})

@@ -1,4 +1,4 @@
-"""What hangs together in a graph: collectives with what they send and fill, and who reads and writes that memory."""
+"""Which nodes of a graph belong to one collective, and which nodes read or write a buffer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_call(node: fx.Node, *names: str) -> bool:
 
 @dataclass(frozen=True)
 class Gather:
-    """An all-gather: its start, its ticket, its wait, the nodes that give its buffer or a view, and those that read."""
+    """The nodes of an all-gather: start, ticket, wait, those that return its buffer or a view of it, and readers."""
 
     start: fx.Node
     ticket: fx.Node
@@ -36,17 +36,17 @@ class Gather:
 
     @property
     def unit(self) -> str:
-        """The unit it brings together."""
+        """The name of the unit that is gathered."""
         return arguments(self.start)["label"]
 
     @property
     def nbytes(self) -> int:
-        """The size of its buffer."""
+        """The bytes of the gathered buffer."""
         return values(self.start)[0].nbytes
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a node writes to what it is given."""
+    """Whether a node writes to an argument in place."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
@@ -58,7 +58,7 @@ def written_inputs(graph: fx.Graph) -> list[int]:
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory a node writes to, those in lists too."""
+    """The arguments that a node writes to, also inside of lists."""
     marked = [a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]  # type: ignore[union-attr]
     known = arguments(node)
     found: list[fx.Node] = []
@@ -75,15 +75,17 @@ def _by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
 
 
 def gathers(graph: fx.Graph) -> list[Gather]:
-    """The all-gathers of a graph, in the order of their first reader; those that nobody reads first."""
+    """The all-gathers of a graph, in the order of their first readers; those without readers come first."""
     order, found = {node: i for i, node in enumerate(graph.nodes)}, []
     inside = _by_storage(order)
     for start in (node for node in order if is_call(node, "fshard.all_gather")):
         same = [node for node in inside[next(storages_of(start))] if node is not start]
         first = min((order[node] for node in same if writes(node)), default=len(order))
-        views = [node for node in same if order[node] < first]  # what is written to is read
+        views = [node for node in same if order[node] < first]  # from the first write on, nodes count as readers
         users = {user for node in [start, *views] for user in node.users}
-        waits = {user for user in users if is_call(user, "fshard.wait")}  # others name it as what was sent
+        waits = {
+            user for user in users if is_call(user, "fshard.wait")
+        }  # waits of other collectives have it among what they sent
         (ticket,) = (user for user in start.users if is_call(user, "getitem") and user.args[1] == 1)
         (wait,) = (user for user in waits if arguments(user)["ticket"] is ticket)
         readers = users - {start, ticket, *waits, *views}
@@ -119,14 +121,14 @@ def first_reader(wait: fx.Node, order: Mapping[fx.Node, int]) -> int:
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:
-    """What a node reads of what it is given: a reduction not the place it writes to, a wait nothing."""
+    """The arguments that a node reads: of a reduction not its output buffer, of a wait none."""
     if is_call(node, "fshard.wait"):
         return []
     return [arguments(node)["x"]] if is_call(node, *REDUCTIONS) else node.all_input_nodes
 
 
 def copy(graph: fx.Graph, node: fx.Node, other: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """A copy of a node; `other` takes the place of arguments."""
+    """A copy of a node; `other` maps arguments to those of the copy."""
     new = graph.node_copy(node, lambda x: other.get(x, x))
     if found := values(node):  # memory of its own, or a view of another
         args, kwargs = fx.node.map_arg((new.args, new.kwargs), lambda x: x.meta["val"])
@@ -136,7 +138,7 @@ def copy(graph: fx.Graph, node: fx.Node, other: Mapping[fx.Node, fx.Node]) -> fx
 
 
 def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-    """A new node, with the value it has on fake tensors; its tensors are among `args`."""
+    """A new node that calls `target`, with its value on fake tensors; tensors must be among `args`, not `kwargs`."""
     node = graph.call_function(target, args, kwargs)
     given = fx.node.map_arg(args, lambda x: x.meta["val"])
     with next(x for n in node.all_input_nodes for x in values(n)).fake_mode:  # type: ignore[attr-defined]

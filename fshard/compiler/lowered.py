@@ -1,4 +1,4 @@
-"""A traced function with the passes applied: to be looked at, or compiled."""
+"""A traced function with the passes applied, for inspection and for compilation."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .trace import Output, Trace, TraceError, input_paths, tensors, trace
 
 _HELD = {"opt_state": "optimizer", "params": "parameters"}
 
-# Nodes stay in the order they were traced in, which says what is in memory when; and what is read again is kept, not
-# made once more from the parameters, which would have every gathered buffer of the forward live on into the backward.
+# Inductor keeps the order of nodes, which decides the peak of memory, and keeps values that are read again: computing
+# them again from the parameters would keep every gathered buffer of the forward in memory until the backward.
 _INDUCTOR = {"reorder_for_peak_memory": False, "realize_reads_threshold": 0}
 
 
@@ -45,11 +45,11 @@ class Lowered:
         return self.traced.module.graph
 
     def as_text(self) -> str:
-        """One line for each node: its name, dtype and shape, operator, and what that is given."""
+        """One line for each node: name, dtype and shape, operator, arguments."""
         return inspect.as_text(self.graph, self._paths())
 
     def collectives(self) -> list[Traffic]:
-        """What a rank sends, by kind, axis and unit: bytes, and number of collectives."""
+        """The collectives by kind, unit and axis: how many, and the bytes that a rank sends in them."""
         return inspect.collectives(self.graph)
 
     def flops(self) -> int:
@@ -57,11 +57,11 @@ class Lowered:
         return inspect.flops(self.traced.module)
 
     def memory(self) -> Footprint:
-        """The memory it takes on this rank, by what it holds, at each node (Note [Memory of a graph])."""
+        """The memory on this rank at each node, by what is held in it (Note [Memory of a graph])."""
         return footprint(self.graph, self.holds())
 
     def holds(self) -> list[str]:
-        """What each input holds."""
+        """For each input of the graph: "parameters", "optimizer" or "arguments"."""
         return [_holds(path) for path in self._paths()]
 
     def _paths(self) -> list[str]:
@@ -69,7 +69,7 @@ class Lowered:
         return [path for path, kind in zip(tree.paths(spec), kinds, strict=True) if kind[0] is Tensor]
 
     def compile(self, backend: str = "inductor") -> Compiled:
-        """What runs it, made by one of torch.compile's backends."""
+        """The function compiled by one of torch.compile's backends."""
         # Private, but what torch's guide to backends imports; nothing public calls one by name (test_jit.py notices).
         # It takes seconds to import.
         from torch._dynamo import lookup_backend
@@ -103,7 +103,7 @@ class Compiled:
         return self.run(leaves, args)
 
     def run(self, leaves: Sequence[Any], args: Sequence[Any]) -> Any:
-        """The same for arguments that were flattened, and are known to be of the signature."""
+        """The same for arguments that are flattened already and known to have the signature."""
         given, traced = tensors(leaves), self.lowered.traced
         if self.lowered.donate:
             _check_apart(given)
@@ -114,9 +114,8 @@ class Compiled:
             outputs = self.fn(*given)
         results = [_result(r, given, outputs) for r in traced.results]
         if self.lowered.donate:
-            for part in tree.nodes(
-                args[0], Sharded
-            ):  # those in a state's `extra`, too: a graph writes to all it is given
+            # also a `Sharded` in the `extra` of a state: the graph writes to every tensor of its first argument
+            for part in tree.nodes(args[0], Sharded):
                 part.give_away()
             tree.give_away(args[0])
         return tree.unflatten(traced.out_spec, results)
@@ -130,7 +129,7 @@ def _result(result: Any, given: Sequence[Tensor], outputs: Sequence[Any]) -> Any
 
 @dataclass(frozen=True)
 class Options:
-    """What passes are to do: `jit`'s arguments of these names."""
+    """The options of the passes: `jit`'s arguments of these names."""
 
     donate: bool = False
     in_flight: int = 0
@@ -140,7 +139,7 @@ class Options:
 
 
 def lower(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec, options: Options) -> Lowered:
-    """Trace, and apply the passes."""
+    """Trace a function and apply the passes."""
     given = tree.unflatten(spec, leaves)
     key = signature(leaves, spec, on_meshes(given))
     traced = trace(fn, leaves, spec)
@@ -171,7 +170,7 @@ def _check_unchanged(traced: Trace, leaves: Sequence[Any]) -> None:
 
 
 def _check_apart(given: Sequence[Tensor]) -> None:
-    """What is written to must not be what something else is read from."""
+    """Raise ValueError if two tensors share memory: the graph writes to the donated ones."""
     ends = 0
     for x in sorted((x for x in given if x.numel()), key=Tensor.data_ptr):
         start, last = x.data_ptr(), sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))

@@ -1,9 +1,10 @@
-"""Passes over the graph of a traced function: each changes it in place, and what it computes stays the same.
+"""Passes over the graph of a traced function: each changes the graph in place, and no value that it computes.
 
 Note [Order of a graph]
-    A graph runs in the order of its nodes, so where nodes stand decides what is in memory when, and what overlaps. A
-    step gathers a unit when it is touched, and again in its backward, so its graph has that order from the start. In
-    other functions (a torch.func gradient of a loss that gathers all before it begins) `regather` and `sink` see to it.
+    A graph runs in the order of its nodes. So the order decides which values are in memory at the same time, and which
+    collectives overlap with which computation. A step gathers a unit when it is touched, and again in its backward, so
+    its graph is in a good order from the start. Other functions (a torch.func gradient of a loss that gathers all
+    units at its beginning) are brought into such an order by `regather` and `sink`.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from .memory import footprint, storages_of
 
 _get, _as_strided = python.getitem, torch.ops.aten.as_strided.default
 
-# What a compiler fuses into its readers, and norms: a pass over memory, where a matrix product is many.
+# Operators that cost one pass over memory and are not pointwise: cheap to run again, beside a matrix product.
 _CHEAP = ("native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "clone", "_to_copy")
 
 
 def drop_dead(graph: fx.Graph) -> None:
-    """What nobody reads goes, gathers of leaves that are not used among it."""
+    """Erase nodes that nothing reads, and gathers of leaves that are not used."""
     _drop_unread(graph)
     while dead := [gather for gather in gathers(graph) if not gather.readers]:
         for gather in dead:
@@ -57,14 +58,14 @@ def _drop_unread(graph: fx.Graph) -> None:
 
 
 def wait_for_unread(graph: fx.Graph) -> None:
-    """An exchange of which nobody reads what arrives waits where it starts: a compiler would drop the wait alone."""
+    """Let exchanges whose results nothing reads wait where they start: a compiler would drop only their wait."""
     for start in [node for node in graph.nodes if is_call(node, "fshard.exchange")]:
         if not _is_read(graph, next(storages_of(start))):
             start.update_kwarg("now", True)
 
 
 def _is_read(graph: fx.Graph, place: int) -> bool:
-    """Whether anything but its wait reads memory, or what it is copied to."""
+    """Whether anything but a wait reads a storage, or a storage that it is copied to."""
     places, size = {place}, 0
     while size < len(places):
         size = len(places)
@@ -77,7 +78,7 @@ def _is_read(graph: fx.Graph, place: int) -> bool:
 
 
 def once(graph: fx.Graph) -> None:
-    """A number that elements of tensors are computed with is worked out beforehand, not again for each of them."""
+    """Compute 0-d values that pointwise operators read once, before: fused, they would be computed for each element."""
     for node in [n for n in graph.nodes if _is_number(n) and torch.Tag.pointwise in getattr(n.target, "tags", ())]:
         readers = [user for user in node.users if values(user) and not _is_number(user)]
         if readers:
@@ -109,9 +110,10 @@ def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
 
 
 def sink(graph: fx.Graph, in_flight: int = 0) -> None:
-    """A gather starts one unit before its first reader, or as many as `in_flight` bytes allow, and is waited for there.
+    """Move gathers: each starts one unit before its first reader, and its wait is right before that reader.
 
-    Reductions are waited for as late as those bytes allow.
+    With `in_flight` it starts as many units before as have no more bytes together, and reductions are waited for as
+    late as those bytes allow.
     """
     order, places = {node: i for i, node in enumerate(graph.nodes)}, dict[fx.Node, _Place]()
     all_gathers = gathers(graph)
@@ -162,7 +164,7 @@ def _delay(graph: fx.Graph, in_flight: int) -> None:
 
 
 def regather(graph: fx.Graph, units: Iterable[str]) -> None:
-    """A buffer of these units that is read again after another unit's is gathered once more, rather than kept."""
+    """Gather a buffer of these units again where it is read after another unit was gathered, instead of keeping it."""
     wanted, found = set(units), gathers(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
     heads = sorted({order[gather.readers[0]] for gather in found})
@@ -171,14 +173,14 @@ def regather(graph: fx.Graph, units: Iterable[str]) -> None:
         sent = [arguments(gather.start)["x"]]
         end = order[gather.readers[-1]] if gather.readers else 0
         if any(map(writes, gather.readers)) or first_write(sent, order[gather.start], order) < end:
-            continue  # what is gathered again is not the same
+            continue  # a second gather would have other values
         groups = _apart([order[reader] for reader in gather.readers], heads)
         for first, last in groups[1:]:
             _put_copies(graph, chain, {}, gather.readers[first:last])
 
 
 def _apart(places: Sequence[int], heads: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of places between two of which there is no head."""
+    """Ranges of `places` that no head separates: a head is where the first reader of another gather is."""
     cuts = [i for i in range(1, len(places)) if bisect(heads, places[i - 1]) < bisect_left(heads, places[i])]
     return list(pairwise([0, *cuts, len(places)]))
 
@@ -186,7 +188,7 @@ def _apart(places: Sequence[int], heads: Sequence[int]) -> list[tuple[int, int]]
 def _put_copies(
     graph: fx.Graph, nodes: Iterable[fx.Node], other: dict[fx.Node, fx.Node], readers: list[fx.Node]
 ) -> None:
-    """Copies of nodes before the first of some readers, which read them; `other` takes the place of arguments."""
+    """Copy nodes to before the first of some readers, and let these read the copies; `other` maps old to new nodes."""
     with graph.inserting_before(readers[0]):
         for node in nodes:
             other[node] = copy(graph, node, other)
@@ -196,16 +198,16 @@ def _put_copies(
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """Whether a node is a pass over memory."""
+    """Whether a node costs no more than a pass over memory."""
     return is_call(node, *_CHEAP) or (
         node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())
     )
 
 
 def recompute(graph: fx.Graph, inputs: list[str], budget: int, policy: Callable[[fx.Node], bool] = is_cheap) -> None:
-    """Values are made again before they are read late, largest first, until the peak is at most `budget` bytes.
+    """Compute values again before late readers, largest first, until the peak is at most `budget` bytes.
 
-    Those that `policy` allows, and all that they are made from is in memory then anyhow.
+    Only values that `policy` allows, and whose inputs are in memory at that point anyhow.
     """
     tried = set[fx.Node]()
     while (now := footprint(graph, inputs)).peak > budget:
@@ -237,7 +239,7 @@ def _make_again(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], top: 
 
 
 def _there(graph: fx.Graph, x: fx.Node, reader: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
-    """`x` itself if it is in memory where `reader` runs anyhow, or the same of the unit's buffer that is; else None."""
+    """`x` if it is in memory at `reader` anyhow; the same view of a later gather of its unit if that is; else None."""
     places = set(storages_of(x))
     users = {user for node in order if places & set(storages_of(node)) for user in node.users}
     if x.op == "placeholder" or any(order[user] >= order[reader] for user in users if user in order):

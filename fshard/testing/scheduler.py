@@ -1,11 +1,11 @@
-"""Threads that take turns: one holds the baton and runs, the others wait to meet it.
+"""A deterministic scheduler for simulated ranks, and fault injection.
 
 Note [The baton]
-    Every rank is a thread, and only the one that holds the baton runs. It hands the baton over where it has to wait in
-    a collective; the last rank to arrive moves the data for all. So the order is fixed, a hang is a state of the
-    scheduler (nobody can go on) and becomes an error that names what each rank waits for, and random states, which
-    threads share, are put away and brought back at each handover. After a failure the baton goes round once more, and
-    each rank that gets it stops.
+    Every rank is a thread, and only the thread that holds the baton runs. A rank hands the baton over where it has to
+    wait in a collective; the last rank to arrive moves the data for all. So the order is fixed. A hang is a state of
+    the scheduler in which no rank can run, and becomes an error that says what each rank waits for. Random states,
+    which threads share, are saved and restored at each handover. After a failure every other rank gets the baton once
+    more, and stops.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Dies:
 
 @dataclass(frozen=True)
 class Garbage:
-    """A fault: of what the rank sends in its collective number `at`, counted from 0, every byte is changed.
+    """A fault: every byte that the rank sends in its collective number `at`, counted from 0, is changed.
 
-    The same at each run. What the rank has itself stays as it is.
+    The bytes are the same in every run, and the rank's own tensors stay as they are.
 
     >>> from fshard.testing import World
     >>> def job(mesh):
@@ -103,7 +103,7 @@ class Stopped(BaseException):
 
 @dataclass
 class Post:
-    """What a rank has brought to a collective."""
+    """What a rank hands over at a collective."""
 
     rank: int
     call: Call
@@ -114,7 +114,7 @@ class Post:
 
 
 def _garbage(x: Tensor, seed: int) -> Tensor:
-    """A copy of a tensor of which no byte is what it was."""
+    """A copy of a tensor in which every byte differs."""
     data = as_bytes(x)
     generator = torch.Generator("cpu").manual_seed(seed)
     flips = torch.randint(1, 256, data.shape, dtype=torch.uint8, generator=generator, device="cpu")
