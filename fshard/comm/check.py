@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from types import EllipsisType
 from typing import Any
 
 from ..core import tree
@@ -12,13 +13,13 @@ from ..core.arguments import wrong
 from ..core.tracing import is_tracing
 from .announce import is_announcing
 from .compare_calls import lines_of
-from .mesh import Mesh, OnMesh, adapted
+from .mesh import AnyMesh, OnMesh, adapted
 
 
 class Checked:
     """What `check` gives: call it like the function, `run`."""
 
-    def __init__(self, run: Callable[..., Any], mesh: Mesh = ...):
+    def __init__(self, run: Callable[..., Any], mesh: AnyMesh | EllipsisType = ...):
         self.run, self._mesh = run, mesh
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +32,7 @@ class Checked:
         return call() if lines is None else lines.run(call)
 
 
-def _mesh_of(*args: Any) -> Mesh:
+def _mesh_of(*args: Any) -> AnyMesh:
     """The mesh of the first argument that has one."""
     for node in tree.nodes(args, OnMesh):
         if node.home is not None:
@@ -42,7 +43,7 @@ def _mesh_of(*args: Any) -> Mesh:
     )
 
 
-def check(fn: Callable[..., Any], mesh: Mesh = ...) -> Checked:
+def check(fn: Callable[..., Any], mesh: AnyMesh | EllipsisType = ...) -> Checked:
     """`fn`, a step or any function, with every collective compared between ranks before it starts.
 
     A rank that calls something else, returns early or raises makes the call a MismatchError on every rank, which names

@@ -36,7 +36,7 @@ from ..core.arguments import check_whole, wrong
 from ..core.lazy import Branch
 from . import primitives
 from .announce import kept
-from .mesh import Mesh
+from .mesh import AnyMesh
 from .ranks import Pending
 
 _TRANSPOSES = {
@@ -54,7 +54,7 @@ _TRANSPOSES = {
 @dataclass(frozen=True)
 class _Collective:
     kind: str
-    mesh: Mesh
+    mesh: AnyMesh
     axis: str
     label: str = ""
     op: str = "sum"
@@ -147,7 +147,7 @@ def _check_parts(x: Any, collective: _Collective) -> None:
             )
 
 
-def all_gather(x: Any, mesh: Mesh, axis: str, label: str = "") -> Any:
+def all_gather(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
     """The ranks' tensors end to end along dim 0: (n, ...) -> (W n, ...), varying -> replicated.
 
     `x` is a tensor or a tree; a scalar counts as one row. Transpose: `reduce_scatter`.
@@ -159,7 +159,7 @@ def all_gather(x: Any, mesh: Mesh, axis: str, label: str = "") -> Any:
     return _over(x, _Collective("all_gather", mesh, axis, label))
 
 
-def reduce_scatter(x: Any, mesh: Mesh, axis: str, label: str = "") -> Any:
+def reduce_scatter(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
     """The sum over ranks, in rank order, of this rank's part: (W n, ...) -> (n, ...), partial -> varying.
 
     `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError). Transpose: `all_gather`.
@@ -171,7 +171,7 @@ def reduce_scatter(x: Any, mesh: Mesh, axis: str, label: str = "") -> Any:
     return _over(x, _Collective("reduce_scatter", mesh, axis, label))
 
 
-def all_reduce(x: Any, mesh: Mesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> Any:
+def all_reduce(x: Any, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> Any:
     """The sum (max, min) over ranks, in rank order, on all: (...) -> (...), partial -> replicated.
 
     `x` is a tensor or a tree. Transpose of the sum: itself. Max and min have no derivative (NotImplementedError).
@@ -183,7 +183,7 @@ def all_reduce(x: Any, mesh: Mesh, axis: str, op: Literal["sum", "max", "min"] =
     return _over(x, _Collective("all_reduce", mesh, axis, label, op))
 
 
-def vary(x: Any, mesh: Mesh, axis: str, label: str = "") -> Any:
+def vary(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
     """Say that ranks will use a replicated value differently: nothing forward, a sum over ranks backward.
 
     `x` is a tensor or a tree, invariant -> varying (JAX's pvary). Its transpose is the sum that JAX calls psum.
@@ -198,7 +198,7 @@ def vary(x: Any, mesh: Mesh, axis: str, label: str = "") -> Any:
     return _over(x, _Collective("vary", mesh, axis, label))
 
 
-def all_to_all(x: Any, mesh: Mesh, axis: str, label: str = "") -> Any:
+def all_to_all(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
     """Part p of dim 0 goes to rank p: (W n, ...) -> (W n, ...), varying -> varying; its own inverse and transpose.
 
     `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError).
@@ -210,7 +210,7 @@ def all_to_all(x: Any, mesh: Mesh, axis: str, label: str = "") -> Any:
     return _over(x, _Collective("all_to_all", mesh, axis, label))
 
 
-def broadcast(x: Any, mesh: Mesh, axis: str, src: int = 0, label: str = "") -> Any:
+def broadcast(x: Any, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> Any:
     """Rank `src`'s tensor (its number along the axis) on all: (...) -> (...), varying -> replicated.
 
     `x` is a tensor or a tree, of the same shapes on all ranks. Transpose: the sum, on `src`; zero on the others.

@@ -29,7 +29,7 @@ from .announce import Announced, announcing
 from .consensus import rows_of_bytes
 from .links import Link, listen
 from .log import tally
-from .mesh import Mesh, ProcessMesh, adapted
+from .mesh import AnyMesh, Mesh, ProcessMesh, adapted
 from .primitives import along
 from .ranks import MismatchError, Ranks
 from .rendezvous import links_to
@@ -184,7 +184,7 @@ def _call(said: _Said) -> str:
     return f"{said.what} at {said.site}"
 
 
-def lines_of(mesh: Mesh) -> Lines | None:
+def lines_of(mesh: AnyMesh) -> Lines | None:
     """Lines along a mesh of processes; None for one device, simulated ranks and meshes that are not there."""
     grid = adapted(mesh)
     if not isinstance(grid, ProcessMesh):

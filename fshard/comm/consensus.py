@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core import tree
 from . import primitives
-from .mesh import Axes, Mesh, adapted, axis_sizes, mesh_device
+from .mesh import AnyMesh, Axes, adapted, axis_sizes, mesh_device
 from .primitives import all_gather, all_reduce, along
 from .ranks import MismatchError, Ranks
 
@@ -19,7 +19,7 @@ _SAME_TREE = "Build the same tree, in the same order, on all of them"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def check_same(mesh: Mesh, digest: str, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
+def check_same(mesh: AnyMesh, digest: str, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
     """Raise `MismatchError` on every rank if `digest` differs on any; lines of `describe` say where it begins to."""
     grid = adapted(mesh)
     if grid is None or grid.abstract:
@@ -35,7 +35,7 @@ def check_same(mesh: Mesh, digest: str, describe: str, what: str, remedy: str = 
     )
 
 
-def first_unlike(rows: Sequence[Tensor], mesh: Mesh, axes: Axes) -> int | None:
+def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | None:
     """The first of some dense tensors whose bits differ between ranks along `axes`, or None; the same on all ranks.
 
     The bits are compared as sums of integers: one small all-reduce along each axis, and one read by the host.
@@ -49,7 +49,7 @@ def first_unlike(rows: Sequence[Tensor], mesh: Mesh, axes: Axes) -> int | None:
     return next((number for number, differs in enumerate(unlike.tolist()) if differs), None)
 
 
-def any_rank(found: Any, mesh: Mesh) -> Any:
+def any_rank(found: Any, mesh: AnyMesh) -> Any:
     """A tree of 0-d tensors, 1 or 0, with 1 where any rank of the mesh has it: one small all-reduce along each axis.
 
     >>> any_rank({"a": torch.tensor(1.0)}, None)
@@ -62,7 +62,7 @@ def any_rank(found: Any, mesh: Mesh) -> Any:
     return tree.unflatten(spec, list(primitives.total(rows, mesh, op="max", label="found_inf").unbind()))
 
 
-def _texts(text: str, mesh: Mesh) -> list[str]:
+def _texts(text: str, mesh: AnyMesh) -> list[str]:
     """Every rank's text, in rank order."""
     data, end = text.encode(), b"\x1e"
     for axis in reversed(axis_sizes(mesh)):

@@ -18,7 +18,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,38 @@ def digits(number: int, sizes: Sequence[int]) -> list[int]:
         number, digit = divmod(number, size)
         found.insert(0, digit)
     return found
+
+
+class Mesh(Protocol):
+    """A mesh as one of its ranks sees it. `adapted` makes one of a DeviceMesh; None in its place is one device."""
+
+    mesh_dim_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    device: torch.device  # of this rank
+    device_type: str
+    abstract: bool  # whether there are no ranks to send anything to
+
+    @property
+    def likeness(self) -> tuple[Any, ...]:
+        """What is equal for a mesh and its connected twin."""
+
+    def size(self, axis: str | None = None) -> int:
+        """The number of ranks along an axis (None: in all)."""
+
+    def get_rank(self) -> int:
+        """This rank's number among all."""
+
+    def get_local_rank(self, axis: str | None = None) -> int:
+        """This rank's number along an axis (None: the only one)."""
+
+    def ranks(self, axis: str) -> Ranks:
+        """The ranks along one axis, which collectives are made of."""
+
+    def once(self, make: Callable[[Any], T]) -> T:
+        """`make(self)`, called the first time and kept. What it makes must not refer to this mesh."""
+
+
+AnyMesh = DeviceMesh | Mesh | None  # what users give: None is one device
 
 
 class Grid:
@@ -197,15 +229,15 @@ class Meshes:
             self._handles[mesh] = known = ProcessMesh(mesh)
         return known
 
-    def of(self, mesh: Any) -> str:
+    def of(self, mesh: DeviceMesh | Mesh) -> str:
         """The name of a mesh."""
-        mesh = adapted(mesh)
-        if mesh not in self._names:
-            self._names[mesh] = name = f"mesh{next(self._numbers)}"
-            self._meshes[name] = mesh
-        return self._names[mesh]
+        grid = adapted(mesh)
+        if grid not in self._names:
+            self._names[grid] = name = f"mesh{next(self._numbers)}"
+            self._meshes[name] = grid
+        return self._names[grid]
 
-    def find(self, name: str) -> Any:
+    def find(self, name: str) -> Mesh:
         """The mesh of that name. RuntimeError if it is gone."""
         mesh = self._meshes.get(name)
         if mesh is None:
@@ -214,7 +246,6 @@ class Meshes:
 
 
 MESHES = Meshes()
-Mesh = Any  # a DeviceMesh, a simulated mesh, or None: one device
 Axes = tuple[str, ...]
 
 
@@ -223,7 +254,7 @@ def is_mesh(x: Any) -> bool:
     return isinstance(x, DeviceMesh | Grid)
 
 
-def adapted(mesh: Mesh) -> Any:
+def adapted(mesh: AnyMesh) -> Mesh | None:
     """A user's mesh as a `Grid`: a DeviceMesh as what belongs to it, others as they are; None for one device.
 
     TypeError for what is no mesh; ValueError for a DeviceMesh without names, or one this rank is not on.
@@ -245,23 +276,33 @@ def adapted(mesh: Mesh) -> Any:
     return MESHES.handle(mesh)
 
 
-def axis_sizes(mesh: Mesh) -> dict[str, int]:
+def present(mesh: AnyMesh) -> Mesh:
+    """`adapted`, of a mesh that is not None (ValueError)."""
+    grid = adapted(mesh)
+    if grid is None:
+        raise ValueError("expected a mesh, got None (one device)")
+    return grid
+
+
+def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
     """The axes of a mesh, outermost first; none for one device."""
     grid = adapted(mesh)
     return {} if grid is None else {name: grid.size(name) for name in grid.mesh_dim_names}
 
 
-def coordinate(mesh: Mesh, axes: Sequence[str]) -> int:
+def coordinate(mesh: AnyMesh, axes: Sequence[str]) -> int:
     """This rank's number along several axes, the first of them the slowest."""
-    grid, index = adapted(mesh), 0
+    index = 0
     for axis in axes:
+        grid = present(mesh)
         index = index * grid.size(axis) + grid.get_local_rank(axis)
     return index
 
 
-def mesh_device(mesh: Mesh) -> torch.device:
+def mesh_device(mesh: AnyMesh) -> torch.device:
     """The device this rank's tensors live on."""
-    return torch.device("cpu") if mesh is None else adapted(mesh).device
+    grid = adapted(mesh)
+    return torch.device("cpu") if grid is None else grid.device
 
 
 def numbered(name: str) -> torch.device:
@@ -278,7 +319,7 @@ def numbered(name: str) -> torch.device:
     return torch.device(device.type, torch.get_device_module(device.type).current_device())
 
 
-def num_ranks(mesh: Mesh, axes: Sequence[str] | None = None) -> int:
+def num_ranks(mesh: AnyMesh, axes: Sequence[str] | None = None) -> int:
     """The number of ranks along some axes (None: all of them)."""
     sizes = axis_sizes(mesh)
     return math.prod([sizes[axis] for axis in (sizes if axes is None else axes)])

@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from . import primitives
 from .consensus import rows_of_bytes
 from .links import SMALL, Link
 from .log import Call
-from .mesh import Mesh, ProcessMesh, adapted
+from .mesh import AnyMesh, Mesh, ProcessMesh, adapted
 from .primitives import along
 from .ranks import Ranks
 from .rendezvous import links_to
@@ -148,12 +148,12 @@ class _Connection:
         self.twin: HostMesh | None = None
 
 
-def _has_hosts(mesh: Any) -> bool:
+def _has_hosts(mesh: Mesh | None) -> TypeGuard[ProcessMesh]:
     """Whether processes of a mesh may share memory: those of CPUs, on Linux."""
     return type(mesh) is ProcessMesh and mesh.device_type == "cpu" and hasattr(os, "memfd_create")
 
 
-def connected(mesh: Mesh) -> Any:
+def connected(mesh: AnyMesh) -> Mesh | None:
     """`connect(mesh)`, made once for a mesh and shared by all plans on it.
 
     Every rank must call it. It is made again, on all ranks, if on any of them messages were left over by a call that
@@ -170,7 +170,7 @@ def connected(mesh: Mesh) -> Any:
     return kept.twin
 
 
-def connect(mesh: Mesh) -> Any:
+def connect(mesh: AnyMesh) -> Any:
     """The mesh, with shared memory along those axes of a DeviceMesh of CPU processes that lie on one host.
 
     Every rank must call it. Meshes of GPUs, of one device, simulated ones and other systems than Linux are left alone.

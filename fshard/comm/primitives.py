@@ -23,7 +23,7 @@ from ..core.bits import Held, pack, packed_size, unpack
 from ..core.tracing import is_tracing
 from .announce import Announced, announced
 from .log import Call, note
-from .mesh import Axes, Mesh, adapted, axis_sizes
+from .mesh import AnyMesh, Axes, adapted, axis_sizes
 from .process_groups import Works, all_gather_single, as_real, as_sent, reduce_scatter_single
 from .ranks import Pending, Ranks
 from .traced import NodeRanks, is_direct
@@ -34,7 +34,7 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 _ORDERED = frozenset({*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
-def along(mesh: Mesh, axis: str) -> Ranks:
+def along(mesh: AnyMesh, axis: str) -> Ranks:
     """The ranks along one axis of a mesh."""
     grid = adapted(mesh)
     if grid is None or axis not in grid.mesh_dim_names:
@@ -256,7 +256,7 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
 
 
 def gather_over(
-    x: Tensor, mesh: Mesh, axes: Axes, label: str = "", out: Tensor | None = None, *, lent: bool = False
+    x: Tensor, mesh: AnyMesh, axes: Axes, label: str = "", out: Tensor | None = None, *, lent: bool = False
 ) -> Pending:
     """All-gather over several axes, the first of them the slowest; over none: the tensor itself."""
     if not axes:
@@ -268,12 +268,14 @@ def gather_over(
     return pending.then(lambda full: gather_over(full, mesh, tuple(outer), label, out, lent=lent))
 
 
-def buffer(mesh: Mesh, axes: Sequence[str], numel: int, like: Tensor, *, lent: bool) -> Tensor:
+def buffer(mesh: AnyMesh, axes: Sequence[str], numel: int, like: Tensor, *, lent: bool) -> Tensor:
     """A flat buffer, made by the ranks of the first of some axes; `lent`: to be filled once and then sent along it."""
     return along(mesh, axes[0]).empty(numel, like, lent) if axes else like.new_empty(numel)
 
 
-def total(x: Tensor, mesh: Mesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = "") -> Tensor:
+def total(
+    x: Tensor, mesh: AnyMesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = ""
+) -> Tensor:
     """The sum (or max, min) of a small tensor over some axes (None: all of them), now."""
     for axis in axis_sizes(mesh) if axes is None else axes:
         x = all_reduce(x, along(mesh, axis), label, op=op, more=more).wait()

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from . import primitives
-from .mesh import Axes, Mesh, axis_sizes
+from .mesh import AnyMesh, Axes, axis_sizes
 from .ranks import Pending, Ranks
 
 
@@ -83,7 +83,7 @@ EXACT, FAST, TREE = Sums(), Sums(fast=True), Tree()
 
 
 def reduce_over(
-    x: Tensor, mesh: Mesh, axes: Axes, rest: Axes, label: str = "", out: Tensor | None = None, by: Reduction = EXACT
+    x: Tensor, mesh: AnyMesh, axes: Axes, rest: Axes, label: str = "", out: Tensor | None = None, by: Reduction = EXACT
 ) -> Pending:
     """Reduce-scatter over `axes`, then all-reduce over `rest`: the transpose of gathering over `axes` on all ranks.
 
@@ -141,7 +141,7 @@ def _in_order(x: Tensor, stage: _Stage, sizes: Mapping[str, int]) -> Tensor:
     return parts.movedim(stage.to_scatter.index(stage.axis), 0).reshape(-1)
 
 
-def gather_over(x: Tensor, mesh: Mesh, axes: Axes, label: str, by: Gather | None = None) -> Pending:
+def gather_over(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, by: Gather | None = None) -> Pending:
     """All-gather over `axes`, the first of them the slowest: by an object, or None for `comm`. Dual: `reduce_over`."""
     if by is None:
         return primitives.gather_over(x, mesh, axes, label, lent=True)

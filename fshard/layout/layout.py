@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..comm.mesh import Axes, Mesh, coordinate
+from ..comm.mesh import AnyMesh, Axes, coordinate
 from ..core import tree
 
 EVERYONE = -1
@@ -88,7 +88,7 @@ class Layout:
     leaves: tuple[Leaf, ...]
     spans: tuple[Span, ...]  # in the order of rank, row and start
     flat: bool  # rows are 1-D with spans of many leaves; else each is one whole leaf
-    mesh: Mesh
+    mesh: AnyMesh
     axes: Axes  # that ranks are counted along, the first the slowest
     origin: Layout | None = None  # what this was picked from
 
@@ -104,7 +104,7 @@ class Layout:
     def __getstate__(self) -> dict[str, Any]:
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
 
-    def live_mesh(self) -> Mesh:
+    def live_mesh(self) -> AnyMesh:
         """The mesh, or an error for a layout that came out of a pickle."""
         if self.mesh is None and self.axes:
             raise ValueError(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..comm import primitives
-from ..comm.mesh import Axes, Mesh
+from ..comm.mesh import AnyMesh, Axes
 from ..core import tree
 from ..core.arguments import check_positive
 from ..core.flat import MOST, block_size
@@ -204,7 +204,7 @@ def gram(trees: Sequence[Any]) -> Tensor:
     return total
 
 
-def _worlds(x: Any) -> dict[tuple[Mesh, Axes], list[Tensor]]:
+def _worlds(x: Any) -> dict[tuple[AnyMesh, Axes], list[Tensor]]:
     """The rows of a tree, by the mesh and the axes over which they are sharded."""
     worlds: dict[Any, list[Tensor]] = {(None, ()): []}
     for node in tree.tops(x, Parts):
@@ -215,7 +215,7 @@ def _worlds(x: Any) -> dict[tuple[Mesh, Axes], list[Tensor]]:
     return worlds
 
 
-def _rows(node: Any) -> Iterator[tuple[Tensor, Mesh, Axes]]:
+def _rows(node: Any) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
     """The filled intervals of a node's rows, each with mesh and axes; the padding between may hold any values."""
     if not isinstance(node, Parts):
         yield node, None, ()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.mesh import Mesh, OnMesh, mesh_device
+from ..comm.mesh import AnyMesh, OnMesh, mesh_device
 from ..core import tree
 from ..core.flat import clear_outside_, cleared_outside
 from .layout import EVERYONE, Layout, Leaf, Span
@@ -27,7 +27,7 @@ class Parts(OnMesh):
         """Which elements of which leaf lie where."""
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> AnyMesh:
         """The mesh over which the tree is sharded, or None."""
         return self.layout.mesh
 
@@ -124,7 +124,7 @@ def copied(x: Any) -> Any:
     return replace(x, runs=[torch.cat(list(run)).split([view.numel() for view in run]) for run in x.runs])
 
 
-def mesh_of(x: Any) -> Mesh:
+def mesh_of(x: Any) -> AnyMesh:
     """The mesh of the `Parts` in a tree, or None."""
     return next((part.mesh for part in tree.nodes(x, Parts) if part.mesh is not None), None)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm import primitives
-from ..comm.mesh import Axes, Mesh, axis_sizes, coordinate, digits, num_ranks
+from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, digits, num_ranks
 from ..comm.ranks import Ranks
 from ..core import tree
 from .layout import EVERYONE, Layout, Leaf, Span
@@ -35,7 +35,7 @@ def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
     return ranks
 
 
-def owned(layout: Layout, mesh: Mesh, axes: Axes, cost: Callable[[Leaf], float] = lambda leaf: leaf.numel) -> Layout:
+def owned(layout: Layout, mesh: AnyMesh, axes: Axes, cost: Callable[[Leaf], float] = lambda leaf: leaf.numel) -> Layout:
     """The layout in which every leaf is whole on one rank along `axes`, balanced by cost."""
     numbers = layout.numbers
     ranks = assign([cost(layout.leaves[n]) for n in numbers], num_ranks(mesh, axes))
@@ -49,7 +49,7 @@ def owned(layout: Layout, mesh: Mesh, axes: Axes, cost: Callable[[Leaf], float] 
     return replace(layout, source=source, spans=ordered, flat=False, mesh=mesh, axes=axes, origin=None)
 
 
-def on_rank(layout: Layout, mesh: Mesh, axes: Axes, rank: int) -> Layout:
+def on_rank(layout: Layout, mesh: AnyMesh, axes: Axes, rank: int) -> Layout:
     """The layout in which one rank along `axes` (or `EVERYONE`) holds all leaves whole."""
     spans = tuple(Span(n, rank, i, 0, 0, layout.leaves[n].numel) for i, n in enumerate(layout.numbers))
     source = ("on", layout.source, axes, rank)
@@ -96,7 +96,7 @@ def _route(old: Layout, new: Layout) -> Route:
     return known[new.source]
 
 
-def _way(old: Layout, new: Layout) -> tuple[Mesh, Axes]:
+def _way(old: Layout, new: Layout) -> tuple[AnyMesh, Axes]:
     """The mesh of two layouts, and the axes along which their ranks are numbered."""
     return (old.mesh, old.axes) if old.axes else (new.mesh, new.axes)
 

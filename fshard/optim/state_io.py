@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..comm import primitives
-from ..comm.mesh import Axes, Mesh, axis_sizes, coordinate, mesh_device, num_ranks
+from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, mesh_device, num_ranks
 from ..core import tree
 from ..core.arguments import check_whole, check_word, wrong
 from ..core.scalars import double
@@ -39,7 +39,7 @@ def _joined(*names: str) -> str:
     return ".".join(name for name in names if name)
 
 
-def _world(state: Any) -> tuple[Mesh, Axes]:
+def _world(state: Any) -> tuple[AnyMesh, Axes]:
     """The mesh over which a state is sharded, and all its axes."""
     mesh = mesh_of(state)
     return mesh, tuple(axis_sizes(mesh))
@@ -177,7 +177,7 @@ def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, src: int | None) -
     return out
 
 
-def _broadcast(x: Tensor, mesh: Mesh, src: int) -> Tensor:
+def _broadcast(x: Tensor, mesh: AnyMesh, src: int) -> Tensor:
     sizes = axis_sizes(mesh)
     for axis in reversed(sizes):
         src, coordinate = divmod(src, sizes[axis])
@@ -360,7 +360,7 @@ def _check_saved(saved: Any) -> None:
         raise ValueError(f"load_state_dict: saved: expected a dict with 'state', there is {there}. {order}")
 
 
-def _whole(x: Any, mesh: Mesh) -> Tensor:
+def _whole(x: Any, mesh: AnyMesh) -> Tensor:
     """Return a tensor whole; for a DTensor or a ShardedTensor this is a collective, which every rank must call."""
     if hasattr(x, "full_tensor"):  # a DTensor
         return x.full_tensor()

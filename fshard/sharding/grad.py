@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm import primitives
-from ..comm.mesh import Axes, Mesh
+from ..comm.mesh import AnyMesh, Axes
 from ..comm.reduction import Reduction, is_idle, reduction_of
 from ..core import func_levels, tree
 from ..core.arguments import check_flags, check_function, is_number, shown
@@ -116,7 +116,7 @@ def described(kind: type, built: str) -> str:
     return f", loss={'a scalar' if kind is Tensor else kind.__name__}{built}"
 
 
-def _outcome(loss: Any, extra: Any, aux: Any, mesh: Mesh, built: str = "") -> tuple[list[Tensor], Outcome]:
+def _outcome(loss: Any, extra: Any, aux: Any, mesh: AnyMesh, built: str = "") -> tuple[list[Tensor], Outcome]:
     """The tensors to differentiate (this rank's total, and its count if that requires a gradient), and the outcome.
 
     One small collective sums totals and counts over ranks.

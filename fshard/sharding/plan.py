@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import Axes, Mesh, adapted, axis_sizes, coordinate, mesh_device
+from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, mesh_device, present
 from ..comm.one_host import connected
 from ..comm.reduction import Gather
 from ..comm.wire import Wire
@@ -118,7 +118,7 @@ class Plan:
     together: bool = False
     slices: int = 8
     gather: Any = None
-    mesh: Mesh = field(default=None, compare=False, repr=False)
+    mesh: AnyMesh = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
@@ -134,7 +134,7 @@ class Plan:
         """The number of the root unit, which holds what no other claims; None if every leaf is claimed."""
         return 0 if self.units and self.units[0].name == ROOT else None
 
-    def on(self, mesh: Mesh) -> Plan:
+    def on(self, mesh: AnyMesh) -> Plan:
         """This plan on another mesh with the same axes (ValueError if they differ)."""
         sizes = axis_sizes(mesh)
         if tuple(sizes.items()) != self.axes:
@@ -144,7 +144,7 @@ class Plan:
             )
         return replace(self, mesh=connected(mesh))
 
-    def live_mesh(self) -> Mesh:
+    def live_mesh(self) -> AnyMesh:
         """The mesh, or an error for a plan that came out of a pickle."""
         if self.mesh is None and self.axes:
             raise ValueError(f"this plan has no mesh (it was unpickled): call plan.on(mesh), axes {dict(self.axes)}")
@@ -201,7 +201,7 @@ class Plan:
     @property
     def crossings(self) -> Crossings:
         """The streams beside the computation (Note [Crossing over] in `offload`), made once for its mesh."""
-        return adapted(self.live_mesh()).once(crossings)
+        return present(self.live_mesh()).once(crossings)
 
     @cached_property
     def _offsets(self) -> dict[Axes, list[list[int]]]:
@@ -262,7 +262,7 @@ def _strategy(plan: Plan) -> dict[str, Axes]:
 
 def make_plan(
     params: Any,
-    mesh: Mesh = None,
+    mesh: AnyMesh = None,
     *,
     units: Where | int = None,
     params_over: str | Sequence[str] = "shard",
@@ -389,7 +389,7 @@ def check_plain(name: str, params: Any) -> None:
             raise TypeError(wrong(name, node, "a tree of whole tensors", "Are the arguments in the call's order?"))
 
 
-def _check_host(host: Where, mesh: Mesh) -> None:
+def _check_host(host: Where, mesh: AnyMesh) -> None:
     if host is not None and mesh is None:
         raise ValueError(
             f"host={host!r}: expected a mesh, which says where to compute, got None. Give a mesh of one rank: "

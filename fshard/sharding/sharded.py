@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm import collectives, primitives
-from ..comm.mesh import Axes, Mesh, coordinate, mesh_device
+from ..comm.mesh import AnyMesh, Axes, coordinate, mesh_device
 from ..core import tree
 from ..core.arguments import check_whole, wrong
 from ..core.donation import Life, Source
@@ -70,7 +70,7 @@ class Sharded(Parameters, Branch):
         return self.plan
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> AnyMesh:
         """The mesh of the plan."""
         return self.plan.live_mesh()
 

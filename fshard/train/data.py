@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..comm import primitives
-from ..comm.mesh import Mesh, axis_sizes, mesh_device
+from ..comm.mesh import AnyMesh, axis_sizes, mesh_device
 from ..core import tree
 from ..core.arguments import wrong
 from ..sharding.sharded import Sharded
 
 
-def join_batches(data: Iterable[Any], mesh: Mesh = None, like: Any = None) -> Iterator[tuple[Any, Tensor]]:
+def join_batches(data: Iterable[Any], mesh: AnyMesh = None, like: Any = None) -> Iterator[tuple[Any, Tensor]]:
     """`(batch, weight)` until every rank's data are used up: one that has run out gets its last batch, with weight 0.
 
     Multiply total and count of a `Mean` by the weight (0-d, 1 or 0), a further argument of the step: the mean stays

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import Mesh, axis_sizes
+from ..comm.mesh import AnyMesh, axis_sizes
 from ..core import scalars, tree
 from ..core.arguments import check_whole, is_number, shown, wrong
 from ..core.scalars import double
@@ -72,7 +72,7 @@ def _check_between(scale: Any, least: float, most: float) -> None:
         raise ValueError(f"a loss scale={scale}: expected min_scale={least} <= scale <= max_scale={most}")
 
 
-def _unscale(grads: Any, scale: Tensor, own: bool, labels: Labels, mesh: Mesh) -> tuple[Any, FoundInf]:
+def _unscale(grads: Any, scale: Tensor, own: bool, labels: Labels, mesh: AnyMesh) -> tuple[Any, FoundInf]:
     _check_grads(grads)
     sparse = any(row.layout is torch.sparse_coo for row in tree.leaves(grads))
     if not own or sparse:
@@ -111,19 +111,19 @@ def _check_grads(grads: Any) -> None:
         raise TypeError(f"unscale: leaf {path!r}: expected a gradient, a floating tensor, got {got}")
 
 
-def _meshes(x: Any, mesh: Mesh) -> list[Mesh]:
+def _meshes(x: Any, mesh: AnyMesh) -> list[AnyMesh]:
     """The meshes whose ranks agree on what is finite: that of sharded gradients, and `mesh`."""
     axis_sizes(mesh)
     return [each for each in (mesh_of(x), mesh) if each is not None]
 
 
-def _agreed(found: Any, meshes: Sequence[Mesh]) -> Any:
+def _agreed(found: Any, meshes: Sequence[AnyMesh]) -> Any:
     for mesh in meshes:
         found = consensus.any_rank(found, mesh)
     return found
 
 
-def _found_by(key: Callable[[Leaf], Any], x: Any, meshes: Sequence[Mesh]) -> dict[Any, Tensor]:
+def _found_by(key: Callable[[Leaf], Any], x: Any, meshes: Sequence[AnyMesh]) -> dict[Any, Tensor]:
     """For each key, 1 if any of its leaves is not finite on any rank, else 0: float32, 0-d, equal on all ranks."""
     found, device = dict[Any, list[Tensor]](), device_of(x)
     for path, node in tree.paths_to(x, Parts):
@@ -147,7 +147,7 @@ def _not_finite(x: Tensor) -> Tensor:
     return (~(low.isfinite() & high.isfinite())).float()
 
 
-def nonfinite_leaves(x: Any, mesh: Mesh = None) -> list[str]:
+def nonfinite_leaves(x: Any, mesh: AnyMesh = None) -> list[str]:
     """The paths of leaves that are not finite on any rank, equal on all ranks. One collective; the host waits for it.
 
     The ranks are those of the mesh that `x` lies on; for a plain tree those of `mesh`, or this one alone for None.
@@ -180,7 +180,7 @@ class StaticLossScale:
         """A tree times the scale, each leaf in its own dtype. TypeError for a leaf that is no floating tensor."""
         return _times(x, self.value)
 
-    def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None, mesh: Mesh = None) -> tuple[Any, Any]:
+    def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None, mesh: AnyMesh = None) -> tuple[Any, Any]:
         """Divide gradients by the scale; returns them, and 1 if any rank's are not finite, else 0 (float32, 0-d).
 
         With `own` the gradients are the caller's, and divided in place. `found_inf` is equal on all ranks: those of all
@@ -337,7 +337,9 @@ class NoLossScale:
         """The tree as it is. TypeError for a leaf that is no floating tensor."""
         return _times(x, self.value)
 
-    def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None, mesh: Mesh = None) -> tuple[Any, Tensor]:
+    def unscale(
+        self, grads: Any, *, own: bool = False, labels: Labels = None, mesh: AnyMesh = None
+    ) -> tuple[Any, Tensor]:
         """Return the gradients as they are, and 0."""
         return grads, torch.zeros((), dtype=torch.float32, device=device_of(grads))
 

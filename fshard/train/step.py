@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..comm import consensus
 from ..comm.check import Checked, is_wanted
-from ..comm.mesh import adapted
+from ..comm.mesh import present
 from ..comm.ranks import MismatchError
 from ..comm.reduction import Reduction, Tree, reduction_of
 from ..core import tree
@@ -100,7 +100,7 @@ def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: in
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
     lost = feedback.nothing_lost(sharded)
     several = any(size > 1 for _, size in sharded.plan.axes)  # one rank has nothing to compare, and reads no scale
-    if several and not is_tracing() and not adapted(sharded.plan.live_mesh()).abstract:
+    if several and not is_tracing() and not present(sharded.plan.live_mesh()).abstract:
         _check_alike(sharded, seed, scaler)
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
     return TrainState(sharded, tx.init(trained), scaler, step, rng, extra, lost)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm import primitives
-from ..comm.mesh import Axes, Mesh, mesh_device
+from ..comm.mesh import AnyMesh, Axes, mesh_device
 from ..comm.ranks import Pending
 from ..comm.reduction import reduce_over
 from ..core import tree
@@ -22,7 +22,7 @@ from .leaf import ZeroState, check_zero_state, leaves_of
 _LARGE = 1 << 16  # mean elements of pieces from which reading them in place beats copying them into one row
 
 
-def flat_init(tx: Transform, mesh: Mesh, axes: Axes, bucket: int, block: int, params: Any) -> ZeroState:
+def flat_init(tx: Transform, mesh: AnyMesh, axes: Axes, bucket: int, block: int, params: Any) -> ZeroState:
     """Make the plan of buckets, and the optimizer's state for this rank's intervals of them."""
     plan = make_plan(params, mesh, units=bucket, params_over=(), grads_over=(), state_over=axes, block=block)
     return ZeroState(tx.init(_part(plan, _by_slot(plan, params, "parameters"))), plan)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus, one_host, primitives
-from ..comm.mesh import Axes, Mesh, OnMesh, axis_sizes, coordinate
+from ..comm.mesh import AnyMesh, Axes, OnMesh, axis_sizes, coordinate
 from ..comm.ranks import Ranks
 from ..core import bits, tree
 from ..core.flat import put
@@ -62,7 +62,7 @@ def check_zero_state(state: Any, kind: type) -> None:
         )
 
 
-def leaf_init(tx: Transform, mesh: Mesh, axes: Axes, params: Any) -> ZeroState:
+def leaf_init(tx: Transform, mesh: AnyMesh, axes: Axes, params: Any) -> ZeroState:
     """Assign leaves to ranks, and make the optimizer's state for the leaves this rank owns."""
     layout, mesh = layout_of(params), one_host.connected(mesh)
     lines = zip(layout.leaves, tree.leaves(params), strict=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..comm.mesh import Axes, Mesh, axis_sizes
+from ..comm.mesh import AnyMesh, Axes, axis_sizes
 from ..core import tree
 from ..core.arguments import check_whole, check_word
 from ..layout.pieces import Parts
@@ -30,7 +30,7 @@ BUCKET = 1 << 22  # elements
 
 def zero(
     tx: Any,
-    mesh: Mesh = None,
+    mesh: AnyMesh = None,
     partition: str = "flat",
     grads: str = "reduced",
     *,
@@ -77,7 +77,7 @@ def _checked_init(make: Callable[[Any], Any], params: Any) -> Any:
     return make(params)
 
 
-def _axes(mesh: Mesh, over: str | Sequence[str] | None) -> Axes:
+def _axes(mesh: AnyMesh, over: str | Sequence[str] | None) -> Axes:
     sizes = axis_sizes(mesh)
     if over is None:
         return ("shard",) if "shard" in sizes else tuple(sizes)

@@ -16,7 +16,7 @@ from torch import Tensor
 import fshard
 from fshard import optim
 from fshard.comm import compare_calls, one_host, process_groups, rendezvous
-from fshard.comm.mesh import adapted
+from fshard.comm.mesh import present
 
 from .models import same_bits
 
@@ -250,7 +250,7 @@ def between_hosts(mesh: Any, kinds: list[str]) -> list[str]:
                 checked(DEEDS[kind], mesh.get_rank() == 1)
             except fshard.MismatchError as failure:
                 texts.append(str(failure))
-        lines = adapted(mesh).once(compare_calls.lines_of)
+        lines: Any = present(mesh).once(compare_calls.lines_of)
         assert {link.socket.family.name for link in lines._links["shard"].values()} == {"AF_INET"}
     return texts
 
