@@ -33,11 +33,11 @@ def packed_size(held: Held) -> int:
 
 def unpack(data: Tensor, held: Held) -> list[Tensor]:
     """Return the packed tensors, flat, as views of `data`. Dual: `pack`."""
-    found = list[Tensor]()
+    tensors = list[Tensor]()
     for dtype, numel in held:
-        found.append(from_bytes(data[: dtype.itemsize * numel], dtype))
+        tensors.append(from_bytes(data[: dtype.itemsize * numel], dtype))
         data = data[packed_size([(dtype, numel)]) :]
-    return found
+    return tensors
 
 
 def bitcast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -223,8 +223,8 @@ def difference(expected: Any, got: Any) -> str:
     """
     if type(expected) is not type(got):
         return f"expected a {type(expected).__name__}, got a {type(got).__name__}"
-    wanted, found = (paths(flatten(one)[1]) for one in (expected, got))
-    lacks, more = [p for p in wanted if p not in found], [p for p in found if p not in wanted]
+    wanted, given = (paths(flatten(one)[1]) for one in (expected, got))
+    lacks, more = [p for p in wanted if p not in given], [p for p in given if p not in wanted]
     if not lacks and not more:
         return "the leaves have the same paths, in other containers or laid out by another plan"
     return f"it lacks {lacks[:3] or 'nothing'} and has {more[:3] or 'nothing'} besides"

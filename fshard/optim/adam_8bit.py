@@ -197,16 +197,16 @@ def _update_row(
     wide = [_blocks(x.float(), block, chunk) for x in (p, g)]
     codes = [_blocks(x, block, chunk) for x in moments[::2]]
     scales = [x.split(chunk) for x in moments[1::2]]
-    found: list[list[Tensor]] = [[] for _ in range(5)]
+    results: list[list[Tensor]] = [[] for _ in range(5)]
     for p_part, g_part, mu, nu, mu_scale, nu_scale in zip(*wide, *codes, *scales, strict=True):
         old = decode(mu, mu_scale, books[0]), decode(nu, nu_scale, books[1])
         delta, new = change(p_part, g_part, old)
         # a second moment of zero beside a first one that is not would make a step of mu / eps
         least = books[1][1] * new[1].amax(1, keepdim=True)
         pair = [*encode(new[0], books[0]), *encode(torch.where(new[1] > 0, new[1].maximum(least), new[1]), books[1])]
-        for into, x in zip(found, (delta, *pair), strict=True):
+        for into, x in zip(results, (delta, *pair), strict=True):
             into.append(x)
     shapes = [p.shape, *(m.shape for m in moments)]
     dtypes = [p.dtype, *(m.dtype for m in moments)]
-    flat = [torch.cat(xs).reshape(-1) for xs in found]
+    flat = [torch.cat(xs).reshape(-1) for xs in results]
     return [x[: s.numel()].view(s).to(d) for x, s, d in zip(flat, shapes, dtypes, strict=True)]

@@ -93,8 +93,8 @@ def choose(found_inf: FoundInf | None, old: Any, new: Any) -> Any:
     """Return `new`, or `old` if `found_inf` (of any label) is 1: no host read."""
     if found_inf is None:
         return new
-    found = any_found(found_inf)
-    return tree.map(lambda a, b: kernels.where(found, a, b), old, new)
+    skip = any_found(found_inf)
+    return tree.map(lambda a, b: kernels.where(skip, a, b), old, new)
 
 
 def any_found(found_inf: FoundInf) -> Tensor:

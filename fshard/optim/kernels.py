@@ -322,7 +322,7 @@ def unscale_by_parts_(row: Tensor, inverse: Tensor) -> Tensor:
 
 def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tensor:
     """`unscaled` on a list, in place and in one pass; returns whether any element is not finite (float32, 0-d)."""
-    found = torch.zeros(1, dtype=torch.float32, device=inverse.device)
+    any_bad = torch.zeros(1, dtype=torch.float32, device=inverse.device)
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for row in (row for row in rows if row.numel()):
         if row.dtype not in _HALF_OR_SINGLE or row.layout is not torch.strided or is_tracing():
@@ -333,15 +333,15 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tenso
             continue
         else:
             bad = unscale_by_parts_(row, inverse.to(row.device))
-        found = torch.maximum(found, bad.to(found.device))
+        any_bad = torch.maximum(any_bad, bad.to(any_bad.device))
     for (device, _), some in lists.items():
         one = torch.zeros(1, dtype=torch.float32, device=device)
         (parts,) = portions([some], most)
         # Private: what torch.amp.GradScaler calls; nothing public reads and writes in one pass (test_loss_scale.py
         # notices when it goes)
         torch._amp_foreach_non_finite_check_and_unscale_(parts, one, inverse.to(device, torch.float32))
-        found = torch.maximum(found, one.to(found.device))
-    return found.squeeze(0)
+        any_bad = torch.maximum(any_bad, one.to(any_bad.device))
+    return any_bad.squeeze(0)
 
 
 def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:

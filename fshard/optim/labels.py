@@ -112,7 +112,7 @@ def check_labelled(tx: Transform) -> None:
 def _split(layout: Layout, transforms: Mapping[Any, Any], labels: Labels) -> dict[Any, Layout]:
     """The layout of each label's leaves, for the labels that have any."""
     _check_patterns(layout, labels)
-    found: dict[Any, list[int]] = {}
+    of_label: dict[Any, list[int]] = {}
     for number in layout.numbers:
         leaf = layout.leaves[number]
         label = label_of(leaf, labels)
@@ -121,8 +121,8 @@ def _split(layout: Layout, transforms: Mapping[Any, Any], labels: Labels) -> dic
                 f"by_label: leaf {leaf.path!r} has the label {label!r}, but there are transformations only for "
                 f"{', '.join(map(repr, transforms))}"
             )
-        found.setdefault(label, []).append(number)
-    return {label: layout.pick(found[label]).prepared() for label in transforms if label in found}
+        of_label.setdefault(label, []).append(number)
+    return {label: layout.pick(of_label[label]).prepared() for label in transforms if label in of_label}
 
 
 def _check_patterns(layout: Layout, labels: Labels) -> None:

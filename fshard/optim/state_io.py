@@ -81,15 +81,15 @@ def gather_state(state: Any, rank: int | None = None) -> dict[str, Tensor]:
     {'count': tensor(0.), 'momentum.w': tensor([0., 0.])}
     """
     _check_rank("gather_state: rank", state, rank)
-    found: dict[str, Tensor] = {}
+    whole: dict[str, Tensor] = {}
     for path, node in tree.paths_to(state, Parts):
         if not isinstance(node, Parts | Tensor):
             expected = "the state of an optimizer, tensors alone"
             raise TypeError(f"gather_state: {f'leaf {path!r} of ' if path else ''}{wrong('state', node, expected)}")
         leaves = _whole_leaves(node, rank) if isinstance(node, Parts) else [("", node)]
         # copies, because the state they are taken from may be given away
-        found.update((_joined(path, name), x.to(x.device if rank is None else "cpu", copy=True)) for name, x in leaves)
-    return found if _holds(state, rank) else {}
+        whole.update((_joined(path, name), x.to(x.device if rank is None else "cpu", copy=True)) for name, x in leaves)
+    return whole if _holds(state, rank) else {}
 
 
 def _check_rank(name: str, state: Any, rank: int | None) -> None:
@@ -231,15 +231,15 @@ def _fields(state: Any, leaves: list[str], spec: tree.Spec | None, key: str = ""
 
 def _torch_names(fields: Sequence[_Field]) -> dict[tuple[str, str], _Field]:
     """The field of every leaf and name in torch's format. Where two have one name, the innermost keeps it."""
-    found: dict[tuple[str, str], _Field] = {}
+    named: dict[tuple[str, str], _Field] = {}
     for field in fields:
         last = field.path.rpartition(".")[2]
         for leaf in field.leaves if field.hyperparam is None else []:
             name = leaf, _TORCH.get(last, last)
-            if name in found:
-                found[leaf, found[name].path] = found[name]
-            found[name] = field
-    return found
+            if name in named:
+                named[leaf, named[name].path] = named[name]
+            named[name] = field
+    return named
 
 
 def _label_sets(state: Any) -> Iterator[set[str]]:
@@ -382,7 +382,7 @@ def _path(key: Any, order: Sequence[str]) -> str:
 
 
 def _by_path(saved: Mapping[str, Any], order: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    found = {_path(key, order): entry for key, entry in saved["state"].items()}
-    if unknown := [path for path in found if path not in order]:
+    entries = {_path(key, order): entry for key, entry in saved["state"].items()}
+    if unknown := [path for path in entries if path not in order]:
         raise ValueError(f"load_state_dict: the state has {unknown[0]!r}, which is no leaf of the tree: {order[:6]}")
-    return found
+    return entries

@@ -30,12 +30,12 @@ def flat_init(tx: Transform, mesh: AnyMesh, axes: Axes, bucket: int, block: int,
 
 def _by_slot(plan: Plan, x: Any, what: str) -> dict[Slot, Tensor]:
     """Return whole leaves by slot; ValueError for a trainable one that is missing or has another shape."""
-    found = dict(zip(plan.slots, leaves_of(x, plan.spec, what), strict=True))
-    for slot, leaf in found.items():
+    by_slot = dict(zip(plan.slots, leaves_of(x, plan.spec, what), strict=True))
+    for slot, leaf in by_slot.items():
         if plan.kinds[slot.kind].trainable and (not isinstance(leaf, Tensor) or tuple(leaf.shape) != slot.shape):
             got = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
             raise ValueError(f"zero: {what}: leaf {slot.path!r}: expected shape {list(slot.shape)}, got {got}")
-    return found
+    return by_slot
 
 
 def _kinds(plan: Plan) -> list[int]:
@@ -163,8 +163,8 @@ def flat_update(
     updates, inner = tx.update(part, state.inner, mine, **extra)
     buckets = _Buckets(plan, _device(plan, given))
     buckets.gather({place: updates.piece(*place) for place in _places(plan)})
-    found = buckets.leaves()
-    return tree.unflatten(plan.spec, [found.get(slot) for slot in plan.slots]), ZeroState(inner, plan)
+    updated = buckets.leaves()
+    return tree.unflatten(plan.spec, [updated.get(slot) for slot in plan.slots]), ZeroState(inner, plan)
 
 
 def flat_step(
@@ -189,13 +189,13 @@ def flat_step(
             _whole_part(plan, given, local), inner, _part(plan, old), found_inf, True, **extra | {"own_grads": True}
         )
         buckets.gather({place: new.piece(*place) for place in _places(plan)})
-    found = old | buckets.leaves()
-    return tree.unflatten(plan.spec, [found[slot] for slot in plan.slots]), ZeroState(inner, plan)
+    updated = old | buckets.leaves()
+    return tree.unflatten(plan.spec, [updated[slot] for slot in plan.slots]), ZeroState(inner, plan)
 
 
 def _device(plan: Plan, leaves: Mapping[Slot, Any]) -> torch.device:
-    found = (leaf.device for leaf in leaves.values() if isinstance(leaf, Tensor))
-    return next(found, mesh_device(plan.live_mesh()))
+    devices = (leaf.device for leaf in leaves.values() if isinstance(leaf, Tensor))
+    return next(devices, mesh_device(plan.live_mesh()))
 
 
 def _step_by_bucket(
@@ -215,8 +215,8 @@ def _step_by_bucket(
         own = buckets.own(place)
         if place not in buckets.reused:  # a reused bucket holds the parameters already
             pack(old, plan, *place, plan.state_over, own)
-        found = ([] if local else _large_views(given, plan, place)) or [(0, pending.wait())]
-        grads, spans = [g for _, g in found], [(start, g.numel()) for start, g in found]
+        sources = ([] if local else _large_views(given, plan, place)) or [(0, pending.wait())]
+        grads, spans = [g for _, g in sources], [(start, g.numel()) for start, g in sources]
         mine, held = _views(own, spans), _of_place(inner, place, spans)
         new, after = tx.step(tuple(grads), held, mine, found_inf, True, **extra)
         tree.map(_write, mine, new)
@@ -227,8 +227,8 @@ def _step_by_bucket(
 
 def _large_views(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]) -> list[tuple[int, Tensor]]:
     """The pieces of leaves in this rank's interval and their offsets, if they are large; else []."""
-    found = intervals(plan, *place, plan.state_over)
-    views = [(start, leaves[slot].detach().reshape(-1)[begin:end]) for slot, begin, end, start in found]
+    overlaps = intervals(plan, *place, plan.state_over)
+    views = [(start, leaves[slot].detach().reshape(-1)[begin:end]) for slot, begin, end, start in overlaps]
     return views if sum(view.numel() for _, view in views) >= _LARGE * len(views) else []
 
 

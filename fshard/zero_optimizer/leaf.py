@@ -111,8 +111,8 @@ def _own(parting: Layout, x: Any, what: str) -> Pieces:
     for number in parting.numbers:
         leaf, got = parting.leaves[number], flat[number]
         if not isinstance(got, Tensor) or tuple(got.shape) != leaf.shape:
-            found = list(got.shape) if isinstance(got, Tensor) else type(got).__name__
-            raise ValueError(f"zero: {what}: leaf {leaf.path!r}: expected shape {list(leaf.shape)}, got {found}")
+            actual = list(got.shape) if isinstance(got, Tensor) else type(got).__name__
+            raise ValueError(f"zero: {what}: leaf {leaf.path!r}: expected shape {list(leaf.shape)}, got {actual}")
     return Pieces(parting, [flat[span.leaf] for span in parting.mine])
 
 
@@ -161,9 +161,9 @@ def _shared(part: Pieces, params: Any) -> Any:
     """All-gather the leaves that ranks own into a whole tree; a leaf that no rank owns is taken from `params`."""
     layout = part.layout
     whole = collect(part, on_rank(layout, layout.mesh, layout.axes, EVERYONE), "parameters")
-    found: list[Any] = (
+    leaves: list[Any] = (
         [None] * layout.spec.num_leaves if params is None else leaves_of(params, layout.spec, "parameters")
     )
     for span, row in zip(whole.layout.mine, whole.tensors, strict=True):
-        found[span.leaf] = row
-    return tree.unflatten(layout.spec, found)
+        leaves[span.leaf] = row
+    return tree.unflatten(layout.spec, leaves)
