@@ -1,4 +1,4 @@
-"""What a function reads from elsewhere than its arguments: closures, globals of its module, its defaults."""
+"""The variables a function reads besides its arguments: closures, globals of its module, defaults."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LIBRARIES = (*NOT_THE_USER, *(sysconfig.get_path(name) for name in ("stdlib", "
 
 
 class Capture(NamedTuple):
-    """A variable that a function reads: what an error calls it, and where its value is."""
+    """A variable that a function reads: its name in errors, and where its value is."""
 
     name: str
     place: Any  # a cell of a closure, the globals of a module, or a function, whose defaults are meant
     key: str
 
     def read(self) -> Any:
-        """Its value now; None if it has none yet."""
+        """The value now; None if the variable has none yet."""
         if isinstance(self.place, dict):
             return self.place.get(self.key)
         if isinstance(self.place, FunctionType):

@@ -1,4 +1,4 @@
-"""What a graph says: as text, its collectives, its arithmetic."""
+"""Inspection of a graph: as text, its collectives, its floating-point operations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def operator(node: fx.Node) -> str:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a node by the names its operator has for them."""
+    """The arguments of a node by the parameter names of its operator."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
@@ -47,7 +47,7 @@ def starts(graph: fx.Graph) -> list[fx.Node]:
 
 
 def collectives(graph: fx.Graph) -> list[Traffic]:
-    """What is sent, by kind, axis and unit, in the order of first use."""
+    """The collectives of a graph, summed by kind, unit and axis, in the order of first use."""
     counts: Counter[tuple[str, str, str]] = Counter()
     sent: Counter[tuple[str, str, str]] = Counter()
     for node in starts(graph):
@@ -68,7 +68,7 @@ def flops(module: fx.GraphModule) -> int:
 
 
 def as_text(graph: fx.Graph, names: Sequence[str]) -> str:
-    """One line for each node: its name, dtype and shape, operator, and what that is given."""
+    """One line for each node: name, dtype and shape, operator, arguments."""
     return "\n".join(_lines(graph, names))
 
 
@@ -109,5 +109,5 @@ def _type(node: fx.Node) -> str:
 
 
 def values(node: fx.Node) -> list[Tensor]:
-    """The tensors (fake ones) a node gives."""
+    """The fake tensors that a node returns."""
     return [v for v in tree.leaves(node.meta.get("val")) if isinstance(v, Tensor)]

@@ -21,7 +21,7 @@ from .signature import Signature, changed, difference, flatten, held, on_meshes,
 
 
 class Jitted:
-    """What `jit` gives: call it like the function."""
+    """A function made by `jit`: call it like the original."""
 
     def __init__(self, fn: Callable[..., Any], backend: str, options: Options):
         self._fn, self._backend, self._options = fn, backend, options
@@ -31,7 +31,7 @@ class Jitted:
         self._checked = is_wanted()
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The graph for such arguments (meta and fake tensors will do), to look at or to compile."""
+        """The graph for these arguments, to inspect or compile. Meta and fake tensors may stand for tensors."""
         return lower(self._fn, *flatten(args, kwargs), self._options)
 
     def explain(self) -> str:

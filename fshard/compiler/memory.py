@@ -35,17 +35,17 @@ class Footprint:
 
     @property
     def peak(self) -> int:
-        """The most bytes at once."""
+        """The largest number of bytes in memory at once."""
         return sum(self.by.values())
 
     @property
     def at(self) -> str:
-        """The node where that is."""
+        """The node at which memory peaks."""
         return self.nodes[self._top]
 
     @property
     def by(self) -> dict[str, int]:
-        """What those bytes hold."""
+        """The bytes at the peak, by what they hold."""
         return self.bytes[self._top]
 
     @property
@@ -115,7 +115,7 @@ def _received(node: fx.Node) -> int:
 
 
 def _in_place(held: Sequence[_Storage], found: dict[int, _Storage], changes: list[Counter[str]]) -> None:
-    """A fusible value is written over one of its size that dies as it is made."""
+    """A value that can reuse a same-sized input's storage (its last use) is counted once."""
     live, taken = {id(s) for s in held}, set[int]()
     for s in held:
         for key in s.sources if s.fusible else []:

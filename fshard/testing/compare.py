@@ -1,4 +1,4 @@
-"""Whether two trees are equal: to the bit, or to so many units in the last place; and where they are not."""
+"""Comparison of two trees, to the bit or to a number of units in the last place, and where they differ."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _kind(x: Any) -> str:
 
 
 def gap(path: str, got: Any, expected: Any, ulps: int = 0) -> Gap:
-    """How two leaves of one kind differ."""
+    """The difference of two leaves of one dtype and shape."""
     if isinstance(got, float):
         got, expected = (double(x) for x in (got, expected))
     if not isinstance(got, Tensor):

@@ -105,7 +105,7 @@ class UnderWay:
                 raise InFlightError(f"{call} at {call_site()} would write to memory of {work}, which is under way")
 
     def end(self, work: Late) -> bool:
-        """Take one out; whether it was there."""
+        """Remove a collective; returns whether it was under way."""
         return work in self._works and self._works.pop(work) is None
 
     def check_none(self) -> None:
@@ -116,6 +116,6 @@ class UnderWay:
 
 
 def _overlap(x: Tensor, others: Iterable[Tensor]) -> bool:
-    """Whether two of these, each contiguous, have memory in common."""
+    """Whether `x` shares memory with any of `others`, all contiguous."""
     begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
     return any(y.data_ptr() < end and begin < y.data_ptr() + y.nbytes for y in others if x.numel() and y.numel())

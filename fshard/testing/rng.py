@@ -1,4 +1,4 @@
-"""Random states of a process, one of each kind for every rank that takes its turn in it: python's, numpy's, torch's."""
+"""Save and restore the process-wide generators (python, numpy, torch) for each simulated rank."""
 
 from __future__ import annotations
 
@@ -118,16 +118,16 @@ class Generators:
             self._kinds.append(_Torch(num_ranks, device, get, set_))
 
     def bring(self, rank: int) -> None:
-        """Before a rank's turn."""
+        """Restore the random states of a rank, before its turn."""
         for kind in self._kinds:
             kind.bring(rank)
 
     def put_away(self, rank: int) -> None:
-        """After it."""
+        """Save the random states of a rank, after its turn."""
         for kind in self._kinds:
             kind.put_away(rank)
 
     def restore(self) -> None:
-        """What the process had before."""
+        """Restore the random states that the process had before the run."""
         for kind in self._kinds:
             kind.restore()
