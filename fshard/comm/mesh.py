@@ -250,17 +250,17 @@ Axes = tuple[str, ...]
 
 
 def is_mesh(x: Any) -> bool:
-    """Whether this is a mesh: a DeviceMesh, or one of this package's."""
-    return isinstance(x, DeviceMesh | Grid)
+    """Whether this is a mesh: a DeviceMesh, or what answers as a `Mesh`."""
+    return isinstance(x, DeviceMesh | Grid) or all(hasattr(x, name) for name in ("mesh_dim_names", "ranks", "once"))
 
 
 def adapted(mesh: AnyMesh) -> Mesh | None:
-    """A user's mesh as a `Grid`: a DeviceMesh as what belongs to it, others as they are; None for one device.
+    """A user's mesh as a `Mesh`: a DeviceMesh as what belongs to it, others as they are; None for one device.
 
     TypeError for what is no mesh; ValueError for a DeviceMesh without names, or one this rank is not on.
     """
     if not isinstance(mesh, DeviceMesh):
-        if mesh is None or isinstance(mesh, Grid):
+        if mesh is None or is_mesh(mesh):
             return mesh
         raise TypeError(
             f"mesh: expected a DeviceMesh with named axes, a simulated mesh, or None (one device), got {shown(mesh)}. "
