@@ -15,7 +15,7 @@ _around: ContextVar[Around | None] = ContextVar("fshard_around", default=None)
 
 
 class Announced:
-    """The ranks along one axis, told of each collective before it starts."""
+    """Ranks along one axis that call `announce(text)` before each collective."""
 
     def __init__(self, ranks: Any, announce: Callable[[str], None]):
         self.axis, self.rank, self.size, self.device = ranks.axis, ranks.rank, ranks.size, ranks.device
@@ -24,18 +24,18 @@ class Announced:
 
     @property
     def timeout(self) -> Any:
-        """How long a message is waited for, where ranks say it: a plan made inside connects them."""
+        """How long a message is waited for: asked when a plan is made, and its mesh connected, inside such a block."""
         return self._ranks.timeout
 
     def exchange(self, sends: Sequence[Any], recvs: Sequence[Any], call: Call) -> Any:
-        """The ranks' own, once they all know of it."""
+        """Announce the collective, then start it."""
         self.announce(str(call))
         return self._exchange(sends, recvs, call)
 
 
 @contextmanager
 def announcing(around: Around) -> Iterator[None]:
-    """Inside the block collectives go through what `around` makes of the ranks along an axis, and of their mesh."""
+    """Inside the block, `primitives.along` returns `around(ranks, mesh)`."""
     token = _around.set(around)
     try:
         yield
@@ -44,25 +44,27 @@ def announcing(around: Around) -> Iterator[None]:
 
 
 def is_announcing() -> bool:
-    """Whether this is inside such a block."""
+    """Whether this is called inside a block of `announcing`."""
     return _around.get() is not None
 
 
 def announced(ranks: Any, mesh: Any) -> Any:
-    """The ranks, or inside such a block what is made of them."""
+    """`around(ranks, mesh)` inside a block of `announcing`, else `ranks`."""
     around = _around.get()
     return ranks if around is None else around(ranks, mesh)
 
 
 def kept() -> Callable[..., Any]:
-    """`call(fn, *args)`, by which what is called later is counted and announced as what is called here.
+    """A function `call(fn, *args)` that runs `fn` in the blocks of `tally` and `announcing` that are entered here.
 
-    Autograd runs the backward of what is on a GPU on a thread of its own, where no block of the caller's is known.
+    On a GPU autograd runs the backward on a thread of its own, which does not see the caller's context variables.
     """
     context, thread = copy_context(), get_ident()
 
     def call(fn: Callable[..., Any], *args: Any) -> Any:
         known = get_ident() == thread or is_tallying() or is_announcing()
-        return fn(*args) if known else context.copy().run(fn, *args)  # a copy: one is not entered twice
+        return (
+            fn(*args) if known else context.copy().run(fn, *args)
+        )  # a copy, because a context cannot be entered twice at once
 
     return call

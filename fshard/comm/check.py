@@ -23,7 +23,7 @@ class Checked:
         self.run, self._mesh = run, mesh
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`run(*args, **kwargs)`."""
+        """Call `run(*args, **kwargs)`, every collective compared between ranks."""
         call = partial(self.run, *args, **kwargs)
         if is_tracing() or is_announcing():  # a graph's collectives are announced when it runs
             return call()

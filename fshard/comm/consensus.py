@@ -1,4 +1,4 @@
-"""Whether ranks have the same: digests compared, and where texts begin to differ; whether any has found something."""
+"""Comparison of values between ranks: equal on all, or the first difference; and flags that are set on any rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def check_same(mesh: AnyMesh, digest: str, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
-    """Raise `MismatchError` on every rank if `digest` differs on any; lines of `describe` say where it begins to."""
+    """Raise `MismatchError` on every rank if `digest` differs between ranks; it quotes the first lines of `describe`
+    that differ."""
     grid = adapted(mesh)
     if grid is None or grid.abstract:
         return
@@ -36,7 +37,7 @@ def check_same(mesh: AnyMesh, digest: str, describe: str, what: str, remedy: str
 
 
 def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | None:
-    """The first of some dense tensors whose bits differ between ranks along `axes`, or None; the same on all ranks.
+    """The index of the first tensor whose bits differ between ranks along `axes`, or None: equal on all ranks.
 
     The bits are compared as sums of integers: one small all-reduce along each axis, and one read by the host.
     """
@@ -50,7 +51,7 @@ def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | Non
 
 
 def any_rank(found: Any, mesh: AnyMesh) -> Any:
-    """A tree of 0-d tensors, 1 or 0, with 1 where any rank of the mesh has it: one small all-reduce along each axis.
+    """A tree of flags (0-d, 1 or 0), each 1 if it is 1 on any rank of the mesh: one small all-reduce along each axis.
 
     >>> any_rank({"a": torch.tensor(1.0)}, None)
     {'a': tensor(1.)}
@@ -58,12 +59,12 @@ def any_rank(found: Any, mesh: AnyMesh) -> Any:
     flat, spec = tree.flatten(found)
     if mesh is None or not flat:
         return found
-    rows = torch.stack([x.to(mesh_device(mesh)) for x in flat])  # (number of them,)
+    rows = torch.stack([x.to(mesh_device(mesh)) for x in flat])  # (number of flags,)
     return tree.unflatten(spec, list(primitives.total(rows, mesh, op="max", label="found_inf").unbind()))
 
 
 def _texts(text: str, mesh: AnyMesh) -> list[str]:
-    """Every rank's text, in rank order."""
+    """The texts of all ranks, in rank order."""
     data, end = text.encode(), b"\x1e"
     for axis in reversed(axis_sizes(mesh)):
         data = end.join(rows_of_bytes(data, along(mesh, axis)))
@@ -71,7 +72,7 @@ def _texts(text: str, mesh: AnyMesh) -> list[str]:
 
 
 def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
-    """Every rank's bytes."""
+    """The bytes of all ranks along an axis, in rank order; ranks may give different numbers of bytes."""
     data = len(data).to_bytes(8, "little") + data
     length = all_reduce(torch.tensor([len(data)], device=ranks.device), ranks, "bytes", op="max").wait()
     x = torch.frombuffer(bytearray(data.ljust(int(length), b"\0")), dtype=torch.uint8).to(ranks.device)
@@ -81,7 +82,7 @@ def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
 
 
 def first_difference(a: str, b: str, sentence: str) -> str:
-    """The first lines in which two descriptions differ, put into a sentence with two holes."""
+    """`sentence`, which has two `{}`, filled with the first lines in which two descriptions differ."""
     end = "nothing more"
     pairs = zip_longest(a.splitlines(), b.splitlines(), fillvalue=end)
     return sentence.format(*next(((x, y) for x, y in pairs if x != y), (end, end)))

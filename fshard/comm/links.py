@@ -72,7 +72,7 @@ class Link:
         self._write(_HEADER.pack(kind, len(text), segment.number, offset, size) + text, fds, call)
 
     def say(self, text: str) -> None:
-        """Send words alone."""
+        """Send a text without tensors."""
         self.send(text, torch.empty(0, dtype=torch.uint8, device="cpu"), None)
 
     def hear(self) -> str | None:

@@ -26,16 +26,16 @@ class Call:
     dtype: torch.dtype | None = field(default=None, compare=False, repr=False)
     shape: Sequence[int] = field(default=(), compare=False, repr=False)
     op: str = field(default="sum", compare=False, repr=False)
-    more: str = field(default="", compare=False, repr=False)  # what ranks compare besides
-    text: str = field(default="", compare=False, repr=False)  # in place of all these words
+    more: str = field(default="", compare=False, repr=False)  # further words that ranks compare
+    text: str = field(default="", compare=False, repr=False)  # if not empty, the whole text of `str`
 
     def of(self, x: Tensor) -> Call:
-        """The same for a tensor that it is carried out with, in one of several messages."""
+        """This call with the dtype and shape of `x`: of one of the tensors that it sends."""
         return replace(self, dtype=x.dtype, shape=x.shape)
 
     def agrees(self, other: Call) -> bool:
-        """Whether two ranks call the same."""
-        return self._agreed == other._agreed or str(self) == str(other)  # a graph's node has the text alone
+        """Whether two ranks call the same collective."""
+        return self._agreed == other._agreed or str(self) == str(other)  # a node of a graph has nothing but the text
 
     @property
     def _agreed(self) -> tuple[Any, ...]:
@@ -53,11 +53,11 @@ class Tally(list[Call]):
     """The collectives a rank issued, in order."""
 
     def select(self, kind: str, label: str | None = None) -> list[Call]:
-        """Those of one kind (and for one unit)."""
+        """The collectives of one kind, or of one kind and label."""
         return [r for r in self if r.kind == kind and label in (None, r.label)]
 
     def nbytes(self, kind: str | None = None) -> int:
-        """Bytes this rank sent, in all or by one kind."""
+        """Bytes that this rank sent, in all or in collectives of one kind."""
         return sum(r.nbytes for r in self if kind in (None, r.kind))
 
 
@@ -82,12 +82,12 @@ def tally() -> Iterator[Tally]:
 
 
 def is_tallying() -> bool:
-    """Whether this is inside such a block."""
+    """Whether this is called inside a block of `tally`."""
     return _tally.get() is not None
 
 
 def note(call: Call) -> None:
-    """Tell the tally that is running, if one is."""
+    """Add a collective to the tally, inside a block of `tally`."""
     records = _tally.get()
     if records is not None:
         records.append(call)

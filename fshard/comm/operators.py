@@ -1,4 +1,4 @@
-"""What the nodes of Note [Collectives in a graph] run."""
+"""The operators of fshard that start collectives and wait for them (Note [Collectives in a graph] in `traced.py`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _ticket_of(*args: Any) -> Tensor:
 
 
 def _started(place: Tensor, pending: Pending) -> Started:
-    """A place, and a ticket that has what fills it."""
+    """A place, and a ticket that owns the collective which fills the place."""
     ticket = _ticket()
     ticket.untyped_storage().under_way = pending  # type: ignore[attr-defined]
     return place, ticket
@@ -35,7 +35,7 @@ def _started(place: Tensor, pending: Pending) -> Started:
 
 def _wait(place: Tensor, ticket: Tensor, sent: Sequence[Tensor]) -> None:
     result = vars(ticket.untyped_storage()).pop("under_way").wait()
-    if result.data_ptr() != place.data_ptr():  # a compiler has copied the place meanwhile
+    if result.data_ptr() != place.data_ptr():  # a compiler has copied the place
         place.copy_(result.view(place.shape))
 
 
@@ -97,7 +97,9 @@ def _exchange(
     note(called)
     place, _ = _exchanged(sends, numels, mesh, axis, label, nbytes, kind, call)
     exchange = ranks.exchange([x.reshape(-1) for x in sends], list(place.split(list(numels))), called)
-    if now or not place.numel():  # nobody reads it: a compiler drops the wait, and uses what is sent again too early
+    if (
+        now or not place.numel()
+    ):  # a result that is not read: a compiler would drop `wait`, and reuse what is sent too early
         exchange.wait()
         exchange.done()
         return _started(place, Pending(None, lambda _: place))

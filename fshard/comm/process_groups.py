@@ -125,8 +125,8 @@ class GroupRanks:
         return backend.allocate_tensor if supports is not None and supports(self.device) else None
 
     def idle(self, x: Tensor) -> bool:
-        """Always."""
-        return True  # a send that was waited for has left
+        """True: a message has left when it was waited for."""
+        return True
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Works:
         """Messages from point to point, or one all-to-all of a group whose collectives are the fast ones.

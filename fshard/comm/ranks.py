@@ -12,23 +12,29 @@ from .log import Call
 
 
 class Pending:
-    """A result under way. `step` waits for what was sent and starts what follows; `wait` goes on to the result."""
+    """The result of a collective that is under way, possibly in several stages.
+
+    `step` waits for the messages of the current stage and starts the next stage; `wait` goes on to the result.
+    """
 
     def __init__(self, exchange: Exchange | None, finish: Callable[[Sequence[Tensor]], Tensor | Pending]):
         self._exchange, self._finish, self._error, self._taken = exchange, finish, "", False
         self._sent: Sequence[Tensor] = []
 
     def keeping(self, *sent: Tensor) -> Pending:
-        """This, which keeps what it sends, unless that is in host memory: torch lets go of what NCCL sends when any
-        stream has waited, and another may have to wait still."""
+        """Keep references to the tensors that are sent, except those in host memory; returns self.
+
+        torch drops its own references to what NCCL sends as soon as any stream has waited, while another stream may
+        still have to wait.
+        """
         self._sent = [x for x in sent if x.device.type != "cpu"]
         return self
 
     def step(self) -> Tensor | Pending:
-        """Wait for the messages under way; give the result or its next stage."""
+        """Wait for the messages under way, and return the result, or the next stage."""
         if self._exchange is None:
             return self._finish([])
-        if self._error:  # some of it has been taken, and would be waited for without end
+        if self._error:  # some messages were received already: waiting for them again would never end
             raise MismatchError(self._error)
         try:
             result = self._finish(self._exchange.wait())
@@ -40,24 +46,24 @@ class Pending:
         return result
 
     def advance(self) -> Pending:
-        """This, its next stage started if messages are under way; those are waited for."""
+        """Wait for the messages under way, if any, and start the next stage; returns what is then pending."""
         result = self if self._exchange is None else self.step()
         return result if isinstance(result, Pending) else Pending(None, lambda _: result)
 
     def drop(self) -> None:
-        """Wait for the messages under way, and start nothing that would follow."""
+        """Wait for the messages under way, and do not start the next stage."""
         if self._exchange is not None and not self._error and not self._taken:
             self._exchange.wait()
             self._exchange.done()
             self._taken = True
 
     def wait(self) -> Tensor:
-        """Wait for the result."""
+        """Wait for all stages, and return the result."""
         result = self.step()
         return result.wait() if isinstance(result, Pending) else result
 
     def then(self, start: Callable[[Tensor], Tensor | Pending]) -> Pending:
-        """This, then `start` of its result."""
+        """A `Pending` that goes on with `start(result)`, which gives a tensor or a further stage."""
 
         def finish(parts: Sequence[Tensor]) -> Tensor | Pending:
             result = self._finish(parts)
@@ -67,50 +73,53 @@ class Pending:
 
 
 class Exchange(Protocol):
-    """Messages under way from every peer."""
+    """Messages under way between this rank and every peer."""
 
     def wait(self) -> Sequence[Tensor]:
-        """What each rank sent, this one's own included; where no place was given for it, good until `done`."""
+        """Wait, and return what each rank sent, in rank order, this rank's own included.
+
+        Where no place was given to receive into, the tensors may be read until `done`.
+        """
 
     def done(self) -> None:
-        """What was received has been read."""
+        """Say that what was received has been read, so that its memory may be used again."""
 
 
 class Whole(Protocol):
-    """Ranks that are given gathers and reductions whole; what is waited for has their result alone."""
+    """Ranks that carry out a gather or a reduction themselves; waiting for it gives a list of its result alone."""
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange:
-        """(n, ...) -> (W n, ...)."""
+        """(n, ...) on each rank -> (W n, ...) on all: the tensors end to end."""
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange:
-        """(W n, ...) -> (n, ...)."""
+        """(W n, ...) on each rank -> (n, ...): the sum over ranks of this rank's part."""
 
     def all_reduce(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange:
-        """(...) -> (...)."""
+        """(...) on each rank -> (...) on all: the sum, maximum or minimum over ranks, as `call.op` says."""
 
 
 class Ranks(Protocol):
-    """The ranks along one axis of a mesh, seen from one of them."""
+    """The ranks along one axis of a mesh, as one of them sees them."""
 
     axis: str
     rank: int
     size: int
-    device: torch.device  # where tensors that nobody else places go
+    device: torch.device  # where received tensors are made if no place is given
     built_in: Any  # a process group whose own collectives are the fast ones, or None
 
     @property
     def whole(self) -> Whole | None:
-        """These ranks, if they are given collectives whole."""
+        """These ranks, if they carry out gathers and reductions themselves; else None."""
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Exchange:
-        """Send `sends[p]` to peer p and receive what it sends, into `recvs[p]` where that is given."""
+        """Send `sends[p]` to rank p, and receive what rank p sends, into `recvs[p]` if that is not None."""
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """A flat tensor; one that is `lent` is sent without a copy, and must not be written to until it is `idle`."""
+        """A flat tensor. With `lent` it is sent without a copy, so it must not be written to until it is `idle`."""
 
     def idle(self, x: Tensor) -> bool:
-        """Whether no peer is still to read what was sent of a tensor."""
+        """Whether every peer has read what was sent of this tensor."""
 
 
 class MismatchError(RuntimeError):
-    """Ranks that should do the same thing do not."""
+    """Ranks that must call the same collectives, or have the same values, do not."""

@@ -1,10 +1,11 @@
-"""Who adds gradients up, and their sum over several axes of a mesh; who gathers parameters.
+"""How gradients are summed across ranks, and in which order; how parameters are gathered.
 
 Note [The same bits on any number of ranks]
-    A sum of floating-point numbers depends on the order. In a balanced binary tree over 2^s slices of a batch, what 2^r
-    ranks of 2^(s - r) slices each add up alone is a subtree, so the ranks' sums, added in a tree over ranks, give the
-    bits of the whole tree, whatever r is. Ranks are numbered over all axes, the last of them the fastest, so sums are
-    taken along that one first. They travel in the dtype they are taken in: what is rounded in between depends on r.
+    A sum of floating-point numbers depends on the order of its terms. A batch is cut into 2^s slices, whose gradients
+    are added in a balanced binary tree. With 2^r ranks, each rank adds the gradients of 2^(s - r) slices, a subtree.
+    The ranks' sums, added in a tree over ranks, complete the tree, so the bits are the same for every r. Ranks are
+    numbered over all axes, the last axis the fastest, so sums are taken along the last axis first. Partial sums are
+    sent in the dtype they are taken in: which of them are sent depends on r, so rounding them would show.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from .ranks import Pending, Ranks
 
 
 class Reduction(Protocol):
-    """Who adds gradients up. `out` may be of a wider dtype than `x`; the result is written there, or new without it."""
+    """How gradients are summed along one axis.
+
+    The result is written to `out`, which may have a wider dtype than `x`; without `out` it is a new tensor.
+    """
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
         """(W n) on each rank -> (n): the sum over ranks of this rank's part."""
@@ -32,29 +36,29 @@ class Reduction(Protocol):
 
 
 class Gather(Protocol):
-    """Who gathers parameters. Make it a frozen dataclass: plans are compared by its fields, and between ranks."""
+    """How parameters are gathered along one axis. Make it a frozen dataclass: plans that have it are compared."""
 
     def all_gather(self, x: Tensor, ranks: Ranks, label: str) -> Pending:
-        """(n) on each rank -> (W n) on all: the ranks' tensors end to end. Nobody writes to the result."""
+        """(n) on each rank -> (W n) on all: the ranks' tensors end to end. The result is only read."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums in rank order; `fast` ones in the backend's."""
+    """Sums in rank order, or with `fast` in the order that the backend chooses."""
 
     fast: bool = False
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """`comm.reduce_scatter`."""
+        """(W n) on each rank -> (n): the sum over ranks of this rank's part."""
         return primitives.reduce_scatter(x, ranks, label, out, fast=self.fast)
 
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """`comm.all_reduce`."""
+        """(n) on each rank -> (n) on all: the sum over ranks."""
         return primitives.all_reduce(x, ranks, label, out, fast=self.fast)
 
 
 def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """The sum of tensors in pairs, pairs of pairs, and so on; of narrow dtypes in float32."""
+    """The sum of tensors in a balanced binary tree: pairs, then pairs of pairs; narrow dtypes in float32."""
     parts = [part.to(primitives.sum_dtype(part.dtype)) for part in parts]
     while len(parts) > 1:
         parts = [*(a + b for a, b in zip(parts[::2], parts[1::2], strict=False)), *parts[len(parts) & ~1 :]]
@@ -66,11 +70,11 @@ class Tree:
     """Sums in a balanced binary tree over ranks (Note [The same bits on any number of ranks])."""
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """Every rank's part to the rank that it is for, and added there."""
+        """Send each part to the rank that it is for, which adds what it receives in a tree."""
         return primitives.scatter(x.chunk(ranks.size), ranks, lambda parts: tree_sum(parts, out), label)
 
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
-        """The same, and gathered; of what does not divide, everything to everyone."""
+        """Reduce-scatter, then all-gather; a tensor that does not divide by the ranks is gathered whole and summed."""
         if x.numel() % ranks.size or not x.dim():
             whole = primitives.all_gather(x.reshape(1, -1), ranks, label)
             return whole.then(lambda rows: tree_sum([row.view(x.shape) for row in rows], out))
@@ -87,7 +91,7 @@ def reduce_over(
 ) -> Pending:
     """Reduce-scatter over `axes`, then all-reduce over `rest`: the transpose of gathering over `axes` on all ranks.
 
-    What was summed once travels on as wide as it was summed.
+    A sum along one axis is sent along the next in the dtype it was taken in.
     """
     sizes = axis_sizes(mesh)
     stages = _stages(sizes, axes, rest, innermost_first=isinstance(by, Tree))
@@ -97,7 +101,7 @@ def reduce_over(
     def start(stage: _Stage, x: Tensor) -> Pending:
         ranks, reduce = primitives.along(mesh, stage.axis), by.reduce_scatter if stage.scatters else by.all_reduce
         into = out
-        if stage is not stages[-1]:  # a tree's sums are as wide as need be
+        if stage is not stages[-1]:  # `Tree` chooses the dtype of its sums
             numel = x.numel() // ranks.size if stage.scatters else x.numel()
             into = None if isinstance(by, Tree) else x.new_empty(numel, dtype=primitives.sum_dtype(x.dtype))
         return reduce(_in_order(x, stage, sizes), ranks, label, into).keeping(x)
@@ -110,7 +114,7 @@ def reduce_over(
 
 @dataclass(frozen=True)
 class _Stage:
-    """A collective along `axis`, before which a reduction is still to be scattered over `to_scatter`."""
+    """A collective along `axis`; when it starts, the tensor is still to be scattered over `to_scatter`."""
 
     axis: str
     to_scatter: Axes
@@ -123,7 +127,7 @@ class _Stage:
 
 def _stages(sizes: dict[str, int], axes: Axes, rest: Axes, innermost_first: bool) -> list[_Stage]:
     """The collectives that `reduce_over` consists of, in order."""
-    # axes of one rank beside others add nothing, and what follows them would travel as wide as a sum
+    # an axis of one rank adds nothing, but a stage along it would have the next stage send a sum in a wider dtype
     several = [axis for axis in axes + rest if sizes[axis] > 1] or (axes + rest)[:1]
     order = [axis for axis in reversed(sizes) if axis in several] if innermost_first else several
     scattered = [axis for axis in axes if axis in several]
@@ -134,7 +138,7 @@ def _stages(sizes: dict[str, int], axes: Axes, rest: Axes, innermost_first: bool
 
 
 def _in_order(x: Tensor, stage: _Stage, sizes: Mapping[str, int]) -> Tensor:
-    """The parts for the ranks along a stage's axis end to end."""
+    """`x` with the parts for the ranks along the axis of a stage end to end."""
     if not stage.scatters or stage.axis == stage.to_scatter[0]:
         return x
     parts = x.view(*(sizes[axis] for axis in stage.to_scatter), -1)  # (ranks along each axis, numel of a part)
@@ -142,7 +146,7 @@ def _in_order(x: Tensor, stage: _Stage, sizes: Mapping[str, int]) -> Tensor:
 
 
 def gather_over(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, by: Gather | None = None) -> Pending:
-    """All-gather over `axes`, the first of them the slowest: by an object, or None for `comm`. Dual: `reduce_over`."""
+    """All-gather over `axes`, the first the slowest, by an object or (None) by `all_gather`. Dual: `reduce_over`."""
     if by is None:
         return primitives.gather_over(x, mesh, axes, label, lent=True)
     *outer, last = axes
@@ -161,12 +165,12 @@ def gather_over(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, by: Gather | N
 
 
 def is_idle(by: Reduction, axes: Sequence[Any]) -> bool:
-    """Whether gradients stay as they are: on one device, unless there is a hook."""
+    """Whether a reduction changes nothing: there is one device, and no hook `after`."""
     return not axes and not hasattr(by, "after")
 
 
 def reduction_of(reduction: Any) -> Reduction:
-    """Who adds up: by name, or the object itself.
+    """The `Reduction` of a name; an object that is one is returned as it is.
 
     >>> reduction_of("fast")
     Sums(fast=True)

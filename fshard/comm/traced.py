@@ -1,10 +1,11 @@
 """Collectives as nodes of a graph: operators that torch's tracers record, and its compilers leave alone.
 
 Note [Collectives in a graph]
-    Traced, a collective is two operators: one that starts it and gives the place where its result will be, and a
-    ticket, and `wait`, which takes both. What runs between them overlaps. `wait` names what was sent, so that no
-    compiler uses its memory again before; what is under way belongs to the ticket, and dies with it. Operators take no
-    objects: a mesh is known to them by a name, as process groups are to torch's own.
+    In a graph a collective is two operators. The first starts it and returns a place, the tensor the result will be in,
+    and a ticket; the second, `wait`, takes both. Operators between them run while the collective is under way. `wait`
+    also takes the tensors that were sent, so that no compiler uses their memory again before. The ticket owns the
+    collective that is under way, which ends when the ticket is freed. Operators take no objects, so a mesh is passed by
+    its name, as torch passes the names of process groups.
 """
 
 from __future__ import annotations
@@ -20,47 +21,47 @@ from .mesh import MESHES
 
 _LARGE = 1 << 20  # bytes
 
-# Below this an all-reduce sends everything to everyone: one message instead of two, and the same bits.
+# A smaller tensor is sent whole to every rank in an all-reduce: one message instead of two, and the same bits.
 _SMALL = 1 << 14  # bytes
 
 
 def is_direct(x: Tensor, size: int, op: str) -> bool:
-    """Whether an all-reduce sends all of a tensor to each of `size` ranks, rather than scatters and gathers."""
-    # between two ranks, sending everything is no more than sending both halves of the way
+    """Whether an all-reduce over `size` ranks sends the whole tensor to each, instead of scattering and gathering."""
+    # between two ranks a whole tensor is as many bytes as the two halves of a scatter and a gather
     return op != "sum" or x.numel() % size != 0 or x.nbytes <= _SMALL or size <= 2
 
 
 class Started:
-    """A collective in a graph, under way: the place where its result will be, and a ticket to wait for it with."""
+    """A collective under way in a graph: the place of its result, and the ticket that `wait` takes."""
 
     def __init__(self, node: tuple[Tensor, Tensor], sent: Sequence[Tensor], out: Tensor | None = None):
         (self._place, self._ticket), self._sent, self._out = node, sent, out
 
     def wait(self) -> Sequence[Tensor]:
-        """The result."""
+        """Wait, and return a list of the result alone."""
         torch.ops.fshard.wait(self._place, self._ticket, self._sent)
         return [self._place if self._out is None else self._out.copy_(self._place)]
 
     def done(self) -> None:
-        """What was received belongs to the graph."""
+        """Do nothing: the graph owns what was received."""
 
 
 class _Alone:
-    """What a collective of one rank gives."""
+    """A collective of one rank: its result is what it was given."""
 
     def __init__(self, x: Tensor):
         self._x = x
 
     def wait(self) -> Sequence[Tensor]:
-        """It."""
+        """Return a list of the input alone."""
         return [self._x]
 
     def done(self) -> None:
-        """Nothing was sent."""
+        """Do nothing: no message was sent."""
 
 
 class NodeRanks:
-    """The ranks along one axis while a graph is traced: what they are asked for becomes nodes of it."""
+    """The ranks along one axis while a graph is traced: each collective becomes nodes of the graph."""
 
     built_in = None
 
@@ -69,41 +70,41 @@ class NodeRanks:
         self._mesh = MESHES.of(mesh)
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """A flat tensor: where ranks send from, or if it is large of memory used in every step; or the compiler's."""
+        """A flat tensor: with `lent`, or if it is large, in memory of the ranks that every step uses; else new."""
         if not lent and numel * like.itemsize < _LARGE:
             return like.new_empty(numel)
         return torch.ops.fshard.room(like, numel, self._mesh, self.axis, lent)
 
     def idle(self, x: Tensor) -> bool:
-        """A graph keeps what was sent until it was waited for."""
+        """True: a graph keeps what was sent until `wait`."""
         return True
 
     @property
     def whole(self) -> NodeRanks:
-        """A collective is a node."""
+        """These ranks: each collective is one node."""
         return self
 
     def _at(self, call: Call) -> tuple[str, str, str, int]:
         return self._mesh, self.axis, call.label, call.nbytes
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Started:
-        """(n, ...) -> (W n, ...)."""
+        """(n, ...) on each rank -> (W n, ...) on all."""
         return Started(torch.ops.fshard.all_gather(x, *self._at(call)), [x], out)
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Started:
-        """(W n, ...) -> (n, ...), in a dtype as wide or wider."""
+        """(W n, ...) on each rank -> (n, ...), in the dtype of `out`, which may be wider."""
         place = x.new_empty(x.shape[0] // self.size, *x.shape[1:]) if out is None else out
         return Started((place, torch.ops.fshard.reduce_scatter(place, x, *self._at(call), fast)), [x])
 
     def all_reduce(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Started | _Alone:
-        """(...) -> (...), in a dtype as wide or wider."""
+        """(...) on each rank -> (...) on all, in the dtype of `out`, which may be wider."""
         if self.size == 1:
             return _Alone(x if out is None else out.copy_(x))
         place = torch.empty_like(x) if out is None else out
         return Started((place, torch.ops.fshard.all_reduce(place, x, *self._at(call), call.op, fast, call.more)), [x])
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> _Received:
-        """What every peer sends."""
+        """Send `sends[p]` to rank p, and receive what rank p sends."""
         own = sends[self.rank]
         numels = [own.numel() if recv is None else recv.numel() for recv in recvs]
         numels[self.rank] = 0
@@ -112,14 +113,14 @@ class NodeRanks:
 
 
 class _Received:
-    """Parts of a received tensor, copied to the places that were given for them."""
+    """An exchange in a graph: all messages are received into one tensor, and copied from it to the given places."""
 
     def __init__(self, started: Started, numels: Sequence[int], own: Tensor, recvs: Sequence[Tensor | None], rank: int):
         self._started, self._numels, self._own, self._recvs, self._rank = started, numels, own, recvs, rank
         self.done = started.done
 
     def wait(self) -> Sequence[Tensor]:
-        """What each rank sent."""
+        """Wait, and return what each rank sent, in rank order."""
         (place,) = self._started.wait()
         parts: list[Tensor] = []
         for rank, (part, recv) in enumerate(zip(place.split(list(self._numels)), self._recvs, strict=True)):

@@ -39,7 +39,7 @@ class Jitted:
         return "\n".join(self._reasons) or "not traced yet"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`fn(*args, **kwargs)`."""
+        """Call the function: traced and compiled the first time, for each signature of its arguments."""
         if is_tracing() or torch.compiler.is_compiling():  # part of a larger graph
             return self._fn(*args, **kwargs)
         checked = self._checked and tree.nodes((args, kwargs), Sharded)

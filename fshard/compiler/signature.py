@@ -47,7 +47,7 @@ class Signature(NamedTuple):
 
 
 def ambient() -> Ambient:
-    """The state now."""
+    """Torch's global settings that a trace depends on, as they are now."""
     cuda, devices = torch.backends.cuda, {"cpu", torch.get_default_device().type}
     if (accelerator := torch.accelerator.current_accelerator()) is not None:
         devices.add(accelerator.type)

@@ -61,7 +61,7 @@ class Leaf:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements of the leaf."""
         return math.prod(self.shape)
 
 
@@ -114,7 +114,7 @@ class Layout:
 
     @memo
     def rank(self) -> int:
-        """This rank's number."""
+        """The number of this rank along `axes`."""
         return coordinate(self.live_mesh(), self.axes)
 
     @memo

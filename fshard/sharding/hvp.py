@@ -67,7 +67,7 @@ class _Duals(Tape):
         return out
 
     def close(self) -> None:
-        """Close both tapes."""
+        """Close the tape of the values and that of the tangents."""
         super().close()
         self._tangents.close()
 

@@ -79,7 +79,7 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements of the leaf."""
         return math.prod(self.shape)
 
 
