@@ -1,4 +1,4 @@
-"""The variables a function reads besides its arguments: closures, globals of its module, defaults."""
+"""The variables that a function reads besides its arguments: closures, globals of its module, defaults."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LIBRARIES = (*NOT_THE_USER, *(sysconfig.get_path(name) for name in ("stdlib", "
 
 
 class Capture(NamedTuple):
-    """A variable that a function reads: its name in errors, and where its value is."""
+    """A variable that a function reads: its name in error messages, and the place that stores its value."""
 
     name: str
-    place: Any  # a cell of a closure, the globals of a module, or a function, whose defaults are meant
+    place: Any  # a closure cell, the globals of a module, or a function (for its default values)
     key: str
 
     def read(self) -> Any:
-        """The value now; None if the variable has none yet."""
+        """Return the current value of the variable, or None if the variable is not assigned yet."""
         if isinstance(self.place, dict):
             return self.place.get(self.key)
         if isinstance(self.place, FunctionType):
@@ -38,7 +38,10 @@ class Capture(NamedTuple):
 
 
 def captures(fn: Any, seen: set[int] | None = None) -> Iterator[Capture]:
-    """What a function reads, and what the functions read that it finds there; of libraries' functions the closures."""
+    """Yield the variables that `fn` reads, and recursively the variables that functions among their values read.
+
+    Of functions that belong to a library (torch, the standard library, installed packages) only closures are yielded.
+    """
     seen = set() if seen is None else seen
     for function in _functions(fn):
         if id(function) in seen:
@@ -50,8 +53,8 @@ def captures(fn: Any, seen: set[int] | None = None) -> Iterator[Capture]:
 
 
 def _functions(x: Any) -> Iterator[FunctionType]:
-    """The functions that are run when `x` is called, and those in tuples."""
-    while hasattr(x, "run") and not inspect.isclass(x):  # a step's own function, maybe checked
+    """Yield the Python functions that a call of `x` runs; of a tuple, the functions of each item."""
+    while hasattr(x, "run") and not inspect.isclass(x):  # a train step, possibly wrapped by a check, wraps a function
         x = x.run
     if isinstance(x, partial):
         for part in (x.func, *x.args, *x.keywords.values()):

@@ -1,4 +1,4 @@
-"""Inspection of a graph: as text, its collectives, its floating-point operations."""
+"""Inspect a graph: its text, its collectives, its number of floating-point operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLLECTIVES = tuple(f"fshard.{kind}" for kind in ("all_gather", "reduce_scatter
 
 
 class Traffic(NamedTuple):
-    """Collectives of one kind, along one axis, for one unit: how many, and the bytes a rank sends in all of them."""
+    """All collectives of one kind, unit and axis: their number, and the total of bytes that a rank sends."""
 
     kind: str
     unit: str
@@ -27,7 +27,7 @@ class Traffic(NamedTuple):
 
 
 def operator(node: fx.Node) -> str:
-    """The operator a node calls, without its overload; `fshard.` stands before ours."""
+    """Return the name of the operator that a node calls, without its overload; of fshard: `fshard.NAME`."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is None:
         return getattr(node.target, "__name__", str(node.target))
@@ -36,18 +36,18 @@ def operator(node: fx.Node) -> str:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a node by the parameter names of its operator."""
+    """Return the arguments of a node as a dict from the parameter names of its operator."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def starts(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that start a collective, in order."""
+    """Return the nodes that start a collective, in the order of the graph."""
     return [node for node in graph.nodes if node.op == "call_function" and operator(node) in _COLLECTIVES]
 
 
 def collectives(graph: fx.Graph) -> list[Traffic]:
-    """The collectives of a graph, summed by kind, unit and axis, in the order of first use."""
+    """Return the collectives of a graph, summed by kind, unit and axis, in the order of first use."""
     counts: Counter[tuple[str, str, str]] = Counter()
     sent: Counter[tuple[str, str, str]] = Counter()
     for node in starts(graph):
@@ -59,8 +59,10 @@ def collectives(graph: fx.Graph) -> list[Traffic]:
 
 
 def flops(module: fx.GraphModule) -> int:
-    """Floating-point operations of its matrix products, convolutions and attention, a multiplication and an addition
-    each counted."""
+    """Count the floating-point operations of matrix products, convolutions and attention.
+
+    A multiply-add counts as two operations.
+    """
     given = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     with given[0].fake_mode, FlopCounterMode(display=False) as counter:
         module(*given)
@@ -68,7 +70,7 @@ def flops(module: fx.GraphModule) -> int:
 
 
 def as_text(graph: fx.Graph, names: Sequence[str]) -> str:
-    """One line for each node: name, dtype and shape, operator, arguments."""
+    """Return the graph as text, with one line for each node: name, dtype and shape, operator, arguments."""
     return "\n".join(_lines(graph, names))
 
 
@@ -109,5 +111,5 @@ def _type(node: fx.Node) -> str:
 
 
 def values(node: fx.Node) -> list[Tensor]:
-    """The fake tensors that a node returns."""
+    """Return the fake tensors that a node produces."""
     return [v for v in tree.leaves(node.meta.get("val")) if isinstance(v, Tensor)]

@@ -1,4 +1,4 @@
-"""`jit`: a pure function of trees as one compiled graph."""
+"""`jit`: trace a pure function of trees into one graph, compile the graph, and cache it by signature."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from .signature import Signature, changed, difference, flatten, held, on_meshes,
 
 
 class Jitted:
-    """A function made by `jit`: call it like the original."""
+    """A function returned by `jit`. Its calls take the arguments of the original function."""
 
     def __init__(self, fn: Callable[..., Any], backend: str, options: Options):
         self._fn, self._backend, self._options = fn, backend, options
-        self._alone: dict[Any, Compiled] = {}  # for arguments that lie on no mesh
+        self._alone: dict[Any, Compiled] = {}  # graphs of calls in which no argument lies on a mesh
         self._captures: list[Capture] = []
         self._reasons: list[str] = []
         self._checked = is_wanted()
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The graph for these arguments, to inspect or compile. Meta and fake tensors may stand for tensors."""
+        """Return the graph for these arguments, to inspect or compile. Arguments may be meta or fake tensors."""
         return lower(self._fn, *flatten(args, kwargs), self._options)
 
     def explain(self) -> str:
-        """What it was traced for, and why again."""
+        """Return one line for each trace of the function, with the reason why it was traced again."""
         return "\n".join(self._reasons) or "not traced yet"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function: traced and compiled the first time, for each signature of its arguments."""
+        """Call the function. The first call with a new signature traces and compiles a graph."""
         if is_tracing() or torch.compiler.is_compiling():  # part of a larger graph
             return self._fn(*args, **kwargs)
         checked = self._checked and tree.nodes((args, kwargs), Sharded)
@@ -58,16 +58,20 @@ class Jitted:
         return compiled.run(leaves, args)
 
     def _known(self, nodes: list[OnMesh]) -> dict[Any, Compiled]:
-        """The graphs there are: those that name a mesh are kept by what is laid out on it, and go when it goes."""
+        """Return the cached graphs, by key, for arguments with these nodes.
+
+        Graphs of arguments on a mesh are kept in a cache of the arguments' layout, and are freed with that layout.
+        """
         homes = [node.home for node in nodes if node.home is not None]
         return homes[0].derived.graphs.setdefault(self, {}) if homes else self._alone
 
     def _compiled(self, leaves: list[Any], spec: tree.Spec, what: Signature) -> tuple[Compiled, Any]:
-        """A graph for these arguments, and its key."""
+        """Trace and compile a graph for these arguments. Return the graph and its cache key."""
         found = list(captures(self._fn))
         before = held(found)
         compiled = lower(self._fn, leaves, spec, self._options).compile(self._backend)
-        # a function that counts its own traces would be traced each time
+        # Leave out variables that changed during the trace: a function that counts its own traces would otherwise be
+        # traced in every call.
         pairs = zip(found, before, held(found), strict=True)
         self._captures = [capture for capture, old, new in pairs if old == new]
         return compiled, (what, held(self._captures))
@@ -100,22 +104,32 @@ def jit(
     recompute: Callable[[fx.Node], bool] = is_cheap,
     bucket: int = 0,
 ) -> Jitted:
-    """`fn` (a step, a loss, a gradient, anything pure) traced into one graph, compiled, and run.
+    """Return a function that runs `fn` (a step, a loss, a gradient, any pure function) as one compiled graph.
 
-    It is traced again for arguments of another structure, shape, stride, dtype, device, mesh or rank, or with another
-    value that is no tensor; for another state of torch (autocast, default dtype and device, grad mode, deterministic
-    algorithms, precision of products, kernels of attention); and when a number, string or function changes that it
-    reads from a closure, a global or a default; `.explain()` says why. `donate` hands the first argument over: what
-    comes out first, of the same structure, is written to its memory. `backend` is one of torch.compile's. Gathers start
-    one unit ahead, or as many as `in_flight` bytes allow. With a `budget` (bytes) cheap values are computed again
-    instead of kept, until the peak is no more than that, if that can be; `recompute` says of a node (of torch.fx)
-    whether it is cheap, by default what is a pass over memory is. Collectives of one kind that follow each other travel
-    together up to `bucket` bytes.
-    Not differentiable from outside.
+    `fn` is traced again if one of the following changes; `.explain()` gives the reason:
 
-    Raises TraceError for what depends on the value of a tensor, uses one that is no argument, changes its arguments,
-    seeds or draws from a generator of its own, makes sparse tensors, or gives back what is no tensor, number, string or
-    None; TypeError inside torch.func's transforms, and for arguments that cannot be compared with the next call's.
+    - structure, shapes, strides, dtypes, devices, mesh or rank of the arguments, or a value that is not a tensor;
+    - torch's settings: autocast, default dtype and device, grad mode, deterministic algorithms, precision of matrix
+      products, enabled attention kernels;
+    - a number, string or function that `fn` reads from a closure, a global or a default.
+
+    Arguments:
+
+    - `donate`: reuse the memory of the first argument for the first result, which must have the same structure.
+    - `backend`: the name of a backend of torch.compile.
+    - `in_flight`: start gathers of parameters early, up to this many bytes ahead; 0 means one unit ahead.
+    - `budget`: recompute cheap values instead of storing them until the peak memory is at most this many bytes, if
+      that is possible.
+    - `recompute`: a predicate of an fx node that says which values are cheap; by default, elementwise and other
+      operators that only pass over memory.
+    - `bucket`: merge consecutive collectives of one kind, up to this many bytes.
+
+    Gradients cannot be taken through a jitted function from outside: put the gradient inside.
+
+    Raises TraceError if `fn` depends on the value of a tensor, uses a tensor that is not an argument, assigns to
+    attributes of its arguments, seeds or uses a random generator of its own, makes sparse tensors, or returns a leaf
+    that is not a tensor, number, string or None. Raises TypeError inside a transform of torch.func, and for arguments
+    that cannot be compared with the arguments of a later call.
 
     >>> jit(lambda x: {"y": 2 * x}, backend="eager")(torch.tensor(1.0))
     {'y': tensor(2.)}

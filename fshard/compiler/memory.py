@@ -1,12 +1,13 @@
-"""The memory a graph takes, node by node.
+"""Estimate the memory that a graph uses, node by node.
 
 Note [Memory of a graph]
-    Memory is counted storage by storage, from the node that makes it to the last one that reads it, in the order the
-    graph runs in. Inputs live throughout, for the caller holds them, and outputs from where they are made. What a
-    compiler computes on the way is not counted: an elementwise value all of whose readers come before the next node
-    that it leaves alone (a matrix product, attention, a collective); nor is a value twice that takes the place of one
-    of its size which it is the last to read. What peers send of an exact sum on an accelerator is received into a
-    buffer that no node makes: it is counted from the node that starts the sum to the one that waits for it.
+    Each storage is counted from the node that creates it to the last node that reads it, in the order of execution.
+    Inputs are counted for the whole graph, because the caller holds them, and outputs from their creation to the end.
+    Values that a compiler fuses into their readers are not counted: an elementwise value whose readers all come before
+    the next node that is not fused (a matrix product, attention, a collective). A value that can reuse a same-sized
+    input's storage (its last use) is counted once. An exact sum on an accelerator receives the parts of the peers in a
+    buffer that is not a value of the graph; this buffer is counted from the node that starts the sum to the node that
+    waits for the result.
 """
 
 from __future__ import annotations
@@ -27,25 +28,28 @@ from .inspect import arguments, operator, values
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes by what they hold, at every node: arguments, parameters, optimizer, gathered, gradients, activations,
-    results."""
+    """The bytes in memory at every node, by purpose.
+
+    Purposes are arguments, parameters, optimizer, gathered, gradients, activations and results. `bytes[i]` is the
+    number of bytes by purpose at the node `nodes[i]`.
+    """
 
     nodes: tuple[str, ...]
     bytes: tuple[dict[str, int], ...]
 
     @property
     def peak(self) -> int:
-        """The largest number of bytes in memory at once."""
+        """The largest number of bytes in memory at any node."""
         return sum(self.by.values())
 
     @property
     def at(self) -> str:
-        """The node at which memory peaks."""
+        """The name of the node at which memory use is largest."""
         return self.nodes[self._top]
 
     @property
     def by(self) -> dict[str, int]:
-        """The bytes at the peak, by what they hold."""
+        """The bytes at the peak, by purpose."""
         return self.bytes[self._top]
 
     @property
@@ -53,7 +57,7 @@ class Footprint:
         return max(range(len(self.bytes)), key=lambda i: sum(self.bytes[i].values()))
 
     def draw(self, path: str | Path) -> None:
-        """A picture of it: bytes by what they hold, over the nodes. It needs matplotlib."""
+        """Write a plot of the bytes by purpose over the nodes to `path`. Needs matplotlib."""
         from matplotlib.figure import Figure
 
         kinds = list(dict.fromkeys(kind for row in self.bytes for kind in row))
@@ -78,7 +82,7 @@ class _Storage:
 
 
 def footprint(graph: fx.Graph, inputs: Sequence[str]) -> Footprint:
-    """The memory of a graph whose inputs hold these."""
+    """Estimate the memory of a graph. `inputs` gives the purpose of each input, such as "parameters"."""
     nodes = list(graph.nodes)
     found = _storages(nodes, inputs)
     barriers = [i for i, node in enumerate(nodes) if node.op == "call_function" and _is_barrier(node)]
@@ -100,7 +104,10 @@ def footprint(graph: fx.Graph, inputs: Sequence[str]) -> Footprint:
 
 
 def _received(node: fx.Node) -> int:
-    """The bytes of what peers send of a sum that this rank takes itself (in shared memory it reads them there)."""
+    """Return the bytes of the receive buffer of an exact sum, in which this rank adds the parts of its peers.
+
+    0 for other nodes, and on the CPU, where a rank reads the parts of its peers in shared memory.
+    """
     if operator(node) not in ("fshard.reduce_scatter", "fshard.all_reduce"):
         return 0
     given = arguments(node)
@@ -110,7 +117,7 @@ def _received(node: fx.Node) -> int:
     mesh = MESHES.find(given["mesh"])
     size = mesh.size(given["axis"])
     if "op" in given and is_direct(x, size, op):
-        return x.nbytes * size  # gathered whole, this rank's own among it
+        return x.nbytes * size  # all ranks' inputs, gathered, including this rank's
     return x.nbytes // size * (size - 1)
 
 
@@ -148,7 +155,7 @@ def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Sto
 
 
 def _places(node: fx.Node) -> list[fx.Node]:
-    """What gradients are put together in."""
+    """Return the nodes of the buffers that gradients are packed and reduced in."""
     if operator(node) != "fshard.reduce_scatter":
         return []
     given = arguments(node)
@@ -160,8 +167,8 @@ def _what(node: fx.Node) -> str:
 
 
 def storages_of(node: fx.Node) -> Iterator[int]:
-    """What tells the memory of each tensor a node gives from any other's."""
-    # `_cdata` is private: see Tape._attach
+    """Yield a number for each tensor that a node produces, equal for tensors that share a storage."""
+    # Private API, for the reason given in Tape._register: the address of the storage itself.
     return (value.untyped_storage()._cdata for value in values(node))
 
 

@@ -1,11 +1,11 @@
-"""What a graph was traced for: calls that have all of it in common run the same graph.
+"""The cache key of a traced graph: calls with equal signatures run the same graph.
 
 Note [What a graph depends on]
     A traced function reads its arguments, their defaults, torch's global state, and variables of closures and modules.
-    Of tensors the graph takes the values when it runs; all else is fixed when it is traced, so it belongs to the key by
-    which a graph is found again: structures, shapes, numbers, the meshes that values lie on (each rank has its own),
-    autocast and its like, and numbers, strings and functions that the function reads from elsewhere. What is inside an
-    object that the function finds elsewhere (a list, a dict, an attribute) is not compared.
+    A graph reads the values of tensor arguments each time it runs. Everything else is fixed during tracing, so it
+    belongs to the cache key: tree structures, shapes, numbers, meshes (each rank has its own), global settings such as
+    autocast, and the numbers, strings and functions in closures, globals and defaults. The contents of other objects in
+    those variables (a list, a dict, an attribute) are not compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .captures import Capture
 
 
 class Ambient(NamedTuple):
-    """What of torch's global state decides which operators a function calls, or what a compiler makes of them."""
+    """Torch's global settings that change which operators a function calls, or how a compiler compiles them."""
 
     grad_mode: bool
     inference_mode: bool
@@ -38,7 +38,7 @@ class Ambient(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What calls must have in common to run the same graph (Note [What a graph depends on])."""
+    """The part of the cache key that the arguments and torch's settings determine (Note [What a graph depends on])."""
 
     spec: tree.Spec
     kinds: tuple[Any, ...]
@@ -47,7 +47,7 @@ class Signature(NamedTuple):
 
 
 def ambient() -> Ambient:
-    """Torch's global settings that a trace depends on, as they are now."""
+    """Return the current values of the global settings of torch that a trace depends on."""
     cuda, devices = torch.backends.cuda, {"cpu", torch.get_default_device().type}
     if (accelerator := torch.accelerator.current_accelerator()) is not None:
         devices.add(accelerator.type)
@@ -64,7 +64,7 @@ def ambient() -> Ambient:
 
 
 def flatten(args: Any, kwargs: Any) -> tuple[list[Any], tree.Spec]:
-    """The leaves and structure of a call's arguments; tensors without a conjugate or negative bit."""
+    """Return leaves and structure of a call's arguments, with conjugate and negative bits of tensors resolved."""
     leaves, spec = tree.flatten((args, kwargs))
     return [leaf.resolve_conj().resolve_neg() if _is_lazy(leaf) else leaf for leaf in leaves], spec
 
@@ -74,14 +74,14 @@ def _is_lazy(leaf: Any) -> bool:
 
 
 def on_meshes(x: Any) -> list[Any]:
-    """The nodes of a tree that lie on a mesh."""
+    """Return the nodes of a tree that lie on a mesh."""
     return tree.nodes(x, OnMesh)
 
 
 def signature(leaves: Sequence[Any], spec: tree.Spec, nodes: Sequence[OnMesh] = ()) -> Signature:
-    """What a call's graph depends on. `nodes` are those of its arguments that lie on a mesh.
+    """Return the signature of a call. `nodes` are the nodes of the arguments that lie on a mesh.
 
-    TypeError for an argument that cannot be compared with the next call's.
+    Raises TypeError for an argument that cannot be hashed and compared with the argument of a later call.
     """
     try:
         kinds = tuple(map(_kind, leaves))
@@ -96,13 +96,16 @@ def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
             raise TypeError(f"a tensor of layout {leaf.layout}")
-        device = torch.get_default_device() if leaf.device.type == "meta" else leaf.device  # as `trace` has it
+        device = torch.get_default_device() if leaf.device.type == "meta" else leaf.device  # as in `trace`
         return Tensor, leaf.shape, leaf.stride(), leaf.dtype, device, leaf.requires_grad
     return fixed(leaf)
 
 
 def fixed(x: Any) -> Any:
-    """What is equal for values that a graph may take for each other: not for 1, 1.0 and True, nor for 0.0 and -0.0."""
+    """Return a key that is equal for values that are the same to a graph.
+
+    The keys of 1, 1.0 and True differ, and so do the keys of 0.0 and -0.0. The keys of two NaNs are equal.
+    """
     kind = type(x)
     if isinstance(x, Number):
         return kind, repr(x)  # also equal for NaN
@@ -110,13 +113,13 @@ def fixed(x: Any) -> Any:
         return kind, *map(fixed, x)
     if is_dataclass(x) and not isinstance(x, type):
         return kind, *(fixed(getattr(x, field.name)) for field in fields(x))
-    if is_mesh(x):  # meshes of different ranks, or worlds, may be equal
+    if is_mesh(x):  # not compared with ==: meshes of different ranks or simulated worlds may be equal
         return kind, MESHES.of(x)
     return kind, x
 
 
 class _Same:
-    """An object that is equal to itself alone."""
+    """A wrapper that compares an object by identity."""
 
     def __init__(self, thing: Any):
         self.thing = thing
@@ -129,12 +132,15 @@ class _Same:
 
 
 def held(found: Sequence[Capture]) -> tuple[Any, ...]:
-    """What variables hold: numbers, strings and shapes by value, other objects by identity."""
+    """Return a key for the values of captured variables, one pair of name and content for each.
+
+    Numbers and strings are compared by value, tensors by shape, dtype and device, and other objects by identity.
+    """
     return tuple((capture.name, _content(capture.read())) for capture in found)
 
 
 def _content(value: Any) -> Any:
-    if type(value) is FunctionType:  # equal to itself alone; most are
+    if type(value) is FunctionType:  # functions already compare by identity; most captured values are functions
         return value
     if value is None or isinstance(value, Number | str | bytes):
         return type(value), repr(value)
@@ -163,7 +169,7 @@ def _incomparable(leaves: Sequence[Any], spec: tree.Spec) -> Exception:
 
 
 def difference(old: Signature, new: Signature) -> str:
-    """Where two signatures begin to differ, in words."""
+    """Describe the first difference between two signatures, for `explain`."""
     if old.spec != new.spec:
         return "the structure of the arguments, or what their nodes carry (a plan, say), differs"
     for path, a, b in zip(tree.paths(new.spec), old.kinds, new.kinds, strict=True):
@@ -176,7 +182,7 @@ def difference(old: Signature, new: Signature) -> str:
 
 
 def changed(old: Sequence[Any], new: Sequence[Any]) -> str:
-    """What variables changed, in words."""
+    """Name the captured variables whose contents differ between `old` and `new`, for `explain`."""
     before = dict(old)
     names = [name for name, content in new if before.get(name) != content]
     return f"{', '.join(names) or 'a function'} changed"

@@ -1,10 +1,10 @@
-"""A function of trees as one graph of operators on tensors.
+"""Trace a function of trees into one torch.fx graph of tensor operators.
 
 Note [Traced functions]
-    The function runs once, on fake tensors that have shapes and no values, and every operator it calls becomes a node:
-    forward, backward, collectives, update, torch.func's transforms included. What Python decides on the way (which unit
-    is gathered when, which branch is taken) is decided then, for all calls of one signature (Note [What a graph
-    depends on] in `signature.py`).
+    Tracing runs the function once, on fake tensors, which have shapes but no values. Every operator that the function
+    calls becomes a node: forward, backward, collectives, optimizer update, and the operators that the transforms of
+    torch.func call. Every decision that Python makes meanwhile (when a unit is gathered, which branch is taken) is
+    fixed in the graph, for all calls with the same signature (Note [What a graph depends on] in `signature.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-# Private: the fake tensors that torch's own tracers run on; there is no public way to make some (test_jit.py notices).
+# Private API: torch has no public way to make fake tensors. test_jit.py fails if torch moves or changes these classes.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -38,15 +38,15 @@ _UNLIKELY = 0x6A17_C0DE_5EED
 
 
 class TraceError(RuntimeError):
-    """A function cannot become a graph: what it does, and where."""
+    """Raised for a function that cannot be traced. The message names the operation and the line of the user's code."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A graph with the structures of what goes in and comes out.
+    """A traced graph, with the tree structures of the function's arguments (`spec`) and of its result (`out_spec`).
 
-    Its inputs are the tensors among the leaves that go in; its outputs those among the leaves that come out. `results`
-    says of each leaf that comes out which output it is, or what it is if it is no tensor.
+    The inputs of `module` are the tensors among the leaves of the arguments, and its outputs are the tensors among the
+    leaves of the result. `results` has one entry for each leaf of the result: an `Output` for a tensor, else the value.
     """
 
     module: fx.GraphModule
@@ -57,18 +57,21 @@ class Trace:
 
 @dataclass(frozen=True)
 class Output:
-    """The output of a graph of that number."""
+    """A placeholder for output number `number` of a graph."""
 
     number: int
 
 
 def tensors(leaves: Sequence[Any]) -> list[Tensor]:
-    """Those of some leaves that are tensors."""
+    """Return the leaves that are tensors, in order."""
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def trace(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec) -> Trace:
-    """The graph of `fn(*args, **kwargs)`, whose leaves and structure these are. TraceError says what cannot be one."""
+    """Trace `fn(*args, **kwargs)`, where `tree.flatten((args, kwargs))` gave `leaves` and `spec`.
+
+    Raises TraceError for a function that cannot become a graph.
+    """
     found: dict[str, Any] = {}
 
     def flat(*given: Tensor) -> list[Tensor]:
@@ -87,8 +90,9 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec) -> Tra
         return outputs
 
     mode = _mode_of(leaves)
-    # Private: torch has no public way to keep what a thread dispatches to. An error inside torch.func's transforms may
-    # leave it in the middle of one, unable to start another (test_func_losses.py notices when this goes).
+    # Private API: torch has no public way to save and restore a thread's dispatch keys. An error inside a transform of
+    # torch.func may leave keys of that transform set, and later transforms then fail. test_func_losses.py fails if
+    # torch removes the guard.
     try:
         given = [_fake(mode, leaf) for leaf in tensors(leaves)]
         with torch._C._PreserveDispatchKeyGuard():
@@ -105,9 +109,10 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec) -> Tra
 
 
 def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `fn` gives, in fake tensors: shapes, dtypes and devices, nothing computed, sent or kept.
+    """Return the result of `fn(*args, **kwargs)` with fake tensors: shapes, dtypes and devices without values.
 
-    Meta tensors among the arguments stand for tensors on the default device. `lower` takes what this gives.
+    No value is computed, sent to another rank or stored. A meta tensor among the arguments stands for a tensor on the
+    default device. `lower` accepts the returned fake tensors as arguments.
 
     >>> eval_shape(lambda x: x @ x, torch.empty(3, 3, device="meta")).shape
     torch.Size([3, 3])
@@ -129,12 +134,12 @@ def _mode_of(leaves: Sequence[Any]) -> FakeTensorMode:
 
 
 def _shapes() -> ShapeEnv:
-    """No shape depends on a value; without one of these Inductor would not look into its cache."""
+    """Return a ShapeEnv that refuses shapes that depend on values. Inductor uses its cache only if there is one."""
     return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
 
 
 def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
-    """A fake of a leaf; a meta tensor stands for one of the default device."""
+    """Return a fake tensor with the metadata of `leaf`. A meta tensor becomes a fake one on the default device."""
     if isinstance(leaf, FakeTensor):
         return leaf
     if leaf.device.type == "meta":
@@ -149,12 +154,12 @@ def _merged(leaves: Sequence[Any], given: Sequence[Tensor]) -> list[Any]:
 
 
 def input_paths(leaves: Sequence[Any], spec: tree.Spec) -> list[str]:
-    """The paths of the leaves that are tensors: what a graph's inputs are called."""
+    """Return the paths of the leaves that are tensors, in order. The inputs of a graph are named by these paths."""
     return [path for path, leaf in zip(tree.paths(spec), leaves, strict=True) if isinstance(leaf, Tensor)]
 
 
 def _identity(x: Tensor) -> tuple[Any, ...]:
-    """What only an assignment to an attribute of a tensor changes: its memory, and its gradient."""
+    """Return storage, shape and gradient of a tensor. Only assignments to `x.data` or `x.grad` change this result."""
     return x.untyped_storage()._cdata, x.shape, id(x.grad) if x.is_leaf else None
 
 
@@ -170,7 +175,8 @@ def _check_same(given: Sequence[Tensor], before: Sequence[Any], leaves: Sequence
             )
 
 
-# Outputs that are no tensors are given back as they were in the first call: of these nothing can change later.
+# The types a leaf of the result may have. Every call returns the non-tensor leaves of the traced call, so these must
+# be immutable.
 _CONSTANTS = (Tensor, Number, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -186,24 +192,26 @@ def _check_constants(out: Sequence[Any], spec: tree.Spec, leaves: Sequence[Any])
 
 
 class _Watch(TorchDispatchMode):
-    """TraceError for random numbers that a graph would repeat, and for sparse tensors.
+    """Raise TraceError for random numbers that the graph would repeat in every call, and for sparse tensors.
 
-    With each draw torch's generator gets another seed, as it gets another state in an eager call, so that a state that
-    is put back (fork_rng, set_rng_state, torch.utils.checkpoint) is seen at the next draw. Inside a step the numbers
-    come from the state (Note [Random numbers in a graph] in `random.py`), and nothing is drawn here.
+    Before each draw this mode sets a new seed in torch's generator. If the function restores an earlier generator state
+    (fork_rng, set_rng_state, torch.utils.checkpoint), the seed at the next draw is not the expected one, and `check`
+    raises. Inside a step random numbers come from the train state (Note [Random numbers in a graph] in `random.py`),
+    so torch's generator is not used.
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """A function that torch compiles within the traced one (flex_attention) is compiled all the same."""
+        """Return True, so that a function that is compiled inside the traced one (flex_attention) still compiles."""
         return True
 
     def __init__(self) -> None:
         super().__init__()
         self._seed = _UNLIKELY
-        torch.default_generator.manual_seed(_UNLIKELY)  # to see a seed that is the one there was
+        # A seed that user code is unlikely to set: a call of manual_seed with the old seed is then noticed, too.
+        torch.default_generator.manual_seed(_UNLIKELY)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -222,7 +230,7 @@ class _Watch(TorchDispatchMode):
         return out
 
     def check(self, where: str = "") -> None:
-        """TraceError if the generator's state is not that of the last draw."""
+        """Raise TraceError if the seed of torch's generator is not the one set at the last draw."""
         if torch.default_generator.initial_seed() != self._seed:
             raise TraceError(
                 "jit: the function seeds torch's generator, or puts back its state (fork_rng, set_rng_state, "
@@ -238,7 +246,10 @@ _REPEATED = (
 
 @contextmanager
 def _without_random_state() -> Iterator[None]:
-    """TraceError if random numbers are seeded, or drawn in Python: a graph would have those of the first call."""
+    """Raise TraceError if the block seeds torch's generator, or draws numbers of `random` or numpy.
+
+    A graph would repeat the numbers of the first call. The state of torch's generator is restored afterwards.
+    """
     saved, np = torch.default_generator.get_state(), sys.modules.get("numpy")
 
     def state() -> list[Any]:
@@ -259,7 +270,10 @@ def _without_random_state() -> Iterator[None]:
 
 
 def _let_go(failure: BaseException | None) -> None:
-    """Free what the frames of an error hold: guards among it would change what the thread dispatches to, later on."""
+    """Clear the local variables in the tracebacks of `failure` and of its contexts.
+
+    A dispatch guard among these variables would otherwise change the thread's dispatch keys when it is freed later.
+    """
     while failure is not None:
         traceback.clear_frames(failure.__traceback__)
         failure = failure.__context__
@@ -268,7 +282,7 @@ def _let_go(failure: BaseException | None) -> None:
 def _explained(failure: Exception, fn: Callable[..., Any]) -> TraceError:
     text, where = str(failure), _site(failure)
     frames = traceback.extract_tb(failure.__traceback__)
-    # where forward mode is on, as on simulated ranks, torch fails while it words the refusal
+    # Under forward-mode AD, which is on for simulated ranks, torch raises while formatting its own error message.
     refused = any(f.name == "validate" and f.filename.endswith("fake_tensor.py") for f in frames)
     if refused or "convert all Tensors to FakeTensors" in text:
         names = ", ".join(c.name for c in captures(fn) if _has_tensor(c.read()))
@@ -308,6 +322,6 @@ def _forward_mode(where: str) -> TraceError:
 
 
 def _site(failure: BaseException) -> str:
-    """The innermost line of the user's code, or of any."""
+    """Return file, line number and text of the innermost line of user code, or of the innermost line if none is."""
     frame = frame_of(failure)
     return f"{frame.filename}:{frame.lineno} ({frame.line})"
