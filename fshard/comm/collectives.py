@@ -1,12 +1,12 @@
 """Differentiable collectives over a mesh axis, closed under torch.func: grad, vjp, jvp, vmap, to any order.
 
 A collective is a linear map on the stack of all ranks' values, and its derivative is the true adjoint of that map:
-differentiating on every rank gives the gradient of the *sum of all ranks' outputs*. Whoever wants the gradient of one
-replicated number must divide by the number of ranks, or use a loss that returns `fshard.Mean`.
+differentiating on every rank gives the gradient of the *sum of all ranks' outputs*. For the gradient of one replicated
+number, divide by the number of ranks, or use a loss that returns `fshard.Mean`.
 
-In the terms of JAX's shard_map and of spmd_types a value along an axis is *replicated* (the same on all ranks, and so
-is its gradient's use: each rank holds a part of it), *invariant* (the same, and its gradient is too), *varying*
-(different) or *partial* (to be summed):
+In the terms of JAX's shard_map and of spmd_types a value along an axis is *replicated* (equal on all ranks; each rank
+holds one summand of its gradient), *invariant* (equal on all ranks, and so is its gradient), *varying* (different on
+each rank) or *partial* (each rank holds one summand of the value):
 
 | collective | in -> out | transpose |
 |---|---|---|
@@ -64,7 +64,7 @@ class _Collective:
         ranks = primitives.along(self.mesh, self.axis)
         if self.kind == "vary":
             return x.view_as(x)
-        x = x.resolve_conj().resolve_neg()  # lazy ones have other bits in memory, which is what is sent
+        x = x.resolve_conj().resolve_neg()  # lazy views keep other bits in the memory that is sent
         if self.kind == "broadcast":
             return primitives.broadcast(x, ranks, self.src, self.label).wait()
         if self.kind == "reduce":
@@ -85,7 +85,7 @@ class _Collective:
 
 
 class _Apply(torch.autograd.Function):
-    """One rule for all: a linear map is its own jvp, and the vjp of its adjoint."""
+    """One autograd rule for all collectives: the jvp of a linear map applies the map, the vjp applies its transpose."""
 
     @staticmethod
     def forward(x: Tensor, collective: _Collective) -> Tensor:
@@ -101,7 +101,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: Any) -> Any:
-        ctx.collective.transpose()  # refuses what is not linear
+        ctx.collective.transpose()  # raises for max and min, which are not linear
         return _Apply.apply(tangent, ctx.collective)
 
     @staticmethod
@@ -134,7 +134,7 @@ def _over(x: Any, collective: _Collective) -> Any:
 
 
 def _check_parts(x: Any, collective: _Collective) -> None:
-    """Raise TypeError for a `Sharded` of which ranks along the axis hold other elements, or whose rows would change."""
+    """Raise TypeError if `x` has a `Sharded` that is cut along this axis, or that the collective would resize."""
     kind, axis = collective.kind, collective.axis
     for path, part in tree.paths_to(x, Branch):
         over = getattr(getattr(part, "view", None), "over", ())
@@ -148,7 +148,7 @@ def _check_parts(x: Any, collective: _Collective) -> None:
 
 
 def all_gather(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
-    """The ranks' tensors end to end along dim 0: (n, ...) -> (W n, ...), varying -> replicated.
+    """Concatenate the tensors of all ranks along dim 0: (n, ...) -> (W n, ...), varying -> replicated.
 
     `x` is a tensor or a tree; a scalar counts as one row. Transpose: `reduce_scatter`.
 
@@ -160,7 +160,7 @@ def all_gather(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
 
 
 def reduce_scatter(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
-    """The sum over ranks, in rank order, of this rank's part: (W n, ...) -> (n, ...), partial -> varying.
+    """Sum over ranks, in rank order, and keep this rank's part: (W n, ...) -> (n, ...), partial -> varying.
 
     `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError). Transpose: `all_gather`.
 
@@ -172,9 +172,9 @@ def reduce_scatter(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
 
 
 def all_reduce(x: Any, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> Any:
-    """The sum (max, min) over ranks, in rank order, on all: (...) -> (...), partial -> replicated.
+    """Reduce over ranks by sum, max or min, in rank order: (...) -> (...), partial -> replicated.
 
-    `x` is a tensor or a tree. Transpose of the sum: itself. Max and min have no derivative (NotImplementedError).
+    `x` is a tensor or a tree. The sum is its own transpose. Max and min have no derivative (NotImplementedError).
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_reduce(torch.tensor(1.5), mesh, "shard").item(), shard=2)
@@ -184,7 +184,7 @@ def all_reduce(x: Any, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"
 
 
 def vary(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
-    """Say that ranks will use a replicated value differently: nothing forward, a sum over ranks backward.
+    """Mark that ranks use a replicated value differently: identity in the forward, sum over ranks in the backward.
 
     `x` is a tensor or a tree, invariant -> varying (JAX's pvary). Its transpose is the sum that JAX calls psum.
 
@@ -199,9 +199,10 @@ def vary(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
 
 
 def all_to_all(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
-    """Part p of dim 0 goes to rank p: (W n, ...) -> (W n, ...), varying -> varying; its own inverse and transpose.
+    """Send part p of dim 0 to rank p: (W n, ...) -> (W n, ...), varying -> varying.
 
-    `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError).
+    `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError). `all_to_all` is its own inverse
+    and its own transpose.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_to_all(torch.arange(2) + 10 * mesh.get_rank(), mesh, "shard").tolist(), shard=2)
@@ -211,9 +212,10 @@ def all_to_all(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
 
 
 def broadcast(x: Any, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> Any:
-    """Rank `src`'s tensor (its number along the axis) on all: (...) -> (...), varying -> replicated.
+    """Copy the tensor of rank `src` to all ranks of the axis: (...) -> (...), varying -> replicated.
 
-    `x` is a tensor or a tree, of the same shapes on all ranks. Transpose: the sum, on `src`; zero on the others.
+    `x` is a tensor or a tree, with the same shapes on all ranks; `src` is a number along the axis. Transpose: the sum
+    over ranks on `src`, zeros on the other ranks.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: broadcast(torch.tensor(mesh.get_rank()), mesh, "shard", src=1).item(), shard=2)

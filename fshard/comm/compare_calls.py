@@ -1,16 +1,17 @@
-"""What ranks tell each other while a call is checked: what each is about to start, and how its call ended.
+"""How ranks compare collectives during a checked call: each announces the next one, and how its call ended.
 
 Note [Lines]
-    Each rank has a connection of its own to every peer along every axis. Ahead of a collective it says what it is about
-    to call, and where, to the ranks of that axis, and reads what they say: data move only if all say the same. At the
-    end of the call it says to all its peers that it has returned or what it has raised, and reads how they ended; on
-    meshes of several axes once more, axis by axis, so that a checked call returns on all ranks or on none. Who waits
-    for a rank hears of its end whatever it waits for, and raises in turn, which those who wait for it hear.
+    Each rank has a separate connection to every peer along every axis. Before a collective, a rank sends a message with
+    the collective and its source line to the ranks of that axis, and reads their messages: data are sent only if all
+    messages are equal. When the call ends, a rank tells all its peers that the call has returned, or what it has
+    raised, and reads how the peers ended. On meshes of several axes this is repeated, axis by axis, so that a checked
+    call returns on all ranks or on none. A rank blocked on a peer is told when that peer's call ends, raises, and so
+    unblocks the ranks waiting for it.
 
-    These are sockets because a socket wakes who waits for any of several ranks, and closes when a process dies: a
-    store would be polled, and has nobody's death, and messages through a process group of their own cannot be waited
-    for from whoever comes first, nor left unread. All that is said carries the number of the checked call, so what was
-    left unread by a call that failed is passed over by the next.
+    The connections are sockets because a socket wakes a rank that waits for any of several peers, and closes when a
+    process dies. A torch `Store` would have to be polled and does not report a dead process. Messages through a
+    separate process group cannot be received in order of arrival, nor left unread. Every message has the number of the
+    checked call, so a call skips messages that an earlier, failed call has left unread.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from .primitives import along
 from .ranks import MismatchError, Ranks
 from .rendezvous import links_to
 
-_LONGEST = 2000  # characters of an exception's text, or a call's
+_LONGEST = 2000  # most characters in the text of an exception or a call
 _WAITS, _RETURNED, _RAISED = "waits in", "has returned, having last called", "raised"
 
 
 class _Said(NamedTuple):
-    """What a rank says: the number of the checked call, what it does, of what, and where."""
+    """A message: number of the checked call, what the rank does (`verb`), the collective or exception, source line."""
 
     number: int
     verb: str
@@ -51,17 +52,17 @@ class _Said(NamedTuple):
 
 
 class Lines:
-    """A rank's connections to its peers along every axis of a mesh, made by all ranks together."""
+    """A rank's connections to its peers along every axis of a mesh. All ranks must construct it together."""
 
     def __init__(self, mesh: ProcessMesh):
-        # not the mesh itself: it keeps these lines
+        # no reference to the mesh: the mesh keeps these lines, so that would be a cycle
         self._likeness, self._me = mesh.likeness, mesh.get_rank()
         self._links: dict[str, dict[int, Link]] = {}
-        self._data: dict[str, dict[int, Link]] = {}  # what collectives themselves send by, where this can be seen
+        self._data: dict[str, dict[int, Link]] = {}  # on which collectives send data, if their ranks have links
         for axis in mesh.mesh_dim_names:
             self._link(along(mesh, axis))
         self._last = _Said(0, _WAITS, "", "")
-        self._ends: dict[int, _Said] = {}  # of this call, by peer
+        self._ends: dict[int, _Said] = {}  # how this call ended on each peer that has ended
 
     def _link(self, ranks: Ranks) -> None:
         numbers = [int(row) for row in rows_of_bytes(str(self._me).encode(), ranks)]
@@ -73,7 +74,10 @@ class Lines:
         self._data[ranks.axis] = {numbers[peer]: link for peer, link in getattr(ranks, "links", {}).items()}
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """`call()`, its collectives announced. MismatchError on every rank if any does something else."""
+        """Return `call()`, with its collectives announced to the peers.
+
+        MismatchError if ranks call different collectives, or if a peer raises.
+        """
         self._last, self._ends = _Said(self._last.number + 1, _WAITS, "no collective", call_site()), {}
         try:
             with announcing(self._around):
@@ -85,13 +89,13 @@ class Lines:
         return result
 
     def _return(self, mine: _Said) -> None:
-        """Say that the call has returned, and hear the same from everybody, or raise MismatchError."""
+        """Tell the peers that the call has returned; raise MismatchError unless it has returned on all peers."""
         self._end(mine)
         try:
             for links in self._links.values():
                 self._compare(links, mine)
             if sum(map(bool, self._links.values())) > 1:
-                # once more axis by axis: peers say what they heard of theirs, so that it gets to all corners of a mesh
+                # second round, axis by axis: an error on one rank reaches ranks that share no axis with it
                 self._ends = {}
                 for links in self._links.values():
                     _say(links, mine)
@@ -115,10 +119,10 @@ class Lines:
             _say(links, said)
 
     def _compare(self, links: Mapping[int, Link], mine: _Said, data: Mapping[int, Link] = MappingProxyType({})) -> None:
-        """Read what the peers say; raise MismatchError unless it is the same."""
+        """Read a message of every peer; raise MismatchError unless all agree with `mine`."""
         heard, waiting = {self._me: mine}, dict(links)
         while True:
-            # looked at before what peers say: who says what it calls says so before it sends any data
+            # look for data before reading messages: a peer that announces a collective does so before it sends data
             ahead = [peer for peer in waiting if peer in data and data[peer].is_ahead()]
             for peer in ahead:
                 waiting[peer].drain()
@@ -126,8 +130,8 @@ class Lines:
                 if peer in waiting and (said := self._next(peer, link)):
                     heard[peer] = said
                     del waiting[peer]
-            # nobody who waits for others need come any more where one has ended; and who has sent data unannounced,
-            # outside a checked call, announces nothing: the messages of this call will name both
+            # Stop if a call has ended: the peers still waited for may never announce anything. Stop also if a peer has
+            # sent data unannounced, outside a checked call: the data messages then raise an error with both calls.
             if not waiting or waiting.keys() & ahead or any(said.verb != mine.verb for said in heard.values()):
                 break
             listen([*waiting.values(), *data.values()], f"{mine.what} at {mine.site}")
@@ -135,7 +139,7 @@ class Lines:
             raise MismatchError(f"{found}. All ranks must call the same collectives in the same order.")
 
     def _next(self, peer: int, link: Link) -> _Said | None:
-        """What a peer says next in this call, if it has arrived; once it has ended, how."""
+        """Return a peer's next message in this call; None if it has not arrived; its last one if its call has ended."""
         while peer not in self._ends and (text := link.hear()) is not None:
             said = _read(text, peer)
             if said.number < self._last.number:
@@ -148,7 +152,7 @@ class Lines:
 
 def _say(links: Mapping[int, Link], said: _Said) -> None:
     for link in links.values():
-        with suppress(MismatchError):  # a peer that has gone may have said why, which is read next
+        with suppress(MismatchError):  # a closed peer may have sent its reason, which is read next
             link.say(json.dumps(said))
 
 
@@ -166,7 +170,7 @@ def _raised(number: int, failure: BaseException) -> _Said:
 
 
 def _difference(heard: Mapping[int, _Said]) -> str | None:
-    """What ranks do that is not the same, in words."""
+    """Describe how the messages of the ranks differ; None if they agree."""
     ended = [rank for rank, said in heard.items() if said.verb != _WAITS]
     if ended:
         blame = min(ended, key=lambda rank: heard[rank].verb != _RAISED)
@@ -185,9 +189,9 @@ def _call(said: _Said) -> str:
 
 
 def lines_of(mesh: AnyMesh) -> Lines | None:
-    """Lines along a mesh of processes; None for one device, simulated ranks and meshes that are not there."""
+    """Return new `Lines` along a mesh of processes; None for one device, simulated ranks and abstract meshes."""
     grid = adapted(mesh)
     if not isinstance(grid, ProcessMesh):
         return None
-    with tally():  # making connections is not what the user counts
+    with tally():  # keep the messages that make connections out of the user's counts
         return Lines(grid)

@@ -1,4 +1,4 @@
-"""Links between processes: the socket to a peer, and messages in it whose sizes are checked before room is made."""
+"""Links between processes: the socket to a peer, and its messages, whose sizes are checked before allocating."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch import Tensor
 from .ranks import MismatchError
 from .shared_memory import Memory, Segment, reason, received
 
-_HEADER = struct.Struct("<BHIQQ")  # what it is, length of the call's text, segment, offset in it, bytes of data
+_HEADER = struct.Struct("<BHIQQ")  # kind, length of the call's text, segment, offset in the segment, bytes of data
 _INLINE, _SEGMENT, _NEW_SEGMENT, _ACKNOWLEDGED = range(4)
-SMALL = 1 << 15  # bytes of data that travel in the socket
-_LONGEST = (1 << 16) - 1  # bytes of a call's text
+SMALL = 1 << 15  # most bytes of data that are sent in the socket itself
+_LONGEST = (1 << 16) - 1  # most bytes of a call's text
 _READ = 1 << 18
 _MOST_FDS = 16
-_FOREVER = (1 << 31) - 1  # milliseconds, the most that poll takes
+_FOREVER = (1 << 31) - 1  # milliseconds, the longest timeout of poll
 _FD_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -39,7 +39,7 @@ class _Message:
 
 @dataclass
 class Link:
-    """The socket to one peer, and what has arrived on it; without `memory` messages are small."""
+    """The socket to one peer, and the messages received on it. Without `memory` all messages must be small."""
 
     socket: socket.socket
     peer: str
@@ -50,7 +50,7 @@ class Link:
     arrived: dict[int, _Message] = field(default_factory=dict)
     mapped: dict[int, Segment] = field(default_factory=dict)
     shown: set[int] = field(default_factory=set)
-    is_open: bool = True  # as far as this rank has read
+    is_open: bool = True  # until this rank reads the end of the stream
     stream: bytearray = field(default_factory=bytearray)
     fds: deque[int] = field(default_factory=deque)
 
@@ -58,7 +58,7 @@ class Link:
         weakref.finalize(self, _close_all, self.fds)
 
     def send(self, call: str, data: Tensor, place: tuple[Segment, int] | None) -> None:
-        """Send a call's data, or where they are."""
+        """Send a call's data in the socket, or only their `place`: a segment and an offset in it."""
         text, size = _sent(call), data.numel()
         if place is None:
             payload = ctypes.string_at(data.data_ptr(), size) if size else b""
@@ -76,7 +76,7 @@ class Link:
         self.send(text, torch.empty(0, dtype=torch.uint8, device="cpu"), None)
 
     def hear(self) -> str | None:
-        """The next words that have arrived."""
+        """Return the text of the next expected message, or None if it has not arrived."""
         message = self.arrived.pop(self.num_expected, None)
         if message is None:
             return None
@@ -84,8 +84,8 @@ class Link:
         return message.call
 
     def acknowledge(self, segment: int) -> None:
-        """Say that a message in a segment has been read."""
-        with suppress(MismatchError):  # a peer that has gone, having sent all we asked of it, needs none
+        """Tell the peer that a message in one of its segments has been read."""
+        with suppress(MismatchError):  # a closed peer needs no acknowledgement: its data have arrived
             self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [], "an acknowledgement")
 
     def _write(self, data: bytes, fds: list[int], call: str) -> None:
@@ -95,7 +95,7 @@ class Link:
                 sent = socket.send_fds(self.socket, [view], fds) if fds else self.socket.send(view)
             except BlockingIOError:
                 self._wait(select.POLLIN | select.POLLOUT, call)
-                self.drain()  # the peer may be waiting to write as well
+                self.drain()  # the peer may be blocked until this rank reads
             except (BrokenPipeError, ConnectionResetError):
                 raise self._gone(call) from None
             else:
@@ -110,7 +110,7 @@ class Link:
         )
 
     def take(self, number: int, call: str) -> _Message:
-        """The message of that number, when it is there."""
+        """Wait for message `number`, and return it. MismatchError if it is of another call, or the peer is gone."""
         while number not in self.arrived:
             if not self.drain(call):
                 self._wait(select.POLLIN, call)
@@ -123,12 +123,12 @@ class Link:
         return message
 
     def is_ahead(self) -> bool:
-        """Whether the peer has sent a message that this rank has not come to."""
+        """Whether the peer has sent a message that this rank does not expect yet."""
         self.drain()
         return self.num_arrived > self.num_expected
 
     def is_quiet(self) -> bool:
-        """Whether as many messages have come as this rank expects, and the peer is still there."""
+        """Whether exactly the expected number of messages has arrived, and the connection is open."""
         with suppress(MismatchError):
             while self.drain():
                 pass
@@ -136,7 +136,10 @@ class Link:
         return False
 
     def drain(self, call: str = "") -> bool:
-        """Read what is there; whether there was anything."""
+        """Read what has arrived, without waiting; return whether there was anything.
+
+        MismatchError for what no rank sends, and, if a `call` is given, if the peer has closed the link.
+        """
         try:
             data, fds, flags, _ = socket.recv_fds(self.socket, _READ, _MOST_FDS, _FD_FLAGS)
         except BlockingIOError:
@@ -154,13 +157,13 @@ class Link:
         self.stream += data
         while self._parse():
             pass
-        # the descriptor of a segment comes with the first byte of its header, so it may be here before the rest
+        # the descriptor of a segment comes with the first byte of its header, so it may arrive before the rest of it
         if len(self.fds) > (_MOST_FDS if self.stream and self.memory is not None else 0):
             raise self._refused(f"{len(self.fds)} descriptors of no segment")
         return True
 
     def _refused(self, what: str) -> MismatchError:
-        """Break a link in which something came that no rank sends."""
+        """Close a link on which something arrived that no rank sends; return the error to raise."""
         self.stream.clear()
         _close_all(self.fds)
         with suppress(OSError):
@@ -180,7 +183,7 @@ class Link:
         call, payload = _read(self.stream[_HEADER.size : begin]), self.stream[begin:end]
         del self.stream[:end]
         if kind == _ACKNOWLEDGED:
-            self.memory.segments[number].readers -= 1  # type: ignore[union-attr]  # _fault has seen it
+            self.memory.segments[number].readers -= 1  # type: ignore[union-attr]  # checked by _fault
             return True
         if kind == _INLINE:
             nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -193,7 +196,7 @@ class Link:
         return True
 
     def _fault(self, kind: int, number: int, offset: int, size: int) -> str:
-        """What is wrong with a header, before anything is made as large as it says."""
+        """Describe what is wrong with a header, before memory of its size is allocated; empty if nothing is wrong."""
         if kind == _INLINE:
             return f"a message of {size:,} bytes (at most {SMALL:,})" if size > SMALL else ""
         if self.memory is None or kind > _ACKNOWLEDGED:
@@ -209,7 +212,7 @@ class Link:
         return ""
 
     def _part(self, number: int, offset: int, size: int) -> Tensor:
-        """The bytes of a message in a segment."""
+        """Return the bytes of a message that lies in a segment; maps a new segment."""
         try:
             if number not in self.mapped:
                 self.mapped[number] = received(self.fds.popleft(), number)
@@ -226,7 +229,7 @@ def _sent(call: str) -> bytes:
 
 
 def _read(text: bytes | bytearray) -> str:
-    return text.decode(errors="ignore")  # of a character that was cut
+    return text.decode(errors="ignore")  # `_sent` may have cut a character in two
 
 
 def _close_all(fds: deque[int]) -> None:
@@ -246,6 +249,6 @@ def _poll(links: Collection[Link], events: int, call: str) -> list[Link]:
 
 
 def listen(links: Collection[Link], call: str) -> None:
-    """Wait until something has arrived on one of them, and read it."""
+    """Wait until something has arrived on one of the links, and read it. MismatchError after the shortest timeout."""
     for link in _poll(links, select.POLLIN, call):
         link.drain(call)

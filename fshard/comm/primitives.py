@@ -1,12 +1,13 @@
 """Asynchronous collectives over the ranks of one mesh axis, without derivatives.
 
-All that is asked of the ranks along an axis is one operation, `exchange`: send a tensor to every peer, receive one from
-each. The collectives are written with it; on GPUs torch's built-in ones take its place where they give the same bits.
+All collectives are built from one operation of the ranks along an axis, `exchange`: send one tensor to every peer and
+receive one tensor from every peer. On GPUs torch's built-in collectives replace `exchange` where the result has the
+same bits.
 
 Note [Sums in rank order]
-    Reductions add rank 0's contribution to rank 1's, then rank 2's, and so on, element by element. Such a sum depends
-    neither on timing nor on how tensors are bucketed, and a simulated world reproduces it to the bit. On gloo the
-    point-to-point messages this takes are also about three times faster than the built-in reduce-scatter.
+    Reductions add the contributions of rank 0, rank 1, rank 2 and so on in this order, element by element. The result
+    depends neither on timing nor on how tensors are bucketed, and a simulated world reproduces its bits. On gloo the
+    point-to-point messages used here are also about three times faster than the built-in reduce-scatter.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _ORDERED = frozenset({*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, 
 
 
 def along(mesh: AnyMesh, axis: str) -> Ranks:
-    """The ranks along one axis of a mesh."""
+    """Return the ranks along one axis of a mesh. ValueError if the mesh has no such axis.
+
+    While tracing, the returned ranks add nodes to the graph instead of sending data.
+    """
     grid = adapted(mesh)
     if grid is None or axis not in grid.mesh_dim_names:
         names = ", ".join(map(repr, axis_sizes(mesh)))
@@ -45,7 +49,7 @@ def along(mesh: AnyMesh, axis: str) -> Ranks:
 
 
 def _called(kind: str, x: Tensor, ranks: Ranks, label: str, nbytes: int, **more: str) -> Call:
-    """A collective of a tensor, told to the tally: what a graph issues is counted when the graph runs."""
+    """Describe a collective as a `Call`, and count it. Collectives of a graph are counted when the graph runs."""
     call = Call(kind, ranks.axis, label, nbytes, x.dtype, x.shape, **more)
     if not isinstance(ranks, NodeRanks):
         note(call)
@@ -59,12 +63,12 @@ def _built_in(collective: Callable[..., Any], ranks: Ranks, call: Call, *args: T
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of a dtype are taken in: float32 for narrower ones."""
+    """Return the dtype in which sums of `dtype` are accumulated: float32 for narrower floating dtypes, else `dtype`."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
-    """What ranks sent, summed (or the largest, the smallest) in rank order."""
+    """Reduce the tensors of all ranks into `out`, in rank order; `op` is "sum", "max" or "min". Returns `out`."""
     combine = _COMBINE[op]
     if len(parts) == 1:
         return out.copy_(parts[0])
@@ -72,7 +76,7 @@ def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
         exact = out.dtype == sum_dtype(parts[0].dtype)
         total = out.copy_(parts[0]) if exact else parts[0].to(sum_dtype(parts[0].dtype), copy=True)
         for part in parts[1:]:
-            # in one pass, without a copy in the wider dtype; torch promotes no float8
+            # `add_` converts narrow dtypes while it adds, without a temporary copy; torch does not promote float8
             total.add_(part if part.dtype.itemsize > 1 else part.to(total.dtype))
         return total if exact else out.copy_(total)
     combine(parts[0], parts[1], out=out)
@@ -82,9 +86,10 @@ def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
 
 
 def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = None, *, lent: bool = False) -> Pending:
-    """(n, ...) on each rank -> (W n, ...) on all: the ranks' tensors end to end. Sends (W - 1) n.
+    """Concatenate the tensors of all ranks along dim 0: (n, ...) on each rank -> (W n, ...) on all.
 
-    `lent` says that nobody will write to the result: peers may then read this rank's part from there.
+    Each rank sends its tensor W - 1 times. `lent` promises that nobody writes to the result, so that peers may read
+    this rank's part directly from the result's memory.
     """
     x = x.contiguous()
     call = _called("all_gather", x, ranks, label, (ranks.size - 1) * x.nbytes)
@@ -109,9 +114,10 @@ def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent: bool 
 def reduce_scatter(
     x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = None, *, fast: bool = False
 ) -> Pending:
-    """(W n, ...) on each rank -> (n, ...): the sum over ranks of this rank's part. Sends (W - 1) n.
+    """Sum over ranks and keep this rank's part of dim 0: (W n, ...) on each rank -> (n, ...).
 
-    `fast` lets the backend choose the order of the sum; without it the sum is in rank order.
+    Each rank sends W - 1 parts. With `fast` the backend may choose the order of the sum; otherwise the sum is in rank
+    order. ValueError if dim 0 does not divide by the number of ranks.
     """
     x = x.contiguous()
     call = _called("reduce_scatter", x, ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
@@ -135,7 +141,10 @@ def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, fast: bool
 def scatter(
     sends: Sequence[Tensor], ranks: Ranks, finish: Callable[[Sequence[Tensor]], Tensor], label: str = ""
 ) -> Pending:
-    """One of several equally long tensors to each rank; `finish` is given what each rank sent, in rank order."""
+    """Send `sends[p]` to rank p; the result is `finish(received)`, with what each rank sent here, in rank order.
+
+    All tensors have the same number of elements.
+    """
     sends, nbytes = [x.contiguous() for x in sends], sum(x.nbytes for p, x in enumerate(sends) if p != ranks.rank)
     call = _called("reduce_scatter", sends[0], ranks, label, nbytes)
     return Pending(ranks.exchange(sends, [None] * ranks.size, call), finish).keeping(*sends)
@@ -165,10 +174,11 @@ def all_reduce(
     fast: bool = False,
     more: str = "",
 ) -> Pending:
-    """(...) on each rank -> (...) on all: the sum (or max, min) over ranks.
+    """Reduce over ranks by sum, max or min: (...) on each rank -> (...) on all.
 
-    Sends 2 (W - 1) / W of the tensor: a reduce-scatter, then an all-gather; (W - 1) times it where it is small. `out`
-    may be of a wider dtype; the sum is then gathered in that. Ranks that compare calls compare `more` as well.
+    Each rank sends 2 (W - 1) / W of a large tensor (a reduce-scatter, then an all-gather), and W - 1 copies of a small
+    one. `out` may have a wider dtype; the summed parts are then gathered in this dtype. `more` is part of the text that
+    ranks compare when calls are checked. ValueError for an unknown `op`, TypeError for a dtype without this reduction.
     """
     check_combines("all_reduce", op, x.dtype)
     x, size = x.contiguous(), ranks.size
@@ -188,7 +198,7 @@ def _summed_by_backend(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> P
 
 
 def _all_to_everyone(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
-    """Every rank combines all tensors."""
+    """Send the whole tensor to every rank; each rank reduces all tensors."""
     if ranks.built_in is None:
         exchange = ranks.exchange([x] * ranks.size, [None] * ranks.size, call)
         return Pending(exchange, lambda received: fold(received, call.op, result))
@@ -197,7 +207,7 @@ def _all_to_everyone(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pen
 
 
 def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
-    """Every rank sums a part; the parts are gathered."""
+    """Reduce-scatter, then all-gather: each rank sums one part."""
     flat, into = x.view(-1), result.view(-1)  # (W n,)
     own = _parts(into, ranks)[ranks.rank]  # (n,)
     scattered = _scatter(flat, ranks, own, call.of(flat), fast=False)
@@ -205,16 +215,19 @@ def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pendi
 
 
 def check_combines(kind: str, op: str, dtype: torch.dtype, leaf: str = "") -> None:
-    """Raise unless ranks can combine tensors of a dtype: ValueError for the operation, TypeError for the dtype."""
+    """Raise ValueError for an unknown `op`, and TypeError if torch cannot reduce tensors of `dtype` by this `op`."""
     if op not in _COMBINE:
         raise ValueError(f"{kind} knows op={', '.join(map(repr, _COMBINE))}, not {op!r}")
-    sums = op == "sum" and (dtype.is_complex or dtype.is_floating_point)  # narrow ones in float32
+    sums = op == "sum" and (dtype.is_complex or dtype.is_floating_point)  # float8 in float32
     if dtype not in _ORDERED and not sums:
         raise TypeError(f"{kind}{leaf}: torch has no {op} of {dtype}: convert it first, or use all_gather")
 
 
 def all_to_all(x: Tensor, ranks: Ranks, label: str = "") -> Pending:
-    """(W n, ...) on each rank -> (W n, ...): part p goes to rank p, which puts it at this rank's place."""
+    """Send part p of dim 0 to rank p, which stores it at this rank's index: (W n, ...) -> (W n, ...).
+
+    ValueError if dim 0 does not divide by the number of ranks.
+    """
     x = x.contiguous()
     out = torch.empty_like(x)
     parts, recvs = _parts(x, ranks), _parts(out, ranks)
@@ -225,9 +238,10 @@ def all_to_all(x: Tensor, ranks: Ranks, label: str = "") -> Pending:
 
 
 def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks, label: str = "") -> list[list[Tensor]]:
-    """Flat tensors, of any sizes and dtypes, to each rank, and from each those `recvs` tells of: one message to each.
+    """Send the flat tensors `sends[p]`, of any sizes and dtypes, to rank p; return the tensors received from each rank.
 
-    Nothing goes to a rank itself.
+    `recvs[p]` lists the dtypes and sizes of what rank p sends. All tensors for one peer are packed into one message.
+    The entries of this rank itself must be empty.
     """
     nothing = torch.empty(0, dtype=torch.uint8, device=ranks.device)
     data = [nothing] * ranks.size
@@ -243,7 +257,10 @@ def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks,
 
 
 def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending:
-    """Rank `src`'s tensor on all ranks. `src` sends W - 1 copies; the others' values are not read."""
+    """Send rank `src`'s tensor to all ranks: `src` sends W - 1 copies, and values on other ranks are ignored.
+
+    ValueError if `src` is not a rank of the axis.
+    """
     if not 0 <= src < ranks.size:
         raise ValueError(f"broadcast: src={src}: expected one of the {ranks.size} ranks of axis {ranks.axis!r}, from 0")
     x = x.contiguous()
@@ -258,7 +275,7 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
 def gather_over(
     x: Tensor, mesh: AnyMesh, axes: Axes, label: str = "", out: Tensor | None = None, *, lent: bool = False
 ) -> Pending:
-    """All-gather over several axes, the first of them the slowest; over none: the tensor itself."""
+    """All-gather over several axes, of which the first varies slowest; without axes the result is the tensor itself."""
     if not axes:
         return Pending(None, lambda _: x if out is None else out.copy_(x))
     *outer, last = axes
@@ -269,14 +286,14 @@ def gather_over(
 
 
 def buffer(mesh: AnyMesh, axes: Sequence[str], numel: int, like: Tensor, *, lent: bool) -> Tensor:
-    """A flat buffer, made by the ranks of the first of some axes; `lent`: to be filled once and then sent along it."""
+    """Allocate a flat buffer on the ranks of the first axis. `lent`: it is filled once, then sent along this axis."""
     return along(mesh, axes[0]).empty(numel, like, lent) if axes else like.new_empty(numel)
 
 
 def total(
     x: Tensor, mesh: AnyMesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = ""
 ) -> Tensor:
-    """The sum (or max, min) of a small tensor over some axes (None: all of them), now."""
+    """Reduce a small tensor by sum, max or min over some axes (None: all axes), and wait for the result."""
     for axis in axis_sizes(mesh) if axes is None else axes:
         x = all_reduce(x, along(mesh, axis), label, op=op, more=more).wait()
     return x

@@ -1,17 +1,18 @@
-"""How ranks get links to each other: who dials, what each side must show, and one end for all of them.
+"""How ranks connect to each other: both sides authenticate, and either all ranks get links or all raise an error.
 
 Note [Who may connect]
-    A link carries parameters, so nobody but a rank may have one. The ranks of an axis draw secrets and tell them each
-    other over the process group; the key made of them all is never sent, and good for one meeting. An address says
-    nothing of it: those of Unix sockets are for everybody on the machine to read (/proc/net/unix). Who dials says its
-    rank and a digest of the key and both ranks; who answers sends another digest. So each side knows that the other has
-    the key, and what is overheard of one call is good for no other. On Unix sockets the system says, too, who is at the
-    other end: a process of another user is not listened to.
+    A link carries parameters, so only ranks may connect. Each rank of an axis draws a secret and sends it to the others
+    over the process group. The key joins all secrets, is never sent over a connection, and is used for one meeting
+    only. Addresses do not contain the key: everybody on the machine can read addresses of Unix sockets
+    (/proc/net/unix). The dialling rank sends its number and a digest of the key and both ranks; the answering rank
+    sends another digest. So each side knows that the other has the key, and an intercepted digest is of no use on
+    another connection. On Unix sockets the system also reports the user at the other end: processes of other users are
+    rejected.
 
-    Each rank dials every other one, and of two connections between the same ranks one is kept. So whoever waits for a
-    rank has a socket that breaks when that rank ends or gives up. All are waited for at once, silent strangers
-    included, with one deadline. Then the ranks tell each other over the process group how it went: they all have links,
-    or all an error.
+    Each rank dials every other rank, and of the two connections between a pair of ranks one is kept. So a rank that
+    waits for a peer has a socket that breaks when the peer ends or gives up. A rank waits for all connections at once,
+    also for those of strangers that send nothing, with one deadline. Then the ranks exchange their results over the
+    process group: either all ranks have links, or all raise an error.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ from .process_groups import meeting_host
 from .ranks import Ranks
 from .shared_memory import reason
 
-_GREETING = struct.Struct("<I32s")  # the rank that dials, and its digest
+_GREETING = struct.Struct("<I32s")  # number of the dialling rank, and its digest
 _ANSWER = 32  # bytes of a digest
-_MOST_SILENT = 256  # callers besides the ranks that may be silent at a time
-_RETRY = 0.01  # seconds until a rank is dialled again whose callers queue up
-_SOMEWHERE = "192.0.2.1"  # an address that nobody has (RFC 5737)
+_MOST_SILENT = 256  # most strangers' connections kept without a greeting, besides one for each peer
+_RETRY = 0.01  # seconds until a rank with a full queue of connections is dialled again
+_SOMEWHERE = "192.0.2.1"  # an address that no host has (RFC 5737)
 
 
 class UnreachableError(ConnectionError):
-    """A rank is not where its address says."""
+    """A rank could not be reached at its address, or another process answered there."""
 
 
 class _LeftError(ConnectionError):
-    """A rank ended or gave up: what it says of the reason, if anything, is worth more."""
+    """A rank ended or gave up while connecting. The error of that rank itself, if it reports one, is raised instead."""
 
 
 def links_to(ranks: Any, anywhere: bool = False) -> dict[int, Link] | None:
-    """A link to every peer: a Unix socket on one host; between hosts None, or `anywhere` a TCP connection.
+    """Return a link to every peer: Unix sockets on one host; between hosts None, or with `anywhere` TCP connections.
 
-    ConnectionError on all ranks if one of them has none.
+    ConnectionError on all ranks if any rank fails to connect.
     """
     try:
         sockets = _met(ranks, _near)
@@ -71,12 +72,12 @@ def links_to(ranks: Any, anywhere: bool = False) -> dict[int, Link] | None:
 
 
 def _met(ranks: Any, listening: Callable[[Ranks], Any]) -> dict[int, socket.socket]:
-    """Connections to all peers."""
+    """Connect to all peers, and return the socket of each. ConnectionError on all ranks if any rank fails."""
     with listening(ranks) as (listener, addresses, key):
         found: dict[int, socket.socket] = {}
 
         def meet() -> str:
-            # closed as soon as this rank gives up: the calls that it has not taken break
+            # the listener closes as soon as this rank gives up: connections not yet accepted then break
             with listener, _Meeting(ranks, listener, addresses, key) as meeting:
                 found.update(meeting.hold(ranks.timeout.total_seconds()))
             return ""
@@ -91,16 +92,16 @@ def _met(ranks: Any, listening: Callable[[Ranks], Any]) -> dict[int, socket.sock
 
 
 def _together(ranks: Ranks, step: Callable[[], str]) -> list[str]:
-    """What a step gives on every rank. ConnectionError on all of them if it fails on any."""
+    """Run `step` on every rank, and return the results of all ranks. ConnectionError on all ranks if any fails."""
     own = None
     try:
         row = ["", step()]
-    except Exception as failure:  # whatever it is, the others wait to hear of it
-        traceback.clear_frames(failure.__traceback__)  # and for connections that only these frames hold
+    except Exception as failure:  # of any type: the other ranks wait for this rank's row
+        traceback.clear_frames(failure.__traceback__)  # closes connections that only these frames refer to
         own, row = failure, [type(failure).__name__, reason(failure)]
     rows = [json.loads(text) for text in rows_of_bytes(json.dumps(row).encode(), ranks)]
     failed = [(kind, f"rank {p} of axis {ranks.axis!r}: {text}") for p, (kind, text) in enumerate(rows) if kind]
-    # that others cannot reach a rank, or have lost it, follows from what it says itself
+    # prefer the failed rank's own error: that its peers could not reach it, or lost it, is only a consequence
     follow = [UnreachableError.__name__, _LeftError.__name__]
     if own is not None and not isinstance(own, OSError):
         raise own
@@ -113,9 +114,9 @@ def _together(ranks: Ranks, step: Callable[[], str]) -> list[str]:
 
 @contextmanager
 def _near(ranks: Ranks) -> Iterator[Any]:
-    """A Unix socket that listens, the ranks' addresses and their key. UnreachableError if hosts differ."""
+    """Yield a listening Unix socket, the addresses of all ranks, and the key. UnreachableError if hosts differ."""
     with ExitStack() as stack:
-        # an abstract address: no file to clean up, and another than the secret, as everybody can read it
+        # an abstract address leaves no file behind; the secret is drawn apart, because everybody can read addresses
         address, listeners = f"\0fshard-{secrets.token_hex(16)}", list[socket.socket]()
 
         def offer() -> str:
@@ -130,7 +131,7 @@ def _near(ranks: Ranks) -> Iterator[Any]:
 
 @contextmanager
 def _far(ranks: Ranks) -> Iterator[Any]:
-    """A TCP socket that listens on the interface of this rank's process group, the ranks' addresses and their key."""
+    """Yield a TCP socket listening on the interface of the process group, the addresses of all ranks, and the key."""
     seen = _together(ranks, _interface)
     with ExitStack() as stack:
         listeners = list[socket.socket]()
@@ -145,8 +146,8 @@ def _far(ranks: Ranks) -> Iterator[Any]:
 
 
 def _host() -> str:
-    # an abstract address is seen inside one network namespace of one running kernel, but copies of a running machine
-    # say the same: whether it is one host shows when ranks connect
+    # Abstract addresses are visible inside one network namespace of one running kernel. Copies of a running machine
+    # have the same boot_id, so equal values do not prove that ranks share a host: only connecting does.
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text() + str(os.stat("/proc/self/ns/net").st_ino) if boot.exists() else secrets.token_hex(16)
 
@@ -155,19 +156,19 @@ def _listening(stack: ExitStack, family: int, address: Any) -> socket.socket:
     listener = stack.enter_context(socket.socket(family))
     listener.setblocking(False)
     listener.bind(address)
-    listener.listen(4096)  # the system has its own limit, too
+    listener.listen(4096)  # the system may apply a lower limit
     return listener
 
 
 def _interface() -> str:
-    """This host's address where its process group is: of gloo's interface, or on the way to where the ranks met."""
+    """Return the address of gloo's interface if one is named, else that of packets to the host where ranks met."""
     if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         return _address_of(name)
     return _way_to(meeting_host())
 
 
 def _address_of(interface: str) -> str:
-    """The address of a network interface: IPv4, or else IPv6."""
+    """Return the IPv4 address of a network interface, or its IPv6 address. OSError if it has neither."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         request = struct.pack("256s", interface.encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(probe, 0x8915, request)[20:24])  # SIOCGIFADDR
@@ -179,7 +180,7 @@ def _address_of(interface: str) -> str:
 
 
 def _way_to(target: str) -> str:
-    """The address that this host's packets to a target come from; empty if there is no way."""
+    """Return the source address of this host's packets to `target`; empty if there is no route."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM) if target else []:
             with suppress(OSError), socket.socket(family, kind) as probe:
@@ -189,7 +190,10 @@ def _way_to(target: str) -> str:
 
 
 def _from_outside(own: str, seen: list[str]) -> str:
-    """An address that other hosts know this one by: where the ranks met, the name may stand for the loopback."""
+    """Return an address at which other hosts reach this one; `seen` are the addresses that all ranks found.
+
+    `own` may be a loopback address: on the host where the ranks met, its name may resolve to one.
+    """
 
     def inside(address: str) -> bool:
         return not address or ipaddress.ip_address(address).is_loopback
@@ -202,17 +206,17 @@ def _from_outside(own: str, seen: list[str]) -> str:
 
 @dataclass(eq=False)
 class _Call:
-    """A connection whose other end is still to say who it is; `peer`, if this rank dialled it."""
+    """A connection whose other end is not identified yet; `peer` is the rank dialled, None if the other end dialled."""
 
     socket: socket.socket
     peer: int | None = None
     heard: bytes = b""
 
     def hear(self, size: int) -> bool:
-        """Whether so many bytes have come. ConnectionError if no more will."""
+        """Return whether `size` bytes have arrived. ConnectionError if the connection closed before."""
         with suppress(BlockingIOError):
             while len(self.heard) < size:
-                more = self.socket.recv(size - len(self.heard))  # what follows is the link's
+                more = self.socket.recv(size - len(self.heard))  # no further: later bytes are for the link
                 if not more:
                     raise ConnectionResetError("the connection was closed")
                 self.heard += more
@@ -220,14 +224,14 @@ class _Call:
 
 
 class _Meeting:
-    """Connections while they are made: every peer is dialled, and answers; every peer dials, and is answered."""
+    """Connections being made: this rank dials every peer and reads its answer, and answers every peer that dials."""
 
     def __init__(self, ranks: Ranks, listener: socket.socket, addresses: list[Any], key: bytes):
         self._me, self._listener, self._addresses, self._key = ranks.rank, listener, addresses, key
         self._peers = {*range(ranks.size)} - {ranks.rank}
         self._to_dial = set(self._peers)
-        self._calls: dict[_Call, None] = {}  # in the order they came
-        self._dialled: dict[int, _Call] = {}  # those that were answered
+        self._calls: dict[_Call, None] = {}  # in order of arrival
+        self._dialled: dict[int, _Call] = {}  # whose peers have answered
         self._answered: dict[int, _Call] = {}
         self._selector = selectors.DefaultSelector()
 
@@ -238,11 +242,11 @@ class _Meeting:
     def __exit__(self, *failure: object) -> None:
         for call in (*self._calls, *self._dialled.values(), *self._answered.values()):
             call.socket.close()
-        self._listener.close()  # with the calls nobody has taken: whoever waits for an answer sees that none comes
+        self._listener.close()  # breaks connections not yet accepted, so that their callers stop waiting for an answer
         self._selector.close()
 
     def hold(self, seconds: float) -> dict[int, socket.socket]:
-        """A connection to every peer. ConnectionError if one cannot be reached or ends, TimeoutError if one is late."""
+        """Return a connection to every peer. ConnectionError if a peer cannot be reached or ends; TimeoutError."""
         until = time.monotonic() + seconds
         while missing := self._peers - (self._dialled.keys() & self._answered.keys()):
             for peer in sorted(self._to_dial):
@@ -259,7 +263,7 @@ class _Meeting:
         if call is None:
             self._accept()
         elif call not in self._calls:
-            pass  # let go of in this very turn
+            pass  # removed by an earlier event of the same `select`
         elif call.peer is None:
             self._greeted(call)
         elif events & selectors.EVENT_WRITE:
@@ -273,7 +277,7 @@ class _Meeting:
             connection.setblocking(False)
             connection.connect(self._addresses[peer])
         except BlockingIOError as busy:
-            if busy.errno != errno.EINPROGRESS:  # more callers than the peer has taken
+            if busy.errno != errno.EINPROGRESS:  # EAGAIN: the peer's queue is full; `hold` dials again
                 return connection.close()
         except OSError as failure:
             connection.close()
@@ -301,7 +305,7 @@ class _Meeting:
         self._selector.modify(call.socket, selectors.EVENT_READ, call)
 
     def _heard(self, call: _Call, peer: int) -> None:
-        """Take a peer's answer; then watch the connection until that peer has dialled, too: it may end before."""
+        """Read a peer's answer; then watch the connection until the peer has dialled, too: the peer may end before."""
         try:
             if peer in self._dialled:
                 raise ConnectionResetError("the connection was closed")
@@ -315,7 +319,7 @@ class _Meeting:
         self._settle(peer)
 
     def _settle(self, peer: int) -> None:
-        """Watch no more who has dialled and answered: what comes now is the link's."""
+        """Stop watching a peer that has both dialled and answered: later bytes are for the link."""
         if peer in self._answered and peer in self._dialled:
             self._let_go(self._dialled[peer])
 
@@ -332,7 +336,7 @@ class _Meeting:
                 self._let_go(silent[0]).close()
 
     def _greeted(self, call: _Call) -> None:
-        """Take what a caller says, and answer a rank."""
+        """Read a caller's greeting; answer if its digest is right, else close the connection."""
         try:
             if not call.hear(_GREETING.size):
                 return
@@ -350,7 +354,7 @@ class _Meeting:
 
     def _say(self, connection: socket.socket, peer: int, text: bytes) -> None:
         try:
-            connection.sendall(text)  # little, and the first: there is room for it
+            connection.sendall(text)  # the first few bytes: the socket's buffer has room for them
         except OSError as failure:
             raise _LeftError(f"rank {peer} ended, or gave up connecting: {reason(failure)}") from failure
 
@@ -373,7 +377,7 @@ def _is_same_user(peer: socket.socket) -> bool:
 
 
 def _quick(peer: socket.socket) -> socket.socket:
-    """A connection that keeps no small messages back."""
+    """Make a TCP socket send small messages at once (no Nagle's algorithm); return the socket."""
     if peer.family != socket.AF_UNIX:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peer
