@@ -164,7 +164,9 @@ def connected(mesh: AnyMesh) -> Mesh | None:
         return grid
     kept = grid.once(_Connection)
     is_missing = kept.twin is None or not kept.twin.is_quiet()
-    if primitives.total(torch.tensor(is_missing, dtype=torch.uint8), grid, op="max", label="connections").item():
+    if primitives.total(
+        torch.tensor(is_missing, dtype=torch.uint8, device=grid.device), grid, op="max", label="connections"
+    ).item():
         kept.twin = None  # before others are made: should that fail on any rank, all of them have none
         kept.twin = connect(grid)
     return kept.twin
