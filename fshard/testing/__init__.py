@@ -1,4 +1,4 @@
-"""For tests: ranks without processes, and what can befall them."""
+"""Tools for tests: simulated ranks, fault injection, comparison of trees, a reference step, record and replay."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ __all__ = [
 def simulate(
     fn: Callable[[SimulatedMesh], Any], shard: int = 4, replicate: int = 1, device: str = "cpu", **more: Any
 ) -> list[Any]:
-    """`World(shard, replicate, ...).run(fn)`: `fn(mesh)` once per simulated rank; the results in rank order.
+    """Call `fn(mesh)` once per simulated rank, and return the results in rank order.
+
+    The same as `World(shard, replicate, device=device, **more).run(fn)`.
 
     >>> simulate(lambda mesh: mesh.get_local_rank("shard"), shard=3)
     [0, 1, 2]

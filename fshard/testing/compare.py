@@ -1,4 +1,4 @@
-"""Comparison of two trees, to the bit or to a number of units in the last place, and where they differ."""
+"""Compare two trees bit by bit, or within a number of units in the last place, and report where they differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 class Place(NamedTuple):
-    """A leaf of a tree, or this rank's piece of one: its path, the unit it travels in (if any), what it is."""
+    """A leaf of a tree, or this rank's piece of a leaf: path, unit with which it is gathered (or None), and value."""
 
     path: str
     unit: str | None
@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
 
 def places(x: Any) -> list[Place]:
-    """The leaves of a tree, in order; of parts the pieces of leaves this rank has, and what lies between them."""
+    """Return the leaves of a tree, in order. For a node of `Parts`, this rank's pieces of leaves and the padding."""
     found = list[Place]()
     for path, node in tree.paths_to(x, Parts):
         found += _places_of(path, node) if isinstance(node, Parts) else [Place(path, None, node)]
@@ -46,7 +46,10 @@ def _places_of(path: str, x: Parts) -> Iterator[Place]:
 
 
 class Gap(NamedTuple):
-    """How two tensors differ: where most, the values there, how far they are apart, and how many elements are."""
+    """The difference of two leaves: index, values and distance of the worst element, and the number of wrong elements.
+
+    `ulps` is the distance in units in the last place, infinite if it has no such distance; `numel` counts all elements.
+    """
 
     path: str
     at: list[int]
@@ -68,13 +71,13 @@ class Gap(NamedTuple):
 
 
 def assert_trees_equal(got: Any, expected: Any, *, ulps: int = 0) -> None:
-    """Raise AssertionError unless two trees have one structure, leaves of one kind, and the same values.
+    """Raise AssertionError unless two trees have the same structure, dtypes, shapes, devices and values.
 
-    Structure, shapes, dtypes and devices are compared first, then values: their bits (0.0 and -0.0 differ, a NaN
-    equals one of its own bits), or with `ulps` floating ones to so many units in the last place (0.0 and -0.0 are one
-    apart, so are two NaNs; nothing finite is near an infinity). The error names the worst leaf and element, both
-    values, their distance, and how much else differs. Leaves may be anything; of a `Sharded` this rank's pieces are
-    compared, padding included, by the paths of its leaves.
+    Structure, shapes, dtypes and devices are compared first, then the bits of values: 0.0 and -0.0 differ, and NaNs are
+    equal only if their bits are equal. With `ulps`, floating-point values may differ by that many units in the last
+    place: 0.0 and -0.0 are one unit apart, two different NaNs as well, and infinities are not close to finite numbers.
+    The error names the worst leaf and element, both values, their distance, and how many elements and leaves differ.
+    Leaves may be of any type. For a `Sharded` this rank's pieces are compared, with padding, under the paths of leaves.
 
     >>> assert_trees_equal({"w": torch.ones(2)}, {"w": torch.ones(2)})
     >>> assert_trees_equal({"w": torch.tensor([1.0, 2.5])}, {"w": torch.tensor([1.0, 2.0])})
@@ -128,7 +131,7 @@ def _kind(x: Any) -> str:
 
 
 def gap(path: str, got: Any, expected: Any, ulps: int = 0) -> Gap:
-    """The difference of two leaves of one dtype and shape."""
+    """Return the difference of two leaves with the same dtype and shape; `ulps` is the allowed distance."""
     if isinstance(got, float):
         got, expected = (double(x) for x in (got, expected))
     if not isinstance(got, Tensor):
@@ -151,9 +154,10 @@ def _index(flat: int, shape: Sequence[int]) -> list[int]:
 
 
 def distance(got: Tensor, expected: Tensor) -> Tensor:
-    """Units in the last place between the elements of two tensors of one shape and dtype: flat, float64, on the host.
+    """Return the distance of two tensors element by element, in units in the last place.
 
-    0 where the bits are the same, infinite where they are not and no number of units says how far.
+    The tensors have the same shape and dtype. The result is a flat float64 tensor on the CPU: 0 where the bits are the
+    same, infinite where they differ and there is no such distance (integers, infinities, NaN and a number).
 
     >>> distance(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([1.0, -0.0, torch.inf]))
     tensor([0., 1., inf], dtype=torch.float64)
@@ -171,11 +175,11 @@ def distance(got: Tensor, expected: Tensor) -> Tensor:
 
 def _steps(one: Tensor, two: Tensor) -> Tensor:
     a, b = _ordered(one), _ordered(two)
-    # of one sign their difference is exact; of two signs it may be more than an integer holds
+    # Integers with the same sign: the difference is exact. With different signs int64 could overflow, so use float64.
     return torch.where((a < 0) == (b < 0), (a - b).double(), a.double() - b.double()).abs()
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """The bits of floating numbers as integers in the order of the numbers, without gaps: -0.0 is one below 0.0."""
+    """Map floating-point numbers to consecutive int64 numbers in the same order; -0.0 is one below 0.0."""
     bits = x.view(_INTEGERS[x.element_size()])
     return torch.where(bits >= 0, bits, ~(bits & torch.iinfo(bits.dtype).max)).long()

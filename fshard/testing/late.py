@@ -1,12 +1,12 @@
-"""Collectives that deliver late: what a GPU's may do between their start and their wait, in a simulated world.
+"""Asynchronous collectives of a simulated world, which deliver results at `wait`, as on a GPU, and detect races.
 
 Note [Late collectives]
-    A collective on a GPU reads its input and writes its output at some time between its start and its wait. On a CPU
-    its output is there at once, so a program that reads it too early, or writes to the input too early, is right by
-    luck. In a late world the result of a collective is kept aside when it starts, its places are filled with `poison`,
-    and `wait` brings the result. At the start a collective may not read or write memory that another one under way
-    writes, nor write what one reads; at the wait its input and its places must be what they were. What nobody has
-    waited for is an error when the rank ends.
+    A collective on a GPU reads its input and writes its output at some time between its start and its wait. Simulated
+    collectives on a CPU finish at once, so a program that reads the output too early, or writes to the input too early,
+    is correct by chance. In a late world a collective keeps its result aside, fills its output with `poison`, and
+    `wait` copies the result to the output. At the start, a collective must not read or write memory that an unfinished
+    collective writes, and must not write memory that an unfinished collective reads. At the wait, input and output must
+    be unchanged since the start. A collective that was not waited for is an error when the rank ends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..core.callsite import call_site
 
 
 class InFlightError(RuntimeError):
-    """What a collective under way reads or writes was touched, or nobody has waited for it."""
+    """Raised for access to the memory of an unfinished collective, and for a collective that was never waited for."""
 
 
 def poison(x: Tensor) -> Tensor:
-    """Fill a tensor, in place: with NaN, of whole numbers every byte with 0xA5, of truth values with True."""
+    """Fill a tensor in place, and return it. Values are NaN (floating-point, complex), True, or integer bytes 0xA5."""
     number = 1 if x.dtype == torch.bool else 0xFF if x.dtype.is_floating_point or x.dtype.is_complex else 0xA5
     if x.is_contiguous():
         as_bytes(x).fill_(number)
@@ -38,14 +38,14 @@ def poison(x: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Late:
-    """A collective under way in a late world; an exchange, whose places are filled when it is waited for."""
+    """An unfinished collective of a late world: an `Exchange` that writes its results to `writes` at `wait`."""
 
     call: Call
-    where: str  # the user's line that started it
+    where: str  # the line of user code that started the collective
     reads: Sequence[Tensor]
     writes: Sequence[Tensor]
     results: Sequence[Tensor]
-    parts: Sequence[Tensor]  # what `wait` gives
+    parts: Sequence[Tensor]  # the result of `wait`
     beside: UnderWay
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class Late:
         return f"{self.call}, started at {self.where}"
 
     def wait(self) -> Sequence[Tensor]:
-        """The results, in their places."""
+        """Copy the results to their outputs, and return `parts`. Raises InFlightError if memory was changed."""
         if not self.beside.end(self):
             return self.parts
         for number, (x, before) in enumerate(zip((*self.reads, *self.writes), self._before, strict=True)):
@@ -68,11 +68,11 @@ class Late:
         return self.parts
 
     def done(self) -> None:
-        """Nothing is shared with another rank."""
+        """Do nothing: no memory is shared with another rank."""
 
 
 class UnderWay:
-    """The collectives that a rank of a late world has started and not waited for."""
+    """The unfinished collectives of one rank of a late world: those started and not yet waited for."""
 
     def __init__(self) -> None:
         self._works: dict[Late, None] = {}
@@ -85,7 +85,10 @@ class UnderWay:
         results: Sequence[Tensor],
         parts: Sequence[Tensor],
     ) -> Late:
-        """Have results arrive in `writes` when they are waited for, which gives `parts`."""
+        """Start a collective that copies `results` to `writes` at its `wait`, which returns `parts`.
+
+        Fills `writes` with poison. Raises InFlightError if memory overlaps with that of an unfinished collective.
+        """
         reads = list({id(x): x for x in reads}.values())
         self._check(call, reads, writes)
         with torch.no_grad():
@@ -105,17 +108,17 @@ class UnderWay:
                 raise InFlightError(f"{call} at {call_site()} would write to memory of {work}, which is under way")
 
     def end(self, work: Late) -> bool:
-        """Remove a collective; returns whether it was under way."""
+        """Remove a collective from the unfinished ones, and return whether it was among them."""
         return work in self._works and self._works.pop(work) is None
 
     def check_none(self) -> None:
-        """InFlightError if anything is still under way."""
+        """Raise InFlightError if any collective is unfinished."""
         if self._works:
             named = "; ".join(str(work) for work in self._works)
             raise InFlightError(f"nobody has waited for {len(self._works)} collective(s): {named}")
 
 
 def _overlap(x: Tensor, others: Iterable[Tensor]) -> bool:
-    """Whether `x` shares memory with any of `others`, all contiguous."""
+    """Return whether `x` shares memory with any of `others`; all tensors are contiguous."""
     begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
     return any(y.data_ptr() < end and begin < y.data_ptr() + y.nbytes for y in others if x.numel() and y.numel())

@@ -1,4 +1,4 @@
-"""What a sharded step must give, worked out plainly: whole tensors, one process, every rank's batch, torch.autograd."""
+"""A reference implementation of a step: unsharded tensors, one process, the batches of all ranks, torch.autograd."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from ..train.step import TrainState
 class Oracle(NamedTuple):
     """`init(params, loss_scale=None, seed=0, extra=None) -> state`; `step(state, batches, *args) -> (state, metrics)`.
 
-    A `TrainState` of plain trees: `params` whole, `opt_state` of a dict of the trainable leaves by path. `batches` has
-    one batch for each rank, in rank order; `args` are every rank's, whole trees for each `Sharded` among a step's.
-    `metrics` are a step's; `aux` is a list with every rank's, and so is, `with_extra`, the state's `extra`.
+    `state` is a `TrainState` of plain trees: `params` are whole, and `opt_state` is the optimizer's state of a dict of
+    the trainable leaves by path. `batches` has one batch for each rank, in rank order. `args` are the same for all
+    ranks, with a whole tree for each `Sharded` argument of the step. `metrics` are those of the step, except that `aux`
+    is a list with one item for each rank; with `with_extra`, so is the `extra` of the state.
     """
 
     init: Callable[..., TrainState]
@@ -40,10 +41,10 @@ class Oracle(NamedTuple):
 
 @dataclass(frozen=True)
 class _Whole:
-    """A tree's tensors, each once, by the path of its first place; which are trained; in what dtypes."""
+    """The distinct tensors of a tree, by the path of the first occurrence, the trained ones, and their dtypes."""
 
     spec: Spec
-    places: list[str]  # of every leaf the path of its tensor
+    places: list[str]  # for every leaf the key of its tensor in `values`
     values: dict[str, Tensor]
     trained: list[str]
     precision: dict[str, Precision]
@@ -64,7 +65,7 @@ def _whole(params: Any, frozen: Where, policy: Policy) -> _Whole:
 
 
 class _Out(NamedTuple):
-    """A forward of one rank and micro-batch."""
+    """The result of the forward pass of one rank and micro-batch."""
 
     total: Tensor
     weight: Tensor
@@ -86,12 +87,14 @@ def oracle(
     has_aux: bool = False,
     with_extra: bool = False,
 ) -> Oracle:
-    """What `train_step` must give on any plan and mesh, from all ranks' batches: no shards, no collectives.
+    """Return a reference for `train_step`, valid for any plan and mesh, without shards and collectives.
 
-    `frozen` and `policy` are the plan's, the other arguments the step's; those that are not here change no value.
-    Compare with `whole_state` of a sharded state. Sums are in rank order, as a step's, but over all ranks at once and
-    of whole tensors: what is summed over two axes, over micro-batches or for a norm may differ in the last places, and
-    so may what overflows in one micro-batch of half precision. Wires that lose digits are not modelled.
+    `frozen` and `policy` are arguments of the plan, the others of the step; arguments missing here change no value.
+    Compare the resulting state with `whole_state` of the sharded state.
+
+    Sums are in rank order, as in a step, but over all ranks at once and of whole tensors. So sums over two mesh axes,
+    over micro-batches or for a norm may differ in the last bits from those of a step, and so may values that overflow
+    in one micro-batch in half precision. Lossy wire formats are not modelled.
 
     >>> plain = oracle(lambda w, x: Mean((w * x).sum(), len(x)), sgd(0.5))
     >>> state, metrics = plain.step(plain.init(torch.ones(1)), [torch.tensor([1.0]), torch.tensor([2.0, 3.0])])
@@ -185,7 +188,7 @@ def _forward(
 
 
 def _loss(outs: Sequence[Sequence[_Out]]) -> tuple[Tensor, Tensor]:
-    """The loss over all ranks and micro-batches, and what a total is divided by (NaN where nothing counts)."""
+    """Return the loss over all ranks and micro-batches, and the divisor of its total (NaN if all counts are 0)."""
     flat = [row[part] for part in range(len(outs[0])) for row in outs]
     total = torch.stack([out.total.detach().double() for out in flat]).sum()
     count = torch.tensor(sum(float(out.weight.detach()) for out in flat), dtype=torch.float64, device=total.device)
@@ -194,7 +197,10 @@ def _loss(outs: Sequence[Sequence[_Out]]) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The sum over all ranks, then over micro-batches: what travels in its `reduce`, sums at least in float32."""
+    """Return the gradients by path, summed over all ranks, then over micro-batches.
+
+    Each rank's gradient is rounded to the policy's `reduce` dtype; sums over ranks are at least in float32.
+    """
     sums = dict[str, Tensor]()
     for part in range(len(outs[0])):
         by_rank = [_backward(row[part], whole, seeds) for row in outs]
@@ -217,7 +223,7 @@ def _backward(out: _Out, whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Te
 
 
 def _found(grads: Mapping[str, Tensor], whole: _Whole, labels: Labels) -> Any:
-    """1 where a gradient is not finite, else 0; for each label, if there are labels."""
+    """Return 1 if any gradient is not finite, else 0; with `labels`, a dict of such numbers by label."""
     found = dict[Any, list[Tensor]]()
     for path, g in grads.items():
         leaf = Leaf(path, tuple(g.shape), whole.values[path].dtype)
@@ -235,9 +241,10 @@ def _norm(grads: Mapping[str, Tensor], whole: _Whole) -> Tensor:
 
 
 def whole_state(state: TrainState) -> TrainState:
-    """A state's whole parameters and optimizer state (by field and leaf path), on every rank; an oracle's alike.
+    """Gather a sharded state: return it with whole parameters and whole optimizer state (by field and leaf path).
 
-    Every rank must call it. What a wire with feedback has lost is left out: it is each rank's own.
+    Every rank must call this function. States of an oracle are converted to the same form. The error feedback of a
+    lossy wire format is left out, because each rank has its own.
 
     >>> tx = sgd(0.1, momentum=0.9)
     >>> whole_state(init_state(shard_of({"w": torch.ones(2)}), tx)).opt_state

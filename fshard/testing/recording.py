@@ -1,10 +1,11 @@
-"""Steps kept on disk: state, batch and result of each rank, so that a step can be run again elsewhere.
+"""Record steps on disk: state, batch and result of each rank, so that a step can be replayed elsewhere.
 
 Note [Recorded steps]
-    DIR/step-00000012/rank-0/ has `before.pt` (leaves of state, batch and further arguments), `after.pt` (leaves of the
-    new state and metrics) and `about.json` (everything that is no tensor, and what must fit). Every rank writes its own
-    folder under another name and renames it, so a folder that has its name is whole. A leaf is filed by number, in the
-    order of `tree.flatten`; the structure is not kept: who replays a step has the code that makes it.
+    DIR/step-00000012/rank-0/ has `before.pt` (tensors of state, batch and further arguments), `after.pt` (tensors of
+    the new state and metrics) and `about.json` (leaf paths, leaves that are not tensors, mesh axes, plan, threads).
+    Every rank writes its folder under a temporary name and renames the folder afterwards, so a folder `rank-N` is
+    complete. A leaf is stored by its number in the order of `tree.flatten`. The tree structure is not stored, because
+    the code that replays a step also builds the structure.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ Steps = Collection[int] | Callable[[int], bool] | None
 _FORMAT = 2
 _MOST = 1 << 20  # ranks
 _MOST_THREADS = 1 << 10
-_MOST_BYTES = 1 << 28  # of what is no tensor
+_MOST_BYTES = 1 << 28  # of about.json
 _MOST_SHOWN = 60  # characters of a value in an error
 
 
 def step_folder(folder: Path, number: int) -> Path:
-    """Where a step's ranks write."""
+    """Return the folder in which the ranks of a step write."""
     return folder / f"step-{number:08d}"
 
 
@@ -51,14 +52,16 @@ def record(
     keep: int | None = 8,
     donate: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """`step`, which also writes chosen steps to `dir`: its arguments, the new state and the metrics.
+    """Return `step` with recording: chosen steps write their arguments, the new state and the metrics to `dir`.
 
-    Chosen are `steps` (numbers, or a predicate of the number `state.step`), and with `nonfinite` those whose loss is
-    not finite or whose `found_inf` is not 0, as long as `dir` has fewer than `keep` steps (None: always). Reading the
-    number and the metrics waits for the device. Every rank writes a folder of its own, renamed when it is whole;
-    `python -m fshard replay` runs them again. For a step that donates its state say `donate=True`: the state is then
-    copied before each step that may be written, with `nonfinite` before every one. TypeError for a leaf that is neither
-    a tensor nor a number, a string or None.
+    Recorded are the steps in `steps` (numbers, or a predicate of the number `state.step`), and with `nonfinite` also
+    steps whose loss is not finite or whose `found_inf` is not 0, while `dir` has fewer than `keep` steps (None: no
+    limit). Reading the number and the metrics synchronizes with the device. Every rank writes its own folder, and
+    renames the folder when all files are written; `python -m fshard replay` runs recorded steps again.
+
+    Use `donate=True` for a step that donates its state: the state is then copied before each step that may be
+    recorded, which is every step if `nonfinite` is set. Raises TypeError for a leaf that is not a tensor, a number, a
+    string or None.
 
     >>> import tempfile
     >>> tx, w = sgd(0.5), torch.ones(2)
@@ -108,7 +111,7 @@ def _has_room(folder: Path, number: int, keep: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a state lies: the sizes of the mesh's axes in their order, this rank, and what the plan says."""
+    """The layout of a recorded state: sizes of the mesh axes, in their order, this rank, and the plan as text."""
 
     axes: dict[str, int]
     rank: int
@@ -116,7 +119,7 @@ class Origin:
 
 
 def origin_of(state: Any) -> Origin:
-    """Of a state's parameters; one rank if they are plain."""
+    """Return the origin of a state's parameters; plain parameters have no axes, rank 0 and no plan."""
     params = state.params
     if not isinstance(params, Sharded):
         return Origin({}, 0, "")
@@ -132,7 +135,7 @@ def _write(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
         raise
     target = folder / f"rank-{origin.rank}"
     writing = folder / f"writing-{origin.rank}"
-    for stale in (target, writing):  # of an earlier run
+    for stale in (target, writing):  # left by an earlier run
         shutil.rmtree(stale, ignore_errors=True)
     writing.mkdir(parents=True)
     about: dict[str, Any] = {"format": _FORMAT, "threads": torch.get_num_threads(), **vars(origin)}
@@ -147,7 +150,7 @@ def _write(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 def _filed(what: str, x: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a tree by number, and all its leaves: path, and the value of one that is no tensor."""
+    """Return the tensors of a tree by number, and the JSON entry: all leaf paths, and the values of other leaves."""
     leaves, spec = flatten(x)
     paths = tree.paths(spec)
     for path, leaf in zip(paths, leaves, strict=True):
@@ -157,7 +160,7 @@ def _filed(what: str, x: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 "Leave it out of what is given to the step."
             )
     tensors = {f"{what} {i}": x.detach().cpu() for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-    # cloned: of a view torch.save writes all of the memory that it is a view of
+    # Cloned, because for a view torch.save writes the whole storage that the view shares.
     tensors = {name: x.clone() for name, x in tensors.items()}
     plain = {str(i): x for i, x in enumerate(leaves) if not isinstance(x, Tensor)}
     return tensors, {"paths": paths, "plain": plain}
@@ -165,13 +168,16 @@ def _filed(what: str, x: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one rank wrote of one step."""
+    """The files that one rank wrote for one step."""
 
     folder: Path
     about: dict[str, Any]
 
     def tree(self, name: str, what: str, like: Any) -> Any:
-        """A recorded tree, in the structure of another. ValueError if the leaves' paths differ."""
+        """Read a recorded tree, with the structure and the devices of `like`. Raises ValueError if leaf paths differ.
+
+        `name` is "before" or "after", and `what` is the kind of tree, such as "state" or "batch".
+        """
         leaves, spec = flatten(like)
         paths, wanted = tree.paths(spec), self.about[f"{name} {what}"]["paths"]
         if paths != wanted:
@@ -191,7 +197,7 @@ class Recorded:
         return unflatten(spec, [_placed(*row) for row in zip(found, leaves, strict=True)])
 
     def _check_forms(self, paths: list[str], keys: list[str], found: list[Any], leaves: list[Any]) -> None:
-        """Raise ValueError where parameters or the optimizer's state are not of the form that the step takes."""
+        """Raise ValueError if parameters or optimizer state do not have the dtypes and shapes that the step takes."""
         for path, key, value, like in zip(paths, keys, found, leaves, strict=True):
             if path.split(".")[0] in ("params", "opt_state") and form(value) != form(like):
                 raise ValueError(
@@ -201,7 +207,7 @@ class Recorded:
 
 
 def form(x: Any) -> str:
-    """A tensor's dtype and shape, or the type of anything else."""
+    """Return a tensor's dtype and shape as text, or the name of the type of any other leaf."""
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
@@ -210,7 +216,10 @@ def _placed(value: Any, like: Any) -> Any:
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors in a file. ValueError for anything else: no code is run, nothing is larger than in the file."""
+    """Load the tensors of a file by name, on the CPU. Raises ValueError for a file that `record` did not write.
+
+    Loading runs no code of the file, and allocates no more memory than the size of the file.
+    """
     try:
         with zipfile.ZipFile(file) as packed:
             _check_packed(packed, file.stat().st_size)
@@ -218,22 +227,22 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         if not isinstance(found, dict):
             raise ValueError(f"a {type(found).__name__} in place of tensors by name")
         for key, x in found.items():
-            # `record` writes no views: one of little memory may have any size
+            # `record` writes no views. A view (an expanded one) with a small storage could have any size.
             if type(x) is not Tensor or x.layout is not torch.strided or x.untyped_storage().nbytes() != x.nbytes:
                 raise ValueError(f"{key!r} is no whole tensor")
-    except Exception as wrong:  # what torch.load raises depends on which byte is wrong
+    except Exception as wrong:  # for a corrupt file, torch.load raises errors of many types
         raise ValueError(f"{file}: expected the tensors of a recorded step: {wrong}") from wrong
     return found
 
 
 def _check_packed(packed: zipfile.ZipFile, size: int) -> None:
-    """Raise ValueError for a file of tensors that is larger unpacked, or of which a byte is another."""
+    """Raise ValueError for a compressed file, entries larger than the file, or a wrong checksum."""
     entries = packed.infolist()
     if swollen := [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]:
         raise ValueError(f"{swollen[0]!r} is compressed, which torch.save does not do")
     if (unpacked := sum(entry.file_size for entry in entries)) > size:
         raise ValueError(f"{unpacked:,} bytes in a file of {size:,}")
-    if torn := packed.testzip():  # torch compares no checksums
+    if torn := packed.testzip():  # torch.load does not verify checksums
         raise ValueError(f"{torn!r} is not what was written")
 
 
@@ -242,7 +251,7 @@ def _is_number(x: Any, least: int, most: int) -> bool:
 
 
 def _is_filed(x: Any) -> bool:
-    """Whether it tells of a tree: paths, and by number the values of leaves that are no tensors."""
+    """Return whether `x` is a valid entry for a tree: leaf paths, and by number the values of non-tensor leaves."""
     if not isinstance(x, dict) or not isinstance(x.get("paths"), list) or not isinstance(x.get("plain"), dict):
         return False
     keys = {str(i) for i in range(len(x["paths"]))}
@@ -250,7 +259,7 @@ def _is_filed(x: Any) -> bool:
     return words and all(key in keys and isinstance(v, int | float | str) for key, v in x["plain"].items())
 
 
-# by key of about.json: whether a value is possible, and what was expected
+# By key of about.json: a predicate of valid values, and their description for error messages.
 _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "format": (lambda x: _is_number(x, _FORMAT, _FORMAT), f"format {_FORMAT}"),
     "threads": (lambda x: _is_number(x, 1, _MOST_THREADS), f"a number from 1 to {_MOST_THREADS}"),
@@ -270,7 +279,7 @@ _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _about(folder: Path) -> dict[str, Any]:
-    """What a rank's about.json says. ValueError, with file and key, if `record` did not write it so."""
+    """Read and validate the about.json of a rank. Raises ValueError, with file and key, for an invalid one."""
     file = folder / "about.json"
     try:
         if file.stat().st_size > _MOST_BYTES:
@@ -288,7 +297,10 @@ def _about(folder: Path) -> dict[str, Any]:
 
 
 def read(folder: Path) -> list[Recorded]:
-    """What all ranks wrote of a step, in rank order. ValueError for what is no recorded step, or not of all ranks."""
+    """Read what all ranks wrote for a step, in rank order.
+
+    Raises ValueError if `folder` is not a recorded step, if ranks are missing, or if ranks disagree.
+    """
     found = [Recorded(path, _about(path)) for path in folder.glob("rank-*")]
     found.sort(key=lambda one: one.about["rank"])
     if not found:

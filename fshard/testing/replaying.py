@@ -1,4 +1,4 @@
-"""Recorded steps run again on simulated ranks: are the bits the same, and what is not finite first?"""
+"""Replay recorded steps on simulated ranks: compare the results bit by bit, and find the first non-finite value."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from .compare import Place, gap, places
 from .recording import Recorded, form, origin_of, read, step_folder
 from .world import World
 
-# `make(mesh)` gives the step, a state and a batch, both only for their structure, and if gradients are to be looked at
-# the loss function (else None, if anything follows), then what else the step is given.
+# `make(mesh)` returns the step, a state, a batch, optionally the loss function (or None), and then any further
+# arguments of the step. Only the structures of state, batch and arguments are used.
 Make = Callable[[Any], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A leaf on a rank, in what of the step it is, the unit it travels in (if any), and what is wrong with it."""
+    """A problem with one leaf on one rank: `what` names the tree ("batch", "metrics", ...), `text` the problem.
+
+    `unit` is the unit with which the leaf is gathered, or None.
+    """
 
     rank: int
     what: str
@@ -43,7 +46,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A step that was run again: the first value that differs, and the first that is not finite (None: none)."""
+    """The result of a replayed step: the first leaf that differs and the first that is not finite, or None."""
 
     number: int
     num_ranks: int
@@ -60,16 +63,18 @@ class Replayed:
 
 
 def replay(dir: str | Path, make: Make, at: int | None = None) -> list[Replayed]:
-    """Run the steps that `fshard.testing.record` wrote to `dir` again, or step `at` alone, and compare every bit.
+    """Run all steps that `fshard.testing.record` wrote to `dir` again, or only step `at`, and compare every bit.
 
-    `make(mesh)` is called on every simulated rank, with a mesh as recorded (None for one device), and gives `(step,
-    state, batch)`, `(step, state, batch, loss_fn)` or, for a step of further arguments, `(step, state, batch, loss_fn,
-    *args)`. State, batch and arguments are there for their structure alone: the recorded leaves take the place of
-    theirs. With the loss function (it may be None) each rank's own gradients, times the loss scale, are looked at, too;
-    that of a step `with_extra` gets the recorded extra. What is searched, in this order, rank by rank: for a differing
-    value metrics and the new state; for one that is not finite the batch, the state before, the gradients, the metrics
-    and the new state. ValueError for what cannot be replayed: other leaves, another plan, ranks that are missing, files
-    that `record` did not write so.
+    `make(mesh)` is called on every simulated rank, with a mesh of the recorded sizes (None for plain parameters). It
+    returns `(step, state, batch)`, `(step, state, batch, loss_fn)` or, for a step with further arguments, `(step,
+    state, batch, loss_fn, *args)`. Only the structures of state, batch and arguments are used: the recorded leaves
+    replace their leaves. If `loss_fn` is given and not None, each rank's local gradients, times the loss scale, are
+    checked as well; the loss function of a step `with_extra` gets the recorded extra.
+
+    Differing values are searched rank by rank, in the metrics and then in the new state. Values that are not finite are
+    searched in the batch, the state before the step, the gradients, the metrics and the new state of all ranks, in this
+    order. Raises ValueError for steps that cannot be replayed: other leaves, another plan, missing ranks, or files that
+    `record` did not write.
 
     >>> import tempfile
     >>> from fshard.testing import record
@@ -101,7 +106,7 @@ def _replayed(folder: Path, make: Make) -> Replayed:
     recorded = read(folder)
     about = recorded[0].about
     threads = torch.get_num_threads()
-    torch.set_num_threads(about["threads"])  # sums inside an operator may depend on it
+    torch.set_num_threads(about["threads"])  # the order of sums inside an operator may depend on the number of threads
     try:
         found = _on_ranks(about["axes"], lambda mesh, rank: _again(mesh, make, recorded[rank]))
     finally:
@@ -118,7 +123,7 @@ def _on_ranks(axes: dict[str, int], fn: Callable[[Any, int], Any]) -> list[Any]:
 
 
 def _again(mesh: Any, make: Make, recorded: Recorded) -> tuple[list[Finding], list[tuple[int, Finding]]]:
-    """What differs on a rank, and what is not finite, each with the number of its stage."""
+    """Replay a step on one rank. Return the differing leaves, and the non-finite leaves with their stage number."""
     step, like, batch_like, *more = make(mesh)
     loss_fn, args_like = (more[0], tuple(more[1:])) if more else (None, ())
     rank, plan = recorded.about["rank"], origin_of(like).plan
@@ -133,7 +138,7 @@ def _again(mesh: Any, make: Make, recorded: Recorded) -> tuple[list[Finding], li
     if loss_fn is not None:
         given = [*[state.extra] * getattr(step, "with_extra", False), batch, *args]
         stages.append(("gradients", _gradients(loss_fn, state, given, rank, mesh_device(mesh))))
-    # looked at before the step, which may be one that updates its state in place
+    # Checked before the step runs, because the step may update its state in place.
     bad = [(i, one) for i, (what, x) in enumerate(stages) for one in _nonfinite(rank, what, x)]
     after, metrics = step(state, batch, *args)
     results = [("metrics", metrics, "metrics"), ("the new state", after, "state")]
@@ -143,7 +148,7 @@ def _again(mesh: Any, make: Make, recorded: Recorded) -> tuple[list[Finding], li
 
 
 def _gradients(loss_fn: Callable[..., Any], state: Any, args: Any, rank: int, device: torch.device) -> Any:
-    """This rank's own gradients, times the loss scale, of its whole batch."""
+    """Return this rank's local gradients, times the loss scale, of its whole batch (no micro-batches)."""
     if not isinstance(state.params, Sharded):
         raise ValueError("replay: a loss function was given: expected a state of sharded parameters, got plain ones")
 

@@ -16,10 +16,11 @@ _MT19937 = 2500  # bytes of its state: 624 words and a position
 
 
 class _Python:
-    """The `random` module's.
+    """The generator of the `random` module.
 
-    A state is a tuple of 625 numbers, which takes longer to read than all else in a turn. So that of a rank which has
-    drawn nothing yet is not read: the next word it would give tells, and is put back if it is another than expected.
+    Reading the state, a tuple of 625 numbers, takes longer than the rest of a turn. So the state of a rank that has
+    drawn nothing is not read: `put_away` draws one word, and if it is the expected first word, the rank has drawn
+    nothing. Otherwise `put_away` reads the state, and moves its position back by the one word.
     """
 
     def __init__(self, num_ranks: int):
@@ -46,10 +47,10 @@ class _Python:
 
 
 class _Numpy:
-    """numpy's global one, if numpy was imported before the run.
+    """The global generator of numpy, if numpy was imported before the run.
 
-    Ranks have bit generators of their own, which are swapped; what a generator of normal numbers keeps beside them has
-    to be read and set as well, which takes long, but only for ranks that have drawn.
+    Each rank has its own bit generator, and a turn swaps bit generators. The cached normal number beside the bit
+    generator also has to be saved and restored. This takes long, and is done only for ranks that have drawn.
     """
 
     def __init__(self, num_ranks: int, np: Any):
@@ -81,7 +82,7 @@ class _Numpy:
 
 
 class _Torch:
-    """torch's, of one device."""
+    """The default generator of torch on one device."""
 
     def __init__(self, num_ranks: int, device: torch.device, get: Callable[[], Tensor], set_: Callable[..., Any]):
         self._get, self._set, self._before = get, set_, get()
@@ -103,7 +104,7 @@ class _Torch:
 
 
 class Generators:
-    """The random states of ranks that take turns, seeded from those of the process."""
+    """The random states of simulated ranks, which run in turns, seeded from the random states of the process."""
 
     def __init__(self, num_ranks: int, device: torch.device):
         host = torch.default_generator

@@ -1,11 +1,11 @@
 """A deterministic scheduler for simulated ranks, and fault injection.
 
 Note [The baton]
-    Every rank is a thread, and only the thread that holds the baton runs. A rank hands the baton over where it has to
-    wait in a collective; the last rank to arrive moves the data for all. So the order is fixed. A hang is a state of
-    the scheduler in which no rank can run, and becomes an error that says what each rank waits for. Random states,
-    which threads share, are saved and restored at each handover. After a failure every other rank gets the baton once
-    more, and stops.
+    Every rank is a thread, and only the thread that holds the baton (a lock) runs. A rank passes the baton on when it
+    has to wait in a collective; the last rank to arrive copies the data for all. Therefore the order is deterministic.
+    A hang is a state in which no rank can run; the scheduler turns it into an error that says where each rank waits.
+    Random states, which threads share, are saved and restored each time the baton is passed. After a failure every
+    other rank gets the baton once more, and stops.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .rng import Generators
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of a simulated world: its kind, for which unit, along which axis, between which ranks.
+    """A collective of a simulated world: kind, unit, mesh axis and participating ranks.
 
-    `nbytes` is what one rank sends (where they send unequally much, the one that sends most).
+    `nbytes` is the number of bytes that one rank sends, the maximum over the ranks.
     """
 
     kind: str
@@ -45,7 +45,9 @@ class Collective:
 
 @dataclass(frozen=True)
 class Dies:
-    """A fault: the rank raises RankDied at its collective number `at`, counted from 0; none if it makes fewer.
+    """A fault: the rank raises RankDied at its collective number `at`, counted from 0.
+
+    Nothing happens if the rank issues fewer collectives.
 
     >>> from fshard.testing import World
     >>> try:
@@ -63,7 +65,7 @@ class Dies:
 class Garbage:
     """A fault: every byte that the rank sends in its collective number `at`, counted from 0, is changed.
 
-    The bytes are the same in every run, and the rank's own tensors stay as they are.
+    The changed bytes are the same in every run. The rank's own tensors are not changed.
 
     >>> from fshard.testing import World
     >>> def job(mesh):
@@ -78,7 +80,7 @@ class Garbage:
 
 @dataclass(frozen=True)
 class Slow:
-    """A fault: the rank runs only when no other can go on, which must change no result.
+    """A fault: the rank runs only when no other rank can run. Results must not depend on this.
 
     >>> from fshard.testing import World
     >>> turns = []
@@ -94,27 +96,27 @@ Fault = Dies | Garbage | Slow
 
 
 class RankDied(RuntimeError):
-    """A simulated rank died, as `Dies` asked it to."""
+    """Raised on a simulated rank by the fault `Dies`."""
 
 
 class Stopped(BaseException):
-    """Ends a rank's thread because another rank failed."""
+    """Raised inside a rank to end its thread, because another rank failed."""
 
 
 @dataclass
 class Post:
-    """What a rank hands over at a collective."""
+    """The tensors of one rank in a collective: inputs `own`, outputs `places`, and the function that moves the data."""
 
     rank: int
     call: Call
     own: Sequence[Tensor]
-    places: Sequence[Tensor]  # where results go
+    places: Sequence[Tensor]  # the tensors that results are written to
     act: Callable[[list[Post]], None]
-    sent: Sequence[Tensor] = ()  # own, or garbage
+    sent: Sequence[Tensor] = ()  # `own`, or garbled copies of these tensors
 
 
 def _garbage(x: Tensor, seed: int) -> Tensor:
-    """A copy of a tensor in which every byte differs."""
+    """Return a copy of a tensor in which every byte differs from the original."""
     data = as_bytes(x)
     generator = torch.Generator("cpu").manual_seed(seed)
     flips = torch.randint(1, 256, data.shape, dtype=torch.uint8, generator=generator, device="cpu")
@@ -122,7 +124,7 @@ def _garbage(x: Tensor, seed: int) -> Tensor:
 
 
 class Run:
-    """The ranks of one run, the baton, and what has happened."""
+    """The state of one run: which ranks wait or have ended, who holds the baton, the log and the first failure."""
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device, faults: Sequence[Fault]):
         self.sizes, self.device = dict(sizes), device
@@ -138,12 +140,12 @@ class Run:
         self._slow = {fault.rank for fault in faults if isinstance(fault, Slow)}
         self._faults = {(fault.rank, fault.at): fault for fault in faults if not isinstance(fault, Slow)}
         self._counts = [0] * self.num_ranks
-        self._posts: dict[int, Post] = {}  # of ranks that wait
-        self._meetings: dict[tuple[int, ...], list[Post]] = {}  # ranks that are to meet, and what has come
+        self._posts: dict[int, Post] = {}  # by rank, for ranks that wait
+        self._meetings: dict[tuple[int, ...], list[Post]] = {}  # by group of ranks: the posts of those that arrived
         self._ended: set[int] = set()
 
     def begin(self, rank: int) -> None:
-        """Wait for the baton."""
+        """Wait for the baton, and restore the random states of the rank. Raises Stopped if another rank failed."""
         self._batons[rank].acquire()
         if self.failure is not None:
             raise Stopped
@@ -154,7 +156,7 @@ class Run:
         self._batons[self._after(self.num_ranks - 1)].release()
 
     def _after(self, rank: int) -> int:
-        """The next rank that can run, round the circle, slow ones last; -1 if there is none."""
+        """Return the next rank after `rank` that can run, cyclically, slow ranks last; -1 if there is none."""
         order = chain(range(rank + 1, self.num_ranks), range(rank + 1))
         ready = (r for r in order if r not in self._ended and (self.failure is not None or r not in self._posts))
         if not self._slow:
@@ -162,7 +164,7 @@ class Run:
         return min(ready, key=lambda r: r in self._slow, default=-1)
 
     def hand_over(self, rank: int) -> None:
-        """Give the baton to the next rank that can run; if none can, the run has failed."""
+        """Pass the baton to the next rank that can run. If ranks wait and none can run, the run fails; else it ends."""
         if self.failure is None:
             self.generators.put_away(rank)
         after = self._after(rank)
@@ -187,8 +189,8 @@ class Run:
         return "; ".join(lines) + ". All ranks must call the same collectives in the same order."
 
     def meet(self, group: tuple[int, ...], post: Post) -> Sequence[Tensor]:
-        """Take part in a collective; its results, when it is done."""
-        if self.failure is not None:  # in a finally of the user's
+        """Take part in a collective: wait for the other ranks of the group, and return the output tensors, filled."""
+        if self.failure is not None:  # reached if user code calls a collective in a `finally` block
             raise Stopped
         rank = post.rank
         self._fault(post)
@@ -200,14 +202,15 @@ class Run:
         here.append(post)
         if len(here) == len(group):
             self._complete(group, sorted(self._meetings.pop(group), key=lambda p: p.rank))
-            here.clear()  # ranks that wait hold it, and would hold each other's results
+            here.clear()  # waiting ranks still refer to this list, which would keep the results of all ranks alive
         else:
             self.hand_over(rank)
             self.begin(rank)
         return post.places
 
     def _fail(self, words: str) -> NoReturn:
-        self.failure = MismatchError(words)  # at once: what the user does about it must not wait for others
+        # Set before raising: a collective in the user's exception handlers must then raise Stopped, and not wait.
+        self.failure = MismatchError(words)
         raise self.failure
 
     def _fault(self, post: Post) -> None:
@@ -234,7 +237,7 @@ class Run:
             del self._posts[rank]
 
     def end(self, rank: int, failure: BaseException | None = None) -> None:
-        """A rank has returned, or failed."""
+        """Record that a rank has returned or failed, and pass the baton on."""
         self._ended.add(rank)
         self._posts.pop(rank, None)
         self.failure = failure if self.failure is None else self.failure
@@ -247,12 +250,12 @@ class Run:
 
 
 def _call_site(thread: threading.Thread) -> str:
-    """Where in the user's code a thread is: one that waits stands still."""
+    """Return the line of user code at which a thread is. The thread must be waiting for the baton."""
     return call_site(sys._current_frames()[thread.ident or 0])
 
 
 def on_threads(run: Run, rank_main: Callable[[int], None]) -> None:
-    """Every rank on a thread of its own, until the last has ended."""
+    """Run `rank_main(rank)` for every rank on a thread of its own, and return when all threads have ended."""
     run.threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(rank_main, rank), daemon=True)
         for rank in range(run.num_ranks)
@@ -261,9 +264,9 @@ def on_threads(run: Run, rank_main: Callable[[int], None]) -> None:
         thread.start()
     try:
         run.start()
-        while not run.over.wait(0.2):  # a signal that comes just before a wait is seen only after it
+        while not run.over.wait(0.2):  # with a timeout: a signal that arrives just before a wait is handled after it
             pass
-    except BaseException as failure:  # an interrupt: ranks stop at their next collective
+    except BaseException as failure:  # such as KeyboardInterrupt: ranks stop at their next collective
         run.failure = failure
         run.over.wait()
         raise

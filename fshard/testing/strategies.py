@@ -1,6 +1,6 @@
 """Strategies for Hypothesis: trees of parameters, meshes, plans, transformations, policies, losses and their batches.
 
-Nothing in fshard imports this file: it needs hypothesis (`pip install 'fshard[test]'`).
+No other module of fshard imports this module, because it needs hypothesis (`pip install 'fshard[test]'`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ except ImportError as missing:
     ) from missing
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool)
 
-# The strategies of FSDP and ZeRO as arguments of make_plan, the simplest first.
+# The sharding strategies of FSDP and ZeRO as arguments of make_plan. Hypothesis shrinks to the first, the simplest.
 PARTITIONS: tuple[dict[str, Any], ...] = (
     {},
     {"regather": False},
@@ -44,7 +44,7 @@ _WIDTH = 3
 
 @st.composite
 def tensors(draw: Any, dtypes: Sequence[torch.dtype] = (torch.float64,), bits: bool = False) -> Tensor:
-    """Tensors of up to three dims, empty ones too: normal numbers, or with `bits` any bits, NaNs among them.
+    """Tensors of up to three dimensions, possibly empty: normally distributed, or with `bits` random bits (also NaNs).
 
     >>> from hypothesis import find
     >>> find(tensors(), lambda x: x.numel() == 2).shape
@@ -63,9 +63,9 @@ def tensors(draw: Any, dtypes: Sequence[torch.dtype] = (torch.float64,), bits: b
 
 @st.composite
 def trees(draw: Any, dtypes: Sequence[torch.dtype] = (torch.float64,), max_leaves: int = 6, bits: bool = False) -> Any:
-    """Trees of parameters: dicts, lists, tuples, empty subtrees, tied leaves; one leaf at least is floating.
+    """Trees of parameters: dicts, lists, tuples, empty subtrees, tied leaves. At least one leaf is floating-point.
 
-    `dtypes` are those of the leaves (`DTYPES` has one of each sort), `bits` as in `tensors`.
+    `dtypes` are the dtypes of leaves (`DTYPES` has one of each kind); `bits` has the same meaning as in `tensors`.
 
     >>> from hypothesis import find
     >>> find(trees(), lambda x: isinstance(x, dict) and len(x) == 2)
@@ -91,7 +91,7 @@ def trees(draw: Any, dtypes: Sequence[torch.dtype] = (torch.float64,), max_leave
 
 
 def meshes(max_ranks: int = 4) -> st.SearchStrategy[dict[str, int]]:
-    """Sizes of meshes, as `testing.simulate` takes them by name.
+    """Mesh sizes, as dicts of keyword arguments of `testing.simulate`, with at most `max_ranks` ranks.
 
     >>> from hypothesis import find
     >>> find(meshes(), lambda sizes: sizes["replicate"] > 1)
@@ -107,10 +107,10 @@ def _some(paths: Sequence[str]) -> st.SearchStrategy[list[str]]:
 
 @st.composite
 def plans(draw: Any, params: Any, policies: st.SearchStrategy[Any] | None = None) -> dict[str, Any]:
-    """Arguments of `make_plan` for a tree, on a mesh with the axes `shard` and `replicate`: all but those of wires.
+    """Arguments of `make_plan` for a tree and a mesh with the axes `shard` and `replicate`, except wire formats.
 
-    The first floating leaf is never frozen. Keys of `params` are without dots and wildcards. `policies` says what to
-    draw a policy from.
+    The first floating-point leaf is never frozen. Keys of `params` must not contain dots or wildcards. `policies` is
+    the strategy for the policy; None draws no policy.
 
     >>> from hypothesis import find
     >>> find(plans({"w": torch.ones(2)}), lambda plan: "units" in plan and "regather" in plan)
@@ -132,7 +132,7 @@ def plans(draw: Any, params: Any, policies: st.SearchStrategy[Any] | None = None
 
 @dataclass(frozen=True)
 class Named:
-    """A transformation that says how it was made: `make()` gives it."""
+    """A transformation with a readable repr: `make()` returns the transformation, `text` is the code that makes it."""
 
     text: str
     make: Callable[[], base.Transform]
@@ -165,7 +165,7 @@ _TRANSFORMS = (
 
 
 def transforms() -> st.SearchStrategy[Named]:
-    """Transformations: `drawn.make()` is one, and printing `drawn` says which. They are for real leaves.
+    """Transformations for leaves of real dtypes: `drawn.make()` returns one, and `repr(drawn)` names it.
 
     >>> from hypothesis import find
     >>> find(transforms(), lambda drawn: True)
@@ -180,7 +180,7 @@ def _long_path(path: str, subtree: Any) -> bool:
 
 @st.composite
 def policies(draw: Any) -> Policy:
-    """Policies of all four sorts of dtypes, with an override at times.
+    """Policies with drawn storage, compute, reduce and gradient dtypes, and sometimes an override for long paths.
 
     >>> from hypothesis import find
     >>> find(policies(), lambda policy: policy.compute is not None)
@@ -193,7 +193,7 @@ def policies(draw: Any) -> Policy:
 
 
 def _touched(x: Any) -> Iterator[Tensor]:
-    """A tree's leaves that have gradients, one after the other: of a lazy one each unit when it is reached."""
+    """Yield the floating-point and complex leaves of a tree, gathering each unit of a lazy tree when reached."""
     if isinstance(x, Branch):
         for child in x.values():
             yield from _touched(child)
@@ -203,16 +203,16 @@ def _touched(x: Any) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of any tree and of a batch that `batches` draws: smooth, of every leaf, or of two leaves in three."""
+    """A smooth loss of any tree and of a batch that `batches` draws. It depends on every leaf, or two of three."""
 
     kind: str  # "mean", "sum", "plain"
-    sparing: bool  # leaves some out
-    twice: bool  # goes through the tree again
+    sparing: bool  # ignores every third leaf
+    twice: bool  # reads every leaf twice
     dropout: bool
 
     def __call__(self, params: Any, batch: Any) -> Any:
-        """Mean, Sum or a plain scalar, by its kind."""
-        x = batch["x"].double()  # rows, _WIDTH
+        """Return the loss as a Mean, a Sum or a 0-d tensor, according to `kind`."""
+        x = batch["x"].double()  # (rows, _WIDTH)
         hidden = x.sum(1) * 0
         for _ in range(1 + self.twice):
             for i, leaf in enumerate(_touched(params)):
@@ -230,7 +230,7 @@ def _term(leaf: Tensor, x: Tensor) -> Tensor:
 
 
 def losses() -> st.SearchStrategy[Loss]:
-    """Loss functions of any tree of parameters, for batches that `batches` draws.
+    """Loss functions of any tree of parameters, for batches that `batches` draws; see `Loss`.
 
     >>> from hypothesis import find
     >>> find(losses(), lambda loss: loss.dropout)
@@ -241,7 +241,9 @@ def losses() -> st.SearchStrategy[Loss]:
 
 @st.composite
 def batches(draw: Any, num_ranks: int, num_steps: int = 2, accumulate: int = 1, even: bool = False) -> Any:
-    """For every step a list with each rank's batch, of unequally many rows (`even`: that divide by `accumulate`).
+    """For every step a list with one batch per rank. Batches have different numbers of rows, at least `accumulate`.
+
+    With `even` the numbers of rows are multiples of `accumulate`.
 
     >>> from hypothesis import find
     >>> [[len(batch["x"]) for batch in step] for step in find(batches(3), lambda drawn: True)]

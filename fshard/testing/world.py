@@ -1,9 +1,9 @@
-"""Ranks without processes: the same step on several ranks in one process, in a fixed order, under a debugger.
+"""Simulated ranks: run the ranks of a step as threads of one process, in a fixed order, also under a debugger.
 
 Note [One for all]
-    What a gather or a reduction gives is worked out once, by the last rank to arrive, from the tensors of all: work
-    in proportion to the number of ranks, where W messages of each of W ranks would make its square. Results are
-    copied to each: no rank sees what another writes later.
+    The last rank that arrives at a gather or a reduction computes the result once, from the tensors of all W ranks, so
+    the work grows with W; W messages from each of W ranks would make the work grow with W². The result is copied to
+    each rank, so that no rank sees what another rank writes to its own copy later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .scheduler import Collective, Fault, Post, Run, Stopped, on_threads
 
 
 def _deliver(posts: list[Post]) -> None:
-    """A tensor of each rank to each other."""
+    """Copy `sent[i]` of each rank to rank `i`. The place of a rank's own tensor is left as it is."""
     for i, post in enumerate(posts):
         for j, source in enumerate(posts):
             if i != j and post.places[j].numel():
@@ -39,7 +39,7 @@ def _garbled(post: Post) -> bool:
 
 
 def _received(post: Post, posts: list[Post]) -> list[Tensor]:
-    """What all sent; of this rank itself what it has."""
+    """Return the tensors that the rank of `post` receives, in rank order; its own tensor is never a garbled one."""
     return [p.own[0] if p is post else p.sent[0] for p in posts]
 
 
@@ -49,7 +49,8 @@ def _fill(place: Tensor, xs: list[Tensor]) -> None:
 
 
 def _gather(posts: list[Post]) -> None:
-    # by way of one rank's place: another tensor would count as the memory of the rank that came last
+    # The result is built in the output of one rank, and copied from there to the others. An additional tensor would
+    # count as memory of the rank that arrived last.
     filled = None
     for post in posts:
         (place,) = post.places
@@ -61,7 +62,10 @@ def _gather(posts: list[Post]) -> None:
 
 
 def _sums(posts: list[Post], op: str) -> list[tuple[Tensor, Tensor]]:
-    """Every rank's place, and what to take from: one sum for all but those whose messages are garbled."""
+    """Return for each rank its output tensor and the total. The total is computed once, except for garbled ranks.
+
+    A rank that sends garbage gets a total of its own, because its own contribution to that total is not garbled.
+    """
     x = posts[0].own[0]
     dtype = sum_dtype(x.dtype) if op == "sum" else x.dtype
     common = fold([p.sent[0] for p in posts], op, torch.empty_like(x, dtype=dtype))
@@ -81,15 +85,15 @@ def _reduce(posts: list[Post], op: str) -> None:
 
 
 class SimulatedMesh(Grid):
-    """The mesh one simulated rank sees: it reads like a DeviceMesh with the world's axes."""
+    """The mesh that one simulated rank sees, with the methods of a DeviceMesh and the axes of the world."""
 
     def __init__(self, run: Run, rank: int, under_way: UnderWay | None = None):
         super().__init__(run.sizes, rank, digits(rank, [*run.sizes.values()]), run.device)
-        self._run, self.under_way = run, under_way  # of a late world
+        self._run, self.under_way = run, under_way  # `under_way` is None except in a late world
         self._ranks: dict[str, _SimulatedRanks] = {}
 
     def ranks(self, axis: str) -> _SimulatedRanks:
-        """The ranks along one axis (what `fshard.comm` asks of a mesh)."""
+        """Return the ranks along one axis, through which `fshard.comm` runs its collectives."""
         if axis not in self._ranks:
             self._ranks[axis] = _SimulatedRanks(self, self._run, axis)
         return self._ranks[axis]
@@ -109,7 +113,7 @@ class _SimulatedRanks:
 
     @property
     def whole(self) -> _SimulatedRanks | None:
-        # late ones are made of exchanges, as those of process groups are
+        # In a late world gathers and sums are composed of exchanges, as with process groups.
         return self if self._under_way is None else None
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
@@ -126,7 +130,7 @@ class _SimulatedRanks:
             with torch.no_grad():
                 act([post])
             return Works([], post.places)
-        # ranks may have streams of their own, and the last to arrive moves the data of all on its own
+        # Ranks may run on different streams, and the last rank to arrive copies the data of all ranks on its stream.
         far = self.device.type != "cpu"
         if far:
             torch.get_device_module(self.device).synchronize()
@@ -139,7 +143,7 @@ class _SimulatedRanks:
         into = places(sends, recvs, self.rank)
         if self._under_way is None:
             return self._meet(call, sends, into, _deliver)
-        # a gather sends from its place: a backend that is given the tensor itself writes this rank's part as well
+        # A gather sends from its output tensor: a backend that gets the whole output also writes this rank's part.
         gathers = recvs[self.rank] is sends[self.rank]
         aside = [place.clone() if rank == self.rank else torch.empty_like(place) for rank, place in enumerate(into)]
         self._meet(call, sends, aside, _deliver)
@@ -147,7 +151,8 @@ class _SimulatedRanks:
         return self._under_way.start(call, [] if gathers else sends, to, results, into)
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange:
-        # one of its own even if it is lent: a rank's memory is to live and die as it would in a process
+        # Allocate a new tensor even if `lent` allows to reuse one, so that a rank's memory is allocated and freed as in
+        # a process of its own.
         place = x.new_empty(self.size * x.shape[0], *x.shape[1:]) if out is None else out
         return self._meet(call, [x], [place], _gather)
 
@@ -161,7 +166,7 @@ class _SimulatedRanks:
 
 
 def _load_forward_mode() -> None:
-    with warnings.catch_warnings():  # torch 2.13 scripts a few formulas when it is first used, and warns of that itself
+    with warnings.catch_warnings():  # torch 2.13 scripts some formulas at the first use, and warns about its own call
         warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
         torch.func.jvp(torch.neg, (torch.zeros((), device="cpu"),), (torch.zeros((), device="cpu"),))
 
@@ -176,7 +181,7 @@ def _on_rank(mesh: SimulatedMesh, fn: Callable[..., Any], args: Sequence[Any]) -
 def _on_ranks(
     world: World, fn: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[list[Collective], list[Any], BaseException | None]:
-    """`fn(mesh, *args)` on every rank: the collectives, the results in rank order, and what failed."""
+    """Run `fn(mesh, *args)` on every rank. Return the collectives, the results in rank order, and any failure."""
     run = Run(world.axes, numbered(world.device), world.faults)
     results: list[Any] = [None] * run.num_ranks
     num_threads = torch.get_num_threads()
@@ -186,9 +191,9 @@ def _on_ranks(
         try:
             run.begin(rank)
             torch.set_num_threads(num_threads)
-            if run.device.type != "cpu":  # a thread's own: without it the first of its kind
+            if run.device.type != "cpu":  # the current device belongs to a thread; a new thread has device 0
                 torch.get_device_module(run.device).set_device(run.device)
-            # else ranks would wait for each other inside CUDA's one backward thread
+            # CUDA has one backward thread per device: ranks would wait for each other inside this thread.
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = _on_rank(SimulatedMesh(run, rank, UnderWay() if world.late else None), fn, args)
         except Stopped as stopped:
@@ -206,8 +211,8 @@ def _on_ranks(
         return x
 
     try:
-        # Forward-mode levels belong to the process: a rank whose jvp ends would end the others'. Inside this one,
-        # which no rank ever sees, theirs open none.
+        # Forward-mode levels belong to the process, so the end of one rank's jvp would end the levels of the others.
+        # Inside this outer jvp, which no rank's tensors take part in, a rank's jvp opens no level.
         _load_forward_mode()
         torch.func.jvp(all_ranks, (torch.zeros((), device="cpu"),), (torch.zeros((), device="cpu"),))
     finally:
@@ -216,19 +221,23 @@ def _on_ranks(
 
 
 class World:
-    """Simulated ranks: `run(fn, *args)` calls `fn(mesh, *args)` on each, in this process, and gives the results.
+    """Simulated ranks: `run(fn, *args)` calls `fn(mesh, *args)` once per rank in this process; returns the results.
 
-    `axes` are names and sizes, the first the slowest, in place of `replicate` and `shard`. Ranks advance in a fixed
-    order, which timing does not change, and reductions add in rank order. Each has random states of its own: python's,
-    numpy's (if it was imported before), torch's; they follow from the caller's, which are as before afterwards. The
-    first exception of any rank stops all and is raised, with a note of the rank; ranks that call different
-    collectives, or of which one ends early, raise MismatchError naming both sides. `log` has the collectives of the
-    latest run, each once, in the order in which they were done; along an axis of one rank there are none. `faults` are
-    what is to go wrong: `Dies`, `Garbage`, `Slow`. In a `late` world collectives are a GPU's: results arrive when they
-    are waited for, until then their places hold NaN (whole numbers: bytes 0xA5), and it is an InFlightError to write to
-    what is sent or received meanwhile, or never to wait; a gather or a sum is logged as the messages it is made of.
-    Inside, use torch.func.jvp, not dual levels of your own (torch has one for all threads). ValueError for axes without
-    ranks, and for faults of ranks that are not there.
+    `axes` maps names of mesh axes to sizes, slowest-varying axis first, and replaces `replicate` and `shard`. Ranks run
+    in a fixed order, whatever the timing, and reductions add in rank order. Each rank has its own random states of
+    python, numpy (if imported before) and torch, seeded from the caller's states, which are restored after the run.
+
+    The first exception of any rank stops all ranks and is raised, with a note that names the rank. MismatchError names
+    both sides if ranks call different collectives or one rank returns early. `log` lists each collective of the latest
+    run once, in the order of execution; collectives along an axis of one rank are not listed.
+
+    `faults` are the faults to inject: `Dies`, `Garbage`, `Slow`. With `late=True` collectives behave as on a GPU:
+    `wait` delivers the result, and before that the output tensors hold NaN (integers: bytes 0xA5). InFlightError is
+    raised for writing meanwhile to a tensor that a collective sends or receives, and for a collective that is never
+    waited for. A gather or a sum is then logged as the messages that it consists of.
+
+    For forward-mode AD use torch.func.jvp inside, not forward_ad.dual_level, which torch keeps once for all threads.
+    Raises ValueError for an axis without ranks, and for a fault of a rank that does not exist.
 
     >>> world = World(axes={"data": 2, "model": 3})
     >>> world.run(lambda mesh: all_reduce(torch.tensor(mesh.get_rank()), mesh, "model", label="sums").item())
@@ -265,7 +274,7 @@ class World:
         self.log: list[Collective] = []
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """`fn(mesh, *args)` once for every rank; the results in rank order."""
+        """Call `fn(mesh, *args)` once for every rank, and return the results in rank order."""
         if not callable(fn):
             raise TypeError(f"a simulated world: {wrong('fn', fn, 'fn(mesh, *args), a function')}")
         self.log, results, failure = _on_ranks(self, fn, args)
