@@ -1,4 +1,4 @@
-"""Containers whose items are made on access."""
+"""Lazy containers: each child is created when the program accesses it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from .tree import Spec, children, names
 
 
 class Branch:
-    """A container whose children are made on access; it reads like the container it stands for."""
+    """A container that creates its children on access, with the reading methods of the container that it represents."""
 
     @abstractmethod
     def _node(self) -> Spec:
-        """The structure of the container this stands for."""
+        """Return the structure of the container that this object represents."""
 
     @abstractmethod
     def _child(self, spec: Spec, first: int) -> Any:
-        """Make the child of structure `spec`; its first leaf is number `first` of this container's leaves."""
+        """Create the child of structure `spec`, whose first leaf is number `first` among this container's leaves."""
 
     @abstractmethod
     def gathered(self) -> Any:
-        """Return the plain tree this container stands for."""
+        """Return the plain tree that this container represents, with all children created."""
 
     def _pick(self, index: int) -> Any:
-        if "_children" not in vars(self):  # kept: iterating would list all children once for each
+        if "_children" not in vars(self):  # stored, so that iteration does not list all children for each child
             vars(self)["_children"] = list(children(self._node()))
         return self._child(*vars(self)["_children"][index])
 
@@ -58,15 +58,15 @@ class Branch:
         return self._is_mapping() and key in self.keys()
 
     def keys(self) -> list[Any]:
-        """Keys in the order of use."""
+        """Return the keys, in the order of use."""
         return names(self._node())
 
     def values(self) -> Iterator[Any]:
-        """Children in the order of use, each made when the iterator reaches it."""
+        """Return an iterator over the children in the order of use, each created when reached."""
         return (self._pick(i) for i in range(len(self)))
 
     def items(self) -> Iterator[tuple[Any, Any]]:
-        """Pairs of a key and its child in the order of use."""
+        """Return an iterator over pairs of a key and its child, each child created when reached."""
         return zip(self.keys(), self.values(), strict=True)
 
     def get(self, key: Any, default: Any = None) -> Any:

@@ -34,9 +34,10 @@ from .elementwise import (
 
 
 def sgd(lr: Rate, momentum: Number = 0, nesterov: bool = False, weight_decay: Number = 0) -> Transform:
-    """m <- momentum m + g + weight_decay p; p <- p - lr m (nesterov: p - lr (g + weight_decay p + momentum m)).
+    """Stochastic gradient descent, with optional momentum. As torch.optim.SGD with dampening 0.
 
-    As torch.optim.SGD with dampening 0. Takes sparse gradients where momentum and weight decay are 0.
+    m <- momentum m + g + weight_decay p; p <- p - lr m (nesterov: p - lr (g + weight_decay p + momentum m)).
+    Accepts sparse gradients if momentum and weight decay are 0.
 
     >>> tx = sgd(0.5)
     >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
@@ -69,9 +70,9 @@ def sgd(lr: Rate, momentum: Number = 0, nesterov: bool = False, weight_decay: Nu
 
 
 def adam(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0) -> Transform:
-    """p <- p - lr mû / (sqrt(nû) + eps), mû and nû the bias-corrected running means of g and g².
+    """Adam: p <- p - lr mû / (sqrt(nû) + eps), mû and nû the bias-corrected running means of g and g².
 
-    Weight decay is added to g (for the decoupled kind see `adamw`). As torch.optim.Adam.
+    Adds weight_decay p to g; for decoupled weight decay use `adamw`. As torch.optim.Adam.
 
     >>> tx = adam(0.1)
     >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
@@ -99,7 +100,7 @@ def adamw(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, we
 
 
 def amsgrad(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0) -> Transform:
-    """Adam with the largest nu so far in nu's place. As torch.optim.Adam(amsgrad=True).
+    """Adam that divides by the elementwise maximum of all nu so far. As torch.optim.Adam(amsgrad=True).
 
     >>> tx = amsgrad(0.1)
     >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
@@ -120,9 +121,9 @@ def nadam(
     momentum_decay: Number = 4e-3,
     decoupled: bool = False,
 ) -> Transform:
-    """Adam with Nesterov's momentum, warmed up: b1 (1 - 0.96^(t momentum_decay) / 2) at update t.
+    """Adam with Nesterov momentum, which is b1 (1 - 0.96^(t momentum_decay) / 2) at update t.
 
-    As torch.optim.NAdam; `decoupled` is its decoupled_weight_decay.
+    As torch.optim.NAdam; `decoupled` is torch's argument decoupled_weight_decay.
 
     >>> tx = nadam(0.1)
     >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
@@ -136,7 +137,7 @@ def nadam(
 
     def prepare(state: NadamState) -> tuple[kernels.Constants, dict[str, Tensor]]:
         t = state.count.double() + 1
-        # this update's momentum and the next one's, and the product of all so far
+        # The momentum of this update and of the next update, and the product of the momenta up to this update.
         momentum, following = (b1 * (1 - 0.5 * 0.96 ** (i * momentum_decay)) for i in (t, t + 1))
         product = state.mu_product * momentum
         constants = {
@@ -169,9 +170,10 @@ def rmsprop(
     momentum: Number = 0,
     centered: bool = False,
 ) -> Transform:
-    """nu <- alpha nu + (1 - alpha) g²; p <- p - lr g / (sqrt(nu) + eps), if centered nu less the mean gradient squared.
+    """RMSprop: nu <- alpha nu + (1 - alpha) g²; p <- p - lr g / (sqrt(nu) + eps). As torch.optim.RMSprop.
 
-    With momentum, b <- momentum b + g / (sqrt(nu) + eps) is the step. As torch.optim.RMSprop.
+    With `centered`, the square of the running mean of g is subtracted from nu under the root. With momentum,
+    b <- momentum b + g / (sqrt(nu) + eps); p <- p - lr b.
 
     >>> tx = rmsprop(0.1)
     >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
@@ -200,7 +202,7 @@ def adagrad(
     initial_accumulator_value: float = 0.0,
     eps: Number = 1e-10,
 ) -> Transform:
-    """sum <- sum + g²; p <- p - lr / (1 + (t - 1) lr_decay) g / (sqrt(sum) + eps). As torch.optim.Adagrad.
+    """Adagrad: sum <- sum + g²; p <- p - lr / (1 + (t - 1) lr_decay) g / (sqrt(sum) + eps). As torch.optim.Adagrad.
 
     >>> tx = adagrad(0.1)
     >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
@@ -222,9 +224,10 @@ def adagrad(
 
 
 def adadelta(lr: Rate = 1.0, rho: Number = 0.9, eps: Number = 1e-6, weight_decay: Number = 0) -> Transform:
-    """nu <- rho nu + (1 - rho) g²; s = g sqrt(delta + eps) / sqrt(nu + eps); p <- p - lr s; delta as nu, of s².
+    """Adadelta, as torch.optim.Adadelta.
 
-    As torch.optim.Adadelta.
+    nu <- rho nu + (1 - rho) g²; s = g sqrt(delta + eps) / sqrt(nu + eps); p <- p - lr s;
+    delta <- rho delta + (1 - rho) s².
 
     >>> tx = adadelta()
     >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
@@ -250,7 +253,7 @@ def adadelta(lr: Rate = 1.0, rho: Number = 0.9, eps: Number = 1e-6, weight_decay
 
 
 def lion(lr: Rate, b1: Number = 0.9, b2: Number = 0.99, weight_decay: Number = 1e-3) -> Transform:
-    """p <- p - lr (sign(b1 m + (1 - b1) g) + weight_decay p); m <- b2 m + (1 - b2) g.
+    """Lion: p <- p - lr (sign(b1 m + (1 - b1) g) + weight_decay p); m <- b2 m + (1 - b2) g.
 
     >>> tx = lion(0.1)
     >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(0.0)), torch.tensor(0.0))[0]
@@ -276,11 +279,12 @@ def schedule_free_adamw(
     weight_decay: Number = 0.0,
     weight_power: float = 2.0,
 ) -> Transform:
-    """AdamW without a schedule: gradients are taken at y = (1 - b1) z + b1 x, z makes AdamW's steps, x averages z.
+    """AdamW without a learning-rate schedule, with averaged parameters.
 
-    z <- z - lr (g / (sqrt(nû) + eps) + weight_decay y); x <- (1 - c) x + c z, c the share of lr_max^weight_power in its
-    sum so far. The parameters trained are y; for evaluation take x, `schedule_free_params(state, params)`. `lr` may be
-    a schedule for a warm-up.
+    Gradients are taken at y = (1 - b1) z + b1 x, where z follows the steps of AdamW and x is a weighted average of z:
+    z <- z - lr (g / (sqrt(nû) + eps) + weight_decay y); x <- (1 - c) x + c z, with c = lr_max^weight_power divided by
+    the sum of lr_max^weight_power over all updates so far. The trained parameters are y. For evaluation use x, which
+    `schedule_free_params(state, params)` returns. `lr` may be a schedule, for a warm-up.
 
     >>> tx = schedule_free_adamw(0.1)
     >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
@@ -317,11 +321,12 @@ def schedule_free_adamw(
 
 
 def schedule_free_params(state: Any, params: Any, b1: Number = 0.9) -> Any:
-    """The averaged parameters x = (y - (1 - b1) z) / b1 of `schedule_free_adamw`, for evaluation.
+    """Return the averaged parameters x = (y - (1 - b1) z) / b1 of `schedule_free_adamw`, for evaluation.
 
-    `state` is the optimizer's, in which `schedule_free_adamw`'s may be that of a label, of a chain, or of `zero`;
-    parameters that it did not train are as they were. For a `TrainState`: `schedule_free_params(state.opt_state,
-    state.params)`, on every rank, wherever the plan has the state lie.
+    `state` is the state of `schedule_free_adamw`, or of a transformation that contains it: `by_label`, `chain`, `zero`.
+    Parameters that `schedule_free_adamw` did not train are returned unchanged. For a `TrainState` call
+    `schedule_free_params(state.opt_state, state.params)` on every rank; any plan will do. Raises TypeError if `state`
+    contains no state of `schedule_free_adamw`.
 
     >>> params = torch.tensor(1.0)
     >>> schedule_free_params(schedule_free_adamw(0.1).init(params), params)
@@ -350,5 +355,8 @@ def schedule_free_params(state: Any, params: Any, b1: Number = 0.9) -> Any:
 
 
 def _picked_as(x: Any, layout: Layout) -> Any:
-    """The leaves of `x` that a layout, picked from one that was picked from its own, has."""
+    """Return the leaves of `x` that `layout` has.
+
+    `layout` is the layout of `x`, or was made from it by one or more selections of leaves (`pick`).
+    """
     return x if layout.origin is None else pick(_picked_as(x, layout.origin), layout)

@@ -1,6 +1,7 @@
-"""Schedules: functions of the number of updates made, a 0-d tensor, to a 0-d tensor. No host reads.
+"""Schedules: functions from the number of updates so far (a 0-d tensor) to a value (a 0-d tensor).
 
-Any function of this kind is a schedule; these are the usual ones. Sources: torch.optim.lr_scheduler and optax.
+Schedules never copy a value from the device to the host. Any function of this kind is a schedule; this module has the
+usual ones. Sources: torch.optim.lr_scheduler and optax.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ def _check(name: str, steps: Any = 1, **numbers: Any) -> None:
 
 
 def _share(count: Tensor, steps: int) -> Tensor:
-    """How much of a number of steps is over, from 0 to 1, in float64."""
+    """Return `count / steps`, clamped to 0 and 1, in float64."""
     return (double(count) / steps).clamp(0, 1)
 
 
 def constant(value: float) -> Schedule:
-    """The same at every step.
+    """Return a schedule with the same value at every step.
 
     >>> constant(0.1)(torch.tensor(5.0)).item()
     0.1
@@ -41,7 +42,7 @@ def constant(value: float) -> Schedule:
 
 
 def linear(start: float, end: float, steps: int) -> Schedule:
-    """From `start` to `end` in `steps`, then `end`. As optax.linear_schedule.
+    """Return a linear schedule from `start` to `end` in `steps` steps, then `end`. As optax.linear_schedule.
 
     >>> linear(0.0, 1.0, 4)(torch.tensor(1.0)).item()
     0.25
@@ -51,7 +52,9 @@ def linear(start: float, end: float, steps: int) -> Schedule:
 
 
 def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
-    """Half a cosine from `start` to `end` in `steps`, then `end`. As torch's CosineAnnealingLR up to `steps`.
+    """Return a schedule that is half a cosine from `start` to `end` in `steps` steps, then `end`.
+
+    Up to `steps` the same as torch's CosineAnnealingLR.
 
     >>> cosine(1.0, 4)(torch.tensor(2.0)).item()
     0.5
@@ -61,9 +64,10 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
 
 
 def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end: float = 0.0) -> Schedule:
-    """From `start` to `peak` in `warmup` steps, then half a cosine down to `end` at `steps` (warm-up included).
+    """Return a schedule with a linear warm-up, then half a cosine. As optax.warmup_cosine_decay_schedule.
 
-    As optax.warmup_cosine_decay_schedule.
+    The value rises from `start` to `peak` in `warmup` steps, and falls to `end` at step `steps`, which includes the
+    warm-up.
 
     >>> schedule = warmup_cosine(1.0, warmup=2, steps=6)
     >>> [schedule(torch.tensor(float(i))).item() for i in (0, 1, 2, 4)]
@@ -75,9 +79,11 @@ def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end:
 
 
 def one_cycle(peak: float, steps: int, rise: float = 0.3, div: float = 25.0, final_div: float = 1e4) -> Schedule:
-    """Cosine up from peak / div in a share `rise` of the steps, cosine down to peak / div / final_div at the last.
+    """Return a schedule with one cosine rise and one cosine fall.
 
-    As torch.optim.lr_scheduler.OneCycleLR(total_steps=steps) with its defaults.
+    The value rises from `peak / div` to `peak` in the fraction `rise` of the steps, and falls to
+    `peak / div / final_div` at the last step. As torch.optim.lr_scheduler.OneCycleLR(total_steps=steps) with torch's
+    defaults. Raises ValueError if `rise` leaves no step for the rise or for the fall.
 
     >>> one_cycle(1.0, 10)(torch.tensor(2.0)).item()
     1.0
@@ -102,7 +108,9 @@ def one_cycle(peak: float, steps: int, rise: float = 0.3, div: float = 25.0, fin
 
 
 def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
-    """`start`, multiplied by `factors[n]` from step n on. As optax.piecewise_constant_schedule and torch's MultiStepLR.
+    """Return a schedule that begins with `start`, and multiplies the value by `factors[n]` from step `n` on.
+
+    As optax.piecewise_constant_schedule and torch's MultiStepLR.
 
     >>> piecewise(1.0, {2: 0.5, 4: 0.5})(torch.tensor(4.0)).item()
     0.25
@@ -125,7 +133,9 @@ def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
 
 
 def join(schedules: Sequence[Callable[[Tensor], Tensor]], boundaries: Sequence[int]) -> Schedule:
-    """One schedule after another, each counting from the boundary it begins at. As optax.join_schedules.
+    """Return a schedule that runs `schedules` one after another. As optax.join_schedules.
+
+    Schedule `i + 1` begins at step `boundaries[i]`, and counts its steps from there.
 
     >>> join([constant(1.0), linear(1.0, 0.0, 2)], [3])(torch.tensor(4.0)).item()
     0.5

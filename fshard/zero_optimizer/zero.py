@@ -1,10 +1,11 @@
-"""ZeRO over whole parameters: an optimizer whose state is partitioned by rank, as a pure function.
+"""ZeRO over whole parameters: an optimizer whose state is partitioned across ranks, as a pure function.
 
 Note [A step of ZeRO]
-    Every rank has all parameters and a part of the optimizer's state. It updates its part of the parameters and gets
-    the other parts from the other ranks. With partition="flat" the parts are equal intervals of flat buckets of leaves,
-    laid out by a plan whose parameters are not sharded and whose state is; with "leaf" they are whole leaves.
-    Local gradients are reduced straight into the part (ZeRO-2); reduced ones are only read there (ZeRO-1).
+    Every rank has all parameters and a part of the optimizer's state. A rank updates its part of the parameters and
+    gathers the other parts from the other ranks. With partition="flat" the parts are equal intervals of flat buckets of
+    leaves, laid out by a plan that shards the state but not the parameters; with "leaf" the parts are whole leaves.
+    Local gradients are reduce-scattered, so that a rank gets the sum for its part only (ZeRO-2); of gradients that are
+    reduced already a rank reads its part (ZeRO-1).
 """
 
 from __future__ import annotations
@@ -38,18 +39,24 @@ def zero(
     bucket: int = BUCKET,
     block: int = 1,
 ) -> Transform:
-    """`tx` over whole parameters, its state partitioned by rank: every rank updates a part, and gets the others'.
+    """Return `tx` as a transformation over whole parameters whose state is partitioned across the ranks of `mesh`.
 
-    `partition` is "flat" (equal intervals of buckets of about `bucket` elements, even to 16 bytes; for optimizers that
-    act on elements, and for those of fshard.optim) or "leaf" (whole leaves, the largest first to the rank with least;
-    for any optimizer). `grads` is "reduced" (the same on all ranks: ZeRO-1) or "local" (each rank's own, which are
-    summed over the whole mesh straight into the part: ZeRO-2; an update is then skipped if `found_inf` is 1 on any
-    rank). `over` names the axes that ranks are counted along: by
-    default "shard", or all where the mesh has none; `block` is `make_plan`'s. `step` gives new whole parameters, and
-    starts to gather a bucket as soon as it is updated; `update` gives whole updates. Every rank must call `init` and
-    each step.
+    Every rank updates one part of the parameters, and gathers the other parts. `step` returns new whole parameters, and
+    starts the gather of a bucket as soon as the bucket is updated; `update` returns whole updates. Every rank must call
+    `init` and each step or update.
 
-    Over `Sharded` parameters the state is partitioned already: nothing to wrap.
+    Arguments:
+
+    - `partition`: "flat" partitions buckets of about `bucket` elements into equal intervals (up to 16 bytes), for
+      elementwise optimizers and all optimizers of fshard.optim. "leaf" assigns whole leaves, the largest first, to the
+      rank with the least so far, for any optimizer.
+    - `grads`: "reduced" for gradients that are equal on all ranks (ZeRO-1). "local" for each rank's own gradients,
+      which are summed over the whole mesh into each rank's part (ZeRO-2); an update is then skipped on all ranks if
+      `found_inf` is 1 on any rank.
+    - `over`: the mesh axes to partition along; by default "shard", or all axes if the mesh has no such axis.
+    - `bucket`, `block`: numbers of elements; `block` as in `make_plan`.
+
+    Do not wrap an optimizer of `Sharded` parameters: its state is partitioned already, and `init` raises TypeError.
 
     >>> tx = zero(adamw(0.1))
     >>> params = {"w": torch.ones(2)}
