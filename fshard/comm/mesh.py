@@ -1,14 +1,15 @@
-"""Meshes: named axes of ranks, this rank's place on them, and what is made once for a mesh.
+"""Meshes: named axes of ranks, this rank's coordinates, and the objects that are made once for a mesh.
 
 A user's mesh is a torch `DeviceMesh`, simulated ranks (`fshard.testing`), an `AbstractMesh` without processes, or None
 for one device. `adapted` turns a DeviceMesh into a `ProcessMesh`, so all meshes inside this package are a `Grid`.
 
 Note [One handle for each mesh]
-    What belongs to a mesh is made once and shared by all plans on it: its process groups, the connections between
-    processes of one host, the lines on which ranks compare calls, its streams, its name in graphs. `MESHES` finds the
-    `ProcessMesh` of a DeviceMesh by the identity of the DeviceMesh: equal meshes may have different process groups.
-    A `ProcessMesh` refers to process groups, not to the DeviceMesh, and nothing it keeps refers to it, so there is no
-    reference cycle: its connections close as soon as the DeviceMesh and the last plan on it are gone.
+    These objects are made once for a mesh and shared by all plans on the mesh: process groups, connections between
+    processes of one host, the connections on which ranks compare calls, streams, and the mesh's name in graphs.
+    `MESHES` finds the `ProcessMesh` of a DeviceMesh by the identity of the DeviceMesh, because equal meshes may have
+    different process groups. A `ProcessMesh` refers to process groups, not to the DeviceMesh, and the objects that a
+    `ProcessMesh` keeps do not refer to it. So there is no reference cycle, and the connections close as soon as the
+    DeviceMesh and the last plan on it are deleted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 
 def digits(number: int, sizes: Sequence[int]) -> list[int]:
-    """A rank's number along each of several axes, the first axis the slowest.
+    """Return the coordinates of a rank on axes of these sizes; the first axis varies slowest.
 
     >>> digits(5, [2, 3])
     [1, 2]
@@ -47,45 +48,45 @@ def digits(number: int, sizes: Sequence[int]) -> list[int]:
 
 
 class Mesh(Protocol):
-    """A mesh as one of its ranks sees it. `adapted` makes one of a DeviceMesh; None in its place is one device."""
+    """A mesh as one of its ranks sees it. `adapted` converts a DeviceMesh to a `Mesh`; None stands for one device."""
 
     mesh_dim_names: tuple[str, ...]
     shape: tuple[int, ...]
     device: torch.device  # of this rank
     device_type: str
-    abstract: bool  # whether there are no ranks to send anything to
+    abstract: bool  # whether the mesh has no processes to communicate with
 
     @property
     def likeness(self) -> tuple[Any, ...]:
-        """What is equal for a mesh and its connected twin."""
+        """A key that is equal for a mesh and its connected twin (`HostMesh`)."""
 
     def size(self, axis: str | None = None) -> int:
-        """The number of ranks along an axis (None: in all)."""
+        """Return the number of ranks along an axis (None: of the whole mesh)."""
 
     def get_rank(self) -> int:
-        """This rank's number among all."""
+        """Return the number of this rank among all ranks of the mesh."""
 
     def get_local_rank(self, axis: str | None = None) -> int:
-        """This rank's number along an axis (None: the only one)."""
+        """Return the number of this rank along an axis (None: the only axis)."""
 
     def ranks(self, axis: str) -> Ranks:
-        """The ranks along one axis, which collectives are made of."""
+        """Return the ranks along one axis, over which collectives run."""
 
     def once(self, make: Callable[[Any], T]) -> T:
-        """`make(self)`, called the first time and kept. What it makes must not refer to this mesh."""
+        """Return `make(self)`, which is called the first time only. Its result must not refer to this mesh."""
 
 
 AnyMesh = DeviceMesh | Mesh | None  # what users give: None is one device
 
 
 class Grid:
-    """A mesh as one of its ranks sees it: the names and sizes of its axes (the first the slowest), and this rank.
+    """A mesh as one of its ranks sees it: names and sizes of the axes (the first varies slowest), and this rank.
 
-    `rank` is this rank's number among all, `place` its number along each axis.
+    `rank` is the number of this rank among all ranks, `place` its number along each axis.
     """
 
-    abstract = False  # whether there are no ranks to send anything to
-    members: tuple[int, ...] = ()  # the numbers of its processes
+    abstract = False  # whether the mesh has no processes to communicate with
+    members: tuple[int, ...] = ()  # the global ranks of the mesh's processes
 
     def __init__(self, axes: Mapping[str, int], rank: int, place: Sequence[int], device: torch.device):
         self.mesh_dim_names, self.shape, self.ndim = tuple(axes), tuple(axes.values()), len(axes)
@@ -95,23 +96,23 @@ class Grid:
 
     @property
     def likeness(self) -> tuple[Any, ...]:
-        """What is equal for a mesh and its connected twin: the kind of device, the axes, the processes."""
+        """A key that is equal for a mesh and its connected twin: the kind of device, the axes, the processes."""
         return self.device_type, self.mesh_dim_names, self.shape, self.members
 
     def size(self, axis: str | int | None = None) -> int:
-        """The number of ranks along an axis (None: in all)."""
+        """Return the number of ranks along an axis (None: of the whole mesh)."""
         return math.prod(self.shape) if axis is None else self.shape[self._number(axis)]
 
     def get_rank(self) -> int:
-        """This rank's number among all."""
+        """Return the number of this rank among all ranks of the mesh."""
         return self._rank
 
     def get_coordinate(self) -> list[int]:
-        """This rank's number along each axis."""
+        """Return the number of this rank along each axis."""
         return [*self._place]
 
     def get_local_rank(self, axis: str | int | None = None) -> int:
-        """This rank's number along an axis (None: the only one). ValueError for None if there are several."""
+        """Return the number of this rank along an axis (None: the only axis; ValueError if there are several)."""
         if axis is None and self.ndim > 1:
             raise ValueError(f"get_local_rank: name one of the axes {self.mesh_dim_names}")
         return self._place[self._number(axis or 0)]
@@ -122,21 +123,21 @@ class Grid:
         return self.mesh_dim_names.index(axis) if isinstance(axis, str) else axis
 
     def ranks(self, axis: str) -> Ranks:
-        """The ranks along one axis, which collectives are made of."""
+        """Return the ranks along one axis, over which collectives run."""
         raise NotImplementedError
 
     def once(self, make: Callable[[Any], T]) -> T:
-        """`make(self)`, called the first time and kept. What it makes must not refer to this mesh."""
+        """Return `make(self)`, which is called the first time only. Its result must not refer to this mesh."""
         if make not in self._kept:
             self._kept[make] = make(self)
         return self._kept[make]
 
 
 class AbstractMesh(Grid):
-    """A mesh of any size, seen by one of its ranks: plans are made for it, and functions lowered, but not run.
+    """A mesh of any size without processes, for planning and for lowering functions, which cannot be run on it.
 
-    Axes by name, the first the slowest; `rank` is this rank's number among all. ValueError for "cuda" where torch is
-    built for CPUs alone.
+    Axes are given by name, and the first varies slowest; `rank` is the number of the rank that sees the mesh.
+    ValueError for "cuda" if torch is built for CPUs only.
 
     >>> mesh = AbstractMesh(replicate=2, shard=64)
     >>> mesh.size(), mesh.get_local_rank("shard")
@@ -165,7 +166,7 @@ class AbstractMesh(Grid):
         super().__init__(axes, rank, digits(rank, [*axes.values()]), one)
 
     def ranks(self, axis: str) -> Ranks:
-        """Ranks that send nothing: RuntimeError from whatever would."""
+        """Return ranks that cannot communicate: collectives over them raise RuntimeError."""
         return _AbstractRanks(axis, self.get_local_rank(axis), self.size(axis), self.device)
 
 
@@ -189,7 +190,7 @@ class _AbstractRanks:
 
 
 class ProcessMesh(Grid):
-    """What belongs to a DeviceMesh (Note [One handle for each mesh]); collectives go through its process groups."""
+    """The mesh of a DeviceMesh (Note [One handle for each mesh]); collectives go through its process groups."""
 
     def __init__(self, mesh: DeviceMesh):
         names, device = mesh.mesh_dim_names or (), numbered(mesh.device_type)
@@ -200,20 +201,20 @@ class ProcessMesh(Grid):
         self._ranks: dict[str, Ranks] = {axis: GroupRanks(axis, mesh.get_group(axis), device) for axis in names}
 
     def is_of(self, mesh: DeviceMesh) -> bool:
-        """Whether the mesh still has these process groups: `init_process_group` may have made others since."""
+        """Whether `mesh` still has these process groups; after a new `init_process_group` the mesh has others."""
         return all(
             group() is mesh.get_group(axis) for group, axis in zip(self._groups, self.mesh_dim_names, strict=True)
         )
 
     def ranks(self, axis: str) -> Ranks:
-        """The ranks along one axis."""
+        """Return the ranks of the axis's process group."""
         return self._ranks[axis]
 
 
 class Meshes:
-    """The `ProcessMesh` of each DeviceMesh, and meshes by the names that graphs know them by: for as long as they live.
+    """A registry of live meshes: the `ProcessMesh` of each DeviceMesh, and each mesh by its name in graphs.
 
-    Meshes are told apart by identity, because those of two worlds, or of two ranks of one, may be equal.
+    Meshes are compared by identity, because meshes of two worlds, or of two ranks of one world, may be equal.
     """
 
     def __init__(self) -> None:
@@ -223,14 +224,14 @@ class Meshes:
         self._numbers = count()
 
     def handle(self, mesh: DeviceMesh) -> ProcessMesh:
-        """What belongs to a DeviceMesh: made again if its process groups were."""
+        """Return the `ProcessMesh` of a DeviceMesh; a new one if the DeviceMesh has new process groups."""
         known = self._handles.get(mesh)
         if known is None or not known.is_of(mesh):
             self._handles[mesh] = known = ProcessMesh(mesh)
         return known
 
     def of(self, mesh: DeviceMesh | Mesh) -> str:
-        """The name of a mesh."""
+        """Return the name of a mesh in graphs; a new mesh gets a new name."""
         grid = adapted(mesh)
         if grid not in self._names:
             self._names[grid] = name = f"mesh{next(self._numbers)}"
@@ -238,7 +239,7 @@ class Meshes:
         return self._names[grid]
 
     def find(self, name: str) -> Mesh:
-        """The mesh of that name. RuntimeError if it is gone."""
+        """Return the mesh with this name. RuntimeError if the mesh was deleted."""
         mesh = self._meshes.get(name)
         if mesh is None:
             raise RuntimeError(f"a compiled function was called after its mesh {name!r} was deleted: keep the plan")
@@ -250,14 +251,14 @@ Axes = tuple[str, ...]
 
 
 def is_mesh(x: Any) -> bool:
-    """Whether this is a mesh: a DeviceMesh, or what answers as a `Mesh`."""
+    """Whether `x` is a DeviceMesh or has the attributes of a `Mesh`."""
     return isinstance(x, DeviceMesh | Grid) or all(hasattr(x, name) for name in ("mesh_dim_names", "ranks", "once"))
 
 
 def adapted(mesh: AnyMesh) -> Mesh | None:
-    """A user's mesh as a `Mesh`: a DeviceMesh as what belongs to it, others as they are; None for one device.
+    """Convert a user's mesh to a `Mesh`: a DeviceMesh to its `ProcessMesh`; other meshes and None stay as given.
 
-    TypeError for what is no mesh; ValueError for a DeviceMesh without names, or one this rank is not on.
+    TypeError if `mesh` is not a mesh; ValueError for a DeviceMesh without axis names, or without this rank.
     """
     if not isinstance(mesh, DeviceMesh):
         if mesh is None or is_mesh(mesh):
@@ -277,7 +278,7 @@ def adapted(mesh: AnyMesh) -> Mesh | None:
 
 
 def present(mesh: AnyMesh) -> Mesh:
-    """`adapted`, of a mesh that is not None (ValueError)."""
+    """Return `adapted(mesh)`; ValueError if the mesh is None."""
     grid = adapted(mesh)
     if grid is None:
         raise ValueError("expected a mesh, got None (one device)")
@@ -285,13 +286,13 @@ def present(mesh: AnyMesh) -> Mesh:
 
 
 def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
-    """The axes of a mesh, outermost first; none for one device."""
+    """Return the sizes of the axes of a mesh by name, outermost first; {} for one device."""
     grid = adapted(mesh)
     return {} if grid is None else {name: grid.size(name) for name in grid.mesh_dim_names}
 
 
 def coordinate(mesh: AnyMesh, axes: Sequence[str]) -> int:
-    """This rank's number along several axes, the first of them the slowest."""
+    """Return the number of this rank along several axes together, of which the first varies slowest."""
     index = 0
     for axis in axes:
         grid = present(mesh)
@@ -300,13 +301,13 @@ def coordinate(mesh: AnyMesh, axes: Sequence[str]) -> int:
 
 
 def mesh_device(mesh: AnyMesh) -> torch.device:
-    """The device this rank's tensors live on."""
+    """Return the device of this rank's tensors; the CPU if the mesh is None."""
     grid = adapted(mesh)
     return torch.device("cpu") if grid is None else grid.device
 
 
 def numbered(name: str) -> torch.device:
-    """A device by name, with its number where its kind has several: the current one's, unless the name says which.
+    """Return a device by name; "cuda" gets the index of the current device, "cpu" never has an index.
 
     >>> numbered("cpu"), numbered("cuda:1")
     (device(type='cpu'), device(type='cuda', index=1))
@@ -320,15 +321,15 @@ def numbered(name: str) -> torch.device:
 
 
 def num_ranks(mesh: AnyMesh, axes: Sequence[str] | None = None) -> int:
-    """The number of ranks along some axes (None: all of them)."""
+    """Return the number of ranks along some axes together (None: all axes)."""
     sizes = axis_sizes(mesh)
     return math.prod([sizes[axis] for axis in (sizes if axes is None else axes)])
 
 
 class OnMesh(ABC):
-    """A node of a tree that lies on a mesh."""
+    """Base class of tree nodes whose tensors are distributed over a mesh."""
 
     @property
     @abstractmethod
     def home(self) -> Any:
-        """The plan or layout it is laid out by, which has the mesh; None if there is none."""
+        """The plan or layout of the node, which has the mesh; None if the node has neither."""

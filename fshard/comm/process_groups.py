@@ -1,4 +1,4 @@
-"""Ranks of torch's process groups: messages between them, how long to wait for them, where the ranks met."""
+"""Ranks of torch's process groups: messages between them, their timeouts, and the host where the ranks met."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.constants import default_pg_nccl_timeout, default_pg_time
 from .log import Call
 from .ranks import MismatchError
 
-# What every backend moves: NCCL has neither int16, unsigned integers of more than 8 bits nor float8 on all devices.
+# Dtypes that every backend sends: NCCL lacks int16, unsigned integers of more than 8 bits and, on some devices, float8.
 _SENT = frozenset(
     {
         *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
@@ -28,7 +28,7 @@ _SENT = frozenset(
 
 
 def first_of(module: Any, *names: str) -> Callable[..., Any]:
-    """The function of the first of these names that a module has; StopIteration if it has none.
+    """Return `getattr(module, name)` for the first of `names` that the module has; StopIteration if it has none.
 
     >>> import math
     >>> first_of(math, "square_root", "sqrt")(4.0)
@@ -37,18 +37,18 @@ def first_of(module: Any, *names: str) -> Callable[..., Any]:
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
-# torch 2.13 warns of the old names, torch 2.11 has no others
+# torch 2.13 deprecates the old names, torch 2.11 has only the old ones
 all_gather_single = first_of(dist, "all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = first_of(dist, "reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def as_real(x: Tensor) -> Tensor:
-    """A tensor as backends add it up: a view of complex ones as pairs."""
+    """Return `x`, or for complex `x` a real view (..., 2), because backends cannot sum complex tensors."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 def as_sent(x: Tensor, dtypes: Collection[torch.dtype] = _SENT) -> Tensor:
-    """A contiguous tensor as backends move it: a view, in one of these dtypes, or as bytes.
+    """Return a view of a contiguous tensor that backends can send: in one of `dtypes`, or else as flat bytes.
 
     >>> as_sent(torch.ones(2, dtype=torch.int16))
     tensor([1, 0, 1, 0], dtype=torch.uint8)
@@ -59,22 +59,22 @@ def as_sent(x: Tensor, dtypes: Collection[torch.dtype] = _SENT) -> Tensor:
 
 @dataclass
 class Works:
-    """An exchange made of works to wait for, and the places it fills."""
+    """An exchange backed by torch.distributed `Work` handles and their output tensors."""
 
     works: Sequence[Any]
     parts: Sequence[Tensor]
     call: Call | str = ""
-    timeout: timedelta | None = None  # None: the process group's own
+    timeout: timedelta | None = None  # None: the timeout of the process group
 
     def wait(self) -> Sequence[Tensor]:
-        """Wait for every work."""
+        """Wait for every `Work`, and return the output tensors. MismatchError if a peer is gone or does not answer."""
         with _answering(self.call):
             for work in self.works:
                 work.wait() if self.timeout is None else work.wait(self.timeout)
         return self.parts
 
     def done(self) -> None:
-        """Nothing is shared with another rank."""
+        """Do nothing: the output tensors share no memory with another rank."""
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def _answering(call: Call | str) -> Iterator[None]:
 
 
 def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
-    """A place for what each rank sends: the given one, a part of one new buffer, or for this rank its own tensor."""
+    """Return output tensors in rank order: `recvs[p]` if given, else part of a new buffer or this rank's own tensor."""
     own, missing = sends[rank], sum(recv is None for peer, recv in enumerate(recvs) if peer != rank)
     made = iter(own.new_empty(missing, *own.shape)) if missing else iter(())  # (peers, ...)
     new = (own if peer == rank else next(made) if recv is None else recv for peer, recv in enumerate(recvs))
@@ -95,7 +95,7 @@ def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -
 
 
 class GroupRanks:
-    """Ranks of a torch process group."""
+    """The ranks of a torch process group, as a `Ranks`: messages go through the group's backend."""
 
     whole = None
 
@@ -106,47 +106,47 @@ class GroupRanks:
 
     @cached_property
     def timeout(self) -> timedelta:
-        """How long a message is waited for."""
+        """How long to wait for a message."""
         return timeout_of(self._group, self.device)
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """A new tensor; one that is lent in memory that the group's backend made for it, where it makes any."""
+        """Allocate a (numel,) tensor; with `lent`, in memory from the group's backend if the backend allocates any."""
         maker = self._maker if lent and numel and like.device == self.device else None
         return like.new_empty(numel) if maker is None else maker(numel, dtype=like.dtype, device=self.device)
 
     @cached_property
     def _maker(self) -> Callable[..., Tensor] | None:
-        """What makes memory that is registered with the network: NCCL's collectives then take fewer of the GPU's units.
+        """The backend's allocator of registered memory, or None; NCCL's collectives then occupy fewer units of the GPU.
 
-        It is let go of as any tensor's, to be used again.
+        The memory is freed and reused like that of any other tensor.
         """
         backend: Any = None if self.built_in is None else _backend(self._group, self.device)
         supports = getattr(backend, "supports_tensor_alloc", None)
         return backend.allocate_tensor if supports is not None and supports(self.device) else None
 
     def idle(self, x: Tensor) -> bool:
-        """True: a message has left when it was waited for."""
+        """Return True: once a message has been waited for, its tensor has been sent."""
         return True
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Works:
-        """Messages from point to point, or one all-to-all of a group whose collectives are the fast ones.
+        """Send `sends[p]` to rank p: by point-to-point messages on gloo, by one all-to-all where `built_in` is set.
 
-        There it starts once for all peers, and what is sent and received may be used again as soon as the computation
-        has waited: NCCL holds the memory of point-to-point messages until the device has passed them.
+        One all-to-all is one launch for all peers, and its memory may be reused as soon as the computation has waited.
+        NCCL would hold the memory of point-to-point messages until the device has finished them.
         """
         parts = places(sends, recvs, self.rank)
         with _answering(call):
             works = [] if self.size == 1 else self._start(sends, parts)
-        # NCCL takes a timeout as a wish to block the host; its watchdog has the group's
+        # with a timeout, NCCL's `wait` would block the host; NCCL's watchdog applies the timeout of the group
         return Works(works, parts, call, self.timeout if self.built_in is None else None)
 
     def _start(self, sends: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Any]:
         sends, parts = [as_sent(x) for x in sends], [as_sent(x) for x in parts]
         if self.built_in is not None:
-            nothing = sends[self.rank].new_empty(0)  # to this rank itself
+            nothing = sends[self.rank].new_empty(0)  # for this rank itself
             outs, ins = ([nothing if p == self.rank else xs[p] for p in range(self.size)] for xs in (parts, sends))
             return [dist.all_to_all(outs, ins, group=self._group, async_op=True)]
-        # gloo's all-to-all lacks dtypes, and takes longer for messages of 32 MiB between two ranks
+        # gloo's all-to-all does not support all dtypes, and is slower for messages of 32 MiB between two ranks
         ops = []
         for peer in (p for p in range(self.size) if p != self.rank):
             ops.append(dist.P2POp(dist.irecv, parts[peer], group=self._group, group_peer=peer))
@@ -155,9 +155,9 @@ class GroupRanks:
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta:
-    """How long a wait in a group may last: what was said when it was made, or else when the default group was.
+    """Return the timeout of a group; if the group has torch's default, that of the default process group.
 
-    The groups of a mesh of several axes have torch's 30 minutes, whatever `init_process_group(timeout=)` was told.
+    torch gives the groups of a mesh of several axes its default, whatever `init_process_group(timeout=)` was given.
     """
     own = _timeout(group, device)
     unsaid = own in (default_pg_timeout, default_pg_nccl_timeout)
@@ -165,7 +165,7 @@ def timeout_of(group: Any, device: torch.device) -> timedelta:
 
 
 def _timeout(group: Any, device: torch.device) -> timedelta:
-    # private API: torch has no public way to read it
+    # private API: torch has no public way to read the timeout of a group
     try:
         return _backend(group, device).options._timeout
     except (AttributeError, RuntimeError):  # a backend without options, or none for the device
@@ -173,8 +173,8 @@ def _timeout(group: Any, device: torch.device) -> timedelta:
 
 
 def _backend(group: Any, device: torch.device) -> Any:
-    """What sends a group's messages from a device, or None."""
-    # private API, which torch's own FSDP2 asks as well (test_process_groups.py notices when it goes)
+    """Return the backend of a group for a device, or None."""
+    # private API, which torch's own FSDP2 uses as well (test_process_groups.py fails if torch removes it)
     try:
         return group._get_backend(device)
     except (AttributeError, RuntimeError):  # none for the device
@@ -182,7 +182,7 @@ def _backend(group: Any, device: torch.device) -> Any:
 
 
 def meeting_host() -> str:
-    """The host that all ranks reached when they met, by the name this one was given; empty if they met otherwise."""
+    """Return the name of the host where all ranks met (the store's, or MASTER_ADDR); empty if there is none."""
     store: Any = dist.group.WORLD.get_group_store() if dist.group.WORLD is not None else None
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

@@ -1,4 +1,4 @@
-"""Memory segments that processes of one host have mapped: memfds, sealed so that no process can change their size."""
+"""Memory segments that processes of one host share: memfds, sealed so that no process can change their size."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ import weakref
 import torch
 from torch import Tensor
 
-# Who maps a segment that is cut afterwards dies of SIGBUS: what is mapped must be sealed against it.
+# If a mapped segment were truncated, a process reading it would die of SIGBUS: the seals forbid truncation.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _TOO_FEW = (errno.EMFILE, errno.ENFILE)
 
 
 class Segment:
-    """Memory that several processes have mapped."""
+    """A memory segment, mapped into this process and any number of others."""
 
     def __init__(self, fd: int, number: int):
         self.fd, self.number = fd, number
-        self.map = mmap.mmap(fd, os.fstat(fd).st_size)  # has a descriptor of its own
+        self.map = mmap.mmap(fd, os.fstat(fd).st_size)  # duplicates the descriptor
         self.data = torch.frombuffer(self.map, dtype=torch.uint8)
-        self.used = False  # by a tensor of this rank
-        self.lent = False  # that tensor may be read by others until it is freed
-        self.readers = 0  # messages in it that are not acknowledged
+        self.used = False  # whether a tensor of this rank lies in it
+        self.lent = False  # whether peers may read this tensor until it is freed
+        self.readers = 0  # number of messages in it that are not acknowledged yet
 
     def release(self) -> None:
-        """Let its memory be used again."""
+        """Mark the segment as unused by tensors of this rank, so that its memory can be reused."""
         self.used = False
 
 
 class Memory:
-    """This rank's segments: one that no tensor lies in, and that all readers have acknowledged, is used again."""
+    """The segments of this rank. Segments with no tensor and no unacknowledged message are reused."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
 
     def free(self, size: int) -> Segment | None:
-        """The smallest segment that is free and fits, but not twice as large."""
+        """Return the smallest free segment of `size` to `2 * size` bytes, or None."""
         fits = [s for s in self.segments if not (s.used or s.readers) and size <= s.data.numel() <= 2 * size]
         return min(fits, key=lambda s: s.data.numel(), default=None)
 
     def new(self, size: int) -> Segment:
-        """A new segment. OSError if the system has none to give."""
+        """Allocate a new segment. OSError if the system refuses it."""
         try:
             segment = _made(size, len(self.segments))
         except OSError as failure:
@@ -55,7 +55,7 @@ class Memory:
         return segment
 
     def find(self, data: Tensor) -> tuple[Segment, int] | None:
-        """The lent segment, and the offset in it, that data lie at."""
+        """Return the lent segment in which `data` lies, and its offset there; None if it lies in none."""
         begin = data.data_ptr()
         for segment in (s for s in self.segments if s.used and s.lent):
             offset = begin - segment.data.data_ptr()
@@ -65,9 +65,9 @@ class Memory:
 
 
 def tensor_in(segment: Segment, size: int, lent: bool) -> Tensor:
-    """Bytes in a segment that is used until the tensor's memory is freed."""
+    """Return a (size,) byte tensor at the start of a segment; the segment is in use until the tensor is freed."""
     segment.used, segment.lent = True, lent
-    # torch lets go of the array when it frees the storage
+    # torch drops its reference to the array when it frees the storage
     array = (ctypes.c_char * size).from_buffer(segment.map)
     weakref.finalize(array, segment.release).atexit = False
     return torch.frombuffer(array, dtype=torch.uint8)
@@ -96,20 +96,20 @@ def _sealed(size: int) -> int:
 
 
 def received(fd: int, number: int) -> Segment:
-    """A peer's segment, mapped; its descriptor is closed. ValueError for what is not sealed, or no memory."""
+    """Map a peer's segment and close `fd`. ValueError if `fd` is not a sealed memfd or cannot be mapped."""
     try:
         seals, size = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
         if seals & _SEALS != _SEALS or not size:
             raise ValueError(f"memory that may change its size under its readers (seals {seals}, {size} bytes)")
         return Segment(fd, number)
-    except OSError as failure:  # of what is no memfd at all
+    except OSError as failure:  # the descriptor is not a memfd, or cannot be mapped
         raise ValueError(f"a descriptor that cannot be mapped ({reason(failure)})") from failure
     finally:
         os.close(fd)
 
 
 def refusal() -> str:
-    """Why this process cannot make segments; empty if it can, or would with more descriptors."""
+    """Return why this process cannot allocate segments; empty if it can, or lacks only file descriptors."""
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create"
     try:
@@ -120,7 +120,7 @@ def refusal() -> str:
 
 
 def reason(failure: Exception) -> str:
-    """What went wrong, and what to do about it."""
+    """Return the text of an error; where file descriptors have run out, with advice to raise the limit."""
     text = str(failure)
     if isinstance(failure, OSError) and failure.errno in _TOO_FEW:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -1,10 +1,10 @@
-"""Which elements of which leaf lie where, on every rank.
+"""Layouts: which elements of which leaf lie in which row, on every rank.
 
 Note [Layouts]
-    A rank holds a tree as a few tensors, its *rows*: flat ones with intervals of many leaves, or whole leaves. A
-    `Layout` says of every leaf which of its elements lie where, on every rank, as plain integers. What an optimizer
-    must know of leaves (a norm for each, those with one label, whole matrices) is worked out from it alone, so it
-    needs to know neither how its parameters are cut nor how many ranks there are.
+    A rank holds a tree as a few tensors, called *rows*: flat tensors with intervals of many leaves, or whole leaves. A
+    `Layout` lists as plain integers which elements of every leaf lie in which row, on every rank. An optimizer derives
+    all that it needs to know about leaves from the layout (norms of leaves, leaves with one label, whole matrices), and
+    so does not depend on how parameters are cut or on the number of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..core import tree
 EVERYONE = -1
 
 
-class memo:  # it is used as property is
+class memo:  # lower case, because it is a decorator like `property`
     """functools.cached_property, without the lock it takes before Python 3.12, which torch.compile cannot trace."""
 
     def __init__(self, fn: Callable[[Any], Any]):
@@ -38,22 +38,22 @@ class memo:  # it is used as property is
 
 @dataclass(eq=False)
 class Derived:
-    """What was worked out from a plan or a layout: results of pure functions of it, so that none is ever stale.
+    """Memoized results of pure functions of a plan or a layout, which therefore never become stale.
 
-    No layout or route refers to a plan, or to this: plans and layouts are in no reference cycle. Graphs are, as what
-    they give back names its plan: those wait for Python's collector.
+    Layouts and routes refer neither to a plan nor to a `Derived`, so they are in no reference cycle. Graphs are in one,
+    because their outputs refer to the plan: Python's garbage collector frees them.
     """
 
     layouts: dict[Any, Any] = field(default_factory=dict)  # of a plan, by view
-    routes: dict[Any, Any] = field(default_factory=dict)  # of a layout, by what the layout they lead to follows from
+    routes: dict[Any, Any] = field(default_factory=dict)  # of a layout, by the `source` of the target layout
     graphs: WeakKeyDictionary[Any, dict[Any, Any]] = field(
         default_factory=WeakKeyDictionary
-    )  # by the `jit` they are of
+    )  # of a plan, by the `jit` that compiled them
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf of the whole tree."""
+    """A leaf of the whole tree: its path, and its shape and dtype before it is cut."""
 
     path: str
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Span:
-    """Elements [begin, begin + numel) of a leaf: on a rank (or on all, `EVERYONE`), from `start` on in one row."""
+    """Elements [begin, begin + numel) of a leaf, at `start` in a row of one rank (or of all ranks, `EVERYONE`)."""
 
     leaf: int
     rank: int
@@ -80,17 +80,17 @@ class Span:
 @tree.constant
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the elements of a tree's leaves lie. Two are equal if what they were made from (`source`) is."""
+    """Where the elements of a tree's leaves lie. Two layouts are equal if their `source` is equal."""
 
     source: Any
     spec: tree.Spec
-    places: tuple[int | None, ...]  # the number of the leaf at each place of the tree, None for one left out
+    places: tuple[int | None, ...]  # index of the leaf at each position of the tree; None if it was left out
     leaves: tuple[Leaf, ...]
-    spans: tuple[Span, ...]  # in the order of rank, row and start
-    flat: bool  # rows are 1-D with spans of many leaves; else each is one whole leaf
+    spans: tuple[Span, ...]  # sorted by rank, row and start
+    flat: bool  # True: rows are 1-D with spans of many leaves; False: each row is one whole leaf
     mesh: AnyMesh
-    axes: Axes  # that ranks are counted along, the first the slowest
-    origin: Layout | None = None  # what this was picked from
+    axes: Axes  # the axes along which ranks are counted; the first varies slowest
+    origin: Layout | None = None  # the layout that `pick` made this one from
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Layout) and self.source == other.source)
@@ -105,7 +105,7 @@ class Layout:
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
 
     def live_mesh(self) -> AnyMesh:
-        """The mesh, or an error for a layout that came out of a pickle."""
+        """Return the mesh. ValueError for an unpickled layout, which has none."""
         if self.mesh is None and self.axes:
             raise ValueError(
                 "this layout has no mesh (it was unpickled): make a state with init, and shard_state into it"
@@ -119,7 +119,7 @@ class Layout:
 
     @memo
     def mine(self) -> tuple[Span, ...]:
-        """What this rank holds."""
+        """The spans that this rank holds."""
         return tuple(s for s in self.spans if s.rank in (self.rank, EVERYONE))
 
     @memo
@@ -129,7 +129,7 @@ class Layout:
 
     @memo
     def is_cut(self) -> bool:
-        """Whether any rank holds what others do not."""
+        """Whether any rank holds elements that other ranks do not hold."""
         return any(s.rank != EVERYONE for s in self.spans)
 
     @memo
@@ -139,7 +139,7 @@ class Layout:
 
     @memo
     def filled(self) -> dict[int, list[tuple[int, int]]]:
-        """Where this rank's flat rows hold leaves, by row: intervals from one element up to another, none touching."""
+        """The intervals [start, stop) of this rank's flat rows that hold leaves, by row; adjacent ones are merged."""
         found: dict[int, list[tuple[int, int]]] = {}
         for span in (s for s in self.mine if s.numel):
             runs = found.setdefault(span.row, [])
@@ -148,17 +148,20 @@ class Layout:
 
     @memo
     def numbers(self) -> tuple[int, ...]:
-        """The leaves that are in it."""
+        """The indices of the leaves in this layout, each once, in the order of the tree."""
         return tuple(dict.fromkeys(n for n in self.places if n is not None))
 
     def prepared(self) -> Layout:
-        """A picked one, with all that is worked out once: what an update worked out would have it compiled again."""
+        """Fill every memo now, so that torch.compile does not see new attributes and recompile; returns self.
+
+        Only for layouts made by `pick`.
+        """
         for name in (name for name, kept in vars(Layout).items() if isinstance(kept, memo)):
             getattr(self, name)
         return self
 
     def pick(self, numbers: Iterable[int]) -> Layout:
-        """Of some leaves alone. Flat rows are packed, without padding, and those without a leaf dropped."""
+        """Return a layout of some leaves only. Flat rows are packed without padding; empty rows are dropped."""
         keep = set(numbers)
         chosen = [s for s in self.spans if s.leaf in keep]
         return replace(
@@ -171,19 +174,19 @@ class Layout:
 
     @memo
     def derived(self) -> Derived:
-        """What was worked out from it: a memo, which goes with the layout."""
+        """Memoized results computed from this layout, which are freed with the layout."""
         return Derived()
 
     @memo
     def origin_rows(self) -> list[int]:
-        """The rows of what it was picked from that it has leaves of: those its own, flat rows are packed from."""
+        """The rows of `origin` that hold leaves of this layout; this layout's flat rows are packed from them."""
         assert self.origin is not None
         keep = set(self.numbers)
         return sorted({s.row for s in self.origin.spans if s.leaf in keep})
 
     @memo
     def runs(self) -> list[list[tuple[int, int, int]]]:
-        """For each row, where its elements lie on this rank in what it was picked from: row, start, length."""
+        """For each row of this rank, the intervals (row, start, length) of `origin` in which its elements lie."""
         assert self.origin is not None
         keep = set(self.numbers)
         mine = [s for s in self.origin.mine if s.leaf in keep]

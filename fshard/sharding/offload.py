@@ -1,11 +1,11 @@
-"""Rows in host memory while a device computes: their memory, what crosses over beside the computation, the streams.
+"""Rows in host memory while a device computes: pinned memory, and streams for copies beside the computation.
 
 Note [Crossing over]
-    Each direction has a stream of its own. What is started there first waits for the computation so far, so memory
-    that the computation has let go of is never written to too early; and whoever uses what arrived has the computation
-    wait for the stream. Copies read and write pinned memory, so the host goes on meanwhile: before it reads gradients
-    or updates parameters itself, it waits for the device (`Crossing.settle`), once for each backward. Where the device
-    is the CPU the streams are torch.cpu's, which do nothing, and nothing is copied.
+    Each direction has a separate stream. Work on such a stream first waits for all earlier work of the computation, so
+    memory that the computation has freed is never overwritten too early. Before the computation uses a result, the
+    computation's stream waits for this stream. Copies read and write pinned memory, so the host is not blocked. The
+    host waits for the device (`Crossing.settle`) once for each backward, before it reads gradients or updates
+    parameters. If the device is the CPU, the streams are torch.cpu's, which do nothing, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ HOST = torch.device("cpu")
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A row in host memory, where it is for a device pinned: copies then need not wait."""
+    """Allocate a (numel,) row in host memory; for a device other than the CPU pinned, so that copies do not block."""
     return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=device != HOST)
 
 
 def pinned(row: Tensor, device: torch.device) -> Tensor:
-    """A row in host memory for a device: itself, or a pinned copy."""
+    """Return a row in host memory that `device` can copy from: the row itself, or a pinned copy."""
     return row if device == HOST or row.is_pinned() else row.pin_memory()
 
 
 def landing(row: Tensor, device: torch.device) -> Tensor:
-    """Where the device writes what a row is to hold: the row, if it lies there."""
+    """Return the tensor into which the device writes the row's new values: the row if on the device, else a new one."""
     return row if row.device == device else torch.empty_like(row, device=device)
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    """An exchange between the device and the host."""
+    """An exchange backed by copies between the device and the host."""
 
     crossing: Crossing
-    held: Sequence[Tensor]  # until the computation has waited: then their memory may be used again
+    held: Sequence[Tensor]  # kept alive until the computation has waited: their memory may be reused afterwards
 
     def wait(self) -> Sequence[Tensor]:
-        """The computation waits; the host does not."""
+        """Make the computation's stream wait for the copies, without blocking the host; returns the tensors kept."""
         self.crossing.join()
         return self.held
 
     def done(self) -> None:
-        """Nothing is shared with another rank."""
+        """Do nothing: no memory is shared with another rank."""
 
 
 class Crossing:
@@ -65,7 +65,10 @@ class Crossing:
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """What is started in this block runs beside the computation, after all that was started there before."""
+        """Inside the block, work is put on this stream: it runs after the computation so far, and beside what follows.
+
+        NotImplementedError while tracing for a device other than the CPU: a graph has no streams.
+        """
         if is_tracing() and self.device != HOST:
             raise NotImplementedError(
                 "a plan with host= is for steps that run eagerly: a graph has no streams. Omit host="
@@ -75,11 +78,11 @@ class Crossing:
             yield
 
     def join(self) -> None:
-        """The computation waits for what was started beside it."""
+        """Make the computation's stream wait for this stream."""
         self._module.current_stream().wait_stream(self._stream)
 
     def joined(self, pending: Pending) -> Pending:
-        """A result that was started beside the computation, for the computation to use."""
+        """Return `pending` with one more step: the computation waits for this stream before it uses the result."""
 
         def arrived(x: Tensor) -> Tensor:
             self.join()
@@ -88,24 +91,27 @@ class Crossing:
         return pending.then(arrived)
 
     def copied(self, x: Tensor, row: Tensor) -> Pending:
-        """The row in host memory, when the host has settled; what is on the device lives until it is waited for."""
+        """Copy `x` on the device to a row in host memory; the result is the row.
+
+        The host may read the row after `settle`. `x` is kept alive until the result is waited for.
+        """
         with self.ahead():
             row.copy_(x, non_blocking=True)
         return Pending(_Arrival(self, [x]), lambda _: row)
 
     def settle(self) -> None:
-        """The host waits for the device: it may then read and write rows."""
+        """Make the host wait for the device; the host may then read and write rows."""
         self._module.synchronize()
 
 
 class Crossings(NamedTuple):
-    """The streams of a mesh."""
+    """The three streams beside the computation, on the device of a mesh."""
 
     up: Crossing  # to the device
     down: Crossing  # to host memory
-    sums: Crossing  # of gradients (Note [Sums beside the computation] in `gradients`)
+    sums: Crossing  # for sums of gradients (Note [Sums beside the computation] in `gradients`)
 
 
 def crossings(mesh: Mesh) -> Crossings:
-    """New streams on a mesh's device."""
+    """Return new streams on the device of a mesh."""
     return Crossings(*(Crossing(mesh.device) for _ in Crossings._fields))

@@ -10,7 +10,7 @@ from ..core.arguments import wrong
 
 
 def partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> tuple[Axes, Axes, Axes]:
-    """The axes of the three partitions, each extending the one before. ValueError where one does not."""
+    """Return the axes of the three partitions, each of which must contain the axes of the one before (ValueError)."""
     result: list[Axes] = []
     before: Axes = ()
     for name, over in zip(("params_over", "grads_over", "state_over"), overs, strict=True):
@@ -26,9 +26,9 @@ def partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> tuple[Axes
 
 
 def axes_of(name: str, over: Any, sizes: Mapping[str, int]) -> Axes:
-    """The axes an argument names: a name, or several; on one device "shard" and "replicate" are none.
+    """Return the axes that an argument (one name or several) names; on one device "shard" and "replicate" give ().
 
-    Raises TypeError for what is no name, ValueError for an axis the mesh does not have.
+    Raises TypeError if `over` is neither a name nor several, ValueError for an axis that the mesh does not have.
     """
     names = (over,) if isinstance(over, str) else over
     if not isinstance(names, list | tuple) or not all(isinstance(axis, str) for axis in names):

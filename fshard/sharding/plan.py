@@ -1,14 +1,15 @@
-"""Who owns which interval of which flat buffer, worked out once, from shapes alone.
+"""Plans: which rank owns which interval of which flat buffer, computed once, from shapes alone.
 
 Note [Layout]
-    The leaves of a tree are grouped in *units* (what travels together) and, inside a unit, by *kind* (dtype, trainable
-    or frozen, sharded or whole). The leaves of one unit and kind lie in one flat buffer, in the order of use. Every
-    leaf starts at a multiple of 16 bytes in each dtype the buffer is held in, because kernels load 16 bytes at once: a
-    matrix that starts elsewhere is multiplied more slowly. The end is padded so that the finest interval any rank owns
-    is such a multiple, too; padding is zeros. Rank r along the axes of a partition owns the r-th equal interval. What a
-    rank holds of all units, end to end, is one tensor per kind.
-    The axes of the three partitions extend one another (params, then grads, then state), the first axis the slowest,
-    so an interval of a finer partition lies inside one interval of a coarser one.
+    The leaves of a tree are grouped in *units* (leaves that are gathered together) and, inside a unit, by *kind*
+    (dtype, trainable or frozen, sharded or whole, on the device or in host memory). The leaves of one unit and kind lie
+    in one flat buffer, in the order of the tree. Every leaf starts at a multiple of 16 bytes in each dtype of the
+    buffer, because kernels load 16 bytes at once, and multiply a matrix that starts elsewhere more slowly. The end of
+    the buffer is padded with zeros so that the length of the smallest interval of a rank is such a multiple, too.
+    Rank r along the axes of a partition owns the r-th of equal intervals. A rank holds one tensor per kind: its
+    intervals of all units, one after the other.
+    Each of the three partitions (params, grads, state) has the axes of the one before and possibly more, and the first
+    axis varies slowest. So an interval of a finer partition lies inside one interval of a coarser partition.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ _ALIGN = 16  # bytes
 
 @dataclass(frozen=True)
 class Kind:
-    """What the leaves of one flat buffer have in common."""
+    """The properties that all leaves of one flat buffer have in common."""
 
     precision: Precision
     trainable: bool
     whole: bool
-    host: bool  # kept in host memory
+    host: bool  # stored in host memory
 
     @property
     def dtype(self) -> torch.dtype:
-        """What they are kept in."""
+        """The dtype in which the leaves are stored."""
         return self.precision.storage
 
     @property
     def aligned(self) -> int:
-        """The number of elements that are 16 bytes, or a multiple, in each dtype its flat buffers are held in."""
+        """The alignment in elements: a multiple of 16 bytes in each dtype in which the flat buffer is held."""
         return max(1, _ALIGN // self.precision.itemsize)
 
     def __str__(self) -> str:
@@ -69,7 +70,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Slot:
-    """A leaf's place: elements [start, start + numel) of the flat buffer of its unit and kind."""
+    """The position of a leaf: elements [start, start + numel) of the flat buffer of its unit and kind."""
 
     path: str
     shape: tuple[int, ...]
@@ -85,7 +86,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Unit:
-    """What travels together: `lengths[k]` elements, padded, in the flat buffer of kind k."""
+    """Leaves that are gathered together: `lengths[k]` elements, padding included, in the flat buffer of kind k."""
 
     name: str
     lengths: tuple[int, ...]
@@ -96,8 +97,8 @@ class Unit:
 class Plan:
     """A layout of a tree over the axes of a mesh: immutable, hashable, picklable, the same on every rank.
 
-    `slots[leaves[i]]` is the place of leaf i, `claims[i]` the unit that claimed it (another one's if the tensor was
-    seen before). A pickled plan leaves its mesh behind: `plan.on(mesh)` gives it one again.
+    `slots[leaves[i]]` is the position of leaf i, and `claims[i]` the unit that claimed it. A tied leaf has the slot of
+    its first occurrence, which may be in another unit. Pickling drops the mesh: `plan.on(mesh)` sets it again.
     """
 
     spec: tree.Spec
@@ -131,11 +132,11 @@ class Plan:
 
     @property
     def root(self) -> int | None:
-        """The number of the root unit, which holds what no other claims; None if every leaf is claimed."""
+        """The number of the root unit, which holds all leaves that no other unit claims; None if there are none."""
         return 0 if self.units and self.units[0].name == ROOT else None
 
     def on(self, mesh: AnyMesh) -> Plan:
-        """This plan on another mesh with the same axes (ValueError if they differ)."""
+        """Return this plan on another mesh with the same axes (ValueError if the axes differ)."""
         sizes = axis_sizes(mesh)
         if tuple(sizes.items()) != self.axes:
             raise ValueError(
@@ -145,34 +146,34 @@ class Plan:
         return replace(self, mesh=connected(mesh))
 
     def live_mesh(self) -> AnyMesh:
-        """The mesh, or an error for a plan that came out of a pickle."""
+        """Return the mesh. ValueError for an unpickled plan, which has none."""
         if self.mesh is None and self.axes:
             raise ValueError(f"this plan has no mesh (it was unpickled): call plan.on(mesh), axes {dict(self.axes)}")
         return self.mesh
 
     def over(self, axes: Axes, kind: int) -> Axes:
-        """The axes a kind is partitioned over: none for leaves kept whole."""
+        """Return the axes over which a kind is partitioned: `axes`, or none for leaves kept whole."""
         return () if self.kinds[kind].whole else axes
 
     def rest(self, axes: Axes) -> Axes:
-        """The axes of the mesh that are not among these."""
+        """Return the axes of the mesh that are not in `axes`."""
         return tuple(name for name, _ in self.axes if name not in axes)
 
     def num_parts(self, axes: Axes) -> int:
-        """The number of intervals over these axes."""
+        """Return the number of intervals of a partition over these axes."""
         sizes = dict(self.axes)
         return math.prod(sizes[axis] for axis in axes)
 
     def length(self, unit: int, kind: int, axes: Axes) -> int:
-        """Elements of a unit and kind in one interval over these axes."""
+        """Return the number of elements of a unit and kind in one interval over these axes."""
         return self.units[unit].lengths[kind] // self.num_parts(self.over(axes, kind))
 
     def offset(self, unit: int, kind: int, axes: Axes) -> int:
-        """Where a unit begins in the tensor of one kind that a rank holds (`unit` may be one past the last)."""
+        """Return where a unit begins in a rank's tensor of one kind; `unit` may be one past the last."""
         return self._offsets[self.over(axes, kind)][kind][unit]
 
     def index(self, axes: Axes) -> int:
-        """The number of this rank's interval over the axes of one of the partitions."""
+        """Return the number of this rank's interval; `axes` are those of one of the partitions."""
         return self._indices[axes]
 
     @cached_property
@@ -182,7 +183,7 @@ class Plan:
 
     @cached_property
     def places(self) -> dict[tuple[int, int], list[Slot]]:
-        """The slots of every unit and kind that has any, in the order they lie in."""
+        """The slots by (unit, kind), in the order in which they lie in the flat buffer."""
         found: dict[tuple[int, int], list[Slot]] = {}
         for slot in self.slots:
             found.setdefault((slot.unit, slot.kind), []).append(slot)
@@ -190,17 +191,17 @@ class Plan:
 
     @cached_property
     def derived(self) -> Derived:
-        """What was worked out from it: a memo, which goes with the plan."""
+        """Memoized results computed from this plan, which are freed with the plan."""
         return Derived()
 
     @cached_property
     def device(self) -> torch.device:
-        """Where its mesh computes."""
+        """The device on which this rank computes."""
         return mesh_device(self.live_mesh())
 
     @property
     def crossings(self) -> Crossings:
-        """The streams beside the computation (Note [Crossing over] in `offload`), made once for its mesh."""
+        """The streams beside the computation (Note [Crossing over] in `offload`), made once for the mesh."""
         return present(self.live_mesh()).once(crossings)
 
     @cached_property
@@ -213,15 +214,15 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of everything that must be equal on all ranks."""
+        """A SHA-256 digest of everything that must be equal on all ranks."""
         return hashlib.sha256(self.describe().encode()).hexdigest()
 
     def first_difference(self, other: Plan) -> str:
-        """Where another plan begins to differ, in words."""
+        """Describe the first difference between this plan and another one."""
         return consensus.first_difference(self.describe(), other.describe(), "{}, there is {}")
 
     def describe(self) -> str:
-        """Everything that must be equal on all ranks, line by line."""
+        """Return everything that must be equal on all ranks, as lines of text."""
         lines = [f"leaf {p}" for p in self._leaf_lines()]
         lines += [f"unit {u.name!r} of {u.lengths} elements" for u in self.units]
         lines.append(f"params_over={self.params_over} grads_over={self.grads_over} state_over={self.state_over}")
@@ -291,28 +292,31 @@ def make_plan(
       state are partitioned, each extending the one before.
     - `regather`: gathered parameters are freed after the forward and gathered again in the backward.
 
-    Leaves with another treatment, each option a pattern, several, or a predicate. Integer leaves are always frozen, and
-    so are leaves that do not require a gradient in a tree where others do, as a module's. Leaves that are the same
-    elements of the same memory (one tensor, its `.detach()` or `.data`) are tied: they are stored once.
+    Leaves with another treatment; `whole`, `frozen` and `host` are each a pattern, several patterns, or a predicate.
+    Integer leaves are always frozen. If some leaves of a tree require a gradient, as in a module, leaves that do not
+    are frozen. Leaves that are the same elements of the same memory (one tensor, its `.detach()` or `.data`) are tied:
+    they are stored once.
 
-    - `whole`: they stay whole on every rank.
-    - `frozen`: they get no gradient and no optimizer state.
-    - `host`: parameters, gradients and optimizer state lie in host memory, where the optimizer updates them; the device
-      of the mesh computes with them.
-    - `block`: leaves start at multiples of so many elements, and shard boundaries fall on them (for state in blocks).
+    - `whole`: these leaves stay whole on every rank.
+    - `frozen`: these leaves get no gradient and no optimizer state.
+    - `host`: parameters, gradients and optimizer state of these leaves lie in host memory, where the optimizer updates
+      them; the device of the mesh computes with them.
+    - `block`: leaves start at multiples of `block` elements, and shard boundaries fall on them (for state in blocks).
 
     Dtypes, and what is sent:
 
-    - `policy`: the dtypes in which floating leaves are stored, computed with and reduced (`Policy`, or a text of one).
+    - `policy`: the dtypes in which floating leaves are stored, computed with and reduced (a `Policy`, or its text).
     - `param_wire`, `grad_wire`: how shards and gradients are encoded to be sent (`fshard.wire`).
     - `together`: all dtypes of a unit are gathered in one message.
     - `gather`: an object whose `all_gather` gathers the shards of parameters (`fshard.reduction.Gather`).
-    - `slices`: a step with `reduction="tree"` cuts the batch of all ranks into so many, a power of two.
+    - `slices`: a step with `reduction="tree"` cuts the batch of all ranks into this number of slices, a power
+      of two.
 
     On a mesh of processes the plans of all ranks are compared.
 
-    Raises TypeError (what an argument cannot be), ValueError (axes, patterns, leaves that are no plain dense tensors or
-    share a part of their memory, `frozen` against `requires_grad`) and MismatchError (ranks whose plans differ).
+    Raises TypeError (an argument of a wrong type), ValueError (wrong axes or patterns, leaves that are not plain dense
+    tensors or share part of their memory, `frozen` that contradicts `requires_grad`) and MismatchError (plans of ranks
+    differ).
 
     >>> plan = make_plan({"embed": torch.zeros(4, 2), "blocks": [torch.zeros(3), torch.zeros(3)]}, units=["blocks.*"])
     >>> [unit.name for unit in plan.units]
@@ -334,10 +338,10 @@ def make_plan(
     keep, still, away = (claim_leaves(params, spec, where, name) for name, where in picks.items())
     still = join_frozen(still, flat, origins, tree.paths(spec))
     dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, policy), policy)
-    # a tied leaf is what its first place says
+    # only first occurrences: tied leaves have the kind of the first
     kind_of = {i: Kind(dtypes[i], is_differentiable(flat[i]) and not still[i], keep[i], away[i]) for i in numbers}
     kinds = tuple(dict.fromkeys(kind_of.values()))
-    parts = math.prod(sizes.values())  # of all axes: an all-reduce over any is then cut evenly, too
+    parts = math.prod(sizes.values())  # of all axes, so that an all-reduce over any axis divides evenly, too
     slots, lengths = _place(flat, tree.paths(spec), kind_of, kinds, claims, len(names), parts, block)
     plan = Plan(
         spec,
@@ -381,7 +385,7 @@ def _check_arguments(block: Any, slices: Any, regather: Any, together: Any, gath
 
 
 def check_plain(name: str, params: Any) -> None:
-    """Raise TypeError for what is no tree of whole tensors: sharded ones, plans."""
+    """Raise TypeError if `params` contains sharded tensors or a plan instead of whole tensors."""
     for node in tree.tops(params, lambda x: isinstance(x, Parts | Branch | Plan)):
         if isinstance(node, Parts | Branch):
             raise TypeError(wrong(name, node, "a tree of whole tensors", "fshard.gather_params gives them"))
@@ -407,7 +411,10 @@ def _place(
     num_parts: int,
     block: int,
 ) -> tuple[tuple[Slot, ...], list[list[int]]]:
-    """Leaves by unit and kind, each from whole blocks and 16 bytes on, then padding to as much for every rank."""
+    """Return the slot of each leaf, and the padded length of every unit and kind.
+
+    Leaves start at multiples of `block` and of 16 bytes; lengths are multiples of that times the number of ranks.
+    """
     lengths = [[0] * len(kinds) for _ in range(num_units)]
     slots, steps = [], [math.lcm(kind.aligned, block) for kind in kinds]
     for i, kind in kind_of.items():

@@ -1,4 +1,4 @@
-"""What a `Sharded` holds of a plan: kinds, units, the axes they are cut over, and the layout that follows."""
+"""Views: which kinds and units of a plan a `Sharded` holds, over which axes they are cut, and the layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .plan import Plan, Slot
 @tree.constant
 @dataclass(frozen=True)
 class View:
-    """What the rows of a `Sharded` hold: some kinds and units of a plan, cut over some axes, for one subtree."""
+    """The contents of a `Sharded`: some kinds and units of a plan, cut over some axes, for one subtree."""
 
     plan: Plan
     over: Axes
@@ -25,12 +25,12 @@ class View:
     units: tuple[int, int]  # the first unit of the subtree, and one past the last
 
     def slots(self) -> list[Slot]:
-        """The slot of every leaf of the subtree, in order; tied leaves have one slot."""
+        """Return the slot of every leaf of the subtree, in order; tied leaves share one slot."""
         numbers = self.plan.leaves[self.first : self.first + self.spec.num_leaves]
         return [self.plan.slots[n] for n in numbers]
 
     def axes(self, kind: int) -> Axes:
-        """The axes that a kind is cut over in this view: none for kinds that are kept whole."""
+        """Return the axes over which a kind is cut in this view: none for kinds that are kept whole."""
         return self.plan.over(self.over, kind)
 
     @property
@@ -43,7 +43,7 @@ class View:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        """What a layout follows from: not the plan itself, which keeps it."""
+        """Everything that determines the layout. The plan itself is left out: the plan keeps the layout (no cycle)."""
         plan = self.plan
         return plan.fingerprint, plan.axes, self.over, self.kinds, self.spec, self.first, self.units
 
