@@ -445,10 +445,15 @@ def changed_after(mesh: Any, p: Sharded, x: Tensor) -> Any:
     more, rows = fshard.all_reduce(reduced, mesh, "shard"), fshard.all_gather(sent, mesh, "shard")
     for y in (sent, reduced):
         y.add_(1)
+    # the tensor that is written to is not the first argument
+    out, listed = x + 3, x + 4
+    both = [fshard.all_gather(y, mesh, "shard") for y in (out, listed)]
+    torch.add(total, 1.0, out=out)
+    torch._foreach_add_([total, listed], 1.0)
     w = gathered["blocks"][0]["w"]
     first = x @ w
     w.mul_(2)
-    return total, sent, reduced, more, rows, first, x @ gathered["blocks"][1]["w"], x @ w
+    return total, sent, reduced, more, rows, out, listed, *both, first, x @ gathered["blocks"][1]["w"], x @ w
 
 
 @pytest.mark.parametrize("in_flight", [0, EVERYTHING])

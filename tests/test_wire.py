@@ -567,3 +567,11 @@ def test_gradients_go_along_axes_of_several_ranks(ranks, plan):
 
     replicate, shard = ranks
     assert all(0 not in sizes for sizes in simulated(sent, shard=shard, replicate=replicate))
+
+
+@pytest.mark.parametrize("block", [1, 4, 256])
+def test_numbers_near_zero_keep_their_signs(block):
+    """A scale that is rounded to a subnormal number would have codes wrap round to the other sign."""
+    x = torch.tensor([2.66e-43, -2.66e-43, 1e-44, 0.0, -1e-41])
+    decoded = Int8(block).decode(Int8(block).encode(x, [5]), [5])
+    assert (decoded * 1e30 * x.sign() >= 0).all()

@@ -125,7 +125,7 @@ class Int8:
         """Pack the scales, then the codes."""
         blocks = F.pad(x.float(), (0, -x.numel() % self.block)).view(-1, self.block)
         scales = blocks.abs().amax(1, keepdim=True) / 127 if x.numel() else blocks[:, :1]
-        codes = (blocks / torch.where(scales > 0, scales, 1)).round().nan_to_num(0).to(torch.int8)
+        codes = (blocks / torch.where(scales > 0, scales, 1)).round().nan_to_num(0).clamp(-127, 127).to(torch.int8)
         return pack(torch.where(scales.isfinite(), scales, torch.nan).view(-1), codes.view(-1)[: x.numel()])
 
     def decode(self, data: Tensor, sizes: Sizes) -> Tensor:

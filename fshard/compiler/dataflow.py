@@ -107,7 +107,7 @@ def _written(values: Iterable[fx.Node], order: Mapping[fx.Node, int]) -> Iterato
     """The indices of all nodes that write to the memory of these values; waits and reductions do not count."""
     places = {place for value in values for place in storages_of(value)}
     for node in (n for n in order if writes(n) and not is_call(n, "fshard.wait", *REDUCTIONS)):
-        if any(places & set(storages_of(x)) for x in node.all_input_nodes[:1]):
+        if any(places & set(storages_of(x)) for x in _written_by(node)):
             yield order[node]
 
 
