@@ -165,9 +165,8 @@ def connected(mesh: AnyMesh) -> Mesh | None:
         return grid
     kept = grid.once(_Connection)
     is_missing = kept.twin is None or not kept.twin.is_quiet()
-    if primitives.total(
-        torch.tensor(is_missing, dtype=torch.uint8, device=grid.device), grid, op="max", label="connections"
-    ).item():
+    missing = torch.tensor(is_missing, dtype=torch.uint8, device=grid.device)
+    if primitives.total(missing, grid, op="max", label="connections").item():
         kept.twin = None  # first, so that no rank keeps its old twin if `connect` fails on any rank
         kept.twin = connect(grid)
     return kept.twin

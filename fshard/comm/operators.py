@@ -95,28 +95,17 @@ def _exchange(
 ) -> Started:
     ranks, called = _ranks(mesh, axis), Call(kind, axis, label, nbytes, text=call)
     note(called)
-    place, _ = _exchanged(sends, numels, mesh, axis, label, nbytes, kind, call)
+    place, _ = _exchanged(sends, numels)
     exchange = ranks.exchange([x.reshape(-1) for x in sends], list(place.split(list(numels))), called)
-    if (
-        now or not place.numel()
-    ):  # a result that is not read: a compiler would drop `wait`, and reuse what is sent too early
+    if now or not place.numel():
+        # a result that is not read: a compiler would drop `wait`, and use the memory of what is sent again too early
         exchange.wait()
         exchange.done()
         return _started(place, Pending(None, lambda _: place))
     return _started(place, Pending(exchange, lambda _: place))
 
 
-def _exchanged(
-    sends: Sequence[Tensor],
-    numels: Sequence[int],
-    mesh: str,
-    axis: str,
-    label: str,
-    nbytes: int,
-    kind: str,
-    call: str,
-    now: bool = False,
-) -> Started:
+def _exchanged(sends: Sequence[Tensor], numels: Sequence[int], *rest: Any) -> Started:
     return sends[0].new_empty(sum(numels)), _ticket()
 
 

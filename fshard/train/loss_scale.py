@@ -344,7 +344,7 @@ class NoLossScale:
         return grads, torch.zeros((), dtype=torch.float32, device=device_of(grads))
 
     def adjust(self, found_inf: FoundInf) -> NoLossScale:
-        """Return this scaler."""
+        """Return this scaler: without a scale nothing is adjusted."""
         check_found(found_inf)
         return self
 
