@@ -66,7 +66,7 @@ def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Tree:
+class TreeSums:
     """Sums in a balanced binary tree over ranks (Note [The same bits on any number of ranks])."""
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
@@ -83,7 +83,7 @@ class Tree:
         return whole.then(lambda full: full.view(x.shape) if out is None else out.copy_(full.view(x.shape)))
 
 
-EXACT, FAST, TREE = Sums(), Sums(fast=True), Tree()
+EXACT, FAST, TREE = Sums(), Sums(fast=True), TreeSums()
 
 
 def reduce_over(
@@ -94,16 +94,16 @@ def reduce_over(
     A sum along one axis is sent along the next in the dtype it was taken in.
     """
     sizes = axis_sizes(mesh)
-    stages = _stages(sizes, axes, rest, innermost_first=isinstance(by, Tree))
+    stages = _stages(sizes, axes, rest, innermost_first=isinstance(by, TreeSums))
     if not stages:
         return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
 
     def start(stage: _Stage, x: Tensor) -> Pending:
         ranks, reduce = primitives.along(mesh, stage.axis), by.reduce_scatter if stage.scatters else by.all_reduce
         into = out
-        if stage is not stages[-1]:  # `Tree` chooses the dtype of its sums
+        if stage is not stages[-1]:  # `TreeSums` chooses the dtype of its sums
             numel = x.numel() // ranks.size if stage.scatters else x.numel()
-            into = None if isinstance(by, Tree) else x.new_empty(numel, dtype=primitives.sum_dtype(x.dtype))
+            into = None if isinstance(by, TreeSums) else x.new_empty(numel, dtype=primitives.sum_dtype(x.dtype))
         return reduce(_in_order(x, stage, sizes), ranks, label, into).keeping(x)
 
     pending = start(stages[0], x)

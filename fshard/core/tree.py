@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import optree
 
@@ -20,6 +20,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 _NAMESPACE = "torch"
+# A tree of any node types: Python cannot say more of its type. `Any` without this name is not a tree.
+Tree: TypeAlias = Any
 Spec = optree.PyTreeSpec
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..comm import primitives
 from ..comm.mesh import Axes, num_ranks
 from ..comm.ranks import Pending
-from ..comm.reduction import Reduction, Tree, gather_over, reduce_over
+from ..comm.reduction import Reduction, TreeSums, gather_over, reduce_over
 from ..comm.wire import Wire, pack, unpack
 from ..core.flat import clear_outside_, cleared_outside
 from . import offload
@@ -195,7 +195,7 @@ def _reduce_cast(
 ) -> Pending:
     plan, axes = reduced.plan, reduced.view.axes(kind)
     mesh, rest, name = plan.live_mesh(), plan.rest(axes + later), plan.units[unit].name
-    if isinstance(by, Tree):  # sums travel in the dtype they are taken in
+    if isinstance(by, TreeSums):  # sums travel in the dtype they are taken in
         return reduce_over(flat, mesh, axes, rest, name, out, by)
     # Each gradient was divided by the number of ranks W. Multiplied by about sqrt(W), neither small gradients nor sums
     # of large ones leave the range of float16. A power of two rounds nothing.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..comm.mesh import Axes, coordinate
-from ..comm.reduction import Reduction, Tree, is_idle
+from ..comm.reduction import Reduction, TreeSums, is_idle
 from ..core import tree
 from ..core.arguments import wrong
 from ..core.random import seeded
@@ -169,7 +169,7 @@ def check_reduce_once(reduce_once: Any, by: Reduction) -> None:
     names = (reduce_once,) if isinstance(reduce_once, str) else reduce_once
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(wrong("reduce_once", reduce_once, "True or False, or the names of axes of the mesh"))
-    if isinstance(by, Tree):
+    if isinstance(by, TreeSums):
         raise ValueError(
             f"reduce_once={reduce_once!r} with reduction='tree': a rank adds all its slices up, and gradients are "
             "reduced once over all axes: leave reduce_once out"

@@ -13,7 +13,7 @@ from ..comm import consensus
 from ..comm.check import Checked, is_wanted
 from ..comm.mesh import present
 from ..comm.ranks import MismatchError
-from ..comm.reduction import Reduction, Tree, reduction_of
+from ..comm.reduction import Reduction, TreeSums, reduction_of
 from ..core import tree
 from ..core.arguments import check_flags, check_has, check_positive, check_whole, shown
 from ..core.donation import Life
@@ -216,7 +216,7 @@ def train_step(
     how = {"accumulate": accumulate, "reduce_once": reduce_once, "with_extra": with_extra, "skip_labels": skip_labels}
     named = reduction if isinstance(reduction, str) else type(reduction).__qualname__
     built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=tx)}"
-    in_slices = isinstance(by, Tree)
+    in_slices = isinstance(by, TreeSums)
     gradients = gradients_of_slices if in_slices else gradients_of_micro_batches
     if in_slices:  # fused kernels compute the last elements of a row otherwise than the rest
         tx = tx._replace(fused=None)
@@ -271,7 +271,7 @@ def _check_built(
         )
     if skip_labels is not None:
         check_labelled(tx)
-    if with_extra and isinstance(by, Tree):
+    if with_extra and isinstance(by, TreeSums):
         raise ValueError(
             "with_extra with reduction='tree': ranks work side by side, so what goes from one micro-batch to the next "
             "depends on how many ranks there are. Use another reduction."
