@@ -1,4 +1,5 @@
-"""Loss scaling: the dynamic rule is torch's, scalers are values, and a skipped update selects the old tree."""
+"""Loss scaling: the dynamic rule is torch's, scalers are immutable values, and a skipped update selects the old
+tree."""
 
 import copy
 import dataclasses
@@ -46,7 +47,8 @@ def test_the_dynamic_scale_follows_torch(interval, growth, backoff, start):
 
 @pytest.mark.parametrize(("bounds", "hysteresis"), [((8.0, 64.0), 1), ((8.0, 64.0), 3), ((0.0, math.inf), 2)])
 def test_bounds_and_hysteresis(bounds, hysteresis):
-    """Bounds and hysteresis would not follow Megatron-LM's rule."""
+    """Bounds and hysteresis follow Megatron-LM's rule: otherwise the scale would leave its bounds or back off too
+    early."""
     low, high = bounds
     scaler = DynamicLossScale(32.0, 2.0, 0.5, 2, min_scale=low, max_scale=high, hysteresis=hysteresis)
     scale, good, borne = 32.0, 0, hysteresis
@@ -123,7 +125,8 @@ def test_scalers_are_immutable(name):
 
 @pytest.mark.parametrize("name", SCALERS)
 def test_value_is_a_tensor_and_scale_a_method(name):
-    """The value is a plain 0-d tensor; the method multiplies a tree by it and gives plain tensors."""
+    """`value` is a 0-d float32 tensor and `scale(tree)` a method: otherwise code that multiplies by the value would
+    fail."""
     scaler = SCALERS[name]()
     number = {"dynamic": 24.0, "static": 12.0, "none": 1.0}[name]
     assert type(scaler.value) is torch.Tensor
@@ -280,7 +283,7 @@ def test_a_scale_may_be_set():
 
 
 def found_on(mesh: Any, bad: int) -> tuple[float, float]:
-    """found_inf where one rank's part is not finite."""
+    """Whether this rank's part is not finite, and the found_inf that `unscale` gives."""
     plan = fshard.make_plan(torch.ones(12), mesh)
     grads = fshard.shard_params(torch.ones(12), plan)
     if mesh.get_rank() == bad:
@@ -312,7 +315,8 @@ def test_select_picks_one_of_two_trees():
     ids=str,
 )
 def test_settings_that_make_no_sense_are_errors(bad):
-    """The sentence says what was expected."""
+    """Factors and intervals that make no sense are refused: without the error the scale would never grow, or never
+    back off."""
     words = "expected growth_factor > 1 and 0 < backoff_factor < 1|growth_interval=0: expected a number of updates"
     with pytest.raises(ValueError, match=words):
         DynamicLossScale(**bad)
@@ -320,7 +324,7 @@ def test_settings_that_make_no_sense_are_errors(bad):
 
 @pytest.mark.parametrize("bad", [{"min_scale": 2.0, "max_scale": 1.0}, {"min_scale": -1.0}, {"hysteresis": 0}], ids=str)
 def test_bounds_that_make_no_sense_are_errors(bad):
-    """The sentence says what was expected."""
+    """Impossible bounds or hysteresis are refused: without the error the scale would be clamped to a wrong value."""
     words = "expected 0 <= min_scale <= max_scale|hysteresis=0: expected a number of overflows, at least 1"
     with pytest.raises(ValueError, match=words):
         DynamicLossScale(**bad)
@@ -328,7 +332,8 @@ def test_bounds_that_make_no_sense_are_errors(bad):
 
 @pytest.mark.parametrize("kind", [StaticLossScale, DynamicLossScale])
 def test_a_scale_is_one_number(kind):
-    """A vector is refused, and what is no positive finite number."""
+    """A scale must be one positive finite number: otherwise a vector, zero or NaN would spoil every gradient without
+    a word."""
     for bad in (0, 0.0, -1.0, torch.inf, torch.nan):
         with pytest.raises(ValueError, match="a loss scale is a finite number above 0, got"):
             kind(bad)
@@ -337,7 +342,7 @@ def test_a_scale_is_one_number(kind):
 
 
 def whole_tree(rank: int, bad: int) -> dict[str, Tensor]:
-    """Every rank's own gradients; those of one rank overflow in one leaf."""
+    """The gradients of one rank; leaf `w2` of rank `bad` has an infinite element."""
     grads = {"w1": rand(5, seed=rank), "w2": rand(2, 3, seed=10 + rank), "b1": rand(4, seed=20 + rank)}
     if rank == bad:
         grads["w2"][1, 2] = torch.inf
@@ -345,7 +350,7 @@ def whole_tree(rank: int, bad: int) -> dict[str, Tensor]:
 
 
 def agreed_on(mesh: Any, kind: str, own: bool, bad: int) -> Any:
-    """found_inf of one scaler and gradients of one kind, by label too, and the culprits."""
+    """found_inf of every scaler, whole and by label, for gradients of one kind; and the leaves that are not finite."""
     grads: Any = whole_tree(mesh.get_rank(), bad)
     given: dict[str, Any] = {"mesh": mesh}
     if kind != "plain":
@@ -367,7 +372,8 @@ def agreed_on(mesh: Any, kind: str, own: bool, bad: int) -> Any:
 @pytest.mark.parametrize("kind", ["plain", "unreduced", "sharded"])
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 2), (1, 3), (2, 2)])
 def test_every_rank_has_the_same_found_inf(replicate, shard, kind, own):
-    """Of all scalers, whole or by label, whichever rank it is that overflows, over all axes of the mesh."""
+    """All ranks get one found_inf, whichever rank overflows: otherwise some ranks would skip an update that others
+    make."""
     for bad in {-1, 0, replicate * shard - 1}:
         hit = float(bad >= 0)
         want = [hit, {"w": hit, "b": 0.0}] * 2 + [0.0, 0.0], ["w2"] if hit else []
@@ -381,7 +387,7 @@ def test_processes_agree_on_found_inf():
 
 
 def by_hand(mesh: Any, partition: str, given: bool, tx: Any, labels: Any, jitted: bool) -> Any:
-    """Three updates of whole parameters from every rank's own gradients; rank 1's overflow in the second."""
+    """The parameters and the scale after three ZeRO updates; rank 1's gradients overflow in the second."""
     params = {"w1": torch.ones(5), "w2": torch.ones(2, 3), "b1": torch.ones(4)}
     zero = fshard.zero(tx, mesh, partition, "local", bucket=4)
     state, scaler = zero.init(params), DynamicLossScale(8.0)
@@ -435,7 +441,8 @@ KINDS = ["plain", "sharded", "unreduced"]
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_unscaling_twice_is_noticed_on_every_rank(own, kind):
-    """What `unscale` gave is refused, and so is that tree mapped; what is computed from it is a new gradient."""
+    """A second `unscale` of one tree is an error on every rank: without it gradients would be divided by the scale
+    twice."""
 
     def law(mesh: Any) -> None:
         scaler = StaticLossScale(4.0)
@@ -456,7 +463,8 @@ def test_unscaling_twice_is_noticed_on_every_rank(own, kind):
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_unscaled_is_a_type_not_an_attribute(own, kind):
-    """No tensor that goes in or comes out has an attribute of ours; with `own` the memory is the caller's."""
+    """`unscale` marks results by type, and only `own` reuses memory: otherwise a caller's tensors would be marked or
+    overwritten."""
 
     def law(mesh: Any) -> None:
         grads, given = local_grads(mesh, kind)
@@ -471,7 +479,8 @@ def test_unscaled_is_a_type_not_an_attribute(own, kind):
 
 
 def test_what_is_computed_from_unscaled_gradients_is_plain():
-    """Operators, views, copies and torch's lists of tensors; nothing of ours stays in what comes out."""
+    """What is computed from unscaled gradients is a plain Tensor: otherwise new gradients would be refused as
+    unscaled already."""
     grad = StaticLossScale(4.0).unscale(torch.tensor([8.0, 4.0]))[0]
     assert type(grad) is Unscaled
     made = [grad * 2, grad + grad, grad.clone(), grad.detach(), grad[:1], grad.view(2, 1), torch.stack([grad])]
@@ -482,7 +491,8 @@ def test_what_is_computed_from_unscaled_gradients_is_plain():
 @pytest.mark.parametrize("tx", ["sgd", "adamw", "lion", "lamb"])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_optimizers_take_unscaled_gradients(tx, jitted):
-    """The bits of an update with plain tensors of the same values, and parameters that are plain again."""
+    """Updates with unscaled gradients have the bits of plain ones: otherwise a loss scale would change training or
+    parameter types."""
     one = getattr(optim, tx)(0.1)
     params = {"w": rand(5, seed=1), "b": rand(2, 3, seed=2)}
     grads = tree.map(lambda x: x / 3, params)
@@ -548,7 +558,8 @@ def test_scaling_keeps_dtypes(name, dtype):
 
 
 def test_what_cannot_be_scaled():
-    """The leaf is named."""
+    """Scaling an integer or a Python number is an error that names the leaf; without it a loss would be scaled in
+    part only."""
     for bad, words in (({"n": [torch.tensor(1)]}, "torch.int64"), ({"n": [3.0]}, "float")):
         with pytest.raises(TypeError, match=re.escape(f"scale: leaf 'n.0': expected a floating tensor, got {words}")):
             StaticLossScale(4.0).scale(bad)
@@ -569,7 +580,8 @@ def test_scaled_losses_of_ranks_have_scaled_gradients():
 
 
 def emptied(mesh: Any, scale: Any, accumulate: int, reduction: str, masked: bool, labels: Any) -> Any:
-    """A step in which some count, then one in which nobody does, then another."""
+    """Three steps, in the second of which no rank counts anything: NaN losses, found_inf, unchanged states, and the
+    last scale."""
     params = {"w": torch.ones(6), "v": torch.ones(3)}
     plan = fshard.make_plan(params, mesh, units=["v"])
     tx = optim.adamw(0.1) if labels is None else optim.by_label({"w": optim.adamw(0.1), "v": optim.sgd(0.1)}, labels)
@@ -596,7 +608,7 @@ def emptied(mesh: Any, scale: Any, accumulate: int, reduction: str, masked: bool
 @pytest.mark.parametrize("reduction", ["exact", "tree"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_mean_of_nothing_is_skipped(accumulate, reduction, masked):
-    """0 / 0: the loss is NaN and a scaler skips the update, by label too; ranks and micro-batches may count nothing."""
+    """A mean over no elements is NaN and a scaler skips the update: otherwise 0 / 0 would make every parameter NaN."""
     good, bad = (False, 0.0, False), (True, 1.0, True)
     for labels in (None, lambda path, leaf: path[0]):
         how = DynamicLossScale(4.0), accumulate, reduction, masked, labels
@@ -624,7 +636,8 @@ def test_a_gradient_of_nothing_is_nan():
 
 @pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 2)])
 def test_the_rules_of_a_scale_are_followed_on_every_rank(mesh_shape):
-    """Growth, backoff, bounds and hysteresis of found_inf that one rank alone has, and an override: Megatron's rule."""
+    """An overflow on one rank moves the scale on all ranks by Megatron's rule: otherwise ranks would use different
+    scales."""
 
     def run(mesh: Any) -> list[Any]:
         scaler, rows = DynamicLossScale(32.0, growth_interval=2, min_scale=16.0, max_scale=64.0, hysteresis=2), []
@@ -665,7 +678,8 @@ def test_saved_scalers_go_on_alike():
 
 
 def test_culprits_are_named_on_every_rank_wherever_they_lie():
-    """Of parts and plain trees together, sparse leaves, complex ones; integers are finite."""
+    """Every rank names all leaves that are not finite, sharded or not: otherwise a user would look for NaN in the
+    wrong leaf."""
 
     def run(mesh: Any) -> list[str]:
         rank = mesh.get_rank()

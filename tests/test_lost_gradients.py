@@ -1,4 +1,4 @@
-"""Losses whose gradients would not reach the parameters, or reach them twice: an error instead of a wrong number."""
+"""Losses whose gradients do not reach the parameters, or reach them twice: errors instead of wrong gradients."""
 
 import re
 from collections.abc import Callable
@@ -19,7 +19,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def parameters() -> dict[str, Any]:
-    """An embedding, blocks, a head."""
+    """An embedding, three blocks, a head and a scale."""
     generator = torch.Generator().manual_seed(0)
     blocks = [{"w": torch.randn(4, 4, generator=generator)} for _ in range(3)]
     return {
@@ -55,7 +55,7 @@ class Again(torch.autograd.Function):
 
 
 def reentrant(p: Any, i: int, x: torch.Tensor) -> torch.Tensor:
-    """A block in a reentrant checkpoint that touches its parameters inside."""
+    """Block `i` in a reentrant checkpoint that reads the parameters inside the checkpointed function."""
     return checkpoint(lambda y: block(p["blocks"][i], y), x, use_reentrant=True)
 
 
@@ -101,7 +101,7 @@ HIDDEN = {
 
 
 def gradient(mesh: Any, loss: Any, strategy: dict[str, Any], frozen: Any = None) -> Any:
-    """The loss and the gradients of a loss of parameters and token numbers."""
+    """The loss and the whole gradients of `loss(params, token numbers)`."""
     whole = parameters()
     plan = fshard.make_plan(whole, mesh, units=["blocks.*"], frozen=frozen, **strategy)
     x = torch.randint(6, (5,), generator=torch.Generator().manual_seed(0 if mesh is None else mesh.get_rank()))
@@ -112,7 +112,8 @@ def gradient(mesh: Any, loss: Any, strategy: dict[str, Any], frozen: Any = None)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_a_reentrant_checkpoint_that_hides_parameters_is_an_error(name: str, strategy: str) -> None:
-    """Its gradients would be zero."""
+    """Parameters hidden in a reentrant checkpoint are an error: without it their gradients would be zero and they
+    would not train."""
     words = r"use_reentrant=True\) hides the parameters .* Pass use_reentrant=False"
     for shard in (1, 2):
         with pytest.raises(ValueError, match=words):
@@ -123,7 +124,8 @@ def test_a_reentrant_checkpoint_that_hides_parameters_is_an_error(name: str, str
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_reentrant_checkpoint_that_is_reached_is_torchs_error(strategy: str) -> None:
-    """Where its input depends on trained parameters."""
+    """A reentrant checkpoint that gradients reach raises torch's error: otherwise the gradients of the parameters
+    inside would be lost."""
 
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
         return reentrant(p, 0, p["embed"][x]).sum()
@@ -155,7 +157,8 @@ def _twice(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_functions_that_run_a_backward_of_their_own(strategy: str) -> None:
-    """Each unit in one of them: right. A unit in two, whose gradients would come twice: an error."""
+    """A unit used in one such function has right gradients, in two it is an error: otherwise gradients would be
+    counted twice."""
     pairs = zip(
         *(simulated(gradient, f, STRATEGIES[strategy], shard=2) for f in (_own_backward, _plainly)), strict=True
     )
@@ -169,7 +172,8 @@ def test_functions_that_run_a_backward_of_their_own(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_backward_inside_a_loss_is_an_error(strategy: str) -> None:
-    """Gradients of what is not returned would be taken for gradients of the loss."""
+    """A backward inside a loss is an error: without it gradients of a value not returned would be added to those of
+    the loss."""
 
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
         (p["blocks"][1]["w"].square().sum()).backward()
@@ -181,7 +185,8 @@ def test_a_backward_inside_a_loss_is_an_error(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_loss_of_other_tensors_alone_is_an_error(strategy: str) -> None:
-    """It requires a gradient, but of none of the parameters."""
+    """A loss that depends on other tensors alone is an error: otherwise all gradients would be zero and nothing
+    would train."""
     other = torch.ones(3, requires_grad=True)
 
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +198,8 @@ def test_a_loss_of_other_tensors_alone_is_an_error(strategy: str) -> None:
 
 
 def stale(mesh: Any, strategy: dict[str, Any]) -> tuple[str, bool]:
-    """What is said where parameters of an earlier call are used in a later one, and whether the one after is right."""
+    """The error for parameters kept from an earlier call, and whether the call after the error gives the first
+    call's bits."""
     whole = parameters()
     sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["blocks.*"], **strategy))
     x, kept = torch.tensor([1, 2]), []
@@ -213,14 +219,15 @@ def stale(mesh: Any, strategy: dict[str, Any]) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_of_an_earlier_call_are_not_taken(strategy: str) -> None:
-    """They would be old values, without gradients."""
+    """Parameters kept from an earlier call are an error: without it a loss would use old values that get no
+    gradients."""
     for said, same in simulated(stale, STRATEGIES[strategy], shard=2):
         assert "Use those it is given now" in said
         assert same
 
 
 def old_leaves(mesh: Any, strategy: dict[str, Any]) -> bool:
-    """Whether a leaf kept from an earlier call, detached, counts as a constant, which changes no gradients."""
+    """Whether a detached leaf kept from an earlier call acts as a constant: no gradients change, old or new."""
     whole = parameters()
     sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["blocks.*"], **strategy))
     x, kept = torch.tensor([1, 2]), []
@@ -240,7 +247,8 @@ def old_leaves(mesh: Any, strategy: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_detached_leaves_of_an_earlier_call_are_constants(strategy: str) -> None:
-    """The gradients that call gave are not written to."""
+    """Detached leaves of an earlier call are constants: otherwise the gradients that call returned would be
+    overwritten."""
     assert simulated(old_leaves, STRATEGIES[strategy], shard=2) == [True, True]
 
 
@@ -257,7 +265,7 @@ KEPT: dict[str, tuple[Any, Any, str]] = {
 
 
 def keeping(mesh: Any, what: str, strategy: dict[str, Any], how: str) -> tuple[str, bool]:
-    """What is said of something kept, beside what is used of the parameters given; whether the next call is right."""
+    """The error for a value kept from an earlier call or micro-batch, and whether the calls after the error agree."""
     whole, (keep, use, _), kept = parameters(), KEPT[what], list[Any]()
     sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["blocks.*"], **strategy))
     rank = 0 if mesh is None else mesh.get_rank()
@@ -286,7 +294,8 @@ def keeping(mesh: Any, what: str, strategy: dict[str, Any], how: str) -> tuple[s
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("what", KEPT)
 def test_what_depends_on_parameters_of_an_earlier_call_is_an_error(what: str, strategy: str, how: str) -> None:
-    """It names the unit, whatever else reaches the parameters; nothing is left over for the call after it."""
+    """Use of a value kept from an earlier call is an error that names the unit: otherwise gradients would be lost or
+    mixed."""
     results = [*simulated(keeping, what, STRATEGIES[strategy], how, shard=2), keeping(None, what, {}, how)]
     for said, same in results:
         assert re.search(KEPT[what][2], said)
@@ -294,7 +303,7 @@ def test_what_depends_on_parameters_of_an_earlier_call_is_an_error(what: str, st
 
 
 def inner_losses(mesh: Any, strategy: dict[str, Any]) -> bool:
-    """Whether parameters of the loss around are constants to a loss inside it, in the forward and when recomputed."""
+    """Whether an inner loss treats the outer loss's parameters as constants, in the forward and when recomputed."""
     whole, x = parameters(), torch.tensor([1, 2])
     sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["blocks.*"], **strategy))
 
@@ -314,13 +323,14 @@ def inner_losses(mesh: Any, strategy: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_of_the_loss_around_are_constants_inside(strategy: str) -> None:
-    """A backward of the inner loss hands no gradients to the outer one's parameters."""
+    """An inner loss adds no gradients to the outer parameters: otherwise the outer gradients would be wrong."""
     assert simulated(inner_losses, STRATEGIES[strategy], shard=2) == [True, True]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_activations_that_are_written_to_after_they_were_saved(strategy: str) -> None:
-    """An error, as in plain torch; what is written to before, or not needed, is right."""
+    """An in-place write to a saved activation is torch's error, and harmless writes work: otherwise gradients would
+    be wrong."""
 
     def needed(p: Any, x: torch.Tensor) -> torch.Tensor:
         y = torch.tanh(p["embed"][x] @ p["blocks"][0]["w"])

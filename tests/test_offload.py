@@ -1,4 +1,4 @@
-"""Leaves in host memory: what a step makes of them, where everything lies, and on GPUs that nothing is overtaken."""
+"""Leaves in host memory: steps keep their bits, every row lies on the right device, and copies on GPUs do not race."""
 
 import re
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ def trained(
 
 
 def alike(runs: list[Any], others: list[Any]) -> None:
-    """Bitwise, but for the norm, which adds up other rows."""
+    """Two lists of runs are equal to the bit, except for the gradient norm, which sums other rows."""
     for (losses, *rest), (expected, *wanted) in zip(runs, others, strict=True):
         for (loss, norm, found), (loss_, norm_, found_) in zip(losses, expected, strict=True):
             assert same_bits((loss, found), (loss_, found_))
@@ -87,7 +87,8 @@ def alike(runs: list[Any], others: list[Any]) -> None:
 @pytest.mark.parametrize("world", ["1", "3", "2x2"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_where_leaves_lie_changes_no_bit(plan, world):
-    """Losses, parameters, state and gradients of every strategy and wire, with micro-batches and without."""
+    """Leaves in host memory train with the same bits under all strategies and wires: otherwise offloading would
+    change training."""
     replicate, shard = WORLDS[world]
     if "replicate" in str(PLANS[plan]) and replicate == 1:
         pytest.skip("it needs two axes")
@@ -103,7 +104,7 @@ def test_where_leaves_lie_changes_no_bit(plan, world):
 @pytest.mark.parametrize("more", [{"clip_norm": 0.1}, {"scale": 2.0**20}, {"reduction": Doubling()}], ids=str)
 @pytest.mark.parametrize(("step", "tx"), [("plain", "adamw"), ("micro", "sgd")])
 def test_clipping_scaling_and_hooks(more, step, tx):
-    """Overflows included; with all leaves in host memory to the bit, clipping too."""
+    """Clipping, loss scales and hooks work on leaves in host memory: otherwise offloaded leaves would escape them."""
     plan, args = "half" if "scale" in more else "full", (step, OPTIMIZERS[tx])
 
     def run(host: Any) -> list[Any]:
@@ -118,12 +119,13 @@ def test_clipping_scaling_and_hooks(more, step, tx):
 
 
 def plain_adamw() -> optim.Transform:
-    """One of these, for processes to find."""
+    """PLAIN["adamw"] as a function that processes can import."""
     return PLAIN["adamw"]()
 
 
 def test_processes():
-    """As simulated ranks do."""
+    """Processes with leaves in host memory have the bits of simulated ranks without: otherwise offloading would fail
+    in real runs."""
     args = "full", "micro", plain_adamw
     alike(gloo(trained, AWAY, *args, shard=2), simulated(trained, None, *args, shard=2))
 
@@ -131,7 +133,8 @@ def test_processes():
 @pytest.mark.parametrize("plan", ["full", "zero1", "ddp", "wires", "feedback", "keep"])
 @pytest.mark.parametrize("step", STEPS)
 def test_what_is_staged_arrives(plan, step, monkeypatch):
-    """With every row of gradients as if it lay elsewhere: written on the device, then copied."""
+    """Gradients staged in device buffers are copied to host memory in full: otherwise an update would read garbage
+    (here NaN)."""
     expected = simulated(trained, "**", plan, step, OPTIMIZERS["adamw"], shard=2)
     landed = list[Tensor]()
 
@@ -145,7 +148,8 @@ def test_what_is_staged_arrives(plan, step, monkeypatch):
 
 
 def test_gathering_is_differentiable():
-    """Outside a step, closed under torch.func."""
+    """torch.func.grad through `gather_params` has the same bits with leaves in host memory: otherwise such gradients
+    would be wrong."""
 
     def law(mesh: Any) -> Any:
         params, found = lm_params(), []
@@ -162,7 +166,8 @@ def test_gathering_is_differentiable():
 
 
 def test_a_plan_says_so():
-    """In its words, and so in what ranks compare; without a mesh it is an error."""
+    """Host leaves are part of a plan's text and fingerprint: otherwise ranks could disagree on them, or a typo pass
+    unnoticed."""
     params = {"a": torch.ones(2), "b": torch.ones(2)}
 
     def law(mesh: Any) -> None:
@@ -182,13 +187,13 @@ def test_a_plan_says_so():
 
 @pytest.fixture
 def device() -> Iterator[None]:
-    """That device, as a mesh's."""
+    """The simulated accelerator (the meta device) as the device of a mesh."""
     with on_accelerator():
         yield
 
 
 def model() -> Any:
-    """Matrices and vectors in two blocks and a head, float32, one leaf of another dtype."""
+    """Two blocks of a matrix and a vector, a float64 norm and a head; the rest is float32."""
     block = {"w": torch.ones(8, 8), "b": torch.ones(8)}
     return {
         "blocks": [dict(block), tree.map(torch.clone, block)],
@@ -198,7 +203,7 @@ def model() -> Any:
 
 
 def loss(params: Any, batch: Tensor) -> fshard.Mean:
-    """A mean over what the blocks make of the batch."""
+    """The mean of the outputs of a small network."""
     x = batch
     for block in params["blocks"]:
         x = torch.tanh(x @ block["w"] + block["b"])
@@ -207,7 +212,7 @@ def loss(params: Any, batch: Tensor) -> fshard.Mean:
 
 
 def placed(x: Any) -> dict[bool, set[str]]:
-    """The devices of rows, by whether they are of leaves in host memory."""
+    """The device types of rows, by whether the plan keeps their leaves in host memory."""
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for part in tree.nodes(x, fshard.Sharded):
         for kind, row in zip(part.view.kinds, part.tensors, strict=True):
@@ -235,7 +240,7 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def state_of(tx: Any, scale: Any, **how: Any) -> fshard.TrainState:
-    """The state of training on that device: some leaves come from host memory, some from the device."""
+    """A train state on the simulated accelerator, made of leaves on both devices."""
     params, host = model(), ["blocks.*", "norm"]
     plan = fshard.make_plan(params, Mesh(), units=["blocks.*"], host=host, block=4, **how)
     given = tree.map(lambda x: x.to(DEVICE), params) | {"norm": params["norm"]}
@@ -245,7 +250,7 @@ def state_of(tx: Any, scale: Any, **how: Any) -> fshard.TrainState:
 
 
 def check_step(tx: Any, how: dict[str, Any], step: dict[str, Any]) -> None:
-    """Two steps on that device, and the state in and out."""
+    """Two steps on the simulated accelerator; every row must lie on the right device before and after."""
     state = state_of(tx, DynamicLossScale(8.0), **how)
     run = fshard.train_step(loss, tx, **step)
     for _ in range(2):
@@ -270,20 +275,22 @@ def check_step(tx: Any, how: dict[str, Any], step: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("name", MORE)
 def test_every_optimizer_runs_where_its_state_is(name):
-    """A loss scale, clipping and micro-batches, and moments where their parameters are."""
+    """Moments of host leaves stay in host memory in every optimizer: otherwise an update would mix devices or fill
+    the GPU."""
     check_step(MORE[name](), {}, {"clip_norm": 1.0, "accumulate": 2})
 
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("name", HOW)
 def test_where_everything_lies(name):
-    """Under every strategy and wire."""
+    """Under every strategy and wire, rows stay on their device: otherwise a step would fail on a GPU or use more GPU
+    memory."""
     check_step(optim.adamw(0.1), *HOW[name])
 
 
 @pytest.mark.usefixtures("device")
 def test_derivatives_end_in_host_memory():
-    """Of what gathers outside a step: gradients lie where parameters do."""
+    """Gradients outside a step lie where their parameters lie: otherwise the user's update would mix devices."""
     state = state_of(optim.sgd(0.1), None)
     rows = tree.map(lambda x: x.detach().requires_grad_(), state.params)
     total = loss(gather_params(rows), torch.ones(4, 8, device=DEVICE)).total
@@ -295,7 +302,7 @@ def test_derivatives_end_in_host_memory():
 
 
 def big(dtype: torch.dtype = torch.float32) -> Any:
-    """A stack whose units take a while to copy."""
+    """Six wide blocks, so that copies of units take long enough to race with computation."""
     blocks = [
         {"w": 0.03 * rand(1024, 1024, seed=i, dtype=dtype), "b": rand(1024, seed=50 + i, dtype=dtype)} for i in range(6)
     ]
@@ -307,7 +314,7 @@ def big(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def twenty(mesh: Any, host: Any, **kw: Any) -> tuple[Any, fshard.TrainState]:
-    """Losses and the state of twenty steps, which torch's fused kernels update on both sides."""
+    """Losses and the state after twenty steps with a fused AdamW on a GPU."""
     params, tx = tree.map(lambda x: x.cuda(), big()), optim.adamw(optim.linear(1e-4, 1e-3, 9))
     plan = fshard.make_plan(params, mesh, units=["blocks.*"], host=host)
     state, losses = fshard.init_state(fshard.shard_params(params, plan), tx, DynamicLossScale(64.0)), []
@@ -322,7 +329,8 @@ def twenty(mesh: Any, host: Any, **kw: Any) -> tuple[Any, fshard.TrainState]:
 @pytest.mark.parametrize("shard", [1, 2])
 @pytest.mark.parametrize("kw", [{}, {"donate": True}, {"accumulate": 2, "donate": True, "clip_norm": 0.1}], ids=str)
 def test_nothing_is_overtaken(shard, kw):
-    """Twenty steps with copies beside the computation are those without, and rows stay pinned."""
+    """Twenty steps with copies beside the computation equal those without, and host rows stay pinned: otherwise
+    copies would race."""
 
     def law(mesh: Any) -> None:
         (near, at), (away, state) = (twenty(mesh, host, **kw) for host in (None, ["blocks.*", "norm"]))
