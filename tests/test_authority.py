@@ -1,7 +1,7 @@
-"""Every transformation against its authority (torch.optim, optax, TorchOpt), over plain, sharded and ZeRO's parameters.
+"""Every transformation against a reference (torch.optim, optax, TorchOpt): over plain and sharded parameters, and ZeRO.
 
-A row of `CASES` is a transformation and a function that gives its authority's displacement: the parameters after
-`STEPS` updates less the first ones, in float64. A new row is one line, and is run in every way.
+A row of `CASES` is a transformation and a function that gives the reference's displacement: the parameters after
+`STEPS` updates minus the initial ones, in float64. A new row is one line, and is run in every way.
 """
 
 import functools
@@ -34,7 +34,7 @@ Keep = Callable[[Tensor], Any]
 
 
 def tree(seed: int) -> Any:
-    """Matrices, vectors, a 0-d leaf, a 3-d leaf and one without elements; sizes that 2, 3 and 4 do not divide."""
+    """A tree of matrices, vectors, a 0-d, a 3-d and an empty leaf; 2, 3 and 4 do not divide the sizes."""
     random = torch.Generator().manual_seed(seed)
 
     def leaf(*shape: int) -> Tensor:
@@ -49,20 +49,20 @@ GRADS = [tree(step) for step in range(1, STEPS + 1)]
 
 
 def kept(x: Any, keep: Keep) -> Any:
-    """A tree with some leaves alone."""
+    """The tree with only those leaves for which `keep` holds."""
     if isinstance(x, dict):
         return {name: kept(part, keep) for name, part in x.items() if not isinstance(part, Tensor) or keep(part)}
     return [kept(part, keep) for part in x] if isinstance(x, list) else x
 
 
 def displacement(params: Any, start: Any = START) -> list[Tensor]:
-    """Of every leaf, from where it began."""
+    """How far every leaf has moved from its initial value."""
     return [after.detach() - before for after, before in zip(*map(optree.tree_leaves, (params, start)), strict=True)]
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """torch's default dtype, for a while."""
+    """Set torch's default dtype inside the block."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -74,9 +74,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def by_torch(
     cls: Make, keep: Keep = torch.numel, rest: Any = None, clip: Make = list, rate: Any = None, dtype=torch.float, **kw
 ) -> Make:
-    """A class of torch.optim on the leaves to `keep`, and `rest` on the others.
+    """The displacement by a class of torch.optim on the leaves to `keep`, and by `rest` on the others.
 
-    `clip` clips the gradients of leaves, `rate(optimizer)` is a scheduler, `dtype` that of the optimizer's scalars.
+    `clip` clips the gradients of leaves, `rate(optimizer)` makes a scheduler, `dtype` is the dtype of scalars.
     """
 
     @default_dtype(dtype)
@@ -99,7 +99,7 @@ def by_torch(
 
 @functools.cache
 def libraries() -> tuple[Any, Any]:
-    """jax, in 64 bits, and optax: loaded where they are asked for, so not by the processes of `gloo`."""
+    """Import jax (with 64 bits) and optax on first use, so that the processes of `gloo` do not import them."""
     import jax
     import optax.contrib
 
@@ -108,7 +108,7 @@ def libraries() -> tuple[Any, Any]:
 
 
 def by_optax(make: Make, average: bool = False) -> Make:
-    """A transformation of optax, `make(optax)`, of the last parameters or of their `average`."""
+    """The displacement by a transformation of optax, `make(optax)`: of the last parameters or of their `average`."""
 
     def run() -> list[Tensor]:
         jax, optax = libraries()
@@ -127,7 +127,7 @@ def by_optax(make: Make, average: bool = False) -> Make:
 
 
 class Case(NamedTuple):
-    """Our transformation, its authority's displacement, and the leaves it is run on."""
+    """A transformation of fshard, the reference's displacement, and the leaves that both run on."""
 
     ours: optim.Transform
     authority: Make
@@ -135,28 +135,28 @@ class Case(NamedTuple):
 
 
 def both(make: Make) -> Case:
-    """What is written alike with fshard.optim and with optax."""
+    """A case that is written in the same way with fshard.optim and with optax."""
     return Case(make(optim), by_optax(make))
 
 
 def grid(**values: list[Any]) -> list[dict[str, Any]]:
-    """All combinations."""
+    """All combinations of these values, as keyword arguments."""
     return [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
 
 
 def named(family: str, cases: list[Case]) -> dict[str, Case]:
-    """The rows of one family: family/0, family/1, ..."""
+    """Name the cases of one family: family/0, family/1, ..."""
     return {f"{family}/{i}": case for i, case in enumerate(cases)}
 
 
 def our_names(kw: dict[str, Any]) -> dict[str, Any]:
-    """torch's hyper-parameters by our names."""
+    """Translate torch's hyper-parameters to the names that fshard uses."""
     found = {OUR_NAMES.get(name, name): value for name, value in kw.items() if name != "betas"}
     return found | (dict(zip(("b1", "b2"), kw["betas"], strict=True)) if "betas" in kw else {})
 
 
 def torch_cases(name: str, make: Make, cls: Make, kws: list[dict[str, Any]], **fixed: Any) -> dict[str, Case]:
-    """A transformation over a grid, and at last with a tensor and with a schedule for a rate."""
+    """A transformation over a grid of hyper-parameters, then with a tensor and with a schedule as learning rate."""
     cases = [Case(make(**our_names(kw)), by_torch(cls, **kw, **fixed)) for kw in kws]
     last, lr = our_names(kws[-1]), kws[-1]["lr"]
     tensor, schedule = torch.tensor(lr, dtype=torch.float64), optim.piecewise(lr, {2: 0.5, 4: 0.5})
@@ -166,13 +166,13 @@ def torch_cases(name: str, make: Make, cls: Make, kws: list[dict[str, Any]], **f
 
 
 def class_cases(cls: Any, *kws: dict[str, Any], keep: Keep = torch.numel) -> dict[str, Case]:
-    """A class of torch.optim as a transformation, against itself."""
+    """A class of torch.optim, run as a transformation, against the class itself."""
     cases = [Case(optim.from_torch(cls, **kw), by_torch(cls, keep, **kw), keep) for kw in kws]
     return named(f"from_torch-{cls.__name__}", cases)
 
 
 def clip_cases(make: Make, together: bool) -> dict[str, Case]:
-    """Gradients clipped before SGD, never, at times and always: by torch's clip_grad_norm_, of all or of each leaf."""
+    """Clipping by norm before SGD, never to always, against torch's clip_grad_norm_ on all leaves or on each."""
     found = []
     for max_norm, p in itertools.product([1e3, 7.0, 0.5], [1, 3, float("inf"), 2]):
         norm = functools.partial(clip_grad_norm_, max_norm=max_norm, norm_type=p)
@@ -182,32 +182,32 @@ def clip_cases(make: Make, together: bool) -> dict[str, Case]:
 
 
 def muon_case(rest: Any, **kw: Any) -> Case:
-    """Muon in float64. optax corrects the bias of the momentum, which matters to Nesterov's sum only."""
+    """Muon in float64. optax corrects the bias of the momentum, which changes the result only with Nesterov."""
     theirs = by_optax(lambda o: o.contrib.muon(0.1, beta=0.9, nesterov=False, consistent_rms=0.2, **kw))
     ours = {"momentum": 0.9, "nesterov": False, "adjust_lr": "match_rms_adamw", "dtype": torch.float64}
     return Case(optim.muon(0.1, rest=rest, **ours, **kw), theirs)
 
 
 def free_case(b1: float, weight_power: float) -> Case:
-    """Schedule-free AdamW."""
+    """Schedule-free AdamW against that of optax."""
     ours = optim.schedule_free_adamw(0.1, b1, weight_decay=0.1, weight_power=weight_power)
     kw = {"b1": b1, "weight_decay": 0.1, "weight_lr_power": weight_power}
     return Case(ours, by_optax(lambda o: o.contrib.schedule_free_adamw(0.1, **kw)))
 
 
 def halving(count: Any) -> Any:
-    """A schedule for torch and jax, exact in every dtype."""
+    """A schedule for torch and jax that halves at every step: exact in every dtype."""
     return 0.5 ** (count + 2)
 
 
 class Lbfgs(to.LBFGS):
-    """One iteration an update, without tolerances, of the gradients there are."""
+    """L-BFGS with one iteration per update and without tolerances, on the gradients that are already computed."""
 
     def __init__(self, params: Any, **kw: Any):
         super().__init__(params, max_iter=1, tolerance_grad=0.0, tolerance_change=0.0, **kw)
 
     def step(self) -> Any:
-        """Without a closure."""
+        """Take one step without a closure."""
         return super().step(lambda: 0.0)
 
 
@@ -290,14 +290,14 @@ LAST = list({name if name.startswith("from_torch") else name.split("/")[0]: name
 
 
 def data(name: str) -> tuple[Any, list[Any]]:
-    """Parameters and gradients for a row."""
+    """The parameters and gradients of a case."""
     keep = CASES[name].keep
     return kept(START, keep), [kept(grads, keep) for grads in GRADS]
 
 
 @functools.cache
 def expected(name: str) -> list[Tensor]:
-    """The authority's displacement, of the leaves that are kept."""
+    """The reference's displacement of the leaves that the case keeps; it must not be zero."""
     case = CASES[name]
     found = [x for x, leaf in zip(case.authority(), optree.tree_leaves(START), strict=True) if case.keep(leaf)]
     assert max(float(x.abs().max()) for x in found if x.numel()) > 1e-3
@@ -305,14 +305,14 @@ def expected(name: str) -> list[Tensor]:
 
 
 def agree(got: list[Tensor], want: list[Tensor], where: str) -> None:
-    """Two displacements are equal to `CLOSE`, in shape and dtype too."""
+    """Assert that two displacements have the same shapes and dtypes and differ by at most `CLOSE`."""
     assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in want], where
     worst = max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True) if a.numel())
     assert worst <= CLOSE, f"{where}: off by {worst}"
 
 
 def run(tx: Any, how: str, params: Any, grads: list[Any]) -> tuple[Any, Any]:
-    """State and parameters after the updates: by `update`, by `step`, or by turns."""
+    """State and parameters after all updates: by `update`, by `step`, or alternately by both."""
     state = tx.init(params)
     for i, each in enumerate(grads):
         if how == "step" or (how == "turns" and i % 2):
@@ -324,14 +324,14 @@ def run(tx: Any, how: str, params: Any, grads: list[Any]) -> tuple[Any, Any]:
 
 
 def local(mesh: Any, grads: list[Any]) -> list[Any]:
-    """Gradients of this rank, of no rank the same, that add up to the given ones."""
+    """Gradients that differ on every rank and whose sum over the ranks is the given gradients."""
     world, rank = mesh.size(), mesh.get_rank()
     more, less = (grads[r % world + 1 :] + grads[: r % world + 1] for r in (rank, rank + 1))
     return [optree.tree_map(lambda g, a, b: g / world + a - b, *row) for row in zip(grads, more, less, strict=True)]
 
 
 def through(mesh: Any, tx: Any, hows: list[str], start: Any, grads: list[Any]) -> dict[str, list[Tensor]]:
-    """The displacement by a transformation over sharded parameters, and by ZeRO over whole ones."""
+    """The displacements by a transformation over sharded parameters, and by ZeRO over whole parameters."""
     wide = [("replicate", "shard")] if mesh.ndim > 1 and mesh.shape[0] > 1 else []
     given, found = {"reduced": grads, "local": local(mesh, grads)}, {}
     for how, over in itertools.product(hows, [None, *wide]):
@@ -347,14 +347,14 @@ def through(mesh: Any, tx: Any, hows: list[str], start: Any, grads: list[Any]) -
 
 
 def cases_through(mesh: Any, names: list[str], hows: list[str]) -> dict[tuple[str, str], list[Tensor]]:
-    """Rows of the table in every way."""
+    """The displacements of several cases, each run in every way."""
     found = {name: through(mesh, CASES[name].ours, hows, *data(name)) for name in names}
     return {(name, where): got for name, ways in found.items() for where, got in ways.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_transformation_equals_its_authority(name):
-    """By update and by step, over plain parameters."""
+    """Parameters move as in the reference: otherwise a model would train otherwise than with torch or optax."""
     start, grads = data(name)
     for how in ("update", "step"):
         agree(displacement(run(CASES[name].ours, how, start, grads)[1], start), expected(name), how)
@@ -364,7 +364,7 @@ def test_a_transformation_equals_its_authority(name):
 @pytest.mark.parametrize("name", LAST)
 @pytest.mark.parametrize("world", WORLDS)
 def test_ranks_change_nothing(world, name):
-    """Sharded parameters and ZeRO on simulated ranks."""
+    """Sharded parameters and ZeRO move as in the reference: otherwise results would depend on the mesh."""
     (replicate, shard), hows = WORLDS[world], ["update", "step"] if world == "3" else ["turns"]
     for found in simulated(cases_through, [name], hows, replicate=replicate, shard=shard):
         for (_, where), got in found.items():
@@ -372,7 +372,7 @@ def test_ranks_change_nothing(world, name):
 
 
 def test_processes_change_nothing():
-    """Sharded parameters and ZeRO in two gloo processes."""
+    """Real processes move parameters as in the reference: otherwise only simulated ranks would train correctly."""
     for found in gloo(cases_through, LAST, ["turns"]):
         for (name, where), got in found.items():
             agree(got, expected(name), f"{name}: {where}")
@@ -380,7 +380,7 @@ def test_processes_change_nothing():
 
 @pytest.mark.parametrize("cls", [to.Adam, to.Adafactor, to.Muon])
 def test_ranks_without_a_leaf(cls):
-    """Three ranks, two matrices: from_torch raises nowhere, and updates what one device updates, twice."""
+    """A rank that holds no leaf takes part in the update: otherwise from_torch would fail on a large mesh."""
     start = {"a": torch.eye(2, dtype=torch.float64), "b": torch.ones(2, 3, dtype=torch.float64)}
 
     def updated(mesh: Any) -> Any:
@@ -396,7 +396,7 @@ def test_ranks_without_a_leaf(cls):
 
 
 def test_every_transformation_has_a_row():
-    """Those of the registry, and every class of torch.optim that can be one."""
+    """All transformations and classes of torch.optim have a case: otherwise a wrong one would not be noticed."""
     families = {name.split("/")[0] for name in CASES}
     assert {x.split("-")[0] for x in TRANSFORMS} - {x.split("-")[0] for x in families} == {"adamw_8bit"}  # rounds
     classes = {x.__name__ for x in vars(to).values() if isinstance(x, type) and issubclass(x, to.Optimizer)}
@@ -404,7 +404,7 @@ def test_every_transformation_has_a_row():
 
 
 def test_torchopt_is_taken():
-    """TorchOpt's Adam, as it comes, over sharded parameters and in ZeRO."""
+    """TorchOpt's Adam runs as it is over shards and in ZeRO: otherwise users would have to port their optimizers."""
     adam, want = pytest.importorskip("torchopt").adam(0.1), by_torch(to.Adam, lr=0.1)()
     with default_dtype(torch.float64):  # of what it computes from the number of updates
         results = simulated(through, adam, ["update", "step"], START, GRADS, replicate=2, shard=3)
@@ -413,7 +413,7 @@ def test_torchopt_is_taken():
 
 
 def averaged(mesh: Any) -> list[Tensor]:
-    """The averaged parameters after the updates, of plain or of sharded ones."""
+    """How far the averaged parameters have moved after the updates, of plain or of sharded parameters."""
     tx, plan = optim.schedule_free_adamw(0.1, weight_decay=0.1), fshard.make_plan(START, mesh)
     params, *grads = [fshard.shard_params(x, plan) if mesh else x for x in (START, *GRADS)]
     found = optim.schedule_free_params(*run(tx, "turns", params, grads))
@@ -421,14 +421,14 @@ def averaged(mesh: Any) -> list[Tensor]:
 
 
 def test_schedule_free_params_are_averaged():
-    """As optax's, over plain and sharded parameters."""
+    """`schedule_free_params` returns optax's average: otherwise users would evaluate the wrong parameters."""
     want = by_optax(lambda o: o.contrib.schedule_free_adamw(0.1, weight_decay=0.1), average=True)()
     for got in (averaged(None), *simulated(averaged, shard=3)):
         agree(got, want, "averaged")
 
 
 def by_scheduler(cls: Make, lr: float, *args: Any, **kw: Any) -> Make:
-    """The rate that a class of torch.optim.lr_scheduler sets, of a number of updates."""
+    """The learning rate of a class of torch.optim.lr_scheduler, as a function of the number of updates."""
     optimizer, rates = to.SGD([torch.zeros(1)], lr, momentum=0.9), list[float]()
     scheduler = cls(optimizer, *args, **kw)
     for _ in range(13):
@@ -439,7 +439,7 @@ def by_scheduler(cls: Make, lr: float, *args: Any, **kw: Any) -> Make:
 
 
 def optax_rate(make: Make) -> Make:
-    """A schedule of optax, given floats: it makes float32 of whole numbers."""
+    """A schedule of optax, called with floats: it converts integers to float32."""
     return lambda count: float(make(libraries()[1])(np.float64(count)))
 
 
@@ -467,7 +467,7 @@ SCHEDULES: dict[str, tuple[Make, Make]] = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_equals_its_authority(name):
-    """After 0 to 12 updates, before, in and after its end."""
+    """For 0 to 12 updates a schedule gives the rate of its reference: otherwise learning rates would be wrong."""
     ours, theirs = SCHEDULES[name]
     for count in range(13):
         assert abs(float(ours(torch.tensor(float(count)))) - theirs(count)) <= CLOSE, count

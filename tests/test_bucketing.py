@@ -1,4 +1,4 @@
-"""Small collectives put together: fewer of them, the same bits, nothing that travels when it may not."""
+"""Small collectives are combined into buckets: fewer are sent, results keep their bits, and the order is respected."""
 
 from collections import Counter
 from functools import partial
@@ -31,7 +31,7 @@ eager = partial(fshard.jit, backend="eager")
 
 
 def test_a_step_of_small_units():
-    """One gather in the forward, one in the backward, one reduction; what is larger than the bucket goes alone."""
+    """Collectives share buckets up to the given size, with the same bits: otherwise many small units would be slow."""
 
     def law(mesh: Any) -> None:
         step, *args = state_of(mesh)
@@ -57,7 +57,8 @@ def test_a_step_of_small_units():
 @pytest.mark.parametrize("world", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy(name, world):
-    """Two donated steps, clipped, scaled, have the eager step's bits; also along axes of one rank."""
+    """Steps with buckets have the bits of the eager step in every strategy: otherwise `bucket=` would alter
+    training."""
 
     def law(mesh: Any) -> None:
         whole = params()
@@ -75,7 +76,7 @@ def test_every_strategy(name, world):
 
 @pytest.mark.parametrize("shard", [1, 2])
 def test_what_is_gathered_together_lies_apart(shard):
-    """Each gather keeps a buffer of its own, of its strides, whose offsets count from its start."""
+    """Each gather of a bucket has a buffer that starts at offset 0: otherwise a view would read another unit."""
 
     def both(mesh: Any, x: Tensor, y: Tensor) -> list[Tensor]:
         rows = [fshard.all_gather(one, mesh, "shard") for one in (x, y)]
@@ -92,7 +93,7 @@ def test_what_is_gathered_together_lies_apart(shard):
 
 
 def test_a_gradient():
-    """Also of a loss that gathers everything first."""
+    """A gradient outside of a step has fewer gathers and the same bits: otherwise only steps could use buckets."""
 
     def law(mesh: Any) -> None:
         args = given(gradient, mesh)
@@ -104,7 +105,7 @@ def test_a_gradient():
 
 
 def test_what_may_not_wait_does_not():
-    """A sum that the next one is made from, and a gather of what was written to meanwhile."""
+    """A sum of an earlier sum, and a gather after a write, are sent alone: otherwise they would send old values."""
 
     def chained(mesh: Any, x: Tensor) -> list[Tensor]:
         first = fshard.all_reduce(x, mesh, "shard")

@@ -1,4 +1,4 @@
-"""Ranks that do different things, fail or die: an error on every rank that is left, and no process stays behind."""
+"""Ranks that call different collectives, fail or are killed: every other rank gets an error, and no process hangs."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ NUM = int(os.environ.get("FSHARD_FAULTS", "3"))
 
 
 def names_both(text: str, fault: Fault) -> bool:
-    """A sentence has the rank at fault, another, what each did, and both lines of the user's."""
+    """Whether an error names the rank at fault, another rank, what each of them did, and a user's line for both."""
     other = min({*range(fault.size)} - {fault.rank})
     said = [part for part in text.split("; ") if "faults.py:" in part]
     return len(said) == 2 and all(any(f"rank {r} " in part for part in said) for r in (fault.rank, other))
@@ -26,7 +26,7 @@ def names_both(text: str, fault: Fault) -> bool:
 
 @pytest.mark.parametrize("over", ["host", "gloo"])
 def test_a_fault_is_an_error_on_every_rank(over: str) -> None:
-    """Some fault of a rank would hang the others, or spoil the calls after it."""
+    """A fault of one rank is an error on both, and later calls still work: otherwise the ranks would hang."""
     ranks = fates(faults.in_a_row, over, ALIVE)
     assert [rank.error for rank in ranks] == [None, None]
     for number, rank in enumerate(ranks):
@@ -47,7 +47,7 @@ def test_a_fault_is_an_error_on_every_rank(over: str) -> None:
 
 
 def ended_well(fault: Fault) -> None:
-    """Every rank that is left has an error that names a call, or is the one that raised; no exit code is zero."""
+    """Assert that every rank ends with an error that names a call, its own error, or the signal; no exit code is 0."""
     for number, rank in enumerate(fates(faults.fatal, fault, shard=fault.size)):
         if number == fault.rank and fault.kind == "kill":
             assert (rank.error, rank.exitcode) == (None, -9), fault
@@ -64,24 +64,24 @@ def ended_well(fault: Fault) -> None:
 @pytest.mark.parametrize("over", ["host", "gloo"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_is_killed(place: str, over: str) -> None:
-    """Ranks would wait for one whose process was killed."""
+    """Ranks whose peer is killed end with an error that names their call: otherwise the job would hang."""
     ended_well(Fault("kill", place, 2, over, 3, checked=False))
 
 
 @pytest.mark.parametrize("seed", range(NUM))
 def test_a_random_fault(seed: int) -> None:
-    """Some fault at some place would not be an error on every rank."""
+    """A random fault at a random place ends all ranks with an error: otherwise a rare failure would hang the job."""
     ended_well(faults.drawn(seed))
 
 
 def values(ranks: list[Fate]) -> list[Any]:
-    """What ranks returned."""
+    """What ranks returned; none of them may have failed."""
     assert [rank.error for rank in ranks] == [None] * len(ranks)
     return [rank.value for rank in ranks]
 
 
 def test_who_waits_for_several_ranks_hears_whoever_comes_first(tmp_path: Path) -> None:
-    """One that comes late does not keep an error back."""
+    """A rank that waits for two others gets the first error of either: otherwise a slow rank would delay it."""
     first, second, third = values(fates(faults.one_is_slow, str(tmp_path / "store"), shard=3))
     for text in (first, second):
         assert "rank 2 raised ValueError: boom at" in text
@@ -89,7 +89,7 @@ def test_who_waits_for_several_ranks_hears_whoever_comes_first(tmp_path: Path) -
 
 
 def test_errors_pass_on_along_the_axes_of_a_mesh() -> None:
-    """2 x 2: a rank that shares no axis with the one at fault; a function that goes on after an error; its end."""
+    """On 2 x 2 ranks an error reaches those that share no axis with its rank: otherwise these would hang."""
     *all_heard, healthy = zip(*values(fates(faults.along_two_axes, shard=2, replicate=2)), strict=True)
     assert healthy == ("2.0",) * 4
     for heard in all_heard:
@@ -100,7 +100,7 @@ def test_errors_pass_on_along_the_axes_of_a_mesh() -> None:
 
 
 def test_between_hosts() -> None:
-    """Between hosts, over TCP, ranks would not be compared."""
+    """Ranks on different hosts compare their calls over TCP: otherwise a mismatch between hosts would be a hang."""
     for texts in values(fates(faults.between_hosts, ["shape", "skip", "dtype"], shard=3)):
         shape, skip, dtype = texts
         assert "rank 0 all_reduce(float32[3], axis='shard') at" in shape
@@ -110,7 +110,7 @@ def test_between_hosts() -> None:
 
 
 def test_a_jitted_step() -> None:
-    """The collectives of a compiled step would not be compared."""
+    """The collectives of a compiled step are compared as well: otherwise a mismatch in a graph would be a hang."""
     fault = Fault("shape", "forward", 1)
     for by_hand, by_environment in values(fates(faults.jitted, fault)):
         for text in (by_hand, by_environment):
@@ -120,7 +120,7 @@ def test_a_jitted_step() -> None:
 
 
 def test_every_step_of_a_job() -> None:
-    """FSHARD_CHECK=1; without it there is not even a connection."""
+    """FSHARD_CHECK=1 checks every step, and 0 opens no connection: otherwise users would edit code, or pay for it."""
     fault = Fault("label", "backward", 1)
     for off, on in values(fates(faults.by_environment, fault)):
         assert off == "no error"
@@ -128,14 +128,14 @@ def test_every_step_of_a_job() -> None:
 
 
 def test_a_word_that_the_environment_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was expected and what came."""
+    """Another value of FSHARD_CHECK is an error that lists the right ones: otherwise nothing would be checked."""
     monkeypatch.setenv("FSHARD_CHECK", "yes")
     with pytest.raises(ValueError, match=r"FSHARD_CHECK: expected 1 .* got 'yes'"):
         fshard.train_step(lambda p, x: p.sum(), optim.sgd(0.1))
 
 
 def test_where_there_are_no_processes() -> None:
-    """One device, and simulated ranks, which are always compared: the same values and errors."""
+    """`check` changes nothing on one device and on simulated ranks: otherwise programs would need a case for each."""
     state, inner = faults.start(None, "host", optim.sgd(0.1)), optim.sgd(0.1)
     step = faults.step_of(inner, lambda place: None)
     x = faults.batch(0)
@@ -148,7 +148,7 @@ def test_where_there_are_no_processes() -> None:
 
 
 def test_a_call_that_says_no_mesh() -> None:
-    """What was expected, and what to do."""
+    """A checked call that gets no mesh is an error that says how to pass one: otherwise nothing would be compared."""
     with pytest.raises(TypeError, match=r"check: expected a Sharded .* got none.*fshard.check\(fn, mesh\)"):
         fshard.check(torch.neg)(torch.ones(()))
 
@@ -164,6 +164,6 @@ def plan_inside(mesh: Any) -> Any:
 
 
 def test_a_plan_may_be_made_inside() -> None:
-    """In processes, as on simulated ranks."""
+    """A checked function may make a plan: otherwise connecting its ranks would be taken for a mismatch, or hang."""
     for found in (*gloo(plan_inside), *simulated(plan_inside)):
         assert torch.equal(found["w"], torch.arange(5.0))
