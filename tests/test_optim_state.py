@@ -36,7 +36,7 @@ START, *GRADS = (tree_of(i) for i in range(6))
 
 
 def parted(tx: Any, how: str, mesh: Any, start: Any = START) -> tuple[Any, Make]:
-    """A transformation over one of the partitions, and what places trees for it."""
+    """A transformation over one of the partitions, and a function that places trees for it."""
     block = 4 if tx is TXS["adamw_8bit"] else 1
     if how in ("sharded", "units"):
         plan = fshard.make_plan(start, mesh, units=["blocks.*"] if how == "sharded" else 12, block=block)
@@ -55,13 +55,13 @@ def go(mesh: Any, tx: Any, how: str, steps: Any, start: Any = START, load: Make 
 
 
 def went(mesh: Any, *args: Any) -> tuple[Any, Any]:
-    """The same, whole."""
+    """What `go` returns, gathered: the whole state and the whole parameters."""
     state, params = go(mesh, *args)
     return gather_state(state), fshard.gather_params(params)
 
 
 def alike(a: Any, b: Any, tolerance: float = 1e-11) -> None:
-    """Two trees of the same structure, dtypes and values."""
+    """Two trees have the same structure and dtypes, and values within the tolerance."""
     (xs, one), (ys, other) = fshard.tree.flatten(a), fshard.tree.flatten(b)
     assert one == other
     torch.testing.assert_close(xs, ys, rtol=tolerance, atol=tolerance)
@@ -69,7 +69,8 @@ def alike(a: Any, b: Any, tolerance: float = 1e-11) -> None:
 
 @over_all
 def test_a_whole_state_says_nothing_of_ranks(name):
-    """The same keys and values from every partition on every world."""
+    """The gathered state is the same for every partition and world: otherwise a saved state would fit only the run
+    that wrote it."""
     tx = TXS[name]
     plain = went(None, tx, "plain", range(3))
     for replicate, shard in ((1, 1), (1, 2), (1, 3), (2, 2)):
@@ -81,7 +82,8 @@ def test_a_whole_state_says_nothing_of_ranks(name):
 @over_all
 @pytest.mark.parametrize("how", ["flat", "leaf"])
 def test_a_rank_that_holds_nothing_counts_updates(name, how):
-    """The same whole state on every rank, where one leaf lies on one of three."""
+    """A rank that owns no leaf still counts updates: otherwise its bias correction or schedule would be wrong after
+    a reload."""
     tx, one, grad = TXS[name], {"w": START["w"]}, {"w": GRADS[0]["w"]}
 
     def stepped(tx: Any) -> Any:
@@ -96,21 +98,23 @@ def test_a_rank_that_holds_nothing_counts_updates(name, how):
 
 
 def gathered_to_others(mesh: Any) -> None:
-    """Ranks that do not agree on which rank is to have the state."""
+    """Each rank asks for the state on itself."""
     state, _ = go(mesh, TXS["adamw"], "sharded", [0])
     gather_state(state, rank=mesh.get_rank())
 
 
 @pytest.mark.parametrize("world", [simulated, gloo])
 def test_ranks_agree_on_which_has_a_state(world):
-    """An error that has both ranks' wishes."""
+    """Ranks that ask for the state on different ranks get an error with both wishes; without it they would wait
+    forever."""
     with pytest.raises(fshard.MismatchError, match=r"optimizer state for rank 0.*optimizer state for rank 1"):
         world(gathered_to_others, shard=2)
 
 
 @over_all
 def test_training_goes_on_elsewhere(name):
-    """The very bits in another partition and on another number of ranks; then as if nothing had been moved."""
+    """A state moves between partitions and numbers of ranks bit by bit: otherwise a run resumed on other hardware
+    would differ."""
     tx, moved = TXS[name], ({}, START)
 
     def load(state: Any, params: Any) -> Any:
@@ -154,7 +158,8 @@ def odd_states(mesh: Any) -> list[dict[str, Tensor]]:
 
 
 def test_leaves_of_every_kind():
-    """Frozen and integer leaves have no state, tied ones one, others theirs in its dtype; the same on any world."""
+    """Trainable leaves alone have a state, tied leaves one, each in its dtype: otherwise a saved state would not
+    load back."""
     first = simulated(odd_states, shard=1)[0]
     assert list(first[0]) == ["count", *(f"{m}.{leaf}" for m in ("mu", "nu") for leaf in ["w", "h", "c", "e", "whole"])]
     assert [whole["mu.h"].dtype for whole in first] == [torch.bfloat16, torch.float32] * 2
@@ -163,7 +168,7 @@ def test_leaves_of_every_kind():
 
 
 def on_one(mesh: Any, name: str) -> None:
-    """Every rank in turn has the whole state, and gives it back to all."""
+    """Each rank in turn gathers the whole state alone, and shards it back to all ranks."""
     me, tx = mesh.get_rank(), TXS[name]
     for how in HOWS:
         (state, params), (before, _) = go(mesh, tx, how, [0]), go(mesh, tx, how, [])
@@ -180,20 +185,22 @@ def on_one(mesh: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "from_torch-Adafactor"])
 def test_one_rank_alone_has_it(name):
-    """On a line of ranks and on a mesh of two axes."""
+    """With `rank=` one rank alone gets the whole state, and can shard it back: otherwise every host would need
+    memory for all of it."""
     for replicate, shard in ((1, 3), (2, 2)):
         simulated(on_one, name, replicate=replicate, shard=shard)
 
 
 def test_a_state_of_numbers_alone_is_not_lost():
-    """The rank that asks has it, though nothing in it is cut."""
+    """A state of plain numbers reaches the rank that asks: otherwise the count of SGD's updates would be lost in a
+    checkpoint."""
     for rank in range(2):
         found = simulated(lambda mesh, rank=rank: gather_state(go(mesh, optim.sgd(0.1), "sharded", [0])[0], rank))
         assert found[rank] == {"count": torch.tensor(1.0)}
 
 
 def messages(mesh: Any, name: str, how: str, rank: int | None) -> tuple[Any, list[int]]:
-    """The whole state, and the bytes of each message on its way."""
+    """The whole state, and the bytes of each message that gathers it."""
     state, _ = go(mesh, TXS[name], how, [0])
     with fshard.collectives.tally() as records:
         whole = gather_state(state, rank)
@@ -204,7 +211,8 @@ def messages(mesh: Any, name: str, how: str, rank: int | None) -> tuple[Any, lis
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("rank", [None, 1])
 def test_a_few_leaves_travel_at_a_time(monkeypatch, how, rank):
-    """Small chunks bound what is on its way, and change nothing."""
+    """A state is gathered in chunks of a few leaves, with the same bits: otherwise a rank would need memory for all
+    messages at once."""
     for name in ("adamw", "by_label"):
         expected = simulated(messages, name, how, rank, shard=3)
         with monkeypatch.context() as patch:
@@ -218,7 +226,8 @@ def test_a_few_leaves_travel_at_a_time(monkeypatch, how, rank):
 
 
 def test_what_is_saved_is_a_copy():
-    """A state that is given away, or trained on by torch, changes nothing that was read from it, and the reverse."""
+    """A saved state shares no memory with a live one: otherwise a donated step or torch's optimizer would change the
+    checkpoint."""
 
     def law(mesh: Any, how: str) -> None:
         tx, place = parted(optim.adamw(0.1), how, mesh)
@@ -239,19 +248,19 @@ def test_what_is_saved_is_a_copy():
 
 @pytest.fixture
 def double() -> Iterator[None]:
-    """torch's optimizers keep their scalars in the default dtype."""
+    """float64 as the default dtype, in which torch's optimizers keep their scalars."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
 
 
 def in_two(leaves: list[Any], **rest: float) -> list[dict[str, Any]]:
-    """Matrices and the rest, as torch's parameter groups."""
+    """Two parameter groups of torch's: the matrices, and the rest with options of their own."""
     return [{"params": [x for x in leaves if x.ndim > 1]}, {"params": [x for x in leaves if x.ndim < 2], **rest}]
 
 
 def by_kind(matrix: Any, rest: Any) -> Any:
-    """The same, as labels."""
+    """The same two groups as labels of by_label."""
     return optim.by_label({"matrix": matrix, "rest": rest}, lambda path, x: "matrix" if x.ndim > 1 else "rest")
 
 
@@ -277,7 +286,7 @@ over_classes = pytest.mark.parametrize("name", CLASSES)
 
 
 def torchs(make: Make, start: Any = START) -> Any:
-    """A torch optimizer whose `leaves` are parameters."""
+    """A torch optimizer; its attribute `leaves` has the parameters."""
     leaves = [nn.Parameter(x.clone()) for x in fshard.tree.leaves(start)]
     optimizer = make(leaves)
     optimizer.leaves = leaves
@@ -294,14 +303,15 @@ def torch_steps(optimizer: Any, steps: range) -> list[Tensor]:
 
 
 def in_torchs_format(mesh: Any, tx: Any, how: str, groups: list[dict[str, Any]]) -> tuple[Any, Any]:
-    """Whole parameters after three steps, and the state."""
+    """Whole parameters after three steps, and the state in torch's format."""
     state, params = go(mesh, tx, how, range(3))
     return fshard.gather_params(params), state_dict(state, params, "index", groups=groups)
 
 
 @over_classes
 def test_torch_goes_on_with_ours(double, name):
-    """A class of torch.optim loads what we saved, with its groups, and trains on as we do."""
+    """torch.optim loads a state that fshard saved and trains on alike: otherwise users could not move a run back to
+    plain torch."""
     tx, make = CLASSES[name]
     groups = [{key: x for key, x in group.items() if key != "params"} for group in torchs(make).param_groups]
     want = fshard.tree.leaves(went(None, tx, "plain", range(5))[1])
@@ -314,7 +324,8 @@ def test_torch_goes_on_with_ours(double, name):
 
 @over_classes
 def test_we_go_on_with_torchs(double, name):
-    """We load what a class of torch.optim saved, also of leaves in another order, and train on as it does."""
+    """fshard loads a state that torch.optim saved, in any order of leaves: otherwise users could not bring their
+    runs to fshard."""
     tx, make = CLASSES[name]
     backward = None if "groups" in name else ["tail", "s", "blocks.1.b", "blocks.1.a", "blocks.0.b", "blocks.0.a", "w"]
     optimizer = torchs(lambda xs: make(xs[::-1] if backward else xs))
@@ -329,7 +340,8 @@ def test_we_go_on_with_torchs(double, name):
 
 @over_all
 def test_torchs_format_keeps_a_state(name):
-    """Read back, by path and by index, it is the same."""
+    """A state written in torch's format and read back has the same bits: otherwise such a checkpoint would lose part
+    of it."""
 
     def law(mesh: Any, how: str, key: str) -> None:
         (state, params), (like, _) = go(mesh, TXS[name], how, range(5)), go(mesh, TXS[name], how, [])
@@ -342,7 +354,8 @@ def test_torchs_format_keeps_a_state(name):
 
 @pytest.mark.parametrize("how", ["plain", *HOWS[1:]])
 def test_leaves_may_have_any_name(how):
-    """That of a field, or a number: each has its own state, in one group."""
+    """Leaves named like a field or a number keep a state each, in one group: otherwise two leaves would share one
+    moment."""
     params = {"count": rand(2, seed=1), "mu": {"w": rand(3, seed=2)}, "w": rand(3, seed=3), "1": rand(2, seed=4)}
 
     def law(mesh: Any) -> None:
@@ -361,7 +374,8 @@ def test_leaves_may_have_any_name(how):
 
 
 def test_errors():
-    """The sentence, and the leaf it names."""
+    """A state that does not fit is an error that names the leaf and what is missing; without it training would go on
+    with wrong moments."""
     tx = optim.adamw(0.1)
     state = tx.init(START)
     whole, saved = gather_state(state), state_dict(state, START)
@@ -398,7 +412,7 @@ def test_errors():
 
 
 def unfrozen_late(mesh: Any) -> Any:
-    """What a state holds that was read from an optimizer of torch's which never saw a gradient of one leaf."""
+    """A state read from a torch optimizer that never saw a gradient of one leaf, and torch's own entry of the other."""
     params = {"a": rand(5, seed=0), "late": rand(3, seed=1)}
     theirs = {name: x.clone().requires_grad_() for name, x in params.items()}
     reference = to.AdamW(theirs.values(), 0.1)
@@ -414,7 +428,8 @@ def unfrozen_late(mesh: Any) -> Any:
 
 
 def test_a_leaf_without_a_state_keeps_its_own():
-    """Only where `strict=False` says so."""
+    """With `strict=False` alone a leaf without a saved state keeps the initial one: otherwise lost moments would go
+    unnoticed."""
     for whole, want in simulated(unfrozen_late, shard=2):
         torch.testing.assert_close(whole["mu.a"], want["exp_avg"])
         assert whole["mu.late"].tolist() == [1.0, 1.0, 1.0]

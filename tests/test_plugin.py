@@ -14,13 +14,14 @@ PLUGIN = ("-p", "pytest_fshard", "-p", "no:cacheprovider", "-p", "no:hypothesisp
 
 
 def ranks(mesh, *args):
-    """Where a rank is."""
+    """This rank's number, the sizes of both axes, and the arguments that were passed."""
     return mesh.get_local_rank("shard"), mesh.size("shard"), mesh.size("replicate"), *args
 
 
 @pytest.mark.world(shard=[1, 3], replicate=[1, 2])
 def test_a_test_runs_for_each_mesh(world):
-    """And knows which: results in rank order, arguments handed on."""
+    """A marked test runs once per mesh, and `world.run` returns results in rank order: otherwise a mesh would go
+    untested."""
     shard, replicate = world.axes["shard"], world.axes["replicate"]
     found = world.run(ranks, "x", 7)
     assert len(found) == world.size == shard * replicate
@@ -28,12 +29,13 @@ def test_a_test_runs_for_each_mesh(world):
 
 
 def test_without_a_mark_there_are_two_ranks(world):
-    """Which exchange what they have."""
+    """Without the mark `world` has two ranks that communicate: otherwise a test of collectives would test nothing."""
     assert [x.item() for x in world.run(lambda mesh: fshard.all_reduce(torch.ones(()), mesh, "shard"))] == [2.0, 2.0]
 
 
 def test_the_names_of_tests(pytester):
-    """One number, or two where there are replicas; a number alone is a list of it; the mark is registered."""
+    """Test names show the mesh and the mark is registered: otherwise users could not select a mesh, or strict
+    markers would fail."""
     pytester.makepyfile(
         """
         import pytest
@@ -59,7 +61,8 @@ def test_the_names_of_tests(pytester):
     ],
 )
 def test_a_wrong_mark_is_an_error(pytester, mark, argument, text):
-    """Which says what was expected."""
+    """A wrong mark is an error that says what was expected; without it the test would run on no mesh, or on a wrong
+    one."""
     pytester.makepyfile(f"import pytest\n@pytest.mark.world({mark})\ndef test_a({argument}): pass\n")
     found = pytester.runpytest(*PLUGIN)
     assert found.ret != 0
@@ -67,7 +70,7 @@ def test_a_wrong_mark_is_an_error(pytester, mark, argument, text):
 
 
 def test_the_tests_of_the_page_on_testing_pass(pytester):
-    """docs/testing.md as a file of tests: six of the mark, one of Hypothesis."""
+    """The tests in docs/testing.md pass as they stand: otherwise a user who copies them would start with failures."""
     page = (Path(__file__).parent.parent / "docs" / "testing.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     pytester.makepyfile("\n".join(blocks))
@@ -75,7 +78,7 @@ def test_the_tests_of_the_page_on_testing_pass(pytester):
 
 
 def test_a_failing_rank_fails_the_test(pytester):
-    """With the rank's number in the report."""
+    """An error on a rank fails the test and the report has the rank: otherwise a user would not know where to look."""
     pytester.makepyfile("def test_a(world):\n    world.run(lambda mesh: 1 / mesh.get_rank())\n")
     found = pytester.runpytest(*PLUGIN)
     found.assert_outcomes(failed=1)
@@ -83,6 +86,7 @@ def test_a_failing_rank_fails_the_test(pytester):
 
 
 def test_pytest_starts_without_torch():
-    """The plugin imports neither torch nor fshard until a test asks for ranks."""
+    """The plugin imports neither torch nor fshard until a test asks for ranks: otherwise every pytest run would
+    start slowly."""
     code = "import sys, pytest_fshard; print(sorted({'torch', 'fshard', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

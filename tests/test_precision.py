@@ -1,4 +1,4 @@
-"""Policies: what they say, what a loss sees, what travels, and how far gradients are from those of float64."""
+"""Policies: their words, the dtypes that a loss sees and that travel, and the distance of gradients from float64."""
 
 import itertools
 import pickle
@@ -27,7 +27,8 @@ POLICIES = {
 
 @pytest.mark.parametrize("text", ["", *POLICIES.values(), "compute=f16,buffers=f64,cast_inputs=no"])
 def test_words_are_the_policy(text):
-    """A printed policy would parse to another one."""
+    """A printed policy parses to an equal one: otherwise a policy copied from a log or a file would be another
+    policy."""
     policy = Policy.parse(text)
     assert Policy.parse(str(policy)) == policy
     assert hash(Policy.parse(str(policy))) == hash(policy)
@@ -36,7 +37,8 @@ def test_words_are_the_policy(text):
 
 
 def test_names_of_dtypes():
-    """Short, torch's own, or the dtype."""
+    """Short names, torch's names and dtypes mean the same policy: otherwise equal policies would give different
+    plans."""
     names = Policy(compute="bf16"), Policy(compute="bfloat16"), Policy(compute=torch.bfloat16)
     assert len({*names, Policy.parse("compute = bf16")}) == 1
     by_dict = Policy(compute="bf16", overrides={"a.*": "compute=f32"})
@@ -66,13 +68,14 @@ def test_names_of_dtypes():
     ],
 )
 def test_what_is_no_policy(make, words):
-    """A wrong policy would be taken, or the error would not say what is wrong."""
+    """A wrong policy is an error that says what was expected; without it a leaf would compute in an unintended
+    dtype."""
     with pytest.raises((ValueError, TypeError), match=re.escape(words)):
         make()
 
 
 def seen(mesh: Any) -> tuple[Any, ...]:
-    """The dtypes a loss sees and a step keeps; the inputs', the outputs'."""
+    """The dtypes that a loss sees and a step keeps; those of the inputs and outputs."""
     params = {"w": rand(3, 2, seed=1), "norm": [rand(2, seed=2)], "n": torch.arange(3), "c": rand(4, seed=3) * 1j}
     policy = Policy.parse("storage=f32,compute=bf16,output=f16; norm: compute=f32")
     plan = fshard.make_plan(params, mesh, policy=policy, frozen="c")
@@ -92,7 +95,8 @@ def seen(mesh: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("shard", [1, 2])
 def test_every_tensor_has_its_dtype(shard):
-    """A policy would not be followed for some leaf, input, output or gradient."""
+    """Parameters, inputs, outputs and gradients have the policy's dtypes: otherwise training would lose precision
+    unnoticed."""
     f32, bf16, i64, c128 = torch.float32, torch.bfloat16, torch.int64, torch.complex128
     for found, value, aux, grads, whole, text in simulated(seen, shard=shard):
         assert found["params"] == {"w": bf16, "norm": [f32], "n": i64, "c": c128}
@@ -104,7 +108,7 @@ def test_every_tensor_has_its_dtype(shard):
 
 
 def gradients(mesh: Any, policy: str, strategy: str, how: str = "grad") -> Any:
-    """The gradients of the language model in float32, and what went over the wire."""
+    """The gradients of the language model in float32, and the collectives that were sent."""
     params = lm_params(torch.float32)
     plan = fshard.make_plan(params, mesh, units=LM_UNITS, policy=policy, **STRATEGIES[strategy])
     sharded = fshard.shard_params(params, plan)
@@ -114,7 +118,8 @@ def gradients(mesh: Any, policy: str, strategy: str, how: str = "grad") -> Any:
 
 
 def by_hand(policy: str, replicate: int, shard: int) -> Any:
-    """Cast leaf by leaf, differentiated rank by rank, added up in float32: over shards first, then over replicas."""
+    """Gradients in plain torch: leaves cast one by one, ranks differentiated one by one, summed over shards, then
+    replicas."""
     params, resolved = lm_params(torch.float32), fshard.make_plan(lm_params(torch.float32), policy=policy)
     dtypes = {slot.path: resolved.kinds[slot.kind].precision for slot in resolved.slots}
     names = [*dict.fromkeys(slot.path for slot in resolved.slots)]
@@ -148,7 +153,8 @@ def by_hand(policy: str, replicate: int, shard: int) -> Any:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("world", WORLDS)
 def test_gradients_are_those_made_by_hand(world, policy):
-    """Mixed precision would cast at other places than plain code does."""
+    """Mixed precision has the bits of casts written by hand: otherwise a policy would round where plain code does
+    not."""
     replicate, shard = WORLDS[world]
     want = by_hand(POLICIES[policy], replicate, shard)
     for strategy in ("full", "zero2", "ddp") if world != "2x2" else ("full",):
@@ -157,14 +163,15 @@ def test_gradients_are_those_made_by_hand(world, policy):
 
 
 def test_processes_give_the_same_bits():
-    """In low precision real processes would give other bits, or send other bytes."""
+    """In low precision processes have the bits and messages of simulated ranks: otherwise simulated tests would not
+    hold on a cluster."""
     for policy in ("bf16", "mixed"):
         args = POLICIES[policy], "full"
         assert same_bits(gloo(gradients, *args, shard=2), simulated(gradients, *args, shard=2))
 
 
 def test_low_precision_travels():
-    """Casting would happen after the gather, so that twice the bytes are sent."""
+    """Parameters are cast before the gather: otherwise bfloat16 would send as many bytes as float32."""
     plain, half = (simulated(gradients, policy, "full", shard=2)[0][1] for policy in ("", "compute=bf16"))
     for (kind, label, full), (_, _, low) in zip(plain, half, strict=True):
         if kind in ("all_gather", "reduce_scatter"):
@@ -172,7 +179,7 @@ def test_low_precision_travels():
 
 
 def distance(grads: Any, exact: Any) -> float:
-    """The relative error of a tree."""
+    """The relative error of a tree against an exact one, in the 2-norm."""
     pairs = zip(tree.leaves(grads), tree.leaves(exact), strict=True)
     error, size = zip(*(((g.double() - e).square().sum(), e.square().sum()) for g, e in pairs), strict=True)
     return float((sum(error) / sum(size)).sqrt())
@@ -180,7 +187,7 @@ def distance(grads: Any, exact: Any) -> float:
 
 @pytest.mark.parametrize("shard", [2, 4])
 def test_gradients_are_near_those_of_float64(shard):
-    """Sharding would add more error than bfloat16 itself."""
+    """Sharded bfloat16 gradients err less than twice plain bfloat16 ones: otherwise sharding would harm convergence."""
 
     def one(p: Any, dtype: torch.dtype) -> Any:
         flat, spec = tree.flatten(p)
@@ -201,7 +208,7 @@ def test_gradients_are_near_those_of_float64(shard):
 
 @pytest.mark.parametrize("size", [2, 3, 8, 33, 64])
 def test_a_sum_in_bfloat16_errs_by_one_rounding_an_addend(size):
-    """And one more of the result where that is of half precision, too; a running sum in bfloat16 errs by far more."""
+    """A bfloat16 reduction rounds each addend once: otherwise the error would grow with the number of ranks."""
     values = torch.stack([rand(64 * size, seed=rank, dtype=torch.float32) for rank in range(size)]) + 1
 
     def summed(mesh: Any) -> Tensor:
@@ -220,7 +227,7 @@ def test_a_sum_in_bfloat16_errs_by_one_rounding_an_addend(size):
 
 
 class Reads(TorchDispatchMode):
-    """Every read of a tensor by the host, but for those of the counters that live there."""
+    """Lists every operator by which the host reads a tensor, except for counters that live on the host."""
 
     def __init__(self, *known: Tensor):
         super().__init__()
@@ -236,7 +243,7 @@ READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.defa
 
 
 def reads(mesh: Any) -> list[str]:
-    """What the host reads in steps with all there is."""
+    """What the host reads in a step with clipping, micro-batches, a schedule and a loss scale."""
     params = lm_params(torch.float32)
     plan = fshard.make_plan(params, mesh, units=LM_UNITS, policy="compute=f16,output=f32")
     tx = optim.adamw(optim.warmup_cosine(0.1, 2, 8))
@@ -249,7 +256,7 @@ def reads(mesh: Any) -> list[str]:
 
 
 def test_a_step_reads_nothing():
-    """A step would wait for the device to read a tensor."""
+    """A step reads no tensor on the host: otherwise each step would wait for the GPU, and the GPU for Python."""
     assert simulated(reads, shard=2) == [[], []]
     with Reads() as mode:
         torch.ones(1).item()
@@ -257,7 +264,7 @@ def test_a_step_reads_nothing():
 
 
 def overflowing(p: Any, batch: Any) -> Any:
-    """A small network in float16 whose gradient of one leaf is made inf or NaN where a batch says so."""
+    """A small network in float16; `bad` in the batch makes the gradient of one leaf inf or NaN."""
     x, y, bad = batch["x"], batch["y"], batch["bad"]
     hidden = torch.tanh(x @ p["w"] + p["b"])
     loss = (hidden @ p["out"] - y).float().square()
@@ -266,7 +273,7 @@ def overflowing(p: Any, batch: Any) -> Any:
 
 
 def overflow_batch(step: int, rank: int) -> dict[str, Tensor]:
-    """Whole numbers, so that sums of all orders have the same bits; inf or NaN on one rank at some steps."""
+    """Whole numbers, whose sums have the same bits in any order; inf or NaN on rank 0 at some steps."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randint(-2, 3, (4, 3), generator=generator).float()
     bad = torch.zeros(4, 1)
@@ -276,7 +283,7 @@ def overflow_batch(step: int, rank: int) -> dict[str, Tensor]:
 
 
 def scaled_run(mesh: Any, num_steps: int, micro: int, clip: float | None) -> list[tuple[float, int, float]]:
-    """Scale, tracker and found_inf of every step, and the parameters after the last."""
+    """Scale, tracker and found_inf of every step, and the parameters after the last step."""
     params = {"w": rand(3, 5, seed=1), "b": rand(5, seed=2), "out": rand(5, 1, seed=3)}
     plan = fshard.make_plan(params, mesh, policy="storage=f32,compute=f16,reduce=f32")
     tx, rows = optim.sgd(0.01), []
@@ -290,7 +297,7 @@ def scaled_run(mesh: Any, num_steps: int, micro: int, clip: float | None) -> lis
 
 
 def torch_run(num_ranks: int, num_steps: int, micro: int, clip: float | None) -> Any:
-    """torch.amp.GradScaler driving one model on all ranks' data, rank by rank."""
+    """The same from torch.amp.GradScaler, which drives one model on all ranks' data, rank by rank."""
     start = {"w": rand(3, 5, seed=1), "b": rand(5, seed=2), "out": rand(5, 1, seed=3)}
     leaves = {name: torch.nn.Parameter(x.float()) for name, x in start.items()}
     optimizer = torch.optim.SGD(leaves.values(), 0.01)
@@ -317,7 +324,8 @@ def torch_run(num_ranks: int, num_steps: int, micro: int, clip: float | None) ->
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 2), (1, 3), (2, 2)])
 @pytest.mark.parametrize(("micro", "clip"), [(1, None), (1, 1.0), (2, 1.0)])
 def test_200_steps_follow_grad_scaler(replicate, shard, micro, clip):
-    """Injected inf and NaN on one rank, and overflow by the scale: scales, trackers, skips, and parameters."""
+    """200 steps with overflows follow torch.amp.GradScaler: otherwise a float16 run would skip other steps than in
+    torch."""
     rows, params = torch_run(replicate * shard, 200, micro, clip)
     assert {found for _, _, found in rows} == {0, 1}
     assert len({scale for scale, _, _ in rows}) > 3
