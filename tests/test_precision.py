@@ -171,7 +171,8 @@ def test_processes_give_the_same_bits():
 
 
 def test_low_precision_travels():
-    """Parameters are cast before the gather: otherwise bfloat16 would send as many bytes as float32."""
+    """Parameters and gradients are cast before they are sent: otherwise bfloat16 would send as many bytes as
+    float32."""
     plain, half = (simulated(gradients, policy, "full", shard=2)[0][1] for policy in ("", "compute=bf16"))
     for (kind, label, full), (_, _, low) in zip(plain, half, strict=True):
         if kind in ("all_gather", "reduce_scatter"):

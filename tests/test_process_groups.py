@@ -1,4 +1,4 @@
-"""Ranks of a process group with collectives of its own: one all-to-all for each exchange, late as NCCL's may be."""
+"""A process group with built-in collectives, as NCCL has: each exchange is one all-to-all, and may be done late."""
 
 import warnings
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def bytes_of(x: Tensor) -> Tensor:
 
 @dataclass
 class Late:
-    """An all-to-all that reads what is sent and writes what is received when it is waited for, and not before."""
+    """An all-to-all that reads the sent tensors and writes the received ones in `wait`, and not before."""
 
     outs: Sequence[Tensor]
     ins: Sequence[Tensor]
@@ -43,7 +43,7 @@ class Late:
             bytes_of(x).fill_(POISON)
 
     def wait(self) -> None:
-        """Nobody has written to either in between."""
+        """Check that nobody wrote to the tensors since the start; then send and receive."""
         assert all(torch.equal(bytes_of(x), y) for x, y in zip(self.ins, self.before, strict=True))
         assert all(bool((bytes_of(x) == POISON).all()) for x in self.outs)
         ops = []
@@ -55,7 +55,7 @@ class Late:
 
 
 class Distributed:
-    """torch.distributed of a backend whose all-to-all is late, and which counts; it has no messages to one peer."""
+    """torch.distributed with a late all-to-all that is recorded, and without messages to single peers."""
 
     def __init__(self) -> None:
         self.calls = list[Late]()
@@ -65,7 +65,7 @@ class Distributed:
         return getattr(dist, name)
 
     def all_to_all(self, outs: list[Tensor], ins: list[Tensor], group: Any, async_op: bool) -> Late:
-        """As NCCL's: contiguous tensors of one dtype, and of any sizes that both sides agree on."""
+        """Like NCCL's: contiguous tensors of one dtype, of any sizes that both sides agree on."""
         assert async_op
         assert len({x.dtype for x in (*outs, *ins)}) == 1
         assert all(x.is_contiguous() for x in (*outs, *ins))
@@ -77,7 +77,7 @@ class Distributed:
 
 
 class BuiltIn(process_groups.GroupRanks):
-    """Ranks of gloo as if its collectives were the fast ones."""
+    """Ranks of gloo that say their backend has fast collectives of its own."""
 
     def __init__(self, axis: str, group: Any, device: torch.device):
         super().__init__(axis, group, device)
@@ -85,24 +85,24 @@ class BuiltIn(process_groups.GroupRanks):
 
 
 class Pool:
-    """A backend that makes memory: how often, and what of it is still there."""
+    """A backend that allocates memory; weak references to what it allocated."""
 
     def __init__(self) -> None:
         self.refs = list[StorageWeakRef]()
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """As NCCL where the network has multicast."""
+        """True, as for NCCL where the network has multicast."""
         return True
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """With any bits."""
+        """A tensor of NaN, so that a read before a write shows."""
         made = torch.full((size,), torch.nan, device=device).to(dtype)
         self.refs.append(StorageWeakRef(made.untyped_storage()))
         return made
 
 
 def as_nccl(mesh: Any, job: Any, *args: Any) -> tuple[Any, list[Late]]:
-    """`job(mesh, *args)` on such ranks, and the exchanges it made."""
+    """`job(mesh, *args)` on ranks with late built-in collectives, and the exchanges that the job made."""
     warnings.simplefilter("ignore", FutureWarning)
     with (
         mock.patch.object(process_groups, "dist", Distributed()) as stand_in,
@@ -140,7 +140,7 @@ def trained(mesh: Any, plan: str, step: str) -> list[Tensor]:
 
 
 def others(mesh: Any) -> list[Tensor]:
-    """Every collective, of uneven sizes, of none, and to one rank alone."""
+    """Every collective, with uneven sizes and without elements; broadcasts come from the last rank."""
     found = []
     for axis, size in ((axis, size) for axis, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1):
         for numel in (0, size, 6 * size):
@@ -157,17 +157,17 @@ CASES += [("wires", "exact"), ("feedback", "sgd")]
 
 
 def everything(mesh: Any) -> list[list[Tensor]]:
-    """All jobs of this file."""
+    """The results of all cases, and of every collective."""
     return [trained(mesh, *case) for case in CASES if case[1] != "tree" or mesh.size() != 3] + [others(mesh)]
 
 
 def late(mesh: Any) -> tuple[list[list[Tensor]], list[Any]]:
-    """What late exchanges give, and what one reduction takes."""
+    """The results of all jobs with late exchanges, and the exchanges of one reduction."""
     return as_nccl(mesh, everything)[0], one_reduction(mesh)
 
 
 def from_a_pool(mesh: Any, plan: str) -> tuple[bool, list[int], int]:
-    """Whether memory of the backend's changes bits; buffers made in each step, units, and how many are left."""
+    """Whether the backend's memory keeps the bits; how many buffers and collectives there were; buffers still alive."""
     params, tx = lm_params(torch.float32), optim.sgd(0.1)
     made = replace(fshard.make_plan(params, mesh, units=LM_UNITS, **PLANS[plan]), mesh=mesh)
     state = fshard.init_state(fshard.shard_params(params, made), tx)
@@ -181,7 +181,8 @@ def from_a_pool(mesh: Any, plan: str) -> tuple[bool, list[int], int]:
 
 
 def test_what_is_sent_lies_in_memory_of_the_backend_where_it_makes_any() -> None:
-    """A buffer for each gather and each reduction, none of which outlives its step; not the results."""
+    """Each gather and reduction uses one buffer of the backend and frees it: otherwise NCCL would copy messages, or
+    memory leak."""
     for bits, (buffers, collectives), left in gloo(from_a_pool, "full"):
         assert bits
         assert buffers == collectives > 0
@@ -189,7 +190,8 @@ def test_what_is_sent_lies_in_memory_of_the_backend_where_it_makes_any() -> None
 
 
 def test_a_backend_without_memory_of_its_own() -> None:
-    """Torch's own, of gloo and of what is not lent; the names asked for are torch's."""
+    """Without an allocator in the backend buffers are torch's own: otherwise a step on gloo, or on older NCCL, would
+    fail."""
     group = mock.Mock(spec=["_get_backend"])
     with (
         mock.patch.object(process_groups.dist, "get_rank", return_value=0),
@@ -208,12 +210,13 @@ def test_a_backend_without_memory_of_its_own() -> None:
 
 
 def same(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
-    """Bitwise."""
+    """Whether two lists of tensors are equal to the bit."""
     return all(x.dtype == y.dtype and torch.equal(bytes_of(x), bytes_of(y)) for x, y in zip(xs, ys, strict=True))
 
 
 def one_reduction(mesh: Any) -> list[tuple[int, list[int], bool]]:
-    """Of each exchange of one reduce-scatter: how many, its sizes, whether one buffer receives all."""
+    """For each exchange of one reduce-scatter: their number, its sizes, and whether one buffer receives all
+    messages."""
     x = rand(12, seed=mesh.get_rank())
     _, calls = as_nccl(mesh, lambda mesh: fshard.reduce_scatter(x, mesh, "shard"))
     rows = []
@@ -227,10 +230,8 @@ def one_reduction(mesh: Any) -> list[tuple[int, list[int], bool]]:
 
 @pytest.mark.parametrize("world", ["3", "2x2"])
 def test_late_exchanges_have_the_bits_of_simulated_ranks(world: str) -> None:
-    """Of steps by every way of adding up, and of every collective; each exchange is one call for all peers.
-
-    It receives into one buffer of what the peers send, and nothing from this rank itself.
-    """
+    """Late exchanges give the bits of simulated ranks, one call for all peers: otherwise a step with NCCL would read
+    garbage or send too many messages."""
     replicate, shard = WORLDS[world]
     expected = simulated(everything, shard=shard, replicate=replicate)
     for rank, (found, rows) in enumerate(gloo(late, shard=shard, replicate=replicate)):

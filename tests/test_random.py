@@ -1,4 +1,4 @@
-"""Random numbers in a graph: those of the same code run eagerly, from the state and nothing else."""
+"""Random numbers in a graph are those of the same code run eagerly, and come from the state alone."""
 
 import warnings
 from collections.abc import Callable
@@ -75,7 +75,7 @@ UNKNOWN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 def noisy(draw: Callable[[Tensor], Tensor]) -> Callable[..., fshard.Mean]:
-    """The loss of the model with something random between its layers."""
+    """The loss of the model with random numbers between its layers."""
 
     def loss(p: Any, b: dict[str, Tensor]) -> fshard.Mean:
         h = draw(torch.tanh(b["x"] @ p["a"]["w"] + p["a"]["b"]))
@@ -104,14 +104,16 @@ def two_steps(mesh: Any, draw: Callable[[Tensor], Tensor], backend: str, **kw: A
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [*DRAWS, *NOTHING])
 def test_a_graph_draws_the_eager_numbers(name):
-    """Bit for bit, the same again for the same state, and torch's own generator stays where it was."""
+    """A graph draws the eager bits and leaves torch's generator alone: otherwise jit would change training or later
+    draws."""
     for eager, compiled in two_steps(None, {**DRAWS, **NOTHING}[name], "eager"):
         assert same_bits(eager, compiled)
 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_what_is_drawn_depends_on_the_state(name):
-    """Another seed, other results: the test above would see numbers that are always the same."""
+    """Another seed gives other results: otherwise every run would draw equal numbers, and the test above see
+    nothing."""
     state, step = start(None, loss_fn=noisy(DRAWS[name]))
     fast = fshard.jit(step, backend="eager")
     one, two = fast(state, batch(0, 0)), fast(fshard.tree.map(lambda x: x + (x == 7), state), batch(0, 0))
@@ -120,7 +122,8 @@ def test_what_is_drawn_depends_on_the_state(name):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_graph_draws_them_too(backend):
-    """With micro-batches: dropout and noise, on two ranks or one."""
+    """Compiled steps with micro-batches draw the eager numbers: otherwise torch.compile's backends would change
+    dropout."""
 
     def draw(h: Tensor) -> Tensor:
         return F.dropout(h, 0.5) + torch.randn_like(h)
@@ -131,7 +134,7 @@ def test_a_compiled_graph_draws_them_too(backend):
 
 
 def drawn(mesh: Any) -> list[Tensor]:
-    """What dropout keeps of ones, in each micro-batch of two steps."""
+    """The dropout masks of ones in each micro-batch of two steps."""
 
     def loss(p: Any, b: dict[str, Tensor]) -> Any:
         return (p["a"]["w"].sum() * b["x"]).sum(), F.dropout(torch.ones(64), 0.5)
@@ -145,7 +148,8 @@ def drawn(mesh: Any) -> list[Tensor]:
 
 
 def test_numbers_differ():
-    """Between ranks, steps and micro-batches, and not between runs."""
+    """Ranks, steps and micro-batches draw different numbers, runs equal ones: otherwise masks would repeat, or a run
+    not be repeatable."""
     runs = simulated(drawn, shard=2)
     every = [x for run in runs for x in run]
     assert len({tuple(x.tolist()) for x in every}) == len(every) == 8
@@ -154,7 +158,7 @@ def test_numbers_differ():
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_block_computed_again_draws_the_same(backend):
-    """torch.utils.checkpoint around dropout: the same gradients as without it, eagerly and in a graph."""
+    """torch.utils.checkpoint draws the same numbers again: otherwise gradients would belong to another dropout mask."""
 
     def block(h: Tensor) -> Tensor:
         return F.dropout(torch.sin(F.dropout(h, 0.3)) * torch.rand_like(h), 0.5)
@@ -175,7 +179,7 @@ def test_a_block_computed_again_draws_the_same(backend):
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_random_operator_is_an_error(name):
-    """One that names it; nothing is drawn from torch's own generator."""
+    """A random operator that graphs do not know is an error with its name; without it a graph would repeat one draw."""
     draw, operator = UNKNOWN[name]
     state, step = start(None, loss_fn=noisy(draw), tx=optim.sgd(0.1))
     with pytest.raises((NotImplementedError, TraceError), match=rf"aten\.{operator}.*\bno such random"):
@@ -183,7 +187,7 @@ def test_an_unknown_random_operator_is_an_error(name):
 
 
 def test_a_seed_set_in_a_loss_is_an_error():
-    """It would be the same in every step."""
+    """A seed set inside a loss is an error; without it every step would draw the same numbers."""
 
     def draw(h: Tensor) -> Tensor:
         torch.manual_seed(3)
@@ -210,7 +214,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def forked(x: Tensor) -> Tensor:
-    """Draws nothing where the state is put back."""
+    """Computes inside a fork of the generator, and draws nothing there."""
     with torch.random.fork_rng([]):
         return 2 * x
 
@@ -218,7 +222,8 @@ def forked(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", PLAIN)
 def test_without_a_step_torch_draws(name, backend):
-    """Outside a step there is no state: a function that draws gives the eager numbers, new ones each time."""
+    """Outside a step a graph draws from torch's generator, new numbers per call: otherwise jit would freeze a user's
+    draws."""
     fn, x = PLAIN[name], rand(8, seed=1)
     fast = fshard.jit(fn, backend=backend)
     torch.manual_seed(1)
@@ -229,7 +234,8 @@ def test_without_a_step_torch_draws(name, backend):
 
 
 def test_a_graph_draws_masks_with_the_operator_of_an_eager_call(monkeypatch):
-    """Another operator draws other masks on a GPU; and the device's own generator is as it was."""
+    """Masks come from torch.native_dropout, as in eager code, and the global generator stays: otherwise a GPU would
+    draw other masks."""
     asked, native = [], torch.native_dropout
 
     def noted(x, p, train):
