@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,8 @@ from ..comm.mesh import AnyMesh, Axes
 from ..comm.reduction import Reduction, is_idle, reduction_of
 from ..core import func_levels, tree
 from ..core.arguments import check_flags, check_function, is_number, shown
-from ..core.scalars import on_device
+from ..core.scalars import Number, on_device
+from ..core.tree import Tree
 from ..layout.pieces import Unreduced
 from . import anchors, offload
 from .gradients import Gradients, settle
@@ -37,8 +37,8 @@ class Mean:
     tensor(3.)
     """
 
-    total: Any
-    count: Any
+    total: Tensor
+    count: Number
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ class Sum:
     tensor(6.)
     """
 
-    total: Any
+    total: Tensor
 
 
+# as nodes of a tree: `Policy.cast` casts the totals that a loss function returns
 tree.register_fields(Mean, ("total", "count"))
 tree.register_fields(Sum, ("total",))
 
@@ -62,10 +63,10 @@ class Outcome:
 
     total: Tensor
     count: Tensor
-    kind: type
+    kind: type  # Mean, Sum, or Tensor for a plain scalar
     dtype: torch.dtype
-    extra: Any
-    aux: Any
+    extra: Tree
+    aux: Tree
 
     @property
     def divisor(self) -> Tensor:
@@ -82,19 +83,22 @@ class Outcome:
         return (self.total / self.divisor).to(self.dtype)
 
 
-def _returned(out: Any, has_aux: bool, with_extra: bool) -> tuple[Any, Any, Any]:
+def _returned(out: Tree, has_aux: bool, with_extra: bool) -> tuple[Tree, Tree, Tree]:
     """The loss, the new extra and the aux of what a loss function returned; None for those it does not return."""
     names = ["loss", *["extra"] * with_extra, *["aux"] * has_aux]
     if len(names) > 1 and not (isinstance(out, tuple) and len(out) == len(names)):
         asked = " and ".join(["with_extra=True"] * with_extra + ["has_aux=True"] * has_aux)
         got = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
         raise ValueError(f"the loss function: expected ({', '.join(names)}), as {asked} says, got {got}")
-    given = dict(zip(names, out if len(names) > 1 else [out], strict=True))
-    return given["loss"], given.get("extra"), given.get("aux")
+    by_name = dict(zip(names, out if len(names) > 1 else [out], strict=True))
+    return by_name["loss"], by_name.get("extra"), by_name.get("aux")
 
 
-def read_loss(loss: Any) -> tuple[Any, type]:
-    """A returned loss as a Mean or Sum, and its class: Mean, Sum, or Tensor for a plain scalar."""
+def read_loss(loss: Tree) -> tuple[Mean | Sum, type]:
+    """Return a loss as a Mean or Sum, and its class: Mean, Sum, or Tensor for a plain scalar.
+
+    Raises ValueError for a total or a count that is not a 0-d tensor.
+    """
     kind = type(loss) if isinstance(loss, Mean | Sum) else Tensor
     loss = Mean(loss, 1) if kind is Tensor else loss
     total, count = loss.total, loss.count if kind is not Sum else 1
@@ -112,68 +116,75 @@ def read_loss(loss: Any) -> tuple[Any, type]:
 
 
 def described(kind: type, built: str) -> str:
-    """Text that ranks compare with the loss's collective: the class of the loss, and what a step was built with."""
+    """Return the text that ranks compare with the loss's collective: the class of the loss, and a step's options."""
     return f", loss={'a scalar' if kind is Tensor else kind.__name__}{built}"
 
 
-def _outcome(loss: Any, extra: Any, aux: Any, mesh: AnyMesh, built: str = "") -> tuple[list[Tensor], Outcome]:
-    """The tensors to differentiate (this rank's total, and its count if that requires a gradient), and the outcome.
+def _outcome(returned: Tree, extra: Tree, aux: Tree, mesh: AnyMesh, built: str = "") -> tuple[list[Tensor], Outcome]:
+    """Return the tensors to differentiate and the outcome.
 
-    One small collective sums totals and counts over ranks.
+    The tensors are this rank's total, and its count if that requires a gradient. One small collective sums
+    totals and counts over ranks.
     """
-    loss, kind = read_loss(loss)
-    count = loss.count if kind is not Sum else 1
+    loss, kind = read_loss(returned)
+    count = loss.count if isinstance(loss, Mean) else 1
+    # float64, in which a count of tokens is exact and a sum over ranks rounds far below the loss's own dtype
     total = loss.total.detach().double()
-    counted = count.detach() if isinstance(count, Tensor) else count
-    sums = primitives.total(
-        torch.stack([total, on_device(counted, total.device)]), mesh, label="loss", more=described(kind, built)
-    )
+    detached_count = count.detach() if isinstance(count, Tensor) else count
+    local = torch.stack([total, on_device(detached_count, total.device)])  # (2,)
+    sums = primitives.total(local, mesh, label="loss", more=described(kind, built))
     varying = [count] if isinstance(count, Tensor) and count.requires_grad else []
     return [loss.total, *varying], Outcome(sums[0], sums[1], kind, loss.total.dtype, extra, aux)
 
 
 def _called(
-    tape: Tape, params: Sharded, loss_fn: Callable[..., Any], args: Any, has_aux: bool, with_extra: bool
-) -> tuple[Any, Any, Any]:
-    """Call the loss function: the loss, the new extra and aux. Each `Sharded` among the arguments gathers on access."""
+    tape: Tape, params: Sharded, loss_fn: Callable[..., Tree], args: Tree, has_aux: bool, with_extra: bool
+) -> tuple[Tree, Tree, Tree]:
+    """Call the loss function, and return the loss, the new extra and aux.
 
-    def call(view: Any) -> tuple[Any, Any, Any]:
-        others = [(part, other.view()) for part, other in tape.beside]
-        views = iter(others)
-        given = [next(views)[1] if isinstance(x, Sharded) else x for x in tree.tops(args, Sharded)]
-        loss, extra, aux = _returned(loss_fn(view, *tree.put_tops(args, Sharded, given)), has_aux, with_extra)
+    The loss function gets a view of each `Sharded` among the arguments, which gathers a unit when it is touched.
+    """
+
+    def call(view: Tree) -> tuple[Tree, Tree, Tree]:
+        others = [(sharded, other.view()) for sharded, other in tape.beside]
+        views = (other_view for _, other_view in others)  # in the order of `args`, as the tape was made
+        arguments = [next(views) if isinstance(x, Sharded) else x for x in tree.tops(args, Sharded)]
+        loss, extra, aux = _returned(loss_fn(view, *tree.put_tops(args, Sharded, arguments)), has_aux, with_extra)
         loss, aux = params.plan.policy.cast((loss, aux), "output")
         if not (has_aux or with_extra):
             return loss, None, None
-        held = [params, *(part for part, _ in others)]
-        # an extra that contains the view of a `Sharded` means the `Sharded`
-        known = {id(seen): part for part, seen in others}
-        extra = tree.map_tops(lambda x: known.get(id(x), x), lambda x: id(x) in known, extra)
-        extra, aux = (apart(tree.detached(x, Sharded), held) for x in (extra, aux))
+        inputs_read = [params, *(sharded for sharded, _ in others)]
+        # an extra that contains the view of a `Sharded` means the `Sharded`: the view ends with the tape
+        sharded_of = {id(other_view): sharded for sharded, other_view in others}
+        extra = tree.map_tops(lambda x: sharded_of.get(id(x), x), lambda x: id(x) in sharded_of, extra)
+        # a donated step overwrites the parameters, and an aux that is a view of them would change with them
+        extra, aux = (apart(tree.detached(x, Sharded), inputs_read) for x in (extra, aux))
         return loss, extra, aux
 
     return tape.forward(call)
 
 
-def apart(x: Any, held: Sequence[Any]) -> Any:
-    """A tree with copies of the leaves that share memory with `held`, which a step may write to.
+def apart(x: Tree, held: Sequence[Tree]) -> Tree:
+    """Return a tree with copies of the leaves that share memory with `held`, which a step may write to.
 
     Each `Sharded` in the tree stays as it is.
     """
-    # private: the identity of a storage, of fake ones too (test_step_args.py notices when it goes)
+    # `_cdata` is private: the address of a storage, which fake ones have too (test_step_args.py notices when it goes)
     memory = {row.untyped_storage()._cdata for row in tree.leaves(held) if isinstance(row, Tensor)}
 
-    def copied(leaf: Any) -> Any:
-        dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
-        return leaf.detach().clone() if dense and leaf.untyped_storage()._cdata in memory else leaf
+    def copied(leaf: object) -> object:
+        # a sparse tensor has no storage of its own to ask for
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.untyped_storage()._cdata in memory:
+            return leaf.detach().clone()
+        return leaf
 
     return tree.map_tops(copied, Sharded, x)
 
 
 def run(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Tree],
     params: Sharded,
-    args: Sequence[Any],
+    args: Sequence[Tree],
     into: Gradients,
     *,
     has_aux: bool = False,
@@ -192,19 +203,23 @@ def run(
     """
     _check_eager()
     tape = tape or Tape(params, into, tree.nodes(args, Sharded))
+    # the tape has taken its root already: the new one is for losses inside this loss (Note [One root] in `anchors`)
     with anchors.another_root(), closing(tape):
         with torch.enable_grad():
             returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
         outs, outcome = _outcome(*returned, None if alone else params.plan.live_mesh(), built)
         del returned
         _check_differentiable(outs, whole)
-        seed = scale(divisor(outcome).reciprocal())
+        seed = scale(divisor(outcome).reciprocal())  # 0-d, the gradient of the scaled loss with respect to the total
         seeds = [seed, -seed * (outcome.total / outcome.divisor)]  # d(T / C) = dT / C - (T / C) dC / C
-        pairs = [(x, seed.to(x.dtype)) for x, seed in zip(outs, seeds, strict=False) if x.requires_grad]
+        # not strict: a count that depends on no parameter is not among `outs`
+        pairs = [(out, seed.to(out.dtype)) for out, seed in zip(outs, seeds, strict=False) if out.requires_grad]
+        differentiated = [out for out, _ in pairs]
         # on this thread: the tally and simulated ranks belong to it
         with torch.autograd.set_multithreading_enabled(False):
-            torch.autograd.grad([x for x, _ in pairs], [tape.root], [y for _, y in pairs], allow_unused=True)
-        tape.check_reached([x for x, _ in pairs])
+            # the root gets no gradient: the anchors on the way to it hand the leaves' gradients to the tape
+            torch.autograd.grad(differentiated, [tape.root], [seed for _, seed in pairs], allow_unused=True)
+        tape.check_reached(differentiated)
         tape.finish()
     return outcome
 
@@ -220,8 +235,8 @@ def _check_differentiable(outs: Sequence[Tensor], whole: bool) -> None:
         )
 
 
-def inputs(plan: Plan, args: Any) -> Any:
-    """The arguments of a loss, cast as the plan's policy says; each `Sharded` has a policy of its own."""
+def inputs(plan: Plan, args: Tree) -> Tree:
+    """Cast the arguments of a loss as the plan's policy says; each `Sharded` has a policy of its own."""
     return tree.map_tops(lambda x: x if isinstance(x, Sharded) else plan.policy.inputs(x), Sharded, args)
 
 
@@ -238,32 +253,33 @@ def _check_eager() -> None:
         )
 
 
-def check_loss(loss_fn: Any) -> None:
+def check_loss(loss_fn: object) -> None:
     """Raise TypeError unless `loss_fn` is a function: for a module, a class, an optimizer."""
     remedy = "Of a module write lambda params, x: torch.func.functional_call(module, params, (x,)), and a loss of that."
     check_function("loss_fn", loss_fn, "loss_fn(params, *args)", remedy)
 
 
 def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
-    """Memory for the gradients of a whole tree, cut over some axes; with `local` all of it is on the device."""
+    """Allocate the gradients of a whole tree, cut over some axes; with `local` all of them on the device."""
     plan, trained, axes = params.plan, params.trainable, params.plan.rest(())
-    tensors = []
-    for kind, row in zip(trained.view.kinds, trained.tensors, strict=True):
+    rows = []  # one of (n / W,) for each trainable kind, W the number of ranks along `over`
+    for kind, param_row in zip(trained.view.kinds, trained.tensors, strict=True):
         dtype, numel, host = plan.kinds[kind].precision.grads, local_numel(plan, kind, over), plan.kinds[kind].host
         if host and not local:
-            tensors.append(offload.empty(numel, dtype, plan.device))
+            rows.append(offload.empty(numel, dtype, plan.device))
         else:
-            like = torch.empty(0, dtype=dtype, device=plan.device if host else row.device)
-            tensors.append(primitives.buffer(plan.live_mesh(), axes, numel, like, lent=False))
-    return Sharded(whole_view(plan, over, trained.view.kinds), tensors)
+            like = torch.empty(0, dtype=dtype, device=plan.device if host else param_row.device)
+            # the mesh allocates it: processes of one host exchange large tensors through memory that they share
+            rows.append(primitives.buffer(plan.live_mesh(), axes, numel, like, lent=False))
+    return Sharded(whole_view(plan, over, trained.view.kinds), rows)
 
 
 def later_grads(params: Sharded, over: Axes, local: bool = False) -> Callable[[], Sharded]:
-    """A function that makes `empty_grads` at its first call, and returns the same at every call."""
+    """Return a function that calls `empty_grads` at its first call, and returns the same result at every call."""
     return cache(partial(empty_grads, params, over, local))
 
 
-def check_sharded(params: Any) -> Sharded:
+def check_sharded(params: object) -> Sharded:
     """Return `params`. TypeError unless it is a `Sharded` of a whole tree."""
     if not isinstance(params, Sharded):
         raise TypeError(
@@ -276,8 +292,8 @@ def check_sharded(params: Any) -> Sharded:
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], has_aux: bool = False, *, reduce: bool = True, reduction: Any = "exact"
-) -> Callable[..., Any]:
+    loss_fn: Callable[..., Tree], has_aux: bool = False, *, reduce: bool = True, reduction: str | Reduction = "exact"
+) -> Callable[..., tuple[Tree, Tree]]:
     """`fn(sharded, *args) -> (value, grads)`, or `((value, aux), grads)`: the loss over all ranks, and its gradient.
 
     `loss_fn(params, *args)` is written for one device. Touching a unit of `params` gathers it; so does touching a unit
@@ -294,19 +310,19 @@ def value_and_grad(
     check_flags(has_aux=has_aux, reduce=reduce)
     by = reduction_of(reduction)
 
-    def fn(params: Any, *args: Any) -> Any:
+    def fn(params: Sharded, *args: Tree) -> tuple[Tree, Tree]:
         plan = check_sharded(params).plan
         grads = later_grads(params, plan.grads_over if reduce else (), local=not reduce)
         alone = is_idle(by, plan.axes) or not reduce
         into = Gradients(None, grads) if alone else Gradients(grads, by=by)
         outcome = run(loss_fn, params, inputs(plan, args), into, has_aux=has_aux)
-        result = grads() if reduce else Unreduced(grads())
-        return ((outcome.value, outcome.aux) if has_aux else outcome.value), result
+        gradients = grads() if reduce else Unreduced(grads())
+        return ((outcome.value, outcome.aux) if has_aux else outcome.value), gradients
 
     return fn
 
 
-def evaluate(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..., Tree]:
     """`fn(sharded, *args) -> value`, or `(value, aux)`: the loss over all ranks, without a gradient.
 
     >>> evaluate(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
@@ -315,7 +331,7 @@ def evaluate(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[...
     check_loss(loss_fn)
     check_flags(has_aux=has_aux)
 
-    def fn(params: Any, *args: Any) -> Any:
+    def fn(params: Sharded, *args: Tree) -> Tree:
         plan = check_sharded(params).plan
         tape = Tape(params, beside=tree.nodes(args, Sharded))
         try:
@@ -329,7 +345,7 @@ def evaluate(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[...
     return fn
 
 
-def reduce_grads(grads: Unreduced, reduction: Any = "exact") -> Sharded:
+def reduce_grads(grads: Unreduced, reduction: str | Reduction = "exact") -> Sharded:
     """Sum every rank's own gradients; the result is cut as the plan's `grads_over` says. TypeError for reduced ones.
 
     >>> _, own = value_and_grad(lambda w: (w * w).sum(), reduce=False)(shard_of(torch.tensor([1.0, 2.0])))
@@ -351,8 +367,9 @@ def reduce_grads(grads: Unreduced, reduction: Any = "exact") -> Sharded:
 def reduce_all(local: Sharded, reduced: Sharded, by: Reduction) -> None:
     """Sum every rank's own whole gradients `local` into `reduced`, all units at once."""
     plan, into = local.plan, Gradients(lambda: reduced, lambda: local, by=by)
+    # in the order of units and kinds: every rank must start the same collectives in the same order
     places = [(u, k) for u in range(len(plan.units)) for k in local.view.kinds if plan.units[u].lengths[k]]
-    started = [into.emit(unit, kind, local.piece(unit, kind)) for unit, kind in places]
+    started = [into.emit(unit, kind, local.piece(unit, kind)) for unit, kind in places]  # of (n,) buffers
     for pending in started:
         if pending is not None:
             pending.wait()

@@ -12,9 +12,9 @@ Note [Writes in place]
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..core.tracing import is_tracing
+from .plan import Slot
 
+# Leaves that share a version counter (one of them was written to, if it counted), and whether their memory is the
+# caller's: then the write has changed the parameters that were passed.
+Written: TypeAlias = tuple[Sequence[Slot], bool]
 _SMALL = 1 << 16  # elements: running statistics and counters have fewer
 _REMEDY = (
     "A loss changes nothing that it is given: work on a clone, and return its new value, as aux (has_aux=True) or, to "
@@ -42,7 +46,13 @@ class _Refusing(TorchFunctionMode):
         super().__init__()
         self._frozen = frozen
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         for x in _statistics(func, args, kwargs or {}):
             if isinstance(x, Tensor) and _place(x) in self._frozen:
                 path = self._frozen[_place(x)]
@@ -51,10 +61,12 @@ class _Refusing(TorchFunctionMode):
 
 
 def _place(x: Tensor) -> tuple[int, int]:
+    """The storage of a tensor and its offset there, by which a leaf is known again in an operator's arguments."""
+    # `_cdata` is private: the address of the storage, which fake tensors have as well
     return x.untyped_storage()._cdata, int(x.storage_offset())
 
 
-def _statistics(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def _statistics(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
     """The running statistics that this call would update, if it is a batch_norm in training mode."""
     if getattr(func, "__name__", "").removeprefix("native_") != "batch_norm":
         return []
@@ -67,12 +79,14 @@ class Writes:
     """Watches the tensors that a loss is given, and raises if it wrote to them."""
 
     def __init__(self) -> None:
-        self._watched: list[tuple[Tensor, Sequence[Any], bool]] = []
-        self._copies: list[tuple[Tensor, Tensor, Sequence[Any]]] = []
-        self.bound: list[Sequence[Any]] = []  # the trainable slots of each unit, in the order of `Bind`'s results
-        self._nothing: Tensor | None = None
+        # aliases without memory that have the version counters, with the leaves that share the counter
+        self._watched: list[tuple[Tensor, Sequence[Slot], bool]] = []
+        # small frozen leaves end to end, (n,): as the loss sees them, and as they were
+        self._copies: list[tuple[Tensor, Tensor, Sequence[Slot]]] = []
+        self.bound: list[Sequence[Slot]] = []  # the trainable slots of each unit, in the order of `Bind`'s results
+        self._nothing: Tensor | None = None  # (0,), made once: the memory of all aliases
         self._tracing = is_tracing()
-        self._frozen: dict[tuple[int, int], str] = {}  # while a graph is traced
+        self._frozen: dict[tuple[int, int], str] = {}  # while a graph is traced: paths of small frozen leaves, by place
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -95,69 +109,77 @@ class Writes:
                 "the loss function: it wrote in place to a view of a leaf it was given, or of one of several results "
                 f"of an operator. {_REMEDY}"
             )
-        at = int(number[1])
-        leaves = {slots[at].path: slots[at] for slots in self.bound if at < len(slots)}
+        # torch names the output of a `Bind`, not which unit's: the error names the leaf that each unit has there
+        output = int(number[1])
+        leaves = {slots[output].path: slots[output] for slots in self.bound if output < len(slots)}
         return _written([(list(leaves.values()), False)])
 
-    def watch(self, x: Tensor, slots: Sequence[Any], own: bool) -> Tensor:
-        """An alias of `x`, the leaves `slots`, with a version counter of its own; `own`: the memory is the caller's."""
-        x = x.data
-        counter = x.detach()
-        if not self._tracing:  # fake tensors have no memory
+    def watch(self, x: Tensor, slots: Sequence[Slot], is_callers: bool) -> Tensor:
+        """Return an alias of `x` with a version counter of its own, which is read in `check`.
+
+        `x` holds the leaves `slots`; `is_callers` says that its memory is that of the parameters passed.
+        """
+        x = x.data  # unlike `detach`, this starts a new counter
+        counter = x.detach()  # shares the counter of the new `x`
+        if not self._tracing:  # fake tensors have no memory to keep alive
             if self._nothing is None:
                 self._nothing = x.new_empty(0)
             counter.data = self._nothing
-        self._watched.append((counter, slots, own))
+        self._watched.append((counter, slots, is_callers))
         return x
 
-    def frozen(self, leaves: Sequence[Tensor], slots: Sequence[Any], own: bool) -> list[Tensor]:
-        """The frozen leaves of one unit and kind, each watched by itself; small ones are copies."""
-        found, small = list(leaves), [n for n, x in enumerate(leaves) if x.dim() < 2 and x.numel() <= _SMALL]
+    def frozen(self, leaves: Sequence[Tensor], slots: Sequence[Slot], is_callers: bool) -> list[Tensor]:
+        """Return the frozen leaves of one unit and kind, each watched by itself; small ones are copies."""
+        visible, small = list(leaves), [n for n, x in enumerate(leaves) if x.dim() < 2 and x.numel() <= _SMALL]
         if self._tracing:
-            self._frozen.update((_place(found[n]), slots[n].path) for n in small)
+            self._frozen.update((_place(visible[n]), slots[n].path) for n in small)
         elif small:
-            flat = torch.cat([leaves[n].reshape(-1) for n in small])
+            flat = torch.cat([leaves[n].reshape(-1) for n in small])  # (the sum of the small leaves' numels,)
             self._copies.append((flat, flat.clone(), [slots[n] for n in small]))
             for n, copy in zip(small, flat.split([leaves[n].numel() for n in small]), strict=True):
-                found[n] = copy.view(leaves[n].shape)
+                visible[n] = copy.view(leaves[n].shape)
         copied = () if self._tracing else small
-        return [self.watch(x, [slots[n]], own and n not in copied) for n, x in enumerate(found)]
+        return [self.watch(x, [slots[n]], is_callers and n not in copied) for n, x in enumerate(visible)]
 
     def check(self) -> None:
         """Raise ValueError if anything was written to since it was watched."""
         written = self._counted()
         for flat, before, slots in self._copies:
+            # as bytes: NaN is equal to itself
             written += _changed(flat.detach().view(torch.uint8), before.view(torch.uint8), slots)
         if written:
             raise _written(written)
         self._watched.clear()
         self._copies.clear()
 
-    def _counted(self) -> list[tuple[Sequence[Any], bool]]:
+    def _counted(self) -> list[Written]:
         """The leaves, or groups of leaves with one counter, that were written to."""
-        counted = [w for w in self._watched if not w[0].is_inference()]  # under inference_mode torch counts nothing
-        return [(slots, own) for counter, slots, own in counted if counter._version]
+        counted = [
+            row for row in self._watched if not row[0].is_inference()
+        ]  # under inference_mode torch counts nothing
+        return [(slots, is_callers) for counter, slots, is_callers in counted if counter._version]
 
 
-def _changed(now: Tensor, before: Tensor, slots: Sequence[Any]) -> list[tuple[Sequence[Any], bool]]:
-    """The leaves whose bytes differ. On an accelerator a device-side assertion instead."""
+def _changed(now: Tensor, before: Tensor, slots: Sequence[Slot]) -> list[Written]:
+    """The leaves whose bytes differ, of (bytes,) tensors. On an accelerator a device-side assertion instead."""
     if now.device.type != "cpu":  # the host does not wait: the device stops with these words if they differ
         torch._assert_async((now == before).all(), str(_written([(slots, False)])))
         return []
     if torch.equal(now, before):
         return []
-    sizes = [slot.numel * (now.numel() // sum(slot.numel for slot in slots)) for slot in slots]
+    itemsize = now.numel() // sum(slot.numel for slot in slots)
+    sizes = [slot.numel * itemsize for slot in slots]
     pairs = zip(now.split(sizes), before.split(sizes), slots, strict=True)
-    return [([slot], False) for a, b, slot in pairs if not torch.equal(a, b)]
+    return [([slot], False) for new, old, slot in pairs if not torch.equal(new, old)]
 
 
-def _written(found: Sequence[tuple[Sequence[Any], bool]]) -> ValueError:
-    """The error for the leaves, or groups of which one leaf is meant, with whether the memory is the caller's."""
-    names = dict.fromkeys(_named(slots) for slots, _ in found)
-    changed = _CHANGED if any(own for _, own in found) and not is_tracing() else ""
+def _written(writes: Sequence[Written]) -> ValueError:
+    """The error for leaves that were written to, or for groups of leaves of which one was."""
+    names = dict.fromkeys(_named(slots) for slots, _ in writes)
+    changed = _CHANGED if any(is_callers for _, is_callers in writes) and not is_tracing() else ""
     return ValueError(f"the loss function: it wrote in place to leaf {' and '.join(names)}.{changed} {_REMEDY}")
 
 
-def _named(slots: Sequence[Any]) -> str:
+def _named(slots: Sequence[Slot]) -> str:
     names = ", ".join(repr(slot.path) for slot in slots[:4]) + ", ..." * (len(slots) > 4)
     return names if len(slots) == 1 else f"(one of {names})"
