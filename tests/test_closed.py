@@ -1,4 +1,4 @@
-"""Functions that gather sharded parameters are closed under torch.func: against one device, and beside torch's own."""
+"""Losses that gather sharded parameters are closed under torch.func: compared with one device and with torch."""
 
 import contextlib
 import io
@@ -27,27 +27,27 @@ Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 def randn(*shape: int, seed: int) -> torch.Tensor:
-    """Random numbers from a seed of their own."""
+    """Random float64 numbers of a generator with this seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def params(seed: int = 0) -> dict[str, Any]:
-    """Two layers; with another seed a tangent of the same shapes."""
+    """Parameters of two layers; with another seed, a tangent of the same shapes."""
     return {"w1": randn(6, 4, seed=seed), "b": randn(4, seed=seed + 1), "w2": randn(4, 6, seed=seed + 2)}
 
 
 def batch(rank: int) -> torch.Tensor:
-    """Different data on every rank."""
+    """Input rows that differ on every rank."""
     return randn(2, 6, seed=100 + rank)
 
 
 def net(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """Nothing in it is linear in the parameters."""
+    """Two layers; the output is not linear in any parameter."""
     return torch.tanh(x @ p["w1"] + p["b"]) @ p["w2"]
 
 
 def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """Written for one device."""
+    """A loss that is written for one device."""
     return net(p, x).square().sum()
 
 
@@ -60,18 +60,18 @@ def dot(a: Any, b: Any) -> torch.Tensor:
 
 
 def grad(f: Loss, p: Any, x: torch.Tensor, v: Any) -> Any:
-    """First order, backward."""
+    """First derivative in reverse mode, by `func.grad`."""
     return func.grad(f)(p, x)
 
 
 def vjp(f: Loss, p: Any, x: torch.Tensor, v: Any) -> Any:
-    """The same by hand."""
+    """First derivative in reverse mode, by `func.vjp`."""
     out, back = func.vjp(lambda p: f(p, x), p)
     return back(torch.ones_like(out))[0]
 
 
 def jvp(f: Loss, p: Any, x: torch.Tensor, v: Any) -> Any:
-    """First order, forward: of this rank's loss."""
+    """First derivative in forward mode, of this rank's loss only."""
     return func.jvp(lambda p: f(p, x), (p,), (v,))[1]
 
 
@@ -122,7 +122,7 @@ BATCHED = {per_sample, several_tangents}
 
 
 def expected(program: Callable[..., Any], num_ranks: int) -> list[Any]:
-    """On one device: the derivative of the sum of all ranks' losses; forward, of each rank's own."""
+    """The result on one device: the derivative of the sum of all ranks' losses; for `jvp`, of each rank's loss."""
     p, v = params(), params(seed=10)
     rows = [batch(rank) for rank in range(num_ranks)]
     if program is jvp:
@@ -143,12 +143,12 @@ HYBRID_PLANS = {**PLANS, "both": dict.fromkeys(("params_over", "grads_over", "st
 
 
 def sharded_loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """The same loss of sharded parameters: gathering is a function like another."""
+    """The same loss of sharded parameters: it gathers them first."""
     return loss(fshard.gather_params(p), x)
 
 
 def on_shards(mesh: Any, plans: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
-    """Every program under every plan, the results whole."""
+    """The results of every program under every plan, gathered."""
     warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own, where jvp is first used
     found = {}
     for key, chosen in plans.items():
@@ -163,7 +163,7 @@ def on_shards(mesh: Any, plans: dict[str, dict[str, Any]]) -> dict[tuple[str, st
 
 @pytest.fixture(scope="module")
 def worlds() -> dict[str, list[Any]]:
-    """All of it on three ranks, simulated and in processes, and on two by two."""
+    """The results on three simulated ranks, in three gloo processes, and on 2 x 2 simulated ranks."""
     return {
         "simulated": simulated(on_shards, PLANS, shard=3),
         "gloo": gloo(on_shards, PLANS, shard=3),
@@ -172,7 +172,7 @@ def worlds() -> dict[str, list[Any]]:
 
 
 def near(actual: Any, wanted: Any, scales: tuple[float, ...] = (1.0,)) -> bool:
-    """Equal to 1e-12 of the largest element, for one and the same of these factors."""
+    """Whether `actual` is `scale * wanted` for one scale of `scales`, to 1e-12 of the largest element."""
     a, b = tree.leaves(actual), tree.leaves(wanted)
     if [x.shape for x in a] != [x.shape for x in b]:
         return False
@@ -186,7 +186,7 @@ def near(actual: Any, wanted: Any, scales: tuple[float, ...] = (1.0,)) -> bool:
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.parametrize("key", ["simulated", "gloo", "2 x 2"])
 def test_derivatives_of_sharded_losses_are_those_of_the_sum(key: str, name: str, worlds: dict[str, list[Any]]) -> None:
-    """Ranks with different data against one device with all of it, to 1e-12, under every partition."""
+    """Derivatives of a sharded loss are those of one device with all data: otherwise they would be silently wrong."""
     ranks = worlds[key]
     for found, wanted in zip(ranks, expected(MORE[name], len(ranks)), strict=True):
         for plan in HYBRID_PLANS if key == "2 x 2" else PLANS:
@@ -194,13 +194,14 @@ def test_derivatives_of_sharded_losses_are_those_of_the_sum(key: str, name: str,
 
 
 def test_processes_have_the_bits_of_the_simulation(worlds: dict[str, list[Any]]) -> None:
-    """Every derivative of every order."""
+    """Gloo processes give the bits of simulated ranks: otherwise a simulation would say nothing about a real job."""
     for a, b in zip(tree.leaves(worlds["simulated"]), tree.leaves(worlds["gloo"]), strict=True):
         assert torch.equal(a, b)
 
 
 def test_the_comparison_can_fail() -> None:
-    """Programs differ from one another, ranks from each other, and a sum over ranks from one rank's."""
+    """The programs and the ranks have different results: otherwise the tests above would pass with wrong
+    derivatives."""
     assert not near(expected(grad, 1)[0], expected(grad, 3)[0])
     assert not near(expected(jvp, 3)[0], expected(jvp, 3)[1])
     assert not near(expected(grad, 3)[0], expected(forward_over_reverse, 3)[0])
@@ -211,7 +212,7 @@ def test_the_comparison_can_fail() -> None:
 
 
 class Net(nn.Module):
-    """`net` as a module."""
+    """`net` as an nn.Module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +224,7 @@ class Net(nn.Module):
 
 
 def by_backward(module: nn.Module, f: Loss, p: Any, x: torch.Tensor, v: Any) -> Any:
-    """`double_backward` of a module that delivers its gradients in `.grad` alone."""
+    """Double backward for a module that returns its gradients in `.grad` only."""
     module(x).square().sum().backward(create_graph=True)
     first = [t.grad for t in p.values()]
     for t in p.values():
@@ -233,7 +234,7 @@ def by_backward(module: nn.Module, f: Loss, p: Any, x: torch.Tensor, v: Any) -> 
 
 
 def of_module(module: nn.Module, tangent: Callable[[torch.Tensor], Any]) -> tuple[Any, ...]:
-    """A wrapped module as a function of its parameters."""
+    """A wrapped module as a loss, its parameters, a tangent, and the programs that need another form."""
     p = dict(module.named_parameters())
     v = dict(zip(p, map(tangent, params(seed=10).values()), strict=True))
     f = lambda p, x: func.functional_call(module, p, (x,)).square().sum()  # noqa: E731
@@ -241,31 +242,31 @@ def of_module(module: nn.Module, tangent: Callable[[torch.Tensor], Any]) -> tupl
 
 
 def with_fsdp2(mesh: Any) -> tuple[Any, ...]:
-    """torch.distributed.fsdp.fully_shard."""
+    """The loss with torch.distributed.fsdp.fully_shard."""
     module = Net()
     fully_shard(module, mesh=mesh)
     return of_module(module, lambda t: distribute_tensor(t, mesh, [Shard(0)]))
 
 
 def with_fsdp1(mesh: Any) -> tuple[Any, ...]:
-    """torch.distributed.fsdp.FullyShardedDataParallel."""
+    """The loss with torch.distributed.fsdp.FullyShardedDataParallel."""
     module = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
     return of_module(module, lambda t: t)
 
 
 def with_ddp(mesh: Any) -> tuple[Any, ...]:
-    """torch.nn.parallel.DistributedDataParallel."""
+    """The loss with torch.nn.parallel.DistributedDataParallel."""
     return of_module(DistributedDataParallel(Net()), lambda t: t)
 
 
 def with_dtensor(mesh: Any) -> tuple[Any, ...]:
-    """Parameters as DTensors cut along dim 0, data as one cut by rank."""
+    """The loss of parameters that are DTensors sharded along dim 0, and of data sharded by rank."""
     p, v = ({k: distribute_tensor(t, mesh, [Shard(0)]) for k, t in whole.items()} for whole in (params(), params(10)))
     return loss, p, v, {}
 
 
 def with_functional(mesh: Any) -> tuple[Any, ...]:
-    """Parameters cut by hand, gathered by torch's functional collectives."""
+    """The loss of parameters that are split by hand and gathered by torch's functional collectives."""
     group, rank, size = mesh.get_group(), mesh.get_rank(), mesh.size()
     p, v = ({k: t.chunk(size)[rank].contiguous() for k, t in whole.items()} for whole in (params(), params(10)))
 
@@ -276,7 +277,7 @@ def with_functional(mesh: Any) -> tuple[Any, ...]:
 
 
 def with_fshard(mesh: Any) -> tuple[Any, ...]:
-    """This library."""
+    """The loss with this library."""
     plan = fshard.make_plan(params(), mesh, units=["w1", "w2"])
     p, v = (fshard.shard_params(whole, plan) for whole in (params(), params(seed=10)))
     return sharded_loss, p, v, {}
@@ -293,7 +294,7 @@ SYSTEMS = {
 
 
 def whole(x: Any, mesh: Any, system: str, batched: bool) -> Any:
-    """A result as plain whole tensors."""
+    """Convert a result to plain tensors that are not sharded."""
     if system == "fshard":
         return (func.vmap(fshard.gather_params) if batched else fshard.gather_params)(x)
     if system == "functional collectives" and isinstance(x, dict):
@@ -303,7 +304,7 @@ def whole(x: Any, mesh: Any, system: str, batched: bool) -> Any:
 
 
 def cell(mesh: Any, system: str, name: str) -> str:
-    """What became of one program on one system, on this rank."""
+    """Run one program with one system: whether this rank gets the right result, a wrong result or an error."""
     program, wanted = PROGRAMS[name], expected(PROGRAMS[name], mesh.size())
     f, p, v, special = SYSTEMS[system](mesh)
     try:
@@ -319,7 +320,7 @@ def cell(mesh: Any, system: str, name: str) -> str:
 
 
 def cells(mesh: Any) -> dict[tuple[str, str], str]:
-    """All of them; the worst of all ranks."""
+    """The results of all programs with all systems; of the ranks, the worst result."""
     warnings.simplefilter("ignore")
     found = {}
     for system in SYSTEMS:
@@ -331,14 +332,15 @@ def cells(mesh: Any) -> dict[tuple[str, str], str]:
 
 
 def table(found: dict[tuple[str, str], str]) -> str:
-    """As it stands in the docs."""
+    """The results as the Markdown table of docs/closed.md."""
     rows = [["", *SYSTEMS], ["---"] * (len(SYSTEMS) + 1)]
     rows += [[name, *(found[system, name] for system in SYSTEMS)] for name in PROGRAMS]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def test_the_table_of_the_docs_is_what_happens() -> None:
-    """Regenerated on two gloo ranks. To update docs/closed.md, paste what this test prints between the two markers."""
+    """Programs behave as the table of docs/closed.md says: otherwise users would choose a library by wrong facts.
+    To update the table, paste what this test prints between the two markers."""
     found = gloo(cells, shard=2)[0]
     text = DOCS.read_text()
     between = re.search(r"<!-- table: begin -->\n(.*)<!-- table: end -->", text, re.S)
@@ -352,7 +354,7 @@ def test_the_table_of_the_docs_is_what_happens() -> None:
 
 
 def test_the_examples_of_the_docs_run() -> None:
-    """Every python block of docs/closed.md, one after the other, and what they print."""
+    """The examples of docs/closed.md print what the page says: otherwise a reader would copy code that fails."""
     text, names = DOCS.read_text(), {"__name__": "docs"}
     blocks = re.findall(r"```python\n(.*?)```(?:\n\nprints\n\n```\n(.*?)```)?", text, re.S)
     assert blocks
@@ -365,7 +367,7 @@ def test_the_examples_of_the_docs_run() -> None:
 
 @pytest.mark.parametrize("transform", ["jvp", "grad", "vmap"])
 def test_an_eager_gradient_inside_a_transform_is_an_error(transform: str) -> None:
-    """Never a derivative of zero, and a loss over a batch that vmap holds is none of its own."""
+    """`value_and_grad` inside torch.func is an error: otherwise its derivative would be zero, or mixed over a batch."""
 
     def job(mesh: Any) -> Any:
         whole = {"w": torch.ones(3)}
@@ -385,7 +387,7 @@ def test_an_eager_gradient_inside_a_transform_is_an_error(transform: str) -> Non
 
 
 def along(mesh: Any, over: tuple[str, ...], share: bool) -> Any:
-    """The gradient of <gradient, v>, by torch.func and autograd; with `share` divided by the number of ranks."""
+    """The gradient of <gradient, v>, by torch.func and by autograd; with `share`, v is divided by the ranks."""
     plan = fshard.make_plan(params(), mesh, units=["w1", "w2"], **dict.fromkeys(OVER, over))
     p, v = (fshard.shard_params(whole, plan) for whole in (params(), params(seed=10)))
     x = batch(0 if mesh is None else mesh.get_rank())
@@ -403,7 +405,7 @@ OVER = ("params_over", "grads_over", "state_over")
 @pytest.mark.parametrize("over", [(), ("shard",)])
 @pytest.mark.parametrize("shape", [None, (1, 2), (1, 3), (2, 2)])
 def test_an_inner_product_with_a_gradient_is_one_output(shape: tuple[int, int] | None, over: tuple[str, ...]) -> None:
-    """Of whole parameters as of shards: taken as it is on every rank, its gradient is H v; a share of it, a share."""
+    """The gradient of <gradient, v> is H v on any mesh: otherwise it would be multiplied by the number of ranks."""
     ranks = 1 if shape is None else shape[0] * shape[1]
     for share in (False, True):
         job = partial(along, over=over, share=share)

@@ -1,4 +1,4 @@
-"""Whether trees are equal, and what is said where they are not."""
+"""Whether two trees are equal, and which differences the error names."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ WIDTHS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16
 
 
 def error(got: Any, expected: Any, **kw: Any) -> str:
-    """What it says of two trees that differ."""
+    """The message of the AssertionError for two trees that differ."""
     with pytest.raises(AssertionError) as caught:
         assert_trees_equal(got, expected, **kw)
     return str(caught.value)
@@ -28,7 +28,7 @@ def error(got: Any, expected: Any, **kw: Any) -> str:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_units_in_the_last_place_are_steps_from_number_to_number(dtype):
-    """Counted by going through all the numbers there are in 8 or 16 bits; -0.0 and 0.0 are two of them."""
+    """`ulps` counts the numbers between two values, in every dtype: otherwise a tolerance would mean something else."""
     bits = {1: torch.int8, 2: torch.int16}.get(dtype.itemsize)
     if bits is None:
         one = torch.tensor([1.0, -1.0, 0.0, torch.finfo(dtype).max], dtype=dtype)
@@ -49,7 +49,7 @@ def test_units_in_the_last_place_are_steps_from_number_to_number(dtype):
 @settings(max_examples=50, derandomize=True, database=None)
 @given(st.floats(), st.floats())
 def test_the_distance_of_any_two_numbers(a, b):
-    """Zero for the same bits alone, the same both ways, finite between finite numbers."""
+    """A distance is 0 for the same bits only, symmetric, and finite between numbers: else wrong values would pass."""
     x, y = (torch.tensor(v, dtype=torch.float64) for v in (a, b))
     far = distance(x, y).item()
     assert far == distance(y, x).item()
@@ -58,7 +58,7 @@ def test_the_distance_of_any_two_numbers(a, b):
 
 
 def test_two_nans_are_one_apart():
-    """Of other bits; of the same they are equal; from all else they are infinitely far."""
+    """NaNs with other bits are 1 apart, and infinitely far from numbers: otherwise a NaN would pass for a number."""
     nans = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000], dtype=torch.int32).view(torch.float32)
     assert distance(nans, nans[:1].expand(3)).tolist() == [0.0, 1.0, 1.0]
     assert distance(nans, torch.tensor([1.0, math.inf, 0.0])).tolist() == [math.inf] * 3
@@ -66,7 +66,7 @@ def test_two_nans_are_one_apart():
 
 
 def trees(mesh: Any) -> None:
-    """Any tree equals itself: on a rank a state, with what is no tensor in it."""
+    """A training state on a rank equals its clone, with leaves that are no tensors."""
     plan = fshard.make_plan({"w": torch.ones(5), "n": torch.arange(3)}, mesh)
     tx = fshard.optim.by_label({0: fshard.optim.adamw(0.1)}, lambda path, leaf: 0)
     sharded = fshard.shard_params({"w": torch.ones(5), "n": torch.arange(3)}, plan)
@@ -76,7 +76,7 @@ def trees(mesh: Any) -> None:
 
 @pytest.mark.parametrize("shard", [1, 2, 3])
 def test_equal_trees_are_equal(shard):
-    """States of training, nodes of several classes, NaNs of the same bits, empty tensors, meta tensors."""
+    """Trees with the same bits are equal, whatever their nodes and leaves: otherwise right programs would fail."""
     simulated(trees, shard=shard)
     nan = torch.tensor([math.nan, -math.inf, -0.0])
     for tree in (Norm(nan, Pair(None, torch.empty(0))), [torch.ones(2, dtype=torch.complex64)], torch.ones(2), {}):
@@ -85,7 +85,7 @@ def test_equal_trees_are_equal(shard):
 
 
 def test_the_worst_element_is_named():
-    """Its leaf, index, both values, how far they are apart; how many differ."""
+    """The error names leaf and index of the worst element, and both values: otherwise users would have to search."""
     x = {"a": rand(3, 4, seed=1), "b": [torch.ones(2), torch.zeros(2, 2)]}
     y = {"a": x["a"].clone(), "b": [x["b"][0], torch.tensor([[0.0, 0.0], [0.0, 1.0]])]}
     y["a"][1, 2] = torch.nextafter(y["a"][1, 2], torch.tensor(9.0, dtype=torch.float64))
@@ -100,7 +100,7 @@ def test_the_worst_element_is_named():
 
 
 def piece(mesh: Any) -> None:
-    """A rank's own piece of one leaf differs, then the padding, then the plan."""
+    """Compare states that differ in this rank's shard, in the padding, and in the plan."""
     whole = {"u": torch.ones(8), "w": torch.ones(5)}
     plan = fshard.make_plan(whole, mesh, units=["w"])
     one, two = (fshard.shard_params(whole | {"w": w}, plan) for w in (torch.ones(5), torch.ones(5).cumsum(0)))
@@ -115,7 +115,7 @@ def piece(mesh: Any) -> None:
 
 
 def test_sharded_trees_are_compared_leaf_by_leaf():
-    """By the paths of the parameters, padding as well."""
+    """A difference of shards is named by the path of the parameter: otherwise users would see an offset in a buffer."""
     simulated(piece, shard=2)
 
 
@@ -138,6 +138,6 @@ def test_sharded_trees_are_compared_leaf_by_leaf():
     ],
 )
 def test_what_else_differs(got, expected, text):
-    """Structure, shape, dtype, device, classes of leaves, integers, NaN."""
+    """A difference of structure, shape, dtype, device or class is named: otherwise it would pass, or be a puzzle."""
     assert text in error(got, expected)
     assert text in error(got, expected, ulps=5)

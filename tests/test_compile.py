@@ -1,4 +1,4 @@
-"""Compiled steps give the numbers of eager ones: `fshard.jit` by every backend, and the user's own torch.compile."""
+"""Compiled steps give the numbers of eager steps: by `fshard.jit` with every backend, and by torch.compile."""
 
 import warnings
 from functools import partial
@@ -30,12 +30,12 @@ SCHEDULED = optim.adamw(optim.warmup_cosine(0.1, 2, 8))
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    """What dynamo has compiled before is forgotten."""
+    """Clear what dynamo has compiled before."""
     torch._dynamo.reset()
 
 
 def by(backend: str) -> Any:
-    """`jit` by a backend."""
+    """`fshard.jit` with a backend."""
     return partial(fshard.jit, backend=backend)
 
 
@@ -50,7 +50,7 @@ FUNCTIONALIZED |= {"plan-wide-2x2", "plan-keep", "int8, keep", "feedback", "accu
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in READ])
 def test_every_optimizer(name):
-    """With a loss scale; the eager bits, but where that ends in a kernel of torch's."""
+    """A jitted step with any optimizer has the numbers of the eager step: otherwise compiling would alter training."""
     plan = {"block": 4} if name == "adamw_8bit" else {}
     kw = {"tx": TRANSFORMS[name](), "plan": plan, "scale": StaticLossScale(4.0) if len(name) % 2 else None}
     for bits, far, _ in run(by("aot_eager" if name in FUNCTIONALIZED else "eager"), **kw):
@@ -60,24 +60,24 @@ def test_every_optimizer(name):
 
 @pytest.mark.parametrize("name", sorted(READ))
 def test_an_optimizer_that_reads_tensors_is_an_error(name):
-    """One that says what is wrong."""
+    """An optimizer that reads a tensor on the host is a TraceError: otherwise the graph would keep the first value."""
     with pytest.raises(TraceError, match="asks for the value of a tensor"):
         run(by("eager"), tx=TRANSFORMS[name]())
 
 
 def run(compiled: Any, shard: int = 2, replicate: int = 1, **kw: Any) -> list[Any]:
-    """`alike` on simulated ranks."""
+    """Run `alike` on simulated ranks."""
     return simulated(partial(alike, compiled=compiled, **kw), shard=shard, replicate=replicate)
 
 
 def tied() -> Any:
-    """The matrices of both layers are one."""
+    """Parameters whose two layers share one matrix."""
     p = params()
     return {**p, "c": {"w": p["a"]["w"]}}
 
 
 def with_aux(p: Any, b: Any) -> Any:
-    """The loss, and a tree that says something of this rank's rows."""
+    """The loss, and a tree computed from this rank's rows, with leaves that are no tensors."""
     return loss(p, b), {"rows": b["x"].sum(1), "n": len(b["x"]), "none": None}
 
 
@@ -124,7 +124,7 @@ STEPS: dict[str, dict[str, Any]] = {
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", STEPS)
 def test_every_kind_of_step(name):
-    """The eager bits: of state and metrics, skipped updates and what a wire has lost included."""
+    """A jitted step of every kind has the eager numbers and skips the same updates: else it would train otherwise."""
     kw = STEPS[name]
     backend = "aot_eager" if name in FUNCTIONALIZED else "eager"
     for bits, far, (rows, state) in run(by(backend), **kw):
@@ -138,13 +138,13 @@ def test_every_kind_of_step(name):
 
 
 def test_a_graph_as_it_is():
-    """Nothing functionalized: the same bits."""
+    """A graph that is run without functionalization keeps the eager bits: otherwise backend="eager" would be wrong."""
     for name in ("accumulate", "feedback"):
         assert all(bits for bits, _, _ in run(by("eager"), **STEPS[name]))
 
 
 def test_aux():
-    """What a loss says beside its value, tensors or not."""
+    """A jitted step returns the aux of the loss, tensors or not: otherwise users would lose what they log."""
 
     def law(mesh: Any) -> None:
         state, step = start(mesh, loss_fn=with_aux, has_aux=True, accumulate=2)
@@ -163,7 +163,7 @@ def test_aux():
 
 
 def long_runs(mesh: Any, backend: str) -> list[float]:
-    """Twenty steps of SGD and AdamW, with and without gathering again: how far apart eager and compiled ones are."""
+    """How far eager and compiled steps are apart after twenty steps of SGD and AdamW, regathering or not."""
     found = []
     for tx, regather in ((optim.sgd(0.1, momentum=0.9), True), (optim.adamw(0.02), False)):
         kw = {"tx": tx, "plan": {"regather": regather}, "num_steps": 20, "clip_norm": 1.0}
@@ -173,13 +173,13 @@ def long_runs(mesh: Any, backend: str) -> list[float]:
 
 @pytest.mark.parametrize("shard", [1, 2])
 def test_twenty_steps_in_processes(shard):
-    """With other data on every rank, to 1e-10."""
+    """Twenty steps compiled by inductor stay within 1e-10 of eager ones: otherwise small errors would add up."""
     for found in gloo(long_runs, "inductor", shard=shard):
         assert max(found) <= 1e-10
 
 
 class Late:
-    """A mesh on which a message leaves, and is written where it arrives, when it is waited for, and no earlier."""
+    """A mesh on which an exchange sends and receives only when it is waited for."""
 
     def __init__(self, mesh: Any):
         self._mesh = mesh
@@ -188,12 +188,12 @@ class Late:
         return getattr(self._mesh, name)
 
     def ranks(self, axis: str) -> Any:
-        """Those of the mesh."""
+        """The ranks along an axis of the mesh."""
         return LateRanks(self._mesh.ranks(axis))
 
 
 class LateRanks:
-    """The ranks along one of its axes."""
+    """The ranks along one axis, whose exchanges begin late."""
 
     def __init__(self, ranks: Any):
         self._ranks = ranks
@@ -202,7 +202,7 @@ class LateRanks:
         return getattr(self._ranks, name)
 
     def exchange(self, *args: Any) -> Any:
-        """Remembers what to do."""
+        """Record the exchange, to be run later."""
         return LateWork(self._ranks, args)
 
 
@@ -213,11 +213,11 @@ class LateWork:
         self._ranks, self._args = ranks, args
 
     def wait(self) -> Any:
-        """Do it."""
+        """Run the exchange and wait for it."""
         return self._ranks.exchange(*self._args).wait()
 
     def done(self) -> None:
-        """Nothing is shared."""
+        """Do nothing: no memory is shared."""
 
 
 LATE = {
@@ -229,7 +229,7 @@ LATE = {
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "shard"), [("adamw", 1), ("adamw", 2), ("int8", 2)])
 def test_nothing_is_used_again_while_it_is_sent(name, shard):
-    """Inductor gives the memory of what is dead to others: what is under way is not dead."""
+    """Inductor does not reuse a buffer that is being sent: otherwise another rank would receive other data."""
     kw = dict(LATE[name])
     far = [1e-10, 1e-4][name == "int8"]
     for _, gap, _ in simulated(lambda mesh: alike(Late(mesh), by("inductor"), **kw), shard=shard):
@@ -240,13 +240,13 @@ def test_nothing_is_used_again_while_it_is_sent(name, shard):
 
 
 def compiled_with(backend: str, counters: list[Any], step: Any) -> Any:
-    """A step under torch.compile, its graphs counted."""
+    """A step under torch.compile, whose graphs are counted."""
     counters.append(torch._dynamo.testing.CompileCounterWithBackend(backend))
     return torch.compile(step, fullgraph=True, backend=counters[-1])
 
 
 def compiles(mesh: Any, backend: str = "aot_eager", **kw: Any) -> None:
-    """A step compiled by the user gives the eager numbers, in one graph for three steps."""
+    """Assert that three steps under torch.compile give the eager numbers and need one graph."""
     torch._dynamo.reset()
     counters: list[Any] = []
     _, far, _ = alike(mesh, partial(compiled_with, backend, counters), **kw)
@@ -274,7 +274,7 @@ OWN: dict[str, dict[str, Any]] = {
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "shard"), [*((n, 2) for n in OWN), *((n, 1) for n in ("sgd", "by_label", "scale"))])
 def test_a_step_under_torch_compile(name, shard):
-    """No graph break, and none again at the second and third step."""
+    """Three steps under torch.compile are one graph with the eager numbers: otherwise each would be compiled anew."""
     if shard == 1:
         compiles(None, **OWN[name])
     else:
@@ -282,12 +282,12 @@ def test_a_step_under_torch_compile(name, shard):
 
 
 def test_a_step_under_torch_compile_by_inductor():
-    """The numbers of eager steps."""
+    """torch.compile with inductor gives the eager numbers: otherwise users who compile would train another model."""
     simulated(partial(compiles, backend="inductor", tx=SCHEDULED, clip_norm=1.0), shard=2)
 
 
 def test_a_step_in_a_function_under_torch_compile():
-    """What the user does around a step is in the same graph; with aux that is tensors."""
+    """A user's function around a step is one graph: otherwise an average of parameters would need a second one."""
 
     def law(mesh: Any) -> None:
         torch._dynamo.reset()
@@ -314,7 +314,7 @@ def test_a_step_in_a_function_under_torch_compile():
 
 @pytest.mark.parametrize("partition", ["flat", "leaf"])
 def test_zero_over_whole_parameters(partition):
-    """An update of whole parameters by `zero`, jitted, and under torch.compile."""
+    """A jitted update by `zero` gives the eager numbers: otherwise compiling would alter training with ZeRO."""
 
     def law(mesh: Any) -> None:
         torch._dynamo.reset()
@@ -336,7 +336,7 @@ def test_zero_over_whole_parameters(partition):
 
 
 def test_the_comparison_can_fail():
-    """Steps that differ by one part in 1e9 are told apart, and so are shapes."""
+    """A difference of 1e-9, or of a shape, is noticed: otherwise the tests of compiled steps would always pass."""
     warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
     bits, far, _ = alike(None, lambda step: lambda s, b: step(s, {**b, "x": b["x"] * (1 + 1e-9)}))
     assert not bits
