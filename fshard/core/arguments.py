@@ -6,13 +6,13 @@ Wrong types are TypeErrors, wrong values ValueErrors. Nothing here runs in a ste
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value as an error shows it: numbers and strings in full, tensors by dtype and shape, others by type.
 
     >>> shown("a"), shown(torch.ones(2)), shown({})
@@ -29,7 +29,7 @@ def shown(value: Any) -> str:
     return f"an object of type {type(value).__name__}"
 
 
-def wrong(name: str, value: Any, expected: str, remedy: str = "") -> str:
+def wrong(name: str, value: object, expected: str, remedy: str = "") -> str:
     """Return the error sentence for an argument: its name, the value given, what was expected, and a remedy.
 
     >>> wrong("accumulate", 1.5, "a whole number, at least 1")
@@ -38,14 +38,16 @@ def wrong(name: str, value: Any, expected: str, remedy: str = "") -> str:
     return f"{name}={shown(value)}: expected {expected}" + f". {remedy}" * bool(remedy)
 
 
-def check_flags(**flags: Any) -> None:
+def check_flags(**flags: object) -> None:
     """Raise TypeError for a value that is neither True nor False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(wrong(name, value, "True or False"))
 
 
-def check_whole(name: str, value: Any, least: int = 1, below: float = torch.inf, what: str = "a whole number") -> None:
+def check_whole(
+    name: str, value: object, least: int = 1, below: float = torch.inf, what: str = "a whole number"
+) -> None:
     """Raise TypeError unless a value is an int (a bool is not), ValueError unless it is in [least, below)."""
     bound = f"at least {least}" if below == torch.inf else f"from {least} to {below - 1}"
     if not isinstance(value, int) or isinstance(value, bool):
@@ -54,12 +56,12 @@ def check_whole(name: str, value: Any, least: int = 1, below: float = torch.inf,
         raise ValueError(wrong(name, value, f"{what}, {bound}"))
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is an int or a float, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def check_positive(name: str, value: Any, tensors: bool = True) -> None:
+def check_positive(name: str, value: object, tensors: bool = True) -> None:
     """Raise TypeError unless a value is a number or a 0-d tensor, ValueError for a number that is not above 0."""
     expected = "a number above 0" + " (or a 0-d tensor of one)" * tensors
     if tensors and isinstance(value, Tensor) and not value.dim():
@@ -70,19 +72,19 @@ def check_positive(name: str, value: Any, tensors: bool = True) -> None:
         raise ValueError(wrong(name, value, expected))
 
 
-def check_word(name: str, value: Any, words: Sequence[str]) -> None:
+def check_word(name: str, value: object, words: Sequence[str]) -> None:
     """Raise ValueError unless a value is one of these strings."""
     if not isinstance(value, str) or value not in words:
         raise ValueError(wrong(name, value, f"{', '.join(map(repr, words[:-1]))} or {words[-1]!r}"))
 
 
-def check_function(name: str, value: Any, what: str, remedy: str = "") -> None:
+def check_function(name: str, value: object, what: str, remedy: str = "") -> None:
     """Raise TypeError for a value that cannot be called, for a class, and for a module (it has `named_parameters`)."""
     if hasattr(value, "named_parameters") or isinstance(value, type) or not callable(value):
         raise TypeError(wrong(name, value, f"{what}, a function", remedy))
 
 
-def check_has(name: str, value: Any, methods: Sequence[str], what: str, remedy: str = "") -> None:
+def check_has(name: str, value: object, methods: Sequence[str], what: str, remedy: str = "") -> None:
     """Raise TypeError for an object that lacks one of these attributes, and for a class where an object is expected."""
     if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
         raise TypeError(wrong(name, value, f"{what} (with {', '.join(methods)})", remedy))
@@ -91,14 +93,14 @@ def check_has(name: str, value: Any, methods: Sequence[str], what: str, remedy: 
 # The range [least, below) of each hyper-parameter; torch.optim's constructors have the same ranges.
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(["b1", "b2"], (0, 1)),
-    **dict.fromkeys(["rho", "decay"], (0, 1 + 1e-15)),
+    **dict.fromkeys(["rho", "decay"], (0, 1 + 1e-15)),  # 1 itself is allowed
     **dict.fromkeys(["factor", "weight_power"], (-torch.inf, torch.inf)),
     "beta2_decay": (-torch.inf, 1e-15),
     "d": (1, torch.inf),
 }
 
 
-def check_hyperparams(optimizer: str, rate: Any = 0.0, **numbers: Any) -> None:
+def check_hyperparams(optimizer: str, rate: object = 0.0, **numbers: object) -> None:
     """Raise for hyper-parameters that are neither numbers in their range nor 0-d tensors; `rate` may be a schedule.
 
     Values of tensors are not read.
@@ -117,7 +119,7 @@ def check_hyperparams(optimizer: str, rate: Any = 0.0, **numbers: Any) -> None:
             raise ValueError(f"optim.{optimizer}: {wrong(name, value, expected)}")
 
 
-def check_rate(value: Any) -> None:
+def check_rate(value: object) -> None:
     """Raise TypeError unless the value a schedule returned is a number or a 0-d tensor."""
     if not is_number(value) and not (isinstance(value, Tensor) and not value.dim()):
         raise TypeError(f"a schedule gave {shown(value)}: expected a number or a 0-d tensor")

@@ -8,7 +8,7 @@ Note [Order of use]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, TypeVar
 
@@ -23,6 +23,7 @@ _NAMESPACE = "torch"
 # A tree of any node types: Python cannot say more of its type. `Any` without this name is not a tree.
 Tree: TypeAlias = Any
 Spec = optree.PyTreeSpec
+Metadata: TypeAlias = Hashable | None  # of a node: part of the structure, which is compared
 T = TypeVar("T")
 
 
@@ -30,22 +31,24 @@ def _mirror(kind: type) -> None:
     """Tell optree of a node type that only `torch.utils._pytree` knows: its `register_dataclass` does not."""
     node = pytree.SUPPORTED_NODES[kind]
 
-    def flatten(value: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
+    def flatten(value: Tree) -> tuple[list[Tree], Metadata, tuple[Hashable, ...]]:
         children, context = node.flatten_fn(value)
         if node.flatten_with_keys_fn is None:
             return children, context, tuple(range(len(children)))
         keys = [key for key, _ in node.flatten_with_keys_fn(value)[0]]
+        # torch wraps names of children: GetAttrKey(name), MappingKey(key), SequenceKey(idx)
         return children, context, tuple(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k))) for k in keys)
 
-    def unflatten(context: Any, children: Any) -> Any:
+    def unflatten(context: Metadata, children: Iterable[Tree]) -> Tree:
         return node.unflatten_fn(list(children), context)
 
     optree.register_pytree_node(kind, flatten, unflatten, namespace=_NAMESPACE)
 
 
-def flatten(tree: Any) -> tuple[list[Any], Spec]:
+def flatten(tree: Tree) -> tuple[list[Tree], Spec]:
     """Return the leaves in the order of use, and the structure; None is an empty subtree."""
     leaves, spec = optree.tree_flatten(tree, namespace=_NAMESPACE)
+    # what only torch.utils._pytree knows is a leaf to optree: register its type, and flatten again
     unknown: set[type] = {
         type(leaf) for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) in pytree.SUPPORTED_NODES
     }
@@ -56,73 +59,75 @@ def flatten(tree: Any) -> tuple[list[Any], Spec]:
     return flatten(tree)
 
 
-def unflatten(spec: Spec, leaves: Sequence[Any]) -> Any:
+def unflatten(spec: Spec, leaves: Sequence[Tree]) -> Tree:
     """Return the tree of structure `spec` with these leaves."""
     return optree.tree_unflatten(spec, leaves)
 
 
-def leaves(tree: Any) -> list[Any]:
+def leaves(tree: Tree) -> list[Tree]:
     """Return the leaves in the order of use."""
     return flatten(tree)[0]
 
 
-def flatten_up_to(spec: Spec, tree: Any) -> list[Any]:
+def flatten_up_to(spec: Spec, tree: Tree) -> list[Tree]:
     """Return the subtrees of `tree` at the leaves of a structure; ValueError if they do not fit."""
     return spec.flatten_up_to(tree)
 
 
-def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Apply `fn` to the leaves of trees of one structure."""
+def map(fn: Callable[..., Tree], tree: Tree, *rest: Tree) -> Tree:
+    """Apply `fn` to the leaves of `tree`, and to the subtrees of `rest` at the same places."""
     first, spec = flatten(tree)
     others = [spec.flatten_up_to(other) for other in rest]
     return unflatten(spec, [fn(*args) for args in zip(first, *others, strict=True)])
 
 
 # Which nodes to treat as leaves: those of one type, or those for which a predicate holds.
-Stop = type | Callable[[Any], bool]
+Stop = type | Callable[[Tree], bool]
 
 
-def _is(stop: Stop) -> Callable[[Any], bool]:
+def _is(stop: Stop) -> Callable[[Tree], bool]:
     return (lambda x: isinstance(x, stop)) if isinstance(stop, type) else stop
 
 
-def tops(tree: Any, stop: Stop) -> list[Any]:
+def tops(tree: Tree, stop: Stop) -> list[Tree]:
     """Flatten, treating nodes for which `stop` holds as leaves."""
     return optree.tree_leaves(tree, is_leaf=_is(stop), namespace=_NAMESPACE)
 
 
-def nodes(tree: Any, kind: type) -> list[Any]:
+def nodes(tree: Tree, kind: type) -> list[Tree]:
     """Return the outermost nodes of one type."""
     return [x for x in tops(tree, kind) if isinstance(x, kind)]
 
 
-def paths_to(tree: Any, stop: Stop) -> list[tuple[str, Any]]:
+def paths_to(tree: Tree, stop: Stop) -> list[tuple[str, Tree]]:
     """Flatten, treating nodes for which `stop` holds as leaves; each comes with its path."""
-    found, spec = optree.tree_flatten(tree, is_leaf=_is(stop), namespace=_NAMESPACE)
-    return list(zip(paths(spec), found, strict=True))
+    leaves, spec = optree.tree_flatten(tree, is_leaf=_is(stop), namespace=_NAMESPACE)
+    return list(zip(paths(spec), leaves, strict=True))
 
 
-def put_tops(tree: Any, stop: Stop, tops: Sequence[Any]) -> Any:
+def put_tops(tree: Tree, stop: Stop, tops: Sequence[Tree]) -> Tree:
     """Return the tree with `tops` in place of what `tops(tree, stop)` returns."""
     return unflatten(structure_above(tree, stop), tops)
 
 
-def structure_above(tree: Any, stop: Stop) -> Spec:
+def structure_above(tree: Tree, stop: Stop) -> Spec:
     """Return the structure of a tree, treating nodes for which `stop` holds as leaves."""
     return optree.tree_structure(tree, is_leaf=_is(stop), namespace=_NAMESPACE)
 
 
-def map_tops(fn: Callable[..., Any], stop: Stop, tree: Any, *rest: Any) -> Any:
+def map_tops(fn: Callable[..., Tree], stop: Stop, tree: Tree, *rest: Tree) -> Tree:
     """Apply `fn` to what `tops(tree, stop)` returns; `fn` also gets the subtrees of `rest` at the same places."""
     return optree.tree_map(fn, tree, *rest, is_leaf=_is(stop), namespace=_NAMESPACE)
 
 
-def detached(tree: Any, stop: Stop = lambda x: False) -> Any:
+def detached(tree: Tree, stop: Stop = lambda x: False) -> Tree:
     """Detach the leaves that require a gradient; nodes for which `stop` holds stay as they are."""
     return map_tops(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, stop, tree)
 
 
-def register(cls: type, flatten: Callable[[Any], tuple[Any, Any]], unflatten: Callable[[Any, Any], Any]) -> None:
+def register(
+    cls: type, flatten: Callable[[Tree], tuple[Sequence[Tree], Metadata]], unflatten: Callable[..., Tree]
+) -> None:
     """Make `cls` a node for optree (every namespace) and for `torch.utils._pytree` (which torch.func flattens with).
 
     `flatten(x) -> (children, metadata)` and `unflatten(metadata, children) -> x`.
@@ -133,7 +138,7 @@ def register(cls: type, flatten: Callable[[Any], tuple[Any, Any]], unflatten: Ca
     )
 
 
-def _listed(flat: tuple[Any, Any]) -> tuple[list[Any], Any]:
+def _listed(flat: tuple[Sequence[Tree], Metadata]) -> tuple[list[Tree], Metadata]:
     return list(flat[0]), flat[1]
 
 
@@ -145,12 +150,13 @@ def register_fields(
     `names` are the names of the children in paths; an empty name is left out of paths.
     """
 
-    def flatten(x: Any) -> tuple[Any, Any]:
+    def flatten(x: Tree) -> tuple[tuple[Tree, ...], tuple[Metadata, ...]]:
         return tuple(getattr(x, name) for name in children), tuple(getattr(x, name) for name in metadata)
 
-    def unflatten(static: Any, dynamic: Any) -> Any:
+    def unflatten(static: Sequence[Metadata], dynamic: Sequence[Tree]) -> Tree:
         # leaves may be anything while a tree is mapped: __post_init__ must not look at them
-        x: Any = object.__new__(cls)
+        x: object = object.__new__(cls)
+        # through vars, because a frozen dataclass refuses setattr
         vars(x).update(zip(children, dynamic, strict=True), **dict(zip(metadata, static, strict=True)))
         return x
 
@@ -159,7 +165,7 @@ def register_fields(
     register(cls, flatten, unflatten)
 
 
-def give_away(tree: Any) -> None:
+def give_away(tree: Tree) -> None:
     """Call `give_away` of every outermost node that has this method: using such a node again is a DonatedError."""
     for node in tops(tree, lambda x: hasattr(x, "give_away")):
         if hasattr(node, "give_away"):
@@ -175,11 +181,11 @@ def constant(cls: type[T]) -> type[T]:
     return cls
 
 
-def names(spec: Spec) -> list[Any]:
+def names(spec: Spec) -> list[Hashable]:
     """Return the names of the children of a node: keys, field names or positions."""
-    for kept in ("_fields", "child_names"):
-        if spec.type is not None and hasattr(spec.type, kept):
-            return list(getattr(spec.type, kept))
+    for attribute in ("_fields", "child_names"):  # of NamedTuples, and of classes of `register_fields`
+        if spec.type is not None and hasattr(spec.type, attribute):
+            return list(getattr(spec.type, attribute))
     return list(spec.entries())
 
 
@@ -204,7 +210,7 @@ def paths(spec: Spec) -> list[str]:
     return [".".join(name for name in path if name) for path, node, _ in walk(spec) if node.is_leaf()]
 
 
-def pairs(what: str, expected: Any, got: Any) -> tuple[list[tuple[Any, Any]], Spec]:
+def pairs(what: str, expected: Tree, got: Tree) -> tuple[list[tuple[Tree, Tree]], Spec]:
     """Return pairs of leaves of two trees and the structure of the first; ValueError says `what` and how they differ.
 
     >>> pairs("b is not like a", {"w": 1}, {"w": 2})[0]
@@ -217,7 +223,7 @@ def pairs(what: str, expected: Any, got: Any) -> tuple[list[tuple[Any, Any]], Sp
         raise ValueError(f"{what}: {difference(expected, got)}") from None
 
 
-def difference(expected: Any, got: Any) -> str:
+def difference(expected: Tree, got: Tree) -> str:
     """Say how the structure of a tree differs from the expected one: by its type, else by its leaves.
 
     >>> difference({"a": 1, "b": 2}, {"a": 1}), difference({"a": 1}, (1,))
@@ -225,8 +231,8 @@ def difference(expected: Any, got: Any) -> str:
     """
     if type(expected) is not type(got):
         return f"expected a {type(expected).__name__}, got a {type(got).__name__}"
-    wanted, given = (paths(flatten(one)[1]) for one in (expected, got))
-    lacks, more = [p for p in wanted if p not in given], [p for p in given if p not in wanted]
+    wanted, present = (paths(flatten(tree)[1]) for tree in (expected, got))
+    lacks, more = [p for p in wanted if p not in present], [p for p in present if p not in wanted]
     if not lacks and not more:
         return "the leaves have the same paths, in other containers or laid out by another plan"
     return f"it lacks {lacks[:3] or 'nothing'} and has {more[:3] or 'nothing'} besides"
