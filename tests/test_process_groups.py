@@ -181,8 +181,8 @@ def from_a_pool(mesh: Any, plan: str) -> tuple[bool, list[int], int]:
 
 
 def test_what_is_sent_lies_in_memory_of_the_backend_where_it_makes_any() -> None:
-    """Each gather and reduction uses one buffer of the backend and frees it: otherwise NCCL would copy messages, or
-    memory leak."""
+    """Each gather and reduction uses one buffer of the backend and frees it: otherwise NCCL would occupy more of the
+    GPU, or memory leak."""
     for bits, (buffers, collectives), left in gloo(from_a_pool, "full"):
         assert bits
         assert buffers == collectives > 0
@@ -190,8 +190,7 @@ def test_what_is_sent_lies_in_memory_of_the_backend_where_it_makes_any() -> None
 
 
 def test_a_backend_without_memory_of_its_own() -> None:
-    """Without an allocator in the backend buffers are torch's own: otherwise a step on gloo, or on older NCCL, would
-    fail."""
+    """Where the backend allocates nothing, buffers are torch's own: otherwise a step on such a backend would fail."""
     group = mock.Mock(spec=["_get_backend"])
     with (
         mock.patch.object(process_groups.dist, "get_rank", return_value=0),

@@ -153,7 +153,8 @@ def held_blocks(mesh: Any, how: str, block: int, shapes: list[tuple[int, ...]]) 
 
 @pytest.mark.parametrize(("how", "world"), [*itertools.product(("sharded", "units", "flat"), WORLDS)])
 def test_no_block_is_cut(how, world):
-    """Every block lies whole and aligned on one rank: otherwise its scale would depend on the number of ranks."""
+    """Every block lies whole and aligned on one rank: otherwise the block's scale would depend on the number of
+    ranks."""
     replicate, shard = WORLDS[world]
     for block, shapes in itertools.product((1, 3, 4, 7, 16), ([(5, 3), (), (1,), (7,), (30,)], [(0,), (2,)], [(61,)])):
         found = simulated(held_blocks, how, block, shapes, replicate=replicate, shard=shard)
@@ -257,7 +258,8 @@ def test_it_trains():
 
 
 def test_small_gradients_do_not_explode():
-    """A small gradient beside a large one makes no huge step: otherwise mu / 0 would give a step of mu / eps."""
+    """A small gradient beside a large one makes no huge step: otherwise a second moment rounded to 0 would divide by
+    eps."""
     tx, p = adamw_8bit(0.1, weight_decay=0.0), torch.zeros(4)
     _, state = tx.update(torch.tensor([1.0, 3e-4, 0.0, 0.0]), tx.init(p), p)
     assert tx.update(torch.tensor([1.0, 0.0, 0.0, 0.0]), state, p)[0].abs().max() < 1

@@ -1,4 +1,4 @@
-"""Who adds gradients up may be replaced; hooks after it; float16 holds sums of many ranks."""
+"""Reductions and gathers of the user's, hooks after them, fast and tree reductions, and sums of many float16 ranks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from fshard.comm.reduction import TREE, Sums
 
 @dataclass(frozen=True)
 class Gathered:
-    """Everything to everyone, added up from the last rank to the first; `after` doubles what `only` is the unit of."""
+    """A reduction by all-gather, summed from the last rank to the first; `after` doubles the unit `only`."""
 
     only: str = ""
 
@@ -52,7 +52,8 @@ def steps(mesh: Any, strategy: str, reduction: Any, **kw: Any) -> Any:
 @pytest.mark.parametrize("strategy", ["full", "ddp"])
 @pytest.mark.parametrize("world", [simulated, gloo])
 def test_an_object_may_add_up(world, strategy):
-    """A reduction of the user's would not be asked for some sum of gradients."""
+    """A reduction object of the user's sums all gradients: otherwise some unit would go past it, for example
+    uncompressed."""
     for (found, kinds), (want, _) in zip(
         world(steps, strategy, Gathered(), shard=2), simulated(steps, strategy, "exact", shard=2), strict=True
     ):
@@ -62,7 +63,8 @@ def test_an_object_may_add_up(world, strategy):
 
 @pytest.mark.parametrize("kw", [{}, {"accumulate": 2}, {"accumulate": 2, "reduce_once": True}], ids=str)
 def test_a_hook_after_it(kw):
-    """The hook `after` would miss a unit, be called twice, or its result be dropped."""
+    """The hook `after` sees each unit once: otherwise a user's gradient hook would be skipped, doubled or without
+    effect."""
 
     def run(mesh: Any, unit: str) -> Any:
         return steps(mesh, "full", Gathered(unit), **kw)[0]
@@ -92,7 +94,8 @@ def orders(mesh: Any, strategy: str, reduction: Any) -> set[tuple[str, bool]]:
 
 @pytest.mark.parametrize("strategy", ["full", "ddp", "zero1"])
 def test_a_backend_may_choose_the_order_of_gradients_alone(strategy):
-    """`reduction="fast"` would change sums that must be in rank order."""
+    """`reduction="fast"` frees the order of gradient sums alone: otherwise the loss or the norm could differ between
+    ranks."""
     units = {"(root)", "blocks.0", "blocks.1", "tail"}
     for free in (False, True):
         for reduction in ("fast",) if free else ("exact", Sums()):
@@ -102,7 +105,7 @@ def test_a_backend_may_choose_the_order_of_gradients_alone(strategy):
 
 
 def in_a_tree(mesh: Any, *shape: int) -> list[tuple[str, int]]:
-    """What a sum in a tree sends, of floats."""
+    """The collectives of one tree sum of ones, by kind and bytes."""
     with fshard.collectives.tally() as records:
         total = TREE.all_reduce(torch.ones(shape), primitives.along(mesh, "shard"), "x", None).wait()
     assert total.tolist() == torch.full(shape, float(mesh.size())).tolist()
@@ -111,7 +114,8 @@ def in_a_tree(mesh: Any, *shape: int) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize(("shape", "sent"), [((4, 2), "parts"), ((3, 3), "whole"), ((), "whole"), ((0,), "parts")])
 def test_a_sum_in_a_tree_travels_in_parts(shape, sent):
-    """A tree sum would send whole gradients to all ranks."""
+    """A tree sum sends parts where rows divide evenly: otherwise each rank would receive whole gradients of all
+    ranks."""
     n = 4 * torch.Size(shape).numel()
     parts = [("reduce_scatter", n // 2), ("all_gather", n // 2)]
     for found in simulated(in_a_tree, *shape, shard=2):
@@ -128,14 +132,14 @@ def small_gradients(mesh: Any, policy: str, size: float) -> Tensor:
 
 @pytest.mark.parametrize("size", [1e-6, 6e4])
 def test_float16_holds_the_sums_of_64_ranks(size):
-    """Sums of many ranks in float16 would overflow, or small gradients vanish."""
+    """Float16 sums of 64 ranks neither overflow nor vanish: otherwise a policy with reduce=f16 would lose gradients."""
     for found in simulated(small_gradients, "reduce=f16", size, shard=64):
         torch.testing.assert_close(found, torch.full((16,), size), rtol=0.1, atol=0)
     assert torch.tensor(1e-6 / 64).half() == 0
 
 
 def whole_numbers(step: int, rank: int) -> dict[str, Tensor]:
-    """One rank's batch, so that every sum of a linear loss's gradients is exact in any order; 8 rows count in all."""
+    """One rank's batch of whole numbers, so that gradient sums are exact in any order."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randint(-8, 9, (4, 6), generator=generator).double()
     count = torch.tensor([4.0, 0, 0, 0]) if rank == 0 else torch.tensor([0.0, 0, 4.0 / 4, 0]) * (rank == 1) * 4
@@ -143,14 +147,14 @@ def whole_numbers(step: int, rank: int) -> dict[str, Tensor]:
 
 
 def exact_loss(p: Any, batch: Any) -> fshard.Mean:
-    """Linear in all parameters, which are in three units and one leaf of which every rank has."""
+    """A loss that is linear in all parameters: three units, and one leaf that every rank holds whole."""
     x = batch["x"]
     total = (x @ p["a"]["w"]).sum() + (x[:, :3] * p["c"]["v"]).sum() + x.sum() * p["s"] + (x * p["w"]).sum()
     return fshard.Mean(total, batch["count"].sum())
 
 
 def exact_params() -> Any:
-    """What it is linear in."""
+    """The parameters of `exact_loss`, all ones."""
     return {
         "a": {"w": torch.ones(6, dtype=torch.float64)},
         "c": {"v": torch.ones(3, dtype=torch.float64)},
@@ -198,7 +202,8 @@ PARTLY = {
 
 @pytest.mark.parametrize(("replicate", "shard", "strategy", "how"), PARTLY.values(), ids=PARTLY)
 def test_micro_batches_are_scattered_each_and_reduced_over_replicas_once(replicate, shard, strategy, how):
-    """`reduce_once` over the replicas would change bits, or communicate more often."""
+    """`reduce_once="replicate"` keeps the bits with one all-reduce per step: otherwise users would get wrong
+    gradients or more traffic."""
     how_many, world = 2 if how == "jit" else 4, replicate * shard
     runs = {
         once: simulated(partly, strategy, once, how_many, how, replicate=replicate, shard=shard)
@@ -221,13 +226,14 @@ def test_micro_batches_are_scattered_each_and_reduced_over_replicas_once(replica
 
 
 def test_processes_scatter_each_micro_batch():
-    """On a mesh of processes, the bits and collectives of simulated ranks."""
+    """Processes give the bits and collectives of simulated ranks: otherwise `reduce_once` would hold in simulation
+    alone."""
     args = "full", "replicate", 2, "eager"
     assert same_bits(gloo(partly, *args, shard=2, replicate=2), simulated(partly, *args, shard=2, replicate=2))
 
 
 def test_what_waits_is_a_shard():
-    """Between micro-batches a rank would hold whole gradients."""
+    """Between micro-batches a rank keeps a shard of each gradient: otherwise memory would hold whole gradients."""
 
     def peak(once: Any) -> int:
         params = {f"w{i}": torch.ones(64, 64) for i in range(4)}
@@ -251,7 +257,8 @@ def test_what_waits_is_a_shard():
 
 
 def test_axes_that_cannot_wait():
-    """The sentences: an axis gradients are cut over, one that is not there, and slices."""
+    """A `reduce_once` that cannot be done is an error that says what was expected; without it gradients would be
+    wrong."""
 
     def run(mesh: Any, once: Any) -> None:
         partly(mesh, "full", once, 2, "eager")
@@ -268,7 +275,7 @@ def test_axes_that_cannot_wait():
 
 @dataclass(frozen=True)
 class Broadcasts:
-    """A gather that is made of a broadcast from each rank."""
+    """A gather made of one broadcast from each rank; `wrong` leaves out the last rank."""
 
     wrong: bool = False
 
@@ -298,7 +305,7 @@ def gathered_by(mesh: Any, gather: Any, strategy: str, how: str, **kw: Any) -> A
     [(1, 3, "full", "eager"), (1, 2, "keep", "eager"), (2, 2, "wide", "eager"), (1, 2, "full", "jit")],
 )
 def test_an_object_may_gather(replicate, shard, strategy, how):
-    """A gather of the user's would not be asked for some gather of parameters."""
+    """A gather object of the user's does every gather of parameters: otherwise some unit would go past it."""
     plain, ours = (
         simulated(gathered_by, gather, strategy, how, replicate=replicate, shard=shard)
         for gather in (None, Broadcasts())
@@ -313,7 +320,7 @@ def test_an_object_may_gather(replicate, shard, strategy, how):
 
 @pytest.mark.parametrize("kw", [{"together": True}, {"param_wire": fshard.wire.Int8(16)}], ids=str)
 def test_what_it_gathers_may_be_bytes(kw):
-    """Of several dtypes in one message, or encoded."""
+    """A user's gather works on mixed dtypes and encoded parameters: otherwise `together` and wires would break it."""
     policy = {"policy": "compute=bf16; blocks.*.scale: compute=f32"}
     plain, ours = (
         simulated(lambda mesh, g: gathered_by(mesh, g, "full", "eager", **policy, **kw)[:2], gather, shard=3)
@@ -323,13 +330,13 @@ def test_what_it_gathers_may_be_bytes(kw):
 
 
 def test_processes_gather_by_an_object():
-    """The bits of simulated ranks."""
+    """A user's gather gives the bits of simulated ranks in processes: otherwise it would hold in simulation alone."""
     args = Broadcasts(), "full", "eager"
     assert same_bits(gloo(gathered_by, *args, shard=2), simulated(gathered_by, *args, shard=2))
 
 
 def test_gathers_that_are_none():
-    """The sentences: no method, a result of another length, ranks that gather by different ones."""
+    """A gather object that is wrong, or differs between ranks, is an error; without it parameters would be garbage."""
     with pytest.raises(TypeError, match=r"gather=3: expected an object that gathers.*all_gather"):
         fshard.make_plan(torch.ones(3), gather=3)
     with pytest.raises(ValueError, match=r"Broadcasts\(wrong=True\): all_gather gave torch.float32\[\d+\], expected"):
@@ -339,5 +346,5 @@ def test_gathers_that_are_none():
 
 
 def planned_otherwise(mesh: Any) -> None:
-    """A plan of which ranks say different things."""
+    """Rank 0 plans without a gather object, the other rank with one."""
     fshard.make_plan(torch.ones(3), mesh, gather=Broadcasts() if mesh.get_rank() else None)

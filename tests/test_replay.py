@@ -1,4 +1,4 @@
-"""Steps recorded and run again: same bits; what differs, or is not finite, is named by leaf, unit and rank."""
+"""Steps are recorded and run again: same bits; a difference, inf or NaN is named by leaf, unit and rank."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ from fshard.testing.replaying import replay
 
 
 def train(mesh: Any, folder: str, num_steps: int = 5, donate: bool = False, **kw: Any) -> Any:
-    """Some recorded steps; the state after them."""
+    """The state after some recorded steps."""
     step, state, _, _ = replayed.make(mesh, donate=donate)
     step = record(step, folder, **{"donate": donate, "steps": {replayed.CLEAN}, **kw})
     rank = 0 if mesh is None else mesh.get_rank()
@@ -36,26 +36,28 @@ def train(mesh: Any, folder: str, num_steps: int = 5, donate: bool = False, **kw
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What three simulated ranks recorded: a step that was chosen, and one that overflowed."""
+    """The records of three simulated ranks: a step that was chosen, and one that overflowed."""
     path = tmp_path_factory.mktemp("recorded")
     simulated(train, str(path), shard=3)
     return str(path)
 
 
 def files(folder: Any) -> list[str]:
-    """The folders of ranks that there are."""
+    """The folders of ranks inside `folder`, sorted."""
     return sorted(str(path.relative_to(folder)) for path in Path(folder).glob("*/*"))
 
 
 def test_chosen_steps_and_those_that_went_non_finite_are_kept(folder):
-    """Of every rank, and nothing else."""
+    """Chosen steps and those with inf or NaN are kept, of every rank: otherwise a failure could not be replayed, or
+    disks fill."""
     assert files(folder) == [
         f"step-0000000{i}/rank-{rank}" for i in (replayed.CLEAN, replayed.BAD) for rank in range(3)
     ]
 
 
 def test_a_step_runs_again_with_the_same_bits(folder):
-    """Dropout, two labels, micro-batches, clipping and all; and what was not finite is found, or was not looked for."""
+    """A replayed step has the recorded bits, and names the first leaf not finite: otherwise a user would debug
+    another step."""
     clean, bad = replay(folder, replayed.make)
     assert (clean.number, clean.different, clean.nonfinite) == (replayed.CLEAN, None, None)
     assert (bad.number, bad.num_ranks, bad.different) == (replayed.BAD, 3, None)
@@ -66,7 +68,7 @@ def test_a_step_runs_again_with_the_same_bits(folder):
 
 
 def test_what_differs_is_found(folder):
-    """The first metric; or one bit of one leaf on one rank."""
+    """One changed bit is found by leaf, unit and rank: otherwise a user would look for the wrong rank or leaf."""
     (one,) = replay(folder, replayed.otherwise, at=replayed.CLEAN)
     assert (one.different.rank, one.different.what, one.different.unit) == (0, "the new state", "(root)")
     (one,) = replay(folder, replayed.otherwise_on_rank_1, at=replayed.CLEAN)
@@ -78,7 +80,8 @@ def test_what_differs_is_found(folder):
 
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (2, 2)])
 def test_any_mesh_is_made_again(tmp_path, replicate, shard):
-    """One rank, and two axes."""
+    """A record of one rank or of a mesh of two axes replays: otherwise hybrid runs could not be debugged on one
+    machine."""
     simulated(train, str(tmp_path), 2, replicate=replicate, shard=shard)
     assert [str(one) for one in replay(tmp_path, replayed.make)] == [
         f"step 1 on {replicate * shard} rank(s): same bits"
@@ -86,7 +89,8 @@ def test_any_mesh_is_made_again(tmp_path, replicate, shard):
 
 
 def test_one_device_and_real_processes(tmp_path):
-    """What gloo's processes have recorded runs again on simulated ranks, with the same bits."""
+    """Records of processes replay on simulated ranks with the same bits: otherwise a failure on a cluster would need
+    a cluster."""
     train(None, str(tmp_path / "alone"), 2)
     gloo(train, str(tmp_path / "gloo"), 2, shard=2)
     for name, ranks in (("alone", 1), ("gloo", 2)):
@@ -95,7 +99,7 @@ def test_one_device_and_real_processes(tmp_path):
 
 @pytest.mark.parametrize("shard", [1, 2])
 def test_recording_changes_nothing(tmp_path, shard):
-    """The state after recorded steps is that after others, donated or not; of a donated one what was before is kept."""
+    """Recorded steps, donated or not, train with the bits of others: otherwise recording would change the run."""
     unrecorded = functools.partial(train, steps=None, nonfinite=False)
     expected = simulated(unrecorded, str(tmp_path), shard=shard)
     assert files(tmp_path) == []
@@ -106,7 +110,8 @@ def test_recording_changes_nothing(tmp_path, shard):
 
 
 def test_a_state_that_is_gone_is_an_error(tmp_path):
-    """Which says what to write."""
+    """A donated state that was not copied is an error that says what to write; without it the record would be
+    useless."""
     step, state, like, _ = replayed.make(None, donate=True)
     with pytest.raises(fshard.DonatedError) as caught:
         record(step, tmp_path, steps={0})(state, like)
@@ -115,7 +120,8 @@ def test_a_state_that_is_gone_is_an_error(tmp_path):
 
 
 def test_there_is_room_for_so_many(tmp_path):
-    """Steps that go wrong one after the other: the first ones stay. Chosen ones are always written."""
+    """At most `keep` failing steps are written, the first ones, and all chosen ones: otherwise a diverged run would
+    fill the disk."""
     step, state, _, _ = replayed.make(None)
     step = record(step, tmp_path, steps=lambda number: number == 3, keep=2)
     bad = replayed.batch(replayed.BAD, 1)
@@ -125,7 +131,8 @@ def test_there_is_room_for_so_many(tmp_path):
 
 
 def test_files_hold_tensors_and_words_alone(folder):
-    """No pickle is loaded, and a view does not bring along what it is a view of."""
+    """Files hold tensors and text, without pickled code or unused memory: otherwise a record could run code, or be
+    too large."""
     rank = Path(folder) / "step-00000001" / "rank-0"
     assert sorted(path.name for path in rank.iterdir()) == ["about.json", "after.pt", "before.pt"]
     found = torch.load(rank / "before.pt", weights_only=True)
@@ -133,7 +140,8 @@ def test_files_hold_tensors_and_words_alone(folder):
 
 
 def test_a_leaf_that_cannot_be_written_is_an_error(tmp_path):
-    """And leaves nothing behind that looks whole."""
+    """An argument that cannot be written is an error and leaves no rank's folder: otherwise a half record would look
+    whole."""
     step, state, like, _ = replayed.make(None)
     with pytest.raises(TypeError, match=r"record: args leaf '0\.f': expected a tensor, a number or a string, got type"):
         record(step, tmp_path, steps={0})(state, like, {"f": int})
@@ -149,19 +157,20 @@ def test_a_leaf_that_cannot_be_written_is_an_error(tmp_path):
     ],
 )
 def test_other_code_is_an_error(folder, make, text):
-    """Another plan, optimizer or batch."""
+    """Another plan, optimizer or batch than recorded is an error; without it the replay would compare unlike things."""
     with pytest.raises(ValueError, match="recorded") as caught:
         replay(folder, make)
     assert text in str(caught.value)
 
 
 def run(*args: str) -> int:
-    """The exit status of a command."""
+    """The exit status of `python -m fshard replay`."""
     return main(["replay", *args])
 
 
 def test_the_exit_status_says_what_was_found(folder, capsys, tmp_path):
-    """0 and nothing found, 1 other bits, 3 not finite, 2 an error."""
+    """The status is 0 for same bits, 1 for others, 3 for inf or NaN, 2 for an error: otherwise scripts could not
+    rely on it."""
     make, clean = ["--step", "support.replayed:make"], ["--at", str(replayed.CLEAN)]
     assert run(folder, *make, *clean) == 0
     assert capsys.readouterr().out == "step 1 on 3 rank(s): same bits\n"
@@ -185,7 +194,8 @@ def test_the_exit_status_says_what_was_found(folder, capsys, tmp_path):
 
 
 def test_ranks_that_are_missing_are_named(folder, tmp_path):
-    """A rank that did not come so far."""
+    """A record without some rank is an error that says which ranks there are; without it the replay would wait or
+    mislead."""
     simulated(train, str(tmp_path), 2, shard=2)
     (tmp_path / "step-00000001" / "rank-0").rename(tmp_path / "step-00000001" / "writing-0")
     with pytest.raises(ValueError, match=r"expected what 2 ranks wrote, got that of ranks \[1\]"):
@@ -200,7 +210,7 @@ runpy.run_module("fshard", run_name="__main__")
 
 
 def test_the_command_line(folder):
-    """In a process of its own, without rich."""
+    """The command line works in a process without the package rich: otherwise users without it could not replay."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     args = [sys.executable, "-c", BARE, "replay", folder, "--step", "support.replayed:make", "--at", "1"]
     done = subprocess.run(args, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
@@ -208,14 +218,14 @@ def test_the_command_line(folder):
 
 
 class Runs:
-    """What a pickle may do when it is read."""
+    """An object whose pickle makes a directory when it is loaded."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, (os.environ["FSHARD_TEST_RAN"],)
 
 
 def about(**changes: Any) -> Any:
-    """Other words; a value of `...` leaves the key out."""
+    """An edit of about.json; a value of `...` removes the key."""
 
     def edit(rank: Path) -> None:
         found = json.loads((rank / "about.json").read_text()) | changes
@@ -225,17 +235,17 @@ def about(**changes: Any) -> Any:
 
 
 def text_of(data: Any) -> Any:
-    """Another about.json."""
+    """An edit that replaces about.json."""
     return lambda rank: (rank / "about.json").write_bytes(data)
 
 
 def tensors(change: Any) -> Any:
-    """Other tensors before the step."""
+    """An edit of the tensors from before the step."""
     return lambda rank: torch.save(change(torch.load(rank / "before.pt", weights_only=True)), rank / "before.pt")
 
 
 def bytes_of(change: Any) -> Any:
-    """Other bytes in the file of tensors."""
+    """An edit of the bytes in the file of tensors."""
 
     def edit(rank: Path) -> None:
         data = (rank / "before.pt").read_bytes()
@@ -245,7 +255,7 @@ def bytes_of(change: Any) -> Any:
 
 
 def bomb(rank: Path) -> None:
-    """A small file of a large tensor."""
+    """A small compressed file that says it holds large tensors."""
     with zipfile.ZipFile(rank / "before.pt") as old:
         parts = {name: old.read(name) for name in old.namelist()}
     with zipfile.ZipFile(rank / "before.pt", "w", zipfile.ZIP_DEFLATED) as new:
@@ -309,7 +319,7 @@ EDITS = {
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one device recorded."""
+    """The record of one device."""
     path = tmp_path_factory.mktemp("alone")
     train(None, str(path), 2)
     return path
@@ -317,7 +327,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edited_file_is_one_error(name, alone, tmp_path, monkeypatch):
-    """Which names it, and the key; nothing is run, and nothing made as large as it says."""
+    """An edited record is one error that names the folder, and runs no code: otherwise a file from elsewhere could
+    attack a user."""
     monkeypatch.setenv("FSHARD_TEST_RAN", str(tmp_path / "ran"))
     edit, words = EDITS[name]
     rank = Path(shutil.copytree(alone, tmp_path / "copy")) / "step-00000001" / "rank-0"
@@ -332,7 +343,8 @@ def test_an_edited_file_is_one_error(name, alone, tmp_path, monkeypatch):
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(16))
 def test_any_edited_byte(seed, alone, tmp_path):
-    """Another result, or the one error."""
+    """A changed byte gives a result or a ValueError: otherwise a damaged file would crash the replay without a
+    reason."""
     r = random.Random(seed)
     rank = Path(shutil.copytree(alone, tmp_path / "copy")) / "step-00000001" / "rank-0"
     for _ in range(6):
@@ -347,7 +359,8 @@ def test_any_edited_byte(seed, alone, tmp_path):
 
 
 def test_folders_that_are_no_steps(alone, tmp_path):
-    """By their names."""
+    """A folder with a wrong name is an error that shows the right form; without it the folder would be skipped
+    silently."""
     shutil.copytree(alone / "step-00000001", tmp_path / "step-one")
     with pytest.raises(ValueError, match="step-one: expected the number of a step, as in step-00000012"):
         replay(tmp_path, replayed.make)
