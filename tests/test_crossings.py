@@ -1,4 +1,4 @@
-"""Steps on a device that counts what crosses to it and from it: nothing does, so the host never waits for it."""
+"""Steps copy nothing between a device and its host, so the host never waits for the device: every copy is counted."""
 
 from collections import Counter
 from typing import Any
@@ -37,7 +37,7 @@ STEPS: dict[str, dict[str, Any]] = {
 
 
 def loss_of(kind: str, has_aux: bool = False) -> Any:
-    """A loss with dropout, which says what it counts as a number or as a tensor, or not."""
+    """A loss with dropout that returns its count as a number, as a tensor, or not at all."""
 
     def loss(params: Any, batch: Any) -> Any:
         total, count = lm_total(params, batch)
@@ -56,7 +56,7 @@ def loss_of(kind: str, has_aux: bool = False) -> Any:
 def crossings(
     plan: str = "full", step: str = "plain", tx: str = "adamw", scaler: str = "none", loss: str = "number"
 ) -> Counter[tuple[str, str]]:
-    """What crosses over in the second and third step, by direction and place."""
+    """The copies between host and device in the second and third step, by direction and by function."""
     how = STEPS[step]
     with on_accelerator() as apart:
         params, transform = tree.map(lambda x: x.to(DEVICE), lm_params(torch.float32)), TRANSFORMS[tx]()
@@ -84,14 +84,14 @@ ALLOWED = {
 
 
 def modules(found: Counter[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Directions, and the modules that stand for the places."""
+    """The directions, with the modules instead of the functions."""
     return {(direction, place.partition(".")[0]) for direction, place in found}
 
 
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_and_scalers(loss, scaler):
-    """However a loss says what it counts, and with no scale as with one."""
+    """No form of a loss and no loss scale copies to or from the host: otherwise each step would wait for the GPU."""
     assert crossings(loss=loss, scaler=scaler, step="micro") == {}
 
 
@@ -99,14 +99,14 @@ def test_losses_and_scalers(loss, scaler):
 @pytest.mark.parametrize("scaler", ["none", "dynamic"])
 @pytest.mark.parametrize("plan", WIRED)
 def test_plans(plan, scaler):
-    """Strategies, wires, precisions."""
+    """No strategy, wire or precision copies to or from the host: otherwise choosing one would make steps slower."""
     assert crossings(plan, "micro", scaler=scaler) == {}
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_steps(step):
-    """Clipping, micro-batches, reductions, donation."""
+    """No option of a step copies to or from the host: otherwise clipping or micro-batches would wait for the GPU."""
     assert crossings(step=step, scaler="dynamic") == {}
     assert crossings("zero1", step, "sgd-all") == {}
 
@@ -114,13 +114,13 @@ def test_steps(step):
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_optimizers(name):
-    """Rates, norms and matrices are the device's; of torch's own classes what they keep in host memory is not."""
+    """Only classes of torch.optim that keep host memory copy between devices: otherwise an optimizer would wait."""
     found = crossings(step="clip", tx=name, scaler="dynamic", loss="tensor")
     assert modules(found) <= ALLOWED.get(name, set()), found
 
 
 def test_what_is_allowed_is_needed():
-    """No name stands there for nothing."""
+    """Every exception is still needed: otherwise new copies of these optimizers would hide behind an old exception."""
     for name, allowed in ALLOWED.items():
         assert modules(crossings(step="clip", tx=name, scaler="dynamic", loss="tensor")) == allowed
 
@@ -142,7 +142,7 @@ CROSS = {
 
 @pytest.mark.parametrize("name", CROSS)
 def test_the_count_can_fail(name):
-    """Each of these waits for a GPU, and each is counted, with the place it stands at."""
+    """Each of these operations, which wait for a GPU, is counted: otherwise the tests above would pass with copies."""
     with on_accelerator() as apart:
         CROSS[name](torch.ones(3, device=DEVICE))
     direction = "to the host" if name in ("item", "bool", "cpu") else "to the device"
@@ -150,7 +150,7 @@ def test_the_count_can_fail(name):
 
 
 def test_devices_do_not_mix():
-    """But numbers multiply anything."""
+    """The counting device refuses tensors of the host, except 0-d numbers: else faults would show on GPUs only."""
     with on_accelerator():
         assert (torch.ones(3, device=DEVICE) * torch.ones(())).device == DEVICE
         for wrong in (torch.add, lambda x, y: torch.cat([x, y]), lambda x, y: torch.stack([x[0], y[0]])):
@@ -174,7 +174,7 @@ GRAPHS_HAVE = {
 
 
 def crossings_of_a_graph(device: torch.device, plan: str, tx: str, scaler: str, loss: str, step: str) -> Counter[str]:
-    """What crosses over in the graph of a step, and its constants, by device."""
+    """The operators of the graph of a step that mix host and device, and its constants, by device."""
     how, transform, scale = STEPS[step], TRANSFORMS[tx](), SCALERS[scaler]()
 
     def there(x: Any) -> Any:
@@ -193,7 +193,7 @@ def crossings_of_a_graph(device: torch.device, plan: str, tx: str, scaler: str, 
 
 
 def crossings_of_graphs(_: Any, cases: list[tuple[str, ...]]) -> list[Counter[str]]:
-    """One after the other."""
+    """The counts of `crossings_of_a_graph`, for several cases."""
     device = accelerator()
     return [crossings_of_a_graph(device, *case) for case in cases]
 
@@ -201,7 +201,7 @@ def crossings_of_graphs(_: Any, cases: list[tuple[str, ...]]) -> list[Counter[st
 @pytest.mark.sample(11)
 @pytest.mark.parametrize("part", range(11))
 def test_graphs(part):
-    """Nor in a traced step: what is known beforehand is a constant, which lies on the device."""
+    """No operator in a step's graph mixes host and device, except listed ones: otherwise a compiled step would wait."""
     cases = GRAPHS[part::11]
     (found,) = gloo(crossings_of_graphs, cases, shard=1)
     assert dict(zip(cases, found, strict=True)) == {case: GRAPHS_HAVE.get(case[1], {}) for case in cases}
@@ -221,12 +221,12 @@ GRAPHS_CROSS = {
 
 
 def found_in_graphs(_: Any) -> dict[str, Counter[str]]:
-    """What is counted of functions that wait for a GPU."""
+    """The counts for functions that wait for a GPU."""
     x = torch.empty(3, device=accelerator())
     return {name: crossed(fshard.jit(fn).lower(x)) for name, (fn, _) in GRAPHS_CROSS.items()}
 
 
 def test_the_count_of_graphs_can_fail():
-    """Each is counted."""
+    """Every operator that mixes host and device is counted: otherwise the test of graphs would pass with copies."""
     (found,) = gloo(found_in_graphs, shard=1)
     assert found == {name: expected for name, (_, expected) in GRAPHS_CROSS.items()}

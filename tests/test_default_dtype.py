@@ -1,4 +1,4 @@
-"""What a step makes and keeps depends on neither torch.set_default_dtype nor set_default_device: dtypes and bits."""
+"""A step has the same dtypes and bits under any torch.set_default_dtype and torch.set_default_device."""
 
 import ast
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ SCALERS = {
 
 @contextmanager
 def by_default(default: torch.dtype | torch.device) -> Iterator[None]:
-    """With another default dtype, or device (of this thread)."""
+    """Set another default dtype, or the default device of this thread, inside the block."""
     if isinstance(default, torch.device):
         with default:
             yield
@@ -56,7 +56,7 @@ def _loss(params: Any, x: Tensor) -> fshard.Mean:
 
 
 def _run(name: str, scaler: str, dtype: torch.dtype, mesh: Any = None) -> list[Tensor]:
-    """All tensors of the state and the metrics, after no step, one and two; the second overflows."""
+    """All tensors of the state and the metrics after 0, 1 and 2 steps; with a loss scale the second overflows."""
     params, tx = _params(dtype), TRANSFORMS[name]()
     plan = fshard.make_plan(params, mesh, block=4)
     state = fshard.init_state(fshard.shard_params(params, plan), tx, loss_scale=SCALERS[scaler]())
@@ -72,7 +72,7 @@ def _run(name: str, scaler: str, dtype: torch.dtype, mesh: Any = None) -> list[T
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("name", OURS)
 def test_a_step_is_the_same_under_any_default(name: str, scaler: str, dtype: torch.dtype) -> None:
-    """Every transformation with every scaler: dtypes and bits of all it keeps, and of the metrics."""
+    """A step's dtypes and bits depend on no default: otherwise a line elsewhere in a program would alter training."""
     expected = _run(name, scaler, dtype)
     for default in DEFAULTS:
         with by_default(default):
@@ -87,7 +87,7 @@ def _on_ranks(mesh: Any, device: Any = None) -> dict[str, list[Tensor]]:
 
 
 def test_nor_on_two_ranks() -> None:
-    """What ranks agree on."""
+    """On two ranks the bits depend on no default: otherwise ranks with different defaults would disagree."""
     expected = simulated(_on_ranks, shard=2)
     for default in DTYPES:
         with by_default(default):
@@ -97,7 +97,7 @@ def test_nor_on_two_ranks() -> None:
 
 
 def _in_a_graph() -> list[Tensor]:
-    """As `_run`, of one step with dropout, traced and run as it was traced."""
+    """All tensors of the state and the metrics after one jitted step with dropout."""
     params, tx = _params(torch.float32), optim.adamw(optim.linear(0.1, 0.2, 5))
     state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params)), tx, DynamicLossScale(8.0))
 
@@ -110,14 +110,14 @@ def _in_a_graph() -> list[Tensor]:
 
 
 def test_nor_in_a_graph() -> None:
-    """Traced under another default device, tickets and random states among its nodes."""
+    """A graph that is traced under another default device keeps its bits: otherwise it would hold tensors there."""
     expected = _in_a_graph()
     with by_default(META):
         assert same_bits(_in_a_graph(), expected)
 
 
 def _values() -> dict[str, Any]:
-    """What other functions make of no tensor of the caller's dtype, or of numbers."""
+    """What functions return that make tensors from numbers, or from no tensor of the caller's dtype."""
     grads = {
         "w": torch.tensor([1.0, torch.inf], dtype=torch.float32, device="cpu"),
         "c": torch.ones(2, dtype=torch.complex64, device="cpu"),
@@ -148,7 +148,7 @@ def _values() -> dict[str, Any]:
 
 
 def test_nor_does_what_other_functions_make() -> None:
-    """Scales, counts, flags, weights and norms."""
+    """Scales, norms, weights and schedules depend on no default: otherwise counts would be rounded in bfloat16."""
     expected = _values()
     for default in DEFAULTS:
         with by_default(default):
@@ -158,13 +158,13 @@ def test_nor_does_what_other_functions_make() -> None:
 
 
 class _Mean(torch.optim.Optimizer):
-    """An optimizer of a user's, with a number and a tensor in its state."""
+    """A user's optimizer whose state has a number and a tensor."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
     def step(self) -> None:  # type: ignore[override]
-        """The parameters less the mean of gradients."""
+        """Subtract the mean of all gradients so far."""
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -179,7 +179,7 @@ def _adapted() -> list[Any]:
 
 
 def test_nor_does_the_state_of_a_users_class() -> None:
-    """`from_torch`: its own flag and numbers."""
+    """The state of a user's class under `from_torch` depends on no default: otherwise its bits would change."""
     expected = _adapted()
     for default in DEFAULTS:
         with by_default(default):
@@ -189,7 +189,7 @@ def test_nor_does_the_state_of_a_users_class() -> None:
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name.startswith("from_torch")])
 @pytest.mark.parametrize("default", [torch.float32, *DTYPES])
 def test_torchs_own_state_is_torchs(name: str, default: torch.dtype) -> None:
-    """`from_torch` keeps a count in the dtype torch.optim would, which is float64 where that is the default."""
+    """`from_torch` keeps the dtypes of torch's own state: otherwise a checkpoint of torch would not fit."""
     with by_default(default):
         kept = tree.leaves(TRANSFORMS[name]().init(_params(torch.float32)))
         leaf = torch.nn.Parameter(_params(torch.float32)["w"])
@@ -212,7 +212,7 @@ _FACTORIES = {
 
 
 def made_anywhere(source: str) -> list[int]:
-    """The lines of calls that make a tensor without saying where; `as_tensor` moves even one that is somewhere."""
+    """The lines that make a tensor without a device; `as_tensor` counts too, for it moves tensors."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     named = [call for call in calls if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name)]
     made = [call for call in named if call.func.value.id == "torch" and call.func.attr in _FACTORIES]  # type: ignore
@@ -220,6 +220,6 @@ def made_anywhere(source: str) -> list[int]:
 
 
 def test_every_tensor_is_made_somewhere() -> None:
-    """In the whole package, in every call."""
+    """Every call that makes a tensor names a device: otherwise set_default_device would move part of a state."""
     assert made_anywhere("torch.zeros(2)\ntorch.zeros(2, device='cpu')\ntorch.tensor(1, **options)") == [1]
     assert {name: lines for name, source in SOURCES.items() if (lines := made_anywhere(source))} == {}

@@ -1,4 +1,4 @@
-"""What a GPU asks of the code, as far as a CPU can show it: names, dtypes and kernels that another backend has."""
+"""What a GPU needs of the code, as far as a CPU can show it: names, dtypes and kernels of other backends."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ DTYPES = [*PLAIN, *FLOATS, *ODD, *COMPLEX]
 
 
 def bits_of(dtype: torch.dtype, numel: int, seed: int = 0) -> Tensor:
-    """Any bits, of booleans those they may have."""
+    """A tensor of random bits; for booleans, only the bits that they may have."""
     generator = torch.Generator().manual_seed(seed)
     high = 2 if dtype == torch.bool else 256
     data = torch.randint(high, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
@@ -37,7 +37,7 @@ def bits_of(dtype: torch.dtype, numel: int, seed: int = 0) -> Tensor:
 
 
 def test_names_of_collectives() -> None:
-    """The new name where there is one, the old one in a torch that has no other."""
+    """A collective is called by its new name if torch has it, else by its old one: otherwise old torch would fail."""
     old, new = SimpleNamespace(old=lambda: "old"), SimpleNamespace(old=lambda: "old", new=lambda: "new")
     assert first_of(old, "new", "old")() == "old"
     assert first_of(new, "new", "old")() == "new"
@@ -45,7 +45,7 @@ def test_names_of_collectives() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_sent_is_the_same_memory(dtype: torch.dtype) -> None:
-    """In a dtype that every backend moves, or as bytes: what arrives is written to the tensor itself."""
+    """What is sent is the same memory in a dtype that the backend knows: otherwise results would be lost in a copy."""
     for shape in ((), (6,), (2, 3), (0, 3)):
         x = bits_of(dtype, torch.Size(shape).numel()).view(shape)
         for dtypes in ([*PLAIN, *FLOATS], [torch.uint8]):
@@ -57,7 +57,7 @@ def test_what_is_sent_is_the_same_memory(dtype: torch.dtype) -> None:
 
 
 def moved(mesh: Any) -> list[Tensor]:
-    """What arrives, of every dtype, from one rank and from each."""
+    """What every dtype arrives as, in a broadcast and in an all-to-all."""
     ranks, found = primitives.along(mesh, "shard"), []
     for number, dtype in enumerate(DTYPES):
         x = bits_of(dtype, 2 * ranks.size, seed=100 * number + ranks.rank)
@@ -67,7 +67,7 @@ def moved(mesh: Any) -> list[Tensor]:
 
 
 def gathered(mesh: Any, built_in: bool) -> list[Tensor]:
-    """Tensors of every dtype, end to end: by messages, or by a backend's own gather."""
+    """All-gathers of every dtype: by messages, or by the backend's own all-gather."""
     ranks, found = primitives.along(mesh, "shard"), []
     if built_in:
         ranks.built_in = mesh.get_group("shard")
@@ -78,7 +78,7 @@ def gathered(mesh: Any, built_in: bool) -> list[Tensor]:
 
 
 def summed(mesh: Any, fast: bool) -> list[Tensor]:
-    """Sums of whole numbers, exact in any order: scattered, and on all ranks."""
+    """Reduce-scatters and all-reduces of whole numbers, which are exact in any order."""
     ranks, found = primitives.along(mesh, "shard"), []
     if fast:
         ranks.built_in = mesh.get_group("shard")
@@ -90,7 +90,7 @@ def summed(mesh: Any, fast: bool) -> list[Tensor]:
 
 
 def lazy(mesh: Any) -> list[Tensor]:
-    """Collectives of tensors whose conjugate, or negative, lies in memory."""
+    """Collectives of tensors that are lazily conjugated or negated."""
     z = torch.arange(4.0) + 1j * (mesh.get_rank() + 1)
     names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
     found = [getattr(fshard, name)(x, mesh, "shard") for name in names for x in (z.conj(), torch._neg_view(z.real))]
@@ -98,30 +98,30 @@ def lazy(mesh: Any) -> list[Tensor]:
 
 
 def on_processes(mesh: Any) -> list[Any]:
-    """By messages and by the backend's own collectives; a warning is an error."""
+    """The results by messages, and by the backend's own collectives; a warning is an error."""
     by_messages = [moved(mesh), gathered(mesh, False), summed(mesh, False), lazy(mesh)]
     return [by_messages, [by_messages[0], gathered(mesh, True), summed(mesh, True), by_messages[-1]]]
 
 
 def on_threads(mesh: Any) -> list[Any]:
-    """The same between simulated ranks."""
+    """The same results between simulated ranks."""
     return [[moved(mesh), gathered(mesh, False), summed(mesh, False), lazy(mesh)]] * 2
 
 
 def test_every_dtype_travels() -> None:
-    """Between processes, whichever way, as between simulated ranks."""
+    """Collectives of every dtype have the bits of simulated ranks: otherwise some leaf could not be sharded."""
     assert same_bits(gloo(on_processes), simulated(on_threads))
 
 
 class Calls(TorchDispatchMode):
-    """The calls of operators with these names, which are not run on meta tensors."""
+    """Records the calls of these operators; on meta tensors it does not run them."""
 
     def __init__(self, *names: str):
         super().__init__()
         self.names, self.found = names, list[dict[str, Any]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Noted, and run."""
+        """Record the call, and run it."""
         if func.overloadpacket.__name__ in self.names:
             named = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
             self.found.append({"overload": func._overloadname, **named, **(kwargs or {})})
@@ -152,7 +152,7 @@ def fused(name: str, lr: Any, device: str, sizes: list[int], most: int = MOST) -
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("schedule", ["constant", "linear", "number", "float32"])
 def test_rates_of_fused_kernels(name: str, schedule: str) -> None:
-    """On an accelerator (here meta) a rate is read as float32; on a CPU it is as it was given, in float64."""
+    """A rate is a float32 tensor on an accelerator (here meta): otherwise a fused kernel would read wrong bytes."""
     rates = {"constant": optim.constant(0.1), "linear": optim.linear(0.0, 0.1, 5), "number": lambda count: 0.1}
     rates["float32"] = lambda count: torch.tensor(0.1, device=count.device)
     for device, want in (("meta", torch.float32), ("cpu", torch.float64)):
@@ -170,7 +170,7 @@ def test_rates_of_fused_kernels(name: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_kernels_take_tensors_in_parts(name: str) -> None:
-    """No tensor of a kernel has more elements than are said; not a bit differs."""
+    """A long tensor is updated in parts with the same bits: otherwise a kernel that counts in 32 bits would fail."""
     sizes = [200, 0, 64, 65, 3]
     with Calls("_fused_sgd_", "_fused_adam_", "_fused_adamw_") as calls:
         parts = fused(name, 0.1, "cpu", sizes, 64)
@@ -182,7 +182,7 @@ def test_fused_kernels_take_tensors_in_parts(name: str) -> None:
 @pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_unscaling_in_parts(dtype: torch.dtype, bad: float | None) -> None:
-    """A kernel that does not know a dtype, or does not count so far: the same bits, and the same found_inf."""
+    """Unscaling in parts, or by hand, has the bits of the kernel and its found_inf: otherwise overflows would pass."""
     x = (torch.arange(-100, 100) * 0.37).to(dtype)
     if bad is not None:
         x[150] = bad
@@ -197,7 +197,7 @@ def test_unscaling_in_parts(dtype: torch.dtype, bad: float | None) -> None:
 
 
 def test_unscaling_is_by_device() -> None:
-    """Rows of bfloat16 on an accelerator (here meta) never reach the kernel that does not know them there."""
+    """Rows of bfloat16 do not reach a kernel that lacks the dtype (here meta): otherwise a step on GPUs would fail."""
     for dtype, calls_of in ((torch.bfloat16, {"cpu": 1, "meta": 0}), (torch.float16, {"cpu": 1, "meta": 1})):
         for device, number in calls_of.items():
             rows = [torch.ones(n, dtype=dtype, device=device) for n in (3, 4)]
@@ -208,44 +208,44 @@ def test_unscaling_is_by_device() -> None:
 
 @pytest.mark.parametrize("p", [1, 2, 3.5, torch.inf])
 def test_norms_in_parts(p: float) -> None:
-    """Of no more elements at a time than are said."""
+    """A norm that is computed in parts is the norm of the whole: otherwise long leaves would be clipped wrongly."""
     for x in (torch.arange(-100.0, 100.0), torch.arange(200.0).to(torch.complex64) * 1j, torch.ones(3).bfloat16()):
         torch.testing.assert_close(norms._norm(x, p, 64), norms._norm(x, p), rtol=1e-6, atol=0.0)
 
 
 class Module:
-    """What torch.cuda is asked for: devices by thread, and what was done."""
+    """A stand-in for torch.cuda that records what it is asked to do."""
 
     def __init__(self) -> None:
         self.set_to = list[torch.device]()
         self.synchronized = 0
 
     def current_device(self) -> int:
-        """The caller's."""
+        """The number of the caller's current device."""
         return 3
 
     def set_device(self, device: torch.device) -> None:
-        """Of this thread."""
+        """Record the device of this thread."""
         self.set_to.append(device)
 
     def synchronize(self) -> None:
-        """All of it."""
+        """Count the call."""
         self.synchronized += 1
 
 
 @pytest.mark.parametrize(("name", "number"), [("cuda:1", 1), ("cuda", 3)])
 def test_a_world_on_a_device(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that is named, or the caller's current one: of the mesh, and of every rank's thread."""
+    """All ranks of a world run on the named or current device: otherwise tensors would be made on another GPU."""
     module, seeded = Module(), list[torch.device]()
 
     class Generators:
-        """No random states, for there is no such device."""
+        """A stand-in without random states, for the device does not exist."""
 
         def __init__(self, num_ranks: int, device: torch.device):
             seeded.append(device)
 
         def bring(self, rank: int) -> None:
-            """Nothing."""
+            """Do nothing."""
 
         put_away, restore = bring, lambda self: None
 
@@ -264,7 +264,7 @@ def test_a_world_on_a_device(name: str, number: int, monkeypatch: pytest.MonkeyP
 
 
 def test_an_abstract_mesh_of_a_device_there_is_no_build_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that says so where it is made; with a CUDA build, whether there is a GPU or not, a mesh."""
+    """An AbstractMesh on "cuda" needs a CUDA build, not a GPU: otherwise the error would come later and be obscure."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     for name in ("cuda", "cuda:0"):
         with pytest.raises(ValueError, match=rf"AbstractMesh: device='{name}': .* a build for CPUs alone. Use a CUDA"):
@@ -278,7 +278,7 @@ def test_an_abstract_mesh_of_a_device_there_is_no_build_for(monkeypatch: pytest.
 
 @pytest.mark.parametrize("add", [False, True])
 def test_leaves_are_put_one_by_one_where_lists_are_too_long(add: bool) -> None:
-    """The same bits, gaps between them zero, or left."""
+    """Leaves that are copied one by one give the bits of one call: otherwise large units would be gathered wrongly."""
     parts, starts = [torch.rand(3, 5), torch.rand(40), torch.rand(())], [4, 20, 64]
     places = [torch.arange(70.0) for _ in range(2)]
     for place, most in zip(places, (MOST, 64), strict=True):

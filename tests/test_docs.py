@@ -1,4 +1,4 @@
-"""What the documents show runs."""
+"""The code that the documents show runs, and the files, tests and notes that they name exist."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_python_of_a_page_runs(page: Path) -> None:
-    """Its blocks, one after the other."""
+    """A page's Python blocks run one after the other: otherwise a reader would copy code that raises an error."""
     scope: dict[str, object] = {}
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         exec(compile(block, str(page), "exec"), scope)
@@ -22,7 +22,7 @@ def test_the_python_of_a_page_runs(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_files_and_tests_a_page_names_exist(page: Path) -> None:
-    """Links to files, and the tests of the table of parity."""
+    """Links to files and names of tests are right: otherwise a reader would follow a link to nothing."""
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), target
@@ -40,12 +40,12 @@ PLACES = [ROOT, *(ROOT / name for name in ("tests", "tests/support", "benchmarks
 
 
 def joined(text: str) -> str:
-    """A text in one line: what a line break and the signs of a comment part is together."""
+    """The text in one line: line breaks, and the signs of comments after them, become spaces."""
     return re.sub(r"\s*\n\s*(# )?", " ", text)
 
 
 def wrong_references(text: str, defined: dict[str, str]) -> Iterator[str]:
-    """The files and notes that a text names and that are not there; `defined` are the modules of the notes."""
+    """The files and notes that a text names and that do not exist; `defined` maps notes to modules."""
     text = joined(text)
     for name in re.findall(r"`([\w/]+\.py)\b", text):
         if not any((place / name).exists() for place in PLACES):
@@ -63,7 +63,7 @@ def wrong_references(text: str, defined: dict[str, str]) -> Iterator[str]:
 
 
 def notes() -> dict[str, str]:
-    """The file of every note: a line `Note [Title]` of a module's docstring."""
+    """The file of every note; a note begins with a line `Note [Title]` in a module's docstring."""
     found = {}
     for path, source in SOURCES.items():
         for title in re.findall(r"(?m)^Note \[(.+)\]$", ast.get_docstring(ast.parse(source)) or ""):
@@ -73,7 +73,7 @@ def notes() -> dict[str, str]:
 
 
 def test_the_files_and_notes_that_texts_name_exist() -> None:
-    """A reader who follows "Note [Lines] in `compare_calls.py`" would find no such file, or no such note there."""
+    """Files and notes that the texts name exist: otherwise "Note [Lines] in `compare_calls.py`" would lead nowhere."""
     defined, texts = notes(), SOURCES | {page: page.read_text() for page in [*PAGES, ROOT / "CONTRIBUTING.md"]}
     wrong = [f"{path.relative_to(ROOT)}: {x}" for path, text in texts.items() for x in wrong_references(text, defined)]
     assert not wrong, "\n".join(wrong)
@@ -94,5 +94,5 @@ def test_the_files_and_notes_that_texts_name_exist() -> None:
     ],
 )
 def test_the_check_of_references_can_fail(text: str, wrong: int) -> None:
-    """Made-up texts, with and without a fault."""
+    """Wrong references in made-up texts are found: otherwise the test above would pass with any reference."""
     assert len(list(wrong_references(text, notes()))) == wrong
