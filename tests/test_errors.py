@@ -1,4 +1,4 @@
-"""Mistakes are errors that name the leaf or the call, what was expected, what came, and what to do."""
+"""A mistake is an error that names the leaf or the call, what was expected, what came, and what to do."""
 
 import pickle
 from collections.abc import Callable
@@ -14,26 +14,26 @@ import fshard
 
 
 def params(dtype: torch.dtype = torch.float32, rows: int = 4, layers: int = 2) -> dict[str, Any]:
-    """A root leaf and a stack of blocks."""
+    """A root leaf and a list of blocks."""
     blocks = [{"w": torch.ones(rows, 3, dtype=dtype), "b": torch.zeros(3, dtype=dtype)} for _ in range(layers)]
     return {"blocks": blocks, "head": torch.ones(3, dtype=dtype)}
 
 
 def loss(p: Any, x: torch.Tensor) -> fshard.Mean:
-    """A mean by count."""
+    """A mean that says its count."""
     for block in p["blocks"]:
         x = torch.tanh(x @ block["w"] + block["b"]) @ torch.ones(3, 4)
     return fshard.Mean((x[:, :3] * p["head"]).sum(), x.shape[0])
 
 
 def sharded(mesh: Any = None, **kwargs: Any) -> fshard.Sharded:
-    """Those parameters on a mesh."""
+    """`params()` on a mesh."""
     whole = params()
     return fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["blocks.*"], **kwargs))
 
 
 def says(call: Callable[[], Any], kind: type[Exception], *words: str) -> None:
-    """`call` raises an error of that class, with these words in this order; ranks' ends of it are checked as one."""
+    """`call` raises an error of class `kind` whose message has `words` in this order."""
     with pytest.raises(kind) as caught:
         call()
     text, at = str(caught.value), 0
@@ -46,7 +46,7 @@ def says(call: Callable[[], Any], kind: type[Exception], *words: str) -> None:
 
 
 def with_leaf(path: tuple[Any, ...], leaf: Any) -> dict[str, Any]:
-    """`params()` with another leaf at one place."""
+    """`params()` with another leaf at one path."""
     whole = params()
     at: Any = whole
     for key in path[:-1]:
@@ -81,13 +81,13 @@ def with_leaf(path: tuple[Any, ...], leaf: Any) -> dict[str, Any]:
     ],
 )
 def test_a_tree_that_is_not_the_plans(tree: Any, words: list[str]) -> None:
-    """Another structure, or a leaf of another shape, dtype, device or type."""
+    """A tree that does not fit its plan is an error that names the leaf: otherwise shards would hold wrong elements."""
     plan = fshard.make_plan(params())
     says(lambda: fshard.shard_params(tree, plan), ValueError, *words)
 
 
 def test_leaves_that_are_no_longer_tied() -> None:
-    """A plan whose leaves are one tensor wants one tensor."""
+    """A leaf that is no longer tied is an error that names both leaves: otherwise one weight would be lost."""
     shared = torch.ones(2)
     plan = fshard.make_plan({"embed": shared, "head": shared})
     untied = {"embed": torch.ones(2), "head": torch.ones(2)}
@@ -97,7 +97,7 @@ def test_leaves_that_are_no_longer_tied() -> None:
 
 @dataclass
 class Unregistered:
-    """A class no pytree library knows."""
+    """A class that no pytree library knows."""
 
     w: Any
 
@@ -106,14 +106,14 @@ class Unregistered:
     ("leaf", "name"), [(Unregistered(torch.ones(2)), "Unregistered"), (3.0, "float"), ("abc", "str"), (len, "builtin")]
 )
 def test_leaves_that_are_no_tensors(leaf: Any, name: str) -> None:
-    """Found when the plan is made, with what to do."""
+    """A leaf that is no tensor is an error of make_plan that names it: otherwise a later call would fail unnamed."""
     tree = {"blocks": [{"w": torch.ones(2)}, {"w": leaf}]}
     words = ["leaf 'blocks.1.w'", "expected a tensor", f"got {name}", "register its type", "register_dataclass"]
     says(lambda: fshard.make_plan(tree), ValueError, *words)
 
 
 def test_a_sparse_leaf() -> None:
-    """Only dense tensors lie end to end."""
+    """A sparse leaf is an error that says to make it dense: otherwise sharding would fail inside torch."""
     tree = {"w": torch.ones(2, 2).to_sparse()}
     says(lambda: fshard.make_plan(tree), ValueError, "leaf 'w'", "expected a dense tensor", "sparse_coo", ".to_dense()")
 
@@ -123,7 +123,7 @@ def test_a_sparse_leaf() -> None:
 
 @pytest.mark.parametrize("name", ["params_over", "grads_over", "state_over"])
 def test_a_mesh_without_the_axis(name: str) -> None:
-    """Every partition is checked; the mesh's axes are listed."""
+    """A wrong axis name is an error that lists the mesh's axes: otherwise users would see only a KeyError."""
     axes = {"params_over": (), "grads_over": (), "state_over": (), name: "model"}
 
     def plan(mesh: Any) -> Any:
@@ -142,13 +142,13 @@ def test_a_mesh_without_the_axis(name: str) -> None:
     ],
 )
 def test_partitions_that_do_not_extend_one_another(over: dict[str, Any], name: str, before: str) -> None:
-    """Gradients are cut at least as parameters are, and state as gradients."""
+    """State is sharded at least as gradients, and these as parameters: otherwise no rank could update its shard."""
     words = [name, "must", before, "stays sharded from parameters to gradients to optimizer state"]
     says(lambda: simulated(lambda mesh: fshard.make_plan(params(), mesh, **over), shard=2), ValueError, *words)
 
 
 def test_patterns_that_match_nothing() -> None:
-    """A misspelt unit is not an empty unit; the top level is listed."""
+    """A pattern that matches no leaf is an error: otherwise a misspelt unit would silently be part of the root."""
     for name in ("units", "whole", "frozen"):
         words = [f"{name}: the pattern 'block.*' matches nothing", "top level is 'blocks', 'head'"]
         says(lambda name=name: fshard.make_plan(params(), **{name: ["block.*"]}), ValueError, *words)
@@ -156,7 +156,7 @@ def test_patterns_that_match_nothing() -> None:
 
 
 def test_a_mesh_of_another_size() -> None:
-    """A plan is for the sizes it was made for."""
+    """A plan on a mesh of another size is an error that names both: otherwise shards would be cut at wrong places."""
     plan = simulated(lambda mesh: fshard.make_plan(params(), mesh), shard=2)[0]
     words = ["made for a mesh with axes {'replicate': 1, 'shard': 2}", "'shard': 3", "make the plan again"]
     says(lambda: simulated(plan.on, shard=3), ValueError, *words)
@@ -165,7 +165,7 @@ def test_a_mesh_of_another_size() -> None:
 
 
 def uses_of(plan: Any) -> list[Callable[[], Any]]:
-    """What needs the mesh of a plan."""
+    """The calls that need the mesh of a plan."""
     return [
         lambda: fshard.shard_params(params(), plan),
         lambda: fshard.shard_params(params(), plan, src=0),
@@ -174,7 +174,7 @@ def uses_of(plan: Any) -> list[Callable[[], Any]]:
 
 @pytest.mark.parametrize("use", [0, 1])
 def test_a_plan_that_was_pickled_has_no_mesh(use: int) -> None:
-    """It says so, and how to give it one."""
+    """A plan that was pickled says how to give it a mesh: otherwise its first use would fail in an obscure way."""
     plan = simulated(lambda mesh: fshard.make_plan(params(), mesh), shard=2)[0]
     without = pickle.loads(pickle.dumps(plan))
     assert without == plan
@@ -206,7 +206,7 @@ DIFFERENCES = {  # what the sentence says of rank 0, and of the first rank that 
 
 
 def plans_that_differ(mesh: Any, good: bool = False) -> dict[str, str]:
-    """What this rank hears when the other ranks make other plans."""
+    """The errors that this rank gets when ranks make different plans."""
     found = {}
     for name, arguments in PLANS.items():
         try:
@@ -218,7 +218,7 @@ def plans_that_differ(mesh: Any, good: bool = False) -> dict[str, str]:
 
 @pytest.mark.parametrize("world", [simulated, gloo])
 def test_ranks_whose_plans_differ(world: Any) -> None:
-    """Found when the plan is made, on every rank, also if only the order of the layers differs."""
+    """Ranks with different plans get an error that names the difference: otherwise they would mix up their shards."""
     for heard in world(plans_that_differ, shard=3):
         assert list(heard) == list(PLANS)
         for name, text in heard.items():
@@ -231,12 +231,12 @@ def test_ranks_whose_plans_differ(world: Any) -> None:
 
 
 def test_plans_that_do_not_differ() -> None:
-    """The check can pass."""
+    """Ranks with equal plans get no error: otherwise the test above would pass for a check that always fails."""
     assert simulated(plans_that_differ, True, shard=3) == [{}] * 3
 
 
 def meshes_that_do_not_fit(mesh: Any) -> None:
-    """A real mesh without names, with other names, and of another size."""
+    """Real meshes without axis names, with other names, and of another size."""
     says(lambda: sharded(init_device_mesh("cpu", (2,))), ValueError, "no axis names", "mesh_dim_names=('shard',)")
     other = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
     says(lambda: sharded(other), ValueError, "params_over='shard'", "no axis 'shard'", "'model'")
@@ -249,7 +249,7 @@ def meshes_that_do_not_fit(mesh: Any) -> None:
 
 
 def test_real_meshes_that_do_not_fit() -> None:
-    """As simulated ones."""
+    """Errors about real meshes name the axes and the remedy: otherwise only simulated ranks would explain mistakes."""
     gloo(meshes_that_do_not_fit, shard=2)
 
 
@@ -271,7 +271,7 @@ def test_real_meshes_that_do_not_fit() -> None:
     ],
 )
 def test_a_loss_that_is_no_scalar(result: Any, got: str) -> None:
-    """An integer, a vector, no tensor: named, with what to return instead."""
+    """A loss that returns no scalar is an error that says what to return: otherwise torch would fail later."""
     for call in (fshard.value_and_grad(result), fshard.evaluate(result)):
         words = [
             "the loss function",
@@ -291,20 +291,20 @@ def test_a_loss_that_is_no_scalar(result: Any, got: str) -> None:
     ],
 )
 def test_a_loss_that_depends_on_no_parameter(result: Any) -> None:
-    """It has no gradient, and asking for one is a mistake; its value is none."""
+    """A gradient of a detached loss is an error, its value is not: otherwise a model would train with zeros."""
     words = ["the loss function", "depends on no trainable parameter", "detached"]
     says(lambda: fshard.value_and_grad(result)(sharded(), None), ValueError, *words)
     fshard.evaluate(result)(sharded(), None)
 
 
 def test_has_aux_without_aux() -> None:
-    """What came is named."""
+    """`has_aux=True` with a loss that returns no pair is an error that says so: otherwise unpacking it would fail."""
     words = ["the loss function", "expected (loss, aux), as has_aux=True says", "got Mean"]
     says(lambda: fshard.value_and_grad(loss, has_aux=True)(sharded(), torch.ones(2, 4)), ValueError, *words)
 
 
 def test_parameters_that_are_not_sharded() -> None:
-    """A plain tree, or a part of a sharded one."""
+    """Plain parameters, or a subtree of a Sharded, are an error: otherwise gradients of one rank would be returned."""
     for call in (fshard.value_and_grad(loss), fshard.evaluate(loss)):
         words = ["expected a Sharded, got dict", "call fshard.shard_params(params, plan) first"]
         says(lambda call=call: call(params(), torch.ones(2, 4)), TypeError, *words)
@@ -314,7 +314,7 @@ def test_parameters_that_are_not_sharded() -> None:
 
 
 def test_a_key_that_is_not_there() -> None:
-    """Inside a loss and outside: the keys there are."""
+    """A wrong key is a KeyError that lists the right keys: otherwise users would have to print the tree."""
     says(lambda: sharded()["block"], KeyError, "'block'", "'blocks', 'head'")
     says(lambda: fshard.evaluate(lambda p, x: p["block"])(sharded(), None), KeyError, "'block'", "'blocks', 'head'")
 
@@ -323,14 +323,14 @@ def test_a_key_that_is_not_there() -> None:
 
 
 def run_step(mesh: Any = None, batch: Any = None, loss: Any = loss, **kwargs: Any) -> Any:
-    """One step of SGD."""
+    """Run one step of SGD."""
     tx = fshard.optim.sgd(0.1)
     state = fshard.init_state(sharded(mesh), tx)
     return fshard.train_step(loss, tx, **kwargs)(state, torch.ones(4, 4) if batch is None else batch)
 
 
 def test_arguments_of_a_step() -> None:
-    """A wrong name or number, where the step is built."""
+    """A wrong option is an error that lists the right values: otherwise another reduction or number would be used."""
     for build in (fshard.value_and_grad, lambda f, **kw: fshard.train_step(f, fshard.optim.sgd(0.1), **kw)):
         says(lambda build=build: build(loss, reduction="exakt"), ValueError, "'exakt'", "expected 'exact'", "'fast'")
     _, own = fshard.value_and_grad(loss, reduce=False)(sharded(), torch.ones(2, 4))
@@ -342,7 +342,7 @@ def test_arguments_of_a_step() -> None:
 
 
 def test_too_few_rows() -> None:
-    """Every micro-batch needs one; the leaf, the rank, and what to do."""
+    """A batch with too few rows names leaf and rank: otherwise a micro-batch would be empty on this rank only."""
     batch = {"x": torch.ones(2, 4)}
     words = ["batch leaf 'x'", "at least 3 row(s)", "got 2 on rank 0", "Every rank needs data", "fshard.Mean's count"]
     says(lambda: run_step(batch=batch, accumulate=3), ValueError, *words)
@@ -351,7 +351,7 @@ def test_too_few_rows() -> None:
 
 
 def test_micro_batches_of_unequal_size_under_a_plain_scalar() -> None:
-    """A mean of means would be wrong without a word."""
+    """Unequal micro-batches under a loss without a count are an error: otherwise a mean of means would be wrong."""
 
     def plain(p: Any, x: torch.Tensor) -> torch.Tensor:
         out = loss(p, x)
@@ -365,7 +365,7 @@ def test_micro_batches_of_unequal_size_under_a_plain_scalar() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_batch_that_is_empty_on_one_rank(accumulate: int) -> None:
-    """The rank is named, and the others stop too."""
+    """An empty batch stops every rank and names the rank: otherwise the other ranks would wait for it forever."""
 
     def job(mesh: Any) -> Any:
         return run_step(mesh, torch.ones(0 if mesh.get_rank() == 2 else 4, 4), accumulate=accumulate)
@@ -375,7 +375,7 @@ def test_a_batch_that_is_empty_on_one_rank(accumulate: int) -> None:
 
 
 def test_an_optimizer_state_made_for_other_parameters() -> None:
-    """The first leaf that differs, or the other partition."""
+    """A state of other parameters is an error that names the first leaf: otherwise moments would be mixed up."""
     tx = fshard.optim.adamw(0.1)
 
     def job(mesh: Any, other: Any) -> Any:
@@ -421,7 +421,7 @@ def test_an_optimizer_state_made_for_other_parameters() -> None:
     ],
 )
 def test_an_optimizer_state_made_by_another_optimizer(ours: Any, theirs: Any, words: list[str]) -> None:
-    """In a step, where the fused kernel would take it, and in the update itself."""
+    """Another optimizer's state is an error that names both: otherwise a fused kernel would use wrong moments."""
     state = fshard.init_state(sharded(), theirs)
     says(lambda: fshard.train_step(loss, ours)(state, torch.ones(4, 4)), ValueError, *words)
     whole = params()
@@ -432,12 +432,12 @@ def test_an_optimizer_state_made_by_another_optimizer(ours: Any, theirs: Any, wo
 
 
 def on_ranks(*jobs: Callable[[Any], Any]) -> Callable[[], Any]:
-    """A run in which rank r does job r."""
+    """A run in which rank r calls the r-th job."""
     return lambda: simulated(lambda mesh: jobs[mesh.get_rank()](mesh), shard=len(jobs))
 
 
 def gathers(mesh: Any) -> Any:
-    """One collective."""
+    """Call an all-gather."""
     return fshard.all_gather(torch.ones(3), mesh, "shard", "left")
 
 
@@ -446,12 +446,12 @@ GATHER = "all_gather(float32[3], axis='shard') for unit 'left'"
 
 
 def sums(mesh: Any) -> Any:
-    """Another."""
+    """Call an all-reduce."""
     return fshard.all_reduce(torch.ones(3), mesh, "shard")
 
 
 def nothing(mesh: Any) -> None:
-    """None at all."""
+    """Call no collective."""
 
 
 @pytest.mark.parametrize(
@@ -479,12 +479,12 @@ def nothing(mesh: Any) -> None:
     ],
 )
 def test_ranks_that_call_different_things(jobs: Any, words: list[str]) -> None:
-    """Both sides in one sentence, with where they are; never a hang."""
+    """Ranks that call different collectives get an error that names both calls: otherwise they would hang."""
     says(on_ranks(*jobs), fshard.MismatchError, *words)
 
 
 def test_ranks_that_wait_for_each_other_on_different_axes() -> None:
-    """2 x 2: a deadlock on processes, an error here that says where every rank stands."""
+    """Ranks that wait on different axes get an error that lists where each waits: otherwise they would hang."""
 
     def job(mesh: Any) -> Any:
         order = ("shard", "replicate") if mesh.get_rank() in (0, 3) else ("replicate", "shard")
@@ -503,19 +503,19 @@ def test_ranks_that_wait_for_each_other_on_different_axes() -> None:
 
 
 def test_ranks_that_reduce_with_another_operation() -> None:
-    """A sum here and a maximum there would give each rank another result without a word."""
+    """A sum on one rank and a maximum on another is an error: otherwise ranks would silently get different results."""
     jobs = [lambda mesh: sums(mesh), lambda mesh: fshard.all_reduce(torch.ones(3), mesh, "shard", op="max")]
     says(on_ranks(*jobs), fshard.MismatchError, "different collectives", "all_reduce")
 
 
 def test_ranks_that_broadcast_from_different_ranks() -> None:
-    """Nobody would send, or two would."""
+    """Broadcasts from different ranks are an error: otherwise no rank would send, or two would."""
     jobs = [lambda mesh, src=src: fshard.broadcast(torch.ones(3), mesh, "shard", src=src) for src in (0, 1)]
     says(on_ranks(*jobs), fshard.MismatchError, "different collectives", "broadcast")
 
 
 def test_ranks_that_use_units_in_another_order() -> None:
-    """The units of both."""
+    """Ranks that use units in different orders get the names of both: otherwise they would get wrong parameters."""
 
     def job(mesh: Any) -> Any:
         def other(p: Any, x: torch.Tensor) -> fshard.Mean:
@@ -536,7 +536,7 @@ def test_ranks_that_use_units_in_another_order() -> None:
 
 
 def test_a_rank_that_skips_a_step() -> None:
-    """The commonest hang: one rank has one batch less."""
+    """A rank that makes one step less is named: otherwise the others would hang at the end of the data."""
 
     def job(mesh: Any) -> Any:
         tx = fshard.optim.sgd(0.1)
@@ -550,7 +550,7 @@ def test_a_rank_that_skips_a_step() -> None:
 
 
 def test_a_donated_state_says_so() -> None:
-    """What it was, why it is gone, and what to use; the parameters that were in it too."""
+    """A donated state is an error that says what to use: otherwise users would read memory that was written over."""
     tx = fshard.optim.sgd(0.1)
     state = fshard.init_state(sharded(), tx)
     params_before = state.params
@@ -564,7 +564,7 @@ def test_a_donated_state_says_so() -> None:
 
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "vary"])
 def test_a_collective_over_a_missing_axis(name: str) -> None:
-    """The axes there are; also without a mesh."""
+    """A collective over a missing axis lists the mesh's axes: otherwise users would see only a KeyError."""
     call = getattr(fshard.collectives, name)
     words = ["no axis 'model'", "it has 'replicate', 'shard'"]
     says(lambda: simulated(lambda mesh: call(torch.ones(2), mesh, "model"), shard=2), ValueError, *words)
@@ -572,12 +572,13 @@ def test_a_collective_over_a_missing_axis(name: str) -> None:
 
 
 def over(call: Any, x: Any, **kwargs: Any) -> Callable[[], Any]:
-    """A collective on two ranks."""
+    """A collective on two simulated ranks."""
     return lambda: simulated(lambda mesh: call(x, mesh, "shard", **kwargs), shard=2)
 
 
 def test_what_does_not_divide_and_an_operation_there_is_not() -> None:
-    """The shape, the number of ranks and what to do; the operations there are."""
+    """A dim that the ranks do not divide, or an unknown `op`, is an error that says so: otherwise rows would be
+    lost."""
     for call in (fshard.reduce_scatter, fshard.all_to_all):
         words = ["dim 0", "shape (3, 2)", "does not divide over the 2 ranks", "'shard'", "multiple of 2"]
         says(over(call, torch.ones(3, 2)), ValueError, *words)
@@ -588,19 +589,19 @@ def test_what_does_not_divide_and_an_operation_there_is_not() -> None:
 
 @pytest.mark.parametrize("src", [2, -1])
 def test_a_broadcast_from_a_rank_there_is_not(src: int) -> None:
-    """Nobody would send, and everybody return memory as it came."""
+    """A broadcast from a rank outside of the axis is an error: otherwise all ranks would return random memory."""
     says(over(fshard.broadcast, torch.ones(2), src=src), ValueError, "broadcast", f"src={src}", "2")
 
 
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "vary"])
 def test_a_collective_of_what_is_no_tensor(name: str) -> None:
-    """The leaf, and what it is."""
+    """A collective of a tree with a leaf that is no tensor names its type: otherwise the leaf would be skipped."""
     call = getattr(fshard.collectives, name)
     says(over(call, {"a": [torch.ones(2), 1.5]}), TypeError, "expected a tensor", "float")
 
 
 def test_a_maximum_has_no_derivative() -> None:
-    """In either mode: why, and what to use."""
+    """Differentiating a maximum over ranks is an error with a remedy: otherwise its gradient would be wrong."""
 
     def largest(mesh: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: fshard.all_reduce(x, mesh, "shard", op="max")

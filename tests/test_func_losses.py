@@ -1,4 +1,4 @@
-"""Losses that use torch.func inside a step: in every strategy what plain torch gives on one device."""
+"""Losses that use torch.func inside a step: in every strategy they train as with plain torch on one device."""
 
 import traceback
 import warnings
@@ -25,31 +25,31 @@ SGD = fshard.optim.sgd(0.1, momentum=0.9)
 
 
 def sharded(mesh: Any, strategy: str = "full", **kw: Any) -> fshard.Sharded:
-    """The network's parameters, laid out by a strategy."""
+    """The network's parameters, sharded by a strategy."""
     plan = fshard.make_plan(params(), mesh, units=UNITS, frozen=FROZEN, **STRATEGIES[strategy], **kw)
     return fshard.shard_params(params(), plan)
 
 
 def num_ranks(world: str) -> int:
-    """How many ranks a world has."""
+    """The number of ranks of a world."""
     shape = WORLDS[world]
     return 1 if shape is None else shape[0] * shape[1]
 
 
 def on_ranks(world: str, job: Any) -> list[Any]:
-    """What `job(mesh)` gives on each rank."""
+    """The results of `job(mesh)` on each rank of a world."""
     shape = WORLDS[world]
     return [job(None)] if shape is None else simulated(job, replicate=shape[0], shard=shape[1])
 
 
 def rank_of(mesh: Any) -> int:
-    """This rank's number."""
+    """This rank's number; 0 without a mesh."""
     return 0 if mesh is None else mesh.get_rank()
 
 
 @cache
 def expected(name: str, ranks: int, step: int = 0) -> tuple[Tensor, Any]:
-    """Plain torch on one device with all ranks' data: the loss and its gradient."""
+    """The loss and its gradient by plain torch on one device with all ranks' data."""
     leaves, spec = tree.flatten({k: v for k, v in params().items() if k not in FROZEN})
     leaves = [leaf.requires_grad_() for leaf in leaves]
     whole = {**tree.unflatten(spec, leaves), "shift": params()["shift"]}
@@ -59,13 +59,13 @@ def expected(name: str, ranks: int, step: int = 0) -> tuple[Tensor, Any]:
 
 
 def gradient(mesh: Any, name: str, strategy: str) -> tuple[Tensor, Any]:
-    """The loss and its whole gradient, the frozen leaf left out."""
+    """The loss and its gathered gradient, without the frozen leaf."""
     value, grads = fshard.value_and_grad(LOSSES[name])(sharded(mesh, strategy), batch(0, rank_of(mesh)))
     return value, {k: v for k, v in fshard.gather_params(grads).items() if k not in FROZEN}
 
 
 def trained(mesh: Any, name: str, strategy: str, jitted: bool, **kw: Any) -> Any:
-    """Whole parameters and the metrics of two steps."""
+    """The gathered parameters and the metrics of two steps."""
     step = fshard.train_step(LOSSES[name], SGD, clip_norm=1.0, **kw)
     step = fshard.jit(step, backend="eager") if jitted else step
     state, rows = fshard.init_state(sharded(mesh, strategy), SGD, seed=7), []
@@ -79,13 +79,13 @@ def trained(mesh: Any, name: str, strategy: str, jitted: bool, **kw: Any) -> Any
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("world", "strategy"), CASES)
 def test_gradients_are_those_of_one_device(world: str, strategy: str, name: str) -> None:
-    """The loss and its gradient to 1e-12, with different data on every rank."""
+    """Losses that use torch.func have the gradient of one device: otherwise meta-learning on shards would be wrong."""
     for found in on_ranks(world, partial(gradient, name=name, strategy=strategy)):
         assert apart(found, expected(name, num_ranks(world))) < 1e-12
 
 
 def trained_plainly(name: str, ranks: int, num: int) -> Any:
-    """The same by torch.optim, on one device with all ranks' data."""
+    """The same two steps by torch.optim, on one device with all ranks' data."""
     shift = params()["shift"]
     leaves, spec = tree.flatten({k: v for k, v in params().items() if k not in FROZEN})
     leaves = [leaf.requires_grad_() for leaf in leaves]
@@ -116,7 +116,7 @@ TRAINED = [
 @pytest.mark.sample(8)
 @pytest.mark.parametrize(("world", "strategy", "name", "how"), TRAINED)
 def test_training_is_that_of_one_device(world: str, strategy: str, name: str, how: str) -> None:
-    """Two clipped steps, as one graph and in micro-batches too, to 1e-12."""
+    """Two clipped steps, jitted or in micro-batches, train as one device: otherwise options would alter training."""
     if name in EAGER and "jitted" in how:
         name = "laplacian"
     kw = {"jitted": "jitted" in how, "accumulate": 2 if "micro" in how else 1}
@@ -126,21 +126,21 @@ def test_training_is_that_of_one_device(world: str, strategy: str, name: str, ho
 
 
 def several(mesh: Any) -> list[Any]:
-    """Gradients of all losses, and training by some."""
+    """Gradients of several losses, and the training by one loss as a graph."""
     warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
     found = [gradient(mesh, name, "full") for name in ("meanflow", "physics", "maml", "nested")]
     return tree.map(Tensor.detach, [found, trained(mesh, "laplacian", "full", jitted=True)])
 
 
 def test_processes_have_the_bits_of_the_simulation() -> None:
-    """Of several losses, eager, and of one as a graph."""
+    """Gloo processes give the bits of simulated ranks: otherwise a simulation would say nothing about a real job."""
     assert same_bits(gloo(several, shard=2), simulated(several, shard=2))
 
 
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loss_that_is_run_again_draws_the_same_numbers(jitted: bool, accumulate: int) -> None:
-    """Dropout before, in and after a reverse-mode transform: bits do not depend on whether units are gathered again."""
+    """Dropout draws the same masks whether or not units are regathered: otherwise `regather` would alter training."""
 
     def run(mesh: Any, strategy: str) -> Any:
         step = fshard.train_step(dropped, SGD, accumulate=accumulate)
@@ -161,7 +161,7 @@ def test_a_loss_that_is_run_again_draws_the_same_numbers(jitted: bool, accumulat
 
 
 def gathers(mesh: Any, loss: Any, strategy: str) -> tuple[int, list[str]]:
-    """How often a loss is called for a gradient, and the units it gathers."""
+    """How often a loss is called for one gradient, and the units that are gathered."""
     calls = list[int]()
 
     def counted(p: Any, b: Any) -> Any:
@@ -175,7 +175,7 @@ def gathers(mesh: Any, loss: Any, strategy: str) -> tuple[int, list[str]]:
 
 
 def test_a_loss_is_run_again_for_reverse_mode_alone() -> None:
-    """Then as with `regather=False`, and what it gathered before the refusal and still holds not again."""
+    """A loss is run twice only for reverse mode, and gathers nothing twice for it: otherwise steps would cost more."""
 
     def late(p: Any, b: Any) -> Any:
         h = torch.tanh(b["x"] @ p["embed"])
@@ -194,7 +194,7 @@ def test_a_loss_is_run_again_for_reverse_mode_alone() -> None:
 
 
 def test_an_error_of_the_loss_is_not_taken_for_a_refusal() -> None:
-    """A RuntimeError of the loss's own comes out, and the loss was called once."""
+    """A RuntimeError of the loss comes out after one call: otherwise the loss would be called again and hide it."""
     calls = list[int]()
 
     def failing(p: Any, b: Any) -> Any:
@@ -207,14 +207,14 @@ def test_an_error_of_the_loss_is_not_taken_for_a_refusal() -> None:
 
 
 def test_torch_still_refuses_hooks_in_its_words() -> None:
-    """What `levels.refuses_hooks` looks for; torch that takes hooks needs no second run."""
+    """torch's refusal of hooks is recognized by its words: otherwise a new torch would break losses with torch.func."""
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x), pytest.raises(RuntimeError) as failure:
         func.grad(torch.sin)(torch.tensor(1.0))
     assert func_levels.refuses_hooks(failure.value)
 
 
 def test_levels_are_left_and_entered_again() -> None:
-    """The private calls of `levels`: in nested transforms, with what was wrapped still wrapped afterwards."""
+    """The private calls that leave torch.func's levels still work: otherwise gathers would run inside a transform."""
     seen = list[bool]()
 
     def f(x: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def test_levels_are_left_and_entered_again() -> None:
 
 @pytest.mark.parametrize("name", EAGER)
 def test_what_torch_cannot_trace_is_an_error_that_says_so(name: str) -> None:
-    """And torch.func runs afterwards; that it cannot is torch's own, and seen here without us."""
+    """A loss that torch cannot trace is an error with a remedy: otherwise it would break torch.func for later calls."""
     with pytest.raises(fshard.TraceError, match=r"torch cannot trace.*vmap of forward mode.*jacrev"):
         trained(None, name, "full", jitted=True)
     trained(None, "meanflow", "full", jitted=True)
@@ -244,7 +244,7 @@ def test_what_torch_cannot_trace_is_an_error_that_says_so(name: str) -> None:
 
 
 def traced_plainly() -> bool:
-    """Whether torch alone can trace a product in a vmap of forward mode; what its error holds is let go here."""
+    """Whether torch alone can trace a product in a vmap of forward mode; clears the frames of its error."""
 
     def product(w: Tensor, x: Tensor) -> Tensor:
         return func.vmap(func.jacfwd(lambda x: x * w))(x)

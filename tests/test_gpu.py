@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: every part that can run does, and the others say why not."""
+"""`make gpu` on a machine without a GPU: every part that can run does, and the other parts say why they do not."""
 
 import json
 import os
@@ -15,7 +15,7 @@ STATES = {"tests": "skipped", "reads": "skipped", "overlap": "skipped", "speed":
 
 
 def ran(*command: str) -> Any:
-    """What a command of the benchmarks' folder did."""
+    """Run a Python command in the benchmarks' folder."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(
@@ -32,7 +32,7 @@ def ran(*command: str) -> Any:
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("part", ["reads", "tests", "overlap", "crashes", "bits", "late", "nccl", "speed"])
 def test_dry_run(part, tmp_path):
-    """Nothing fails; what ran is in the JSON, the table has a line for it."""
+    """Every part runs or is skipped with a reason, and is in the JSON: otherwise its first run on a GPU would fail."""
     done = ran("gpu.py", "--parts", part, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "gpu.json").read_text())
@@ -42,7 +42,7 @@ def test_dry_run(part, tmp_path):
 
 
 def test_what_dies_is_a_row(tmp_path):
-    """And the command fails."""
+    """A part that dies is a row of the results, and the command fails: otherwise a crash would pass for success."""
     done = ran("-c", "import gpu; gpu.PARTS = {'nothing': 60}; gpu.main()", "--out", str(tmp_path))
     assert done.returncode == 1
     assert "1 case(s) failed" in done.stderr
@@ -52,7 +52,7 @@ def test_what_dies_is_a_row(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
 def test_a_folder_of_an_earlier_run(tmp_path):
-    """What it has of the part is not this run's: by the command itself."""
+    """Rows of an earlier run in the same folder are dropped: otherwise old failures would be reported as new."""
     earlier = {"part": "overlap", "case": "of another day", "state": "failed", "what": ""}
     (tmp_path / "overlap.json").write_text(json.dumps(earlier) + "\n")
     args = f"--parts overlap --out {tmp_path}"
