@@ -255,7 +255,7 @@ def bytes_of(change: Any) -> Any:
 
 
 def bomb(rank: Path) -> None:
-    """A small compressed file that says it holds large tensors."""
+    """An edit that compresses the file of tensors, which then unpacks to megabytes of zeros."""
     with zipfile.ZipFile(rank / "before.pt") as old:
         parts = {name: old.read(name) for name in old.namelist()}
     with zipfile.ZipFile(rank / "before.pt", "w", zipfile.ZIP_DEFLATED) as new:

@@ -1,4 +1,4 @@
-"""What a graph depends on: each of it changed between two calls of one jitted function gives the eager result."""
+"""What a graph depends on: each such thing changed between two calls of a jitted function gives the eager result."""
 
 import gc
 import random
@@ -32,7 +32,7 @@ eager = partial(fshard.jit, backend="eager")
 
 
 def steps(mesh: Any, run: Any, donate: bool, **kw: Any) -> Any:
-    """The results of two steps of a jitted function that was made elsewhere are those of the eager step."""
+    """Check that two steps of a jitted function, made elsewhere, have the eager bits; a weak reference to the mesh."""
     state, step = start(mesh, scale=DynamicLossScale(8.0, growth_interval=1), **kw)
     other = start(mesh, scale=DynamicLossScale(8.0, growth_interval=1), **kw)[0]
     for i in range(2):
@@ -46,7 +46,8 @@ def steps(mesh: Any, run: Any, donate: bool, **kw: Any) -> Any:
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_one_jitted_step_serves_all_ranks_and_worlds(donate):
-    """Simulated ranks, one world after the other, and one device; what it kept for a world goes with the world."""
+    """One jitted step serves every rank and world, and keeps no mesh alive: otherwise a rank would run another's
+    graph, or memory leak."""
     run = eager(start(None)[1], donate=donate)
     steps(None, run, donate)
     refs = [ref for size in (2, 3, 2) for ref in simulated(partial(steps, run=run, donate=donate), shard=size)]
@@ -58,7 +59,7 @@ def test_one_jitted_step_serves_all_ranks_and_worlds(donate):
 
 @pytest.mark.parametrize("partition", ["flat", "leaf"])
 def test_the_mesh_of_a_state_without_tensors(partition):
-    """An optimizer without state has its mesh in what nodes carry."""
+    """A mesh held by a state without tensors is told apart: otherwise a graph would communicate on another mesh."""
     whole = {"a": rand(5, seed=1), "b": rand(3, seed=2)}
     shared: dict[int, Any] = {}
 
@@ -74,7 +75,8 @@ def test_the_mesh_of_a_state_without_tensors(partition):
 
 
 def test_a_mesh_as_an_argument():
-    """Is not taken for an equal one, and not kept."""
+    """A mesh argument is neither taken for an equal one nor kept alive: otherwise a graph would send to the wrong
+    ranks."""
 
     def total(mesh: Any, x: Tensor) -> Tensor:
         return fshard.all_reduce(x, mesh, "shard") + mesh.get_rank()
@@ -92,7 +94,7 @@ def test_a_mesh_as_an_argument():
 
 
 class EqualMesh(fshard.AbstractMesh):
-    """Equal to all others, as torch's meshes of two process groups are."""
+    """A mesh that equals all others of its class, as torch's meshes of two process groups do."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EqualMesh)
@@ -102,7 +104,7 @@ class EqualMesh(fshard.AbstractMesh):
 
 
 def test_equal_meshes_have_different_names():
-    """The first of two process groups may be gone when the second is there."""
+    """Two equal meshes have different names in graphs: otherwise a graph would use a process group that is gone."""
     one, other = EqualMesh(shard=2), EqualMesh(shard=2)
     assert one == other
     assert len({MESHES.of(mesh) for mesh in (one, other)}) == 2
@@ -114,7 +116,7 @@ def test_equal_meshes_have_different_names():
 
 @dataclass(frozen=True)
 class Rate:
-    """A value of a user's."""
+    """A dataclass of the user's."""
 
     by: Any
 
@@ -129,7 +131,7 @@ def times(x: Tensor, by: Any) -> Tensor:
 
 
 def test_numbers_that_are_equal_are_not_the_same():
-    """Signs of zero, types, and NaN, alone and in a dataclass; each is traced once."""
+    """0.0 and -0.0, 1 and True, and NaN get a graph each, once: otherwise a graph would use the wrong constant."""
     run, x = eager(times), torch.tensor([1, 2])
     for _ in range(2):
         for value in VALUES:
@@ -145,7 +147,8 @@ BITS = {"plain": Z, "conjugate": Z.conj(), "negative": Z.conj().imag, "real": Z.
 
 @pytest.mark.parametrize(("first", "second"), [*product(BITS, BITS)])
 def test_conjugate_and_negative_bits(first, second):
-    """Of arguments, in any order; also where they are read as real numbers, and given back."""
+    """Tensors with conjugate or negative bits get graphs of their own: otherwise complex values would have wrong
+    signs."""
 
     def parts(x: Tensor) -> list[Tensor]:
         return [torch.view_as_real(x) if x.is_complex() else x.clone(), 2 * x, x]
@@ -161,7 +164,7 @@ def test_conjugate_and_negative_bits(first, second):
 
 @contextmanager
 def setting(get: Any, set_: Any, value: Any) -> Any:
-    """A global of torch's, for a while."""
+    """Set a global of torch inside the block, and restore it."""
     before = get()
     set_(value)
     try:
@@ -171,7 +174,7 @@ def setting(get: Any, set_: Any, value: Any) -> Any:
 
 
 def mixed(x: Tensor) -> Any:
-    """Depends on all of it."""
+    """A result that depends on autocast, default dtype and device, grad mode, determinism and matmul precision."""
     product = x @ x
     with torch.autocast("cpu", enabled=False):
         exact = x @ x
@@ -206,7 +209,7 @@ STATES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", STATES)
 def test_another_state_of_torch_is_traced_again(name):
-    """And is what it is eagerly, whichever came first."""
+    """Another global state of torch is traced again: otherwise autocast or no_grad would be ignored in a graph."""
     x = rand(3, 3, seed=1, dtype=torch.float32)
     torch.set_float32_matmul_precision("highest")  # says what else is only meant
     for order in ((nullcontext, STATES[name]), (STATES[name], nullcontext)):
@@ -224,7 +227,7 @@ def test_another_state_of_torch_is_traced_again(name):
 
 
 def test_what_is_compiled_refuses_another_state_or_mesh():
-    """As it does other arguments."""
+    """A compiled function refuses another global state or mesh: otherwise it would compute for the old one."""
     run = eager(mixed).lower(torch.ones(2, 2)).compile("eager")
     with torch.autocast("cpu"), pytest.raises(ValueError, match="compiled for other arguments: torch's autocast was"):
         run(torch.ones(2, 2))
@@ -242,12 +245,13 @@ FACTOR = 2.0
 
 
 def of_the_module(x: Tensor) -> Tensor:
-    """Reads a global."""
+    """A function that reads a global of this module."""
     return x * FACTOR
 
 
 def test_variables_that_change():
-    """Of closures and modules, and of functions that are called; functions that are replaced."""
+    """A changed variable of a closure, a module or a called function is seen: otherwise a graph would use the old
+    value."""
     global FACTOR
     by, inner, x = 2.0, of_the_module, rand(3, seed=1)
 
@@ -263,7 +267,7 @@ def test_variables_that_change():
 
 
 def test_a_loss_that_reads_a_variable():
-    """Of a jitted step."""
+    """A jitted step sees a changed variable of the loss: otherwise a new weight would have no effect on training."""
     weight = 1.0
 
     def weighted(p: Any, b: Any) -> fshard.Mean:
@@ -278,12 +282,12 @@ def test_a_loss_that_reads_a_variable():
 
 
 def by_default(x: Tensor, by: float = 2.0, *, plus: float = 1.0) -> Tensor:
-    """Reads its defaults."""
+    """A function that reads the defaults of its parameters."""
     return x * by + plus
 
 
 def test_defaults_that_change():
-    """Of the function and of one it calls, those of keywords too; a default that is a tensor is named."""
+    """Changed defaults are seen, and a tensor as default is an error: otherwise a graph would use the old default."""
     x = rand(3, seed=1)
     runs = [eager(fn) for fn in (by_default, partial(by_default), lambda x: by_default(x))]
     try:
@@ -303,7 +307,7 @@ def test_defaults_that_change():
 
 
 class Scaled(torch.autograd.Function):
-    """Reads globals, in both directions."""
+    """Reads globals in the forward and in the backward."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -322,7 +326,7 @@ SLOPE = 1.0
 
 
 def test_variables_of_an_autograd_function():
-    """Its forward and its backward read globals that change."""
+    """Globals read by an autograd.Function are seen when they change: otherwise gradients would use old values."""
     global FACTOR, SLOPE
     run, x = eager(torch.func.grad_and_value(lambda x: Scaled.apply(x).sum())), rand(3, seed=1)
     for FACTOR, SLOPE in product((2.0, 5.0), (1.0, -1.0)):
@@ -331,7 +335,8 @@ def test_variables_of_an_autograd_function():
 
 
 def test_a_function_that_counts_its_traces_is_traced_once():
-    """What changed while it was traced is not compared."""
+    """A variable that tracing itself changes is not compared: otherwise such a function would be traced on every
+    call."""
     runs = 0
 
     def counting(x: Tensor) -> Tensor:
@@ -349,25 +354,25 @@ def test_a_function_that_counts_its_traces_is_traced_once():
 
 
 def data_in_place(x: Tensor) -> Tensor:
-    """Writes where no version counts."""
+    """Writes to `.data`, which raises no version counter."""
     x.data.add_(1)
     return x
 
 
 def data_assigned(x: Tensor) -> Tensor:
-    """Puts other memory under its argument."""
+    """Assigns another tensor to `.data` of the argument."""
     x.data = x.data + 1
     return 2 * x
 
 
 def in_a_list(x: Tensor) -> Tensor:
-    """Writes by an operator over lists."""
+    """Writes by an operator that takes lists of tensors."""
     torch._foreach_mul_([x, x.clone()], 2)
     return x
 
 
 def backward(x: Tensor) -> Tensor:
-    """Leaves a gradient behind."""
+    """Leaves a gradient in `.grad` of the argument."""
     y = x.detach().requires_grad_()
     x.requires_grad_()
     (x * y).sum().backward()
@@ -375,31 +380,31 @@ def backward(x: Tensor) -> Tensor:
 
 
 def seeded(x: Tensor) -> Tensor:
-    """Seeds with what may be the seed."""
+    """Sets the seed of the global generator."""
     torch.manual_seed(0)
     return x + torch.rand(3)
 
 
 def drawn(x: Tensor) -> Tensor:
-    """Decides by chance."""
+    """Chooses by Python's random numbers."""
     return x if random.random() < 0.5 else 2 * x
 
 
 def put_back(x: Tensor) -> Tensor:
-    """Draws what is drawn again."""
+    """Draws, puts the generator back, and draws the same numbers again."""
     with torch.random.fork_rng([]):
         x = x + torch.rand(3)
     return x + torch.rand(3)
 
 
 def put_back_last(x: Tensor) -> Tensor:
-    """Draws what the next call draws."""
+    """Draws and puts the generator back, so that the next call draws the same numbers."""
     with torch.random.fork_rng([]):
         return x + torch.rand(3)
 
 
 def state_set(x: Tensor) -> Tensor:
-    """Draws twice the same."""
+    """Sets the generator's state back and draws the same numbers again."""
     state = torch.get_rng_state()
     y = x + torch.rand(3)
     torch.set_rng_state(state)
@@ -407,19 +412,19 @@ def state_set(x: Tensor) -> Tensor:
 
 
 def dropout_again(x: Tensor) -> Tensor:
-    """Computes dropout again in the backward pass, where no state says what was dropped."""
+    """Recomputes dropout in the backward, where no state says what was dropped."""
     y = x.clone().requires_grad_()
     return torch.autograd.grad(checkpoint(lambda z: F.dropout(z).sin().sum(), y, use_reentrant=False), y)[0]
 
 
 def of_an_embedding(x: Tensor) -> Tensor:
-    """A gradient of rows."""
+    """A sparse gradient."""
     w = torch.outer(x, x).requires_grad_()
     return torch.autograd.grad(F.embedding(torch.zeros(2, dtype=torch.long), w, sparse=True).sum(), w)[0].to_dense()
 
 
 def laplacian(w: Tensor) -> Tensor:
-    """A loss of second derivatives, of a small network."""
+    """A loss of second derivatives of a small network."""
 
     def trace_of(z: Tensor) -> Tensor:
         return torch.func.hessian(lambda u: torch.tanh(torch.tanh(u @ w + w[0]) @ w).sum())(z).diagonal().sum()
@@ -443,7 +448,8 @@ OWN: list[Any] = [
 
 @pytest.mark.parametrize("draw", OWN)
 def test_a_generator_of_its_own(draw):
-    """One made by the function, and one that is an argument: it would be a constant of the graph."""
+    """A generator made or passed by the user is an error that names the line; without it a graph would repeat one
+    draw."""
     words = r"with a generator of its own at .*test_signature\.py:\d+: .*from the state's seed"
     with pytest.raises(TraceError, match=words):
         eager(lambda x: draw(x, torch.Generator().manual_seed(3)))(torch.ones(3))
@@ -471,7 +477,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("fn", "words"), REFUSED, ids=lambda x: getattr(x, "__name__", ""))
 def test_what_a_graph_would_do_otherwise(fn, words):
-    """Is a TraceError; the argument, and the random numbers, are left as they were."""
+    """What a graph cannot do is a TraceError without side effects; without it a graph would silently differ from
+    eager code."""
     torch.manual_seed(0)
     x, python = torch.ones(3), random.getstate()
     try:
@@ -487,7 +494,7 @@ def test_what_a_graph_would_do_otherwise(fn, words):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:.*torch.jit.script")
 def test_operators_of_functions():
-    """A branch on a value, and attention that torch compiles within, are traced while random operators are watched."""
+    """torch.cond and flex_attention can be traced: otherwise losses with them could not be jitted."""
     x = rand(16, 16, seed=1, dtype=torch.float32)
 
     def branch(x: Tensor) -> Tensor:
@@ -501,14 +508,14 @@ def test_operators_of_functions():
 
 
 def test_what_is_no_tensor_comes_back():
-    """Constants, and objects that were passed."""
+    """Constants and passed objects come out of a jitted function: otherwise a result would lose what is no tensor."""
     rate = Rate(1)
     found = eager(lambda x, rate: [2 * x, 3, True, "s", None, x.dtype, x.device, rate])(torch.ones(2), rate)
     assert found[1:] == [3, True, "s", None, torch.float32, torch.device("cpu"), rate]
 
 
 def test_arguments_that_cannot_be_compared():
-    """The error names the path, and what to pass."""
+    """An argument that cannot be compared is an error with its path; without it a graph would run for other values."""
     for bad, words in (
         (bytearray(b"x"), "is a bytearray"),
         (torch.eye(2).to_sparse(), "layout torch.sparse_coo: make it dense"),
@@ -518,7 +525,8 @@ def test_arguments_that_cannot_be_compared():
 
 
 def test_inside_a_transform():
-    """A graph would not be seen through: an error; the other way round is right."""
+    """A jitted function inside a transform is an error, a transform inside jit works: otherwise derivatives would be
+    wrong."""
     run, x = eager(lambda x: (x * x).sum()), torch.ones(2)
     run(x)
     for call in (torch.func.grad(run), torch.func.vmap(run), lambda x: torch.func.jvp(run, (x,), (x,))):
@@ -529,7 +537,8 @@ def test_inside_a_transform():
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_inside_another_jitted_function(donate):
-    """It is part of the larger graph."""
+    """A jitted function inside another becomes part of its graph: otherwise the inner call would run apart from the
+    outer graph."""
     inner = eager(lambda t: (t[0] + 1, 2 * t[1]), donate=donate)
 
     def outer(x: Tensor) -> Any:
@@ -540,7 +549,7 @@ def test_inside_another_jitted_function(donate):
 
 
 def test_after_an_error_a_good_call():
-    """An exception while a function is traced leaves nothing behind."""
+    """An exception while tracing leaves nothing behind: otherwise the next good call would fail."""
     fail = [ValueError("seven"), ZeroDivisionError("eight")]
 
     def fn(x: Tensor) -> Tensor:
@@ -574,7 +583,7 @@ PASSES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_a_step_by_every_way(world, donate, options, name):
-    """Strategies times passes times donation, one jitted step for all ranks, has the eager step's bits."""
+    """Every strategy, pass and donation has the eager step's bits: otherwise an option of jit would change training."""
     run = eager(start(None, EXACT)[1], donate=donate, **options)
     replicate, shard = world
     simulated(partial(steps, run=run, donate=donate, plan=STRATEGIES[name]), replicate=replicate, shard=shard)

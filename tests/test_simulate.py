@@ -13,7 +13,7 @@ from fshard.testing import SimulatedMesh, simulate
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_results_come_in_rank_order(size: int) -> None:
-    """Results would come in the order in which ranks end."""
+    """Results come in rank order, whichever rank ends first: otherwise a test would compare the wrong ranks."""
 
     def job(mesh: SimulatedMesh) -> Any:
         for _ in range(mesh.get_rank() + 1):
@@ -25,7 +25,7 @@ def test_results_come_in_rank_order(size: int) -> None:
 
 
 def test_ranks_advance_in_a_fixed_order() -> None:
-    """Two runs would interleave ranks differently."""
+    """Ranks advance in the same order in every run: otherwise a failing test could not be repeated."""
 
     def run() -> list[tuple[int, int]]:
         seen = []
@@ -51,7 +51,7 @@ def draw(mesh: Any) -> list[torch.Tensor]:
 
 
 def test_random_numbers_differ_by_rank_and_follow_from_the_seed() -> None:
-    """Ranks would draw the same numbers, or a collective would change them."""
+    """Ranks draw different numbers, which follow from the seed: otherwise a simulated run could not be repeated."""
     torch.manual_seed(5)
     first, again = simulate(draw, shard=3), simulate(draw, shard=3)
     torch.manual_seed(6)
@@ -69,7 +69,7 @@ def test_random_numbers_differ_by_rank_and_follow_from_the_seed() -> None:
 
 
 def test_a_rank_may_set_its_own_seed() -> None:
-    """A seed set on one rank would reach the others."""
+    """A seed set on one rank stays on that rank: otherwise simulated ranks would behave unlike processes."""
 
     def job(mesh: Any) -> list[float]:
         if mesh.get_rank() == 1:
@@ -86,7 +86,8 @@ def test_a_rank_may_set_its_own_seed() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_callers_state_is_untouched(fails: bool) -> None:
-    """A simulation would change the caller's generators, threads, default dtype or gradient mode."""
+    """A simulation leaves the caller's generator, threads and autograd setting as they were: otherwise tests would
+    affect each other."""
 
     def job(mesh: Any) -> None:
         torch.rand(10)
@@ -112,7 +113,8 @@ def test_the_callers_state_is_untouched(fails: bool) -> None:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("when", ["first", "between", "last"])
 def test_an_exception_is_raised_with_a_note_of_its_rank(rank: int, when: str) -> None:
-    """An error of a rank would lose its traceback or its rank, or leave threads running."""
+    """An error of a rank is raised with its traceback and rank, and ends all ranks: otherwise a user would not find
+    the cause."""
     went_on = []
 
     def job(mesh: SimulatedMesh) -> None:
@@ -135,7 +137,8 @@ def test_an_exception_is_raised_with_a_note_of_its_rank(rank: int, when: str) ->
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, fshard.MismatchError])
 def test_other_exceptions_come_through_too(kind: type[BaseException]) -> None:
-    """KeyboardInterrupt or SystemExit in a rank would leave the others waiting."""
+    """KeyboardInterrupt, SystemExit and MismatchError of one rank end the simulation: otherwise other ranks would
+    wait forever."""
 
     def job(mesh: SimulatedMesh) -> None:
         if mesh.get_rank() == 1:
@@ -147,7 +150,7 @@ def test_other_exceptions_come_through_too(kind: type[BaseException]) -> None:
 
 
 def test_a_run_after_one_that_failed() -> None:
-    """A failed run would disturb the next one."""
+    """A simulation after a failed one is right: otherwise one failing test would break those that follow."""
 
     def bad(mesh: SimulatedMesh) -> None:
         if mesh.get_rank() == 1:
@@ -160,7 +163,7 @@ def test_a_run_after_one_that_failed() -> None:
 
 
 def forward_derivative(mesh: SimulatedMesh) -> float:
-    """jvp of grad through collectives, with ranks in each other's levels."""
+    """jvp of grad and jvp of jvp through collectives, so that ranks meet inside each other's levels."""
     x = torch.tensor(float(mesh.get_rank() + 1), dtype=torch.float64)
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +175,8 @@ def forward_derivative(mesh: SimulatedMesh) -> float:
 
 
 def test_forward_derivatives_are_right_every_time() -> None:
-    """Forward-mode levels, which torch shares between threads, would mix the tangents of ranks."""
+    """Forward-mode derivatives are right on each rank: otherwise torch's shared levels would mix tangents of several
+    ranks."""
     x = torch.arange(1, 5, dtype=torch.float64)
     total = lambda x: 10 * x.sin().sum() ** 2  # noqa: E731
     inner = torch.func.jvp(torch.func.grad(total), (x,), (torch.ones_like(x),))[1]
@@ -183,7 +187,8 @@ def test_forward_derivatives_are_right_every_time() -> None:
 
 
 def test_simulations_inside_a_transform_and_one_after_another() -> None:
-    """A caller's derivative would go into the ranks, or theirs into the caller's."""
+    """A simulation inside a transform leaves the caller's derivative right: otherwise the ranks' levels would enter
+    it."""
 
     def outer(x: torch.Tensor) -> torch.Tensor:
         simulate(forward_derivative, shard=2)
@@ -195,7 +200,8 @@ def test_simulations_inside_a_transform_and_one_after_another() -> None:
 
 
 def test_axes_nest() -> None:
-    """2 x 2: a sum over one axis, over the other, over both, and gathers inside of derivatives."""
+    """Sums over one axis, the other and both are right on a 2 x 2 mesh: otherwise hybrid sharding would add up the
+    wrong ranks."""
 
     def job(mesh: SimulatedMesh) -> list[float]:
         x = torch.tensor(10.0 ** mesh.get_rank())
@@ -212,7 +218,7 @@ def test_axes_nest() -> None:
 
 
 def test_many_ranks() -> None:
-    """A simulation of 64 ranks would fail."""
+    """64 ranks, and 8 x 8, can be simulated: otherwise large meshes could not be tested without a cluster."""
 
     def job(mesh: SimulatedMesh) -> tuple[int, float]:
         gathered = fshard.all_gather(torch.tensor([mesh.get_rank()]), mesh, "shard")
@@ -224,7 +230,7 @@ def test_many_ranks() -> None:
 
 
 def mesh_facts(mesh: Any) -> list[Any]:
-    """All that fshard and its users ask of a mesh."""
+    """All that fshard and users ask of a mesh."""
     facts: list[Any] = [mesh.get_rank(), list(mesh.get_coordinate()), tuple(mesh.shape), mesh.ndim, mesh.size()]
     facts += [mesh.mesh_dim_names, mesh.device_type]
     for number, axis in enumerate(mesh.mesh_dim_names):
@@ -233,12 +239,13 @@ def mesh_facts(mesh: Any) -> list[Any]:
 
 
 def test_a_simulated_mesh_reads_like_a_device_mesh() -> None:
-    """Code written for a DeviceMesh would fail on a simulated mesh."""
+    """A simulated mesh answers like a DeviceMesh: otherwise code written for a DeviceMesh would fail in simulation."""
     assert simulated(mesh_facts, shard=2, replicate=2) == gloo(mesh_facts, shard=2, replicate=2)
 
 
 def test_sizes_by_name() -> None:
-    """`mesh.size(axis)`, as the design has it; an axis that is not there is an error that lists those that are."""
+    """Sizes and ranks are read by axis name, and a wrong name is an error with the axes: otherwise a typo would give
+    a wrong rank."""
 
     def job(mesh: SimulatedMesh) -> list[int]:
         with pytest.raises(ValueError, match="no axis 'model': it has 'replicate', 'shard'"):
@@ -257,13 +264,14 @@ def test_sizes_by_name() -> None:
 
 @pytest.mark.parametrize("sizes", [{"shard": 0}, {"shard": -1}, {"replicate": 0}])
 def test_a_world_has_ranks(sizes: dict[str, int]) -> None:
-    """A world of no ranks would return nothing, silently."""
+    """A world of no ranks is an error; without it a test would run nothing and pass."""
     with pytest.raises(ValueError, match="at least 1"):
         simulate(mesh_facts, **sizes)
 
 
 def test_a_tally_around_a_simulation_has_all_ranks() -> None:
-    """One inside has this rank's."""
+    """A tally inside a rank counts that rank's collectives, one around the simulation all: otherwise traffic would
+    be miscounted."""
 
     def job(mesh: SimulatedMesh) -> int:
         fshard.all_gather(torch.ones(2), mesh, "shard")
@@ -279,7 +287,7 @@ def test_a_tally_around_a_simulation_has_all_ranks() -> None:
 
 
 def test_modes_of_torch_are_each_ranks_own() -> None:
-    """`no_grad` or a default dtype of one rank would reach another."""
+    """`no_grad` on one rank stays on that rank: otherwise other ranks would lose their gradients."""
 
     def job(mesh: SimulatedMesh) -> bool:
         with torch.set_grad_enabled(mesh.get_rank() == 0):
@@ -291,7 +299,8 @@ def test_modes_of_torch_are_each_ranks_own() -> None:
 
 
 def test_backward_runs_on_the_ranks_own_thread() -> None:
-    """Ranks would wait for each other inside autograd's one backward thread."""
+    """Each rank's backward runs on its own thread: otherwise ranks would wait for each other in autograd's single
+    thread."""
 
     class Where(torch.autograd.Function):
         @staticmethod

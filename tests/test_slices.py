@@ -29,7 +29,7 @@ ROWS = 16  # of all ranks
 
 @functools.cache
 def example() -> Any:
-    """The model of the example."""
+    """The module of the example examples/train_lm.py."""
     spec = importlib.util.spec_from_file_location("train_lm_for_slices", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
@@ -40,13 +40,13 @@ def example() -> Any:
 
 
 def params() -> Any:
-    """Of the example's model, small."""
+    """Parameters of the example's model, small."""
     lm = example()
     return lm.init_params(lm.Settings(d_model=6, layers=1, context=5))
 
 
 def loss(p: Any, batch: dict[str, Tensor]) -> fshard.Mean:
-    """The example's, with dropout, and weights that differ."""
+    """The example's loss, with dropout and different weights per token."""
     lm = example()
     x = F.embedding(batch["tokens"], p["embed"][0]) + p["pos"]
     for block in p["blocks"]:
@@ -67,7 +67,7 @@ def rows_of(step: int, mesh: Any) -> dict[str, Tensor]:
 
 
 def started(mesh: Any, tx: Any, left: Any = None, **plan: Any) -> fshard.TrainState:
-    """The first state, or the one that another number of ranks has left."""
+    """The first state, or the state that a run on another number of ranks left."""
     first = params()
     laid = fshard.make_plan(first, mesh, **{"units": ["blocks.*"], **plan})
     sharded = fshard.shard_params(left["params"] if left else first, laid)
@@ -79,7 +79,7 @@ def started(mesh: Any, tx: Any, left: Any = None, **plan: Any) -> fshard.TrainSt
 
 
 def all_of(state: fshard.TrainState) -> dict[str, Any]:
-    """The whole state."""
+    """The whole state, gathered."""
     return {
         "params": fshard.gather_params(state.params),
         "opt": optim.gather_state(state.opt_state),
@@ -94,7 +94,7 @@ CLIPPED = {"clip_norm": 0.5, "accumulate": 2, "reduction": "tree"}
 
 
 def train(mesh: Any, begin: int, end: int, left: Any = None) -> Any:
-    """Steps of AdamW with dropout, clipping, loss scaling and micro-batches; what comes out of the last."""
+    """Steps of AdamW with dropout, clipping, loss scaling and micro-batches; the whole state and the last metrics."""
     state, step = started(mesh, ADAMW, left), fshard.train_step(loss, ADAMW, **CLIPPED)
     metrics: dict[str, Tensor] = {}
     for number in range(begin, end):
@@ -103,7 +103,8 @@ def train(mesh: Any, begin: int, end: int, left: Any = None) -> Any:
 
 
 def test_many_steps():
-    """With `reduction="tree"` some byte of the state would depend on the number of ranks."""
+    """Many steps on 1 to 8 ranks, simulated or in processes, give the same bits: otherwise a run would depend on the
+    number of GPUs."""
     half = STEPS // 2
     (expected,) = simulated(train, 0, STEPS, shard=1)
     assert 0 < expected[0]["opt"]["count"] < STEPS  # some were skipped
@@ -116,22 +117,22 @@ def test_many_steps():
 
 
 def plain(p: Any, batch: dict[str, Tensor]) -> Tensor:
-    """A scalar: slices count as much as one another."""
+    """A scalar loss, for which every slice counts the same."""
     return loss(p, batch).total
 
 
 def summed(p: Any, batch: dict[str, Tensor]) -> fshard.Sum:
-    """A sum."""
+    """The loss as a Sum."""
     return fshard.Sum(loss(p, batch).total)
 
 
 def aided(p: Any, batch: dict[str, Tensor]) -> tuple[fshard.Mean, Tensor]:
-    """With an aux."""
+    """The loss with an aux."""
     return loss(p, batch), batch["weight"].sum()
 
 
 def few(mesh: Any, loss_fn: Any = loss, tx: Any = ADAMW, jit: bool = False, steps: int = 2, **kw: Any) -> Any:
-    """Some steps."""
+    """The whole state, metrics and aux after some steps with `reduction="tree"`."""
     plan = kw.pop("plan", {})
     step: Any = fshard.train_step(loss_fn, tx, reduction="tree", **kw)
     state = started(mesh, tx, **plan)
@@ -161,7 +162,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_cases(name):
-    """Strategies, meshes, optimizers, losses, policies, graphs: one rank's bits, on 4, 8 or 2 x 2."""
+    """Every strategy, mesh, optimizer, loss and policy gives one rank's bits: otherwise such a run would depend on
+    the number of GPUs."""
     case = dict(CASES[name])
     strategy = {k: v for k, v in case.get("plan", {}).items() if not k.endswith("_over")}
     (expected,) = simulated(partial(few, **{**case, "plan": strategy, "jit": False}), shard=1)
@@ -174,7 +176,8 @@ def test_cases(name):
 
 
 def test_aux_is_of_every_micro_batch():
-    """A list; all of one rank's are what all ranks have."""
+    """The aux has one entry per slice, and all ranks' entries are one rank's: otherwise users would miss part of the
+    batch."""
     (expected,) = simulated(partial(few, loss_fn=aided, has_aux=True, accumulate=2), shard=1)
     found = simulated(partial(few, loss_fn=aided, has_aux=True, accumulate=2), shard=4)
     assert same_bits(torch.cat([aux for *_, aux in found]), expected[2])
@@ -182,14 +185,14 @@ def test_aux_is_of_every_micro_batch():
 
 
 class WithNorms(NamedTuple):
-    """A state that keeps what a transformation of a user's was given by name, and a norm it worked out."""
+    """A state with the argument and the norm that a user's transformation saw."""
 
     asked: Tensor
     norm: Tensor
 
 
 def keeping_norms() -> optim.Transform:
-    """A user's own transformation, whose norm is exact where the step asks for it."""
+    """A user's transformation that keeps `exact_norms` and the norm it computed."""
 
     def update(grads: Any, state: WithNorms, params: Any = None, exact_norms: bool = False, **extra: Any) -> Any:
         norm = fshard.optim.global_norm(grads, exact=exact_norms)
@@ -213,7 +216,8 @@ WRAPPED: dict[str, Callable[[], optim.Transform]] = {
 
 @pytest.mark.parametrize("name", WRAPPED)
 def test_a_step_asks_for_exact_norms_by_name(name):
-    """The step passes `exact_norms`, through whatever a transformation stands in: True for "tree", else False."""
+    """`exact_norms` reaches nested transformations: otherwise clipping would give other bits on another number of
+    ranks."""
 
     def run(mesh: Any, reduction: str) -> Any:
         state = started(mesh, WRAPPED[name]())
@@ -230,7 +234,7 @@ def test_a_step_asks_for_exact_norms_by_name(name):
 
 
 def test_another_order_gives_other_bits():
-    """The tests of this file would pass with sums in any order."""
+    """Sums in another order give other bits in this model: otherwise the tests of this file could not fail."""
 
     def run(mesh: Any) -> Any:
         tx = optim.sgd(0.1)
@@ -243,13 +247,15 @@ def test_another_order_gives_other_bits():
 
 
 def test_one_device_is_one_rank():
-    """A plan without a mesh would give other bits than one rank."""
+    """One device without a mesh has the bits of one rank: otherwise a run on a laptop would differ from one on a
+    cluster."""
     alone, one = (simulated(lambda mesh, own=own: few(own and mesh, clip_norm=0.5), shard=1) for own in (None, True))
     assert same_bits(alone, one)
 
 
 def test_it_is_right():
-    """Gradients summed in a tree would not be those of the whole batch."""
+    """Gradients summed in a tree equal plain torch's on the whole batch: otherwise the reproducible result would be
+    wrong."""
 
     def whole(p: Any, batch: dict[str, Tensor]) -> Any:
         return without_dropout(p, batch)
@@ -278,7 +284,8 @@ def test_it_is_right():
 
 
 def test_gradients_alone():
-    """`value_and_grad` adds up in a tree over any number of ranks."""
+    """`value_and_grad(reduction="tree")` has the exact reduction's gradients on 3 ranks: otherwise gradients would
+    be wrong."""
 
     def run(mesh: Any) -> Any:
         sharded = started(mesh, ADAMW).params
@@ -295,7 +302,8 @@ def test_gradients_alone():
 
 
 def test_what_cannot_be():
-    """Ranks that are no power of two, more ranks than slices, rows that do not divide, wires, odd numbers of slices."""
+    """Ranks, rows, wires or slices that a tree cannot have are errors; without them results would depend on the
+    number of ranks."""
     for size, plan, rows in ((3, {}, 12), (4, {"slices": 2}, 16), (2, {}, 9)):
 
         def run(mesh: Any, plan: Any = plan, rows: int = rows) -> None:
@@ -318,14 +326,15 @@ def test_what_cannot_be():
 
 
 def exact_norm(x: Any, p: float = 2) -> Tensor:
-    """Without rounding."""
+    """The norm without rounding between elements."""
     return fshard.optim.global_norm(x, p, exact=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 0.0])
 def test_an_exact_norm(dtype, scale):
-    """A norm would depend on the order or the cuts of its elements."""
+    """An exact norm depends on no order or cut and is near torch's: otherwise clipping would differ with the number
+    of ranks."""
     x = (rand(70001, seed=1) ** 5 * scale).to(dtype)
     norm = exact_norm(x)
     wide = x.to(torch.complex128 if x.is_complex() else torch.float64)
@@ -339,14 +348,14 @@ def test_an_exact_norm(dtype, scale):
 
 
 def test_an_ordinary_norm_depends_on_the_order():
-    """The test of exact norms would pass for an ordinary norm."""
+    """An ordinary norm depends on the order of elements: otherwise the test of exact norms could not fail."""
     x = torch.linspace(0, 1, 70001)
     assert not same_bits(leaf_norms([x]), leaf_norms([x.flip(0)]))
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_shows(value):
-    """An exact norm would hide inf or NaN."""
+    """An exact norm of inf or NaN is not finite: otherwise an overflow would be clipped into a wrong update."""
     x = torch.ones(5)
     x[3] = value
     assert not exact_norm(x).isfinite()
