@@ -141,6 +141,14 @@ def test_numbers_that_are_equal_are_not_the_same():
     assert fixed(complex(0, -0.0)) != fixed(complex(0, 0.0))
 
 
+def test_an_empty_set_is_explained():
+    """A set that was empty in the first call has no first item to show."""
+    run = eager(lambda x, names: x * len(names))
+    run(torch.ones(2), frozenset())
+    assert run(torch.ones(2), frozenset({"a"})).equal(torch.ones(2))
+    assert "was an empty frozenset" in run.explain()
+
+
 Z = torch.tensor([1 + 2j, 3 - 1j])
 BITS = {"plain": Z, "conjugate": Z.conj(), "negative": Z.conj().imag, "real": Z.real, "matrix": rand(2, 3, seed=1).mH}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 from torch import fx
@@ -17,20 +17,24 @@ from ..sharding.sharded import Sharded
 from .captures import Capture, captures
 from .lowered import Compiled, Lowered, Options, lower
 from .passes import is_cheap
-from .signature import Signature, changed, difference, flatten, held, on_meshes, signature
+from .signature import Contents, Signature, changed, contents, difference, flatten, on_meshes, signature
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_CacheKey = tuple[Signature, Contents]
 
 
-class Jitted:
+class Jitted(Generic[P, R]):
     """A function returned by `jit`. Its calls take the arguments of the original function."""
 
-    def __init__(self, fn: Callable[..., Any], backend: str, options: Options):
+    def __init__(self, fn: Callable[P, R], backend: str, options: Options):
         self._fn, self._backend, self._options = fn, backend, options
-        self._alone: dict[Any, Compiled] = {}  # graphs of calls in which no argument lies on a mesh
+        self._graphs: dict[_CacheKey, Compiled] = {}  # graphs of calls in which no argument lies on a mesh
         self._captures: list[Capture] = []
         self._reasons: list[str] = []
         self._checked = is_wanted()
 
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Return the graph for these arguments, to inspect or compile. Arguments may be meta or fake tensors."""
         return lower(self._fn, *flatten(args, kwargs), self._options)
 
@@ -38,52 +42,53 @@ class Jitted:
         """Return one line for each trace of the function, with the reason why it was traced again."""
         return "\n".join(self._reasons) or "not traced yet"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function. The first call with a new signature traces and compiles a graph."""
         if is_tracing() or torch.compiler.is_compiling():  # part of a larger graph
             return self._fn(*args, **kwargs)
         checked = self._checked and tree.nodes((args, kwargs), Sharded)
         return (Checked(self._run) if checked else self._run)(*args, **kwargs)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, *args: P.args, **kwargs: P.kwargs) -> R:
         _check_outermost()
         (leaves, spec), nodes = flatten(args, kwargs), on_meshes((args, kwargs))
-        known = self._known(nodes)
-        what = signature(leaves, spec, nodes)
-        compiled = known.get((what, held(self._captures)))
+        graphs = self._graphs_for(nodes)
+        called = signature(leaves, spec, nodes)
+        compiled = graphs.get((called, contents(self._captures)))
         if compiled is None:
-            compiled, key = self._compiled(leaves, spec, what)
-            self._reasons.append(self._reason(known, key))
-            known[key] = compiled
+            compiled, key = self._compiled(leaves, spec, called)
+            self._reasons.append(self._reason(graphs, key))
+            graphs[key] = compiled
         return compiled.run(leaves, args)
 
-    def _known(self, nodes: list[OnMesh]) -> dict[Any, Compiled]:
+    def _graphs_for(self, nodes: list[OnMesh]) -> dict[_CacheKey, Compiled]:
         """Return the cached graphs, by key, for arguments with these nodes.
 
         Graphs of arguments on a mesh are kept in a cache of the arguments' layout, and are freed with that layout.
         """
         homes = [node.home for node in nodes if node.home is not None]
-        return homes[0].derived.graphs.setdefault(self, {}) if homes else self._alone
+        return homes[0].derived.graphs.setdefault(self, {}) if homes else self._graphs
 
-    def _compiled(self, leaves: list[Any], spec: tree.Spec, what: Signature) -> tuple[Compiled, Any]:
+    def _compiled(self, leaves: list[object], spec: tree.Spec, called: Signature) -> tuple[Compiled, _CacheKey]:
         """Trace and compile a graph for these arguments. Return the graph and its cache key."""
-        found = list(captures(self._fn))
-        before = held(found)
+        variables = list(captures(self._fn))
+        before = contents(variables)
         compiled = lower(self._fn, leaves, spec, self._options).compile(self._backend)
         # Leave out variables that changed during the trace: a function that counts its own traces would otherwise be
         # traced in every call.
-        pairs = zip(found, before, held(found), strict=True)
-        self._captures = [capture for capture, old, new in pairs if old == new]
-        return compiled, (what, held(self._captures))
+        compared = zip(variables, before, contents(variables), strict=True)
+        self._captures = [variable for variable, old, new in compared if old == new]
+        return compiled, (called, contents(self._captures))
 
-    def _reason(self, known: dict[Any, Compiled], key: tuple[Signature, Any]) -> str:
+    def _reason(self, graphs: dict[_CacheKey, Compiled], key: _CacheKey) -> str:
         if not self._reasons:
             return "traced for the first call"
-        if not known:
+        if not graphs:
             return "traced again: for another plan, or on another mesh"
-        first = next(iter(known))
-        words = changed(first[1], key[1]) if first[0] == key[0] else difference(first[0], key[0])
-        return f"traced again: {words}"
+        (old_signature, old_contents), (new_signature, new_contents) = next(iter(graphs)), key
+        if old_signature == new_signature:
+            return f"traced again: {changed(old_contents, new_contents)}"
+        return f"traced again: {difference(old_signature, new_signature)}"
 
 
 def _check_outermost() -> None:
@@ -95,7 +100,7 @@ def _check_outermost() -> None:
 
 
 def jit(
-    fn: Callable[..., Any],
+    fn: Callable[P, R],
     donate: bool = False,
     *,
     backend: str = "inductor",
@@ -103,7 +108,7 @@ def jit(
     budget: int | None = None,
     recompute: Callable[[fx.Node], bool] = is_cheap,
     bucket: int = 0,
-) -> Jitted:
+) -> Jitted[P, R]:
     """Return a function that runs `fn` (a step, a loss, a gradient, any pure function) as one compiled graph.
 
     `fn` is traced again if one of the following changes; `.explain()` gives the reason:

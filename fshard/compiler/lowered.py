@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ..core import tree
+from ..core.tree import Tree
 from ..sharding.sharded import Sharded
 from ..sharding.units import ROOT
 from . import inspect, passes
@@ -21,10 +21,10 @@ from .dataflow import written_inputs
 from .donate import Input, donated
 from .inspect import Traffic
 from .memory import Footprint, footprint
-from .signature import Signature, difference, flatten, on_meshes, signature
+from .signature import Signature, TensorKey, difference, flatten, on_meshes, signature
 from .trace import Output, Trace, TraceError, input_paths, tensors, trace
 
-_HELD = {"opt_state": "optimizer", "params": "parameters"}
+_PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # by name of a field in the path of an input
 
 # Inductor keeps the order of nodes, which decides the peak of memory, and keeps values that are read again: computing
 # them again from the parameters would keep every gathered buffer of the forward in memory until the backward.
@@ -41,95 +41,99 @@ class Lowered:
 
     @property
     def graph(self) -> fx.Graph:
-        """The graph: one node for every operator."""
+        """The graph, with one node for every operator."""
         return self.traced.module.graph
 
     def as_text(self) -> str:
-        """One line for each node: name, dtype and shape, operator, arguments."""
+        """Return the graph as text, with one line for each node: name, dtype and shape, operator, arguments."""
         return inspect.as_text(self.graph, self._paths())
 
     def collectives(self) -> list[Traffic]:
-        """The collectives by kind, unit and axis: how many, and the bytes that a rank sends in them."""
+        """Return the collectives by kind, unit and axis: their number, and the bytes that a rank sends in them."""
         return inspect.collectives(self.graph)
 
     def flops(self) -> int:
-        """Floating-point operations of this rank's matrix products, convolutions and attention."""
+        """Count the floating-point operations of this rank's matrix products, convolutions and attention."""
         return inspect.flops(self.traced.module)
 
     def memory(self) -> Footprint:
-        """The memory on this rank at each node, by what is held in it (Note [Memory of a graph])."""
+        """Estimate the memory on this rank at each node, by purpose (Note [Memory of a graph])."""
         return footprint(self.graph, self.holds())
 
     def holds(self) -> list[str]:
-        """For each input of the graph: "parameters", "optimizer" or "arguments"."""
-        return [_holds(path) for path in self._paths()]
+        """Return the purpose of each input of the graph: "parameters", "optimizer" or "arguments"."""
+        return [_purpose(path) for path in self._paths()]
 
     def _paths(self) -> list[str]:
-        spec, kinds = self.traced.spec, self.signature.kinds
-        return [path for path, kind in zip(tree.paths(spec), kinds, strict=True) if kind[0] is Tensor]
+        paths, keys = tree.paths(self.traced.spec), self.signature.kinds
+        return [path for path, key in zip(paths, keys, strict=True) if isinstance(key, TensorKey)]
 
     def compile(self, backend: str = "inductor") -> Compiled:
-        """The function compiled by one of torch.compile's backends."""
-        # Private, but what torch's guide to backends imports; nothing public calls one by name (test_jit.py notices).
-        # It takes seconds to import.
+        """Compile the graph with one of torch.compile's backends."""
+        # Private API, which torch's guide to backends imports: there is no public way to call a backend by its name.
+        # test_jit.py fails if torch changes it. Imported here because the import takes seconds.
         from torch._dynamo import lookup_backend
 
+        # a copy, because backends change the graph that they compile, and this one stays for inspection
         module = fx.GraphModule(self.traced.module, copy.deepcopy(self.graph))
         fakes = [node.meta["val"] for node in self.graph.nodes if node.op == "placeholder"]
         with torch.no_grad(), warnings.catch_warnings():
-            # torch 2.13 scripts a few functions when inductor is first used, and warns of that itself
+            # torch 2.13 scripts a few functions when inductor is first used, and warns about its own call
             warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
-            how = {"config_patches": _INDUCTOR} if backend == "inductor" else {}
-            return Compiled(self, lookup_backend(backend)(module, fakes, **how))
+            options = {"config_patches": _INDUCTOR} if backend == "inductor" else {}
+            return Compiled(self, lookup_backend(backend)(module, fakes, **options))
 
 
-def _holds(path: str) -> str:
+def _purpose(path: str) -> str:
     parts = path.split(".")
-    return next((name for field, name in _HELD.items() if field in parts), "arguments")
+    return next((purpose for field, purpose in _PURPOSES.items() if field in parts), "arguments")
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled function, for arguments of one signature: call it like the function."""
+    """A compiled function, for arguments of one signature: call it like the original function."""
 
     lowered: Lowered
-    fn: Callable[..., Sequence[Any]]
+    fn: Callable[..., Sequence[Tensor]]  # from the inputs of the graph to its outputs
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`fn(*args, **kwargs)`. ValueError for arguments of another signature."""
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
+        """Call the compiled function. Raises ValueError for arguments of another signature."""
         leaves, spec = flatten(args, kwargs)
-        if (given := signature(leaves, spec, on_meshes((args, kwargs)))) != self.lowered.signature:
-            raise ValueError(f"compiled for other arguments: {difference(self.lowered.signature, given)}")
+        called = signature(leaves, spec, on_meshes((args, kwargs)))
+        if called != self.lowered.signature:
+            raise ValueError(f"compiled for other arguments: {difference(self.lowered.signature, called)}")
         return self.run(leaves, args)
 
-    def run(self, leaves: Sequence[Any], args: Sequence[Any]) -> Any:
-        """The same for arguments that are flattened already and known to have the signature."""
-        given, traced = tensors(leaves), self.lowered.traced
+    def run(self, leaves: Sequence[object], args: Sequence[Tree]) -> Tree:
+        """Call the compiled function with the leaves of arguments that are known to have the signature."""
+        inputs, traced = tensors(leaves), self.lowered.traced
         if self.lowered.donate:
-            _check_apart(given)
+            _check_apart(inputs)
         with ExitStack() as stack:
+            # the graph has the backward already: autograd would record it once more
             stack.enter_context(torch.no_grad())
             for device, dtype in self.lowered.signature.ambient.autocast:  # the graph has the casts already
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))
-            outputs = self.fn(*given)
-        results = [_result(r, given, outputs) for r in traced.results]
+            outputs = self.fn(*inputs)
+        results = [_result(result, inputs, outputs) for result in traced.results]
         if self.lowered.donate:
             # also a `Sharded` in the `extra` of a state: the graph writes to every tensor of its first argument
-            for part in tree.nodes(args[0], Sharded):
-                part.give_away()
+            for node in tree.nodes(args[0], Sharded):
+                node.give_away()
             tree.give_away(args[0])
         return tree.unflatten(traced.out_spec, results)
 
 
-def _result(result: Any, given: Sequence[Tensor], outputs: Sequence[Any]) -> Any:
+def _result(result: object, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> object:
+    """Return a leaf of the result: an input that the graph wrote to, an output, or a value fixed in the trace."""
     if isinstance(result, Input):
-        return given[result.number]
+        return inputs[result.number]
     return outputs[result.number] if isinstance(result, Output) else result
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the passes: `jit`'s arguments of these names."""
+    """The options of the passes, which are the arguments of `jit` with the same names."""
 
     donate: bool = False
     in_flight: int = 0
@@ -138,19 +142,19 @@ class Options:
     bucket: int = 0
 
 
-def lower(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec, options: Options) -> Lowered:
-    """Trace a function and apply the passes."""
-    given = tree.unflatten(spec, leaves)
-    key = signature(leaves, spec, on_meshes(given))
+def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, options: Options) -> Lowered:
+    """Trace `fn(*args, **kwargs)` for arguments with these leaves and structure, and apply the passes."""
+    arguments = tree.unflatten(spec, leaves)
+    key = signature(leaves, spec, on_meshes(arguments))
     traced = trace(fn, leaves, spec)
-    _check_unchanged(traced, leaves)
+    _check_unchanged(traced, leaves)  # before `donated`, which adds writes to arguments
     if options.donate:
         traced = donated(traced, leaves)
     lowered = Lowered(traced, key, options.donate)
-    graph, parts = lowered.graph, tree.nodes(given, Sharded)
+    graph, plans = lowered.graph, [node.plan for node in tree.nodes(arguments, Sharded)]
     passes.drop_dead(graph)
     passes.wait_for_unread(graph)
-    passes.regather(graph, [unit.name for x in parts if x.plan.regather for unit in x.plan.units if unit.name != ROOT])
+    passes.regather(graph, [unit.name for plan in plans if plan.regather for unit in plan.units if unit.name != ROOT])
     passes.sink(graph, options.in_flight)
     if options.bucket:
         bucket(graph, options.bucket)
@@ -161,7 +165,8 @@ def lower(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec, option
     return lowered
 
 
-def _check_unchanged(traced: Trace, leaves: Sequence[Any]) -> None:
+def _check_unchanged(traced: Trace, leaves: Sequence[object]) -> None:
+    """Raise TraceError if the function writes to one of its arguments in place."""
     for number in written_inputs(traced.module.graph):
         path = input_paths(leaves, traced.spec)[number]
         raise TraceError(
@@ -169,12 +174,13 @@ def _check_unchanged(traced: Trace, leaves: Sequence[Any]) -> None:
         )
 
 
-def _check_apart(given: Sequence[Tensor]) -> None:
+def _check_apart(inputs: Sequence[Tensor]) -> None:
     """Raise ValueError if two tensors share memory: the graph writes to the donated ones."""
-    ends = 0
-    for x in sorted((x for x in given if x.numel()), key=Tensor.data_ptr):
+    end = 0  # of the memory of all tensors before, in the order of addresses
+    for x in sorted((x for x in inputs if x.numel()), key=Tensor.data_ptr):
+        # `last` is the offset of the last element from the first, so tensors interleaved by strides overlap here, too
         start, last = x.data_ptr(), sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-        overlaps, ends = start < ends, max(ends, start + (last + 1) * x.element_size())
+        overlaps, end = start < end, max(end, start + (last + 1) * x.element_size())
         if overlaps:
             raise ValueError(
                 f"jit(donate=True): two tensors of the arguments lie in the same memory, {x.dtype}{list(x.shape)}: "

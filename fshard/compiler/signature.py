@@ -10,7 +10,7 @@ Note [What a graph depends on]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from numbers import Number
 from types import FunctionType
@@ -21,7 +21,11 @@ from torch import Tensor
 
 from ..comm.mesh import MESHES, OnMesh, is_mesh
 from ..core import tree
+from ..core.tree import Tree
 from .captures import Capture
+
+Key = tuple[type, *tuple[object, ...]]  # the type of a value, and what is compared of the value
+Contents = tuple[tuple[str, object], ...]  # of captured variables: name, and what is compared of the value
 
 
 class Ambient(NamedTuple):
@@ -37,11 +41,21 @@ class Ambient(NamedTuple):
     autocast: tuple[tuple[str, torch.dtype], ...]
 
 
+class TensorKey(NamedTuple):
+    """The properties of a tensor that a graph depends on."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
 class Signature(NamedTuple):
     """The part of the cache key that the arguments and torch's settings determine (Note [What a graph depends on])."""
 
     spec: tree.Spec
-    kinds: tuple[Any, ...]
+    kinds: tuple[TensorKey | Key, ...]  # one for each leaf of the arguments
     meshes: tuple[str, ...]
     ambient: Ambient
 
@@ -63,22 +77,25 @@ def ambient() -> Ambient:
     )
 
 
-def flatten(args: Any, kwargs: Any) -> tuple[list[Any], tree.Spec]:
-    """Return leaves and structure of a call's arguments, with conjugate and negative bits of tensors resolved."""
+def flatten(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> tuple[list[object], tree.Spec]:
+    """Return leaves and structure of a call's arguments, with conjugate and negative bits of tensors resolved.
+
+    A graph reads the memory of its inputs, in which neither bit is applied.
+    """
     leaves, spec = tree.flatten((args, kwargs))
     return [leaf.resolve_conj().resolve_neg() if _is_lazy(leaf) else leaf for leaf in leaves], spec
 
 
-def _is_lazy(leaf: Any) -> bool:
+def _is_lazy(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_conj() or leaf.is_neg())
 
 
-def on_meshes(x: Any) -> list[Any]:
+def on_meshes(x: Tree) -> list[OnMesh]:
     """Return the nodes of a tree that lie on a mesh."""
     return tree.nodes(x, OnMesh)
 
 
-def signature(leaves: Sequence[Any], spec: tree.Spec, nodes: Sequence[OnMesh] = ()) -> Signature:
+def signature(leaves: Sequence[object], spec: tree.Spec, nodes: Sequence[OnMesh] = ()) -> Signature:
     """Return the signature of a call. `nodes` are the nodes of the arguments that lie on a mesh.
 
     Raises TypeError for an argument that cannot be hashed and compared with the argument of a later call.
@@ -92,23 +109,23 @@ def signature(leaves: Sequence[Any], spec: tree.Spec, nodes: Sequence[OnMesh] = 
     return Signature(spec, kinds, tuple("" if mesh is None else MESHES.of(mesh) for mesh in meshes), ambient())
 
 
-def _kind(leaf: Any) -> Any:
+def _kind(leaf: object) -> TensorKey | Key:
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
             raise TypeError(f"a tensor of layout {leaf.layout}")
         device = torch.get_default_device() if leaf.device.type == "meta" else leaf.device  # as in `trace`
-        return Tensor, leaf.shape, leaf.stride(), leaf.dtype, device, leaf.requires_grad
+        return TensorKey(leaf.shape, leaf.stride(), leaf.dtype, device, leaf.requires_grad)
     return fixed(leaf)
 
 
-def fixed(x: Any) -> Any:
+def fixed(x: Any) -> Key:  # not `object`: `is_mesh` does not tell mypy that `x` is a mesh
     """Return a key that is equal for values that are the same to a graph.
 
     The keys of 1, 1.0 and True differ, and so do the keys of 0.0 and -0.0. The keys of two NaNs are equal.
     """
     kind = type(x)
     if isinstance(x, Number):
-        return kind, repr(x)  # also equal for NaN
+        return kind, repr(x)  # as text, because NaN != NaN and 0.0 == -0.0
     if isinstance(x, list | tuple | set | frozenset):
         return kind, *map(fixed, x)
     if is_dataclass(x) and not isinstance(x, type):
@@ -121,25 +138,25 @@ def fixed(x: Any) -> Any:
 class _Same:
     """A wrapper that compares an object by identity."""
 
-    def __init__(self, thing: Any):
-        self.thing = thing
+    def __init__(self, value: object):
+        self.value = value  # a reference, so that no later object gets its id
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.thing is other.thing
+        return isinstance(other, _Same) and self.value is other.value
 
     def __hash__(self) -> int:
-        return id(self.thing)
+        return id(self.value)
 
 
-def held(found: Sequence[Capture]) -> tuple[Any, ...]:
+def contents(variables: Sequence[Capture]) -> Contents:
     """Return a key for the values of captured variables, one pair of name and content for each.
 
     Numbers and strings are compared by value, tensors by shape, dtype and device, and other objects by identity.
     """
-    return tuple((capture.name, _content(capture.read())) for capture in found)
+    return tuple((variable.name, _content(variable.read())) for variable in variables)
 
 
-def _content(value: Any) -> Any:
+def _content(value: Any) -> object:  # not `object`, as in `fixed`
     if type(value) is FunctionType:  # functions already compare by identity; most captured values are functions
         return value
     if value is None or isinstance(value, Number | str | bytes):
@@ -151,7 +168,8 @@ def _content(value: Any) -> Any:
     return MESHES.of(value) if is_mesh(value) else _Same(value)
 
 
-def _incomparable(leaves: Sequence[Any], spec: tree.Spec) -> Exception:
+def _incomparable(leaves: Sequence[object], spec: tree.Spec) -> TypeError:
+    """Return the TypeError for the first leaf that cannot be hashed, else for the structure."""
     for path, leaf in zip(tree.paths(spec), leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
             return TypeError(
@@ -172,25 +190,28 @@ def difference(old: Signature, new: Signature) -> str:
     """Describe the first difference between two signatures, for `explain`."""
     if old.spec != new.spec:
         return "the structure of the arguments, or what their nodes carry (a plan, say), differs"
-    for path, a, b in zip(tree.paths(new.spec), old.kinds, new.kinds, strict=True):
-        if a != b:
-            return f"argument {path!r} was {_words(a)}, is {_words(b)}"
-    for name, a, b in zip(Ambient._fields, old.ambient, new.ambient, strict=True):
-        if a != b:
-            return f"torch's {name.replace('_', ' ')} was {a}, is {b}"
+    for path, before, now in zip(tree.paths(new.spec), old.kinds, new.kinds, strict=True):
+        if before != now:
+            return f"argument {path!r} was {_words(before)}, is {_words(now)}"
+    for name, was, value in zip(Ambient._fields, old.ambient, new.ambient, strict=True):
+        if was != value:
+            return f"torch's {name.replace('_', ' ')} was {was}, is {value}"
     return "the mesh that the arguments lie on is another one, or another rank's"
 
 
-def changed(old: Sequence[Any], new: Sequence[Any]) -> str:
+def changed(old: Contents, new: Contents) -> str:
     """Name the captured variables whose contents differ between `old` and `new`, for `explain`."""
     before = dict(old)
     names = [name for name, content in new if before.get(name) != content]
     return f"{', '.join(names) or 'a function'} changed"
 
 
-def _words(kind: Any) -> str:
-    if kind[0] is not Tensor:
-        return str(kind[1]) if issubclass(kind[0], Number) else repr(kind[1])
-    _, shape, stride, dtype, device, requires_grad = kind
-    words = f"{str(dtype).removeprefix('torch.')}{list(shape)} strides {list(stride)} on {device}"
-    return words + " that requires a gradient" * requires_grad
+def _words(key: TensorKey | Key) -> str:
+    if not isinstance(key, TensorKey):
+        kind, *content = key
+        if not content:  # an empty set, or a dataclass without fields
+            return f"an empty {kind.__name__}"
+        return str(content[0]) if issubclass(kind, Number) else repr(content[0])
+    dtype = str(key.dtype).removeprefix("torch.")
+    words = f"{dtype}{list(key.shape)} strides {list(key.stride)} on {key.device}"
+    return words + " that requires a gradient" * key.requires_grad

@@ -13,11 +13,11 @@ import random
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -32,7 +32,12 @@ from ..core import tree
 from ..core.arguments import check_function
 from ..core.callsite import call_site, frame_of
 from ..core.random import draws
+from ..core.tree import Tree
 from .captures import captures
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_Identity = tuple[int, torch.Size, int | None]  # storage, shape and gradient of a tensor
 
 _UNLIKELY = 0x6A17_C0DE_5EED
 
@@ -52,7 +57,7 @@ class Trace:
     module: fx.GraphModule
     spec: tree.Spec
     out_spec: tree.Spec
-    results: tuple[Any, ...]
+    results: tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -62,31 +67,32 @@ class Output:
     number: int
 
 
-def tensors(leaves: Sequence[Any]) -> list[Tensor]:
+def tensors(leaves: Sequence[object]) -> list[Tensor]:
     """Return the leaves that are tensors, in order."""
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def trace(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec) -> Trace:
+def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec) -> Trace:
     """Trace `fn(*args, **kwargs)`, where `tree.flatten((args, kwargs))` gave `leaves` and `spec`.
 
     Raises TraceError for a function that cannot become a graph.
     """
-    found: dict[str, Any] = {}
+    out_spec: tree.Spec
+    results: list[object] = []
 
-    def flat(*given: Tensor) -> list[Tensor]:
-        before = [_identity(x) for x in given]
-        args, kwargs = tree.unflatten(spec, _merged(leaves, given))
+    def flat(*inputs: Tensor) -> list[Tensor]:
+        """Call `fn` with the fake tensors `inputs`; make_fx, which accepts only tensors, calls this function once."""
+        nonlocal out_spec
+        before = [_identity(x) for x in inputs]
+        args, kwargs = tree.unflatten(spec, _merged(leaves, inputs))
         with _without_random_state():
-            out, found["spec"] = tree.flatten(fn(*args, **kwargs))
-        _check_same(given, before, leaves, spec)
-        _check_constants(out, found["spec"], leaves)
-        results: list[Any] = []
+            out, out_spec = tree.flatten(fn(*args, **kwargs))
+        _check_same(inputs, before, leaves, spec)
+        _check_constants(out, out_spec, leaves)
         outputs: list[Tensor] = []
         for leaf in out:
             results.append(Output(len(outputs)) if isinstance(leaf, Tensor) else leaf)
             outputs += [leaf] * isinstance(leaf, Tensor)
-        found["results"] = tuple(results)
         return outputs
 
     mode = _mode_of(leaves)
@@ -94,10 +100,10 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec) -> Tra
     # torch.func may leave keys of that transform set, and later transforms then fail. test_func_losses.py fails if
     # torch removes the guard.
     try:
-        given = [_fake(mode, leaf) for leaf in tensors(leaves)]
+        fakes = [_fake(mode, leaf) for leaf in tensors(leaves)]
         with torch._C._PreserveDispatchKeyGuard():
             try:
-                module = make_fx(flat, tracing_mode="fake", record_stack_traces=True)(*given)
+                module = make_fx(flat, tracing_mode="fake", record_stack_traces=True)(*fakes)
             except Exception as failure:
                 _let_go(failure)
                 raise
@@ -105,10 +111,10 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], spec: tree.Spec) -> Tra
         raise
     except Exception as failure:
         raise _explained(failure, fn) from failure
-    return Trace(module, spec, found["spec"], found["results"])
+    return Trace(module, spec, out_spec, tuple(results))
 
 
-def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def eval_shape(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Return the result of `fn(*args, **kwargs)` with fake tensors: shapes, dtypes and devices without values.
 
     No value is computed, sent to another rank or stored. A meta tensor among the arguments stands for a tensor on the
@@ -124,11 +130,12 @@ def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     mode = _mode_of(leaves)
     fakes = [_fake(mode, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     with mode:
-        given, named = tree.unflatten(spec, fakes)
-        return fn(*given, **named)
+        fake_args, fake_kwargs = tree.unflatten(spec, fakes)
+        return fn(*fake_args, **fake_kwargs)
 
 
-def _mode_of(leaves: Sequence[Any]) -> FakeTensorMode:
+def _mode_of(leaves: Sequence[object]) -> FakeTensorMode:
+    # Fake tensors of two modes cannot meet in one operator, so arguments that are fake already decide the mode.
     fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
     return fakes[0].fake_mode if fakes else FakeTensorMode(shape_env=_shapes())
 
@@ -148,27 +155,31 @@ def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
     return mode.from_tensor(leaf, static_shapes=True)
 
 
-def _merged(leaves: Sequence[Any], given: Sequence[Tensor]) -> list[Any]:
-    fakes = iter(given)
-    return [next(fakes) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+def _merged(leaves: Sequence[object], inputs: Sequence[Tensor]) -> list[object]:
+    """Return the leaves with the tensors among them replaced by `inputs`, in order."""
+    remaining = iter(inputs)
+    return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def input_paths(leaves: Sequence[Any], spec: tree.Spec) -> list[str]:
+def input_paths(leaves: Sequence[object], spec: tree.Spec) -> list[str]:
     """Return the paths of the leaves that are tensors, in order. The inputs of a graph are named by these paths."""
     return [path for path, leaf in zip(tree.paths(spec), leaves, strict=True) if isinstance(leaf, Tensor)]
 
 
-def _identity(x: Tensor) -> tuple[Any, ...]:
+def _identity(x: Tensor) -> _Identity:
     """Return storage, shape and gradient of a tensor. Only assignments to `x.data` or `x.grad` change this result."""
-    return x.untyped_storage()._cdata, x.shape, id(x.grad) if x.is_leaf else None
+    return x.untyped_storage()._cdata, x.shape, id(x.grad) if x.is_leaf else None  # a non-leaf's .grad warns
 
 
-def _check_same(given: Sequence[Tensor], before: Sequence[Any], leaves: Sequence[Any], spec: tree.Spec) -> None:
-    for path, x, (*memory, grad) in zip(input_paths(leaves, spec), given, before, strict=True):
-        *now, new_grad = _identity(x)
-        if now != memory:
+def _check_same(
+    inputs: Sequence[Tensor], before: Sequence[_Identity], leaves: Sequence[object], spec: tree.Spec
+) -> None:
+    """Raise TraceError if the function assigned to `.data` or `.grad` of an argument: no operator records this."""
+    for path, x, (*old_memory, old_grad) in zip(input_paths(leaves, spec), inputs, before, strict=True):
+        *memory, grad = _identity(x)
+        if memory != old_memory:
             raise TraceError(f"jit: the function assigns to .data of its argument {path!r}: make a new tensor instead")
-        if new_grad != grad:
+        if grad != old_grad:
             raise TraceError(
                 f"jit: the function assigns to .grad of its argument {path!r}, as .backward() does: take gradients "
                 "with torch.autograd.grad, torch.func.grad or fshard.value_and_grad"
@@ -180,10 +191,10 @@ def _check_same(given: Sequence[Tensor], before: Sequence[Any], leaves: Sequence
 _CONSTANTS = (Tensor, Number, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def _check_constants(out: Sequence[Any], spec: tree.Spec, leaves: Sequence[Any]) -> None:
-    known = {id(leaf) for leaf in leaves}
+def _check_constants(out: Sequence[object], spec: tree.Spec, leaves: Sequence[object]) -> None:
+    argument_ids = {id(leaf) for leaf in leaves}  # of any type, because the cache key has the leaves of the arguments
     for path, leaf in zip(tree.paths(spec), out, strict=True):
-        if not isinstance(leaf, _CONSTANTS) and id(leaf) not in known:
+        if not isinstance(leaf, _CONSTANTS) and id(leaf) not in argument_ids:
             at = f" at {path!r}" if path else ""
             raise TraceError(
                 f"jit: the function gives back a {type(leaf).__name__}{at}, which a graph cannot make: give back trees "
@@ -213,13 +224,19 @@ class _Watch(TorchDispatchMode):
         # A seed that user code is unlikely to set: a call of manual_seed with the old seed is then noticed, too.
         torch.default_generator.manual_seed(_UNLIKELY)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if draws(func, args, kwargs):
             if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
                 raise TraceError(f"jit: {func} with a generator of its own at {call_site()}{_REPEATED}")
             self.check(f" before {func} at {call_site()}")
-            self._seed += 1
+            self._seed += 1  # a state that was saved before this draw has an older seed, and is noticed if it returns
             torch.default_generator.manual_seed(self._seed)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and out.layout is not torch.strided:
@@ -252,14 +269,15 @@ def _without_random_state() -> Iterator[None]:
     """
     saved, np = torch.default_generator.get_state(), sys.modules.get("numpy")
 
-    def state() -> list[Any]:
+    def state() -> list[object]:
+        # numpy's state as text, because == of its array has no truth value
         return [random.getstate(), *([] if np is None else [str(np.random.get_state()[1:])])]
 
     try:
         before = state()
-        with _Watch() as draws:
+        with _Watch() as watch:
             yield
-        draws.check()
+        watch.check()
         if state() != before:
             raise TraceError(
                 "jit: the function draws Python's or numpy's random numbers, which a graph would repeat: draw torch's "
@@ -279,7 +297,8 @@ def _let_go(failure: BaseException | None) -> None:
         failure = failure.__context__
 
 
-def _explained(failure: Exception, fn: Callable[..., Any]) -> TraceError:
+def _explained(failure: Exception, fn: Callable[..., Tree]) -> TraceError:
+    """Return the TraceError for an error of torch's tracer, which tells errors apart only by their text and frames."""
     text, where = str(failure), _site(failure)
     frames = traceback.extract_tb(failure.__traceback__)
     # Under forward-mode AD, which is on for simulated ranks, torch raises while formatting its own error message.
@@ -300,16 +319,15 @@ def _explained(failure: Exception, fn: Callable[..., Any]) -> TraceError:
             f"jit: the function asks for the value of a tensor (if, while, int, float, .item(), .tolist(), print) at "
             f"{where}, which a graph does not know: use torch.where or fshard.select, or do it outside"
         )
-    if "device" in text and re.search(
-        r"\bmeta\b", text
-    ):  # zeros that torch makes of no device where it has no values to vary
+    # In a vmap of forward mode, torch makes zeros on the meta device for what does not vary along the direction.
+    if "device" in text and re.search(r"\bmeta\b", text):
         return _forward_mode(where)
     return TraceError(
         f"jit: tracing failed at {where}: {type(failure).__name__}: {text.splitlines()[0] if text else ''}"
     )
 
 
-def _has_tensor(value: Any) -> bool:
+def _has_tensor(value: object) -> bool:
     return any(isinstance(x, Tensor) for x in (value if isinstance(value, tuple) else (value,)))
 
 
