@@ -21,7 +21,7 @@ def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """
     parts = list[Tensor]()
     for data in map(as_bytes, tensors):
-        gap = -data.numel() % STEP
+        gap = -data.numel() % STEP  # bytes to the next multiple of STEP
         parts += [data, data.new_zeros(gap)] if gap else [data]
     return torch.cat(parts, out=out)
 
@@ -35,7 +35,7 @@ def unpack(data: Tensor, held: Held) -> list[Tensor]:
     """Return the packed tensors, flat, as views of `data`. Dual: `pack`."""
     tensors = list[Tensor]()
     for dtype, numel in held:
-        tensors.append(from_bytes(data[: dtype.itemsize * numel], dtype))
+        tensors.append(from_bytes(data[: dtype.itemsize * numel], dtype))  # (numel,)
         data = data[packed_size([(dtype, numel)]) :]
     return tensors
 

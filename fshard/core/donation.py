@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+
+from .tree import Tree
 
 
 class DonatedError(RuntimeError):
@@ -25,7 +27,7 @@ class Life:
                 f".{touched}). Use the state which that step returned, or build the step with donate=False."
             )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         self.check("value", "__getstate__")  # the memory now holds another state, which a copy or a file would take
         return vars(self)
 
@@ -34,9 +36,10 @@ class Life:
 class Source:
     """Metadata of a node that can be given away: `static` is compared, `of` refers to the node weakly."""
 
-    static: Any
-    of: weakref.ref[Any]
+    static: Hashable
+    of: weakref.ref[Tree]
 
+    # `of` is left out, so that structures of two equal nodes are equal, and each node's own can be told apart
     def __eq__(self, other: object) -> bool:
         return self.static == (other.static if isinstance(other, Source) else other)
 

@@ -29,6 +29,7 @@ def put(place: Tensor, parts: Sequence[Tensor], starts: Sequence[int], add: bool
         torch.ops.fshard.put(place, parts, starts, add)
         return
     ends = [start + part.numel() for part, start in zip(parts, starts, strict=True)]
+    # views of `place`, each of its part's shape
     into = [place[start:end].view(part.shape) for part, start, end in zip(parts, starts, ends, strict=True)]
     if len(place) > most:  # a foreach kernel may index the elements of a tensor with int32
         for to, part in zip(into, parts, strict=True):
@@ -75,8 +76,9 @@ def cleared_outside(row: Tensor, spans: Iterable[tuple[int, int]]) -> Tensor:
     gaps = list(_gaps(len(row), spans))
     if not gaps:
         return row
+    # one tensor of zeros for all gaps, as long as the longest; what a gap held may be NaN, so it is not multiplied by 0
     zeros = row.new_zeros(max(stop - start for start, stop in gaps))
-    begins = [0, *(stop for _, stop in gaps)]
+    begins = [0, *(stop for _, stop in gaps)]  # of what is kept: one before each gap, one after the last
     parts = [
         x for begin, (start, stop) in zip(begins, gaps, strict=False) for x in (row[begin:start], zeros[: stop - start])
     ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ import torch
 # (test_transforms.py notices when these go).
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack, temporarily_restore_interpreter_stack
 
-_REFUSAL = "don't yet support saved tensor hooks"
+_REFUSAL = "don't yet support saved tensor hooks"  # torch has no exception class for it: only these words
 
 
 def inside() -> bool:
@@ -30,20 +29,20 @@ def inside() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def aside() -> AbstractContextManager[Sequence[Any]]:
+def aside() -> AbstractContextManager[Sequence[object]]:
     """Run the block outside all transforms; it is given the levels it left, innermost first. Dual: `again`.
 
     >>> def f(x):
     ...     with aside():
-    ...         found = inside()
-    ...     return x + found
+    ...         is_inside = inside()
+    ...     return x + is_inside
     >>> torch.func.vmap(f)(torch.zeros(2)).tolist()
     [0.0, 0.0]
     """
     return temporarily_clear_interpreter_stack() if inside() else nullcontext(())
 
 
-def again(levels: Sequence[Any]) -> AbstractContextManager[None]:
+def again(levels: Sequence[object]) -> AbstractContextManager[None]:
     """Run the block inside these levels again, which `aside` returned. Dual: `aside`."""
     return temporarily_restore_interpreter_stack(list(levels))
 

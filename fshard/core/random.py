@@ -12,13 +12,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .tracing import define, is_tracing
+from .tracing import Operator, define, is_tracing
+from .tree import Tree
 
 _aten = torch.ops.aten
 _STATE_BYTES = {"cpu": 5056}  # size of a generator's state; 16 on other devices
@@ -28,6 +28,7 @@ _STATE_BYTES = {"cpu": 5056}  # size of a generator's state; 16 on other devices
 def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators by (seed, step, rank, part) inside the block, and restore them after it."""
     cuda = device.type == "cuda"
+    # a graph writes to the host's generator alone: it keeps the index of the next state there
     with torch.random.fork_rng([device] if cuda and not is_tracing() else []):
         if is_tracing():
             with _Draws(torch.ops.fshard.seeded(seed, step, rank, part, device), device):
@@ -54,11 +55,11 @@ def bookmark(device: torch.device) -> Callable[[], None]:
     if device.type in ("cpu", "meta") or is_tracing():  # on meta nothing is drawn
         return lambda: torch.set_rng_state(host)
     module = torch.get_device_module(device)
-    own = module.get_rng_state(device)
+    on_device = module.get_rng_state(device)
 
     def back() -> None:
         torch.set_rng_state(host)
-        module.set_rng_state(own, device)
+        module.set_rng_state(on_device, device)
 
     return back
 
@@ -106,7 +107,8 @@ def draw(
         return mask, after
     generator = torch.Generator(like.device)
     generator.set_state(state)
-    values: Sequence[Any] = [int(n) for n in numbers] if how == "random_" else numbers
+    # `random_` takes integers alone, and the schema of the operator `draw` makes them floats
+    values: Sequence[float] = [int(n) for n in numbers] if how == "random_" else numbers
     x = getattr(torch.empty_like(like), how)(*by, *values, generator=generator)
     return x, generator.get_state()
 
@@ -129,7 +131,13 @@ class _Draws(TorchDispatchMode):
         self._states.append(state)
         return drawn
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: Sequence[type],
+        args: tuple[Tree, ...] = (),
+        kwargs: dict[str, Tree] | None = None,
+    ) -> Tree:
         kwargs = kwargs or {}
         if not draws(func, args, kwargs):
             return func(*args, **kwargs)
@@ -141,7 +149,8 @@ class _Draws(TorchDispatchMode):
             x, p, train = args
             if train is False or p == 0:
                 return x.clone(), torch.ones_like(x, dtype=torch.bool)
-            mask = self._draw(name, x, [p])
+            mask = self._draw(name, x, [p])  # like `x`, bool
+            # 1 / (1 - p) is infinite for p = 1, and zero times that NaN
             return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
         if name == "bernoulli":  # torch.func decomposes dropout into bernoulli with a probability
             return self._draw("bernoulli_", args[0], args[1:], by=() if args[1:] else args)
@@ -160,7 +169,7 @@ class _Draws(TorchDispatchMode):
         raise NotImplementedError(_unknown(func))
 
 
-def _unknown(func: Any) -> str:
+def _unknown(func: Operator) -> str:
     return (
         f"{func}: a graph knows no such random operator, or none with a generator of its own: use torch.rand, randn, "
         "randint, bernoulli or dropout, or an in-place method such as uniform_ (attention with dropout: under "
@@ -168,18 +177,20 @@ def _unknown(func: Any) -> str:
     )
 
 
-def _room(name: str, args: Sequence[Any], options: dict[str, Any]) -> Tensor:
+def _room(name: str, args: Sequence[Tree], options: Mapping[str, Tree]) -> Tensor:
+    """Return an empty tensor like that which a factory (`rand`, `randn_like`) returns for these arguments."""
     return torch.empty_like(args[0], **options) if name.endswith("_like") else torch.empty(args[0], **options)
 
 
-def _defaults(func: Any, args: Sequence[Any]) -> list[float]:
+def _defaults(func: Operator, args: Sequence[Tree]) -> list[float]:
     """Return the numbers an in-place random operator is called with, defaults included."""
     schema = [a for a in func._schema.arguments[1:] if a.name != "generator" and not a.kwarg_only]
     return [args[i] if i < len(args) else a.default_value for i, a in enumerate(schema, start=1)]
 
 
-def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def draws(func: Operator, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> bool:
     """Whether a call of an operator draws random numbers; attention does so only with dropout."""
+    # fshard's own operators have this tag, so that compilers do not merge them, and draw from no generator
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or func.namespace == "fshard":
         return False
     dropout = kwargs.get("dropout_p", next((a for a in args if isinstance(a, float)), 0.0))

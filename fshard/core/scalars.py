@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Number = float | Tensor
 
-def double(x: Any) -> Tensor:
+
+def double(x: Number) -> Tensor:
     """Return a number as a 0-d float64 tensor on the CPU, a tensor in float64 on its own device.
 
     >>> double(0.5)
@@ -17,7 +19,7 @@ def double(x: Any) -> Tensor:
     return x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
-def on_device(x: Any, device: torch.device) -> Tensor:
+def on_device(x: Number, device: torch.device) -> Tensor:
     """Return a number as a 0-d float64 tensor on a device, filled there: a copy from the host would synchronize.
 
     >>> on_device(0.5, torch.device("cpu"))
@@ -28,15 +30,12 @@ def on_device(x: Any, device: torch.device) -> Tensor:
     return torch.full((), x, dtype=torch.float64, device=device)
 
 
-Number = float | Tensor
-
-
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The real dtype, float32 or float64, of scalars that multiply a tensor of this dtype."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
-def beside(number: Any, x: Tensor) -> Any:
+def beside(number: object, x: Tensor) -> Any:  # a `Number` or None; torch types no function of two `Number`s
     """Move a device scalar to the CPU if `x` is there; CPU scalars broadcast to any device."""
     return number.to(x.device) if isinstance(number, Tensor) and x.device.type == "cpu" else number
 

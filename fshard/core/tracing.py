@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+
+Operator: TypeAlias = Any  # an operator as dispatch modes and graphs see it: its class is private to torch
 
 
 def is_tracing() -> bool:
@@ -19,7 +21,7 @@ def is_tracing() -> bool:
 _LIBRARY = torch.library.Library("fshard", "DEF")
 
 
-def define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+def define(schema: str, run: Callable[..., object], shapes: Callable[..., object]) -> None:
     """Define the operator `torch.ops.fshard.<name>`: `run` implements it, `shapes` returns fake results.
 
     The tags tell compilers not to merge two calls with equal arguments, not to run a call while compiling, and not to
