@@ -29,7 +29,7 @@ ROWS = 16  # of all ranks
 
 @functools.cache
 def example() -> Any:
-    """The module of the example examples/train_lm.py."""
+    """The module examples/train_lm.py."""
     spec = importlib.util.spec_from_file_location("train_lm_for_slices", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
@@ -326,7 +326,7 @@ def test_what_cannot_be():
 
 
 def exact_norm(x: Any, p: float = 2) -> Tensor:
-    """The norm without rounding between elements."""
+    """The norm whose bits depend on no order of elements."""
     return fshard.optim.global_norm(x, p, exact=True)
 
 

@@ -1,4 +1,4 @@
-"""What a step is given besides state and batch, what it is built with, and what it gives away."""
+"""Arguments of a step besides state and batch; how a step is built; and which tensors a donated step gives away."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,31 +26,31 @@ TX = optim.sgd(0.1, momentum=0.9)
 
 
 def model(seed: int = 0) -> dict[str, Any]:
-    """Two units."""
+    """Parameters of two units."""
     shapes = {"a": (4, 5), "c": (5, CLASSES)}
     return {name: {"w": rand(*shape, seed=seed + len(shape) + shape[0])} for name, shape in shapes.items()}
 
 
 def sharded(mesh: Any, seed: int = 0, **plan: Any) -> fshard.Sharded:
-    """It on a mesh."""
+    """The parameters of `model` on a mesh."""
     whole = model(seed)
     return fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["a", "c"], **plan))
 
 
 def data(step: int, rank: int) -> dict[str, Tensor]:
-    """One rank's rows."""
+    """The rows of one rank."""
     seed = 10 * step + rank
     targets = torch.randint(CLASSES, (ROWS,), generator=torch.Generator().manual_seed(seed))
     return {"x": rand(ROWS, 4, seed=seed), "y": targets}
 
 
 def logits(params: Any, x: Tensor) -> Tensor:
-    """Of every row."""
+    """The scores of every row."""
     return torch.tanh(x @ params["a"]["w"]) @ params["c"]["w"]
 
 
 def total(params: Any, batch: Any, weights: Tensor, teacher: Any, temperature: float) -> Tensor:
-    """Weighted cross entropy, and how far a teacher is from there, one layer of which the student uses itself."""
+    """Weighted cross entropy, the distance to a teacher, and a term that mixes a teacher's layer with the student's."""
     out = logits(params, batch["x"])
     cross = torch.nn.functional.cross_entropy(out, batch["y"], weights, reduction="sum")
     mixed = torch.tanh(batch["x"] @ params["a"]["w"]) @ teacher["c"]["w"]  # saved for the gradient of the student
@@ -58,12 +58,12 @@ def total(params: Any, batch: Any, weights: Tensor, teacher: Any, temperature: f
 
 
 def mean_loss(params: Any, batch: Any, *args: Any) -> fshard.Mean:
-    """By rows."""
+    """The total as a mean over rows."""
     return fshard.Mean(total(params, batch, *args), len(batch["x"]))
 
 
 def sum_loss(params: Any, batch: Any, *args: Any) -> fshard.Sum:
-    """Of all rows."""
+    """The total as a sum over all rows."""
     return fshard.Sum(0.01 * total(params, batch, *args))
 
 
@@ -71,7 +71,7 @@ WEIGHTS = rand(CLASSES, seed=99).abs()
 
 
 def train(mesh: Any, loss: Any, accumulate: int, how: Callable[[Any], Any] = lambda step: step, **plan: Any) -> Any:
-    """Two steps with class weights, a sharded teacher and a temperature; the loss of each, the parameters."""
+    """Losses and parameters of two steps with class weights, a sharded teacher and a temperature."""
     state = fshard.init_state(sharded(mesh, **plan), TX)
     step, teacher, losses = how(fshard.train_step(loss, TX, accumulate=accumulate)), sharded(mesh, seed=50), []
     for i in range(2):
@@ -81,7 +81,7 @@ def train(mesh: Any, loss: Any, accumulate: int, how: Callable[[Any], Any] = lam
 
 
 def planned(loss: Any, num_ranks: int) -> Any:
-    """The same on whole tensors."""
+    """The same two steps by the oracle, on whole tensors."""
     plain, losses = oracle(loss, TX), []
     state = plain.init(model())
     for i in range(2):
@@ -91,7 +91,7 @@ def planned(loss: Any, num_ranks: int) -> Any:
 
 
 def close(a: Any, b: Any) -> None:
-    """Two trees that differ in the last places at most."""
+    """Check that two trees differ in the last places at most."""
     for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
@@ -99,7 +99,7 @@ def close(a: Any, b: Any) -> None:
 @pytest.mark.parametrize("loss", [mean_loss, sum_loss])
 @pytest.mark.parametrize("shard", [None, 1, 2, 3])
 def test_arguments_go_to_every_micro_batch_uncut(loss, shard):
-    """Weights, a teacher and a number: the same for any number of micro-batches, and as on whole tensors."""
+    """Extra arguments reach every micro-batch uncut: otherwise class weights or a teacher would be cut like rows."""
     expected = planned(loss, shard or 1)
     for accumulate in (1, 2, 3):
         job = partial(train, loss=loss, accumulate=accumulate)
@@ -111,7 +111,8 @@ def test_arguments_go_to_every_micro_batch_uncut(loss, shard):
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not name.startswith("wide")])
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_a_teacher_gathers_in_every_strategy(strategy, backend):
-    """Its own plan stays that of full sharding; with jit as well."""
+    """A sharded teacher works in every strategy, eagerly and jitted: otherwise distillation would work in some
+    strategies only."""
     how = (lambda step: step) if backend is None else partial(fshard.jit, backend=backend)
     job = partial(train, loss=mean_loss, accumulate=2, how=how, **STRATEGIES[strategy])
     for found in simulated(job, shard=2):
@@ -119,7 +120,8 @@ def test_a_teacher_gathers_in_every_strategy(strategy, backend):
 
 
 def test_real_processes_and_torch_compile():
-    """As simulated ranks; and fullgraph."""
+    """Steps with a teacher run in processes and under torch.compile: otherwise distillation would work in simulation
+    alone."""
     job = partial(train, loss=mean_loss, accumulate=2)
     assert same_bits(gloo(job), simulated(job))
     compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
@@ -127,7 +129,7 @@ def test_real_processes_and_torch_compile():
 
 
 def gathers(mesh: Any, fn: Callable[..., Any]) -> list[str]:
-    """The units that a function of student and teacher gathers, in order; the teacher's begin with t."""
+    """The units that a function of student and teacher gathers, in order; the names of the teacher's begin with t."""
     student = sharded(mesh)
     whole = {f"t{name}": leaf for name, leaf in model(50).items()}
     teacher = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["ta", "tc"]))
@@ -137,20 +139,22 @@ def gathers(mesh: Any, fn: Callable[..., Any]) -> list[str]:
 
 
 def read_both(params: Any, teacher: Any) -> Tensor:
-    """The student's way through both."""
+    """A function that uses layers of the student and the teacher in turn."""
     h = torch.tanh(torch.ones(2, 4, dtype=torch.float64) @ params["a"]["w"])
     return (torch.tanh(h @ teacher["tc"]["w"]) @ params["c"]["w"].T @ teacher["ta"]["w"].T).sum()
 
 
 def test_a_teacher_is_gathered_again_and_let_go():
-    """Unit by unit, once forward and once for the backward, but for what each tree's backward begins with."""
+    """A teacher's units are gathered one by one and freed: otherwise a teacher would need memory for all its
+    parameters."""
     both = simulated(gathers, fshard.value_and_grad(read_both))[0]
     assert sorted(both) == ["a", "c", "ta", "tc", "tc"]  # the gradient of what is first needs no a
     assert sorted(simulated(gathers, fshard.evaluate(read_both))[0]) == ["a", "c", "ta", "tc"]
 
 
 def test_no_gradient_goes_to_a_teacher():
-    """And a part of a `Sharded`, or one of another mesh, is read as well."""
+    """A teacher gets no gradient, and may be a part of a `Sharded`: otherwise the student's gradients would be
+    wrong."""
 
     def law(mesh: Any) -> None:
         student, teacher = sharded(mesh), sharded(None, seed=50)
@@ -177,7 +181,8 @@ WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("reduction", ["exact", "tree"])
 def test_what_has_not_the_batchs_rows_is_an_error(name, accumulate, reduction):
-    """It names the leaf, and where such a thing goes."""
+    """A batch leaf without the batch's rows is an error that names it; without it a leaf would be cut at the wrong
+    places."""
     batch, words = WRONG[name]
     step = fshard.train_step(lambda p, b: p["a"]["w"].sum(), TX, accumulate=accumulate, reduction=reduction)
     with pytest.raises(ValueError, match="batch leaf") as caught:
@@ -187,7 +192,7 @@ def test_what_has_not_the_batchs_rows_is_an_error(name, accumulate, reduction):
 
 
 def test_a_batch_of_nothing_is_taken_once():
-    """Several micro-batches of it, or of 0-d tensors alone, would be counted as often."""
+    """A batch without rows is used once, never by several micro-batches: otherwise a sum would count it twice."""
     once = fshard.train_step(lambda p, b: b * p["a"]["w"].sum(), TX)(
         fshard.init_state(sharded(None), TX), torch.tensor(2.0)
     )
@@ -205,7 +210,7 @@ def test_a_batch_of_nothing_is_taken_once():
 
 
 def extra_loss(params: Any, extra: Any, batch: Any, gain: Any = 1.0) -> Any:
-    """A running mean, a queue of the last two rows, a count."""
+    """A loss whose extra has a running mean, a queue of the last two rows, and a count."""
     h = torch.tanh(batch["x"] @ params["a"]["w"])
     mean = 0.9 * extra["mean"] + 0.1 * h.mean(0)
     queue = torch.cat([extra["queue"], h.detach()])[-2:]
@@ -214,13 +219,13 @@ def extra_loss(params: Any, extra: Any, batch: Any, gain: Any = 1.0) -> Any:
 
 
 def start_extra() -> Any:
-    """What `extra_loss` begins with."""
+    """The first extra of `extra_loss`."""
     zeros = partial(torch.zeros, dtype=torch.float64)
     return {"mean": zeros(5), "queue": zeros(2, 5), "count": torch.tensor(0), "teacher": None}
 
 
 def train_extra(mesh: Any, accumulate: int, donate: bool, how: Any = lambda step, donate: step, **kw: Any) -> Any:
-    """Three steps, the second of which overflows where there is a loss scale."""
+    """Three steps with extra; where there is a loss scale, the second step overflows."""
     scale = kw.pop("scale", None)
     state = fshard.init_state(sharded(mesh), TX, scale, extra=start_extra())
     step = fshard.train_step(extra_loss, TX, accumulate=accumulate, with_extra=True, donate=donate, **kw)
@@ -233,7 +238,7 @@ def train_extra(mesh: Any, accumulate: int, donate: bool, how: Any = lambda step
 
 
 def planned_extra(num_ranks: int, accumulate: int, scale: Any = None) -> Any:
-    """On whole tensors; the extras of every rank."""
+    """The same three steps by the oracle, with the extras of every rank."""
     plain, extras = oracle(extra_loss, TX, accumulate=accumulate, with_extra=True), []
     state = plain.init(model(), scale, extra=[start_extra() for _ in range(num_ranks)])
     for i in range(3):
@@ -248,7 +253,7 @@ def eager_jit(step: Any, donate: bool) -> Any:
 
 
 def same_extra(found: Any, expected: Any, rank: int = 0) -> None:
-    """Parameters and extras of one rank."""
+    """Check the parameters and extras of one rank against the oracle."""
     (params, extras), (others, all_extras) = found, expected
     close(params, others)
     for one, row in zip(extras, all_extras, strict=True):
@@ -262,7 +267,8 @@ def same_extra(found: Any, expected: Any, rank: int = 0) -> None:
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(("how", "given"), [("eager", False), ("eager", True), ("jit", False), ("jit", True)])
 def test_extra_goes_through_the_micro_batches(how, given, accumulate, scaled):
-    """On one device and two ranks, donated and compiled; where an update is skipped it is what it was."""
+    """Extra passes through micro-batches in order, and stays when an update is skipped: otherwise running statistics
+    would be wrong."""
     scale = fshard.DynamicLossScale(8.0) if scaled else None
     job = partial(train_extra, accumulate=accumulate, donate=given and how == "eager", scale=scale)
     if how == "jit":
@@ -276,7 +282,7 @@ def test_extra_goes_through_the_micro_batches(how, given, accumulate, scaled):
 
 
 def test_extra_in_real_processes_and_torch_compile():
-    """The same bits as simulated; and fullgraph."""
+    """Extra works in processes and under torch.compile: otherwise running statistics would work in simulation alone."""
     job = partial(train_extra, accumulate=2, donate=True)
     assert same_bits(gloo(job), simulated(job))
     how = lambda step, donate: torch.compile(step, fullgraph=True, backend="aot_eager")  # noqa: E731
@@ -284,7 +290,7 @@ def test_extra_in_real_processes_and_torch_compile():
 
 
 def test_extra_with_aux_and_a_sharded_in_it():
-    """A `Sharded` in extra gathers on access, and is handed on as it came; aux comes third."""
+    """Extra may hold a `Sharded`, and aux comes third: otherwise an averaged model could not be part of the state."""
 
     def loss(params: Any, extra: Any, batch: Any) -> Any:
         near = (params["a"]["w"] - extra["teacher"]["a"]["w"]).square().sum()
@@ -316,7 +322,8 @@ BAD_EXTRA: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD_EXTRA)
 def test_extra_keeps_its_form(name):
-    """Or an error names the leaf."""
+    """Extra of another structure, shape or dtype is an error that names the leaf; without it a checkpoint would not
+    load."""
     change, words = BAD_EXTRA[name]
     state = fshard.init_state(sharded(None), TX, extra={**start_extra(), "n": 3})
     step = fshard.train_step(lambda p, e, b: (p["a"]["w"].sum(), change(e)), TX, with_extra=True)
@@ -330,7 +337,7 @@ def test_extra_keeps_its_form(name):
 
 
 def test_recorded_arguments_run_again(tmp_path):
-    """A teacher and weights come from the files; gradients of a loss with extra are looked at."""
+    """A replay takes extra arguments from the record: otherwise a step with a teacher could not be replayed."""
     from fshard.testing import replay
 
     def loss(params: Any, extra: Any, batch: Any, *args: Any) -> Any:
@@ -353,13 +360,13 @@ def test_recorded_arguments_run_again(tmp_path):
 
 
 def aux_loss(params: Any, batch: Any) -> Any:
-    """The mean, and parameters as aux: a leaf, a view of one, everything."""
+    """A mean, and parameters as aux: a leaf, a view of a leaf, and the whole tree."""
     loss = fshard.Mean(logits(params, batch["x"]).square().sum(), len(batch["x"]))
     return loss, {"leaf": params["a"]["w"], "view": params["c"]["w"][1:, ::2], "all": params}
 
 
 def held(mesh: Any, donate: bool, **plan: Any) -> Any:
-    """What a caller holds of steps: aux, what was gathered before, an average in extra; all after the last step."""
+    """What a caller keeps of several steps: aux, gathered parameters, and an average in extra."""
     params, kept = sharded(mesh, **plan), []
     average = tree.map(lambda x: x, params)  # the same tensors
     state = fshard.init_state(params, TX)
@@ -374,7 +381,7 @@ def held(mesh: Any, donate: bool, **plan: Any) -> Any:
 
 
 def auxes(mesh: Any, jit: bool, **plan: Any) -> list[Any]:
-    """The aux of a gradient, a value, a step."""
+    """The aux of a gradient, of `evaluate`, and of a step."""
     params, batch, made = sharded(mesh, **plan), data(0, rank_of(mesh)), fshard.jit if jit else lambda fn, **_: fn
     (_, first), _ = made(fshard.value_and_grad(aux_loss, has_aux=True), backend="eager")(params, batch)
     _, second = made(fshard.evaluate(aux_loss, has_aux=True), backend="eager")(params, batch)
@@ -385,7 +392,8 @@ def auxes(mesh: Any, jit: bool, **plan: Any) -> list[Any]:
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "keep", "full"])
 def test_aux_is_plain_values(strategy, jit):
-    """Of parameters too: containers are those of the tree that was sharded, and nothing has a graph."""
+    """Parameters in aux come out as plain values without a graph: otherwise aux would keep activations or gathered
+    units alive."""
     whole = model()
     expected = {"leaf": whole["a"]["w"], "view": whole["c"]["w"][1:, ::2], "all": whole}
     for found in [auxes(None, jit), *simulated(partial(auxes, jit=jit, **STRATEGIES[strategy]), shard=2)]:
@@ -399,7 +407,8 @@ def test_aux_is_plain_values(strategy, jit):
 @pytest.mark.parametrize("shard", [None, 1, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "keep", "full"])
 def test_what_a_caller_holds_keeps_its_value(strategy, shard):
-    """Donated as not donated, and on any number of ranks."""
+    """What a caller keeps has the same bits whether steps are donated or not: otherwise a donated step would
+    overwrite it."""
     if shard is None:
         found, expected = (held(None, donate, **STRATEGIES[strategy]) for donate in (True, False))
         assert same_bits(found, expected)
@@ -417,7 +426,8 @@ def test_what_a_caller_holds_keeps_its_value(strategy, shard):
 
 
 def test_the_same_tensors_have_the_same_life():
-    """A container of given-away tensors is given away; one of others, or of frozen leaves alone, is not."""
+    """A container of donated tensors is refused, one of copies still works: otherwise old containers would show new
+    values."""
     whole = {**model(), "still": {"w": rand(3, seed=1)}}
     params = fshard.shard_params(whole, fshard.make_plan(whole, units=["a", "c"], frozen="still"))
     state = fshard.init_state(params, TX)
@@ -435,7 +445,8 @@ def test_the_same_tensors_have_the_same_life():
 
 
 def test_zero_leaves_the_callers_parameters():
-    """Those that this rank owns as those it does not."""
+    """A donated ZeRO step leaves the caller's first parameters as they were: otherwise a user's model would be
+    overwritten."""
 
     def law(mesh: Any) -> None:
         for partition in ("flat", "leaf"):
@@ -467,7 +478,7 @@ BUILT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def built(mesh: Any, name: str, odd: int, how: Any = lambda step: step) -> None:
-    """A step that one rank built otherwise."""
+    """One step, which rank `odd` built with other options."""
     other = BUILT[name][0] if mesh.get_rank() == odd else {}
     step = how(fshard.train_step(**{"loss_fn": mean_loss, "tx": TX, "clip_norm": 1.0, **other}))
     state = fshard.init_state(sharded(mesh), {"tx": TX, **other}["tx"])
@@ -476,7 +487,7 @@ def built(mesh: Any, name: str, odd: int, how: Any = lambda step: step) -> None:
 
 @pytest.mark.parametrize("name", BUILT)
 def test_ranks_that_built_other_steps_are_told(name):
-    """In the text of the loss's collective, which names both."""
+    """Ranks with different options get an error that has both; without it parameters would differ silently."""
     with pytest.raises(MismatchError, match="for unit 'loss'") as caught:
         simulated(built, name, 1)
     assert BUILT[name][1] in str(caught.value)
@@ -485,7 +496,7 @@ def test_ranks_that_built_other_steps_are_told(name):
 
 
 def test_compiled_steps_and_real_processes_are_told_too():
-    """A graph has the text; links between processes of one host compare it."""
+    """The error comes in graphs and processes too: otherwise a cluster would train different models silently."""
     with pytest.raises(MismatchError, match=r"lr=0\.2"):
         simulated(built, "lr", 1, partial(fshard.jit, backend="eager"))
     for fate in fates(built, "lr", 1):
@@ -494,7 +505,8 @@ def test_compiled_steps_and_real_processes_are_told_too():
 
 
 def test_what_is_described():
-    """Plain values of this package's functions; of others the name, so that a rank's own number does not count."""
+    """A step's text has numbers of fshard's functions, not the user's: otherwise a rank's own number would be called
+    a difference."""
     rank = 3
     assert describe(tx=optim.sgd(lambda count: 0.1 / (count + rank))).count("3") == 0
     assert "lr=0.1" in describe(tx=optim.sgd(0.1))
@@ -506,7 +518,8 @@ def test_what_is_described():
 
 @pytest.mark.parametrize("strategy", ["ddp", "full"])
 def test_a_tree_of_unequal_rows_is_told(strategy):
-    """Its slices would not be of one size: the error says rows."""
+    """Ranks with different numbers of rows in a tree reduction get an error; without it slices would count
+    unequally."""
 
     def law(mesh: Any) -> None:
         state = fshard.init_state(sharded(mesh, **STRATEGIES[strategy]), TX)
@@ -518,7 +531,7 @@ def test_a_tree_of_unequal_rows_is_told(strategy):
 
 
 def test_a_tree_of_unequal_rows_is_nan_where_nothing_is_compared(monkeypatch):
-    """As between hosts: gradients are NaN, not wrong."""
+    """Without comparison, unequal rows in a tree reduction give NaN: otherwise gradients would be wrong unnoticed."""
 
     def law(mesh: Any) -> None:
         state = fshard.init_state(sharded(mesh, **STRATEGIES["ddp"]), TX)

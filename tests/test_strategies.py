@@ -1,4 +1,4 @@
-"""What the strategies for Hypothesis draw: all they promise, and nothing that a plan or a step refuses."""
+"""What fshard's Hypothesis strategies draw: everything they promise, and nothing that a plan or a step refuses."""
 
 import importlib
 import sys
@@ -20,7 +20,7 @@ ONCE = settings(
 
 
 def tied(x: Any) -> bool:
-    """Whether one tensor stands in two places."""
+    """Whether one tensor is at two places of a tree."""
     return len({id(leaf) for leaf in tree.leaves(x)}) < len(tree.leaves(x))
 
 
@@ -47,7 +47,7 @@ REACHED = {
 
 @pytest.mark.parametrize("name", REACHED)
 def test_what_is_promised_is_drawn(name):
-    """Each thing at least once in 2,000 draws."""
+    """Each promised case is drawn within 2,000 examples: otherwise users' property tests would never try it."""
     strategy, wanted = REACHED[name]
     assert wanted(find(strategy, lambda x: bool(wanted(x)), settings=ONCE))
 
@@ -55,7 +55,8 @@ def test_what_is_promised_is_drawn(name):
 @settings(ONCE, max_examples=40)
 @given(st.data())
 def test_what_is_drawn_is_taken(data):
-    """A plan is made, the first floating leaf trained, every batch cut into micro-batches, a loss differentiable."""
+    """Every drawn tree, plan, batch and loss is accepted: otherwise users' property tests would fail for no fault of
+    theirs."""
     params = data.draw(strategies.trees(strategies.DTYPES))
     plan = fshard.make_plan(
         params, fshard.AbstractMesh(replicate=2, shard=2), **data.draw(strategies.plans(params, strategies.policies()))
@@ -73,7 +74,8 @@ def test_what_is_drawn_is_taken(data):
 
 
 def test_transforms_say_how_they_were_made():
-    """Each has a name of its own, and is made anew."""
+    """Ten drawn transforms have ten names and are made anew: otherwise a failure's report would not tell which one
+    failed."""
     drawn = dict[str, Any]()
     for _ in range(10):
         one = find(strategies.transforms(), lambda x: str(x) not in drawn, settings=ONCE)
@@ -82,7 +84,8 @@ def test_transforms_say_how_they_were_made():
 
 
 def test_without_hypothesis_the_error_says_so(monkeypatch):
-    """And what to install."""
+    """Without Hypothesis the import error says what to install; without that text a user would search for the
+    reason."""
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     monkeypatch.delitem(sys.modules, "fshard.testing.strategies")
     with pytest.raises(ImportError, match=r"strategies: expected hypothesis .* pip install 'fshard\[test\]'"):

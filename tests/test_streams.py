@@ -37,23 +37,23 @@ Clock = dict[Any, int]
 
 
 class Stream:
-    """A queue of a device: what it has done, and what it knows to be done elsewhere."""
+    """A queue of a device: a clock of what it has run, and of what it knows to be done on other streams."""
 
     def __init__(self) -> None:
         self.clock: Clock = defaultdict(int)
 
     def wait_stream(self, other: "Stream") -> None:
-        """Know what the other has been given so far."""
+        """Learn all that the other stream has been given so far."""
         self.see(other.clock)
 
     def see(self, clock: Clock) -> None:
-        """Know as much."""
+        """Learn all that a clock has."""
         for who, time in clock.items():
             self.clock[who] = max(self.clock[who], time)
 
 
 class Access(NamedTuple):
-    """What a stream does to some bytes of a storage, and when."""
+    """A read or write by a stream of some bytes of a storage, with its time."""
 
     who: Stream
     time: int
@@ -63,27 +63,27 @@ class Access(NamedTuple):
     writes: bool
 
     def before(self, other: "Access") -> bool:
-        """Whether the other's stream knows it to be done."""
+        """Whether the other access's stream knows this one to be done."""
         return other.who.clock[self.who] >= self.time
 
     def meets(self, other: "Access") -> bool:
-        """Whether they have bytes in common, and one of them writes there."""
+        """Whether both have bytes in common, and one of them writes."""
         return (self.writes or other.writes) and self.begin < other.end and other.begin < self.end
 
     def within(self, other: "Access") -> bool:
-        """Whether the other has all its bytes."""
+        """Whether all bytes of this access are in the other."""
         return other.begin <= self.begin and self.end <= other.end
 
 
 def span(x: Tensor) -> tuple[int, int]:
-    """From the first of a tensor's bytes in its storage to the last."""
+    """The first byte of a tensor in its storage, and the byte after its last."""
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     begin = int(x.storage_offset()) * x.itemsize
     return begin, begin + (last + 1) * x.itemsize * bool(x.numel())
 
 
 class Memory:
-    """What was done to a storage, as far as it matters; the stream that it was made on."""
+    """The accesses to a storage that still matter, and the stream that allocated it."""
 
     def __init__(self, x: Tensor, maker: Stream):
         self.alive, self.maker = StorageWeakRef(x.untyped_storage()), maker
@@ -91,7 +91,7 @@ class Memory:
 
 
 class Ordered(TorchDispatchMode):
-    """A device module with streams (in the place of torch.cuda), and the hazards among what runs on them."""
+    """A device module with streams (in place of torch.cuda), which records the hazards between operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,17 +105,17 @@ class Ordered(TorchDispatchMode):
         self.ran: dict[Stream, list[str]] = defaultdict(list)
 
     def Stream(self) -> Stream:
-        """Another stream."""
+        """A new stream."""
         self._streams.append(Stream())
         return self._streams[-1]
 
     def current_stream(self) -> Stream:
-        """The one that operators are given to."""
+        """The stream that operators are given to."""
         return self._current
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """Inside the block operators are given to this one."""
+        """Inside the block operators are given to this stream."""
         before, self._current = self._current, stream
         try:
             yield
@@ -133,14 +133,14 @@ class Ordered(TorchDispatchMode):
                 self._pools[memory.maker].append(self._memory.pop(key))
 
     def _take(self, now: Access) -> None:
-        """New memory of a stream may be any that was made there and let go: all work on it must be known."""
+        """New memory may be any that this stream allocated and freed: all accesses to that must be known to be done."""
         for memory in self._pools.pop(now.who, []) if now.who is not self.host else []:
             for last in memory.done:
                 if not last.before(now):
                     self.hazards.add(f"memory is used again while {last.name} runs")
 
     def access(self, who: Stream, reads: list[Tensor], writes: list[Tensor], made: list[Tensor], name: str) -> None:
-        """Check one operator's reads and writes against what its stream knows, and note them."""
+        """Check one operator's reads and writes against what its stream knows, and record them."""
         who.see(self.host.clock)  # it was launched after what the host has done
         who.clock[who] += 1
         self.ran[who].append(name)
@@ -183,7 +183,7 @@ class Ordered(TorchDispatchMode):
 
 
 class Sent:
-    """A collective as NCCL has it: on a stream that waits for whoever starts it, and is waited for."""
+    """A collective like NCCL's: on a stream of its own that waits for the stream which starts it."""
 
     def __init__(self, ordered: Ordered, sends: list[Tensor], to: list[Tensor], parts: Any, axis: str, call: str):
         self._ordered, self._parts, self._call = ordered, parts, call
@@ -194,19 +194,19 @@ class Sent:
         self._stashed: Any = [sends, to]  # torch keeps these until the first wait
 
     def wait(self) -> Any:
-        """The stream that asks waits."""
+        """The current stream waits for the collective."""
         self._ordered.waited.append((self._ordered.current_stream(), self._call))
         self._ordered.current_stream().see(self._end)
         self._stashed = None
         return self._parts
 
     def done(self) -> None:
-        """Nothing is shared."""
+        """Nothing to release: no memory is shared."""
 
 
 @contextmanager
 def streams() -> Iterator[Ordered]:
-    """The fake accelerator, with streams, and collectives on streams of theirs, one for each axis."""
+    """The simulated accelerator with streams, and with collectives on one stream for each axis."""
     with on_accelerator(), pytest.MonkeyPatch.context() as patch:
         ordered, find, exchange = Ordered(), torch.get_device_module, Ranks.exchange
 
@@ -227,7 +227,7 @@ def streams() -> Iterator[Ordered]:
 
 
 def train(state: Any, tx: Any, step: dict[str, Any]) -> Any:
-    """Three steps."""
+    """The state after three steps."""
     run = fshard.train_step(loss, tx, **step)
     for _ in range(3):
         state, _ = run(state, torch.ones(4, 8, device=DEVICE))
@@ -235,7 +235,7 @@ def train(state: Any, tx: Any, step: dict[str, Any]) -> Any:
 
 
 def hazards(how: dict[str, Any], step: dict[str, Any], scaler: Any = None) -> set[str]:
-    """Of three steps with leaves in host memory."""
+    """The hazards of three steps with leaves in host memory."""
     with streams() as ordered:
         tx = optim.adamw(0.1)
         train(state_of(tx, scaler, **how), tx, step)
@@ -257,26 +257,28 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", HOW)
 def test_nothing_is_overtaken(name):
-    """With a loss scale, which the host reads, and without one."""
+    """Steps with leaves in host memory have no hazard between streams: otherwise a GPU would read wrong values now
+    and then."""
     assert hazards(*HOW[name]) == set()
     assert hazards(*HOW[name], DynamicLossScale(8.0)) == set()
 
 
 def test_the_computation_waits_for_what_arrives(monkeypatch):
-    """Without it, it reads too early what no collective brings."""
+    """If the computation did not wait for copies from the host, the test above would report it: otherwise it could
+    not fail."""
     monkeypatch.setattr(offload.Crossing, "join", lambda self: None)
     whole = dict.fromkeys(("params_over", "grads_over", "state_over"), ())
     assert "mm reads before _to_copy is done" in hazards(whole, {})
 
 
 def test_the_host_waits_before_it_reads(monkeypatch):
-    """Gradients that have come to its memory."""
+    """If the host did not wait for gradients copied to it, a hazard is reported: otherwise the check would miss it."""
     monkeypatch.setattr(offload.Crossing, "settle", lambda self: None)
     assert any(words.endswith("reads before copy_ is done") for words in hazards({}, {}))
 
 
 def test_copies_wait_for_what_they_copy(monkeypatch):
-    """And for what was in their memory before."""
+    """If copies did not wait for the computation, hazards are reported: otherwise the check would miss them."""
 
     @contextmanager
     def ahead(self: offload.Crossing) -> Iterator[None]:
@@ -290,7 +292,7 @@ def test_copies_wait_for_what_they_copy(monkeypatch):
 
 
 def test_what_is_copied_lives_until_it_is_waited_for(monkeypatch):
-    """Else its memory is the computation's again."""
+    """If a copy's source were freed early, a hazard is reported: otherwise the check would miss reused memory."""
     monkeypatch.setattr(
         offload._Arrival, "__init__", lambda self, crossing, held: vars(self).update(crossing=crossing, held=[])
     )
@@ -298,7 +300,7 @@ def test_what_is_copied_lives_until_it_is_waited_for(monkeypatch):
 
 
 def test_the_computation_waits_for_collectives(monkeypatch):
-    """Without it, it reads what is still to arrive."""
+    """If the computation did not wait for collectives, a hazard is reported: otherwise the check would miss it."""
     monkeypatch.setattr(Sent, "wait", lambda self: vars(self).update(_stashed=None) or self._parts)
     assert any(words.endswith("reads before a collective is done") for words in hazards({}, {}))
 
@@ -312,27 +314,27 @@ MICRO = {"accumulate": 2, "clip_norm": 1.0}
 
 
 class Reading(Sums):
-    """A reduction with a hook that reads what the computation makes while it reduces."""
+    """A reduction whose hook reads a tensor that the computation makes during the reduction."""
 
     def __init__(self) -> None:
         super().__init__()
         self.__dict__["seen"] = []
 
     def reduce_scatter(self, x: Tensor, ranks: Any, label: str, out: Tensor | None) -> Any:
-        """With a tensor of its own."""
+        """Make a tensor for the hook, then reduce."""
         self.__dict__["seen"].append(torch.ones_like(x[:1]) * 2)
         return super().reduce_scatter(x, ranks, label, out)
 
     def after(self, grads: Tensor, unit: str) -> Tensor:
-        """Times that."""
+        """Multiply by the tensor that `reduce_scatter` made."""
         return grads * self.__dict__["seen"][-1]
 
 
 class Careless(Sums):
-    """A reduction that keeps nothing of what it sends."""
+    """A reduction that keeps no reference to what it sends."""
 
     def reduce_scatter(self, x: Tensor, ranks: Any, label: str, out: Tensor | None) -> Any:
-        """The backend's own."""
+        """The backend's own reduce-scatter, without keeping `x`."""
         assert out is not None
         return Pending(
             primitives._built_in(abs, ranks, Call("reduce_scatter", ranks.axis, label, 0), out, x), lambda _: out
@@ -372,7 +374,7 @@ def made(sizes: dict[str, int], how: dict[str, Any], tx: Any, scaler: Any = None
 
 
 def found(name: str, scaler: Any = None) -> set[str]:
-    """The hazards of three steps."""
+    """The hazards of three steps of a case of SUMS."""
     sizes, how, step = SUMS[name]
     with streams() as ordered:
         tx = optim.adamw(0.1)
@@ -383,14 +385,16 @@ def found(name: str, scaler: Any = None) -> set[str]:
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", SUMS)
 def test_no_sum_overtakes_or_is_overtaken(name):
-    """Over strategies, micro-batches, wires, dtypes, reductions: with a loss scale and without one."""
+    """Sums of gradients have no hazard in any strategy, wire or dtype: otherwise a GPU would add wrong gradients now
+    and then."""
     assert found(name) == set()
     assert found(name, DynamicLossScale(8.0)) == set()
 
 
 @pytest.mark.parametrize("name", ["two", "full", "int8", "fast"])
 def test_the_computation_waits_for_no_reduction(name):
-    """It is the other stream that does, and adds up; the computation does what follows."""
+    """A side stream waits for reductions and adds, the computation does not: otherwise the backward would wait for
+    the network."""
     sizes, how, step = SUMS[name]
     with streams() as ordered:
         tx = optim.adamw(0.1)
@@ -405,7 +409,8 @@ def test_the_computation_waits_for_no_reduction(name):
 
 
 def test_the_update_waits_for_sums(monkeypatch):
-    """Without it, it reads gradients that are still to be added up, and uses the memory of their messages again."""
+    """If the update did not wait for sums, hazards are reported: otherwise the check would miss an update that comes
+    too early."""
     monkeypatch.setattr(gradients.Reductions, "drop", lambda self: None)  # which would wait later
     assert found("two") == set()
     monkeypatch.setattr(gradients.Reductions, "join", lambda self: self._stepped.clear())
@@ -416,7 +421,8 @@ def test_the_update_waits_for_sums(monkeypatch):
 
 @pytest.mark.parametrize("name", ["alone", "reading"])
 def test_sums_wait_for_the_computation(name, monkeypatch):
-    """Without it, they read gradients of a world of one, or what a hook reads, before they are there."""
+    """If sums did not wait for the computation, a hazard is reported: otherwise the check would miss a sum of
+    unwritten buffers."""
 
     def beside(self: Any) -> Any:
         return self._side._module.stream(self._side._stream)
@@ -427,7 +433,8 @@ def test_sums_wait_for_the_computation(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["two", "half", "int8-ddp", "fast"])
 def test_what_is_summed_lives_until_the_computation_has_waited(name, monkeypatch):
-    """Else its memory, or that of the messages, is the computation's again."""
+    """If buffers of sums were freed early, a hazard is reported: otherwise the check would miss memory reused too
+    early."""
     move_on = gradients.Reductions.move_on
 
     def forgetful(self: Any, ahead: int) -> None:
@@ -440,28 +447,29 @@ def test_what_is_summed_lives_until_the_computation_has_waited(name, monkeypatch
 
 @pytest.mark.parametrize("name", ["int8-ddp", "fast", "fast-half", "careless"])
 def test_what_is_sent_lives_until_the_computation_has_waited(name, monkeypatch):
-    """NCCL lets go of it as soon as the other stream has waited."""
+    """If sent tensors were freed early, as NCCL allows, a hazard is reported: otherwise the check would miss
+    overwritten messages."""
     assert found(name) == set()
     monkeypatch.setattr(Pending, "keeping", lambda self, *sent: self)
     assert "memory is used again while a collective runs" in found(name)
 
 
 class Broken(torch.autograd.Function):
-    """A backward that fails."""
+    """The identity, whose backward raises ZeroDivisionError."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Itself."""
+        """A copy of the input."""
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """An error."""
+        """Raise ZeroDivisionError."""
         raise ZeroDivisionError
 
 
 def broken(params: Any, batch: Tensor) -> Any:
-    """A loss of which three blocks are reduced before its backward fails."""
+    """A loss that reduces three blocks before its backward fails."""
     x = Broken.apply(torch.tanh(batch @ params["blocks"][0]["w"]))
     for at in range(1, 4):
         x = torch.tanh(x @ params["blocks"][at]["w"])
@@ -469,7 +477,7 @@ def broken(params: Any, batch: Tensor) -> Any:
 
 
 def after_an_error(sizes: dict[str, int]) -> set[str]:
-    """The hazards of a backward that fails, and of what computes next."""
+    """The hazards of a backward that fails, and of a computation after it."""
     with streams() as ordered:
         params = made(sizes, {}, optim.sgd(0.1)).params
         with pytest.raises(ZeroDivisionError):
@@ -480,7 +488,8 @@ def after_an_error(sizes: dict[str, int]) -> set[str]:
 
 
 def test_nothing_is_left_behind_after_an_error(monkeypatch):
-    """What is under way is waited for, sums too, before its memory is anyone's."""
+    """After a failed backward, sums under way end before memory is reused: otherwise the next computation would be
+    overwritten."""
     assert after_an_error(TWO) == set()
     assert after_an_error(HYBRID) == set()
     monkeypatch.setattr(gradients.Reductions, "join", lambda self: None)
@@ -489,7 +498,8 @@ def test_nothing_is_left_behind_after_an_error(monkeypatch):
 
 
 def test_buffers_are_kept_for_a_unit_at_most(monkeypatch):
-    """When one is made, that of the unit before is all there is."""
+    """When a gradient buffer is made, at most one other is alive: otherwise memory would grow with the number of
+    units."""
     alive, most, make = list[StorageWeakRef](), list[int](), gradients.Gradients.buffer
 
     def buffer(*args: Any) -> Tensor:
@@ -508,7 +518,8 @@ def test_buffers_are_kept_for_a_unit_at_most(monkeypatch):
 
 
 def test_where_there_are_no_streams_none_are_made():
-    """On CPUs, and while a graph is traced."""
+    """No streams are made on CPUs or while a graph is traced: otherwise a step would fail there, or a graph hold a
+    stream."""
     params = {"w": torch.ones(8, 4)}
 
     def law(mesh: Any) -> None:
