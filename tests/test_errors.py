@@ -577,8 +577,7 @@ def over(call: Any, x: Any, **kwargs: Any) -> Callable[[], Any]:
 
 
 def test_what_does_not_divide_and_an_operation_there_is_not() -> None:
-    """A dim that the ranks do not divide, or an unknown `op`, is an error that says so: otherwise rows would be
-    lost."""
+    """A dim that the ranks do not divide, or an unknown `op`, is an error with a remedy: else rows would be lost."""
     for call in (fshard.reduce_scatter, fshard.all_to_all):
         words = ["dim 0", "shape (3, 2)", "does not divide over the 2 ranks", "'shard'", "multiple of 2"]
         says(over(call, torch.ones(3, 2)), ValueError, *words)

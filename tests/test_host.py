@@ -1,4 +1,4 @@
-"""Messages through shared memory between processes of one host."""
+"""Messages through shared memory between the processes of one host."""
 
 import gc
 import os
@@ -25,7 +25,7 @@ def _value(rank, size, dtype):
 
 
 def _all_kinds(mesh):
-    """Every size and dtype through every collective, started together and waited for in the opposite order."""
+    """Start every collective for every size and dtype, and wait for them in the opposite order."""
     ranks = one_host.connect(mesh).ranks("shard")
     size, started, wrong = ranks.size, [], []
     for numel in SIZES:
@@ -51,19 +51,19 @@ def _all_kinds(mesh):
 
 @pytest.mark.parametrize("shard", [1, 2, 3])
 def test_every_collective_is_right(shard):
-    """A collective through shared memory would give wrong values for some size, dtype or order of calls."""
+    """Collectives through shared memory give right values: otherwise processes of one host would train wrongly."""
     assert gloo(_all_kinds, shard=shard) == [[]] * shard
 
 
 def _many_before_any_wait(mesh):
-    """More small messages than the sockets hold."""
+    """Start more small messages than the sockets hold before waiting for any."""
     ranks = one_host.connect(mesh).ranks("shard")
     started = [primitives.all_gather(torch.full((5000,), i + ranks.rank), ranks) for i in range(300)]
     return all(p.wait()[::5000].tolist() == [i + r for r in range(ranks.size)] for i, p in enumerate(started))
 
 
 def _memory_is_used_again(mesh):
-    """Forty gathers need no more segments than can be in use at once: a peer is at most one gather behind."""
+    """Forty gathers need at most 6 segments, for a peer is at most one gather behind."""
     ranks = one_host.connect(mesh).ranks("shard")
     for i in range(40):
         full = primitives.all_gather(torch.full((400_000,), float(i)), ranks).wait()
@@ -74,7 +74,7 @@ def _memory_is_used_again(mesh):
 
 
 def _senders_may_write_again(mesh):
-    """A rank that has its result may change what it sent, though its peer has not read it yet."""
+    """A rank that has its result may write to what it sent, though its peer has not read it."""
     ranks = one_host.connect(mesh).ranks("shard")
     right = True
     for numel in (100, 20_000, 400_000):
@@ -90,7 +90,7 @@ def _senders_may_write_again(mesh):
 
 
 def _gone(mesh):
-    """A rank that let go of its connection."""
+    """The error of a rank whose peer has dropped its connection."""
     ranks = one_host.connect(mesh).ranks("shard")
     if ranks.rank == 1:
         return None
@@ -100,7 +100,7 @@ def _gone(mesh):
 
 
 def _different_calls(mesh):
-    """Ranks that call different collectives."""
+    """The error of this rank when the ranks call different collectives."""
     ranks = one_host.connect(mesh).ranks("shard")
     call = primitives.all_gather if ranks.rank == 0 else primitives.reduce_scatter
     with pytest.raises(fshard.MismatchError) as error:
@@ -109,7 +109,7 @@ def _different_calls(mesh):
 
 
 def _closes(mesh):
-    """Descriptors do not pile up with plans."""
+    """Whether connections that were dropped leave no descriptor open."""
 
     def use():
         ranks = one_host.connect(mesh).ranks("shard")
@@ -137,7 +137,7 @@ def _all_of_it(mesh):
 
 
 def test_messages_and_memory():
-    """A memory segment would be used again while a peer still reads it."""
+    """Memory is reused only after all ranks read it, and a lost peer is an error: otherwise data would be mixed up."""
     first, second = gloo(_all_of_it, shard=2)
     assert first[:4] == second[:4] == (True, True, True, True)
     for text in (first[4], second[4]):
@@ -149,7 +149,7 @@ def test_messages_and_memory():
 
 
 def test_other_meshes_are_left_alone():
-    """One device or simulated ranks would try to open connections."""
+    """One device and simulated ranks get no connection: otherwise they would wait for processes that do not exist."""
     assert one_host.connect(None) is None
     assert simulate(lambda mesh: one_host.connect(mesh) is mesh, shard=2) == [True, True]
 
@@ -164,7 +164,7 @@ def _axes(mesh):
 
 
 def test_plans_are_connected_along_every_axis():
-    """On a mesh of two axes messages along one of them would go through the network."""
+    """On a mesh of two axes both use shared memory: otherwise messages along one would be slow, by the network."""
     results = gloo(_axes, shard=2, replicate=2)
     assert results == [("HostMesh", ["_HostRanks"] * 2, rank) for rank in range(4)]
 
@@ -174,7 +174,7 @@ def _descriptors():
 
 
 def _twenty_plans(mesh):
-    """Descriptors of this process: before, with one plan that has been used, with 21, and when all are gone."""
+    """Descriptors of this process before any plan, with one, with 21, and when all are dropped."""
     params = {"a": torch.ones(40), "b": torch.ones(5)}
     other = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("shard",))
     dist.barrier(other.get_group("shard"))  # gloo connects when it is first used
@@ -205,7 +205,7 @@ def _twenty_plans(mesh):
 
 
 def test_plans_share_what_belongs_to_their_mesh():
-    """20 more plans open nothing; the connections last as long as the mesh, then close without the collector."""
+    """All plans of a mesh share its connections, which close with it: otherwise plans would use up descriptors."""
     for counts, alive, after, end in gloo(_twenty_plans, shard=2):
         before, one, many = counts
         assert one > before
@@ -216,7 +216,7 @@ def test_plans_share_what_belongs_to_their_mesh():
 
 
 def _again(mesh, store):
-    """Plans after a call that failed on one rank alone, and after the process groups were made again."""
+    """Make plans after a call that failed on one rank, and after the process groups were made again."""
     params, rank = {"w": torch.ones(5)}, mesh.get_rank()
     plan = fshard.make_plan(params, mesh)
     if rank == 0:  # sends a message that the other rank never takes
@@ -233,12 +233,12 @@ def _again(mesh, store):
 
 
 def test_a_plan_does_not_meet_connections_that_are_out_of_step(tmp_path):
-    """Messages that a failed call left over, and process groups that are gone, are not given to the next plan."""
+    """A new plan gets new connections after a failed call: otherwise it would receive messages of that call."""
     assert gloo(_again, str(tmp_path / "store"), shard=2) == [True, True]
 
 
 def _answers(mesh):
-    """What a mesh says of itself, asked in the same words."""
+    """What a mesh says of its axes, sizes, ranks and device."""
     names = mesh.mesh_dim_names
     sizes = [mesh.size(), *(mesh.size(axis) for axis in names)]
     places = [mesh.get_rank(), *(mesh.get_local_rank(axis) for axis in names)]
@@ -251,7 +251,7 @@ def _answers_of_processes(mesh):
 
 
 def test_all_meshes_answer_the_same_questions():
-    """A size by the name of its axis was an error of abstract meshes; adding a kind of mesh meant seven probes."""
+    """Real, simulated and abstract meshes have the same methods: otherwise code would work on one kind only."""
     real = gloo(_answers_of_processes, shard=2, replicate=2)
     simulated = simulate(_answers, shard=2, replicate=2)
     for rank in range(4):

@@ -1,4 +1,4 @@
-"""Hessian-vector products of losses of sharded parameters, against double backward on one device."""
+"""Hessian-vector products of losses of sharded parameters, compared with double backward on one device."""
 
 import warnings
 from functools import cache, partial
@@ -20,17 +20,17 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 
 def regression(p: Any, b: Any) -> fshard.Mean:
-    """A loss without transforms."""
+    """A loss that does not use torch.func."""
     return fshard.Mean((net(p, b["x"]) - b["y"]).square().sum(), len(b["x"]))
 
 
 def total(p: Any, b: Any) -> fshard.Sum:
-    """A sum over ranks."""
+    """The same loss as a sum over ranks."""
     return fshard.Sum(regression(p, b).total)
 
 
 def mean(p: Any, b: Any) -> Tensor:
-    """The mean of equally weighted ranks."""
+    """A plain scalar: the mean of equally weighted ranks."""
     return net(p, b["x"]).square().mean()
 
 
@@ -38,14 +38,14 @@ ALL = {"regression": regression, "total": total, "mean": mean, **LOSSES}
 
 
 def tangent() -> Any:
-    """A direction of the parameters' structure."""
+    """A direction with the structure of the parameters."""
     leaves, spec = tree.flatten(params())
     return tree.unflatten(spec, [rand(*x.shape, seed=50 + i) for i, x in enumerate(leaves)])
 
 
 @cache
 def expected(name: str, ranks: int) -> Any:
-    """Plain torch on one device with all ranks' data: the gradient of <gradient, v>."""
+    """The gradient of <gradient, v> by plain torch, on one device with all ranks' data."""
     leaves, spec = tree.flatten({k: v for k, v in params().items() if k not in FROZEN})
     v = tree.leaves({k: v for k, v in tangent().items() if k not in FROZEN})
     leaves = [leaf.requires_grad_() for leaf in leaves]
@@ -63,7 +63,7 @@ def expected(name: str, ranks: int) -> Any:
 
 
 def product(mesh: Any, name: str, strategy: str, jitted: bool = False, again: bool = False) -> Any:
-    """The whole product, the frozen leaf left out; or the product of the product."""
+    """The gathered product without the frozen leaf; with `again`, the product with that product."""
     p = sharded(mesh, strategy)
     fn = fshard.hvp(ALL[name])
     fn = fshard.jit(fn, backend="eager") if jitted else fn
@@ -77,7 +77,7 @@ def product(mesh: Any, name: str, strategy: str, jitted: bool = False, again: bo
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("world", "strategy"), CASES)
 def test_products_are_those_of_one_device(world: str, strategy: str, name: str) -> None:
-    """To 1e-12 of the largest, with different data on every rank; losses that use torch.func among them."""
+    """`hvp` gives the product of one device in every strategy: otherwise second-order methods would go wrong."""
     wanted = expected(name, num_ranks(world))
     largest = max(1.0, *(float(x.abs().max()) for x in tree.leaves(wanted)))
     for found in on_ranks(world, partial(product, name=name, strategy=strategy)):
@@ -88,7 +88,7 @@ def test_products_are_those_of_one_device(world: str, strategy: str, name: str) 
 @pytest.mark.parametrize("strategy", ["full", "zero2"])
 @pytest.mark.parametrize("name", ["regression", "laplacian"])
 def test_as_a_graph(name: str, strategy: str) -> None:
-    """Jitted as eager."""
+    """A jitted product is the product of one device: otherwise compiling would alter second-order methods."""
     assert name not in EAGER
     wanted = expected(name, 2)
     for found in simulated(product, name, strategy, True, shard=2):
@@ -96,7 +96,7 @@ def test_as_a_graph(name: str, strategy: str) -> None:
 
 
 def test_a_product_is_a_tangent() -> None:
-    """H (H v): the product is cut like gradients, which in ZeRO-2 differ from parameters."""
+    """A product may be the tangent of the next one, also in ZeRO-2: otherwise power iteration would fail on shards."""
     jobs = [partial(product, name="regression", strategy=name, again=True) for name in ("ddp", "full", "zero2")]
     whole, *others = (simulated(job, shard=2)[0] for job in jobs)
     assert all(apart(whole, other) < 1e-10 for other in others)
@@ -110,12 +110,12 @@ def in_processes(mesh: Any) -> Any:
 
 
 def test_processes_have_the_bits_of_the_simulation() -> None:
-    """Two gloo ranks."""
+    """Gloo processes give the bits of simulated ranks: otherwise a simulation would say nothing about a real job."""
     assert same_bits(gloo(in_processes, shard=2), simulated(in_processes, shard=2))
 
 
 def test_the_collectives_of_a_product() -> None:
-    """A unit and its tangent are gathered in the forward and again in the backward; one reduction a unit."""
+    """A product gathers each unit and its tangent twice and reduces once: otherwise it would send more than needed."""
 
     def job(mesh: Any) -> Any:
         p = sharded(mesh)
@@ -130,7 +130,7 @@ def test_the_collectives_of_a_product() -> None:
 
 
 def test_a_linear_loss_has_no_curvature() -> None:
-    """Zeros, not an error."""
+    """The product of a linear loss is zero, not an error: otherwise a model with a linear part would fail."""
     p = sharded(None)
     out = fshard.hvp(lambda p, x: (x @ p["embed"]).sum())(p, p, torch.ones(2, 3, dtype=torch.float64))
     assert all((x == 0).all() for x in out.tensors)
@@ -146,7 +146,7 @@ def test_a_linear_loss_has_no_curvature() -> None:
     ],
 )
 def test_what_is_refused(fault: str, said: str) -> None:
-    """By name, with what to do."""
+    """Wrong tangents, counts and wires are errors that say why: otherwise a product would be silently wrong."""
     wire = {"param_wire": fshard.wire.Identity()} if fault == "wire" else {}
     p = sharded(None, **wire)
     v = {"plan": fshard.shard_params(params(), fshard.make_plan(params())), "plain": params()}.get(fault, p)

@@ -1,4 +1,4 @@
-"""Worlds whose collectives deliver late: the same bits, and an error for each way to be wrong in between."""
+"""Worlds whose collectives deliver late: the same bits, and an error for every access that comes too early."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,14 +38,14 @@ STEPS: dict[str, dict[str, Any]] = {
 
 
 def even_batch(step: int, rank: int) -> dict[str, Tensor]:
-    """As many rows on every rank, other ones."""
+    """The same number of rows on every rank, with different values."""
     return tree.map(lambda x: x[:4], lm_batch(step, rank))
 
 
 def trained(
     mesh: Any, plan: str = "full", step: str = "plain", tx: str = "adamw", jit: str | None = None
 ) -> tuple[Any, ...]:
-    """Metrics, parameters and state of two steps, from one rank's parameters."""
+    """Metrics, parameters and optimizer state after two steps, from the last rank's parameters."""
     params, transform, how = lm_params(torch.float32), TRANSFORMS[tx](), STEPS[step]
     block = 4 if tx == "adamw_8bit" else 1
     made = fshard.make_plan(params, mesh, units=LM_UNITS, block=block, **PLANS[plan])
@@ -63,20 +63,20 @@ def trained(
 
 
 def same_when_late(job: Callable[[Any], Any], **axes: int) -> None:
-    """What a function gives on every rank, in a late world and in another."""
+    """Assert that a function returns the same bits on every rank of a late world and of a usual one."""
     runs = [World(axes=axes, late=late).run(job) for late in (False, True)]
     assert same_bits(*runs)
 
 
 def axes_for(plan: str, step: str) -> dict[str, int]:
-    """Three ranks, or a power of two, or two axes."""
+    """The axes of the mesh: three ranks, or two (a tree needs a power of two), or 2 x 2."""
     if step == "later" or "replicate" in str(PLANS[plan]):
         return {"replicate": 2, "shard": 2}
     return {"shard": 2 if step == "tree" else 3}
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Every plan with two steps, every step with the usual plan."""
+    """Every step with the plan "full", every plan with two steps, and some plans with the step "tree"."""
     found, names = [("full", step) for step in STEPS], [name for name in STEPS if name not in ("tree", "later")]
     for number, plan in enumerate(PLANS):
         found += [(plan, names[(number + ahead) % len(names)]) for ahead in (0, 2)]
@@ -86,14 +86,14 @@ def pairs() -> list[tuple[str, str]]:
 @pytest.mark.sample(6)
 @pytest.mark.parametrize(("plan", "step"), pairs())
 def test_every_plan_and_step(plan, step):
-    """Strategies, wires, precisions, host memory; micro-batches, reductions, donation."""
+    """Steps that receive everything late have the same bits: otherwise they would read unfinished data on a GPU."""
     same_when_late(lambda mesh: trained(mesh, plan, step), **axes_for(plan, step))
 
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_every_optimizer(name):
-    """Those that look at whole leaves or norms have collectives of their own."""
+    """An optimizer's collectives are waited for before their results are read: otherwise updates would be garbage."""
     same_when_late(lambda mesh: trained(mesh, "zero1", "micro", name), shard=3)
 
 
@@ -103,12 +103,12 @@ GRAPHS = [("full", "donate"), ("zero1", "micro"), ("int8", "fast"), ("wide", "on
 @pytest.mark.sample(5)
 @pytest.mark.parametrize(("plan", "step"), GRAPHS)
 def test_graphs(plan, step):
-    """The graph of a step, run as it is."""
+    """A graph waits for its collectives before it reads them: otherwise a compiled step would read unfinished data."""
     same_when_late(lambda mesh: trained(mesh, plan, step, jit="eager"), **axes_for(plan, step))
 
 
 def test_graphs_without_dead_code():
-    """A compiler that drops what nobody reads keeps the waits: of what a rank only sends, too."""
+    """Removing dead code keeps the waits, also of what is only sent: otherwise a buffer would be freed too early."""
 
     def job(mesh: Any) -> Any:
         x = rand(4, seed=mesh.get_rank())
@@ -130,7 +130,7 @@ UNREAD: dict[str, Any] = {
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", UNREAD)
 def test_graphs_that_read_nothing_of_a_collective(name, backend):
-    """Or a part of it: it is waited for all the same, or not sent at all."""
+    """A collective whose result is not read is waited for, or not sent: otherwise it would write to freed memory."""
 
     def job(mesh: Any) -> Any:
         def fn(x: Any) -> Any:
@@ -145,7 +145,7 @@ def test_graphs_that_read_nothing_of_a_collective(name, backend):
 @pytest.mark.parametrize("grads", ["reduced", "local"])
 @pytest.mark.parametrize("partition", ["flat", "leaf"])
 def test_zero(partition, grads):
-    """Buckets that are gathered while others are updated."""
+    """ZeRO waits for a bucket's gather before it reads the bucket: otherwise ranks would get unfinished parameters."""
 
     def job(mesh: Any) -> Any:
         tx = fshard.zero(TRANSFORMS["adamw"](), mesh, partition, grads, bucket=30)
@@ -162,7 +162,7 @@ def test_zero(partition, grads):
 
 
 def everything(mesh: Any) -> Any:
-    """The differentiable collectives, gradients without a step, and state in and out."""
+    """All differentiable collectives, gradients outside of a step, and optimizer state gathered and sharded."""
     x, seen = torch.arange(6.0) + mesh.get_rank(), list[Any]()
     for axis in mesh.mesh_dim_names:
         seen += [fshard.all_gather(x, mesh, axis), fshard.broadcast(x, mesh, axis, src=1)]
@@ -180,7 +180,7 @@ def everything(mesh: Any) -> Any:
 
 
 def test_everything_else():
-    """On one axis, and on two."""
+    """Collectives and functions outside of steps wait for what they read: otherwise they would return garbage."""
     same_when_late(everything, shard=2)
     same_when_late(everything, replicate=2, shard=3)
 
@@ -189,7 +189,7 @@ def test_everything_else():
 
 
 def in_flight(job: Callable[[Any], Any]) -> str:
-    """The error of a function in a late world of two; in another one it has none."""
+    """The InFlightError of a function in a late world of two ranks; in a usual world it runs."""
     World(2).run(job)
     with pytest.raises(InFlightError) as error:
         World(2, late=True).run(job)
@@ -197,12 +197,12 @@ def in_flight(job: Callable[[Any], Any]) -> str:
 
 
 def ranks_of(mesh: Any) -> Any:
-    """Those along the one axis."""
+    """The ranks along the axis."""
     return primitives.along(mesh, "shard")
 
 
 def test_a_result_read_too_early_is_poison():
-    """NaN, and bytes 0xA5; what waits has the result."""
+    """A result that is read before the wait is NaN, or bytes 0xA5: otherwise a missing wait would pass tests."""
 
     def job(mesh: Any) -> Any:
         outs = [torch.zeros(2), torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.bool)]
@@ -219,7 +219,7 @@ def test_a_result_read_too_early_is_poison():
 
 
 def test_what_is_sent_may_not_change():
-    """The error names the collective, its unit and the line."""
+    """Writing to a buffer that is being sent is an error with its line: otherwise it would fail on GPUs only."""
 
     def job(mesh: Any) -> Any:
         x = torch.ones(4)
@@ -234,7 +234,7 @@ def test_what_is_sent_may_not_change():
 
 
 def test_a_place_may_not_be_written_to():
-    """Nor read for another collective, nor be another's place."""
+    """Writing to, sending or receiving into a pending result is an error: otherwise it would fail on GPUs only."""
     out = [torch.empty(4), torch.empty(4)]
 
     def writes(mesh: Any) -> Any:
@@ -256,7 +256,7 @@ def test_a_place_may_not_be_written_to():
 
 
 def test_every_collective_is_waited_for():
-    """The error counts and names those that were not."""
+    """A collective that nobody waits for is an error that names it: otherwise memory would be freed under it."""
 
     def job(mesh: Any) -> None:
         primitives.all_gather(torch.ones(2), ranks_of(mesh), "lost")
@@ -267,7 +267,7 @@ def test_every_collective_is_waited_for():
 
 
 def test_memory_is_received_into_or_sent():
-    """Not both."""
+    """An exchange that sends from what it receives into is an error: otherwise results would depend on timing."""
 
     def job(mesh: Any) -> Any:
         x, ranks = torch.ones(2), ranks_of(mesh)
@@ -281,6 +281,6 @@ def test_memory_is_received_into_or_sent():
 
 
 def test_late_is_true_or_false():
-    """TypeError."""
+    """`late=1` is a TypeError that says what is right: otherwise a user might take the number for a delay."""
     with pytest.raises(TypeError, match="a simulated world: late=1: expected True or False"):
         World(2, late=1)
