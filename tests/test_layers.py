@@ -1,4 +1,4 @@
-"""The shape of the package: imports only downward, one door for each outside thing, documented, small."""
+"""The shape of the package: imports follow the folders, few modules use outside things, all is documented and small."""
 
 import ast
 import functools
@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 
 def module(path: Path) -> str:
-    """`comm.mesh` for fshard/comm/mesh.py, `comm` for fshard/comm/__init__.py."""
+    """The name of a file: `comm.mesh` for fshard/comm/mesh.py, `comm` for fshard/comm/__init__.py."""
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -68,12 +68,12 @@ DOORS = {
 
 
 def folder(name: str) -> str:
-    """The folder a module is in: "" for those of none."""
+    """The folder of a module; "" for a module that is in none."""
     return name.partition(".")[0] if name.partition(".")[0] in FOLDERS else ""
 
 
 def imported(name: str, source: str) -> Iterator[tuple[str, str]]:
-    """What a module imports from the package, wherever the import stands: modules, and what of them."""
+    """What a module imports from the package, also inside functions: pairs of a module and a name in it."""
     package = name.split(".") if name in FOLDERS else name.split(".")[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -93,7 +93,7 @@ def imported(name: str, source: str) -> Iterator[tuple[str, str]]:
 
 
 def dotted(node: ast.AST) -> str | None:
-    """`a.b.c` of a chain of attributes."""
+    """The text `a.b.c` of a chain of attributes; None for other expressions."""
     if isinstance(node, ast.Name):
         return node.id
     before = dotted(node.value) if isinstance(node, ast.Attribute) else None
@@ -102,7 +102,7 @@ def dotted(node: ast.AST) -> str | None:
 
 @functools.cache
 def named(source: str) -> set[str]:
-    """The dotted names a module imports or uses, those it imported under another name spelt out."""
+    """The dotted names that a module imports or uses, with `import ... as` resolved."""
     tree, aliases, found = ast.parse(source), dict[str, str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -128,12 +128,12 @@ def uses(source: str, thing: str) -> bool:
 
 
 def is_door(name: str, doors: set[str]) -> bool:
-    """Whether a module is among those that may name a thing; `compiler.*` are all of a folder."""
+    """Whether a module may name a thing; `compiler.*` are all modules of the folder."""
     return name in doors or f"{folder(name)}.*" in doors
 
 
 def violations(sources: dict[str, str]) -> list[str]:
-    """What breaks the folders' rules, reads private names, or goes round a door."""
+    """Imports against the folders' rules, imports of private names, and outside things in other modules."""
     found = []
     for name, source in sources.items():
         for other, what in sorted(set(imported(name, source))):
@@ -149,7 +149,7 @@ def violations(sources: dict[str, str]) -> list[str]:
 
 
 def cycle(sources: dict[str, str]) -> list[str]:
-    """Modules that import each other in a circle, if any do."""
+    """Modules that import each other in a cycle; [] if there are none."""
     graph = {name: {other for other, _ in imported(name, source)} for name, source in sources.items()}
     try:
         tuple(graphlib.TopologicalSorter(graph).static_order())
@@ -159,17 +159,17 @@ def cycle(sources: dict[str, str]) -> list[str]:
 
 
 def test_imports_follow_the_folders_and_go_through_the_doors() -> None:
-    """`FOLDERS` and `DOORS`; no name with a leading underscore is imported from another module."""
+    """Imports follow `FOLDERS` and `DOORS`: otherwise a change in one folder could break any other one."""
     assert violations(SOURCES) == []
 
 
 def test_no_modules_import_each_other() -> None:
-    """The modules of all folders, in some order, import those before them alone."""
+    """No modules import each other in a cycle: otherwise `import fshard` would depend on which module comes first."""
     assert cycle({name: source for name, source in SOURCES.items() if folder(name) and name not in FOLDERS}) == []
 
 
 def test_the_folders_and_doors_are_those_there_are() -> None:
-    """No folder without a rule, no door that nobody goes through, no file that nobody imports."""
+    """Every folder has a rule, and every door and file is used: otherwise dead code and old rules would stay."""
     assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(FOLDERS)
     for thing, doors in DOORS.items():
         for door in doors:
@@ -208,20 +208,20 @@ def test_the_folders_and_doors_are_those_there_are() -> None:
     ],
 )
 def test_the_check_can_fail(name: str, source: str, what: str) -> None:
-    """Made-up sources, each with one fault."""
+    """Each fault in a made-up source is found: otherwise the test of imports would pass with wrong imports."""
     found = violations({name: source})
     assert len(found) == 1
     assert found[0].startswith(what)
 
 
 def test_the_check_of_cycles_can_fail() -> None:
-    """Two modules of one folder that import each other."""
+    """Two modules that import each other are found: otherwise the test of cycles would pass with cycles."""
     both = {"comm.mesh": "from . import ranks", "comm.ranks": "def f():\n    from .mesh import Mesh\n    return Mesh"}
     assert set(cycle(both)) == {"comm.mesh", "comm.ranks"}
 
 
 def test_the_check_can_pass() -> None:
-    """Made-up sources without a fault."""
+    """Made-up sources without a fault pass: otherwise the tests above would pass for a check that always fails."""
     good = "import math\nimport torch\nfrom ..core import tree\nfrom ..comm.mesh import Mesh\nx = torch.autograd.grad"
     assert violations({"sharding.plan": good, "__init__": "from .train import step"}) == []
 
@@ -245,7 +245,7 @@ print(metrics["loss"].item())
 
 
 def test_nothing_optional_is_needed() -> None:
-    """`import fshard`, a plan and a step in a process without any optional package."""
+    """A step runs without any optional package: otherwise users would have to install numpy, pytest or rich."""
     optional = ["rich", "matplotlib", "numpy", "hypothesis", "pytest", "torchopt", "pandas", "tensorboard"]
     run = subprocess.run([sys.executable, "-c", ENTER, *optional], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -253,7 +253,7 @@ def test_nothing_optional_is_needed() -> None:
 
 
 def definitions(source: str) -> Iterator[tuple[str, ast.AST]]:
-    """Functions and classes, methods included, by their dotted names; those inside functions are theirs."""
+    """Functions, classes and methods by dotted names, without those that are nested in functions."""
 
     def inside(node: ast.AST, path: tuple[str, ...]) -> Iterator[tuple[str, ast.AST]]:
         for child in ast.iter_child_nodes(node):
@@ -266,7 +266,7 @@ def definitions(source: str) -> Iterator[tuple[str, ast.AST]]:
 
 
 def test_what_is_public_is_documented() -> None:
-    """Modules, functions, classes and methods whose names do not begin with an underscore."""
+    """Every public module, function, class and method has a docstring: otherwise a reader would have to guess."""
     bare = [module for module, source in SOURCES.items() if not ast.get_docstring(ast.parse(source))]
     for module, source in SOURCES.items():
         for name, node in definitions(source):
@@ -277,7 +277,7 @@ def test_what_is_public_is_documented() -> None:
 
 
 def test_every_public_name_is_there_and_documented() -> None:
-    """`fshard.__all__`: sorted, complete, each with a docstring of its own."""
+    """`fshard.__all__` is sorted, complete and documented: otherwise `help(fshard)` would not explain some name."""
     assert fshard.__all__ == sorted(fshard.__all__)
     # where fshard is installed its plugin has pytest rewrite the package's assertions, with names of its own
     public = {name for name in vars(fshard) if not name.startswith(("_", "@"))} - set(SOURCES)
@@ -293,35 +293,35 @@ GROUPS = ["collectives", "optim", "reduction", "testing", "tree", "wire"]
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_every_name_of_a_group_is_there_and_documented(name: str) -> None:
-    """`help(fshard.optim.x)` would show nothing, or `fshard.tree.x` a name of somebody else's."""
+    """Every name of a group such as `fshard.optim` has a docstring: otherwise `help(fshard.optim.x)` would be empty."""
     group = getattr(fshard, name)
     assert group.__all__ == sorted(group.__all__)
     assert [x for x in group.__all__ if not inspect.getdoc(getattr(group, x))] == []
 
 
 def test_a_newcomer_finds_few_names_and_each_means_one_thing() -> None:
-    """`import fshard.jit` would be a module and `fshard.jit` a function, or the first page of names fill several."""
+    """There are at most 32 public names, and none is a module too: otherwise newcomers would lose their way."""
     assert {name for name in fshard.__all__ if inspect.ismodule(getattr(fshard, name))} == set(GROUPS)
     assert len(fshard.__all__) - len(GROUPS) <= 32
     assert not (set(fshard.__all__) - set(GROUPS)) & set(SOURCES)
 
 
 def test_public_functions_show_an_example() -> None:
-    """Those a user calls: a docstring with a doctest (which the tests run)."""
+    """Every public function has a doctest: otherwise users would have to find out from its types how to call it."""
     functions = [name for name in fshard.__all__ if inspect.isfunction(getattr(fshard, name))]
     assert [name for name in functions if ">>>" not in (inspect.getdoc(getattr(fshard, name)) or "")] == []
 
 
 @pytest.mark.parametrize("name", ["make_plan", "train_step"])
 def test_options_are_lists(name: str) -> None:
-    """An option would be missing in the docstring, or hidden in a paragraph."""
+    """The docstring lists every option of a function once: otherwise users would not learn of an option."""
     items = re.findall(r"^- ((?:`\w+`(?:, )?)+): ", inspect.getdoc(getattr(fshard, name)) or "", re.MULTILINE)
     options = inspect.signature(getattr(fshard, name)).parameters.values()
     assert sorted(re.findall(r"\w+", " ".join(items))) == sorted(x.name for x in options if x.kind is x.KEYWORD_ONLY)
 
 
 def test_files_and_functions_are_small() -> None:
-    """450 lines, and 60 without the docstring."""
+    """Files have at most 450 lines and functions 60: otherwise a reader could not understand one at a time."""
     for module, source in SOURCES.items():
         assert len(source.splitlines()) <= 450, module
         for name, node in definitions(source):
@@ -334,12 +334,12 @@ PYTHONS = {"_replace", "_like"}  # a method of every NamedTuple, and the end of 
 
 
 def is_private(name: str) -> bool:
-    """Whether a part of a dotted name begins with an underscore, and is none of Python's `__x__`."""
+    """Whether a part of a dotted name begins with an underscore and is not one of Python's `__x__`."""
     return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 
 def defined(source: str) -> set[str]:
-    """The names a module defines or assigns, attributes included."""
+    """The names that a module defines or assigns, attributes and string keys included."""
     nodes = list(ast.walk(ast.parse(source)))
     names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
@@ -364,12 +364,12 @@ def private_names(source: str, own: set[str]) -> set[str]:
 
 
 def is_covered(name: str, row: str) -> bool:
-    """Whether a row's `torch._x` or `Tensor._x` is the name, or a module that the name is in."""
+    """Whether a row's `torch._x` or `Tensor._x` is the name, or contains the name."""
     return f"{name}.".startswith(f"{row}.") or (row.partition(".")[0] != "torch" and name == row.rpartition(".")[2])
 
 
 def unlisted(sources: dict[str, str], table: str) -> list[str]:
-    """Private names that no row of a table of docs/architecture.md lists, and rows that list what is not there."""
+    """Private names that the table of docs/architecture.md does not list, and rows that list unused names."""
     own = set[str]().union(*map(defined, sources.values()))
     used = {module: private_names(source, own) for module, source in sources.items()}
     lines = [line for line in table.splitlines() if line.startswith("| ") and "`" in line]
@@ -392,7 +392,7 @@ def unlisted(sources: dict[str, str], table: str) -> list[str]:
 
 
 def test_the_table_of_private_names_is_complete() -> None:
-    """A release of torch would break what nobody knows to be private, or what no test looks at."""
+    """All private names of torch are listed, each with a test: otherwise a release of torch could remove one unseen."""
     table = PAGE.read_text().partition("## Private torch API")[2]
     faults = unlisted(SOURCES, table)
     assert not faults, "\n".join(['section "Private torch API" of docs/architecture.md:', *faults])
@@ -410,7 +410,7 @@ def test_the_table_of_private_names_is_complete() -> None:
     ],
 )
 def test_the_check_of_private_names_can_fail(source: str, what: str) -> None:
-    """Made-up sources with one private name, without a row, with a right one, and with a wrong one."""
+    """A private name with no row, or a wrong row, is found: otherwise the test of the table would pass without rows."""
     row = "| `{}` (why) | `core/made.py` | `test_layers.py::test_x` |"
     assert unlisted({"core.made": source}, "") == [f"no row has {what} of core.made"]
     assert unlisted({"core.made": source}, row.format(what)) == []
@@ -419,7 +419,7 @@ def test_the_check_of_private_names_can_fail(source: str, what: str) -> None:
 
 
 def test_every_test_says_what_it_is_for() -> None:
-    """Whoever sees a test fail would have to guess what is wrong."""
+    """Every test has a docstring: otherwise whoever sees a test fail would have to guess what is wrong."""
     files = {path.name: ast.parse(path.read_text()) for path in sorted((ROOT / "tests").glob("test_*.py"))}
     functions = [(file, x) for file, page in files.items() for x in page.body if isinstance(x, ast.FunctionDef)]
     bare = [f"{file}::{x.name}" for file, x in functions if x.name.startswith("test_") and not ast.get_docstring(x)]
@@ -432,7 +432,7 @@ def first_line(source: str) -> str:
 
 
 def files_section() -> str:
-    """Section "Files" of docs/architecture.md: a picture of `FOLDERS`, and the first line of every docstring."""
+    """Section "Files" of docs/architecture.md: the folders, and the first line of every docstring."""
     picture = ["```", "fshard/"]
     for name, others in FOLDERS.items():
         picture.append(f"  {name + '/':17}{first_line(SOURCES[name])}")
@@ -449,12 +449,12 @@ def files_section() -> str:
 
 
 def with_files(page: str) -> str:
-    """The page with section "Files" written anew, from its first code block on."""
+    """The page with a new section "Files", from its first code block on."""
     return re.sub(r"(?s)(\n## Files\n.*?\n\n)```.*?(?=\n## )", lambda found: found[1] + files_section(), page, count=1)
 
 
 def test_the_page_lists_all_files() -> None:
-    """A reader of docs/architecture.md would look for files that are not there, or miss some."""
+    """docs/architecture.md lists every file with its purpose: otherwise readers would look for files that moved."""
     assert PAGE.read_text() == with_files(PAGE.read_text()), "write it anew: python tests/test_layers.py"
 
 

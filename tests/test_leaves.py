@@ -1,4 +1,4 @@
-"""Which leaves are one tensor, which share memory otherwise, and which a tree says are frozen."""
+"""Leaves that are one tensor (tied), leaves that share memory in other ways, and leaves that are frozen."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ F = nn.functional
 
 
 def tied_module() -> nn.Module:
-    """An embedding and a head that are one weight, a norm of which the bias is frozen, a frozen embedding."""
+    """A module with tied embedding and head, a norm with a frozen bias, and a frozen embedding."""
     torch.manual_seed(0)
     module = nn.ModuleDict(
         {
@@ -33,7 +33,7 @@ def tied_module() -> nn.Module:
 
 
 def loss(p: Any, batch: Tensor) -> fshard.Mean:
-    """Tokens in, their successors out."""
+    """The cross entropy of the next token."""
     x = F.embedding(batch, p["embed.weight"]) + F.embedding(batch, p["still.weight"])
     x = F.layer_norm(x, (3,), p["norm.weight"], p["norm.bias"])
     logits = x @ p["head.weight"].T
@@ -41,7 +41,7 @@ def loss(p: Any, batch: Tensor) -> fshard.Mean:
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """Unequally many tokens, other ones on every rank."""
+    """Tokens that differ on every rank, and in number."""
     return (torch.arange(3 + rank) * (step + 2) + rank) % 5
 
 
@@ -54,7 +54,7 @@ TREES: dict[str, Any] = {
 
 
 def expected(module: nn.Module, num_ranks: int, lr: float, frozen: bool) -> dict[str, Tensor]:
-    """Three steps of torch's SGD on all ranks' tokens; without `frozen` every parameter trains."""
+    """The parameters after three steps of torch's SGD on all ranks' tokens; without `frozen` all of them train."""
     for x in module.parameters():
         x.requires_grad_(x.requires_grad or not frozen)
     optimizer = torch.optim.SGD([x for x in module.parameters() if x.requires_grad], lr)
@@ -69,7 +69,7 @@ def expected(module: nn.Module, num_ranks: int, lr: float, frozen: bool) -> dict
 
 
 def trained(mesh: Any, name: str, kwargs: dict[str, Any]) -> None:
-    """As torch trains the module: tied weights stay one tensor, frozen ones keep their bits."""
+    """Assert that the module trains as with torch: tied weights stay tied, frozen weights keep their bits."""
     module, rank = tied_module(), mesh.get_rank()
     params = TREES[name](module)
     start = {k: x.detach().clone() for k, x in params.items()}
@@ -99,24 +99,24 @@ CUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("num", [1, 2, 3])
 def test_a_modules_parameters_train_as_torchs(name: str, num: int) -> None:
-    """Ties are read off storages, and what is frozen off requires_grad, in every strategy."""
+    """A module's tied and frozen parameters train as with torch: otherwise tied weights would drift apart."""
     for cut in CUTS.values():
         simulated(trained, name, cut, shard=num)
 
 
 def in_processes(mesh: Any) -> None:
-    """The same in processes."""
+    """The same training in processes."""
     for name in ("state_dict", "named_parameters"):
         trained(mesh, name, CUTS["full"])
 
 
 def test_in_processes() -> None:
-    """Two gloo ranks."""
+    """Two gloo processes train tied and frozen parameters as torch: otherwise only simulated ranks would be right."""
     gloo(in_processes)
 
 
 def test_frozen_leaves_have_no_state() -> None:
-    """Neither under a plan, nor under zero with either partition."""
+    """Frozen leaves have no optimizer state and keep their bits: otherwise fine-tuning would waste memory."""
     params = dict(tied_module().named_parameters())
     tx = optim.adam(0.1)
     still = {"norm.bias", "still.weight"}
@@ -138,7 +138,7 @@ def test_frozen_leaves_have_no_state() -> None:
 
 
 def test_frozen_against_requires_grad() -> None:
-    """`frozen=` may say more of leaves that all require a gradient, or none does; else the tree says it."""
+    """`frozen=` may not contradict a partly frozen tree: otherwise a leaf that is marked as frozen would train."""
     module = tied_module()
     params = dict(module.named_parameters())
     words = ["frozen: leaf 'embed.weight' requires a gradient", "leaf 'norm.bias'", "does not", "requires_grad"]
@@ -177,7 +177,7 @@ OVERLAP = {
 
 @pytest.mark.parametrize("name", APART)
 def test_leaves_that_share_storage_and_nothing_else(name: str) -> None:
-    """Views of one tensor without a common element are leaves of their own, and come back."""
+    """Views of one tensor that do not overlap are separate leaves: otherwise a fused weight could not be split."""
     params = APART[name]
     plan = fshard.make_plan(params)
     assert len(plan.slots) == len(params)
@@ -186,7 +186,7 @@ def test_leaves_that_share_storage_and_nothing_else(name: str) -> None:
 
 @pytest.mark.parametrize("name", OVERLAP)
 def test_leaves_that_share_a_part(name: str) -> None:
-    """Both are named; and zero says the same."""
+    """Leaves that overlap are an error that names both: otherwise an update of one would alter the other."""
     words = ["leaves ", "share memory", "shapes", ".clone()"]
     for call in (lambda: fshard.make_plan(OVERLAP[name]), lambda: fshard.zero(optim.sgd(0.1)).init(OVERLAP[name])):
         says(call, ValueError, *words)
@@ -195,13 +195,13 @@ def test_leaves_that_share_a_part(name: str) -> None:
 
 
 def test_conjugates_are_no_ties() -> None:
-    """The same memory, other values."""
+    """A tensor and its conjugate are an error, not a tie: otherwise both leaves would get the same values."""
     x = torch.ones(2, dtype=torch.complex64)
     says(lambda: fshard.make_plan({"a": x, "b": x.conj()}), ValueError, "'a'", "'b'", "share memory")
 
 
 def test_ties_of_meta_tensors() -> None:
-    """They have storages as well, without memory."""
+    """Ties of meta and fake tensors are found: otherwise a plan that is made without memory would lose them."""
     x = torch.empty(3, 4, device="meta")
     assert len(fshard.make_plan({"a": x, "b": x.detach(), "c": torch.empty(3, 4, device="meta")}).slots) == 2
     with torch._subclasses.FakeTensorMode():
@@ -210,7 +210,7 @@ def test_ties_of_meta_tensors() -> None:
 
 
 def test_ties_are_checked_when_leaves_are_sharded() -> None:
-    """By storage there, too; one that is none is named. Under zero a tie is an error."""
+    """Sharding checks the ties of the plan, and ZeRO refuses ties: otherwise the value of one leaf would be lost."""
     w = torch.ones(2)
     plan = fshard.make_plan({"embed": w, "head": w})
     got = fshard.gather_params(fshard.shard_params({"embed": w, "head": w.detach()}, plan))
@@ -222,7 +222,7 @@ def test_ties_are_checked_when_leaves_are_sharded() -> None:
 
 
 def test_units_of_empty_subtrees() -> None:
-    """A pattern that names a subtree without leaves claims nothing; one that names nothing is an error."""
+    """A pattern may name a subtree without leaves: otherwise a layer without parameters would need another plan."""
     params = {"w": torch.ones(2), "norm": {}, "bias": None, "blocks": [{"a": torch.ones(1)}, {}]}
     plan = fshard.make_plan(params, units=["norm", "bias", "blocks.*"], whole="norm", frozen=["bias"])
     assert [unit.name for unit in plan.units] == ["(root)", "blocks.0"]
@@ -231,7 +231,7 @@ def test_units_of_empty_subtrees() -> None:
 
 
 def test_gathering_a_tree_with_sharded_trees_in_it() -> None:
-    """Each is gathered; what is plain stays."""
+    """`gather_params` gathers every Sharded in a tree: otherwise users would have to gather an average by hand."""
     params = {"w": torch.ones(2)}
     sharded = fshard.shard_params(params, fshard.make_plan(params))
     got = fshard.gather_params({"ema": sharded, "best": [sharded["w"], torch.zeros(1)], "step": 3})
@@ -241,12 +241,12 @@ def test_gathering_a_tree_with_sharded_trees_in_it() -> None:
 
 
 def sparse_loss(p: Any, batch: Tensor, sparse: bool = True) -> fshard.Sum:
-    """An embedding, of which some rows are read twice."""
+    """A loss with an embedding, of which some rows are read twice."""
     return fshard.Sum((F.embedding(batch, p["embed"], sparse=sparse) * p["head"]).square().sum())
 
 
 def sparse_and_dense(mesh: Any) -> None:
-    """The same bits from a sparse gradient as from a dense one."""
+    """Assert that a sparse gradient of an embedding gives the bits of a dense one."""
     rank = 0 if mesh is None else mesh.get_rank()
     params = {"embed": torch.arange(10.0).view(5, 2), "head": torch.tensor([1.0, 2.0])}
     for units in ("embed", None):
@@ -263,6 +263,6 @@ def sparse_and_dense(mesh: Any) -> None:
 
 @pytest.mark.parametrize("num", [1, 2, 3])
 def test_sparse_gradients_are_made_dense(num: int) -> None:
-    """Those of an embedding in a loss, on ranks with other data."""
+    """A sparse gradient of an embedding is reduced as a dense one: otherwise `sparse=True` would fail on ranks."""
     sparse_and_dense(None)
     simulated(sparse_and_dense, shard=num)

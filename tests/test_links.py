@@ -1,4 +1,4 @@
-"""Links between processes: who may have one, what may come over it, and what becomes of those whose peers end."""
+"""Links between processes: who may connect, what may be sent over a link, and what happens when a peer ends."""
 
 import fcntl
 import json
@@ -30,14 +30,14 @@ ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another u
 
 @pytest.mark.parametrize(("user", "num"), [pytest.param(65534, 1, marks=ROOT), (os.geteuid(), 129)])
 def test_strangers_are_told_nothing(user: int, num: int) -> None:
-    """A process that is no rank could connect, or keep ranks from connecting."""
+    """A process that is no rank learns nothing and blocks no rank: otherwise it could join a job, or stop it."""
     told, _ = values(fates(hostile.among_strangers, user, num, seconds=30.0))
     assert told == [""] * len(hostile.GREETINGS)
 
 
 @pytest.mark.parametrize("seed", range(NUM))
 def test_a_rank_that_ends_while_connecting(seed: int, tmp_path: Path) -> None:
-    """Ranks would wait for one that ended while it connected."""
+    """Ranks get an error within 5 s if a rank ends while it connects: otherwise they would wait until the timeout."""
     kind, over, at, bad, size = case = hostile.drawn(seed)
     ranks = fates(hostile.end_while_connecting, str(tmp_path), kind, over, at, bad, shard=size)
     assert ranks[bad].exitcode == {"kill": -9, "raise": 1, "exit": 3}[kind], case
@@ -49,7 +49,7 @@ def test_a_rank_that_ends_while_connecting(seed: int, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_ends_when_it_has_answered() -> None:
-    """Before it dialled: it is watched until it has done both."""
+    """A rank that ends between answering and dialling is noticed: otherwise its peer would wait until the timeout."""
     heard, ended = fates(hostile.answers_and_ends, seconds=20.0)
     assert (heard.value, ended.exitcode) == ("an error", 3)
 
@@ -59,7 +59,7 @@ def test_a_rank_that_ends_when_it_has_answered() -> None:
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, links.Link, shared_memory.Memory]]:
-    """The socket of a peer that may send anything, and the link of a rank to it."""
+    """The socket of a peer that may send anything, and this rank's link to it."""
     theirs, ours = hostile.pair()
     with theirs, ours:
         yield theirs, links.Link(ours, "rank 7", 10.0, memory := shared_memory.Memory()), memory
@@ -80,7 +80,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_header_that_no_rank_sends(name: str, ends: Any) -> None:
-    """A forged header would make a rank allocate what it says, or go on."""
+    """A forged header closes the link with an error: otherwise a rank would allocate as much memory as it says."""
     theirs, link, _ = ends
     sent, words = BAD[name]
     theirs.sendall(sent)
@@ -94,7 +94,7 @@ def test_a_header_that_no_rank_sends(name: str, ends: Any) -> None:
 
 
 def test_nothing_but_words_where_there_is_no_memory() -> None:
-    """Along links that only tell what is called: no descriptor, no segment."""
+    """A link without shared memory refuses descriptors and segments: otherwise a peer could make it map memory."""
     for kind in (1, 2, 3):
         theirs, ours = hostile.pair()
         with theirs, ours:
@@ -105,7 +105,7 @@ def test_nothing_but_words_where_there_is_no_memory() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_bytes(seed: int) -> None:
-    """Some sequence of bytes would crash a rank, or be taken for a message."""
+    """Random bytes are an error that names the peer: otherwise they would crash a rank, or pass for a message."""
     r, errors = random.Random(seed), list[str]()
     for _ in range(50):
         theirs, ours = hostile.pair()
@@ -145,7 +145,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     ],
 )
 def test_memory_that_no_rank_sends(make: Any, part: tuple[int, int], words: str, ends: Any) -> None:
-    """Not sealed, none at all, or read past its end; its descriptor does not stay open."""
+    """Memory that is not sealed or too short is an error and is closed: otherwise reading it could crash the rank."""
     theirs, link, _ = ends
     before, fd = hostile.num_open(), make()
     socket.send_fds(theirs, [HEADER.pack(2, 0, 0, *part)], [fd])
@@ -163,7 +163,7 @@ def test_memory_that_no_rank_sends(make: Any, part: tuple[int, int], words: str,
 
 @pytest.mark.parametrize("with_memory", [False, True])
 def test_descriptors_that_nobody_asked_for(with_memory: bool) -> None:
-    """They are closed: with an error, or at the latest with the link."""
+    """Descriptors that come without a segment are closed: otherwise a peer could use up those of a rank."""
     before = hostile.num_open()
     theirs, ours = hostile.pair()
     with theirs, ours:
@@ -177,7 +177,7 @@ def test_descriptors_that_nobody_asked_for(with_memory: bool) -> None:
 
 
 def test_memory_cannot_be_cut() -> None:
-    """A peer could truncate a shared segment, and crash the reader."""
+    """A shared segment cannot be truncated or enlarged: otherwise a peer could crash the ranks that read it."""
     segment = shared_memory.Memory().new(8192)
     for size in (0, 4096, 1 << 20):
         with pytest.raises(PermissionError):
@@ -186,14 +186,14 @@ def test_memory_cannot_be_cut() -> None:
 
 @pytest.mark.parametrize("text", ["", "[", "3", "[]", '["1", "", "", ""]', "[1, 2, 3, 4]", '[1, "", ""]', "[" * 60000])
 def test_words_that_no_rank_says(text: str) -> None:
-    """In a checked call."""
+    """Malformed text about a checked call is an error that names the peer: otherwise it would raise inside json."""
     with pytest.raises(fshard.MismatchError, match="rank 7 sent what no rank says of its calls"):
         compare_calls._read(text, 7)
     assert compare_calls._read(json.dumps([1, "a", "b", "c"]), 7) == (1, "a", "b", "c")
 
 
 def test_a_call_of_any_length(ends: Any) -> None:
-    """Its text is cut where a header ends, and compared as far."""
+    """A call whose text is longer than a header is cut, and still matches: otherwise long labels would be an error."""
     theirs, link, _ = ends
     peer = links.Link(theirs, "rank 3", 10.0)
     for call in ("x" * (1 << 16), "é" * (1 << 16)):
@@ -206,7 +206,7 @@ def test_a_call_of_any_length(ends: Any) -> None:
 
 
 def test_what_a_machine_lacks() -> None:
-    """Descriptors of dropped plans are closed at once; no memory; few descriptors; a host that only seems the same."""
+    """Without memory or descriptors ranks use sockets, or say what is lacking: otherwise they would crash or hang."""
     for number, (counts, refused, few, elsewhere) in enumerate(gloo(hostile.one_process_at_a_time)):
         assert max(counts) == counts[0], counts
         name, warned = refused
@@ -220,14 +220,14 @@ def test_what_a_machine_lacks() -> None:
 
 
 def test_data_that_end_early_on_one_rank(tmp_path: Path) -> None:
-    """It gathers, outside of a check; the others are in a checked step: an error, as without a check."""
+    """A rank that gathers while others make a checked step gets an error: otherwise data that end early would hang."""
     texts = values(fates(hostile.data_end_early, str(tmp_path), shard=3, seconds=30.0))
     for text in texts:
         assert "ranks called different collectives" in text, texts
 
 
 def test_the_users_timeout(tmp_path: Path) -> None:
-    """The timeout of `init_process_group` would not be kept on some axis."""
+    """The timeout of `init_process_group` holds for every wait: otherwise ranks would wait too long, or too short."""
     (found, texts), *others = values(fates(hostile.timeouts, str(tmp_path), shard=2, replicate=2))
     assert found == [2.0, 2.0, 2.0, 2.0, 7.0, 2.0, 2.0]
     assert [one[0] for one in others] == [found] * 3
@@ -242,7 +242,7 @@ ADDRESSES = {"IPv4": ("10.77.0.1", "10.77.0.2"), "IPv6": ("fd77::1", "fd77::2")}
 
 @pytest.fixture(params=ADDRESSES)
 def namespaces(request: pytest.FixtureRequest) -> Iterator[tuple[list[str], tuple[str, str]]]:
-    """Two network namespaces with a cable between them, as if they were two hosts; and their addresses."""
+    """Two network namespaces that are connected as two hosts would be, and their addresses."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and the command ip, to make network namespaces")
     names, addresses = [f"fshard-{os.getpid()}-{i}" for i in range(2)], ADDRESSES[request.param]
@@ -264,8 +264,7 @@ def namespaces(request: pytest.FixtureRequest) -> Iterator[tuple[list[str], tupl
 
 
 def test_two_hosts(namespaces: Any) -> None:
-    """No name resolves. The interface is the one that was named, or that on the way to where the ranks met; two copies
-    of one machine, which say they are one host, are found out."""
+    """Two hosts connect by the named interface, by the route, and if they seem one host: otherwise jobs would hang."""
     names, addresses = namespaces
     script = [sys.executable, str(Path(__file__).parent / "support" / "two_hosts.py")]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
@@ -283,7 +282,7 @@ def test_two_hosts(namespaces: Any) -> None:
 
 
 def test_the_address_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its name; and where the ranks met, the way to the others."""
+    """An address comes from the named interface or from the route: otherwise ranks would dial a wrong address."""
     assert rendezvous._address_of("lo") == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing")
     with pytest.raises(OSError, match="GLOO_SOCKET_IFNAME=nothing: expected an interface with an address"):

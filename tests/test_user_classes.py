@@ -1,4 +1,4 @@
-"""Optimizer classes that no library knows, as transformations: what the class does, wherever the parameters are cut."""
+"""Users' optimizer classes as transformations: the class's own results, on any mesh."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ GRADS = [{name: rand(*x.shape, seed=10 * i + x.ndim) for name, x in START.items(
 
 
 class Momentum(torch.optim.Optimizer):
-    """Keeps a Python number, a tensor and a copy of where it began; looks at whole leaves."""
+    """Keeps a Python number, a tensor and a copy of the initial value; its update depends on the whole leaf."""
 
     def __init__(self, params: Any, lr: float = 0.1):
         super().__init__(params, {"lr": lr})
@@ -35,25 +35,25 @@ class Momentum(torch.optim.Optimizer):
 
 
 class Counting(Momentum):
-    """Keeps a number of all parameters together."""
+    """Keeps one number for all parameters in its param group."""
 
     def step(self, closure: Any = None) -> None:
-        """Counts its steps in the group."""
+        """Step, and count the steps in the group."""
         super().step()
         self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
 
 
 class Elsewhere(Momentum):
-    """Keeps a number of no parameter in its state."""
+    """Keeps a number in its state that belongs to no parameter."""
 
     def step(self, closure: Any = None) -> None:
-        """Counts its steps by name."""
+        """Step, and count the steps under a name."""
         super().step()
         self.state["steps"] = self.state.get("steps", 0) + 1
 
 
 class Together(torch.optim.SGD):
-    """Divides by the norm of all gradients."""
+    """Divides by the norm of all gradients, so that an update depends on the other parameters."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -65,7 +65,7 @@ class Together(torch.optim.SGD):
 
 
 class Rebinding(torch.optim.Optimizer):
-    """Gives parameters other memory, and writes to their gradients."""
+    """Gives parameters new memory, and writes to their gradients."""
 
     def __init__(self, params: Any):
         super().__init__(params, {})
@@ -78,11 +78,11 @@ class Rebinding(torch.optim.Optimizer):
 
 
 class Late(Momentum):
-    """Makes a part of its state in its second step."""
+    """Adds an entry to its state in its second step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Keeps what it had before, from the second step on."""
+        """Step, and from the second step on keep a copy of the parameter."""
         had = {p: bool(self.state[p]) for p in self.param_groups[0]["params"]}
         super().step()
         for p in (p for p, before in had.items() if before):
@@ -90,20 +90,20 @@ class Late(Momentum):
 
 
 class Adam(torch.optim.Optimizer):
-    """Has the name of torch's, and looks at whole leaves."""
+    """Has the name of torch's class, and its update depends on the whole leaf."""
 
     def __init__(self, params: Any):
         super().__init__(params, {})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Centres every leaf."""
+        """Subtract the mean of the gradient."""
         for p in self.param_groups[0]["params"]:
             p.sub_(p.grad.mean())
 
 
 def by_class(cls: Any, skipped: int | None = None, **extra: Any) -> dict[str, Tensor]:
-    """What the class itself does."""
+    """The parameters by the class itself."""
     params = {name: x.clone().requires_grad_() for name, x in START.items()}
     optimizer = cls(params.values())
     for i, grads in enumerate(GRADS):
@@ -115,7 +115,7 @@ def by_class(cls: Any, skipped: int | None = None, **extra: Any) -> dict[str, Te
 
 
 def ours(mesh: Any, cls: Any, how: str, skipped: int | None = None, **extra: Any) -> Any:
-    """The same over shards (or with ZeRO over whole leaves), and what the state holds at the end."""
+    """The parameters over shards, or by ZeRO over whole leaves, and the state at the end."""
     tx = optim.from_torch(cls)
     if how == "zero":
         tx, params, grads = fshard.zero(tx, mesh, "leaf"), START, GRADS
@@ -133,7 +133,7 @@ def ours(mesh: Any, cls: Any, how: str, skipped: int | None = None, **extra: Any
 @pytest.mark.parametrize("how", ["Sharded", "ZeRO-1", "zero"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_class_of_ones_own_on_ranks(world: str, how: str) -> None:
-    """Its own parameters to the bit; a skipped first update, and an argument of its own step."""
+    """A user's class has its own bits on any mesh, skipped updates included: otherwise from_torch would alter it."""
     replicate, shard = WORLDS[world]
     gradients = [{name: x.clone() for name, x in grads.items()} for grads in GRADS]
     for cls, skipped, extra in (
@@ -156,7 +156,7 @@ def test_a_class_of_ones_own_on_ranks(world: str, how: str) -> None:
 
 
 def test_in_processes() -> None:
-    """Two gloo processes."""
+    """A user's class has its own bits in two gloo processes: otherwise only simulated ranks would be right."""
     for found, _ in gloo(ours, Momentum, "Sharded"):
         assert same_bits(found, by_class(Momentum))
 
@@ -173,13 +173,13 @@ def test_in_processes() -> None:
     ],
 )
 def test_what_cannot_be_a_value(cls: Any, error: str) -> None:
-    """Refused where the transformation is made."""
+    """A class whose state cannot be a value is refused by from_torch: otherwise its training would be wrong later."""
     with pytest.raises(ValueError, match=error):
         optim.from_torch(cls)
 
 
 def test_a_state_made_late_is_an_error() -> None:
-    """It would be lost."""
+    """A state that the class extends after its first step is an error: otherwise the new part would be lost."""
     tx = optim.from_torch(Late)
     params, state = tx.step(GRADS[0], tx.init(START), START)
     with pytest.raises(ValueError, match="keeps 'before' of a parameter, which its first step"):
