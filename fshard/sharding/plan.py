@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +32,7 @@ from ..comm.wire import Wire
 from ..core import tree
 from ..core.arguments import check_flags, check_has, check_whole, wrong
 from ..core.lazy import Branch
+from ..core.tree import Tree
 from ..layout.layout import Derived
 from ..layout.pieces import Parts
 from .leaves import check_tensors, first_places, is_differentiable, join_frozen
@@ -114,17 +114,18 @@ class Plan:
     regather: bool
     block: int = 1
     policy: Policy = field(default_factory=Policy)
-    param_wire: Any = None
-    grad_wire: Any = None
+    param_wire: Wire | None = None
+    grad_wire: Wire | None = None
     together: bool = False
     slices: int = 8
-    gather: Any = None
+    gather: Gather | None = None
     mesh: AnyMesh = field(default=None, compare=False, repr=False)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
+        # the fields alone: a cached index is this rank's, and the mesh has process groups
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
 
-    def __deepcopy__(self, memo: Any) -> Plan:
+    def __deepcopy__(self, memo: dict[int, object]) -> Plan:
         return self  # immutable; a copied state keeps its mesh
 
     def __hash__(self) -> int:
@@ -169,7 +170,7 @@ class Plan:
         return self.units[unit].lengths[kind] // self.num_parts(self.over(axes, kind))
 
     def offset(self, unit: int, kind: int, axes: Axes) -> int:
-        """Return where a unit begins in a rank's tensor of one kind; `unit` may be one past the last."""
+        """Return where a unit begins in a rank's tensor of one kind; one past the last unit: where the tensor ends."""
         return self._offsets[self.over(axes, kind)][kind][unit]
 
     def index(self, axes: Axes) -> int:
@@ -184,10 +185,10 @@ class Plan:
     @cached_property
     def places(self) -> dict[tuple[int, int], list[Slot]]:
         """The slots by (unit, kind), in the order in which they lie in the flat buffer."""
-        found: dict[tuple[int, int], list[Slot]] = {}
+        by_place: dict[tuple[int, int], list[Slot]] = {}
         for slot in self.slots:
-            found.setdefault((slot.unit, slot.kind), []).append(slot)
-        return found
+            by_place.setdefault((slot.unit, slot.kind), []).append(slot)
+        return by_place
 
     @cached_property
     def derived(self) -> Derived:
@@ -207,8 +208,10 @@ class Plan:
     @cached_property
     def _offsets(self) -> dict[Axes, list[list[int]]]:
         def ends(axes: Axes, kind: int) -> list[int]:
-            return list(accumulate((u.lengths[kind] // self.num_parts(axes) for u in self.units), initial=0))
+            lengths = (unit.lengths[kind] // self.num_parts(axes) for unit in self.units)
+            return list(accumulate(lengths, initial=0))  # one more than there are units
 
+        # () is the partition of leaves kept whole, and of gathered buffers
         partitions = {(), self.params_over, self.grads_over, self.state_over}
         return {axes: [ends(axes, kind) for kind in range(len(self.kinds))] for axes in partitions}
 
@@ -232,29 +235,29 @@ class Plan:
         return "\n".join([*lines, f"tree {self.spec}"])
 
     def _leaf_lines(self) -> list[str]:
-        rows = []
+        lines = []
         for path, number in zip(tree.paths(self.spec), self.leaves, strict=True):
             slot = self.slots[number]
             tied = f" (the tensor of {slot.path!r})" if path != slot.path else ""
-            rows.append(
+            lines.append(
                 f"{path!r} {self.kinds[slot.kind]}{list(slot.shape)} in unit {self.units[slot.unit].name!r}{tied}"
             )
-        return rows
+        return lines
 
     def __str__(self) -> str:
         over = {name: ", ".join(axes) or "-" for name, axes in _strategy(self).items()}
         head = " ".join(f"{name}={axes}" for name, axes in over.items())
         width = max([len(u.name) for u in self.units] + [4])
-        rows = [f"Plan on {dict(self.axes) or 'one device'}: {head} regather={self.regather}"]
-        rows.append(f"{'unit':<{width}}  {'leaves':>6}  {'elements':>12}  {'bytes':>14}  {'bytes per rank':>14}")
+        lines = [f"Plan on {dict(self.axes) or 'one device'}: {head} regather={self.regather}"]
+        lines.append(f"{'unit':<{width}}  {'leaves':>6}  {'elements':>12}  {'bytes':>14}  {'bytes per rank':>14}")
         for number, unit in enumerate(self.units):
             slots = [s for s in self.slots if s.unit == number]
             sizes = [k.dtype.itemsize for k in self.kinds]
-            whole = sum(n * size for n, size in zip(unit.lengths, sizes, strict=True))
-            mine = sum(self.length(number, k, self.params_over) * size for k, size in enumerate(sizes))
+            total = sum(length * size for length, size in zip(unit.lengths, sizes, strict=True))
+            on_rank = sum(self.length(number, k, self.params_over) * size for k, size in enumerate(sizes))
             numel = sum(s.numel for s in slots)
-            rows.append(f"{unit.name:<{width}}  {len(slots):>6}  {numel:>12,}  {whole:>14,}  {mine:>14,}")
-        return "\n".join(rows)
+            lines.append(f"{unit.name:<{width}}  {len(slots):>6}  {numel:>12,}  {total:>14,}  {on_rank:>14,}")
+        return "\n".join(lines)
 
 
 def _strategy(plan: Plan) -> dict[str, Axes]:
@@ -262,7 +265,7 @@ def _strategy(plan: Plan) -> dict[str, Axes]:
 
 
 def make_plan(
-    params: Any,
+    params: Tree,
     mesh: AnyMesh = None,
     *,
     units: Where | int = None,
@@ -332,20 +335,22 @@ def make_plan(
     flat, spec = tree.flatten(params)
     check_tensors(flat, tree.paths(spec))
     origins = first_places(flat, tree.paths(spec))
-    numbers = {origin: slot for slot, origin in enumerate(dict.fromkeys(origins))}
+    slot_of = {origin: number for number, origin in enumerate(dict.fromkeys(origins))}
     names, claims = claim_units(params, spec, flat, origins, units)
-    picks = {"whole": whole, "frozen": frozen, "host": host}
-    keep, still, away = (claim_leaves(params, spec, where, name) for name, where in picks.items())
-    still = join_frozen(still, flat, origins, tree.paths(spec))
+    selections = {"whole": whole, "frozen": frozen, "host": host}
+    is_whole, is_frozen, is_host = (claim_leaves(params, spec, where, name) for name, where in selections.items())
+    is_frozen = join_frozen(is_frozen, flat, origins, tree.paths(spec))
     dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, policy), policy)
     # only first occurrences: tied leaves have the kind of the first
-    kind_of = {i: Kind(dtypes[i], is_differentiable(flat[i]) and not still[i], keep[i], away[i]) for i in numbers}
+    kind_of = {
+        i: Kind(dtypes[i], is_differentiable(flat[i]) and not is_frozen[i], is_whole[i], is_host[i]) for i in slot_of
+    }
     kinds = tuple(dict.fromkeys(kind_of.values()))
-    parts = math.prod(sizes.values())  # of all axes, so that an all-reduce over any axis divides evenly, too
-    slots, lengths = _place(flat, tree.paths(spec), kind_of, kinds, claims, len(names), parts, block)
+    num_parts = math.prod(sizes.values())  # of all axes, so that an all-reduce over any axis divides evenly, too
+    slots, lengths = _place(flat, tree.paths(spec), kind_of, kinds, claims, len(names), num_parts, block)
     plan = Plan(
         spec,
-        tuple(numbers[i] for i in origins),
+        tuple(slot_of[i] for i in origins),
         tuple(claims),
         slots,
         tuple(Unit(name, tuple(row)) for name, row in zip(names, lengths, strict=True)),
@@ -366,7 +371,9 @@ def make_plan(
     return plan
 
 
-def _check_arguments(block: Any, slices: Any, regather: Any, together: Any, gather: Any, **wires: Any) -> None:
+def _check_arguments(
+    block: int, slices: int, regather: bool, together: bool, gather: Gather | None, **wires: Wire | None
+) -> None:
     check_whole("block", block, what="a number of elements")
     check_whole("slices", slices, what="a power of two")
     if slices.bit_count() > 1:
@@ -384,7 +391,7 @@ def _check_arguments(block: Any, slices: Any, regather: Any, together: Any, gath
                 )
 
 
-def check_plain(name: str, params: Any) -> None:
+def check_plain(name: str, params: Tree) -> None:
     """Raise TypeError if `params` contains sharded tensors or a plan instead of whole tensors."""
     for node in tree.tops(params, lambda x: isinstance(x, Parts | Branch | Plan)):
         if isinstance(node, Parts | Branch):
@@ -420,6 +427,7 @@ def _place(
     for i, kind in kind_of.items():
         unit, k = claims[i], kinds.index(kind)
         slots.append(Slot(paths[i], tuple(flat[i].shape), k, unit, lengths[unit][k]))
-        lengths[unit][k] += -(-flat[i].numel() // steps[k]) * steps[k]
-    parts = [step * num_parts for step in steps]
-    return tuple(slots), [[-(-n // part) * part for n, part in zip(row, parts, strict=True)] for row in lengths]
+        lengths[unit][k] += -(-flat[i].numel() // steps[k]) * steps[k]  # rounded up
+    multiples = [step * num_parts for step in steps]  # so that each of `num_parts` intervals is a multiple of a step
+    padded = [[-(-n // multiple) * multiple for n, multiple in zip(row, multiples, strict=True)] for row in lengths]
+    return tuple(slots), padded

@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from ..core import tree
 from ..core.arguments import check_whole, wrong
 from ..core.donation import Life, Source
 from ..core.lazy import Branch
+from ..core.tree import Tree
 from ..layout import reshard
 from ..layout.layout import Layout
 from ..layout.pieces import Parameters, Parts, Pieces, Views
@@ -34,19 +34,20 @@ class Sharded(Parameters, Branch):
     sharded.
     """
 
-    def __init__(self, view: View, tensors: Sequence[Any], life: Life | None = None):
+    # Rows are typed as tensors, which they are for users. While a tree is mapped or vmapped they may be anything.
+    def __init__(self, view: View, tensors: Sequence[Tensor], life: Life | None = None):
         self.view = view
         self._tensors = tuple(tensors)
         self._life = life or Life()
 
     @property
-    def tensors(self) -> tuple[Any, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The leaves, (n / W,) for each kind of the view. DonatedError after they were given away."""
         self._life.check(type(self).__name__, "tensors")
         return self._tensors
 
     @property
-    def key(self) -> Any:
+    def key(self) -> View:
         """The view: what two values must have in common to be combined."""
         return self.view
 
@@ -76,7 +77,7 @@ class Sharded(Parameters, Branch):
 
     @property
     def trainable(self) -> Sharded:
-        """Without the frozen kinds: what gradients and optimizer state have the structure of."""
+        """The trainable kinds alone: gradients and optimizer state have this structure."""
         return self.only(k for k in self.view.kinds if self.plan.kinds[k].trainable)
 
     @property
@@ -85,28 +86,28 @@ class Sharded(Parameters, Branch):
         return refine(self.trainable, self.plan.state_over)
 
     def with_trained(self, fine: Sharded | Views) -> Sharded:
-        """It with the trainable kinds gathered from `fine`, which is cut over the plan's `state_over`."""
+        """Return these parameters with the trainable kinds gathered from `fine`, which is cut over `state_over`."""
         return self.updated(coarsen(fine, self.plan.params_over))
 
     def only(self, kinds: Iterable[int]) -> Sharded:
-        """Some kinds of it."""
+        """Return some of the kinds: the same tensors, given away together with these."""
         keep = tuple(kinds)
-        held = dict(zip(self.view.kinds, self.tensors, strict=True))
-        return Sharded(replace(self.view, kinds=keep), [held[k] for k in keep], self._life)
+        rows = dict(zip(self.view.kinds, self.tensors, strict=True))
+        return Sharded(replace(self.view, kinds=keep), [rows[k] for k in keep], self._life)
 
     def updated(self, new: Sharded) -> Sharded:
-        """It with the kinds that another has taken from that one."""
-        held = dict(zip(self.view.kinds, self.tensors, strict=True)) | dict(
-            zip(new.view.kinds, new.tensors, strict=True)
-        )
-        return Sharded(self.view, [held[k] for k in self.view.kinds])
+        """Return a tree of these kinds, with the tensors of `new` for the kinds that `new` has."""
+        rows = dict(zip(self.view.kinds, self.tensors, strict=True))
+        rows |= dict(zip(new.view.kinds, new.tensors, strict=True))
+        return Sharded(self.view, [rows[k] for k in self.view.kinds])
 
     def piece(self, unit: int, kind: int) -> Tensor:
         """This rank's interval of one unit and kind, a view."""
-        plan, axes, (begin, _) = self.plan, self.view.over, self.view.units
-        tensor = self.tensors[self.view.kinds.index(kind)]
-        start = plan.offset(unit, kind, axes) - plan.offset(begin, kind, axes)
-        return tensor[start : start + plan.length(unit, kind, axes)]
+        plan, axes, (first_unit, _) = self.plan, self.view.over, self.view.units
+        row = self.tensors[self.view.kinds.index(kind)]
+        # the row of a subtree begins with the subtree's first unit
+        start = plan.offset(unit, kind, axes) - plan.offset(first_unit, kind, axes)
+        return row[start : start + plan.length(unit, kind, axes)]
 
     def local_views(self) -> dict[str, Tensor]:
         """This rank's piece of every leaf, by path: 1-D views, empty if other ranks hold the whole leaf."""
@@ -118,48 +119,53 @@ class Sharded(Parameters, Branch):
                 views[path] = self.piece(slot.unit, slot.kind)[begin + shift : end + shift]
         return views
 
-    def gathered(self) -> Any:
+    def gathered(self) -> Tree:
         """The tree of whole tensors, as `gather_params` returns it."""
         slots, whole = self.view.slots(), dict[Slot, Tensor]()
+        # sorted: every rank must start the same gathers in the same order
         for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in self.view.kinds}):
             pieces = cut(self.plan, _gather_unit(self, unit, kind), unit, kind)
             whole.update(zip(self.plan.places[unit, kind], pieces, strict=True))
+        # a kind that is not here, as frozen leaves among gradients, has None
         return tree.unflatten(self.view.spec, [whole.get(slot) for slot in slots])
 
     def _node(self) -> tree.Spec:
         return self.view.spec
 
-    def _child(self, spec: tree.Spec, first: int) -> Any:
+    def _child(self, spec: tree.Spec, first: int) -> Tree:
         if spec.num_leaves == 0:
             return tree.unflatten(spec, [])
         view = replace(self.view, spec=spec, first=self.view.first + first)
-        inside = [slot.unit for slot in view.slots()]
-        view = replace(view, units=(min(inside), max(inside) + 1))
-        plan, over, begin = self.plan, self.view.over, self.view.units[0]
-        tensors = []
-        for kind, tensor in zip(self.view.kinds, self.tensors, strict=True):
-            start, low, high = (plan.offset(u, kind, over) for u in (begin, *view.units))
-            tensors.append(tensor[low - start : high - start])
-        return Sharded(view, tensors, self._life)
+        # from the first to the last unit of the subtree: tied leaves may be in units far from the others
+        units = [slot.unit for slot in view.slots()]
+        view = replace(view, units=(min(units), max(units) + 1))
+        plan, over, first_unit = self.plan, self.view.over, self.view.units[0]
+        rows = []
+        for kind, row in zip(self.view.kinds, self.tensors, strict=True):
+            start, low, high = (plan.offset(u, kind, over) for u in (first_unit, *view.units))
+            rows.append(row[low - start : high - start])
+        return Sharded(view, rows, self._life)
 
     def __repr__(self) -> str:
-        held = ", ".join(
-            f"{self.plan.kinds[k]}{list(getattr(t, 'shape', ['?']))}"
-            for k, t in zip(self.view.kinds, self.tensors, strict=True)
+        rows = ", ".join(
+            f"{self.plan.kinds[k]}{list(getattr(row, 'shape', ['?']))}"  # while a tree is mapped, not a tensor
+            for k, row in zip(self.view.kinds, self.tensors, strict=True)
         )
-        return f"Sharded({self.view.spec.num_leaves} leaves over {self.view.over or 'no axis'}: {held})"
+        return f"Sharded({self.view.spec.num_leaves} leaves over {self.view.over or 'no axis'}: {rows})"
 
 
-def _flatten(x: Sharded) -> tuple[Any, Any]:
+def _flatten(x: Sharded) -> tuple[tuple[Tensor, ...], View | Source]:
     return x.tensors, (x.view if torch.compiler.is_dynamo_compiling() else Source(x.view, weakref.ref(x)))
 
 
-def _unflatten(source: Any, tensors: Any) -> Sharded:
+def _unflatten(source: View | Source, tensors: Iterable[Tensor]) -> Sharded:
     """A `Sharded` of these tensors. It is given away together with the value that the tensors came from, if any."""
-    view, old, tensors = getattr(source, "static", source), getattr(source, "of", lambda: None)(), tuple(tensors)
-    rows = zip(view.kinds, old._tensors if old is not None else (), tensors, strict=False)
-    shared = any(row is given and view.plan.kinds[kind].trainable for kind, row, given in rows)
-    return Sharded(view, tensors, old._life if old is not None and shared else None)
+    view, old = (source.static, source.of()) if isinstance(source, Source) else (source, None)
+    rows = tuple(tensors)
+    pairs = zip(view.kinds, old._tensors if old is not None else (), rows, strict=False)
+    # a donated step writes to trainable kinds alone, so a tree that shares only frozen ones lives on
+    shared = any(old_row is row and view.plan.kinds[kind].trainable for kind, old_row, row in pairs)
+    return Sharded(view, rows, old._life if old is not None and shared else None)
 
 
 tree.register(Sharded, _flatten, _unflatten)
@@ -169,7 +175,7 @@ def _overlap(plan: Plan, slot: Slot, over: Axes) -> tuple[int, int, int]:
     """The elements [begin, end) of a leaf in this rank's interval, and the offset from leaf to interval."""
     axes = plan.over(over, slot.kind)
     length = plan.length(slot.unit, slot.kind, over)
-    low = plan.index(axes) * length - slot.start
+    low = plan.index(axes) * length - slot.start  # where the interval begins, in elements of the leaf
     begin = min(max(low, 0), slot.numel)
     return begin, min(max(low + length, begin), slot.numel), -low
 
@@ -184,7 +190,7 @@ def local_numel(plan: Plan, kind: int, over: Axes) -> int:
     return plan.offset(len(plan.units), kind, over)
 
 
-def shard_params(params: Any, plan: Plan, src: int | None = None) -> Sharded:
+def shard_params(params: Tree, plan: Plan, src: int | None = None) -> Sharded:
     """Cut a tree of whole tensors into this rank's intervals; its values are copied, the tree is left as it is.
 
     `src` is a rank of the mesh whose values all ranks take, leaf by leaf; the others' may then be meta tensors.
@@ -204,12 +210,14 @@ def shard_params(params: Any, plan: Plan, src: int | None = None) -> Sharded:
     leaves = _placed_leaves(params, plan)
     device = _check_leaves(leaves, plan, src)
     likes = [torch.empty(0, dtype=kind.dtype, device=device) for kind in plan.kinds]
-    tensors = [room(plan, k, plan.params_over, like).zero_() for k, like in enumerate(likes)]
-    sharded = Sharded(whole_view(plan, plan.params_over, range(len(plan.kinds))), tensors)
-    given = dict(zip(plan.slots, leaves, strict=True))
+    rows = [room(plan, k, plan.params_over, like).zero_() for k, like in enumerate(likes)]  # (n / W,) for each kind
+    sharded = Sharded(whole_view(plan, plan.params_over, range(len(plan.kinds))), rows)
+    by_slot = dict(zip(plan.slots, leaves, strict=True))
     for (unit, kind), slots in plan.places.items():
-        held = given if src is None else {s: _from_rank(given[s].detach(), plan, src, device) for s in slots}
-        pack(held, plan, unit, kind, plan.params_over, sharded.piece(unit, kind))
+        values = by_slot
+        if src is not None:  # the leaves of one unit and kind at a time: a rank may have no room for all
+            values = {slot: _from_rank(by_slot[slot].detach(), plan, src, device) for slot in slots}
+        pack(values, plan, unit, kind, plan.params_over, sharded.piece(unit, kind))
     return sharded
 
 
@@ -221,11 +229,12 @@ def room(plan: Plan, kind: int, over: Axes, like: Tensor) -> Tensor:
 
 def pack(leaves: Mapping[Slot, Tensor], plan: Plan, unit: int, kind: int, over: Axes, out: Tensor) -> Tensor:
     """Fill `out`, this rank's interval of one unit and kind, from whole leaves, and set its padding to zero."""
-    parts, filled = [], 0
+    parts, filled = [], 0  # `filled`: the number of elements of `out`, (n / W,), that the parts so far fill
     for slot, begin, end, start in intervals(plan, unit, kind, over):
         parts += [out.new_zeros(start - filled)] * (start > filled)
         parts.append(leaves[slot].detach().reshape(-1)[begin:end].to(out.device))
         filled = start + end - begin
+    # `cat` with `out` also casts to the dtype of `out`
     return torch.cat([*parts, out.new_zeros(out.numel() - filled)], out=out)
 
 
@@ -236,33 +245,34 @@ def intervals(plan: Plan, unit: int, kind: int, over: Axes) -> list[tuple[Slot, 
 
 
 def _from_rank(leaf: Tensor, plan: Plan, src: int, device: torch.device) -> Tensor:
+    """The leaf of rank `src`, broadcast along one axis after the other, the last axis first."""
     sizes = dict(plan.axes)
     whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if leaf.is_meta else leaf.to(device)
     for axis in reversed(sizes):
         src, coordinate = divmod(src, sizes[axis])
+        # ranks in another row of the mesh send what is no value yet, which a later axis replaces
         whole = primitives.broadcast(whole, primitives.along(plan.mesh, axis), coordinate, "shard_params").wait()
     return whole
 
 
-def _placed_leaves(params: Any, plan: Plan) -> list[Tensor]:
-    """The given tree's leaf for every slot of the plan, matched by path."""
+def _placed_leaves(params: Tree, plan: Plan) -> list[Tensor]:
+    """The leaf of a tree for every slot of the plan, matched by path."""
     flat, spec = tree.flatten(params)
-    given = dict(zip(tree.paths(spec), flat, strict=True))
+    by_path = dict(zip(tree.paths(spec), flat, strict=True))
     expected = tree.paths(plan.spec)
-    if set(given) != set(expected):
-        missing = [p for p in expected if p not in given]
-        extra = [p for p in given if p not in set(expected)]
+    if set(by_path) != set(expected):
+        missing = [p for p in expected if p not in by_path]
+        extra = [p for p in by_path if p not in set(expected)]
         raise ValueError(
             f"the tree is not the plan's: it lacks {missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} besides "
-            f"(expected {len(expected)} leaves, got {len(given)}). Make the plan from this tree, or pass the plan's."
+            f"(expected {len(expected)} leaves, got {len(by_path)}). Make the plan from this tree, or pass the plan's."
         )
     placed: dict[int, Tensor] = {}
     for path, number in zip(expected, plan.leaves, strict=True):
-        first = placed.setdefault(number, given[path])
-        same = (
-            isinstance(first, Tensor) and isinstance(given[path], Tensor) and identity(first) == identity(given[path])
-        )
-        if first is not given[path] and not same:
+        leaf = by_path[path]
+        first = placed.setdefault(number, leaf)
+        same = isinstance(first, Tensor) and isinstance(leaf, Tensor) and identity(first) == identity(leaf)
+        if first is not leaf and not same:
             raise ValueError(
                 f"leaf {path!r}: expected the very tensor of {plan.slots[number].path!r}, as in the plan, got another "
                 "one. Tie them again, or make the plan from this tree."
@@ -272,7 +282,7 @@ def _placed_leaves(params: Any, plan: Plan) -> list[Tensor]:
 
 def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torch.device:
     device = mesh_device(plan.mesh) if plan.axes or not leaves else leaves[0].device
-    mine = src is None or src == coordinate(plan.mesh, plan.rest(()))
+    is_source = src is None or src == coordinate(plan.mesh, plan.rest(()))  # whether this rank's values are used
     for slot, leaf in zip(plan.slots, leaves, strict=True):
         kind = plan.kinds[slot.kind]
         cast = plan.policy.stores and isinstance(leaf, Tensor) and leaf.is_floating_point()
@@ -283,7 +293,7 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
                 + (f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__)
                 + ". Make the plan from this tree, or convert the leaf."
             )
-        if mine and leaf.device not in (device, offload.HOST if kind.host else device):
+        if is_source and leaf.device not in (device, offload.HOST if kind.host else device):
             raise ValueError(
                 f"leaf {slot.path!r}: expected a tensor on {device}, where the mesh is, got one on {leaf.device}. "
                 + (
@@ -296,7 +306,7 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
     return device
 
 
-def gather_params(x: Any) -> Any:
+def gather_params(x: Tree) -> Tree:
     """The whole tensors of a `Sharded` (or of a subtree of one), as a plain tree; a plain tree comes back unchanged.
 
     Of a tree with `Sharded` nodes in it those are gathered. Tied leaves come as one tensor. TypeError for a plan.
@@ -321,6 +331,7 @@ def gather_params(x: Any) -> Any:
 
 
 def _gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
+    """The flat buffer (n,) of one unit and kind, on the device; differentiable."""
     plan, axes = x.plan, x.view.axes(kind)
     # `to(copy=True)` has a derivative, which brings gradients back to host memory
     full, label = x.piece(unit, kind), plan.units[unit].name
@@ -330,9 +341,9 @@ def _gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
         full = full.clone()
     if not full.numel():
         return full
-    for axis in plan.rest(axes):
+    for axis in plan.rest(axes):  # changes no value; its transpose sums the ranks' gradients
         full = collectives.vary(full, plan.live_mesh(), axis, label)
-    for axis in reversed(axes):
+    for axis in reversed(axes):  # the last axis first: the first axis varies slowest in the buffer
         full = collectives.all_gather(full, plan.live_mesh(), axis, label)
     return full
 
@@ -340,7 +351,7 @@ def _gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
 def cut(plan: Plan, full: Tensor, unit: int, kind: int) -> list[Tensor]:
     """The leaves of one unit and kind, views of its gathered flat buffer."""
     slots, sizes, end = plan.places[unit, kind], [], 0
-    for slot in slots:
+    for slot in slots:  # padding and leaf in turn
         sizes += [slot.start - end, slot.numel]
         end = slot.start + slot.numel
     # split, not narrow: the derivative of a split is one cat; that of each narrow is a whole buffer of zeros
@@ -349,14 +360,17 @@ def cut(plan: Plan, full: Tensor, unit: int, kind: int) -> list[Tensor]:
 
 
 def refine(x: Sharded, over: Axes) -> Sharded | Views:
-    """Cut a whole tree further, over axes that extend its own: views of its rows, or `x` if nothing changes."""
+    """Cut a whole tree further, over axes that extend its own: views of its rows, or `x` if nothing changes.
+
+    Views, because a unit's smaller interval lies inside its larger one: in a row they are not next to each other.
+    """
     view = replace(x.view, over=over)
     if view == x.view:
         return x
-    plan, extra = x.plan, over[len(x.view.over) :]
-    index = coordinate(plan.live_mesh(), extra)
+    plan, further = x.plan, over[len(x.view.over) :]
+    index = coordinate(plan.live_mesh(), further)
 
-    def views(kind: int) -> Iterator[Tensor]:
+    def views(kind: int) -> Iterator[Tensor]:  # of each unit (n / W,), W the number of ranks along `over`
         for unit in range(len(plan.units)):
             length = plan.length(unit, kind, over)
             begin = 0 if plan.kinds[kind].whole else index * length
@@ -371,13 +385,13 @@ def coarsen(x: Sharded | Views, over: Axes, into: Sharded | None = None) -> Shar
     view = replace(fine, over=over)
     if isinstance(x, Sharded) and view == fine:
         return x
-    plan, extra = fine.plan, fine.over[len(over) :]
+    plan, further = fine.plan, fine.over[len(over) :]
     if into is None:
-        likes = [row for row, *_ in x.runs] if isinstance(x, Views) else x.tensors
-        into = Sharded(view, [room(plan, k, over, t) for k, t in zip(view.kinds, likes, strict=True)])
+        likes = [run[0] for run in x.runs] if isinstance(x, Views) else x.tensors
+        into = Sharded(view, [room(plan, k, over, like) for k, like in zip(view.kinds, likes, strict=True)])
     started = []
     for kind in view.kinds:
-        axes = () if plan.kinds[kind].whole else extra
+        axes = () if plan.kinds[kind].whole else further
         for unit, name in enumerate(u.name for u in plan.units):
             if plan.length(unit, kind, over):
                 row = into.piece(unit, kind)

@@ -210,6 +210,7 @@ def _reduce_encoded(
 ) -> Pending:
     plan, axes = reduced.plan, reduced.view.axes(kind)
     mesh, rest, name, wire = plan.live_mesh(), plan.rest(axes + later), plan.units[unit].name, plan.grad_wire
+    assert wire is not None  # `reduce` has looked
     if wire.feedback and not isinstance(lost, Sharded):
         raise ValueError(f"{wire} keeps what it loses in the state of a step: use it with train_step")
     axis = _first(plan, axes) if axes else max(rest, key=dict(plan.axes).__getitem__)
