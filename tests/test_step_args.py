@@ -192,7 +192,8 @@ def test_what_has_not_the_batchs_rows_is_an_error(name, accumulate, reduction):
 
 
 def test_a_batch_of_nothing_is_taken_once():
-    """A batch without rows is used once, never by several micro-batches: otherwise a sum would count it twice."""
+    """A batch without rows is used once, and is an error with micro-batches: otherwise a sum would count it several
+    times."""
     once = fshard.train_step(lambda p, b: b * p["a"]["w"].sum(), TX)(
         fshard.init_state(sharded(None), TX), torch.tensor(2.0)
     )
@@ -322,8 +323,8 @@ BAD_EXTRA: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD_EXTRA)
 def test_extra_keeps_its_form(name):
-    """Extra of another structure, shape or dtype is an error that names the leaf; without it a checkpoint would not
-    load."""
+    """Extra that changes structure, shape or dtype is an error with the leaf; without it a later step or checkpoint
+    would fail."""
     change, words = BAD_EXTRA[name]
     state = fshard.init_state(sharded(None), TX, extra={**start_extra(), "n": 3})
     step = fshard.train_step(lambda p, e, b: (p["a"]["w"].sum(), change(e)), TX, with_extra=True)
@@ -531,7 +532,8 @@ def test_a_tree_of_unequal_rows_is_told(strategy):
 
 
 def test_a_tree_of_unequal_rows_is_nan_where_nothing_is_compared(monkeypatch):
-    """Without comparison, unequal rows in a tree reduction give NaN: otherwise gradients would be wrong unnoticed."""
+    """Where ranks compare nothing, unequal rows in a tree reduction set found_inf: otherwise gradients would be
+    wrong unnoticed."""
 
     def law(mesh: Any) -> None:
         state = fshard.init_state(sharded(mesh, **STRATEGIES["ddp"]), TX)

@@ -64,7 +64,7 @@ PLACES += [(name, 2, 2) for name in ("full", "zero1", "wide_state", "wide")]
 
 
 def whole(seed: int) -> Any:
-    """Matrices, vectors, a scalar; sizes that nothing divides; a frozen leaf."""
+    """Matrices, vectors, a scalar; sizes that no number of ranks divides; a frozen leaf."""
     shapes = {"w": (5, 3), "blocks.w": (3, 5), "blocks.b": (5,), "s": (), "tail": (7,), "one": (1,)}
     made = {name: rand(*shape, seed=seed + i) for i, (name, shape) in enumerate(shapes.items())}
     blocks = [{"w": made.pop("blocks.w"), "b": made.pop("blocks.b")}, {"w": rand(2, 3, seed=seed + 9)}]
@@ -72,7 +72,7 @@ def whole(seed: int) -> Any:
 
 
 def by_update(tx: Any, grads: Sharded, state: Any, params: Sharded) -> tuple[Sharded, Any]:
-    """One update of intervals of their own, applied."""
+    """One `update` of rows packed for the optimizer, and its application."""
     over = params.plan.state_over
     mine, given = (packed(refine(x, over)) for x in (params.trainable, grads))
     updates, state = tx.update(given, state, mine)
@@ -80,7 +80,7 @@ def by_update(tx: Any, grads: Sharded, state: Any, params: Sharded) -> tuple[Sha
 
 
 def by_step(tx: Any, grads: Sharded, state: Any, params: Sharded, donate: bool) -> tuple[Sharded, Any]:
-    """What a training step makes of its gradients."""
+    """The parameters and state that a training step computes from its gradients."""
     new, state = _update(tx, tree.map(torch.clone, grads), state, params, None, donate, exact_norms=False)
     return new.trainable, state
 
@@ -99,7 +99,7 @@ def trained(run: Callable[..., Any], tx: Any, mesh: Any, strategy: dict[str, Any
 
 
 def near(name: str, got: Any, expected: Any) -> None:
-    """The same bits, or what torch's kernels round otherwise."""
+    """Check for the same bits, or nearly the same where torch's kernels round in another way."""
     if name in ROUNDED:
         torch.testing.assert_close(tree.leaves(got), tree.leaves(expected), rtol=1e-12, atol=1e-14)
     else:
@@ -107,7 +107,8 @@ def near(name: str, got: Any, expected: Any) -> None:
 
 
 def law(mesh: Any, name: str, way: str, strategy: dict[str, Any]) -> None:
-    """A step is an update, donated or not; every leaf has moved; padding is zero."""
+    """Check that a step is an update, donated or not, that every leaf moved but the frozen one, and that padding is
+    zero."""
     tx = WAYS[way](TRANSFORMS[name])
     expected = trained(by_update, tx, mesh, strategy)
     kept, given = (trained(functools.partial(by_step, donate=d), tx, mesh, strategy) for d in (False, True))
@@ -127,7 +128,8 @@ CASES = [(name, way) for name in TRANSFORMS for way in WAYS if name not in UNLAB
 @pytest.mark.sample(9)
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_step_is_an_update_and_its_application(name, way):
-    """The same bits, donated or not, in every strategy; every leaf that has a gradient moves."""
+    """A step gives the bits of `update` and its application in every strategy: otherwise sharding would change an
+    optimizer."""
     for strategy, replicate, shard in PLACES:
         if replicate is None:
             law(None, name, way, STRATEGIES[strategy])
@@ -158,19 +160,19 @@ APART: dict[str, Callable[[Callable[[], Any]], Any]] = {
 
 
 def two_labels(seed: int) -> Any:
-    """Two leaves of each label."""
+    """Two leaves for each of two labels."""
     shapes = {"a": {"w": (3, 4), "v": (5,)}, "b": {"w": (4, 2), "v": (3,)}}
     return {k: {n: rand(*x, seed=seed + i) for i, (n, x) in enumerate(v.items())} for k, v in shapes.items()}
 
 
 def of_label(params: Any, state: Any, label: str) -> Any:
-    """The whole parameters and state of a label."""
+    """The whole parameters and state of one label."""
     held, *_ = tree.nodes(state, LabelState)
     return fshard.gather_params(params)[label], tree.map_tops(fshard.gather_params, Parts, held.inner[label])
 
 
 def skipping(mesh: Any, tx: Any, strategy: dict[str, Any], bad: str, donate: bool) -> None:
-    """One label's gradients overflow: it stays as it is, the other moves as if none had."""
+    """Check that an overflow in one label leaves that label as it is, and that the other moves as usual."""
     plan = fshard.make_plan(two_labels(1), mesh, units=["a", "b"], **strategy)
     results = []
     for gain in (1.0, torch.inf, torch.nan):
@@ -199,7 +201,8 @@ SKIPPED = ["sgd-all", "adamw", "rmsprop", "lamb", "muon", "clip_by_global_norm",
 @pytest.mark.parametrize("way", APART)
 @pytest.mark.parametrize("name", SKIPPED)
 def test_a_label_is_skipped_alone(name, way, fused):
-    """With infinite gradients and with NaN, by fused twins and by formulas, as reduction="tree" and graphs use them."""
+    """Only the label that overflowed is skipped, in fused code and formulas: otherwise one overflow would stop all
+    labels."""
     tx = APART[way](TRANSFORMS[name])
     tx = tx if fused else tx._replace(fused=None)
     for strategy, shard in (("full", None), ("zero1", 2), ("full", 3)):
@@ -211,7 +214,7 @@ def test_a_label_is_skipped_alone(name, way, fused):
 
 
 def overflowing(mesh: Any, reduction: str, jitted: bool) -> None:
-    """Two steps; in the second the last rank's loss overflows in one label."""
+    """Two steps; in the second the last rank's loss overflows in label "a", which alone must stay."""
     tx = optim.chain(
         optim.clip(9.0), optim.by_label({"a": optim.adamw(0.1), "b": optim.sgd(0.1, momentum=0.9)}, _first)
     )
@@ -241,7 +244,8 @@ def overflowing(mesh: Any, reduction: str, jitted: bool) -> None:
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("reduction", ["exact", "tree"])
 def test_a_step_skips_a_label_alone(reduction, jitted):
-    """Whoever adds gradients up, eagerly and as a graph."""
+    """A training step skips the overflowed label alone, with each reduction, also jitted: otherwise all labels would
+    lose the step."""
     for shard in (1, 2):
         simulated(overflowing, reduction, jitted, shard=shard)
 
@@ -259,7 +263,8 @@ SHARED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", SHARED)
 def test_labels_that_share_something_cannot_be_skipped_alone(name):
-    """An error when the step is built, which says what to do."""
+    """Labels that share a norm or a count are refused with `skip_labels`: otherwise a skipped label would change the
+    others."""
     with pytest.raises(ValueError, match=r"skip_labels: .*share a norm, a mean or a count.*Clip by norm, count and"):
         fshard.train_step(lambda p, x: x, SHARED[name](), skip_labels=lambda path, leaf: "matrix")
 
@@ -284,7 +289,8 @@ def evaluated(mesh: Any, name: str, strategy: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("name", SCHEDULE_FREE)
 def test_schedule_free_parameters_are_evaluated_wherever_their_state_lies(name):
-    """As on one device, by hand."""
+    """Averaged parameters have one device's bits in every strategy: otherwise a user would evaluate another model
+    than was trained."""
     tx, params = SCHEDULE_FREE[name](), {k: x for k, x in whole(0).items() if k != "fixed"}
     state = tx.init(params)
     for i in (1, 2, 3):
@@ -309,7 +315,7 @@ def under_zero(mesh: Any, partition: str, name: str) -> Any:
 
 @pytest.mark.parametrize("name", SCHEDULE_FREE)
 def test_schedule_free_parameters_are_evaluated_under_zero(name):
-    """In both partitions, as on one device."""
+    """Under ZeRO averaged parameters have one device's bits: otherwise a user would evaluate another model."""
     expected = under_zero(None, "flat", name)
     for partition in ("flat", "leaf"):
         for got in simulated(under_zero, partition, name, shard=3):
@@ -317,13 +323,13 @@ def test_schedule_free_parameters_are_evaluated_under_zero(name):
 
 
 def test_schedule_free_parameters_need_its_state():
-    """The sentence."""
+    """Another optimizer's state is an error that says what was expected; without it a user would evaluate nonsense."""
     with pytest.raises(TypeError, match=r"expected the state of schedule_free_adamw, or one it is part of, got .*Sgd"):
         optim.schedule_free_params(optim.sgd(0.1).init(torch.ones(1)), torch.ones(1))
 
 
 def trace(decay: float) -> Any:
-    """Momentum as optax writes it: the state is the update."""
+    """Momentum as optax writes it: one tensor is both the update and the new state."""
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         moved = tree.map(lambda m, g: decay * m + g, state, grads)
@@ -334,7 +340,8 @@ def trace(decay: float) -> Any:
 
 @pytest.mark.parametrize("clip", [optim.clip_by_global_norm, optim.clip_by_leaf_norm])
 def test_an_update_that_is_a_state_is_not_overwritten(clip):
-    """By what follows it in a chain, last or not, though the gradients are the step's own."""
+    """An update that is also the state is not written to by later transformations: otherwise momentum would be
+    clipped too."""
     for txs in ((trace(0.9), clip(0.1), optim.scale(-1.0)), (trace(0.9), optim.chain(clip(0.1), optim.sgd(1.0)))):
         for strategy in ("zero1", "full"):
             simulated(_kept_alike, optim.chain(*txs), STRATEGIES[strategy])
@@ -362,7 +369,8 @@ ZEROED = ["adamw", "rmsprop", "lamb", "muon", "from_torch-Adam", "by_label", "sc
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "alone"])
 @pytest.mark.parametrize("name", ZEROED)
 def test_zero_trains_what_is_in_another(name, way, partition):
-    """As one device does, donated or not; every leaf moves."""
+    """ZeRO around nested transformations trains like one device: otherwise ranks would train leaves wrongly or not
+    at all."""
     tx = WAYS[way](TRANSFORMS[name])
     params, state = whole(0), tx.init(whole(0))
     for i in (1, 2, 3):
@@ -374,7 +382,7 @@ def test_zero_trains_what_is_in_another(name, way, partition):
 
 
 def rated(mesh: Any, strategy: dict[str, Any], jitted: bool) -> Any:
-    """Parameters after steps at a rate changed between them, labels in it; with gradients that differ by rank."""
+    """Parameters after each of three steps, with another rate before each, and gradients that differ by rank."""
     labelled = {True: lambda lr: optim.muon(lr), False: lambda lr: optim.sgd(lr, momentum=0.5)}
     tx = optim.with_hyperparams(
         lambda lr: optim.by_label({key: make(lr) for key, make in labelled.items()}, _matrices), lr=0.1
@@ -399,7 +407,8 @@ def rated(mesh: Any, strategy: dict[str, Any], jitted: bool) -> Any:
 
 @pytest.mark.parametrize("jitted", [False, True])
 def test_hyperparameters_change_between_steps_on_ranks(jitted):
-    """Of labels, eagerly and as a graph: the same parameters in every strategy, and none moves at a rate of 0."""
+    """A hyperparameter changed between steps takes effect in every strategy, also jitted: otherwise a graph would
+    keep the old rate."""
     for name in NARROW:
         expected = simulated(rated, STRATEGIES["full"], False, shard=2)[0]
         for got in simulated(rated, STRATEGIES[name], jitted, shard=2):
@@ -409,7 +418,7 @@ def test_hyperparameters_change_between_steps_on_ranks(jitted):
 
 
 def eight_bits(mesh: Any, numel: int) -> Any:
-    """Parameters after a step in 8 bits of a label whose first leaf has so many elements."""
+    """Parameters after a step of a label in 8 bits whose first leaf has `numel` elements."""
     tx = optim.by_label({True: optim.adamw_8bit(0.1, block=4), False: optim.sgd(0.1)}, _matrices)
     params = {"a": rand(numel, 1, seed=1), "b": rand(4, 2, seed=2), "c": rand(3, seed=3)}
     plan = fshard.make_plan(params, mesh, block=4)
@@ -418,7 +427,7 @@ def eight_bits(mesh: Any, numel: int) -> Any:
 
 
 def outcome(mesh: Any, sizes: tuple[int, ...], labelled: bool) -> str:
-    """Whether 8 bits are taken for leaves of these sizes, beside another leaf."""
+    """Return "taken" or the error for AdamW in 8 bits on leaves of these sizes, in a label or as the whole tree."""
     tx = optim.adamw_8bit(0.1, block=4)
     tx = optim.by_label({True: tx, False: optim.sgd(0.1)}, _matrices) if labelled else tx
     params = {f"l{i}": torch.ones(numel, 1) for i, numel in enumerate(sizes)} | {"last": torch.ones(3)}
@@ -432,7 +441,8 @@ def outcome(mesh: Any, sizes: tuple[int, ...], labelled: bool) -> str:
 @pytest.mark.parametrize("labelled", [True, False])
 @pytest.mark.parametrize("sizes", [(4,), (5,), (0, 5), (8, 4), (5, 8), (8, 5), (7, 7), (4, 5, 4), (20, 3, 40, 4)])
 def test_the_answer_to_blocks_is_that_of_any_number_of_ranks(sizes, labelled):
-    """What one rank is refused no other number is given, and the other way round; by the same words."""
+    """Sizes refused on one rank are refused on all numbers of ranks: otherwise a script would fail only on more
+    GPUs."""
     one = outcome(None, sizes, labelled)
     assert (one == "taken") == (not labelled or len([n for n in sizes if n]) == 1 or not any(n % 4 for n in sizes))
     for shard in (1, 2, 3, 4, 5):
@@ -440,7 +450,8 @@ def test_the_answer_to_blocks_is_that_of_any_number_of_ranks(sizes, labelled):
 
 
 def test_blocks_of_a_label_need_leaves_of_whole_blocks():
-    """Those are taken, in the bits of one device; for others the advice is not what was done already."""
+    """Leaves of whole blocks train like on one device, others get useful advice: otherwise a user would repeat what
+    failed."""
     for got in simulated(eight_bits, 12, shard=3):
         assert same_bits(got, eight_bits(None, 12))
     with pytest.raises(ValueError, match=r"leaf 'a': .*block=4, and label for it only leaves whose number of elements"):
@@ -448,7 +459,7 @@ def test_blocks_of_a_label_need_leaves_of_whole_blocks():
 
 
 def norms_of_few_leaves(mesh: Any, make: Any, how: str) -> Any:
-    """Two updates of two leaves, on ranks some of which own neither."""
+    """Two updates of two leaves, on ranks some of which own no leaf."""
     tx, start = make(), {"a": rand(4, seed=1), "b": rand(3, seed=2)}
     grads = {"a": 30 * rand(4, seed=3), "b": 3 * rand(3, seed=4)}
     place = lambda x: x  # noqa: E731
@@ -465,7 +476,7 @@ def norms_of_few_leaves(mesh: Any, make: Any, how: str) -> Any:
 
 
 def clipped() -> optim.Transform:
-    """By the norm of all that it is given."""
+    """SGD after clipping by the global norm."""
     return optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1))
 
 
@@ -481,7 +492,8 @@ OF_ALL = {
 @pytest.mark.parametrize("how", ["leaf", "whole leaves"])
 @pytest.mark.parametrize("name", OF_ALL)
 def test_a_norm_is_that_of_its_own_leaves_on_every_rank(name: str, how: str) -> None:
-    """A rank that owns no leaf of a label takes part in the label's collective, and in no other's."""
+    """Each label's norm is of that label's leaves, though some ranks own none: otherwise ranks would wait forever or
+    clip wrongly."""
     want = norms_of_few_leaves(None, OF_ALL[name], "")
     for shard in (2, 3):
         for found in simulated(norms_of_few_leaves, OF_ALL[name], how, shard=shard):
@@ -489,7 +501,7 @@ def test_a_norm_is_that_of_its_own_leaves_on_every_rank(name: str, how: str) -> 
 
 
 def test_a_pattern_of_labels_that_fits_nothing_is_an_error() -> None:
-    """Frozen leaves, and leaves of an outer label, may be named."""
+    """A label pattern that matches no leaf is an error; without it a typo would leave leaves to another optimizer."""
     params = {"blocks": [{"w": rand(2, seed=0), "b": rand(2, seed=1)}], "head": rand(2, seed=2)}
     two = {"one": optim.sgd(0.1), "two": optim.sgd(0.2)}
     with pytest.raises(
@@ -507,7 +519,8 @@ REAL = {"adamw_8bit", "adafactor", "muon", "lbfgs", "clip", "from_torch-Adafacto
 
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in REAL])
 def test_lazily_conjugated_gradients_are_taken(name: str) -> None:
-    """`z.conj()` sets a bit and moves nothing, and so may a gradient: the updates are those of its values."""
+    """Conjugated views as parameters or gradients give the updates of their values: otherwise imaginary parts would
+    change sign."""
     tx, w = TRANSFORMS[name](), torch.complex(rand(3, 3, seed=1), rand(3, 3, seed=2))
     plain, lazy = {"w": w.conj().resolve_conj()}, {"w": w.conj()}
     expected = [run({"w": w}, tx.init(plain), plain)[0]["w"] for run in (tx.update, tx.step)]
@@ -519,7 +532,7 @@ def test_lazily_conjugated_gradients_are_taken(name: str) -> None:
 
 
 def test_a_pair_of_any_signature_is_taken() -> None:
-    """Parameters by name, by position, or not at all."""
+    """`update` may take parameters by name, by position or not at all: otherwise users' own pairs would fail."""
     for update in (
         lambda grads, state: (-grads, state),
         lambda grads, state, p: (-grads + 0 * p, state),

@@ -14,7 +14,7 @@ from fshard import tree
 
 
 def parameters() -> dict[str, Any]:
-    """A unit with buffers, between two without; equal on all ranks."""
+    """A unit with buffers between two leaves of the root; equal on all ranks."""
     norm = {"weight": torch.ones(4), "mean": torch.zeros(4), "var": torch.ones(4), "count": torch.tensor(0)}
     return {"first": torch.linspace(0, 1, 12).view(3, 4), "norm": norm, "last": torch.linspace(1, 2, 4)}
 
@@ -124,7 +124,7 @@ TRACED = ("batch_norm", "under no_grad", *(name for name in WRITES if "trainable
 
 
 def loss_of(write: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
-    """A loss that writes between other units."""
+    """A loss that calls `write` between uses of other leaves."""
 
     def loss(p: Any, x: torch.Tensor) -> fshard.Mean:
         x = x @ p["first"].to(x.dtype)
@@ -135,7 +135,8 @@ def loss_of(write: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
 
 
 def refusals(mesh: Any, strategy: str) -> dict[str, list[str]]:
-    """What is said of every write by a gradient, a value, a step, a trace (test_tape.py: in processes too)."""
+    """The errors for every write, from a gradient, `evaluate`, a step and a trace (test_tape.py runs this in
+    processes)."""
     whole = parameters()
     plan = fshard.make_plan(whole, mesh, units=["norm"], frozen=FROZEN, **STRATEGIES[strategy])
     x, tx = torch.randn(5, 3, generator=torch.Generator().manual_seed(rank_of(mesh))), fshard.optim.sgd(0.1)
@@ -166,7 +167,7 @@ def rank_of(mesh: Any) -> int:
 
 
 def check_words(found: dict[str, list[str]]) -> None:
-    """The leaf and the remedy."""
+    """Check that each error names the leaf and the remedy."""
     for name, said in found.items():
         for words in said:
             assert repr(WRITES[name][1]) in words, (name, words)
@@ -176,19 +177,21 @@ def check_words(found: dict[str, list[str]]) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_write_in_place_is_an_error(strategy: str) -> None:
-    """On two ranks, whatever is cut; the state is as it was, or the error says that it is not."""
+    """Writes in place to parameters are errors in every strategy: otherwise running statistics would be lost or
+    differ by rank."""
     for found in simulated(refusals, strategy, shard=2):
         check_words(found)
 
 
 def test_a_write_in_place_on_one_device() -> None:
-    """mesh=None: leaves are views of the parameters that were passed."""
+    """Without a mesh a write in place is an error too: otherwise it would change the parameters that the user
+    passed."""
     check_words(refusals(None, "full"))
     check_words(simulated(refusals, "full", shard=1)[0])
 
 
 def allowed(p: Any, x: torch.Tensor) -> Any:
-    """What looks like a write and is none: clones, evaluation, statistics of its own, trained affine parameters."""
+    """What looks like a write and is none: clones, evaluation, batch statistics, trained affine parameters."""
     n = p["norm"]
     mean, var = n["mean"].clone(), n["var"].clone()
     x = F.batch_norm(x @ p["first"], mean, var, n["weight"], training=True)
@@ -197,7 +200,7 @@ def allowed(p: Any, x: torch.Tensor) -> Any:
 
 
 def carried(mesh: Any, strategy: str) -> tuple[Any, Any]:
-    """The gradients and new statistics of a loss that works on clones, and those of plain torch on this rank alone."""
+    """Gradients and new statistics of a loss that works on clones, and those of plain torch on this rank alone."""
     whole, x = parameters(), torch.randn(5, 3, generator=torch.Generator().manual_seed(rank_of(mesh)))
     plan = fshard.make_plan(whole, mesh, units=["norm"], frozen=FROZEN, **STRATEGIES[strategy])
     sharded = fshard.shard_params(whole, plan)
@@ -215,7 +218,7 @@ def carried(mesh: Any, strategy: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("strategy", ["full", "keep", "ddp"])
 def test_statistics_are_carried_as_values(strategy: str) -> None:
-    """What the error advises: clones, whose new values come out; frozen leaves serve as any tensor."""
+    """Statistics updated on clones come out as plain torch's: otherwise the remedy in the error would not work."""
     results = [*simulated(carried, strategy, shard=2), carried(None, strategy)]
     for found, expected in results:
         assert [type(x) for x in found] == [torch.Tensor] * len(found)

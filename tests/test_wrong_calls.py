@@ -1,4 +1,4 @@
-"""Wrong calls, one table: each ends in an error that names the argument or leaf, what came, what was expected."""
+"""A table of wrong calls: each ends in an error that names the argument or leaf, what came, and what was expected."""
 
 import warnings
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def quantised() -> Tensor:
 
 
 def scheduled(schedule: Any) -> Any:
-    """An update with a rate from this schedule."""
+    """An update whose learning rate comes from this schedule."""
     tx = optim.sgd(schedule)
     return tx.update(params(), tx.init(params()), params())
 
@@ -579,13 +579,14 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_call(name: str) -> None:
-    """Its sentence."""
+    """Each wrong call is an error that says what came and what was expected: otherwise a user would meet an error
+    from deep inside torch."""
     call, kind, words = WRONG[name]
     says(call, kind, *words)
 
 
 def on_ranks(mesh: Any) -> None:
-    """Wrong calls that need a mesh; two ranks."""
+    """Check wrong calls that need a mesh, on two ranks."""
     x, sharded = torch.ones(2), fshard.shard_params(params(), plan(mesh))
     tx = optim.adam(0.1)
     state = fshard.init_state(sharded, tx)
@@ -656,19 +657,19 @@ def on_ranks(mesh: Any) -> None:
 
 
 def _with(state: fshard.TrainState, other: fshard.TrainState) -> fshard.TrainState:
-    """One's parameters, and another plan's optimizer state."""
+    """A state with the parameters of one plan and the optimizer state of another."""
     opt_state = optim.adam(0.1).init(other.params)
     return fshard.TrainState(state.params, opt_state, state.loss_scale, state.step, state.rng, state.extra)
 
 
 @pytest.mark.parametrize("world", [simulated, gloo])
 def test_wrong_calls_on_two_ranks(world: Any) -> None:
-    """Simulated and in processes."""
+    """Wrong calls on a mesh are errors on every rank, also in processes: otherwise ranks would wait for each other."""
     world(on_ranks, shard=2)
 
 
 def real_groups(mesh: Any) -> None:
-    """What only processes have: a group in the place of a mesh, a mesh without names, DTensors."""
+    """Check wrong calls that only processes can make: a group in place of a mesh, a mesh of other ranks, DTensors."""
     says(lambda: plan(mesh.get_group("shard")), TypeError, "mesh: expected a DeviceMesh", "from_group(")
     other = DeviceMesh("cpu", [1 - mesh.get_rank()], mesh_dim_names=("shard",), _init_backend=False)
     says(lambda: plan(other), ValueError, "mesh: this rank is none of its ranks")
@@ -679,12 +680,14 @@ def real_groups(mesh: Any) -> None:
 
 
 def test_groups_and_dtensors() -> None:
-    """Named, with what to give instead."""
+    """A process group or a DTensor in the wrong place is an error with the remedy; without it a user would not know
+    what to pass."""
     gloo(real_groups, shard=2)
 
 
 def test_calls_that_are_right() -> None:
-    """What looks odd and is fine: Parameters, classes with defaults, numbers of numpy's kind, empty subtrees."""
+    """Parameters, classes with defaults, tensors as numbers and inference mode are accepted: otherwise correct code
+    would be refused."""
     fshard.make_plan(dict(MODULE.named_parameters()), units=["weight"])
     optim.from_torch(torch.optim.SGD)
     optim.clip_by_global_norm(torch.inf)
@@ -704,7 +707,8 @@ def test_calls_that_are_right() -> None:
 
 
 def test_what_is_made_in_inference_mode_trains_outside() -> None:
-    """Shards are no inference tensors, wherever they are made; leaves may be."""
+    """Parameters made in inference mode can be trained outside: otherwise such a model could be loaded, but not
+    trained."""
     with torch.inference_mode():
         whole = params()
         sharded = fshard.shard_params(whole, fshard.make_plan(whole))

@@ -1,4 +1,4 @@
-"""ZeRO over whole parameters: what it computes, what each rank holds, what travels and when; and uneven batches."""
+"""ZeRO over whole parameters: results, what each rank holds, what is sent and when; and uneven batches."""
 
 import functools
 import itertools
@@ -39,14 +39,14 @@ clone = functools.partial(tree.map, torch.clone)
 
 
 def test_zero_goes_around_labels():
-    """Inside them it is an error that says so."""
+    """`zero` inside labels is an error with the remedy; without it each label would partition wrongly."""
     tx = optim.by_label({"a": zero(optim.sgd(0.1))}, {"**": "a"})
     with pytest.raises(TypeError, match=r"leaves of one label: zero goes around by_label.* zero\(by_label\("):
         tx.init({"w": torch.ones(2)})
 
 
 def skipped_on_one(mesh: Any, partition: str, way: str) -> Any:
-    """Parameters after a step that overflowed on the last rank alone, `zero` inside another transformation."""
+    """Parameters after a step that overflowed on the last rank alone, with `zero` inside another transformation."""
     local = functools.partial(zero, mesh=mesh, partition=partition, grads="local")
     txs = {
         "alone": lambda: local(optim.sgd(0.1)),
@@ -62,12 +62,13 @@ def skipped_on_one(mesh: Any, partition: str, way: str) -> Any:
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("way", ["alone", "chain", "every_k", "with_hyperparams"])
 def test_an_overflow_on_one_rank_skips_on_all_wherever_zero_is(way, partition):
-    """Else one rank's parameters would go their own way."""
+    """An overflow on one rank skips the update on all, also with `zero` inside others: otherwise ranks would hold
+    different parameters."""
     assert simulated(skipped_on_one, partition, way, shard=2) == [[1.0] * 5] * 2
 
 
 def on_ranks(shard: int, *columns: Any) -> Any:
-    """A test that each of some simulated ranks runs, given its mesh and every combination of some arguments."""
+    """Make a test that runs a function on simulated ranks for every combination of arguments."""
 
     def decorate(law: Any) -> Any:
         @pytest.mark.parametrize("args", list(itertools.product(*columns)), ids=str)
@@ -89,7 +90,7 @@ START = tree_of(0)
 
 
 def added(trees: Any) -> Any:
-    """Their sum, the first first."""
+    """The sum of trees, from the first to the last."""
     return tree.map(lambda *xs: sum(xs), *trees)
 
 
@@ -105,7 +106,7 @@ def summed(step: int, num_ranks: int) -> Any:
 
 
 def given(way: tuple[str, str], mesh: Any, steps: int = 3) -> list[Any]:
-    """What a rank passes in each step."""
+    """The gradients that a rank passes in each step."""
     return [local(i, mesh.get_rank()) if way[1] == "local" else summed(i, mesh.size()) for i in range(steps)]
 
 
@@ -126,7 +127,7 @@ def trained(mesh: Any, name: str, way: tuple[str, str], how: str, over: Any = No
 
 @functools.cache
 def unsharded(name: str, num_ranks: int, how: str) -> Any:
-    """The same by the optimizer itself, with the sum of the gradients."""
+    """Parameters and state by the optimizer itself, from the sum of all ranks' gradients."""
     params, state = train(TXS[name], START, [summed(i, num_ranks) for i in range(3)], how)
     return params, optim.gather_state(state)
 
@@ -135,7 +136,7 @@ def unsharded(name: str, num_ranks: int, how: str) -> Any:
 @pytest.mark.parametrize("name", TXS)
 @pytest.mark.parametrize("world", PLACES)
 def test_it_computes_what_the_optimizer_does(world, name):
-    """Parameters and state, the same bits on all ranks; the optimizer's own bits where nothing is summed otherwise."""
+    """ZeRO gives the optimizer's own parameters and state, equal on all ranks: otherwise ZeRO would change training."""
     replicate, shard, over = PLACES[world]
     for way, how in itertools.product(WAYS, HOWS):
         first, *others = simulated(trained, name, way, how, over, replicate=replicate, shard=shard)
@@ -149,7 +150,7 @@ def test_it_computes_what_the_optimizer_does(world, name):
 
 @on_ranks(3, PARTITIONS)
 def test_local_gradients_are_added_in_rank_order(mesh, partition):
-    """Rank 0's first, then rank 1's, and so on, to the bit."""
+    """Local gradients are added from rank 0 upwards, to the bit: otherwise a run could not be repeated exactly."""
     tx, grads = zero(optim.scale(1.0), mesh, partition, "local", bucket=BUCKET), [tree_of(i) for i in range(3)]
     found, _ = tx.update(grads[mesh.get_rank()], tx.init(START), START)
     assert same_bits(found, added(grads))
@@ -157,7 +158,7 @@ def test_local_gradients_are_added_in_rank_order(mesh, partition):
 
 
 def partition_of(numels: list[int], num_ranks: int) -> list[list[int]]:
-    """torch's rule: the largest first, each to the rank that has least. The numbers of each rank's leaves."""
+    """torch's rule: the largest leaf first, to the rank with the fewest elements. The numbers of each rank's leaves."""
     parts: list[list[int]] = [[] for _ in range(num_ranks)]
     for i in sorted(range(len(numels)), key=lambda i: (-numels[i], i)):
         min(parts, key=lambda part: sum(numels[j] for j in part)).append(i)
@@ -165,7 +166,7 @@ def partition_of(numels: list[int], num_ranks: int) -> list[list[int]]:
 
 
 def torchs_partition(numels: list[int]) -> list[list[int]]:
-    """Whose each leaf is in torch's own ZeRO."""
+    """The numbers of each rank's leaves in torch's ZeroRedundancyOptimizer."""
     warnings.simplefilter("ignore")  # what torch says of its own library
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -176,7 +177,7 @@ def torchs_partition(numels: list[int]) -> list[list[int]]:
 
 
 def large(mesh: Any, way: tuple[str, str]) -> list[int]:
-    """Digests of the parameters of four steps on leaves of megabytes, all kept to the end; equal if donated."""
+    """Digests of parameters after each of four steps on leaves of megabytes; checks donated and plain steps too."""
     params = {"a": rand(600, 500, seed=1), "b": rand(7, seed=2), "c": rand(300, 400, seed=3)}
     ranks = range(mesh.size() if way[1] == "local" else 1)
     rows = [[tree.map(lambda x, n=i + rank: x.roll(n), params) for rank in ranks] for i in range(4)]
@@ -199,19 +200,21 @@ UNEVEN = [[4, 9, 9, 1, 16, 2, 2], [1], [5, 5, 5], NUMELS]
 
 
 def runs(mesh: Any) -> Any:
-    """Small trees and large ones; and whose each leaf is, by torch's own ZeRO or, without processes, by its rule."""
+    """Results on small trees and large ones; and each rank's leaves, by torch's ZeRO in processes, else by its rule."""
     parts = [torchs_partition(row) if dist.is_initialized() else partition_of(row, 2) for row in UNEVEN]
     return [trained(mesh, *case) for case in CASES], [large(mesh, way) for way in WAYS], parts
 
 
 def test_processes_change_nothing():
-    """Not a bit, also where buffers are large, lent and used again. And torch's own ZeRO parts leaves as ours does."""
+    """Processes give the bits of simulated ranks and torch's ZeRO the same partition: otherwise simulated tests
+    would prove little."""
     for found, want in zip(gloo(runs), simulated(runs), strict=True):
         assert same_bits(found, want)
 
 
 def test_leaves_are_assigned_by_torchs_rule():
-    """All lists of up to five small sizes, on one to four ranks."""
+    """Leaves are assigned to ranks by torch's rule, for all short lists of sizes: otherwise a rank could hold more
+    than with torch's ZeRO."""
     for length, size in itertools.product(range(6), range(1, 5)):
         for numels in itertools.product((1, 2, 5), repeat=length):
             ranks = assign(numels, size)
@@ -219,7 +222,7 @@ def test_leaves_are_assigned_by_torchs_rule():
 
 
 def holds_its_part(mesh: Any, over: Any) -> None:
-    """One interval of every bucket, or the leaves that torch's rule gives it."""
+    """Check that this rank holds one interval of each bucket, or the leaves that torch's rule gives it."""
     flat, leaf = (zero(ADAMW, mesh, way, over=over, bucket=BUCKET).init(START).inner for way in ("flat", "leaf"))
     rank, num = 0, 1
     for axis in (over,) if isinstance(over, str) else over or ("shard",):
@@ -232,7 +235,7 @@ def holds_its_part(mesh: Any, over: Any) -> None:
 
 
 def test_each_rank_holds_its_part_of_the_state():
-    """And no more, along one axis or two."""
+    """Each rank holds its part of the state and no more: otherwise ZeRO would not save memory."""
     for replicate, shard, over in PLACES.values():
         simulated(holds_its_part, over, replicate=replicate, shard=shard)
 
@@ -248,7 +251,7 @@ def traffic(mesh: Any, tx: Any, way: tuple[str, str], over: Any = None, how: str
 
 @on_ranks(3, WAYS, HOWS)
 def test_what_travels(mesh, way, how):
-    """Flat: a gather of each bucket, and a scatter of its gradients; leaf: one message to each rank, and one more."""
+    """An update sends each bucket or leaf once per direction: otherwise ZeRO would send more than it must."""
     buckets = [("shard", f"part.{i}", 2 * 8 * n) for i, n in enumerate(THIRDS)]
     mine = 8 * sum(EVEN[i] for i in partition_of(NUMELS, 3)[mesh.get_rank()])
     scatters, gathers = ([(kind, *row) for row in buckets] for kind in ("reduce_scatter", "all_gather"))
@@ -259,7 +262,8 @@ def test_what_travels(mesh, way, how):
 
 
 def test_what_travels_along_two_axes():
-    """The state's axes are gathered along; gradients are summed along the others, too."""
+    """On two axes parameters are gathered along the state's axes alone: otherwise hybrid ZeRO would use slow links
+    more."""
     gathers = {("all_gather", "shard"): 3}
     for way, over, want in (
         (WAYS[0], None, gathers),
@@ -274,7 +278,7 @@ def test_what_travels_along_two_axes():
 
 @on_ranks(3)
 def test_what_else_an_optimizer_sends(mesh):
-    """Over flat parts clipping adds one small sum, and muon two messages for its matrices."""
+    """Clipping adds one small sum and Muon two messages: otherwise these optimizers would be slow on a cluster."""
     plain, clip, muon = (Counter(traffic(mesh, TXS[n], WAYS[1])) for n in ("adamw", "clip_by_global_norm", "muon"))
     assert clip - plain == Counter([("all_reduce", "shard", "norm", 2 * 8)])
     # the ranks' intervals have 8, 7 and 0 elements of w, which rank 1 turns, and 0, 14 and 10 of m, which rank 0 does
@@ -285,7 +289,8 @@ def test_what_else_an_optimizer_sends(mesh):
 
 @on_ranks(2, ("reduced", "local"), (True, False))
 def test_a_bucket_travels_while_the_next_is_updated(mesh, grads, elementwise):
-    """All scatters are started first; each bucket's gather is before the next one's update begins."""
+    """Scatters start first, and each gather before the next bucket's update: otherwise messages and updates would
+    not overlap."""
     seen = []
 
     def update(given: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -301,7 +306,8 @@ def test_a_bucket_travels_while_the_next_is_updated(mesh, grads, elementwise):
 
 @on_ranks(2, TXS, WAYS)
 def test_nothing_given_is_changed(mesh, name, way):
-    """Unless donated, which changes no bit; found_inf 0 is as none, 1 leaves parameters, state and counts alone."""
+    """Inputs keep their bits unless donated, and a skipped step changes nothing: otherwise a user's tensors would be
+    overwritten."""
     tx, grads, found_inf = zero(TXS[name], mesh, *way, bucket=BUCKET), given(way, mesh, 4), torch.zeros(())
     params, state = train(tx, START, grads)
     inputs = grads[0], state, params
@@ -320,7 +326,8 @@ def test_nothing_given_is_changed(mesh, name, way):
 
 @on_ranks(2)
 def test_what_is_given_away(mesh):
-    """From the second step on new parameters lie where the donated ones did; a state given away is refused."""
+    """Donated steps reuse memory, and a state given away is refused: otherwise memory would double, or old values be
+    read."""
     tx = zero(ADAMW, mesh, bucket=BUCKET)
     old, state = tx.step(START, tx.init(START), START, donate=True)
     new, again = (tx.step(START, state, old, donate=donate)[0] for donate in (False, True))
@@ -338,7 +345,7 @@ def test_what_is_given_away(mesh):
 
 
 def still_read(mesh: Any, over: Any, busy: str) -> tuple[bool, Any]:
-    """Whether donated parameters, which a peer along one axis is still to read, were written to; and the new ones."""
+    """Whether donated parameters that a peer may still read were written to; and the new parameters."""
     tx = zero(ADAMW, mesh, over=over, bucket=BUCKET)
     old, state = tx.step(START, tx.init(START), START)
     before = clone(old)
@@ -350,7 +357,8 @@ def still_read(mesh: Any, over: Any, busy: str) -> tuple[bool, Any]:
 @pytest.mark.parametrize("over", ["shard", "replicate", BOTH])
 @pytest.mark.parametrize("busy", BOTH)
 def test_what_a_peer_is_still_to_read_is_not_written_to(over, busy):
-    """Given away or not: along any of the axes that parameters were gathered over."""
+    """Parameters that a peer still reads are not overwritten: otherwise that peer would receive half-written
+    parameters."""
     free, *_ = simulated(still_read, over, "shard" if over == "replicate" else "replicate", replicate=2, shard=2)
     for written, new in simulated(still_read, over, busy, replicate=2, shard=2):
         assert written is (busy not in over)
@@ -360,7 +368,8 @@ def test_what_a_peer_is_still_to_read_is_not_written_to(over, busy):
 @pytest.mark.parametrize("block", [1, 8, 1 << 17])
 @pytest.mark.parametrize("shard", [1, 2, 3])
 def test_large_leaves_may_have_gaps_between_them(block, shard):
-    """Where they begin with a block; what is read where it lies is what is copied otherwise."""
+    """Gaps between large leaves, for any block size, change no bit: otherwise a step would read padding as
+    parameters."""
     params = {"a": rand(70_001, seed=1), "b": rand(9, seed=2), "c": rand(2, 66_000, seed=3)}
     want = train(LION, params, [params])[0]
     for found in simulated(lambda mesh: train(zero(LION, mesh, block=block), params, [params])[0], shard=shard):
@@ -369,7 +378,8 @@ def test_large_leaves_may_have_gaps_between_them(block, shard):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_axes_of_other_names_are_all_counted_along(way):
-    """A mesh without "shard": each rank has its part of all."""
+    """A mesh without the axis "shard" partitions over all axes: otherwise such users would save no memory or lose
+    gradients."""
     names, places = {"model": 2, "data": 2}, []
     for axes, over in ((names, None), (dict(zip(BOTH, names.values(), strict=True)), BOTH)):
         world = fshard.testing.World(axes=axes)
@@ -381,7 +391,8 @@ def test_axes_of_other_names_are_all_counted_along(way):
 
 @on_ranks(2, WAYS)
 def test_updates_need_no_parameters(mesh, way):
-    """Where the optimizer's own do not; and they lie where the parameters are, whatever the process computes on."""
+    """Parameters may be left out where the optimizer needs none, and results lie on their device: otherwise valid
+    calls would fail."""
     for tx in (optim.sgd(0.1, momentum=0.9), optim.adam(0.1)):
         part = zero(tx, mesh, *way, bucket=BUCKET)
         grads, state = given(way, mesh, 1)[0], part.init(START)
@@ -412,7 +423,8 @@ def kinds_of(seed: int) -> dict[str, Tensor]:
 
 @on_ranks(3, WAYS, HOWS, ("lion", "rmsprop-all"))
 def test_leaves_of_every_kind(mesh, way, how, name):
-    """Integer leaves stay, and may have no gradient; those of each dtype are as the optimizer alone makes them."""
+    """Every dtype trains as in the optimizer alone, and integer leaves stay: otherwise trees with buffers could not
+    be trained."""
     tx, fixed, nothing = TRANSFORMS[name](), {"n": torch.arange(3), "on": torch.tensor(True)}, {"n": None, "on": None}
     rows = [[kinds_of(1 + i + rank) for rank in range(3 if way[1] == "local" else 1)] for i in range(3)]
     mine = [nothing | row[mesh.get_rank() % len(row)] for row in rows]
@@ -425,7 +437,8 @@ def test_leaves_of_every_kind(mesh, way, how, name):
 
 @on_ranks(2, PARTITIONS, HOWS)
 def test_nothing_to_train(mesh, partition, how):
-    """A tree of integers, or of leaves without elements, comes back as it is."""
+    """A tree of integers, or of leaves without elements, comes back as it is: otherwise such a tree would be an
+    error."""
     empty = {"e": rand(0, 3, seed=1)}
     for params, grads in ((empty, empty), ({"n": torch.arange(3)}, {"n": None})):
         assert same_bits(train(zero(ADAMW, mesh, partition), params, [grads], how)[0], params)
@@ -433,7 +446,8 @@ def test_nothing_to_train(mesh, partition, how):
 
 @on_ranks(2, WAYS, ("adamw", "lion", "lamb", "muon", "from_torch-Adam"))
 def test_a_modules_parameters_are_taken(mesh, way, name):
-    """Leaves that require a gradient give the bits of those that do not, and no graph."""
+    """nn.Parameters train with the bits of plain tensors, without a graph: otherwise each step would keep the last
+    one's memory."""
     tx, grads, results = zero(TXS[name], mesh, *way, bucket=BUCKET), given(way, mesh), []
     for start in (START, tree.map(lambda x: nn.Parameter(x.clone()), START)):
         results.append([tx.update(grads[0], tx.init(start), start), *train(tx, start, grads)])
@@ -443,7 +457,8 @@ def test_a_modules_parameters_are_taken(mesh, way, name):
 
 @on_ranks(2, PARTITIONS)
 def test_gradients_may_be_of_another_dtype(mesh, partition):
-    """Than their parameter, and than each other, also where one rank owns both."""
+    """Gradients of another dtype than the parameter are added right: otherwise mixed precision would fail or lose
+    bits."""
     params = {key: counting(numel) for key, numel in {"big": 20, "a": 5, "b": 5, "c": 5}.items()}
     grads = {key: x.bfloat16() if key in "ac" else x for key, x in params.items()}
     want, _ = train(LION, params, [tree.map(lambda g: 2 * g.float(), grads)] * 2)
@@ -472,7 +487,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @on_ranks(2, PARTITIONS, REFUSED)
 def test_what_is_refused(mesh, partition, words):
-    """With the leaf's path, and what was expected."""
+    """A tree or argument that ZeRO cannot take is an error with the leaf's path; without it training would be wrong
+    or fail later."""
     params, kw = REFUSED[words]
     with pytest.raises((ValueError, TypeError), match=re.escape(words)):
         zero(**{"tx": ADAMW, "mesh": mesh, "partition": partition} | kw).init(params)
@@ -480,7 +496,7 @@ def test_what_is_refused(mesh, partition, words):
 
 @on_ranks(2, PARTITIONS, HOWS)
 def test_gradients_and_states_that_are_refused(mesh, partition, how):
-    """With the leaf's path, or what made the state."""
+    """Gradients and states that do not fit are errors that say why; without them a step would mix leaves or moments."""
     tx, lion, others = zero(ADAMW, mesh, partition), zero(LION, mesh, partition), {"flat": "leaf", "leaf": "flat"}
     state, w, v, own = tx.init(START), START["w"], START["v"], "expected the state of its own init"
     for grads, held, params, words in (
@@ -499,7 +515,8 @@ def test_gradients_and_states_that_are_refused(mesh, partition, how):
 
 @on_ranks(3, PARTITIONS, ("x", "v", "s"))
 def test_trees_that_differ_between_ranks(mesh, partition, leaf):
-    """Every rank is told where: by a leaf more, another shape, another dtype."""
+    """Ranks with different trees all get an error that names the leaf; without it collectives would mix leaves, or
+    hang."""
     odd = {"x": rand(2, seed=1), "v": rand(6, seed=1), "s": rand(seed=1).float()}
     words = rf"differs between ranks: rank 0 has .*; rank 2 has leaf '{leaf}' .*Build the same tree"
     with pytest.raises(fshard.MismatchError, match=words):
@@ -508,7 +525,8 @@ def test_trees_that_differ_between_ranks(mesh, partition, leaf):
 
 @on_ranks(3)
 def test_uneven_batches_train_as_all_that_there_are(mesh):
-    """A rank that has run out takes part with its last batch, or `like`, at weight 0; the mean is that of the rest."""
+    """A rank without data takes part at weight 0 and the mean is that of the rest: otherwise uneven data would hang
+    or bias a run."""
     w, tx, like, rank, weights = rand(3, seed=7), optim.sgd(0.1), rand(4, 3, seed=8), mesh.get_rank(), []
     state = fshard.init_state(fshard.shard_params({"w": w}, fshard.make_plan({"w": w}, mesh)), tx)
     step = fshard.train_step(lambda p, x, on: fshard.Mean(on * (x @ p["w"]).square().sum(), on * len(x)), tx)
@@ -527,7 +545,8 @@ def test_uneven_batches_train_as_all_that_there_are(mesh):
 
 
 def test_uneven_batches_end():
-    """Nothing anywhere is no batch; equal numbers are as they were given; a rank without any needs `like`."""
+    """Uneven batches end everywhere, and a rank without any batch needs `like`: otherwise ranks would wait for a
+    batch forever."""
     assert simulated(lambda mesh: list(fshard.collectives.join_batches([], mesh))) == [[], []]
     assert simulated(lambda mesh: list(fshard.collectives.join_batches("ab", mesh))) == [[("a", 1.0), ("b", 1.0)]] * 2
     with pytest.raises(ValueError, match="join_batches: this rank has no batch at all: give one as `like`"):
