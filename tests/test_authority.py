@@ -76,7 +76,7 @@ def by_torch(
 ) -> Make:
     """The displacement by a class of torch.optim on the leaves to `keep`, and by `rest` on the others.
 
-    `clip` clips the gradients of leaves, `rate(optimizer)` makes a scheduler, `dtype` is the dtype of scalars.
+    `clip` clips the gradients, `rate(optimizer)` makes a scheduler, `dtype` is that of the optimizer's scalars.
     """
 
     @default_dtype(dtype)
@@ -115,7 +115,7 @@ def by_optax(make: Make, average: bool = False) -> Make:
         params, *grads = [optree.tree_map(lambda x: jax.numpy.asarray(x.numpy()), given) for given in (START, *GRADS)]
         tx = make(optax)
         state = tx.init(params)
-        update = jax.jit(tx.update, compiler_options={"xla_backend_optimization_level": 0})  # it runs a few times
+        update = jax.jit(tx.update, compiler_options={"xla_backend_optimization_level": 0})  # it runs only a few times
         for each in grads:
             updates, state = update(each, state, params)
             params = optax.apply_updates(params, updates)
@@ -285,7 +285,7 @@ CASES: dict[str, Case] = {
     **class_cases(to.Adafactor, {"weight_decay": 0.1}),
     **class_cases(to.Muon, {"lr": 0.1}, keep=lambda leaf: leaf.ndim == 2),
 }
-# One of each family, and all classes: what is run on many ranks.
+# The last case of each family, and of each class of torch.optim: these are run on many ranks.
 LAST = list({name if name.startswith("from_torch") else name.split("/")[0]: name for name in CASES}.values())
 
 
@@ -354,7 +354,7 @@ def cases_through(mesh: Any, names: list[str], hows: list[str]) -> dict[tuple[st
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_transformation_equals_its_authority(name):
-    """Parameters move as in the reference: otherwise a model would train otherwise than with torch or optax."""
+    """Parameters move as in the reference: otherwise a model would train differently than with torch or optax."""
     start, grads = data(name)
     for how in ("update", "step"):
         agree(displacement(run(CASES[name].ours, how, start, grads)[1], start), expected(name), how)
@@ -398,7 +398,7 @@ def test_ranks_without_a_leaf(cls):
 def test_every_transformation_has_a_row():
     """All transformations and classes of torch.optim have a case: otherwise a wrong one would not be noticed."""
     families = {name.split("/")[0] for name in CASES}
-    assert {x.split("-")[0] for x in TRANSFORMS} - {x.split("-")[0] for x in families} == {"adamw_8bit"}  # rounds
+    assert {x.split("-")[0] for x in TRANSFORMS} - {x.split("-")[0] for x in families} == {"adamw_8bit"}  # it rounds
     classes = {x.__name__ for x in vars(to).values() if isinstance(x, type) and issubclass(x, to.Optimizer)}
     assert {f"from_torch-{name}" for name in classes - {"Optimizer", "LBFGS", "SparseAdam"}} <= families
 
@@ -406,7 +406,7 @@ def test_every_transformation_has_a_row():
 def test_torchopt_is_taken():
     """TorchOpt's Adam runs as it is over shards and in ZeRO: otherwise users would have to port their optimizers."""
     adam, want = pytest.importorskip("torchopt").adam(0.1), by_torch(to.Adam, lr=0.1)()
-    with default_dtype(torch.float64):  # of what it computes from the number of updates
+    with default_dtype(torch.float64):  # TorchOpt computes bias corrections in the default dtype
         results = simulated(through, adam, ["update", "step"], START, GRADS, replicate=2, shard=3)
     for where, got in itertools.chain(*(found.items() for found in results)):
         agree(got, want, where)

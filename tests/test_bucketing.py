@@ -57,8 +57,7 @@ def test_a_step_of_small_units():
 @pytest.mark.parametrize("world", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy(name, world):
-    """Steps with buckets have the bits of the eager step in every strategy: otherwise `bucket=` would alter
-    training."""
+    """Steps with buckets have the bits of the eager step in every strategy: else `bucket=` would alter training."""
 
     def law(mesh: Any) -> None:
         whole = params()

@@ -13,7 +13,7 @@ from support.worlds import Fate, fates, gloo, simulated
 import fshard
 from fshard import optim
 
-# how many random faults; `FSHARD_FAULTS=50` tries more of them than there is time for every day
+# The number of random faults; `FSHARD_FAULTS=50` tries more of them, which takes too long for every day.
 NUM = int(os.environ.get("FSHARD_FAULTS", "3"))
 
 

@@ -149,7 +149,7 @@ def sharded_loss(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 def on_shards(mesh: Any, plans: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
     """The results of every program under every plan, gathered."""
-    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own, where jvp is first used
+    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's first use of jvp warns
     found = {}
     for key, chosen in plans.items():
         plan = fshard.make_plan(params(), mesh, units=["w1", "w2"], **chosen)
@@ -200,15 +200,14 @@ def test_processes_have_the_bits_of_the_simulation(worlds: dict[str, list[Any]])
 
 
 def test_the_comparison_can_fail() -> None:
-    """The programs and the ranks have different results: otherwise the tests above would pass with wrong
-    derivatives."""
+    """Programs and ranks have different results: otherwise the tests above would pass with wrong derivatives."""
     assert not near(expected(grad, 1)[0], expected(grad, 3)[0])
     assert not near(expected(jvp, 3)[0], expected(jvp, 3)[1])
     assert not near(expected(grad, 3)[0], expected(forward_over_reverse, 3)[0])
     assert near(expected(reverse_over_reverse, 3)[0], expected(forward_over_reverse, 3)[0])
 
 
-# --- the reference: the same programs on torch's own ---
+# --- the reference: the same programs with torch's own libraries ---
 
 
 class Net(nn.Module):
@@ -314,7 +313,7 @@ def cell(mesh: Any, system: str, name: str) -> str:
         out = whole(out, mesh, system, program in BATCHED)
     except Exception:
         return "error"
-    # a reference may average over ranks instead, and take the sum over ranks for a rank's own loss
+    # for a reference, a mean over ranks is right too, and for `jvp` the sum over ranks
     answers = [wanted[mesh.get_rank()], torch.stack(wanted).sum()] if program is jvp else wanted[:1]
     return "right" if any(near(out, answer, (1.0, 1 / mesh.size())) for answer in answers) else "wrong, silently"
 

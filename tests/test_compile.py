@@ -21,9 +21,9 @@ from fshard.compiler.trace import TraceError
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
-# torch.optim's own read the number of steps.
-# It takes torch's other implementation where a graph is traced.
+# Eager updates of these end in a fused or foreach kernel of torch, and traced ones do not: their bits differ.
 OTHERWISE = {*KERNELS, "from_torch-SGD"}
+# These classes of torch.optim read the number of steps on the host, which a graph cannot hold.
 READ = {"from_torch-Adam", "from_torch-Adafactor"}
 SCHEDULED = optim.adamw(optim.warmup_cosine(0.1, 2, 8))
 
@@ -42,7 +42,7 @@ def by(backend: str) -> Any:
 # --- jit: every transformation, and every kind of step ---
 
 
-# The others run as they were traced: what a compiler does first takes twice the time.
+# These run through functionalization (aot_eager), which takes twice the time; the others run as they were traced.
 FUNCTIONALIZED = {"adamw", "muon", "by_label", "adafactor", "clip_by_global_norm", "every_k"}
 FUNCTIONALIZED |= {"plan-wide-2x2", "plan-keep", "int8, keep", "feedback", "accumulate", "tied leaves", "bf16"}
 
@@ -124,7 +124,7 @@ STEPS: dict[str, dict[str, Any]] = {
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", STEPS)
 def test_every_kind_of_step(name):
-    """A jitted step of every kind has the eager numbers and skips the same updates: else it would train otherwise."""
+    """A jitted step of every kind has the eager numbers and skips the same updates: else training would change."""
     kw = STEPS[name]
     backend = "aot_eager" if name in FUNCTIONALIZED else "eager"
     for bits, far, (rows, state) in run(by(backend), **kw):

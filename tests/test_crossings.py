@@ -75,7 +75,7 @@ def crossings(
     return found
 
 
-# Classes of torch's that keep a count in host memory, or compute with numbers there: torch's own steps do as well.
+# These classes of torch.optim keep a count in host memory, or compute there: so they do in torch's own steps.
 ALLOWED = {
     "from_torch-Adam": {("to the host", "scalars")},
     "from_torch-Rprop": {("to the host", "scalars"), ("to the device", "torch_optim")},
@@ -158,7 +158,7 @@ def test_devices_do_not_mix():
                 wrong(torch.ones(3, device=DEVICE), torch.ones(3))
 
 
-# (plan, optimizer, scaler, loss, step): all of each beside the usual others. What torch's own classes read is no graph.
+# (plan, optimizer, scaler, loss, step): every value of each, with the usual others. Classes that read cannot be traced.
 GRAPHS = [
     *((plan, "adamw", "dynamic", "number", "micro") for plan in WIRED),
     *(("full", name, "dynamic", "tensor", "clip") for name in TRANSFORMS if not name.startswith("from_torch-Ada")),
@@ -168,8 +168,8 @@ GRAPHS = [
 ]
 GRAPHS_HAVE = {
     "adamw_8bit": {f"constant on {NAME}": 2},  # code books
-    "adafactor": {f"constant on {NAME}": 1},  # how large leaves are
-    "from_torch-Rprop": {"_to_copy": 1},  # torch's class computes with a number there
+    "adafactor": {f"constant on {NAME}": 1},  # the sizes of leaves
+    "from_torch-Rprop": {"_to_copy": 1},  # torch's class makes a tensor from a number
 }
 
 

@@ -19,9 +19,9 @@ from fshard import DynamicLossScale, NoLossScale, StaticLossScale, optim, tree
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float16]
-META = torch.device("meta")  # what is made there by default has no values, so it changes what is computed from it
+META = torch.device("meta")  # a tensor made there has no values, so it shows in all results
 DEFAULTS = [*DTYPES, META]
-# torch.optim's own counts take the default dtype, where it is float64
+# torch.optim keeps its step counts in the default dtype if that is float64
 OURS = [name for name in TRANSFORMS if not name.startswith("from_torch")]
 SCALERS = {
     "none": lambda: None,
@@ -204,7 +204,7 @@ def _settings(name: str) -> dict[str, Any]:
     return {"momentum": 0.9} if name == "from_torch-SGD" else {"amsgrad": True} if name == "from_torch-Adam" else {}
 
 
-# What makes tensors where torch.set_default_device says, unless it is told where.
+# Functions of torch that make a tensor on the default device unless they get `device=`.
 _FACTORIES = {
     *("tensor", "as_tensor", "asarray", "zeros", "ones", "empty", "full", "arange", "linspace", "logspace", "eye"),
     *("rand", "randn", "randint", "randperm", "scalar_tensor", "empty_strided", "tril_indices", "triu_indices"),

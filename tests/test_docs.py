@@ -28,7 +28,7 @@ def test_the_files_and_tests_a_page_names_exist(page: Path) -> None:
         assert (page.parent / target).exists(), target
     file = ""
     for named, test, short in re.findall(r"`(?:(test_\w+\.py)::)?(?:(test_\w+)|\.\.\._(\w+))`", text):
-        file = named or file  # the end of a name, and one without a file, are of the file that was named last
+        file = named or file  # a test without a file is in the file that was named last
         name = test or rf"test_(\w+_)?{short}"
         assert re.search(rf"def {name}\(", (ROOT / "tests" / file).read_text()), (file, name)
 

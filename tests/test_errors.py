@@ -192,7 +192,7 @@ PLANS: dict[str, Callable[[int], dict[str, Any]]] = {
     "regather": lambda rank: {"params": params(), "regather": bool(rank)},
     "strategy": lambda rank: {"params": params(), "params_over": () if rank else "shard"},
 }
-DIFFERENCES = {  # what the sentence says of rank 0, and of the first rank that differs from it
+DIFFERENCES = {  # what the error says of rank 0, and of the first rank that differs
     "shape": ("leaf 'blocks.0.w' float32[4, 3]", "leaf 'blocks.0.w' float32[5, 3]"),
     "dtype": ("leaf 'blocks.0.w' float32", "leaf 'blocks.0.w' float64"),
     "layers": ("leaf 'head'", "leaf 'blocks.2.w'"),

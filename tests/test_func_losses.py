@@ -104,7 +104,7 @@ def trained_plainly(name: str, ranks: int, num: int) -> Any:
 
 
 HOWS = ("eager", "jitted", "micro-batches", "micro-batches, jitted")
-# every loss in every world and strategy would take an hour: each in a fifth of them, in one way or another by turns
+# Every loss in every world and strategy would take an hour, so each loss runs in a fifth of them, in turns of `HOWS`.
 TRAINED = [
     (*case, name, HOWS[(row + at // 5) % 4])
     for row, name in enumerate(LOSSES)

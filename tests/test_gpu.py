@@ -11,7 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-STATES = {"tests": "skipped", "reads": "skipped", "overlap": "skipped", "speed": "measured"}  # of others: right
+STATES = {"tests": "skipped", "reads": "skipped", "overlap": "skipped", "speed": "measured"}  # the other parts: right
 
 
 def ran(*command: str) -> Any:

@@ -15,7 +15,7 @@ from fshard.comm import one_host, primitives
 from fshard.comm.mesh import adapted
 from fshard.testing import simulate
 
-SIZES = [0, 1, 7, 1000, 20_000, 300_000]  # in the socket, in a segment, in buffers that are segments
+SIZES = [0, 1, 7, 1000, 20_000, 300_000]  # elements: sent in the socket, copied to a segment, made in a segment
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64]
 
 
@@ -78,7 +78,7 @@ def _senders_may_write_again(mesh):
     ranks = one_host.connect(mesh).ranks("shard")
     right = True
     for numel in (100, 20_000, 400_000):
-        x = primitives.all_gather(torch.full((numel,), 1.0), ranks).wait()  # its memory is a segment if it is large
+        x = primitives.all_gather(torch.full((numel,), 1.0), ranks).wait()  # a large result lies in a segment
         pending = primitives.all_reduce(x, ranks)
         if ranks.rank == 0:
             right &= bool(pending.wait().eq(2.0).all())
@@ -178,9 +178,9 @@ def _twenty_plans(mesh):
     params = {"a": torch.ones(40), "b": torch.ones(5)}
     other = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("shard",))
     dist.barrier(other.get_group("shard"))  # gloo connects when it is first used
-    elsewhere = fshard.make_plan(params, mesh).mesh  # of an equal mesh, which has a process group of its own
+    elsewhere = fshard.make_plan(params, mesh).mesh  # a plan of an equal mesh that has another process group
     gc.collect()
-    gc.disable()  # what is in no reference cycle goes at once
+    gc.disable()  # objects without reference cycles are still freed at once
     counts = [_descriptors()]
     plans = [fshard.make_plan(params, other)]
     tx = fshard.optim.adamw(0.1)
@@ -219,7 +219,7 @@ def _again(mesh, store):
     """Make plans after a call that failed on one rank, and after the process groups were made again."""
     params, rank = {"w": torch.ones(5)}, mesh.get_rank()
     plan = fshard.make_plan(params, mesh)
-    if rank == 0:  # sends a message that the other rank never takes
+    if rank == 0:  # sends a message that the other rank never receives
         primitives.all_gather(torch.ones(2), plan.mesh.ranks("shard"))
     anew = fshard.make_plan(params, mesh)
     assert anew.mesh is not plan.mesh

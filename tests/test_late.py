@@ -149,7 +149,7 @@ def test_zero(partition, grads):
 
     def job(mesh: Any) -> Any:
         tx = fshard.zero(TRANSFORMS["adamw"](), mesh, partition, grads, bucket=30)
-        params = tree.map(torch.clone, lm_params(torch.float32))  # none tied
+        params = tree.map(torch.clone, lm_params(torch.float32))  # clones: no leaves are tied
         state = tx.init(params)
         for i in range(3):
             seed = i + (10 * mesh.get_rank() if grads == "local" else 0)
@@ -185,7 +185,7 @@ def test_everything_else():
     same_when_late(everything, replicate=2, shard=3)
 
 
-# What it finds: a program that would be right on a CPU.
+# --- what a late world finds: mistakes in programs that would be right on a CPU ---
 
 
 def in_flight(job: Callable[[Any], Any]) -> str:
@@ -210,7 +210,7 @@ def test_a_result_read_too_early_is_poison():
         early = [out.clone() for out in outs]
         return early, [pending.wait() for pending in under_way]
 
-    for early, late in World(2, late=True).run(job):  # this rank's own part as well: a backend may write it too
+    for early, late in World(2, late=True).run(job):  # this rank's own part too: a backend may write it
         assert early[0].isnan().all()
         assert early[1].tolist() == [-0x5A5A5A5B] * 2
         assert all((x == 1).all() for x in late)

@@ -26,8 +26,8 @@ def module(path: Path) -> str:
 
 SOURCES = {module(path): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
-# The folders whose modules a folder's modules may import, besides each other without a cycle. Modules that are in no
-# folder are what users enter by: they may import everything, and nothing imports them.
+# Which folders a folder may import from; inside a folder, imports must have no cycle. Modules that are in no folder
+# are the entry points of users: they may import everything, and no module imports them.
 FOLDERS = {
     "core": set(),
     "comm": {"core"},
@@ -40,7 +40,7 @@ FOLDERS = {
     "testing": {"core", "comm", "layout", "sharding", "optim", "zero_optimizer", "train", "compiler"},
 }
 
-# Who may name what, in an import or as an attribute.
+# Which modules may name an outside thing, in an import or as an attribute.
 DOORS = {
     "optree": {"core.tree"},
     "torch.utils._pytree": {"core.tree", "train.dynamo"},
@@ -279,7 +279,7 @@ def test_what_is_public_is_documented() -> None:
 def test_every_public_name_is_there_and_documented() -> None:
     """`fshard.__all__` is sorted, complete and documented: otherwise `help(fshard)` would not explain some name."""
     assert fshard.__all__ == sorted(fshard.__all__)
-    # where fshard is installed its plugin has pytest rewrite the package's assertions, with names of its own
+    # if fshard is installed as a pytest plugin, pytest rewrites its assertions and adds names that begin with @
     public = {name for name in vars(fshard) if not name.startswith(("_", "@"))} - set(SOURCES)
     assert public == set(fshard.__all__) - set(SOURCES)
     for name in fshard.__all__:
@@ -330,7 +330,7 @@ def test_files_and_functions_are_small() -> None:
                 assert node.end_lineno - node.lineno + 1 - text <= 60, f"{module}.{name}"
 
 
-PYTHONS = {"_replace", "_like"}  # a method of every NamedTuple, and the end of operators' names
+PYTHONS = {"_replace", "_like"}  # a method of every NamedTuple, and a suffix of operators' names
 
 
 def is_private(name: str) -> bool:

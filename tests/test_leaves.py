@@ -143,12 +143,12 @@ def test_frozen_against_requires_grad() -> None:
     params = dict(module.named_parameters())
     words = ["frozen: leaf 'embed.weight' requires a gradient", "leaf 'norm.bias'", "does not", "requires_grad"]
     says(lambda: fshard.make_plan(params, frozen="embed*"), ValueError, *words)
-    plan = fshard.make_plan(params, frozen="still*")  # they agree
+    plan = fshard.make_plan(params, frozen="still*")  # agrees with requires_grad
     assert _frozen(plan) == {"norm.bias", "still.weight"}
     module.requires_grad_(True)
     assert _frozen(fshard.make_plan(params, frozen="embed*")) == {"embed.weight"}
     assert _frozen(fshard.make_plan(TREES["data"](module), frozen="norm*")) == {"norm.weight", "norm.bias"}
-    # tied leaves train if any place of them does; integers never do, and say nothing
+    # a tied leaf trains if it requires a gradient at any path; integers never train, and their flags mean nothing
     w = torch.ones(2, requires_grad=True)
     assert _frozen(fshard.make_plan({"a": w.detach(), "b": w, "n": torch.tensor(1), "c": torch.ones(1)})) == {"c", "n"}
 

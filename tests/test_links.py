@@ -154,7 +154,7 @@ def test_memory_that_no_rank_sends(make: Any, part: tuple[int, int], words: str,
     try:
         link.take(0, "a call")
     except fshard.MismatchError as failure:
-        text = str(failure)  # let go of it, and of what was mapped
+        text = str(failure)  # only the text: the exception would keep the mapped memory alive
     assert text.startswith("rank 7 sent ")
     assert words in text
     link.mapped.clear()
