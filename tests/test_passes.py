@@ -1,14 +1,32 @@
 """The passes over graphs: what each of them takes away, moves or copies, and that the results keep their bits."""
 
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from support.graphs import (
+    BLOCKS,
+    DERIVATIVES,
+    EVERYTHING,
+    batch,
+    block,
+    given_to,
+    gradient,
+    gradient_of_gradient,
+    graph_of,
+    is_right,
+    labels,
+    loss,
+    net,
+    places,
+    sharded,
+    state_of,
+    targets,
+    writers,
+)
 from support.models import rand, same_bits
 from support.steps import EXACT
 from support.worlds import simulated
@@ -20,135 +38,7 @@ from fshard import Sharded, gather_params, optim, tree
 from fshard.compiler import passes
 from fshard.compiler.dataflow import VIEWS, Gather, gathers
 from fshard.compiler.inspect import arguments, operator, values
-from fshard.compiler.lowered import Lowered
 from fshard.compiler.memory import storages_of
-from fshard.compiler.signature import on_meshes, signature
-from fshard.compiler.trace import trace
-
-BLOCKS = [f"blocks.{i}" for i in range(4)]
-UNITS = ["blocks.*"]
-EVERYTHING = 10**9
-
-
-# --- a transformer-like toy, and graphs of it ---
-
-
-def params(seed: int = 0, widths: tuple[int, ...] = (8, 8, 8, 8), dtype: torch.dtype = torch.float64) -> Any:
-    """Four blocks, each a unit, an embedding and a head; blocks of different widths where asked."""
-
-    def block(seed: int, width: int) -> dict[str, Tensor]:
-        shapes = {"ln": (4,), "w": (4, width), "b": (width,), "out": (width, 4)}
-        return {k: 0.5 * rand(*s, seed=seed + i, dtype=dtype) for i, (k, s) in enumerate(shapes.items())}
-
-    blocks = [block(seed + 10 * i, width) for i, width in enumerate(widths)]
-    ends = {"embed": (5, 4), "head": (4, 3)}
-    return {"blocks": blocks, **{k: rand(*s, seed=seed + 90 + i, dtype=dtype) for i, (k, s) in enumerate(ends.items())}}
-
-
-def block(p: Any, x: Tensor) -> Tensor:
-    """Norm, matmul and bias, gelu, matmul."""
-    return x + F.gelu(F.layer_norm(x, (4,), p["ln"]) @ p["w"] + p["b"]) @ p["out"]
-
-
-def batch(rank: int) -> Tensor:
-    """Different rows on every rank."""
-    return (torch.arange(6) * (rank + 2) + rank) % 5
-
-
-def net(p: Any, tokens: Tensor, use: tuple[int, ...] = (0, 1, 2, 3)) -> Tensor:
-    """Some of the blocks."""
-    x = p["embed"][tokens]
-    for i in use:
-        x = block(p["blocks"][i], x)
-    return (x @ p["head"]).square()
-
-
-def loss(p: Sharded, tokens: Tensor, use: tuple[int, ...] = (0, 1, 2, 3)) -> Tensor:
-    """Gathers everything before it begins."""
-    return net(gather_params(p), tokens, use).mean()
-
-
-def mean(p: Any, tokens: Tensor) -> fshard.Mean:
-    """For a step, which gathers what it touches."""
-    rows = net(p, tokens)
-    return fshard.Mean(rows.sum(), rows.numel())
-
-
-def sharded(mesh: Any, seed: int = 0, widths: tuple[int, ...] = (8, 8, 8, 8), **plan: Any) -> Sharded:
-    """The parameters on a mesh."""
-    whole = params(seed, widths)
-    return fshard.shard_params(whole, fshard.make_plan(whole, mesh, **{"units": UNITS, **plan}))
-
-
-def graph_of(fn: Callable[..., Any], *args: Any) -> Lowered:
-    """What was traced, as it is."""
-    leaves, spec = tree.flatten((args, {}))
-    return Lowered(trace(fn, leaves, spec), signature(leaves, spec, on_meshes(args)), donate=False)
-
-
-def is_right(lowered: Lowered, fn: Callable[..., Any], *args: Any) -> None:
-    """A valid graph that has the eager function's bits."""
-    lowered.graph.lint()
-    assert same_bits(lowered.compile("eager")(*args), fn(*args))
-
-
-def places(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The number of every node."""
-    return {node: i for i, node in enumerate(graph.nodes)}
-
-
-def targets(graph: fx.Graph) -> Counter[str]:
-    """How many nodes call each operator."""
-    return Counter(operator(node) for node in graph.nodes if node.op == "call_function")
-
-
-def labels(graph: fx.Graph, kind: str = "all_gather") -> list[str]:
-    """The units of the collectives of a kind, in the order they start."""
-    found = [node for node in graph.nodes if node.op == "call_function" and operator(node) == f"fshard.{kind}"]
-    return [arguments(node)["label"] for node in found]
-
-
-def writers(graph: fx.Graph) -> Counter[str]:
-    """Nodes that write to something that is no gathered buffer."""
-    kinds = (node for node in graph.nodes if getattr(getattr(node.target, "_schema", None), "is_mutable", False))
-    waits = {gather.wait for gather in gathers(graph)}
-    return Counter(operator(node) for node in kinds if node not in waits)
-
-
-def gradient(p: Sharded, tokens: Tensor) -> Any:
-    """Backward."""
-    return torch.func.grad(loss)(p, tokens)
-
-
-def hessian_vector(p: Sharded, tokens: Tensor, v: Sharded) -> Any:
-    """Forward over backward."""
-    return torch.func.jvp(lambda p: gradient(p, tokens), (p,), (v,))[1]
-
-
-def per_sample(p: Sharded, tokens: Tensor) -> Any:
-    """A gradient for every row."""
-    return torch.func.vmap(torch.func.grad(loss), (None, 0))(p, tokens[:, None])
-
-
-def gradient_of_gradient(p: Sharded, tokens: Tensor) -> Any:
-    """Backward over backward."""
-    return torch.func.grad(lambda p: torch.stack([g.square().sum() for g in tree.leaves(gradient(p, tokens))]).sum())(p)
-
-
-DERIVATIVES = {"grad": gradient, "jvp of grad": hessian_vector, "vmap of grad": per_sample}
-
-
-def given(fn: Callable[..., Any], mesh: Any, **plan: Any) -> tuple[Any, ...]:
-    """Its arguments."""
-    more = (sharded(mesh, seed=5, **plan),) if fn is hessian_vector else ()
-    return sharded(mesh, **plan), batch(mesh.get_rank()), *more
-
-
-def state_of(mesh: Any, tx: Any = None, **plan: Any) -> tuple[Any, Any, Tensor]:
-    """A step and its arguments."""
-    tx = EXACT if tx is None else tx
-    return fshard.train_step(mean, tx), fshard.init_state(sharded(mesh, **plan), tx), batch(mesh.get_rank())
-
 
 # --- drop_dead ---
 
@@ -266,7 +156,7 @@ def test_what_is_read_late_is_gathered_again(name):
     fn = DERIVATIVES[name]
 
     def law(mesh: Any) -> None:
-        args = given(fn, mesh)
+        args = given_to(fn, mesh)
         lowered = graph_of(fn, *args)
         passes.drop_dead(lowered.graph)
         before = crossings(lowered.graph)
@@ -286,7 +176,7 @@ def test_a_plan_says_whether_units_are_gathered_again(regather):
     """`regather=False` would gather twice, or `regather=True` once."""
 
     def law(mesh: Any) -> None:
-        args = given(gradient, mesh, regather=regather)
+        args = given_to(gradient, mesh, regather=regather)
         lowered = fshard.jit(gradient, backend="eager").lower(*args)
         twice = dict.fromkeys(BLOCKS[:-1], 2) if regather else {}
         assert Counter(labels(lowered.graph)) == {**dict.fromkeys(["(root)", *BLOCKS], 1), **twice}
@@ -300,7 +190,7 @@ def test_units_by_name_are_gathered_again():
     """The pass would gather again units that it was not asked for."""
 
     def law(mesh: Any) -> None:
-        args = given(gradient, mesh)
+        args = given_to(gradient, mesh)
         lowered = graph_of(gradient, *args)
         passes.regather(lowered.graph, ["blocks.1", "no such unit"])
         assert Counter(labels(lowered.graph))["blocks.1"] == 2
@@ -314,7 +204,7 @@ def test_a_gradient_of_a_gradient():
     """Units that are read four times and more would be gathered wrongly."""
 
     def law(mesh: Any) -> None:
-        args = given(gradient, mesh)
+        args = given_to(gradient, mesh)
         lowered = fshard.jit(gradient_of_gradient, backend="eager").lower(*args)
         assert not crossings(lowered.graph)
         is_right(lowered, gradient_of_gradient, *args)
@@ -348,7 +238,7 @@ def test_gathers_start_one_unit_ahead(name):
     fn = DERIVATIVES[name]
 
     def law(mesh: Any) -> None:
-        args = given(fn, mesh)
+        args = given_to(fn, mesh)
         lowered = graph_of(fn, *args)
         for run in (passes.drop_dead, partial(passes.regather, units=BLOCKS)):
             run(lowered.graph)
@@ -366,7 +256,7 @@ def test_bytes_in_flight(widths):
     """More gathers would be under way than `in_flight` bytes allow."""
 
     def law(mesh: Any) -> None:
-        args, before = given(gradient, mesh, widths=widths), list[int]()
+        args, before = given_to(gradient, mesh, widths=widths), list[int]()
         for in_flight in (0, 500, 700, 1500, 2500, EVERYTHING):
             lowered = fshard.jit(gradient, backend="eager", in_flight=in_flight).lower(*args)
             order, found = places(lowered.graph), gathers(lowered.graph)
@@ -431,7 +321,7 @@ def test_steps_with_much_in_flight_are_right(name):
         step, *args = state_of(mesh, **plan)
         for in_flight in (0, EVERYTHING):
             is_right(fshard.jit(step, backend="eager", in_flight=in_flight).lower(*args), step, *args)
-        more = given(gradient, mesh, **plan)
+        more = given_to(gradient, mesh, **plan)
         is_right(fshard.jit(gradient, backend="eager", in_flight=EVERYTHING).lower(*more), gradient, *more)
 
     simulated(law, replicate=replicate)
@@ -504,7 +394,7 @@ def test_cheap_values_are_made_again():
 
     def law(mesh: Any) -> None:
         for own, fn in (
-            (given(gradient, mesh), gradient),
+            (given_to(gradient, mesh), gradient),
             ((lambda step, *args: (args, step))(*state_of(mesh))),
         ):
             args = own
@@ -530,7 +420,7 @@ def test_a_policy_says_what_is_made_again():
     """`recompute` would not be asked."""
 
     def law(mesh: Any) -> None:
-        args = given(gradient, mesh)
+        args = given_to(gradient, mesh)
         plain = fshard.jit(gradient, backend="eager").lower(*args)
         for names in ((), ("gelu",)):
             policy = partial(lambda node, names: operator(node) in names, names=names)
@@ -547,7 +437,7 @@ def test_what_is_cheap():
     cheap = {"gelu", "add", "native_layer_norm", "index", "mm", "view", "fshard.all_gather", "mean", "t"}
 
     def law(mesh: Any) -> None:
-        nodes = graph_of(gradient, *given(gradient, mesh)).graph.nodes
+        nodes = graph_of(gradient, *given_to(gradient, mesh)).graph.nodes
         assert cheap <= {operator(n) for n in nodes}
         assert {operator(n) for n in nodes if passes.is_cheap(n)} & cheap == {"gelu", "add", "native_layer_norm"}
 

@@ -104,9 +104,9 @@ def last_write(values: Iterable[fx.Node], before: int, order: Mapping[fx.Node, i
 
 
 def _written(values: Iterable[fx.Node], order: Mapping[fx.Node, int]) -> Iterator[int]:
-    """The indices of all nodes that write to the memory of these values; waits and reductions do not count."""
+    """The indices of all nodes that write to the memory of these values; a wait writes what was received."""
     places = {place for value in values for place in storages_of(value)}
-    for node in (n for n in order if writes(n) and not is_call(n, "fshard.wait", *REDUCTIONS)):
+    for node in filter(writes, order):
         if any(places & set(storages_of(x)) for x in _written_by(node)):
             yield order[node]
 

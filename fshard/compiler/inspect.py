@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..core import tree
 
-_fshard = torch.ops.fshard
 _COLLECTIVES = tuple(f"fshard.{kind}" for kind in ("all_gather", "reduce_scatter", "all_reduce", "exchange"))
 
 
@@ -27,12 +26,12 @@ class Traffic(NamedTuple):
 
 
 def operator(node: fx.Node) -> str:
-    """Return the name of the operator that a node calls, without its overload; of fshard: `fshard.NAME`."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet is None:
-        return getattr(node.target, "__name__", str(node.target))
-    name = packet.__name__
-    return f"fshard.{name}" if packet is getattr(_fshard, name, None) else name
+    """Return the name of the operator that a node calls, without its overload; `LIBRARY.NAME` if it is not aten's."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__name__", str(target))
+    name = target.overloadpacket.__name__
+    return name if target.namespace == "aten" else f"{target.namespace}.{name}"
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

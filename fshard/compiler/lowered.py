@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -142,6 +143,44 @@ class Options:
     bucket: int = 0
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What a pass may read besides the graph.
+
+    `units`: names of the units that plans gather again in the backward; `inputs`: as `Lowered.holds`.
+    """
+
+    units: Sequence[str]
+    inputs: Sequence[str]
+    options: Options
+
+
+class Pass(NamedTuple):
+    """A pass: its name in the table of docs/compile.md, and a function that changes a graph in place."""
+
+    name: str
+    apply: Callable[[fx.Graph, Setting], None]
+
+
+# All passes, in the order in which they run. `tests/test_pass_laws.py` applies each of them to graphs of many functions
+# and checks Note [What a pass must keep] of `passes.py`.
+PASSES = (
+    Pass("drop_dead", lambda graph, _: passes.drop_dead(graph)),
+    Pass("wait_for_unread", lambda graph, _: passes.wait_for_unread(graph)),
+    Pass("regather", lambda graph, setting: passes.regather(graph, setting.units)),
+    Pass("sink", lambda graph, setting: passes.sink(graph, setting.options.in_flight)),
+    Pass("bucket", lambda graph, setting: bucket(graph, setting.options.bucket)),
+    Pass("recompute", lambda graph, setting: _within_budget(graph, setting)),
+    Pass("materialize", lambda graph, _: passes.materialize(graph)),
+)
+
+
+def _within_budget(graph: fx.Graph, setting: Setting) -> None:
+    options = setting.options
+    if options.budget is not None:
+        passes.recompute(graph, list(setting.inputs), options.budget, options.recompute)
+
+
 def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, options: Options) -> Lowered:
     """Trace `fn(*args, **kwargs)` for arguments with these leaves and structure, and apply the passes."""
     arguments = tree.unflatten(spec, leaves)
@@ -151,17 +190,12 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     if options.donate:
         traced = donated(traced, leaves)
     lowered = Lowered(traced, key, options.donate)
-    graph, plans = lowered.graph, [node.plan for node in tree.nodes(arguments, Sharded)]
-    passes.drop_dead(graph)
-    passes.wait_for_unread(graph)
-    passes.regather(graph, [unit.name for plan in plans if plan.regather for unit in plan.units if unit.name != ROOT])
-    passes.sink(graph, options.in_flight)
-    if options.bucket:
-        bucket(graph, options.bucket)
-    if options.budget is not None:
-        passes.recompute(graph, lowered.holds(), options.budget, options.recompute)
-    passes.once(graph)
-    graph.lint()
+    plans = [node.plan for node in tree.nodes(arguments, Sharded)]
+    units = [unit.name for plan in plans if plan.regather for unit in plan.units if unit.name != ROOT]
+    setting = Setting(units, lowered.holds(), options)
+    for each in PASSES:
+        each.apply(lowered.graph, setting)
+    lowered.graph.lint()
     return lowered
 
 

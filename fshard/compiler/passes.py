@@ -5,6 +5,15 @@ Note [Order of a graph]
     collectives overlap with which computation. A step gathers a unit when it is touched, and again in its backward, so
     its graph is in a good order from the start. Other functions (a torch.func gradient of a loss that gathers all
     units at its beginning) are brought into such an order by `regather` and `sink`.
+
+Note [What a pass must keep]
+    1. The values: the outputs have the same bits.
+    2. The collectives: what a pass drops, moves or merges depends on the graph alone, and the graphs of all ranks
+       differ at most in constants. So all ranks still issue the same collectives in the same order.
+    3. Every collective has one `fshard.wait`, before the first node that reads its result.
+    4. Writes: a node does not move past a write to memory that it reads, nor past a reader of memory that it writes to.
+       `first_write` and `last_write` of `dataflow.py` answer where such writes are.
+    5. Fake values: each new node has `meta["val"]`, with the storages that it would have (`call` and `copy` see to it).
 """
 
 from __future__ import annotations
@@ -77,13 +86,13 @@ def _is_read(graph: fx.Graph, place: int) -> bool:
     return False
 
 
-def once(graph: fx.Graph) -> None:
-    """Compute 0-d values that pointwise operators read once, before: fused, they would be computed for each element."""
+def materialize(graph: fx.Graph) -> None:
+    """Compute 0-d values before the pointwise operators that read them: fused, they would be computed per element."""
     for node in [n for n in graph.nodes if _is_number(n) and torch.Tag.pointwise in getattr(n.target, "tags", ())]:
         readers = [user for user in node.users if values(user) and not _is_number(user)]
         if readers:
             with graph.inserting_after(node):
-                number = call(graph, torch.ops.fshard.once.default, node)
+                number = call(graph, torch.ops.fshard.materialize.default, node)
             for reader in readers:
                 reader.replace_input_with(node, number)
 
@@ -232,13 +241,13 @@ def _make_again(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], top: 
     late = [reader for reader in readers if order[reader] > top]
     if not late or late[-1].op == "output" or any(operator(v) not in VIEWS for v in views):
         return
-    found = {x: _there(graph, x, late[0], order) for x in node.all_input_nodes}
+    found = {x: _at_hand(graph, x, late[0], order) for x in node.all_input_nodes}
     if all(found.values()):
         other = {x: new for x, new in found.items() if new is not None and new is not x}
         _put_copies(graph, [node, *views], other, late)
 
 
-def _there(graph: fx.Graph, x: fx.Node, reader: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
+def _at_hand(graph: fx.Graph, x: fx.Node, reader: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
     """`x` if it is in memory at `reader` anyhow; the same view of a later gather of its unit if that is; else None."""
     places = set(storages_of(x))
     users = {user for node in order if places & set(storages_of(node)) for user in node.users}
@@ -257,4 +266,4 @@ def _there(graph: fx.Graph, x: fx.Node, reader: fx.Node, order: dict[fx.Node, in
     return new
 
 
-define("once(Tensor x) -> Tensor", torch.clone, torch.empty_like)
+define("materialize(Tensor x) -> Tensor", torch.clone, torch.empty_like)
