@@ -181,7 +181,8 @@ OVER_BOTH = dict.fromkeys(("params_over", "grads_over", "state_over"), ("replica
 
 
 def test_the_second_stage_of_a_gather_is_under_way_beside_the_unit_before() -> None:
-    """The first stage beside the one before that, so that none of the two is waited for as soon as it starts."""
+    """Both stages of a gather run beside the two units before: otherwise the computation would wait for the network
+    at every unit."""
     for log in simulated(events, OVER_BOTH, shard=2, replicate=2):
         uses = {(way, i): at(log, "use", way, str(i))[0] for way in ("forward", "backward") for i in range(4)}
         for i in (2, 3):

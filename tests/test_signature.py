@@ -142,7 +142,8 @@ def test_numbers_that_are_equal_are_not_the_same():
 
 
 def test_an_empty_set_is_explained():
-    """A set that was empty in the first call has no first item to show."""
+    """explain() names an argument that was an empty set: otherwise a user who asks why jit traced again would get an
+    error."""
     run = eager(lambda x, names: x * len(names))
     run(torch.ones(2), frozenset())
     assert run(torch.ones(2), frozenset({"a"})).equal(torch.ones(2))

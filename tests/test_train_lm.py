@@ -148,7 +148,8 @@ def test_scores_depend_on_no_later_byte(example: ModuleType) -> None:
 
 
 def ends_at(mesh: Any, example: ModuleType, wire: Any) -> float:
-    """The mean loss of the last of 80 steps of a small transformer on Python's source, its shards by a wire."""
+    """The summed losses of the last 10 of 80 steps of a small transformer on Python source, with shards sent by
+    `wire`."""
     s = example.Settings(d_model=32, layers=2, heads=2, context=32)
     text = torch.tensor(list(Path(json.__file__).read_bytes()))
     params, tx = example.init_params(s), fshard.optim.adamw(3e-3)
@@ -166,6 +167,7 @@ def ends_at(mesh: Any, example: ModuleType, wire: Any) -> float:
 
 
 def test_it_trains_as_well_with_shards_in_8_bits(example):
-    """The same model on the same data ends within 1% of the loss it has when they travel in float32."""
+    """Training with shards sent in 8 bits ends within 1 % of the float32 loss: otherwise Int8 would cost users
+    accuracy."""
     whole, eighths = (simulated(ends_at, example, wire, shard=2)[0] for wire in (None, fshard.wire.Int8()))
     assert abs(eighths / whole - 1) < 0.01

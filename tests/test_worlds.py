@@ -77,7 +77,7 @@ def parameters() -> Any:
 
 
 def loss(p: Any, x: torch.Tensor) -> fshard.Mean:
-    """Through all of them."""
+    """A mean through all blocks and the head."""
     for block in p["blocks"]:
         x = (x @ block["w"]).tanh()
     return fshard.Mean((x @ p["head"]).sum(), len(x))
@@ -117,7 +117,8 @@ def test_the_log_has_each_collective_once() -> None:
 
 
 def test_every_group_is_in_the_log() -> None:
-    """2 x 2: one record of each line of the mesh; along an axis of one rank there is none; a run begins anew."""
+    """The log has each line of the mesh once, starts anew with each run, and omits axes of one rank: otherwise
+    traffic would be miscounted."""
 
     def job(mesh: Any) -> None:
         for axis in mesh.mesh_dim_names:
@@ -140,7 +141,8 @@ def test_every_group_is_in_the_log() -> None:
 
 
 def test_a_jitted_step_is_in_the_log_as_an_eager_one() -> None:
-    """The same units, kinds and bytes, and the same values."""
+    """A jitted step logs the eager step's collectives and gives its values: otherwise a user would compare unlike
+    traffic."""
     eager, graph, tx = World(shard=2), World(shard=2), fshard.optim.sgd(0.1)
     expected = eager.run(trained, tx)
     found = graph.run(trained, tx, lambda step: fshard.jit(step, backend="eager"))
@@ -152,7 +154,7 @@ def test_a_jitted_step_is_in_the_log_as_an_eager_one() -> None:
 
 
 def three_sums(mesh: Any) -> list[float]:
-    """Three collectives."""
+    """The results of three collectives."""
     return [fshard.all_reduce(torch.tensor(float(i)), mesh, "shard", label=str(i)).item() for i in range(3)]
 
 
@@ -240,7 +242,8 @@ def test_assertions_show_values() -> None:
 
 
 def test_a_debugger_inside_a_rank() -> None:
-    """It stops in the user's line, shows its values, and steps over a collective, which other ranks take part in."""
+    """pdb stops in the user's line and steps over a collective that other ranks take part in: otherwise debugging a
+    rank would hang."""
     out = io.StringIO()
     script = io.StringIO("p mine\nnext\np total\ncontinue\n")
 
@@ -310,7 +313,7 @@ def test_an_interrupt_stops_the_ranks() -> None:
 
 
 class InParts:
-    """Ranks that are asked for messages alone, as those of processes are."""
+    """Ranks that only exchange messages, as processes do."""
 
     whole = None
 
@@ -319,12 +322,12 @@ class InParts:
         self.built_in, self.empty, self.idle, self._ranks = None, ranks.empty, ranks.idle, ranks
 
     def exchange(self, sends: Any, recvs: Any, call: Any) -> Any:
-        """What every peer sends."""
+        """Pass the exchange on."""
         return self._ranks.exchange(sends, recvs, call)
 
 
 def values(dtype: torch.dtype, numel: int, rank: int) -> torch.Tensor:
-    """Of many sizes, so that the order of a sum shows; with what is not finite."""
+    """Values of many magnitudes, so that the order of a sum shows; with inf and NaN."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(numel, 2, generator=generator) * torch.logspace(-3, 3, numel)[:, None]
     if dtype.is_floating_point and numel > 2:
@@ -333,7 +336,7 @@ def values(dtype: torch.dtype, numel: int, rank: int) -> torch.Tensor:
 
 
 def reduced(x: torch.Tensor, ranks: Any, wide: Any) -> list[torch.Tensor]:
-    """A gather, sums into a dtype and extremes."""
+    """The results of a gather, of sums into a dtype, and of extremes."""
     n, places = len(x), [None, None]
     if wide is not None:
         places = [torch.empty(n // ranks.size, 2, dtype=wide), torch.empty(n, 2, dtype=wide)]
@@ -344,20 +347,20 @@ def reduced(x: torch.Tensor, ranks: Any, wide: Any) -> list[torch.Tensor]:
 
 
 class Heard(InParts):
-    """The same, who write down what is said of each message and of what is asked for."""
+    """Ranks that record the text of each exchange."""
 
     def __init__(self, ranks: Any):
         super().__init__(ranks)
         self.calls = list[str]()
 
     def exchange(self, sends: Any, recvs: Any, call: Any) -> Any:
-        """With its words."""
+        """Record the call's text and pass the exchange on."""
         self.calls.append(str(call))
         return super().exchange(sends, recvs, call)
 
 
 def called(ranks: Any) -> tuple[list[str], list[Any]]:
-    """The words of messages of every collective, and the records of what was asked for."""
+    """The texts of the messages of every collective, and the records of the tally."""
     x, w = torch.ones(2 * ranks.size, 2), ranks.size
     large = torch.ones(w * 4096)  # a reduction in two stages
     with fshard.collectives.tally() as records:
@@ -377,9 +380,10 @@ def called(ranks: Any) -> tuple[list[str], list[Any]]:
 
 
 def test_the_words_of_collectives() -> None:
-    """Each names its kind, dtype, shape, axis and label, in every message it is made of; and is counted with its bytes.
+    """Every message names kind, dtype, shape, axis and label, and bytes are counted: otherwise errors would mislead.
 
-    What W ranks send of n bytes: W - 1 times n, of a part n / W; of a sum to all twice that, or if small all to all.
+    Of n bytes each of W ranks sends (W - 1) * n in a gather or a small all-reduce, and (W - 1) * n / W in a
+    reduce-scatter or an all-to-all; a large all-reduce is a reduce-scatter, then a gather of the parts.
     """
     n = 3 * 2 * 2 * 4  # bytes of x
     for rank, (calls, records) in enumerate(World(shard=3).run(lambda mesh: called(Heard(mesh.ranks("shard"))))):
@@ -456,7 +460,7 @@ def test_no_rank_sees_what_another_writes_later() -> None:
 
 
 class Calls(TorchDispatchMode):
-    """How many operators run."""
+    """A count of the operators that run."""
 
     count = 0
 
