@@ -35,7 +35,8 @@ BITS = [0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1]
 @pytest.mark.parametrize("interval", [1, 2, 3, 5])
 @pytest.mark.parametrize(("growth", "backoff", "start"), [(2.0, 0.5, 2.0**16), (3.0, 0.25, 5.0), (2.0, 0.5, 2.0**126)])
 def test_the_dynamic_scale_follows_torch(interval, growth, backoff, start):
-    """The scale would differ from torch.amp.GradScaler's after some step, or grow to infinity."""
+    """The dynamic scale equals torch.amp.GradScaler's after every step: otherwise a float16 run would skip other
+    steps."""
     scaler = DynamicLossScale(start, growth, backoff, interval)
     scale, tracker = torch.tensor(start), torch.tensor(0, dtype=torch.int32)
     for bit in BITS:
@@ -63,7 +64,8 @@ def test_bounds_and_hysteresis(bounds, hysteresis):
 
 
 def test_a_run_follows_grad_scaler():
-    """A run would unscale, skip or scale otherwise than with torch.amp.GradScaler."""
+    """A run unscales, skips and scales like torch.amp.GradScaler: otherwise a port from torch would train
+    differently."""
     theirs = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     leaf = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     optimizer = torch.optim.SGD([leaf], 0.5)
@@ -84,7 +86,8 @@ def test_a_run_follows_grad_scaler():
 
 @pytest.mark.parametrize("name", SCALERS)
 def test_every_field_survives_a_round_trip(name):
-    """A field of a scaler would be lost when it is flattened, pickled or copied."""
+    """Every field of a scaler survives flatten, pickle and copy: otherwise a loaded scaler would use default
+    settings."""
     scaler = SCALERS[name]()
     fields = vars(scaler)
     defaults = vars(type(scaler)())
@@ -104,7 +107,8 @@ def test_every_field_survives_a_round_trip(name):
 
 
 def test_structures_with_other_settings_differ():
-    """A graph traced for one setting would run for another."""
+    """Scalers with other settings have other tree structures: otherwise a graph traced for one would run for the
+    other."""
     one, other = (DynamicLossScale(growth_interval=n) for n in (3, 4))
     assert optree.tree_structure(one) != optree.tree_structure(other)
     assert optree.tree_structure(one) == optree.tree_structure(one.adjust(torch.tensor(1.0)))
@@ -112,7 +116,7 @@ def test_structures_with_other_settings_differ():
 
 @pytest.mark.parametrize("name", SCALERS)
 def test_scalers_are_immutable(name):
-    """A step could change the scaler that an older state holds."""
+    """`adjust` returns a new scaler: otherwise a step would change the scaler that an older state holds."""
     scaler = SCALERS[name]()
     before = copy.deepcopy(vars(scaler))
     for bit in (0.0, 1.0):
@@ -145,7 +149,7 @@ def test_value_is_a_tensor_and_scale_a_method(name):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", SCALERS)
 def test_unscale_undoes_scale(name, dtype):
-    """Unscaling by a power of two would change bits."""
+    """Unscaling by a power of two undoes scaling to the bit: otherwise a loss scale would change training."""
     scaler = {"dynamic": DynamicLossScale(8.0), "static": StaticLossScale(4.0), "none": NoLossScale()}[name]
     grads = {"w": torch.tensor([1.5, -3.0, 0.0], dtype=dtype), "e": torch.zeros(0, dtype=dtype)}
     unscaled, found_inf = scaler.unscale(scaler.scale(grads))
@@ -155,7 +159,7 @@ def test_unscale_undoes_scale(name, dtype):
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_unscale_finds_what_is_not_finite(bad):
-    """An overflow in some leaf would be missed."""
+    """`unscale` finds inf or NaN in any leaf: otherwise an update would write them to the parameters."""
     for grads in ({"a": torch.tensor([1.0, bad]), "b": torch.ones(2)}, [torch.ones(3), torch.tensor(bad)]):
         assert DynamicLossScale().unscale(grads)[1] == 1
         assert StaticLossScale().unscale(grads)[1] == 1
@@ -165,7 +169,8 @@ def test_unscale_finds_what_is_not_finite(bad):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
 @pytest.mark.parametrize("scale", [8.0, 3.0])
 def test_one_pass_is_the_reference(dtype, scale):
-    """torch's fused kernel would unscale or check otherwise than plain tensor code."""
+    """torch's fused kernel unscales and checks like plain tensor code: otherwise results would depend on the dtype
+    or device."""
     values = (torch.randn(2, 37, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
     for bad in (None, torch.inf, -torch.inf, torch.nan):
         grads = {"a": values[0].clone(), "e": values[:0], "t": values.clone().t()}
@@ -184,7 +189,8 @@ def test_one_pass_is_the_reference(dtype, scale):
 
 
 def test_sparse_gradients_are_coalesced():
-    """A sparse gradient whose duplicates overflow when they are summed would pass as finite."""
+    """Duplicates in a sparse gradient are summed before the check: otherwise an overflow of their sum would go
+    unnoticed."""
     values = torch.tensor([4e4, 4e4, 8.0], dtype=torch.float16)
     half = torch.sparse_coo_tensor([[1, 1, 0]], values, (3,), check_invariants=True)
     for own in (False, True):
@@ -195,7 +201,8 @@ def test_sparse_gradients_are_coalesced():
 
 
 def test_unscaling_twice_is_an_error():
-    """Gradients would be divided by the scale twice."""
+    """Unscaling a tree twice is an error that names the leaf; without it gradients would be divided by the scale
+    twice."""
     grads, _ = StaticLossScale(4.0).unscale({"a": [torch.ones(2)]})
     with pytest.raises(ValueError, match=re.escape("leaf 'a.0' was unscaled already")):
         StaticLossScale(4.0).unscale(grads)
@@ -206,7 +213,8 @@ def test_unscaling_twice_is_an_error():
 
 
 def labelled(mesh: Any, bad: str) -> tuple[Any, ...]:
-    """A step of two labels where one leaf overflows on one rank: parameters, counts, found_inf, culprits."""
+    """A step with two labels where one leaf overflows on the last rank: what moved, counts, found_inf, scale,
+    culprits."""
     tx = optim.by_label({"w": optim.adamw(0.1), "b": optim.sgd(0.1, momentum=0.9)}, lambda path, x: path[0])
     params = {"w1": rand(5, seed=1), "w2": rand(3, 3, seed=2), "b1": rand(7, seed=3)}
     sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
@@ -232,7 +240,8 @@ def labelled(mesh: Any, bad: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 3), (2, 2)])
 def test_one_label_is_skipped_alone(replicate, shard):
-    """An overflow in one label would skip the others, or the scale would not back off."""
+    """An overflow skips its own label and lowers the scale: otherwise other labels would stop, or the scale stay too
+    high."""
     for found in simulated(labelled, "w2", replicate=replicate, shard=shard):
         moved, counts, found_inf, scale, culprits = found
         assert moved == {"w1": False, "w2": False, "b1": True}
@@ -241,7 +250,7 @@ def test_one_label_is_skipped_alone(replicate, shard):
 
 
 def test_labels_need_their_found_inf():
-    """A label without its own overflow flag would be updated all the same."""
+    """A label without an overflow flag of its own is an error; without it that label would be updated with inf."""
     tx = optim.by_label({"a": optim.sgd(0.1)}, lambda path, x: "a")
     with pytest.raises(ValueError, match=re.escape("found_inf is for 'b', not for 'a'")):
         tx.step(torch.ones(1), tx.init(torch.ones(1)), torch.ones(1), {"b": torch.tensor(0.0)})
@@ -250,13 +259,13 @@ def test_labels_need_their_found_inf():
 
 
 def test_a_scaler_without_arguments_is_torchs():
-    """The defaults would differ from torch.amp.GradScaler's."""
+    """The defaults are torch.amp.GradScaler's: otherwise a port from torch would start with another scale."""
     assert DynamicLossScale().state_dict() == torch.amp.GradScaler("cpu").state_dict()
     assert StaticLossScale().value.item() == DynamicLossScale().value.item()
 
 
 def test_torchs_state_dict():
-    """A state dict of torch.amp.GradScaler could not be loaded, or ours not by it."""
+    """State dicts load from and into torch.amp.GradScaler: otherwise a run could not move between torch and fshard."""
     theirs = torch.amp.GradScaler("cpu", 64.0, 3.0, 0.25, 7)
     ours = DynamicLossScale(64.0, 3.0, 0.25, 7)
     for bit in BITS:
@@ -276,7 +285,8 @@ def test_torchs_state_dict():
 
 
 def test_a_scale_may_be_set():
-    """`adjust(new_scale=)` would be ignored, or would reset the count."""
+    """`adjust(new_scale=)` sets the scale and keeps the count: otherwise a user's scale would be ignored, or growth
+    delayed."""
     scaler = DynamicLossScale(8.0, growth_interval=3).adjust(torch.tensor(0.0))
     new = scaler.adjust(torch.tensor(0.0), new_scale=4.0)
     assert (new.value.item(), new.growth_tracker, scaler.value.item()) == (4.0, 1, 8.0)
@@ -293,14 +303,15 @@ def found_on(mesh: Any, bad: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("bad", [0, 3, -1])
 def test_found_inf_is_agreed_by_all_ranks(bad):
-    """One rank would skip an update that the others make."""
+    """An overflow on one rank reaches the found_inf of all: otherwise that rank would skip an update that the others
+    make."""
     rows = simulated(found_on, bad, replicate=2)
     assert [own for own, _ in rows] == [rank == bad for rank in range(4)]
     assert {found for _, found in rows} == {float(bad >= 0)}
 
 
 def test_select_picks_one_of_two_trees():
-    """NaN in the tree that is not chosen would reach the result."""
+    """`select` takes every leaf from one tree alone: otherwise NaN of a skipped update would reach the parameters."""
     a, b = ({"x": torch.tensor([v, torch.nan]), "n": (torch.tensor(int(v)), None)} for v in (1.0, 2.0))
     for condition in (torch.tensor(1.0), torch.tensor(True), torch.tensor(1)):
         assert same_bits(select(condition, a, b), a)
@@ -381,7 +392,7 @@ def test_every_rank_has_the_same_found_inf(replicate, shard, kind, own):
 
 
 def test_processes_agree_on_found_inf():
-    """Real processes would disagree where simulated ranks agree."""
+    """Processes agree on found_inf like simulated ranks: otherwise simulated tests of overflows would prove nothing."""
     for kind in ("plain", "unreduced"):
         assert gloo(agreed_on, kind, False, 1, shard=2) == simulated(agreed_on, kind, False, 1, shard=2)
 
@@ -408,7 +419,7 @@ def by_hand(mesh: Any, partition: str, given: bool, tx: Any, labels: Any, jitted
 @pytest.mark.parametrize("partition", ["flat", "leaf"])
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (2, 2)])
 def test_zero_skips_an_update_on_all_ranks_or_on_none(replicate, shard, partition, jitted):
-    """Under `zero` some ranks would update and others not."""
+    """Under `zero` all ranks skip an update or none does: otherwise ranks would hold different parameters."""
     skip_w = optim.by_label({"w": optim.sgd(0.1), "b": optim.sgd(0.1)}, lambda path, x: path[0])
     for tx, labels in ((optim.sgd(0.1), None), (skip_w, lambda path, x: path[0])):
         if jitted and labels:
@@ -508,13 +519,13 @@ def test_optimizers_take_unscaled_gradients(tx, jitted):
 
 
 def test_inference_tensors_are_unscaled():
-    """Tensors made in inference mode could not be unscaled."""
+    """Tensors made in inference mode can be unscaled: otherwise a scaler would fail on such gradients."""
     with torch.inference_mode():
         assert same_bits(StaticLossScale(4.0).unscale(torch.tensor([8.0]), own=True)[0].clone(), torch.tensor([2.0]))
 
 
 def test_a_state_dict_has_every_field():
-    """A saved scaler would come back with a default value."""
+    """A state dict has every field: otherwise a loaded scaler would silently use default settings."""
     scaler = SCALERS["dynamic"]()
     again = DynamicLossScale(hysteresis=9, max_scale=5.0).load_state_dict(scaler.state_dict())
     assert vars(again) == vars(scaler)
@@ -528,7 +539,7 @@ def test_a_state_dict_has_every_field():
 
 
 def test_a_scaler_owns_its_tensors():
-    """A write to the caller's tensor would change the scale."""
+    """A scaler copies the tensors that it is given: otherwise a later write to them would change the scale."""
     scale, count = torch.tensor(8.0, requires_grad=True), torch.tensor(2, dtype=torch.int32)
     made = [
         DynamicLossScale(scale, growth_tracker=count, hysteresis=3, hysteresis_tracker=count),
@@ -546,7 +557,7 @@ def test_a_scaler_owns_its_tensors():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
 @pytest.mark.parametrize("name", SCALERS)
 def test_scaling_keeps_dtypes(name, dtype):
-    """Scaling a loss in bfloat16 would give float32, or fail for an empty tree."""
+    """`scale` keeps the dtype of every loss: otherwise a bfloat16 loss would become float32 and cost more memory."""
     scaler = SCALERS[name]()
     losses = {
         "a": torch.tensor(3.0, dtype=dtype),
@@ -566,7 +577,8 @@ def test_what_cannot_be_scaled():
 
 
 def test_scaled_losses_of_ranks_have_scaled_gradients():
-    """Losses scaled together would have other gradients than torch gives them."""
+    """Gradients of several scaled losses are the unscaled ones times the scale: otherwise such losses would train
+    wrongly."""
 
     def run(mesh: Any) -> Any:
         w, scaler = torch.ones(3, dtype=torch.float16, requires_grad=True), DynamicLossScale(64.0)
@@ -621,7 +633,8 @@ def test_a_mean_of_nothing_is_skipped(accumulate, reduction, masked):
 
 
 def test_a_gradient_of_nothing_is_nan():
-    """A mean over no elements would give a finite gradient."""
+    """A mean over no elements has a NaN gradient: otherwise a batch that counts nothing would make an arbitrary
+    update."""
 
     def run(mesh: Any, counts: list[int]) -> Any:
         sharded = fshard.shard_params(torch.ones(3), fshard.make_plan(torch.ones(3), mesh))
@@ -655,7 +668,8 @@ def test_the_rules_of_a_scale_are_followed_on_every_rank(mesh_shape):
 
 
 def test_saved_scalers_go_on_alike():
-    """A run resumed from a saved scaler would go on otherwise."""
+    """A run resumed from a saved scaler has the same scales and parameters: otherwise a resume would change
+    training."""
 
     def run(mesh: Any, resumed: bool) -> Any:
         params = {"w": torch.ones(5)}
