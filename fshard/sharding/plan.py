@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, mesh_device, present
+from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, mesh_device, num_ranks, present
 from ..comm.one_host import connected
 from ..comm.reduction import Gather
 from ..comm.wire import Wire
@@ -341,13 +341,11 @@ def make_plan(
     is_whole, is_frozen, is_host = (claim_leaves(params, spec, where, name) for name, where in selections.items())
     is_frozen = join_frozen(is_frozen, flat, origins, tree.paths(spec))
     dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, policy), policy)
+    trains = [is_differentiable(leaf) and not still for leaf, still in zip(flat, is_frozen, strict=True)]
     # only first occurrences: tied leaves have the kind of the first
-    kind_of = {
-        i: Kind(dtypes[i], is_differentiable(flat[i]) and not is_frozen[i], is_whole[i], is_host[i]) for i in slot_of
-    }
+    kind_of = {i: Kind(dtypes[i], trains[i], is_whole[i], is_host[i]) for i in slot_of}
     kinds = tuple(dict.fromkeys(kind_of.values()))
-    num_parts = math.prod(sizes.values())  # of all axes, so that an all-reduce over any axis divides evenly, too
-    slots, lengths = _place(flat, tree.paths(spec), kind_of, kinds, claims, len(names), num_parts, block)
+    slots, lengths = _place(flat, tree.paths(spec), kind_of, kinds, claims, len(names), num_ranks(mesh), block)
     plan = Plan(
         spec,
         tuple(slot_of[i] for i in origins),
@@ -415,12 +413,13 @@ def _place(
     kinds: Sequence[Kind],
     claims: Sequence[int],
     num_units: int,
-    num_parts: int,
+    mesh_size: int,
     block: int,
 ) -> tuple[tuple[Slot, ...], list[list[int]]]:
     """Return the slot of each leaf, and the padded length of every unit and kind.
 
-    Leaves start at multiples of `block` and of 16 bytes; lengths are multiples of that times the number of ranks.
+    Leaves start at multiples of `block` and of 16 bytes; lengths are multiples of that times the number of ranks of the
+    whole mesh, so that an all-reduce over any axis divides evenly, too.
     """
     lengths = [[0] * len(kinds) for _ in range(num_units)]
     slots, steps = [], [math.lcm(kind.aligned, block) for kind in kinds]
@@ -428,6 +427,6 @@ def _place(
         unit, k = claims[i], kinds.index(kind)
         slots.append(Slot(paths[i], tuple(flat[i].shape), k, unit, lengths[unit][k]))
         lengths[unit][k] += -(-flat[i].numel() // steps[k]) * steps[k]  # rounded up
-    multiples = [step * num_parts for step in steps]  # so that each of `num_parts` intervals is a multiple of a step
+    multiples = [step * mesh_size for step in steps]
     padded = [[-(-n // multiple) * multiple for n, multiple in zip(row, multiples, strict=True)] for row in lengths]
     return tuple(slots), padded

@@ -161,6 +161,7 @@ def _flatten(x: Sharded) -> tuple[tuple[Tensor, ...], View | Source]:
 def _unflatten(source: View | Source, tensors: Iterable[Tensor]) -> Sharded:
     """A `Sharded` of these tensors. It is given away together with the value that the tensors came from, if any."""
     view, old = (source.static, source.of()) if isinstance(source, Source) else (source, None)
+    assert isinstance(view, View)
     rows = tuple(tensors)
     pairs = zip(view.kinds, old._tensors if old is not None else (), rows, strict=False)
     # a donated step writes to trainable kinds alone, so a tree that shares only frozen ones lives on
