@@ -50,7 +50,7 @@ FUNCTIONALIZED |= {"plan-wide-2x2", "plan-keep", "int8, keep", "feedback", "accu
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in READ])
 def test_every_optimizer(name):
-    """A jitted step with any optimizer has the numbers of the eager step: otherwise compiling would alter training."""
+    """A jitted step with any optimizer that can be traced has the eager numbers: otherwise training would change."""
     plan = {"block": 4} if name == "adamw_8bit" else {}
     kw = {"tx": TRANSFORMS[name](), "plan": plan, "scale": StaticLossScale(4.0) if len(name) % 2 else None}
     for bits, far, _ in run(by("aot_eager" if name in FUNCTIONALIZED else "eager"), **kw):

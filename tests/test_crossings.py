@@ -114,7 +114,7 @@ def test_steps(step):
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_optimizers(name):
-    """Only classes of torch.optim that keep host memory copy between devices: otherwise an optimizer would wait."""
+    """No optimizer copies to or from the host, except some classes of torch.optim: otherwise steps would wait."""
     found = crossings(step="clip", tx=name, scaler="dynamic", loss="tensor")
     assert modules(found) <= ALLOWED.get(name, set()), found
 

@@ -227,7 +227,7 @@ def test_data_that_end_early_on_one_rank(tmp_path: Path) -> None:
 
 
 def test_the_users_timeout(tmp_path: Path) -> None:
-    """The timeout of `init_process_group` holds for every wait: otherwise ranks would wait too long, or too short."""
+    """The timeout of `init_process_group` holds for every wait: otherwise ranks would give up too early or too late."""
     (found, texts), *others = values(fates(hostile.timeouts, str(tmp_path), shard=2, replicate=2))
     assert found == [2.0, 2.0, 2.0, 2.0, 7.0, 2.0, 2.0]
     assert [one[0] for one in others] == [found] * 3
@@ -264,7 +264,7 @@ def namespaces(request: pytest.FixtureRequest) -> Iterator[tuple[list[str], tupl
 
 
 def test_two_hosts(namespaces: Any) -> None:
-    """Two hosts connect by the named interface, by the route, and if they seem one host: otherwise jobs would hang."""
+    """Two hosts connect by a named interface, by the route, or as copies of one machine: otherwise jobs would hang."""
     names, addresses = namespaces
     script = [sys.executable, str(Path(__file__).parent / "support" / "two_hosts.py")]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
