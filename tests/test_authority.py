@@ -396,8 +396,7 @@ def test_ranks_without_a_leaf(cls):
 
 
 def test_every_transformation_has_a_row():
-    """Every transformation but adamw_8bit has a case, and so have torch's classes: else a fault would not be
-    noticed."""
+    """Every transformation but adamw_8bit has a case, and so have torch's classes: else a fault would go unnoticed."""
     families = {name.split("/")[0] for name in CASES}
     assert {x.split("-")[0] for x in TRANSFORMS} - {x.split("-")[0] for x in families} == {"adamw_8bit"}  # it rounds
     classes = {x.__name__ for x in vars(to).values() if isinstance(x, type) and issubclass(x, to.Optimizer)}

@@ -14,8 +14,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_python_of_a_page_runs(page: Path) -> None:
-    """A page's Python blocks run one after the other without an error: otherwise a reader would copy code that
-    fails."""
+    """A page's Python blocks run one after the other without an error: otherwise readers would copy code that fails."""
     scope: dict[str, object] = {}
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         exec(compile(block, str(page), "exec"), scope)
