@@ -36,7 +36,7 @@ def block(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class Again(torch.autograd.Function):
-    """A checkpoint as many write it: a backward of its own, by torch.autograd.backward, inside the backward."""
+    """A reentrant checkpoint as users write it: its backward calls torch.autograd.backward."""
 
     @staticmethod
     def forward(ctx: Any, fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

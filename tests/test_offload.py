@@ -20,7 +20,7 @@ from fshard.wire import Int8, TopK
 
 AWAY = ["blocks.*", "tail.left"]  # of these units, one only in part
 OPTIMIZERS = {"sgd": lambda: optim.sgd(0.1, momentum=0.9), "adamw": lambda: optim.adamw(0.05)}
-# torch's fused kernels round the last few elements of a row otherwise than the others: these do not
+# Without torch's fused kernels, which round the last few elements of a row in another way than the others
 PLAIN = {
     "sgd": lambda: optim.sgd(0.1, momentum=torch.tensor(0.9)),
     "adamw": lambda: optim.adamw(0.05, b1=torch.tensor(0.9)),
@@ -182,7 +182,7 @@ def test_a_plan_says_so():
         simulated(lambda mesh: fshard.make_plan(params, mesh, host="c"), shard=1)
 
 
-# Where everything lies: on a device that computes nothing (meta tensors), and cannot be mixed with the CPU.
+# On which device every row lies: the accelerator is the meta device, which torch does not mix with the CPU.
 
 
 @pytest.fixture

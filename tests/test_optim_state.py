@@ -45,7 +45,7 @@ def parted(tx: Any, how: str, mesh: Any, start: Any = START) -> tuple[Any, Make]
 
 
 def go(mesh: Any, tx: Any, how: str, steps: Any, start: Any = START, load: Make | None = None) -> tuple[Any, Any]:
-    """State and parameters after some steps; `load(state, params)` makes the first state of that of `init`."""
+    """State and parameters after some steps; `load(state, params)` may replace the state that `init` made."""
     tx, place = parted(tx, how, mesh, start)
     params = place(start)
     state = load(tx.init(params), params) if load else tx.init(params)

@@ -132,7 +132,7 @@ def trained(mesh: Any, plan: str, step: str) -> list[Tensor]:
     state = fshard.init_state(fshard.shard_params(params, made), tx := make())
     losses = []
     for i in range(2):
-        # a tree of slices takes as many rows on every rank
+        # a tree reduction needs the same number of rows on every rank
         batch = lm_batch(10 * i + mesh.get_rank(), 0) if step == "tree" else lm_batch(i, mesh.get_rank())
         state, metrics = fshard.train_step(mean_loss, tx, **options)(state, batch)
         losses.append(metrics["loss"])

@@ -21,7 +21,7 @@ from fshard.core.random import draw
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
-# What makes numbers, of the shape of `h`.
+# Functions that draw random numbers of the shape of `h`.
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda h: F.dropout(h, 0.5),
     "dropout twice": lambda h: F.dropout(F.dropout(h, 0.3), 0.2),
@@ -52,7 +52,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "gumbel_softmax": lambda h: F.gumbel_softmax(h),
     "attention": lambda h: F.scaled_dot_product_attention(h[None], h[None], h[None], dropout_p=0.3)[0],
 }
-# What draws nothing after all.
+# Functions of random operators that draw nothing.
 NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout of all": lambda h: F.dropout(h, 1.0) + h,
     "no dropout": lambda h: F.dropout(h, 0.0),
@@ -60,7 +60,7 @@ NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
     "attention": lambda h: F.scaled_dot_product_attention(h[None], h[None], h[None])[0],
     "nothing to draw": lambda h: h + torch.rand(0).sum(),
 }
-# What a graph has no node for, and the operator an error names.
+# Functions that a graph cannot draw for, and the operator that the error names.
 UNKNOWN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "randperm": (lambda h: h[torch.randperm(len(h))], "randperm"),
     "multinomial": (lambda h: h[torch.multinomial(torch.ones(4), 4)], "multinomial"),

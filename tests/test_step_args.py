@@ -357,7 +357,7 @@ def test_recorded_arguments_run_again(tmp_path):
     assert [str(found) for found in replay(tmp_path, make)] == ["step 0 on 2 rank(s): same bits"]
 
 
-# --- what is given away ---
+# --- donated tensors ---
 
 
 def aux_loss(params: Any, batch: Any) -> Any:
@@ -461,7 +461,7 @@ def test_zero_leaves_the_callers_parameters():
     law(None)
 
 
-# --- what ranks built ---
+# --- steps that ranks built with other options ---
 
 BUILT: dict[str, tuple[dict[str, Any], str]] = {
     "lr": ({"tx": optim.sgd(0.2, momentum=0.9)}, "lr=0.2"),

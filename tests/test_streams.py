@@ -1,9 +1,9 @@
-"""Copies and sums beside the computation, on streams that record their order: what comes too early is found.
+"""Copies and sums beside the computation, on simulated streams that record their order and report hazards.
 
-On a GPU these would be wrong values now and then, without an error: an update that reads gradients before they are
-summed, a sum that reads a buffer before the backward has filled it or after the backward has been given its memory
-again, and a collective whose messages are overwritten while they are sent. A sum on the stream of the computation
-would be right, but slow; it is an error here, as are buffers that are kept for longer than a unit.
+On a GPU each hazard would be a wrong value now and then, without an error: an update that reads gradients before they
+are summed; a sum that reads a buffer before the backward has filled it, or after that memory was used again; a message
+that is overwritten while it is sent. Two things that would be right but slow are errors here too: a sum on the
+computation's stream, and buffers that are kept for longer than a unit.
 """
 
 from collections import defaultdict
@@ -174,7 +174,7 @@ class Ordered(TorchDispatchMode):
         crosses = op in (torch.ops.aten.copy_, torch.ops.aten._to_copy) and len({x.device for x in tensors}) > 1
         near = all(x.device != DEVICE for x in tensors)
         who = self.host if near else self._current
-        # a number of the host's is an argument of a kernel
+        # a 0-d tensor on the host is passed to a kernel as a number
         self.access(who, [x for x in reads if near or crosses or x.device == DEVICE], into, made, op.__name__)
         waits = crosses and not named.get("non_blocking", False)
         if waits or op is torch.ops.aten._local_scalar_dense:

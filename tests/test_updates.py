@@ -24,12 +24,12 @@ from fshard.train.step import _update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# A step ends in a kernel of torch's, which rounds otherwise than the reference, or in a class of torch.optim, whose
-# update is the difference of new and old parameters: to 1e-12, relative.
+# Compared to 1e-12, relative: torch's kernels round in another way than the reference, and from_torch computes an
+# update as the difference of new and old parameters.
 ROUNDED = {"sgd", "sgd-all", "adam", "adamw", "adamw-schedule", "amsgrad", "clip", "clip_by_global_norm"}
 ROUNDED |= {"clip_by_global_norm-inf", "clip_by_leaf_norm", "by_label", "muon", "with_hyperparams"}
 ROUNDED |= {"with_hyperparams-schedule", *(name for name in TRANSFORMS if name.startswith("from_torch"))}
-# Its blocks must not lie in two leaves, which the leaves of a label do.
+# Blocks of adamw_8bit must not lie in two leaves; among the leaves of a label they would.
 UNLABELLED = {"adamw_8bit"}
 
 
@@ -58,7 +58,7 @@ WAYS: dict[str, Callable[[Callable[[], Any]], Any]] = {
     ),
 }
 
-# Every strategy on two ranks, some on three, those of two axes on 2 x 2; one device.
+# (strategy, replicate, shard): one device; every strategy on two ranks, some on three; those of two axes on 2 x 2.
 PLACES = [("full", None, 1), *((name, 1, 2) for name in NARROW), ("zero1", 1, 3), ("full", 1, 3)]
 PLACES += [(name, 2, 2) for name in ("full", "zero1", "wide_state", "wide")]
 
@@ -145,7 +145,7 @@ def _by_first(make: Callable[[], Any]) -> Any:
     return optim.by_label({"a": make(), "b": make()}, _first)
 
 
-# What keeps the labels "a" and "b" apart, each of a transformation that both have.
+# Ways to build an optimizer with the labels "a" and "b", which have the same transformation.
 APART: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "alone": _by_first,
     "chained": lambda make: optim.chain(optim.clip(0.5), optim.add_decayed_weights(0.1), _by_first(make)),

@@ -102,7 +102,7 @@ def _checkpointed(p: Any, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(lambda y: _batch_norm(p, y), x, use_reentrant=False)
 
 
-# what writes, and the leaf that is named
+# a function that writes in place, and the leaf that the error names
 WRITES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     "batch_norm": (_batch_norm, "norm.mean"),
     "torch.batch_norm": (_torchs_batch_norm, "norm.mean"),

@@ -72,7 +72,7 @@ def inferring(call: Call) -> Any:
 
 
 T, V = TypeError, ValueError
-# What is called: the class of the error, and the words its sentence has, in this order.
+# Name of the case: the call, the class of the error, and words of its message, in this order.
 WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     # --- make_plan
     "mesh=4": (lambda: plan(4), T, ("mesh: expected a DeviceMesh", "None (one device)", "got 4", "init_device_mesh(")),

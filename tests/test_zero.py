@@ -28,10 +28,10 @@ WAYS = [(partition, grads) for partition in ("flat", "leaf") for grads in ("redu
 NAMES = ["sgd", "sgd-all", "adamw", "lion", "every_k", "muon", "lamb", "adafactor", "by_label", "clip_by_global_norm"]
 TXS = {name: TRANSFORMS[name]() for name in [*NAMES, "from_torch-Adam", "from_torch-Adafactor"]}
 ADAMW, LION = TXS["adamw"], TXS["lion"]
-# In one step they are a kernel of torch's, which rounds otherwise in a vector than in what is left over.
+# Steps of these run a kernel of torch's that rounds the last few elements in another way than the others.
 KERNELS = {"sgd", "sgd-all", "adamw"}
 PARTITIONS, HOWS, BOTH = ("flat", "leaf"), ("step", "update"), ("replicate", "shard")
-# Ranks along both axes, and the axes that the state is parted over.
+# (replicate, shard, over): ranks along both axes, and the axes over which the state is partitioned.
 PLACES: dict[str, tuple[int, int, Any]] = {str(n): (1, n, None) for n in (1, 2, 3, 4)}
 PLACES |= {f"2x2 {i}": (2, 2, over) for i, over in enumerate((None, "replicate", BOTH, BOTH[::-1]))}
 alike = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
@@ -281,7 +281,7 @@ def test_what_else_an_optimizer_sends(mesh):
     """Clipping adds one small sum and Muon two messages: otherwise these optimizers would be slow on a cluster."""
     plain, clip, muon = (Counter(traffic(mesh, TXS[n], WAYS[1])) for n in ("adamw", "clip_by_global_norm", "muon"))
     assert clip - plain == Counter([("all_reduce", "shard", "norm", 2 * 8)])
-    # the ranks' intervals have 8, 7 and 0 elements of w, which rank 1 turns, and 0, 14 and 10 of m, which rank 0 does
+    # ranks hold 8, 7 and 0 elements of w, which rank 1 orthogonalises, and 0, 14 and 10 of m, which rank 0 does
     there, back = [(8, 24), (14, 8), (10, 0)][mesh.get_rank()]
     assert muon - plain == Counter(("all_to_all", "shard", "muon", 8 * n) for n in (there, back))
     assert plain <= clip & muon
