@@ -64,7 +64,7 @@ PLACES += [(name, 2, 2) for name in ("full", "zero1", "wide_state", "wide")]
 
 
 def whole(seed: int) -> Any:
-    """Matrices, vectors, a scalar; sizes that no number of ranks divides; a frozen leaf."""
+    """Matrices, vectors, a scalar, with uneven sizes; and a frozen leaf."""
     shapes = {"w": (5, 3), "blocks.w": (3, 5), "blocks.b": (5,), "s": (), "tail": (7,), "one": (1,)}
     made = {name: rand(*shape, seed=seed + i) for i, (name, shape) in enumerate(shapes.items())}
     blocks = [{"w": made.pop("blocks.w"), "b": made.pop("blocks.b")}, {"w": rand(2, 3, seed=seed + 9)}]
