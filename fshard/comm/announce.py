@@ -5,29 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
+from datetime import timedelta
 from threading import get_ident
-from typing import Any
+from typing import ParamSpec, Protocol, TypeVar
+
+from torch import Tensor
 
 from .log import Call, is_tallying
+from .mesh import Mesh
+from .ranks import Exchange, Ranks, message_timeout
 
-Around = Callable[[Any, Any], Any]  # of ranks and their mesh
+P = ParamSpec("P")
+R = TypeVar("R")
+Around = Callable[[Ranks, Mesh], Ranks]
 _around: ContextVar[Around | None] = ContextVar("fshard_around", default=None)
 
 
 class Announced:
     """Ranks along one axis that call `announce(text)` before each collective."""
 
-    def __init__(self, ranks: Any, announce: Callable[[str], None]):
+    def __init__(self, ranks: Ranks, announce: Callable[[str], None]):
         self.axis, self.rank, self.size, self.device = ranks.axis, ranks.rank, ranks.size, ranks.device
+        # `whole` is None, so that every collective is an `exchange` or `built_in`: both announce
         self.built_in, self.whole, self.empty, self.idle = ranks.built_in, None, ranks.empty, ranks.idle
         self._ranks, self._exchange, self.announce = ranks, ranks.exchange, announce
 
     @property
-    def timeout(self) -> Any:
-        """How long a message is waited for: asked when a plan is made, and its mesh connected, inside such a block."""
-        return self._ranks.timeout
+    def timeout(self) -> timedelta:
+        """How long to wait for a message; read when a plan made inside a checked call connects its mesh."""
+        return message_timeout(self._ranks)
 
-    def exchange(self, sends: Sequence[Any], recvs: Sequence[Any], call: Call) -> Any:
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Exchange:
         """Announce the collective, then start it."""
         self.announce(str(call))
         return self._exchange(sends, recvs, call)
@@ -48,23 +56,27 @@ def is_announcing() -> bool:
     return _around.get() is not None
 
 
-def announced(ranks: Any, mesh: Any) -> Any:
-    """`around(ranks, mesh)` inside a block of `announcing`, else `ranks`."""
+def announced(ranks: Ranks, mesh: Mesh) -> Ranks:
+    """Return `around(ranks, mesh)` inside a block of `announcing`, else `ranks`."""
     around = _around.get()
     return ranks if around is None else around(ranks, mesh)
 
 
-def kept() -> Callable[..., Any]:
-    """A function `call(fn, *args)` that runs `fn` in the blocks of `tally` and `announcing` that are entered here.
+class _CallInBlocks(Protocol):
+    def __call__(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+
+def kept() -> _CallInBlocks:
+    """Return a function `call(fn, *args)` that runs `fn` in the blocks of `tally` and `announcing` entered here.
 
     On a GPU autograd runs the backward on a thread of its own, which does not see the caller's context variables.
     """
     context, thread = copy_context(), get_ident()
 
-    def call(fn: Callable[..., Any], *args: Any) -> Any:
-        known = get_ident() == thread or is_tallying() or is_announcing()
-        return (
-            fn(*args) if known else context.copy().run(fn, *args)
-        )  # a copy, because a context cannot be entered twice at once
+    def call(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        if get_ident() == thread or is_tallying() or is_announcing():
+            return fn(*args, **kwargs)
+        # a copy, because a context cannot be entered twice at once
+        return context.copy().run(fn, *args, **kwargs)
 
     return call

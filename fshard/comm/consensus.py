@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core import tree
+from ..core.tree import Tree
 from . import primitives
 from .mesh import AnyMesh, Axes, adapted, axis_sizes, mesh_device
 from .primitives import all_gather, all_reduce, along
 from .ranks import MismatchError, Ranks
 
 _SAME_TREE = "Build the same tree, in the same order, on all of them"
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element; else int64
 
 
 def check_same(mesh: AnyMesh, digest: str, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
@@ -26,9 +26,10 @@ def check_same(mesh: AnyMesh, digest: str, describe: str, what: str, remedy: str
     if grid is None or grid.abstract:
         return
     digests = _texts(digest, mesh)
-    other = next((i for i, one in enumerate(digests) if one != digests[0]), None)
+    other = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
     if other is None:
         return
+    # only now the long texts: every rank knows all digests, so all of them come here or none
     texts = _texts(describe, mesh)
     sentence = f"rank 0 has {{}}; rank {other} has {{}}"
     raise MismatchError(
@@ -44,23 +45,25 @@ def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | Non
     sums = [row.view(_INTEGERS.get(row.itemsize, torch.int64)).sum(dtype=torch.int64) for row in rows]
     if not sums or not axes:
         return None
-    mine = torch.stack([x.to(mesh_device(mesh)) for x in sums])  # (number of tensors,)
-    most, least = primitives.total(torch.stack([mine, ~mine]), mesh, axes, op="max", label="replicas").unbind()
+    local = torch.stack([x.to(mesh_device(mesh)) for x in sums])  # (number of tensors,)
+    # ~x = -x - 1 turns the order around, so one maximum gives the largest and the smallest sum
+    most, least = primitives.total(torch.stack([local, ~local]), mesh, axes, op="max", label="replicas").unbind()
+    # over all axes, so that ranks whose own replicas agree hear of the others
     unlike = primitives.total((most != ~least).long(), mesh, op="max", label="replicas")
     return next((number for number, differs in enumerate(unlike.tolist()) if differs), None)
 
 
-def any_rank(found: Any, mesh: AnyMesh) -> Any:
+def any_rank(flags: Tree, mesh: AnyMesh) -> Tree:
     """A tree of flags (0-d, 1 or 0), each 1 if it is 1 on any rank of the mesh: one small all-reduce along each axis.
 
     >>> any_rank({"a": torch.tensor(1.0)}, None)
     {'a': tensor(1.)}
     """
-    flat, spec = tree.flatten(found)
-    if mesh is None or not flat:
-        return found
-    rows = torch.stack([x.to(mesh_device(mesh)) for x in flat])  # (number of flags,)
-    return tree.unflatten(spec, list(primitives.total(rows, mesh, op="max", label="found_inf").unbind()))
+    leaves, spec = tree.flatten(flags)
+    if mesh is None or not leaves:
+        return flags
+    stacked = torch.stack([flag.to(mesh_device(mesh)) for flag in leaves])  # (number of flags,)
+    return tree.unflatten(spec, list(primitives.total(stacked, mesh, op="max", label="found_inf").unbind()))
 
 
 def _texts(text: str, mesh: AnyMesh) -> list[str]:
@@ -73,10 +76,11 @@ def _texts(text: str, mesh: AnyMesh) -> list[str]:
 
 def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
     """The bytes of all ranks along an axis, in rank order; ranks may give different numbers of bytes."""
+    # each row begins with its number of bytes, and is padded to the longest: a gather needs equal lengths
     data = len(data).to_bytes(8, "little") + data
     length = all_reduce(torch.tensor([len(data)], device=ranks.device), ranks, "bytes", op="max").wait()
     x = torch.frombuffer(bytearray(data.ljust(int(length), b"\0")), dtype=torch.uint8).to(ranks.device)
-    rows = all_gather(x, ranks, "bytes").wait().view(ranks.size, -1).cpu()
+    rows = all_gather(x, ranks, "bytes").wait().view(ranks.size, -1).cpu()  # (W, length)
     texts = [bytes(row.tolist()) for row in rows]
     return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
 

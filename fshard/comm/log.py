@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ class Call:
         return self._agreed == other._agreed or str(self) == str(other)  # a node of a graph has nothing but the text
 
     @property
-    def _agreed(self) -> tuple[Any, ...]:
+    def _agreed(self) -> tuple[object, ...]:
         return self.kind, self.dtype, self.shape, self.axis, self.label, self.op, self.more, self.text
 
     def __str__(self) -> str:
@@ -54,11 +53,11 @@ class Tally(list[Call]):
 
     def select(self, kind: str, label: str | None = None) -> list[Call]:
         """The collectives of one kind, or of one kind and label."""
-        return [r for r in self if r.kind == kind and label in (None, r.label)]
+        return [call for call in self if call.kind == kind and label in (None, call.label)]
 
     def nbytes(self, kind: str | None = None) -> int:
         """Bytes that this rank sent, in all or in collectives of one kind."""
-        return sum(r.nbytes for r in self if kind in (None, r.kind))
+        return sum(call.nbytes for call in self if kind in (None, call.kind))
 
 
 _tally: ContextVar[Tally | None] = ContextVar("fshard_tally", default=None)

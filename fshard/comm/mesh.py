@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,11 +40,11 @@ def digits(number: int, sizes: Sequence[int]) -> list[int]:
     >>> digits(5, [2, 3])
     [1, 2]
     """
-    found: list[int] = []
+    coordinates: list[int] = []
     for size in reversed(sizes):
-        number, digit = divmod(number, size)
-        found.insert(0, digit)
-    return found
+        number, coordinate = divmod(number, size)
+        coordinates.insert(0, coordinate)
+    return coordinates
 
 
 class Mesh(Protocol):
@@ -57,7 +57,7 @@ class Mesh(Protocol):
     abstract: bool  # whether the mesh has no processes to communicate with
 
     @property
-    def likeness(self) -> tuple[Any, ...]:
+    def likeness(self) -> tuple[object, ...]:
         """A key that is equal for a mesh and its connected twin (`HostMesh`)."""
 
     def size(self, axis: str | None = None) -> int:
@@ -72,7 +72,7 @@ class Mesh(Protocol):
     def ranks(self, axis: str) -> Ranks:
         """Return the ranks along one axis, over which collectives run."""
 
-    def once(self, make: Callable[[Any], T]) -> T:
+    def once(self, make: Callable[[Self], T]) -> T:
         """Return `make(self)`, which is called the first time only. Its result must not refer to this mesh."""
 
 
@@ -92,10 +92,10 @@ class Grid:
         self.mesh_dim_names, self.shape, self.ndim = tuple(axes), tuple(axes.values()), len(axes)
         self.device, self.device_type = device, device.type
         self._rank, self._place = rank, tuple(place)
-        self._kept: dict[Any, Any] = {}
+        self._kept: dict[Callable[..., object], Any] = {}  # what `once` made: each function's own type
 
     @property
-    def likeness(self) -> tuple[Any, ...]:
+    def likeness(self) -> tuple[object, ...]:
         """A key that is equal for a mesh and its connected twin: the kind of device, the axes, the processes."""
         return self.device_type, self.mesh_dim_names, self.shape, self.members
 
@@ -126,7 +126,7 @@ class Grid:
         """Return the ranks along one axis, over which collectives run."""
         raise NotImplementedError
 
-    def once(self, make: Callable[[Any], T]) -> T:
+    def once(self, make: Callable[[Self], T]) -> T:
         """Return `make(self)`, which is called the first time only. Its result must not refer to this mesh."""
         if make not in self._kept:
             self._kept[make] = make(self)
@@ -156,14 +156,15 @@ class AbstractMesh(Grid):
         for axis, number in axes.items():
             check_whole(f"AbstractMesh: {axis}", number, what="a number of ranks along this axis")
         check_whole("AbstractMesh: rank", rank, 0, math.prod(axes.values()), "one of its ranks")
-        given = torch.device(device)
-        if given.type == "cuda" and not torch.backends.cuda.is_built():
+        kind = torch.device(device)
+        if kind.type == "cuda" and not torch.backends.cuda.is_built():
             raise ValueError(
                 f"AbstractMesh: device={device!r}: expected a kind of device that this torch is built for, got CUDA "
                 "and a build for CPUs alone. Use a CUDA build, which needs no GPU for this, or leave `device` out"
             )
-        one = torch.device("cpu") if given.type == "cpu" else torch.device(given.type, given.index or 0)
-        super().__init__(axes, rank, digits(rank, [*axes.values()]), one)
+        # with an index, as the devices of real meshes have
+        of_rank = torch.device("cpu") if kind.type == "cpu" else torch.device(kind.type, kind.index or 0)
+        super().__init__(axes, rank, digits(rank, [*axes.values()]), of_rank)
 
     def ranks(self, axis: str) -> Ranks:
         """Return ranks that cannot communicate: collectives over them raise RuntimeError."""
@@ -183,7 +184,7 @@ class _AbstractRanks:
     def idle(self, x: Tensor) -> bool:
         return True
 
-    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Any:
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> NoReturn:
         raise RuntimeError(
             f"{call}: an abstract mesh has no ranks. Use fshard.eval_shape, or jit(...).lower, to look at it"
         )
@@ -218,9 +219,9 @@ class Meshes:
     """
 
     def __init__(self) -> None:
-        self._handles: Any = WeakIdKeyDictionary()  # DeviceMesh -> ProcessMesh
-        self._names: Any = WeakIdKeyDictionary()
-        self._meshes: Any = weakref.WeakValueDictionary()
+        self._handles: MutableMapping[DeviceMesh, ProcessMesh] = WeakIdKeyDictionary()
+        self._names: MutableMapping[Mesh, str] = WeakIdKeyDictionary()
+        self._meshes: weakref.WeakValueDictionary[str, Mesh] = weakref.WeakValueDictionary()
         self._numbers = count()
 
     def handle(self, mesh: DeviceMesh) -> ProcessMesh:
@@ -232,7 +233,7 @@ class Meshes:
 
     def of(self, mesh: DeviceMesh | Mesh) -> str:
         """Return the name of a mesh in graphs; a new mesh gets a new name."""
-        grid = adapted(mesh)
+        grid = present(mesh)
         if grid not in self._names:
             self._names[grid] = name = f"mesh{next(self._numbers)}"
             self._meshes[name] = grid
@@ -250,7 +251,7 @@ MESHES = Meshes()
 Axes = tuple[str, ...]
 
 
-def is_mesh(x: Any) -> bool:
+def is_mesh(x: object) -> bool:
     """Whether `x` is a DeviceMesh or has the attributes of a `Mesh`."""
     return isinstance(x, DeviceMesh | Grid) or all(hasattr(x, name) for name in ("mesh_dim_names", "ranks", "once"))
 
@@ -331,5 +332,5 @@ class OnMesh(ABC):
 
     @property
     @abstractmethod
-    def home(self) -> Any:
+    def home(self) -> Any:  # a Plan or a Layout: classes of folders that import this one
         """The plan or layout of the node, which has the mesh; None if the node has neither."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +21,14 @@ def _ticket() -> Tensor:
     return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
-def _ticket_of(*args: Any) -> Tensor:
+def _ticket_of(*args: object) -> Tensor:
     return _ticket()
 
 
 def _started(place: Tensor, pending: Pending) -> Started:
     """A place, and a ticket that owns the collective which fills the place."""
     ticket = _ticket()
+    # on the storage, because a compiled graph may make other tensor objects of the same memory
     ticket.untyped_storage().under_way = pending  # type: ignore[attr-defined]
     return place, ticket
 
@@ -95,7 +95,7 @@ def _exchange(
 ) -> Started:
     ranks, called = _ranks(mesh, axis), Call(kind, axis, label, nbytes, text=call)
     note(called)
-    place, _ = _exchanged(sends, numels)
+    place, _ = _exchanged(sends, numels)  # (sum(numels),): what the peers send, end to end
     exchange = ranks.exchange([x.reshape(-1) for x in sends], list(place.split(list(numels))), called)
     if now or not place.numel():
         # a result that is not read: a compiler would drop `wait`, and use the memory of what is sent again too early
@@ -105,7 +105,7 @@ def _exchange(
     return _started(place, Pending(exchange, lambda _: place))
 
 
-def _exchanged(sends: Sequence[Tensor], numels: Sequence[int], *rest: Any) -> Started:
+def _exchanged(sends: Sequence[Tensor], numels: Sequence[int], *rest: object) -> Started:
     return sends[0].new_empty(sum(numels)), _ticket()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -105,7 +106,10 @@ class Ranks(Protocol):
     rank: int
     size: int
     device: torch.device  # where received tensors are made if no place is given
-    built_in: Any  # a process group whose own collectives are the fast ones, or None
+
+    @property
+    def built_in(self) -> object:
+        """A process group whose own collectives are the fast ones, or None."""
 
     @property
     def whole(self) -> Whole | None:
@@ -119,6 +123,11 @@ class Ranks(Protocol):
 
     def idle(self, x: Tensor) -> bool:
         """Whether every peer has read what was sent of this tensor."""
+
+
+def message_timeout(ranks: Ranks) -> timedelta:
+    """How long ranks that are processes wait for a message."""
+    return ranks.timeout  # type: ignore[attr-defined]  # simulated and abstract ranks have none, and connect to nobody
 
 
 class MismatchError(RuntimeError):

@@ -11,13 +11,13 @@ Note [Collectives in a graph]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .log import Call
-from .mesh import MESHES
+from .mesh import MESHES, Mesh
+from .ranks import Ranks
 
 _LARGE = 1 << 20  # bytes
 
@@ -65,7 +65,7 @@ class NodeRanks:
 
     built_in = None
 
-    def __init__(self, ranks: Any, mesh: Any):
+    def __init__(self, ranks: Ranks, mesh: Mesh):
         self.axis, self.rank, self.size, self.device = ranks.axis, ranks.rank, ranks.size, ranks.device
         self._mesh = MESHES.of(mesh)
 
@@ -93,7 +93,7 @@ class NodeRanks:
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Started:
         """(W n, ...) on each rank -> (n, ...), in the dtype of `out`, which may be wider."""
-        place = x.new_empty(x.shape[0] // self.size, *x.shape[1:]) if out is None else out
+        place = x.new_empty(x.shape[0] // self.size, *x.shape[1:]) if out is None else out  # (n, ...)
         return Started((place, torch.ops.fshard.reduce_scatter(place, x, *self._at(call), fast)), [x])
 
     def all_reduce(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Started | _Alone:
@@ -105,27 +105,29 @@ class NodeRanks:
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> _Received:
         """Send `sends[p]` to rank p, and receive what rank p sends."""
-        own = sends[self.rank]
-        numels = [own.numel() if recv is None else recv.numel() for recv in recvs]
-        numels[self.rank] = 0
+        local = sends[self.rank]
+        numels = [local.numel() if recv is None else recv.numel() for recv in recvs]
+        numels[self.rank] = 0  # what a rank sends itself is not sent: `wait` returns the tensor
         node = torch.ops.fshard.exchange(sends, numels, *self._at(call), call.kind, str(call))
-        return _Received(Started(node, sends), numels, own, recvs, self.rank)
+        return _Received(Started(node, sends), numels, local, recvs, self.rank)
 
 
 class _Received:
     """An exchange in a graph: all messages are received into one tensor, and copied from it to the given places."""
 
-    def __init__(self, started: Started, numels: Sequence[int], own: Tensor, recvs: Sequence[Tensor | None], rank: int):
-        self._started, self._numels, self._own, self._recvs, self._rank = started, numels, own, recvs, rank
+    def __init__(
+        self, started: Started, numels: Sequence[int], local: Tensor, recvs: Sequence[Tensor | None], rank: int
+    ):
+        self._started, self._numels, self._local, self._recvs, self._rank = started, numels, local, recvs, rank
         self.done = started.done
 
     def wait(self) -> Sequence[Tensor]:
         """Wait, and return what each rank sent, in rank order."""
-        (place,) = self._started.wait()
+        (place,) = self._started.wait()  # (sum of numels,)
         parts: list[Tensor] = []
         for rank, (part, recv) in enumerate(zip(place.split(list(self._numels)), self._recvs, strict=True)):
             if rank == self._rank:
-                parts.append(self._own)
+                parts.append(self._local)
             else:
-                parts.append(part.view(self._own.shape) if recv is None else recv.copy_(part.view(recv.shape)))
+                parts.append(part.view(self._local.shape) if recv is None else recv.copy_(part.view(recv.shape)))
         return parts
