@@ -62,11 +62,14 @@ def announced(ranks: Ranks, mesh: Mesh) -> Ranks:
     return ranks if around is None else around(ranks, mesh)
 
 
-class _CallInBlocks(Protocol):
-    def __call__(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+class CallInBlocks(Protocol):
+    """A function that runs another one in the blocks of `tally` and `announcing` of an earlier call."""
+
+    def __call__(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return `fn(*args, **kwargs)`."""
 
 
-def kept() -> _CallInBlocks:
+def kept() -> CallInBlocks:
     """Return a function `call(fn, *args)` that runs `fn` in the blocks of `tally` and `announcing` entered here.
 
     On a GPU autograd runs the backward on a thread of its own, which does not see the caller's context variables.

@@ -6,24 +6,28 @@ import os
 from collections.abc import Callable
 from functools import partial
 from types import EllipsisType
-from typing import Any
+from typing import Generic, ParamSpec, TypeVar
 
 from ..core import tree
 from ..core.arguments import wrong
 from ..core.tracing import is_tracing
+from ..core.tree import Tree
 from .announce import is_announcing
 from .compare_calls import lines_of
 from .mesh import AnyMesh, OnMesh, adapted
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-class Checked:
+
+class Checked(Generic[P, R]):
     """What `check` gives: call it like the function, `run`."""
 
-    def __init__(self, run: Callable[..., Any], mesh: AnyMesh | EllipsisType = ...):
+    def __init__(self, run: Callable[P, R], mesh: AnyMesh | EllipsisType = ...):
         self.run, self._mesh = run, mesh
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `run(*args, **kwargs)`, every collective compared between ranks."""
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call `run(*args, **kwargs)`, with every collective compared between ranks."""
         call = partial(self.run, *args, **kwargs)
         if is_tracing() or is_announcing():  # a graph's collectives are announced when it runs
             return call()
@@ -32,7 +36,7 @@ class Checked:
         return call() if lines is None else lines.run(call)
 
 
-def _mesh_of(*args: Any) -> AnyMesh:
+def _mesh_of(*args: Tree) -> AnyMesh:
     """The mesh of the first argument that has one."""
     for node in tree.nodes(args, OnMesh):
         if node.home is not None:
@@ -43,8 +47,8 @@ def _mesh_of(*args: Any) -> AnyMesh:
     )
 
 
-def check(fn: Callable[..., Any], mesh: AnyMesh | EllipsisType = ...) -> Checked:
-    """`fn`, a step or any function, with every collective compared between ranks before it starts.
+def check(fn: Callable[P, R], mesh: AnyMesh | EllipsisType = ...) -> Checked[P, R]:
+    """Return `fn`, a step or any function, with every collective compared between ranks before it starts.
 
     A rank that calls something else, returns early or raises makes the call a MismatchError on every rank, which names
     it, what both ranks did and where in your code; so the call returns on all ranks or on none. The ranks are those of
@@ -61,7 +65,7 @@ def check(fn: Callable[..., Any], mesh: AnyMesh | EllipsisType = ...) -> Checked
     if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"check: {wrong('fn', fn, 'a step, or any function')}")
     if mesh is not ...:
-        adapted(mesh)  # an error for what is no mesh
+        adapted(mesh)  # raises for what is no mesh here, and not at the first call
     return Checked(fn, mesh)
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -34,8 +34,9 @@ from torch import Tensor
 from ..core import tree
 from ..core.arguments import check_whole, wrong
 from ..core.lazy import Branch
+from ..core.tree import Tree
 from . import primitives
-from .announce import kept
+from .announce import CallInBlocks, kept
 from .mesh import AnyMesh
 from .ranks import Pending
 
@@ -63,7 +64,7 @@ class _Collective:
     def run(self, x: Tensor) -> Tensor:
         ranks = primitives.along(self.mesh, self.axis)
         if self.kind == "vary":
-            return x.view_as(x)
+            return x.view_as(x)  # not `x` itself, of which autograd would make no result of this function
         x = x.resolve_conj().resolve_neg()  # lazy views keep other bits in the memory that is sent
         if self.kind == "broadcast":
             return primitives.broadcast(x, ranks, self.src, self.label).wait()
@@ -84,6 +85,13 @@ class _Collective:
         return replace(self, kind=_TRANSPOSES[self.kind])
 
 
+class _Context(Protocol):
+    """What the backward and the jvp of a collective need to know of the forward."""
+
+    collective: _Collective
+    call: CallInBlocks
+
+
 class _Apply(torch.autograd.Function):
     """One autograd rule for all collectives: the jvp of a linear map applies the map, the vjp applies its transpose."""
 
@@ -92,28 +100,29 @@ class _Apply(torch.autograd.Function):
         return collective.run(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: _Context, inputs: tuple[Tensor, _Collective], output: Tensor) -> None:
         ctx.collective, ctx.call = inputs[1], kept()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.call(_Apply.apply, grad, ctx.collective.transpose()), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: Any) -> Any:
+    def jvp(ctx: _Context, tangent: Tensor, _: None) -> Tensor:
         ctx.collective.transpose()  # raises for max and min, which are not linear
         return _Apply.apply(tangent, ctx.collective)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, collective: _Collective) -> Any:
+    def vmap(info: object, in_dims: tuple[int, None], x: Tensor, collective: _Collective) -> tuple[Tensor, int]:
+        x = x.movedim(in_dims[0], -1)  # (..., batch): every collective acts along dim 0
         if collective.kind in ("reduce_scatter", "all_to_all"):
-            primitives.check_divides(
-                x.movedim(in_dims[0], -1).shape[:-1], primitives.along(collective.mesh, collective.axis)
-            )
-        return _Apply.apply(x.movedim(in_dims[0], -1), collective), -1  # every collective acts along dim 0
+            # without the dim of the batch, which the user's function does not see
+            primitives.check_divides(x.shape[:-1], primitives.along(collective.mesh, collective.axis))
+        return _Apply.apply(x, collective), -1
 
 
-def _over(x: Any, collective: _Collective) -> Any:
+def _over(x: Tree, collective: _Collective) -> Tree:
+    """Apply a collective to every leaf of a tree, after all checks: a rank that raises later would leave others waiting."""
     primitives.along(collective.mesh, collective.axis)
     check_whole(f"{collective.kind}: src", collective.src, least=-(2**63), what="a rank")
     if not isinstance(collective.label, str):
@@ -129,11 +138,11 @@ def _over(x: Any, collective: _Collective) -> Any:
         if collective.kind in ("all_reduce", "reduce_scatter"):
             primitives.check_combines(collective.kind, collective.op, leaf.dtype, f": leaf {path!r}")
     if collective.kind == "all_gather":
-        leaves = [leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in leaves]
+        leaves = [leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in leaves]  # () -> (1,)
     return tree.unflatten(spec, [_Apply.apply(leaf, collective) for leaf in leaves])
 
 
-def _check_parts(x: Any, collective: _Collective) -> None:
+def _check_parts(x: Tree, collective: _Collective) -> None:
     """Raise TypeError if `x` has a `Sharded` that is cut along this axis, or that the collective would resize."""
     kind, axis = collective.kind, collective.axis
     for path, part in tree.paths_to(x, Branch):
@@ -147,7 +156,7 @@ def _check_parts(x: Any, collective: _Collective) -> None:
             )
 
 
-def all_gather(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
+def all_gather(x: Tree, mesh: AnyMesh, axis: str, label: str = "") -> Tree:
     """Concatenate the tensors of all ranks along dim 0: (n, ...) -> (W n, ...), varying -> replicated.
 
     `x` is a tensor or a tree; a scalar counts as one row. Transpose: `reduce_scatter`.
@@ -159,7 +168,7 @@ def all_gather(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
     return _over(x, _Collective("all_gather", mesh, axis, label))
 
 
-def reduce_scatter(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
+def reduce_scatter(x: Tree, mesh: AnyMesh, axis: str, label: str = "") -> Tree:
     """Sum over ranks, in rank order, and keep this rank's part: (W n, ...) -> (n, ...), partial -> varying.
 
     `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError). Transpose: `all_gather`.
@@ -171,7 +180,7 @@ def reduce_scatter(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
     return _over(x, _Collective("reduce_scatter", mesh, axis, label))
 
 
-def all_reduce(x: Any, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> Any:
+def all_reduce(x: Tree, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> Tree:
     """Reduce over ranks by sum, max or min, in rank order: (...) -> (...), partial -> replicated.
 
     `x` is a tensor or a tree. The sum is its own transpose. Max and min have no derivative (NotImplementedError).
@@ -183,7 +192,7 @@ def all_reduce(x: Any, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"
     return _over(x, _Collective("all_reduce", mesh, axis, label, op))
 
 
-def vary(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
+def vary(x: Tree, mesh: AnyMesh, axis: str, label: str = "") -> Tree:
     """Mark that ranks use a replicated value differently: identity in the forward, sum over ranks in the backward.
 
     `x` is a tensor or a tree, invariant -> varying (JAX's pvary). Its transpose is the sum that JAX calls psum.
@@ -198,7 +207,7 @@ def vary(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
     return _over(x, _Collective("vary", mesh, axis, label))
 
 
-def all_to_all(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
+def all_to_all(x: Tree, mesh: AnyMesh, axis: str, label: str = "") -> Tree:
     """Send part p of dim 0 to rank p: (W n, ...) -> (W n, ...), varying -> varying.
 
     `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError). `all_to_all` is its own inverse
@@ -211,7 +220,7 @@ def all_to_all(x: Any, mesh: AnyMesh, axis: str, label: str = "") -> Any:
     return _over(x, _Collective("all_to_all", mesh, axis, label))
 
 
-def broadcast(x: Any, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> Any:
+def broadcast(x: Tree, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> Tree:
     """Copy the tensor of rank `src` to all ranks of the axis: (...) -> (...), varying -> replicated.
 
     `x` is a tensor or a tree, with the same shapes on all ranks; `src` is a number along the axis. Transpose: the sum

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..core.callsite import call_site, frame_of
 from .announce import Announced, announcing
@@ -35,6 +35,7 @@ from .primitives import along
 from .ranks import MismatchError, Ranks
 from .rendezvous import links_to
 
+T = TypeVar("T")
 _LONGEST = 2000  # most characters in the text of an exception or a call
 _WAITS, _RETURNED, _RAISED = "waits in", "has returned, having last called", "raised"
 
@@ -73,11 +74,12 @@ class Lines:
         self._links[ranks.axis] = {numbers[peer]: link for peer, link in links.items()}
         self._data[ranks.axis] = {numbers[peer]: link for peer, link in getattr(ranks, "links", {}).items()}
 
-    def run(self, call: Callable[[], Any]) -> Any:
+    def run(self, call: Callable[[], T]) -> T:
         """Return `call()`, with its collectives announced to the peers.
 
         MismatchError if ranks call different collectives, or if a peer raises.
         """
+        # the number of this call: messages that an earlier, failed call left unread have smaller ones
         self._last, self._ends = _Said(self._last.number + 1, _WAITS, "no collective", call_site()), {}
         try:
             with announcing(self._around):
@@ -88,23 +90,24 @@ class Lines:
         self._return(self._last._replace(verb=_RETURNED))
         return result
 
-    def _return(self, mine: _Said) -> None:
+    def _return(self, said: _Said) -> None:
         """Tell the peers that the call has returned; raise MismatchError unless it has returned on all peers."""
-        self._end(mine)
+        self._end(said)
         try:
             for links in self._links.values():
-                self._compare(links, mine)
+                self._compare(links, said)
             if sum(map(bool, self._links.values())) > 1:
                 # second round, axis by axis: an error on one rank reaches ranks that share no axis with it
                 self._ends = {}
                 for links in self._links.values():
-                    _say(links, mine)
-                    self._compare(links, mine)
+                    _say(links, said)
+                    self._compare(links, said)
         except MismatchError as failure:
-            self._end(_raised(mine.number, failure))
+            self._end(_raised(said.number, failure))
             raise
 
-    def _around(self, ranks: Any, mesh: Mesh) -> Any:
+    def _around(self, ranks: Ranks, mesh: Mesh) -> Ranks:
+        # a mesh with other ranks has no connections here, so its collectives are not compared
         if mesh.likeness != self._likeness:
             return ranks
         return Announced(ranks, partial(self._announce, ranks.axis))
@@ -118,9 +121,11 @@ class Lines:
         for links in self._links.values():
             _say(links, said)
 
-    def _compare(self, links: Mapping[int, Link], mine: _Said, data: Mapping[int, Link] = MappingProxyType({})) -> None:
-        """Read a message of every peer; raise MismatchError unless all agree with `mine`."""
-        heard, waiting = {self._me: mine}, dict(links)
+    def _compare(
+        self, links: Mapping[int, Link], local: _Said, data: Mapping[int, Link] = MappingProxyType({})
+    ) -> None:
+        """Read a message of every peer; raise MismatchError unless all agree with `local`, this rank's own."""
+        heard, waiting = {self._me: local}, dict(links)
         while True:
             # look for data before reading messages: a peer that announces a collective does so before it sends data
             ahead = [peer for peer in waiting if peer in data and data[peer].is_ahead()]
@@ -132,11 +137,11 @@ class Lines:
                     del waiting[peer]
             # Stop if a call has ended: the peers still waited for may never announce anything. Stop also if a peer has
             # sent data unannounced, outside a checked call: the data messages then raise an error with both calls.
-            if not waiting or waiting.keys() & ahead or any(said.verb != mine.verb for said in heard.values()):
+            if not waiting or waiting.keys() & ahead or any(said.verb != local.verb for said in heard.values()):
                 break
-            listen([*waiting.values(), *data.values()], f"{mine.what} at {mine.site}")
-        if found := _difference(dict(sorted(heard.items()))):
-            raise MismatchError(f"{found}. All ranks must call the same collectives in the same order.")
+            listen([*waiting.values(), *data.values()], f"{local.what} at {local.site}")
+        if difference := _difference(dict(sorted(heard.items()))):
+            raise MismatchError(f"{difference}. All ranks must call the same collectives in the same order.")
 
     def _next(self, peer: int, link: Link) -> _Said | None:
         """Return a peer's next message in this call; None if it has not arrived; its last one if its call has ended."""

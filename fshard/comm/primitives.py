@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from .process_groups import Works, all_gather_single, as_real, as_sent, reduce_s
 from .ranks import Pending, Ranks
 from .traced import NodeRanks, is_direct
 
-_only = itemgetter(0)
+_only = itemgetter(0)  # of the list of one tensor that `Whole` gives
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _ORDERED = frozenset({*_INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -56,7 +55,7 @@ def _called(kind: str, x: Tensor, ranks: Ranks, label: str, nbytes: int, **more:
     return call
 
 
-def _built_in(collective: Callable[..., Any], ranks: Ranks, call: Call, *args: Tensor) -> Works:
+def _built_in(collective: Callable[..., dist.Work], ranks: Ranks, call: Call, *args: Tensor) -> Works:
     if isinstance(ranks, Announced):
         ranks.announce(str(call))
     return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call.kind)
@@ -105,10 +104,10 @@ def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent: bool 
     if ranks.built_in is not None:
         return Pending(_built_in(all_gather_single, ranks, call, as_sent(full), as_sent(x)), lambda _: full)
     parts = _parts(full, ranks)
-    own = parts[ranks.rank]
-    if own.data_ptr() != x.data_ptr():
-        own.copy_(x)
-    return Pending(ranks.exchange([own] * ranks.size, parts, call), lambda _: full)
+    local = parts[ranks.rank]  # (n, ...), a view of `full`
+    if local.data_ptr() != x.data_ptr():
+        local.copy_(x)
+    return Pending(ranks.exchange([local] * ranks.size, parts, call), lambda _: full)
 
 
 def reduce_scatter(
@@ -128,9 +127,10 @@ def reduce_scatter(
 
 
 def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, fast: bool) -> Pending:
-    parts = _parts(x, ranks)
+    parts = _parts(x, ranks)  # W of (n, ...)
     result = torch.empty_like(parts[0]) if out is None else out
     if fast and ranks.built_in is not None:
+        # a backend sums in the dtype it receives, which may be narrower than that of `out`
         summed = result if result.dtype == x.dtype else torch.empty_like(parts[0])
         work = _built_in(reduce_scatter_single, ranks, call, as_real(summed), as_real(x))
         return Pending(work, lambda _: result if summed is result else result.copy_(summed))
@@ -161,6 +161,7 @@ def check_divides(shape: Sequence[int], ranks: Ranks) -> None:
 
 def _parts(x: Tensor, ranks: Ranks) -> Sequence[Tensor]:
     check_divides(x.shape, ranks)
+    # torch's chunk gives one part of an empty tensor, not W
     return x.chunk(ranks.size) if x.numel() else [x[: x.shape[0] // ranks.size]] * ranks.size
 
 
@@ -202,15 +203,15 @@ def _all_to_everyone(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pen
     if ranks.built_in is None:
         exchange = ranks.exchange([x] * ranks.size, [None] * ranks.size, call)
         return Pending(exchange, lambda received: fold(received, call.op, result))
-    gathered = _gather(x.view(-1), ranks, None, call.of(x.view(-1)))
+    gathered = _gather(x.view(-1), ranks, None, call.of(x.view(-1)))  # (W numel,)
     return gathered.then(lambda full: fold(_parts(full, ranks), call.op, result.view(-1)).view(x.shape))
 
 
 def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
     """Reduce-scatter, then all-gather: each rank sums one part."""
     flat, into = x.view(-1), result.view(-1)  # (W n,)
-    own = _parts(into, ranks)[ranks.rank]  # (n,)
-    scattered = _scatter(flat, ranks, own, call.of(flat), fast=False)
+    local = _parts(into, ranks)[ranks.rank]  # (n,)
+    scattered = _scatter(flat, ranks, local, call.of(flat), fast=False)
     return scattered.then(lambda part: _gather(part, ranks, into, call.of(part))).then(lambda _: result)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -60,7 +60,7 @@ class Sums:
 def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
     """The sum of tensors in a balanced binary tree: pairs, then pairs of pairs; narrow dtypes in float32."""
     parts = [part.to(primitives.sum_dtype(part.dtype)) for part in parts]
-    while len(parts) > 1:
+    while len(parts) > 1:  # the last of an odd number goes on alone
         parts = [*(a + b for a, b in zip(parts[::2], parts[1::2], strict=False)), *parts[len(parts) & ~1 :]]
     return parts[0] if out is None else out.copy_(parts[0])
 
@@ -76,9 +76,9 @@ class TreeSums:
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
         """Reduce-scatter, then all-gather; a tensor that does not divide by the ranks is gathered whole and summed."""
         if x.numel() % ranks.size or not x.dim():
-            whole = primitives.all_gather(x.reshape(1, -1), ranks, label)
+            whole = primitives.all_gather(x.reshape(1, -1), ranks, label)  # (W, numel)
             return whole.then(lambda rows: tree_sum([row.view(x.shape) for row in rows], out))
-        part = self.reduce_scatter(x.contiguous().view(-1), ranks, label, None)
+        part = self.reduce_scatter(x.contiguous().view(-1), ranks, label, None)  # (numel / W,)
         whole = part.then(lambda part: primitives.all_gather(part, ranks, label))
         return whole.then(lambda full: full.view(x.shape) if out is None else out.copy_(full.view(x.shape)))
 
@@ -128,9 +128,9 @@ class _Stage:
 def _stages(sizes: dict[str, int], axes: Axes, rest: Axes, innermost_first: bool) -> list[_Stage]:
     """The collectives that `reduce_over` consists of, in order."""
     # an axis of one rank adds nothing, but a stage along it would have the next stage send a sum in a wider dtype
-    several = [axis for axis in axes + rest if sizes[axis] > 1] or (axes + rest)[:1]
-    order = [axis for axis in reversed(sizes) if axis in several] if innermost_first else several
-    scattered = [axis for axis in axes if axis in several]
+    needed = [axis for axis in axes + rest if sizes[axis] > 1] or (axes + rest)[:1]
+    order = [axis for axis in reversed(sizes) if axis in needed] if innermost_first else needed
+    scattered = [axis for axis in axes if axis in needed]
     done = [order[:number] for number in range(len(order))]
     return [
         _Stage(axis, tuple(a for a in scattered if a not in before)) for axis, before in zip(order, done, strict=True)
@@ -164,12 +164,12 @@ def gather_over(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, by: Gather | N
     return pending.then(lambda full: gather_over(full, mesh, tuple(outer), label, by)) if outer else pending
 
 
-def is_idle(by: Reduction, axes: Sequence[Any]) -> bool:
+def is_idle(by: Reduction, axes: Sequence[object]) -> bool:
     """Whether a reduction changes nothing: there is one device, and no hook `after`."""
     return not axes and not hasattr(by, "after")
 
 
-def reduction_of(reduction: Any) -> Reduction:
+def reduction_of(reduction: str | Reduction) -> Reduction:
     """The `Reduction` of a name; an object that is one is returned as it is.
 
     >>> reduction_of("fast")
@@ -178,7 +178,9 @@ def reduction_of(reduction: Any) -> Reduction:
     named: dict[str, Reduction] = {"exact": EXACT, "fast": FAST, "tree": TREE}
     if isinstance(reduction, str) and reduction in named:
         return named[reduction]
-    if isinstance(reduction, type) or not (hasattr(reduction, "reduce_scatter") and hasattr(reduction, "all_reduce")):
+    if isinstance(reduction, str | type) or not (
+        hasattr(reduction, "reduce_scatter") and hasattr(reduction, "all_reduce")
+    ):
         raise ValueError(
             f"reduction={reduction!r}: expected 'exact' (sums in rank order), 'fast' (the backend's own), 'tree' (the "
             "same bits on any number of ranks), or an object with the methods reduce_scatter and all_reduce "

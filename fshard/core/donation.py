@@ -5,8 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from .tree import Tree
+
+Static = TypeVar("Static", bound=Hashable)
 
 
 class DonatedError(RuntimeError):
@@ -33,10 +36,10 @@ class Life:
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class Source(Generic[Static]):
     """Metadata of a node that can be given away: `static` is compared, `of` refers to the node weakly."""
 
-    static: Hashable
+    static: Static
     of: weakref.ref[Tree]
 
     # `of` is left out, so that structures of two equal nodes are equal, and each node's own can be told apart
