@@ -122,7 +122,7 @@ class _Apply(torch.autograd.Function):
 
 
 def _over(x: Tree, collective: _Collective) -> Tree:
-    """Apply a collective to every leaf of a tree, after all checks: a rank that raises later would leave others waiting."""
+    """Apply a collective to every leaf of a tree, after all checks: who raises later would leave others waiting."""
     primitives.along(collective.mesh, collective.axis)
     check_whole(f"{collective.kind}: src", collective.src, least=-(2**63), what="a rank")
     if not isinstance(collective.label, str):
