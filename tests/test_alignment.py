@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import same_bits
 from support.optimizers import TRANSFORMS
+from support.wires import FIRST, WIRES
 from support.worlds import simulated
 from test_laws import examples
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,6 @@ from fshard.layout import norms
 from fshard.layout.pieces import pieces
 from fshard.sharding import transfer
 from fshard.testing import strategies
-from fshard.wire import Cast, Float8, Identity, Int8, LowRank, TopK
 
 
 def odd_params() -> Any:
@@ -41,7 +41,7 @@ def held_in(plan: fshard.Plan, kind: int) -> set[torch.dtype]:
 @examples(40)
 @given(st.data())
 def test_every_leaf_starts_at_16_bytes(data):
-    """In every dtype, and at a whole block; padding is less than 16 bytes of the narrowest dtype, or a block."""
+    """Kernels would load a leaf from an odd address, a block lie in two leaves, or padding waste memory."""
     params = data.draw(strategies.trees(strategies.DTYPES), "params")
     chosen = data.draw(strategies.plans(params, strategies.policies()), "plan")
     mesh = fshard.AbstractMesh(**data.draw(strategies.meshes(), "mesh"))
@@ -86,14 +86,14 @@ CASES: dict[str, dict[str, Any]] = {
     "double": {"policy": "compute=f64; **.odd: compute=bf16"},
     "together": {"policy": "compute=bf16; **.odd: compute=f32", "together": True},
     "wires": {"param_wire": fshard.wire.Int8(), "grad_wire": fshard.wire.Float8()},
-    "cast": {"param_wire": fshard.wire.Cast(torch.bfloat16)},
+    **{f"by {name}": {"param_wire": wire} for name, wire in FIRST.items()},
     "blocks": {"block": 3},
     "host": {"host": "**.odd"},
 }
 
 
 def test_gathered_leaves_start_at_16_bytes():
-    """In every plan, on one rank and on three: what a loss multiplies, and what is gathered of the result."""
+    """Matrix products of a user's loss would read leaves from odd addresses, and be slower, in some plan."""
     for name, plan in CASES.items():
         for num in (1, 3):
             assert simulated(seen_by_a_loss, plan, shard=num) == [{0}] * num, name
@@ -108,7 +108,7 @@ def norms_of_ones(mesh: Any, plan: dict[str, Any]) -> list[float]:
 
 
 def test_what_lies_between_leaves_counts_in_no_norm():
-    """A function of elements may make anything of the zeros there."""
+    """A gradient norm would be NaN, and every gradient be clipped to it, by what lies between leaves."""
     numel = sum(leaf.numel() for leaf in tree.leaves(odd_params()))
     expected = [numel, numel**0.5, 1.0] * 2 + [numel]
     for name in ("full", "ddp", "whole", "double", "blocks"):
@@ -138,11 +138,11 @@ def gathered_beside_nan(mesh: Any, wire: Any) -> bool:
     return same_bits(*results)
 
 
-@pytest.mark.parametrize("wire", [Int8(4), Float8(), TopK(0.5, False), LowRank(1, False), None])
-def test_nan_between_leaves_reaches_no_leaf_by_a_wire(wire):
-    """A wire's scales are of blocks, of a leaf with what follows it, or of all that is sent."""
+@pytest.mark.parametrize("name", [*WIRES, "none"])
+def test_nan_between_leaves_reaches_no_leaf_by_a_wire(name):
+    """A leaf would become NaN by what lies beside it: scales are of blocks, of a leaf and its padding, or of all."""
     for num in (1, 2, 3):
-        assert all(simulated(gathered_beside_nan, wire, shard=num)), num
+        assert all(simulated(gathered_beside_nan, WIRES.get(name), shard=num)), num
 
 
 def updated_beside_nan(mesh: Any, name: str) -> bool:
@@ -163,7 +163,7 @@ def updated_beside_nan(mesh: Any, name: str) -> bool:
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_nan_between_leaves_reaches_no_leaf_by_an_optimizer(name):
-    """What a chain's earlier transformations, or a user's functions of elements, leave there."""
+    """NaN that a user's function of elements leaves between leaves would come into an update or a state."""
     for num in (1, 3):
         assert all(simulated(updated_beside_nan, name, shard=num)), num
 
@@ -189,7 +189,7 @@ def after_a_hook(mesh: Any) -> tuple[float, float]:
 
 
 def test_what_a_hook_makes_lies_in_leaves_alone():
-    """On one device too, which adds nothing up."""
+    """A hook's numbers between leaves would count in the norm by which gradients are clipped."""
     numel = sum(leaf.numel() for leaf in tree.leaves(odd_params()))
     assert after_a_hook(None) == (pytest.approx(numel**0.5), numel)
     for num in (1, 2, 3):
@@ -218,16 +218,10 @@ def of_an_optimizer(mesh: Any) -> set[int]:
 
 
 def test_whole_leaves_of_optimizers_start_at_16_bytes():
-    """In messages to owners, in sums over other axes, in ZeRO's buckets and in its messages from owners."""
+    """An optimizer of whole leaves, or ZeRO's, would compute with leaves at odd addresses."""
     for num in (1, 2, 3):
         assert simulated(of_an_optimizer, shard=num) == [{0}] * num
         assert simulated(of_an_optimizer, shard=num, replicate=2) == [{0}] * 2 * num
-
-
-WIRES = [
-    *(Int8(16), Int8(), Float8(), TopK(0.3), TopK(0.9)),
-    *(LowRank(1), LowRank(3), Cast(torch.bfloat16), Identity()),
-]
 
 
 class Starts(TorchDispatchMode):
@@ -244,11 +238,12 @@ class Starts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@examples(30)
-@given(st.sampled_from(WIRES), st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 3))
-def test_what_wires_decode_starts_at_16_bytes(wire, sizes, num_ranks):
-    """In each rank's part of what is received, where leaves start at 16 bytes of codes of one byte."""
-    sizes = [16 * size for size in sizes]
+@pytest.mark.parametrize("name", WIRES)
+@examples(10)
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4), num_ranks=st.integers(1, 3))
+def test_what_wires_decode_starts_at_16_bytes(name, sizes, num_ranks):
+    """A compiled kernel that decodes a rank's part would load from addresses that are no multiples of 16 bytes."""
+    wire, sizes = WIRES[name], [16 * size for size in sizes]
     encoded = wire.encode(torch.arange(1.0, sum(sizes) + 1), sizes)
     received = encoded.new_empty(num_ranks, len(encoded)).copy_(encoded)
     with Starts() as starts:
@@ -260,7 +255,7 @@ def test_what_wires_decode_starts_at_16_bytes(wire, sizes, num_ranks):
 @examples(50)
 @given(st.lists(st.tuples(st.sampled_from(strategies.DTYPES), st.integers(0, 9)), max_size=6))
 def test_packed_tensors_start_at_16_bytes(held):
-    """Any dtypes, in any order, come back to the bit, in as many bytes as are said."""
+    """A message of several dtypes would lose bits, have a wrong size, or be decoded from odd addresses."""
     tensors = [torch.arange(numel).to(dtype) for dtype, numel in held]
     data = bits.pack(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
     assert data.nbytes == bits.packed_size(held)

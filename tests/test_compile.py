@@ -11,9 +11,9 @@ import torch._dynamo.testing
 from support.models import STRATEGIES, rand
 from support.optimizers import TRANSFORMS, _decay
 from support.steps import EXACT, QUIET, alike, apart, batch, loss, params, rank_of, same_shapes, start
+from support.wires import LOSSY, WIRES
 from support.worlds import gloo, simulated
 from test_optim import KERNELS
-from test_wire import STEEP, WIRES
 
 import fshard
 from fshard import DynamicLossScale, StaticLossScale, optim
@@ -96,7 +96,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "dtypes together": {**BF16, "plan": {"policy": "compute=bf16; a.b: storage=f64,compute=bf16", "together": True}},
     **{f"params by {name}": {**BF16, "plan": {"param_wire": wire}} for name, wire in WIRES.items()},
     **{f"grads by {name}": {**BF16, "plan": {"grad_wire": wire}} for name, wire in WIRES.items()},
-    "feedback": {**BF16, "plan": {"grad_wire": STEEP}, "scale": DynamicLossScale(4.0), "overflow": 1},
+    "feedback": {**BF16, "plan": {"grad_wire": LOSSY["topk"]}, "scale": DynamicLossScale(4.0), "overflow": 1},
     "int8, keep": {
         **BF16,
         "plan": {"param_wire": WIRES["int8"], "grad_wire": WIRES["int8"], "regather": False},

@@ -10,8 +10,8 @@ import torch
 from support.accelerator import Ranks
 from support.models import STRATEGIES, rand, same_bits
 from support.steps import batch, params, start
+from support.wires import WIRES
 from support.worlds import simulated
-from test_wire import WIRES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -11,7 +11,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 import fshard
-from fshard.wire import Float8, Int8, LowRank, TopK
+
+from .wires import FIRST, LOSSY
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"params_over": (), "grads_over": (), "state_over": ()},
@@ -25,10 +26,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 # and what travels as something else than it is kept as
 WIRED: dict[str, dict[str, Any]] = {
     **STRATEGIES,
-    "int8": {"param_wire": Int8(16), "grad_wire": Int8(16)},
-    "float8": {"param_wire": Float8(), "grad_wire": Float8()},
-    "topk": {"grad_wire": TopK(0.3)},
-    "lowrank": {"grad_wire": LowRank(1)},
+    **{name: {"param_wire": wire, "grad_wire": wire} for name, wire in FIRST.items() if name not in LOSSY},
+    **{name: {"grad_wire": wire} for name, wire in LOSSY.items()},
     "together": {"together": True, "policy": "compute=bf16; blocks.*.scale: compute=f32"},
     "half": {"policy": "compute=f16"},
     "bf16": {"policy": "compute=bf16"},
