@@ -34,7 +34,6 @@ from ..core import func_levels, tree
 from ..core.flat import put
 from ..core.lazy import Branch
 from ..core.random import bookmark
-from ..layout.pieces import device_of
 from . import anchors, transfer
 from .anchors import has_reentrant
 from .gradients import Gradients, Reductions, settle
@@ -196,7 +195,8 @@ class Tape:
         """The loss of the parameters; afterwards each tape has the buffers of one unit at most."""
         if self._into is None or not any(tape._regather for tape in self._tapes):
             return self._forward(loss)
-        rewind = bookmark(device_of(self._params))
+        rows = self._params.tensors
+        rewind = bookmark(self._plan.device if self._plan.axes or not rows else rows[0].device)
         try:
             return self._forward(loss)
         except RuntimeError as failure:
