@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from ..core.arguments import check_hyperparams, check_whole
 from ..core.flat import block_size
 from ..core.scalars import Number
 from ..core.tracing import is_tracing
+from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.pieces import Pieces, layout_of, without_padding
 from . import kernels
@@ -143,7 +144,7 @@ def adamw_8bit(
     check_whole("optim.adamw_8bit: block", block, what="a number of elements")
     numbers = [code_book(signed).tolist() for signed in (True, False)]
 
-    def init(params: Any) -> Adam8bitState:
+    def init(params: Tree) -> Adam8bitState:
         layout, rows = layout_of(params), tree.leaves(params)
         _check_blocks(layout, block)
 
@@ -155,7 +156,7 @@ def adamw_8bit(
 
         return Adam8bitState(start_count(params), zero(), zero())
 
-    def update(grads: Any, state: Adam8bitState, params: Any = None, **extra: Any) -> tuple[Any, Adam8bitState]:
+    def update(grads: Tree, state: Adam8bitState, params: Tree = None, **extra: object) -> tuple[Tree, Adam8bitState]:
         _check_state(state, tree.leaves(params), block)
         constants = adam_constants(state, lr, b1, b2, eps, weight_decay, decoupled=True)
         moments = [*state.mu, *state.nu]

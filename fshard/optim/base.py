@@ -9,24 +9,44 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..comm import consensus
+from ..comm.mesh import AnyMesh
 from ..core import tree
 from ..core.arguments import check_flags, check_function, check_hyperparams, check_positive, check_rate, shown, wrong
 from ..core.scalars import Number, beside
 from ..core.tracing import is_tracing
+from ..core.tree import Tree
 from ..layout.norms import global_norm, leaf_norms, scale_leaves_, scaled
 from ..layout.pieces import Parts, Views, device_of, packed, structure
 from . import kernels
 
-Schedule = Callable[[Tensor], Any]
+T = TypeVar("T")
+
+# From the number of updates made (float32, 0-d) to the value of a hyper-parameter.
+Schedule = Callable[[Tensor], Number]
+
+# A label of leaves, any hashable value. `Hashable` would not do: a dict with keys str is no Mapping with keys Hashable.
+Label: TypeAlias = Any
 
 # Whether to skip an update (0-d, 1 or 0), or a dict that says so for each label.
-FoundInf = Tensor | Mapping[Any, Tensor]
+FoundInf = Tensor | Mapping[Label, Tensor]
+
+
+class TransformLike(Protocol):
+    """Any object with functions `init` and `update`: a `Transform`, or a transformation of TorchOpt."""
+
+    @property
+    def init(self) -> Callable[[Tree], Tree]:
+        """`init(params) -> state`."""
+
+    @property
+    def update(self) -> Callable[..., tuple[Tree, Tree]]:
+        """`update(grads, state, params) -> (updates, state)`."""
 
 
 class Transform(NamedTuple):
@@ -47,17 +67,23 @@ class Transform(NamedTuple):
     (`global_norm(tree, exact=True)`).
     """
 
-    init: Callable[[Any], Any]
-    update: Callable[..., tuple[Any, Any]]
-    fused: Callable[..., tuple[Any, Any]] | None = None
+    init: Callable[[Tree], Tree]
+    update: Callable[..., tuple[Tree, Tree]]
+    fused: Callable[..., tuple[Tree, Tree]] | None = None
     elementwise: bool = False
     labelled: bool = False
-    mesh: Any = None
+    mesh: AnyMesh = None
     views: bool = False
 
     def step(
-        self, grads: Any, state: Any, params: Any, found_inf: FoundInf | None = None, donate: bool = False, **extra: Any
-    ) -> tuple[Any, Any]:
+        self,
+        grads: Tree,
+        state: Tree,
+        params: Tree,
+        found_inf: FoundInf | None = None,
+        donate: bool = False,
+        **extra: object,
+    ) -> tuple[Tree, Tree]:
         """New parameters and state, or the old ones where `found_inf` (0-d) is 1: no host read.
 
         A dict says it for each label: a `labelled` transformation skips those labels alone, any other one everything.
@@ -76,21 +102,21 @@ class Transform(NamedTuple):
             return self._applied(packed(grads), state, packed(params), found_inf, extra)
         if isinstance(params, Views) and not self.views:
             state = state if donate else tree.map(torch.clone, state)
-            params, donate = packed(params), True  # a copy is its own
+            params, donate = packed(params), True  # packed copies belong to this call, so they may be overwritten
         return self.fused(grads if self.views else packed(grads), state, params, found_inf, donate, **extra)
 
     def _applied(
-        self, grads: Any, state: Any, params: Any, found_inf: FoundInf | None, extra: Mapping[str, Any]
-    ) -> tuple[Any, Any]:
-        if isinstance(found_inf, Mapping):  # a labelled one keeps labels apart by itself
+        self, grads: Tree, state: Tree, params: Tree, found_inf: FoundInf | None, extra: Mapping[str, object]
+    ) -> tuple[Tree, Tree]:
+        if isinstance(found_inf, Mapping):  # only a `labelled` transformation gets here with a dict, and skips by label
             updates, new_state = self.update(grads, state, params, found_inf=found_inf, **extra)
             return apply_updates(params, updates), new_state
         updates, new_state = self.update(grads, state, params, **extra)
         return choose(found_inf, (params, state), (apply_updates(params, updates), new_state))
 
 
-def choose(found_inf: FoundInf | None, old: Any, new: Any) -> Any:
-    """Return `new`, or `old` if `found_inf` (of any label) is 1: no host read."""
+def choose(found_inf: FoundInf | None, old: T, new: T) -> T:
+    """Return the tree `new`, or `old` if `found_inf` (of any label) is 1: no host read."""
     if found_inf is None:
         return new
     skip = any_found(found_inf)
@@ -100,31 +126,32 @@ def choose(found_inf: FoundInf | None, old: Any, new: Any) -> Any:
 def any_found(found_inf: FoundInf) -> Tensor:
     """1 if `found_inf` is 1, or that of any label."""
     check_found(found_inf)
-    return found_inf if isinstance(found_inf, Tensor) else torch.stack([*found_inf.values()]).amax()
+    return found_inf if isinstance(found_inf, Tensor) else torch.stack([*found_inf.values()]).amax()  # (labels,) -> ()
 
 
-def check_found(found_inf: Any, labelled: bool = True) -> None:
+def check_found(found_inf: object, labelled: bool = True) -> None:
     """Raise TypeError unless `found_inf` is a tensor, or a dict of one for each label; ValueError unless 0-d."""
-    known = [*found_inf.values()] if labelled and isinstance(found_inf, Mapping) else [found_inf]
-    if not known or not all(isinstance(found, Tensor) for found in known):
+    flags = [*found_inf.values()] if labelled and isinstance(found_inf, Mapping) else [found_inf]
+    tensors = [flag for flag in flags if isinstance(flag, Tensor)]
+    if not tensors or len(tensors) < len(flags):
         gives = "unscale gives (grads, found_inf), in this order"
         raise TypeError(
             wrong("found_inf", found_inf, "a 0-d tensor" + ", or a dict of one for each label" * labelled, gives)
         )
-    for found in known:
-        if found.dim():
-            raise ValueError(wrong("found_inf", found, "a 0-d tensor", "Use found_inf.any()"))
+    for flag in tensors:
+        if flag.dim():
+            raise ValueError(wrong("found_inf", flag, "a 0-d tensor", "Use found_inf.any()"))
 
 
 def num_made(found_inf: FoundInf | None) -> Tensor | int:
     """What a step adds to the number of updates: 1, or 0 if it is skipped for all labels."""
     if isinstance(found_inf, Mapping):
-        found_inf = torch.stack([*found_inf.values()]).amin()
+        found_inf = torch.stack([*found_inf.values()]).amin()  # (labels,) -> (): 1 only if every label is skipped
     return 1 if found_inf is None else 1 - found_inf
 
 
-def as_transform(tx: Any) -> Transform:
-    """Return any object with `init` and `update` (TorchOpt's, say) as a Transform that works on no input in place."""
+def as_transform(tx: TransformLike) -> Transform:
+    """Return any object with `init` and `update` (TorchOpt's, say) as a Transform that changes no input in place."""
     if isinstance(tx, Transform):
         return tx
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
@@ -137,7 +164,8 @@ def as_transform(tx: Any) -> Transform:
     by_name = "params" in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
     pure = {"inplace": False} if "inplace" in known else {}
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    # `extra` is not passed on: this `update` may not take arguments that it does not know
+    def update(grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         if by_name:
             return tx.update(grads, state, params=params, **pure)
         return tx.update(grads, state, params, **pure) if len(known) > 2 else tx.update(grads, state, **pure)
@@ -145,7 +173,7 @@ def as_transform(tx: Any) -> Transform:
     return Transform(tx.init, update)
 
 
-def apply_updates(params: Any, updates: Any) -> Any:
+def apply_updates(params: Tree, updates: Tree) -> Tree:
     """params + updates, leaf by leaf, in the dtype of params; a leaf whose update is None stays.
 
     ValueError for updates of another structure, and for an update that is no tensor, has another shape than its
@@ -156,12 +184,13 @@ def apply_updates(params: Any, updates: Any) -> Any:
     """
     pairs, spec = tree.pairs("apply_updates: updates are not of the structure of params", params, updates)
     for number, (p, u) in enumerate(pairs):
-        if u is not None and (got := _unlike(u, p)):
-            raise ValueError(f"apply_updates: the update of leaf {tree.paths(spec)[number]!r} {got}")
+        if u is not None and (misfit := _unlike(u, p)):
+            raise ValueError(f"apply_updates: the update of leaf {tree.paths(spec)[number]!r} {misfit}")
+    # a float32 update of a bfloat16 parameter promotes the sum, which is then rounded once
     return tree.unflatten(spec, [p if u is None else (p + u).to(p.dtype) for p, u in pairs])
 
 
-def _unlike(x: Any, p: Tensor) -> str | None:
+def _unlike(x: object, p: Tensor) -> str | None:
     """Say how an update or a gradient does not fit its parameter, or None."""
     if not isinstance(x, Tensor):
         return f"is no tensor: got {shown(x)}"
@@ -170,13 +199,13 @@ def _unlike(x: Any, p: Tensor) -> str | None:
     return "is complex, the parameter real: take its .real part" if x.is_complex() and not p.is_complex() else None
 
 
-def start_count(params: Any) -> Tensor:
+def start_count(params: Tree) -> Tensor:
     """A count of zero updates: 0-d, float32 (which torch's fused kernels take), on the device of `params`."""
     return torch.zeros((), dtype=torch.float32, device=device_of(params))
 
 
-def at(value: Any, count: Tensor) -> Any:
-    """The value of a hyper-parameter after `count` updates: a schedule is called with it."""
+def at(value: Number | Schedule, count: Tensor) -> Number:
+    """The value of a hyper-parameter after `count` updates: a schedule is called with `count`."""
     if callable(value):
         value = value(count)
         check_rate(value)
@@ -188,12 +217,12 @@ class Needs:
     """What a transformation requires of its arguments; anything else is an error that names the transformation."""
 
     name: str
-    state: Any = None  # the class of its state
+    state: type | None = None  # the class of its state
     params: bool = False
     sparse: bool = False  # takes sparse gradients
     real: bool = False  # takes real leaves alone
 
-    def check(self, grads: Any, state: Any, params: Any) -> None:
+    def check(self, grads: Tree, state: object, params: Tree) -> None:
         """Raise ValueError for another optimizer's state, for missing parameters, for gradients that do not fit."""
         if self.state is not None and not isinstance(state, self.state):
             raise ValueError(
@@ -212,11 +241,12 @@ class Needs:
                 path = tree.paths_to(grads, Parts)[number][0]
                 raise ValueError(f"optim.{self.name}: the gradient of leaf {path!r} {wrong}")
 
-    def _wrong(self, g: Any, p: Any) -> str | None:
+    def _wrong(self, g: Tree, p: Tree) -> str | None:
+        """Say how a gradient, one leaf or the rows of a sharded tree, does not fit its parameters; None if it does."""
         if isinstance(g, Parts | Views):
-            runs = g.runs if isinstance(g, Views) else [g.tensors]
-            wrong = self.real and any(view.is_complex() for run in runs for view in run)
-            return "is complex, which this takes none of" if wrong else None
+            runs = g.runs if isinstance(g, Views) else [g.tensors]  # for each row the tensors that make it up
+            has_complex = any(view.is_complex() for run in runs for view in run)
+            return "is complex, which this takes none of" if self.real and has_complex else None
         if unlike := _unlike(g, p):
             return unlike
         if g.layout is not torch.strided and not self.sparse:
@@ -227,13 +257,13 @@ class Needs:
 def checked(tx: Transform, needs: Needs) -> Transform:
     """Return the transformation with a check of its arguments before each update."""
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         needs.check(grads, state, params)
         return tx.update(grads, state, params, **extra)
 
     def fused(
-        grads: Any, state: Any, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
-    ) -> tuple[Any, Any]:
+        grads: Tree, state: Tree, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
+    ) -> tuple[Tree, Tree]:
         needs.check(grads, state, params)
         assert tx.fused is not None
         return tx.fused(grads, state, params, found_inf, donate, **extra)
@@ -242,16 +272,18 @@ def checked(tx: Transform, needs: Needs) -> Transform:
 
 
 def _stateless(
-    name: str, update: Callable[[Any, Any], Any], params: bool = False, sparse: bool = False, real: bool = False
+    name: str, update: Callable[[Tree, Tree], Tree], params: bool = False, sparse: bool = False, real: bool = False
 ) -> Transform:
-    def pair(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    """The transformation of a function `update(grads, params) -> updates`; its state is the empty tuple."""
+
+    def with_state(grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         return update(grads, params), state
 
-    return checked(Transform(lambda params: (), pair, elementwise=True), Needs(name, None, params, sparse, real))
+    return checked(Transform(lambda params: (), with_state, elementwise=True), Needs(name, None, params, sparse, real))
 
 
 def identity() -> Transform:
-    """Gradients as they are.
+    """Return the gradients unchanged.
 
     >>> identity().update(torch.tensor(2.0), ())[0]
     tensor(2.)
@@ -259,7 +291,8 @@ def identity() -> Transform:
     return _stateless("identity", lambda grads, params: grads, sparse=True)
 
 
-def _times(grads: Any, factor: Any) -> Any:
+def _times(grads: Tree, factor: Number) -> Tree:
+    # torch promotes a 0-d gradient times a 0-d float64 factor to float64: each leaf keeps its own dtype
     return tree.map(lambda g: (g * beside(factor, g)).to(g.dtype), grads)
 
 
@@ -289,7 +322,7 @@ def scale_by_schedule(schedule: Schedule) -> Transform:
 
     check_function("optim.scale_by_schedule: schedule", schedule, "schedule(count)")
 
-    def update(grads: Any, state: CountState, params: Any = None, **extra: Any) -> tuple[Any, CountState]:
+    def update(grads: Tree, state: CountState, params: Tree = None, **extra: object) -> tuple[Tree, CountState]:
         return _times(grads, at(schedule, state.count)), CountState(state.count + 1)
 
     tx = Transform(lambda params: CountState(start_count(params)), update, elementwise=True)
@@ -318,19 +351,19 @@ def clip(max_magnitude: Number) -> Transform:
     """
     check_positive("optim.clip: max_magnitude", max_magnitude)
 
-    def one(g: Tensor) -> Tensor:
+    def clipped(g: Tensor) -> Tensor:
         bound = beside(max_magnitude, g)
         return g.clamp(-bound, bound)
 
-    return _stateless("clip", lambda grads, params: tree.map(one, grads), real=True)
+    return _stateless("clip", lambda grads, params: tree.map(clipped, grads), real=True)
 
 
 def clip_factor(norm: Tensor, max_norm: Number) -> Tensor:
-    """min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_."""
+    """min(1, max_norm / (norm + 1e-6)) of a norm (0-d) or of norms (leaves,), as torch.nn.utils.clip_grad_norm_."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _check_norm(name: str, max_norm: Any, p: Any) -> None:
+def _check_norm(name: str, max_norm: object, p: object) -> None:
     check_positive(f"optim.{name}: max_norm", max_norm)
     check_positive(f"optim.{name}: p", p, tensors=False)
 
@@ -345,13 +378,13 @@ def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
     """
 
     def update(
-        grads: Any,
-        state: Any,
-        params: Any = None,
+        grads: Tree,
+        state: Tree,
+        params: Tree = None,
         own_grads: bool = False,
         exact_norms: bool = False,
-        **extra: Any,
-    ) -> tuple[Any, Any]:
+        **extra: object,
+    ) -> tuple[Tree, Tree]:
         return scaled(grads, clip_factor(global_norm(grads, p, exact_norms), max_norm), own_grads), state
 
     _check_norm("clip_by_global_norm", max_norm, p)
@@ -366,14 +399,14 @@ def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
     """
 
     def update(
-        grads: Any,
-        state: Any,
-        params: Any = None,
+        grads: Tree,
+        state: Tree,
+        params: Tree = None,
         own_grads: bool = False,
         exact_norms: bool = False,
-        **extra: Any,
-    ) -> tuple[Any, Any]:
-        factors = clip_factor(leaf_norms(grads, p, exact=exact_norms), max_norm)
+        **extra: object,
+    ) -> tuple[Tree, Tree]:
+        factors = clip_factor(leaf_norms(grads, p, exact=exact_norms), max_norm)  # (leaves,)
         return scale_leaves_(grads if own_grads else tree.map(torch.clone, grads), factors), state
 
     _check_norm("clip_by_leaf_norm", max_norm, p)
@@ -384,7 +417,7 @@ class EmaState(NamedTuple):
     """Number of updates made (float32, 0-d) and their running mean."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    mean: Any
+    mean: Tree
 
 
 def ema(decay: float, debias: bool = True) -> Transform:
@@ -397,13 +430,14 @@ def ema(decay: float, debias: bool = True) -> Transform:
     check_hyperparams("ema", decay=decay)
     check_flags(**{"optim.ema: debias": debias})
 
-    def init(params: Any) -> EmaState:
+    def init(params: Tree) -> EmaState:
         return EmaState(start_count(params), tree.map(torch.zeros_like, params))
 
-    def update(grads: Any, state: EmaState, params: Any = None, **extra: Any) -> tuple[Any, EmaState]:
+    def update(grads: Tree, state: EmaState, params: Tree = None, **extra: object) -> tuple[Tree, EmaState]:
         mean = tree.map(lambda m, g: (decay * m + (1 - decay) * g).to(m.dtype), state.mean, grads)
         count = state.count + 1
-        share = 1 - decay ** count.double() if debias else 1.0
-        return tree.map(lambda m: (m / beside(share, m)).to(m.dtype), mean), EmaState(count, mean)
+        # the weights of the gradients so far sum to 1 - decay^t: in float64, because in float32 it cancels
+        total_weight = 1 - decay ** count.double() if debias else 1.0
+        return tree.map(lambda m: (m / beside(total_weight, m)).to(m.dtype), mean), EmaState(count, mean)
 
     return checked(Transform(init, update, elementwise=True), Needs("ema", EmaState))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..core import tree
 from ..core.scalars import Number, beside, is_zero
+from ..core.tree import Tree
 from ..layout.pieces import Parts, aligned, copied, pieces
 from . import kernels
 from .base import Needs, Schedule, Transform, apply_updates, at, checked, choose, start_count
@@ -20,28 +21,45 @@ from .kernels import constants_beside
 Rate = Number | Schedule
 
 
+class State(Protocol):
+    """The state of an elementwise optimizer: a NamedTuple of a count, moments (None if not kept) and 0-d scalars."""
+
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+
+    @property
+    def _replace(self) -> Callable[..., Self]: ...
+
+    @property
+    def count(self) -> Tensor:
+        """The number of updates made (float32, 0-d)."""
+
+
+S = TypeVar("S", bound=State)
+
+
 class SgdState(NamedTuple):
     """Number of updates made (float32, 0-d) and the momenta, None without momentum."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    momentum: Any
+    momentum: Tree
 
 
 class AdamState(NamedTuple):
     """Number of updates made (float32, 0-d) and the two moments."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    mu: Any
-    nu: Any
+    mu: Tree
+    nu: Tree
 
 
 class AmsgradState(NamedTuple):
     """Adam's state and the largest nu so far."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    mu: Any
-    nu: Any
-    nu_max: Any
+    mu: Tree
+    nu: Tree
+    nu_max: Tree
 
 
 class NadamState(NamedTuple):
@@ -49,39 +67,39 @@ class NadamState(NamedTuple):
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     mu_product: Tensor
-    mu: Any
-    nu: Any
+    mu: Tree
+    nu: Tree
 
 
 class RmspropState(NamedTuple):
     """Number of updates made (float32, 0-d), mean of squares; if centered of gradients; with momentum the momenta."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    square_avg: Any
-    grad_avg: Any
-    momentum_buffer: Any
+    square_avg: Tree
+    grad_avg: Tree
+    momentum_buffer: Tree
 
 
 class AdagradState(NamedTuple):
     """Number of updates made (float32, 0-d) and the sum of squares."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    sum: Any
+    sum: Tree
 
 
 class AdadeltaState(NamedTuple):
     """Number of updates made (float32, 0-d) and running means of squared gradients and squared steps."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    square_avg: Any
-    acc_delta: Any
+    square_avg: Tree
+    acc_delta: Tree
 
 
 class LionState(NamedTuple):
     """Number of updates made (float32, 0-d) and the momenta."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    mu: Any
+    mu: Tree
 
 
 class ScheduleFreeState(NamedTuple):
@@ -90,15 +108,15 @@ class ScheduleFreeState(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     lr_max: Tensor
     weight_sum: Tensor
-    z: Any
-    nu: Any
+    z: Tree
+    nu: Tree
 
 
 PARAMS = "params"  # the initial value of a moment that starts as a copy of the parameters
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(Generic[S]):
     """An elementwise optimizer: a reference function of `kernels`, and `prepare`, which computes its constants.
 
     `prepare(state)` returns the constants by name and the new scalars of the state. `moments` and `scalars` give the
@@ -107,9 +125,9 @@ class Rule:
     """
 
     name: str
-    state: Any  # its NamedTuple
+    state: type[S]  # its NamedTuple
     reference: Callable[..., kernels.Change]
-    prepare: Callable[[Any], tuple[kernels.Constants, dict[str, Tensor]]]
+    prepare: Callable[[S], tuple[kernels.Constants, dict[str, Tensor]]]
     moments: Mapping[str, float | str]
     scalars: dict[str, float] = field(default_factory=dict)
     kernel: Callable[..., None] | None = None
@@ -117,31 +135,37 @@ class Rule:
     takes_sparse: bool = False
 
 
-def transform(rule: Rule) -> Transform:
+def transform(rule: Rule[S]) -> Transform:
     """Return the transformation of a rule."""
     tx = Transform(partial(_init, rule), partial(_update, rule), partial(_fused, rule), elementwise=True, views=True)
     return checked(tx, Needs(rule.name, rule.state, rule.reads_params, rule.takes_sparse))
 
 
-def _init(rule: Rule, params: Any) -> Any:
+def _init(rule: Rule[S], params: Tree) -> S:
     count = start_count(params)
-    scalars = {k: torch.full((), v, dtype=torch.float64, device=count.device) for k, v in rule.scalars.items()}
-    fields = dict.fromkeys(rule.state._fields) | {"count": count} | scalars
-    return rule.state(**fields | {name: _begun(params, value) for name, value in rule.moments.items()})
+    scalars = {
+        name: torch.full((), number, dtype=torch.float64, device=count.device) for name, number in rule.scalars.items()
+    }
+    moments = {name: _begun(params, value) for name, value in rule.moments.items()}
+    make: Callable[..., S] = rule.state
+    fields = dict.fromkeys(rule.state._fields)  # type: ignore[call-overload]  # a class has no properties to read
+    return make(**fields | {"count": count} | scalars | moments)
 
 
-def _begun(params: Any, value: float | str) -> Any:
-    if isinstance(value, str):
+def _begun(params: Tree, value: float | str) -> Tree:
+    """The first value of a moment, a tree of the structure of `params`: filled with a number, or a copy of `params`."""
+    if isinstance(value, str):  # PARAMS
         return tree.map(torch.clone, params)
     begun = tree.map(torch.zeros_like, params)
     if value:
-        for _, piece in pieces(begun):  # not the padding of flat rows
+        for _, piece in pieces(begun):  # the padding of flat rows must stay zero
             piece.fill_(value)
     return begun
 
 
-def _check(rule: Rule, state: Any) -> None:
-    for name in rule.state._fields:
+def _check(rule: Rule[S], state: S) -> None:
+    """Raise ValueError for a state that lacks a moment of this rule, or has one that the rule has not (None)."""
+    for name in state._fields:
         if name not in ("count", *rule.scalars) and (getattr(state, name) is None) != (name not in rule.moments):
             raise ValueError(
                 f"optim.{rule.name}: the state was made {'without' if name in rule.moments else 'with'} {name!r}: "
@@ -149,68 +173,80 @@ def _check(rule: Rule, state: Any) -> None:
             )
 
 
-def _is_sparse(grads: Any) -> bool:
+def _is_sparse(grads: Tree) -> bool:
     return any(isinstance(g, Tensor) and g.layout is not torch.strided for g in tree.tops(grads, Parts))
 
 
-def _columns(rule: Rule, state: Any) -> list[Any]:
+def _moments_of(rule: Rule[S], state: S) -> list[Tree]:
     return [getattr(state, name) for name in rule.moments]
 
 
-def _after(rule: Rule, state: Any, count: Tensor, scalars: dict[str, Tensor], moments: Sequence[Any]) -> Any:
+def _after(rule: Rule[S], state: S, count: Tensor, scalars: Mapping[str, Tensor], moments: Sequence[Tree]) -> S:
     return state._replace(count=count, **scalars, **dict(zip(rule.moments, moments, strict=True)))
 
 
-def _update(rule: Rule, grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+def _update(rule: Rule[S], grads: Tree, state: S, params: Tree = None, **extra: object) -> tuple[Tree, S]:
+    """Run the reference on one row (or leaf) after another: no kernel, and nothing in place."""
     _check(rule, state)
     constants, scalars = rule.prepare(state)
     flat, spec = tree.flatten(grads)
-    columns = [flat if params is None else tree.leaves(params), flat, *map(tree.leaves, _columns(rule, state))]
-    rows = [
-        kernels.apply(partial(rule.reference, **constants_beside(constants, p)), p, g, tuple(ms))
-        for p, g, *ms in zip(*columns, strict=True)
+    # a rule that does not read parameters may be given none: the gradients fill their place
+    columns = [flat if params is None else tree.leaves(params), flat, *map(tree.leaves, _moments_of(rule, state))]
+    changes = [
+        kernels.apply(partial(rule.reference, **constants_beside(constants, p)), p, g, tuple(moments_of_row))
+        for p, g, *moments_of_row in zip(*columns, strict=True)
     ]
     moments = [
-        tree.unflatten(tree.flatten(old)[1], [new[i] for _, new in rows]) for i, old in enumerate(_columns(rule, state))
+        tree.unflatten(tree.flatten(old)[1], [new_moments[i] for _, new_moments in changes])
+        for i, old in enumerate(_moments_of(rule, state))
     ]
-    return tree.unflatten(spec, [delta for delta, _ in rows]), _after(rule, state, state.count + 1, scalars, moments)
+    updates = tree.unflatten(spec, [delta for delta, _ in changes])
+    return updates, _after(rule, state, state.count + 1, scalars, moments)
 
 
 def _fused(
-    rule: Rule, grads: Any, state: Any, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
-) -> tuple[Any, Any]:
+    rule: Rule[S], grads: Tree, state: S, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
+) -> tuple[Tree, S]:
+    """Update parameters and moments in place, or copies of them unless `donate`; nothing changes if `found_inf` is 1.
+
+    Rows are cut at the boundaries of all `Views`, so that the tensors of a row have equal sizes.
+    """
     _check(rule, state)
-    if _is_sparse(grads):
-        updates, after = _update(rule, grads, state, params)
-        return choose(found_inf, (params, state), (apply_updates(params, updates), after))
+    if _is_sparse(grads):  # no kernel takes sparse gradients
+        updates, new_state = _update(rule, grads, state, params)
+        return choose(found_inf, (params, state), (apply_updates(params, updates), new_state))
     if not donate:
         params, state = copied(params), tree.map(torch.clone, state)
     constants, scalars = rule.prepare(state)
-    held = _columns(rule, state)
-    columns = aligned(params, grads, *held)
+    moments = _moments_of(rule, state)
+    columns = aligned(params, grads, *moments)
+    # one kernel call takes tensors of one device
     for device in dict.fromkeys(p.device for p in columns[0]):
-        here = [n for n, p in enumerate(columns[0]) if p.device == device]
-        _run(rule, [[column[n] for n in here] for column in columns], state.count, found_inf, constants)
+        on_device = [n for n, p in enumerate(columns[0]) if p.device == device]
+        _run(rule, [[column[n] for n in on_device] for column in columns], state.count, found_inf, constants)
     count = state.count + (1 if found_inf is None else 1 - found_inf)
     scalars = choose(found_inf, {name: getattr(state, name) for name in scalars}, scalars)
-    return params, _after(rule, state, count, scalars, held)
+    return params, _after(rule, state, count, scalars, moments)
 
 
 def _run(
-    rule: Rule, columns: list[list[Tensor]], count: Tensor, found_inf: Tensor | None, constants: kernels.Constants
+    rule: Rule[S], columns: list[list[Tensor]], count: Tensor, found_inf: Tensor | None, constants: kernels.Constants
 ) -> None:
-    """Update the rows on one device, in place."""
-    own, given, *moments = columns
-    given = [g.to(p.dtype) for g, p in zip(given, own, strict=True)]
-    count, skip, constants = beside(count, own[0]), beside(found_inf, own[0]), constants_beside(constants, own[0])
-    if rule.kernel and kernels.can_fuse(rule.kernel, [*own, *given]):
-        rule.kernel(own, given, moments, count, skip, constants)
+    """Update the rows on one device, in place: `columns` has lists of parameters, gradients and each of the moments."""
+    params, grads, *moments = columns
+    # gradients may have another dtype than parameters; a fused kernel takes one dtype
+    grads = [g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
+    count, skip = beside(count, params[0]), beside(found_inf, params[0])
+    constants = constants_beside(constants, params[0])
+    if rule.kernel and kernels.can_fuse(rule.kernel, [*params, *grads]):
+        rule.kernel(params, grads, moments, count, skip, constants)
     else:
-        rows = [*zip(*moments, strict=True)] or [()] * len(own)
-        kernels.in_blocks(partial(rule.reference, **constants), own, given, rows, skip)
+        # one tuple of moments for each row; empty tuples for a rule without moments, where zip() gives nothing
+        moments_of_rows = [*zip(*moments, strict=True)] or [()] * len(params)
+        kernels.in_blocks(partial(rule.reference, **constants), params, grads, moments_of_rows, skip)
 
 
-def all_numbers(*hyperparams: Any) -> bool:
+def all_numbers(*hyperparams: object) -> bool:
     """Whether hyper-parameters are numbers, as torch's fused kernels want them, and not tensors."""
     return not any(isinstance(h, Tensor) for h in hyperparams)
 
@@ -221,10 +257,10 @@ def bias_correction(beta: Number, t: Tensor) -> Tensor:
 
 
 def adam_constants(
-    state: Any, lr: Rate, b1: Number, b2: Number, eps: Number, weight_decay: Number, decoupled: bool
+    state: State, lr: Rate, b1: Number, b2: Number, eps: Number, weight_decay: Number, decoupled: bool
 ) -> kernels.Constants:
     """The constants of `kernels.adam` for the next update of a state with a `count`."""
-    t = state.count.double() + 1
+    t = state.count.double() + 1  # in float32, 1 - b2^t would lose digits for b2 near 1
     numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
     corrections = {"correction1": bias_correction(b1, t), "correction2": bias_correction(b2, t)}
     return {"lr": at(lr, state.count), **numbers, **corrections}
@@ -242,13 +278,14 @@ def adam_rule(
 ) -> Transform:
     """Adam, AdamW or AMSGrad, under the name that errors give."""
 
-    def prepare(state: AdamState) -> tuple[kernels.Constants, dict[str, Tensor]]:
+    def prepare(state: AdamState | AmsgradState) -> tuple[kernels.Constants, dict[str, Tensor]]:
         return adam_constants(state, lr, b1, b2, eps, weight_decay, decoupled), {}
 
+    state_class: type[AdamState | AmsgradState] = AmsgradState if amsgrad else AdamState
     return transform(
         Rule(
             name,
-            AmsgradState if amsgrad else AdamState,
+            state_class,
             kernels.adam,
             prepare,
             {"mu": 0.0, "nu": 0.0} | ({"nu_max": 0.0} if amsgrad else {}),

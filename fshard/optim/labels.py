@@ -12,6 +12,7 @@ from torch import Tensor
 from ..comm.mesh import OnMesh
 from ..core import tree
 from ..core.arguments import wrong
+from ..core.tree import Tree
 from ..layout.layout import Layout, Leaf
 from ..layout.pieces import copied, layout_of, packed, pick, put, write
 from .base import FoundInf, Needs, Transform, as_transform, checked, choose, identity
@@ -54,13 +55,13 @@ def by_label(transforms: Mapping[Any, Any], labels: Labels) -> Transform:
     check_labels("by_label: labels", labels)
     txs = {label: as_transform(tx) for label, tx in transforms.items()}
 
-    def init(params: Any) -> LabelState:
+    def init(params: Tree) -> LabelState:
         layouts = tuple(_split(layout_of(params), txs, labels).items())
         return LabelState({label: txs[label].init(packed(pick(params, part))) for label, part in layouts}, layouts)
 
     def update(
-        grads: Any, state: LabelState, params: Any = None, found_inf: FoundInf | None = None, **extra: Any
-    ) -> tuple[Any, LabelState]:
+        grads: Tree, state: LabelState, params: Tree = None, found_inf: FoundInf | None = None, **extra: object
+    ) -> tuple[Tree, LabelState]:
         updates, inner = tree.map(torch.zeros_like, grads), {}
         for label, part in _layouts(state, txs):
             own = None if params is None else packed(pick(params, part))
@@ -72,8 +73,8 @@ def by_label(transforms: Mapping[Any, Any], labels: Labels) -> Transform:
         return updates, LabelState(inner, state.layouts)
 
     def fused(
-        grads: Any, state: LabelState, params: Any, found_inf: FoundInf | None, donate: bool, **extra: Any
-    ) -> tuple[Any, LabelState]:
+        grads: Tree, state: LabelState, params: Tree, found_inf: FoundInf | None, donate: bool, **extra: object
+    ) -> tuple[Tree, LabelState]:
         params, states = (params, state.inner) if donate else (copied(params), tree.map(torch.clone, state.inner))
         inner = {}
         for label, part in _layouts(state, txs):

@@ -20,6 +20,7 @@ from ..core import tree
 from ..core.arguments import check_flags, check_hyperparams, check_whole, is_number, wrong
 from ..core.scalars import Number, beside, is_zero, on_device
 from ..core.tracing import is_tracing
+from ..core.tree import Tree
 from ..layout.layout import EVERYONE, Layout, Leaf, Span
 from ..layout.norms import leaf_norms, scale_leaves_
 from ..layout.pieces import device_of, layout_of, packed, pick, pieces, put
@@ -42,8 +43,8 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
     inner = adam_rule("lamb", -1.0, b1, b2, eps, weight_decay, decoupled=True)
 
     def update(
-        grads: Any, state: AdamState, params: Any = None, exact_norms: bool = False, **extra: Any
-    ) -> tuple[Any, AdamState]:
+        grads: Tree, state: AdamState, params: Tree = None, exact_norms: bool = False, **extra: object
+    ) -> tuple[Tree, AdamState]:
         rate = at(lr, state.count)
         steps, state = inner.update(grads, state, params)
         layout = layout_of(steps)
@@ -61,7 +62,7 @@ class AdafactorState:
     count: Tensor
     row_var: dict[str, Tensor]  # (..., n, 1)
     col_var: dict[str, Tensor]  # (..., 1, m)
-    variance: Any
+    variance: Tree
     vectors: Layout | None  # of the leaves of fewer than two dims, which `variance` is of
 
 
@@ -126,7 +127,7 @@ def adafactor(
     check_hyperparams("adafactor", lr, beta2_decay=beta2_decay, d=d, weight_decay=weight_decay)
     check_hyperparams("adafactor", **{"eps[0]": 0.0 if eps[0] is None else eps[0], "eps[1]": eps[1]})
 
-    def init(params: Any) -> AdafactorState:
+    def init(params: Tree) -> AdafactorState:
         layout, count = layout_of(params), start_count(params)
         row, col = dict[str, Tensor](), dict[str, Tensor]()
         for leaf in (layout.leaves[n] for n in layout.numbers):
@@ -140,8 +141,8 @@ def adafactor(
         return AdafactorState(count, row, col, nu, vectors)
 
     def update(
-        grads: Any, state: AdafactorState, params: Any = None, exact_norms: bool = False, **extra: Any
-    ) -> tuple[Any, AdafactorState]:
+        grads: Tree, state: AdafactorState, params: Tree = None, exact_norms: bool = False, **extra: object
+    ) -> tuple[Tree, AdafactorState]:
         layout, t = layout_of(grads), state.count.double() + 1
         rate = on_device(at(lr, state.count), t.device)
         state = _averaged(state, grads, layout, t**beta2_decay)
@@ -159,7 +160,7 @@ def adafactor(
     return checked(Transform(init, update), Needs("adafactor", AdafactorState, params=True, real=True))
 
 
-def _averaged(state: AdafactorState, grads: Any, layout: Layout, weight: Tensor) -> AdafactorState:
+def _averaged(state: AdafactorState, grads: Tree, layout: Layout, weight: Tensor) -> AdafactorState:
     """The state after one more update, whose squared gradients count `weight` (0-d) in the running means."""
     means = _row_and_column_means(grads, layout)
     row, col = (
@@ -173,7 +174,7 @@ def _averaged(state: AdafactorState, grads: Any, layout: Layout, weight: Tensor)
     return AdafactorState(state.count + 1, row, col, variance, state.vectors)
 
 
-def _divided(grads: Any, state: AdafactorState, layout: Layout, eps: float | None) -> Any:
+def _divided(grads: Tree, state: AdafactorState, layout: Layout, eps: float | None) -> Any:
     """Gradients over the roots of their second moments, in new rows."""
     steps = tree.map(torch.zeros_like, grads)
     for span, (number, g), (_, out) in zip(layout.mine, pieces(grads, layout), pieces(steps, layout), strict=True):
@@ -208,7 +209,7 @@ def _floor(eps: float | None, g: Tensor) -> float:
     return torch.finfo(g.dtype).eps if eps is None else eps
 
 
-def _row_and_column_means(grads: Any, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Mean squares of the rows and the columns of every leaf that has them: one collective."""
     shapes = {n: _factors(layout.leaves[n]) for n in layout.numbers}
     factored = {n: shape for n, shape in shapes.items() if shape}
@@ -257,13 +258,13 @@ def whole_leaves(tx: Any) -> Transform:
         layout = layout_of(x)
         return collect(x, owned(layout, layout.mesh, layout.axes), "whole leaves") if layout.flat else x
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         updates, state = inner.update(bring(grads), state, None if params is None else bring(params), **extra)
         return (spread(updates, grads, "whole leaves") if layout_of(grads).flat else updates), state
 
     def fused(
-        grads: Any, state: Any, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
-    ) -> tuple[Any, Any]:
+        grads: Tree, state: Tree, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
+    ) -> tuple[Tree, Tree]:
         if not layout_of(params).flat:
             return inner.step(grads, state, params, found_inf, donate, **extra)
         state = state if donate else tree.map(torch.clone, state)
@@ -279,7 +280,7 @@ class MuonState(NamedTuple):
     """Number of updates made (float32, 0-d) and the momenta."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    momentum: Any
+    momentum: Tree
 
 
 def muon(
@@ -318,10 +319,10 @@ def muon(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"optim.muon: {wrong('dtype', dtype, 'a floating dtype of torch')}")
 
-    def init(params: Any) -> MuonState:
+    def init(params: Tree) -> MuonState:
         return MuonState(start_count(params), tree.map(torch.zeros_like, params))
 
-    def update(grads: Any, state: MuonState, params: Any = None, **extra: Any) -> tuple[Any, MuonState]:
+    def update(grads: Tree, state: MuonState, params: Tree = None, **extra: object) -> tuple[Tree, MuonState]:
         moved = tree.map(lambda m, g: (momentum * m + (1 - momentum) * g).to(m.dtype), state.momentum, grads)
         ahead = (
             tree.map(lambda m, g: (momentum * m + (1 - momentum) * g).to(m.dtype), moved, grads) if nesterov else moved

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..core import tree
 from ..core.arguments import check_flags, check_hyperparams, is_number, shown
 from ..core.scalars import Number, is_zero, on_device
+from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.pieces import Parameters, Parts, copied, packed, pick, write
 from ..layout.reshard import gathered
@@ -320,7 +321,7 @@ def schedule_free_adamw(
     )
 
 
-def schedule_free_params(state: Any, params: Any, b1: Number = 0.9) -> Any:
+def schedule_free_params(state: Tree, params: Tree, b1: Number = 0.9) -> Any:
     """Return the averaged parameters x = (y - (1 - b1) z) / b1 of `schedule_free_adamw`, for evaluation.
 
     `state` is the state of `schedule_free_adamw`, or of a transformation that contains it: `by_label`, `chain`, `zero`.

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core import tree
 from ..core.arguments import check_function, check_hyperparams, check_whole
 from ..core.scalars import beside
+from ..core.tree import Tree
 from ..layout.norms import global_norm, gram
 from .base import Needs, Transform, apply_updates, at, checked, start_count
 from .elementwise import Rate
@@ -25,8 +26,8 @@ class LbfgsState(NamedTuple):
     """Iterations made (float32, 0-d), the last parameters and gradients, and the latest differences of each (s, y)."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    params: Any
-    grads: Any
+    params: Tree
+    grads: Tree
     s: tuple[Any, ...]  # the oldest first; zeros until there are so many
     y: tuple[Any, ...]
 
@@ -51,14 +52,14 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
     check_whole("optim.lbfgs: history_size", history_size, what="a number of pairs")
     check_whole("optim.lbfgs: max_iter", max_iter, what="a number of iterations")
 
-    def init(params: Any) -> LbfgsState:
+    def init(params: Tree) -> LbfgsState:
         def zeros() -> Any:
             return tree.map(torch.zeros_like, params)
 
         s, y = (tuple(zeros() for _ in range(history_size)) for _ in range(2))
         return LbfgsState(start_count(params), zeros(), zeros(), s, y)
 
-    def iterate(grads: Any, state: LbfgsState, params: Any, exact_norms: bool) -> tuple[Any, LbfgsState]:
+    def iterate(grads: Tree, state: LbfgsState, params: Tree, exact_norms: bool) -> tuple[Tree, LbfgsState]:
         moved = state.count > 0
         s = (*state.s, _difference(params, state.params, moved))
         y = (*state.y, _difference(grads, state.grads, moved))
@@ -73,13 +74,13 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
         return updates, LbfgsState(state.count + 1, here, slope, s, y)
 
     def update(
-        grads: Any,
+        grads: Tree,
         state: LbfgsState,
-        params: Any = None,
+        params: Tree = None,
         grad_fn: Callable[[Any], Any] | None = None,
         exact_norms: bool = False,
-        **extra: Any,
-    ) -> tuple[Any, LbfgsState]:
+        **extra: object,
+    ) -> tuple[Tree, LbfgsState]:
         if grad_fn is not None:
             check_function("optim.lbfgs: grad_fn", grad_fn, "grad_fn(params) -> grads")
         updates, state = iterate(grads, state, params, exact_norms)
@@ -94,7 +95,7 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
     return checked(Transform(init, update), Needs("lbfgs", LbfgsState, params=True, real=True))
 
 
-def _difference(new: Any, old: Any, moved: Tensor) -> Any:
+def _difference(new: Tree, old: Tree, moved: Tensor) -> Any:
     return tree.map(lambda a, b: where(moved, a - b, torch.zeros_like(a)), new, old)
 
 

@@ -18,6 +18,7 @@ from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, mesh_device, num_
 from ..core import tree
 from ..core.arguments import check_whole, check_word, wrong
 from ..core.scalars import double
+from ..core.tree import Tree
 from ..layout.layout import EVERYONE, Layout, Span
 from ..layout.pieces import Parts, layout_of, mesh_of, packed, pick, pieces, typed
 from ..layout.reshard import collect, on_rank
@@ -39,7 +40,7 @@ def _joined(*names: str) -> str:
     return ".".join(name for name in names if name)
 
 
-def _world(state: Any) -> tuple[AnyMesh, Axes]:
+def _world(state: Tree) -> tuple[AnyMesh, Axes]:
     """The mesh over which a state is sharded, and all its axes."""
     mesh = mesh_of(state)
     return mesh, tuple(axis_sizes(mesh))
@@ -70,7 +71,7 @@ def _chunks(layout: Layout) -> Iterator[list[int]]:
         yield chunk
 
 
-def gather_state(state: Any, rank: int | None = None) -> dict[str, Tensor]:
+def gather_state(state: Tree, rank: int | None = None) -> dict[str, Tensor]:
     """An optimizer's whole state, by field and leaf path: on every rank, or on one in host memory; the others get {}.
 
     To one rank the leaves travel a few at a time, and no device holds more than those. Every rank must call it. Dual:
@@ -92,14 +93,14 @@ def gather_state(state: Any, rank: int | None = None) -> dict[str, Tensor]:
     return whole if _holds(state, rank) else {}
 
 
-def _check_rank(name: str, state: Any, rank: int | None) -> None:
+def _check_rank(name: str, state: Tree, rank: int | None) -> None:
     """Raise unless `rank` is None or a rank of the state's mesh; without a mesh any number at least 0 is taken."""
     mesh = mesh_of(state)
     if rank is not None:
         check_whole(name, rank, 0, torch.inf if mesh is None else num_ranks(mesh), "a rank of the state's mesh")
 
 
-def _holds(state: Any, rank: int | None) -> bool:
+def _holds(state: Tree, rank: int | None) -> bool:
     """Whether this rank passes or receives the whole state; every rank does if the state has no mesh."""
     mesh, axes = _world(state)
     return rank is None or mesh is None or rank == coordinate(mesh, axes)
@@ -115,7 +116,7 @@ def _whole_leaves(x: Parts, rank: int | None) -> Iterator[tuple[str, Tensor]]:
         yield from ((layout.leaves[s.leaf].path, row) for s, row in zip(whole.layout.mine, whole.tensors, strict=True))
 
 
-def shard_state(whole: Mapping[str, Tensor], like: Any, src: int | None = None) -> Any:
+def shard_state(whole: Mapping[str, Tensor], like: Tree, src: int | None = None) -> Any:
     """A whole state in the partition of `like`, a state of the same optimizer. Dual: `gather_state`.
 
     `like`, made by `init` say, may be of any plan, partition and number of ranks. Every rank passes the whole state, or
@@ -140,7 +141,7 @@ def shard_state(whole: Mapping[str, Tensor], like: Any, src: int | None = None) 
     return tree.put_tops(like, Parts, made)
 
 
-def _check(whole: Mapping[str, Tensor], like: Any) -> None:
+def _check(whole: Mapping[str, Tensor], like: Tree) -> None:
     for key, shape in _shapes(like):
         if key not in whole:
             raise ValueError(f"shard_state: the state lacks {key!r}; it has {list(whole)[:6]} and so on")
@@ -148,7 +149,7 @@ def _check(whole: Mapping[str, Tensor], like: Any) -> None:
             raise ValueError(f"shard_state: {key!r}: expected shape {list(shape)}, got {list(whole[key].shape)}")
 
 
-def _shapes(like: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(like: Tree) -> Iterator[tuple[str, tuple[int, ...]]]:
     for path, node in tree.paths_to(like, Parts):
         if isinstance(node, Parts):
             leaves = [node.layout.leaves[n] for n in node.layout.numbers]
@@ -212,7 +213,7 @@ def _leaf_names(x: Any, leaves: list[str], spec: tree.Spec | None) -> list[str] 
     return tree.paths(spec) if spec is not None and tree.flatten(x)[1] == spec else None
 
 
-def _fields(state: Any, leaves: list[str], spec: tree.Spec | None, key: str = "", path: str = "") -> Iterator[_Field]:
+def _fields(state: Tree, leaves: list[str], spec: tree.Spec | None, key: str = "", path: str = "") -> Iterator[_Field]:
     """Every tensor of a state of these leaves; the states of labels are of the labels' leaves."""
     nodes = tree.paths_to(state, lambda x: isinstance(x, LabelState) or _leaf_names(x, leaves, spec) is not None)
     for name, node in nodes:
@@ -242,14 +243,14 @@ def _torch_names(fields: Sequence[_Field]) -> dict[tuple[str, str], _Field]:
     return named
 
 
-def _label_sets(state: Any) -> Iterator[set[str]]:
+def _label_sets(state: Tree) -> Iterator[set[str]]:
     for node in tree.nodes(state, LabelState):
         for label, layout in node.layouts:
             yield set(_paths(layout))
             yield from _label_sets(node.inner[label])
 
 
-def _groups(state: Any, fields: Sequence[_Field], leaves: Sequence[str]) -> list[list[str]]:
+def _groups(state: Tree, fields: Sequence[_Field], leaves: Sequence[str]) -> list[list[str]]:
     """The leaves that have state, grouped by their labels: torch's parameter groups."""
     held, sets = {leaf for field in fields for leaf in field.leaves}, list(_label_sets(state))
     labels = {leaf: tuple(leaf not in some for some in sets) for leaf in leaves if leaf in held}
@@ -260,7 +261,7 @@ def _paths(layout: Layout) -> list[str]:
     return [layout.leaves[n].path for n in layout.numbers]
 
 
-def _known(state: Any, params: Any) -> tuple[list[_Field], list[list[str]]]:
+def _known(state: Tree, params: Tree) -> tuple[list[_Field], list[list[str]]]:
     """The fields of a state and its parameter groups; ValueError for a state of other leaves than `params`."""
     leaves, spec = _paths(layout_of(params)), None if isinstance(params, Parts) else tree.flatten(params)[1]
     fields = list(_fields(state, leaves, spec))
@@ -270,7 +271,7 @@ def _known(state: Any, params: Any) -> tuple[list[_Field], list[list[str]]]:
 
 
 def state_dict(
-    state: Any, params: Any, key: str = "path", rank: int | None = None, groups: Sequence[Mapping[str, Any]] = ()
+    state: Tree, params: Tree, key: str = "path", rank: int | None = None, groups: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
     """A state in torch.optim's format, leaves by path (as FSDP keys it) or by "index" (as DDP and ZeRO do).
 
@@ -301,8 +302,8 @@ def state_dict(
 
 def load_state_dict(
     saved: Mapping[str, Any],
-    like: Any,
-    params: Any,
+    like: Tree,
+    params: Tree,
     order: Sequence[str] | None = None,
     src: int | None = None,
     strict: bool = True,

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..core import tree
 from ..core.scalars import double
+from ..core.tree import Tree
 from ..layout.layout import Layout, Leaf
 from ..layout.pieces import Pieces, clear_padding_, layout_of
 from .base import Needs, Transform, checked, choose
@@ -62,11 +63,11 @@ def _on_rows(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
     one = torch.zeros(1, dtype=torch.float32, device="cpu")
     scalars = {name for name, x in _begin(cls, hyperparams, one).items() if not x.dim()}
 
-    def init(params: Any) -> TorchState:
+    def init(params: Tree) -> TorchState:
         entries = [_begin(cls, hyperparams, row) for row in tree.leaves(params)]
         return _like_params(entries, params, entries[0] if entries else _begin(cls, hyperparams, one), scalars)
 
-    def run(grads: Any, state: TorchState, params: Any, extra: Mapping[str, Any]) -> TorchState:
+    def run(grads: Tree, state: TorchState, params: Tree, extra: Mapping[str, Any]) -> TorchState:
         rows = [row.detach() for row in tree.leaves(params)]
         if not rows:  # a rank that holds none of the parameters counts their updates all the same
             begun = _begin(cls, hyperparams, one) | {name: x.clone() for name, x in state.scalars.items()}
@@ -81,13 +82,13 @@ def _on_rows(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
 def _on_leaves(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
     """A class of torch.optim that looks at whole leaves: each row is one leaf, and its state may have any shapes."""
 
-    def init(params: Any) -> TorchState:
+    def init(params: Tree) -> TorchState:
         rows, layout = tree.leaves(params), layout_of(params)
         shapes = {n: _begin(cls, hyperparams, _meta(layout.leaves[n])) for n in layout.numbers}
         held = {s.leaf: _begin(cls, hyperparams, rows[s.row]) for s in layout.mine}
         return TorchState(_by_name(layout, shapes, held), {})
 
-    def run(grads: Any, state: TorchState, params: Any, extra: Mapping[str, Any]) -> TorchState:
+    def run(grads: Tree, state: TorchState, params: Tree, extra: Mapping[str, Any]) -> TorchState:
         rows, layout = [row.detach() for row in tree.leaves(params)], layout_of(params)
         if not rows:  # torch makes no optimizer without parameters
             return state
@@ -118,8 +119,8 @@ def _adapted(init: Callable[[Any], TorchState], run: Callable[..., TorchState]) 
     """A transformation whose `run(grads, state, params, extra)` is the class's own step, in place on `params`."""
 
     def fused(
-        grads: Any, state: TorchState, params: Any, found_inf: Tensor | None, donate: bool, **extra: Any
-    ) -> tuple[Any, TorchState]:
+        grads: Tree, state: TorchState, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
+    ) -> tuple[Tree, TorchState]:
         new, inner = (params, state) if donate and found_inf is None else tree.map(torch.clone, (params, state))
         after = run(grads, inner, new, extra)
         if found_inf is not None and after.tensors.keys() != state.tensors.keys():
@@ -127,7 +128,7 @@ def _adapted(init: Callable[[Any], TorchState], run: Callable[..., TorchState]) 
             return (params, state) if bool(found_inf) else (new, after)
         return choose(found_inf, (params, state), (new, after))
 
-    def update(grads: Any, state: TorchState, params: Any = None, **extra: Any) -> tuple[Any, TorchState]:
+    def update(grads: Tree, state: TorchState, params: Tree = None, **extra: object) -> tuple[Tree, TorchState]:
         new, after = fused(grads, state, params, None, False, **extra)
         return tree.map(torch.sub, new, params), after
 
@@ -164,7 +165,7 @@ def _meta(leaf: Leaf) -> Tensor:
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
 
 
-def _like_params(entries: Sequence[Entry], params: Any, first: Entry, scalars: set[str]) -> TorchState:
+def _like_params(entries: Sequence[Entry], params: Tree, first: Entry, scalars: set[str]) -> TorchState:
     spec = tree.flatten(params)[1]
     tensors = {n: tree.unflatten(spec, [entry[n] for entry in entries]) for n in first if n not in scalars}
     return TorchState({n: clear_padding_(x) for n, x in tensors.items()}, {n: first[n] for n in first if n in scalars})
@@ -218,14 +219,14 @@ def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
     def begin(row: Tensor) -> Entry:
         return {name: _value(x) for name, x in _first_step(cls, hyperparams, row).items()}
 
-    def init(params: Any) -> TorchState:
+    def init(params: Tree) -> TorchState:
         rows, layout = tree.leaves(params), layout_of(params)
         leaves = {n: layout.leaves[n] for n in layout.numbers}
         shapes = {n: begin(torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")) for n, leaf in leaves.items()}
         held = {s.leaf: begin(rows[s.row]) for s in layout.mine}
         return TorchState(_by_name(layout, shapes, held), {"begun": torch.zeros((), dtype=torch.float32, device="cpu")})
 
-    def run(grads: Any, state: TorchState, params: Any, extra: Mapping[str, Any]) -> TorchState:
+    def run(grads: Tree, state: TorchState, params: Tree, extra: Mapping[str, Any]) -> TorchState:
         rows, layout, after = [row.detach() for row in tree.leaves(params)], layout_of(params), dict[int, Entry]()
         begun = bool(state.scalars["begun"])  # on the CPU: no wait for a device
         if rows:

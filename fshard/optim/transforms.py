@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -11,11 +11,25 @@ from torch import Tensor
 from ..core import tree
 from ..core.arguments import check_whole, shown
 from ..core.scalars import beside, double
+from ..core.tree import Tree
 from ..layout.pieces import packed
-from .base import FoundInf, Needs, Transform, as_transform, at, checked, choose, identity, num_made, start_count
+from .base import (
+    FoundInf,
+    Needs,
+    Schedule,
+    Transform,
+    TransformLike,
+    as_transform,
+    at,
+    checked,
+    choose,
+    identity,
+    num_made,
+    start_count,
+)
 
 
-def chain(*txs: Any) -> Transform:
+def chain(*txs: TransformLike) -> Transform:
     """Apply transformations in sequence: each gets the updates of the one before it.
 
     ValueError for `zero(grads="local")` behind another, which would be given one rank's gradients.
@@ -32,31 +46,32 @@ def chain(*txs: Any) -> Transform:
             "rank's gradients, not their sum. Put it inside: zero(chain(...), mesh, grads='local')."
         )
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         grads, states = _all_but_last(grads, state, params, extra)
         grads, last = parts[-1].update(grads, state[-1], params, **(_not_own(extra) if parts[1:] else extra))
         return grads, (*states, last)
 
-    def _all_but_last(grads: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
+    def _all_but_last(grads: Tree, state: Tree, params: Tree, extra: Mapping[str, object]) -> tuple[Tree, list[Tree]]:
+        """The updates of all transformations but the last, and their new states."""
         if not isinstance(state, tuple) or len(state) != len(parts):
             got = len(state) if isinstance(state, tuple) else type(state).__name__
             raise ValueError(f"optim.chain: expected the states of {len(parts)} transformations, got {got}")
-        if len(parts) > 1:
+        if len(parts) > 1:  # `update` maps over leaves, and `Views` have none
             grads, params = packed(grads), packed(params)
-        states = []
+        new_states = []
         for tx, inner in zip(parts[:-1], state, strict=False):
-            grads, inner = tx.update(grads, inner, params, **extra)
-            states.append(inner)
+            grads, new_inner = tx.update(grads, inner, params, **extra)
+            new_states.append(new_inner)
             extra = _not_own(extra)
-        return grads, states
+        return grads, new_states
 
     def fused(
-        grads: Any, state: Any, params: Any, found_inf: FoundInf | None, donate: bool, **extra: Any
-    ) -> tuple[Any, Any]:
+        grads: Tree, state: Tree, params: Tree, found_inf: FoundInf | None, donate: bool, **extra: object
+    ) -> tuple[Tree, Tree]:
         updates, states = _all_but_last(grads, state, params, extra)
         states = choose(found_inf, list(state[:-1]), states)
-        extra = _not_own(extra) if states else extra
-        params, last = parts[-1].step(updates, state[-1], params, found_inf, donate, **extra)
+        to_last = _not_own(extra) if states else extra
+        params, last = parts[-1].step(updates, state[-1], params, found_inf, donate, **to_last)
         return params, (*states, last)
 
     return parts[-1]._replace(
@@ -75,21 +90,21 @@ def _is_bare(tx: Transform) -> bool:
     return tx.elementwise and not tree.leaves(tx.init(torch.zeros(1, dtype=torch.float32, device="cpu")))
 
 
-def _not_own(extra: dict[str, Any]) -> dict[str, Any]:
+def _not_own(extra: Mapping[str, object]) -> Mapping[str, object]:
     """Arguments for a transformation whose gradients are another's updates, which that one may keep in its state."""
     return {**extra, "own_grads": False} if "own_grads" in extra else extra
 
 
 class EveryState(NamedTuple):
-    """Gradients seen since the last update (float32, 0-d), their mean, and the state of what gets it."""
+    """Gradients since the last update (float32, 0-d), their mean, and the state of the inner transformation."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    mean: Any
-    inner: Any
+    mean: Tree
+    inner: Tree
 
 
-def every_k(tx: Any, k: int) -> Transform:
-    """`tx` of the mean of k gradients, every k-th time; the updates between are zero. No host read.
+def every_k(tx: TransformLike, k: int) -> Transform:
+    """Apply `tx` to the mean of k gradients, every k-th time; the updates between are zero. No host read.
 
     >>> tx = every_k(scale(-1.0), 2)
     >>> first, state = tx.update(torch.tensor(2.0), tx.init(torch.tensor(0.0)))
@@ -99,20 +114,21 @@ def every_k(tx: Any, k: int) -> Transform:
     inner = as_transform(tx)
     check_whole("optim.every_k: k", k, what="a number of gradients")
 
-    def init(params: Any) -> EveryState:
+    def init(params: Tree) -> EveryState:
         return EveryState(start_count(params), tree.map(torch.zeros_like, params), inner.init(params))
 
-    def update(grads: Any, state: EveryState, params: Any = None, **extra: Any) -> tuple[Any, EveryState]:
+    def update(grads: Tree, state: EveryState, params: Tree = None, **extra: object) -> tuple[Tree, EveryState]:
         count = state.count + 1
         mean = tree.map(lambda m, g: (m + (g - m) / beside(count, m)).to(m.dtype), state.mean, grads)
         due = (count == k).float()
+        # every call runs `inner`, because the host does not know `due`; unless it is due, the result is thrown away.
         # `mean` is needed below, so `inner` must not overwrite it
-        updates, after = inner.update(mean, state.inner, params, **_not_own(extra))
+        updates, new_inner = inner.update(mean, state.inner, params, **_not_own(extra))
         zero = tree.map(torch.zeros_like, updates)
         updates = choose(due, updates, zero)
-        after = choose(due, after, state.inner)
+        new_inner = choose(due, new_inner, state.inner)
         mean = choose(due, tree.map(torch.zeros_like, mean), mean)
-        return updates, EveryState(count * (1 - due), mean, after)
+        return updates, EveryState(count * (1 - due), mean, new_inner)
 
     return checked(
         Transform(init, update, elementwise=inner.elementwise, mesh=inner.mesh), Needs("every_k", EveryState)
@@ -124,14 +140,19 @@ class HyperState(NamedTuple):
 
     hyperparams: dict[str, Tensor]
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    inner: Any
+    inner: Tree
 
 
-def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
-    """`make(**hyperparams)`, its floating hyper-parameters tensors in the state, which may be changed between steps.
+def _is_schedule(value: object) -> TypeGuard[Schedule]:
+    return callable(value)  # `at` checks what it returns
 
-    A schedule is evaluated at each update, and its value kept in the state for you to read. What is no float, tensor or
-    schedule is as given. Tensors do not make a compiled step compile again.
+
+def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) -> Transform:
+    """`make(**hyperparams)` with its hyper-parameters as tensors in the state, which may be changed between steps.
+
+    Floats and tensors become 0-d tensors of the state. A schedule is evaluated at each update, and its value is kept in
+    the state for you to read. Any other value is passed to `make` as it is. Changing a tensor does not make a compiled
+    step compile again.
 
     >>> tx = with_hyperparams(scale, factor=-1.0)
     >>> state = tx.init(torch.tensor(0.0))
@@ -141,7 +162,7 @@ def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
     """
     if not callable(make):
         raise TypeError(f"optim.with_hyperparams: make: expected a function that makes an optimizer, got {shown(make)}")
-    schedules = {name: value for name, value in hyperparams.items() if callable(value)}
+    schedules = {name: value for name, value in hyperparams.items() if _is_schedule(value)}
     values = {name: value for name, value in hyperparams.items() if isinstance(value, float | Tensor)}
     static = {name: value for name, value in hyperparams.items() if name not in schedules and name not in values}
 
@@ -149,27 +170,29 @@ def with_hyperparams(make: Callable[..., Any], **hyperparams: Any) -> Transform:
         return as_transform(make(**current, **static))
 
     def begun(count: Tensor) -> dict[str, Tensor]:
-        both = values | {name: at(schedule, count) for name, schedule in schedules.items()}
-        return {name: double(both[name]).to(count.device, copy=True) for name in both}
+        numbers = values | {name: at(schedule, count) for name, schedule in schedules.items()}
+        # copies, because a donated state is written to
+        return {name: double(number).to(count.device, copy=True) for name, number in numbers.items()}
 
-    def init(params: Any) -> HyperState:
+    def init(params: Tree) -> HyperState:
         count = start_count(params)
         start = begun(count)
         return HyperState(start, count, built(start).init(params))
 
     def current(state: HyperState) -> dict[str, Tensor]:
         old = state.hyperparams
-        new = {name: double(at(fn, state.count)) for name, fn in schedules.items()}
-        return {**old, **{name: value.to(old[name].device) for name, value in new.items()}}
+        scheduled = {name: double(at(schedule, state.count)) for name, schedule in schedules.items()}
+        return {**old, **{name: value.to(old[name].device) for name, value in scheduled.items()}}
 
-    def update(grads: Any, state: HyperState, params: Any = None, **extra: Any) -> tuple[Any, HyperState]:
+    # `Any`, because `found_inf` among the arguments by name is read here
+    def update(grads: Tree, state: HyperState, params: Tree = None, **extra: Any) -> tuple[Tree, HyperState]:
         now = current(state)
         updates, inner = built(now).update(grads, state.inner, params, **extra)
         return updates, HyperState(now, state.count + num_made(extra.get("found_inf")), inner)
 
     def fused(
-        grads: Any, state: HyperState, params: Any, found_inf: FoundInf | None, donate: bool, **extra: Any
-    ) -> tuple[Any, HyperState]:
+        grads: Tree, state: HyperState, params: Tree, found_inf: FoundInf | None, donate: bool, **extra: object
+    ) -> tuple[Tree, HyperState]:
         now = current(state)
         params, inner = built(now).step(grads, state.inner, params, found_inf, donate, **extra)
         count = state.count + num_made(found_inf)

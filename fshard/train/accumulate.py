@@ -15,6 +15,7 @@ from ..comm.reduction import Reduction, TreeSums, is_idle
 from ..core import tree
 from ..core.arguments import wrong
 from ..core.random import seeded
+from ..core.tree import Tree
 from ..layout.pieces import device_of
 from ..sharding import transfer
 from ..sharding.grad import Outcome, inputs, later_grads, run
@@ -53,10 +54,10 @@ class StepGradients(NamedTuple):
     grads: Sharded
     outcome: Outcome
     share: Tensor | None
-    lost: Any
+    lost: Tree
 
 
-def gradients_of_micro_batches(recipe: Recipe, state: Any, batch: Any, args: Sequence[Any]) -> StepGradients:
+def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Any]) -> StepGradients:
     """The gradients of a batch, micro-batch by micro-batch."""
     params, num = state.params, recipe.accumulate
     plan, rank = params.plan, rank_of(params)
@@ -96,7 +97,7 @@ def gradients_of_micro_batches(recipe: Recipe, state: Any, batch: Any, args: Seq
 
 def run_each(
     recipe: Recipe,
-    state: Any,
+    state: Tree,
     micro_batches: Sequence[Any],
     args: Sequence[Any],
     destinations: Iterable[Gradients],
@@ -120,13 +121,13 @@ def run_each(
         yield outcome, into
 
 
-def _versions(extra: Any) -> list[int | None]:
+def _versions(extra: Tree) -> list[int | None]:
     """How often each leaf was written to in place; None for inference tensors, which do not count it."""
     # private: a tensor's number of writes has no public name (test_step_args.py notices when it goes)
     return [x._version if isinstance(x, Tensor) and not x.is_inference() else None for x in tree.leaves(extra)]
 
 
-def _check_extra(old: Any, new: Any, versions: Sequence[int | None]) -> None:
+def _check_extra(old: Tree, new: Tree, versions: Sequence[int | None]) -> None:
     """Raise ValueError if a loss wrote to its extra, or returned one of another structure, shape or dtype."""
     expected, got = (dict(tree.paths_to(x, Sharded)) for x in (old, new))
     for path, written in zip(tree.paths(tree.flatten(old)[1]), map(ne, versions, _versions(old)), strict=True):
@@ -191,7 +192,7 @@ def _reduced_last(reduce_once: Any, plan: Plan) -> Axes:
     return tuple(axes) if plan.axes else ()
 
 
-def _destinations(sums: Later, params: Sharded, recipe: Recipe, lost: Any, reduced_last: Axes) -> Iterator[Gradients]:
+def _destinations(sums: Later, params: Sharded, recipe: Recipe, lost: Tree, reduced_last: Axes) -> Iterator[Gradients]:
     """Where each micro-batch's gradients go: into `sums`, or into new buffers that the caller adds to `sums`."""
     over, num, by = params.plan.grads_over, recipe.accumulate, recipe.by
     if is_idle(by, params.plan.axes):  # one device: nothing to reduce, so every backward adds to one buffer
@@ -203,7 +204,9 @@ def _destinations(sums: Later, params: Sharded, recipe: Recipe, lost: Any, reduc
         yield from (Gradients(reduced, by=by, lost=lost, later=reduced_last) for reduced in buffers)
 
 
-def summed_locally(reduced: Later | None, local: Later, num: int, by: Reduction, lost: Any = ()) -> Iterator[Gradients]:
+def summed_locally(
+    reduced: Later | None, local: Later, num: int, by: Reduction, lost: Tree = ()
+) -> Iterator[Gradients]:
     """Destinations of `num` micro-batches whose whole gradients are added in `local`, and reduced with the last."""
     return (Gradients(reduced if number == num - 1 else None, local, number > 0, by, lost) for number in range(num))
 

@@ -12,10 +12,11 @@ from ..comm import primitives
 from ..comm.mesh import AnyMesh, axis_sizes, mesh_device
 from ..core import tree
 from ..core.arguments import wrong
+from ..core.tree import Tree
 from ..sharding.sharded import Sharded
 
 
-def join_batches(data: Iterable[Any], mesh: AnyMesh = None, like: Any = None) -> Iterator[tuple[Any, Tensor]]:
+def join_batches(data: Iterable[Any], mesh: AnyMesh = None, like: Tree = None) -> Iterator[tuple[Any, Tensor]]:
     """`(batch, weight)` until every rank's data are used up: one that has run out gets its last batch, with weight 0.
 
     Multiply total and count of a `Mean` by the weight (0-d, 1 or 0), a further argument of the step: the mean stays
@@ -40,7 +41,7 @@ def join_batches(data: Iterable[Any], mesh: AnyMesh = None, like: Any = None) ->
         yield batch, weight
 
 
-def cut(batch: Any, num: int, rank: int) -> list[Any]:
+def cut(batch: Tree, num: int, rank: int) -> list[Any]:
     """The batch as `num` micro-batches, views along dim 0. ValueError if it has fewer rows than that."""
     rows = num_rows(batch, num)
     leaves, spec = tree.flatten(batch)
@@ -56,7 +57,7 @@ def cut(batch: Any, num: int, rank: int) -> list[Any]:
     return [tree.unflatten(spec, [part[number] for part in parts]) for number in range(num)]
 
 
-def num_rows(batch: Any, num: int = 1) -> int:
+def num_rows(batch: Tree, num: int = 1) -> int:
     """The number of rows that every leaf of a batch has in dim 0; 0 without leaves. ValueError names another leaf.
 
     A batch of 0-d tensors alone counts as one row if it is to be cut into one (`num`) micro-batch.

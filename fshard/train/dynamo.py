@@ -9,10 +9,22 @@ Note [torch.compile]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Protocol
 
 import torch.utils._pytree as pytree
+from torch import Tensor
+
+from ..core.tree import Tree
+
+Traced = Callable[["_Step", Tree, Tree], tuple[list[Tensor], Tree]]
+
+
+class _Step(Protocol):
+    """A `Step`, whose module imports this one."""
+
+    run: Callable[..., tuple[Tree, Tree]]
 
 
 class _Nothing:
@@ -29,36 +41,37 @@ pytree.register_constant(_Nothing)
 _NOTHING = _Nothing()
 
 
-def without_none(x: Any) -> Any:
+def without_none(x: Tree) -> Tree:
     """The tree with a constant in the place of every None. Dual: `with_none`."""
     return pytree.tree_map(lambda leaf: _NOTHING if leaf is None else leaf, x)
 
 
-def with_none(x: Any) -> Any:
+def with_none(x: Tree) -> Tree:
     """The tree with None in the place of the constant. Dual: `without_none`."""
     return pytree.tree_map(
         lambda leaf: None if isinstance(leaf, _Nothing) else leaf, x, is_leaf=lambda leaf: isinstance(leaf, _Nothing)
     )
 
 
-def like(x: Any, leaves: Any) -> Any:
+def like(x: Tree, leaves: list[Tensor]) -> Tree:
     """The leaves as a tree of the structure of `x`, with None in the place of the constant."""
     return with_none(pytree.tree_unflatten(leaves, pytree.tree_structure(x)))
 
 
-def _run(step: Any, state: Any, given: Any) -> Any:
-    state, metrics = step.run(with_none(state), *with_none(given))
+def _run(step: _Step, state: Tree, args: Tree) -> tuple[list[Tensor], Tree]:
+    """Run a step: the leaves of its new state, and the metrics."""
+    state, metrics = step.run(with_none(state), *with_none(args))
     return pytree.tree_leaves(without_none(state)), without_none(metrics)
 
 
 @cache
-def _opaque() -> Any:
+def _opaque() -> Traced:
     import torch._dynamo  # takes seconds; inside torch.compile it is imported already
 
     return torch._dynamo.nonstrict_trace(_run)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> Traced:
     # dynamo reads a module's attribute once, while it compiles
     if name == "traced":
         return _opaque()

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..comm import primitives
 from ..core import tree
+from ..core.tree import Tree
 from ..layout.pieces import pieces
 from ..optim.base import FoundInf, choose
 from ..optim.labels import Labels, label_of
@@ -41,12 +42,12 @@ def nothing_lost(params: Sharded) -> Any:
     return Sharded(whole_view(plan, (), kinds), tensors)
 
 
-def scaled(state: Any) -> Any:
+def scaled(state: Tree) -> Any:
     """A copy of `state.lost` times the loss scale, which the reductions of a step write to. Dual: `after_update`."""
     return tree.map(lambda x: x * state.loss_scale.value, state.lost)
 
 
-def set_aside(lost: Any) -> Callable[[Tensor], None]:
+def set_aside(lost: Tree) -> Callable[[Tensor], None]:
     """Set `lost` to zero in place; the function returned adds the old values, times a factor, to it."""
     before = tree.map(torch.clone, lost)
     tree.map(Tensor.zero_, lost)
@@ -57,7 +58,7 @@ def set_aside(lost: Any) -> Callable[[Tensor], None]:
     return put_back
 
 
-def after_update(state: Any, lost: Any, share: Tensor | None, skip: FoundInf | None, labels: Labels) -> Any:
+def after_update(state: Tree, lost: Tree, share: Tensor | None, skip: FoundInf | None, labels: Labels) -> Any:
     """`lost` in units of the gradient itself; where the update of a leaf was skipped, `state.lost`."""
     one = torch.ones((), dtype=torch.float32, device="cpu")
     factor = torch.div(one if share is None else share.float(), state.loss_scale.value)

@@ -21,6 +21,7 @@ from ..core import scalars, tree
 from ..core.arguments import check_whole, is_number, shown, wrong
 from ..core.scalars import double
 from ..core.tracing import is_tracing
+from ..core.tree import Tree
 from ..layout.layout import Leaf
 from ..layout.pieces import Parts, device_of, layout_of, mesh_of, pieces
 from ..optim import kernels
@@ -72,7 +73,7 @@ def _check_between(scale: Any, least: float, most: float) -> None:
         raise ValueError(f"a loss scale={scale}: expected min_scale={least} <= scale <= max_scale={most}")
 
 
-def _unscale(grads: Any, scale: Tensor, own: bool, labels: Labels, mesh: AnyMesh) -> tuple[Any, FoundInf]:
+def _unscale(grads: Tree, scale: Tensor, own: bool, labels: Labels, mesh: AnyMesh) -> tuple[Any, FoundInf]:
     _check_grads(grads)
     sparse = any(row.layout is torch.sparse_coo for row in tree.leaves(grads))
     if not own or sparse:
@@ -92,14 +93,14 @@ def _values(row: Tensor) -> Tensor:
     return row.coalesce().values() if row.layout is torch.sparse_coo else row
 
 
-def _marked(grads: Any) -> Any:
+def _marked(grads: Tree) -> Any:
     """The gradients as `Unscaled`, in the same memory."""
     if is_tracing() or torch.compiler.is_compiling():
         return grads  # fake tensors cannot be of another class
     return tree.map(lambda row: row if row.layout is torch.sparse_coo else row.as_subclass(Unscaled), grads)
 
 
-def _check_grads(grads: Any) -> None:
+def _check_grads(grads: Tree) -> None:
     for number, row in enumerate(tree.leaves(grads)):
         good = isinstance(row, Tensor) and (row.is_floating_point() or row.is_complex())
         if good and not isinstance(row, Unscaled):
@@ -180,7 +181,9 @@ class StaticLossScale:
         """A tree times the scale, each leaf in its own dtype. TypeError for a leaf that is no floating tensor."""
         return _times(x, self.value)
 
-    def unscale(self, grads: Any, *, own: bool = False, labels: Labels = None, mesh: AnyMesh = None) -> tuple[Any, Any]:
+    def unscale(
+        self, grads: Tree, *, own: bool = False, labels: Labels = None, mesh: AnyMesh = None
+    ) -> tuple[Tree, Tree]:
         """Divide gradients by the scale; returns them, and 1 if any rank's are not finite, else 0 (float32, 0-d).
 
         With `own` the gradients are the caller's, and divided in place. `found_inf` is equal on all ranks: those of all
@@ -338,7 +341,7 @@ class NoLossScale:
         return _times(x, self.value)
 
     def unscale(
-        self, grads: Any, *, own: bool = False, labels: Labels = None, mesh: AnyMesh = None
+        self, grads: Tree, *, own: bool = False, labels: Labels = None, mesh: AnyMesh = None
     ) -> tuple[Any, Tensor]:
         """Return the gradients as they are, and 0."""
         return grads, torch.zeros((), dtype=torch.float32, device=device_of(grads))

@@ -27,6 +27,7 @@ from ..comm import primitives
 from ..comm.mesh import num_ranks
 from ..comm.reduction import TREE, reduce_over, tree_sum
 from ..core import tree
+from ..core.tree import Tree
 from ..sharding.grad import Outcome, described, later_grads, reduce_all
 from ..sharding.plan import Plan
 from ..sharding.sharded import Sharded
@@ -34,7 +35,7 @@ from .accumulate import Recipe, StepGradients, joined, rank_of, run_each, summed
 from .data import cut, num_rows
 
 
-def gradients_of_slices(recipe: Recipe, state: Any, batch: Any, args: Sequence[Any]) -> StepGradients:
+def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Any]) -> StepGradients:
     """The gradients of a batch, slice by slice (Note [Slices])."""
     params, plan = state.params, state.params.plan
     if plan.param_wire is not None or plan.grad_wire is not None:
@@ -67,7 +68,7 @@ def gradients_of_slices(recipe: Recipe, state: Any, batch: Any, args: Sequence[A
     return StepGradients(grads(), outcome, first[0].shared(num) / outcome.divisor, state.lost)
 
 
-def _cut_slices(batch: Any, accumulate: int, params: Sharded) -> list[list[Any]]:
+def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Any]]:
     """This rank's slices, each a list of micro-batches."""
     plan, rank = params.plan, rank_of(params)
     ranks = num_ranks(plan.live_mesh())
@@ -95,7 +96,7 @@ def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Pla
     return torch.where(squares * num_ranks(plan.live_mesh()) == total.square(), count, torch.nan)
 
 
-def _add_to_counter(counter: list[Any], number: int, grads: Any) -> None:
+def _add_to_counter(counter: list[Any], number: int, grads: Tree) -> None:
     """Add the gradients of slice `number` to a binary counter.
 
     Where the counter has a sum of as many slices, the two become one sum of twice as many, as a digit is carried.

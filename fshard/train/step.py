@@ -19,6 +19,7 @@ from ..core.arguments import check_flags, check_has, check_positive, check_whole
 from ..core.donation import Life
 from ..core.scalars import beside, wide
 from ..core.tracing import is_tracing
+from ..core.tree import Tree
 from ..layout.norms import global_norm
 from ..layout.pieces import device_of, packed
 from ..optim.base import FoundInf, Transform, any_found, as_transform, clip_factor
@@ -47,13 +48,13 @@ class TrainState:
     - `lost`: what a `grad_wire` with feedback has lost of this rank's whole gradients; () without one.
     """
 
-    params: Any
-    opt_state: Any
+    params: Tree
+    opt_state: Tree
     loss_scale: Any
     step: Any
     rng: Any
-    extra: Any
-    lost: Any = ()
+    extra: Tree
+    lost: Tree = ()
 
     def give_away(self) -> None:
         """Make every use of the state, and of what is sharded in it, a DonatedError."""
@@ -74,7 +75,9 @@ class TrainState:
 tree.register_fields(TrainState, ("params", "opt_state", "loss_scale", "step", "rng", "extra", "lost"))
 
 
-def init_state(sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: int = 0, extra: Any = None) -> TrainState:
+def init_state(
+    sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: int = 0, extra: Tree = None
+) -> TrainState:
     """The state before the first step; the optimizer's state is cut as the plan's `state_over` says.
 
     `loss_scale` and `extra` are copied, because a donated state is written to. Every rank of the plan's mesh must call
@@ -141,7 +144,7 @@ class Step:
     def __hash__(self) -> int:
         return id(self)
 
-    def __call__(self, state: TrainState, batch: Any, *args: Any) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(self, state: TrainState, batch: Tree, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         """The new state and the metrics. TypeError if `state` is not a TrainState."""
         if not isinstance(state, TrainState):
             raise TypeError(f"step(state, batch): expected a TrainState (fshard.init_state) first, got {shown(state)}")
@@ -221,7 +224,7 @@ def train_step(
     if in_slices:  # fused kernels compute the last elements of a row otherwise than the rest
         tx = tx._replace(fused=None)
 
-    def run(state: TrainState, batch: Any, *args: Any) -> tuple[TrainState, dict[str, Any]]:
+    def run(state: TrainState, batch: Tree, *args: Any) -> tuple[TrainState, dict[str, Any]]:
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
         # made in here, so that `captures` finds the loss function among what this function reads
@@ -278,7 +281,7 @@ def _check_built(
         )
 
 
-def _chosen(skip: FoundInf | None, old: Any, new: Any) -> Any:
+def _chosen(skip: FoundInf | None, old: Tree, new: Tree) -> Any:
     """The new extra, or the old one if any update is skipped. A leaf that is the same object in both stays that."""
     if skip is None:
         return new
@@ -288,7 +291,7 @@ def _chosen(skip: FoundInf | None, old: Any, new: Any) -> Any:
     )
 
 
-def _apart(extra: Any, held: Any) -> Any:
+def _apart(extra: Tree, held: Any) -> Any:
     """Extra with copies of the leaves that share memory with `held`, and a new container for each `Sharded`."""
 
     def copied(x: Any) -> Any:
@@ -314,7 +317,7 @@ def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None, exa
 def _update(
     tx: Transform,
     grads: Sharded,
-    opt_state: Any,
+    opt_state: Tree,
     params: Sharded,
     skip: FoundInf | None,
     donate: bool,
@@ -338,7 +341,7 @@ def _update(
     return Sharded(params.view, rows), new_state
 
 
-def _check_opt_state(opt_state: Any, params: Sharded) -> None:
+def _check_opt_state(opt_state: Tree, params: Sharded) -> None:
     plan = params.plan
     for part in tree.nodes(opt_state, Sharded):
         if part.plan != plan or part.view.over != plan.state_over:
