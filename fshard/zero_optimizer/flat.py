@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from ..comm.mesh import AnyMesh, Axes, mesh_device
 from ..comm.ranks import Pending
 from ..comm.reduction import reduce_over
 from ..core import tree
+from ..core.tree import Tree
 from ..optim.base import FoundInf, Transform
 from ..sharding.plan import Plan, Slot, make_plan
 from ..sharding.sharded import Sharded, cut, intervals, local_numel, pack, whole_view
@@ -22,14 +22,17 @@ from .leaf import ZeroState, check_zero_state, leaves_of
 _LARGE = 1 << 16  # mean elements of pieces from which reading them in place beats copying them into one row
 
 
-def flat_init(tx: Transform, mesh: AnyMesh, axes: Axes, bucket: int, block: int, params: Any) -> ZeroState:
+def flat_init(tx: Transform, mesh: AnyMesh, axes: Axes, bucket: int, block: int, params: Tree) -> ZeroState:
     """Make the plan of buckets, and the optimizer's state for this rank's intervals of them."""
     plan = make_plan(params, mesh, units=bucket, params_over=(), grads_over=(), state_over=axes, block=block)
     return ZeroState(tx.init(_part(plan, _by_slot(plan, params, "parameters"))), plan)
 
 
-def _by_slot(plan: Plan, x: Any, what: str) -> dict[Slot, Tensor]:
-    """Return whole leaves by slot; ValueError for a trainable one that is missing or has another shape."""
+def _by_slot(plan: Plan, x: Tree, what: str) -> dict[Slot, Tensor]:
+    """Return whole leaves by slot; ValueError for a trainable one that is missing or has another shape.
+
+    A frozen leaf, of gradients, may be None: nothing reads it.
+    """
     by_slot = dict(zip(plan.slots, leaves_of(x, plan.spec, what), strict=True))
     for slot, leaf in by_slot.items():
         if plan.kinds[slot.kind].trainable and (not isinstance(leaf, Tensor) or tuple(leaf.shape) != slot.shape):
@@ -67,10 +70,10 @@ def _grads_part(
 ) -> dict[tuple[int, int], Pending]:
     """This rank's part of the gradients, by unit and kind: local ones are being reduced, wait() copies others."""
     mesh, axes, started = plan.live_mesh(), plan.state_over, {}
-    for unit, kind in _places(plan):
+    for unit, kind in _places(plan):  # every rank starts the same reductions in the same order
         like, out = leaves[plan.places[unit, kind][0]], None if into is None else into.piece(unit, kind)
         if local:
-            whole = primitives.buffer(mesh, plan.rest(()), plan.length(unit, kind, ()), like, lent=True)
+            whole = primitives.buffer(mesh, plan.rest(()), plan.length(unit, kind, ()), like, lent=True)  # (n,)
             pack(leaves, plan, unit, kind, (), whole)
             pending = reduce_over(whole, mesh, axes, plan.rest(axes), plan.units[unit].name, out)
         else:
@@ -79,7 +82,10 @@ def _grads_part(
     return started
 
 
-def _read(leaves: Mapping[Slot, Tensor], plan: Plan, unit: int, kind: int, out: Tensor | None, _: Any) -> Tensor:
+def _read(
+    leaves: Mapping[Slot, Tensor], plan: Plan, unit: int, kind: int, out: Tensor | None, _: Sequence[Tensor]
+) -> Tensor:
+    """Copy this rank's interval (n / W,) of a bucket out of whole gradients, into `out` or a new tensor."""
     if out is None:
         like, length = leaves[plan.places[unit, kind][0]], plan.length(unit, kind, plan.state_over)
         out = primitives.buffer(plan.live_mesh(), plan.state_over[-1:], length, like, lent=False)
@@ -91,16 +97,17 @@ def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]
     slots, length = plan.places[place], plan.length(*place, ())
     first = leaves[slots[0]]
     storage = first.untyped_storage()
-    ours = storage.nbytes() == length * first.itemsize and all(
-        leaves[s].untyped_storage().data_ptr() == storage.data_ptr()
-        and leaves[s].storage_offset() == s.start
-        and leaves[s].is_contiguous()
-        for s in slots
+    is_bucket = storage.nbytes() == length * first.itemsize and all(
+        leaves[slot].untyped_storage().data_ptr() == storage.data_ptr()
+        and leaves[slot].storage_offset() == slot.start
+        and leaves[slot].is_contiguous()
+        for slot in slots
     )
-    if not ours:
+    if not is_bucket:
         return None
-    whole = first.detach().as_strided((length,), (1,), 0)
+    whole = first.detach().as_strided((length,), (1,), 0)  # (n,), from the storage's first element
     mesh = plan.live_mesh()
+    # a peer may still be reading what was lent to it for the last gather: writing would change what it gets
     return whole if all(primitives.along(mesh, axis).idle(whole) for axis in plan.state_over) else None
 
 
@@ -117,20 +124,19 @@ class _Buckets:
 
     def __init__(self, plan: Plan, device: torch.device, given_away: Mapping[Slot, Tensor] | None = None):
         self.plan, self.started = plan, list[Pending]()
-        self.whole, self.reused = dict[tuple[int, int], Tensor](), set[tuple[int, int]]()
+        self.whole = dict[tuple[int, int], Tensor]()  # (n,) for each unit and kind
+        self.reused = set[tuple[int, int]]()  # the buckets that are those of the parameters given away
         for unit, kind in _places(plan):
             like, length = torch.empty(0, dtype=plan.kinds[kind].dtype, device=device), plan.length(unit, kind, ())
-            used = None if given_away is None else _bucket_of(given_away, plan, (unit, kind))
-            new = (
-                primitives.buffer(plan.live_mesh(), plan.state_over[-1:], length, like, lent=True)
-                if used is None
-                else used
-            )
-            self.whole[unit, kind] = new
-            self.reused |= {(unit, kind)} if used is not None else set()
+            bucket = None if given_away is None else _bucket_of(given_away, plan, (unit, kind))
+            if bucket is None:
+                bucket = primitives.buffer(plan.live_mesh(), plan.state_over[-1:], length, like, lent=True)
+            else:
+                self.reused.add((unit, kind))
+            self.whole[unit, kind] = bucket
 
-    def own(self, place: tuple[int, int]) -> Tensor:
-        """This rank's interval of a bucket, a view."""
+    def interval(self, place: tuple[int, int]) -> Tensor:
+        """This rank's interval (n / W,) of a bucket, a view."""
         length = self.plan.length(*place, self.plan.state_over)
         index = self.plan.index(self.plan.state_over)
         return self.whole[place][index * length : (index + 1) * length]
@@ -138,30 +144,32 @@ class _Buckets:
     def gather(self, parts: Mapping[tuple[int, int], Tensor]) -> None:
         """Start the all-gather of some buckets."""
         plan = self.plan
-        for (unit, kind), own in parts.items():
+        for (unit, kind), interval in parts.items():
             out, name = self.whole[unit, kind], plan.units[unit].name
-            self.started.append(primitives.gather_over(own, plan.live_mesh(), plan.state_over, name, out, lent=True))
+            self.started.append(
+                primitives.gather_over(interval, plan.live_mesh(), plan.state_over, name, out, lent=True)
+            )
 
     def leaves(self) -> dict[Slot, Tensor]:
         """Wait for all gathers; return the whole leaves, views of the buckets."""
         for pending in self.started:
             pending.wait()
-        plan, found = self.plan, dict[Slot, Tensor]()
+        plan, leaves = self.plan, dict[Slot, Tensor]()
         for place, whole in self.whole.items():
-            found.update(zip(plan.places[place], cut(plan, whole, *place), strict=True))
-        return found
+            leaves.update(zip(plan.places[place], cut(plan, whole, *place), strict=True))
+        return leaves
 
 
 def flat_update(
-    tx: Transform, local: bool, grads: Any, state: ZeroState, params: Any = None, **extra: Any
-) -> tuple[Any, ZeroState]:
+    tx: Transform, local: bool, grads: Tree, state: ZeroState, params: Tree = None, **extra: object
+) -> tuple[Tree, ZeroState]:
     """Return whole updates: each rank computes its intervals, and they are all-gathered."""
-    check_zero_state(state, Plan)
-    plan, given = state.parting, _by_slot(state.parting, grads, "gradients")
-    part = _whole_part(plan, given, local)
-    mine = None if params is None else _part(plan, _by_slot(plan, params, "parameters"))
-    updates, inner = tx.update(part, state.inner, mine, **extra)
-    buckets = _Buckets(plan, _device(plan, given))
+    plan = check_zero_state(state, Plan)
+    gradients = _by_slot(plan, grads, "gradients")
+    grads_part = _whole_part(plan, gradients, local)
+    params_part = None if params is None else _part(plan, _by_slot(plan, params, "parameters"))
+    updates, inner = tx.update(grads_part, state.inner, params_part, **extra)
+    buckets = _Buckets(plan, _device(plan, gradients))
     buckets.gather({place: updates.piece(*place) for place in _places(plan)})
     updated = buckets.leaves()
     return tree.unflatten(plan.spec, [updated.get(slot) for slot in plan.slots]), ZeroState(inner, plan)
@@ -170,30 +178,31 @@ def flat_update(
 def flat_step(
     tx: Transform,
     local: bool,
-    grads: Any,
+    grads: Tree,
     state: ZeroState,
-    params: Any,
+    params: Tree,
     found_inf: FoundInf | None,
     donate: bool,
-    **extra: Any,
-) -> tuple[Any, ZeroState]:
+    **extra: object,
+) -> tuple[Tree, ZeroState]:
     """Return new whole parameters, views of buckets; for an elementwise `tx` each is gathered once it is updated."""
-    check_zero_state(state, Plan)
-    plan, inner = state.parting, state.inner if donate else tree.map(torch.clone, state.inner)
-    old, given = _by_slot(plan, params, "parameters"), _by_slot(plan, grads, "gradients")
+    plan = check_zero_state(state, Plan)
+    inner = state.inner if donate else tree.map(torch.clone, state.inner)
+    old, gradients = _by_slot(plan, params, "parameters"), _by_slot(plan, grads, "gradients")
     buckets = _Buckets(plan, _device(plan, old), old if donate else None)
     if tx.elementwise:
-        inner = _step_by_bucket(tx, plan, given, local, inner, old, buckets, found_inf, extra)
+        inner = _step_by_bucket(tx, plan, gradients, local, inner, old, buckets, found_inf, extra)
     else:
-        new, inner = tx.step(
-            _whole_part(plan, given, local), inner, _part(plan, old), found_inf, True, **extra | {"own_grads": True}
-        )
+        # the parts of gradients and parameters are copies, which the optimizer may overwrite
+        grads_part, params_part = _whole_part(plan, gradients, local), _part(plan, old)
+        new, inner = tx.step(grads_part, inner, params_part, found_inf, True, **extra | {"own_grads": True})
         buckets.gather({place: new.piece(*place) for place in _places(plan)})
     updated = old | buckets.leaves()
     return tree.unflatten(plan.spec, [updated[slot] for slot in plan.slots]), ZeroState(inner, plan)
 
 
-def _device(plan: Plan, leaves: Mapping[Slot, Any]) -> torch.device:
+def _device(plan: Plan, leaves: Mapping[Slot, Tensor]) -> torch.device:
+    # among gradients a frozen leaf is None
     devices = (leaf.device for leaf in leaves.values() if isinstance(leaf, Tensor))
     return next(devices, mesh_device(plan.live_mesh()))
 
@@ -201,27 +210,29 @@ def _device(plan: Plan, leaves: Mapping[Slot, Any]) -> torch.device:
 def _step_by_bucket(
     tx: Transform,
     plan: Plan,
-    given: Mapping[Slot, Tensor],
+    gradients: Mapping[Slot, Tensor],
     local: bool,
-    inner: Any,
+    inner: Tree,
     old: Mapping[Slot, Tensor],
     buckets: _Buckets,
     found_inf: FoundInf | None,
-    extra: Mapping[str, Any],
-) -> Any:
+    extra: Mapping[str, object],
+) -> Tree:
     """Update bucket after bucket, and start the gather of each before the next; state is updated in place."""
-    arriving, after = _grads_part(plan, given, local), inner
+    arriving, after = _grads_part(plan, gradients, local), inner
     for place, pending in arriving.items():
-        own = buckets.own(place)
+        interval = buckets.interval(place)  # (n / W,)
         if place not in buckets.reused:  # a reused bucket holds the parameters already
-            pack(old, plan, *place, plan.state_over, own)
-        sources = ([] if local else _large_views(given, plan, place)) or [(0, pending.wait())]
-        grads, spans = [g for _, g in sources], [(start, g.numel()) for start, g in sources]
-        mine, held = _views(own, spans), _of_place(inner, place, spans)
-        new, after = tx.step(tuple(grads), held, mine, found_inf, True, **extra)
-        tree.map(_write, mine, new)
+            pack(old, plan, *place, plan.state_over, interval)
+        sources = ([] if local else _large_views(gradients, plan, place)) or [(0, pending.wait())]
+        grads, spans = [grad for _, grad in sources], [(start, grad.numel()) for start, grad in sources]
+        params, state = _views(interval, spans), _of_place(inner, place, spans)
+        new, after = tx.step(tuple(grads), state, params, found_inf, True, **extra)
+        # an optimizer may return new tensors instead of writing to those it was given
+        tree.map(_write, params, new)
         tree.map_tops(lambda kept, x, place=place, spans=spans: _keep(kept, x, place, spans), Sharded, inner, after)
-        buckets.gather({place: own})
+        buckets.gather({place: interval})
+    # every bucket's step began with the same counters and hyper-parameters, so those of the last are those of all
     return tree.map_tops(lambda kept, last: kept if isinstance(kept, Sharded) else last, Sharded, inner, after)
 
 
@@ -237,16 +248,18 @@ def _views(x: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
     return tuple(x[start : start + numel] for start, numel in spans)
 
 
-def _of_place(state: Any, place: tuple[int, int], spans: Sequence[tuple[int, int]]) -> Any:
+def _of_place(state: Tree, place: tuple[int, int], spans: Sequence[tuple[int, int]]) -> Tree:
     """The state of one bucket's pieces, views of the sharded trees of `state`."""
     return tree.map_tops(lambda x: _views(x.piece(*place), spans) if isinstance(x, Sharded) else x, Sharded, state)
 
 
-def _keep(kept: Any, new: Any, place: tuple[int, int], spans: Sequence[tuple[int, int]]) -> None:
+def _keep(kept: Tree, new: Tree, place: tuple[int, int], spans: Sequence[tuple[int, int]]) -> None:
+    """Write the new state of one bucket's pieces into the sharded tree that they are pieces of."""
     if isinstance(kept, Sharded):
         tree.map(_write, _views(kept.piece(*place), spans), new)
 
 
 def _write(old: Tensor, new: Tensor) -> None:
+    # an empty tensor may have a null address: there is nothing to copy either
     if old.data_ptr() != new.data_ptr():
         old.copy_(new)
