@@ -12,25 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from ..comm.mesh import AnyMesh, Axes, axis_sizes
 from ..core import tree
 from ..core.arguments import check_whole, check_word
+from ..core.tree import Tree
 from ..layout.pieces import Parts
 from ..optim.base import Transform, as_transform
 from ..sharding.leaves import check_tensors, first_places
 from ..sharding.partitions import axes_of
 from .flat import flat_init, flat_step, flat_update
-from .leaf import leaf_init, leaf_step, leaf_update
+from .leaf import ZeroState, leaf_init, leaf_step, leaf_update
 
 BUCKET = 1 << 22  # elements
 
 
 def zero(
-    tx: Any,
+    tx: object,
     mesh: AnyMesh = None,
     partition: str = "flat",
     grads: str = "reduced",
@@ -69,17 +69,22 @@ def zero(
     check_word("zero: grads", grads, ("reduced", "local"))
     check_whole("zero: bucket", bucket, what="a number of elements")
     check_whole("zero: block", block, what="a number of elements")
-    tx, axes, local = as_transform(tx), _axes(mesh, over), grads == "local"
+    inner, axes, local = as_transform(tx), _axes(mesh, over), grads == "local"
+    make_state: Callable[[Tree], ZeroState]
     if partition == "flat":
-        make, update, step = partial(flat_init, tx, mesh, axes, bucket, block), flat_update, flat_step
+        make_state, update, step = partial(flat_init, inner, mesh, axes, bucket, block), flat_update, flat_step
     else:
-        make, update, step = partial(leaf_init, tx, mesh, axes), leaf_update, leaf_step
-    fused = partial(step, tx, local)
-    init, agreeing = partial(_checked_init, make), mesh if local else None
-    return Transform(init, partial(update, tx, local), fused, labelled=tx.labelled, mesh=agreeing)
+        make_state, update, step = partial(leaf_init, inner, mesh, axes), leaf_update, leaf_step
+    return Transform(
+        partial(_checked_init, make_state),
+        partial(update, inner, local),
+        fused=partial(step, inner, local),
+        labelled=inner.labelled,
+        mesh=mesh if local else None,  # ranks see different local gradients: they agree on whether to skip
+    )
 
 
-def _checked_init(make: Callable[[Any], Any], params: Any) -> Any:
+def _checked_init(make: Callable[[Tree], ZeroState], params: Tree) -> ZeroState:
     _check_params(params)
     return make(params)
 
@@ -94,7 +99,7 @@ def _axes(mesh: AnyMesh, over: str | Sequence[str] | None) -> Axes:
     return axes
 
 
-def _check_params(params: Any) -> None:
+def _check_params(params: Tree) -> None:
     if tree.nodes(params, Parts):
         raise TypeError(
             "zero: expected whole parameters, got sharded ones, whose state is partitioned already: use tx. Or got the "
@@ -106,7 +111,7 @@ def _check_params(params: Any) -> None:
     devices: dict[torch.device, str] = {}
     paths = tree.paths(spec)
     check_tensors(flat, paths)
-    for i, first in enumerate(first_places(flat, paths)):
+    for i, first in enumerate(first_places(flat, paths)):  # the first of the leaves that are tied to leaf i
         if i != first:
             raise ValueError(
                 f"zero: leaves {paths[first]!r} and {paths[i]!r} are the same tensor, which would be updated twice: "
@@ -115,5 +120,7 @@ def _check_params(params: Any) -> None:
     for path, leaf in zip(paths, flat, strict=True):
         devices.setdefault(leaf.device, path)
     if len(devices) > 1:
-        (a, at_a), (b, at_b), *_ = devices.items()
-        raise ValueError(f"zero: leaves on several devices: {at_a!r} on {a}, {at_b!r} on {b}. Move them to one.")
+        (device, path), (other, other_path), *_ = devices.items()
+        raise ValueError(
+            f"zero: leaves on several devices: {path!r} on {device}, {other_path!r} on {other}. Move them to one."
+        )
