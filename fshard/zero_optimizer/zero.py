@@ -20,7 +20,7 @@ from ..core import tree
 from ..core.arguments import check_whole, check_word
 from ..core.tree import Tree
 from ..layout.pieces import Parts
-from ..optim.base import Transform, as_transform
+from ..optim.base import Transform, TransformLike, as_transform
 from ..sharding.leaves import check_tensors, first_places
 from ..sharding.partitions import axes_of
 from .flat import flat_init, flat_step, flat_update
@@ -30,7 +30,7 @@ BUCKET = 1 << 22  # elements
 
 
 def zero(
-    tx: object,
+    tx: TransformLike,
     mesh: AnyMesh = None,
     partition: str = "flat",
     grads: str = "reduced",
