@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,17 +21,21 @@ from .matrix import whole_leaves
 
 # The classes of torch.optim that act on every element by itself; all others are given whole leaves.
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-Entry = dict[str, Any]  # what a torch optimizer keeps of one parameter
+Entry = dict[str, Tensor]  # what a torch optimizer keeps of one parameter
+Numbers = dict[str, Tensor | float]  # what a class of the user's keeps of one parameter: numbers too
+Settings: TypeAlias = Mapping[str, Any]  # arguments by name, which only the class knows
+# `run(grads, state, params, extra)` is the class's own step: it writes to `params`, and returns the new state.
+Run = Callable[[Tree, "TorchState", Tree, Settings], "TorchState"]
 
 
 class TorchState(NamedTuple):
     """What the class keeps, by torch's names: trees of the parameters' structure, and 0-d tensors for all rows."""
 
-    tensors: dict[str, Any]
+    tensors: dict[str, Tree]
     scalars: dict[str, Tensor]
 
 
-def from_torch(cls: Any, **hyperparams: Any) -> Transform:
+def from_torch(cls: type[Optimizer], **hyperparams: object) -> Transform:
     """An optimizer class of torch.optim, or one of yours, `cls(params, **hyperparams)`, as a transformation.
 
     `step` gives exactly the parameters the class would. Every class works whose step needs no closure, takes dense
@@ -47,31 +51,33 @@ def from_torch(cls: Any, **hyperparams: Any) -> Transform:
     tensor(0.)
     """
     _check_class(cls)
+    settings: Settings = hyperparams
     if cls not in vars(torch.optim).values():
-        return whole_leaves(_of_user(cls, hyperparams))
+        return whole_leaves(_of_user(cls, settings))
     try:
-        cls([torch.zeros(1, 1, dtype=torch.float32, device="cpu")], **hyperparams)
+        cls([torch.zeros(1, 1, dtype=torch.float32, device="cpu")], **settings)
     except (TypeError, ValueError) as refused:
         raise type(refused)(f"from_torch: torch.optim.{cls.__name__} refuses these arguments: {refused}") from refused
     if cls.__name__ in _ELEMENTWISE:
-        return _on_rows(cls, hyperparams)
-    return whole_leaves(_on_leaves(cls, hyperparams))
+        return _on_rows(cls, settings)
+    return whole_leaves(_on_leaves(cls, settings))
 
 
-def _on_rows(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
+def _on_rows(cls: type[Optimizer], hyperparams: Settings) -> Transform:
     """A class of torch.optim that acts on every element by itself: it runs on rows, whichever leaves they hold."""
-    one = torch.zeros(1, dtype=torch.float32, device="cpu")
-    scalars = {name for name, x in _begin(cls, hyperparams, one).items() if not x.dim()}
+    dummy = torch.zeros(1, dtype=torch.float32, device="cpu")  # a parameter for a rank without rows
+    scalars = {name for name, x in _begin(cls, hyperparams, dummy).items() if not x.dim()}
 
     def init(params: Tree) -> TorchState:
         entries = [_begin(cls, hyperparams, row) for row in tree.leaves(params)]
-        return _like_params(entries, params, entries[0] if entries else _begin(cls, hyperparams, one), scalars)
+        return _like_params(entries, params, entries[0] if entries else _begin(cls, hyperparams, dummy), scalars)
 
-    def run(grads: Tree, state: TorchState, params: Tree, extra: Mapping[str, Any]) -> TorchState:
+    def run(grads: Tree, state: TorchState, params: Tree, extra: Settings) -> TorchState:
+        # views of the same memory, because `.grad` is set on them, and not on the caller's tensors
         rows = [row.detach() for row in tree.leaves(params)]
         if not rows:  # a rank that holds none of the parameters counts their updates all the same
-            begun = _begin(cls, hyperparams, one) | {name: x.clone() for name, x in state.scalars.items()}
-            (entry,) = _stepped(cls, hyperparams, [one.clone()], [torch.zeros_like(one)], [begun])
+            begun = _begin(cls, hyperparams, dummy) | {name: x.clone() for name, x in state.scalars.items()}
+            (entry,) = _stepped(cls, hyperparams, [dummy.clone()], [torch.zeros_like(dummy)], [begun])
             return TorchState(state.tensors, {name: entry[name] for name in state.scalars})
         entries = _stepped(cls, hyperparams, rows, tree.leaves(grads), _by_row(state, len(rows)))
         return _like_params(entries, params, entries[0], scalars)
@@ -79,21 +85,22 @@ def _on_rows(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
     return _adapted(init, run)
 
 
-def _on_leaves(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
+def _on_leaves(cls: type[Optimizer], hyperparams: Settings) -> Transform:
     """A class of torch.optim that looks at whole leaves: each row is one leaf, and its state may have any shapes."""
 
     def init(params: Tree) -> TorchState:
         rows, layout = tree.leaves(params), layout_of(params)
+        # every rank describes the state of all leaves, on the meta device, and has memory for that of its own
         shapes = {n: _begin(cls, hyperparams, _meta(layout.leaves[n])) for n in layout.numbers}
-        held = {s.leaf: _begin(cls, hyperparams, rows[s.row]) for s in layout.mine}
-        return TorchState(_by_name(layout, shapes, held), {})
+        local_entries = {s.leaf: _begin(cls, hyperparams, rows[s.row]) for s in layout.mine}
+        return TorchState(_by_name(layout, shapes, local_entries), {})
 
-    def run(grads: Tree, state: TorchState, params: Tree, extra: Mapping[str, Any]) -> TorchState:
+    def run(grads: Tree, state: TorchState, params: Tree, extra: Settings) -> TorchState:
         rows, layout = [row.detach() for row in tree.leaves(params)], layout_of(params)
         if not rows:  # torch makes no optimizer without parameters
             return state
-        after = _stepped(cls, hyperparams, rows, tree.leaves(grads), _by_leaf(state, layout))
-        entries = dict(zip((s.leaf for s in layout.mine), after, strict=True))
+        new_entries = _stepped(cls, hyperparams, rows, tree.leaves(grads), _by_leaf(state, layout))
+        entries = dict(zip((s.leaf for s in layout.mine), new_entries, strict=True))
         tensors = {
             name: Pieces(old.layout, [entries[s.leaf][name] for s in old.layout.mine])
             for name, old in state.tensors.items()
@@ -104,38 +111,41 @@ def _on_leaves(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
 
 
 def _stepped(
-    cls: Any, hyperparams: Mapping[str, Any], rows: list[Tensor], grads: Sequence[Tensor], entries: Sequence[Entry]
+    cls: type[Optimizer], hyperparams: Settings, rows: list[Tensor], grads: Sequence[Tensor], entries: Sequence[Entry]
 ) -> list[Entry]:
     """Run one step of the class, in place on `rows`, from what it kept of each; return what it keeps of each now."""
     optimizer = cls(rows, **hyperparams)
     for row, g, entry in zip(rows, grads, entries, strict=True):
+        # torch's optimizers take real views of complex tensors, which a lazily conjugated one (z.conj()) has not
         row.grad = g.detach().to(row.dtype).resolve_conj()
         optimizer.state[row] = entry
     optimizer.step()
     return [optimizer.state[row] for row in rows]
 
 
-def _adapted(init: Callable[[Any], TorchState], run: Callable[..., TorchState]) -> Transform:
-    """A transformation whose `run(grads, state, params, extra)` is the class's own step, in place on `params`."""
+def _adapted(init: Callable[[Tree], TorchState], run: Run) -> Transform:
+    """The transformation of an in-place step: `run` gets copies of parameters and state, unless they are donated."""
 
     def fused(
         grads: Tree, state: TorchState, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
     ) -> tuple[Tree, TorchState]:
-        new, inner = (params, state) if donate and found_inf is None else tree.map(torch.clone, (params, state))
-        after = run(grads, inner, new, extra)
-        if found_inf is not None and after.tensors.keys() != state.tensors.keys():
+        # with `found_inf` the old values are needed after the step, so they are copied even if donated
+        new_params, inner = (params, state) if donate and found_inf is None else tree.map(torch.clone, (params, state))
+        new_state = run(grads, inner, new_params, extra)
+        if found_inf is not None and new_state.tensors.keys() != state.tensors.keys():
             # SGD with dampening begins its momentum with its first update: whether this is one must be read
-            return (params, state) if bool(found_inf) else (new, after)
-        return choose(found_inf, (params, state), (new, after))
+            return (params, state) if bool(found_inf) else (new_params, new_state)
+        return choose(found_inf, (params, state), (new_params, new_state))
 
     def update(grads: Tree, state: TorchState, params: Tree = None, **extra: object) -> tuple[Tree, TorchState]:
-        new, after = fused(grads, state, params, None, False, **extra)
-        return tree.map(torch.sub, new, params), after
+        new_params, new_state = fused(grads, state, params, None, False, **extra)
+        return tree.map(torch.sub, new_params, params), new_state
 
     return checked(Transform(init, update, fused), Needs("from_torch", TorchState, params=True))
 
 
-def _check_class(cls: Any) -> None:
+def _check_class(cls: object) -> None:
+    """Raise ValueError for a class whose step cannot be a pure function of dense gradients, and for no class at all."""
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or cls.__name__ in ("LBFGS", "SparseAdam"):
         reasons = {"LBFGS": "its step needs a closure. Use lbfgs", "SparseAdam": "it takes sparse gradients alone"}
         why = reasons.get(getattr(cls, "__name__", ""), "it is no optimizer of torch.optim's kind")
@@ -145,17 +155,18 @@ def _check_class(cls: Any) -> None:
         raise ValueError(f"from_torch: cannot run {name!r} as a transformation: {why}")
 
 
-def _begin(cls: Any, hyperparams: Mapping[str, Any], row: Tensor) -> Entry:
+def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
     """What a class of torch.optim keeps of a parameter before its first update."""
     row = row.detach()
-    optimizer, row.grad = cls([row], **hyperparams), torch.zeros_like(row)
+    optimizer: Any = cls([row], **hyperparams)  # `_init_group` is a method of each class, not of `Optimizer`
+    row.grad = torch.zeros_like(row)
     # Private, but the way every class of torch.optim fills its state (test_authority.py notices when it is not).
     num_lists = len(inspect.signature(optimizer._init_group).parameters) - 1
     optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(num_lists)))
     entry = dict(optimizer.state[row])
     group = optimizer.param_groups[0]
     if cls.__name__ == "SGD" and group["momentum"] and not group["dampening"]:
-        entry["momentum_buffer"] = torch.zeros_like(row)  # as what torch makes of none
+        entry["momentum_buffer"] = torch.zeros_like(row)  # the first update makes of it what torch makes of none
     if strange := [name for name, x in entry.items() if not isinstance(x, Tensor)]:
         raise ValueError(f"from_torch: {cls.__name__} keeps {strange[0]!r}, which is no tensor: it cannot be a value")
     return entry
@@ -166,19 +177,24 @@ def _meta(leaf: Leaf) -> Tensor:
 
 
 def _like_params(entries: Sequence[Entry], params: Tree, first: Entry, scalars: set[str]) -> TorchState:
+    """The entries of all rows as trees of the structure of `params`; `first` gives the names, and the 0-d tensors."""
     spec = tree.flatten(params)[1]
     tensors = {n: tree.unflatten(spec, [entry[n] for entry in entries]) for n in first if n not in scalars}
     return TorchState({n: clear_padding_(x) for n, x in tensors.items()}, {n: first[n] for n in first if n in scalars})
 
 
-def _by_name(layout: Layout, shapes: Mapping[int, Entry], held: Mapping[int, Entry]) -> dict[str, Pieces]:
-    """Everything a class keeps of whole leaves, by the class's names for it."""
+def _by_name(layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> dict[str, Pieces]:
+    """Everything a class keeps of whole leaves, by the class's names for it.
+
+    `shapes` has an entry for every leaf, of tensors whose shapes and dtypes alone count; `local_entries` those of the
+    leaves that this rank holds.
+    """
     names = dict.fromkeys(name for entry in shapes.values() for name in entry)
-    return {name: _entries_of(name, layout, shapes, held) for name in names}
+    return {name: _pieces_of(name, layout, shapes, local_entries) for name in names}
 
 
-def _entries_of(name: str, layout: Layout, shapes: Mapping[int, Entry], held: Mapping[int, Entry]) -> Pieces:
-    """One of the tensors a class keeps of whole leaves, of any shape, for the leaves of which it keeps one."""
+def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> Pieces:
+    """The tensors of one name that a class keeps of whole leaves, of any shapes; some leaves may have none."""
     known = {n: entry[name] for n, entry in shapes.items() if name in entry}
     leaves = [
         replace(leaf, shape=tuple(known[n].shape), dtype=known[n].dtype) if n in known else leaf
@@ -187,7 +203,7 @@ def _entries_of(name: str, layout: Layout, shapes: Mapping[int, Entry], held: Ma
     part = layout.pick(known)
     spans = tuple(replace(s, numel=known[s.leaf].numel()) for s in part.spans)
     part = replace(part, source=(name, part.source), leaves=tuple(leaves), spans=spans, origin=None)
-    return Pieces(part, [held[s.leaf][name] for s in part.mine])
+    return Pieces(part, [local_entries[s.leaf][name] for s in part.mine])
 
 
 def _by_row(state: TorchState, num_rows: int) -> list[Entry]:
@@ -209,10 +225,11 @@ def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
     return [entries[n] for n in numbers]
 
 
-def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
+def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
     """A class of the user's: a step with gradients of zero shows what it keeps, and its first real step makes that."""
     _check_apart(cls, hyperparams)
     first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
+    # Python numbers are 0-d tensors in the state, and turned back into their types for the class
     numbers = {n: type(x) for n, x in first.items() if not isinstance(x, Tensor)}
     known = inspect.signature(cls.step).parameters.keys() - {"self", "closure"}
 
@@ -223,27 +240,29 @@ def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
         rows, layout = tree.leaves(params), layout_of(params)
         leaves = {n: layout.leaves[n] for n in layout.numbers}
         shapes = {n: begin(torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")) for n, leaf in leaves.items()}
-        held = {s.leaf: begin(rows[s.row]) for s in layout.mine}
-        return TorchState(_by_name(layout, shapes, held), {"begun": torch.zeros((), dtype=torch.float32, device="cpu")})
+        local_entries = {s.leaf: begin(rows[s.row]) for s in layout.mine}
+        begun = torch.zeros((), dtype=torch.float32, device="cpu")  # 1 after the first update
+        return TorchState(_by_name(layout, shapes, local_entries), {"begun": begun})
 
-    def run(grads: Tree, state: TorchState, params: Tree, extra: Mapping[str, Any]) -> TorchState:
-        rows, layout, after = [row.detach() for row in tree.leaves(params)], layout_of(params), dict[int, Entry]()
+    def run(grads: Tree, state: TorchState, params: Tree, extra: Settings) -> TorchState:
+        rows, layout = [row.detach() for row in tree.leaves(params)], layout_of(params)
+        new_entries = dict[int, Numbers]()
         begun = bool(state.scalars["begun"])  # on the CPU: no wait for a device
         if rows:
             optimizer = cls(rows, **hyperparams)
             for row, g, entry in zip(rows, tree.leaves(grads), _by_leaf(state, layout), strict=True):
                 row.grad = g.detach().to(row.dtype, copy=True).resolve_conj()  # which a class may write to
-                if begun:
+                if begun:  # the class's first real step starts without a state, as it expects
                     optimizer.state[row] = {n: numbers[n](x) if n in numbers else x for n, x in entry.items()}
-            places = [row.detach() for row in rows]
+            aliases = [row.detach() for row in rows]
             optimizer.step(**{name: value for name, value in extra.items() if name in known})
-            for place, row in zip(places, rows, strict=True):
-                if row.data_ptr() != place.data_ptr():  # a class may give its parameter other memory
-                    place.copy_(row)
-            after = {s.leaf: optimizer.state[row] for s, row in zip(layout.mine, rows, strict=True)}
-        _check_names(cls, {name for entry in after.values() for name in entry}, state)
+            for alias, row in zip(aliases, rows, strict=True):
+                if row.data_ptr() != alias.data_ptr():  # a class may give its parameter other memory (p.data = ...)
+                    alias.copy_(row)
+            new_entries = {s.leaf: optimizer.state[row] for s, row in zip(layout.mine, rows, strict=True)}
+        _check_names(cls, {name for entry in new_entries.values() for name in entry}, state)
         tensors = {
-            name: Pieces(x.layout, [_value(after[s.leaf][name]) for s in x.layout.mine])
+            name: Pieces(x.layout, [_value(new_entries[s.leaf][name]) for s in x.layout.mine])
             for name, x in state.tensors.items()
         }
         return TorchState(tensors, {"begun": torch.ones((), dtype=torch.float32, device="cpu")})
@@ -251,7 +270,7 @@ def _of_user(cls: Any, hyperparams: Mapping[str, Any]) -> Transform:
     return _adapted(init, run)
 
 
-def _check_apart(cls: Any, hyperparams: Mapping[str, Any]) -> None:
+def _check_apart(cls: type[Optimizer], hyperparams: Settings) -> None:
     """Raise ValueError if an update depends on the other parameters of the call: ranks hold different ones."""
 
     def stepped(*starts: Tensor) -> list[Tensor]:
@@ -271,7 +290,8 @@ def _check_apart(cls: Any, hyperparams: Mapping[str, Any]) -> None:
         )
 
 
-def _check_names(cls: Any, names: set[str], state: TorchState) -> None:
+def _check_names(cls: type[Optimizer], names: set[str], state: TorchState) -> None:
+    """Raise ValueError if a step made something by a new name: the state's structure must not change."""
     if late := names - state.tensors.keys():
         raise ValueError(
             f"from_torch: {cls.__name__} keeps {min(late)!r} of a parameter, which its first step with a gradient of "
@@ -279,12 +299,12 @@ def _check_names(cls: Any, names: set[str], state: TorchState) -> None:
         )
 
 
-def _value(x: Any) -> Tensor:
+def _value(x: Tensor | float) -> Tensor:
     """Return a tensor as it is, and a Python number as a 0-d tensor (float64 or int64)."""
     return x if isinstance(x, Tensor) else double(x) if isinstance(x, float) else torch.tensor(x, device="cpu")
 
 
-def _first_step(cls: Any, hyperparams: Mapping[str, Any], row: Tensor) -> Entry:
+def _first_step(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Numbers:
     """What a class keeps of a parameter after a step with a gradient of zero.
 
     ValueError if it keeps what the state of a transformation cannot hold.
@@ -312,9 +332,9 @@ def _first_step(cls: Any, hyperparams: Mapping[str, Any], row: Tensor) -> Entry:
     return entry
 
 
-def _of_all(optimizer: Any) -> dict[str, str]:
+def _of_all(optimizer: Optimizer) -> dict[str, str]:
     """The hyper-parameters and attributes of an optimizer (not its parameters and their states), as text."""
     (group,) = optimizer.param_groups
-    own = {f"param_groups[0][{name!r}]": value for name, value in group.items() if name != "params"}
-    rest = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
-    return {name: repr(value) for name, value in (own | rest).items()}
+    settings = {f"param_groups[0][{name!r}]": value for name, value in group.items() if name != "params"}
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    return {name: repr(value) for name, value in (settings | attributes).items()}
