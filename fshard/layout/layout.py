@@ -10,10 +10,10 @@ Note [Layouts]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,19 +21,22 @@ import torch
 from ..comm.mesh import AnyMesh, Axes, coordinate
 from ..core import tree
 
-EVERYONE = -1
+EVERYONE = -1  # in place of a rank: all ranks hold it
+S = TypeVar("S")
+T = TypeVar("T")
 
 
-class memo:  # lower case, because it is a decorator like `property`
+class memo(Generic[S, T]):  # lower case, because it is a decorator like `property`
     """functools.cached_property, without the lock it takes before Python 3.12, which torch.compile cannot trace."""
 
-    def __init__(self, fn: Callable[[Any], Any]):
+    def __init__(self, fn: Callable[[S], T]):
         self.fn, self.__doc__ = fn, fn.__doc__
 
-    def __get__(self, instance: Any, owner: type) -> Any:
-        found = self.fn(instance)
-        object.__setattr__(instance, self.fn.__name__, found)
-        return found
+    def __get__(self, instance: S, owner: type[S]) -> T:
+        value = self.fn(instance)
+        # hides this descriptor, so that it runs once; past the refusal of a frozen dataclass
+        object.__setattr__(instance, self.fn.__name__, value)
+        return value
 
 
 @dataclass(eq=False)
@@ -44,11 +47,10 @@ class Derived:
     because their outputs refer to the plan: Python's garbage collector frees them.
     """
 
-    layouts: dict[Any, Any] = field(default_factory=dict)  # of a plan, by view
-    routes: dict[Any, Any] = field(default_factory=dict)  # of a layout, by the `source` of the target layout
-    graphs: WeakKeyDictionary[Any, dict[Any, Any]] = field(
-        default_factory=WeakKeyDictionary
-    )  # of a plan, by the `jit` that compiled them
+    # The values of the last two are of modules that import this one.
+    layouts: dict[Hashable, Layout] = field(default_factory=dict)  # of a plan, by view
+    routes: dict[Hashable, Any] = field(default_factory=dict)  # of a layout, by the `source` of the target layout
+    graphs: WeakKeyDictionary[object, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)  # of a plan, by `jit`
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Span:
 class Layout:
     """Where the elements of a tree's leaves lie. Two layouts are equal if their `source` is equal."""
 
-    source: Any
+    source: tuple[Hashable, ...]  # everything that determines the layout
     spec: tree.Spec
     places: tuple[int | None, ...]  # index of the leaf at each position of the tree; None if it was left out
     leaves: tuple[Leaf, ...]
@@ -98,10 +100,11 @@ class Layout:
     def __hash__(self) -> int:
         return hash(self.source)
 
-    def __deepcopy__(self, memo: Any) -> Layout:
+    def __deepcopy__(self, memo: dict[int, object]) -> Layout:
         return self  # immutable; a copied state keeps its mesh
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
+        # without the memos, and without the mesh, which has processes of this run
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
 
     def live_mesh(self) -> AnyMesh:
@@ -140,11 +143,11 @@ class Layout:
     @memo
     def filled(self) -> dict[int, list[tuple[int, int]]]:
         """The intervals [start, stop) of this rank's flat rows that hold leaves, by row; adjacent ones are merged."""
-        found: dict[int, list[tuple[int, int]]] = {}
+        by_row: dict[int, list[tuple[int, int]]] = {}
         for span in (s for s in self.mine if s.numel):
-            runs = found.setdefault(span.row, [])
+            runs = by_row.setdefault(span.row, [])
             runs.append((runs.pop()[0] if runs and runs[-1][1] == span.start else span.start, span.start + span.numel))
-        return found
+        return by_row
 
     @memo
     def numbers(self) -> tuple[int, ...]:
@@ -156,7 +159,7 @@ class Layout:
 
         Only for layouts made by `pick`.
         """
-        for name in (name for name, kept in vars(Layout).items() if isinstance(kept, memo)):
+        for name in (name for name, attribute in vars(Layout).items() if isinstance(attribute, memo)):
             getattr(self, name)
         return self
 
@@ -189,19 +192,21 @@ class Layout:
         """For each row of this rank, the intervals (row, start, length) of `origin` in which its elements lie."""
         assert self.origin is not None
         keep = set(self.numbers)
-        mine = [s for s in self.origin.mine if s.leaf in keep]
+        spans = [s for s in self.origin.mine if s.leaf in keep]
         if not self.flat:
-            return [[(s.row, 0, s.numel)] for s in mine]
-        found: dict[int, list[tuple[int, int, int]]] = {row: [] for row in self.origin_rows}
-        for span in mine:
-            runs = found[span.row]
+            return [[(s.row, 0, s.numel)] for s in spans]
+        by_row: dict[int, list[tuple[int, int, int]]] = {row: [] for row in self.origin_rows}
+        for span in spans:
+            runs = by_row[span.row]
+            # a span that begins where the last interval ends makes it longer: fewer views, and fewer kernels
             if runs and sum(runs[-1][1:]) == span.start:
                 span = replace(span, start=runs[-1][1], numel=runs.pop()[2] + span.numel)
             runs.append((span.row, span.start, span.numel))
-        return [*found.values()]
+        return [*by_row.values()]
 
 
 def _packed(spans: Sequence[Span]) -> Iterator[Span]:
+    """Yield the spans end to end in rows that are numbered from 0, alike on all ranks."""
     rows = {row: number for number, row in enumerate(sorted({s.row for s in spans}))}
     for _, group in groupby(spans, lambda s: (s.rank, s.row)):
         start = 0
@@ -211,5 +216,6 @@ def _packed(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def _renumbered(spans: Sequence[Span]) -> Iterator[Span]:
+    """Yield the spans of whole leaves, each rank's in rows numbered from 0."""
     for _, group in groupby(spans, lambda s: s.rank):
         yield from (replace(span, row=row) for row, span in enumerate(group))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,11 @@ from ..core import tree
 from ..core.arguments import check_positive
 from ..core.flat import MOST, block_size
 from ..core.scalars import beside, wide
+from ..core.tree import Tree
 from .layout import Layout
 from .pieces import Parts, Unreduced, device_of, layout_of, pieces
 
+T = TypeVar("T")
 _BLOCK = 1 << 16  # elements of a block that stays in a CPU's cache
 _SHORT = 1 << 12  # elements whose powers float32 sums accurately enough
 _UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # adding and subtracting one rounds a float64 to a multiple of 2^-22, 2^-45
@@ -40,11 +42,11 @@ def _binned(x: Tensor, p: float, scale: Tensor) -> Tensor:
     """The sum of the rounded powers and that of the remainders: float64, (2,)."""
     sums = torch.zeros(2, dtype=torch.float64, device=x.device)
     for part in x.reshape(-1).split(block_size(x, _BLOCK)):
-        rest = (part.abs().double() * beside(scale, part)) ** p
+        remainder = (part.abs().double() * beside(scale, part)) ** p  # (elements,), below 1
         for i, unit in enumerate(_UNITS):
-            rounded = (rest + unit) - unit
+            rounded = (remainder + unit) - unit  # to multiples of one number, whose sum is exact
             sums[i] += rounded.sum()
-            rest = rest - rounded
+            remainder = remainder - rounded  # exact, because both are multiples of the remainder's last bit
     return sums.to(scale.device)
 
 
@@ -72,8 +74,8 @@ def _norm(x: Tensor, p: float, most: int = MOST) -> Tensor:
     if x.device.type != "cpu" or not num:
         return torch.linalg.vector_norm(x, p, dtype=dtype)
     # on CPUs vector_norm sums in a few accumulators of that dtype: 2^28 float32 elements lose a fifth of the norm
-    short, rest = x[: num * _SHORT].view(num, _SHORT), x[num * _SHORT :]
-    norms = [torch.linalg.vector_norm(short, p, dim=1, dtype=dtype), torch.linalg.vector_norm(rest, p, dtype=dtype)]
+    rows, tail = x[: num * _SHORT].view(num, _SHORT), x[num * _SHORT :]
+    norms = [torch.linalg.vector_norm(rows, p, dim=1, dtype=dtype), torch.linalg.vector_norm(tail, p, dtype=dtype)]
     return torch.linalg.vector_norm(torch.cat([norm.view(-1).double() for norm in norms]), p)
 
 
@@ -81,7 +83,7 @@ def _root(sums: Tensor, p: float) -> Tensor:
     return sums if p == math.inf else sums ** (1 / p)
 
 
-def leaf_norms(x: Any, p: float = 2, layout: Layout | None = None, exact: bool = False) -> Tensor:
+def leaf_norms(x: Tree, p: float = 2, layout: Layout | None = None, exact: bool = False) -> Tensor:
     """The p-norm of each of the layout's leaves: (leaves,), float64, the same on all ranks, from one collective.
 
     With `exact` it is two collectives, and bits do not depend on the number of ranks (Note [Exact sums]).
@@ -89,14 +91,14 @@ def leaf_norms(x: Any, p: float = 2, layout: Layout | None = None, exact: bool =
     layout, zero = layout or layout_of(x), torch.zeros((), dtype=torch.float64, device=device_of(x))
     if not layout.leaves:
         return zero.new_zeros(0)
-    mine = pieces(x, layout)
-    numbers = [number for number, _ in mine]
+    local = pieces(x, layout)
+    numbers = [number for number, _ in local]
     if exact and p != math.inf:
         largest = leaf_norms(x, math.inf, layout)
         scale = _scale(largest)
-        powers = [_binned(piece, p, scale[number]) for number, piece in mine]
+        powers = [_binned(piece, p, scale[number]) for number, piece in local]  # (2,) for each piece
         return _unbinned(_by_leaf(numbers, powers, "sum", layout, zero.expand(2)), p, scale, largest)
-    powers = list(_power_sums([piece for _, piece in mine], p, zero.device)) if mine else []
+    powers = list(_power_sums([piece for _, piece in local], p, zero.device)) if local else []
     return _root(_by_leaf(numbers, powers, _op(p), layout, zero), p)
 
 
@@ -106,13 +108,13 @@ def _by_leaf(numbers: Sequence[int], powers: Sequence[Tensor], op: str, layout: 
     for number, power in zip(numbers, powers, strict=True):
         of_leaf[number].append(power)
     # in the order of the pieces: a scatter on a GPU adds in an order of its own, and needs its index on the device
-    mine = [_joined_pieces(values, op) if values else zero for values in of_leaf]
+    local = [_joined_pieces(values, op) if values else zero for values in of_leaf]
     if not layout.axes:
-        return torch.stack(mine)
+        return torch.stack(local)
     # a leaf that all ranks hold must count once, not once for each rank
-    cut = torch.stack([zero if n in layout.shared else x for n, x in enumerate(mine)])
+    cut = torch.stack([zero if n in layout.shared else x for n, x in enumerate(local)])
     sums = primitives.total(cut, layout.mesh, layout.axes, op, label="leaf norms")
-    return sums + torch.stack([x if n in layout.shared else zero for n, x in enumerate(mine)])
+    return sums + torch.stack([x if n in layout.shared else zero for n, x in enumerate(local)])
 
 
 def _joined_pieces(powers: Sequence[Tensor], op: str) -> Tensor:
@@ -125,20 +127,20 @@ def _op(p: float) -> str:
     return "max" if p == math.inf else "sum"
 
 
-def scaled(x: Any, factor: Tensor, own: bool = False) -> Any:
+def scaled(x: T, factor: Tensor, own: bool = False) -> T:
     """Multiply a tree by a 0-d factor; in place if `own` says that the caller may overwrite the tree."""
     mesh, axes = (x.layout.mesh, x.layout.axes[-1:]) if isinstance(x, Parts) else (None, ())
 
-    def one(row: Tensor) -> Tensor:
+    def multiplied(row: Tensor) -> Tensor:
         by = beside(factor.to(wide(row.dtype)), row)
         # memory that is used again: the page faults of a new tensor this large cost more than the product
         out = row if own else primitives.buffer(mesh, axes, row.numel(), row, lent=False).view(row.shape)
         return torch.mul(row, by, out=out)
 
-    return tree.map(one, x)
+    return tree.map(multiplied, x)
 
 
-def scale_leaves_(x: Any, factors: Tensor, layout: Layout | None = None) -> Any:
+def scale_leaves_(x: T, factors: Tensor, layout: Layout | None = None) -> T:
     """Multiply every leaf by its factor, in place; `factors` is (leaves,)."""
     by_leaf = factors.unbind()
     for number, piece in pieces(x, layout):
@@ -146,7 +148,7 @@ def scale_leaves_(x: Any, factors: Tensor, layout: Layout | None = None) -> Any:
     return x
 
 
-def global_norm(x: Any, p: float = 2, exact: bool = False) -> Tensor:
+def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
     """The p-norm of a whole tree, plain or sharded or both: 0-d, from one collective.
 
     A leaf that all ranks hold counts once. With `exact` the bits do not depend on the number of ranks, for two
@@ -162,8 +164,8 @@ def global_norm(x: Any, p: float = 2, exact: bool = False) -> Tensor:
         largest = global_norm(x, math.inf)
         scale, both = _scale(largest), torch.zeros(2, dtype=torch.float64, device=device)
         for (mesh, axes), rows in worlds.items():
-            mine = torch.stack([torch.zeros_like(both), *(_binned(row, p, scale) for row in rows)]).sum(0)
-            both = both + primitives.total(mine, mesh, axes, label="norm")
+            local = torch.stack([torch.zeros_like(both), *(_binned(row, p, scale) for row in rows)]).sum(0)  # (2,)
+            both = both + primitives.total(local, mesh, axes, label="norm")
         return _unbinned(both, p, scale, largest).to(largest.dtype)
     sums = []
     for (mesh, axes), rows in worlds.items():
@@ -175,7 +177,7 @@ def global_norm(x: Any, p: float = 2, exact: bool = False) -> Tensor:
     return _root(_joined(torch.stack(sums), p), p).to(dtype) if sums else torch.zeros((), dtype=dtype, device="cpu")
 
 
-def _check_floating(x: Any) -> None:
+def _check_floating(x: Tree) -> None:
     """Raise TypeError for a leaf that is no floating tensor, and for unreduced gradients."""
     if tree.nodes(x, Unreduced):
         raise TypeError("global_norm: these gradients are each rank's own: fshard.reduce_grads gives the mesh's")
@@ -187,7 +189,7 @@ def _check_floating(x: Any) -> None:
         raise TypeError(f"global_norm: leaf {path!r}: expected a floating tensor, got {got}")
 
 
-def gram(trees: Sequence[Any]) -> Tensor:
+def gram(trees: Sequence[Tree]) -> Tensor:
     """The dot products of k trees of one structure: (k, k), float64, from one collective.
 
     A leaf that all ranks hold counts once.
@@ -195,18 +197,18 @@ def gram(trees: Sequence[Any]) -> Tensor:
     total = torch.zeros(len(trees), len(trees), dtype=torch.float64, device=device_of(trees[0]))
     columns = [_worlds(x) for x in trees]
     for mesh, axes in columns[0]:
-        mine = torch.zeros_like(total)
+        local = torch.zeros_like(total)  # (k, k)
         for rows in zip(*(column[mesh, axes] for column in columns), strict=True):
             for parts in zip(*(row.reshape(-1).split(block_size(row, _BLOCK)) for row in rows), strict=True):
                 block = torch.stack(parts).double()  # (k, elements)
-                mine += (block @ block.T).to(mine.device)
-        total = total + primitives.total(mine, mesh, axes, label="dot products")
+                local += (block @ block.T).to(local.device)
+        total = total + primitives.total(local, mesh, axes, label="dot products")
     return total
 
 
-def _worlds(x: Any) -> dict[tuple[AnyMesh, Axes], list[Tensor]]:
+def _worlds(x: Tree) -> dict[tuple[AnyMesh, Axes], list[Tensor]]:
     """The rows of a tree, by the mesh and the axes over which they are sharded."""
-    worlds: dict[Any, list[Tensor]] = {(None, ()): []}
+    worlds: dict[tuple[AnyMesh, Axes], list[Tensor]] = {(None, ()): []}
     for node in tree.tops(x, Parts):
         if isinstance(node, Parts) and node.layout.is_cut:  # a rank without rows takes part in the collective, too
             worlds.setdefault((node.layout.mesh, node.layout.axes), [])
@@ -215,7 +217,7 @@ def _worlds(x: Any) -> dict[tuple[AnyMesh, Axes], list[Tensor]]:
     return worlds
 
 
-def _rows(node: Any) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
+def _rows(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
     """The filled intervals of a node's rows, each with mesh and axes; the padding between may hold any values."""
     if not isinstance(node, Parts):
         yield node, None, ()
@@ -227,7 +229,7 @@ def _rows(node: Any) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
             yield (row if stop - start == row.numel() else row[start:stop]), *world
 
 
-def _dtypes(node: Any) -> Iterable[torch.dtype]:
+def _dtypes(node: Parts | Tensor) -> Iterable[torch.dtype]:
     """The dtypes of a node's rows, the same on all ranks, also on those without rows."""
     if not isinstance(node, Parts):
         return [node.dtype]

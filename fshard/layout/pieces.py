@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,11 @@ from torch import Tensor
 from ..comm.mesh import AnyMesh, OnMesh, mesh_device
 from ..core import tree
 from ..core.flat import clear_outside_, cleared_outside
+from ..core.tree import Tree
 from .layout import EVERYONE, Layout, Leaf, Span
+
+T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Parts(OnMesh):
@@ -32,19 +36,19 @@ class Parts(OnMesh):
         return self.layout.mesh
 
     @property
-    def home(self) -> Any:
+    def home(self) -> Any:  # a Plan in a subclass
         """The layout, which names the mesh."""
         return self.layout
 
     @property
     @abstractmethod
-    def key(self) -> Any:
+    def key(self) -> Hashable:
         """A value that is equal for two trees exactly if their layouts are."""
 
     @property
     @abstractmethod
-    def tensors(self) -> tuple[Any, ...]:
-        """The rows themselves, never copies of them."""
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The rows themselves, never copies of them; while a tree is mapped, what the function put there."""
 
 
 class Parameters(Parts):
@@ -52,18 +56,18 @@ class Parameters(Parts):
 
     @property
     @abstractmethod
-    def for_state(self) -> Any:
+    def for_state(self) -> Parts | Views:
         """The trainable parameters, sharded as optimizer state is: `Views` of these rows if that is finer."""
 
     @abstractmethod
-    def with_trained(self, fine: Any) -> Any:
+    def with_trained(self, fine: Tree) -> Parameters:
         """Return these parameters with the trainable ones from `fine`, which is sharded as optimizer state is."""
 
 
 class Pieces(Parts):
     """Some leaves of a tree, or parts of leaves: those with one label, or those this rank owns."""
 
-    def __init__(self, layout: Layout, tensors: Sequence[Any]):
+    def __init__(self, layout: Layout, tensors: Sequence[Tensor]):
         self._layout, self._tensors = layout, tuple(tensors)
 
     @property
@@ -72,33 +76,33 @@ class Pieces(Parts):
         return self._layout
 
     @property
-    def tensors(self) -> tuple[Any, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The rows, in the order of the layout."""
         return self._tensors
 
     @property
-    def key(self) -> Any:
+    def key(self) -> Hashable:
         """The layout, which is compared."""
         return self._layout
 
     def __repr__(self) -> str:
-        held = ", ".join(f"{list(getattr(t, 'shape', ['?']))}" for t in self.tensors)
-        return f"Pieces({len(self.layout.numbers)} leaves of {len(self.layout.leaves)}: {held})"
+        shapes = ", ".join(f"{list(getattr(t, 'shape', ['?']))}" for t in self.tensors)
+        return f"Pieces({len(self.layout.numbers)} leaves of {len(self.layout.leaves)}: {shapes})"
 
 
 tree.register(Pieces, lambda x: (x.tensors, x.layout), Pieces)
 
 
 @dataclass(frozen=True)
-class Views:
+class Views(Generic[Key]):
     """Parts that lie in rows of another tree: `runs` has, for each row, the views that make it up, in order.
 
     It is no pytree node and has no rows: a function over leaves raises an error instead of reading or writing a copy.
     `packed` copies the elements into rows, `write` writes to the views.
     """
 
-    make: Callable[[Any, Sequence[Tensor]], Parts]  # (key, rows) -> the tree with rows of its own
-    key: Any
+    make: Callable[[Key, Sequence[Tensor]], Parts]  # (key, rows) -> the tree with rows of its own
+    key: Key
     runs: Sequence[Sequence[Tensor]]
 
 
@@ -106,47 +110,49 @@ class Views:
 class Unreduced:
     """Whole gradients of this rank alone: such trees can be added; `reduce_grads` sums them over the mesh, once."""
 
-    local: Any
+    local: Tree
 
 
 tree.register_fields(Unreduced, ("local",), names=("",))  # so that leaves have the paths of the parameters
 
 
-def packed(x: Any) -> Any:
+def packed(x: Tree) -> Tree:
     """Copy `Views` into rows of their own; return anything else as it is."""
+    # one row for each run, the elements of its views end to end
     return x.make(x.key, [torch.cat(list(run)) for run in x.runs]) if isinstance(x, Views) else x
 
 
-def copied(x: Any) -> Any:
+def copied(x: T) -> T:
     """Return a copy that may be written to; `Views` are split as before, so that kernels round each element alike."""
     if not isinstance(x, Views):
         return tree.map(torch.clone, x)
     return replace(x, runs=[torch.cat(list(run)).split([view.numel() for view in run]) for run in x.runs])
 
 
-def mesh_of(x: Any) -> AnyMesh:
+def mesh_of(x: Tree) -> AnyMesh:
     """The mesh of the `Parts` in a tree, or None."""
     return next((part.mesh for part in tree.nodes(x, Parts) if part.mesh is not None), None)
 
 
-def device_of(x: Any) -> torch.device:
+def device_of(x: Tree) -> torch.device:
     """The device a tree is computed on: its mesh's, else that of its first leaf."""
     mesh = mesh_of(x)
     leaves = tree.leaves(x) if mesh is None else []
     return leaves[0].device if leaves else mesh_device(mesh)
 
 
-def layout_of(x: Any) -> Layout:
+def layout_of(x: Tree) -> Layout:
     """The layout of `Parts`, or of a plain tree of whole tensors, which every rank holds."""
     if isinstance(x, Parts):
         return x.layout
-    flat, spec = tree.flatten(x)
-    leaves = tuple(Leaf(path, tuple(leaf.shape), leaf.dtype) for path, leaf in zip(tree.paths(spec), flat, strict=True))
+    tensors, spec = tree.flatten(x)
+    named = zip(tree.paths(spec), tensors, strict=True)
+    leaves = tuple(Leaf(path, tuple(leaf.shape), leaf.dtype) for path, leaf in named)
     spans = tuple(Span(i, EVERYONE, i, 0, 0, leaf.numel) for i, leaf in enumerate(leaves))
     return Layout((spec, leaves), spec, tuple(range(len(leaves))), leaves, spans, False, None, ())
 
 
-def typed(x: Any) -> Layout:
+def typed(x: Tree) -> Layout:
     """The layout of `x` with the dtypes of its flat rows: optimizer state may have other dtypes than parameters."""
     layout, rows = layout_of(x), tree.leaves(x)
     if not layout.flat:
@@ -158,31 +164,35 @@ def typed(x: Any) -> Layout:
     return replace(layout, source=(layout.source, tuple(dtypes.items())), leaves=leaves)
 
 
-def structure(x: Any) -> Any:
+def structure(x: Tree) -> Hashable:
     """A value that is equal for two trees exactly if they have the same structure and layout."""
     return x.key if isinstance(x, Parts | Views) else tree.flatten(x)[1]
 
 
-def pieces(x: Any, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
-    """This rank's pieces of leaves: pairs of the leaf's number and a view into a row."""
+def pieces(x: Tree, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
+    """This rank's pieces of leaves: pairs of the leaf's number and a view into a row.
+
+    A piece of a flat row is flat, whatever the shape of the leaf; of whole leaves it is the leaf.
+    """
     layout, rows = layout or layout_of(x), tree.leaves(x)
     if not layout.flat:
         return [(s.leaf, rows[s.row]) for s in layout.mine]
     return [(s.leaf, rows[s.row][s.start : s.start + s.numel]) for s in layout.mine]
 
 
-def pick(x: Any, layout: Layout) -> Pieces | Views:
+def pick(x: Tree, layout: Layout) -> Pieces | Views:
     """The leaves of `x` that are in `layout`, a subset of its own layout: views of flat rows, or whole rows."""
     if not layout.flat:
         rows = tree.leaves(x)
         return Pieces(layout, [rows[row] for ((row, _, _),) in layout.runs])
-    held = _runs(x)
-    picked = [[view for row, *run in runs for view in _between(held[row], *run)] for runs in layout.runs]
-    none = [held[row][0][:0] for row in layout.origin_rows]
-    return Views(Pieces, layout, [runs or [empty] for runs, empty in zip(picked, none, strict=True)])
+    views = _runs(x)  # of each row of the origin
+    picked = [[view for row, *run in runs for view in _between(views[row], *run)] for runs in layout.runs]
+    # a row of which this rank holds nothing still has a view, which says its dtype and device
+    empty = [views[row][0][:0] for row in layout.origin_rows]
+    return Views(Pieces, layout, [runs or [nothing] for runs, nothing in zip(picked, empty, strict=True)])
 
 
-def _runs(x: Any) -> Sequence[Sequence[Tensor]]:
+def _runs(x: Tree) -> Sequence[Sequence[Tensor]]:
     """For each row of a tree the tensors that make it up: its views, or the row itself."""
     return x.runs if isinstance(x, Views) else [[row] for row in tree.leaves(x)]
 
@@ -193,15 +203,15 @@ def _between(views: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor
         yield views[0][start : start + numel]
         return
     ends = list(accumulate(view.numel() for view in views))
-    number = bisect_right(ends, start)
+    number = bisect_right(ends, start)  # the first view that ends after `start`
     while numel:
-        begin = start - ends[number] + views[number].numel()
+        begin = start - ends[number] + views[number].numel()  # in this view
         view = views[number][begin : begin + numel]
         yield view
         start, numel, number = start + view.numel(), numel - view.numel(), number + 1
 
 
-def put(x: Any, part: Any, layout: Layout) -> Any:
+def put(x: T, part: Tree, layout: Layout) -> T:
     """Return `x` with the leaves in `layout` taken from `part`; flat rows of `x` are written to in place."""
     if layout.flat:
         write(pick(x, layout), part)
@@ -212,14 +222,14 @@ def put(x: Any, part: Any, layout: Layout) -> Any:
     return tree.unflatten(spec, rows)
 
 
-def write(into: Any, x: Any) -> None:
+def write(into: Tree, x: Tree) -> None:
     """Copy the elements of `x` into the rows or views of `into`, which has the same layout."""
     if into is not x:
         for to, new in zip(*aligned(into, x), strict=True):
             to.copy_(new)
 
 
-def aligned(*trees: Any) -> list[list[Tensor]]:
+def aligned(*trees: Tree) -> list[list[Tensor]]:
     """The elements of trees of one structure as one list of views for each tree, all of the same sizes."""
     result: list[list[Tensor]] = [[] for _ in trees]
     for groups in zip(*map(_runs, trees), strict=True):
@@ -233,18 +243,18 @@ def _cut_alike(groups: Sequence[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
     """Split several rows of one length, each a list of 1-D views, at every boundary that any of them has."""
     sizes = [[view.numel() for view in group] for group in groups]
     finest = max(sizes, key=len)
-    if not all(len(own) == 1 or own == finest for own in sizes):
-        ends = sorted({end for own in sizes for end in accumulate(own) if end})
+    if not all(len(lengths) == 1 or lengths == finest for lengths in sizes):
+        ends = sorted({end for lengths in sizes for end in accumulate(lengths) if end})
         finest = [end - begin for begin, end in pairwise([0, *ends])]
     return [
-        group if own == finest else group[0].split(finest) if len(own) == 1 else _split(group, finest)
-        for group, own in zip(groups, sizes, strict=True)
+        group if lengths == finest else group[0].split(finest) if len(lengths) == 1 else _split(group, finest)
+        for group, lengths in zip(groups, sizes, strict=True)
     ]
 
 
 def _split(views: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
     """Split the concatenation of 1-D views into these sizes; no size may cross a boundary of `views`."""
-    result, left = list[Tensor](), list(views)
+    result, left = list[Tensor](), list(views)  # `left`: views not yet split, the first one cut at its begin
     for size in sizes:
         while not left[0].numel():
             left.pop(0)
@@ -253,7 +263,7 @@ def _split(views: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
     return result
 
 
-def clear_padding_(x: Any) -> Any:
+def clear_padding_(x: T) -> T:
     """Set the padding of flat rows to zero, in place: the elements that belong to no leaf."""
     layout, rows = layout_of(x), tree.leaves(x)
     for number, row in enumerate(rows if layout.flat else []):
@@ -261,7 +271,7 @@ def clear_padding_(x: Any) -> Any:
     return x
 
 
-def without_padding(x: Any) -> Any:
+def without_padding(x: T) -> T:
     """A tree with zeros where flat rows hold no leaf, for functions that mix elements (the scale of a block).
 
     A step's gradients are zero there, but a user's function of elements (`g / |g|`) may make NaN of these zeros.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +18,11 @@ from ..comm import primitives
 from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, digits, num_ranks
 from ..comm.ranks import Ranks
 from ..core import tree
+from ..core.tree import Tree
 from .layout import EVERYONE, Layout, Leaf, Span
 from .pieces import Pieces, device_of, layout_of, pieces, typed
+
+T = TypeVar("T")
 
 
 def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
@@ -40,7 +43,7 @@ def owned(layout: Layout, mesh: AnyMesh, axes: Axes, cost: Callable[[Leaf], floa
     numbers = layout.numbers
     ranks = assign([cost(layout.leaves[n]) for n in numbers], num_ranks(mesh, axes))
     spans: list[Span] = []
-    used = [0] * num_ranks(mesh, axes)
+    used = [0] * num_ranks(mesh, axes)  # rows of each rank so far: every leaf is a row
     for number, rank in zip(numbers, ranks, strict=True):
         spans.append(Span(number, rank, used[rank], 0, 0, layout.leaves[number].numel))
         used[rank] += 1
@@ -88,6 +91,7 @@ class Route:
 
 
 def _route(old: Layout, new: Layout) -> Route:
+    """Return the route between two layouts; the old one keeps it."""
     if torch.compiler.is_compiling():  # dynamo cannot hash a layout; it traces this only once
         return _make_route(old, new)
     known = old.derived.routes
@@ -139,16 +143,16 @@ def _stage(k: int, axis: str, size: int, me: list[int], ways: Sequence[tuple[Ite
     return Stage(axis, sends, recvs)
 
 
-def _moved(x: Any, new: Layout, label: str) -> dict[Span, list[tuple[int, Tensor]]]:
+def _moved(x: Tree, new: Layout, label: str) -> dict[Span, list[tuple[int, Tensor]]]:
     """Move elements; return, for each of this rank's spans of `new`, pairs of begin in the leaf and elements."""
     old, rows = typed(x), tree.leaves(x)
     route = _route(old, new)
-    held = {i: _elements(rows[i.take.row], i) for i in route.items if i.source == route.rank}
+    held_items = {i: _elements(rows[i.take.row], i) for i in route.items if i.source == route.rank}  # views, (numel,)
     mesh, dtypes = _way(old, new)[0], [leaf.dtype for leaf in old.leaves]
     for stage in route.stages:
-        held = _along(primitives.along(mesh, stage.axis), dtypes, stage, held, label)
+        held_items = _along(primitives.along(mesh, stage.axis), dtypes, stage, held_items, label)
     arrived: dict[Span, list[tuple[int, Tensor]]] = {span: [] for span in new.mine}
-    for item, elements in held.items():
+    for item, elements in held_items.items():
         arrived[item.give].append((item.begin, elements))
     return arrived
 
@@ -159,21 +163,22 @@ def _elements(row: Tensor, item: Item) -> Tensor:
 
 
 def _along(
-    ranks: Ranks, by_leaf: Sequence[torch.dtype], stage: Stage, held: dict[Item, Tensor], label: str
+    ranks: Ranks, by_leaf: Sequence[torch.dtype], stage: Stage, held_items: dict[Item, Tensor], label: str
 ) -> dict[Item, Tensor]:
-    sends = [[held[item] for item in items] if p != ranks.rank else [] for p, items in enumerate(stage.sends)]
-    dtypes = [
+    """Move items along one axis, one message to each rank; return the items that this rank then holds."""
+    sends = [[held_items[item] for item in items] if p != ranks.rank else [] for p, items in enumerate(stage.sends)]
+    dtypes = [  # and the sizes of what each rank sends here
         [(by_leaf[i.leaf], i.numel) for i in items] if p != ranks.rank else [] for p, items in enumerate(stage.recvs)
     ]
     arrived = primitives.swap(sends, dtypes, ranks, label)
-    result = {item: held[item] for item in stage.sends[ranks.rank]}
+    result = {item: held_items[item] for item in stage.sends[ranks.rank]}  # these stay on this rank
     for peer, items in enumerate(stage.recvs):
         if peer != ranks.rank:
             result.update(zip(items, arrived[peer], strict=True))
     return result
 
 
-def collect(x: Any, layout: Layout, label: str = "") -> Pieces:
+def collect(x: Tree, layout: Layout, label: str = "") -> Pieces:
     """Return the leaves of a tree whole on the ranks that `layout` names, on the device. Dual: `spread`."""
     arrived = _moved(x, layout, label)
     rows, device = [], device_of(x)
@@ -184,19 +189,19 @@ def collect(x: Any, layout: Layout, label: str = "") -> Pieces:
     return Pieces(layout, rows)
 
 
-def spread(x: Any, like: Any, label: str = "") -> Any:
+def spread(x: Tree, like: T, label: str = "") -> T:
     """Return a tree with the layout of `like` and the elements of `x`; padding is zero. Dual: `collect`."""
     out = tree.map(lambda row: torch.zeros_like(row, memory_format=torch.contiguous_format), like)
     layout = layout_of(like)
     arrived = _moved(x, layout, label)
     for span, (_, piece) in zip(layout.mine, pieces(out), strict=True):
         for begin, elements in arrived[span]:
-            start = begin - span.begin
+            start = begin - span.begin  # in the piece
             piece.view(-1)[start : start + elements.numel()] = elements
     return out
 
 
-def gathered(x: Any, rank: int = EVERYONE) -> Any:
+def gathered(x: Tree, rank: int = EVERYONE) -> Tree:
     """Return the tree of whole leaves, on every rank, or on `rank` alone (others get None in place of leaves)."""
     layout = layout_of(x)
     whole = collect(x, on_rank(layout, layout.mesh, layout.axes, rank))
