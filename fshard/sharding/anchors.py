@@ -23,8 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Ctx = Any  # torch's context of a function, on which forward sets any attributes for backward
+
 
 def _new_root() -> Tensor:
+    # dtype and device are given: a user may have set other defaults
     return torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
 
 
@@ -51,37 +54,44 @@ class Anchor(torch.autograd.Function):
     """The node of a unit: its backward gets the gradients of all leaves and calls `take(unit, gradients)`."""
 
     @staticmethod
-    def forward(ctx: Any, root: Tensor, take: Callable[..., None], unit: int, leaves: Sequence[Tensor]) -> Any:
-        """Tensors with the leaves' shapes and dtypes, and one element of memory each."""
+    def forward(
+        ctx: Ctx,
+        root: Tensor,
+        take: Callable[[int, Sequence[Tensor | None]], None],
+        unit: int,
+        leaves: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """Return tensors with the leaves' shapes and dtypes, and one element of memory each."""
         ctx.take, ctx.unit = take, unit
+        # None, not zeros, for a leaf that the loss does not use: the tape zeroes its place in the flat buffer
         ctx.set_materialize_grads(False)
         return tuple(leaf.new_empty(()).expand(leaf.shape) for leaf in leaves)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[None, ...]:
         """Hand the gradients on; the root gets none."""
         ctx.take(ctx.unit, grads)
-        return None, None, None, None
+        return None, None, None, None  # for root, take, unit and leaves
 
 
 class Bind(torch.autograd.Function):
     """Connect gathered leaves to the outputs of their unit's anchor."""
 
     @staticmethod
-    def forward(ctx: Any, leaves: Sequence[Tensor], *anchors: Tensor) -> Any:
-        """Views of the leaves, which autograd takes for functions of the anchor's outputs."""
+    def forward(ctx: Ctx, leaves: Sequence[Tensor], *anchors: Tensor) -> tuple[Tensor, ...]:
+        """Return views of the leaves, which autograd takes for functions of the anchor's outputs."""
         ctx.set_materialize_grads(False)
         return tuple(leaf.view_as(leaf) for leaf in leaves)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Each leaf's gradient is that of its anchor output."""
+    def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return each leaf's gradient as that of its anchor output."""
         return None, *grads
 
 
 def has_reentrant(outs: Sequence[Tensor]) -> bool:
     """Whether a reentrant checkpoint is anywhere in the graph of these tensors."""
-    seen, waiting = set[Any](), [x.grad_fn for x in outs]
+    seen, waiting = set[object](), [x.grad_fn for x in outs]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -89,5 +99,5 @@ def has_reentrant(outs: Sequence[Tensor]) -> bool:
         if node.name() == "CheckpointFunctionBackward":
             return True
         seen.add(node)
-        waiting += [before for before, _ in node.next_functions]
+        waiting += [earlier for earlier, _ in node.next_functions]
     return False

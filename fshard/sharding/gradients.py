@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ class Gradients:
     local: Callable[[], Sharded] | None = None
     add: bool = False
     by: Reduction = EXACT
-    lost: Any = ()  # a Sharded, for a wire with feedback, which writes to it
+    lost: Sharded | tuple[()] = ()  # for a wire with feedback, which writes to it; () for other wires
     later: Axes = ()  # the axes that this backward does not reduce over
 
     def buffer(self, plan: Plan, unit: int, kind: int) -> Tensor:
@@ -61,6 +60,7 @@ class Gradients:
         assert self.reduced is not None
         axes = self.reduced().view.axes(kind)
         like = torch.empty(0, dtype=transfer.buffer_dtype(plan, kind), device=plan.device)
+        # along the first axis that the buffer is sent over: the mesh may allocate it where peers can read
         return primitives.buffer(
             plan.live_mesh(), axes + plan.rest(axes), plan.units[unit].lengths[kind], like, lent=True
         )
@@ -101,7 +101,7 @@ class Reductions:
         num_older = max(0, len(self._under_way) - ahead)
         if not num_older:
             return
-        if self._side is not None:  # kept before a step can raise
+        if self._side is not None:  # kept before a step can raise: the device may be reading them even then
             self._stepped += self._under_way[:num_older]
         with self._beside():
             stepped = [pending.step() for pending in reversed(self._under_way[:num_older])]

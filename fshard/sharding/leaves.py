@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from ..layout.layout import Leaf
+
 _MODULE = "Give its parameters: dict(module.named_parameters())."
 
 
-def check_tensors(flat: Sequence[Any], paths: Sequence[str]) -> None:
+def check_tensors(flat: Sequence[object], paths: Sequence[str]) -> None:
     """Raise ValueError for leaves that are not dense plain tensors, and for two leaves of the same path."""
     if twice := [path for path, number in Counter(paths).items() if number > 1]:
         raise ValueError(
@@ -38,14 +39,14 @@ def check_tensors(flat: Sequence[Any], paths: Sequence[str]) -> None:
 
 
 def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
-    """For every leaf the number of the first leaf that is tied to it: the same elements of the same memory.
+    """Return for every leaf the number of the first leaf that is tied to it: the same elements of the same memory.
 
     Tied leaves are one object, or one is the `.data` or `.detach()` of another, as in a module's `state_dict()`.
     ValueError for two leaves that share memory in another way.
     """
-    first: dict[Any, int] = {}
+    first: dict[Hashable, int] = {}
     places = [first.setdefault(identity(leaf), i) for i, leaf in enumerate(flat)]
-    by_storage: dict[int, list[int]] = defaultdict(list)
+    by_storage: dict[int, list[int]] = defaultdict(list)  # untied leaves: only those may overlap
     for i in dict.fromkeys(places):
         if flat[i].numel():
             by_storage[_storage(flat[i])].append(i)
@@ -60,10 +61,11 @@ def _storage(leaf: Tensor) -> int:
     return leaf.untyped_storage()._cdata
 
 
-def identity(leaf: Tensor) -> Any:
-    """A key that is equal for leaves with the same elements of the same memory, while both are alive."""
-    if not leaf.numel():
+def identity(leaf: Tensor) -> Hashable:
+    """Return a key that is equal for leaves with the same elements of the same memory, while both are alive."""
+    if not leaf.numel():  # all empty tensors may have one storage
         return id(leaf)
+    # lazy bits: a conjugated view has the same memory and other values
     bits = leaf.is_conj(), leaf.is_neg()
     return _storage(leaf), leaf.dtype, leaf.storage_offset(), leaf.shape, leaf.stride(), bits
 
@@ -77,17 +79,19 @@ def _bytes(leaf: Tensor) -> tuple[int, int]:
 
 def _check_apart(leaves: Sequence[tuple[Tensor, str]]) -> None:
     """Raise ValueError if two leaves of one storage have a byte in common."""
+    # `cluster`: leaves whose spans of bytes overlap one after the other, up to `end`; others need not be compared
     cluster, end = list[tuple[Tensor, str]](), 0
     for leaf, path in sorted(leaves, key=lambda pair: _bytes(pair[0])):
-        begin, own_end = _bytes(leaf)
+        begin, leaf_end = _bytes(leaf)
         cluster = [*cluster, (leaf, path)] if begin < end else [(leaf, path)]
-        for other, at in cluster[:-1]:
+        for other, other_path in cluster[:-1]:
             if _overlap(leaf, other):
                 raise ValueError(
-                    f"leaves {at!r} and {path!r} share memory, but are not the same tensor (shapes {list(other.shape)} "
-                    f"and {list(leaf.shape)}): keep one, and make the other of it in the loss, or .clone() one"
+                    f"leaves {other_path!r} and {path!r} share memory, but are not the same tensor (shapes "
+                    f"{list(other.shape)} and {list(leaf.shape)}): keep one, and make the other of it in the loss, "
+                    "or .clone() one"
                 )
-        end = max(end, own_end)
+        end = max(end, leaf_end)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -96,48 +100,48 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     if low >= high:
         return False
     start, end = min(_bytes(a)[0], _bytes(b)[0]), max(_bytes(a)[1], _bytes(b)[1])
-    used = torch.zeros(end - start, dtype=torch.bool, device="cpu")
+    used = torch.zeros(end - start, dtype=torch.bool, device="cpu")  # one for each byte
 
-    def of(x: Tensor) -> Tensor:
+    def bytes_of(x: Tensor) -> Tensor:  # the view of `used` that has the leaf's strides: (*shape, itemsize)
         sizes, strides = (*x.shape, x.itemsize), (*(stride * x.itemsize for stride in x.stride()), 1)
         return used.as_strided(sizes, strides, _bytes(x)[0] - start)
 
-    of(a).fill_(True)
-    return bool(of(b).any())
+    bytes_of(a).fill_(True)
+    return bool(bytes_of(b).any())
 
 
-def is_differentiable(leaf: Any) -> bool:
-    """Whether a leaf, or anything with a dtype, can have a gradient."""
+def is_differentiable(leaf: Tensor | Leaf) -> bool:
+    """Whether a leaf can have a gradient, by its dtype."""
     return leaf.dtype.is_floating_point or leaf.dtype.is_complex
 
 
 def read_frozen(flat: Sequence[Tensor], places: Sequence[int]) -> list[bool]:
-    """For every leaf whether the tree itself says that it is frozen.
+    """Return for every leaf whether the tree itself says that it is frozen.
 
     If any floating leaf requires a gradient, the tree is taken for a module's, and floating leaves that require none
     are frozen (a tied leaf if none of its places requires one). Otherwise no leaf is. Integer leaves never train.
     """
-    wants: dict[int, bool] = defaultdict(bool)
+    trains: dict[int, bool] = defaultdict(bool)  # by the first place of a leaf
     for leaf, place in zip(flat, places, strict=True):
-        wants[place] |= is_differentiable(leaf) and leaf.requires_grad
-    if not any(wants.values()):
+        trains[place] |= is_differentiable(leaf) and leaf.requires_grad
+    if not any(trains.values()):
         return [False] * len(flat)
-    return [is_differentiable(leaf) and not wants[place] for leaf, place in zip(flat, places, strict=True)]
+    return [is_differentiable(leaf) and not trains[place] for leaf, place in zip(flat, places, strict=True)]
 
 
 def join_frozen(
     picked: Sequence[bool], flat: Sequence[Tensor], places: Sequence[int], paths: Sequence[str]
 ) -> list[bool]:
-    """For every leaf whether `frozen=` selects it or the tree says that it is frozen.
+    """Return for every leaf whether `frozen=` selects it or the tree says that it is frozen.
 
     ValueError for a leaf that `frozen=` selects and that requires a gradient while others do not.
     """
-    still = read_frozen(flat, places)
-    for i, path in enumerate(paths) if any(still) else []:
-        if picked[i] and is_differentiable(flat[i]) and not still[i]:
+    is_frozen = read_frozen(flat, places)  # as the tree says
+    for i, path in enumerate(paths) if any(is_frozen) else []:
+        if picked[i] and is_differentiable(flat[i]) and not is_frozen[i]:
             raise ValueError(
-                f"frozen: leaf {path!r} requires a gradient, while leaf {paths[still.index(True)]!r} of the same tree "
-                "does not and is frozen for that: the tree says which leaves train, and frozen= says otherwise. Set "
-                "requires_grad of the leaf to False, or give a tree of plain tensors (x.detach())."
+                f"frozen: leaf {path!r} requires a gradient, while leaf {paths[is_frozen.index(True)]!r} of the same "
+                "tree does not and is frozen for that: the tree says which leaves train, and frozen= says otherwise. "
+                "Set requires_grad of the leaf to False, or give a tree of plain tensors (x.detach())."
             )
-    return [one or other for one, other in zip(picked, still, strict=True)]
+    return [selected or frozen for selected, frozen in zip(picked, is_frozen, strict=True)]

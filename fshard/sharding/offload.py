@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,12 +45,12 @@ class _Arrival:
     """An exchange backed by copies between the device and the host."""
 
     crossing: Crossing
-    held: Sequence[Tensor]  # kept alive until the computation has waited: their memory may be reused afterwards
+    sources: Sequence[Tensor]  # kept alive until the computation has waited: their memory may be reused afterwards
 
     def wait(self) -> Sequence[Tensor]:
         """Make the computation's stream wait for the copies, without blocking the host; returns the tensors kept."""
         self.crossing.join()
-        return self.held
+        return self.sources
 
     def done(self) -> None:
         """Do nothing: no memory is shared with another rank."""
@@ -61,7 +61,7 @@ class Crossing:
 
     def __init__(self, device: torch.device):
         self.device, self._module = device, torch.get_device_module(device)
-        self._stream: Any = self._module.Stream()
+        self._stream = self._module.Stream()  # of a class of the device's own: torch.cuda's, torch.cpu's
 
     @contextmanager
     def ahead(self) -> Iterator[None]:

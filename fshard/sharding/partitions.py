@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ..comm.mesh import Axes
 from ..core.arguments import wrong
@@ -25,7 +24,7 @@ def partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> tuple[Axes
     return result[0], result[1], result[2]
 
 
-def axes_of(name: str, over: Any, sizes: Mapping[str, int]) -> Axes:
+def axes_of(name: str, over: object, sizes: Mapping[str, int]) -> Axes:
     """Return the axes that an argument (one name or several) names; on one device "shard" and "replicate" give ().
 
     Raises TypeError if `over` is neither a name nor several, ValueError for an axis that the mesh does not have.

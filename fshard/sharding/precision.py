@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core import tree
 from ..core.arguments import check_flags, check_word, shown, wrong
+from ..core.tree import Tree
 
 Dtype = torch.dtype | str | None
-Where = str | Callable[[str, Any], bool]
+Where = str | Callable[[str, Tree], bool]
 _SHORT = {
     "f64": torch.float64,
     "f32": torch.float32,
@@ -58,11 +58,12 @@ class Policy:
         for name in _DTYPES:
             object.__setattr__(self, name, _dtype(name, getattr(self, name)))
         check_flags(**{"policy: cast_inputs": self.cast_inputs})
-        given: Any = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
-        if isinstance(given, str) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in _listed(given)):
+        # a dict is taken, too
+        overrides = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
+        if not _are_pairs(overrides):
             expected = "pairs of a pattern (or a predicate) and a policy, or a dict of such"
             raise TypeError(wrong("policy: overrides", self.overrides, expected))
-        pairs = tuple((where, policy_of(policy)) for where, policy in given)
+        pairs = tuple((where, policy_of(policy)) for where, policy in overrides)
         object.__setattr__(self, "overrides", pairs)
 
     @classmethod
@@ -77,31 +78,32 @@ class Policy:
             if not colon:
                 raise ValueError(f"policy: {part.strip()!r}: expected 'pattern: name=dtype, ...' after a semicolon")
             overrides.append((pattern.strip(), cls.parse(words)))
-        return cls(**_settings(first), overrides=tuple(overrides))
+        dtypes, cast_inputs = _settings(first)
+        return cls(**dtypes, cast_inputs=cast_inputs, overrides=tuple(overrides))
 
     def __str__(self) -> str:
         words = [f"{name}={_name(getattr(self, name))}" for name in _DTYPES if getattr(self, name) is not None]
         words += ["cast_inputs=no"] * (not self.cast_inputs)
-        return "; ".join([",".join(words), *(f"{where}: {own}" for where, own in self.named().overrides)])
+        return "; ".join([",".join(words), *(f"{where}: {policy}" for where, policy in self.named().overrides)])
 
     def __repr__(self) -> str:
         return f"Policy({str(self)!r})"
 
     def named(self) -> Policy:
         """This policy with names for predicates, so that it can be pickled, and compared between ranks."""
-        pairs = tuple((str(getattr(where, "__name__", where)), own) for where, own in self.overrides)
+        pairs = tuple((str(getattr(where, "__name__", where)), policy) for where, policy in self.overrides)
         return replace(self, overrides=pairs)
 
     @property
     def stores(self) -> bool:
         """Whether `storage` is given, here or in an override."""
-        return self.storage is not None or any(own.stores for _, own in self.overrides)
+        return self.storage is not None or any(policy.stores for _, policy in self.overrides)
 
     def over(self, other: Policy) -> Policy:
         """This policy, with the dtypes of `other` where it has none."""
         return replace(self, **{name: getattr(self, name) or getattr(other, name) for name in _DTYPES}, overrides=())
 
-    def cast(self, x: Any, to: str) -> Any:
+    def cast(self, x: Tree, to: str) -> Tree:
         """A tree with its real floating tensors cast to the dtype named `to` ("compute", say); other leaves stay.
 
         >>> Policy(compute="bf16").cast({"x": torch.ones(1), "n": torch.tensor(1)}, "compute")
@@ -113,7 +115,7 @@ class Policy:
             return x
         return tree.map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, x)
 
-    def inputs(self, args: Any) -> Any:
+    def inputs(self, args: Tree) -> Tree:
         """The arguments of a loss function, cast to `compute` if `cast_inputs`."""
         return self.cast(args, "compute") if self.cast_inputs else args
 
@@ -122,12 +124,15 @@ _YES, _NO = ("yes", "true", "True", "1"), ("no", "false", "False", "0")
 _DTYPES = [f.name for f in fields(Policy) if f.name not in ("cast_inputs", "overrides")]
 
 
-def _listed(x: Any) -> list[Any]:
-    return list(x) if hasattr(x, "__iter__") else [x]
+def _are_pairs(x: object) -> bool:
+    if isinstance(x, str) or not isinstance(x, Iterable):
+        return False
+    return all(isinstance(pair, tuple) and len(pair) == 2 for pair in x)
 
 
-def _settings(text: str) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
+def _settings(text: str) -> tuple[dict[str, str], bool]:
+    """The dtypes that a policy's text names, by field, and its `cast_inputs`."""
+    settings: dict[str, str] = {}
     for word in filter(None, (word.strip() for word in text.split(","))):
         name, value = (x.strip() for x in (*word.partition("=")[::2],))
         if name not in (*_DTYPES, "cast_inputs") or not value:
@@ -135,10 +140,9 @@ def _settings(text: str) -> dict[str, Any]:
                 f"policy: {word!r}: expected one of {', '.join(_DTYPES)}, cast_inputs, as in 'compute=bf16'"
             )
         settings[name] = value
-    if "cast_inputs" in settings:
-        check_word("policy: cast_inputs", settings["cast_inputs"], (*_YES, *_NO))
-        settings["cast_inputs"] = settings["cast_inputs"] in _YES
-    return settings
+    cast_inputs = settings.pop("cast_inputs", "yes")
+    check_word("policy: cast_inputs", cast_inputs, (*_YES, *_NO))
+    return settings, cast_inputs in _YES
 
 
 def _dtype(field: str, value: Dtype) -> torch.dtype | None:
@@ -195,13 +199,19 @@ def precision(dtype: torch.dtype, policy: Policy) -> Precision:
     """The dtypes of a leaf by a policy; a leaf that is not real and floating keeps its own."""
     if not dtype.is_floating_point:
         return Precision(dtype, dtype, dtype, dtype)
-    storage: Any = policy.storage or dtype
-    compute: Any = policy.compute or storage
-    return Precision(storage, compute, policy.reduce or compute, policy.grads or storage)  # type: ignore[arg-type]
+    storage = _or_default(policy.storage, dtype)
+    compute = _or_default(policy.compute, storage)
+    return Precision(storage, compute, _or_default(policy.reduce, compute), _or_default(policy.grads, storage))
+
+
+def _or_default(dtype: Dtype, default: torch.dtype) -> torch.dtype:
+    # names have become dtypes in `Policy.__post_init__`
+    return dtype if isinstance(dtype, torch.dtype) else default
 
 
 def precisions(dtypes: Sequence[torch.dtype], chosen: Sequence[Policy | None], policy: Policy) -> list[Precision]:
     """The dtypes of every leaf: by the override that was chosen for it, or by the policy."""
     return [
-        precision(dtype, policy if own is None else own.over(policy)) for dtype, own in zip(dtypes, chosen, strict=True)
+        precision(dtype, policy if override is None else override.over(policy))
+        for dtype, override in zip(dtypes, chosen, strict=True)
     ]

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from ..core import tree
 from ..core.arguments import check_whole, wrong
+from ..core.tree import Tree
 from .precision import Policy
 
-Where = str | Sequence[str] | Callable[[str, Any], bool] | None
+Where = str | Sequence[str] | Callable[[str, Tree], bool] | None
 ROOT = "(root)"
 
 
-def _selector(params: Any, spec: tree.Spec, where: Where, name: str) -> list[tuple[str, int, int]]:
+def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tuple[str, int, int]]:
     """The subtrees that patterns or a predicate select, outer before inner: path, first leaf, number of leaves."""
     nodes = [(path, node, first) for path, node, first in tree.walk(spec) if node.num_leaves]
     _check_where(name, where)
@@ -42,7 +42,7 @@ def _selector(params: Any, spec: tree.Spec, where: Where, name: str) -> list[tup
     return [(".".join(path), first, node.num_leaves) for path, node, first in picked]
 
 
-def _check_where(name: str, where: Any) -> None:
+def _check_where(name: str, where: object) -> None:
     sequence = isinstance(where, list | tuple | set | frozenset) and all(isinstance(p, str) for p in where)
     predicate = callable(where) and not isinstance(where, type)
     if not (where is None or isinstance(where, str) or sequence or predicate):
@@ -51,32 +51,33 @@ def _check_where(name: str, where: Any) -> None:
         raise TypeError(wrong(name, where, expected))
 
 
-def claim_leaves(params: Any, spec: tree.Spec, where: Where, name: str) -> list[bool]:
-    """For every leaf whether `where` selects it."""
-    picked = [False] * spec.num_leaves
+def claim_leaves(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[bool]:
+    """Return for every leaf whether `where` selects it."""
+    is_selected = [False] * spec.num_leaves
     for _, first, count in _selector(params, spec, where, name):
-        picked[first : first + count] = [True] * count
-    return picked
+        is_selected[first : first + count] = [True] * count
+    return is_selected
 
 
-def claim_policies(params: Any, spec: tree.Spec, policy: Policy) -> list[Policy | None]:
-    """For every leaf the policy of the first override that selects it; None if none does."""
+def claim_policies(params: Tree, spec: tree.Spec, policy: Policy) -> list[Policy | None]:
+    """Return for every leaf the policy of the first override that selects it; None if none does."""
     chosen: list[Policy | None] = [None] * spec.num_leaves
     dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.paths(spec)
-    for where, own in reversed(policy.overrides):
+    for where, override in reversed(policy.overrides):  # so that the first that selects a leaf is set last
         for path, first, count in _selector(params, spec, where, "policy"):
+            # a leaf that is named by itself; in a subtree, leaves that cannot be cast are left as they are
             if path == paths[first] and not dtypes[first].is_floating_point:
                 raise ValueError(
                     f"policy: leaf {path!r} is {dtypes[first]} and cannot be cast: leave it out of {where!r}"
                 )
-            chosen[first : first + count] = [own] * count
+            chosen[first : first + count] = [override] * count
     return chosen
 
 
 def claim_units(
-    params: Any, spec: tree.Spec, flat: Sequence[Tensor], origins: Sequence[int], units: Where | int
+    params: Tree, spec: tree.Spec, flat: Sequence[Tensor], origins: Sequence[int], units: Where | int
 ) -> tuple[list[str], list[int]]:
-    """The names of the units in the order of use, the root first, and the number of every leaf's unit.
+    """Return the names of the units in the order of use, the root first, and the number of every leaf's unit.
 
     A leaf belongs to the innermost subtree that `units` selects, else to the root; tied leaves count once in a size.
     """
@@ -85,7 +86,7 @@ def claim_units(
         owner = _fill_units(flat, origins, units)
     else:
         for path, first, count in _selector(params, spec, units, "units"):
-            owner[first : first + count] = [path or ROOT] * count
+            owner[first : first + count] = [path or ROOT] * count  # inner subtrees come later, and win
     names = list(dict.fromkeys([ROOT, *owner] if ROOT in owner else owner))
     return names, [names.index(name) for name in owner]
 
@@ -97,6 +98,6 @@ def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> li
     for i, leaf in enumerate(flat):
         if filled >= size:
             number, filled = number + 1, 0
-        filled += leaf.numel() if origins[i] == i else 0
+        filled += leaf.numel() if origins[i] == i else 0  # a tied leaf is stored with its first occurrence
         owner.append(f"part.{number}")
     return owner

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from ..comm.mesh import Axes
 from ..core import tree
@@ -42,7 +41,7 @@ class View:
         return known[key]
 
     @property
-    def _key(self) -> tuple[Any, ...]:
+    def _key(self) -> tuple[Hashable, ...]:
         """Everything that determines the layout. The plan itself is left out: the plan keeps the layout (no cycle)."""
         plan = self.plan
         return plan.fingerprint, plan.axes, self.over, self.kinds, self.spec, self.first, self.units
@@ -68,8 +67,9 @@ class View:
         length = plan.length(slot.unit, kind, over)
         base = plan.offset(slot.unit, kind, over) - plan.offset(self.units[0], kind, over)
         end = slot.start + slot.numel
+        # the intervals, of `length` elements each, that the leaf reaches into; one for a kind that is kept whole
         for part in range(slot.start // max(length, 1), -(-end // max(length, 1))):
             low, high = max(slot.start, part * length), min(end, (part + 1) * length)
             rank = EVERYONE if plan.kinds[kind].whole else part
-            start = base + low - part * length
+            start = base + low - part * length  # in the row
             yield Span(leaf, rank, self.kinds.index(kind), start, low - slot.start, high - low)
