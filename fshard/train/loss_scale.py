@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,20 +19,42 @@ from ..comm import consensus
 from ..comm.mesh import AnyMesh, axis_sizes
 from ..core import scalars, tree
 from ..core.arguments import check_whole, is_number, shown, wrong
-from ..core.scalars import double
+from ..core.scalars import Number, double
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.layout import Leaf
 from ..layout.pieces import Parts, device_of, layout_of, mesh_of, pieces
 from ..optim import kernels
-from ..optim.base import FoundInf, any_found, check_found
+from ..optim.base import FoundInf, Label, any_found, check_found
 from ..optim.labels import Labels, label_of
 
 # The fields of DynamicLossScale that torch.amp.GradScaler lacks, with the values at which both do the same.
 _BOUNDS = {"min_scale": 0.0, "max_scale": math.inf, "hysteresis": 1}
 
+T = TypeVar("T")
+K = TypeVar("K")
 
-def _times(x: Any, scale: Tensor) -> Any:
+
+class LossScale(Protocol):
+    """What a step asks of a loss scaler, which is a pytree node."""
+
+    @property
+    def value(self) -> Tensor:
+        """The scale (0-d, float32)."""
+
+    def scale(self, x: Tree) -> Tree:
+        """A tree times the scale, each leaf in its own dtype."""
+
+    def unscale(
+        self, grads: Tree, *, own: bool = False, labels: Labels = None, mesh: AnyMesh = None
+    ) -> tuple[Tree, Tree]:
+        """`(grads, found_inf)`: gradients divided by the scale, and 1 if any rank's are not finite, else 0."""
+
+    def adjust(self, found_inf: FoundInf) -> LossScale:
+        """The scaler of the next step."""
+
+
+def _times(x: Tree, scale: Tensor) -> Tree:
     """Every leaf times a 0-d scale, in the leaf's dtype (torch promotes a product of two 0-d tensors to the wider)."""
     leaves, spec = tree.flatten(x)
     for number, leaf in enumerate(leaves):
@@ -49,14 +71,20 @@ class Unscaled(Tensor):
     """
 
     @classmethod
-    def __torch_function__(cls, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        fn: Callable[..., Tree],
+        types: Sequence[type],
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
+    ) -> Tree:
         # Private name, but the one torch's notes on extending torch give; without it every result is an `Unscaled`.
         with torch._C.DisableTorchFunctionSubclass():
             return fn(*args, **(kwargs or {}))
 
 
-def _as_scale(scale: Any) -> Tensor:
-    """A new 0-d float32 tensor: the caller may write to the one that was given."""
+def _as_scale(scale: Number) -> Tensor:
+    """A new 0-d float32 tensor, because the caller may later write to the tensor that it passed."""
     if not isinstance(scale, Tensor) and not is_number(scale):
         raise TypeError(wrong("a loss scale", scale, "a number above 0, or a 0-d tensor"))
     plain = scale.as_subclass(Tensor) if isinstance(scale, Tensor) else double(float(scale))
@@ -67,22 +95,22 @@ def _as_scale(scale: Any) -> Tensor:
     return plain.detach().to(torch.float32, copy=True)
 
 
-def _check_between(scale: Any, least: float, most: float) -> None:
+def _check_between(scale: Number, least: float, most: float) -> None:
     """Raise ValueError for a number outside of the bounds, rounded to float32; tensors are not read."""
     if is_number(scale) and not least * (1 - 2**-23) <= scale <= most * (1 + 2**-23):
         raise ValueError(f"a loss scale={scale}: expected min_scale={least} <= scale <= max_scale={most}")
 
 
-def _unscale(grads: Tree, scale: Tensor, own: bool, labels: Labels, mesh: AnyMesh) -> tuple[Any, FoundInf]:
+def _unscale(grads: Tree, scale: Tensor, own: bool, labels: Labels, mesh: AnyMesh) -> tuple[Tree, FoundInf]:
     _check_grads(grads)
     sparse = any(row.layout is torch.sparse_coo for row in tree.leaves(grads))
-    if not own or sparse:
+    if not own or sparse:  # `coalesce` in `_values` makes a new tensor of one that is not coalesced
         grads = tree.map(_copy, grads)
-    meshes, by_label = _meshes(grads, mesh), dict[Any, Tensor]()
-    if labels is not None:
-        by_label = _found_by(lambda leaf: label_of(leaf, labels), grads, meshes)
-    found = kernels.unscale_([_values(row) for row in tree.leaves(grads)], scale.double().reciprocal())
-    return _marked(grads), by_label if labels is not None else _agreed(found, meshes)
+    meshes, by_label = _meshes(grads, mesh), dict[Label, Tensor]()
+    if labels is not None:  # before the division: a scale below 1 may make what is finite overflow
+        by_label = _not_finite_by(lambda leaf: label_of(leaf, labels), grads, meshes)
+    found_inf = kernels.unscale_([_values(row) for row in tree.leaves(grads)], scale.double().reciprocal())
+    return _marked(grads), by_label if labels is not None else _agreed(found_inf, meshes)
 
 
 def _copy(row: Tensor) -> Tensor:
@@ -93,7 +121,7 @@ def _values(row: Tensor) -> Tensor:
     return row.coalesce().values() if row.layout is torch.sparse_coo else row
 
 
-def _marked(grads: Tree) -> Any:
+def _marked(grads: Tree) -> Tree:
     """The gradients as `Unscaled`, in the same memory."""
     if is_tracing() or torch.compiler.is_compiling():
         return grads  # fake tensors cannot be of another class
@@ -102,53 +130,55 @@ def _marked(grads: Tree) -> Any:
 
 def _check_grads(grads: Tree) -> None:
     for number, row in enumerate(tree.leaves(grads)):
-        good = isinstance(row, Tensor) and (row.is_floating_point() or row.is_complex())
-        if good and not isinstance(row, Unscaled):
+        is_gradient = isinstance(row, Tensor) and (row.is_floating_point() or row.is_complex())
+        if is_gradient and not isinstance(row, Unscaled):
             continue
         path = tree.paths(tree.flatten(grads)[1])[number]
-        if good:
+        if is_gradient:
             raise ValueError(f"unscale: leaf {path!r} was unscaled already: use what unscale gave the first time")
         got = row.dtype if isinstance(row, Tensor) else type(row).__name__
         raise TypeError(f"unscale: leaf {path!r}: expected a gradient, a floating tensor, got {got}")
 
 
-def _meshes(x: Any, mesh: AnyMesh) -> list[AnyMesh]:
+def _meshes(x: Tree, mesh: AnyMesh) -> list[AnyMesh]:
     """The meshes whose ranks agree on what is finite: that of sharded gradients, and `mesh`."""
-    axis_sizes(mesh)
-    return [each for each in (mesh_of(x), mesh) if each is not None]
+    axis_sizes(mesh)  # raises for what is no mesh
+    return [present for present in (mesh_of(x), mesh) if present is not None]
 
 
-def _agreed(found: Any, meshes: Sequence[AnyMesh]) -> Any:
+def _agreed(flags: T, meshes: Sequence[AnyMesh]) -> T:
+    """A tree of flags (0-d), each 1 if it is 1 on any rank of the meshes."""
     for mesh in meshes:
-        found = consensus.any_rank(found, mesh)
-    return found
+        flags = consensus.any_rank(flags, mesh)
+    return flags
 
 
-def _found_by(key: Callable[[Leaf], Any], x: Any, meshes: Sequence[AnyMesh]) -> dict[Any, Tensor]:
+def _not_finite_by(key: Callable[[Leaf], K], x: Tree, meshes: Sequence[AnyMesh]) -> dict[K, Tensor]:
     """For each key, 1 if any of its leaves is not finite on any rank, else 0: float32, 0-d, equal on all ranks."""
-    found, device = dict[Any, list[Tensor]](), device_of(x)
+    flags, device = dict[K, list[Tensor]](), device_of(x)
     for path, node in tree.paths_to(x, Parts):
         layout = layout_of(node)
         keys = {
             n: key(replace(leaf, path=".".join(name for name in (path, leaf.path) if name)))
             for n, leaf in ((n, layout.leaves[n]) for n in layout.numbers)
         }
-        for each in keys.values():
-            found.setdefault(each, [torch.zeros((), dtype=torch.float32, device=device)])
+        # a flag for every key, also where this rank has no piece: ranks compare as many flags, in the same order
+        for key_of_leaf in keys.values():
+            flags.setdefault(key_of_leaf, [torch.zeros((), dtype=torch.float32, device=device)])
         for n, piece in pieces(node, layout):
             values = _values(piece)
             if values.numel() and (values.is_floating_point() or values.is_complex()):
-                found[keys[n]].append(_not_finite(values).to(device))
-    return _agreed({each: torch.stack(rows).amax() for each, rows in found.items()}, meshes)
+                flags[keys[n]].append(_not_finite(values).to(device))
+    return _agreed({each: torch.stack(of_pieces).amax() for each, of_pieces in flags.items()}, meshes)
 
 
 def _not_finite(x: Tensor) -> Tensor:
     """1 if any element is not finite, else 0: float32, 0-d."""
-    low, high = torch.aminmax(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)
+    low, high = torch.aminmax(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)  # NaN if any is
     return (~(low.isfinite() & high.isfinite())).float()
 
 
-def nonfinite_leaves(x: Any, mesh: AnyMesh = None) -> list[str]:
+def nonfinite_leaves(x: Tree, mesh: AnyMesh = None) -> list[str]:
     """The paths of leaves that are not finite on any rank, equal on all ranks. One collective; the host waits for it.
 
     The ranks are those of the mesh that `x` lies on; for a plain tree those of `mesh`, or this one alone for None.
@@ -159,9 +189,9 @@ def nonfinite_leaves(x: Any, mesh: AnyMesh = None) -> list[str]:
     for path, leaf in zip(tree.paths(tree.flatten(x)[1]), tree.leaves(x), strict=True):
         if not isinstance(leaf, Tensor):
             raise TypeError(f"nonfinite_leaves: leaf {path!r}: expected a tensor, got {shown(leaf)}")
-    found = _found_by(lambda leaf: leaf.path, x, _meshes(x, mesh))
-    bad = torch.stack([*found.values()]).tolist() if found else []
-    return [path for path, is_bad in zip(found, bad, strict=True) if is_bad]
+    flags = _not_finite_by(lambda leaf: leaf.path, x, _meshes(x, mesh))
+    on_host = torch.stack([*flags.values()]).tolist() if flags else []  # one copy for all leaves
+    return [path for path, is_bad in zip(flags, on_host, strict=True) if is_bad]
 
 
 @dataclass(frozen=True, init=False)
@@ -174,22 +204,24 @@ class StaticLossScale:
 
     value: Tensor  # the scale, 0-d, float32
 
-    def __init__(self, scale: Any = 2.0**16):
+    def __init__(self, scale: Number = 2.0**16):
+        # through vars(), because a frozen dataclass forbids assignment
         vars(self).update(value=_as_scale(scale))
 
-    def scale(self, x: Any) -> Any:
+    def scale(self, x: Tree) -> Tree:
         """A tree times the scale, each leaf in its own dtype. TypeError for a leaf that is no floating tensor."""
         return _times(x, self.value)
 
     def unscale(
         self, grads: Tree, *, own: bool = False, labels: Labels = None, mesh: AnyMesh = None
     ) -> tuple[Tree, Tree]:
-        """Divide gradients by the scale; returns them, and 1 if any rank's are not finite, else 0 (float32, 0-d).
+        """Divide gradients by the scale; returns `(grads, found_inf)`.
 
-        With `own` the gradients are the caller's, and divided in place. `found_inf` is equal on all ranks: those of all
-        axes of the mesh that sharded or unreduced gradients lie on. For a plain tree say which `mesh`; with None it is
-        of this rank alone. With `labels` (`by_label`'s) `found_inf` is a dict with one tensor for each label, as
-        `by_label(...).step` takes it. ValueError for gradients that were unscaled already.
+        `found_inf` (float32, 0-d) is 1 if the gradients of any rank are not finite, else 0, and equal on all ranks of
+        the mesh that sharded or unreduced gradients lie on. For a plain tree pass the `mesh`; with None `found_inf` is
+        that of this rank alone. With `labels` (`by_label`'s) `found_inf` is a dict with one tensor for each label, as
+        `by_label(...).step` takes it. With `own` the gradients may be overwritten, and are divided in place. ValueError
+        for gradients that were unscaled already.
 
         >>> StaticLossScale(4.0).unscale({"w": torch.tensor([8.0, 4.0])})
         ({'w': Unscaled([2., 1.])}, tensor(0.))
@@ -233,7 +265,7 @@ class DynamicLossScale(StaticLossScale):
 
     def __init__(
         self,
-        scale: Any = None,
+        scale: Number | None = None,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
@@ -261,36 +293,38 @@ class DynamicLossScale(StaticLossScale):
             scale = min(max(2.0**16, min_scale), max_scale)
         plain = _as_scale(scale)
         _check_between(scale, min_scale, max_scale)
-        borne = hysteresis if hysteresis_tracker is None else hysteresis_tracker
-        counts = [double(n).to(plain.device, torch.int32, copy=True) for n in (growth_tracker, borne)]
+        overflows_left = hysteresis if hysteresis_tracker is None else hysteresis_tracker
+        counts = [double(n).to(plain.device, torch.int32, copy=True) for n in (growth_tracker, overflows_left)]
+        # in the order of the dataclass's fields, the base class's `value` first
         values = (plain, growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, *counts)
         vars(self).update(zip((f.name for f in fields(self)), values, strict=True))
 
-    def adjust(self, found_inf: FoundInf, new_scale: Any = None) -> DynamicLossScale:
+    def adjust(self, found_inf: FoundInf, new_scale: Number | None = None) -> DynamicLossScale:
         """The scaler of the next step; with `new_scale` one with that scale and the same counts. No host read."""
         if new_scale is not None:
             _check_between(new_scale, self.min_scale, self.max_scale)
             return self._with(_as_scale(new_scale).to(self.value.device), self.growth_tracker, self.hysteresis_tracker)
-        found = any_found(found_inf).to(self.value.device, torch.bool)
-        borne = self.hysteresis_tracker - found.int()
-        counted = self.growth_tracker + 1
-        due = ~found & (counted == self.growth_interval)
+        overflowed = any_found(found_inf).to(self.value.device, torch.bool)
+        overflows_left = self.hysteresis_tracker - overflowed.int()
+        num_finite = self.growth_tracker + 1
+        grows = ~overflowed & (num_finite == self.growth_interval)
         larger, smaller = self.value * self.growth_factor, self.value * self.backoff_factor
+        # torch.amp.GradScaler does not grow the scale to inf either
         larger = torch.where(larger.isfinite(), larger.clamp(max=self.max_scale), self.value)
-        smaller = torch.where(borne > 0, self.value, smaller.clamp(min=self.min_scale))
+        smaller = torch.where(overflows_left > 0, self.value, smaller.clamp(min=self.min_scale))
         return self._with(
-            torch.where(found, smaller, torch.where(due, larger, self.value)),
-            torch.where(found | due, torch.zeros_like(counted), counted),
-            torch.where(due, torch.full_like(borne, self.hysteresis), borne.clamp(min=0)),
+            torch.where(overflowed, smaller, torch.where(grows, larger, self.value)),
+            torch.where(overflowed | grows, torch.zeros_like(num_finite), num_finite),
+            torch.where(grows, torch.full_like(overflows_left, self.hysteresis), overflows_left.clamp(min=0)),
         )
 
     def _with(self, scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor) -> DynamicLossScale:
-        new = object.__new__(DynamicLossScale)
+        new = object.__new__(DynamicLossScale)  # not __init__, which would copy every tensor
         changed = {"value": scale, "growth_tracker": growth_tracker, "hysteresis_tracker": hysteresis_tracker}
         vars(new).update(vars(self) | changed)
         return new
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         """The state dict of torch.amp.GradScaler. The host waits for the device.
 
         If `min_scale`, `max_scale` or `hysteresis` is not its default, all of them are in it as well.
@@ -306,7 +340,7 @@ class DynamicLossScale(StaticLossScale):
             return saved
         return {**saved, **bounds, "_hysteresis_tracker": int(self.hysteresis_tracker)}
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> DynamicLossScale:
+    def load_state_dict(self, saved: Mapping[str, Any]) -> DynamicLossScale:  # values from a file, checked by __init__
         """The scaler that was saved. A state dict of torch.amp.GradScaler gets this scaler's bounds and hysteresis.
 
         >>> DynamicLossScale().load_state_dict(torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()).value.item()
@@ -318,9 +352,9 @@ class DynamicLossScale(StaticLossScale):
         if missing := [name for name in names if name not in saved]:
             raise ValueError(f"load_state_dict: the state dict lacks {missing[0]!r}; it has {', '.join(saved)}")
         bounds = {name: saved.get(name, getattr(self, name)) for name in _BOUNDS}
-        borne = saved.get("_hysteresis_tracker")
-        made = DynamicLossScale(*(saved[name] for name in names), **bounds, hysteresis_tracker=borne)
-        return tree.map(lambda x: x.to(self.value.device), made)
+        overflows_left = saved.get("_hysteresis_tracker")
+        loaded = DynamicLossScale(*(saved[name] for name in names), **bounds, hysteresis_tracker=overflows_left)
+        return tree.map(lambda x: x.to(self.value.device), loaded)
 
 
 @dataclass(frozen=True)
@@ -336,13 +370,13 @@ class NoLossScale:
         """The number 1, a 0-d float32 tensor."""
         return torch.ones((), dtype=torch.float32, device="cpu")
 
-    def scale(self, x: Any) -> Any:
-        """The tree as it is. TypeError for a leaf that is no floating tensor."""
+    def scale(self, x: Tree) -> Tree:
+        """Return the tree times 1. TypeError for a leaf that is no floating tensor."""
         return _times(x, self.value)
 
     def unscale(
         self, grads: Tree, *, own: bool = False, labels: Labels = None, mesh: AnyMesh = None
-    ) -> tuple[Any, Tensor]:
+    ) -> tuple[Tree, Tensor]:
         """Return the gradients as they are, and 0."""
         return grads, torch.zeros((), dtype=torch.float32, device=device_of(grads))
 
@@ -361,8 +395,8 @@ tree.register_fields(
 tree.register_fields(NoLossScale, ())
 
 
-def select(found_inf: Tensor, if_inf: Any, if_finite: Any) -> Any:
-    """`if_inf` where `found_inf` is 1, else `if_finite`: trees of one structure, shapes and dtypes. No host read.
+def select(found_inf: Tensor, if_inf: Tree, if_finite: Tree) -> Tree:
+    """Return `if_inf` if `found_inf` is 1, else `if_finite`: trees of one structure, shapes and dtypes. No host read.
 
     >>> select(torch.tensor(1.0), {"w": torch.tensor(1)}, {"w": torch.tensor(2)})
     {'w': tensor(1)}
