@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.norms import global_norm
 from ..layout.pieces import device_of, packed
-from ..optim.base import FoundInf, Transform, any_found, as_transform, clip_factor
+from ..optim.base import FoundInf, Transform, TransformLike, any_found, as_transform, clip_factor
 from ..optim.kernels import where
 from ..optim.labels import Labels, check_labelled, check_labels
 from ..sharding import offload
@@ -31,7 +31,7 @@ from ..sharding.sharded import Sharded, coarsen, refine
 from . import dynamo, feedback
 from .accumulate import Recipe, check_reduce_once, gradients_of_micro_batches
 from .describe import describe
-from .loss_scale import NoLossScale
+from .loss_scale import LossScale, NoLossScale
 from .slices import gradients_of_slices
 
 
@@ -48,11 +48,11 @@ class TrainState:
     - `lost`: what a `grad_wire` with feedback has lost of this rank's whole gradients; () without one.
     """
 
-    params: Tree
+    params: Sharded
     opt_state: Tree
-    loss_scale: Any
-    step: Any
-    rng: Any
+    loss_scale: LossScale
+    step: Tensor
+    rng: Tensor
     extra: Tree
     lost: Tree = ()
 
@@ -61,12 +61,12 @@ class TrainState:
         tree.give_away((self.params, self.opt_state))
         vars(self).clear()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         if not vars(self):  # a copy, or a file, would have no fields
             Life(given_away=True).check(type(self).__name__, "__reduce__")
         return super().__reduce_ex__(protocol)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if not vars(self) and not name.startswith("__"):  # copy and pickle ask for these of empty objects
             Life(given_away=True).check(type(self).__name__, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -76,7 +76,7 @@ tree.register_fields(TrainState, ("params", "opt_state", "loss_scale", "step", "
 
 
 def init_state(
-    sharded: Sharded, tx: Transform, loss_scale: Any = None, seed: int = 0, extra: Tree = None
+    sharded: Sharded, tx: TransformLike, loss_scale: LossScale | None = None, seed: int = 0, extra: Tree = None
 ) -> TrainState:
     """The state before the first step; the optimizer's state is cut as the plan's `state_over` says.
 
@@ -96,7 +96,8 @@ def init_state(
             ("value", "scale", "unscale", "adjust"),
             "a scaler, as fshard.DynamicLossScale() is",
         )
-    tx, trained = as_transform(tx), packed(sharded.for_state)
+    transform = as_transform(tx)
+    trained = packed(sharded.for_state)  # (n / W_state,) for each kind
     device = device_of(sharded)
     # on the device of the loss: a scaler elsewhere would make every step wait for the device
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device, copy=True), loss_scale)
@@ -105,11 +106,12 @@ def init_state(
     several = any(size > 1 for _, size in sharded.plan.axes)  # one rank has nothing to compare, and reads no scale
     if several and not is_tracing() and not present(sharded.plan.live_mesh()).abstract:
         _check_alike(sharded, seed, scaler)
+    # int64 on the host, because random numbers of a step are seeded there, without waiting for a device
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
-    return TrainState(sharded, tx.init(trained), scaler, step, rng, extra, lost)
+    return TrainState(sharded, transform.init(trained), scaler, step, rng, extra, lost)
 
 
-def _check_alike(params: Sharded, seed: int, scaler: Any) -> None:
+def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
     """Raise MismatchError if seeds, scalers or copies of a parameter differ between ranks."""
     plan, (leaves, spec) = params.plan, tree.flatten(scaler)
     values = [leaf.tolist() for leaf in leaves if isinstance(leaf, Tensor)]
@@ -122,6 +124,7 @@ def _check_alike(params: Sharded, seed: int, scaler: Any) -> None:
         part = params.only(k for k in params.view.kinds if plan.kinds[k].whole == whole)
         if consensus.first_unlike(part.tensors, plan.mesh, axes) is None:
             continue
+        # the rows differ: compare leaf by leaf, to name one
         views = part.local_views()
         path = list(views)[consensus.first_unlike([*views.values()], plan.mesh, axes) or 0]
         raise MismatchError(
@@ -135,7 +138,7 @@ def _check_alike(params: Sharded, seed: int, scaler: Any) -> None:
 class Step:
     """A step, which torch.compile takes as one call (Note [torch.compile])."""
 
-    def __init__(self, run: Callable[..., tuple[TrainState, dict[str, Any]]], with_extra: bool):
+    def __init__(self, run: Callable[..., tuple[TrainState, dict[str, Tree]]], with_extra: bool):
         self.run, self.with_extra = run, with_extra
 
     def __eq__(self, other: object) -> bool:
@@ -144,7 +147,7 @@ class Step:
     def __hash__(self) -> int:
         return id(self)
 
-    def __call__(self, state: TrainState, batch: Tree, *args: Any) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(self, state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         """The new state and the metrics. TypeError if `state` is not a TrainState."""
         if not isinstance(state, TrainState):
             raise TypeError(f"step(state, batch): expected a TrainState (fshard.init_state) first, got {shown(state)}")
@@ -156,12 +159,12 @@ class Step:
 
 
 def train_step(
-    loss_fn: Callable[..., Any],
-    tx: Transform,
+    loss_fn: Callable[..., Tree],
+    tx: TransformLike,
     *,
     clip_norm: float | None = None,
     accumulate: int = 1,
-    reduction: Any = "exact",
+    reduction: str | Reduction = "exact",
     reduce_once: bool | str | tuple[str, ...] = False,
     skip_labels: Labels = None,
     has_aux: bool = False,
@@ -213,18 +216,18 @@ def train_step(
     """
     check_loss(loss_fn)
     check_flags(has_aux=has_aux, with_extra=with_extra, donate=donate)
-    tx, by = as_transform(tx), reduction_of(reduction)
+    transform, by = as_transform(tx), reduction_of(reduction)
     check_reduce_once(reduce_once, by)
-    _check_built(tx, accumulate, clip_norm, skip_labels, with_extra, by)
+    _check_built(transform, accumulate, clip_norm, skip_labels, with_extra, by)
     how = {"accumulate": accumulate, "reduce_once": reduce_once, "with_extra": with_extra, "skip_labels": skip_labels}
     named = reduction if isinstance(reduction, str) else type(reduction).__qualname__
-    built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=tx)}"
+    built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=transform)}"
     in_slices = isinstance(by, TreeSums)
     gradients = gradients_of_slices if in_slices else gradients_of_micro_batches
     if in_slices:  # fused kernels compute the last elements of a row otherwise than the rest
-        tx = tx._replace(fused=None)
+        transform = transform._replace(fused=None)
 
-    def run(state: TrainState, batch: Tree, *args: Any) -> tuple[TrainState, dict[str, Any]]:
+    def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
         # made in here, so that `captures` finds the loss function among what this function reads
@@ -232,30 +235,30 @@ def train_step(
         grads, outcome, share, lost = gradients(recipe, state, batch, args)
         grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=skip_labels)
         nothing_counted = outcome.divisor.isnan().float()  # 1 if the loss is 0 / 0
-        found_inf = tree.map(lambda found: torch.maximum(found, nothing_counted), found_inf)
+        found_inf = tree.map(lambda flag: torch.maximum(flag, nothing_counted), found_inf)
         norm = _rescale(grads, share, clip_norm, in_slices)
 
         skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf  # where 1, the update is not made
         extra = _chosen(skip, state.extra, outcome.extra) if with_extra else state.extra
         if donate:  # extra may lie in memory that the update writes to
             extra = _apart(extra, [params.trainable, state.opt_state])
-        new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, donate, in_slices)
+        new_params, opt_state = _update(transform, grads, state.opt_state, params, skip, donate, in_slices)
         scaler = state.loss_scale.adjust(found_inf)
         lost = feedback.after_update(state, lost, share, skip, skip_labels)
 
-        after = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, extra, lost)
+        new_state = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, extra, lost)
         found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
-        metrics = {"loss": outcome.value, "grad_norm": norm, "found_inf": found_inf}
+        metrics: dict[str, Tree] = {"loss": outcome.value, "grad_norm": norm, "found_inf": found_inf}
         if has_aux:
             metrics["aux"] = outcome.aux
         if donate:
             state.give_away()
-        return after, metrics
+        return new_state, metrics
 
     return Step(Checked(run) if is_wanted() else run, with_extra)
 
 
-def _check_value(clip_norm: Any) -> None:
+def _check_value(clip_norm: object) -> None:
     if isinstance(clip_norm, Tensor) and not is_tracing() and not clip_norm > 0:  # read here once, never in a step
         raise ValueError(f"clip_norm={clip_norm.item()}: expected a number above 0 (or a 0-d tensor of one)")
 
@@ -281,8 +284,8 @@ def _check_built(
         )
 
 
-def _chosen(skip: FoundInf | None, old: Tree, new: Tree) -> Any:
-    """The new extra, or the old one if any update is skipped. A leaf that is the same object in both stays that."""
+def _chosen(skip: FoundInf | None, old: Tree, new: Tree) -> Tree:
+    """The new extra, or the old one if any update is skipped. A leaf that is one object in both is returned itself."""
     if skip is None:
         return new
     skipped = any_found(skip)
@@ -291,11 +294,13 @@ def _chosen(skip: FoundInf | None, old: Tree, new: Tree) -> Any:
     )
 
 
-def _apart(extra: Tree, held: Any) -> Any:
-    """Extra with copies of the leaves that share memory with `held`, and a new container for each `Sharded`."""
+def _apart(extra: Tree, overwritten: Sequence[Tree]) -> Tree:
+    """Extra with copies of the leaves that share memory with `overwritten`, and a new container for each `Sharded`."""
 
-    def copied(x: Any) -> Any:
-        return Sharded(x.view, apart(list(x.tensors), held)) if isinstance(x, Sharded) else apart(x, held)
+    def copied(x: Tree) -> Tree:
+        if isinstance(x, Sharded):  # its container would be given away with the state
+            return Sharded(x.view, apart(list(x.tensors), overwritten))
+        return apart(x, overwritten)
 
     return tree.map_tops(copied, Sharded, extra)
 
@@ -304,13 +309,13 @@ def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None, exa
     """Multiply gradients in place by `factor`, and clip them to `clip_norm`; returns the norm before clipping."""
     norm = global_norm(grads, exact=exact)
     if factor is not None:
-        norm = norm * factor.to(norm.dtype)
+        norm = norm * factor.to(norm.dtype)  # the norm of the multiplied gradients, without a second pass
     if clip_norm is not None:
         clip = clip_factor(norm, clip_norm)
         factor = clip if factor is None else factor * clip
     if factor is not None:
-        for x in grads.tensors:
-            x.mul_(beside(factor.to(wide(x.dtype)), x))
+        for row in grads.tensors:  # (n / W_grads,)
+            row.mul_(beside(factor.to(wide(row.dtype)), row))
     return norm
 
 
@@ -322,10 +327,10 @@ def _update(
     skip: FoundInf | None,
     donate: bool,
     exact_norms: bool,
-) -> tuple[Sharded, Any]:
+) -> tuple[Sharded, Tree]:
     """New parameters and optimizer state; with `donate` in the memory of the old ones."""
     plan, trained = params.plan, params.trainable
-    # params (n / W_params,) -> the interval of it that this rank updates (n / W_state,)
+    # params (n / W_params,) -> the interval that this rank updates, a view of them (n / W_state,)
     fine_params = refine(trained, plan.state_over)
     # a policy's `grads` may be another dtype than the parameters'
     grads = Sharded(grads.view, [g.to(p.dtype) for g, p in zip(grads.tensors, trained.tensors, strict=True)])
@@ -333,10 +338,11 @@ def _update(
     updated, new_state = tx.step(
         fine_grads, opt_state, fine_params, skip, donate, own_grads=True, exact_norms=exact_norms
     )
-    whole = coarsen(updated, plan.params_over, trained if donate else None)
+    # all-gathered: (n / W_state,) -> (n / W_params,)
+    new_trained = coarsen(updated, plan.params_over, trained if donate else None)
     # new containers, because `give_away` empties the old ones
     new_state = tree.map_tops(lambda x: Sharded(x.view, x.tensors) if isinstance(x, Sharded) else x, Sharded, new_state)
-    by_kind = zip(params.view.kinds, params.updated(whole).tensors, strict=True)
+    by_kind = zip(params.view.kinds, params.updated(new_trained).tensors, strict=True)
     rows = [offload.pinned(row, plan.device) if plan.kinds[kind].host else row for kind, row in by_kind]
     return Sharded(params.view, rows), new_state
 

@@ -282,5 +282,6 @@ def by_environment(mesh: Any, fault: Fault) -> list[str]:
             texts.append("no error")
         except (fshard.MismatchError, ValueError) as failure:
             texts.append(str(failure))
-        assert (compare_calls.lines_of in state.params.plan.mesh._kept) == (wanted == "1")
+        handle: Any = state.params.plan.mesh
+        assert (compare_calls.lines_of in handle._kept) == (wanted == "1")
     return texts
