@@ -33,7 +33,7 @@ from .links import SMALL, Link
 from .log import Call
 from .mesh import AnyMesh, Mesh, ProcessMesh, adapted
 from .primitives import along
-from .ranks import Ranks
+from .ranks import Ranks, message_timeout
 from .rendezvous import links_to
 from .shared_memory import Memory, Segment, refusal, tensor_in
 
@@ -49,7 +49,7 @@ class _Exchange:
     recvs: list[Tensor | None]
     like: Tensor
     call: str
-    held: list[tuple[Link, int]] = field(default_factory=list)
+    unread: list[tuple[Link, int]] = field(default_factory=list)  # segments that may be read until `done`
 
     def wait(self) -> list[Tensor]:
         parts = [self.like if recv is None else recv for recv in self.recvs]
@@ -59,7 +59,7 @@ class _Exchange:
             if recv is None:
                 parts[peer] = from_bytes(message.data, self.like.dtype).view(self.like.shape)
                 if message.segment is not None:
-                    self.held.append((link, message.segment))
+                    self.unread.append((link, message.segment))
                 continue
             if recv.numel():
                 recv.copy_(from_bytes(message.data, recv.dtype).view(recv.shape))
@@ -68,9 +68,9 @@ class _Exchange:
         return parts
 
     def done(self) -> None:
-        for link, segment in self.held:
+        for link, segment in self.unread:
             link.acknowledge(segment)
-        self.held.clear()
+        self.unread.clear()
 
 
 class _HostRanks:
@@ -78,10 +78,10 @@ class _HostRanks:
     whole = None
     device = torch.device("cpu")
 
-    def __init__(self, ranks: Any, links: dict[int, Link]):
+    def __init__(self, ranks: Ranks, links: dict[int, Link]):
         self.axis, self.rank, self.size = ranks.axis, ranks.rank, ranks.size
         # Links refer to the memory, and the memory not to the links: without a cycle, both are freed with the ranks.
-        self._memory, self.links, self.timeout = Memory(), links, ranks.timeout
+        self._memory, self.links, self.timeout = Memory(), links, message_timeout(ranks)
         for link in links.values():
             link.memory = self._memory
             weakref.finalize(self, link.socket.close)
@@ -102,22 +102,22 @@ class _HostRanks:
 
     def _place(self, data: Tensor) -> tuple[Segment, int]:
         """Return the segment and offset of the data: their own if they are lent, else those of a copy."""
-        if found := self._memory.find(data):
-            return found
+        if lent := self._memory.find(data):
+            return lent
         segment = self._room(data.numel())
         segment.data[: data.numel()].copy_(data)
         return segment, 0
 
     def idle(self, x: Tensor) -> bool:
-        found = self._memory.find(x)
-        if found and found[0].readers:
+        lent = self._memory.find(x)
+        if lent and lent[0].readers:
             for link in self.links.values():
-                link.drain()
-        return not (found and found[0].readers)
+                link.drain()  # the acknowledgements that have arrived lower the number of readers
+        return not (lent and lent[0].readers)
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> _Exchange:
         text = str(call)
-        places: dict[int, tuple[Segment, int]] = {}
+        places: dict[int, tuple[Segment, int]] = {}  # by the id of a tensor: one sent to every peer is copied once
         numbers = {}
         for peer, link in self.links.items():
             x = sends[peer]
@@ -133,6 +133,7 @@ class HostMesh(ProcessMesh):
     """A `ProcessMesh` that sends messages through shared memory along those axes whose ranks are on one host."""
 
     def __init__(self, mesh: ProcessMesh, ranks: dict[str, Ranks]):
+        # of the same process groups, but with nothing that `once` has made: that may refer to the old ranks
         self.__dict__.update(vars(mesh))
         self._ranks, self._kept = ranks, {}
 
@@ -172,7 +173,7 @@ def connected(mesh: AnyMesh) -> Mesh | None:
     return kept.twin
 
 
-def connect(mesh: AnyMesh) -> Any:
+def connect(mesh: AnyMesh) -> Any:  # a Mesh; None for None alone
     """Return a mesh that uses shared memory along the axes of a DeviceMesh whose CPU processes are on one host.
 
     Every rank must call this function. GPU meshes, simulated and abstract meshes, None (one device), and all meshes on

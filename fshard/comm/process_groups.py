@@ -27,7 +27,7 @@ _SENT = frozenset(
 )
 
 
-def first_of(module: Any, *names: str) -> Callable[..., Any]:
+def first_of(module: object, *names: str) -> Callable[..., Any]:  # any function of the module
     """Return `getattr(module, name)` for the first of `names` that the module has; StopIteration if it has none.
 
     >>> import math
@@ -61,7 +61,7 @@ def as_sent(x: Tensor, dtypes: Collection[torch.dtype] = _SENT) -> Tensor:
 class Works:
     """An exchange backed by torch.distributed `Work` handles and their output tensors."""
 
-    works: Sequence[Any]
+    works: Sequence[dist.Work]
     parts: Sequence[Tensor]
     call: Call | str = ""
     timeout: timedelta | None = None  # None: the timeout of the process group
@@ -88,9 +88,9 @@ def _answering(call: Call | str) -> Iterator[None]:
 
 def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
     """Return output tensors in rank order: `recvs[p]` if given, else part of a new buffer or this rank's own tensor."""
-    own, missing = sends[rank], sum(recv is None for peer, recv in enumerate(recvs) if peer != rank)
-    made = iter(own.new_empty(missing, *own.shape)) if missing else iter(())  # (peers, ...)
-    new = (own if peer == rank else next(made) if recv is None else recv for peer, recv in enumerate(recvs))
+    local, missing = sends[rank], sum(recv is None for peer, recv in enumerate(recvs) if peer != rank)
+    made = iter(local.new_empty(missing, *local.shape)) if missing else iter(())  # (peers without a place, ...)
+    new = (local if peer == rank else next(made) if recv is None else recv for peer, recv in enumerate(recvs))
     return [place if recv is None else recv for recv, place in zip(recvs, new, strict=True)]
 
 
@@ -120,7 +120,9 @@ class GroupRanks:
 
         The memory is freed and reused like that of any other tensor.
         """
-        backend: Any = None if self.built_in is None else _backend(self._group, self.device)
+        if self.built_in is None:
+            return None
+        backend = _backend(self._group, self.device)
         supports = getattr(backend, "supports_tensor_alloc", None)
         return backend.allocate_tensor if supports is not None and supports(self.device) else None
 
@@ -140,7 +142,7 @@ class GroupRanks:
         # with a timeout, NCCL's `wait` would block the host; NCCL's watchdog applies the timeout of the group
         return Works(works, parts, call, self.timeout if self.built_in is None else None)
 
-    def _start(self, sends: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Any]:
+    def _start(self, sends: Sequence[Tensor], parts: Sequence[Tensor]) -> list[dist.Work]:
         sends, parts = [as_sent(x) for x in sends], [as_sent(x) for x in parts]
         if self.built_in is not None:
             nothing = sends[self.rank].new_empty(0)  # for this rank itself
@@ -154,17 +156,17 @@ class GroupRanks:
         return dist.batch_isend_irecv(ops)
 
 
-def timeout_of(group: Any, device: torch.device) -> timedelta:
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
     """Return the timeout of a group; if the group has torch's default, that of the default process group.
 
     torch gives the groups of a mesh of several axes its default, whatever `init_process_group(timeout=)` was given.
     """
-    own = _timeout(group, device)
-    unsaid = own in (default_pg_timeout, default_pg_nccl_timeout)
-    return _timeout(dist.group.WORLD, device) if unsaid else own
+    timeout = _timeout(group, device)
+    unsaid = timeout in (default_pg_timeout, default_pg_nccl_timeout)
+    return _timeout(dist.group.WORLD, device) if unsaid else timeout
 
 
-def _timeout(group: Any, device: torch.device) -> timedelta:
+def _timeout(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
     # private API: torch has no public way to read the timeout of a group
     try:
         return _backend(group, device).options._timeout
@@ -172,18 +174,18 @@ def _timeout(group: Any, device: torch.device) -> timedelta:
         return default_pg_timeout
 
 
-def _backend(group: Any, device: torch.device) -> Any:
+def _backend(group: dist.ProcessGroup | None, device: torch.device) -> Any:  # torch's Backend lacks `options` in stubs
     """Return the backend of a group for a device, or None."""
     # private API, which torch's own FSDP2 uses as well (test_process_groups.py fails if torch removes it)
     try:
-        return group._get_backend(device)
+        return None if group is None else group._get_backend(device)
     except (AttributeError, RuntimeError):  # none for the device
         return None
 
 
 def meeting_host() -> str:
     """Return the name of the host where all ranks met (the store's, or MASTER_ADDR); empty if there is none."""
-    store: Any = dist.group.WORLD.get_group_store() if dist.group.WORLD is not None else None
+    store: object = dist.group.WORLD.get_group_store() if dist.group.WORLD is not None else None
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", "") or os.environ.get("MASTER_ADDR", "")

@@ -29,16 +29,16 @@ import socket
 import struct
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from .consensus import rows_of_bytes
 from .links import Link
 from .process_groups import meeting_host
-from .ranks import Ranks
+from .ranks import Ranks, message_timeout
 from .shared_memory import reason
 
 _GREETING = struct.Struct("<I32s")  # number of the dialling rank, and its digest
@@ -46,6 +46,9 @@ _ANSWER = 32  # bytes of a digest
 _MOST_SILENT = 256  # most strangers' connections kept without a greeting, besides one for each peer
 _RETRY = 0.01  # seconds until a rank with a full queue of connections is dialled again
 _SOMEWHERE = "192.0.2.1"  # an address that no host has (RFC 5737)
+
+Address: TypeAlias = str | tuple[str, int]  # of a Unix socket; host and port
+Door: TypeAlias = tuple[socket.socket, Sequence[Address], bytes]  # listening socket, addresses of all ranks, key
 
 
 class UnreachableError(ConnectionError):
@@ -56,7 +59,7 @@ class _LeftError(ConnectionError):
     """A rank ended or gave up while connecting. The error of that rank itself, if it reports one, is raised instead."""
 
 
-def links_to(ranks: Any, anywhere: bool = False) -> dict[int, Link] | None:
+def links_to(ranks: Ranks, anywhere: bool = False) -> dict[int, Link] | None:
     """Return a link to every peer: Unix sockets on one host; between hosts None, or with `anywhere` TCP connections.
 
     ConnectionError on all ranks if any rank fails to connect.
@@ -67,53 +70,53 @@ def links_to(ranks: Any, anywhere: bool = False) -> dict[int, Link] | None:
         if not anywhere:
             return None
         sockets = _met(ranks, _far)
-    seconds = ranks.timeout.total_seconds()
+    seconds = message_timeout(ranks).total_seconds()
     return {p: Link(s, f"rank {p} of axis {ranks.axis!r}", seconds) for p, s in sorted(sockets.items())}
 
 
-def _met(ranks: Any, listening: Callable[[Ranks], Any]) -> dict[int, socket.socket]:
+def _met(ranks: Ranks, listening: Callable[[Ranks], AbstractContextManager[Door]]) -> dict[int, socket.socket]:
     """Connect to all peers, and return the socket of each. ConnectionError on all ranks if any rank fails."""
     with listening(ranks) as (listener, addresses, key):
-        found: dict[int, socket.socket] = {}
+        sockets: dict[int, socket.socket] = {}
 
         def meet() -> str:
             # the listener closes as soon as this rank gives up: connections not yet accepted then break
             with listener, _Meeting(ranks, listener, addresses, key) as meeting:
-                found.update(meeting.hold(ranks.timeout.total_seconds()))
+                sockets.update(meeting.hold(message_timeout(ranks).total_seconds()))
             return ""
 
         try:
             _together(ranks, meet)
         except BaseException:
-            for connection in found.values():
+            for connection in sockets.values():
                 connection.close()
             raise
-    return found
+    return sockets
 
 
 def _together(ranks: Ranks, step: Callable[[], str]) -> list[str]:
     """Run `step` on every rank, and return the results of all ranks. ConnectionError on all ranks if any fails."""
-    own = None
+    error: Exception | None = None
     try:
         row = ["", step()]
     except Exception as failure:  # of any type: the other ranks wait for this rank's row
         traceback.clear_frames(failure.__traceback__)  # closes connections that only these frames refer to
-        own, row = failure, [type(failure).__name__, reason(failure)]
+        error, row = failure, [type(failure).__name__, reason(failure)]
     rows = [json.loads(text) for text in rows_of_bytes(json.dumps(row).encode(), ranks)]
     failed = [(kind, f"rank {p} of axis {ranks.axis!r}: {text}") for p, (kind, text) in enumerate(rows) if kind]
     # prefer the failed rank's own error: that its peers could not reach it, or lost it, is only a consequence
     follow = [UnreachableError.__name__, _LeftError.__name__]
-    if own is not None and not isinstance(own, OSError):
-        raise own
+    if error is not None and not isinstance(error, OSError):
+        raise error
     if failed:
-        kind, text = min(failed, key=lambda one: follow.index(one[0]) if one[0] in follow else -1)
-        error = UnreachableError if kind in follow[:1] else ConnectionError
-        raise error(f"the ranks could not be connected: {text}") from own
+        kind, text = min(failed, key=lambda row: follow.index(row[0]) if row[0] in follow else -1)
+        kind_of_error = UnreachableError if kind in follow[:1] else ConnectionError
+        raise kind_of_error(f"the ranks could not be connected: {text}") from error
     return [text for _, text in rows]
 
 
 @contextmanager
-def _near(ranks: Ranks) -> Iterator[Any]:
+def _near(ranks: Ranks) -> Iterator[Door]:
     """Yield a listening Unix socket, the addresses of all ranks, and the key. UnreachableError if hosts differ."""
     with ExitStack() as stack:
         # an abstract address leaves no file behind; the secret is drawn apart, because everybody can read addresses
@@ -130,15 +133,16 @@ def _near(ranks: Ranks) -> Iterator[Any]:
 
 
 @contextmanager
-def _far(ranks: Ranks) -> Iterator[Any]:
+def _far(ranks: Ranks) -> Iterator[Door]:
     """Yield a TCP socket listening on the interface of the process group, the addresses of all ranks, and the key."""
     seen = _together(ranks, _interface)
     with ExitStack() as stack:
         listeners = list[socket.socket]()
 
         def offer() -> str:
-            own = _from_outside(seen[ranks.rank], seen)
-            listeners.append(_listening(stack, socket.AF_INET6 if ":" in own else socket.AF_INET, (own, 0)))
+            host = _from_outside(seen[ranks.rank], seen)
+            # port 0: the system chooses a free one
+            listeners.append(_listening(stack, socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0)))
             return json.dumps([*listeners[0].getsockname()[:2], secrets.token_hex()])
 
         rows = [json.loads(row) for row in _together(ranks, offer)]
@@ -152,7 +156,7 @@ def _host() -> str:
     return boot.read_text() + str(os.stat("/proc/self/ns/net").st_ino) if boot.exists() else secrets.token_hex(16)
 
 
-def _listening(stack: ExitStack, family: int, address: Any) -> socket.socket:
+def _listening(stack: ExitStack, family: int, address: Address) -> socket.socket:
     listener = stack.enter_context(socket.socket(family))
     listener.setblocking(False)
     listener.bind(address)
@@ -189,19 +193,19 @@ def _way_to(target: str) -> str:
     return ""
 
 
-def _from_outside(own: str, seen: list[str]) -> str:
+def _from_outside(local: str, seen: list[str]) -> str:
     """Return an address at which other hosts reach this one; `seen` are the addresses that all ranks found.
 
-    `own` may be a loopback address: on the host where the ranks met, its name may resolve to one.
+    `local`, this rank's, may be a loopback address: on the host where the ranks met, its name may resolve to one.
     """
 
     def inside(address: str) -> bool:
         return not address or ipaddress.ip_address(address).is_loopback
 
-    if not inside(own):
-        return own
+    if not inside(local):
+        return local
     others = [address for address in seen if not inside(address)]
-    return _way_to(others[0] if others else "" if own else _SOMEWHERE) or own or "127.0.0.1"
+    return _way_to(others[0] if others else "" if local else _SOMEWHERE) or local or "127.0.0.1"
 
 
 @dataclass(eq=False)
@@ -226,7 +230,7 @@ class _Call:
 class _Meeting:
     """Connections being made: this rank dials every peer and reads its answer, and answers every peer that dials."""
 
-    def __init__(self, ranks: Ranks, listener: socket.socket, addresses: list[Any], key: bytes):
+    def __init__(self, ranks: Ranks, listener: socket.socket, addresses: Sequence[Address], key: bytes):
         self._me, self._listener, self._addresses, self._key = ranks.rank, listener, addresses, key
         self._peers = {*range(ranks.size)} - {ranks.rank}
         self._to_dial = set(self._peers)

@@ -123,8 +123,8 @@ class Int8:
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
         """Pack the scales, then the codes."""
-        blocks = F.pad(x.float(), (0, -x.numel() % self.block)).view(-1, self.block)
-        scales = blocks.abs().amax(1, keepdim=True) / 127 if x.numel() else blocks[:, :1]
+        blocks = F.pad(x.float(), (0, -x.numel() % self.block)).view(-1, self.block)  # (blocks, block)
+        scales = blocks.abs().amax(1, keepdim=True) / 127 if x.numel() else blocks[:, :1]  # (blocks, 1)
         codes = (blocks / torch.where(scales > 0, scales, 1)).round().nan_to_num(0).clamp(-127, 127).to(torch.int8)
         return pack(torch.where(scales.isfinite(), scales, torch.nan).view(-1), codes.view(-1)[: x.numel()])
 
@@ -132,7 +132,7 @@ class Int8:
         """Return codes times scales, float32."""
         numel = sum(sizes)
         scales, codes = unpack(data, (torch.float32, -(-numel // self.block)), (torch.int8, numel))
-        blocks = F.pad(codes.float(), (0, -numel % self.block)).view(-1, self.block)
+        blocks = F.pad(codes.float(), (0, -numel % self.block)).view(-1, self.block)  # (blocks, block)
         return (blocks * scales.unsqueeze(1)).view(-1)[:numel]
 
 
@@ -161,6 +161,7 @@ class Float8:
         """Pack the scales, then the codes."""
         leaves = x.float().split(list(sizes))
         zero = x.new_zeros((), dtype=torch.float32)
+        # (leaves,); by amin and amax, because `abs` of a leaf would take as much memory again
         top = torch.stack(
             [torch.maximum(leaf.amin().abs(), leaf.amax().abs()) if len(leaf) else zero for leaf in leaves]
         )
@@ -199,7 +200,7 @@ class TopK:
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
         """Pack the indices (int32), then the values (float32)."""
-        indices = x.abs().topk(self._num_kept(sizes)).indices
+        indices = x.abs().topk(self._num_kept(sizes)).indices  # (kept,), int64
         return pack(indices.int(), x[indices].float())
 
     def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
@@ -249,8 +250,8 @@ class LowRank:
         m = F.pad(torch.where(finite, x, 0), (0, rows * cols - x.numel())).view(rows, cols)
         q = torch.arange(1, cols * rank + 1, dtype=x.dtype, device=x.device).cos().view(cols, rank)
         for _ in range(2):
-            p = torch.linalg.qr(m @ q).Q
-            q = m.T @ p
+            p = torch.linalg.qr(m @ q).Q  # (rows, rank), orthonormal columns
+            q = m.T @ p  # (cols, rank)
         return pack(p.reshape(-1), torch.where(finite, q, torch.nan).reshape(-1))
 
     def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
@@ -259,6 +260,6 @@ class LowRank:
         if shape is None:
             return data
         rows, cols, rank = shape
-        held = ((torch.float32, n * rank) for n in (rows, cols))
-        p, q = (part.view(-1, rank) for part in unpack(data, *held))
+        factors = ((torch.float32, n * rank) for n in (rows, cols))
+        p, q = (part.view(-1, rank) for part in unpack(data, *factors))  # (rows, rank), (cols, rank)
         return (p @ q.T).reshape(-1)[: sum(sizes)]
