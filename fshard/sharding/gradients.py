@@ -50,7 +50,7 @@ class Gradients:
     local: Callable[[], Sharded] | None = None
     add: bool = False
     by: Reduction = EXACT
-    lost: Sharded | tuple[()] = ()  # for a wire with feedback, which writes to it; () for other wires
+    lost: transfer.Lost = ()  # a wire with feedback writes to it
     later: Axes = ()  # the axes that this backward does not reduce over
 
     def buffer(self, plan: Plan, unit: int, kind: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from ..core.flat import clear_outside_, cleared_outside
 from . import offload
 from .plan import Plan
 from .sharded import Sharded, intervals
+
+Lost: TypeAlias = Sharded | tuple[()]  # what wires with feedback have not sent of gradients; () for other wires
 
 
 def gather(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
@@ -34,13 +36,16 @@ def gather(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pendin
 
 def _gathers(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
     plan = params.plan
-    far = [kind for kind in kinds if params.view.axes(kind) and plan.units[unit].lengths[kind]]
-    if plan.together and len(far) > 1:
-        return {kind: _near(params, unit, kind) for kind in kinds if kind not in far} | _together(params, unit, far)
-    return {kind: _gather(params, unit, kind) if kind in far else _near(params, unit, kind) for kind in kinds}
+    cut_kinds = [kind for kind in kinds if params.view.axes(kind) and plan.units[unit].lengths[kind]]
+    if plan.together and len(cut_kinds) > 1:
+        whole = {kind: _have_whole(params, unit, kind) for kind in kinds if kind not in cut_kinds}
+        return whole | _together(params, unit, cut_kinds)
+    return {
+        kind: _gather(params, unit, kind) if kind in cut_kinds else _have_whole(params, unit, kind) for kind in kinds
+    }
 
 
-def _near(params: Sharded, unit: int, kind: int) -> Pending:
+def _have_whole(params: Sharded, unit: int, kind: int) -> Pending:
     """The flat buffer of leaves that this rank has whole: nothing is sent."""
     shard = _cast(params, unit, kind)
     return Pending(None, lambda _: shard)
@@ -53,15 +58,17 @@ def _brought(params: Sharded, unit: int, kind: int) -> Tensor:
 
 
 def _cast(params: Sharded, unit: int, kind: int) -> Tensor:
+    """A shard (n / W,) on the device, in the dtype of computation: the shard itself if it is both already."""
     plan, shard = params.plan, _brought(params, unit, kind)
     dtype = plan.kinds[kind].precision.compute
     if dtype == shard.dtype:
         return shard
-    ways, like = params.view.axes(kind) or plan.rest(()), shard.new_empty(0, dtype=dtype)
-    return primitives.buffer(plan.live_mesh(), ways, shard.numel(), like, lent=False).copy_(shard)
+    axes, like = params.view.axes(kind) or plan.rest(()), shard.new_empty(0, dtype=dtype)
+    return primitives.buffer(plan.live_mesh(), axes, shard.numel(), like, lent=False).copy_(shard)
 
 
 def _gather(params: Sharded, unit: int, kind: int) -> Pending:
+    """Start the gather of one flat buffer: (n / W,) on each rank -> (n,)."""
     plan, axes, name = params.plan, params.view.axes(kind), params.plan.units[unit].name
     whole = gather_over(_sent(params, unit, kind), plan.live_mesh(), axes, name, plan.gather)
     if _wire(plan, kind) is None:
@@ -73,7 +80,8 @@ def _together(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pen
     """One gather for all kinds of a unit, as bytes."""
     plan, axes, name = params.plan, params.view.over, params.plan.units[unit].name
     sent = {kind: _sent(params, unit, kind) for kind in kinds}
-    whole = gather_over(pack(*sent.values()), plan.live_mesh(), axes, name, plan.gather)
+    packed = pack(*sent.values())  # (bytes,), of the same length on every rank
+    whole = gather_over(packed, plan.live_mesh(), axes, name, plan.gather)
     sizes_of_kinds = [(x.dtype, x.numel()) for x in sent.values()]
     buffers = dict[int, Tensor]()
 
@@ -109,8 +117,8 @@ def _arrived(params: Sharded, unit: int, kind: int, parts: Sequence[Tensor]) -> 
     plan, wire = params.plan, _wire(params.plan, kind)
     like = parts[0].new_empty(0, dtype=plan.kinds[kind].precision.compute)
     out = primitives.buffer(plan.live_mesh(), params.view.axes(kind), plan.units[unit].lengths[kind], like, lent=False)
-    for part, (to, data) in enumerate(zip(out.chunk(len(parts)), parts, strict=True)):
-        to.copy_(data if wire is None else _decode(wire, data, sizes(plan, unit, kind, len(parts), part)))
+    for number, (part, data) in enumerate(zip(out.chunk(len(parts)), parts, strict=True)):  # (n / W,) each
+        part.copy_(data if wire is None else _decode(wire, data, sizes(plan, unit, kind, len(parts), number)))
     return out
 
 
@@ -127,11 +135,12 @@ def sizes(plan: Plan, unit: int, kind: int, num_parts: int, part: int) -> list[i
     numel = plan.units[unit].lengths[kind] // num_parts
     begin, end = part * numel, (part + 1) * numel
     starts = [slot.start for slot in plan.places[unit, kind]]
+    # a leaf and the padding after it end where the next leaf starts; a leaf outside the part has length 0
     edges = [min(max(edge, begin), end) for edge in (0, *starts[1:], plan.units[unit].lengths[kind])]
     return [high - low for low, high in pairwise(edges)]
 
 
-def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, lost: Any, later: Axes) -> Pending:
+def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, lost: Lost, later: Axes) -> Pending:
     """Start the sum over ranks of a flat buffer of gradients (n,), into this rank's interval of `reduced`, (n / W,).
 
     A wire with feedback adds `lost` to the gradients, and writes to it, in place, what it does not send. The sum is not
@@ -193,6 +202,7 @@ def _is_split(plan: Plan, kind: int) -> bool:
 def _reduce_cast(
     flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction, later: Axes
 ) -> Pending:
+    """Start the sum of (n,) into `out`, (n / W,), sent in the dtype that the plan's policy says."""
     plan, axes = reduced.plan, reduced.view.axes(kind)
     mesh, rest, name = plan.live_mesh(), plan.rest(axes + later), plan.units[unit].name
     if isinstance(by, TreeSums):  # sums travel in the dtype they are taken in
@@ -200,14 +210,15 @@ def _reduce_cast(
     # Each gradient was divided by the number of ranks W. Multiplied by about sqrt(W), neither small gradients nor sums
     # of large ones leave the range of float16. A power of two rounds nothing.
     factor = 2.0 ** round(math.log2(num_ranks(mesh)) / 2) if _is_split(plan, kind) else 1
-    sent = (flat if factor == 1 else flat * factor).to(plan.kinds[kind].precision.reduce)
-    pending = reduce_over(sent, mesh, axes, rest, name, out, by)
+    scaled = (flat if factor == 1 else flat * factor).to(plan.kinds[kind].precision.reduce)
+    pending = reduce_over(scaled, mesh, axes, rest, name, out, by)
     return pending if factor == 1 else pending.then(lambda total: total.mul_(1 / factor))
 
 
 def _reduce_encoded(
-    flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction, lost: Any, later: Axes
+    flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction, lost: Lost, later: Axes
 ) -> Pending:
+    """Start the sum of (n,) into `out`, (n / W,), encoded by the plan's `grad_wire` along one axis."""
     plan, axes = reduced.plan, reduced.view.axes(kind)
     mesh, rest, name, wire = plan.live_mesh(), plan.rest(axes + later), plan.units[unit].name, plan.grad_wire
     assert wire is not None  # `reduce` has looked
@@ -220,8 +231,9 @@ def _reduce_encoded(
     added = primitives.scatter(sends, ranks, lambda received: _added(wire, received, lengths[ranks.rank]), name)
     # a sum travels on in its own dtype, not encoded again, along the other axes of several ranks
     if axes:
-        onward, rest = (_several(plan, names) for names in (axes[axes.index(axis) + 1 :], rest))
-        return added.then(lambda part: reduce_over(part, mesh, onward, rest, name, out, by))
+        further, rest = (_several(plan, names) for names in (axes[axes.index(axis) + 1 :], rest))
+        return added.then(lambda part: reduce_over(part, mesh, further, rest, name, out, by))
+    # every rank needs the whole sum: what `scatter` has cut is gathered again before the other axes
     others = _several(plan, [other for other in rest if other != axis])
     whole = added.then(lambda part: primitives.gather_over(part, mesh, (axis,), name))
     return whole.then(lambda full: reduce_over(full, mesh, (), others, name, out, by))
@@ -252,18 +264,18 @@ def _several(plan: Plan, axes: Sequence[str]) -> Axes:
 
 def _encoded(wire: Wire, flat: Tensor, lengths: Sequence[Sequence[int]], lost: Tensor | None) -> list[Tensor]:
     """What is sent to each rank. With `lost`, that is added first, and what is not sent is written to it."""
-    due = flat if lost is None else lost + flat  # a new tensor: a wire may send views of what it is given
-    parts = due.chunk(len(lengths))
-    sends = [wire.encode(part, own) for part, own in zip(parts, lengths, strict=True)]
+    to_send = flat if lost is None else lost + flat  # (n,), a new tensor: a wire may send views of what it is given
+    parts = to_send.chunk(len(lengths))  # (n / W,) for each rank
+    sends = [wire.encode(part, part_lengths) for part, part_lengths in zip(parts, lengths, strict=True)]
     if lost is not None:
-        for kept, part, data, own in zip(lost.chunk(len(lengths)), parts, sends, lengths, strict=True):
-            kept.copy_(part - _decode(wire, data, own))
+        for lost_part, part, data, part_lengths in zip(lost.chunk(len(lengths)), parts, sends, lengths, strict=True):
+            lost_part.copy_(part - _decode(wire, data, part_lengths))
     return sends
 
 
 def _added(wire: Wire, received: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     """The sum of what all ranks sent, decoded, in rank order, in float32 at least."""
-    first, *others = (_decode(wire, data, lengths) for data in received)
+    first, *others = (_decode(wire, data, lengths) for data in received)  # (n / W,) each
     total = first.to(primitives.sum_dtype(first.dtype), copy=True)
     for part in others:
         total += part
