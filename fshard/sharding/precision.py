@@ -71,12 +71,12 @@ class Policy:
         """The policy written as text: `name=dtype`, separated by commas; overrides, `pattern: ...`, by semicolons."""
         if not isinstance(text, str):
             raise TypeError(f"Policy.parse: {wrong('text', text, 'words such as compute=bf16')}")
-        first, *rest = text.split(";")
+        first, *override_texts = text.split(";")
         overrides = []
-        for part in rest:
-            pattern, colon, words = part.partition(":")
+        for override in override_texts:
+            pattern, colon, words = override.partition(":")
             if not colon:
-                raise ValueError(f"policy: {part.strip()!r}: expected 'pattern: name=dtype, ...' after a semicolon")
+                raise ValueError(f"policy: {override.strip()!r}: expected 'pattern: name=dtype, ...' after a semicolon")
             overrides.append((pattern.strip(), cls.parse(words)))
         dtypes, cast_inputs = _settings(first)
         return cls(**dtypes, cast_inputs=cast_inputs, overrides=tuple(overrides))

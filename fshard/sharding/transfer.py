@@ -204,14 +204,14 @@ def _reduce_cast(
 ) -> Pending:
     """Start the sum of (n,) into `out`, (n / W,), sent in the dtype that the plan's policy says."""
     plan, axes = reduced.plan, reduced.view.axes(kind)
-    mesh, rest, name = plan.live_mesh(), plan.rest(axes + later), plan.units[unit].name
+    mesh, other_axes, name = plan.live_mesh(), plan.rest(axes + later), plan.units[unit].name
     if isinstance(by, TreeSums):  # sums travel in the dtype they are taken in
-        return reduce_over(flat, mesh, axes, rest, name, out, by)
+        return reduce_over(flat, mesh, axes, other_axes, name, out, by)
     # Each gradient was divided by the number of ranks W. Multiplied by about sqrt(W), neither small gradients nor sums
     # of large ones leave the range of float16. A power of two rounds nothing.
     factor = 2.0 ** round(math.log2(num_ranks(mesh)) / 2) if _is_split(plan, kind) else 1
     scaled = (flat if factor == 1 else flat * factor).to(plan.kinds[kind].precision.reduce)
-    pending = reduce_over(scaled, mesh, axes, rest, name, out, by)
+    pending = reduce_over(scaled, mesh, axes, other_axes, name, out, by)
     return pending if factor == 1 else pending.then(lambda total: total.mul_(1 / factor))
 
 
@@ -220,23 +220,25 @@ def _reduce_encoded(
 ) -> Pending:
     """Start the sum of (n,) into `out`, (n / W,), encoded by the plan's `grad_wire` along one axis."""
     plan, axes = reduced.plan, reduced.view.axes(kind)
-    mesh, rest, name, wire = plan.live_mesh(), plan.rest(axes + later), plan.units[unit].name, plan.grad_wire
+    mesh, name, wire = plan.live_mesh(), plan.units[unit].name, plan.grad_wire
+    other_axes = plan.rest(axes + later)
     assert wire is not None  # `reduce` has looked
     if wire.feedback and not isinstance(lost, Sharded):
         raise ValueError(f"{wire} keeps what it loses in the state of a step: use it with train_step")
-    axis = _first(plan, axes) if axes else max(rest, key=dict(plan.axes).__getitem__)
+    # encoded along one axis: the first that gradients are cut over, else the longest
+    axis = _first(plan, axes) if axes else max(other_axes, key=dict(plan.axes).__getitem__)
     ranks = primitives.along(mesh, axis)
     lengths = [sizes(plan, unit, kind, ranks.size, part) for part in range(ranks.size)]  # of each rank's part
     sends = _encoded(wire, flat, lengths, lost.piece(unit, kind) if isinstance(lost, Sharded) else None)
     added = primitives.scatter(sends, ranks, lambda received: _added(wire, received, lengths[ranks.rank]), name)
     # a sum travels on in its own dtype, not encoded again, along the other axes of several ranks
     if axes:
-        further, rest = (_several(plan, names) for names in (axes[axes.index(axis) + 1 :], rest))
-        return added.then(lambda part: reduce_over(part, mesh, further, rest, name, out, by))
+        further, other_axes = (_several(plan, names) for names in (axes[axes.index(axis) + 1 :], other_axes))
+        return added.then(lambda part: reduce_over(part, mesh, further, other_axes, name, out, by))
     # every rank needs the whole sum: what `scatter` has cut is gathered again before the other axes
-    others = _several(plan, [other for other in rest if other != axis])
+    remaining = _several(plan, [other for other in other_axes if other != axis])
     whole = added.then(lambda part: primitives.gather_over(part, mesh, (axis,), name))
-    return whole.then(lambda full: reduce_over(full, mesh, (), others, name, out, by))
+    return whole.then(lambda full: reduce_over(full, mesh, (), remaining, name, out, by))
 
 
 def _unpadded(total: Tensor, reduced: Sharded, unit: int, kind: int) -> Tensor:

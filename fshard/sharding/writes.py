@@ -70,9 +70,9 @@ def _statistics(func: Callable[..., object], args: Sequence[object], kwargs: Map
     """The running statistics that this call would update, if it is a batch_norm in training mode."""
     if getattr(func, "__name__", "").removeprefix("native_") != "batch_norm":
         return []
-    at = 1 if func is F.batch_norm else 3  # torch.batch_norm and its kin take weight and bias first
+    first = 1 if func is F.batch_norm else 3  # torch.batch_norm and its kin take weight and bias before them
     training = kwargs.get("training", args[5] if len(args) > 5 else False)
-    return [*args[at : at + 2], kwargs.get("running_mean"), kwargs.get("running_var")] if training else []
+    return [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")] if training else []
 
 
 class Writes:
