@@ -28,7 +28,7 @@ from .tape import Tape
 
 @dataclass(frozen=True)
 class _OfTangents:
-    saved: Any  # what the `_pack` of the tape of tangents returned
+    saved: Any  # what `pack` of the tape of tangents returned
 
 
 class _Duals(Tape):
@@ -49,20 +49,24 @@ class _Duals(Tape):
             self._levels = left
         return super().view()
 
-    def _touch(self, unit: int) -> dict[Slot, Tensor]:
-        leaves, tangents = super()._touch(unit), self._tangents._touch(unit)
+    def touch(self, unit: int) -> dict[Slot, Tensor]:
+        """The leaves of a unit: the trainable ones with their tangents."""
+        leaves, tangents = super().touch(unit), self._tangents.touch(unit)
         with func_levels.again(self._levels):
             return {slot: make_dual(x, tangents[slot]) if slot in tangents else x for slot, x in leaves.items()}
 
-    def _pack(self, x: Tensor) -> Any:
-        saved = super()._pack(x)
-        return _OfTangents(self._tangents._pack(x)) if isinstance(saved, SavedTensor) else saved
+    def pack(self, x: Tensor) -> Any:
+        """The place of a gathered value or tangent in a buffer of its tape."""
+        saved = super().pack(x)
+        return _OfTangents(self._tangents.pack(x)) if isinstance(saved, SavedTensor) else saved
 
-    def _unpack(self, saved: Any) -> Tensor:
-        return self._tangents._unpack(saved.saved) if isinstance(saved, _OfTangents) else super()._unpack(saved)
+    def unpack(self, saved: Any) -> Tensor:
+        """The value or tangent that `pack` was given."""
+        return self._tangents.unpack(saved.saved) if isinstance(saved, _OfTangents) else super().unpack(saved)
 
-    def _forward(self, loss: Callable[[Any], Any]) -> Any:
-        out = super()._forward(loss)
+    def forward_once(self, loss: Callable[[Any], Any]) -> Any:
+        """Run the loss once, and end the forward of both tapes."""
+        out = super().forward_once(loss)
         self._tangents.end()
         return out
 

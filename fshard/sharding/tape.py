@@ -48,6 +48,8 @@ Buffers = dict[int, Tensor]  # a unit's gathered flat buffers, by kind
 class Tape:
     """The gathers and reductions of one forward and backward over one `Sharded`; without `into`, of a forward alone.
 
+    A subclass may extend `view`, `touch`, `pack`, `unpack`, `forward_once` and `close`.
+
     `beside` are the other `Sharded` that the loss reads: they get no gradient, and each has a tape of its own, which
     gathers again for the backward of this one.
     """
@@ -93,10 +95,10 @@ class Tape:
         leaves: dict[Slot, Tensor] = {}
         with func_levels.aside():  # Note [Gathers inside transforms] in `func_levels`
             for unit in dict.fromkeys(slot.unit for slot in slots):
-                leaves.update(self._touch(unit))
+                leaves.update(self.touch(unit))
         return tree.unflatten(spec, [leaves[slot] for slot in slots])
 
-    def _touch(self, unit: int) -> dict[Slot, Tensor]:
+    def touch(self, unit: int) -> dict[Slot, Tensor]:
         """The leaves of a unit, gathered if they are not in memory; the gathers of the units after it are started."""
         if unit not in self._held:
             root = self._plan.root
@@ -173,7 +175,7 @@ class Tape:
         return self._writes.frozen(cut(plan, full, unit, kind), slots, is_callers)
 
     def _register(self, unit: int, kind: int, full: Tensor) -> None:
-        """Note whose buffer this is, so that `_pack` knows its views."""
+        """Note whose buffer this is, so that `pack` knows its views."""
         storage = full.untyped_storage()
         # `_cdata` is private: the address of the storage. No other storage gets this address while a weak reference to
         # it is held, as might happen with the address of its data (test_tape.py notices when it goes)
@@ -194,11 +196,11 @@ class Tape:
     def forward(self, loss: Callable[[Any], Any]) -> Any:
         """The loss of the parameters; afterwards each tape has the buffers of one unit at most."""
         if self._into is None or not any(tape._regather for tape in self._tapes):
-            return self._forward(loss)
+            return self.forward_once(loss)
         rows = self._params.tensors
         rewind = bookmark(self._plan.device if self._plan.axes or not rows else rows[0].device)
         try:
-            return self._forward(loss)
+            return self.forward_once(loss)
         except RuntimeError as failure:
             if not func_levels.refuses_hooks(failure):
                 raise
@@ -207,13 +209,14 @@ class Tape:
             tape._regather = False
             tape._saved.clear()
             tape._touched.clear()
-        return self._forward(loss)
+        return self.forward_once(loss)
 
     @property
     def _tapes(self) -> list[Tape]:
         return [self, *(tape for _, tape in self.beside)]
 
-    def _forward(self, loss: Callable[[Any], Any]) -> Any:
+    def forward_once(self, loss: Callable[[Any], Any]) -> Any:
+        """Run the loss once, and end the forward of all tapes."""
         with self._hooks(), self._writes.refusing():
             out = loss(self.view())
         for tape in self._tapes:
@@ -238,12 +241,12 @@ class Tape:
         if not regathering:
             return nullcontext()
         # one pair of hooks for all tapes: of nested pairs torch calls the innermost alone
-        return torch.autograd.graph.saved_tensors_hooks(partial(_pack, regathering), self._unpack_any)
+        return torch.autograd.graph.saved_tensors_hooks(partial(_saved_by, regathering), self._unpack_any)
 
     def _unpack_any(self, saved: Any) -> Tensor:
-        return (saved.tape if isinstance(saved, SavedView) else self)._unpack(saved)
+        return (saved.tape if isinstance(saved, SavedView) else self).unpack(saved)
 
-    def _pack(self, x: Tensor) -> SavedTensor | SavedView:
+    def pack(self, x: Tensor) -> SavedTensor | SavedView:
         """What autograd saves for a tensor: its place in a buffer of this tape, or the tensor and its version."""
         owner = self._owners.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
         if owner is None:
@@ -253,8 +256,8 @@ class Tape:
         offset = int(x.storage_offset()) - first_byte // x.itemsize
         return SavedView(self, unit, kind, x.size(), x.stride(), offset, x.dtype, x.is_conj(), x.is_neg())
 
-    def _unpack(self, saved: SavedTensor | SavedView) -> Tensor:
-        """The tensor that `_pack` was given. Dual: `_pack`."""
+    def unpack(self, saved: SavedTensor | SavedView) -> Tensor:
+        """The tensor that `pack` was given. Dual: `pack`."""
         if not isinstance(saved, SavedView):
             return saved.unchanged()
         full = self._regathered(saved.unit)[saved.kind]
@@ -383,11 +386,11 @@ class Tape:
         self._coming.clear()
 
 
-def _pack(tapes: Sequence[Tape], x: Tensor) -> SavedTensor | SavedView:
+def _saved_by(tapes: Sequence[Tape], x: Tensor) -> SavedTensor | SavedView:
     """What autograd saves for a tensor: its place in a buffer of one of the tapes, or the tensor and its version."""
     *others, last = tapes
-    place = next((saved for tape in others if isinstance(saved := tape._pack(x), SavedView)), None)
-    return last._pack(x) if place is None else place
+    place = next((saved for tape in others if isinstance(saved := tape.pack(x), SavedView)), None)
+    return last.pack(x) if place is None else place
 
 
 class _Lazy(Branch):
