@@ -40,8 +40,9 @@ _LONGEST = 2000  # most characters in the text of an exception or a call
 _WAITS, _RETURNED, _RAISED = "waits in", "has returned, having last called", "raised"
 
 
-class _Said(NamedTuple):
-    """A message: number of the checked call, what the rank does (`verb`), the collective or exception, source line."""
+class _Status(NamedTuple):
+    """What a rank tells its peers: the number of the checked call, what the rank does (`verb`), in which collective or
+    with which exception (`what`), and at which source line."""
 
     number: int
     verb: str
@@ -62,10 +63,11 @@ class Lines:
         self._data: dict[str, dict[int, Link]] = {}  # on which collectives send data, if their ranks have links
         for axis in mesh.mesh_dim_names:
             self._link(along(mesh, axis))
-        self._last = _Said(0, _WAITS, "", "")
-        self._ends: dict[int, _Said] = {}  # how this call ended on each peer that has ended
+        self._last = _Status(0, _WAITS, "", "")
+        self._ends: dict[int, _Status] = {}  # how this call ended on each peer that has ended
 
     def _link(self, ranks: Ranks) -> None:
+        # `links_to` counts ranks along this axis; errors and `_ends` name ranks of the whole mesh
         numbers = [int(row) for row in rows_of_bytes(str(self._me).encode(), ranks)]
         links = links_to(ranks, anywhere=True) or {}
         for peer, link in links.items():
@@ -80,7 +82,7 @@ class Lines:
         MismatchError if ranks call different collectives, or if a peer raises.
         """
         # the number of this call: messages that an earlier, failed call left unread have smaller ones
-        self._last, self._ends = _Said(self._last.number + 1, _WAITS, "no collective", call_site()), {}
+        self._last, self._ends = _Status(self._last.number + 1, _WAITS, "no collective", call_site()), {}
         try:
             with announcing(self._around):
                 result = call()
@@ -90,20 +92,20 @@ class Lines:
         self._return(self._last._replace(verb=_RETURNED))
         return result
 
-    def _return(self, said: _Said) -> None:
+    def _return(self, status: _Status) -> None:
         """Tell the peers that the call has returned; raise MismatchError unless it has returned on all peers."""
-        self._end(said)
+        self._end(status)
         try:
             for links in self._links.values():
-                self._compare(links, said)
+                self._compare(links, status)
             if sum(map(bool, self._links.values())) > 1:
                 # second round, axis by axis: an error on one rank reaches ranks that share no axis with it
                 self._ends = {}
                 for links in self._links.values():
-                    _say(links, said)
-                    self._compare(links, said)
+                    _say(links, status)
+                    self._compare(links, status)
         except MismatchError as failure:
-            self._end(_raised(said.number, failure))
+            self._end(_raised(status.number, failure))
             raise
 
     def _around(self, ranks: Ranks, mesh: Mesh) -> Ranks:
@@ -117,80 +119,80 @@ class Lines:
         _say(self._links[axis], self._last)
         self._compare(self._links[axis], self._last, self._data[axis])
 
-    def _end(self, said: _Said) -> None:
+    def _end(self, status: _Status) -> None:
         for links in self._links.values():
-            _say(links, said)
+            _say(links, status)
 
     def _compare(
-        self, links: Mapping[int, Link], local: _Said, data: Mapping[int, Link] = MappingProxyType({})
+        self, links: Mapping[int, Link], local: _Status, data: Mapping[int, Link] = MappingProxyType({})
     ) -> None:
         """Read a message of every peer; raise MismatchError unless all agree with `local`, this rank's own."""
-        heard, waiting = {self._me: local}, dict(links)
+        statuses, awaited = {self._me: local}, dict(links)
         while True:
             # look for data before reading messages: a peer that announces a collective does so before it sends data
-            ahead = [peer for peer in waiting if peer in data and data[peer].is_ahead()]
+            ahead = [peer for peer in awaited if peer in data and data[peer].is_ahead()]
             for peer in ahead:
-                waiting[peer].drain()
+                awaited[peer].drain()
             for peer, link in links.items():
-                if peer in waiting and (said := self._next(peer, link)):
-                    heard[peer] = said
-                    del waiting[peer]
+                if peer in awaited and (status := self._next(peer, link)):
+                    statuses[peer] = status
+                    del awaited[peer]
             # Stop if a call has ended: the peers still waited for may never announce anything. Stop also if a peer has
             # sent data unannounced, outside a checked call: the data messages then raise an error with both calls.
-            if not waiting or waiting.keys() & ahead or any(said.verb != local.verb for said in heard.values()):
+            if not awaited or awaited.keys() & ahead or any(status.verb != local.verb for status in statuses.values()):
                 break
-            listen([*waiting.values(), *data.values()], f"{local.what} at {local.site}")
-        if difference := _difference(dict(sorted(heard.items()))):
+            listen([*awaited.values(), *data.values()], f"{local.what} at {local.site}")
+        if difference := _difference(dict(sorted(statuses.items()))):
             raise MismatchError(f"{difference}. All ranks must call the same collectives in the same order.")
 
-    def _next(self, peer: int, link: Link) -> _Said | None:
+    def _next(self, peer: int, link: Link) -> _Status | None:
         """Return a peer's next message in this call; None if it has not arrived; its last one if its call has ended."""
         while peer not in self._ends and (text := link.hear()) is not None:
-            said = _read(text, peer)
-            if said.number < self._last.number:
+            status = _read(text, peer)
+            if status.number < self._last.number:
                 continue  # left unread by a call that failed
-            if said.verb == _WAITS:
-                return said
-            self._ends[peer] = said
+            if status.verb == _WAITS:
+                return status
+            self._ends[peer] = status
         return self._ends.get(peer)
 
 
-def _say(links: Mapping[int, Link], said: _Said) -> None:
+def _say(links: Mapping[int, Link], status: _Status) -> None:
     for link in links.values():
         with suppress(MismatchError):  # a closed peer may have sent its reason, which is read next
-            link.say(json.dumps(said))
+            link.say(json.dumps(status))
 
 
-def _read(text: str, peer: int) -> _Said:
+def _read(text: str, peer: int) -> _Status:
     with suppress(ValueError, TypeError, RecursionError):
         number, *words = json.loads(text)
         if isinstance(number, int) and [type(word) for word in words] == [str] * 3:
-            return _Said(number, *words)
+            return _Status(number, *words)
     raise MismatchError(f"rank {peer} sent what no rank says of its calls: {text[:100]!r}")
 
 
-def _raised(number: int, failure: BaseException) -> _Said:
+def _raised(number: int, failure: BaseException) -> _Status:
     frame, text = frame_of(failure), f"{type(failure).__name__}: {failure}"
-    return _Said(number, _RAISED, text[:_LONGEST], f"{frame.filename}:{frame.lineno}")
+    return _Status(number, _RAISED, text[:_LONGEST], f"{frame.filename}:{frame.lineno}")
 
 
-def _difference(heard: Mapping[int, _Said]) -> str | None:
+def _difference(statuses: Mapping[int, _Status]) -> str | None:
     """Describe how the messages of the ranks differ; None if they agree."""
-    ended = [rank for rank, said in heard.items() if said.verb != _WAITS]
+    ended = [rank for rank, status in statuses.items() if status.verb != _WAITS]
     if ended:
-        blame = min(ended, key=lambda rank: heard[rank].verb != _RAISED)
-        others = [rank for rank, said in heard.items() if said.verb != heard[blame].verb]
-        return f"rank {blame} {heard[blame]}; rank {others[0]} {heard[others[0]]}" if others else None
-    usual = Counter(said.what for said in heard.values()).most_common(1)[0][0]
-    odd = [rank for rank, said in heard.items() if said.what != usual]
+        blame = min(ended, key=lambda rank: statuses[rank].verb != _RAISED)
+        others = [rank for rank, status in statuses.items() if status.verb != statuses[blame].verb]
+        return f"rank {blame} {statuses[blame]}; rank {others[0]} {statuses[others[0]]}" if others else None
+    usual = Counter(status.what for status in statuses.values()).most_common(1)[0][0]
+    odd = [rank for rank, status in statuses.items() if status.what != usual]
     if not odd:
         return None
-    pair = sorted([odd[0], next(rank for rank, said in heard.items() if said.what == usual)])
-    return "ranks called different collectives: " + "; ".join(f"rank {r} {_call(heard[r])}" for r in pair)
+    pair = sorted([odd[0], next(rank for rank, status in statuses.items() if status.what == usual)])
+    return "ranks called different collectives: " + "; ".join(f"rank {r} {_call(statuses[r])}" for r in pair)
 
 
-def _call(said: _Said) -> str:
-    return f"{said.what} at {said.site}"
+def _call(status: _Status) -> str:
+    return f"{status.what} at {status.site}"
 
 
 def lines_of(mesh: AnyMesh) -> Lines | None:

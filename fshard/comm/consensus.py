@@ -26,14 +26,14 @@ def check_same(mesh: AnyMesh, digest: str, describe: str, what: str, remedy: str
     if grid is None or grid.abstract:
         return
     digests = _texts(digest, mesh)
-    other = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
-    if other is None:
+    other_rank = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
+    if other_rank is None:
         return
     # only now the long texts: every rank knows all digests, so all of them come here or none
     texts = _texts(describe, mesh)
-    sentence = f"rank 0 has {{}}; rank {other} has {{}}"
+    sentence = f"rank 0 has {{}}; rank {other_rank} has {{}}"
     raise MismatchError(
-        f"{what} differs between ranks: {first_difference(texts[0], texts[other], sentence)}. {remedy}."
+        f"{what} differs between ranks: {first_difference(texts[0], texts[other_rank], sentence)}. {remedy}."
     )
 
 

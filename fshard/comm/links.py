@@ -66,8 +66,9 @@ class Link:
             return
         segment, offset = place
         segment.readers += 1
-        known = segment.number in self.shown
-        kind, fds = (_SEGMENT, []) if known else (_NEW_SEGMENT, [segment.fd])
+        # a peer gets the descriptor of a segment once, and keeps the segment mapped
+        is_shown = segment.number in self.shown
+        kind, fds = (_SEGMENT, []) if is_shown else (_NEW_SEGMENT, [segment.fd])
         self.shown.add(segment.number)
         self._write(_HEADER.pack(kind, len(text), segment.number, offset, size) + text, fds, call)
 
@@ -203,8 +204,8 @@ class Link:
             return f"a message of kind {kind}"
         if kind == _ACKNOWLEDGED:
             segments = self.memory.segments
-            known = number < len(segments) and segments[number].readers > 0
-            return "" if known else f"an acknowledgement of segment {number}, of which nothing was sent"
+            has_readers = number < len(segments) and segments[number].readers > 0
+            return "" if has_readers else f"an acknowledgement of segment {number}, of which nothing was sent"
         if (kind == _NEW_SEGMENT) == (number in self.mapped):
             return f"segment {number} " + ("twice" if number in self.mapped else "without having shown it")
         if kind == _NEW_SEGMENT and not self.fds:

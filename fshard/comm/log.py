@@ -34,7 +34,8 @@ class Call:
 
     def agrees(self, other: Call) -> bool:
         """Whether two ranks call the same collective."""
-        return self._agreed == other._agreed or str(self) == str(other)  # a node of a graph has nothing but the text
+        # a collective of a graph has nothing but the text; texts are made only where the fields differ
+        return self._agreed == other._agreed or str(self) == str(other)
 
     @property
     def _agreed(self) -> tuple[object, ...]:

@@ -128,6 +128,7 @@ class Grid:
 
     def once(self, make: Callable[[Self], T]) -> T:
         """Return `make(self)`, which is called the first time only. Its result must not refer to this mesh."""
+        # kept for as long as the mesh lives; a result that refers to the mesh would make a reference cycle
         if make not in self._kept:
             self._kept[make] = make(self)
         return self._kept[make]
@@ -222,14 +223,14 @@ class Meshes:
         self._handles: MutableMapping[DeviceMesh, ProcessMesh] = WeakIdKeyDictionary()
         self._names: MutableMapping[Mesh, str] = WeakIdKeyDictionary()
         self._meshes: weakref.WeakValueDictionary[str, Mesh] = weakref.WeakValueDictionary()
-        self._numbers = count()
+        self._numbers = count()  # never used twice, so a graph of a deleted mesh finds no other one
 
     def handle(self, mesh: DeviceMesh) -> ProcessMesh:
         """Return the `ProcessMesh` of a DeviceMesh; a new one if the DeviceMesh has new process groups."""
-        known = self._handles.get(mesh)
-        if known is None or not known.is_of(mesh):
-            self._handles[mesh] = known = ProcessMesh(mesh)
-        return known
+        handle = self._handles.get(mesh)
+        if handle is None or not handle.is_of(mesh):
+            self._handles[mesh] = handle = ProcessMesh(mesh)
+        return handle
 
     def of(self, mesh: DeviceMesh | Mesh) -> str:
         """Return the name of a mesh in graphs; a new mesh gets a new name."""

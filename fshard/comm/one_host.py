@@ -45,14 +45,14 @@ class _Exchange:
     """The messages of one collective, under way from each peer."""
 
     links: dict[int, Link]
-    numbers: dict[int, int]
+    numbers: dict[int, int]  # of the message that is expected from each peer
     recvs: list[Tensor | None]
-    like: Tensor
+    like: Tensor  # what this rank sends itself: its result, and the dtype and shape of what peers send without a place
     call: str
     unread: list[tuple[Link, int]] = field(default_factory=list)  # segments that may be read until `done`
 
     def wait(self) -> list[Tensor]:
-        parts = [self.like if recv is None else recv for recv in self.recvs]
+        parts = [self.like if recv is None else recv for recv in self.recvs]  # those without a place are replaced below
         for peer, link in self.links.items():
             message = link.take(self.numbers[peer], self.call)
             recv = self.recvs[peer]
@@ -164,13 +164,13 @@ def connected(mesh: AnyMesh) -> Mesh | None:
     grid = adapted(mesh)
     if not _has_hosts(grid):
         return grid
-    kept = grid.once(_Connection)
-    is_missing = kept.twin is None or not kept.twin.is_quiet()
+    connection = grid.once(_Connection)
+    is_missing = connection.twin is None or not connection.twin.is_quiet()
     missing = torch.tensor(is_missing, dtype=torch.uint8, device=grid.device)
     if primitives.total(missing, grid, op="max", label="connections").item():
-        kept.twin = None  # first, so that no rank keeps its old twin if `connect` fails on any rank
-        kept.twin = connect(grid)
-    return kept.twin
+        connection.twin = None  # first, so that no rank keeps its old twin if `connect` fails on any rank
+        connection.twin = connect(grid)
+    return connection.twin
 
 
 def connect(mesh: AnyMesh) -> Any:  # a Mesh; None for None alone

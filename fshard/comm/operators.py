@@ -18,6 +18,7 @@ Started = tuple[Tensor, Tensor]
 
 
 def _ticket() -> Tensor:
+    """Return a tensor whose value is not read: operators pass tensors alone, and `wait` needs the collective."""
     return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
@@ -34,6 +35,7 @@ def _started(place: Tensor, pending: Pending) -> Started:
 
 
 def _wait(place: Tensor, ticket: Tensor, sent: Sequence[Tensor]) -> None:
+    # popped, so that what was sent is freed now, and not with the ticket
     result = vars(ticket.untyped_storage()).pop("under_way").wait()
     if result.data_ptr() != place.data_ptr():  # a compiler has copied the place
         place.copy_(result.view(place.shape))
@@ -48,7 +50,7 @@ def _ranks(mesh: str, axis: str) -> Ranks:
 
 def _all_gather(x: Tensor, mesh: str, axis: str, label: str, nbytes: int) -> Started:
     ranks = _ranks(mesh, axis)
-    place = ranks.empty(ranks.size * x.numel(), x, True).view(ranks.size * x.shape[0], *x.shape[1:])
+    place = ranks.empty(ranks.size * x.numel(), x, True).view(ranks.size * x.shape[0], *x.shape[1:])  # (W n, ...)
     return _started(place, primitives.all_gather(x, ranks, label, place, lent=True))
 
 

@@ -72,7 +72,7 @@ def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
     if len(parts) == 1:
         return out.copy_(parts[0])
     if op == "sum" and (parts[0].dtype != out.dtype or sum_dtype(out.dtype) != out.dtype):
-        exact = out.dtype == sum_dtype(parts[0].dtype)
+        exact = out.dtype == sum_dtype(parts[0].dtype)  # `out` can hold the sums on the way to the total
         total = out.copy_(parts[0]) if exact else parts[0].to(sum_dtype(parts[0].dtype), copy=True)
         for part in parts[1:]:
             # `add_` converts narrow dtypes while it adds, without a temporary copy; torch does not promote float8
@@ -190,8 +190,8 @@ def all_reduce(
     if ranks.whole is not None:
         return Pending(ranks.whole.all_reduce(x, out, fast, call), _only)
     fast = fast and op == "sum" and ranks.built_in is not None
-    way = _summed_by_backend if fast else _all_to_everyone if direct else _in_two_stages
-    return way(x, ranks, torch.empty_like(x) if out is None else out, call)
+    algorithm = _summed_by_backend if fast else _all_to_everyone if direct else _in_two_stages
+    return algorithm(x, ranks, torch.empty_like(x) if out is None else out, call)
 
 
 def _summed_by_backend(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
@@ -231,7 +231,7 @@ def all_to_all(x: Tensor, ranks: Ranks, label: str = "") -> Pending:
     """
     x = x.contiguous()
     out = torch.empty_like(x)
-    parts, recvs = _parts(x, ranks), _parts(out, ranks)
+    parts, recvs = _parts(x, ranks), _parts(out, ranks)  # views, W of (n, ...) each
     call = _called("all_to_all", x, ranks, label, (ranks.size - 1) * parts[0].nbytes)
     exchange = ranks.exchange(parts, recvs, call)
     recvs[ranks.rank].copy_(parts[ranks.rank])
@@ -249,7 +249,9 @@ def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks,
     for peer, xs in enumerate(sends):
         if xs:
             size = packed_size([(x.dtype, x.numel()) for x in xs])
-            data[peer] = pack([x.to(ranks.device) for x in xs], ranks.empty(size, nothing, lent=True))
+            # lent, because nobody writes to it again: shared memory then sends it without a copy
+            data[peer] = pack([x.to(ranks.device) for x in xs], ranks.empty(size, nothing, lent=True))  # (bytes,)
+    # the sizes differ between ranks, so they are no part of the text that ranks compare
     text = f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"
     call = _called("all_to_all", nothing, ranks, label, sum(x.numel() for x in data), text=text)
     places = [ranks.empty(packed_size(row), nothing, lent=False) for row in recvs]
@@ -265,7 +267,7 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
     if not 0 <= src < ranks.size:
         raise ValueError(f"broadcast: src={src}: expected one of the {ranks.size} ranks of axis {ranks.axis!r}, from 0")
     x = x.contiguous()
-    sender, nothing = ranks.rank == src, x.new_empty(0)
+    sender, nothing = ranks.rank == src, x.new_empty(0)  # `nothing` is sent where no data are due
     call = _called("broadcast", x, ranks, label, (ranks.size - 1) * x.nbytes if sender else 0, more=f", src={src}")
     out = x.clone() if sender else torch.empty_like(x)
     sends = [x if sender else nothing] * ranks.size

@@ -82,15 +82,15 @@ def _answering(call: Call | str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as failure:
-        said = "a peer has gone, or did not answer within the process group's timeout"
-        raise MismatchError(f"{said}, in {call}: {failure}") from failure
+        reason = "a peer has gone, or did not answer within the process group's timeout"
+        raise MismatchError(f"{reason}, in {call}: {failure}") from failure
 
 
 def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
     """Return output tensors in rank order: `recvs[p]` if given, else part of a new buffer or this rank's own tensor."""
     local, missing = sends[rank], sum(recv is None for peer, recv in enumerate(recvs) if peer != rank)
-    made = iter(local.new_empty(missing, *local.shape)) if missing else iter(())  # (peers without a place, ...)
-    new = (local if peer == rank else next(made) if recv is None else recv for peer, recv in enumerate(recvs))
+    new_rows = iter(local.new_empty(missing, *local.shape)) if missing else iter(())  # (peers without a place, ...)
+    new = (local if peer == rank else next(new_rows) if recv is None else recv for peer, recv in enumerate(recvs))
     return [place if recv is None else recv for recv, place in zip(recvs, new, strict=True)]
 
 

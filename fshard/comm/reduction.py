@@ -71,6 +71,7 @@ class TreeSums:
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
         """Send each part to the rank that it is for, which adds what it receives in a tree."""
+        # W parts (n,); not `reduce_scatter`, which adds in rank order
         return primitives.scatter(x.chunk(ranks.size), ranks, lambda parts: tree_sum(parts, out), label)
 
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
@@ -93,12 +94,12 @@ def reduce_over(
 
     A sum along one axis is sent along the next in the dtype it was taken in.
     """
-    sizes = axis_sizes(mesh)
+    sizes = axis_sizes(mesh)  # of all axes, in the order of the mesh
     stages = _stages(sizes, axes, rest, innermost_first=isinstance(by, TreeSums))
     if not stages:
         return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
 
-    def start(stage: _Stage, x: Tensor) -> Pending:
+    def start(stage: _Stage, x: Tensor) -> Pending:  # (n,) -> (n / W,) if the stage scatters, else (n,)
         ranks, reduce = primitives.along(mesh, stage.axis), by.reduce_scatter if stage.scatters else by.all_reduce
         into = out
         if stage is not stages[-1]:  # `TreeSums` chooses the dtype of its sums

@@ -98,7 +98,7 @@ def _together(ranks: Ranks, step: Callable[[], str]) -> list[str]:
     """Run `step` on every rank, and return the results of all ranks. ConnectionError on all ranks if any fails."""
     error: Exception | None = None
     try:
-        row = ["", step()]
+        row = ["", step()]  # name of the error's type (empty: none), and its text or the result
     except Exception as failure:  # of any type: the other ranks wait for this rank's row
         traceback.clear_frames(failure.__traceback__)  # closes connections that only these frames refer to
         error, row = failure, [type(failure).__name__, reason(failure)]
@@ -135,12 +135,12 @@ def _near(ranks: Ranks) -> Iterator[Door]:
 @contextmanager
 def _far(ranks: Ranks) -> Iterator[Door]:
     """Yield a TCP socket listening on the interface of the process group, the addresses of all ranks, and the key."""
-    seen = _together(ranks, _interface)
+    interfaces = _together(ranks, _interface)
     with ExitStack() as stack:
         listeners = list[socket.socket]()
 
         def offer() -> str:
-            host = _from_outside(seen[ranks.rank], seen)
+            host = _from_outside(interfaces[ranks.rank], interfaces)
             # port 0: the system chooses a free one
             listeners.append(_listening(stack, socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0)))
             return json.dumps([*listeners[0].getsockname()[:2], secrets.token_hex()])
@@ -220,10 +220,10 @@ class _Call:
         """Return whether `size` bytes have arrived. ConnectionError if the connection closed before."""
         with suppress(BlockingIOError):
             while len(self.heard) < size:
-                more = self.socket.recv(size - len(self.heard))  # no further: later bytes are for the link
-                if not more:
+                data = self.socket.recv(size - len(self.heard))  # no further: later bytes are for the link
+                if not data:
                     raise ConnectionResetError("the connection was closed")
-                self.heard += more
+                self.heard += data
         return len(self.heard) == size
 
 
@@ -260,8 +260,9 @@ class _Meeting:
                 raise TimeoutError(f"ranks {sorted(missing)} did not connect within {seconds:.0f} s")
             for key, events in self._selector.select(_RETRY if self._to_dial else min(left, 60.0)):
                 self._serve(key.data, events)
-        kept = {p: (self._answered if p > self._me else self._dialled).pop(p) for p in self._peers}
-        return {p: _quick(call.socket) for p, call in kept.items()}
+        # both ends of a pair keep the same one of their two connections: the one that the higher rank dialled
+        calls = {p: (self._answered if p > self._me else self._dialled).pop(p) for p in self._peers}
+        return {p: _quick(call.socket) for p, call in calls.items()}
 
     def _serve(self, call: _Call | None, events: int) -> None:
         if call is None:

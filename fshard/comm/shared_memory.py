@@ -24,7 +24,7 @@ class Segment:
     def __init__(self, fd: int, number: int):
         self.fd, self.number = fd, number
         self.map = mmap.mmap(fd, os.fstat(fd).st_size)  # duplicates the descriptor
-        self.data = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.data = torch.frombuffer(self.map, dtype=torch.uint8)  # (bytes,)
         self.used = False  # whether a tensor of this rank lies in it
         self.lent = False  # whether peers may read this tensor until it is freed
         self.readers = 0  # number of messages in it that are not acknowledged yet
@@ -42,6 +42,7 @@ class Memory:
 
     def free(self, size: int) -> Segment | None:
         """Return the smallest free segment of `size` to `2 * size` bytes, or None."""
+        # not a much larger one: a small buffer would keep its memory from large ones
         fits = [s for s in self.segments if not (s.used or s.readers) and size <= s.data.numel() <= 2 * size]
         return min(fits, key=lambda s: s.data.numel(), default=None)
 

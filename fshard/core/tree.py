@@ -232,10 +232,10 @@ def difference(expected: Tree, got: Tree) -> str:
     if type(expected) is not type(got):
         return f"expected a {type(expected).__name__}, got a {type(got).__name__}"
     wanted, present = (paths(flatten(tree)[1]) for tree in (expected, got))
-    lacks, more = [p for p in wanted if p not in present], [p for p in present if p not in wanted]
-    if not lacks and not more:
+    missing, extra = [p for p in wanted if p not in present], [p for p in present if p not in wanted]
+    if not missing and not extra:
         return "the leaves have the same paths, in other containers or laid out by another plan"
-    return f"it lacks {lacks[:3] or 'nothing'} and has {more[:3] or 'nothing'} besides"
+    return f"it lacks {missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} besides"
 
 
 def matches(path: Sequence[str], pattern: str) -> bool:

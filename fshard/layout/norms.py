@@ -162,18 +162,19 @@ def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
     worlds, device = _worlds(x), device_of(x)
     if exact and p != math.inf:
         largest = global_norm(x, math.inf)
-        scale, both = _scale(largest), torch.zeros(2, dtype=torch.float64, device=device)
+        scale, binned = _scale(largest), torch.zeros(2, dtype=torch.float64, device=device)
         for (mesh, axes), rows in worlds.items():
-            local = torch.stack([torch.zeros_like(both), *(_binned(row, p, scale) for row in rows)]).sum(0)  # (2,)
-            both = both + primitives.total(local, mesh, axes, label="norm")
-        return _unbinned(both, p, scale, largest).to(largest.dtype)
+            local = torch.stack([torch.zeros_like(binned), *(_binned(row, p, scale) for row in rows)]).sum(0)  # (2,)
+            binned = binned + primitives.total(local, mesh, axes, label="norm")
+        return _unbinned(binned, p, scale, largest).to(largest.dtype)
     sums = []
     for (mesh, axes), rows in worlds.items():
         if rows or axes:
             powers = _power_sums(rows, p, device) if rows else torch.zeros(1, dtype=torch.float64, device=device)
             sums.append(primitives.total(_joined(powers, p), mesh, axes, _op(p), label="norm"))
-    wides = {wide(dtype) for node in tree.tops(x, Parts) for dtype in _dtypes(node)}
-    dtype = torch.float64 if torch.float64 in wides else torch.float32
+    # ranks without rows must return the dtype that the others return
+    dtypes = {wide(dtype) for node in tree.tops(x, Parts) for dtype in _dtypes(node)}
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     return _root(_joined(torch.stack(sums), p), p).to(dtype) if sums else torch.zeros((), dtype=dtype, device="cpu")
 
 

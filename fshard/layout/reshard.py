@@ -94,10 +94,10 @@ def _route(old: Layout, new: Layout) -> Route:
     """Return the route between two layouts; the old one keeps it."""
     if torch.compiler.is_compiling():  # dynamo cannot hash a layout; it traces this only once
         return _make_route(old, new)
-    known = old.derived.routes
-    if new.source not in known:
-        known[new.source] = _make_route(old, new)
-    return known[new.source]
+    routes = old.derived.routes
+    if new.source not in routes:
+        routes[new.source] = _make_route(old, new)
+    return routes[new.source]
 
 
 def _way(old: Layout, new: Layout) -> tuple[AnyMesh, Axes]:
@@ -107,17 +107,17 @@ def _way(old: Layout, new: Layout) -> tuple[AnyMesh, Axes]:
 
 def _make_route(old: Layout, new: Layout) -> Route:
     mesh, axes = _way(old, new)
-    known, rank = axis_sizes(mesh), coordinate(mesh, axes)
-    sizes = [known[axis] for axis in axes]
+    all_sizes, rank = axis_sizes(mesh), coordinate(mesh, axes)
+    sizes = [all_sizes[axis] for axis in axes]
     old_spans: dict[int, list[Span]] = {}  # by leaf
     for span in old.spans:
         old_spans.setdefault(span.leaf, []).append(span)
     pairs = ((take, give) for give in new.spans for take in old_spans.get(give.leaf, ()))
-    moves = (item for take, give in pairs for item in _items(take, give, math.prod(sizes)))
-    items = sorted(moves, key=lambda i: (i.leaf, i.begin, i.source, i.target))
-    ways = [(i, digits(i.source, sizes), digits(i.target, sizes)) for i in items]
-    me = digits(rank, sizes)
-    return Route(rank, items, [_stage(k, axes[k], sizes[k], me, ways) for k in reversed(range(len(sizes)))])
+    unsorted = (item for take, give in pairs for item in _items(take, give, math.prod(sizes)))
+    items = sorted(unsorted, key=lambda i: (i.leaf, i.begin, i.source, i.target))
+    moves = [(i, digits(i.source, sizes), digits(i.target, sizes)) for i in items]
+    local = digits(rank, sizes)
+    return Route(rank, items, [_stage(k, axes[k], sizes[k], local, moves) for k in reversed(range(len(sizes)))])
 
 
 def _items(take: Span, give: Span, num_ranks: int) -> Iterator[Item]:
@@ -130,15 +130,16 @@ def _items(take: Span, give: Span, num_ranks: int) -> Iterator[Item]:
             yield Item(give.leaf, begin, numel, take, give, source, target)
 
 
-def _stage(k: int, axis: str, size: int, me: list[int], ways: Sequence[tuple[Item, list[int], list[int]]]) -> Stage:
+def _stage(k: int, axis: str, size: int, local: list[int], moves: Sequence[tuple[Item, list[int], list[int]]]) -> Stage:
+    """Return the stage along axis number `k`; `moves` are items with coordinates of their source and target rank."""
     sends: list[list[Item]] = [[] for _ in range(size)]
     recvs: list[list[Item]] = [[] for _ in range(size)]
-    for item, source, target in ways:
+    for item, source, target in moves:
         # the last axis comes first: before this stage an item is at its target's coordinates along later axes only
-        here, there = [*source[: k + 1], *target[k + 1 :]], [*source[:k], *target[k:]]
-        if here == me:
+        before, after = [*source[: k + 1], *target[k + 1 :]], [*source[:k], *target[k:]]
+        if before == local:
             sends[target[k]].append(item)
-        if there == me:
+        if after == local:
             recvs[source[k]].append(item)
     return Stage(axis, sends, recvs)
 
@@ -184,6 +185,7 @@ def collect(x: Tree, layout: Layout, label: str = "") -> Pieces:
     rows, device = [], device_of(x)
     for span in layout.mine:
         leaf, parts = layout.leaves[span.leaf], sorted(arrived[span], key=lambda part: part[0])
+        # sorted by begin, the parts are the leaf, end to end
         elements = [part.to(device) for _, part in parts] or [torch.empty(0, dtype=leaf.dtype, device=device)]
         rows.append((elements[0] if len(elements) == 1 else torch.cat(elements)).view(leaf.shape))
     return Pieces(layout, rows)
