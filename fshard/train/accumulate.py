@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import ne
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,15 +29,17 @@ from .loss_scale import NoLossScale
 
 Later = Callable[[], Sharded]  # gradients that are made when they are first asked for
 
+# `state` is a `TrainState` throughout, whose module imports this one.
+
 
 @dataclass(frozen=True)
 class Recipe:
     """How a step makes gradients: `train_step`'s arguments of these names; `built` describes all of them."""
 
-    loss_fn: Callable[..., Any]
+    loss_fn: Callable[..., Tree]
     accumulate: int
     by: Reduction
-    reduce_once: Any
+    reduce_once: bool | str | tuple[str, ...]
     has_aux: bool
     with_extra: bool
     built: str
@@ -57,7 +59,7 @@ class StepGradients(NamedTuple):
     lost: Tree
 
 
-def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Any]) -> StepGradients:
+def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree]) -> StepGradients:
     """The gradients of a batch, micro-batch by micro-batch."""
     params, num = state.params, recipe.accumulate
     plan, rank = params.plan, rank_of(params)
@@ -71,18 +73,19 @@ def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: S
     def divisor(outcome: Outcome) -> Tensor:
         if num == 1:
             return outcome.divisor
-        seen = [*outcomes, outcome]
-        shared = seen[0].shared(num)
-        if put_back is not None and len(seen) == num:
-            put_back(joined(seen).divisor / shared)
+        so_far = [*outcomes, outcome]
+        shared = so_far[0].shared(num)  # one divisor for all micro-batches, known at the first; `share` corrects it
+        if put_back is not None and len(so_far) == num:
+            # the sum will be multiplied by `share`, and what was lost before must not be: divide that by it
+            put_back(joined(so_far).divisor / shared)
         return shared
 
     grads = later_grads(params, plan.grads_over)
     reduced_last = _reduced_last(recipe.reduce_once, plan)
     sums = later_grads(params, plan.grads_over) if reduced_last else grads
     destinations = _destinations(sums, params, recipe, lost, reduced_last)
-    how = {"divisor": divisor, "whole": num == 1}
-    for outcome, into in run_each(recipe, state, micro_batches, args, destinations, rank, **how):
+    runs = run_each(recipe, state, micro_batches, args, destinations, rank, divisor, whole=num == 1)
+    for outcome, into in runs:
         outcomes.append(outcome)
         if into.reduced is not None and into.reduced is not sums:
             tree.map(lambda total, more: total.add_(more), sums(), into.reduced())
@@ -98,22 +101,39 @@ def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: S
 def run_each(
     recipe: Recipe,
     state: Tree,
-    micro_batches: Sequence[Any],
-    args: Sequence[Any],
+    micro_batches: Sequence[Tree],
+    args: Sequence[Tree],
     destinations: Iterable[Gradients],
     stream: int,
-    **how: Any,
+    divisor: Callable[[Outcome], Tensor],
+    *,
+    alone: bool = False,
+    whole: bool,
 ) -> Iterator[tuple[Outcome, Gradients]]:
-    """Forward and backward of each micro-batch in turn, with random numbers of this stream."""
-    how |= {"has_aux": recipe.has_aux, "with_extra": recipe.with_extra, "built": recipe.built}
-    if not isinstance(state.loss_scale, NoLossScale):
-        how["scale"] = state.loss_scale.scale
+    """Forward and backward of each micro-batch in turn, with random numbers of this stream.
+
+    `divisor`, `alone` and `whole` are arguments of `fshard.sharding.grad.run`.
+    """
+    scaler = state.loss_scale
+    scale = (lambda seed: seed) if isinstance(scaler, NoLossScale) else scaler.scale
     extra = state.extra
     for number, (micro_batch, into) in enumerate(zip(micro_batches, destinations, strict=True)):
-        given = [*[extra] * recipe.with_extra, inputs(state.params.plan, micro_batch), *args]
+        arguments = [*[extra] * recipe.with_extra, inputs(state.params.plan, micro_batch), *args]
         versions = _versions(extra) if recipe.with_extra else []
         with seeded(state.rng, state.step, stream, number, device_of(state.params)):
-            outcome = run(recipe.loss_fn, state.params, given, into, **how)
+            outcome = run(
+                recipe.loss_fn,
+                state.params,
+                arguments,
+                into,
+                has_aux=recipe.has_aux,
+                with_extra=recipe.with_extra,
+                built=recipe.built,
+                divisor=divisor,
+                alone=alone,
+                whole=whole,
+                scale=scale,
+            )
         _check_equal_parts(outcome, micro_batches)
         if recipe.with_extra:
             _check_extra(extra, outcome.extra, versions)
@@ -148,8 +168,8 @@ def _check_extra(old: Tree, new: Tree, versions: Sequence[int | None]) -> None:
             )
 
 
-def _form(leaf: Any) -> str:
-    """What must stay the same of a leaf of extra, as text for an error."""
+def _form(leaf: object) -> str:
+    """Describe what must stay the same of a leaf of extra, for an error."""
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype}{list(leaf.shape)} on {leaf.device}"
     return f"the Sharded at {id(leaf):#x}" if isinstance(leaf, Sharded) else repr(leaf)
@@ -157,13 +177,13 @@ def _form(leaf: Any) -> str:
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
     """The outcome of several micro-batches together: totals and counts summed, the last extra, a list of every aux."""
-    total = torch.stack([outcome.total for outcome in outcomes]).sum()
+    total = torch.stack([outcome.total for outcome in outcomes]).sum()  # (micro-batches,) -> ()
     count = torch.stack([outcome.count for outcome in outcomes]).sum()
     first, last = outcomes[0], outcomes[-1]
     return Outcome(total, count, first.kind, first.dtype, last.extra, [outcome.aux for outcome in outcomes])
 
 
-def check_reduce_once(reduce_once: Any, by: Reduction) -> None:
+def check_reduce_once(reduce_once: object, by: Reduction) -> None:
     """Raise TypeError unless `reduce_once` is a bool or names of axes, ValueError for names with reduction="tree"."""
     if isinstance(reduce_once, bool):
         return
@@ -177,11 +197,12 @@ def check_reduce_once(reduce_once: Any, by: Reduction) -> None:
         )
 
 
-def _reduced_last(reduce_once: Any, plan: Plan) -> Axes:
+def _reduced_last(reduce_once: bool | str | tuple[str, ...], plan: Plan) -> Axes:
     """The axes that `reduce_once` names: gradients are all-reduced over them after the last micro-batch alone."""
     if isinstance(reduce_once, bool):
         return ()
     axes = (reduce_once,) if isinstance(reduce_once, str) else reduce_once
+    # `axes_of` raises for names that have no meaning on one device
     for axis in axes if plan.axes else axes_of("reduce_once", reduce_once, {}):
         if axis in plan.grads_over or axis not in dict(plan.axes):
             others = ", ".join(map(repr, plan.rest(plan.grads_over))) or "none"
@@ -211,7 +232,7 @@ def summed_locally(
     return (Gradients(reduced if number == num - 1 else None, local, number > 0, by, lost) for number in range(num))
 
 
-def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Any]) -> None:
+def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree]) -> None:
     """Raise ValueError for a plain scalar, a mean of equal weights, of micro-batches that have different lengths."""
     if outcome.kind is not Tensor or len(micro_batches) == 1:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from ..core.arguments import wrong
 from ..core.tree import Tree
 from ..sharding.sharded import Sharded
 
+T = TypeVar("T")
 
-def join_batches(data: Iterable[Any], mesh: AnyMesh = None, like: Tree = None) -> Iterator[tuple[Any, Tensor]]:
+
+def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None) -> Iterator[tuple[T, Tensor]]:
     """`(batch, weight)` until every rank's data are used up: one that has run out gets its last batch, with weight 0.
 
     Multiply total and count of a `Mean` by the weight (0-d, 1 or 0), a further argument of the step: the mean stays
@@ -29,11 +31,15 @@ def join_batches(data: Iterable[Any], mesh: AnyMesh = None, like: Tree = None) -
     if not isinstance(data, Iterable):
         raise TypeError(f"join_batches: {wrong('data', data, 'batches to go through')}")
     axis_sizes(mesh)
-    batches, batch, end = iter(data), like, object()
+    batches, batch = iter(data), like
     while True:
-        following = next(batches, end)
-        weight = torch.tensor(float(following is not end), dtype=torch.float32, device=mesh_device(mesh))
-        batch = batch if following is end else following
+        has_more = True
+        try:
+            batch = next(batches)
+        except StopIteration:
+            has_more = False
+        weight = torch.tensor(float(has_more), dtype=torch.float32, device=mesh_device(mesh))
+        # every rank stops at the same step: a rank that went on alone would wait for the others forever
         if not bool(primitives.total(weight, mesh, op="max", label="batches")):
             return
         if batch is None:
@@ -41,7 +47,7 @@ def join_batches(data: Iterable[Any], mesh: AnyMesh = None, like: Tree = None) -
         yield batch, weight
 
 
-def cut(batch: Tree, num: int, rank: int) -> list[Any]:
+def cut(batch: Tree, num: int, rank: int) -> list[Tree]:
     """The batch as `num` micro-batches, views along dim 0. ValueError if it has fewer rows than that."""
     rows = num_rows(batch, num)
     leaves, spec = tree.flatten(batch)
@@ -71,7 +77,7 @@ def num_rows(batch: Tree, num: int = 1) -> int:
     return rows[0] or 0 if rows else 0
 
 
-def _wrong_leaf(paths: Sequence[str], leaves: Sequence[Any], rows: Sequence[int | None]) -> str:
+def _wrong_leaf(paths: Sequence[str], leaves: Sequence[object], rows: Sequence[int | None]) -> str:
     """The error for the first leaf whose rows are not those of the first leaf that has any."""
     first = next((i for i, n in enumerate(rows) if n is not None), None)
     wrong = next(i for i, n in enumerate(rows) if n is None or n != rows[first or 0])

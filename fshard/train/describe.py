@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -23,41 +22,42 @@ _LONG = 16  # a list of more numbers is a table of this package, and left out
 _LONGEST = 300  # characters; a longer text is cut, with a checksum of the whole
 
 
-def describe(**given: Any) -> str:
+def describe(**arguments: object) -> str:
     """The plain values among these arguments, and inside of them, as one line of text.
 
     >>> describe(clip_norm=1.0, accumulate=2)
     'clip_norm=1.0, accumulate=2'
     """
-    words = [word for name, value in given.items() for word in _words(name, value, set())]
-    text, shown = ", ".join(words), ", ".join(dict.fromkeys(words))
+    words = [word for name, value in arguments.items() for word in _words(name, value, set())]
+    text, shown = ", ".join(words), ", ".join(dict.fromkeys(words))  # `shown` has no word twice
     if len(text) == len(shown) <= _LONGEST:
         return text
     return f"{shown[:_LONGEST]}... ({zlib.crc32(text.encode()):08x})"
 
 
-def _words(name: str, value: Any, seen: set[int]) -> Iterator[str]:
+def _words(name: str, value: object, seen: set[int]) -> Iterator[str]:
+    """The plain values in a value, each as `name=value`; values whose ids are in `seen` are described already."""
     if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype):
         yield f"{name}={value!r}"
         return
     if id(value) in seen:
         return
     seen.add(id(value))
-    held = _held(value)
-    for key, inner in held:
+    parts = _parts(value)
+    for key, inner in parts:
         yield from _words(key or name, inner, seen)
     if callable(value) and not isinstance(value, partial | tuple):
-        own = getattr(value, "__qualname__", type(value).__qualname__)
+        qualname: str = getattr(value, "__qualname__", type(value).__qualname__)
         # a function without values inside is described by its name; private helpers of this package are left out
-        if not _is_ours(value) or not (held or isinstance(value, type) or own.startswith("_") or "<" in own):
-            yield f"{name}={own}"
+        if not _is_ours(value) or not (parts or isinstance(value, type) or qualname.startswith("_") or "<" in qualname):
+            yield f"{name}={qualname}"
 
 
-def _is_ours(value: Any) -> bool:
+def _is_ours(value: object) -> bool:
     return (getattr(value, "__module__", None) or "").partition(".")[0] == _PACKAGE
 
 
-def _held(value: Any) -> list[tuple[str, Any]]:
+def _parts(value: object) -> list[tuple[str, object]]:
     """The values inside of a value, by name; an empty name stands for the name of the value itself."""
     if isinstance(value, partial):
         return [("", value.func), *(("", x) for x in value.args), *value.keywords.items()]
@@ -66,12 +66,12 @@ def _held(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return [(key, x) for key, x in zip(value._fields, value, strict=True) if not isinstance(x, bool | None)]
     if isinstance(value, list | tuple):
-        table = len(value) > _LONG and all(isinstance(x, int | float) for x in value)
-        return [] if table else [("", x) for x in value]
+        is_table = len(value) > _LONG and all(isinstance(x, int | float) for x in value)
+        return [] if is_table else [("", x) for x in value]
     if is_dataclass(value) and not isinstance(value, type) and _is_ours(type(value)):
-        held = [(f.name, getattr(value, f.name)) for f in fields(value)]
-        return [(key, x) for key, x in held if not isinstance(x, bool | None)]
-    if not _is_ours(value) or not hasattr(value, "__closure__"):
+        parts = [(f.name, getattr(value, f.name)) for f in fields(value)]
+        return [(key, x) for key, x in parts if not isinstance(x, bool | None)]
+    if not _is_ours(value) or not hasattr(value, "__closure__") or not hasattr(value, "__code__"):
         return []
     cells = [cell.cell_contents for cell in value.__closure__ or ()]
     return list(zip(value.__code__.co_freevars, cells, strict=True))

@@ -15,7 +15,6 @@ Note [What a wire loses]
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,21 +28,24 @@ from ..optim.labels import Labels, label_of
 from ..sharding.sharded import Sharded, whole_view
 
 
-def nothing_lost(params: Sharded) -> Any:
+def nothing_lost(params: Sharded) -> Tree:
     """The value before the first step: zeros of the whole gradients, on the device; () without such a wire."""
     plan = params.plan
     if plan.grad_wire is None or not plan.grad_wire.feedback or not plan.axes:
         return ()
-    kinds: Any = params.trainable.view.kinds
+    kinds = params.trainable.view.kinds
     rows = params.trainable.tensors
-    numels = [plan.offset(len(plan.units), kind, ()) for kind in kinds]
+    numels = [plan.offset(len(plan.units), kind, ()) for kind in kinds]  # of whole gradients, cut over no axes
     dtypes = [primitives.sum_dtype(row.dtype) for row in rows]
     tensors = [torch.zeros(n, dtype=dtype, device=plan.device) for n, dtype in zip(numels, dtypes, strict=True)]
     return Sharded(whole_view(plan, (), kinds), tensors)
 
 
-def scaled(state: Tree) -> Any:
-    """A copy of `state.lost` times the loss scale, which the reductions of a step write to. Dual: `after_update`."""
+def scaled(state: Tree) -> Tree:
+    """A copy of a TrainState's `lost` times its loss scale, which the step's reductions write to.
+
+    Dual: `after_update`.
+    """
     return tree.map(lambda x: x * state.loss_scale.value, state.lost)
 
 
@@ -58,10 +60,11 @@ def set_aside(lost: Tree) -> Callable[[Tensor], None]:
     return put_back
 
 
-def after_update(state: Tree, lost: Tree, share: Tensor | None, skip: FoundInf | None, labels: Labels) -> Any:
+def after_update(state: Tree, lost: Tree, share: Tensor | None, skip: FoundInf | None, labels: Labels) -> Tree:
     """`lost` in units of the gradient itself; where the update of a leaf was skipped, `state.lost`."""
-    one = torch.ones((), dtype=torch.float32, device="cpu")
-    factor = torch.div(one if share is None else share.float(), state.loss_scale.value)
+    # gradients are multiplied by `share` after they were sent, and so is what was not sent
+    share = torch.ones((), dtype=torch.float32, device="cpu") if share is None else share.float()
+    factor = torch.div(share, state.loss_scale.value)
     new = tree.map(lambda x: x * factor, lost)
     if not isinstance(skip, Mapping) or not isinstance(new, Sharded):
         return choose(skip, state.lost, new)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ from .accumulate import Recipe, StepGradients, joined, rank_of, run_each, summed
 from .data import cut, num_rows
 
 
-def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Any]) -> StepGradients:
+def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree]) -> StepGradients:
     """The gradients of a batch, slice by slice (Note [Slices])."""
     params, plan = state.params, state.params.plan
     if plan.param_wire is not None or plan.grad_wire is not None:
@@ -51,15 +50,15 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
             first.append(replace(outcome, count=_count_of_first_slice(outcome, recipe, rows, plan, rank)))
         return first[0].shared(num)
 
-    grads, counter, outcomes = later_grads(params, plan.grads_over), list[Any](), list[Outcome]()
+    grads, counter, outcomes = later_grads(params, plan.grads_over), list[Sharded](), list[Outcome]()
     for number, micro_batches in enumerate(slices):
-        local = later_grads(params, (), local=True)
+        local = later_grads(params, (), local=True)  # whole gradients of one slice, (n,) for each kind
         # a rank's only slice is reduced unit by unit in its backward; the sum of several, after the last
         reduced = grads if len(slices) == 1 else None
         destinations = summed_locally(reduced, local, len(micro_batches), TREE)
         stream = rank * len(slices) + number  # the slice's number among all ranks' slices
-        how = {"divisor": divisor, "alone": True, "whole": num == 1}
-        runs = run_each(recipe, state, micro_batches, args, destinations, stream, **how)
+        # `alone`, because a slice's outcome must not depend on the other ranks; `_over_ranks` sums the outcomes
+        runs = run_each(recipe, state, micro_batches, args, destinations, stream, divisor, alone=True, whole=num == 1)
         outcomes.append(joined([outcome for outcome, _ in runs]))
         _add_to_counter(counter, number, local())
     if len(slices) > 1:
@@ -68,7 +67,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
     return StepGradients(grads(), outcome, first[0].shared(num) / outcome.divisor, state.lost)
 
 
-def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Any]]:
+def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree]]:
     """This rank's slices, each a list of micro-batches."""
     plan, rank = params.plan, rank_of(params)
     ranks = num_ranks(plan.live_mesh())
@@ -96,7 +95,7 @@ def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Pla
     return torch.where(squares * num_ranks(plan.live_mesh()) == total.square(), count, torch.nan)
 
 
-def _add_to_counter(counter: list[Any], number: int, grads: Tree) -> None:
+def _add_to_counter(counter: list[Sharded], number: int, grads: Sharded) -> None:
     """Add the gradients of slice `number` to a binary counter.
 
     Where the counter has a sum of as many slices, the two become one sum of twice as many, as a digit is carried.
@@ -108,7 +107,7 @@ def _add_to_counter(counter: list[Any], number: int, grads: Tree) -> None:
 
 def _over_ranks(outcomes: Sequence[Outcome], plan: Plan) -> Outcome:
     """The outcome of all slices of all ranks, summed in the tree's order; aux is this rank's."""
-    pair = tree_sum([torch.stack([outcome.total, outcome.count]) for outcome in outcomes])
+    pair = tree_sum([torch.stack([outcome.total, outcome.count]) for outcome in outcomes])  # (2,)
     axes = plan.rest(())
     total, count = reduce_over(pair, plan.live_mesh(), (), axes, "loss", None, TREE).wait().unbind()
     return replace(outcomes[0], total=total, count=count, aux=[aux for outcome in outcomes for aux in outcome.aux])
