@@ -1,4 +1,4 @@
-"""Ranks that do different things inside a call: an error on every one of them (Note [Lines] in `compare_calls.py`)."""
+"""Checked calls: where ranks call different collectives, every rank raises (Note [Lines] in `compare_calls.py`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class Checked(Generic[P, R]):
-    """What `check` gives: call it like the function, `run`."""
+    """A function returned by `check`. Its calls take the arguments of `run`, the original function."""
 
     def __init__(self, run: Callable[P, R], mesh: AnyMesh | EllipsisType = ...):
         self.run, self._mesh = run, mesh
@@ -37,7 +37,7 @@ class Checked(Generic[P, R]):
 
 
 def _mesh_of(*args: Tree) -> AnyMesh:
-    """The mesh of the first argument that has one."""
+    """Return the mesh of the first argument that has one."""
     for node in tree.nodes(args, OnMesh):
         if node.home is not None:
             return node.home.live_mesh()
@@ -50,12 +50,12 @@ def _mesh_of(*args: Tree) -> AnyMesh:
 def check(fn: Callable[P, R], mesh: AnyMesh | EllipsisType = ...) -> Checked[P, R]:
     """Return `fn`, a step or any function, with every collective compared between ranks before it starts.
 
-    A rank that calls something else, returns early or raises makes the call a MismatchError on every rank, which names
-    it, what both ranks did and where in your code; so the call returns on all ranks or on none. The ranks are those of
-    `mesh`, by default that of the first `Sharded` among the arguments; collectives over other meshes are not compared,
-    and each one waits for all ranks of its axis to begin it. Check the outermost: `check(jit(step))`. On one device and
-    on simulated ranks, which are always compared, nothing is added. With FSHARD_CHECK=1 in the environment every
-    `train_step` and `jit` that is made is checked.
+    If a rank calls another collective, returns early or raises, the call raises a MismatchError on every rank, which
+    names that rank, what both ranks did and where in your code. So the call returns on all ranks or on none. The ranks
+    are those of `mesh`, by default of the mesh of the first `Sharded` among the arguments; collectives over other
+    meshes are not compared. Each collective waits until all ranks of its axis begin it. Check the outermost function:
+    `check(jit(step))`. Nothing is added on one device, nor on simulated ranks, which always compare their calls. With
+    FSHARD_CHECK=1 in the environment, every function that `train_step` and `jit` return is checked.
 
     Raises TypeError if there is no mesh and no `Sharded`.
 
@@ -71,7 +71,7 @@ def check(fn: Callable[P, R], mesh: AnyMesh | EllipsisType = ...) -> Checked[P, 
 
 def is_wanted() -> bool:
     """Whether the environment asks for every step to be checked."""
-    wanted = os.environ.get("FSHARD_CHECK", "")
-    if wanted not in ("", "0", "1"):
-        raise ValueError(f"FSHARD_CHECK: expected 1 (check every step), 0 or nothing, got {wanted!r}")
-    return wanted == "1"
+    value = os.environ.get("FSHARD_CHECK", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"FSHARD_CHECK: expected 1 (check every step), 0 or nothing, got {value!r}")
+    return value == "1"

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from .announce import CallInBlocks, kept
 from .mesh import AnyMesh
 from .ranks import Pending
 
+T = TypeVar("T")  # a tensor or a tree
 _TRANSPOSES = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
@@ -121,7 +122,7 @@ class _Apply(torch.autograd.Function):
         return _Apply.apply(x, collective), -1
 
 
-def _over(x: Tree, collective: _Collective) -> Tree:
+def _over(x: T, collective: _Collective) -> T:
     """Apply a collective to every leaf of a tree, after all checks: who raises later would leave others waiting."""
     primitives.along(collective.mesh, collective.axis)
     check_whole(f"{collective.kind}: src", collective.src, least=-(2**63), what="a rank")
@@ -156,7 +157,7 @@ def _check_parts(x: Tree, collective: _Collective) -> None:
             )
 
 
-def all_gather(x: Tree, mesh: AnyMesh, axis: str, label: str = "") -> Tree:
+def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Concatenate the tensors of all ranks along dim 0: (n, ...) -> (W n, ...), varying -> replicated.
 
     `x` is a tensor or a tree; a scalar counts as one row. Transpose: `reduce_scatter`.
@@ -168,7 +169,7 @@ def all_gather(x: Tree, mesh: AnyMesh, axis: str, label: str = "") -> Tree:
     return _over(x, _Collective("all_gather", mesh, axis, label))
 
 
-def reduce_scatter(x: Tree, mesh: AnyMesh, axis: str, label: str = "") -> Tree:
+def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Sum over ranks, in rank order, and keep this rank's part: (W n, ...) -> (n, ...), partial -> varying.
 
     `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError). Transpose: `all_gather`.
@@ -180,7 +181,7 @@ def reduce_scatter(x: Tree, mesh: AnyMesh, axis: str, label: str = "") -> Tree:
     return _over(x, _Collective("reduce_scatter", mesh, axis, label))
 
 
-def all_reduce(x: Tree, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> Tree:
+def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> T:
     """Reduce over ranks by sum, max or min, in rank order: (...) -> (...), partial -> replicated.
 
     `x` is a tensor or a tree. The sum is its own transpose. Max and min have no derivative (NotImplementedError).
@@ -192,7 +193,7 @@ def all_reduce(x: Tree, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min
     return _over(x, _Collective("all_reduce", mesh, axis, label, op))
 
 
-def vary(x: Tree, mesh: AnyMesh, axis: str, label: str = "") -> Tree:
+def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Mark that ranks use a replicated value differently: identity in the forward, sum over ranks in the backward.
 
     `x` is a tensor or a tree, invariant -> varying (JAX's pvary). Its transpose is the sum that JAX calls psum.
@@ -207,7 +208,7 @@ def vary(x: Tree, mesh: AnyMesh, axis: str, label: str = "") -> Tree:
     return _over(x, _Collective("vary", mesh, axis, label))
 
 
-def all_to_all(x: Tree, mesh: AnyMesh, axis: str, label: str = "") -> Tree:
+def all_to_all(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Send part p of dim 0 to rank p: (W n, ...) -> (W n, ...), varying -> varying.
 
     `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError). `all_to_all` is its own inverse
@@ -220,7 +221,7 @@ def all_to_all(x: Tree, mesh: AnyMesh, axis: str, label: str = "") -> Tree:
     return _over(x, _Collective("all_to_all", mesh, axis, label))
 
 
-def broadcast(x: Tree, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> Tree:
+def broadcast(x: T, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> T:
     """Copy the tensor of rank `src` to all ranks of the axis: (...) -> (...), varying -> replicated.
 
     `x` is a tensor or a tree, with the same shapes on all ranks; `src` is a number along the axis. Transpose: the sum

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.tree import Tree
 from . import primitives
 from .mesh import AnyMesh, Axes, adapted, axis_sizes, mesh_device
 from .primitives import all_gather, all_reduce, along
 from .ranks import MismatchError, Ranks
 
+T = TypeVar("T")
 _SAME_TREE = "Build the same tree, in the same order, on all of them"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element; else int64
 
@@ -53,7 +54,7 @@ def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | Non
     return next((number for number, differs in enumerate(unlike.tolist()) if differs), None)
 
 
-def any_rank(flags: Tree, mesh: AnyMesh) -> Tree:
+def any_rank(flags: T, mesh: AnyMesh) -> T:
     """A tree of flags (0-d, 1 or 0), each 1 if it is 1 on any rank of the mesh: one small all-reduce along each axis.
 
     >>> any_rank({"a": torch.tensor(1.0)}, None)

@@ -78,7 +78,7 @@ def empty_state(device: torch.device) -> Tensor:
     return torch.empty(_STATE_BYTES.get(device.type, 16), dtype=torch.uint8, device="cpu")
 
 
-def _own_generator(device: torch.device) -> torch.Generator:
+def _default_generator(device: torch.device) -> torch.Generator:
     """Return the generator that operators of a device use by default."""
     if device.type != "cuda":
         return torch.default_generator
@@ -100,9 +100,9 @@ def draw(
     """
     if how == "native_dropout":
         back = bookmark(like.device)
-        _own_generator(like.device).set_state(state)
+        _default_generator(like.device).set_state(state)
         mask = torch.native_dropout(like, numbers[0], True)[1]
-        after = _own_generator(like.device).get_state()
+        after = _default_generator(like.device).get_state()
         back()
         return mask, after
     generator = torch.Generator(like.device)
@@ -122,7 +122,7 @@ class _Draws(TorchDispatchMode):
         torch.default_generator.manual_seed(0)  # the index of the next state
 
     def _draw(self, how: str, like: Tensor, numbers: Sequence[float] = (), by: Sequence[Tensor] = ()) -> Tensor:
-        number = torch.default_generator.initial_seed()
+        number = torch.default_generator.initial_seed()  # the index of the next state, unless the user has set a seed
         if number >= len(self._states):
             raise RuntimeError("a seed was set (torch.manual_seed) inside the loss: a graph draws from the state alone")
         state = self._states[number]

@@ -120,7 +120,7 @@ def map_tops(fn: Callable[..., Tree], stop: Stop, tree: Tree, *rest: Tree) -> Tr
     return optree.tree_map(fn, tree, *rest, is_leaf=_is(stop), namespace=_NAMESPACE)
 
 
-def detached(tree: Tree, stop: Stop = lambda x: False) -> Tree:
+def detached(tree: T, stop: Stop = lambda x: False) -> T:
     """Detach the leaves that require a gradient; nodes for which `stop` holds stay as they are."""
     return map_tops(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, stop, tree)
 
