@@ -125,9 +125,18 @@ class Calls(TorchDispatchMode):
         if func.overloadpacket.__name__ in self.names:
             named = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
             self.found.append({"overload": func._overloadname, **named, **(kwargs or {})})
-            if args[0][0].is_meta:
+            if self._tensors(args[0])[0].is_meta:
                 return None
         return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _tensors(x: Any) -> list[Tensor]:
+        return [x] if isinstance(x, Tensor) else x
+
+    def largest(self) -> int:
+        """The largest number of elements that one of the calls gets in one tensor."""
+        lists = [value for call in self.found for value in call.values() if isinstance(value, Tensor | list)]
+        return max(x.numel() for tensors in lists for x in self._tensors(tensors))
 
 
 ADAM = {"b1": 0.9, "b2": 0.99, "eps": 1e-8}
@@ -174,8 +183,7 @@ def test_fused_kernels_take_tensors_in_parts(name: str) -> None:
     sizes = [200, 0, 64, 65, 3]
     with Calls("_fused_sgd_", "_fused_adam_", "_fused_adamw_") as calls:
         parts = fused(name, 0.1, "cpu", sizes, 64)
-    given = [x for value in calls.found[0].values() if isinstance(value, list) for x in value]
-    assert max(x.numel() for x in given) == 64
+    assert calls.largest() == 64
     assert same_bits(parts, fused(name, 0.1, "cpu", sizes))
 
 
@@ -190,7 +198,9 @@ def test_unscaling_in_parts(dtype: torch.dtype, bad: float | None) -> None:
         whole, parts, by_hand = x.clone(), x.clone(), x.clone()
         found = kernels.unscale_([whole], inverse)
         assert found == float(bad is not None)
-        assert same_bits(kernels.unscale_([parts[:0], parts], inverse, most=64), found)
+        with Calls("_amp_foreach_non_finite_check_and_unscale_") as calls:
+            assert same_bits(kernels.unscale_([parts[:0], parts], inverse, most=64), found)
+        assert calls.largest() == 64
         assert same_bits(parts, whole)
         assert same_bits(kernels.unscale_by_parts_(by_hand, inverse), found)
         assert same_bits(by_hand, whole)
@@ -210,7 +220,10 @@ def test_unscaling_is_by_device() -> None:
 def test_norms_in_parts(p: float) -> None:
     """A norm that is computed in parts is the norm of the whole: otherwise long leaves would be clipped wrongly."""
     for x in (torch.arange(-100.0, 100.0), torch.arange(200.0).to(torch.complex64) * 1j, torch.ones(3).bfloat16()):
-        torch.testing.assert_close(norms._norm(x, p, 64), norms._norm(x, p), rtol=1e-6, atol=0.0)
+        with Calls("linalg_vector_norm", "aminmax") as calls:
+            parts = norms._norm(x, p, 64)
+        assert calls.largest() == min(len(x), 64)
+        torch.testing.assert_close(parts, norms._norm(x, p), rtol=1e-6, atol=0.0)
 
 
 class Module:
@@ -281,7 +294,9 @@ def test_leaves_are_put_one_by_one_where_lists_are_too_long(add: bool) -> None:
     """Leaves that are copied one by one give the bits of one call: otherwise large units would be gathered wrongly."""
     parts, starts = [torch.rand(3, 5), torch.rand(40), torch.rand(())], [4, 20, 64]
     places = [torch.arange(70.0) for _ in range(2)]
-    for place, most in zip(places, (MOST, 64), strict=True):
-        put(place, parts, starts, add, most)
+    for place, most, num_calls in zip(places, (MOST, 64), (1, 0), strict=True):
+        with Calls("_foreach_copy_", "_foreach_add_") as calls:
+            put(place, parts, starts, add, most)
+        assert len(calls.found) == num_calls
     assert same_bits(*places)
     assert places[0][:4].tolist() == ([0.0, 1.0, 2.0, 3.0] if add else [0.0] * 4)
