@@ -317,7 +317,6 @@ def test_zero_over_whole_parameters(partition):
     """A jitted update by `zero` gives the eager numbers: otherwise compiling would alter training with ZeRO."""
 
     def law(mesh: Any) -> None:
-        torch._dynamo.reset()
         tx = fshard.zero(optim.adamw(0.1), mesh, partition=partition)
         p, grads = params(), [params(), fshard.tree.map(torch.neg, params())]
 

@@ -86,6 +86,8 @@ def test_processes_change_nothing() -> None:
 
 
 def test_numbers_that_are_refused() -> None:
-    """A history of 0 pairs is an error that says what is expected: otherwise L-BFGS would be gradient descent."""
+    """No pairs, or no iterations, are errors that say what is expected: otherwise L-BFGS would be gradient descent."""
     with pytest.raises(ValueError, match="history_size=0: expected a number of pairs, at least 1"):
         optim.lbfgs(history_size=0)
+    with pytest.raises(ValueError, match="max_iter=0: expected"):
+        optim.lbfgs(max_iter=0)

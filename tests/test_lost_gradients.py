@@ -71,13 +71,10 @@ def _all_hidden(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _one_hidden(p: Any, x: torch.Tensor) -> torch.Tensor:
-    y = p["embed"][x].detach().requires_grad_()
+    y = p["embed"][x]
     for i in (0, 2):
         y = block(p["blocks"][i], y)
-    held = p["blocks"][1]
-    return (y * p["head"]).sum() + checkpoint(
-        lambda z: block(held, z), x + 0.0 * y.detach().sum(), use_reentrant=True
-    ).sum()
+    return (y * p["head"]).sum() + reentrant(p, 1, y.detach().requires_grad_()).sum()
 
 
 def _passed(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -96,6 +93,7 @@ HIDDEN = {
     "captured": _captured,
     "behind a frozen embedding": _behind_frozen,
     "all of them": _all_hidden,
+    "one of them": _one_hidden,
     "passed as a container": _passed,
 }
 

@@ -270,7 +270,10 @@ def test_axes_that_cannot_wait():
             simulated(run, bad, shard=2, replicate=2)
     with pytest.raises(ValueError, match="reduce_once='replicate' with reduction='tree'"):
         fshard.train_step(exact_loss, optim.sgd(0.1), reduction="tree", reduce_once="replicate")
-    assert partly(None, "full", "replicate", 2, "eager")  # one device has no axes
+    # one device has no axes: nothing waits, and nothing is sent
+    (params, sent), (usual, _) = (partly(None, "full", once, 2, "eager") for once in ("replicate", False))
+    assert same_bits(params, usual)
+    assert sent == []
 
 
 @dataclass(frozen=True)
