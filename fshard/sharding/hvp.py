@@ -11,24 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import make_dual
 
 from ..core import func_levels, tree
+from ..core.scalars import Number
+from ..core.tree import Tree
 from .grad import Mean, Sum, check_loss, check_sharded, inputs, later_grads, read_loss, run
 from .gradients import Gradients
 from .plan import Slot
 from .saved import SavedTensor
 from .sharded import Sharded
-from .tape import Tape
+from .tape import T, Tape
 
 
 @dataclass(frozen=True)
 class _OfTangents:
-    saved: Any  # what `pack` of the tape of tangents returned
+    saved: object  # what `pack` of the tape of tangents returned
 
 
 class _Duals(Tape):
@@ -37,16 +38,16 @@ class _Duals(Tape):
     def __init__(self, params: Sharded, tangents: Sharded, into: Gradients, beside: Sequence[Sharded]):
         super().__init__(params, into, beside)
         self._tangents = Tape(tangents)
-        self._levels: Any = ()
+        self._levels: Sequence[object] = ()  # of torch.func, innermost first: those inside which tangents are made
 
-    def view(self) -> Any:
+    def view(self) -> Tree:
         """This tape: the loss asks for `duals` at the level that tangents belong to."""
         return self
 
-    def duals(self) -> Any:
+    def duals(self) -> Tree:
         """The parameters, with tangents of the torch.func level in which this is called."""
-        with func_levels.aside() as left:
-            self._levels = left
+        with func_levels.aside() as levels:
+            self._levels = levels
         return super().view()
 
     def touch(self, unit: int) -> dict[Slot, Tensor]:
@@ -55,16 +56,16 @@ class _Duals(Tape):
         with func_levels.again(self._levels):
             return {slot: make_dual(x, tangents[slot]) if slot in tangents else x for slot, x in leaves.items()}
 
-    def pack(self, x: Tensor) -> Any:
+    def pack(self, x: Tensor) -> object:
         """The place of a gathered value or tangent in a buffer of its tape."""
         saved = super().pack(x)
         return _OfTangents(self._tangents.pack(x)) if isinstance(saved, SavedTensor) else saved
 
-    def unpack(self, saved: Any) -> Tensor:
+    def unpack(self, saved: object) -> Tensor:
         """The value or tangent that `pack` was given."""
         return self._tangents.unpack(saved.saved) if isinstance(saved, _OfTangents) else super().unpack(saved)
 
-    def forward_once(self, loss: Callable[[Any], Any]) -> Any:
+    def forward_once(self, loss: Callable[[Tree], T]) -> T:
         """Run the loss once, and end the forward of both tapes."""
         out = super().forward_once(loss)
         self._tangents.end()
@@ -76,7 +77,7 @@ class _Duals(Tape):
         self._tangents.close()
 
 
-def hvp(loss_fn: Callable[..., Any]) -> Callable[..., Sharded]:
+def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
     """`fn(params, v, *args) -> product`: the Hessian of the loss over all ranks, times `v`.
 
     `loss_fn(params, *args)` is a loss as of `value_and_grad`. `params` and `v` are `Sharded` of one plan, `v` cut like
@@ -93,23 +94,25 @@ def hvp(loss_fn: Callable[..., Any]) -> Callable[..., Sharded]:
     """
     check_loss(loss_fn)
 
-    def along(tape: _Duals, *given: Any) -> Any:
-        found: list[Any] = []
+    def along(tape: _Duals, *args: Tree) -> Tree:
+        """The derivative of the loss in the direction of the tape's tangents, as a loss."""
+        returned: list[tuple[Mean | Sum, type]] = []
 
         def total(_: Tensor) -> Tensor:
-            loss, kind = read_loss(loss_fn(tape.duals(), *given))
-            found.extend([loss, kind])
-            return loss.total
+            returned.append(read_loss(loss_fn(tape.duals(), *args)))
+            return returned[-1][0].total
 
-        at = torch.zeros((), dtype=torch.float32, device="cpu")
-        forward: Any = torch.func.jvp
-        value, change = forward(total, (at,), (at,))
-        loss, kind = found
+        # jvp only opens a level of forward mode: the tangents come from the tape, not from this number
+        number = torch.zeros((), dtype=torch.float32, device="cpu")
+        value, change, *_ = torch.func.jvp(total, (number,), (number,))  # 0-d: the loss's total, and its derivative
+        ((loss, kind),) = returned
         if not change.requires_grad:  # a linear loss: the product is zero, and the loss must still depend on them
             change = change + 0 * value
-        return Sum(change) if kind is Sum else Mean(change, _constant(loss.count)) if kind is Mean else change
+        if isinstance(loss, Sum):
+            return Sum(change)
+        return Mean(change, _constant(loss.count)) if kind is Mean else change
 
-    def fn(params: Any, v: Any, *args: Any) -> Sharded:
+    def fn(params: Sharded, v: Sharded, *args: Tree) -> Sharded:
         params, v = check_sharded(params), check_sharded(v)
         _check_tangent(params, v)
         product = later_grads(params, params.plan.grads_over)
@@ -121,7 +124,8 @@ def hvp(loss_fn: Callable[..., Any]) -> Callable[..., Sharded]:
     return fn
 
 
-def _constant(count: Any) -> Any:
+def _constant(count: Number) -> Number:
+    """Return a count. ValueError if it depends on parameters: its own derivative would be missing."""
     if isinstance(count, Tensor) and (func_levels.wrapped(count) or count.requires_grad):
         raise ValueError(
             "hvp: the count of the loss's fshard.Mean depends on parameters: detach it, or return fshard.Sum"

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 
+class Unpacks(Protocol):
+    """What gives saved tensors back: a `Tape`."""
+
+    def unpack(self, saved: object) -> Tensor:
+        """Return the tensor for which autograd saved this."""
+
+
 class SavedView(NamedTuple):
     """The place of a view of a gathered buffer, which autograd holds instead of the view."""
 
-    tape: Any  # the `Tape` that gathers the unit again
+    tape: Unpacks  # which gathers the unit again
     unit: int
     kind: int
     size: torch.Size

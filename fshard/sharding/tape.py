@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from ..core import func_levels, tree
 from ..core.flat import put
 from ..core.lazy import Branch
 from ..core.random import bookmark
+from ..core.tree import Tree
 from . import anchors, transfer
 from .anchors import has_reentrant
 from .gradients import Gradients, Reductions, settle
@@ -42,7 +43,8 @@ from .saved import SavedTensor, SavedView
 from .sharded import Sharded, cut, gather_params
 from .writes import Writes
 
-Buffers = dict[int, Tensor]  # a unit's gathered flat buffers, by kind
+T = TypeVar("T")
+Buffers = dict[int, Tensor]  # a unit's gathered flat buffers (n,), by kind
 
 
 class Tape:
@@ -61,7 +63,7 @@ class Tape:
         self._into = into
         self.root = anchors.root()
         # by unit: the gathered leaves, the flat buffers that they are views of, and the leaves bound to their anchors
-        self._held: dict[int, dict[Slot, Tensor]] = {}
+        self._gathered: dict[int, dict[Slot, Tensor]] = {}
         self._full: dict[int, Buffers] = {}  # after the forward: of the unit saved last
         self._bound: dict[int, dict[Slot, Tensor]] = {}
         # by unit: the gathers under way, and how many of their stages have started
@@ -83,11 +85,11 @@ class Tape:
         self._regather = self._plan.regather
         self._stages = max(1, sum(dict(self._plan.axes)[axis] > 1 for axis in params.view.over))  # of a gather
 
-    def view(self) -> Any:
+    def view(self) -> Tree:
         """The parameters as the loss sees them."""
         return self._enter(self._params.view.spec, self._params.view.first)
 
-    def _enter(self, spec: tree.Spec, first: int) -> Any:
+    def _enter(self, spec: tree.Spec, first: int) -> Tree:
         """A leaf, or a subtree of one unit, gathered; of a subtree of several units a lazy container."""
         if len(set(self._plan.claims[first : first + spec.num_leaves])) > 1:
             return _Lazy(self, spec, first)
@@ -100,18 +102,18 @@ class Tape:
 
     def touch(self, unit: int) -> dict[Slot, Tensor]:
         """The leaves of a unit, gathered if they are not in memory; the gathers of the units after it are started."""
-        if unit not in self._held:
+        if unit not in self._gathered:
             root = self._plan.root
-            self._held, self._bound = ({u: x[u] for u in x if u == root} for x in (self._held, self._bound))
+            self._gathered, self._bound = ({u: x[u] for u in x if u == root} for x in (self._gathered, self._bound))
             # dropped before the next buffer is waited for, so that both are not in memory at once
             self._full = {u: x for u, x in self._full.items() if u in (root, unit)}
             self._full[unit] = self._buffers(unit)
-            self._held[unit] = self._leaves(unit, self._full[unit])
+            self._gathered[unit] = self._leaves(unit, self._full[unit])
             self._touched.add(unit)
             if not self._backward:
                 following = range(unit + 1, min(unit + 1 + self._stages, self._params.view.units[1]))
                 self._ahead([u for u in following if u not in self._touched])
-        leaves = self._held[unit]
+        leaves = self._gathered[unit]
         if self._into is None:
             return leaves
         if not torch.is_grad_enabled():
@@ -193,7 +195,7 @@ class Tape:
             self._anchors[unit] = anchors.Anchor.apply(self.root, self.reduce, unit, values)
         return dict(zip(trainable, anchors.Bind.apply(values, *self._anchors[unit]), strict=True))
 
-    def forward(self, loss: Callable[[Any], Any]) -> Any:
+    def forward(self, loss: Callable[[Tree], T]) -> T:
         """The loss of the parameters; afterwards each tape has the buffers of one unit at most."""
         if self._into is None or not any(tape._regather for tape in self._tapes):
             return self.forward_once(loss)
@@ -215,7 +217,7 @@ class Tape:
     def _tapes(self) -> list[Tape]:
         return [self, *(tape for _, tape in self.beside)]
 
-    def forward_once(self, loss: Callable[[Any], Any]) -> Any:
+    def forward_once(self, loss: Callable[[Tree], T]) -> T:
         """Run the loss once, and end the forward of all tapes."""
         with self._hooks(), self._writes.refusing():
             out = loss(self.view())
@@ -226,7 +228,7 @@ class Tape:
     def end(self) -> None:
         """End the forward: drop all buffers but those that the backward begins with, and start the next gather."""
         self._writes.check()
-        self._held.clear()
+        self._gathered.clear()
         self._bound.clear()
         self._drop_gathers()
         self._backward = True
@@ -235,7 +237,7 @@ class Tape:
         # a unit that is in memory takes the place of one stage
         self._ahead(self._before()[: self._stages - len(self._full)])
 
-    def _hooks(self) -> AbstractContextManager[Any]:
+    def _hooks(self) -> AbstractContextManager[None]:
         """The block in which what autograd saves of gathered buffers is replaced by places."""
         regathering = [tape for tape in reversed(self._tapes) if self._into is not None and tape._regather]
         if not regathering:
@@ -243,23 +245,25 @@ class Tape:
         # one pair of hooks for all tapes: of nested pairs torch calls the innermost alone
         return torch.autograd.graph.saved_tensors_hooks(partial(_saved_by, regathering), self._unpack_any)
 
-    def _unpack_any(self, saved: Any) -> Tensor:
+    def _unpack_any(self, saved: object) -> Tensor:
+        # of all tapes' saved tensors: a view belongs to the tape that gathers its unit
         return (saved.tape if isinstance(saved, SavedView) else self).unpack(saved)
 
-    def pack(self, x: Tensor) -> SavedTensor | SavedView:
+    def pack(self, x: Tensor) -> object:
         """What autograd saves for a tensor: its place in a buffer of this tape, or the tensor and its version."""
         owner = self._owners.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
         if owner is None:
             return SavedTensor.of(x)
         _, unit, kind, first_byte = owner
-        self._saved[unit] = self._saved.pop(unit, 0) + 1
+        self._saved[unit] = self._saved.pop(unit, 0) + 1  # moved to the end: the unit saved last
         offset = int(x.storage_offset()) - first_byte // x.itemsize
         return SavedView(self, unit, kind, x.size(), x.stride(), offset, x.dtype, x.is_conj(), x.is_neg())
 
-    def unpack(self, saved: SavedTensor | SavedView) -> Tensor:
-        """The tensor that `pack` was given. Dual: `pack`."""
-        if not isinstance(saved, SavedView):
+    def unpack(self, saved: object) -> Tensor:
+        """Return the tensor that `pack` was given. Dual: `pack`."""
+        if isinstance(saved, SavedTensor):
             return saved.unchanged()
+        assert isinstance(saved, SavedView)
         full = self._regathered(saved.unit)[saved.kind]
         self._count_use(saved.unit)
         return saved.view_of(full)
@@ -268,7 +272,7 @@ class Tape:
         """A unit's buffers in the backward: the first use gathers them, and starts the units that follow."""
         if unit not in self._again:
             self._again[unit] = self._buffers(unit)
-            if unit not in self._held:  # a checkpoint that runs its function again may hold the unit
+            if unit not in self._gathered:  # a checkpoint that runs its function again may hold the unit
                 self._full.pop(unit, None)
             self._ahead(self._before()[: self._stages])
         return self._again[unit]
@@ -291,10 +295,10 @@ class Tape:
         started = 0
         for kind in (k for k in kinds if plan.units[unit].lengths[k]):
             flat = into.buffer(plan, unit, kind)  # (n,)
-            given = [(slot.start, grad) for slot in plan.places[unit, kind] if (grad := by_slot[slot]) is not None]
+            reached = [(slot.start, grad) for slot in plan.places[unit, kind] if (grad := by_slot[slot]) is not None]
             # embedding(sparse=True) gives a sparse gradient
-            dense = [grad if grad.layout is torch.strided else grad.to_dense() for _, grad in given]
-            put(flat, dense, [start for start, _ in given], into.add)
+            dense = [grad if grad.layout is torch.strided else grad.to_dense() for _, grad in reached]
+            put(flat, dense, [start for start, _ in reached], into.add)  # zeros for leaves without a gradient
             self._filled.add((unit, kind))
             if pending := into.emit(unit, kind, flat):
                 self._reductions.add(pending)
@@ -372,7 +376,7 @@ class Tape:
         self._coming.clear()
         self._again.clear()
         # these hold autograd nodes that hold this tape: a cycle that Python's garbage collector cannot see
-        self._held.clear()
+        self._gathered.clear()
         self._full.clear()
         self._bound.clear()
         self._anchors.clear()
@@ -386,10 +390,11 @@ class Tape:
         self._coming.clear()
 
 
-def _saved_by(tapes: Sequence[Tape], x: Tensor) -> SavedTensor | SavedView:
+def _saved_by(tapes: Sequence[Tape], x: Tensor) -> object:
     """What autograd saves for a tensor: its place in a buffer of one of the tapes, or the tensor and its version."""
     *others, last = tapes
     place = next((saved for tape in others if isinstance(saved := tape.pack(x), SavedView)), None)
+    # what is in no buffer is packed by the last: the tape of `hvp`, which comes last, asks its tape of tangents
     return last.pack(x) if place is None else place
 
 
@@ -404,13 +409,13 @@ class _Lazy(Branch):
     def _node(self) -> tree.Spec:
         return self._spec
 
-    def _child(self, spec: tree.Spec, first: int) -> Any:
+    def _child(self, spec: tree.Spec, first: int) -> Tree:
         return self._tape._enter(spec, self._first + first)
 
-    def gathered(self) -> Any:
+    def gathered(self) -> Tree:
         """The subtree as a plain tree, all its units gathered."""
-        parts = [self._child(child, at) for child, at in tree.children(self._spec)]
-        return tree.unflatten(self._spec, tree.leaves([gather_params(part) for part in parts]))
+        children = [self._child(spec, first) for spec, first in tree.children(self._spec)]
+        return tree.unflatten(self._spec, tree.leaves([gather_params(child) for child in children]))
 
 
 tree.register(_Lazy, lambda x: ((x.gathered(),), None), lambda _, children: children[0])
