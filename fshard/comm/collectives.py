@@ -55,6 +55,8 @@ _TRANSPOSES = {
 
 @dataclass(frozen=True)
 class _Collective:
+    """A collective as a linear map: which one, along which axis of which mesh."""
+
     kind: str
     mesh: AnyMesh
     axis: str
@@ -63,6 +65,7 @@ class _Collective:
     src: int = 0
 
     def run(self, x: Tensor) -> Tensor:
+        """Return the collective's result for one leaf. This rank waits for its peers here."""
         ranks = primitives.along(self.mesh, self.axis)
         if self.kind == "vary":
             return x.view_as(x)  # not `x` itself, of which autograd would make no result of this function
@@ -78,6 +81,7 @@ class _Collective:
         return start(x, ranks, self.label).wait()
 
     def transpose(self) -> _Collective:
+        """Return the collective that maps gradients of the result to gradients of the input."""
         if self.op != "sum":
             raise NotImplementedError(
                 f"all_reduce(op={self.op!r}) has no derivative: it is not linear. Use it on values that need none "

@@ -67,6 +67,7 @@ class Lines:
         self._ends: dict[int, _Status] = {}  # how this call ended on each peer that has ended
 
     def _link(self, ranks: Ranks) -> None:
+        """Connect to the peers along one axis."""
         # `links_to` counts ranks along this axis; errors and `_ends` name ranks of the whole mesh
         numbers = [int(row) for row in rows_of_bytes(str(self._me).encode(), ranks)]
         links = links_to(ranks, anywhere=True) or {}
@@ -109,17 +110,20 @@ class Lines:
             raise
 
     def _around(self, ranks: Ranks, mesh: Mesh) -> Ranks:
+        """Return ranks that announce their collectives."""
         # a mesh with other ranks has no connections here, so its collectives are not compared
         if mesh.likeness != self._likeness:
             return ranks
         return Announced(ranks, partial(self._announce, ranks.axis))
 
     def _announce(self, axis: str, call: str) -> None:
+        """Tell the ranks of an axis which collective comes next, and wait until they announce the same one."""
         self._last = self._last._replace(what=call[:_LONGEST], site=call_site())
         _say(self._links[axis], self._last)
         self._compare(self._links[axis], self._last, self._data[axis])
 
     def _end(self, status: _Status) -> None:
+        """Tell all peers how this call has ended."""
         for links in self._links.values():
             _say(links, status)
 
@@ -164,6 +168,7 @@ def _say(links: Mapping[int, Link], status: _Status) -> None:
 
 
 def _read(text: str, peer: int) -> _Status:
+    """Parse a peer's message. MismatchError for what no rank sends."""
     with suppress(ValueError, TypeError, RecursionError):
         number, *words = json.loads(text)
         if isinstance(number, int) and [type(word) for word in words] == [str] * 3:

@@ -90,6 +90,7 @@ class Link:
             self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [], "an acknowledgement")
 
     def _write(self, data: bytes, fds: list[int], call: str) -> None:
+        """Write bytes to the socket, the file descriptors with the first of them."""
         view = memoryview(data)
         while view:
             try:
@@ -172,6 +173,7 @@ class Link:
         return MismatchError(f"{self.peer} sent {what}, which no rank does: the link to it is closed")
 
     def _parse(self) -> bool:
+        """Take one message off the received bytes; return False if it has not arrived in full."""
         if len(self.stream) < _HEADER.size:
             return False
         kind, length, number, offset, size = _HEADER.unpack_from(self.stream)
@@ -239,6 +241,7 @@ def _close_all(fds: deque[int]) -> None:
 
 
 def _poll(links: Collection[Link], events: int, call: str) -> list[Link]:
+    """Wait until the system reports one of `events` (masks of `poll`) on some links; return these links."""
     poll, by = select.poll(), {link.socket.fileno(): link for link in links}
     for number in by:
         poll.register(number, events)

@@ -173,6 +173,8 @@ class AbstractMesh(Grid):
 
 
 class _AbstractRanks:
+    """The ranks of an `AbstractMesh`: they have numbers and a device, and cannot communicate."""
+
     built_in = None
     whole = None
 

@@ -74,6 +74,8 @@ class _Exchange:
 
 
 class _HostRanks:
+    """The ranks along one axis, all on one host, as a `Ranks` (Note [Messages on one host])."""
+
     built_in = None
     whole = None
     device = torch.device("cpu")
@@ -93,10 +95,11 @@ class _HostRanks:
         return from_bytes(tensor_in(self._room(size), size, lent), like.dtype)
 
     def _room(self, size: int) -> Segment:
+        """Return a segment that is free, or a new one."""
         segment = self._memory.free(size)
         if segment is None:
             for link in self.links.values():
-                link.drain()
+                link.drain()  # acknowledgements that have arrived may free one
             segment = self._memory.free(size) or self._memory.new(size)
         return segment
 
@@ -186,6 +189,7 @@ def connect(mesh: AnyMesh) -> Any:  # a Mesh; None for None alone
 
 
 def _connected(ranks: Ranks) -> Ranks:
+    """Return ranks that share memory; `ranks` itself if they are on several hosts, or any of them lacks such memory."""
     refusals = [row.decode() for row in rows_of_bytes(refusal().encode(), ranks)]
     if told := [f"rank {p} of axis {ranks.axis!r}: {text}" for p, text in enumerate(refusals) if text]:
         if ranks.rank == 0:

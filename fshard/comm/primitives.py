@@ -56,6 +56,7 @@ def _called(kind: str, x: Tensor, ranks: Ranks, label: str, nbytes: int, **more:
 
 
 def _built_in(collective: Callable[..., dist.Work], ranks: Ranks, call: Call, *args: Tensor) -> Works:
+    """Start a collective of the backend."""
     if isinstance(ranks, Announced):
         ranks.announce(str(call))
     return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call.kind)
@@ -98,6 +99,7 @@ def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = No
 
 
 def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent: bool = False) -> Pending:
+    """All-gather (n, ...) on each rank -> (W n, ...), by the backend if it has a fast one, else by messages."""
     if out is None:
         out = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])
     full = out
@@ -127,6 +129,7 @@ def reduce_scatter(
 
 
 def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, fast: bool) -> Pending:
+    """Reduce-scatter (W n, ...) on each rank -> (n, ...), by the backend if `fast`, else by messages."""
     parts = _parts(x, ranks)  # W of (n, ...)
     result = torch.empty_like(parts[0]) if out is None else out
     if fast and ranks.built_in is not None:
@@ -160,6 +163,7 @@ def check_divides(shape: Sequence[int], ranks: Ranks) -> None:
 
 
 def _parts(x: Tensor, ranks: Ranks) -> Sequence[Tensor]:
+    """Return views of a tensor's parts for each rank: (W n, ...) -> W of (n, ...)."""
     check_divides(x.shape, ranks)
     # torch's chunk gives one part of an empty tensor, not W
     return x.chunk(ranks.size) if x.numel() else [x[: x.shape[0] // ranks.size]] * ranks.size
@@ -195,6 +199,7 @@ def all_reduce(
 
 
 def _summed_by_backend(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
+    """Sum in the order that the backend chooses, in the dtype of `result`."""
     return Pending(_built_in(dist.all_reduce, ranks, call, result.copy_(x)), lambda _: result)
 
 

@@ -79,6 +79,7 @@ class Works:
 
 @contextmanager
 def _answering(call: Call | str) -> Iterator[None]:
+    """Raise a MismatchError that names the collective where torch raises a RuntimeError."""
     try:
         yield
     except RuntimeError as failure:
@@ -143,6 +144,7 @@ class GroupRanks:
         return Works(works, parts, call, self.timeout if self.built_in is None else None)
 
     def _start(self, sends: Sequence[Tensor], parts: Sequence[Tensor]) -> list[dist.Work]:
+        """Start sending `sends[p]` to rank p, and receiving into `parts[p]` from it."""
         sends, parts = [as_sent(x) for x in sends], [as_sent(x) for x in parts]
         if self.built_in is not None:
             nothing = sends[self.rank].new_empty(0)  # for this rank itself

@@ -265,6 +265,7 @@ class _Meeting:
         return {p: _quick(call.socket) for p, call in calls.items()}
 
     def _serve(self, call: _Call | None, events: int) -> None:
+        """Act on a connection on which something happened; None stands for the listener."""
         if call is None:
             self._accept()
         elif call not in self._calls:
@@ -277,6 +278,7 @@ class _Meeting:
             self._heard(call, call.peer)
 
     def _dial(self, peer: int) -> None:
+        """Start connecting to a peer, without waiting; `hold` dials again if the peer's queue is full."""
         connection = socket.socket(self._listener.family)
         try:
             connection.setblocking(False)
@@ -302,6 +304,7 @@ class _Meeting:
         return self._listener.family == socket.AF_UNIX
 
     def _greet(self, call: _Call, peer: int) -> None:
+        """Send this rank's greeting on a connection that is established, and watch it for the answer."""
         if code := call.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise self._unreachable(peer, OSError(code, os.strerror(code)))
         if self._near and not _is_same_user(call.socket):
@@ -329,6 +332,7 @@ class _Meeting:
             self._let_go(self._dialled[peer])
 
     def _accept(self) -> None:
+        """Accept one connection; past the limit, close the oldest one that has sent no greeting."""
         with suppress(BlockingIOError, ConnectionAbortedError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)

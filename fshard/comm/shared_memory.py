@@ -75,6 +75,7 @@ def tensor_in(segment: Segment, size: int, lent: bool) -> Tensor:
 
 
 def _made(size: int, number: int) -> Segment:
+    """Allocate a segment, whose file descriptor is closed when the segment is freed."""
     fd = _sealed(size)
     try:
         segment = Segment(fd, number)
@@ -86,6 +87,7 @@ def _made(size: int, number: int) -> Segment:
 
 
 def _sealed(size: int) -> int:
+    """Return the file descriptor of new memory whose size cannot change."""
     fd = os.memfd_create("fshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)

@@ -25,6 +25,7 @@ class Branch:
         """Return the plain tree that this container represents, with all children created."""
 
     def _pick(self, index: int) -> Tree:
+        """Create the child at a position."""
         if "_children" not in vars(self):  # stored, so that iteration does not list all children for each child
             vars(self)["_children"] = list(children(self._node()))
         return self._child(*vars(self)["_children"][index])

@@ -65,6 +65,7 @@ def _power_sums(tensors: Sequence[Tensor], p: float, device: torch.device) -> Te
 
 
 def _norm(x: Tensor, p: float, most: int = MOST) -> Tensor:
+    """The p-norm of a flat tensor, (n,) -> (), accurate for any number of elements."""
     if x.numel() > most:
         return _norm(torch.stack([_norm(part, p, most) for part in x.split(most)]), p, most)
     if p == math.inf and not x.is_complex():  # on CPUs vector_norm is ten times slower for inf

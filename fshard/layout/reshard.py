@@ -106,6 +106,7 @@ def _way(old: Layout, new: Layout) -> tuple[AnyMesh, Axes]:
 
 
 def _make_route(old: Layout, new: Layout) -> Route:
+    """Find what moves between each two ranks, and split it into one stage for each axis."""
     mesh, axes = _way(old, new)
     all_sizes, rank = axis_sizes(mesh), coordinate(mesh, axes)
     sizes = [all_sizes[axis] for axis in axes]
@@ -159,6 +160,7 @@ def _moved(x: Tree, new: Layout, label: str) -> dict[Span, list[tuple[int, Tenso
 
 
 def _elements(row: Tensor, item: Item) -> Tensor:
+    """Return the view of an item's elements in a row: (numel,)."""
     start = item.take.start + item.begin - item.take.begin
     return row.reshape(-1)[start : start + item.numel]
 
