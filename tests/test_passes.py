@@ -432,6 +432,27 @@ def test_a_policy_says_what_is_made_again():
     simulated(law)
 
 
+def student_and_teacher(p: Sharded, q: Sharded, x: Tensor) -> Tensor:
+    """Layers of two trees with units of the same names, so that backward gathers both trees' units by turns."""
+    for own, other in zip(p["blocks"], q["blocks"], strict=True):
+        beside = x * other["ln"]  # first, so that backward reads it last: the teacher's buffer is there all the while
+        x = ((x * own["ln"]) @ own["w"]) * other["ln"] + beside
+    return x.square().mean()
+
+
+def test_a_value_is_made_again_of_its_own_parameters():
+    """Gradients of a student would be those for its teacher's weights, whose units have the same names."""
+
+    def law(mesh: Any) -> None:
+        fn = fshard.value_and_grad(student_and_teacher)
+        p, q = (sharded(mesh, seed, widths=(4, 4, 4)) for seed in (0, 5))
+        args = p, q, rand(512, 4, seed=1)
+        lowered = fshard.jit(fn, backend="eager", budget=0).lower(*args)
+        is_right(lowered, fn, *args)
+
+    simulated(law)
+
+
 def test_what_is_cheap():
     """Products and collectives would be run twice to save memory."""
     cheap = {"gelu", "add", "native_layer_norm", "index", "mm", "view", "fshard.all_gather", "mean", "t"}

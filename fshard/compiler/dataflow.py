@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from .inspect import arguments, operator, values
 from .memory import storages_of
@@ -51,68 +51,97 @@ def writes(node: fx.Node) -> bool:
 
 
 def written_inputs(graph: fx.Graph) -> list[int]:
-    """The numbers of a graph's inputs whose memory a node writes to."""
+    """Return the numbers of a graph's inputs whose memory a node writes to."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    places = {place for node in graph.nodes if writes(node) for x in _written_by(node) for place in storages_of(x)}
-    return [number for number, node in enumerate(inputs) if places & set(storages_of(node))]
+    written = {key for node in graph.nodes if writes(node) for x in _written_by(node) for key in storages_of(x)}
+    return [number for number, node in enumerate(inputs) if written & set(storages_of(node))]
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a node writes to, also inside of lists."""
+    """Return the arguments that a node writes to, also those inside of lists."""
     marked = [a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]  # type: ignore[union-attr]
-    known = arguments(node)
-    found: list[fx.Node] = []
-    fx.node.map_arg([known[name] for name in marked if name in known], found.append)
-    return found
+    by_name = arguments(node)
+    written: list[fx.Node] = []
+    fx.node.map_arg([by_name[name] for name in marked if name in by_name], written.append)
+    return written
 
 
 def _by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
-    found: dict[int, list[fx.Node]] = {}
+    by_storage: dict[int, list[fx.Node]] = {}
     for node in nodes:
-        for place in dict.fromkeys(storages_of(node)):
-            found.setdefault(place, []).append(node)
-    return found
+        for storage in dict.fromkeys(storages_of(node)):
+            by_storage.setdefault(storage, []).append(node)
+    return by_storage
 
 
 def gathers(graph: fx.Graph) -> list[Gather]:
-    """The all-gathers of a graph, in the order of their first readers; those without readers come first."""
-    order, found = {node: i for i, node in enumerate(graph.nodes)}, []
-    inside = _by_storage(order)
+    """Return the all-gathers of a graph, in the order of their first readers; those without readers come first."""
+    order, result = {node: i for i, node in enumerate(graph.nodes)}, []
+    by_storage = _by_storage(order)
     for start in (node for node in order if is_call(node, "fshard.all_gather")):
-        same = [node for node in inside[next(storages_of(start))] if node is not start]
+        same = [node for node in by_storage[next(storages_of(start))] if node is not start]
         first = min((order[node] for node in same if writes(node)), default=len(order))
         views = [node for node in same if order[node] < first]  # from the first write on, nodes count as readers
         users = {user for node in [start, *views] for user in node.users}
-        waits = {
-            user for user in users if is_call(user, "fshard.wait")
-        }  # waits of other collectives have it among what they sent
+        # not only the wait of this gather: the wait of a collective that sends this buffer takes the buffer, too
+        waits = {user for user in users if is_call(user, "fshard.wait")}
         (ticket,) = (user for user in start.users if is_call(user, "getitem") and user.args[1] == 1)
         (wait,) = (user for user in waits if arguments(user)["ticket"] is ticket)
         readers = users - {start, ticket, *waits, *views}
-        found.append(Gather(start, ticket, wait, views, sorted(readers, key=order.__getitem__)))
-    return sorted(found, key=lambda gather: order[gather.readers[0]] if gather.readers else -1)
+        result.append(Gather(start, ticket, wait, views, sorted(readers, key=order.__getitem__)))
+    return sorted(result, key=lambda gather: order[gather.readers[0]] if gather.readers else -1)
+
+
+def is_same_value(a: fx.Node, b: fx.Node, order: Mapping[fx.Node, int]) -> bool:
+    """Whether two nodes surely have the same value: equal operators of the same nodes, which nothing writes between."""
+    shared: list[fx.Node] = []
+    if not _is_alike(a, b, shared):
+        return False
+    first, last = sorted((order[a], order[b]))
+    return first_write(shared, first, order) > last
+
+
+def _is_alike(a: fx.Node, b: fx.Node, shared: list[fx.Node]) -> bool:
+    """Whether two nodes call equal operators on equal arguments. Adds the nodes that both read to `shared`."""
+    if a is b:
+        shared.append(a)
+        return True
+    if a.op != "call_function" or a.target is not b.target:
+        return False
+    if is_call(a, "copy_"):  # its value is that of its source in the dtype of the buffer, whichever buffer that is
+        same_dtype = values(a)[0].dtype == values(b)[0].dtype
+        return same_dtype and _is_alike(a.args[1], b.args[1], shared)  # type: ignore[arg-type]
+    # the tag of operators that draw random numbers; those of fshard have it for other reasons (`core.tracing.define`)
+    is_random = torch.Tag.nondeterministic_seeded in getattr(a.target, "tags", ())
+    if writes(a) or (is_random and not is_call(a, "fshard.all_gather")):
+        return False
+    # Arguments that are not nodes are compared with every node replaced by its number among the inputs.
+    numbers = [{x: i for i, x in enumerate(node.all_input_nodes)} for node in (a, b)]
+    constants = [fx.node.map_arg((node.args, node.kwargs), numbers[i].__getitem__) for i, node in enumerate((a, b))]
+    inputs = zip(a.all_input_nodes, b.all_input_nodes, strict=False)  # equal in number if the constants are equal
+    return constants[0] == constants[1] and all(_is_alike(x, y, shared) for x, y in inputs)
 
 
 def first_write(values: Iterable[fx.Node], after: int, order: Mapping[fx.Node, int]) -> int:
-    """The index of the first node after index `after` that writes to the memory of these values; else one past all."""
+    """Return the index of the first node after `after` that writes to the memory of these values; else one past all."""
     return min((at for at in _written(values, order) if at > after), default=len(order))
 
 
 def last_write(values: Iterable[fx.Node], before: int, order: Mapping[fx.Node, int]) -> int:
-    """The index of the last node before index `before` that writes to the memory of these values; else -1."""
+    """Return the index of the last node before `before` that writes to the memory of these values; else -1."""
     return max((at for at in _written(values, order) if at < before), default=-1)
 
 
 def _written(values: Iterable[fx.Node], order: Mapping[fx.Node, int]) -> Iterator[int]:
-    """The indices of all nodes that write to the memory of these values; a wait writes what was received."""
-    places = {place for value in values for place in storages_of(value)}
+    """Yield the indices of all nodes that write to the memory of these values; a wait writes what was received."""
+    storages = {storage for value in values for storage in storages_of(value)}
     for node in filter(writes, order):
-        if any(places & set(storages_of(x)) for x in _written_by(node)):
+        if any(storages & set(storages_of(x)) for x in _written_by(node)):
             yield order[node]
 
 
 def first_reader(wait: fx.Node, order: Mapping[fx.Node, int]) -> int:
-    """The index of the first node after a reduction's wait that reads what the reduction wrote; else one past all."""
+    """Return the index of the first node after a reduction's wait that reads the result; else one past all."""
     result = set(storages_of(wait.args[0]))  # type: ignore[arg-type]
     views = [node for node in order if result & set(storages_of(node))]
     users = {user for node in views for user in node.users if user not in views or writes(user)}
@@ -121,26 +150,28 @@ def first_reader(wait: fx.Node, order: Mapping[fx.Node, int]) -> int:
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a node reads: of a reduction not its output buffer, of a wait none."""
+    """Return the arguments that a node reads: of a reduction not its output buffer, of a wait none."""
     if is_call(node, "fshard.wait"):
         return []
     return [arguments(node)["x"]] if is_call(node, *REDUCTIONS) else node.all_input_nodes
 
 
 def copy(graph: fx.Graph, node: fx.Node, other: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """A copy of a node; `other` maps arguments to those of the copy."""
+    """Insert a copy of a node, with the arguments replaced by those that `other` maps them to."""
     new = graph.node_copy(node, lambda x: other.get(x, x))
-    if found := values(node):  # memory of its own, or a view of another
+    if tensors := values(node):
+        # The operator runs again on fake tensors, because `meta` of the original has the storage of the original: the
+        # copy has a storage of its own, or of its new argument if it is a view.
         args, kwargs = fx.node.map_arg((new.args, new.kwargs), lambda x: x.meta["val"])
-        with found[0].fake_mode:  # type: ignore[attr-defined]
+        with tensors[0].fake_mode:  # type: ignore[attr-defined]
             new.meta["val"] = new.target(*args, **kwargs)  # type: ignore[operator]
     return new
 
 
-def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-    """A new node that calls `target`, with its value on fake tensors; tensors must be among `args`, not `kwargs`."""
+def call(graph: fx.Graph, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node:
+    """Insert a node that calls `target`, with its value on fake tensors. Tensors must be among `args`, not `kwargs`."""
     node = graph.call_function(target, args, kwargs)
-    given = fx.node.map_arg(args, lambda x: x.meta["val"])
+    fakes = fx.node.map_arg(args, lambda x: x.meta["val"])
     with next(x for n in node.all_input_nodes for x in values(n)).fake_mode:  # type: ignore[attr-defined]
-        node.meta["val"] = target(*given, **kwargs)
+        node.meta["val"] = target(*fakes, **kwargs)
     return node

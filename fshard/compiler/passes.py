@@ -37,6 +37,7 @@ from .dataflow import (
     first_write,
     gathers,
     is_call,
+    is_same_value,
     last_write,
     writes,
 )
@@ -52,42 +53,46 @@ _CHEAP = ("native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "c
 def drop_dead(graph: fx.Graph) -> None:
     """Erase nodes that nothing reads, and gathers of leaves that are not used."""
     _drop_unread(graph)
+    # in a loop, because what a dropped gather sent may have been the last reader of another gather
     while dead := [gather for gather in gathers(graph) if not gather.readers]:
         for gather in dead:
-            for node in (gather.wait, *reversed(gather.views), gather.ticket, gather.start):
+            for node in (gather.wait, *reversed(gather.views), gather.ticket, gather.start):  # readers before values
                 graph.erase_node(node)
         _drop_unread(graph)
 
 
 def _drop_unread(graph: fx.Graph) -> None:
-    for node in reversed(graph.nodes):
+    for node in reversed(graph.nodes):  # backwards, so that what only an erased node read is erased, too
         unread = node.op in ("call_function", "get_attr") and not node.users and not writes(node)
-        if unread and not is_call(node, "fshard.exchange"):  # peers wait for what is sent
+        if unread and not is_call(node, "fshard.exchange"):  # peers wait for what this rank sends
             graph.erase_node(node)
 
 
 def wait_for_unread(graph: fx.Graph) -> None:
-    """Let exchanges whose results nothing reads wait where they start: a compiler would drop only their wait."""
+    """Make exchanges whose results nothing reads wait where they start: a compiler would drop only their wait."""
     for start in [node for node in graph.nodes if is_call(node, "fshard.exchange")]:
         if not _is_read(graph, next(storages_of(start))):
             start.update_kwarg("now", True)
 
 
-def _is_read(graph: fx.Graph, place: int) -> bool:
+def _is_read(graph: fx.Graph, storage: int) -> bool:
     """Whether anything but a wait reads a storage, or a storage that it is copied to."""
-    places, size = {place}, 0
-    while size < len(places):
-        size = len(places)
-        views = [node for node in graph.nodes if places & set(storages_of(node))]
+    storages, size = {storage}, 0
+    while size < len(storages):  # until no copy leads to a storage that is not among them
+        size = len(storages)
+        views = [node for node in graph.nodes if storages & set(storages_of(node))]
         users = [user for node in views for user in node.users if not is_call(user, "fshard.wait", *VIEWS)]
         if any(not is_call(user, "copy_") for user in users):
             return True
-        places |= {place for user in users for place in storages_of(user)}
+        storages |= {storage for user in users for storage in storages_of(user)}
     return False
 
 
 def materialize(graph: fx.Graph) -> None:
-    """Compute 0-d values before the pointwise operators that read them: fused, they would be computed per element."""
+    """Compute 0-d values before the pointwise operators that read them: fused, they would be computed per element.
+
+    The operator `fshard.materialize`, which a compiler cannot look into, keeps such a value from being fused.
+    """
     for node in [n for n in graph.nodes if _is_number(n) and torch.Tag.pointwise in getattr(n.target, "tags", ())]:
         readers = [user for user in node.users if values(user) and not _is_number(user)]
         if readers:
@@ -98,8 +103,8 @@ def materialize(graph: fx.Graph) -> None:
 
 
 def _is_number(node: fx.Node) -> bool:
-    found = values(node)
-    return node.op == "call_function" and bool(found) and all(x.dim() == 0 for x in found)
+    tensors = values(node)
+    return node.op == "call_function" and bool(tensors) and all(x.dim() == 0 for x in tensors)
 
 
 # Where a node is moved to: the index of another node, and where beside that.
@@ -110,10 +115,10 @@ _FIRST_START, _WAIT, _START, _ITSELF, _AFTER = range(-3, 2)
 
 
 def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
-    """Move nodes to their places; those without one stay, and those of one place keep their order."""
-    order = {node: (*places.get(node, (i, _ITSELF)), i) for i, node in enumerate(graph.nodes)}
+    """Move nodes to their places. Nodes without a place stay, and nodes with equal places keep their order."""
+    keys = {node: (*places.get(node, (i, _ITSELF)), i) for i, node in enumerate(graph.nodes)}
     output = graph.output_node()
-    for node in sorted(order, key=order.__getitem__):
+    for node in sorted(keys, key=keys.__getitem__):
         if node.op not in ("placeholder", "output"):
             output.prepend(node)
 
@@ -121,17 +126,18 @@ def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
 def sink(graph: fx.Graph, in_flight: int = 0) -> None:
     """Move gathers: each starts one unit before its first reader, and its wait is right before that reader.
 
-    With `in_flight` it starts as many units before as have no more bytes together, and reductions are waited for as
-    late as those bytes allow.
+    With `in_flight` a gather starts several units ahead, as many as have at most `in_flight` bytes together, and
+    reductions are waited for as late as this number of bytes allows.
     """
     order, places = {node: i for i, node in enumerate(graph.nodes)}, dict[fx.Node, _Place]()
     all_gathers = gathers(graph)
     for i, gather in enumerate(all_gathers):
-        shard, began = arguments(gather.start)["x"], order[gather.start]
-        # what the gather sends is there, and has the value it had where the gather stood
-        made = max((last_write([shard], began, order), _AFTER), places.get(shard, (order[shard], _ITSELF)))
-        changed = (first_write([shard], began, order), _START)
-        start = max(min(_early(gather, all_gathers[:i], order, in_flight), changed), made)
+        shard, traced_at = arguments(gather.start)["x"], order[gather.start]  # shard: (n / W,)
+        # The shard must have the value that it has where the gather was traced: the gather starts after the last write
+        # to the shard before that point, and before the first write after it.
+        ready = max((last_write([shard], traced_at, order), _AFTER), places.get(shard, (order[shard], _ITSELF)))
+        changed = (first_write([shard], traced_at, order), _START)
+        start = max(min(_early(gather, all_gathers[:i], order, in_flight), changed), ready)
         places |= dict.fromkeys([gather.start, gather.ticket], start)
         places |= dict.fromkeys([gather.wait, *gather.views], (order[gather.readers[0]], _WAIT))
     _arrange(graph, places)
@@ -140,9 +146,10 @@ def sink(graph: fx.Graph, in_flight: int = 0) -> None:
 
 
 def _early(gather: Gather, before: Sequence[Gather], order: Mapping[fx.Node, int], in_flight: int) -> _Place:
-    """Where a gather starts: at the first reader of the unit before its own, or of one before that.
+    """Return the place where a gather starts: at the first reader of an earlier gather.
 
-    As many units before as have no more than `in_flight` bytes together with this one; the first unit at its reader.
+    That is the gather before, or with `in_flight` the earliest gather such that all gathers after it, up to this one,
+    have at most `in_flight` bytes together. The first gather of a graph starts at its own first reader.
     """
     at = order[gather.readers[0]]
     place, nbytes = (at, _FIRST_START), gather.nbytes
@@ -156,9 +163,9 @@ def _early(gather: Gather, before: Sequence[Gather], order: Mapping[fx.Node, int
 
 
 def _delay(graph: fx.Graph, in_flight: int) -> None:
-    """Wait for reductions later: when those under way have more than `in_flight` bytes, the oldest is waited for."""
+    """Move the waits of reductions: if those under way have more than `in_flight` bytes, the oldest is waited for."""
     order, places = {node: i for i, node in enumerate(graph.nodes)}, dict[fx.Node, _Place]()
-    under_way: list[tuple[fx.Node, int]] = []  # waits, and the bytes that are sent
+    under_way: list[tuple[fx.Node, int]] = []  # the wait of a reduction, and the bytes that this rank sends in it
     for start in (node for node in order if is_call(node, *REDUCTIONS)):
         (wait,) = (user for user in start.users if is_call(user, "fshard.wait"))
         under_way.append((wait, values(arguments(start)["x"])[0].nbytes))
@@ -166,6 +173,7 @@ def _delay(graph: fx.Graph, in_flight: int) -> None:
             places[under_way.pop(0)[0]] = (order[start], _WAIT)
     places |= {wait: (len(order), _WAIT) for wait, _ in under_way}
     for wait, latest in places.items():
+        # the wait must stay before the first node that reads the result, or that overwrites what is being sent
         sent: list[fx.Node] = arguments(wait)["sent"]
         needed = min(first_reader(wait, order), first_write(sent, order[wait], order))
         places[wait] = max((order[wait], _ITSELF), min(latest, (needed, _WAIT)))
@@ -174,10 +182,10 @@ def _delay(graph: fx.Graph, in_flight: int) -> None:
 
 def regather(graph: fx.Graph, units: Iterable[str]) -> None:
     """Gather a buffer of these units again where it is read after another unit was gathered, instead of keeping it."""
-    wanted, found = set(units), gathers(graph)
+    wanted, all_gathers = set(units), gathers(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
-    heads = sorted({order[gather.readers[0]] for gather in found})
-    for gather in (g for g in found if g.unit in wanted):
+    heads = sorted({order[gather.readers[0]] for gather in all_gathers})
+    for gather in (g for g in all_gathers if g.unit in wanted):
         chain = sorted([gather.start, gather.ticket, gather.wait, *gather.views], key=order.__getitem__)
         sent = [arguments(gather.start)["x"]]
         end = order[gather.readers[-1]] if gather.readers else 0
@@ -188,16 +196,19 @@ def regather(graph: fx.Graph, units: Iterable[str]) -> None:
             _put_copies(graph, chain, {}, gather.readers[first:last])
 
 
-def _apart(places: Sequence[int], heads: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges of `places` that no head separates: a head is where the first reader of another gather is."""
-    cuts = [i for i in range(1, len(places)) if bisect(heads, places[i - 1]) < bisect_left(heads, places[i])]
-    return list(pairwise([0, *cuts, len(places)]))
+def _apart(readers: Sequence[int], heads: Sequence[int]) -> list[tuple[int, int]]:
+    """Return ranges of `readers` that no head separates. All are indices of nodes in the graph, in ascending order.
+
+    A head is the first reader of some gather.
+    """
+    cuts = [i for i in range(1, len(readers)) if bisect(heads, readers[i - 1]) < bisect_left(heads, readers[i])]
+    return list(pairwise([0, *cuts, len(readers)]))
 
 
 def _put_copies(
     graph: fx.Graph, nodes: Iterable[fx.Node], other: dict[fx.Node, fx.Node], readers: list[fx.Node]
 ) -> None:
-    """Copy nodes to before the first of some readers, and let these read the copies; `other` maps old to new nodes."""
+    """Copy nodes to before the first of `readers`, which then read the copies; `other` maps old to new nodes."""
     with graph.inserting_before(readers[0]):
         for node in nodes:
             other[node] = copy(graph, node, other)
@@ -216,13 +227,14 @@ def is_cheap(node: fx.Node) -> bool:
 def recompute(graph: fx.Graph, inputs: list[str], budget: int, policy: Callable[[fx.Node], bool] = is_cheap) -> None:
     """Compute values again before late readers, largest first, until the peak is at most `budget` bytes.
 
-    Only values that `policy` allows, and whose inputs are in memory at that point anyhow.
+    Only values are computed again that `policy` allows, and whose inputs are in memory at that point anyway.
     """
-    tried = set[fx.Node]()
+    tried = set[fx.Node]()  # each node once: computing it again may not lower the peak
     while (now := footprint(graph, inputs)).peak > budget:
         nodes = list(graph.nodes)
         top = now.nodes.index(now.at)
-        late = {place for node in nodes[top + 1 :] for x in node.all_input_nodes for place in storages_of(x)}
+        # storages that are read after the peak, and so are in memory at the peak if they exist before
+        late = {storage for node in nodes[top + 1 :] for x in node.all_input_nodes for storage in storages_of(x)}
         candidates = [n for n in nodes[:top] if n not in tried and policy(n) and late & set(storages_of(n))]
         if not candidates:
             return
@@ -233,36 +245,44 @@ def recompute(graph: fx.Graph, inputs: list[str], budget: int, policy: Callable[
 
 
 def _make_again(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], top: int) -> None:
-    places = set(storages_of(node))
-    if places & {place for x in node.all_input_nodes for place in storages_of(x)}:
+    """Let readers after index `top` read a copy of `node`, if that is possible."""
+    storages = set(storages_of(node))
+    if storages & {storage for x in node.all_input_nodes for storage in storages_of(x)}:
         return  # a view, or written in place
-    views = [other for other in order if other is not node and places & set(storages_of(other))]
-    readers = sorted({user for one in [node, *views] for user in one.users} - set(views), key=order.__getitem__)
+    views = [other for other in order if other is not node and storages & set(storages_of(other))]
+    readers = sorted({user for value in [node, *views] for user in value.users} - set(views), key=order.__getitem__)
     late = [reader for reader in readers if order[reader] > top]
     if not late or late[-1].op == "output" or any(operator(v) not in VIEWS for v in views):
         return
-    found = {x: _at_hand(graph, x, late[0], order) for x in node.all_input_nodes}
-    if all(found.values()):
-        other = {x: new for x, new in found.items() if new is not None and new is not x}
+    sources = {x: _at_hand(graph, x, late[0], order) for x in node.all_input_nodes}
+    if all(sources.values()):
+        other = {x: new for x, new in sources.items() if new is not None and new is not x}
         _put_copies(graph, [node, *views], other, late)
 
 
 def _at_hand(graph: fx.Graph, x: fx.Node, reader: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
-    """`x` if it is in memory at `reader` anyhow; the same view of a later gather of its unit if that is; else None."""
-    places = set(storages_of(x))
-    users = {user for node in order if places & set(storages_of(node)) for user in node.users}
+    """Return a node with the value of `x` that is in memory at `reader` anyway, or None if there is none.
+
+    That is `x`, or the same view of a later gather of the unit.
+    """
+    storages = set(storages_of(x))
+    users = {user for node in order if storages & set(storages_of(node)) for user in node.users}
     if x.op == "placeholder" or any(order[user] >= order[reader] for user in users if user in order):
         return x
-    mine = [g for g in gathers(graph) if places & set(storages_of(g.start))]
-    again = [g for g in gathers(graph) if mine and g.unit == mine[0].unit and order.get(g.wait, 0) > order[x]]
+    sources = [g for g in gathers(graph) if storages & set(storages_of(g.start))]  # the gather `x` is a view of, if any
+    # Not by the name of the unit: a unit has several buffers if its leaves differ in dtype, and another `Sharded` among
+    # the arguments may have units of the same names.
+    again = [g for g in gathers(graph) if sources and order.get(g.wait, 0) > order[x]]
+    again = [g for g in again if is_same_value(sources[0].start, g.start, order)]
     fits = [g for g in again if order[g.wait] < order[reader] <= order[g.readers[-1]]]
     if not fits:
         return None
     (value,) = values(x)
     with graph.inserting_before(fits[0].wait.next):
-        place = call(graph, _get, fits[0].start, 0)
-        new = call(graph, _as_strided, place, list(value.shape), list(value.stride()), value.storage_offset())
-    order |= {place: order[fits[0].wait], new: order[fits[0].wait]}
+        # both buffers have the same values, so the shape, strides and offset of `x` select the same elements
+        buffer = call(graph, _get, fits[0].start, 0)  # (n,)
+        new = call(graph, _as_strided, buffer, list(value.shape), list(value.stride()), value.storage_offset())
+    order |= {buffer: order[fits[0].wait], new: order[fits[0].wait]}
     return new
 
 
