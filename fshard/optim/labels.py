@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,19 +14,19 @@ from ..core.arguments import wrong
 from ..core.tree import Tree
 from ..layout.layout import Layout, Leaf
 from ..layout.pieces import copied, layout_of, packed, pick, put, write
-from .base import FoundInf, Needs, Transform, as_transform, checked, choose, identity
+from .base import FoundInf, Label, Needs, Transform, TransformLike, as_transform, checked, choose, identity
 
 # A function of a leaf's path and of an empty tensor of its shape and dtype; or a tree of labels, for leaves or for
 # whole subtrees, whose keys may be patterns ("blocks.*.bias"): the first that fits a leaf is its label.
-Labels = Any
+Labels = Callable[[str, Tensor], Label] | Tree
 
 
 @dataclass(frozen=True)
 class LabelState(OnMesh):
     """The state of each label's transformation, and the layout of each label's leaves."""
 
-    inner: dict[Any, Any]
-    layouts: tuple[tuple[Any, Layout], ...]
+    inner: dict[Label, Tree]
+    layouts: tuple[tuple[Label, Layout], ...]
 
     @property
     def home(self) -> Layout | None:
@@ -38,7 +37,7 @@ class LabelState(OnMesh):
 tree.register_fields(LabelState, ("inner",), ("layouts",))
 
 
-def by_label(transforms: Mapping[Any, Any], labels: Labels) -> Transform:
+def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Transform:
     """Apply to every leaf the transformation of its label.
 
     `labels` is a function `(path, tensor) -> label` (the tensor is a meta tensor of the leaf's shape and dtype), or a
@@ -64,12 +63,12 @@ def by_label(transforms: Mapping[Any, Any], labels: Labels) -> Transform:
     ) -> tuple[Tree, LabelState]:
         updates, inner = tree.map(torch.zeros_like, grads), {}
         for label, part in _layouts(state, txs):
-            own = None if params is None else packed(pick(params, part))
-            new, after = txs[label].update(packed(pick(grads, part)), state.inner[label], own, **extra)
+            picked = None if params is None else packed(pick(params, part))
+            new, new_state = txs[label].update(packed(pick(grads, part)), state.inner[label], picked, **extra)
             skip = _of_label(found_inf, label)
-            # -0.0 is what changes no parameter when it is added, not even one of -0.0
+            # p + -0.0 has the bits of p even if p is -0.0, which p + 0.0 has not
             updates = put(updates, choose(skip, tree.map(lambda u: -torch.zeros_like(u), new), new), part)
-            inner[label] = choose(skip, state.inner[label], after)
+            inner[label] = choose(skip, state.inner[label], new_state)
         return updates, LabelState(inner, state.layouts)
 
     def fused(
@@ -78,16 +77,16 @@ def by_label(transforms: Mapping[Any, Any], labels: Labels) -> Transform:
         params, states = (params, state.inner) if donate else (copied(params), tree.map(torch.clone, state.inner))
         inner = {}
         for label, part in _layouts(state, txs):
-            own, skip = pick(params, part), _of_label(found_inf, label)
-            new, inner[label] = txs[label].step(pick(grads, part), states[label], own, skip, donate=True, **extra)
-            write(own, new)
+            picked, skip = pick(params, part), _of_label(found_inf, label)
+            new, inner[label] = txs[label].step(pick(grads, part), states[label], picked, skip, donate=True, **extra)
+            write(picked, new)  # into `params`; nothing to do if the step has written to `picked` itself
         return params, LabelState(inner, state.layouts)
 
     return checked(Transform(init, update, fused, labelled=True, views=True), Needs("by_label", LabelState))
 
 
-def masked(tx: Any, mask: Labels) -> Transform:
-    """`tx` for the leaves of which `mask` is true; the gradients of the others pass as they are.
+def masked(tx: TransformLike, mask: Labels) -> Transform:
+    """Apply `tx` to the leaves for which `mask` is true; the gradients of the others are returned unchanged.
 
     `mask` is a function or a tree as `by_label`'s labels are, of truth values.
 
@@ -110,10 +109,10 @@ def check_labelled(tx: Transform) -> None:
         )
 
 
-def _split(layout: Layout, transforms: Mapping[Any, Any], labels: Labels) -> dict[Any, Layout]:
+def _split(layout: Layout, transforms: Mapping[Label, TransformLike], labels: Labels) -> dict[Label, Layout]:
     """The layout of each label's leaves, for the labels that have any."""
     _check_patterns(layout, labels)
-    of_label: dict[Any, list[int]] = {}
+    of_label: dict[Label, list[int]] = {}
     for number in layout.numbers:
         leaf = layout.leaves[number]
         label = label_of(leaf, labels)
@@ -151,7 +150,7 @@ def check_labels(name: str, labels: Labels) -> None:
         raise TypeError(wrong(name, labels, expected))
 
 
-def label_of(leaf: Leaf, labels: Labels) -> Any:
+def label_of(leaf: Leaf, labels: Labels) -> Label:
     """Return the label of a leaf; ValueError if it has none."""
     if callable(labels):
         return labels(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
@@ -166,7 +165,8 @@ def label_of(leaf: Leaf, labels: Labels) -> Any:
     )
 
 
-def _of_label(found_inf: FoundInf | None, label: Any) -> Tensor | None:
+def _of_label(found_inf: FoundInf | None, label: Label) -> Tensor | None:
+    """Whether to skip the update of one label (0-d, 1 or 0); None if no update is skipped."""
     if not isinstance(found_inf, Mapping):
         return found_inf
     if label not in found_inf:
@@ -174,7 +174,7 @@ def _of_label(found_inf: FoundInf | None, label: Any) -> Tensor | None:
     return found_inf[label]
 
 
-def _layouts(state: LabelState, transforms: Mapping[Any, Any]) -> tuple[tuple[Any, Layout], ...]:
+def _layouts(state: LabelState, transforms: Mapping[Label, TransformLike]) -> tuple[tuple[Label, Layout], ...]:
     if strange := [label for label, _ in state.layouts if label not in transforms]:
         raise ValueError(f"optim.by_label: the state was made by another one: it has the label {strange[0]!r}")
     return state.layouts

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.layout import EVERYONE, Layout, Leaf, Span
 from ..layout.norms import leaf_norms, scale_leaves_
-from ..layout.pieces import device_of, layout_of, packed, pick, pieces, put
+from ..layout.pieces import Pieces, device_of, layout_of, packed, pick, pieces, put
 from ..layout.reshard import collect, owned, spread
-from .base import Needs, Transform, as_transform, at, checked, start_count
+from .base import Needs, Transform, TransformLike, as_transform, at, checked, start_count
 from .elementwise import AdamState, Rate, adam_rule
 from .labels import by_label
 
@@ -48,6 +48,7 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
         rate = at(lr, state.count)
         steps, state = inner.update(grads, state, params)
         layout = layout_of(steps)
+        # (leaves,) float64 each
         param_norms, step_norms = (leaf_norms(x, layout=layout, exact=exact_norms) for x in (params, steps))
         ratios = torch.where((param_norms > 0) & (step_norms > 0), param_norms / step_norms, 1.0)
         return scale_leaves_(steps, -rate * ratios, layout), state
@@ -148,7 +149,7 @@ def adafactor(
         state = _averaged(state, grads, layout, t**beta2_decay)
         steps = _divided(grads, state, layout, eps[0])
         sizes = _root_sizes([leaf.numel for leaf in layout.leaves], t.device)
-        # root mean squares, (leaves,)
+        # root mean squares, (leaves,) float64
         rms_of_step, rms_of_params = (leaf_norms(x, layout=layout, exact=exact_norms) / sizes for x in (steps, params))
         alpha = rms_of_params.clamp(min=eps[1]) * torch.minimum(rate, t.rsqrt())
         steps = scale_leaves_(steps, -alpha / (rms_of_step / d).clamp(min=1.0), layout)
@@ -174,7 +175,7 @@ def _averaged(state: AdafactorState, grads: Tree, layout: Layout, weight: Tensor
     return AdafactorState(state.count + 1, row, col, variance, state.vectors)
 
 
-def _divided(grads: Tree, state: AdafactorState, layout: Layout, eps: float | None) -> Any:
+def _divided(grads: Tree, state: AdafactorState, layout: Layout, eps: float | None) -> Tree:
     """Gradients over the roots of their second moments, in new rows."""
     steps = tree.map(torch.zeros_like, grads)
     for span, (number, g), (_, out) in zip(layout.mine, pieces(grads, layout), pieces(steps, layout), strict=True):
@@ -215,10 +216,12 @@ def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor
     factored = {n: shape for n, shape in shapes.items() if shape}
     if not factored:
         return {}, {}
+    # one tensor holds the sums of all rows and of all columns of every leaf, so that one collective sums them
     sizes = [size for f in factored.values() for size in (f.leaf.numel // f.m, f.leaf.numel // f.n)]
     sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device_of(grads))
     views = dict(zip(((n, k) for n in factored for k in (0, 1)), sums.split(sizes), strict=True))
     for span, (number, g) in zip(layout.mine, pieces(grads, layout), strict=True):
+        # a leaf that every rank holds must count once
         if number in factored and (span.rank != EVERYONE or layout.rank == 0):
             factors = factored[number]
             squares, first, _ = factors.fold(g.reshape(-1).square().to(sums.device), span.begin)
@@ -235,15 +238,15 @@ def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor
 
 def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, eps: float) -> Tensor:
     """A piece of g divided by the root of its second moment."""
-    rows, first, matrix = factors.fold(g.reshape(-1), span.begin)
+    rows, first, matrix = factors.fold(g.reshape(-1), span.begin)  # (rows, m), matrix: (rows,)
     row, col = row.to(g.device), col.to(g.device)
-    mean = row.mean(-2).clamp(min=eps).view(-1, 1)[matrix]
-    nu = row.view(-1, 1)[first : first + len(rows)] * col.view(-1, factors.m)[matrix] / mean
-    start = span.begin - first * factors.m
+    mean = row.mean(-2).clamp(min=eps).view(-1, 1)[matrix]  # (rows, 1)
+    nu = row.view(-1, 1)[first : first + len(rows)] * col.view(-1, factors.m)[matrix] / mean  # (rows, m)
+    start = span.begin - first * factors.m  # `fold` padded the first row in front
     return (rows * nu.clamp(min=eps * eps).rsqrt()).view(-1)[start : start + span.numel].view(g.shape)
 
 
-def whole_leaves(tx: Any) -> Transform:
+def whole_leaves(tx: TransformLike) -> Transform:
     """Run `tx` on whole leaves: each sharded leaf is sent to one rank, balanced by size, and its update is sent back.
 
     For optimizers that look at matrices (Shampoo, or a torch.optim class): their state lies where the leaves are.
@@ -254,7 +257,8 @@ def whole_leaves(tx: Any) -> Transform:
     """
     inner = as_transform(tx)
 
-    def bring(x: Any) -> Any:
+    def bring(x: Tree) -> Tree:
+        """The tree with every leaf whole on one rank; unchanged if its leaves are whole already."""
         layout = layout_of(x)
         return collect(x, owned(layout, layout.mesh, layout.axes), "whole leaves") if layout.flat else x
 
@@ -269,8 +273,8 @@ def whole_leaves(tx: Any) -> Transform:
             return inner.step(grads, state, params, found_inf, donate, **extra)
         state = state if donate else tree.map(torch.clone, state)
         # `bring` does not copy a leaf that lies whole on its owner already
-        own = bring(params) if donate else tree.map(torch.clone, bring(params))
-        new, state = inner.step(bring(grads), state, own, found_inf, True, **extra)
+        whole_params = bring(params) if donate else tree.map(torch.clone, bring(params))
+        new, state = inner.step(bring(grads), state, whole_params, found_inf, True, **extra)
         return spread(new, params, "whole leaves"), state
 
     return checked(Transform(lambda params: inner.init(bring(params)), update, fused), Needs("whole_leaves"))
@@ -293,7 +297,7 @@ def muon(
     steps: int = 5,
     adjust_lr: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    rest: Any = None,
+    rest: TransformLike | None = None,
 ) -> Transform:
     """Momentum, made orthogonal: p <- p - lr weight_decay p - lr a O, O near U Vᵀ of m = U S Vᵀ; a as `adjust_lr` says.
 
@@ -323,31 +327,32 @@ def muon(
         return MuonState(start_count(params), tree.map(torch.zeros_like, params))
 
     def update(grads: Tree, state: MuonState, params: Tree = None, **extra: object) -> tuple[Tree, MuonState]:
-        moved = tree.map(lambda m, g: (momentum * m + (1 - momentum) * g).to(m.dtype), state.momentum, grads)
-        ahead = (
-            tree.map(lambda m, g: (momentum * m + (1 - momentum) * g).to(m.dtype), moved, grads) if nesterov else moved
-        )
-        layout = layout_of(ahead)
+        new_momentum = tree.map(lambda m, g: (momentum * m + (1 - momentum) * g).to(m.dtype), state.momentum, grads)
+        directions = new_momentum
+        if nesterov:
+            directions = tree.map(lambda m, g: (momentum * m + (1 - momentum) * g).to(m.dtype), new_momentum, grads)
         rate = at(lr, state.count)
-        whole = _to_owners(ahead, layout)
-        turned = [
+        whole = _to_owners(directions, layout_of(directions))  # whole matrices (A, B), each on one rank
+        whole_steps = [
             orthogonal(x, coefficients, eps, steps, dtype).to(x.dtype) * -_shape_factor(x, adjust_lr)
             for x in whole.tensors
         ]
-        out = spread(tree.unflatten(tree.flatten(whole)[1], turned), ahead, "muon")
-        out = tree.map(lambda u: (beside(rate, u) * u).to(u.dtype), out)
+        updates = spread(tree.unflatten(tree.flatten(whole)[1], whole_steps), directions, "muon")
+        updates = tree.map(lambda u: (beside(rate, u) * u).to(u.dtype), updates)
         if not is_zero(weight_decay):
             decay = rate * weight_decay
-            out = tree.map(lambda u, p: (u - beside(decay, p) * p).to(u.dtype), out, params)
-        return out, MuonState(state.count + 1, moved)
+            updates = tree.map(lambda u, p: (u - beside(decay, p) * p).to(u.dtype), updates, params)
+        return updates, MuonState(state.count + 1, new_momentum)
 
     fallback = adam_rule("adamw", lr, 0.9, 0.999, 1e-8, 0.01, decoupled=True) if rest is None else rest
     needs = Needs("muon", MuonState, params=not is_zero(weight_decay), real=True)
-    both = {"matrix": checked(Transform(init, update), needs), "rest": fallback}
-    return by_label(both, lambda path, leaf: "matrix" if leaf.ndim == 2 else "rest")
+    by_kind: dict[str, TransformLike] = {"matrix": checked(Transform(init, update), needs), "rest": fallback}
+    return by_label(by_kind, lambda path, leaf: "matrix" if leaf.ndim == 2 else "rest")
 
 
-def _to_owners(x: Any, layout: Layout) -> Any:
+def _to_owners(x: Tree, layout: Layout) -> Pieces:
+    """Send every matrix whole to one rank, so that all ranks have about as much to compute."""
+
     def cost(leaf: Leaf) -> float:  # of one product with the small side's Gram matrix
         return leaf.numel * min(leaf.shape)
 
@@ -368,7 +373,7 @@ def orthogonal(
     a, b, c = coefficients
     wide = x.to(dtype)
     tall = x.shape[0] > x.shape[1]
-    wide = wide.T if tall else wide
+    wide = wide.T if tall else wide  # (small, large), so that the Gram matrix is (small, small)
     wide = wide / wide.norm().clamp(min=eps)
     for _ in range(steps):
         gram = wide @ wide.T

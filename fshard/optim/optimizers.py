@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -55,7 +53,7 @@ def sgd(lr: Rate, momentum: Number = 0, nesterov: bool = False, weight_decay: Nu
         constants = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         return {"lr": at(lr, state.count), **constants}, {}
 
-    bare = is_zero(momentum) and is_zero(weight_decay)
+    takes_sparse = is_zero(momentum) and is_zero(weight_decay)  # else every element changes
     return transform(
         Rule(
             "sgd",
@@ -65,7 +63,7 @@ def sgd(lr: Rate, momentum: Number = 0, nesterov: bool = False, weight_decay: Nu
             {} if is_zero(momentum) else {"momentum": 0.0},
             kernel=kernels.sgd_ if all_numbers(momentum, weight_decay) else None,
             reads_params=not is_zero(weight_decay),
-            takes_sparse=bare,
+            takes_sparse=takes_sparse,
         )
     )
 
@@ -190,9 +188,9 @@ def rmsprop(
         return {"lr": at(lr, state.count), "centered": centered, **numbers}, {}
 
     moments = ["square_avg", *["grad_avg"] * centered, *["momentum_buffer"] * (not is_zero(momentum))]
-    begun = dict.fromkeys(moments, 0.0)
+    first_values = dict.fromkeys(moments, 0.0)
     return transform(
-        Rule("rmsprop", RmspropState, kernels.rmsprop, prepare, begun, reads_params=not is_zero(weight_decay))
+        Rule("rmsprop", RmspropState, kernels.rmsprop, prepare, first_values, reads_params=not is_zero(weight_decay))
     )
 
 
@@ -218,9 +216,9 @@ def adagrad(
         rate = at(lr, state.count) / (1 + state.count.double() * lr_decay)
         return {"lr": rate, "eps": eps, "weight_decay": weight_decay}, {}
 
-    begun = {"sum": initial_accumulator_value}
+    first_values = {"sum": initial_accumulator_value}
     return transform(
-        Rule("adagrad", AdagradState, kernels.adagrad, prepare, begun, reads_params=not is_zero(weight_decay))
+        Rule("adagrad", AdagradState, kernels.adagrad, prepare, first_values, reads_params=not is_zero(weight_decay))
     )
 
 
@@ -321,7 +319,7 @@ def schedule_free_adamw(
     )
 
 
-def schedule_free_params(state: Tree, params: Tree, b1: Number = 0.9) -> Any:
+def schedule_free_params(state: Tree, params: Tree, b1: Number = 0.9) -> Tree:
     """Return the averaged parameters x = (y - (1 - b1) z) / b1 of `schedule_free_adamw`, for evaluation.
 
     `state` is the state of `schedule_free_adamw`, or of a transformation that contains it: `by_label`, `chain`, `zero`.
@@ -333,7 +331,7 @@ def schedule_free_params(state: Tree, params: Tree, b1: Number = 0.9) -> Any:
     >>> schedule_free_params(schedule_free_adamw(0.1).init(params), params)
     tensor(1.)
     """
-    points = [found.z for found in tree.nodes(state, ScheduleFreeState)]
+    points = [inner.z for inner in tree.nodes(state, ScheduleFreeState)]
     if not points:
         raise TypeError(
             f"schedule_free_params: expected the state of schedule_free_adamw, or one it is part of, got {shown(state)}"
@@ -348,14 +346,14 @@ def schedule_free_params(state: Tree, params: Tree, b1: Number = 0.9) -> Any:
         for z in points:
             params = tree.map(averaged, params, gathered(z) if isinstance(z, Parts) else z)
         return params
-    fine = copied(params.for_state)
+    fine = copied(params.for_state)  # (n / W_state,) for each kind, partitioned as `z` is
     for z in points:
-        own = _picked_as(fine, z.layout)
-        write(own, tree.map(averaged, packed(own), z))
+        picked = _picked_as(fine, z.layout)
+        write(picked, tree.map(averaged, packed(picked), z))  # into `fine`, of which `picked` has views
     return params.with_trained(fine)
 
 
-def _picked_as(x: Any, layout: Layout) -> Any:
+def _picked_as(x: Tree, layout: Layout) -> Tree:
     """Return the leaves of `x` that `layout` has.
 
     `layout` is the layout of `x`, or was made from it by one or more selections of leaves (`pick`).

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ class LbfgsState(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     params: Tree
     grads: Tree
-    s: tuple[Any, ...]  # the oldest first; zeros until there are so many
-    y: tuple[Any, ...]
+    s: tuple[Tree, ...]  # the oldest first; zeros until there are so many
+    y: tuple[Tree, ...]
 
 
 def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transform:
@@ -53,7 +53,7 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
     check_whole("optim.lbfgs: max_iter", max_iter, what="a number of iterations")
 
     def init(params: Tree) -> LbfgsState:
-        def zeros() -> Any:
+        def zeros() -> Tree:
             return tree.map(torch.zeros_like, params)
 
         s, y = (tuple(zeros() for _ in range(history_size)) for _ in range(2))
@@ -61,14 +61,15 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
 
     def iterate(grads: Tree, state: LbfgsState, params: Tree, exact_norms: bool) -> tuple[Tree, LbfgsState]:
         moved = state.count > 0
+        # with m = history_size: m + 1 differences each, of which either the oldest or the newest is dropped
         s = (*state.s, _difference(params, state.params, moved))
         y = (*state.y, _difference(grads, state.grads, moved))
-        products = gram([*s, *y, grads])
-        keeps = products[history_size, 2 * history_size + 1] > _LEAST_CURVATURE
+        products = gram([*s, *y, grads])  # (2 m + 3, 2 m + 3): dot products of s, y and g
+        keeps = products[history_size, 2 * history_size + 1] > _LEAST_CURVATURE  # sᵀy of the newest pair
         s, y = (tuple(tree.map(partial(where, keeps), x, old) for old, x in pairwise(xs)) for xs in (s, y))
         first = (1 / global_norm(grads, 1, exact_norms)).clamp(max=1.0)
         rate = at(lr, state.count) * torch.where(moved, 1.0, first)
-        weights = (_direction(_kept(products, keeps)) * rate).unbind()
+        weights = (_direction(_kept(products, keeps)) * rate).unbind()  # 2 m + 1 of them, 0-d
         updates = tree.map(lambda *xs: _combined(weights, xs), *s, *y, grads)
         here, slope = tree.map(torch.clone, (params, grads))  # the caller may write to these
         return updates, LbfgsState(state.count + 1, here, slope, s, y)
@@ -77,7 +78,7 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
         grads: Tree,
         state: LbfgsState,
         params: Tree = None,
-        grad_fn: Callable[[Any], Any] | None = None,
+        grad_fn: Callable[[Tree], Tree] | None = None,
         exact_norms: bool = False,
         **extra: object,
     ) -> tuple[Tree, LbfgsState]:
@@ -95,23 +96,24 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
     return checked(Transform(init, update), Needs("lbfgs", LbfgsState, params=True, real=True))
 
 
-def _difference(new: Tree, old: Tree, moved: Tensor) -> Any:
+def _difference(new: Tree, old: Tree, moved: Tensor) -> Tree:
+    """New - old, or zeros before the first iteration, when `old` is not of an earlier one."""
     return tree.map(lambda a, b: where(moved, a - b, torch.zeros_like(a)), new, old)
 
 
 def _kept(products: Tensor, keeps: Tensor) -> Tensor:
     """The dot products of the kept pairs and the gradient: without the oldest pair, or without the newest."""
     m = len(products) // 2
-    kept = torch.arange(m - 1, device=products.device) + keeps.long()
-    index = torch.cat([kept, kept + m, torch.full_like(kept[:1], 2 * m)])
-    return products[index][:, index]
+    pairs = torch.arange(m - 1, device=products.device) + keeps.long()  # (m - 1,): without the first, or the last
+    index = torch.cat([pairs, pairs + m, torch.full_like(pairs[:1], 2 * m)])
+    return products[index][:, index]  # (2 m - 1, 2 m - 1)
 
 
 def _direction(products: Tensor) -> Tensor:
     """-H g as weights of s, y and g (2 m + 1 of them), whose dot products these are: the two-loop recursion."""
     m = len(products) // 2
     curvature = products.diagonal(m)[:m]  # sᵀy
-    used = curvature > _LEAST_CURVATURE
+    used = curvature > _LEAST_CURVATURE  # False for pairs of zeros, too
     rho = torch.where(used, 1 / curvature, 0.0)
     weights, alphas, scale = torch.zeros_like(products[0]), torch.zeros_like(curvature), torch.ones_like(curvature[0])
     weights[-1].fill_(-1)  # no number set by its index: on a GPU that is a copy from the host

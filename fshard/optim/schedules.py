@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ from ..core.scalars import double
 Schedule = Callable[[Tensor], Tensor]
 
 
-def _check(name: str, steps: Any = 1, **numbers: Any) -> None:
+def _check(name: str, steps: object = 1, **numbers: object) -> None:
+    """Raise TypeError or ValueError unless `steps` is a number of steps and all others are finite numbers."""
     check_whole(f"schedule {name}: steps", steps, what="a number of steps")
     for argument, value in numbers.items():
         if not is_number(value) or not math.isfinite(value):
