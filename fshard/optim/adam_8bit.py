@@ -69,8 +69,9 @@ def encode(x: Tensor, book: Tensor) -> tuple[Tensor, Tensor]:
     (tensor([[  0, 255]], dtype=torch.uint8), tensor([4.]))
     """
     rising, order = book.to(x.device).sort()
-    scales = x.abs().amax(1)
-    shares = x / torch.where(scales > 0, scales, 1).unsqueeze(1)
+    scales = x.abs().amax(1)  # (n,)
+    shares = x / torch.where(scales > 0, scales, 1).unsqueeze(1)  # (n, block), in [-1, 1]
+    # the bucket between the midpoints of neighbouring values is the nearest value
     return order[torch.bucketize(shares, (rising[1:] + rising[:-1]) / 2)].to(torch.uint8), scales
 
 
@@ -111,11 +112,13 @@ def _check_blocks(layout: Layout, block: int) -> None:
 
 
 def _check_state(state: Adam8bitState, rows: Sequence[Tensor], block: int) -> None:
-    made, held = state.mu.scales.layout.source[1], zip(state.mu.codes.tensors, state.mu.scales.tensors, strict=True)
+    """Raise ValueError for a state of another block size or of other rows."""
+    old_block = state.mu.scales.layout.source[1]
+    moment = zip(state.mu.codes.tensors, state.mu.scales.tensors, strict=True)
     sizes = [(row.numel(), -(-row.numel() // block)) for row in rows]
-    if made != block or [(codes.numel(), scales.numel()) for codes, scales in held] != sizes:
+    if old_block != block or [(codes.numel(), scales.numel()) for codes, scales in moment] != sizes:
         raise ValueError(
-            f"optim.adamw_8bit: the state was made with blocks of {made} elements, here of {block}, or for other "
+            f"optim.adamw_8bit: the state was made with blocks of {old_block} elements, here of {block}, or for other "
             "parameters: make it with this optimizer's own init"
         )
 
@@ -162,10 +165,10 @@ def adamw_8bit(
         moments = [*state.mu, *state.nu]
         rows_of_grads = tree.leaves(without_padding(grads))  # a NaN would be its whole block's scale
         columns = zip(tree.leaves(params), rows_of_grads, *(m.tensors for m in moments), strict=True)
-        rows = [_update_row(constants, _books(numbers, p.device), block, p, *rest) for p, *rest in columns]
+        rows = [_update_row(constants, _books(numbers, p.device), block, p, *others) for p, *others in columns]
         updates = tree.unflatten(tree.flatten(grads)[1], [row[0] for row in rows])
-        kept = [Pieces(old.layout, [row[i + 1] for row in rows]) for i, old in enumerate(moments)]
-        return updates, Adam8bitState(state.count + 1, Quantised(*kept[:2]), Quantised(*kept[2:]))
+        new_moments = [Pieces(old.layout, [row[i + 1] for row in rows]) for i, old in enumerate(moments)]
+        return updates, Adam8bitState(state.count + 1, Quantised(*new_moments[:2]), Quantised(*new_moments[2:]))
 
     return checked(Transform(init, update), Needs("adamw_8bit", Adam8bitState, params=True, real=True))
 
@@ -185,6 +188,7 @@ def _books(numbers: Sequence[Sequence[float]], device: torch.device) -> Books:
 
 
 def _blocks(x: Tensor, block: int, chunk: int) -> tuple[Tensor, ...]:
+    """A row as blocks (at most `chunk`, block), the last one padded with zeros."""
     flat = x.reshape(-1)
     return F.pad(flat, (0, -flat.numel() % block)).view(-1, block).split(chunk)
 
@@ -196,8 +200,8 @@ def _update_row(
     chunk = max(1, block_size(p, _CHUNK) // block)  # blocks worked on at a time
     change: kernels.Reference = partial(kernels.adam, **kernels.constants_beside(constants, p))
     wide = [_blocks(x.float(), block, chunk) for x in (p, g)]
-    codes = [_blocks(x, block, chunk) for x in moments[::2]]
-    scales = [x.split(chunk) for x in moments[1::2]]
+    codes = [_blocks(x, block, chunk) for x in moments[::2]]  # padded with code 0, which is zero
+    scales = [x.split(chunk) for x in moments[1::2]]  # (at most `chunk`,) each
     results: list[list[Tensor]] = [[] for _ in range(5)]
     for p_part, g_part, mu, nu, mu_scale, nu_scale in zip(*wide, *codes, *scales, strict=True):
         old = decode(mu, mu_scale, books[0]), decode(nu, nu_scale, books[1])
@@ -210,4 +214,5 @@ def _update_row(
     shapes = [p.shape, *(m.shape for m in moments)]
     dtypes = [p.dtype, *(m.dtype for m in moments)]
     flat = [torch.cat(xs).reshape(-1) for xs in results]
+    # without the padding of the last block
     return [x[: s.numel()].view(s).to(d) for x, s, d in zip(flat, shapes, dtypes, strict=True)]

@@ -10,7 +10,7 @@ accelerator.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,13 +26,14 @@ Change = tuple[Tensor, Moments]  # of a parameter, and its new moments
 Reference = Callable[[Tensor, Tensor, Moments], Change]  # its constants given
 
 
-# The numbers of an update by the names of the reference's keyword arguments, worked out once for all rows.
-Constants = Mapping[str, Any]
+# The arguments of a reference by name, computed once for all rows. Each reference has types of its own (numbers, 0-d
+# tensors, flags), so there is no closer type.
+Constants: TypeAlias = Mapping[str, Any]
 
 _HALF_OR_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def constants_beside(constants: Constants, x: Tensor) -> dict[str, Any]:
+def constants_beside(constants: Constants, x: Tensor) -> Constants:
     """The constants of an update on the device where they can be multiplied with `x`."""
     return {name: beside(number, x) for name, number in constants.items()}
 
@@ -118,15 +119,15 @@ def rmsprop(
 ) -> Change:
     """nu <- alpha nu + (1 - alpha) g²; step = g / (sqrt(nu) + eps), of nu - mean² if centered; then momentum."""
     g = _decayed(p, g, weight_decay)
-    nu, *rest = moments
+    nu, *others = moments  # the mean of gradients if centered, the buffer if there is momentum
     nu = alpha * nu + (1 - alpha) * g * g
     new, variance = [nu], nu
     if centered:
-        mean = alpha * rest.pop(0) + (1 - alpha) * g
+        mean = alpha * others.pop(0) + (1 - alpha) * g
         new, variance = [nu, mean], nu - mean * mean
     step = g / (variance.sqrt() + eps)
-    if rest:
-        step = momentum * rest[0] + step
+    if others:
+        step = momentum * others[0] + step
         new.append(step)
     return -lr * step, tuple(new)
 
@@ -217,8 +218,8 @@ def can_fuse(kernel: Callable[..., None], tensors: Sequence[Tensor]) -> bool:
     devices = {x.device.type for x in tensors}
     dense = all(x.is_floating_point() and x.is_contiguous() for x in tensors)
     # torch 2.13's fused SGD on CPUs does not update half precision, except the elements that fill no vector register
-    lost = kernel is sgd_ and devices == {"cpu"} and any(x.itemsize < 4 for x in tensors)
-    return dense and not lost and len(devices) == 1 and devices <= {"cpu", "cuda"}
+    is_broken = kernel is sgd_ and devices == {"cpu"} and any(x.itemsize < 4 for x in tensors)
+    return dense and not is_broken and len(devices) == 1 and devices <= {"cpu", "cuda"}
 
 
 def portions(columns: Sequence[Sequence[Tensor]], most: int = MOST) -> list[list[Tensor]]:
@@ -334,13 +335,14 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tenso
         else:
             bad = unscale_by_parts_(row, inverse.to(row.device))
         any_bad = torch.maximum(any_bad, bad.to(any_bad.device))
-    for (device, _), some in lists.items():
-        one = torch.zeros(1, dtype=torch.float32, device=device)
-        (parts,) = portions([some], most)
+    # one kernel call for all tensors of one device and dtype, with a flag of shape (1,) that it sets to 1
+    for (device, _), rows_alike in lists.items():
+        flag = torch.zeros(1, dtype=torch.float32, device=device)
+        (parts,) = portions([rows_alike], most)
         # Private: what torch.amp.GradScaler calls; nothing public reads and writes in one pass (test_loss_scale.py
         # notices when it goes)
-        torch._amp_foreach_non_finite_check_and_unscale_(parts, one, inverse.to(device, torch.float32))
-        any_bad = torch.maximum(any_bad, one.to(any_bad.device))
+        torch._amp_foreach_non_finite_check_and_unscale_(parts, flag, inverse.to(device, torch.float32))
+        any_bad = torch.maximum(any_bad, flag.to(any_bad.device))
     return any_bad.squeeze(0)
 
 

@@ -8,7 +8,7 @@ other's inverse, and so are `state_dict` and `load_state_dict`, in torch.optim's
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,7 +116,7 @@ def _whole_leaves(x: Parts, rank: int | None) -> Iterator[tuple[str, Tensor]]:
         yield from ((layout.leaves[s.leaf].path, row) for s, row in zip(whole.layout.mine, whole.tensors, strict=True))
 
 
-def shard_state(whole: Mapping[str, Tensor], like: Tree, src: int | None = None) -> Any:
+def shard_state(whole: Mapping[str, Tensor], like: Tree, src: int | None = None) -> Tree:
     """A whole state in the partition of `like`, a state of the same optimizer. Dual: `gather_state`.
 
     `like`, made by `init` say, may be of any plan, partition and number of ranks. Every rank passes the whole state, or
@@ -128,20 +128,22 @@ def shard_state(whole: Mapping[str, Tensor], like: Tree, src: int | None = None)
     """
     _check_rank("shard_state: src", like, src)
     mesh, _ = _world(like)
-    held = _holds(like, src)
-    if held:
+    has_whole = _holds(like, src)
+    if has_whole:
         _check(whole, like)
-    made = []
+    nodes: list[Tree] = []
     for path, node in tree.paths_to(like, Parts):
         if isinstance(node, Parts):
-            made.append(_cut(whole, path, node, src))
+            nodes.append(_cut(whole, path, node, src))
         else:
-            value = whole[path].to(node) if held else node
-            made.append(value.clone() if src is None or mesh is None else _broadcast(value, mesh, src))
-    return tree.put_tops(like, Parts, made)
+            # on the other ranks `node` gives the shape and dtype to receive
+            value = whole[path].to(node) if has_whole else node
+            nodes.append(value.clone() if src is None or mesh is None else _broadcast(value, mesh, src))
+    return tree.put_tops(like, Parts, nodes)
 
 
 def _check(whole: Mapping[str, Tensor], like: Tree) -> None:
+    """Raise ValueError unless the whole state has every tensor of `like`, each of its shape."""
     for key, shape in _shapes(like):
         if key not in whole:
             raise ValueError(f"shard_state: the state lacks {key!r}; it has {list(whole)[:6]} and so on")
@@ -150,6 +152,7 @@ def _check(whole: Mapping[str, Tensor], like: Tree) -> None:
 
 
 def _shapes(like: Tree) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The key and the shape of every tensor of a whole state."""
     for path, node in tree.paths_to(like, Parts):
         if isinstance(node, Parts):
             leaves = [node.layout.leaves[n] for n in node.layout.numbers]
@@ -158,7 +161,7 @@ def _shapes(like: Tree) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield path, tuple(node.shape)
 
 
-def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, src: int | None) -> Any:
+def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, src: int | None) -> Parts:
     """This rank's part of one tree of a whole state, in the partition of `like`."""
     out, layout = tree.map(torch.zeros_like, like), typed(like)
     mesh, _ = _world(like)
@@ -173,13 +176,14 @@ def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, src: int | None) -
             device = mesh_device(mesh)
             empty = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
             value = _broadcast(whole[key].to(empty) if key in whole else empty, mesh, src)
-        for span, piece in by_leaf[number]:
+        for span, piece in by_leaf[number]:  # elements [begin, begin + numel) of the flattened leaf
             piece.copy_(value.reshape(-1)[span.begin : span.begin + span.numel].view(piece.shape))
     return out
 
 
 def _broadcast(x: Tensor, mesh: AnyMesh, src: int) -> Tensor:
     sizes = axis_sizes(mesh)
+    # ranks that do not have `x` yet send what they have, and receive `x` in a later broadcast, along another axis
     for axis in reversed(sizes):
         src, coordinate = divmod(src, sizes[axis])
         x = primitives.broadcast(x, primitives.along(mesh, axis), coordinate, "optimizer state").wait()
@@ -201,8 +205,8 @@ class _Field(NamedTuple):
         return name if parents[-1:] == ["hyperparams"] else None
 
 
-def _leaf_names(x: Any, leaves: list[str], spec: tree.Spec | None) -> list[str] | None:
-    """The paths of the leaves a tree of the state is of, or None for what is no such tree.
+def _leaf_names(x: Tree, leaves: list[str], spec: tree.Spec | None) -> list[str] | None:
+    """The paths of the leaves to which the tensors of a part of the state belong, or None for what is no such tree.
 
     Such trees are `Parts`, dicts by leaf path, and trees of the parameters' structure.
     """
@@ -214,7 +218,7 @@ def _leaf_names(x: Any, leaves: list[str], spec: tree.Spec | None) -> list[str] 
 
 
 def _fields(state: Tree, leaves: list[str], spec: tree.Spec | None, key: str = "", path: str = "") -> Iterator[_Field]:
-    """Every tensor of a state of these leaves; the states of labels are of the labels' leaves."""
+    """Every tensor of a state, with the leaves it belongs to: all of `leaves`, or those of one label."""
     nodes = tree.paths_to(state, lambda x: isinstance(x, LabelState) or _leaf_names(x, leaves, spec) is not None)
     for name, node in nodes:
         node_key, node_path = _joined(key, name), _joined(path, name)
@@ -252,9 +256,10 @@ def _label_sets(state: Tree) -> Iterator[set[str]]:
 
 def _groups(state: Tree, fields: Sequence[_Field], leaves: Sequence[str]) -> list[list[str]]:
     """The leaves that have state, grouped by their labels: torch's parameter groups."""
-    held, sets = {leaf for field in fields for leaf in field.leaves}, list(_label_sets(state))
-    labels = {leaf: tuple(leaf not in some for some in sets) for leaf in leaves if leaf in held}
-    return [[leaf for leaf in labels if labels[leaf] == these] for these in sorted(set(labels.values()))]
+    with_state, label_sets = {leaf for field in fields for leaf in field.leaves}, list(_label_sets(state))
+    # leaves in the same label sets make a group; False sorts first, so groups are in the order of the labels
+    labels = {leaf: tuple(leaf not in of_label for of_label in label_sets) for leaf in leaves if leaf in with_state}
+    return [[leaf for leaf in labels if labels[leaf] == group] for group in sorted(set(labels.values()))]
 
 
 def _paths(layout: Layout) -> list[str]:
@@ -271,8 +276,8 @@ def _known(state: Tree, params: Tree) -> tuple[list[_Field], list[list[str]]]:
 
 
 def state_dict(
-    state: Tree, params: Tree, key: str = "path", rank: int | None = None, groups: Sequence[Mapping[str, Any]] = ()
-) -> dict[str, Any]:
+    state: Tree, params: Tree, key: str = "path", rank: int | None = None, groups: Sequence[Mapping[str, object]] = ()
+) -> dict[str, Tree]:
     """A state in torch.optim's format, leaves by path (as FSDP keys it) or by "index" (as DDP and ZeRO do).
 
     A parameter group for every label of `by_label`, in order; `groups` adds to each what torch is to find there (its
@@ -288,26 +293,26 @@ def state_dict(
     whole, (fields, by_label) = gather_state(state, rank), _known(state, params)
     if not _holds(state, rank):
         return {}
-    entries: dict[str, dict[str, Tensor]] = {leaf: {} for some in by_label for leaf in some}
+    entries: dict[str, dict[str, Tensor]] = {leaf: {} for group in by_label for leaf in group}
     for (leaf, name), field in _torch_names(fields).items():
         # one copy for each leaf, because torch updates `step` in place
         entries[leaf][name] = whole[field.key].clone() if field.lone else whole[field.key]
-    names: dict[str, Any] = {leaf: leaf if key == "path" else i for i, leaf in enumerate(entries)}
-    made = []
-    for some, more in zip(by_label, [*groups, *[{}] * len(by_label)], strict=False):
-        own = {f.hyperparam: whole[f.key].item() for f in fields if f.hyperparam and some[0] in f.leaves}
-        made.append({**own, **more, "params": [names[leaf] for leaf in some]})
-    return {"state": {names[leaf]: entry for leaf, entry in entries.items() if entry}, "param_groups": made}
+    names: dict[str, str | int] = {leaf: leaf if key == "path" else i for i, leaf in enumerate(entries)}
+    param_groups = []
+    for group, settings in zip(by_label, [*groups, *[{}] * len(by_label)], strict=False):
+        hyperparams = {f.hyperparam: whole[f.key].item() for f in fields if f.hyperparam and group[0] in f.leaves}
+        param_groups.append({**hyperparams, **settings, "params": [names[leaf] for leaf in group]})
+    return {"state": {names[leaf]: entry for leaf, entry in entries.items() if entry}, "param_groups": param_groups}
 
 
 def load_state_dict(
-    saved: Mapping[str, Any],
+    saved: Mapping[str, Tree],
     like: Tree,
     params: Tree,
     order: Sequence[str] | None = None,
     src: int | None = None,
     strict: bool = True,
-) -> Any:
+) -> Tree:
     """torch.optim's format (of an optimizer, DDP, ZeroRedundancyOptimizer or FSDP) in the partition of `like`.
 
     Leaves by path, or by index: `order` has the paths in the order the torch optimizer was given its parameters in, by
@@ -325,7 +330,7 @@ def load_state_dict(
         return shard_state({}, like, src)
     _check_saved(saved)
     fields, by_label = _known(like, params)
-    order = order or [leaf for some in by_label for leaf in some]
+    order = order or [leaf for group in by_label for leaf in group]
     entries = _by_path(saved, order)
     hyperparams = {_path(key, order): group for group in saved.get("param_groups", ()) for key in group["params"]}
     whole = {path: node for path, node in tree.paths_to(like, Parts) if not isinstance(node, Parts)}
@@ -337,14 +342,14 @@ def load_state_dict(
         elif not entry and not strict and not field.lone:
             untouched.append(field.key)
         elif not field.lone:
-            there = ", ".join(map(repr, entry)) or "nothing"
+            names = ", ".join(map(repr, entry)) or "nothing"
             raise ValueError(
-                f"load_state_dict: leaf {leaf!r}: expected {name!r} in its state, there is {there}. With strict=False "
+                f"load_state_dict: leaf {leaf!r}: expected {name!r} in its state, there is {names}. With strict=False "
                 "leaves without any state keep the one they have"
             )
-    if untouched:
-        known = gather_state(like)
-        whole.update((key, known[key]) for key in untouched)
+    if untouched:  # `gather_state` is a collective: every rank must get here
+        current = gather_state(like)
+        whole.update((key, current[key]) for key in untouched)
     for field in fields:
         group = hyperparams.get(field.leaves[0], {}) if field.leaves else {}
         if field.hyperparam in group:
@@ -352,16 +357,16 @@ def load_state_dict(
     return shard_state(whole, like, src)
 
 
-def _check_saved(saved: Any) -> None:
+def _check_saved(saved: object) -> None:
     order = "The order is load_state_dict(saved, like, params)"
     if not isinstance(saved, Mapping):
         raise TypeError(f"load_state_dict: {wrong('saved', saved, 'a dict in the format of torch.optim', order)}")
     if not isinstance(saved.get("state"), Mapping):
-        there = ", ".join(map(repr, saved)) or "nothing"
-        raise ValueError(f"load_state_dict: saved: expected a dict with 'state', there is {there}. {order}")
+        names = ", ".join(map(repr, saved)) or "nothing"
+        raise ValueError(f"load_state_dict: saved: expected a dict with 'state', there is {names}. {order}")
 
 
-def _whole(x: Any, mesh: AnyMesh) -> Tensor:
+def _whole(x: Tree, mesh: AnyMesh) -> Tensor:
     """Return a tensor whole; for a DTensor or a ShardedTensor this is a collective, which every rank must call."""
     if hasattr(x, "full_tensor"):  # a DTensor
         return x.full_tensor()
@@ -376,13 +381,15 @@ def _whole(x: Any, mesh: AnyMesh) -> Tensor:
     return primitives.total(whole, mesh, op="max", label="optimizer state")
 
 
-def _path(key: Any, order: Sequence[str]) -> str:
+def _path(key: str | int, order: Sequence[str]) -> str:
+    """The path of a leaf from torch's key for it: the path itself, or the number of the parameter."""
     if isinstance(key, int) and key >= len(order):
         raise ValueError(f"load_state_dict: the state has a parameter number {key}, the tree {len(order)} leaves")
     return order[key] if isinstance(key, int) else key
 
 
-def _by_path(saved: Mapping[str, Any], order: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+def _by_path(saved: Mapping[str, Tree], order: Sequence[str]) -> dict[str, Mapping[str, Tree]]:
+    """What torch kept of each parameter, by the leaf's path. ValueError for a path that is not in `order`."""
     entries = {_path(key, order): entry for key, entry in saved["state"].items()}
     if unknown := [path for path in entries if path not in order]:
         raise ValueError(f"load_state_dict: the state has {unknown[0]!r}, which is no leaf of the tree: {order[:6]}")
