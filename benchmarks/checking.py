@@ -1,8 +1,9 @@
-"""What `fshard.check` costs: the same step plain and checked, in turn, on two gloo ranks.
+"""The cost of `fshard.check`: the same step without and with checks, in turn, on two gloo ranks.
 
     make bench-check
 
-By two ways between ranks: shared memory, as a plan has it on one host, and gloo's own sockets, as between hosts.
+Measured with two kinds of messages: through shared memory, as between processes of one host, and through gloo's own
+sockets, as between hosts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import fshard
 
 
 def systems(name: str, shared: bool) -> dict[str, Callable[[], object]]:
-    """A step plain and checked."""
+    """A step of model `name` without checks and one with checks; with `shared`, ranks use shared memory."""
     task, mesh = TASKS[name], init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     torch.manual_seed(0)
     plan = fshard.make_plan(task.init(), mesh, units=[f"{task.repeated}.*"])
@@ -37,7 +38,7 @@ def systems(name: str, shared: bool) -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
-    """Every model and way, or on a rank those of the arguments."""
+    """Start two ranks; on a rank (`--rank`), measure models S and T with both kinds of messages, and print ratios."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--rank", action="store_true")

@@ -1,9 +1,9 @@
-"""What `jit(step).lower(...).memory()` says, and the peak resident memory of the compiled step.
+"""Compare the peak that `jit(step).lower(...).memory()` predicts with the resident memory of the compiled step.
 
     make bench-footprint
 
-One simulated rank for each model, in a process of its own. Measured is what a compiled step adds to what is resident
-before it, and the state that it was given.
+Each model runs on one simulated rank, in a process of its own. The measured value is the growth of the peak during a
+compiled step, plus the predicted bytes of parameters and optimizer state, which are resident before the step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fshard.testing import simulate
 
 
 def on_a_rank(name: str, mesh: Any) -> str:
-    """Both figures for one model."""
+    """Predicted and measured bytes of one model, and their ratio, as text."""
     task = TASKS[name]
     torch.manual_seed(0)
     plan, tx = fshard.make_plan(task.init(), mesh, units=[f"{task.repeated}.*"]), fshard.optim.adamw(1e-3)
@@ -34,20 +34,20 @@ def on_a_rank(name: str, mesh: Any) -> str:
     state, _ = step(state, batch)
     gc.collect()
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current resident memory
     step(state, batch)
     measured = resident("VmHWM") - before + said.by["parameters"] + said.by["optimizer"]
     return f"{name}: said {said.peak / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB, ratio {said.peak / measured:.3f}"
 
 
 def main() -> None:
-    """Every model in a process of its own."""
+    """Start a process for each model; with a model's name as argument, measure this model."""
     if len(sys.argv) > 1:
         torch.set_num_threads(1)
         print(simulate(lambda mesh: on_a_rank(sys.argv[1], mesh), shard=1)[0])
         return
     for name in TASKS:
-        # freed blocks are given back at once, and new ones written to: what is resident is what is allocated
+        # malloc returns freed blocks at once and writes to new ones, so resident memory equals allocated memory
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_PERTURB_": "1"}
         subprocess.run([sys.executable, __file__, name], check=True, env=environment)
 

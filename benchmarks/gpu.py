@@ -1,10 +1,11 @@
-"""What must hold on a GPU, in one command of less than ten minutes: crashes, waits, bits, late collectives, speed.
+"""All checks on a GPU, in one command of less than ten minutes: crashes, waits, bits, late collectives, speed.
 
-    make gpu                              # without a GPU a dry run on the CPU: every part that can run does
+    make gpu                              # without a GPU, a dry run on the CPU: every part that can run does
     make gpu WHEELS=wheels ARGS="--parts crashes,speed --out results"
 
-Each part is a process of its own with a limit, so that one that hangs or dies leaves the others. It writes `gpu.json`
-and `gpu.md`, the table of docs/benchmarks.md, and ends with an error if a part has failed that must not.
+Each part is a process of its own with a time limit, so a part that hangs or dies does not stop the others. The command
+writes `gpu.json` and `gpu.md` (results as a table; docs/benchmarks.md describes the parts), and exits with an error if
+a case failed that is not in `MAY_FAIL`.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# seconds; about two hundred are left of ten minutes
+# time limits in seconds
 PARTS = {"tests": 100, "crashes": 60, "reads": 30, "bits": 40, "late": 60, "nccl": 90, "overlap": 40, "speed": 160}
-MAY_FAIL = {"nccl of 2 ranks", "nccl of 4 ranks"}  # on one GPU: NCCL may refuse
+MAY_FAIL = {"nccl of 2 ranks", "nccl of 4 ranks"}  # NCCL may refuse several ranks on one GPU
 NEEDED = ("optree", "typing_extensions", "pytest")
 Row = dict[str, Any]
 
 
 def with_wheels(folder: str | None, into: Path) -> list[str]:
-    """Where to import from what this machine lacks, once it is installed from a folder of wheels."""
+    """Install missing packages from a folder of wheels into `into`. Returns the paths to import them from."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if not missing or not folder:
         return []
@@ -38,9 +39,9 @@ def with_wheels(folder: str | None, into: Path) -> list[str]:
 
 
 def ran(part: str, paths: list[str], out: Path) -> list[Row]:
-    """The rows of a part, and what ended it early if anything did."""
+    """Run one part. Returns its rows, and a failed row if the part ended early or took too long."""
     found = out / f"{part}.json"
-    found.unlink(missing_ok=True)  # rows of an earlier run
+    found.unlink(missing_ok=True)  # has the rows of an earlier run
     path = os.pathsep.join([*paths, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_parts.py"), part, str(found)]
@@ -58,7 +59,7 @@ def ran(part: str, paths: list[str], out: Path) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """One line for each part that went well throughout, one for each case that did not or that measured something."""
+    """The rows as a Markdown table: one line counts the right cases of a part, every other case has its own line."""
     lines = ["| part | case | | |", "|---|---|---|---|"]
     for part in PARTS:
         here = [row for row in rows if row["part"] == part]
@@ -71,7 +72,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """All parts, one after the other."""
+    """Run the parts one after the other, write both files, and exit with an error if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help="which, separated by commas")
     parser.add_argument("--out", default=None, help="a folder for gpu.json, gpu.md and the parts' logs")

@@ -1,4 +1,4 @@
-"""What `make gpu` trains: a small model, its data, and steps of every kind."""
+"""The training cases of `make gpu`: a small model, its data, and steps of every kind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Make = Callable[[], Any]
 
 
 def params(d: int = 64 if CUDA else 16, layers: int = 4 if CUDA else 2) -> Any:
-    """Blocks with a gate of one element, which puts the leaves after it out of step."""
+    """Parameters of a small model. The gate has one element, so the leaves after it need padding to be aligned."""
     generator = torch.Generator().manual_seed(0)
 
     def matrix(*shape: int) -> Tensor:
@@ -34,7 +34,7 @@ def params(d: int = 64 if CUDA else 16, layers: int = 4 if CUDA else 2) -> Any:
 
 
 def loss(p: Any, tokens: Tensor, dropout: float = 0.0) -> fshard.Mean:
-    """The next token's, which is the token's number and one."""
+    """Cross-entropy of predicting `(token + 1) % VOCAB` from each token: a `Mean` over tokens."""
     x = p["embed"][tokens]
     for b in p["blocks"]:
         h = F.layer_norm(x, (x.shape[-1],), b["norm"])
@@ -45,13 +45,13 @@ def loss(p: Any, tokens: Tensor, dropout: float = 0.0) -> fshard.Mean:
 
 
 def batch(step: int, rank: int = 0, rows: int = 8) -> Tensor:
-    """One rank's tokens."""
+    """Random tokens (rows, length) of one rank in one step."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(0, VOCAB, (rows, 32 if CUDA else 8), generator=generator).to(DEVICE)
 
 
 def start(mesh: Any, tx: Any, scale: Any = None, plan: dict[str, Any] | None = None) -> fshard.TrainState:
-    """A state of training."""
+    """The training state before the first step, for `plan` as further arguments of `make_plan`."""
     whole = params()
     made = fshard.make_plan(whole, mesh, units=["blocks.*"], **(plan or {}))
     return fshard.init_state(fshard.shard_params(whole, made), tx, scale)
@@ -67,7 +67,7 @@ def trained(
     steps: int = 2,
     **how: Any,
 ) -> Any:
-    """Whole parameters and losses of a few steps."""
+    """Train for a few steps. Returns the whole parameters, and the losses (steps,)."""
     transform = tx()
     state, donate = start(mesh, transform, scale(), plan), how.pop("donate", False)
     step: Any = fshard.train_step(fn, transform, donate=donate and jit is None, **how)
@@ -122,7 +122,7 @@ FROZEN = (torch.int16, torch.uint16, torch.int64, torch.bool, torch.complex64, t
 
 
 def same(got: Any, expected: Any, exact: bool = True) -> str:
-    """How two trees of tensors differ; empty if they do not, to the bit or nearly."""
+    """How two trees of tensors differ, as text; empty if all bits are equal (values close, without `exact`)."""
     pairs = [*zip(tree.leaves(got), tree.leaves(expected), strict=True)]
     if exact:
         wrong = sum(not torch.equal(x, y.to(x.device)) for x, y in pairs)
@@ -132,14 +132,14 @@ def same(got: Any, expected: Any, exact: bool = True) -> str:
 
 
 def frozen(mesh: Any, dtype: torch.dtype) -> str:
-    """A leaf of a dtype, there and back."""
+    """Shard and gather a frozen leaf of a dtype. Returns how the result differs, as text; empty if it does not."""
     whole = {"n": torch.ones(8, device=DEVICE).to(dtype)}
     back = fshard.gather_params(fshard.shard_params(whole, fshard.make_plan(whole, mesh, frozen="n")))
     return same(back["n"].view(torch.uint8), whole["n"].view(torch.uint8))
 
 
 def alternatives() -> Iterable[tuple[str, dict[str, Any]]]:
-    """Arguments of `trained`, by what they are to show."""
+    """Pairs of a case's name and arguments of `trained`: optimizers, policies with a loss scale, kinds of steps."""
     yield from ((f"optimizer {name}", {"tx": tx}) for name, tx in OPTIMIZERS.items())
     yield "optimizer in 8 bits", {"tx": lambda: optim.adamw_8bit(1e-3), "plan": {"block": 256}}
     for policy in POLICIES:

@@ -1,4 +1,4 @@
-"""The parts of `make gpu`, each a process: `python benchmarks/gpu_parts.py PART FILE` adds rows to FILE."""
+"""The parts of `make gpu`, each run in a process: `python benchmarks/gpu_parts.py PART FILE` appends rows to FILE."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ NO_GPU = "no GPU"
 
 
 class Rows:
-    """A file of rows, written as they come: what hangs later does not take them along."""
+    """A file of result rows, each written at once: rows are not lost if a later case hangs."""
 
     def __init__(self, part: str, path: str):
         self.part, self._path = part, path
 
     def add(self, case: str, state: str, what: str = "", **more: Any) -> None:
-        """One row: `state` is right, failed, skipped or measured."""
+        """Append a row; `state` is "right", "failed", "skipped" or "measured"."""
         with open(self._path, "a") as file:
             file.write(json.dumps({"part": self.part, "case": case, "state": state, "what": what, **more}) + "\n")
 
     def check(self, case: str, run: Callable[[], str | None]) -> None:
-        """Right if it gives nothing; what it gives, or raises, is what is wrong."""
+        """Run a case and append its row: right if `run` returns nothing, failed with the text or error otherwise."""
         try:
             wrong = run() or ""
         except Exception as failure:
@@ -51,7 +51,7 @@ class Rows:
 
 
 def one_rank() -> DeviceMesh:
-    """A mesh of this process alone, of NCCL where there is a GPU."""
+    """A mesh of this process alone: with NCCL if there is a GPU, otherwise with gloo."""
     if CUDA:
         torch.cuda.set_device(DEVICE)
     backend, device = ("nccl", DEVICE) if CUDA else ("gloo", None)
@@ -60,12 +60,12 @@ def one_rank() -> DeviceMesh:
 
 
 def world(size: int) -> World:
-    """Simulated ranks on the device."""
+    """A world of `size` simulated ranks on the GPU, or on the CPU if there is no GPU."""
     return World(size, device=str(DEVICE))
 
 
 def tests(rows: Rows) -> None:
-    """The tests that are marked `cuda`."""
+    """Run the tests that are marked `cuda`."""
     if not CUDA or importlib.util.find_spec("pytest") is None:
         return rows.add("marked cuda", "skipped", NO_GPU if not CUDA else "no pytest: name a folder with its wheel")
     command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "tests"]
@@ -75,7 +75,7 @@ def tests(rows: Rows) -> None:
 
 
 def crashes(rows: Rows) -> None:
-    """Steps of every kind, with warnings as errors; dtypes; deterministic algorithms; a default device."""
+    """Run steps of every kind with warnings as errors, frozen dtypes, deterministic algorithms and a default device."""
     mesh = one_rank()
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
@@ -98,14 +98,14 @@ def crashes(rows: Rows) -> None:
 
 
 def reads(rows: Rows) -> None:
-    """Steps that may not wait for the device."""
+    """Run steps in a mode of torch in which waits of the host for the device raise errors."""
     if not CUDA:
         return rows.add("set_sync_debug_mode", "skipped", f"{NO_GPU}: tests/test_crossings.py counts without one")
     mesh = one_rank()
     kinds = {**KINDS, "scaled": {"scale": lambda: fshard.DynamicLossScale(8.0)}}
     kinds |= {f"optimizer {name}": {"tx": tx} for name, tx in OPTIMIZERS.items() if "torch" not in name}
     for name, kind in kinds.items():
-        if name != "host":  # the host updates rows itself, and waits for their gradients
+        if name != "host":  # the host updates these rows itself, so it waits for their gradients
             rows.check(name, lambda kind=kind: _without_waiting(mesh, **kind))  # type: ignore[misc]
 
 
@@ -124,7 +124,7 @@ def _without_waiting(
 
 
 def _exact(mesh: Any, device: torch.device) -> Any:
-    """Steps of which every operation gives the same bits on any processor: products by powers of two, and sums."""
+    """Train with operations that have the same bits on any processor: sums, and products by powers of two."""
     generator = torch.Generator().manual_seed(1)
     whole = {"a": torch.randn(33, generator=generator), "b": torch.randn(5, 7, generator=generator)}
     whole = {name: x.to(device) for name, x in whole.items()}
@@ -143,7 +143,7 @@ def _exact(mesh: Any, device: torch.device) -> Any:
 
 
 def bits(rows: Rows) -> None:
-    """The device's bits against the CPU's, one rank's against those of several, graphs against eager steps."""
+    """Compare bits: of the device and the CPU, of 1 and 4 ranks, of graphs and eager steps (these nearly)."""
 
     def against_cpu() -> str:
         near = world(4).run(_exact, DEVICE)
@@ -171,23 +171,23 @@ def bits(rows: Rows) -> None:
 
 
 class _OnSide:
-    """A collective of simulated ranks as NCCL has it: late, on a stream of its own; the host waits for nothing."""
+    """A collective of simulated ranks that behaves like NCCL's: late, on its own stream, and without host waits."""
 
     def __init__(self, places: Sequence[Any], event: Any, held: Any):
         self._places, self._event, self._held = places, event, held
 
     def wait(self) -> Sequence[Any]:
-        """The computation waits."""
+        """Let the computation's stream wait for the collective, and return the tensors received."""
         torch.cuda.current_stream().wait_event(self._event)
         self._held = None
         return self._places
 
     def done(self) -> None:
-        """Nothing is shared."""
+        """Do nothing: no memory is shared with other ranks."""
 
 
 def _on_side_stream() -> Callable[..., Any]:
-    """What takes the place of simulated ranks' meeting: memory that is taken too early, or let go too early, shows."""
+    """A replacement for `_SimulatedRanks._meet` that is late: memory used or freed too early gives wrong values."""
     side = torch.cuda.Stream()
 
     def meet(self: Any, call: Any, sends: Any, into: Any, act: Any) -> Any:
@@ -210,7 +210,7 @@ def _on_side_stream() -> Callable[..., Any]:
 
 
 def late(rows: Rows) -> None:
-    """Collectives that arrive when they are waited for; on a GPU also on a stream of their own."""
+    """Compare steps with late collectives, which deliver when they are waited for, or (on a GPU) on a side stream."""
     plain, kinds = _SimulatedRanks._meet, KINDS if CUDA else {k: KINDS[k] for k in ("full", "donate", "int8")}
     for name, kind in kinds.items():
         job = lambda mesh, kind=kind: trained(mesh, **kind)  # noqa: E731
@@ -229,14 +229,14 @@ def late(rows: Rows) -> None:
 
 
 def nccl(rows: Rows) -> None:
-    """Processes with NCCL (gloo on CPUs), several on one GPU, against simulated ranks to the bit."""
+    """Compare processes with NCCL (gloo without a GPU), several on one GPU, with simulated ranks, to the bit."""
     for size in (1, 2, 4) if CUDA else (2,):
         name = f"{'nccl' if CUDA else 'gloo'} of {size} ranks"
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, str(ROOT / "benchmarks" / "gpu_ranks.py"), folder, str(size)]
             ranks = []
             for rank in range(size):
-                # each says that it is a host of its own: NCCL takes no two ranks of one host on one GPU
+                # each rank claims to be on its own host, because NCCL refuses two ranks of one host on one GPU
                 own = {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
                 environment = {**os.environ, **(own if size > 1 else {})}
                 ranks.append(
@@ -249,7 +249,7 @@ def nccl(rows: Rows) -> None:
 
 
 def _ended(ranks: Sequence[Any]) -> str:
-    """What the first rank that failed said last."""
+    """Wait for the ranks. Returns the last line of the first rank's errors; empty if no rank failed."""
     said = []
     for rank in ranks:
         try:
@@ -264,7 +264,7 @@ def _ended(ranks: Sequence[Any]) -> str:
 
 
 def main() -> None:
-    """One part."""
+    """Run the part that the arguments name, and end the process."""
     from gpu_speed import overlap, speed
 
     part, path = sys.argv[1:]

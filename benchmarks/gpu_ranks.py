@@ -1,4 +1,4 @@
-"""One of several ranks of `make gpu`, all on one GPU: `python benchmarks/gpu_ranks.py FOLDER SIZE RANK`."""
+"""One rank of part "nccl" of `make gpu`; all ranks share a GPU. `python benchmarks/gpu_ranks.py FOLDER SIZE RANK`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fshard.testing import World
 
 
 def main() -> None:
-    """Every kind of step in processes; rank 0 compares it with simulated ranks on the same device."""
+    """Run every kind of step on real ranks; rank 0 compares the results with simulated ranks on the same device."""
     folder, size, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     if CUDA:
         torch.cuda.set_device(DEVICE)
@@ -27,7 +27,7 @@ def main() -> None:
     kinds = KINDS if CUDA else {name: KINDS[name] for name in ("full", "donate", "topk")}
     for name, kind in kinds.items():
         got = trained(mesh, **kind)
-        if rank == 0:  # the others wait at the next collective
+        if rank == 0:  # the other ranks wait in the barrier
 
             def job(mesh: Any, kind: dict[str, Any] = kind) -> Any:
                 return trained(mesh, **kind)

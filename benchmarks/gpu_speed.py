@@ -1,4 +1,4 @@
-"""Speed and memory on one GPU beside FSDP2 and the compiled step without shards; and whether gathers overlap."""
+"""Speed and memory on one GPU compared with FSDP2 and a compiled step without shards; overlap of collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import fshard
 from fshard import optim, tree
 
 Run = Callable[[], object]
-# about a billion parameters; or hardly any
+# about a billion parameters on a GPU, very few in a dry run
 WIDTH, LAYERS, HEADS, ROWS, LENGTH = (2048, 20, 16, 4, 1024) if CUDA else (32, 2, 2, 2, 16)
 LR = 1e-3
 BACKEND = "inductor" if CUDA else "eager"  # a dry run compiles nothing
@@ -70,7 +70,7 @@ def _fsdp2(mesh: Any, compiled: bool = False) -> Run:
 
 
 def _unsharded(mesh: Any) -> Run:
-    """The floor: compiled, bfloat16 by autocast, no collectives."""
+    """A compiled step on one device, with bfloat16 by autocast: the lower bound, without collectives."""
     task, whole, tokens = _task()
     model = Reference(task, whole, HEADS)
     del whole
@@ -100,7 +100,7 @@ PAIRS += [(name, "unsharded compiled") for name in ("fshard", "fshard jit", "FSD
 
 
 def _peak(build: Callable[[Any], Run], mesh: Any) -> dict[str, float]:
-    """GiB that a system needs at most, alone on the device, and how often the allocator had to try again."""
+    """Peak GiB of a system that is alone on the device, allocated and reserved, and retries of the allocator."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats().get("num_alloc_retries", 0)
@@ -117,7 +117,7 @@ def _peak(build: Callable[[Any], Run], mesh: Any) -> dict[str, float]:
 
 
 def speed(rows: Rows) -> None:
-    """Peaks, each system alone; then pairs of systems in turn, as ratios with the middle 80% of rounds."""
+    """Measure the peak of each system alone, then ratios of pairs of systems that run in turn."""
     mesh = one_rank()
     for name, build in SYSTEMS.items() if CUDA else ():
         try:
@@ -150,7 +150,7 @@ def _until_done(run: Run) -> Run:
 
 
 def overlap(rows: Rows) -> None:
-    """How much of the time on other streams (of collectives) lies beside the computation's kernels."""
+    """Measure which share of the time on other streams (collectives) overlaps with kernels of the computation."""
     if not CUDA:
         return rows.add("a trace of a step", "skipped", f"{NO_GPU}: no streams")
     run = _fshard(one_rank())

@@ -1,4 +1,4 @@
-"""The models of the benchmarks: one set of pure functions, and modules for the references that call the same ones."""
+"""The models of the benchmarks: pure functions, and modules for the reference systems that call the same functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCAB = 256
 
 @dataclass(frozen=True)
 class Task:
-    """A model: its parameters, a loss of them and a batch, its batches, and the names of its repeated part."""
+    """A model: functions that make parameters, compute the loss and draw a batch; the name of its repeated part."""
 
     init: Callable[[], Tree]
     loss: Callable[[Any, Tensor], Tensor]
@@ -35,7 +35,7 @@ def _block(p: Any, x: Tensor, heads: int) -> Tensor:
 
 
 def transformer(d: int, layers: int, heads: int, rows: int, length: int) -> Task:
-    """A byte-level transformer whose leaves are those of the usual one."""
+    """A byte-level transformer with the usual leaves: `rows` sequences of `length` bytes in a batch."""
 
     def matrix(n: int, m: int) -> Tensor:
         return torch.randn(n, m) / n**0.5
@@ -75,7 +75,7 @@ def transformer(d: int, layers: int, heads: int, rows: int, length: int) -> Task
 
 
 def deep(layers: int, d: int, rows: int) -> Task:
-    """A stack of small linear layers: all overhead."""
+    """A stack of small linear layers, whose time is mostly overhead: `rows` rows of `d` numbers in a batch."""
 
     def init() -> Tree:
         return {"layers": [{"w": torch.randn(d, d) / d**0.5, "b": torch.zeros(d)} for _ in range(layers)]}
@@ -96,7 +96,7 @@ TASKS = {
 
 
 class _Part(nn.Module):
-    """One repeated part as a module, around the same function."""
+    """One repeated part as a module that calls the same function."""
 
     def __init__(self, p: Tree, heads: int):
         super().__init__()
@@ -112,7 +112,7 @@ class _Part(nn.Module):
 
 
 class Reference(nn.Module):
-    """A task as the module that FSDP2 and DistributedDataParallel wrap: its forward is the task's loss."""
+    """A task as a module, which FSDP2 and DistributedDataParallel can wrap: its forward computes the task's loss."""
 
     def __init__(self, task: Task, params: Tree, heads: int):
         super().__init__()

@@ -1,11 +1,14 @@
-"""The optimizer's part of a step beside torch's: ZeRO, a whole ZeRO-1 step, clipping; and how even partitions are.
+"""Compare optimizers with torch's: ZeRO updates, whole ZeRO-1 steps, clipping; and the balance of partitions.
 
     make bench-optim ARGS="--model M"
 
-Two gloo ranks of one thread, the systems in turn: ZeroRedundancyOptimizer(AdamW, fused=True).step() and
-`fshard.zero(adamw).step` of the same reduced gradients; a step of DistributedDataParallel with it and fshard's with
-`state_over="shard"` alone; `clip_grad_norm_` over FSDP2 and `clip_by_global_norm` over `Sharded` gradients. The table
-of balance has simulated ranks make the state of meta tensors.
+Two gloo ranks with one thread each run three comparisons, the systems of each in turn:
+
+- `ZeroRedundancyOptimizer(AdamW, fused=True).step()`, and `fshard.zero(adamw).step` of the same reduced gradients;
+- a step of DistributedDataParallel with ZeroRedundancyOptimizer, and fshard's step with `state_over="shard"` alone;
+- `clip_grad_norm_` of FSDP2's gradients, and `clip_by_global_norm` of `Sharded` gradients.
+
+The table of balance comes from states of meta tensors on simulated ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ def _like(params: Any) -> Any:
 
 
 def reference_zero(name: str) -> Call:
-    """torch's optimizer, its gradients already reduced."""
+    """A step of ZeroRedundancyOptimizer; its gradients are already reduced."""
     params = _params(name)
     leaves = [torch.nn.Parameter(x) for x in tree.leaves(params)]
     for leaf, grad in zip(leaves, tree.leaves(_like(params)), strict=True):
@@ -59,7 +62,7 @@ def reference_zero(name: str) -> Call:
 
 
 def fshard_zero(name: str, mesh: DeviceMesh, partition: str) -> Call:
-    """fshard's, of the same gradients; the state is given away."""
+    """A step of `fshard.zero` with the same gradients; the state is donated."""
     params, tx = _params(name), fshard.zero(fshard.optim.adamw(LR), mesh, partition)
     state, grads = tx.init(params), _like(params)
 
@@ -71,20 +74,20 @@ def fshard_zero(name: str, mesh: DeviceMesh, partition: str) -> Call:
 
 
 def optimizer_part(name: str, mesh: DeviceMesh) -> dict[str, Call]:
-    """Update, then the new parameters everywhere."""
+    """The systems of comparison one: update this rank's part, then send the new parameters to all ranks."""
     ours = {f"zero, {p}": fshard_zero(name, mesh, p) for p in ("flat", "leaf")}
     return {"ZeroRedundancyOptimizer": reference_zero(name), **ours}
 
 
 def whole_step(name: str, mesh: DeviceMesh) -> dict[str, Call]:
-    """Forward, backward, all-reduce and ZeRO-1."""
+    """The systems of comparison two: forward, backward, reduction of gradients and a ZeRO-1 update."""
     task = MODELS[name]
     torch.manual_seed(0)
     model = DistributedDataParallel(Reference(task, task.init(), HEADS.get(name, 1)))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LR, fused=True)
     batch = task.batch(torch.Generator().manual_seed(1 + dist.get_rank()))
     params = _params(name)
-    plan = fshard.make_plan(params, mesh, units=1 << 21, params_over=(), grads_over=())  # 8 MB: as DDP has buckets
+    plan = fshard.make_plan(params, mesh, units=1 << 21, params_over=(), grads_over=())  # 8 MB: like DDP's buckets
     tx = fshard.optim.adamw(LR)
     state = fshard.init_state(fshard.shard_params(params, plan), tx)
     train = fshard.train_step(task.loss, tx, donate=True)
@@ -102,7 +105,7 @@ def whole_step(name: str, mesh: DeviceMesh) -> dict[str, Call]:
 
 
 def clipping(name: str, mesh: DeviceMesh) -> dict[str, Call]:
-    """The norm of all gradients, and their scaling."""
+    """The systems of comparison three: compute the global norm of the gradients, and scale them down."""
     task, params = MODELS[name], _params(name)
     model = Reference(task, params, HEADS.get(name, 1))
     for part in model.parts:
@@ -152,7 +155,7 @@ TREES: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def _state_bytes(shapes: dict[str, tuple[int, ...]], partition: str, num: int) -> list[int]:
-    """Bytes of AdamW's moments on each of so many ranks: of meta tensors, which take no memory."""
+    """Bytes of AdamW's moments on each of `num` ranks; they are meta tensors, which take no memory."""
     params = {path: torch.empty(shape, device="meta") for path, shape in shapes.items()}
 
     def held(mesh: Any) -> int:
@@ -163,17 +166,17 @@ def _state_bytes(shapes: dict[str, tuple[int, ...]], partition: str, num: int) -
 
 
 def balance(shapes: dict[str, tuple[int, ...]], num: int) -> dict[str, float]:
-    """The fullest rank's bytes of optimizer state over the mean (of what there is without padding)."""
+    """Bytes of optimizer state on the fullest rank, divided by the mean of all ranks without padding."""
     sizes = [8 * math.prod(shape) for shape in shapes.values()]
     load = [0] * num
-    for size in sorted(sizes, reverse=True):  # torch's rule
+    for size in sorted(sizes, reverse=True):  # the greedy rule of ZeroRedundancyOptimizer
         load[load.index(min(load))] += size
     fullest = {p: max(_state_bytes(shapes, p, num)) for p in ("flat", "leaf")}
     return {name: x * num / sum(sizes) for name, x in {**fullest, "ZeroRedundancyOptimizer": max(load)}.items()}
 
 
 def show_balance(console: Console) -> None:
-    """A row for each tree and number of ranks."""
+    """Print a table of balance, with a row for each tree and number of ranks."""
     table = Table(title="fullest rank over the mean, bytes of AdamW's moments")
     columns = ["flat", "leaf", "ZeroRedundancyOptimizer"]
     for column in ("tree", "ranks", *columns):
@@ -186,7 +189,7 @@ def show_balance(console: Console) -> None:
 
 
 def on_a_rank(args: argparse.Namespace) -> None:
-    """Measure the models asked for; rank 0 prints."""
+    """Measure the models of the arguments; rank 0 prints the results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh, first = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",)), dist.get_rank() == 0
@@ -211,7 +214,7 @@ def on_a_rank(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure the models asked for, and show how even partitions are."""
+    """Print the table of balance, then start two ranks for each model."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", choices=list(MODELS), action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=20)

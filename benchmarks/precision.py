@@ -1,9 +1,9 @@
-"""Loss scaling beside torch's, and how far sums in bfloat16 are off: `make bench-precision`.
+"""Compare loss scaling with torch's, and measure errors of sums in bfloat16: `make bench-precision`.
 
-On two gloo ranks of one thread, in turn: `ShardedGradScaler.unscale_` of a tree of 1000 leaves, and
-`DynamicLossScale.unscale` of the same gradients as a `Sharded`, in place; how often each reads a tensor in a step. On
-one process: the error of a sum over 2 to 64 simulated ranks whose addends travel in bfloat16, beside a sum that is kept
-in bfloat16, as a picture.
+Two gloo ranks with one thread each run `ShardedGradScaler.unscale_` of a tree of 1000 leaves, and
+`DynamicLossScale.unscale` of the same gradients as a `Sharded`, in place, in turn. For both, the tensors that the host
+reads in a step are counted. One process plots the error of a sum over 2 to 64 simulated ranks whose addends are sent in
+bfloat16, and of a sum that is computed in bfloat16.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Call = Callable[[], object]
 
 
 class Reads(TorchDispatchMode):
-    """How often a tensor's value is asked for."""
+    """A mode that counts in `count` how often the host reads a tensor."""
 
     count = 0
 
@@ -47,7 +47,7 @@ def _grads(params: Any) -> Any:
 
 
 def reference(params: Any) -> tuple[Call, int]:
-    """torch's unscale_, and how often its step reads."""
+    """torch's `unscale_` as a function, and the number of tensors that a step with its scaler reads."""
     leaves = [torch.nn.Parameter(x.clone()) for x in tree.leaves(params)]
     for leaf, grad in zip(leaves, tree.leaves(_grads(params)), strict=True):
         leaf.grad = grad
@@ -56,7 +56,7 @@ def reference(params: Any) -> tuple[Call, int]:
 
     def unscale() -> None:
         scaler.unscale_(optimizer)
-        scaler._per_optimizer_states.clear()  # so that it may be called again
+        scaler._per_optimizer_states.clear()  # allows the next call of unscale_
 
     with Reads() as reads:
         scaler.unscale_(optimizer)
@@ -66,7 +66,7 @@ def reference(params: Any) -> tuple[Call, int]:
 
 
 def ours(params: Any, mesh: DeviceMesh) -> tuple[Call, int]:
-    """fshard's unscale, and how often it and what follows read."""
+    """fshard's `unscale` as a function, and the number of tensors that unscale, select and adjust read."""
     grads = fshard.shard_params(_grads(params), fshard.make_plan(params, mesh))
     scaler = fshard.DynamicLossScale(1.0)
     with Reads() as reads:
@@ -77,7 +77,7 @@ def ours(params: Any, mesh: DeviceMesh) -> tuple[Call, int]:
 
 
 def on_a_rank(rounds: int) -> None:
-    """Measure; rank 0 prints."""
+    """Measure times and reads of both; rank 0 prints them."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh, params = (
@@ -86,7 +86,7 @@ def on_a_rank(rounds: int) -> None:
     )
     (theirs, their_reads), (mine, my_reads) = reference(params), ours(params, mesh)
     systems = {"ShardedGradScaler.unscale_": theirs, "unscale": mine}
-    # ten calls a round: one takes less than the barriers around it
+    # ten calls in each round, because one call takes less time than the barriers around it
     ten = {name: lambda call=call: [call() for _ in range(10)] for name, call in systems.items()}
     times = in_turn(ten, rounds)
     if dist.get_rank() == 0:
@@ -97,7 +97,10 @@ def on_a_rank(rounds: int) -> None:
 
 
 def errors(num_ranks: int) -> tuple[float, float]:
-    """Mean errors of a sum, in units of the rounding of one addend: float32 on arrival, and all in bfloat16."""
+    """Mean errors for each addend: of a float32 sum of bfloat16 addends, and of a sum in bfloat16.
+
+    The unit is the rounding of an addend of mean size to bfloat16.
+    """
     generator = torch.Generator().manual_seed(num_ranks)
     values = torch.randn(num_ranks, 512 * num_ranks, generator=generator) + 1
 
@@ -115,7 +118,7 @@ def errors(num_ranks: int) -> tuple[float, float]:
 
 
 def picture(file: Path) -> None:
-    """Error for each addend over the number of ranks."""
+    """Plot the errors over the number of ranks into a file, and print them."""
     sizes = [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
     rows = [errors(size) for size in sizes]
     figure, axes = plt.subplots(figsize=(6, 3.5))
@@ -132,7 +135,7 @@ def picture(file: Path) -> None:
 
 
 def main() -> None:
-    """Both."""
+    """Draw the picture, then start two ranks to measure times; on a rank, measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--picture", type=Path, default=Path("runs/rounding.png"))

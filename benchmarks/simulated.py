@@ -1,8 +1,9 @@
-"""How long a step takes on simulated ranks, and whether that is in proportion to their number: `make bench-simulated`.
+"""Time of a step on simulated ranks, for 1 to 64 ranks: `make bench-simulated`.
 
-Model T (100 linear layers of 64 x 64, each its own unit, 16 rows a rank), AdamW, fully sharded, `donate=True`, one
-thread. A round is one step on all ranks, from a collective to a collective: one rank runs at a time, so processor time
-is what it would take on a machine that does nothing else. Beside it, one plain step of the model on one device.
+Model T (100 linear layers of 64 x 64, each a unit of its own, 16 rows for each rank), AdamW, fully sharded,
+`donate=True`, one thread. A round is one step on all ranks, and ends with a collective, so all ranks have finished the
+step. One rank runs at a time, so processor time is the time of a step on an idle machine. The first row of the table is
+one plain step of the model on one device.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def timed(call: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """Medians of milliseconds by the clock and of the processor."""
+    """Call `rounds + 2` times. Returns median milliseconds of clock and processor time, without the first two calls."""
     times = []
     for _ in range(rounds + 2):
         begin = time.perf_counter(), time.process_time()
@@ -36,7 +37,7 @@ def timed(call: Callable[[], object], rounds: int) -> tuple[float, float]:
 
 
 def on_a_rank(mesh: Any, rounds: int) -> tuple[float, float]:
-    """Of a step on all ranks."""
+    """Median milliseconds of clock and processor time of a step on all ranks."""
     task, tx = TASKS["T"], fshard.optim.adamw(1e-3)
     torch.manual_seed(0)
     params = task.init()
@@ -54,7 +55,7 @@ def on_a_rank(mesh: Any, rounds: int) -> tuple[float, float]:
 
 
 def plain(rounds: int) -> tuple[float, float]:
-    """Of torch's own step on one device."""
+    """Median milliseconds of clock and processor time of torch's own step on one device."""
     task = TASKS["T"]
     params, batch = task.init(), task.batch(torch.Generator())
     leaves = [x.requires_grad_() for layer in params[task.repeated] for x in layer.values()]
@@ -69,7 +70,7 @@ def plain(rounds: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """A row for each number of ranks."""
+    """Print a table with a row for each number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Systems in turn in one process group, and ratios of their times with their spread."""
+"""Time several systems in turn, in one process group; ratios of times, with their spread."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def in_turn(
     warmup: int = 3,
     between: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each round's call, the systems in turn, every rank ready at the start and done at the end.
+    """Call the systems in turn, `warmup + rounds` times. Returns the seconds of each system's calls, without warm-up.
 
-    `between` is called after each round, and not timed.
+    A barrier before and after each call synchronizes the ranks. `between` is called after each round, and not timed.
     """
     times: dict[str, list[float]] = {name: [] for name in systems}
     for i in range(warmup + rounds):
@@ -36,14 +36,14 @@ def in_turn(
 
 
 def ratio(times: Mapping[str, list[float]], a: str, b: str) -> dict[str, float]:
-    """The ratio of two medians, and the middle 80% of the ratios of paired rounds."""
+    """The ratio of the median times of `a` and `b`, and the range of the middle 80% of the ratios of paired rounds."""
     pairs = sorted(x / y for x, y in zip(times[a], times[b], strict=True))
     low, high = pairs[len(pairs) // 10], pairs[-1 - len(pairs) // 10]
     return {"ratio": statistics.median(times[a]) / statistics.median(times[b]), "low": low, "high": high}
 
 
 def on_two_ranks(file: str, *args: str, capture: bool = False) -> str:
-    """Run a file on two processes of one thread each; what it printed, if that is to be captured."""
+    """Run a file on two processes of one thread each. Returns the printed text with `capture`, else an empty string."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", file, *args]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=True, env=environment, text=True, stdout=subprocess.PIPE if capture else None)
@@ -51,7 +51,7 @@ def on_two_ranks(file: str, *args: str, capture: bool = False) -> str:
 
 
 def leave() -> None:
-    """End a rank: a process that used FSDP2 over gloo aborts at its regular end, one time in four (torch 2.13)."""
+    """End a rank at once: one in four processes that used FSDP2 over gloo aborts at its regular end (torch 2.13)."""
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

@@ -1,10 +1,10 @@
-"""FSDP2, DistributedDataParallel and fshard in turn, in one process group: the same model, data and losses.
+"""Compare FSDP2, DistributedDataParallel and fshard, in turn, in one process group, on the same model and data.
 
     make bench ARGS="--model M"
 
-prints, for each model, the medians of step times as ratios with their spread, the floor (the same batch with no
-communication), collectives and bytes per step, and, each measured in fresh processes, the peak resident memory that a
-system adds to a rank.
+prints for each model: ratios of median step times with their spread, also of the floor (the same batch without
+communication); collectives and bytes in a step; and the peak resident memory that each system adds to a rank, measured
+in new processes.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def _module_step(model: torch.nn.Module, parameters: Any) -> Step:
 
 
 def local(name: str, mesh: DeviceMesh) -> Step:
-    """The same batch on every rank for itself: the floor."""
+    """A step without communication: each rank trains for itself. This is the floor."""
     model = _reference(name)
     return _module_step(model, model.parameters())
 
 
 def fsdp2(name: str, mesh: DeviceMesh) -> Step:
-    """torch's fully_shard, each repeated part and the root a unit."""
+    """A step of FSDP2 (`fully_shard`); each repeated part is a unit, and so is the root."""
     model = _reference(name)
     for part in model.parts:
         fully_shard(part, mesh=mesh)
@@ -73,7 +73,7 @@ def fsdp2(name: str, mesh: DeviceMesh) -> Step:
 
 
 def fsdp2_compiled(name: str, mesh: DeviceMesh) -> Step:
-    """The same, each repeated part compiled."""
+    """A step of FSDP2 with each repeated part compiled."""
     model = _reference(name)
     for part in model.parts:
         part.compile()
@@ -83,7 +83,7 @@ def fsdp2_compiled(name: str, mesh: DeviceMesh) -> Step:
 
 
 def ddp(name: str, mesh: DeviceMesh) -> Step:
-    """torch's DistributedDataParallel."""
+    """A step of torch's DistributedDataParallel."""
     model = DistributedDataParallel(_reference(name))
     return _module_step(model, model.parameters())
 
@@ -109,32 +109,32 @@ def _fshard(
 
 
 def fshard_full(name: str, mesh: DeviceMesh) -> Step:
-    """fshard, parameters sharded and gathered again in the backward."""
+    """A step of fshard with sharded parameters, which are gathered again in the backward."""
     return _fshard(name, mesh)
 
 
 def fshard_whole(name: str, mesh: DeviceMesh) -> Step:
-    """fshard with params_over=(): whole parameters, gradients all-reduced."""
+    """A step of fshard with whole parameters (`params_over=()`) and all-reduced gradients."""
     return _fshard(name, mesh, params_over=(), grads_over=(), state_over=())
 
 
 def fshard_jit(name: str, mesh: DeviceMesh) -> Step:
-    """fshard, the whole step one compiled graph."""
+    """A step of fshard as one compiled graph."""
     return _fshard(name, mesh, jit={})
 
 
 def fshard_buckets(name: str, mesh: DeviceMesh) -> Step:
-    """The same, collectives put together up to a mebibyte."""
+    """A step of fshard as one compiled graph; collectives are merged up to a mebibyte."""
     return _fshard(name, mesh, jit={"bucket": 1 << 20})
 
 
 def fshard_tree(name: str, mesh: DeviceMesh) -> Step:
-    """fshard with the same bits on any number of ranks: eight slices."""
+    """A step of fshard with the same bits on any number of ranks, in eight slices."""
     return _fshard(name, mesh, how={"reduction": "tree"})
 
 
 def fshard_parts(name: str, mesh: DeviceMesh) -> Step:
-    """fshard with as many micro-batches as a rank has slices, reduced once."""
+    """A step of fshard with as many micro-batches as a rank has slices, reduced once."""
     return _fshard(name, mesh, how={"accumulate": 8 // mesh.size(), "reduce_once": True})
 
 
@@ -149,7 +149,7 @@ PAIRS += [("fshard jit", other) for other in ("fsdp2", "fsdp2 compiled", "fshard
 
 
 def resident(key: str) -> int:
-    """Bytes, by the name the kernel gives them."""
+    """Bytes of an entry of /proc/self/status, such as "VmRSS"."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key):
             return int(line.split()[1]) * 1024
@@ -157,22 +157,22 @@ def resident(key: str) -> int:
 
 
 def peak_memory(name: str, system: str, mesh: DeviceMesh, steps: int = 3) -> int:
-    """Peak resident bytes that building a system and a few steps of it add to this process (Linux)."""
+    """Peak resident bytes that building a system and a few steps add to this process (Linux)."""
     if system in COMPILED:
-        torch.compile(torch.square)(torch.ones(2))  # the compiler itself is no part of it
+        torch.compile(torch.square)(torch.ones(2))  # loads the compiler, which is not counted
     before = resident("VmRSS")
     step, generator = ALL[system](name, mesh), _generator()
-    if system in COMPILED:  # nor is what compiling takes for a while
+    if system in COMPILED:  # temporary memory of compiling is not counted either
         step(TASKS[name].batch(generator))
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current resident memory
     for _ in range(steps):
         step(TASKS[name].batch(generator))
     return resident("VmHWM") - before
 
 
 def first_step(name: str, system: str, mesh: DeviceMesh) -> float:
-    """Seconds of the first step, compilation included."""
+    """Seconds of the first step, with compilation."""
     step, batch = ALL[system](name, mesh), TASKS[name].batch(_generator())
     begin = time.perf_counter()
     step(batch)
@@ -184,7 +184,7 @@ def _generator() -> torch.Generator:
 
 
 def step_times(name: str, systems: list[str], mesh: DeviceMesh, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round's step, the systems in turn; and a check that they train alike."""
+    """Seconds of each round's step, with the systems in turn. RuntimeError if their losses differ."""
     steps, generator = {s: ALL[s](name, mesh) for s in systems}, _generator()
     batch, losses = TASKS[name].batch(generator), dict[str, float]()
 
@@ -210,7 +210,7 @@ def _check_losses(losses: dict[str, float]) -> None:
 
 
 def traffic(name: str, mesh: DeviceMesh) -> str:
-    """Collectives and bytes sent by one step of fshard."""
+    """Collectives and bytes that a rank sends in one step of fshard, as text."""
     step = fshard_full(name, mesh)
     with fshard.collectives.tally() as records:
         step(TASKS[name].batch(_generator()))
@@ -219,7 +219,7 @@ def traffic(name: str, mesh: DeviceMesh) -> str:
 
 
 def reference_traffic(name: str, mesh: DeviceMesh) -> str:
-    """Collectives of one step of FSDP2."""
+    """Collectives of one step of FSDP2, as text."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     step = fsdp2(name, mesh)
@@ -229,16 +229,16 @@ def reference_traffic(name: str, mesh: DeviceMesh) -> str:
 
 
 def systems_for(name: str, args: argparse.Namespace) -> list[str]:
-    """What a model is measured with."""
+    """The names of the systems that are measured on a model."""
     if args.tree:
         return ["fshard", *SLICED]
     known = ["local", "fsdp2", "fshard", *COMPILED] if args.jit else SYSTEMS
-    left_out = {"fsdp2 compiled", "ddp", "fshard ()"} if name == "T" else {"fshard buckets"}  # units are larger
+    left_out = {"fsdp2 compiled", "ddp", "fshard ()"} if name == "T" else {"fshard buckets"}  # units fill a bucket
     return [s for s in known if s not in left_out]
 
 
 def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
-    """Everything about one model, the same on all ranks."""
+    """Measure times and collectives of one model."""
     result: dict[str, Any] = {"model": name, "threads": torch.get_num_threads(), "rounds": args.rounds}
     times = step_times(name, systems_for(name, args), mesh, args.rounds)
     result["median_ms"] = {s: round(1e3 * statistics.median(t), 2) for s, t in times.items()}
@@ -248,7 +248,7 @@ def measure(name: str, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, 
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """One model's table."""
+    """Print the table of one model, and its ratios."""
     table = Table(title=f"model {result['model']}, {dist.get_world_size()} ranks, {result['rounds']} rounds")
     for column in ("system", "median ms"):
         table.add_column(column, justify="left" if column == "system" else "right")
@@ -261,7 +261,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def launch(args: argparse.Namespace) -> None:
-    """Two ranks for the times of each model, and two fresh ones for the memory of each of its systems."""
+    """Start two ranks for the times of each model, and two new ranks for the memory of each of its systems."""
     for name in args.model or TASKS:
         extra = (["--json", str(args.json)] if args.json else []) + ["--jit"] * args.jit
         extra += ["--tree"] * args.tree
@@ -281,7 +281,7 @@ def launch(args: argparse.Namespace) -> None:
 
 
 def on_a_rank(args: argparse.Namespace) -> None:
-    """Measure the models asked for; rank 0 prints."""
+    """Measure the models of the arguments; rank 0 prints the results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh, first = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",)), dist.get_rank() == 0
@@ -305,7 +305,7 @@ def on_a_rank(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure the models asked for and print their tables."""
+    """Start the measurements; on a rank under torchrun, run one."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", choices=list(TASKS), action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=25)

@@ -1,10 +1,10 @@
 """Train a byte-level language model whose parameters, gradients and optimizer state are sharded over all ranks.
 
     python examples/train_lm.py                                 # one process
-    torchrun --nproc-per-node=2 examples/train_lm.py            # two ranks: NCCL where each has a GPU, else gloo
+    torchrun --nproc-per-node=2 examples/train_lm.py            # two ranks: NCCL if each has a GPU, otherwise gloo
 
-The model and its loss are pure functions written for one device. Without `--data` the text is the Python standard
-library's own source, split by file into training and validation.
+The model and its loss are pure functions written for one device. Without `--data` the text is the source of the Python
+standard library. Training and validation text come from different files.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import fshard
 
 VOCAB = 256
-NEAR = 4  # a place begins with what its own byte and the three before it embed to: words are learned much sooner
-LOG_EVERY = 10  # steps; also how often the ranks agree on whether time is up
-VALIDATION_SHARE = 20  # one byte in so many
-# Code pages and help topics are tables and prose; near copies of one another would be on both sides of the split.
+NEAR = 4  # the input at a position is the sum of embeddings of the last four bytes: the model learns words sooner
+LOG_EVERY = 10  # steps between logs; at a log the ranks also agree on whether the time is over
+VALIDATION_SHARE = 20  # one byte in 20 is for validation
+# Tables of character encodings and help texts are not code, and near copies would be in both parts of the split.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 Batch = dict[str, Tensor]
@@ -55,7 +55,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line sets."""
+    """The options of the command line."""
 
     data: Path | None = None
     out: Path = Path("runs/train_lm")
@@ -105,13 +105,13 @@ def init_params(s: Settings) -> dict[str, Any]:
         "pos": normal(0.1, (s.context, s.d_model)),
         "blocks": [init_block(s, normal) for _ in range(s.layers)],
         "norm": torch.ones(s.d_model),
-        "head": torch.zeros(s.d_model, VOCAB),  # the first guess is uniform
+        "head": torch.zeros(s.d_model, VOCAB),  # zeros: the first prediction is uniform
     }
 
 
 def init_block(s: Settings, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
     d, std = s.d_model, s.d_model**-0.5
-    shrink = (2 * s.layers) ** -0.5  # all blocks together add as much as one would
+    shrink = (2 * s.layers) ** -0.5  # so that all blocks together add as much as one unscaled block
     return {
         "attend_norm": torch.ones(d),
         "qkv": normal(std, (d, 3 * d)),
@@ -139,7 +139,7 @@ def block(p: dict[str, Tensor], x: Tensor, heads: int) -> Tensor:
 
 
 def model(params: Any, tokens: Tensor, heads: int) -> Tensor:
-    """Scores of every next byte: (rows, length) -> (rows, length, 256)."""
+    """Logits of the next byte at each position: (rows, length) -> (rows, length, 256)."""
     length = tokens.shape[1]
     x = params["pos"][:length]
     for n, table in enumerate(params["embed"]):
@@ -150,7 +150,7 @@ def model(params: Any, tokens: Tensor, heads: int) -> Tensor:
 
 
 def loss(params: Any, batch: Batch, heads: int) -> fshard.Mean:
-    """Nats per byte: the mean over the bytes of all ranks."""
+    """Cross-entropy in nats per byte: the mean over the bytes of all ranks."""
     scores = model(params, batch["tokens"], heads)
     total = F.cross_entropy(scores.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
     return fshard.Mean(total, batch["targets"].numel())
@@ -163,14 +163,14 @@ def generate(params: Any, s: Settings, device: torch.device, temperature: float 
         scores = model(params, torch.tensor([text[-s.context :]], device=device), s.heads)[0, -1]
         text.append(int(torch.multinomial((scores / temperature).softmax(0), 1, generator=generator)))
     shown = bytes(text).decode(errors="replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in shown)  # a terminal obeys the others
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in shown)  # others may be terminal commands
 
 
 # --- The text.
 
 
 def find_files(data: Path | None) -> list[tuple[str, Path]]:
-    """The files to read, with their names under the folder."""
+    """The files to read, each with its name relative to the folder. ValueError if `data` does not exist."""
     root = Path(sysconfig.get_paths()["stdlib"]) if data is None else data
     if not root.exists():
         raise ValueError(f"--data {root}: there is no such file or folder")
@@ -183,7 +183,7 @@ def find_files(data: Path | None) -> list[tuple[str, Path]]:
 
 
 def split(files: Sequence[tuple[str, bytes]]) -> tuple[bytes, bytes]:
-    """Training and validation text: whole files, in the order of a hash of their names; a single file is cut."""
+    """Split into training and validation text: whole files, ordered by a hash of their names. A single file is cut."""
     texts = [text for _, text in sorted(files, key=lambda file: hashlib.sha256(file[0].encode()).digest())]
     total = sum(map(len, texts))
     if len(texts) == 1:
@@ -195,7 +195,7 @@ def split(files: Sequence[tuple[str, bytes]]) -> tuple[bytes, bytes]:
 
 
 def read_text(s: Settings) -> tuple[bytes, bytes]:
-    """The text to train on, and the validation bytes: whole windows of it."""
+    """Training text, and validation text cut to whole windows. ValueError if there is too little text."""
     source = f"--data {s.data}" if s.data else "the standard library's source"
     files = [(name, text) for name, path in find_files(s.data) if (text := path.read_bytes())]
     if not files:
@@ -220,7 +220,7 @@ def random_windows(text: Tensor, s: Settings, generator: torch.Generator, device
 
 
 def all_windows(text: bytes, s: Settings, device: torch.device) -> Batch:
-    """Every byte once as a target; before the first the model is given a newline."""
+    """All windows of a text: every byte is a target once. The input before the first byte is a newline."""
     tokens, targets = (as_tensor(t).long().view(-1, s.context).to(device) for t in (b"\n" + text[:-1], text))
     return {"tokens": tokens, "targets": targets}
 
@@ -230,7 +230,7 @@ def all_windows(text: bytes, s: Settings, device: torch.device) -> Batch:
 
 @contextmanager
 def world() -> Iterator[tuple[Any, torch.device]]:
-    """The mesh of the processes torchrun started (None for a process on its own), and this one's device."""
+    """The mesh of the processes that torchrun started (None without torchrun), and the device of this process."""
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
@@ -240,7 +240,7 @@ def world() -> Iterator[tuple[Any, torch.device]]:
         return
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     yield init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",)), device
-    dist.destroy_process_group()  # not after an error: the others may never come, and torchrun ends them
+    dist.destroy_process_group()  # not after an error: other ranks may never reach this call, and torchrun stops them
 
 
 def rank_and_size(mesh: Any) -> tuple[int, int]:
@@ -254,7 +254,7 @@ def on_any_rank(flag: bool, mesh: Any, device: torch.device) -> bool:
 
 
 def schedule(s: Settings) -> Callable[[Tensor], Tensor]:
-    """The learning rate: up in a straight line, then down along a cosine to a twentieth."""
+    """Learning rate by step count: linear warmup, then cosine decay to a twentieth of `lr`."""
 
     def lr(count: Tensor) -> Tensor:
         done = ((count - s.warmup) / max(1, s.steps - s.warmup)).clamp(0, 1)
@@ -276,7 +276,7 @@ def start(s: Settings, mesh: Any, device: torch.device) -> fshard.TrainState:
 
 
 def validate(s: Settings, params: fshard.Sharded, windows: Batch, mesh: Any) -> float:
-    """Bits per byte over windows that the ranks share out: unevenly, if need be, since the loss counts its bytes."""
+    """Bits per byte over all windows, which are divided among ranks. Uneven parts are right: the loss counts bytes."""
     rank, size = rank_and_size(mesh)
     num, at_once, nats = len(windows["tokens"]), s.batch * size, 0.0
     value = fshard.evaluate(partial(loss, heads=s.heads))
@@ -289,7 +289,7 @@ def validate(s: Settings, params: fshard.Sharded, windows: Batch, mesh: Any) -> 
 def train(
     s: Settings, state: fshard.TrainState, text: Tensor, windows: Batch, mesh: Any, log: Callable[[Record], None]
 ) -> fshard.TrainState:
-    """The state after all steps, or when time is up; what is measured on the way is logged."""
+    """Train for all steps, or until the time is over; pass records of measurements to `log`. Returns the new state."""
     (rank, size), device = rank_and_size(mesh), windows["tokens"].device
     generator = torch.Generator().manual_seed(1000 * s.seed + rank)  # each rank draws its own windows
     step = fshard.train_step(partial(loss, heads=s.heads), optimizer(s), clip_norm=1.0, donate=True)
@@ -300,7 +300,7 @@ def train(
         losses.append(metrics["loss"])
         if number % LOG_EVERY and number < s.steps:
             continue
-        bits = float(torch.stack(losses).mean()) / math.log(2)  # waits for a GPU: before the clock is read
+        bits = float(torch.stack(losses).mean()) / math.log(2)  # waits for the GPU: before the clock is read
         now = time.perf_counter()
         rate = len(losses) * s.batch * s.context * size / (now - since)
         done = min(1.0, max(number / s.steps, (now - began) / (60 * s.minutes)))
@@ -316,11 +316,11 @@ def train(
     return state
 
 
-# --- What is measured and shown.
+# --- Measurements and output.
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes this process held so far: on its GPU, or of the machine's memory."""
+    """Peak bytes of this process so far: allocated on its GPU, or resident in the memory of the machine."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -333,7 +333,7 @@ def num_bytes(*trees: Any) -> list[int]:
 def memory_held(
     s: Settings, state: fshard.TrainState, growth: int, mesh: Any, device: torch.device
 ) -> dict[str, list[int]]:
-    """Bytes of parameters, gradients, optimizer state, and the growth of the peak: of every rank, and unsharded."""
+    """Bytes of parameters, gradients and optimizer state, and growth of the peak: of every rank, and unsharded."""
     byte = torch.zeros((1, 1), dtype=torch.long, device=device)
     _, grads = fshard.value_and_grad(partial(loss, heads=s.heads))(state.params, {"tokens": byte, "targets": byte})
     mine = torch.tensor([[*num_bytes(state.params, grads, state.opt_state), growth]], device=device)
@@ -366,7 +366,7 @@ def draw(history: Sequence[Record], gzip_bits: float, path: Path) -> None:
 
 @contextmanager
 def logging(s: Settings, console: Console, path: Path, history: list[Record]) -> Iterator[Callable[[Record], None]]:
-    """A function that keeps a record, writes it as a line of JSON and moves the progress bar."""
+    """A function that appends a record to `history`, writes it as a line of JSON and updates the progress bar."""
     columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with path.open("w") as file, Progress(*columns, console=console, disable=console.quiet) as bar:
         task = bar.add_task("", total=1.0)
@@ -382,7 +382,7 @@ def logging(s: Settings, console: Console, path: Path, history: list[Record]) ->
 
 
 def run(s: Settings, text: bytes, valid: bytes, mesh: Any, device: torch.device) -> None:
-    """Train; on rank 0, leave metrics and a picture in the folder and say what came of it."""
+    """Train. Rank 0 writes metrics and a plot of the loss to the folder `out`, and prints the results."""
     rank, _ = rank_and_size(mesh)
     console, metrics = Console(quiet=rank > 0), s.out / "metrics.jsonl" if rank == 0 else Path(os.devnull)
     before, windows, state = peak_memory(device), all_windows(valid, s, device), start(s, mesh, device)
@@ -422,7 +422,7 @@ def report(result: Record, sample: str, s: Settings, console: Console) -> None:
 
 
 def check(s: Settings) -> None:
-    """Raise ValueError for settings that make no sense."""
+    """Raise ValueError for settings that are out of range or contradict each other."""
     for f in fields(s):
         value, least = getattr(s, f.name), 0 if f.name in ("seed", "sample") else None
         if isinstance(value, int | float) and not (value > 0 or value == least):
