@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 # Private, here and below: torch has no public way to ask whether a transform is running, nor to leave it temporarily
-# (test_transforms.py notices when these go).
+# (test_func_losses.py fails if torch removes these).
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack, temporarily_restore_interpreter_stack
 
 _REFUSAL = "don't yet support saved tensor hooks"  # torch has no exception class for it: only these words
