@@ -45,12 +45,12 @@ class _Arrival:
     """An exchange backed by copies between the device and the host."""
 
     crossing: Crossing
-    sources: Sequence[Tensor]  # kept alive until the computation has waited: their memory may be reused afterwards
+    held: Sequence[Tensor]  # kept alive until the computation has waited: their memory may be reused afterwards
 
     def wait(self) -> Sequence[Tensor]:
         """Make the computation's stream wait for the copies, without blocking the host; returns the tensors kept."""
         self.crossing.join()
-        return self.sources
+        return self.held
 
     def done(self) -> None:
         """Do nothing: no memory is shared with another rank."""
