@@ -98,9 +98,9 @@ def _check_blocks(layout: Layout, block: int) -> None:
     for span in layout.spans if layout.flat and layout.origin is not None else ():
         if layout.leaves[span.leaf].numel:
             in_row.setdefault(span.row, set()).add(span.leaf)
-    beside = {leaf for leaves in in_row.values() if len(leaves) > 1 for leaf in leaves}
+    in_shared_rows = {leaf for leaves in in_row.values() if len(leaves) > 1 for leaf in leaves}
     for span in layout.spans if layout.flat else ():
-        ragged = span.leaf in beside and layout.leaves[span.leaf].numel % block
+        ragged = span.leaf in in_shared_rows and layout.leaves[span.leaf].numel % block
         if ragged or span.start % block or span.begin % block:
             advice = f"lay parameters out with make_plan or zero and block={block}"
             if layout.origin is not None:  # packed, without the plan's padding between leaves
@@ -113,7 +113,7 @@ def _check_blocks(layout: Layout, block: int) -> None:
 
 def _check_state(state: Adam8bitState, rows: Sequence[Tensor], block: int) -> None:
     """Raise ValueError for a state of another block size or of other rows."""
-    old_block = state.mu.scales.layout.source[1]
+    old_block = state.mu.scales.layout.source[1]  # as `_derived` made it
     moment = zip(state.mu.codes.tensors, state.mu.scales.tensors, strict=True)
     sizes = [(row.numel(), -(-row.numel() // block)) for row in rows]
     if old_block != block or [(codes.numel(), scales.numel()) for codes, scales in moment] != sizes:

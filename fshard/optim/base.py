@@ -86,8 +86,9 @@ class Transform(NamedTuple):
     ) -> tuple[Tree, Tree]:
         """New parameters and state, or the old ones where `found_inf` (0-d) is 1: no host read.
 
-        A dict says it for each label: a `labelled` transformation skips those labels alone, any other one everything.
-        With `donate` params and state may be updated in place, and must not be used again.
+        A dict has such a tensor for each label: a `labelled` transformation skips only the labels whose tensor is 1;
+        any other one skips the whole update if one of them is. With `donate` params and state may be updated in place,
+        and must not be used again.
 
         >>> from fshard.optim import sgd
         >>> tx = sgd(0.5)
@@ -97,7 +98,7 @@ class Transform(NamedTuple):
         found_inf = consensus.any_rank(found_inf, self.mesh)
         if found_inf is not None and not self.labelled:
             found_inf = any_found(found_inf)
-        params = tree.detached(params, Parts)  # parts require none
+        params = tree.detached(params, Parts)  # the rows of `Parts` require no gradient
         if self.fused is None or is_tracing():  # a compiler fuses the plain formulas
             return self._applied(packed(grads), state, packed(params), found_inf, extra)
         if isinstance(params, Views) and not self.views:

@@ -146,21 +146,21 @@ def _init(rule: Rule[S], params: Tree) -> S:
     scalars = {
         name: torch.full((), number, dtype=torch.float64, device=count.device) for name, number in rule.scalars.items()
     }
-    moments = {name: _begun(params, value) for name, value in rule.moments.items()}
+    moments = {name: _first_moment(params, value) for name, value in rule.moments.items()}
     make: Callable[..., S] = rule.state
     fields = dict.fromkeys(rule.state._fields)  # type: ignore[call-overload]  # a class has no properties to read
     return make(**fields | {"count": count} | scalars | moments)
 
 
-def _begun(params: Tree, value: float | str) -> Tree:
+def _first_moment(params: Tree, value: float | str) -> Tree:
     """The first value of a moment, a tree of the structure of `params`: filled with a number, or a copy of `params`."""
     if isinstance(value, str):  # PARAMS
         return tree.map(torch.clone, params)
-    begun = tree.map(torch.zeros_like, params)
+    moment = tree.map(torch.zeros_like, params)
     if value:
-        for _, piece in pieces(begun):  # the padding of flat rows must stay zero
+        for _, piece in pieces(moment):  # the padding of flat rows must stay zero
             piece.fill_(value)
-    return begun
+    return moment
 
 
 def _check(rule: Rule[S], state: S) -> None:

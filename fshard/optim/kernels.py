@@ -189,10 +189,10 @@ def apply(reference: Reference, p: Tensor, g: Tensor, moments: Moments) -> Chang
     if not shape:  # constants are 0-d tensors of float64, and beside a 0-d tensor they would decide the dtype
         p, g, moments = p.reshape(1), g.reshape(1), tuple(m.reshape(1) for m in moments)
     delta, new = reference(p, g, moments)
-    kept = tuple(n.to(old.dtype) for n, old in zip(new, moments, strict=True))
+    new_moments = tuple(n.to(old.dtype) for n, old in zip(new, moments, strict=True))
     delta = delta.to(p.dtype)
     # a change that has dimensions is not reshaped: sparse tensors cannot be
-    return (delta, kept) if shape else (delta.reshape(shape), tuple(n.reshape(shape) for n in kept))
+    return (delta, new_moments) if shape else (delta.reshape(shape), tuple(n.reshape(shape) for n in new_moments))
 
 
 def in_blocks(

@@ -198,7 +198,7 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
         count = state.count + num_made(found_inf)
         return params, HyperState(choose(found_inf, state.hyperparams, now), count, inner)
 
-    made = built(begun(torch.zeros((), dtype=torch.float32, device="cpu")))
+    sample = built(begun(torch.zeros((), dtype=torch.float32, device="cpu")))  # its flags are those of every update
     # a schedule counts the updates of all labels as one
-    tx = Transform(init, update, fused, made.elementwise, made.labelled and not schedules, made.mesh, views=True)
+    tx = Transform(init, update, fused, sample.elementwise, sample.labelled and not schedules, sample.mesh, views=True)
     return checked(tx, Needs("with_hyperparams", HyperState, sparse=True))
