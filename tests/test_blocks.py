@@ -18,21 +18,11 @@ from fshard.optim.matrix import Factors
 
 LARGE = 1 << 24
 NUMEL = 2 * LARGE + 5  # three blocks
-WHOLE = {
-    "adamw_8bit",
-    "lamb",
-    "adafactor",
-    "muon",
-    "lbfgs",
-    "scale",
-    "scale_by_schedule",
-    "add_decayed_weights",
-    "clip",
-}
+# Those that run one formula for each element, in blocks; the others are chains of transformations.
 BLOCKED = [
     name
-    for name in TRANSFORMS
-    if name not in WHOLE and not name.startswith(("clip_", "ema", "every", "masked", "by_label", "whole", "from_torch"))
+    for name, make in TRANSFORMS.items()
+    if make().elementwise and make().views and name not in ("add_decayed_weights", "clip", "ema")
 ]
 
 

@@ -9,11 +9,10 @@ import torch
 import torch._dynamo
 import torch._dynamo.testing
 from support.models import STRATEGIES, rand
-from support.optimizers import TRANSFORMS, _decay
+from support.optimizers import KERNELS, ROWS, TRANSFORMS, _decay
 from support.steps import EXACT, QUIET, alike, apart, batch, loss, params, rank_of, same_shapes, start
 from support.wires import LOSSY, WIRES
 from support.worlds import gloo, simulated
-from test_optim import KERNELS
 
 import fshard
 from fshard import DynamicLossScale, StaticLossScale, optim
@@ -51,7 +50,7 @@ FUNCTIONALIZED |= {"plan-wide-2x2", "plan-keep", "int8, keep", "feedback", "accu
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in READ])
 def test_every_optimizer(name):
     """A jitted step with any optimizer that can be traced has the eager numbers: otherwise training would change."""
-    plan = {"block": 4} if name == "adamw_8bit" else {}
+    plan = {"block": ROWS[name].block}
     kw = {"tx": TRANSFORMS[name](), "plan": plan, "scale": StaticLossScale(4.0) if len(name) % 2 else None}
     for bits, far, _ in run(by("aot_eager" if name in FUNCTIONALIZED else "eager"), **kw):
         assert bits or name in OTHERWISE

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from support.accelerator import DEVICE, Mesh, on_accelerator
 from support.models import LM_UNITS, WIRED, lm_batch, lm_params, lm_total
-from support.optimizers import TRANSFORMS
+from support.optimizers import ROWS, TRANSFORMS
 from support.traced import NAME, accelerator, crossed
 from support.worlds import gloo
 from torch import Tensor
@@ -61,7 +61,7 @@ def crossings(
     with on_accelerator() as apart:
         params, transform = tree.map(lambda x: x.to(DEVICE), lm_params(torch.float32)), TRANSFORMS[tx]()
         sizes = {"replicate": 2, "shard": 2} if "replicate" in str(WIRED[plan]) else {}
-        mesh, block = Mesh(**sizes), 4 if tx == "adamw_8bit" else 1
+        mesh, block = Mesh(**sizes), ROWS[tx].block
         made = fshard.make_plan(params, mesh, units=LM_UNITS, block=block, **WIRED[plan])
         state = fshard.init_state(fshard.shard_params(params, made), transform, SCALERS[scaler]())
         run = fshard.train_step(loss_of(loss, how.get("has_aux", False)), transform, **how)
@@ -182,7 +182,7 @@ def crossings_of_a_graph(device: torch.device, plan: str, tx: str, scaler: str, 
 
     def begun(params: Any) -> Any:
         sizes = {"replicate": 2, "shard": 2} if "replicate" in str(WIRED[plan]) else {"shard": 2}
-        mesh, block = fshard.AbstractMesh(NAME, **sizes), 4 if tx == "adamw_8bit" else 1
+        mesh, block = fshard.AbstractMesh(NAME, **sizes), ROWS[tx].block
         made = fshard.make_plan(params, mesh, units=LM_UNITS, block=block, **WIRED[plan])
         return fshard.init_state(fshard.shard_params(params, made), transform, tree.map(there, scale))
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import LM_UNITS, WIRED, lm_batch, lm_params, mean_loss, rand, same_bits
-from support.optimizers import TRANSFORMS
+from support.optimizers import ROWS, TRANSFORMS
 from torch import Tensor
 
 import fshard
@@ -47,7 +47,7 @@ def trained(
 ) -> tuple[Any, ...]:
     """Metrics, parameters and optimizer state after two steps, from the last rank's parameters."""
     params, transform, how = lm_params(torch.float32), TRANSFORMS[tx](), STEPS[step]
-    block = 4 if tx == "adamw_8bit" else 1
+    block = ROWS[tx].block
     made = fshard.make_plan(params, mesh, units=LM_UNITS, block=block, **PLANS[plan])
     scale = DynamicLossScale(8.0) if plan == "half" else None
     state = fshard.init_state(fshard.shard_params(params, made, src=mesh.size() - 1), transform, scale)

@@ -124,7 +124,7 @@ def holds(drawn: Drawn, tolerance: float) -> None:
         assert all(not pad.any() for part in tree.nodes(held, fshard.Sharded) for pad in padding(part))
 
 
-@examples(100)
+@examples(140)
 @given(st.data())
 def test_training_is_the_oracles(data):
     """For some tree, mesh and optimizer two steps would differ from unsharded training by more than 1e-10."""
@@ -139,7 +139,7 @@ def coarsest(drawn: Drawn) -> float:
     return max(torch.finfo(dtype).eps for dtype in (*said, *kept) if dtype is not None)
 
 
-@examples(40)
+@examples(56)
 @given(st.data())
 def test_training_in_any_precision_is_the_oracles(data):
     """For some policy training would err by more than the coarsest dtype in it allows."""

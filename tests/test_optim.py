@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,55 +12,30 @@ import torch
 import torch._dynamo.testing
 import torch.utils._pytree as pytree
 from support.models import STRATEGIES, TREES, WORLDS, padding, rand, same_bits
-from support.optimizers import TRANSFORMS
+from support.optimizers import KERNELS, ROWS, TRANSFORMS, VALUES, hyperparams, makers, returns_transform
 from support.worlds import simulated
 from torch import Tensor
 
 import fshard
 from fshard import Sharded, gather_params, optim, tree
+from fshard.core.arguments import check_hyperparams
 from fshard.layout.pieces import Parts, clear_padding_
-from fshard.optim import apply_updates
+from fshard.optim import adam_8bit, apply_updates, base, matrix, optimizers, quasi_newton
 
 Place = Callable[[Any], Any]
 over_all = pytest.mark.parametrize("name", TRANSFORMS)
 
-# They clamp, or compute in a real dtype: a complex leaf is refused.
-REAL = {"adafactor", "adamw_8bit", "lbfgs", "muon", "clip", "from_torch-Adafactor"}
 # They make an object of torch.optim's class in every update, which dynamo does not trace.
 UNCOMPILED = {name for name in TRANSFORMS if name.startswith("from_torch")}
-# Whose updates are the same without parameters; of the others, the part that asks for them where it has another name.
-FREE = {"sgd", "rmsprop", "scale", "scale_by_schedule", "clip", "clip_by_global_norm-inf", "clip_by_leaf_norm", "ema"}
-FREE |= {"every_k-clip", "with_hyperparams-schedule"}
-ASKS = {"clip_by_global_norm": "adamw", "every_k": "adamw", "by_label": "adamw", "with_hyperparams": "adamw"}
-ASKS |= {"masked": "lamb", "whole_leaves": "lamb"}
-# They end in a kernel of torch's, which rounds otherwise in a vector than in what is left over, and checks no shape.
-KERNELS = {"sgd", "sgd-all", "adam", "adamw", "adamw-schedule", "amsgrad", "clip", "clip_by_global_norm"}
-KERNELS |= {"clip_by_global_norm-inf", "clip_by_leaf_norm", "by_label", "muon"}
-# Whose state says nothing of who made it, or is looked at by no one.
-TRUSTING = {"scale", "scale_by_schedule", "every_k", "every_k-clip", "with_hyperparams", "with_hyperparams-schedule"}
-TRUSTING |= {name for name in TRANSFORMS if name.startswith("from_torch")}
-# Tensors are taken for all of these.
-HYPERPARAMS: dict[str, dict[str, float]] = {
-    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
-    "adam": {"lr": 0.1, "b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1},
-    "adamw": {"lr": 0.1, "b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1},
-    "amsgrad": {"lr": 0.1, "b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1},
-    "nadam": {"lr": 0.1, "b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1, "momentum_decay": 0.01},
-    "rmsprop": {"lr": 0.1, "alpha": 0.9, "eps": 1e-3, "weight_decay": 0.1, "momentum": 0.9},
-    "adagrad": {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-3},
-    "adadelta": {"lr": 0.5, "rho": 0.8, "eps": 1e-3, "weight_decay": 0.1},
-    "lion": {"lr": 0.1, "b1": 0.8, "b2": 0.95, "weight_decay": 0.1},
-    "schedule_free_adamw": {"lr": 0.1, "b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1},
-    "adamw_8bit": {"lr": 0.1, "b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1},
-    "lamb": {"lr": 0.1, "b1": 0.8, "b2": 0.95, "eps": 1e-3, "weight_decay": 0.1},
-    "adafactor": {"lr": 0.1, "beta2_decay": -0.7, "d": 1.5, "weight_decay": 0.1},
-    "muon": {"lr": 0.1, "weight_decay": 0.2, "momentum": 0.9},
-    "scale": {"factor": -0.1},
-    "add_decayed_weights": {"weight_decay": 0.1},
-    "clip": {"max_magnitude": 0.3},
-    "clip_by_global_norm": {"max_norm": 0.5},
-    "clip_by_leaf_norm": {"max_norm": 0.5},
-}
+TAKE_TENSORS = {name: make for name, make in makers().items() if hyperparams(make)}
+
+
+INTERNAL = {"as_transform", "checked"}  # they take a transformation
+
+
+def row_of(name: str, field: str) -> str:
+    """What to write where a law does not hold for a transformation, or hold for another reason."""
+    return f"{name}: if it must be so, write {field} in its row of ROWS in tests/support/optimizers.py"
 
 
 def tree_of(seed: int, *dtypes: torch.dtype) -> Any:
@@ -122,7 +98,7 @@ def plain(x: Any) -> Any:
 
 def sharder(name: str, mesh: Any, **strategy: Any) -> Place:
     """What cuts trees over a mesh, in three units, as a transformation wants them."""
-    block = 4 if name == "adamw_8bit" else 1
+    block = ROWS[name].block
 
     def place(x: Any) -> Any:
         return fshard.shard_params(x, fshard.make_plan(x, mesh, units=["blocks.*"], block=block, **strategy))
@@ -153,6 +129,15 @@ def clone(x: Any) -> Any:
     return tree.map(torch.clone, x)
 
 
+def refusal(call: Callable[[], Any], *errors: type[Exception]) -> str | None:
+    """The sentence of the error that a call raises, or None."""
+    try:
+        call()
+    except errors as error:
+        return str(error)
+    return None
+
+
 def keeps(name: str, params: Any, grads: Any) -> None:
     """Updates, parameters and state after an update are as they were before, by update and by step."""
     tx = TRANSFORMS[name]()
@@ -162,25 +147,47 @@ def keeps(name: str, params: Any, grads: Any) -> None:
         assert signature(run(tx, grads, state, params)) == signature((params, state))
 
 
+def test_every_transformation_is_registered():
+    """A new optimizer would be tested by nothing, or could not be imported."""
+    rows = {name.split("-")[0] for name in ROWS} | {"chain", "identity"}  # these are tested as parts of others
+    for name in makers():
+        assert name in rows, f"optim.{name}: add a row to ROWS of tests/support/optimizers.py"
+    for module in (base, optimizers, matrix, adam_8bit, quasi_newton):
+        for name, value in vars(module).items():
+            public = returns_transform(value) and value.__module__ == module.__name__ and not name.startswith("_")
+            if public and name not in INTERNAL:
+                assert name in optim.__all__, f"{module.__name__}.{name}: name it in fshard/optim/__init__.py"
+
+
+def test_a_hyperparameter_without_a_range_is_an_error():
+    """A misspelt or new hyper-parameter would be checked against a range that is not its own."""
+    sentence = (
+        "optim.nova: b3=0.5: no range is known for a hyper-parameter b3: give it one in RANGES, core/arguments.py"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(sentence)}$"):
+        check_hyperparams("nova", 0.1, b1=0.9, b3=0.5)
+
+
 @over_all
 def test_dtypes_are_kept(name):
-    """Of parameters and state: one dtype, a mixed tree, and a complex leaf, which is taken or refused."""
+    """Training in bfloat16 would go on in float32 after a step, or a complex leaf lose its imaginary part."""
+
+    real, f32, bf16, c64 = ROWS[name].real, torch.float32, torch.bfloat16, torch.complex64
+    leaf = tree_of(1, c64)["w"]
+    error = refusal(lambda: keeps(name, leaf, leaf), ValueError, RuntimeError)
+    assert real == (error is not None), f"{row_of(name, 'real=True, or not')}; with a complex leaf: {error}"
+    assert not real or "complex" in error
 
     def law(place: Place) -> None:
-        f32, bf16, c64 = torch.float32, torch.bfloat16, torch.complex64
-        for dtypes in ([f32], [bf16], [torch.float64], [f32, bf16], *([[f32, c64]] if name not in REAL else [])):
+        for dtypes in ([f32], [bf16], [torch.float64], [f32, bf16], *([] if real else [[f32, c64]])):
             keeps(name, place(tree_of(1, *dtypes)), place(tree_of(2, *dtypes)))
 
     everywhere(name, law, 2)
-    if name in REAL:
-        matrix = tree_of(1, torch.complex64)["w"]
-        with pytest.raises((ValueError, RuntimeError), match="complex"):
-            keeps(name, matrix, matrix)
 
 
 @over_all
 def test_structures_are_kept(name):
-    """Of any tree: dataclasses, named tuples, None, dicts in the order of use, one leaf."""
+    """A user whose parameters are dataclasses, named tuples or one tensor would get another tree back from a step."""
     for kind in ("leaf", "scalar", "order", "nested", "tuples", "named", "classes", "ordered", "nothing"):
         params = TREES[kind]()
         keeps(name, params, like(params, 1))
@@ -188,7 +195,7 @@ def test_structures_are_kept(name):
 
 @over_all
 def test_padding_stays_zero(name):
-    """What belongs to no leaf is zero after three updates, in parameters and in state."""
+    """Padding would get numbers, and norms, checkpoints in flat form and the next gradients with it."""
 
     def law(mesh: Any) -> int:
         tx, params, grads = start(name, sharder(name, mesh), torch.float64, torch.float32)
@@ -204,7 +211,7 @@ def test_padding_stays_zero(name):
 
 @over_all
 def test_the_number_of_ranks_makes_no_difference(name):
-    """Not to the gathered parameters and state: the same bits of what acts on every element by itself."""
+    """Training on another number of ranks would give other parameters; elementwise, other bits."""
 
     def law(place: Place) -> list[list[Tensor]]:
         tx, params, (*grads, _) = start(name, place)
@@ -217,8 +224,8 @@ def test_the_number_of_ranks_makes_no_difference(name):
         cut = functools.partial(sharder, name, **STRATEGIES[strategy])
         for got in simulated(lambda mesh, cut=cut: law(cut(mesh)), replicate=replicate, shard=shard):
             close(got, expected)
-            assert same_bits(got[0], expected[0]) or not elementwise
-            assert same_bits(got[1], expected[1]) or not elementwise or name in KERNELS
+            assert same_bits(got[0], expected[0]) or not elementwise, f"{name} is not elementwise, as it says"
+            assert same_bits(got[1], expected[1]) or not elementwise or name in KERNELS, row_of(name, "kernel=True")
 
 
 def compiled_once(tx: Any, leaves: str = "w", states: Callable[[int, Any], Any] = lambda i, state: state) -> list[Any]:
@@ -242,13 +249,13 @@ def compiled_once(tx: Any, leaves: str = "w", states: Callable[[int, Any], Any] 
 
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in UNCOMPILED])
 def test_an_update_compiles_once(name):
-    """As one graph, whatever the number of updates made."""
+    """A compiled training loop would compile again at later updates, or in pieces."""
     compiled_once(TRANSFORMS[name](), "ws" if name in ("adamw", "every_k", "by_label") else "w")
 
 
 @pytest.mark.parametrize("make", [optim.sgd, optim.adamw])
 def test_a_changed_rate_does_not_compile_again(make):
-    """A rate in the state is a tensor like any other, and counts."""
+    """Changing the rate between steps would compile again, or would be ignored."""
     tx = optim.with_hyperparams(make, lr=0.1, weight_decay=0.1)
 
     def changed(i: int, state: Any) -> Any:
@@ -261,7 +268,7 @@ def test_a_changed_rate_does_not_compile_again(make):
 
 @over_all
 def test_a_state_survives_a_round_trip(name):
-    """All its fields, through fshard.tree, torch's pytree, deepcopy and pickle; and it can be used."""
+    """A checkpoint or a copy of a state would lose a field, and training go on differently from it."""
 
     def filled(x: Tensor) -> Tensor:
         return _normal(x, x.numel()).abs() + 0.1 if x.is_floating_point() else torch.full_like(x, 7)
@@ -281,7 +288,7 @@ def test_a_state_survives_a_round_trip(name):
 
 @over_all
 def test_unknown_arguments_are_taken(name):
-    """`value` and what else an optimizer of a user's may want."""
+    """An optimizer could not be chained with a user's own that takes more arguments."""
     tx, params, (grads, *_) = start(name, plain)
     state = tx.init(params)
     for run in (by_update, by_step):
@@ -290,7 +297,7 @@ def test_unknown_arguments_are_taken(name):
 
 @over_all
 def test_nothing_given_is_changed(name):
-    """The same bits and versions of gradients, state and parameters; the same result a second time."""
+    """A step would write to the caller's tensors without `donate`, or give another result when repeated."""
 
     def law(place: Place) -> None:
         tx, params, (first, grads, _) = start(name, place)
@@ -325,26 +332,27 @@ def steps_alike(name: str, params: Any, grads: list[Any]) -> None:
 
 @over_all
 def test_a_step_is_an_update_and_its_application(name):
-    """Over plain trees, also of strided, 0-d and empty leaves, and over sharded ones."""
+    """The fused kernel would train otherwise than the formula, or a skipped step would change the state."""
     params, *grads = (odd_tree(name, 100 * i) for i in range(4))
     steps_alike(name, params, grads)
     everywhere(name, lambda place: steps_alike(name, *start(name, place)[1:]))
 
 
-@pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in TRUSTING])
+@pytest.mark.parametrize("name", [name for name in TRANSFORMS if not ROWS[name].any_state])
 def test_the_state_of_another_optimizer_is_refused(name):
-    """By update and by step, in a sentence that says who expected a state."""
+    """A checkpoint of another optimizer would be trained on in silence."""
     tx, params, (grads, *_) = start(name, plain)
     for other in ("adamw", "nadam", "rmsprop-all", "adafactor", "masked", "by_label"):
         state = TRANSFORMS[other]().init(params)
         if tree.flatten(state)[1] != tree.flatten(tx.init(params))[1]:
             for run in (by_update, by_step):
-                with pytest.raises(ValueError, match=r"^(optim\.)?\w+: .*\bstates?\b"):
-                    run(tx, grads, state, params)
+                error = refusal(lambda run=run, state=state: run(tx, grads, state, params), ValueError)
+                assert error is not None, f"{row_of(name, 'any_state=True')}; it took the state of {other}"
+                assert re.search(r"^(optim\.)?\w+: .*\bstates?\b", error)
 
 
 def test_the_state_of_other_settings_is_refused():
-    """A state with momenta, or without."""
+    """A state made without momentum would be trained on with momentum, or the reverse."""
     params, settings = rand(3, seed=1), [optim.sgd(0.1), optim.sgd(0.1, momentum=0.9)]
     for tx, other, word in zip(settings, settings[::-1], ("with", "without"), strict=True):
         for run in (by_update, by_step):
@@ -352,20 +360,29 @@ def test_the_state_of_other_settings_is_refused():
                 run(tx, params, other.init(params), params)
 
 
+@functools.cache
+def reads_params(name: str) -> bool:
+    """Whether the second update of a transformation depends on the parameters it is given."""
+    tx, params, (first, second, _) = start(name, plain)
+    params, state = by_update(tx, first, tx.init(params), params)
+    others = tree.map(lambda x: 1.5 * x + 1, params)
+    return not same_bits(*(tx.update(second, state, p)[0] for p in (params, others)))
+
+
 @over_all
 def test_gradients_of_another_structure_are_refused(name):
-    """By step, and by update where it reads parameters: a leaf missing, another key, a list."""
+    """Gradients would be applied to the wrong leaves."""
     tx, params, (grads, *_) = start(name, plain)
     missing, renamed = {k: grads[k] for k in ("w", "s")}, {k.replace("tail", "end"): g for k, g in grads.items()}
     for wrong in (missing, renamed, list(grads.values())):
-        for run in (by_step, *([] if name in FREE else [by_update])):
+        for run in (by_step, *([by_update] if reads_params(name) else [])):
             with pytest.raises(ValueError, match=r"differ|mismatch|structure|[Ee]xpected"):
                 run(tx, wrong, tx.init(params), params)
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS))
 def test_a_gradient_of_another_shape_is_refused(name):
-    """By step: a kernel would read beyond it."""
+    """A kernel of torch's would read beyond the memory of a gradient."""
     tx, params, (grads, *_) = start(name, plain)
     for leaf, shape in (("w", (3,)), ("w", (1,)), ("w", (15,)), ("tail", (3,))):
         with pytest.raises(ValueError, match=f"'{leaf}'"):
@@ -373,29 +390,46 @@ def test_a_gradient_of_another_shape_is_refused(name):
 
 
 @over_all
-def test_parameters_are_needed_or_not(name):
-    """Without them an update is the same, or says who needs them."""
+def test_parameters_are_asked_for_where_they_are_read(name):
+    """An update without the parameters it reads would be wrong, or fail without a sentence that says so."""
     tx, params, (grads, *_) = start(name, plain)
     state = tx.init(params)
-    if name in FREE:
+    if not reads_params(name):
         assert same_bits(tx.update(grads, state), tx.update(grads, state, params))
-    else:
-        asks = ASKS.get(name, name.split("-")[0])
-        with pytest.raises(ValueError, match=f"optim.{asks}: its update needs the parameters"):
-            tx.update(grads, state)
+        return
+    asks, error = ROWS[name].asks or name.split("-")[0], refusal(lambda: tx.update(grads, state), ValueError)
+    assert error is not None, (
+        f"{name} reads the parameters and must say so: Needs(params=True), or Rule(reads_params=True)"
+    )
+    assert f"optim.{asks}: its update needs the parameters" in error, row_of(name, "asks=...")
 
 
 @pytest.mark.parametrize("make", [optim.adam, optim.adamw, optim.amsgrad, optim.nadam, optim.adadelta, optim.lion])
 def test_without_decay_no_parameters_are_needed(make):
-    """Those of the registry decay."""
+    """A user who updates without parameters, and without weight decay, would be asked for them."""
     tx, (_, params, (grads, *_)) = make(0.1, weight_decay=0), start("sgd", plain)
     assert same_bits(tx.update(grads, tx.init(params)), tx.update(grads, tx.init(params), params))
 
 
-@pytest.mark.parametrize("name", HYPERPARAMS)
+def values_of(name: str) -> dict[str, float]:
+    """Values of the hyper-parameters that may be tensors."""
+    for key in hyperparams(TAKE_TENSORS[name]):
+        assert key in VALUES, f"optim.{name}: give {key!r} a value in VALUES of tests/support/optimizers.py"
+    return {key: VALUES[key] for key in hyperparams(TAKE_TENSORS[name])}
+
+
+@pytest.mark.parametrize("name", TAKE_TENSORS)
+def test_hyperparameters_are_checked(name):
+    """A wrong hyper-parameter would fail in the first step, or never, and not where the optimizer is made."""
+    for key in values_of(name):
+        with pytest.raises(TypeError, match=f"^optim.{name}: {key}='x': expected a number"):
+            TAKE_TENSORS[name](**values_of(name) | {key: "x"})
+
+
+@pytest.mark.parametrize("name", TAKE_TENSORS)
 def test_hyperparameters_may_be_tensors(name):
-    """0-d ones, given or in the state, give what numbers give, and do not change a dtype."""
-    make, numbers = getattr(optim, name), HYPERPARAMS[name]
+    """A hyper-parameter as a tensor would train otherwise than as a number, or change a dtype."""
+    make, numbers = TAKE_TENSORS[name], values_of(name)
     tensors = {key: torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()}
     params, *grads = (tree_of(100 * i) for i in range(4))
     for run in (by_update, by_step):
@@ -408,7 +442,7 @@ def test_hyperparameters_may_be_tensors(name):
 
 @pytest.mark.parametrize("make", [optim.sgd, optim.adamw, optim.lamb, optim.adafactor, optim.muon])
 def test_rates_of_every_kind(make):
-    """A number, a tensor, a schedule, and a function that reads its count give the same."""
+    """A rate from a schedule or a tensor would train otherwise than the same number."""
     tensor = torch.tensor(0.1, dtype=torch.float64)
     rates = [0.1, tensor, lambda count: tensor, lambda count: 0.1 if count < 9 else 0.0]
     params, *grads = (tree_of(100 * i) for i in range(4))
@@ -420,7 +454,7 @@ def test_rates_of_every_kind(make):
 
 @over_all
 def test_a_sparse_gradient_is_taken_or_refused(name):
-    """It gives what the dense one gives, or an error that names its leaf. Plain SGD takes it."""
+    """A sparse embedding's gradient would be applied wrongly, or fail with an error that does not say which leaf."""
     tx, params, (grads, *_) = start(name, plain)
     sparse = torch.sparse_coo_tensor([[0, 4]], rand(2, 3, seed=1), (5, 3), check_invariants=True)
     state = tx.init(params)
@@ -437,7 +471,7 @@ def test_a_sparse_gradient_is_taken_or_refused(name):
 
 
 def test_nesterov_needs_momentum():
-    """As in torch."""
+    """nesterov=True without momentum would be ignored in silence."""
     with pytest.raises(ValueError, match="nesterov=True needs a momentum"):
         optim.sgd(0.1, nesterov=True)
 
@@ -455,7 +489,7 @@ def clipped(mesh: Any, over: Any) -> Any:
 
 @pytest.mark.parametrize("shard", [1, 3])
 def test_gradients_that_are_views_are_clipped(shard):
-    """Those of whole parameters whose state is cut, and those of a label: as all others."""
+    """Gradients that are views into rows would stay unclipped: those of a label, or where only the state is cut."""
     runs = [simulated(clipped, STRATEGIES[name], shard=shard)[0] for name in ("full", "zero1")]
     assert all(same_bits(run, runs[0][0]) for both in runs for run in both)
     assert not same_bits(runs[0][0], {"w": rand(5, 3, seed=1), "b": rand(7, seed=2)})
@@ -464,7 +498,7 @@ def test_gradients_that_are_views_are_clipped(shard):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["sgd", "sgd-all", "adam", "adamw", "amsgrad"])
 def test_long_rows_are_updated_as_the_reference_says(name, dtype):
-    """Full vectors of a processor, and what is left over, in torch's fused kernels: 67 elements, three updates."""
+    """A fused kernel would be wrong in whole vectors or in what is left over, in a half-precision dtype."""
     tx, one = TRANSFORMS[name](), rand(67, seed=1, dtype=dtype)
     other, first, second = one, tx.init(one), tx.init(one)
     for i in range(3):

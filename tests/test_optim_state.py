@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.optim as to
 from support.models import WORLDS, rand, same_bits
-from support.optimizers import TRANSFORMS
+from support.optimizers import ROWS, TRANSFORMS
 from support.worlds import gloo, simulated
 from torch import Tensor, nn
 
@@ -37,7 +37,7 @@ START, *GRADS = (tree_of(i) for i in range(6))
 
 def parted(tx: Any, how: str, mesh: Any, start: Any = START) -> tuple[Any, Make]:
     """A transformation over one of the partitions, and a function that places trees for it."""
-    block = 4 if tx is TXS["adamw_8bit"] else 1
+    block = max((ROWS[name].block for name, made in TXS.items() if made is tx), default=1)
     if how in ("sharded", "units"):
         plan = fshard.make_plan(start, mesh, units=["blocks.*"] if how == "sharded" else 12, block=block)
         return tx, lambda x: fshard.shard_params(x, plan)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
+from support.optimizers import makers
 
 import fshard
 from fshard import tree
+from fshard.optim import optimizers
 from fshard.testing import strategies
 
 PARAMS = {"w": torch.ones(4, 3), "blocks": [{"b": torch.ones(2)}, {"b": torch.ones(2, dtype=torch.int64)}]}
@@ -74,13 +76,15 @@ def test_what_is_drawn_is_taken(data):
 
 
 def test_transforms_say_how_they_were_made():
-    """Ten drawn transforms have ten names and are made anew: otherwise a failure's report would not tell which one
-    failed."""
+    """Drawn transforms have names of their own and are made anew: otherwise a failure's report would not tell which
+    one failed. Every elementwise optimizer but lion is among them."""
     drawn = dict[str, Any]()
-    for _ in range(10):
+    for _ in range(14):
         one = find(strategies.transforms(), lambda x: str(x) not in drawn, settings=ONCE)
         drawn[str(one)] = one.make()
     assert all(isinstance(tx, fshard.optim.Transform) for tx in drawn.values())
+    elementwise = [name for name in makers() if vars(optimizers).get(name) is not None]
+    assert {name for name in elementwise if f" {name}(" not in " ".join(["", *drawn])} == {"lion"}
 
 
 def test_without_hypothesis_the_error_says_so(monkeypatch):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import NARROW, STRATEGIES, padding, rand, same_bits
-from support.optimizers import TRANSFORMS
+from support.optimizers import KERNELS, ROWS, TRANSFORMS
 from support.worlds import simulated
 
 import fshard
@@ -26,11 +26,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Compared to 1e-12, relative: torch's kernels round in another way than the reference, and from_torch computes an
 # update as the difference of new and old parameters.
-ROUNDED = {"sgd", "sgd-all", "adam", "adamw", "adamw-schedule", "amsgrad", "clip", "clip_by_global_norm"}
-ROUNDED |= {"clip_by_global_norm-inf", "clip_by_leaf_norm", "by_label", "muon", "with_hyperparams"}
-ROUNDED |= {"with_hyperparams-schedule", *(name for name in TRANSFORMS if name.startswith("from_torch"))}
-# Blocks of adamw_8bit must not lie in two leaves; among the leaves of a label they would.
-UNLABELLED = {"adamw_8bit"}
+ROUNDED = KERNELS | {name for name in TRANSFORMS if name.startswith(("from_torch", "with_hyperparams"))}
+# Their blocks must not lie in two leaves; among the leaves of a label they would.
+UNLABELLED = {name for name, row in ROWS.items() if row.block > 1}
 
 
 def _matrices(path: str, leaf: torch.Tensor) -> bool:
@@ -514,10 +512,7 @@ def test_a_pattern_of_labels_that_fits_nothing_is_an_error() -> None:
     inner.init(fshard.shard_params(params, fshard.make_plan(params, frozen="head")).trainable)
 
 
-REAL = {"adamw_8bit", "adafactor", "muon", "lbfgs", "clip", "from_torch-Adafactor"}
-
-
-@pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in REAL])
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.real])
 def test_lazily_conjugated_gradients_are_taken(name: str) -> None:
     """Conjugated views as parameters or gradients give the updates of their values: otherwise imaginary parts would
     change sign."""

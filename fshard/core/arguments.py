@@ -91,7 +91,9 @@ def check_has(name: str, value: object, methods: Sequence[str], what: str, remed
 
 
 # The range [least, below) of each hyper-parameter; torch.optim's constructors have the same ranges.
-_RANGES: dict[str, tuple[float, float]] = {
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(["lr", "lr_decay", "weight_decay", "momentum", "momentum_decay", "alpha"], (0, torch.inf)),
+    **dict.fromkeys(["eps", "eps[0]", "eps[1]", "initial_accumulator_value"], (0, torch.inf)),
     **dict.fromkeys(["b1", "b2"], (0, 1)),
     **dict.fromkeys(["rho", "decay"], (0, 1 + 1e-15)),  # 1 itself is allowed
     **dict.fromkeys(["factor", "weight_power"], (-torch.inf, torch.inf)),
@@ -103,10 +105,15 @@ _RANGES: dict[str, tuple[float, float]] = {
 def check_hyperparams(optimizer: str, rate: object = 0.0, **numbers: object) -> None:
     """Raise for hyper-parameters that are neither numbers in their range nor 0-d tensors; `rate` may be a schedule.
 
-    Values of tensors are not read.
+    Values of tensors are not read. A name that `RANGES` does not have is a TypeError.
     """
     for name, value in {"lr": rate, **numbers}.items():
-        least, below = _RANGES.get(name, (0, torch.inf))
+        if name not in RANGES:
+            raise TypeError(
+                f"optim.{optimizer}: {name}={shown(value)}: no range is known for a hyper-parameter {name}: "
+                "give it one in RANGES, core/arguments.py"
+            )
+        least, below = RANGES[name]
         scheduled = name == "lr" and callable(value) and not isinstance(value, type)
         if scheduled or (isinstance(value, Tensor) and not value.dim()):
             continue

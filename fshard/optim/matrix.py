@@ -109,7 +109,7 @@ def adafactor(
     lr: Rate = 1e-2,
     beta2_decay: Number = -0.8,
     eps: tuple[float | None, float] = (None, 1e-3),
-    d: float = 1.0,
+    d: Number = 1.0,
     weight_decay: Number = 0.0,
 ) -> Transform:
     """Second moments of matrices kept as means of rows and of columns: nu = row col / mean(row).

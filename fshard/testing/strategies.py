@@ -5,8 +5,10 @@ No other module of fshard imports this module, because it needs hypothesis (`pip
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,7 +143,7 @@ class Named:
         return self.text
 
 
-_TRANSFORMS = (
+_CHOSEN = (
     Named("sgd(0.1)", lambda: optimizers.sgd(0.1)),
     Named("sgd(0.1, momentum=0.9, nesterov=True)", lambda: optimizers.sgd(0.1, momentum=0.9, nesterov=True)),
     Named("adamw(0.01)", lambda: optimizers.adamw(0.01)),
@@ -162,6 +164,19 @@ _TRANSFORMS = (
     Named("every_k(sgd(0.1), 2)", lambda: every_k(optimizers.sgd(0.1), 2)),
     Named("lamb(0.01)", lambda: matrix.lamb(0.01)),
 )
+
+
+def _others() -> Iterator[Named]:
+    """Yield every other function of `optim.optimizers` that makes an optimizer, with its defaults at a rate of 0.01."""
+    chosen = {named.text.partition("(")[0] for named in _CHOSEN}
+    for name, make in vars(optimizers).items():
+        own = inspect.isfunction(make) and make.__module__ == optimizers.__name__ and not name.startswith("_")
+        # The sign that lion takes turns with a rounding of a gradient near zero: no two correct runs would agree.
+        if own and make.__annotations__.get("return") == "Transform" and name not in chosen | {"lion"}:
+            yield Named(f"{name}(0.01)", partial(make, 0.01))
+
+
+_TRANSFORMS = (*_CHOSEN, *_others())
 
 
 def transforms() -> st.SearchStrategy[Named]:
