@@ -47,7 +47,7 @@ def _world(state: Tree) -> tuple[AnyMesh, Axes]:
 
 
 def _along(layout: Layout, rank: int) -> int:
-    """The number along a layout's axes of a rank of the mesh."""
+    """The number along a layout's axes of the rank that has number `rank` in the mesh."""
     sizes = axis_sizes(layout.mesh)
     digits = dict[str, int]()
     for axis in reversed(sizes):
@@ -59,7 +59,7 @@ def _along(layout: Layout, rank: int) -> int:
 
 
 def _chunks(layout: Layout) -> Iterator[list[int]]:
-    """The leaves, a few at a time."""
+    """Yield the numbers of the leaves in chunks of about `_CHUNK` elements."""
     chunk, numel = list[int](), 0
     for number in layout.numbers:
         chunk.append(number)
@@ -191,7 +191,7 @@ def _broadcast(x: Tensor, mesh: AnyMesh, src: int) -> Tensor:
 
 
 class _Field(NamedTuple):
-    """A tensor of a state: its key in the whole state, its path without leaf and labels, the leaves it belongs to."""
+    """A tensor of a state: its key in the whole state, its path without leaf and label, and the leaves it belongs to."""
 
     key: str
     path: str
@@ -389,7 +389,7 @@ def _path(key: str | int, order: Sequence[str]) -> str:
 
 
 def _by_path(saved: Mapping[str, Tree], order: Sequence[str]) -> dict[str, Mapping[str, Tree]]:
-    """What torch kept of each parameter, by the leaf's path. ValueError for a path that is not in `order`."""
+    """The entry of each parameter in torch's state dict, by the path of its leaf. ValueError for a path that is not in `order`."""
     entries = {_path(key, order): entry for key, entry in saved["state"].items()}
     if unknown := [path for path in entries if path not in order]:
         raise ValueError(f"load_state_dict: the state has {unknown[0]!r}, which is no leaf of the tree: {order[:6]}")

@@ -29,7 +29,7 @@ Run = Callable[[Tree, "TorchState", Tree, Settings], "TorchState"]
 
 
 class TorchState(NamedTuple):
-    """What the class keeps, by torch's names: trees of the parameters' structure, and 0-d tensors for all rows."""
+    """The class's state by torch's names: trees of the structure of the parameters, and 0-d tensors for all rows."""
 
     tensors: dict[str, Tree]
     scalars: dict[str, Tensor]
@@ -64,7 +64,7 @@ def from_torch(cls: type[Optimizer], **hyperparams: object) -> Transform:
 
 
 def _on_rows(cls: type[Optimizer], hyperparams: Settings) -> Transform:
-    """A class of torch.optim that acts on every element by itself: it runs on rows, whichever leaves they hold."""
+    """A class of torch.optim whose updates are elementwise: it runs on flat rows, whichever leaves they hold."""
     dummy = torch.zeros(1, dtype=torch.float32, device="cpu")  # a parameter for a rank without rows
     scalars = {name for name, x in _begin(cls, hyperparams, dummy).items() if not x.dim()}
 
@@ -113,7 +113,7 @@ def _on_leaves(cls: type[Optimizer], hyperparams: Settings) -> Transform:
 def _stepped(
     cls: type[Optimizer], hyperparams: Settings, rows: list[Tensor], grads: Sequence[Tensor], entries: Sequence[Entry]
 ) -> list[Entry]:
-    """Run one step of the class, in place on `rows`, from what it kept of each; return what it keeps of each now."""
+    """Run one step of the class, in place on `rows`, with the state of each row; return the new state of each."""
     optimizer = cls(rows, **hyperparams)
     for row, g, entry in zip(rows, grads, entries, strict=True):
         # torch's optimizers take real views of complex tensors, which a lazily conjugated one (z.conj()) has not
@@ -156,7 +156,7 @@ def _check_class(cls: object) -> None:
 
 
 def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
-    """What a class of torch.optim keeps of a parameter before its first update."""
+    """The state that a class of torch.optim makes for a parameter before its first update."""
     row = row.detach()
     optimizer: Any = cls([row], **hyperparams)  # `_init_group` is a method of each class, not of `Optimizer`
     row.grad = torch.zeros_like(row)
@@ -184,7 +184,7 @@ def _like_params(entries: Sequence[Entry], params: Tree, first: Entry, scalars: 
 
 
 def _by_name(layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> dict[str, Pieces]:
-    """Everything a class keeps of whole leaves, by the class's names for it.
+    """The state that a class keeps of whole leaves, by the class's names.
 
     `shapes` has an entry for every leaf, of tensors whose shapes and dtypes alone count; `local_entries` those of the
     leaves that this rank holds.
@@ -207,7 +207,7 @@ def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_ent
 
 
 def _by_row(state: TorchState, num_rows: int) -> list[Entry]:
-    """What the class keeps of each row, each with its own copy of the 0-d tensors, which a step writes to."""
+    """The state of each row, each with its own copy of the 0-d tensors, because a step writes to them."""
     columns = {name: tree.leaves(x) for name, x in state.tensors.items()}
     return [
         {name: rows[i] for name, rows in columns.items()} | {name: x.clone() for name, x in state.scalars.items()}
@@ -216,7 +216,7 @@ def _by_row(state: TorchState, num_rows: int) -> list[Entry]:
 
 
 def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
-    """What the class keeps of each of this rank's leaves, in the order of the layout's rows."""
+    """The state of each of this rank's leaves, in the order of the layout's rows."""
     numbers = [s.leaf for s in layout.mine]
     entries: dict[int, Entry] = {n: {} for n in numbers}
     for name, x in state.tensors.items():
@@ -226,7 +226,7 @@ def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
 
 
 def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
-    """A class of the user's: a step with gradients of zero shows what it keeps, and its first real step makes that."""
+    """A class of the user's. A step with zero gradients shows which state it keeps; its first real step makes the state."""
     _check_apart(cls, hyperparams)
     first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
     # Python numbers are 0-d tensors in the state, and turned back into their types for the class
@@ -291,7 +291,7 @@ def _check_apart(cls: type[Optimizer], hyperparams: Settings) -> None:
 
 
 def _check_names(cls: type[Optimizer], names: set[str], state: TorchState) -> None:
-    """Raise ValueError if a step made something by a new name: the state's structure must not change."""
+    """Raise ValueError if a step made state under a new name: the structure of the state must not change."""
     if late := names - state.tensors.keys():
         raise ValueError(
             f"from_torch: {cls.__name__} keeps {min(late)!r} of a parameter, which its first step with a gradient of "
@@ -305,7 +305,7 @@ def _value(x: Tensor | float) -> Tensor:
 
 
 def _first_step(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Numbers:
-    """What a class keeps of a parameter after a step with a gradient of zero.
+    """The state that a class keeps of a parameter after a step with a gradient of zero.
 
     ValueError if it keeps what the state of a transformation cannot hold.
     """

@@ -46,7 +46,7 @@ class Recipe:
 
 
 class StepGradients(NamedTuple):
-    """What the forwards and backwards of one step give.
+    """The results of the forwards and backwards of one step.
 
     `grads` are multiplied by the loss scale, and divided as if every micro-batch counted as much as the first;
     multiplying them by `share` (a 0-d tensor, or None for 1) corrects this. `lost` is what the plan's gradient wire has

@@ -83,7 +83,7 @@ def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree
 
 
 def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Plan, rank: int) -> Tensor:
-    """What rank 0's first micro-batch counts, on every rank; NaN if ranks have different numbers of rows.
+    """The count of rank 0's first micro-batch, on every rank; NaN if ranks have different numbers of rows.
 
     One small collective, whose text says the rows: ranks that compare calls raise. Where none does, n ranks have equal
     rows exactly if n times the sum of squares is the square of the sum.
