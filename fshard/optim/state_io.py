@@ -191,7 +191,7 @@ def _broadcast(x: Tensor, mesh: AnyMesh, src: int) -> Tensor:
 
 
 class _Field(NamedTuple):
-    """A tensor of a state: its key in the whole state, its path without leaf and label, and the leaves it belongs to."""
+    """A tensor of a state: its key in the whole state, its path without leaf and label, and its leaves."""
 
     key: str
     path: str
@@ -389,7 +389,7 @@ def _path(key: str | int, order: Sequence[str]) -> str:
 
 
 def _by_path(saved: Mapping[str, Tree], order: Sequence[str]) -> dict[str, Mapping[str, Tree]]:
-    """The entry of each parameter in torch's state dict, by the path of its leaf. ValueError for a path that is not in `order`."""
+    """The entry of each parameter in torch's state dict, by leaf path. ValueError for a path not in `order`."""
     entries = {_path(key, order): entry for key, entry in saved["state"].items()}
     if unknown := [path for path in entries if path not in order]:
         raise ValueError(f"load_state_dict: the state has {unknown[0]!r}, which is no leaf of the tree: {order[:6]}")

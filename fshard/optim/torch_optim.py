@@ -226,7 +226,7 @@ def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
 
 
 def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
-    """A class of the user's. A step with zero gradients shows which state it keeps; its first real step makes the state."""
+    """A class of the user's: a step with zero gradients shows which state it keeps; its first real step makes it."""
     _check_apart(cls, hyperparams)
     first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
     # Python numbers are 0-d tensors in the state, and turned back into their types for the class
