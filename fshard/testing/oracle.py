@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +13,16 @@ from ..core import tree
 from ..core.arguments import wrong
 from ..core.random import seeded
 from ..core.scalars import double
-from ..core.tree import Spec, detached, flatten, map, unflatten
+from ..core.tree import Spec, Tree, detached, flatten, map, unflatten
 from ..layout.layout import Leaf
-from ..optim.base import Transform, any_found, as_transform, clip_factor
+from ..optim.base import FoundInf, Label, Transform, any_found, as_transform, clip_factor
 from ..optim.labels import Labels, label_of
 from ..optim.state_io import gather_state
 from ..sharding.grad import Mean, Sum, check_loss
 from ..sharding.precision import Policy, Precision, policy_of, precisions
 from ..sharding.sharded import gather_params
 from ..sharding.units import Where, claim_leaves, claim_policies
-from ..train.loss_scale import NoLossScale
+from ..train.loss_scale import LossScale, NoLossScale
 from ..train.step import TrainState
 
 
@@ -36,7 +36,7 @@ class Oracle(NamedTuple):
     """
 
     init: Callable[..., TrainState]
-    step: Callable[..., tuple[TrainState, dict[str, Any]]]
+    step: Callable[..., tuple[TrainState, dict[str, Tree]]]
 
 
 @dataclass(frozen=True)
@@ -49,34 +49,34 @@ class _Whole:
     trained: list[str]
     precision: dict[str, Precision]
 
-    def tree(self, values: Mapping[str, Tensor]) -> Any:
+    def tree(self, values: Mapping[str, Tensor]) -> Tree:
         return unflatten(self.spec, [values[path] for path in self.places])
 
 
-def _whole(params: Any, frozen: Where, policy: Policy) -> _Whole:
+def _whole(params: Tree, frozen: Where, policy: Policy) -> _Whole:
     flat, spec = flatten(params)
-    paths, first = tree.paths(spec), dict[int, str]()
-    still = dict(zip(paths, claim_leaves(params, spec, frozen, "frozen"), strict=True))
-    kinds = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, policy), policy)
-    places = [first.setdefault(id(leaf), path) for leaf, path in zip(flat, paths, strict=True)]
+    paths, first_path = tree.paths(spec), dict[int, str]()  # first_path: by the identity of a tensor
+    is_frozen = dict(zip(paths, claim_leaves(params, spec, frozen, "frozen"), strict=True))
+    precision = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, policy), policy)
+    places = [first_path.setdefault(id(leaf), path) for leaf, path in zip(flat, paths, strict=True)]
     values = {path: leaf for leaf, path, place in zip(flat, paths, places, strict=True) if path == place}
-    trained = [path for path, x in values.items() if (x.is_floating_point() or x.is_complex()) and not still[path]]
-    return _Whole(spec, places, values, trained, dict(zip(paths, kinds, strict=True)))
+    trained = [path for path, x in values.items() if (x.is_floating_point() or x.is_complex()) and not is_frozen[path]]
+    return _Whole(spec, places, values, trained, dict(zip(paths, precision, strict=True)))
 
 
 class _Out(NamedTuple):
     """The result of the forward pass of one rank and micro-batch."""
 
-    total: Tensor
-    weight: Tensor
-    kind: type
-    live: dict[str, Tensor]
-    extra: Any
-    aux: Any
+    total: Tensor  # ()
+    weight: Tensor  # (): the count of a `Mean`, else 1
+    kind: type  # Mean, Sum or Tensor
+    live: dict[str, Tensor]  # the parameters that the loss was called with, by path
+    extra: Tree
+    aux: Tree
 
 
 def oracle(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Tree],
     tx: Transform,
     *,
     frozen: Where = None,
@@ -104,7 +104,7 @@ def oracle(
     check_loss(loss_fn)
     tx, policy = as_transform(tx), policy_of(policy)
 
-    def init(params: Any, loss_scale: Any = None, seed: int = 0, extra: Any = None) -> TrainState:
+    def init(params: Tree, loss_scale: LossScale | None = None, seed: int = 0, extra: Tree = None) -> TrainState:
         whole = _whole(params, frozen, policy)
         values = {path: x.detach().to(whole.precision[path].storage).clone() for path, x in whole.values.items()}
         opt_state = tx.init({path: values[path] for path in whole.trained})
@@ -112,15 +112,16 @@ def oracle(
         step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
         return TrainState(whole.tree(values), opt_state, scaler, step, rng, extra)
 
-    def step(state: TrainState, batches: Sequence[Any], *args: Any) -> tuple[TrainState, dict[str, Any]]:
+    def step(state: TrainState, batches: Sequence[Tree], *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         _check_batches(batches)
         whole = _whole(state.params, frozen, policy)
 
-        def forwards(rank: int, batch: Any) -> list[_Out]:
+        def forwards(rank: int, batch: Tree) -> list[_Out]:
+            """Return the results of one rank's micro-batches; each gets the `extra` of the one before."""
             row, extra = list[_Out](), state.extra[rank] if with_extra else None
             for i, part in enumerate(_cut(batch, accumulate)):
-                given = [*[extra] * with_extra, *policy.inputs([part]), *args]
-                row.append(_forward(loss_fn, whole, given, state, rank, i, policy, (has_aux, with_extra)))
+                loss_args = [*[extra] * with_extra, *policy.inputs([part]), *args]
+                row.append(_forward(loss_fn, whole, loss_args, state, rank, i, policy, (has_aux, with_extra)))
                 extra = row[-1].extra
             return row
 
@@ -128,19 +129,20 @@ def oracle(
         loss, divisor = _loss(outs)
         seed = state.loss_scale.scale(1 / divisor)
         grads = _gradients(outs, whole, (seed, -seed * loss))  # d(T / C) = dT / C - (T / C) dC / C
-        found = _found(grads, whole, skip_labels)
-        found = map(lambda bad: torch.maximum(bad, divisor.isnan().float().to(bad.device)), found)
+        found_inf = _nonfinite(grads, whole, skip_labels)
+        # If all counts are 0 the divisor is NaN: skip every label, also those whose gradients are zeros (not used).
+        found_inf = map(lambda bad: torch.maximum(bad, divisor.isnan().float().to(bad.device)), found_inf)
         grads = {path: g * (1 / float(state.loss_scale.value)) for path, g in grads.items()}
         norm = _norm(grads, whole)
         if clip_norm is not None:
             grads = {path: g * clip_factor(norm, clip_norm).to(g.real.dtype) for path, g in grads.items()}
         grads = {path: g.to(whole.values[path].dtype) for path, g in grads.items()}
-        skip = None if isinstance(state.loss_scale, NoLossScale) else found
-        own = {path: whole.values[path] for path in whole.trained}
-        new, opt_state = tx.step(grads, state.opt_state, own, skip)
-        params, scaler = whole.tree({**whole.values, **new}), state.loss_scale.adjust(found)
-        found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
-        metrics: dict[str, Any] = {"loss": loss.to(outs[0][0].total.dtype), "grad_norm": norm, "found_inf": found_inf}
+        skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf
+        trained = {path: whole.values[path] for path in whole.trained}
+        new, opt_state = tx.step(grads, state.opt_state, trained, skip)
+        params, scaler = whole.tree({**whole.values, **new}), state.loss_scale.adjust(found_inf)
+        any_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
+        metrics: dict[str, Tree] = {"loss": loss.to(outs[0][0].total.dtype), "grad_norm": norm, "found_inf": any_inf}
         if has_aux:
             metrics["aux"] = [[out.aux for out in row] if accumulate > 1 else row[0].aux for row in outs]
         extra = state.extra
@@ -151,21 +153,22 @@ def oracle(
     return Oracle(init, step)
 
 
-def _check_batches(batches: Any) -> None:
+def _check_batches(batches: object) -> None:
     if not isinstance(batches, list | tuple) or not batches:
         raise TypeError(f"oracle: {wrong('batches', batches, 'a list of the batches of all ranks, one for each')}")
 
 
-def _cut(batch: Any, num: int) -> list[Any]:
+def _cut(batch: Tree, num: int) -> list[Tree]:
+    """Return micro-batches: leaves with dimensions are cut along the first one, and all others are repeated."""
     flat, spec = flatten(batch)
     cuts = [x.tensor_split(num) if isinstance(x, Tensor) and x.dim() else [x] * num for x in flat]
     return [unflatten(spec, [cut[i] for cut in cuts]) for i in range(num)] if num > 1 else [batch]
 
 
 def _forward(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Tree],
     whole: _Whole,
-    given: Sequence[Any],
+    loss_args: Sequence[Tree],
     state: TrainState,
     rank: int,
     part: int,
@@ -177,8 +180,8 @@ def _forward(
         live[path].requires_grad_()
     device = next((x.device for x in live.values()), torch.device("cpu"))
     with torch.enable_grad(), seeded(state.rng, state.step, rank, part, device):
-        out, (has_aux, with_extra) = loss_fn(whole.tree(live), *given), returns
-    loss, *more = out if has_aux or with_extra else (out,)
+        out, (has_aux, with_extra) = loss_fn(whole.tree(live), *loss_args), returns
+    loss, *more = out if has_aux or with_extra else (out,)  # (loss, extra, aux)
     extra = detached(more.pop(0)) if with_extra else None
     loss, aux = policy.cast((loss, more[0] if has_aux else None), "output")
     if isinstance(loss, Mean):
@@ -190,7 +193,7 @@ def _forward(
 def _loss(outs: Sequence[Sequence[_Out]]) -> tuple[Tensor, Tensor]:
     """Return the loss over all ranks and micro-batches, and the divisor of its total (NaN if all counts are 0)."""
     flat = [row[part] for part in range(len(outs[0])) for row in outs]
-    total = torch.stack([out.total.detach().double() for out in flat]).sum()
+    total = torch.stack([out.total.detach().double() for out in flat]).sum()  # (micro-batches * W,) -> ()
     count = torch.tensor(sum(float(out.weight.detach()) for out in flat), dtype=torch.float64, device=total.device)
     divisor = torch.ones_like(count) if flat[0].kind is Sum else torch.where(count == 0, torch.nan, count)
     return total / divisor, divisor
@@ -205,31 +208,31 @@ def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seeds: Sequence[Te
     for part in range(len(outs[0])):
         by_rank = [_backward(row[part], whole, seeds) for row in outs]
         for path in whole.trained:
-            kept = whole.precision[path]
-            rows = [grads[path].to(kept.reduce) for grads in by_rank]
-            total = rows[0].to(torch.promote_types(kept.reduce, torch.float32))
-            for row in rows[1:]:
+            precision = whole.precision[path]
+            rows = [grads[path].to(precision.reduce) for grads in by_rank]
+            total = rows[0].to(torch.promote_types(precision.reduce, torch.float32))
+            for row in rows[1:]:  # one after the other: the sum of a stack may be in another order
                 total = total + row
-            sums[path] = total.to(kept.grads) + sums[path] if part else total.to(kept.grads)
+            sums[path] = total.to(precision.grads) + sums[path] if part else total.to(precision.grads)
     return sums
 
 
 def _backward(out: _Out, whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Tensor]:
     leaves = [out.live[path] for path in whole.trained]
     pairs = [(x, seed.to(x.dtype)) for x, seed in zip((out.total, out.weight), seeds, strict=True) if x.requires_grad]
-    outs, given = [x for x, _ in pairs], [seed for _, seed in pairs]
-    found = torch.autograd.grad(outs, leaves, given, allow_unused=True, materialize_grads=True)
-    return dict(zip(whole.trained, found, strict=True))
+    outs, grad_outputs = [x for x, _ in pairs], [seed for _, seed in pairs]
+    grads = torch.autograd.grad(outs, leaves, grad_outputs, allow_unused=True, materialize_grads=True)
+    return dict(zip(whole.trained, grads, strict=True))
 
 
-def _found(grads: Mapping[str, Tensor], whole: _Whole, labels: Labels) -> Any:
+def _nonfinite(grads: Mapping[str, Tensor], whole: _Whole, labels: Labels) -> FoundInf:
     """Return 1 if any gradient is not finite, else 0; with `labels`, a dict of such numbers by label."""
-    found = dict[Any, list[Tensor]]()
+    leaves = dict[Label | None, list[Tensor]]()  # by label: () for each leaf
     for path, g in grads.items():
         leaf = Leaf(path, tuple(g.shape), whole.values[path].dtype)
         label = None if labels is None else label_of(leaf, labels)
-        found.setdefault(label, []).append((~g.isfinite()).any().float())
-    by_label = {label: torch.stack(bad).amax() for label, bad in found.items()}
+        leaves.setdefault(label, []).append((~g.isfinite()).any().float())
+    by_label = {label: torch.stack(bad).amax() for label, bad in leaves.items()}
     return by_label.get(None, torch.zeros((), dtype=torch.float32, device="cpu")) if labels is None else by_label
 
 

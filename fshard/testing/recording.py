@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,10 +27,13 @@ from ..core import tree
 from ..core.arguments import check_function, wrong
 from ..core.donation import DonatedError
 from ..core.scalars import double
-from ..core.tree import flatten, map, unflatten
+from ..core.tree import Tree, flatten, map, unflatten
 from ..sharding.sharded import Sharded
+from ..train.step import TrainState
 
+Step = Callable[..., tuple[TrainState, dict[str, Tree]]]  # step(state, batch, *args) -> (state, metrics)
 Steps = Collection[int] | Callable[[int], bool] | None
+Json: TypeAlias = dict[str, Any]  # an object that json.loads gives: Python has no type for JSON
 _FORMAT = 2
 _MOST = 1 << 20  # ranks
 _MOST_THREADS = 1 << 10
@@ -44,14 +47,14 @@ def step_folder(folder: Path, number: int) -> Path:
 
 
 def record(
-    step: Callable[..., tuple[Any, Any]],
+    step: Step,
     dir: str | Path,
     *,
     steps: Steps = None,
     nonfinite: bool = True,
     keep: int | None = 8,
     donate: bool = False,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Step:
     """Return `step` with recording: chosen steps write their arguments, the new state and the metrics to `dir`.
 
     Recorded are the steps in `steps` (numbers, or a predicate of the number `state.step`), and with `nonfinite` also
@@ -79,13 +82,14 @@ def record(
         raise TypeError(f"record: {wrong('steps', steps, 'numbers of steps, or a predicate of one')}")
     folder = Path(dir)
 
-    def recorded(state: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
+    def recorded(state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         chosen = _chosen(steps, number := int(state.step))
+        # copied before the step, whose loss decides whether it is recorded: a step that donates overwrites `state`
         before = _copied(state) if donate and (chosen or nonfinite) else state
         after, metrics = step(state, batch, *args)
         if chosen or (nonfinite and _went_nonfinite(metrics) and _has_room(folder, number, keep)):
-            before = {"state": before, "batch": batch, "args": args}
-            _write(step_folder(folder, number), before, {"state": after, "metrics": metrics})
+            arguments = {"state": before, "batch": batch, "args": args}
+            _write(step_folder(folder, number), arguments, {"state": after, "metrics": metrics})
         return after, metrics
 
     return recorded
@@ -95,13 +99,13 @@ def _chosen(steps: Steps, number: int) -> bool:
     return steps is not None and (bool(steps(number)) if callable(steps) else number in steps)
 
 
-def _copied(state: Any) -> Any:
+def _copied(state: TrainState) -> TrainState:
     return map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
 
 
-def _went_nonfinite(metrics: Any) -> bool:
-    loss, found = (double(metrics.get(name, 0.0)) for name in ("loss", "found_inf"))
-    return not bool(loss.isfinite()) or bool(found != 0)
+def _went_nonfinite(metrics: dict[str, Tree]) -> bool:
+    loss, found_inf = (double(metrics.get(name, 0.0)) for name in ("loss", "found_inf"))
+    return not bool(loss.isfinite()) or bool(found_inf != 0)
 
 
 def _has_room(folder: Path, number: int, keep: int | None) -> bool:
@@ -118,16 +122,17 @@ class Origin:
     plan: str
 
 
-def origin_of(state: Any) -> Origin:
+def origin_of(state: TrainState) -> Origin:
     """Return the origin of a state's parameters; plain parameters have no axes, rank 0 and no plan."""
-    params = state.params
+    params: Tree = state.params  # `Sharded`, or plain in the state of a step without shards
     if not isinstance(params, Sharded):
         return Origin({}, 0, "")
     plan = params.plan
     return Origin(dict(plan.axes), coordinate(plan.live_mesh(), plan.rest(())), plan.describe())
 
 
-def _write(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
+def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> None:
+    """Write the files of this rank: trees before and after the step, by kind of tree."""
     try:
         origin = origin_of(before["state"])
     except DonatedError as gone:
@@ -138,18 +143,18 @@ def _write(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
     for stale in (target, writing):  # left by an earlier run
         shutil.rmtree(stale, ignore_errors=True)
     writing.mkdir(parents=True)
-    about: dict[str, Any] = {"format": _FORMAT, "threads": torch.get_num_threads(), **vars(origin)}
+    about: Json = {"format": _FORMAT, "threads": torch.get_num_threads(), **vars(origin)}
     for name, trees in {"before": before, "after": after}.items():
         tensors = dict[str, Tensor]()
         for what, x in trees.items():
-            held, about[f"{name} {what}"] = _filed(what, x)
-            tensors |= held
+            tensors_of_tree, about[f"{name} {what}"] = _filed(what, x)
+            tensors |= tensors_of_tree
         torch.save(tensors, writing / f"{name}.pt")
     (writing / "about.json").write_text(json.dumps(about))
-    writing.rename(target)
+    writing.rename(target)  # last: a folder of this name is complete
 
 
-def _filed(what: str, x: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _filed(what: str, x: Tree) -> tuple[dict[str, Tensor], Json]:
     """Return the tensors of a tree by number, and the JSON entry: all leaf paths, and the values of other leaves."""
     leaves, spec = flatten(x)
     paths = tree.paths(spec)
@@ -171,9 +176,9 @@ class Recorded:
     """The files that one rank wrote for one step."""
 
     folder: Path
-    about: dict[str, Any]
+    about: Json
 
-    def tree(self, name: str, what: str, like: Any) -> Any:
+    def tree(self, name: str, what: str, like: Tree) -> Tree:
         """Read a recorded tree, with the structure and the devices of `like`. Raises ValueError if leaf paths differ.
 
         `name` is "before" or "after", and `what` is the kind of tree, such as "state" or "batch".
@@ -191,14 +196,14 @@ class Recorded:
         missing = [key for i, key in enumerate(keys) if str(i) not in plain and key not in tensors]
         if missing:
             raise ValueError(f"{self.folder / name}.pt: expected {missing[0]!r} ({paths[keys.index(missing[0])]!r})")
-        found = [plain[str(i)] if str(i) in plain else tensors[key] for i, key in enumerate(keys)]
+        recorded = [plain[str(i)] if str(i) in plain else tensors[key] for i, key in enumerate(keys)]
         if (name, what) == ("before", "state"):
-            self._check_forms(paths, keys, found, leaves)
-        return unflatten(spec, [_placed(*row) for row in zip(found, leaves, strict=True)])
+            self._check_forms(paths, keys, recorded, leaves)
+        return unflatten(spec, [_placed(value, leaf) for value, leaf in zip(recorded, leaves, strict=True)])
 
-    def _check_forms(self, paths: list[str], keys: list[str], found: list[Any], leaves: list[Any]) -> None:
+    def _check_forms(self, paths: list[str], keys: list[str], recorded: list[object], leaves: list[object]) -> None:
         """Raise ValueError if parameters or optimizer state do not have the dtypes and shapes that the step takes."""
-        for path, key, value, like in zip(paths, keys, found, leaves, strict=True):
+        for path, key, value, like in zip(paths, keys, recorded, leaves, strict=True):
             if path.split(".")[0] in ("params", "opt_state") and form(value) != form(like):
                 raise ValueError(
                     f"{self.folder}: {key!r}, leaf {path!r}: expected {form(like)}, got {form(value)}. "
@@ -206,12 +211,12 @@ class Recorded:
                 )
 
 
-def form(x: Any) -> str:
+def form(x: object) -> str:
     """Return a tensor's dtype and shape as text, or the name of the type of any other leaf."""
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def _placed(value: Any, like: Any) -> Any:
+def _placed(value: object, like: object) -> object:
     return value.to(like.device) if isinstance(value, Tensor) and isinstance(like, Tensor) else value
 
 
@@ -223,16 +228,16 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     try:
         with zipfile.ZipFile(file) as packed:
             _check_packed(packed, file.stat().st_size)
-        found = torch.load(file, map_location="cpu", weights_only=True)
-        if not isinstance(found, dict):
-            raise ValueError(f"a {type(found).__name__} in place of tensors by name")
-        for key, x in found.items():
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(tensors, dict):
+            raise ValueError(f"a {type(tensors).__name__} in place of tensors by name")
+        for key, x in tensors.items():
             # `record` writes no views. A view (an expanded one) with a small storage could have any size.
             if type(x) is not Tensor or x.layout is not torch.strided or x.untyped_storage().nbytes() != x.nbytes:
                 raise ValueError(f"{key!r} is no whole tensor")
     except Exception as wrong:  # for a corrupt file, torch.load raises errors of many types
         raise ValueError(f"{file}: expected the tensors of a recorded step: {wrong}") from wrong
-    return found
+    return tensors
 
 
 def _check_packed(packed: zipfile.ZipFile, size: int) -> None:
@@ -246,11 +251,11 @@ def _check_packed(packed: zipfile.ZipFile, size: int) -> None:
         raise ValueError(f"{torn!r} is not what was written")
 
 
-def _is_number(x: Any, least: int, most: int) -> bool:
-    return type(x) is int and least <= x <= most
+def _is_number(x: object, least: int, most: int) -> bool:
+    return type(x) is int and least <= x <= most  # not isinstance: JSON's true is no number
 
 
-def _is_filed(x: Any) -> bool:
+def _is_filed(x: object) -> bool:
     """Return whether `x` is a valid entry for a tree: leaf paths, and by number the values of non-tensor leaves."""
     if not isinstance(x, dict) or not isinstance(x.get("paths"), list) or not isinstance(x.get("plain"), dict):
         return False
@@ -260,7 +265,7 @@ def _is_filed(x: Any) -> bool:
 
 
 # By key of about.json: a predicate of valid values, and their description for error messages.
-_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
+_KEYS: dict[str, tuple[Callable[[object], bool], str]] = {
     "format": (lambda x: _is_number(x, _FORMAT, _FORMAT), f"format {_FORMAT}"),
     "threads": (lambda x: _is_number(x, 1, _MOST_THREADS), f"a number from 1 to {_MOST_THREADS}"),
     "rank": (lambda x: _is_number(x, 0, _MOST), "the number of a rank"),
@@ -278,7 +283,7 @@ _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _about(folder: Path) -> dict[str, Any]:
+def _about(folder: Path) -> Json:
     """Read and validate the about.json of a rank. Raises ValueError, with file and key, for an invalid one."""
     file = folder / "about.json"
     try:
@@ -301,16 +306,18 @@ def read(folder: Path) -> list[Recorded]:
 
     Raises ValueError if `folder` is not a recorded step, if ranks are missing, or if ranks disagree.
     """
-    found = [Recorded(path, _about(path)) for path in folder.glob("rank-*")]
-    found.sort(key=lambda one: one.about["rank"])
-    if not found:
+    by_rank = [Recorded(path, _about(path)) for path in folder.glob("rank-*")]
+    by_rank.sort(key=lambda recorded: recorded.about["rank"])  # as a number: "rank-10" comes before "rank-2" as a name
+    if not by_rank:
         raise ValueError(f"{folder}: expected a recorded step (rank-0, ...), found none")
     for key in ("axes", "plan", "threads"):
-        for one in found:
-            if one.about[key] != found[0].about[key]:
-                raise ValueError(f"{one.folder / 'about.json'}: {key!r}: expected that of {found[0].folder.name}")
-    num_ranks = math.prod(found[0].about["axes"].values())
-    ranks = [one.about["rank"] for one in found]
+        for recorded in by_rank:
+            if recorded.about[key] != by_rank[0].about[key]:
+                raise ValueError(
+                    f"{recorded.folder / 'about.json'}: {key!r}: expected that of {by_rank[0].folder.name}"
+                )
+    num_ranks = math.prod(by_rank[0].about["axes"].values())
+    ranks = [recorded.about["rank"] for recorded in by_rank]
     if ranks != list(range(num_ranks)):
         raise ValueError(f"{folder}: expected what {num_ranks} ranks wrote, got that of ranks {ranks}")
-    return found
+    return by_rank

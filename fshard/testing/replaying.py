@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import mesh_device
+from ..comm.mesh import AnyMesh, mesh_device
 from ..core.random import seeded
 from ..core.scalars import double
+from ..core.tree import Tree
 from ..sharding.grad import Mean, Sum, value_and_grad
 from ..sharding.sharded import Sharded
+from ..train.step import TrainState
 from .compare import Place, gap, places
 from .recording import Recorded, form, origin_of, read, step_folder
 from .world import World
 
 # `make(mesh)` returns the step, a state, a batch, optionally the loss function (or None), and then any further
 # arguments of the step. Only the structures of state, batch and arguments are used.
-Make = Callable[[Any], tuple[Any, ...]]
+Make = Callable[[AnyMesh], tuple[Tree, ...]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,10 @@ def replay(dir: str | Path, make: Make, at: int | None = None) -> list[Replayed]
     folders = sorted(folder.glob("step-*")) if at is None else [step_folder(folder, at)]
     if not folders:
         raise ValueError(f"{folder}: expected recorded steps (step-00000000, ...), found none")
-    for one in folders:
-        if one.name != step_folder(folder, _number(one)).name:
-            raise ValueError(f"{one}: expected the number of a step, as in {step_folder(folder, 12).name}")
-    return [_replayed(one, make) for one in folders]
+    for path in folders:
+        if path.name != step_folder(folder, _number(path)).name:
+            raise ValueError(f"{path}: expected the number of a step, as in {step_folder(folder, 12).name}")
+    return [_replayed(path, make) for path in folders]
 
 
 def _number(folder: Path) -> int:
@@ -108,51 +111,55 @@ def _replayed(folder: Path, make: Make) -> Replayed:
     threads = torch.get_num_threads()
     torch.set_num_threads(about["threads"])  # the order of sums inside an operator may depend on the number of threads
     try:
-        found = _on_ranks(about["axes"], lambda mesh, rank: _again(mesh, make, recorded[rank]))
+        by_rank = _on_ranks(about["axes"], lambda mesh, rank: _again(mesh, make, recorded[rank]))
     finally:
         torch.set_num_threads(threads)
-    different, nonfinite = ([x for row in rows for x in row] for rows in zip(*found, strict=True))
-    _, first = min(nonfinite, key=lambda pair: pair[0], default=(0, None))
+    different = [finding for findings, _ in by_rank for finding in findings]
+    nonfinite = [pair for _, pairs in by_rank for pair in pairs]
+    _, first = min(nonfinite, key=lambda pair: pair[0], default=(0, None))  # of the earliest stage, then rank
     return Replayed(_number(folder), len(recorded), next(iter(different), None), first)
 
 
-def _on_ranks(axes: dict[str, int], fn: Callable[[Any, int], Any]) -> list[Any]:
+def _on_ranks(axes: dict[str, int], fn: Callable[[AnyMesh, int], T]) -> list[T]:
     if not axes:
         return [fn(None, 0)]
     return World(axes=axes).run(lambda mesh: fn(mesh, mesh.get_rank()))
 
 
-def _again(mesh: Any, make: Make, recorded: Recorded) -> tuple[list[Finding], list[tuple[int, Finding]]]:
+def _again(mesh: AnyMesh, make: Make, recorded: Recorded) -> tuple[list[Finding], list[tuple[int, Finding]]]:
     """Replay a step on one rank. Return the differing leaves, and the non-finite leaves with their stage number."""
     step, like, batch_like, *more = make(mesh)
     loss_fn, args_like = (more[0], tuple(more[1:])) if more else (None, ())
     rank, plan = recorded.about["rank"], origin_of(like).plan
     if plan != recorded.about["plan"]:
-        what = consensus.first_difference(recorded.about["plan"], plan, "{}, got {}")
+        difference = consensus.first_difference(recorded.about["plan"], plan, "{}, got {}")
         raise ValueError(
-            f"{recorded.folder}: recorded with another plan: expected {what}. Give replay the code it had."
+            f"{recorded.folder}: recorded with another plan: expected {difference}. Give replay the code it had."
         )
     likes = {"state": like, "batch": batch_like, "args": args_like}
     state, batch, args = (recorded.tree("before", what, tree) for what, tree in likes.items())
     stages = [("batch", (batch, *args) if args else batch), ("the state before", state)]
     if loss_fn is not None:
-        given = [*[state.extra] * getattr(step, "with_extra", False), batch, *args]
-        stages.append(("gradients", _gradients(loss_fn, state, given, rank, mesh_device(mesh))))
+        loss_args = [*[state.extra] * getattr(step, "with_extra", False), batch, *args]
+        stages.append(("gradients", _gradients(loss_fn, state, loss_args, rank, mesh_device(mesh))))
     # Checked before the step runs, because the step may update its state in place.
-    bad = [(i, one) for i, (what, x) in enumerate(stages) for one in _nonfinite(rank, what, x)]
+    nonfinite = [(i, finding) for i, (what, x) in enumerate(stages) for finding in _nonfinite(rank, what, x)]
     after, metrics = step(state, batch, *args)
-    results = [("metrics", metrics, "metrics"), ("the new state", after, "state")]
-    bad += [(3 + i, one) for i, (what, x, _) in enumerate(results) for one in _nonfinite(rank, what, x)]
-    different = [one for what, x, name in results for one in _different(rank, what, x, recorded.tree("after", name, x))]
-    return different, bad
+    different = list[Finding]()
+    for i, (what, x, name) in enumerate([("metrics", metrics, "metrics"), ("the new state", after, "state")], start=3):
+        nonfinite += [(i, finding) for finding in _nonfinite(rank, what, x)]
+        different += _different(rank, what, x, recorded.tree("after", name, x))
+    return different, nonfinite
 
 
-def _gradients(loss_fn: Callable[..., Any], state: Any, args: Any, rank: int, device: torch.device) -> Any:
+def _gradients(
+    loss_fn: Callable[..., Tree], state: TrainState, args: Sequence[Tree], rank: int, device: torch.device
+) -> Tree:
     """Return this rank's local gradients, times the loss scale, of its whole batch (no micro-batches)."""
     if not isinstance(state.params, Sharded):
         raise ValueError("replay: a loss function was given: expected a state of sharded parameters, got plain ones")
 
-    def scaled(params: Any, *args: Any) -> Any:
+    def scaled(params: Sharded, *args: Tree) -> Tree:
         out = loss_fn(params, *args)
         loss, scale = out[0] if isinstance(out, tuple) else out, state.loss_scale.scale
         return replace(loss, total=scale(loss.total)) if isinstance(loss, Mean | Sum) else scale(loss)
@@ -161,7 +168,7 @@ def _gradients(loss_fn: Callable[..., Any], state: Any, args: Any, rank: int, de
         return value_and_grad(scaled, reduce=False)(state.params, *args)[1].local
 
 
-def _nonfinite(rank: int, what: str, x: Any) -> Iterator[Finding]:
+def _nonfinite(rank: int, what: str, x: Tree) -> Iterator[Finding]:
     for place in places(x):
         value = double(place.value) if isinstance(place.value, float) else place.value
         if isinstance(value, Tensor) and (bad := ~value.detach().isfinite()).any():
@@ -170,14 +177,14 @@ def _nonfinite(rank: int, what: str, x: Any) -> Iterator[Finding]:
             yield _finding(rank, what, place, f"{text} are not finite")
 
 
-def _different(rank: int, what: str, got: Any, expected: Any) -> Iterator[Finding]:
-    for mine, other in zip(places(got), places(expected), strict=True):
-        if form(mine.value) != form(other.value):
-            yield _finding(rank, what, mine, f"got {form(mine.value)}, recorded {form(other.value)}")
-        elif (apart := gap(mine.path, mine.value, other.value)).num_wrong:
+def _different(rank: int, what: str, got: Tree, expected: Tree) -> Iterator[Finding]:
+    for new, recorded in zip(places(got), places(expected), strict=True):
+        if form(new.value) != form(recorded.value):
+            yield _finding(rank, what, new, f"got {form(new.value)}, recorded {form(recorded.value)}")
+        elif (apart := gap(new.path, new.value, recorded.value)).num_wrong:
             far = f"{apart.ulps:.0f} units in the last place apart" if math.isfinite(apart.ulps) else "different"
             text = f"at {apart.at} got {apart.got}, recorded {apart.expected} ({far})"
-            yield _finding(rank, what, mine, f"{text}, {apart.num_wrong} of {apart.numel} elements differ")
+            yield _finding(rank, what, new, f"{text}, {apart.num_wrong} of {apart.numel} elements differ")
 
 
 def _finding(rank: int, what: str, place: Place, text: str) -> Finding:
