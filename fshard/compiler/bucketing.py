@@ -1,4 +1,4 @@
-"""A pass over a graph: consecutive small collectives of one kind are merged into one."""
+"""A pass over a graph that merges consecutive small collectives of one kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import fx
@@ -20,7 +19,7 @@ Order = Mapping[fx.Node, int]  # the index of every node
 
 
 @dataclass(frozen=True)
-class _One:
+class _Collective:
     """A collective of flat tensors: its start, its wait, and the nodes that are its result."""
 
     start: fx.Node
@@ -40,15 +39,15 @@ class _One:
         return max(values(node)[0].nbytes for node in (self.x, self.places[0]))
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def kind(self) -> tuple[object, ...]:
         """What two collectives must have in common to be merged: operator, dtypes, mesh, axis, options."""
-        known = arguments(self.start)
+        by_name = arguments(self.start)
         dtypes = [values(node)[0].dtype for node in (self.x, self.places[0])]
-        return self.start.target, *dtypes, *(known.get(name) for name in ("mesh", "axis", "op", "fast"))
+        return self.start.target, *dtypes, *(by_name.get(name) for name in ("mesh", "axis", "op", "fast"))
 
 
 def bucket(graph: fx.Graph, nbytes: int) -> None:
-    """Merge consecutive collectives of one kind, of flat tensors, up to `nbytes` each."""
+    """Merge consecutive collectives of one kind, of flat tensors, into collectives of up to `nbytes` bytes."""
     order = _order(graph)
     early, late = (partial(fits, order=order) for fits in (_may_start_early, _may_start_late))
     for group in _groups(_gathers(graph, order), early, nbytes):
@@ -61,82 +60,88 @@ def _order(graph: fx.Graph) -> Order:
     return {node: i for i, node in enumerate(graph.nodes)}
 
 
-def _gathers(graph: fx.Graph, order: Order) -> list[_One]:
-    ones = []
+def _gathers(graph: fx.Graph, order: Order) -> list[_Collective]:
+    collectives = []
     for gather in gathers(graph):
         places = [view for view in gather.views if is_call(view, "getitem") and view.args[0] is gather.start]
         if all(order[view] > order[gather.wait] for view in gather.views if view not in places):
-            ones.append(_One(gather.start, gather.wait, places))
-    return sorted(ones, key=lambda one: order[one.start])
+            collectives.append(_Collective(gather.start, gather.wait, places))
+    return sorted(collectives, key=lambda collective: order[collective.start])
 
 
-def _reductions(order: Order) -> Iterator[_One]:
+def _reductions(order: Order) -> Iterator[_Collective]:
     for start in (node for node in order if is_call(node, *REDUCTIONS)):
         (wait,) = (user for user in start.users if is_call(user, "fshard.wait"))
-        yield _One(start, wait, [arguments(start)["place"]])
+        yield _Collective(start, wait, [arguments(start)["place"]])
 
 
-def _groups(ones: Iterable[_One], joins: Callable[[list[_One], _One], bool], nbytes: int) -> list[list[_One]]:
-    last, found = dict[Any, list[_One]](), list[list[_One]]()
-    for one in ones:
-        if values(one.x)[0].dim() != 1 or not one.numel:
+def _groups(
+    collectives: Iterable[_Collective], joins: Callable[[list[_Collective], _Collective], bool], nbytes: int
+) -> list[list[_Collective]]:
+    last, groups = dict[object, list[_Collective]](), list[list[_Collective]]()  # last: the open group of each kind
+    for collective in collectives:
+        if values(collective.x)[0].dim() != 1 or not collective.numel:
             continue
-        group = last.get(one.kind, [])
-        if not group or sum(x.nbytes for x in group) + one.nbytes > nbytes or not joins(group, one):
-            last[one.kind] = group = []
-            found.append(group)
-        group.append(one)
-    return [group for group in found if len(group) > 1]
+        group = last.get(collective.kind, [])
+        if not group or sum(x.nbytes for x in group) + collective.nbytes > nbytes or not joins(group, collective):
+            last[collective.kind] = group = []
+            groups.append(group)
+        group.append(collective)
+    return [group for group in groups if len(group) > 1]
 
 
-def _may_start_early(group: Sequence[_One], one: _One, order: Order) -> bool:
+def _may_start_early(group: Sequence[_Collective], collective: _Collective, order: Order) -> bool:
     """Whether the input of a gather exists, with the same values, where the first gather of a group starts."""
     first = order[group[0].start]
-    return _is_there(one.x, first, order) and first_write([one.x], first, order) > order[one.start]
+    return _is_there(collective.x, first, order) and first_write([collective.x], first, order) > order[collective.start]
 
 
 def _is_there(x: fx.Node, at: int, order: Order) -> bool:
     return order[x] < at or (operator(x) in VIEWS and all(_is_there(y, at, order) for y in x.all_input_nodes))
 
 
-def _may_start_late(group: Sequence[_One], one: _One, order: Order) -> bool:
-    """Whether all reductions of a group may start where `one` does: nothing reads or writes their buffers before."""
-    at = order[one.start]
+def _may_start_late(group: Sequence[_Collective], collective: _Collective, order: Order) -> bool:
+    """Whether all reductions of a group may start where `collective` does: nothing uses their buffers before."""
+    at = order[collective.start]
     return all(first_reader(m.wait, order) > at and first_write([m.x], order[m.start], order) > at for m in group)
 
 
-def _ends(group: Sequence[_One], parts: int) -> list[tuple[int, int]]:
-    return list(pairwise(accumulate((one.numel // parts for one in group), initial=0)))
+def _ends(group: Sequence[_Collective], parts: int) -> list[tuple[int, int]]:
+    return list(pairwise(accumulate((collective.numel // parts for collective in group), initial=0)))
 
 
-def _start(graph: fx.Graph, group: Sequence[_One], place: Sequence[fx.Node], x: fx.Node) -> fx.Node:
-    known = [arguments(one.start) for one in group]
-    rest = {k: v for k, v in known[0].items() if k not in ("place", "x", "label", "nbytes")}
-    label, nbytes = "+".join(k["label"] for k in known), sum(k["nbytes"] for k in known)
-    at = (rest.pop("mesh"), rest.pop("axis"), label, nbytes)
-    return call(graph, group[0].start.target, *place, x, *at, *rest.values())  # type: ignore[arg-type]
+def _start(graph: fx.Graph, group: Sequence[_Collective], place: Sequence[fx.Node], x: fx.Node) -> fx.Node:
+    """Insert the start of the merged collective, with the options of the first of the group."""
+    by_name = [arguments(collective.start) for collective in group]
+    options = {k: v for k, v in by_name[0].items() if k not in ("place", "x", "label", "nbytes")}
+    label, nbytes = "+".join(a["label"] for a in by_name), sum(a["nbytes"] for a in by_name)
+    at = (options.pop("mesh"), options.pop("axis"), label, nbytes)
+    return call(graph, group[0].start.target, *place, x, *at, *options.values())  # type: ignore[arg-type]
 
 
-def _merge_gathers(graph: fx.Graph, group: Sequence[_One], order: Order) -> None:
+def _merge_gathers(graph: fx.Graph, group: Sequence[_Collective], order: Order) -> None:
+    """Gather all shards as one, at the first start. Collective i gathers n_i elements; n is the sum of the n_i."""
     first = group[0].start
-    size = group[0].numel // values(group[0].x)[0].numel()
+    size = group[0].numel // values(group[0].x)[0].numel()  # W, the number of ranks
     with graph.inserting_before(first):
-        row = call(graph, _aten.cat.default, [_there(graph, one.x, order[first], order) for one in group])
+        row = call(
+            graph, _aten.cat.default, [_there(graph, collective.x, order[first], order) for collective in group]
+        )  # (n / W,)
         start = _start(graph, group, [], row)
         place, ticket = (call(graph, python.getitem, start, i) for i in range(2))
-    with graph.inserting_before(min((one.wait for one in group), key=order.__getitem__)):
+    with graph.inserting_before(min((collective.wait for collective in group), key=order.__getitem__)):
         call(graph, _fshard.wait.default, place, ticket, [row])
-        rows = call(graph, _aten.view.default, place, [size, -1])
+        rows = call(graph, _aten.view.default, place, [size, -1])  # (W, n / W): each rank's shards
         parts = [call(graph, _aten.slice.Tensor, rows, 1, *ends) for ends in _ends(group, size)]
         # copies: readers may ask for strides and offsets, which count from the start of a buffer
         whole = {"memory_format": torch.contiguous_format}
         parts = [call(graph, _aten.clone.default, part, **whole) for part in parts]
         parts = [call(graph, _aten.view.default, part, [-1]) for part in parts]
-    for one, part in zip(group, parts, strict=True):
-        graph.erase_node(one.wait)
-        for old in one.places:
+    for collective, part in zip(group, parts, strict=True):
+        graph.erase_node(collective.wait)
+        for old in collective.places:
             old.replace_all_uses_with(part)
-        for old in [*one.start.users, one.start]:
+        for old in [*collective.start.users, collective.start]:
             graph.erase_node(old)
 
 
@@ -147,19 +152,26 @@ def _there(graph: fx.Graph, x: fx.Node, at: int, order: Order) -> fx.Node:
     return copy(graph, x, {y: _there(graph, y, at, order) for y in x.all_input_nodes})
 
 
-def _merge_reductions(graph: fx.Graph, group: Sequence[_One], order: Order) -> None:
-    size = values(group[0].x)[0].numel() // group[0].numel
+def _merge_reductions(graph: fx.Graph, group: Sequence[_Collective], order: Order) -> None:
+    """Reduce all inputs as one, at the last start. Collective i has a result of m_i elements; m is the sum of the m_i.
+
+    Each input is viewed as rows, one for each rank that gets a part of the sum: one row for an all-reduce.
+    """
+    size = values(group[0].x)[0].numel() // group[0].numel  # the number of rows: W, or 1
     nodes, ends = list(order), _ends(group, 1)
-    until = min(max(order[one.wait] for one in group), *(first_reader(one.wait, order) for one in group))
+    until = min(
+        max(order[collective.wait] for collective in group),
+        *(first_reader(collective.wait, order) for collective in group),
+    )
     with graph.inserting_before(group[-1].start.next):
-        rows = [call(graph, _aten.view.default, one.x, [size, -1]) for one in group]
-        row = call(graph, _aten.reshape.default, call(graph, _aten.cat.default, rows, 1), [-1])
-        place = call(graph, _aten.new_empty.default, group[0].places[0], [ends[-1][1]])
+        rows = [call(graph, _aten.view.default, collective.x, [size, -1]) for collective in group]  # (size, m_i)
+        row = call(graph, _aten.reshape.default, call(graph, _aten.cat.default, rows, 1), [-1])  # (size * m,)
+        place = call(graph, _aten.new_empty.default, group[0].places[0], [ends[-1][1]])  # (m,)
         ticket = _start(graph, group, [place], row)
     with graph.inserting_before(nodes[until]):
         call(graph, _fshard.wait.default, place, ticket, [row])
-        for one, end in zip(group, ends, strict=True):
-            call(graph, _aten.copy_.default, one.places[0], call(graph, _aten.slice.Tensor, place, 0, *end))
-    for one in group:
-        graph.erase_node(one.wait)
-        graph.erase_node(one.start)
+        for collective, end in zip(group, ends, strict=True):
+            call(graph, _aten.copy_.default, collective.places[0], call(graph, _aten.slice.Tensor, place, 0, *end))
+    for collective in group:
+        graph.erase_node(collective.wait)
+        graph.erase_node(collective.start)

@@ -7,7 +7,7 @@ import inspect
 import sysconfig
 from collections.abc import Iterator
 from functools import partial
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch.autograd import Function
@@ -21,23 +21,25 @@ class Capture(NamedTuple):
     """A variable that a function reads: its name in error messages, and the place that stores its value."""
 
     name: str
-    place: Any  # a closure cell, the globals of a module, or a function (for its default values)
+    # A closure cell, the globals of a module (a dict), or a function (for its default values). Any, because mypy takes
+    # a function that is read from a field for a bound method.
+    place: Any
     key: str
 
-    def read(self) -> Any:
+    def read(self) -> object:
         """Return the current value of the variable, or None if the variable is not assigned yet."""
         if isinstance(self.place, dict):
             return self.place.get(self.key)
-        if isinstance(self.place, FunctionType):
-            named = self.place.__kwdefaults__ or {}
-            return *(self.place.__defaults__ or ()), *named, *named.values()
-        try:
-            return self.place.cell_contents
-        except ValueError:
-            return None
+        if isinstance(self.place, CellType):
+            try:
+                return self.place.cell_contents
+            except ValueError:  # the cell is empty: the variable is assigned later
+                return None
+        named = self.place.__kwdefaults__ or {}
+        return *(self.place.__defaults__ or ()), *named, *named.values()
 
 
-def captures(fn: Any, seen: set[int] | None = None) -> Iterator[Capture]:
+def captures(fn: object, seen: set[int] | None = None) -> Iterator[Capture]:
     """Yield the variables that `fn` reads, and recursively the variables that functions among their values read.
 
     Of functions that belong to a library (torch, the standard library, installed packages) only closures are yielded.
@@ -52,7 +54,7 @@ def captures(fn: Any, seen: set[int] | None = None) -> Iterator[Capture]:
             yield from captures(capture.read(), seen)
 
 
-def _functions(x: Any) -> Iterator[FunctionType]:
+def _functions(x: Any) -> Iterator[FunctionType]:  # Any: attributes of an unknown object are read
     """Yield the Python functions that a call of `x` runs; of a tuple, the functions of each item."""
     while hasattr(x, "run") and not inspect.isclass(x):  # a train step, possibly wrapped by a check, wraps a function
         x = x.run
@@ -84,9 +86,9 @@ def _variables(fn: FunctionType) -> Iterator[Capture]:
 
 
 def _globals_of(code: CodeType) -> Iterator[str]:
-    for step in dis.get_instructions(code):
-        if step.opname == "LOAD_GLOBAL":
-            yield step.argval
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            yield instruction.argval
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _globals_of(inner)

@@ -1,11 +1,11 @@
-"""A pass over a traced function: results are written to the tensors of the first argument, which is given away."""
+"""A pass over a traced function that writes results to the tensors of the first argument, which is given away."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -18,24 +18,24 @@ _clone, _copy_ = torch.ops.aten.clone.default, torch.ops.aten.copy_.default
 
 @dataclass(frozen=True)
 class Input:
-    """A result that is an input of the graph, by its number: the graph wrote the result there."""
+    """A placeholder for input number `number` of a graph, to which the graph wrote a result."""
 
     number: int
 
 
 class _Move(NamedTuple):
-    """A result that is written to an input: the number of the leaf, of the graph's input, and of its output."""
+    """A result that is written to an input: the numbers of the leaf, of the graph's input, and of its output."""
 
     leaf: int
     input: int
     output: int
 
 
-def donated(traced: Trace, leaves: Sequence[Any]) -> Trace:
-    """The function with each tensor of its first result copied, at the end, to the same leaf of its first argument.
+def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
+    """Copy, at the end of the graph, each tensor of the first result to the same leaf of the first argument.
 
-    What comes out, or the first element of it, must have the structure of the first argument (ValueError), and the
-    same shapes, dtypes and devices. The inputs that were written to are results in place of the outputs.
+    The inputs that were written to are then results in place of the outputs. Raises ValueError unless the result, or
+    its first element, has the structure of the first argument, and the same shapes, dtypes and devices.
     """
     first = _first_argument(traced)
     graph, results = copy.deepcopy(traced.module.graph), list(traced.results)
@@ -46,7 +46,7 @@ def donated(traced: Trace, leaves: Sequence[Any]) -> Trace:
     ]
     _check_fit(moves, inputs, outputs, tree.paths(first))
     with graph.inserting_before(output):
-        # all of these are read before any is written: one input may be moved to the place of another
+        # An output may be (a view of) an input that is written to, as in a swap of two leaves: clone it before.
         written = {_storage(inputs[move.input]) for move in moves}
         outputs = [_cloned(graph, node) if _storage(node) in written else node for node in outputs]
         for move in moves:
@@ -59,7 +59,7 @@ def donated(traced: Trace, leaves: Sequence[Any]) -> Trace:
 
 
 def _first_argument(traced: Trace) -> tree.Spec:
-    """The structure of the first argument. ValueError unless a tree of that structure comes out first."""
+    """Return the structure of the first argument. Raises ValueError if the first result has another structure."""
     arguments = traced.spec.child(0)
     first = arguments.child(0) if arguments.num_children else None
     if first is None or first not in [traced.out_spec, *traced.out_spec.children()[:1]]:
@@ -70,13 +70,13 @@ def _first_argument(traced: Trace) -> tree.Spec:
     return first
 
 
-def _moves(leaves: Sequence[Any], results: Sequence[Any]) -> Iterator[_Move]:
-    """The tensors among the leaves of the first argument whose results are outputs of the graph."""
+def _moves(leaves: Sequence[object], results: Sequence[object]) -> Iterator[_Move]:
+    """Yield the tensors among the leaves of the first argument whose results are outputs of the graph."""
     number = 0  # of the input: the graph's inputs are the leaves that are tensors
-    for leaf, (given, result) in enumerate(zip(leaves, results, strict=False)):
-        if isinstance(given, Tensor):
+    for i, (leaf, result) in enumerate(zip(leaves, results, strict=False)):  # results of other elements follow
+        if isinstance(leaf, Tensor):
             if isinstance(result, Output):
-                yield _Move(leaf, number, result.number)
+                yield _Move(i, number, result.number)
             number += 1
 
 
@@ -92,7 +92,7 @@ def _check_fit(moves: Sequence[_Move], inputs: Sequence[fx.Node], outputs: Seque
 
 
 def _storage(node: fx.Node) -> int:
-    # `_cdata` is private: the identity of a storage, of fake tensors too (test_donate.py notices when it goes)
+    # Private API: the identity of a storage, also of a fake tensor. test_donate.py fails if torch removes it.
     return node.meta["val"].untyped_storage()._cdata
 
 

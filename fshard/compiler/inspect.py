@@ -34,7 +34,7 @@ def operator(node: fx.Node) -> str:
     return name if target.namespace == "aten" else f"{target.namespace}.{name}"
 
 
-def arguments(node: fx.Node) -> dict[str, Any]:
+def arguments(node: fx.Node) -> dict[str, Any]:  # Any: the schema of the operator says what each argument is
     """Return the arguments of a node as a dict from the parameter names of its operator."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
@@ -50,10 +50,11 @@ def collectives(graph: fx.Graph) -> list[Traffic]:
     counts: Counter[tuple[str, str, str]] = Counter()
     sent: Counter[tuple[str, str, str]] = Counter()
     for node in starts(graph):
-        given = arguments(node)
-        key = given.get("kind", operator(node).removeprefix("fshard.")), given["label"], given["axis"]
+        by_name = arguments(node)
+        # only an exchange has a kind, because several collectives are composed of exchanges
+        key = by_name.get("kind", operator(node).removeprefix("fshard.")), by_name["label"], by_name["axis"]
         counts[key] += 1
-        sent[key] += given["nbytes"]
+        sent[key] += by_name["nbytes"]
     return [Traffic(*key, sent[key], count) for key, count in counts.items()]
 
 
@@ -62,9 +63,9 @@ def flops(module: fx.GraphModule) -> int:
 
     A multiply-add counts as two operations.
     """
-    given = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    with given[0].fake_mode, FlopCounterMode(display=False) as counter:
-        module(*given)
+    fakes = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    with fakes[0].fake_mode, FlopCounterMode(display=False) as counter:
+        module(*fakes)
     return counter.get_total_flops()
 
 
@@ -81,11 +82,11 @@ def _lines(graph: fx.Graph, names: Sequence[str]) -> Iterator[str]:
         elif node.op == "output":
             yield f"out {_shown(node.args[0])}"
         elif operator(node) != "getitem":
-            given = ", ".join([_shown(a) for a in node.args] + [f"{k}={_shown(v)}" for k, v in node.kwargs.items()])
-            yield f"{node.name}: {_type(node)} = {operator(node)}({given})"
+            shown = ", ".join([_shown(a) for a in node.args] + [f"{k}={_shown(v)}" for k, v in node.kwargs.items()])
+            yield f"{node.name}: {_type(node)} = {operator(node)}({shown})"
 
 
-def _shown(x: Any) -> str:
+def _shown(x: object) -> str:
     if isinstance(x, fx.Node):
         return f"{_shown(x.args[0])}[{x.args[1]}]" if operator(x) == "getitem" and x.op == "call_function" else x.name
     if isinstance(x, list | tuple):
@@ -110,5 +111,5 @@ def _type(node: fx.Node) -> str:
 
 
 def values(node: fx.Node) -> list[Tensor]:
-    """Return the fake tensors that a node produces."""
+    """Return the fake tensors that a node produces; an operator that returns numbers alone produces none."""
     return [v for v in tree.leaves(node.meta.get("val")) if isinstance(v, Tensor)]

@@ -74,24 +74,25 @@ class Footprint:
 @dataclass
 class _Storage:
     nbytes: int
-    what: str
-    first: int
-    last: int
-    fusible: bool
-    sources: list[int] = field(default_factory=list)
+    what: str  # its purpose
+    first: int  # the index of the node that creates it
+    last: int  # the index of the last node that reads it
+    fusible: bool  # whether a compiler may compute it inside its readers
+    sources: list[int] = field(default_factory=list)  # storages of the arguments of the node that creates it
 
 
 def footprint(graph: fx.Graph, inputs: Sequence[str]) -> Footprint:
     """Estimate the memory of a graph. `inputs` gives the purpose of each input, such as "parameters"."""
     nodes = list(graph.nodes)
-    found = _storages(nodes, inputs)
+    storages = _storages(nodes, inputs)
     barriers = [i for i, node in enumerate(nodes) if node.op == "call_function" and _is_barrier(node)]
-    held = [s for s in found.values() if not (s.fusible and s.last <= _next(barriers, s.first, len(nodes)))]
+    counted = [s for s in storages.values() if not (s.fusible and s.last <= _next(barriers, s.first, len(nodes)))]
+    # changes[i]: bytes by purpose that appear at node i, or were last needed at node i - 1
     changes: list[Counter[str]] = [Counter() for _ in range(len(nodes) + 2)]
-    for s in held:
+    for s in counted:
         changes[s.first][s.what] += s.nbytes
         changes[s.last + 1][s.what] -= s.nbytes
-    _in_place(held, found, changes)
+    _in_place(counted, storages, changes)
     numbers = {node: i for i, node in enumerate(nodes)}
     for node, nbytes in ((node, _received(node)) for node in nodes):
         changes[numbers[node]]["gradients"] += nbytes
@@ -110,38 +111,42 @@ def _received(node: fx.Node) -> int:
     """
     if operator(node) not in ("fshard.reduce_scatter", "fshard.all_reduce"):
         return 0
-    given = arguments(node)
-    (x,), op = values(given["x"]), given.get("op", "sum")
-    if x.device.type == "cpu" or (given["fast"] and op == "sum"):
+    by_name = arguments(node)
+    (x,), op = values(by_name["x"]), by_name.get("op", "sum")
+    if x.device.type == "cpu" or (by_name["fast"] and op == "sum"):
         return 0
-    mesh = MESHES.find(given["mesh"])
-    size = mesh.size(given["axis"])
-    if "op" in given and is_direct(x, size, op):
+    mesh = MESHES.find(by_name["mesh"])
+    size = mesh.size(by_name["axis"])
+    if "op" in by_name and is_direct(x, size, op):
         return x.nbytes * size  # all ranks' inputs, gathered, including this rank's
     return x.nbytes // size * (size - 1)
 
 
-def _in_place(held: Sequence[_Storage], found: dict[int, _Storage], changes: list[Counter[str]]) -> None:
-    """A value that can reuse a same-sized input's storage (its last use) is counted once."""
-    live, taken = {id(s) for s in held}, set[int]()
-    for s in held:
+def _in_place(counted: Sequence[_Storage], storages: dict[int, _Storage], changes: list[Counter[str]]) -> None:
+    """Count a value that can reuse a same-sized input's storage (its last use) once: free the input one node earlier.
+
+    At most one value reuses a storage.
+    """
+    counted_ids, reused = {id(s) for s in counted}, set[int]()
+    for s in counted:
         for key in s.sources if s.fusible else []:
-            old = found[key]
-            if id(old) in live and key not in taken and old.last == s.first and old.nbytes == s.nbytes:
+            old = storages[key]
+            if id(old) in counted_ids and key not in reused and old.last == s.first and old.nbytes == s.nbytes:
                 changes[s.first][old.what] -= old.nbytes
                 changes[s.first + 1][old.what] += old.nbytes
-                taken.add(key)
+                reused.add(key)
                 break
 
 
 def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Storage]:
-    found: dict[int, _Storage] = {}
-    given, numbers = iter(inputs), {node: i for i, node in enumerate(nodes)}
+    """Return the storages of all values, by the number that `storages_of` gives them."""
+    storages: dict[int, _Storage] = {}
+    purposes, numbers = iter(inputs), {node: i for i, node in enumerate(nodes)}
     for i, node in enumerate(nodes):
-        what = next(given) if node.op == "placeholder" else _what(node)
+        what = next(purposes) if node.op == "placeholder" else _what(node)
         sources = [key for source in node.all_input_nodes for key in storages_of(source)]
         for value, key in zip(values(node), storages_of(node), strict=True):
-            storage = found.setdefault(
+            storage = storages.setdefault(
                 key, _Storage(value.untyped_storage().nbytes(), what, i, i, _is_fusible(node), sources)
             )
             storage.last = max([storage.last, *(numbers[user] for user in node.users)])
@@ -150,16 +155,16 @@ def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Sto
                 storage.what = "results" if storage.what == "activations" else storage.what
         for place in _places(node):
             for key in storages_of(place):
-                found[key].what = "gradients" if found[key].what == "activations" else found[key].what
-    return found
+                storages[key].what = "gradients" if storages[key].what == "activations" else storages[key].what
+    return storages
 
 
 def _places(node: fx.Node) -> list[fx.Node]:
     """Return the nodes of the buffers that gradients are packed and reduced in."""
     if operator(node) != "fshard.reduce_scatter":
         return []
-    given = arguments(node)
-    return [given["place"], given["x"]]
+    by_name = arguments(node)
+    return [by_name["place"], by_name["x"]]
 
 
 def _what(node: fx.Node) -> str:

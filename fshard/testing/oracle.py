@@ -117,7 +117,6 @@ def oracle(
         whole = _whole(state.params, frozen, policy)
 
         def forwards(rank: int, batch: Tree) -> list[_Out]:
-            """Return the results of one rank's micro-batches; each gets the `extra` of the one before."""
             row, extra = list[_Out](), state.extra[rank] if with_extra else None
             for i, part in enumerate(_cut(batch, accumulate)):
                 loss_args = [*[extra] * with_extra, *policy.inputs([part]), *args]
@@ -130,7 +129,6 @@ def oracle(
         seed = state.loss_scale.scale(1 / divisor)
         grads = _gradients(outs, whole, (seed, -seed * loss))  # d(T / C) = dT / C - (T / C) dC / C
         found_inf = _nonfinite(grads, whole, skip_labels)
-        # If all counts are 0 the divisor is NaN: skip every label, also those whose gradients are zeros (not used).
         found_inf = map(lambda bad: torch.maximum(bad, divisor.isnan().float().to(bad.device)), found_inf)
         grads = {path: g * (1 / float(state.loss_scale.value)) for path, g in grads.items()}
         norm = _norm(grads, whole)
