@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import STRATEGIES, same_bits
-from support.steps import EXACT
-from support.worlds import simulated
-from test_passes import (
+from support.graphs import (
     BLOCKS,
     UNITS,
     batch,
-    given,
+    given_to,
     gradient,
     is_right,
     labels,
@@ -21,6 +18,9 @@ from test_passes import (
     params,
     state_of,
 )
+from support.models import STRATEGIES, same_bits
+from support.steps import EXACT
+from support.worlds import simulated
 from torch import Tensor
 
 import fshard
@@ -95,7 +95,7 @@ def test_a_gradient():
     """A gradient outside of a step has fewer gathers and the same bits: otherwise only steps could use buckets."""
 
     def law(mesh: Any) -> None:
-        args = given(gradient, mesh)
+        args = given_to(gradient, mesh)
         few, many = (eager(gradient, bucket=size).lower(*args) for size in (EVERYTHING, 0))
         assert len(labels(few.graph)) < len(labels(many.graph))
         is_right(few, gradient, *args)
