@@ -218,16 +218,16 @@ class Needs:
     """What a transformation requires of its arguments; anything else is an error that names the transformation."""
 
     name: str
-    state: type | None = None  # the class of its state
+    state_type: type | None = None
     params: bool = False
     sparse: bool = False  # takes sparse gradients
     real: bool = False  # takes real leaves alone
 
     def check(self, grads: Tree, state: object, params: Tree) -> None:
         """Raise ValueError for another optimizer's state, for missing parameters, for gradients that do not fit."""
-        if self.state is not None and not isinstance(state, self.state):
+        if self.state_type is not None and not isinstance(state, self.state_type):
             raise ValueError(
-                f"optim.{self.name}: expected the state of its own init ({self.state.__name__}), got "
+                f"optim.{self.name}: expected the state of its own init ({self.state_type.__name__}), got "
                 f"{type(state).__name__}: this state was made by another optimizer"
             )
         if params is None and self.params:

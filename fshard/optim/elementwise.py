@@ -119,36 +119,41 @@ PARAMS = "params"  # the initial value of a moment that starts as a copy of the 
 class Rule(Generic[S]):
     """An elementwise optimizer: a reference function of `kernels`, and `prepare`, which computes its constants.
 
-    `prepare(state)` returns the constants by name and the new scalars of the state. `moments` and `scalars` give the
-    initial value of each field of the state. `kernel` is torch's fused twin of the reference; it takes no tensors as
-    hyper-parameters, except as the rate.
+    - `name`: the function's name in `fshard.optim`, for errors
+    - `state_type`: a NamedTuple of a `count` of updates, of scalars, and of moments, which are trees like `params`
+    - `reference(param, grad, moments, **constants) -> (update, new moments)`, of one tensor each
+    - `prepare(state) -> (constants, scalars)`: the constants of the next update by name, and the state's new scalars
+    - `initial_moments`, `initial_scalars`: the first value of each field of the state but `count`
+    - `fused_kernel`: torch's fused twin of the reference; it takes no tensors as hyper-parameters, except as the rate
+    - `reads_params`: an update needs the parameters; `takes_sparse`: sparse gradients are allowed
     """
 
     name: str
-    state: type[S]  # its NamedTuple
+    state_type: type[S]
     reference: Callable[..., kernels.Change]
     prepare: Callable[[S], tuple[kernels.Constants, dict[str, Tensor]]]
-    moments: Mapping[str, float | str]
-    scalars: dict[str, float] = field(default_factory=dict)
-    kernel: Callable[..., None] | None = None
+    initial_moments: Mapping[str, float | str]
+    initial_scalars: dict[str, float] = field(default_factory=dict)
+    fused_kernel: Callable[..., None] | None = None
     reads_params: bool = True
     takes_sparse: bool = False
 
 
-def transform(rule: Rule[S]) -> Transform:
+def from_rule(rule: Rule[S]) -> Transform:
     """Return the transformation of a rule."""
     tx = Transform(partial(_init, rule), partial(_update, rule), partial(_fused, rule), elementwise=True, views=True)
-    return checked(tx, Needs(rule.name, rule.state, rule.reads_params, rule.takes_sparse))
+    return checked(tx, Needs(rule.name, rule.state_type, rule.reads_params, rule.takes_sparse))
 
 
 def _init(rule: Rule[S], params: Tree) -> S:
     count = start_count(params)
     scalars = {
-        name: torch.full((), number, dtype=torch.float64, device=count.device) for name, number in rule.scalars.items()
+        name: torch.full((), number, dtype=torch.float64, device=count.device)
+        for name, number in rule.initial_scalars.items()
     }
-    moments = {name: _first_moment(params, value) for name, value in rule.moments.items()}
-    make: Callable[..., S] = rule.state
-    fields = dict.fromkeys(rule.state._fields)  # type: ignore[call-overload]  # a class has no properties to read
+    moments = {name: _first_moment(params, value) for name, value in rule.initial_moments.items()}
+    make: Callable[..., S] = rule.state_type
+    fields = dict.fromkeys(rule.state_type._fields)  # type: ignore[call-overload]  # a class has no properties to read
     return make(**fields | {"count": count} | scalars | moments)
 
 
@@ -163,12 +168,15 @@ def _first_moment(params: Tree, value: float | str) -> Tree:
     return moment
 
 
-def _check(rule: Rule[S], state: S) -> None:
+def _check_moments(rule: Rule[S], state: S) -> None:
     """Raise ValueError for a state that lacks a moment of this rule, or has one that the rule has not (None)."""
     for name in state._fields:
-        if name not in ("count", *rule.scalars) and (getattr(state, name) is None) != (name not in rule.moments):
+        if name in ("count", *rule.initial_scalars):
+            continue
+        expected = name in rule.initial_moments
+        if expected != (getattr(state, name) is not None):
             raise ValueError(
-                f"optim.{rule.name}: the state was made {'without' if name in rule.moments else 'with'} {name!r}: "
+                f"optim.{rule.name}: the state was made {'without' if expected else 'with'} {name!r}: "
                 "make it with this optimizer's own init"
             )
 
@@ -178,16 +186,16 @@ def _is_sparse(grads: Tree) -> bool:
 
 
 def _moments_of(rule: Rule[S], state: S) -> list[Tree]:
-    return [getattr(state, name) for name in rule.moments]
+    return [getattr(state, name) for name in rule.initial_moments]
 
 
-def _after(rule: Rule[S], state: S, count: Tensor, scalars: Mapping[str, Tensor], moments: Sequence[Tree]) -> S:
-    return state._replace(count=count, **scalars, **dict(zip(rule.moments, moments, strict=True)))
+def _next_state(rule: Rule[S], state: S, count: Tensor, scalars: Mapping[str, Tensor], moments: Sequence[Tree]) -> S:
+    return state._replace(count=count, **scalars, **dict(zip(rule.initial_moments, moments, strict=True)))
 
 
 def _update(rule: Rule[S], grads: Tree, state: S, params: Tree = None, **extra: object) -> tuple[Tree, S]:
     """Run the reference on one row (or leaf) after another: no kernel, and nothing in place."""
-    _check(rule, state)
+    _check_moments(rule, state)
     constants, scalars = rule.prepare(state)
     flat, spec = tree.flatten(grads)
     # a rule that does not read parameters may be given none: the gradients fill their place
@@ -201,7 +209,7 @@ def _update(rule: Rule[S], grads: Tree, state: S, params: Tree = None, **extra: 
         for i, old in enumerate(_moments_of(rule, state))
     ]
     updates = tree.unflatten(spec, [delta for delta, _ in changes])
-    return updates, _after(rule, state, state.count + 1, scalars, moments)
+    return updates, _next_state(rule, state, state.count + 1, scalars, moments)
 
 
 def _fused(
@@ -211,7 +219,7 @@ def _fused(
 
     Rows are cut at the boundaries of all `Views`, so that the tensors of a row have equal sizes.
     """
-    _check(rule, state)
+    _check_moments(rule, state)
     if _is_sparse(grads):  # no kernel takes sparse gradients
         updates, new_state = _update(rule, grads, state, params)
         return choose(found_inf, (params, state), (apply_updates(params, updates), new_state))
@@ -226,7 +234,7 @@ def _fused(
         _run(rule, [[column[n] for n in on_device] for column in columns], state.count, found_inf, constants)
     count = state.count + (1 if found_inf is None else 1 - found_inf)
     scalars = choose(found_inf, {name: getattr(state, name) for name in scalars}, scalars)
-    return params, _after(rule, state, count, scalars, moments)
+    return params, _next_state(rule, state, count, scalars, moments)
 
 
 def _run(
@@ -238,8 +246,8 @@ def _run(
     grads = [g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
     count, skip = beside(count, params[0]), beside(found_inf, params[0])
     constants = constants_beside(constants, params[0])
-    if rule.kernel and kernels.can_fuse(rule.kernel, [*params, *grads]):
-        rule.kernel(params, grads, moments, count, skip, constants)
+    if rule.fused_kernel and kernels.can_fuse(rule.fused_kernel, [*params, *grads]):
+        rule.fused_kernel(params, grads, moments, count, skip, constants)
     else:
         # one tuple of moments for each row; empty tuples for a rule without moments, where zip() gives nothing
         moments_of_rows = [*zip(*moments, strict=True)] or [()] * len(params)
@@ -266,7 +274,7 @@ def adam_constants(
     return {"lr": at(lr, state.count), **numbers, **corrections}
 
 
-def adam_rule(
+def adam_transform(
     name: str,
     lr: Rate,
     b1: Number,
@@ -282,14 +290,14 @@ def adam_rule(
         return adam_constants(state, lr, b1, b2, eps, weight_decay, decoupled), {}
 
     state_class: type[AdamState | AmsgradState] = AmsgradState if amsgrad else AdamState
-    return transform(
+    return from_rule(
         Rule(
             name,
             state_class,
             kernels.adam,
             prepare,
             {"mu": 0.0, "nu": 0.0} | ({"nu_max": 0.0} if amsgrad else {}),
-            kernel=kernels.adam_ if all_numbers(b1, b2, eps, weight_decay) else None,
+            fused_kernel=kernels.adam_ if all_numbers(b1, b2, eps, weight_decay) else None,
             reads_params=not is_zero(weight_decay),
         )
     )

@@ -26,7 +26,7 @@ from ..layout.norms import leaf_norms, scale_leaves_
 from ..layout.pieces import Pieces, device_of, layout_of, packed, pick, pieces, put
 from ..layout.reshard import collect, owned, spread
 from .base import Needs, Transform, TransformLike, as_transform, at, checked, start_count
-from .elementwise import AdamState, Rate, adam_rule
+from .elementwise import AdamState, Rate, adam_transform
 from .labels import by_label
 
 
@@ -40,7 +40,7 @@ def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, wei
     Source: You et al., Large batch optimization for deep learning: training BERT in 76 minutes (2020); as optax.lamb.
     """
     check_hyperparams("lamb", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-    inner = adam_rule("lamb", -1.0, b1, b2, eps, weight_decay, decoupled=True)
+    inner = adam_transform("lamb", -1.0, b1, b2, eps, weight_decay, decoupled=True)
 
     def update(
         grads: Tree, state: AdamState, params: Tree = None, exact_norms: bool = False, **extra: object
@@ -344,7 +344,7 @@ def muon(
             updates = tree.map(lambda u, p: (u - beside(decay, p) * p).to(u.dtype), updates, params)
         return updates, MuonState(state.count + 1, new_momentum)
 
-    fallback = adam_rule("adamw", lr, 0.9, 0.999, 1e-8, 0.01, decoupled=True) if rest is None else rest
+    fallback = adam_transform("adamw", lr, 0.9, 0.999, 1e-8, 0.01, decoupled=True) if rest is None else rest
     needs = Needs("muon", MuonState, params=not is_zero(weight_decay), real=True)
     by_kind: dict[str, TransformLike] = {"matrix": checked(Transform(init, update), needs), "rest": fallback}
     return by_label(by_kind, lambda path, leaf: "matrix" if leaf.ndim == 2 else "rest")

@@ -25,10 +25,10 @@ from .elementwise import (
     Rule,
     ScheduleFreeState,
     SgdState,
-    adam_rule,
+    adam_transform,
     all_numbers,
     bias_correction,
-    transform,
+    from_rule,
 )
 
 
@@ -54,14 +54,14 @@ def sgd(lr: Rate, momentum: Number = 0, nesterov: bool = False, weight_decay: Nu
         return {"lr": at(lr, state.count), **constants}, {}
 
     takes_sparse = is_zero(momentum) and is_zero(weight_decay)  # else every element changes
-    return transform(
+    return from_rule(
         Rule(
             "sgd",
             SgdState,
             kernels.sgd,
             prepare,
             {} if is_zero(momentum) else {"momentum": 0.0},
-            kernel=kernels.sgd_ if all_numbers(momentum, weight_decay) else None,
+            fused_kernel=kernels.sgd_ if all_numbers(momentum, weight_decay) else None,
             reads_params=not is_zero(weight_decay),
             takes_sparse=takes_sparse,
         )
@@ -80,7 +80,7 @@ def adam(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, wei
     Source: Kingma and Ba, Adam: a method for stochastic optimization (2015).
     """
     check_hyperparams("adam", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-    return adam_rule("adam", lr, b1, b2, eps, weight_decay, decoupled=False)
+    return adam_transform("adam", lr, b1, b2, eps, weight_decay, decoupled=False)
 
 
 def adamw(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0.01) -> Transform:
@@ -95,7 +95,7 @@ def adamw(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, we
     Source: Loshchilov and Hutter, Decoupled weight decay regularization (2019).
     """
     check_hyperparams("adamw", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-    return adam_rule("adamw", lr, b1, b2, eps, weight_decay, decoupled=True)
+    return adam_transform("adamw", lr, b1, b2, eps, weight_decay, decoupled=True)
 
 
 def amsgrad(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0) -> Transform:
@@ -108,7 +108,7 @@ def amsgrad(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, 
     Source: Reddi et al., On the convergence of Adam and beyond (2018).
     """
     check_hyperparams("amsgrad", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-    return adam_rule("amsgrad", lr, b1, b2, eps, weight_decay, decoupled=False, amsgrad=True)
+    return adam_transform("amsgrad", lr, b1, b2, eps, weight_decay, decoupled=False, amsgrad=True)
 
 
 def nadam(
@@ -148,7 +148,7 @@ def nadam(
         }
         return constants, {"mu_product": product}
 
-    return transform(
+    return from_rule(
         Rule(
             "nadam",
             NadamState,
@@ -189,7 +189,7 @@ def rmsprop(
 
     moments = ["square_avg", *["grad_avg"] * centered, *["momentum_buffer"] * (not is_zero(momentum))]
     first_values = dict.fromkeys(moments, 0.0)
-    return transform(
+    return from_rule(
         Rule("rmsprop", RmspropState, kernels.rmsprop, prepare, first_values, reads_params=not is_zero(weight_decay))
     )
 
@@ -217,7 +217,7 @@ def adagrad(
         return {"lr": rate, "eps": eps, "weight_decay": weight_decay}, {}
 
     first_values = {"sum": initial_accumulator_value}
-    return transform(
+    return from_rule(
         Rule("adagrad", AdagradState, kernels.adagrad, prepare, first_values, reads_params=not is_zero(weight_decay))
     )
 
@@ -239,7 +239,7 @@ def adadelta(lr: Rate = 1.0, rho: Number = 0.9, eps: Number = 1e-6, weight_decay
     def prepare(state: AdadeltaState) -> tuple[kernels.Constants, dict[str, Tensor]]:
         return {"lr": at(lr, state.count), "rho": rho, "eps": eps, "weight_decay": weight_decay}, {}
 
-    return transform(
+    return from_rule(
         Rule(
             "adadelta",
             AdadeltaState,
@@ -265,7 +265,7 @@ def lion(lr: Rate, b1: Number = 0.9, b2: Number = 0.99, weight_decay: Number = 1
     def prepare(state: LionState) -> tuple[kernels.Constants, dict[str, Tensor]]:
         return {"lr": at(lr, state.count), "b1": b1, "b2": b2, "weight_decay": weight_decay}, {}
 
-    return transform(
+    return from_rule(
         Rule("lion", LionState, kernels.lion, prepare, {"mu": 0.0}, reads_params=not is_zero(weight_decay))
     )
 
@@ -307,7 +307,7 @@ def schedule_free_adamw(
         }
         return constants, {"lr_max": lr_max, "weight_sum": total}
 
-    return transform(
+    return from_rule(
         Rule(
             "schedule_free_adamw",
             ScheduleFreeState,
