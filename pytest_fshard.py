@@ -1,4 +1,4 @@
-"""pytest's plugin of fshard: tests on simulated ranks.
+"""A plugin of pytest that runs tests on simulated ranks.
 
 A module of its own because pytest imports it whenever it starts: importing anything of fshard would import torch.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -23,7 +23,7 @@ _MARK = (
 
 @dataclass(frozen=True)
 class _Mesh:
-    """What a test asks for."""
+    """The sizes and the device of the mesh that a test runs on."""
 
     shard: int = 2
     replicate: int = 1
@@ -33,25 +33,25 @@ class _Mesh:
         return f"{self.shard}" if self.replicate == 1 else f"{self.replicate}x{self.shard}"
 
 
-def _sizes(name: str, given: int | Sequence[int]) -> list[int]:
-    sizes = [given] if isinstance(given, int) else list(given)
+def _sizes(name: str, value: int | Sequence[int]) -> list[int]:
+    sizes = [value] if isinstance(value, int) else list(value)
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise pytest.UsageError(f"mark world: {name}={given!r}: expected numbers of ranks: {name}=[1, 2, 3]")
+        raise pytest.UsageError(f"mark world: {name}={value!r}: expected numbers of ranks: {name}=[1, 2, 3]")
     return sizes
 
 
-def _meshes(shard: Any = 2, replicate: Any = 1, device: str = "cpu") -> list[_Mesh]:
+def _meshes(shard: int | Sequence[int] = 2, replicate: int | Sequence[int] = 1, device: str = "cpu") -> list[_Mesh]:
     pairs = itertools.product(_sizes("replicate", replicate), _sizes("shard", shard))
-    return [_Mesh(shard, replicate, device) for replicate, shard in pairs]
+    return [_Mesh(num_shard, num_replicate, device) for num_replicate, num_shard in pairs]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark."""
+    """Register the mark `world`."""
     config.addinivalue_line("markers", _MARK)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each mesh of the mark."""
+    """Run a test with the mark `world` once for each mesh of the mark."""
     mark = metafunc.definition.get_closest_marker("world")
     if mark is None:
         return
@@ -66,8 +66,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> World:
-    """The simulated ranks of this test (`fshard.testing.World`); two without a mark `world`."""
-    from fshard.testing import World
+    """Return the simulated ranks of this test (a `fshard.testing.World`); two without a mark `world`."""
+    from fshard.testing import World  # not at the top: this module is imported whenever pytest starts
 
     mesh = getattr(request, "param", _Mesh())
     return World(mesh.shard, mesh.replicate, device=mesh.device)

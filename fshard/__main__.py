@@ -6,9 +6,8 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from .testing.replaying import replay
+from .testing.replaying import Make, replay
 
 SAME, DIFFERENT, WRONG, NONFINITE = range(4)
 
@@ -23,8 +22,8 @@ def _say(text: str, style: str = "") -> None:
         Console(soft_wrap=True, highlight=False).print(text, style=style, markup=False)
 
 
-def _function(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names. ValueError if it cannot be imported."""
+def _function(name: str) -> Make:
+    """Return the function that `module:function` names. Raises ValueError if it cannot be imported."""
     module, _, function = name.partition(":")
     try:
         return getattr(importlib.import_module(module), function)

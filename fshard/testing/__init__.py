@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypedDict, TypeVar, Unpack
 
 from ..comm.ranks import MismatchError
 from .compare import assert_trees_equal
@@ -11,7 +11,7 @@ from .late import InFlightError
 from .oracle import oracle, whole_state
 from .recording import record
 from .replaying import replay
-from .scheduler import Collective, Dies, Garbage, RankDied, Slow
+from .scheduler import Collective, Dies, Fault, Garbage, RankDied, Slow
 from .world import SimulatedMesh, World
 
 __all__ = [
@@ -33,9 +33,24 @@ __all__ = [
 ]
 
 
+T = TypeVar("T")
+
+
+class _Settings(TypedDict, total=False):
+    """The arguments of `World` that `simulate` does not name."""
+
+    axes: Mapping[str, int] | None
+    faults: Sequence[Fault]
+    late: bool
+
+
 def simulate(
-    fn: Callable[[SimulatedMesh], Any], shard: int = 4, replicate: int = 1, device: str = "cpu", **more: Any
-) -> list[Any]:
+    fn: Callable[[SimulatedMesh], T],
+    shard: int = 4,
+    replicate: int = 1,
+    device: str = "cpu",
+    **more: Unpack[_Settings],
+) -> list[T]:
     """Call `fn(mesh)` once per simulated rank, and return the results in rank order.
 
     The same as `World(shard, replicate, device=device, **more).run(fn)`.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.scalars import double
+from ..core.tree import Tree
 from ..layout.pieces import Parts, pieces
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -21,15 +22,15 @@ class Place(NamedTuple):
 
     path: str
     unit: str | None
-    value: Any
+    value: object
 
 
-def places(x: Any) -> list[Place]:
+def places(x: Tree) -> list[Place]:
     """Return the leaves of a tree, in order. For a node of `Parts`, this rank's pieces of leaves and the padding."""
-    found = list[Place]()
+    result = list[Place]()
     for path, node in tree.paths_to(x, Parts):
-        found += _places_of(path, node) if isinstance(node, Parts) else [Place(path, None, node)]
-    return found
+        result += _places_of(path, node) if isinstance(node, Parts) else [Place(path, None, node)]
+    return result
 
 
 def _places_of(path: str, x: Parts) -> Iterator[Place]:
@@ -39,9 +40,9 @@ def _places_of(path: str, x: Parts) -> Iterator[Place]:
         leaf = layout.leaves[number].path
         yield Place(".".join(filter(None, (path, leaf))), units.get(leaf), piece)
     for number, row in enumerate(tree.leaves(x) if layout.flat else []):
-        covered = torch.zeros(len(row), dtype=torch.bool, device=row.device)
+        covered = torch.zeros(len(row), dtype=torch.bool, device=row.device)  # (n / W,)
         for span in (s for s in layout.mine if s.row == number):
-            covered[span.start : span.start + span.numel] = True
+            covered[span.start : span.start + span.numel] = True  # elements of a leaf; the others are padding
         yield Place(".".join(filter(None, (path, f"(padding of row {number})"))), None, row[~covered])
 
 
@@ -53,7 +54,7 @@ class Gap(NamedTuple):
 
     path: str
     at: list[int]
-    got: Any
+    got: Any  # the values are numbers if `ulps` is finite, else of any type
     expected: Any
     ulps: float
     num_wrong: int
@@ -70,7 +71,7 @@ class Gap(NamedTuple):
         return f"{self.ulps:.0f} units in the last place, relative {relative:.1e}"
 
 
-def assert_trees_equal(got: Any, expected: Any, *, ulps: int = 0) -> None:
+def assert_trees_equal(got: Tree, expected: Tree, *, ulps: int = 0) -> None:
     """Raise AssertionError unless two trees have the same structure, dtypes, shapes, devices and values.
 
     Structure, shapes, dtypes and devices are compared first, then the bits of values: 0.0 and -0.0 differ, and NaNs are
@@ -87,9 +88,9 @@ def assert_trees_equal(got: Any, expected: Any, *, ulps: int = 0) -> None:
     __tracebackhide__ = True
     _check_structure(got, expected)
     pairs = list(zip(places(got), places(expected), strict=True))
-    for mine, other in pairs:
-        _check_kind(mine.path, mine.value, other.value)
-    gaps = [gap(mine.path, mine.value, other.value, ulps) for mine, other in pairs]
+    for place, wanted in pairs:
+        _check_kind(place.path, place.value, wanted.value)
+    gaps = [gap(place.path, place.value, wanted.value, ulps) for place, wanted in pairs]
     wrong = [g for g in gaps if g.num_wrong]
     if wrong:
         allowed = f"{ulps} units in the last place" if ulps else "no bit"
@@ -99,18 +100,18 @@ def assert_trees_equal(got: Any, expected: Any, *, ulps: int = 0) -> None:
         )
 
 
-def _check_structure(got: Any, expected: Any) -> None:
-    mine, other = (tree.flatten(x)[1] for x in (got, expected))
-    if mine == other:
+def _check_structure(got: Tree, expected: Tree) -> None:
+    got_spec, expected_spec = (tree.flatten(x)[1] for x in (got, expected))
+    if got_spec == expected_spec:
         return
-    paths, wanted = tree.paths(mine), tree.paths(other)
+    paths, wanted = tree.paths(got_spec), tree.paths(expected_spec)
     lacks, more = [p for p in wanted if p not in paths], [p for p in paths if p not in wanted]
     text = f"it lacks {lacks[:3] or 'nothing'} and has {more[:3] or 'nothing'} besides"
     if not lacks and not more:
-        text = f"its nodes are others: expected {_short(other)}, got {_short(mine)}"
-        for one, two in zip(tree.nodes(got, Parts), tree.nodes(expected, Parts), strict=False):
-            if hasattr(one, "plan") and hasattr(two, "plan") and one.plan != two.plan:
-                text = f"its plan is another: expected {two.plan.first_difference(one.plan)}"
+        text = f"its nodes are others: expected {_short(expected_spec)}, got {_short(got_spec)}"
+        for node, wanted_node in zip(tree.nodes(got, Parts), tree.nodes(expected, Parts), strict=False):
+            if hasattr(node, "plan") and hasattr(wanted_node, "plan") and node.plan != wanted_node.plan:
+                text = f"its plan is another: expected {wanted_node.plan.first_difference(node.plan)}"
     raise AssertionError(f"trees differ in structure: expected {len(wanted)} leaves, got {len(paths)}; {text}")
 
 
@@ -119,30 +120,30 @@ def _short(spec: tree.Spec) -> str:
     return text if len(text) < 300 else text[:300] + "..."
 
 
-def _check_kind(path: str, got: Any, expected: Any) -> None:
-    if (mine := _kind(got)) != (other := _kind(expected)):
-        raise AssertionError(f"leaf {path!r}: expected {other}, got {mine}")
+def _check_kind(path: str, got: object, expected: object) -> None:
+    if (got_kind := _kind(got)) != (expected_kind := _kind(expected)):
+        raise AssertionError(f"leaf {path!r}: expected {expected_kind}, got {got_kind}")
 
 
-def _kind(x: Any) -> str:
+def _kind(x: object) -> str:
     if not isinstance(x, Tensor):
         return f"a leaf of class {type(x).__name__}"
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} on {x.device}"
 
 
-def gap(path: str, got: Any, expected: Any, ulps: int = 0) -> Gap:
+def gap(path: str, got: object, expected: object, ulps: int = 0) -> Gap:
     """Return the difference of two leaves with the same dtype and shape; `ulps` is the allowed distance."""
-    if isinstance(got, float):
-        got, expected = (double(x) for x in (got, expected))
-    if not isinstance(got, Tensor):
+    if isinstance(got, float) and isinstance(expected, float):
+        got, expected = double(got), double(expected)
+    if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
         same = bool(got == expected)
         return Gap(path, [], got, expected, 0 if same else math.inf, int(not same), 1)
     if got.numel() == 0 or got.is_meta:
         return Gap(path, [], None, None, 0, 0, got.numel())
-    far = distance(got, expected)
+    far = distance(got, expected)  # (numel,)
     worst = int(far.argmax())
-    mine, other = (x.detach().reshape(-1)[worst].item() for x in (got, expected))
-    return Gap(path, _index(worst, got.shape), mine, other, float(far[worst]), int((far > ulps).sum()), far.numel())
+    a, b = (x.detach().reshape(-1)[worst].item() for x in (got, expected))
+    return Gap(path, _index(worst, got.shape), a, b, float(far[worst]), int((far > ulps).sum()), far.numel())
 
 
 def _index(flat: int, shape: Sequence[int]) -> list[int]:
@@ -162,24 +163,26 @@ def distance(got: Tensor, expected: Tensor) -> Tensor:
     >>> distance(torch.tensor([1.0, 0.0, 3.0]), torch.tensor([1.0, -0.0, torch.inf]))
     tensor([0., 1., inf], dtype=torch.float64)
     """
-    one, two = (x.detach().cpu().contiguous().reshape(-1) for x in (got, expected))
-    if one.is_complex():
-        return distance(torch.view_as_real(one), torch.view_as_real(two)).reshape(-1, 2).amax(1)
-    same = one.view(_INTEGERS[one.element_size()]) == two.view(_INTEGERS[two.element_size()])
-    far = torch.full(one.shape, math.inf, dtype=torch.float64, device="cpu")
-    if one.is_floating_point():
-        places = torch.where(one.double().isfinite() & two.double().isfinite(), _steps(one, two), far)
-        far = torch.where(one.double().isnan() & two.double().isnan(), 1.0, places)
+    x, y = (leaf.detach().cpu().contiguous().reshape(-1) for leaf in (got, expected))  # (n,)
+    if x.is_complex():  # (n, 2) -> (2n,) -> (n,): the larger distance of real and imaginary part
+        return distance(torch.view_as_real(x), torch.view_as_real(y)).reshape(-1, 2).amax(1)
+    same = x.view(_INTEGERS[x.element_size()]) == y.view(_INTEGERS[y.element_size()])
+    far = torch.full(x.shape, math.inf, dtype=torch.float64, device="cpu")
+    if x.is_floating_point():
+        # in float64, because torch has no isfinite of float8_e4m3fn
+        far = torch.where(x.double().isfinite() & y.double().isfinite(), _steps(x, y), far)
+        far = torch.where(x.double().isnan() & y.double().isnan(), 1.0, far)
     return torch.where(same, 0.0, far)
 
 
-def _steps(one: Tensor, two: Tensor) -> Tensor:
-    a, b = _ordered(one), _ordered(two)
+def _steps(x: Tensor, y: Tensor) -> Tensor:
+    """Return the distance of finite numbers: how many steps to the next floating-point number lead from x to y."""
+    a, b = _ordered(x), _ordered(y)
     # Integers with the same sign: the difference is exact. With different signs int64 could overflow, so use float64.
     return torch.where((a < 0) == (b < 0), (a - b).double(), a.double() - b.double()).abs()
 
 
 def _ordered(x: Tensor) -> Tensor:
     """Map floating-point numbers to consecutive int64 numbers in the same order; -0.0 is one below 0.0."""
-    bits = x.view(_INTEGERS[x.element_size()])
+    bits = x.view(_INTEGERS[x.element_size()])  # negative numbers, whose first bit is 1, have the reverse order
     return torch.where(bits >= 0, bits, ~(bits & torch.iinfo(bits.dtype).max)).long()

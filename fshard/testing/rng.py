@@ -7,7 +7,8 @@ import random
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,28 +54,29 @@ class _Numpy:
     generator also has to be saved and restored. This takes long, and is done only for ranks that have drawn.
     """
 
-    def __init__(self, num_ranks: int, np: Any):
+    def __init__(self, num_ranks: int, np: ModuleType):
         self._random = np.random
         self._bits, self._before = np.random.get_bit_generator(), np.random.get_state(legacy=False)
         seeds = np.random.RandomState()
         seeds.set_state(self._before)
-        self._own = [np.random.MT19937(seeds.randint(2**32, size=4, dtype=np.uint32)) for _ in range(num_ranks)]
-        self._seeded = [self._words(bits) for bits in self._own]
-        self._states = dict[int, Any]()
+        self._by_rank = [np.random.MT19937(seeds.randint(2**32, size=4, dtype=np.uint32)) for _ in range(num_ranks)]
+        self._seeded = [self._words(bits) for bits in self._by_rank]
+        self._states = dict[int, object]()  # of ranks that have drawn
 
     @staticmethod
-    def _words(bits: Any) -> bytes:
+    def _words(bits: Any) -> bytes:  # Any: a bit generator of numpy, which mypy may not know
+        # read from memory, which is faster than `bits.state`
         return ctypes.string_at(bits.ctypes.state_address, _MT19937)
 
     def bring(self, rank: int) -> None:
-        self._random.set_bit_generator(self._own[rank])
+        self._random.set_bit_generator(self._by_rank[rank])
         if rank in self._states:
             self._random.set_state(self._states[rank])
 
     def put_away(self, rank: int) -> None:
         bits = self._random.get_bit_generator()
-        if rank in self._states or bits is not self._own[rank] or self._words(bits) != self._seeded[rank]:
-            self._own[rank], self._states[rank] = bits, self._random.get_state(legacy=False)
+        if rank in self._states or bits is not self._by_rank[rank] or self._words(bits) != self._seeded[rank]:
+            self._by_rank[rank], self._states[rank] = bits, self._random.get_state(legacy=False)
 
     def restore(self) -> None:
         self._random.set_bit_generator(self._bits)
@@ -84,7 +86,7 @@ class _Numpy:
 class _Torch:
     """The default generator of torch on one device."""
 
-    def __init__(self, num_ranks: int, device: torch.device, get: Callable[[], Tensor], set_: Callable[..., Any]):
+    def __init__(self, num_ranks: int, device: torch.device, get: Callable[[], Tensor], set_: Callable[..., object]):
         self._get, self._set, self._before = get, set_, get()
         seeds = torch.Generator(device)
         seeds.set_state(self._before)
@@ -103,12 +105,22 @@ class _Torch:
         self._set(self._before)
 
 
+class _Generator(Protocol):
+    """A process-wide generator whose state is exchanged at each turn."""
+
+    def bring(self, rank: int) -> None: ...
+
+    def put_away(self, rank: int) -> None: ...
+
+    def restore(self) -> None: ...
+
+
 class Generators:
     """The random states of simulated ranks, which run in turns, seeded from the random states of the process."""
 
     def __init__(self, num_ranks: int, device: torch.device):
         host = torch.default_generator
-        self._kinds: list[Any] = [_Torch(num_ranks, torch.device("cpu"), host.get_state, host.set_state)]
+        self._kinds: list[_Generator] = [_Torch(num_ranks, torch.device("cpu"), host.get_state, host.set_state)]
         self._kinds.append(_Python(num_ranks))
         np = sys.modules.get("numpy")
         if np is not None and hasattr(np.random, "set_bit_generator"):

@@ -195,17 +195,17 @@ class Run:
         rank = post.rank
         self._fault(post)
         self._posts[rank] = post
-        gone = [r for r in group if r in self._ended] if self._ended else []
-        if gone:
-            self._fail(f"rank {rank} is in {self._told(post)}, but rank {gone[0]} has returned: {self._standing()}")
-        here = self._meetings.setdefault(group, [])
-        here.append(post)
-        if len(here) == len(group):
+        ended = [r for r in group if r in self._ended] if self._ended else []
+        if ended:
+            self._fail(f"rank {rank} is in {self._told(post)}, but rank {ended[0]} has returned: {self._standing()}")
+        arrived = self._meetings.setdefault(group, [])
+        arrived.append(post)
+        if len(arrived) == len(group):
             self._complete(group, sorted(self._meetings.pop(group), key=lambda p: p.rank))
-            here.clear()  # waiting ranks still refer to this list, which would keep the results of all ranks alive
+            arrived.clear()  # waiting ranks still refer to this list, which would keep the results of all ranks alive
         else:
             self.hand_over(rank)
-            self.begin(rank)
+            self.begin(rank)  # returns after the last rank of the group has filled the output tensors
         return post.places
 
     def _fail(self, words: str) -> NoReturn:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from ..core.arguments import check_flags, check_whole, wrong
 from .late import UnderWay
 from .scheduler import Collective, Fault, Post, Run, Stopped, on_threads
 
+T = TypeVar("T")
+
 
 def _deliver(posts: list[Post]) -> None:
     """Copy `sent[i]` of each rank to rank `i`. The place of a rank's own tensor is left as it is."""
@@ -35,7 +37,7 @@ def _deliver(posts: list[Post]) -> None:
 
 
 def _garbled(post: Post) -> bool:
-    return post.sent is not post.own
+    return post.sent is not post.own  # the fault `Garbage` replaces `sent` by copies
 
 
 def _received(post: Post, posts: list[Post]) -> list[Tensor]:
@@ -44,6 +46,8 @@ def _received(post: Post, posts: list[Post]) -> list[Tensor]:
 
 
 def _fill(place: Tensor, xs: list[Tensor]) -> None:
+    """Copy W tensors (n, ...) to `place` (W n, ...), one after another."""
+    # not strict: chunk of an empty tensor gives one part
     for part, x in zip(place.chunk(len(xs)) if place.numel() else [], xs, strict=False):
         part.copy_(x)
 
@@ -69,12 +73,12 @@ def _sums(posts: list[Post], op: str) -> list[tuple[Tensor, Tensor]]:
     x = posts[0].own[0]
     dtype = sum_dtype(x.dtype) if op == "sum" else x.dtype
     common = fold([p.sent[0] for p in posts], op, torch.empty_like(x, dtype=dtype))
-    own = [fold(_received(p, posts), op, torch.empty_like(common)) if _garbled(p) else common for p in posts]
-    return [(post.places[0], total) for post, total in zip(posts, own, strict=True)]
+    totals = [fold(_received(p, posts), op, torch.empty_like(common)) if _garbled(p) else common for p in posts]
+    return [(post.places[0], total) for post, total in zip(posts, totals, strict=True)]
 
 
 def _scatter(posts: list[Post]) -> None:
-    for number, (place, total) in enumerate(_sums(posts, "sum")):
+    for number, (place, total) in enumerate(_sums(posts, "sum")):  # place: (n, ...), total: (W n, ...)
         numel = total.shape[0] // len(posts)
         place.copy_(total.narrow(0, number * numel, numel))
 
@@ -107,7 +111,7 @@ class _SimulatedRanks:
         self.device = mesh.device
         number = mesh.mesh_dim_names.index(axis)
         self.rank, self.size = mesh.get_coordinate()[number], mesh.shape[number]
-        stride = math.prod(mesh.shape[number + 1 :])
+        stride = math.prod(mesh.shape[number + 1 :])  # between neighbours along the axis; the last axis varies fastest
         first = self._me - self.rank * stride
         self._group = tuple(first + i * stride for i in range(self.size))
 
@@ -131,13 +135,13 @@ class _SimulatedRanks:
                 act([post])
             return Works([], post.places)
         # Ranks may run on different streams, and the last rank to arrive copies the data of all ranks on its stream.
-        far = self.device.type != "cpu"
-        if far:
+        asynchronous = self.device.type != "cpu"
+        if asynchronous:
             torch.get_device_module(self.device).synchronize()
-        found = self._run.meet(self._group, post)
-        if far:
+        outputs = self._run.meet(self._group, post)
+        if asynchronous:
             torch.get_device_module(self.device).synchronize()
-        return Works([], found)
+        return Works([], outputs)
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Exchange:
         into = places(sends, recvs, self.rank)
@@ -171,7 +175,7 @@ def _load_forward_mode() -> None:
         torch.func.jvp(torch.neg, (torch.zeros((), device="cpu"),), (torch.zeros((), device="cpu"),))
 
 
-def _on_rank(mesh: SimulatedMesh, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+def _on_rank(mesh: SimulatedMesh, fn: Callable[..., T], args: Sequence[object]) -> T:
     result = fn(mesh, *args)
     if mesh.under_way is not None:
         mesh.under_way.check_none()
@@ -179,11 +183,11 @@ def _on_rank(mesh: SimulatedMesh, fn: Callable[..., Any], args: Sequence[Any]) -
 
 
 def _on_ranks(
-    world: World, fn: Callable[..., Any], args: Sequence[Any]
-) -> tuple[list[Collective], list[Any], BaseException | None]:
-    """Run `fn(mesh, *args)` on every rank. Return the collectives, the results in rank order, and any failure."""
+    world: World, fn: Callable[..., T], args: Sequence[object]
+) -> tuple[list[Collective], dict[int, T], BaseException | None]:
+    """Run `fn(mesh, *args)` on every rank. Return the collectives, the results by rank, and any failure."""
     run = Run(world.axes, numbered(world.device), world.faults)
-    results: list[Any] = [None] * run.num_ranks
+    results = dict[int, T]()
     num_threads = torch.get_num_threads()
 
     def rank_main(rank: int) -> None:
@@ -273,11 +277,11 @@ class World:
         self.size, self.device, self.faults, self.late = num, device, tuple(faults), late
         self.log: list[Collective] = []
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, fn: Callable[..., T], *args: object) -> list[T]:
         """Call `fn(mesh, *args)` once for every rank, and return the results in rank order."""
         if not callable(fn):
             raise TypeError(f"a simulated world: {wrong('fn', fn, 'fn(mesh, *args), a function')}")
         self.log, results, failure = _on_ranks(self, fn, args)
         if failure is not None:
             raise failure
-        return results
+        return [results[rank] for rank in range(self.size)]
