@@ -16,9 +16,13 @@ from torch import Tensor
 import fshard
 from fshard import optim
 from fshard.comm import compare_calls, one_host, process_groups, rendezvous
-from fshard.comm.mesh import present
+from fshard.comm.mesh import Mesh, present
+from fshard.core.tree import Tree
+from fshard.testing.recording import Step
 
 from .models import same_bits
+
+Result = tuple[fshard.TrainState, dict[str, Tree]]  # of a step
 
 
 @dataclass(frozen=True)
@@ -37,35 +41,35 @@ class LeftError(Exception):
     """Leaves a step early."""
 
 
-def _sum(mesh: Any, x: Tensor, **kwargs: Any) -> Any:
+def _sum(mesh: Mesh, x: Tensor, **kwargs: Any) -> Tensor:
     return fshard.all_reduce(x, mesh, "shard", **kwargs)
 
 
-def _gather(mesh: Any, x: Tensor, **kwargs: Any) -> Any:
+def _gather(mesh: Mesh, x: Tensor, **kwargs: str) -> Tensor:
     return fshard.all_gather(x, mesh, "shard", **kwargs)
 
 
-def _order(mesh: Any, bad: bool) -> None:
+def _order(mesh: Mesh, bad: bool) -> None:
     for label in ("two", "one") if bad else ("one", "two"):
         _gather(mesh, torch.ones(3), label=label)
 
 
-def _leave(mesh: Any, bad: bool) -> None:
+def _leave(mesh: Mesh, bad: bool) -> None:
     if bad:
         raise LeftError
 
 
-def _raise(mesh: Any, bad: bool) -> None:
+def _raise(mesh: Mesh, bad: bool) -> None:
     if bad:
         raise ValueError("boom")
 
 
-def _kill(mesh: Any, bad: bool) -> None:
+def _kill(mesh: Mesh, bad: bool) -> None:
     if bad:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-DEEDS: dict[str, Callable[[Any, bool], Any]] = {
+DEEDS: dict[str, Callable[[Mesh, bool], object]] = {
     "collective": lambda mesh, bad: (_sum if bad else _gather)(mesh, torch.ones(4)),
     "operation": lambda mesh, bad: _sum(mesh, torch.ones(3), op="max" if bad else "sum"),
     "shape": lambda mesh, bad: _sum(mesh, torch.ones(4 if bad else 3)),
@@ -94,7 +98,7 @@ def drawn(seed: int) -> Fault:
     return Fault(kind, place, r.randrange(size), over, size, kind != "kill" or r.random() < 0.5)
 
 
-def params() -> dict[str, Any]:
+def params() -> dict[str, Tree]:
     """Three units, of uneven sizes."""
     generator = torch.Generator().manual_seed(1)
     blocks = [torch.randn(5, 5, generator=generator, dtype=torch.float64) / 3 for _ in range(2)]
@@ -106,16 +110,16 @@ def batch(rank: int) -> Tensor:
     return torch.randn(2 + rank, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
-def plan_of(mesh: Any, over: str) -> fshard.Plan:
+def plan_of(mesh: Mesh, over: str) -> fshard.Plan:
     """A plan whose ranks are connected by shared memory ("host"), or by gloo's own sockets ("gloo")."""
     plan = fshard.make_plan(params(), mesh, units=["blocks.*"])
     return plan if over == "host" else replace(plan, mesh=mesh)
 
 
-def at_places(fault: Fault | None, mesh: Any) -> Callable[[str], Any]:
+def at_places(fault: Fault | None, mesh: Mesh) -> Callable[[str], object]:
     """What a step with that fault does at each place."""
 
-    def at(place: str) -> Any:
+    def at(place: str) -> object:
         if fault is not None and place == fault.place:
             return DEEDS[fault.kind](mesh, mesh.get_rank() == fault.rank)
         return None
@@ -123,23 +127,23 @@ def at_places(fault: Fault | None, mesh: Any) -> Callable[[str], Any]:
     return at
 
 
-def optimizer(inner: Any, at: Callable[[str], Any]) -> Any:
+def optimizer(inner: optim.Transform, at: Callable[[str], object]) -> optim.Transform:
     """One that comes to a place of faults, then to a collective."""
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(grads: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         at("update")
         return grads, state
 
     return optim.chain(optim.Transform(lambda params: (), update), optim.clip_by_global_norm(1.0), inner)
 
 
-def step_of(inner: Any, at: Callable[[str], Any], **kwargs: Any) -> Any:
+def step_of(inner: optim.Transform, at: Callable[[str], object], **kwargs: Any) -> Step:
     """A step with places of faults in its forward, backward and update."""
 
     def backward(grad: Tensor) -> None:
         at("backward")
 
-    def loss(p: Any, x: Tensor) -> fshard.Mean:
+    def loss(p: Tree, x: Tensor) -> fshard.Mean:
         first, second = (1, 0) if at("units") else (0, 1)
         h = torch.tanh(x @ p["blocks"][first])
         at("forward")
@@ -151,13 +155,13 @@ def step_of(inner: Any, at: Callable[[str], Any], **kwargs: Any) -> Any:
     return fshard.train_step(loss, optimizer(inner, at), **kwargs)
 
 
-def start(mesh: Any, over: str, inner: Any) -> fshard.TrainState:
+def start(mesh: Mesh, over: str, inner: optim.Transform) -> fshard.TrainState:
     """The state that such a step takes."""
     whole = fshard.shard_params(params(), plan_of(mesh, over))
     return fshard.init_state(whole, optimizer(inner, lambda place: None))
 
 
-def one_step(mesh: Any, fault: Fault | None, state: Any, inner: Any) -> Any:
+def one_step(mesh: Mesh, fault: Fault | None, state: fshard.TrainState, inner: optim.Transform) -> Result:
     """A step with a fault; a rank may leave it early."""
     at = at_places(fault, mesh)
     try:
@@ -168,7 +172,7 @@ def one_step(mesh: Any, fault: Fault | None, state: Any, inner: Any) -> Any:
     return result
 
 
-def in_a_row(mesh: Any, over: str, faults: list[Fault]) -> tuple[list[str], bool]:
+def in_a_row(mesh: Mesh, over: str, faults: list[Fault]) -> tuple[list[str], bool]:
     """What this rank hears of each fault, in one world, and whether it computes after them as before."""
     inner = optim.adamw(0.1)
     state, checked, texts = start(mesh, over, inner), fshard.check(one_step), []
@@ -182,7 +186,7 @@ def in_a_row(mesh: Any, over: str, faults: list[Fault]) -> tuple[list[str], bool
     return texts, same_bits(checked(mesh, None, state, inner), before)
 
 
-def fatal(mesh: Any, fault: Fault) -> None:
+def fatal(mesh: Mesh, fault: Fault) -> None:
     """A good step, and one with a fault."""
     inner = optim.sgd(0.1, momentum=0.9)
     step = fshard.check(one_step) if fault.checked else one_step
@@ -190,11 +194,11 @@ def fatal(mesh: Any, fault: Fault) -> None:
     step(mesh, fault, state, inner)
 
 
-def one_is_slow(mesh: Any, path: str) -> str:
+def one_is_slow(mesh: Mesh, path: str) -> str:
     """Of three ranks the last raises, and the one between comes to the collective when the first has its error."""
     heard, rank = dist.FileStore(path, 3), mesh.get_rank()
 
-    def waits(mesh: Any) -> None:
+    def waits(mesh: Mesh) -> None:
         _raise(mesh, rank == 2)
         if rank == 1:
             heard.wait(["heard"])
@@ -209,23 +213,23 @@ def one_is_slow(mesh: Any, path: str) -> str:
     return "no error"
 
 
-def _healthy(mesh: Any) -> float:
+def _healthy(mesh: Mesh) -> float:
     return fshard.all_reduce(torch.ones(()), mesh, "shard").item()
 
 
-def along_two_axes(mesh: Any) -> list[str]:
+def along_two_axes(mesh: Mesh) -> list[str]:
     """Rank 3 of four raises; in a function that goes on when it hears so; and when all collectives are done."""
 
-    def late(mesh: Any) -> None:
+    def late(mesh: Mesh) -> None:
         _sum(mesh, torch.ones(3))
         _raise(mesh, mesh.get_rank() == 3)
 
-    def sums(mesh: Any) -> None:
+    def sums(mesh: Mesh) -> None:
         _raise(mesh, mesh.get_rank() == 3)
         _sum(mesh, torch.ones(3))
         fshard.all_reduce(torch.ones(3), mesh, "replicate")
 
-    def goes_on(mesh: Any) -> None:
+    def goes_on(mesh: Mesh) -> None:
         try:
             sums(mesh)
         except fshard.MismatchError:
@@ -239,7 +243,7 @@ def along_two_axes(mesh: Any) -> list[str]:
     return [*texts, str(checked(_healthy, mesh))]
 
 
-def between_hosts(mesh: Any, kinds: list[str]) -> list[str]:
+def between_hosts(mesh: Mesh, kinds: list[str]) -> list[str]:
     """Faults along a connection that is not of one host."""
     texts = []
     with mock.patch.object(rendezvous, "_host", return_value=f"host {mesh.get_rank()}"):
@@ -255,7 +259,7 @@ def between_hosts(mesh: Any, kinds: list[str]) -> list[str]:
     return texts
 
 
-def jitted(mesh: Any, fault: Fault) -> list[str]:
+def jitted(mesh: Mesh, fault: Fault) -> list[str]:
     """A step that is one graph, another on one rank: checked by hand, by the environment; and not."""
     inner, texts = optim.adamw(0.1), []
     state, data = start(mesh, fault.over, inner), batch(mesh.get_rank())
@@ -270,7 +274,7 @@ def jitted(mesh: Any, fault: Fault) -> list[str]:
     return texts
 
 
-def by_environment(mesh: Any, fault: Fault) -> list[str]:
+def by_environment(mesh: Mesh, fault: Fault) -> list[str]:
     """What a step's ranks hear with each value of FSHARD_CHECK, read when the step is made."""
     inner, texts = optim.adamw(0.1), []
     state = start(mesh, fault.over, inner)

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fshard
 from fshard import optim
 from fshard.comm import compare_calls, one_host, primitives, rendezvous
+from fshard.comm.mesh import Mesh
 
 from . import faults
 
@@ -87,7 +88,7 @@ def strangers(rank: int, user: int, num: int) -> Iterator[list[str]]:
         yield told
 
 
-def among_strangers(mesh: Any, user: int, num: int) -> list[str]:
+def among_strangers(mesh: Mesh, user: int, num: int) -> list[str]:
     """Connect while strangers call, and use the connection."""
     with strangers(mesh.get_rank(), user, num) as told:
         connected = one_host.connect(mesh)
@@ -122,7 +123,7 @@ def at_line(number: int, deed: Callable[[], None]) -> Iterator[list[int]]:
         sys.settrace(before)
 
 
-def _connect(mesh: Any, over: str) -> Any:
+def _connect(mesh: Mesh, over: str) -> Any:
     """Connections for data, or those for words between hosts."""
     if over == "host":
         return one_host.connect(mesh)
@@ -130,7 +131,7 @@ def _connect(mesh: Any, over: str) -> Any:
         return compare_calls.lines_of(mesh)
 
 
-def end_while_connecting(mesh: Any, folder: str, kind: str, over: str, at: float, bad: int) -> Any:
+def end_while_connecting(mesh: Mesh, folder: str, kind: str, over: str, at: float, bad: int) -> Any:
     """Connect twice; the second time one rank ends at a line. When each other one's error came, and what it says."""
     with at_line(0, lambda: None) as lines_run:
         _connect(mesh, over)
@@ -151,7 +152,7 @@ def end_while_connecting(mesh: Any, folder: str, kind: str, over: str, at: float
     return time.monotonic(), "no error"
 
 
-def _connected_mesh(mesh: Any, over: str) -> Any:
+def _connected_mesh(mesh: Mesh, over: str) -> Any:
     _connect(mesh, over)
     return mesh
 
@@ -186,7 +187,7 @@ def num_open() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def dropped_plans(mesh: Any) -> list[int]:
+def dropped_plans(mesh: Mesh) -> list[int]:
     """The descriptors open after each of twenty plans was made, used and dropped; the cyclic collector is off."""
     whole, counts = {"w": torch.ones(600_000)}, []
     gc.disable()
@@ -203,7 +204,7 @@ def dropped_plans(mesh: Any) -> list[int]:
     return counts
 
 
-def without_memory(mesh: Any) -> tuple[str, list[str]]:
+def without_memory(mesh: Mesh) -> tuple[str, list[str]]:
     """One rank may make no memory: all go through sockets, and the first of them says so, once."""
     refused = mock.Mock(side_effect=PermissionError(1, "Operation not permitted"))
     with warnings.catch_warnings(record=True) as found:
@@ -231,7 +232,7 @@ def few_descriptors(left: int) -> Iterator[None]:
             os.close(fd)
 
 
-def too_few_descriptors(mesh: Any) -> list[str]:
+def too_few_descriptors(mesh: Mesh) -> list[str]:
     """What this rank hears when rank 1 has few descriptors left: while connecting, and when memory is made."""
     texts = []
     for left in range(4):
@@ -251,7 +252,7 @@ def too_few_descriptors(mesh: Any) -> list[str]:
     return texts
 
 
-def elsewhere(mesh: Any) -> tuple[str, set[str]]:
+def elsewhere(mesh: Mesh) -> tuple[str, set[str]]:
     """Two copies of one machine, which seem to be one host, but where no rank reaches another's address."""
     listening = rendezvous._listening
 
@@ -267,12 +268,12 @@ def elsewhere(mesh: Any) -> tuple[str, set[str]]:
     return type(connected.ranks("shard")).__name__, families
 
 
-def one_process_at_a_time(mesh: Any) -> tuple[Any, ...]:
+def one_process_at_a_time(mesh: Mesh) -> tuple[Any, ...]:
     """All of it, in one world."""
     return dropped_plans(mesh), without_memory(mesh), too_few_descriptors(mesh), elsewhere(mesh)
 
 
-def data_end_early(mesh: Any, folder: str) -> str:
+def data_end_early(mesh: Mesh, folder: str) -> str:
     """One rank has no more data, and gathers; the others take one more step, which is checked."""
     inner = optim.adamw(0.1)
     state = faults.start(mesh, "host", inner)
@@ -293,31 +294,31 @@ def data_end_early(mesh: Any, folder: str) -> str:
     return "no error"
 
 
-def _timeout(mesh: Any, axis: str) -> float:
+def _timeout(mesh: DeviceMesh | Mesh, axis: str) -> float:
     ranks: Any = primitives.along(mesh, axis)
     return ranks.timeout.total_seconds()
 
 
-def timeouts(mesh: Any, folder: str) -> Any:
+def timeouts(mesh: Mesh, folder: str) -> tuple[list[float], list[str]]:
     """The timeouts of a 2 x 2 mesh of one that was said, and a group that has its own; what comes of a late rank."""
     rank, size = mesh.get_rank(), 4
     again(rank, size, f"{folder}/world", timeout=timedelta(seconds=2))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    own = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=7)), "cpu", mesh_dim_names=("all",))
-    connected = one_host.connect(mesh)
-    found = [_timeout(one, axis) for one in (mesh, connected) for axis in ("replicate", "shard")]
-    found.append(_timeout(own, "all"))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    whole = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=7)), "cpu", mesh_dim_names=("all",))
+    connected = one_host.connect(grid)
+    seconds = [_timeout(each, axis) for each in (grid, connected) for axis in ("replicate", "shard")]
+    seconds.append(_timeout(whole, "all"))
     words = compare_calls.lines_of(connected)
     assert words is not None
-    found += [link.timeout for links in words._links.values() for link in links.values()]
+    seconds += [link.timeout for links in words._links.values() for link in links.values()]
     heard, texts = dist.FileStore(f"{folder}/heard", size), list[str]()
     if rank == 1:
         heard.wait(["done"])
-        return found, texts
+        return seconds, texts
     if rank == 0:
         for late in (
             lambda: fshard.all_reduce(torch.ones(3), connected, "shard"),
-            lambda: fshard.all_reduce(torch.ones(3), mesh, "shard"),
+            lambda: fshard.all_reduce(torch.ones(3), grid, "shard"),
             lambda: words.run(lambda: fshard.all_reduce(torch.ones(3), connected, "shard")),
         ):
             try:
@@ -325,10 +326,10 @@ def timeouts(mesh: Any, folder: str) -> Any:
             except fshard.MismatchError as failure:
                 texts.append(str(failure))
         heard.set("done", "")
-    return found, texts
+    return seconds, texts
 
 
-def answers_and_ends(mesh: Any) -> str:
+def answers_and_ends(mesh: Mesh) -> str:
     """Rank 1 dials nobody, and ends when it has answered: that connection has told rank 0 all it was to tell."""
     greeted = rendezvous._Meeting._greeted
 

@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 import fshard
+from fshard.core.tree import Tree
 
 from .wires import FIRST, LOSSY
 
@@ -39,24 +40,24 @@ WORLDS = {"1": (1, 1), "2": (1, 2), "3": (1, 3), "4": (1, 4), "2x2": (2, 2)}  # 
 class Pair(NamedTuple):
     """A NamedTuple of a user's."""
 
-    left: Any
-    right: Any
+    left: Tree
+    right: Tree
 
 
 @dataclass
 class Linear:
     """A dataclass that optree alone knows."""
 
-    weight: Any
-    bias: Any
+    weight: Tree
+    bias: Tree
 
 
 @dataclass
 class Norm:
     """A dataclass that torch.utils._pytree alone knows."""
 
-    scale: Any
-    shift: Any
+    scale: Tree
+    shift: Tree
 
 
 _register: Any = optree.register_pytree_node  # whose types want a Collection
@@ -75,12 +76,12 @@ def counting(*shape: int, dtype: torch.dtype = torch.float32, start: int = 1) ->
     return (torch.arange(start, start + numel) % 17 - 8).to(dtype).reshape(shape)
 
 
-def _tied() -> Any:
+def _tied() -> Tree:
     shared = counting(5, 3)
     return {"embed": shared, "blocks": [{"w": counting(2)}, {"w": shared}], "head": shared}
 
 
-def _dtypes() -> Any:
+def _dtypes() -> Tree:
     kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
     return {str(dtype): counting(3, 3, dtype=dtype, start=i) for i, dtype in enumerate(kinds)}
 
@@ -114,10 +115,10 @@ def rand(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def lm_params(dtype: torch.dtype = torch.float64) -> Any:
+def lm_params(dtype: torch.dtype = torch.float64) -> Tree:
     """A language model: odd sizes, scalars, leaves smaller than a world, one unused, a head tied to the embedding."""
 
-    def block(seed: int) -> Any:
+    def block(seed: int) -> Tree:
         shapes = {"w": (5, 7), "b": (7,), "out": (7, 5), "scale": ()}
         return {name: 0.4 * rand(*shape, seed=seed + i, dtype=dtype) for i, (name, shape) in enumerate(shapes.items())}
 
@@ -146,7 +147,7 @@ def lm_batch(step: int, rank: int) -> dict[str, Tensor]:
     return {"tokens": tokens, "targets": targets, "mask": mask}
 
 
-def lm_total(params: Any, batch: Any) -> tuple[Tensor, Tensor]:
+def lm_total(params: Tree, batch: Tree) -> tuple[Tensor, Tensor]:
     """The sum of the tokens' losses, and how many tokens count."""
     x = params["embed"][batch["tokens"]]
     for block in params["blocks"]:
@@ -157,17 +158,17 @@ def lm_total(params: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return (losses * batch["mask"].flatten()).sum(), batch["mask"].sum()
 
 
-def mean_loss(params: Any, batch: Any) -> fshard.Mean:
+def mean_loss(params: Tree, batch: Tree) -> fshard.Mean:
     """The mean over all tokens that count."""
     return fshard.Mean(*lm_total(params, batch))
 
 
-def sum_loss(params: Any, batch: Any) -> fshard.Sum:
+def sum_loss(params: Tree, batch: Tree) -> fshard.Sum:
     """A small multiple of the sum over all tokens that count."""
     return fshard.Sum(0.02 * lm_total(params, batch)[0])
 
 
-def plain_loss(params: Any, batch: Any) -> Tensor:
+def plain_loss(params: Tree, batch: Tree) -> Tensor:
     """The mean over this rank's own tokens."""
     total, count = lm_total(params, batch)
     return total / count.clamp(min=1)
@@ -185,13 +186,13 @@ def padding(x: fshard.Sharded) -> list[Tensor]:
     return [t[~mask] for t, mask in zip(x.tensors, covered, strict=True)]
 
 
-def same_bits(a: Any, b: Any) -> bool:
+def same_bits(a: Tree, b: Tree) -> bool:
     """Two trees of one structure whose tensors have the same dtypes, shapes and bits."""
     (xs, one), (ys, other) = fshard.tree.flatten(a), fshard.tree.flatten(b)
     return one == other and all(map(_same_tensor, xs, ys))
 
 
-def _same_tensor(x: Any, y: Any) -> bool:
+def _same_tensor(x: object, y: object) -> bool:
     if not isinstance(x, Tensor):
         return bool(x == y)
     if not isinstance(y, Tensor) or (x.dtype, x.shape) != (y.dtype, y.shape):
@@ -199,7 +200,7 @@ def _same_tensor(x: Any, y: Any) -> bool:
     return torch.equal(*(t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (x, y)))
 
 
-def reads_alike(view: Any, whole: Any) -> None:
+def reads_alike(view: Tree, whole: Tree) -> None:
     """A sharded or lazily gathered tree reads like the plain one: keys, items, attributes, slices, iteration."""
     if whole is None:
         assert view is None

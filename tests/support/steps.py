@@ -9,6 +9,10 @@ from torch import Tensor
 
 import fshard
 from fshard import optim, tree
+from fshard.comm.mesh import Mesh
+from fshard.core.tree import Tree
+from fshard.testing.recording import Step
+from fshard.train.loss_scale import LossScale
 
 from .models import rand, same_bits
 
@@ -19,7 +23,7 @@ UNITS = ["a", "c"]
 EXACT = optim.rmsprop(0.1, momentum=0.9)
 
 
-def params(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+def params(dtype: torch.dtype = torch.float64) -> dict[str, Tree]:
     """Two layers."""
     shapes: dict[str, dict[str, tuple[int, ...]]] = {"a": {"w": (4, 4), "b": (4,)}, "c": {"w": (4, 4)}}
     return {k: {n: rand(*s, seed=len(k + n) + s[0], dtype=dtype) for n, s in v.items()} for k, v in shapes.items()}
@@ -31,7 +35,7 @@ def batch(step: int, rank: int, gain: float = 1.0, dtype: torch.dtype = torch.fl
     return {"x": rand(rows, 4, seed=100 * step + rank, dtype=dtype), "gain": torch.full((rows,), gain, dtype=dtype)}
 
 
-def loss(p: Any, b: dict[str, Tensor]) -> fshard.Mean:
+def loss(p: Tree, b: dict[str, Tensor]) -> fshard.Mean:
     """The mean over all rows; a large gain overflows."""
     h = torch.tanh(b["x"] @ p["a"]["w"] + p["a"]["b"])
     y = torch.tanh(h @ p["c"]["w"]).square().sum(1)
@@ -39,15 +43,15 @@ def loss(p: Any, b: dict[str, Tensor]) -> fshard.Mean:
 
 
 def start(
-    mesh: Any,
+    mesh: Mesh,
     tx: optim.Transform = EXACT,
-    scale: Any = None,
+    scale: LossScale | None = None,
     plan: dict[str, Any] | None = None,
-    loss_fn: Callable[..., Any] = loss,
-    whole: Any = None,
-    extra: Any = None,
+    loss_fn: Callable[..., Tree] = loss,
+    whole: Tree = None,
+    extra: Tree = None,
     **kw: Any,
-) -> tuple[fshard.TrainState, Any]:
+) -> tuple[fshard.TrainState, Step]:
     """A state and a step."""
     whole = params() if whole is None else whole
     laid = fshard.make_plan(whole, mesh, **{"units": UNITS, **(plan or {})})
@@ -55,19 +59,19 @@ def start(
     return state, fshard.train_step(loss_fn, tx, **kw)
 
 
-def rank_of(mesh: Any) -> int:
+def rank_of(mesh: Mesh) -> int:
     """This rank's number."""
     return 0 if mesh is None else mesh.get_rank()
 
 
-def same_shapes(a: Any, b: Any) -> bool:
+def same_shapes(a: Tree, b: Tree) -> bool:
     """Two trees of one structure, of tensors of the same shapes, strides and dtypes."""
     (xs, one), (ys, other) = tree.flatten(a), tree.flatten(b)
     kinds = [[(t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t for t in leaves] for leaves in (xs, ys)]
     return one == other and kinds[0] == kinds[1]
 
 
-def apart(a: Any, b: Any) -> float:
+def apart(a: Tree, b: Tree) -> float:
     """How far two trees are apart at most, by a leaf's largest if above 1; what is not finite must be the same."""
     far = 0.0
     for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True):
@@ -78,13 +82,13 @@ def apart(a: Any, b: Any) -> float:
 
 
 def alike(
-    mesh: Any,
-    compiled: Callable[[Any], Any],
+    mesh: Mesh,
+    compiled: Callable[[Step], Step],
     num_steps: int = 3,
     overflow: int | None = None,
     dtype: torch.dtype = torch.float64,
     **kw: Any,
-) -> tuple[bool, float, Any]:
+) -> tuple[bool, float, tuple[list[dict[str, Tree]], fshard.TrainState]]:
     """Some steps as they are, and compiled, each on its own results: same bits? how far apart? the last metrics."""
     warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
     state, step = start(mesh, **kw)
