@@ -394,10 +394,14 @@ def test_parameters_are_asked_for_where_they_are_read(name):
     """An update without the parameters it reads would be wrong, or fail without a sentence that says so."""
     tx, params, (grads, *_) = start(name, plain)
     state = tx.init(params)
+    error = refusal(lambda: tx.update(grads, state), ValueError)
     if not reads_params(name):
+        assert error is None, (
+            f"{name} reads no parameters and must not ask for them (reads_params=False of a Rule): {error}"
+        )
         assert same_bits(tx.update(grads, state), tx.update(grads, state, params))
         return
-    asks, error = ROWS[name].asks or name.split("-")[0], refusal(lambda: tx.update(grads, state), ValueError)
+    asks = ROWS[name].asks or name.split("-")[0]
     assert error is not None, (
         f"{name} reads the parameters and must say so: Needs(params=True), or Rule(reads_params=True)"
     )

@@ -79,7 +79,7 @@ def test_transforms_say_how_they_were_made():
     """Drawn transforms have names of their own and are made anew: otherwise a failure's report would not tell which
     one failed. Every elementwise optimizer but lion is among them."""
     drawn = dict[str, Any]()
-    for _ in range(14):
+    for _ in strategies._TRANSFORMS:
         one = find(strategies.transforms(), lambda x: str(x) not in drawn, settings=ONCE)
         drawn[str(one)] = one.make()
     assert all(isinstance(tx, fshard.optim.Transform) for tx in drawn.values())
