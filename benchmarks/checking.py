@@ -50,10 +50,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     for name in ("S", "T"):
         for shared in (True, False):
-            found = ratio(in_turn(systems(name, shared), args.rounds), "checked", "plain")
+            measured = ratio(in_turn(systems(name, shared), args.rounds), "checked", "plain")
             if dist.get_rank() == 0:
                 way = "shared memory" if shared else "gloo"
-                print(f"{name}, {way}: {found['ratio']:.3f} ({found['low']:.3f} to {found['high']:.3f})")
+                print(f"{name}, {way}: {measured['ratio']:.3f} ({measured['low']:.3f} to {measured['high']:.3f})")
                 sys.stdout.flush()
     leave()
 

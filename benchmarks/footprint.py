@@ -13,17 +13,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from models import TASKS
 from vs_torch import resident
 
 import fshard
+from fshard.comm.mesh import AnyMesh
 from fshard.testing import simulate
 
 
-def on_a_rank(name: str, mesh: Any) -> str:
+def on_a_rank(name: str, mesh: AnyMesh) -> str:
     """Predicted and measured bytes of one model, and their ratio, as text."""
     task = TASKS[name]
     torch.manual_seed(0)

@@ -40,18 +40,18 @@ def with_wheels(folder: str | None, into: Path) -> list[str]:
 
 def ran(part: str, paths: list[str], out: Path) -> list[Row]:
     """Run one part. Returns its rows, and a failed row if the part ended early or took too long."""
-    found = out / f"{part}.json"
-    found.unlink(missing_ok=True)  # has the rows of an earlier run
+    rows_file = out / f"{part}.json"
+    rows_file.unlink(missing_ok=True)  # has the rows of an earlier run
     path = os.pathsep.join([*paths, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_parts.py"), part, str(found)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_parts.py"), part, str(rows_file)]
     with open(out / f"{part}.log", "w") as log:
         try:
             code = subprocess.run(command, env=environment, cwd=ROOT, stdout=log, stderr=log, timeout=PARTS[part])
             ended = "" if code.returncode == 0 else f"ended with {code.returncode}"
         except subprocess.TimeoutExpired:
             ended = f"took longer than {PARTS[part]} s"
-    rows: list[Row] = [json.loads(line) for line in found.read_text().splitlines()] if found.exists() else []
+    rows: list[Row] = [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
     if ended:
         last = (out / f"{part}.log").read_text().strip().splitlines()[-1:]
         rows.append({"part": part, "case": "the whole part", "state": "failed", "what": f"{ended}: {' '.join(last)}"})

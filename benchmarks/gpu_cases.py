@@ -8,9 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import fshard
 from fshard import optim, tree, wire
+from fshard.comm.mesh import Mesh
+from fshard.core.tree import Tree
+from fshard.train.loss_scale import LossScale
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
@@ -33,7 +37,7 @@ def params(d: int = 64 if CUDA else 16, layers: int = 4 if CUDA else 2) -> Any:
     return tree.map(lambda x: x.to(DEVICE), whole)
 
 
-def loss(p: Any, tokens: Tensor, dropout: float = 0.0) -> fshard.Mean:
+def loss(p: Tree, tokens: Tensor, dropout: float = 0.0) -> fshard.Mean:
     """Cross-entropy of predicting `(token + 1) % VOCAB` from each token: a `Mean` over tokens."""
     x = p["embed"][tokens]
     for b in p["blocks"]:
@@ -50,7 +54,9 @@ def batch(step: int, rank: int = 0, rows: int = 8) -> Tensor:
     return torch.randint(0, VOCAB, (rows, 32 if CUDA else 8), generator=generator).to(DEVICE)
 
 
-def start(mesh: Any, tx: Any, scale: Any = None, plan: dict[str, Any] | None = None) -> fshard.TrainState:
+def start(
+    mesh: DeviceMesh | Mesh, tx: optim.Transform, scale: LossScale | None = None, plan: dict[str, Any] | None = None
+) -> fshard.TrainState:
     """The training state before the first step, for `plan` as further arguments of `make_plan`."""
     whole = params()
     made = fshard.make_plan(whole, mesh, units=["blocks.*"], **(plan or {}))
@@ -58,7 +64,7 @@ def start(mesh: Any, tx: Any, scale: Any = None, plan: dict[str, Any] | None = N
 
 
 def trained(
-    mesh: Any,
+    mesh: DeviceMesh | Mesh,
     tx: Make = lambda: optim.adamw(1e-3),
     scale: Make = lambda: None,
     plan: dict[str, Any] | None = None,
@@ -121,7 +127,7 @@ POLICIES = ("compute=bf16", "compute=f16", "storage=bf16", "compute=bf16, grads=
 FROZEN = (torch.int16, torch.uint16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
 
 
-def same(got: Any, expected: Any, exact: bool = True) -> str:
+def same(got: Tree, expected: Tree, exact: bool = True) -> str:
     """How two trees of tensors differ, as text; empty if all bits are equal (values close, without `exact`)."""
     pairs = [*zip(tree.leaves(got), tree.leaves(expected), strict=True)]
     if exact:
@@ -131,7 +137,7 @@ def same(got: Any, expected: Any, exact: bool = True) -> str:
     return "" if far < 2e-3 else f"up to {far:.1e} apart"
 
 
-def frozen(mesh: Any, dtype: torch.dtype) -> str:
+def frozen(mesh: DeviceMesh | Mesh, dtype: torch.dtype) -> str:
     """Shard and gather a frozen leaf of a dtype. Returns how the result differs, as text; empty if it does not."""
     whole = {"n": torch.ones(8, device=DEVICE).to(dtype)}
     back = fshard.gather_params(fshard.shard_params(whole, fshard.make_plan(whole, mesh, frozen="n")))

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
 from fshard import optim
+from fshard.comm.mesh import Mesh
+from fshard.core.tree import Tree
 from fshard.testing import World, scheduler
 from fshard.testing.world import _SimulatedRanks
 
@@ -85,7 +87,7 @@ def crashes(rows: Rows) -> None:
         rows.check(f"a frozen leaf of {dtype}", lambda dtype=dtype: frozen(mesh, dtype))  # type: ignore[misc]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-    def twice(tx: Callable[[], Any]) -> str:
+    def twice(tx: Callable[[], optim.Transform]) -> str:
         return same(trained(mesh, tx), trained(mesh, tx))
 
     rows.check("the same bits twice, adafactor", lambda: twice(OPTIMIZERS["adafactor"]))
@@ -110,7 +112,11 @@ def reads(rows: Rows) -> None:
 
 
 def _without_waiting(
-    mesh: Any, tx: Any = lambda: optim.adamw(1e-3), scale: Any = lambda: None, plan: Any = None, **how: Any
+    mesh: DeviceMesh | Mesh,
+    tx: Any = lambda: optim.adamw(1e-3),
+    scale: Any = lambda: None,
+    plan: Any = None,
+    **how: Any,
 ) -> None:
     transform, tokens = tx(), batch(0)
     state, step = start(mesh, transform, scale(), plan), fshard.train_step(loss, transform, **how)
@@ -123,7 +129,7 @@ def _without_waiting(
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _exact(mesh: Any, device: torch.device) -> Any:
+def _exact(mesh: DeviceMesh | Mesh, device: torch.device) -> Tree:
     """Train with operations that have the same bits on any processor: sums, and products by powers of two."""
     generator = torch.Generator().manual_seed(1)
     whole = {"a": torch.randn(33, generator=generator), "b": torch.randn(5, 7, generator=generator)}
@@ -131,13 +137,13 @@ def _exact(mesh: Any, device: torch.device) -> Any:
     plan, tx = fshard.make_plan(whole, mesh, units=["a", "b"]), optim.sgd(0.5)
     state = fshard.init_state(fshard.shard_params(whole, plan), tx)
 
-    def total(p: Any, x: Any) -> fshard.Sum:
+    def total(p: Tree, x: Tree) -> fshard.Sum:
         return fshard.Sum((p["a"] * x["a"][0]).sum() + (p["b"] * x["b"][0]).sum())
 
     step = fshard.train_step(total, tx)
     for i in range(3):
-        mine = torch.Generator().manual_seed(10 * i + mesh.get_rank())
-        x = {name: torch.randn(1, *y.shape, generator=mine).to(device) for name, y in whole.items()}
+        generator = torch.Generator().manual_seed(10 * i + mesh.get_rank())
+        x = {name: torch.randn(1, *y.shape, generator=generator).to(device) for name, y in whole.items()}
         state, _ = step(state, x)
     return fshard.gather_params(state.params)
 
@@ -149,7 +155,7 @@ def bits(rows: Rows) -> None:
         near = world(4).run(_exact, DEVICE)
         return same(near, World(4).run(_exact, torch.device("cpu")))
 
-    def dropped(mesh: Any) -> Any:
+    def dropped(mesh: DeviceMesh | Mesh) -> Any:
         tokens = [batch(i, rows=8).chunk(mesh.size())[mesh.get_rank()] for i in range(2)]
         tx = optim.adamw(1e-3)
         state, step = start(mesh, tx), fshard.train_step(lambda p, x: loss(p, x, 0.1), tx, reduction="tree")
@@ -173,10 +179,10 @@ def bits(rows: Rows) -> None:
 class _OnSide:
     """A collective of simulated ranks that behaves like NCCL's: late, on its own stream, and without host waits."""
 
-    def __init__(self, places: Sequence[Any], event: Any, held: Any):
+    def __init__(self, places: Sequence[torch.Tensor], event: torch.cuda.Event, held: object):
         self._places, self._event, self._held = places, event, held
 
-    def wait(self) -> Sequence[Any]:
+    def wait(self) -> Sequence[torch.Tensor]:
         """Let the computation's stream wait for the collective, and return the tensors received."""
         torch.cuda.current_stream().wait_event(self._event)
         self._held = None
@@ -216,7 +222,7 @@ def late(rows: Rows) -> None:
         job = lambda mesh, kind=kind: trained(mesh, **kind)  # noqa: E731
         expected = world(4).run(job)
 
-        def at_the_wait(job: Any = job, expected: Any = expected) -> str:
+        def at_the_wait(job: Any = job, expected: Tree = expected) -> str:
             return same(World(4, device=str(DEVICE), late=True).run(job), expected)
 
         rows.check(f"{name}, at the wait", at_the_wait)

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from gpu_cases import CUDA, DEVICE, KINDS, same, trained
 from gpu_parts import Rows
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
+from fshard.comm.mesh import Mesh
+from fshard.core.tree import Tree
 from fshard.testing import World
 
 
@@ -29,10 +31,10 @@ def main() -> None:
         got = trained(mesh, **kind)
         if rank == 0:  # the other ranks wait in the barrier
 
-            def job(mesh: Any, kind: dict[str, Any] = kind) -> Any:
+            def job(mesh: DeviceMesh | Mesh, kind: dict[str, Any] = kind) -> Any:
                 return trained(mesh, **kind)
 
-            def compared(got: Any = got, job: Any = job, exact: bool = name != "fast") -> str:
+            def compared(got: Tree = got, job: Any = job, exact: bool = name != "fast") -> str:
                 return same(got, World(size, device=str(DEVICE)).run(job)[0], exact)
 
             rows.check(name, compared)

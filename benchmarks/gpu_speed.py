@@ -14,6 +14,7 @@ from gpu_parts import NO_GPU, Rows, one_rank
 from models import Reference, Task, transformer
 from timing import in_turn, ratio
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fshard
@@ -33,7 +34,7 @@ def _task() -> tuple[Task, Any, Tensor]:
     return task, whole, task.batch(torch.Generator().manual_seed(1)).to(DEVICE)
 
 
-def _fshard(mesh: Any, jit: bool = False, reduction: str = "exact") -> Run:
+def _fshard(mesh: DeviceMesh, jit: bool = False, reduction: str = "exact") -> Run:
     task, whole, tokens = _task()
     tx = optim.adamw(LR)
     plan = fshard.make_plan(whole, mesh, units=["blocks.*"], policy="compute=bf16, reduce=f32")
@@ -49,7 +50,7 @@ def _fshard(mesh: Any, jit: bool = False, reduction: str = "exact") -> Run:
     return run
 
 
-def _fsdp2(mesh: Any, compiled: bool = False) -> Run:
+def _fsdp2(mesh: DeviceMesh, compiled: bool = False) -> Run:
     task, whole, tokens = _task()
     model = Reference(task, whole, HEADS)
     del whole
@@ -69,7 +70,7 @@ def _fsdp2(mesh: Any, compiled: bool = False) -> Run:
     return run
 
 
-def _unsharded(mesh: Any) -> Run:
+def _unsharded(mesh: DeviceMesh) -> Run:
     """A compiled step on one device, with bfloat16 by autocast: the lower bound, without collectives."""
     task, whole, tokens = _task()
     model = Reference(task, whole, HEADS)
@@ -87,7 +88,7 @@ def _unsharded(mesh: Any) -> Run:
     return run
 
 
-SYSTEMS: dict[str, Callable[[Any], Run]] = {
+SYSTEMS: dict[str, Callable[[DeviceMesh], Run]] = {
     "fshard": _fshard,
     "fshard fast": lambda mesh: _fshard(mesh, reduction="fast"),
     "fshard jit": lambda mesh: _fshard(mesh, jit=True),
@@ -99,7 +100,7 @@ PAIRS = [("fshard", "FSDP2"), ("fshard fast", "FSDP2"), ("fshard jit", "FSDP2 co
 PAIRS += [(name, "unsharded compiled") for name in ("fshard", "fshard jit", "FSDP2", "FSDP2 compiled")]
 
 
-def _peak(build: Callable[[Any], Run], mesh: Any) -> dict[str, float]:
+def _peak(build: Callable[[DeviceMesh], Run], mesh: DeviceMesh) -> dict[str, float]:
     """Peak GiB of a system that is alone on the device, allocated and reserved, and retries of the allocator."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

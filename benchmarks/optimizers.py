@@ -36,6 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fshard
 from fshard import tree
+from fshard.comm.mesh import AnyMesh
+from fshard.core.tree import Tree
 
 Call = Callable[[], object]
 LR = 1e-3
@@ -47,7 +49,7 @@ def _params(name: str) -> Any:
     return MODELS[name].init()
 
 
-def _like(params: Any) -> Any:
+def _like(params: Tree) -> Any:
     generator = torch.Generator().manual_seed(1)
     return tree.map(lambda x: torch.randn(x.shape, generator=generator), params)
 
@@ -158,7 +160,7 @@ def _state_bytes(shapes: dict[str, tuple[int, ...]], partition: str, num: int) -
     """Bytes of AdamW's moments on each of `num` ranks; they are meta tensors, which take no memory."""
     params = {path: torch.empty(shape, device="meta") for path, shape in shapes.items()}
 
-    def held(mesh: Any) -> int:
+    def held(mesh: AnyMesh) -> int:
         state = fshard.zero(fshard.optim.adamw(LR), mesh, partition).init(params)
         return sum(x.nbytes for x in tree.leaves(state) if x.dim())
 

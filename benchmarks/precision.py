@@ -9,7 +9,7 @@ bfloat16, and of a sum that is computed in bfloat16.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fshard
 from fshard import tree
 from fshard.comm import primitives
+from fshard.comm.mesh import AnyMesh
+from fshard.core.tree import Tree
 
 Call = Callable[[], object]
 
@@ -36,17 +38,17 @@ class Reads(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> object:
         self.count += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
 
 
-def _grads(params: Any) -> Any:
+def _grads(params: Tree) -> Tree:
     generator = torch.Generator().manual_seed(1)
     return tree.map(lambda x: torch.randn(x.shape, generator=generator), params)
 
 
-def reference(params: Any) -> tuple[Call, int]:
+def reference(params: Tree) -> tuple[Call, int]:
     """torch's `unscale_` as a function, and the number of tensors that a step with its scaler reads."""
     leaves = [torch.nn.Parameter(x.clone()) for x in tree.leaves(params)]
     for leaf, grad in zip(leaves, tree.leaves(_grads(params)), strict=True):
@@ -65,7 +67,7 @@ def reference(params: Any) -> tuple[Call, int]:
     return unscale, reads.count
 
 
-def ours(params: Any, mesh: DeviceMesh) -> tuple[Call, int]:
+def ours(params: Tree, mesh: DeviceMesh) -> tuple[Call, int]:
     """fshard's `unscale` as a function, and the number of tensors that unscale, select and adjust read."""
     grads = fshard.shard_params(_grads(params), fshard.make_plan(params, mesh))
     scaler = fshard.DynamicLossScale(1.0)
@@ -104,7 +106,7 @@ def errors(num_ranks: int) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(num_ranks)
     values = torch.randn(num_ranks, 512 * num_ranks, generator=generator) + 1
 
-    def summed(mesh: Any) -> Tensor:
+    def summed(mesh: AnyMesh) -> Tensor:
         ranks = primitives.along(mesh, "shard")
         return primitives.reduce_scatter(values[ranks.rank].bfloat16(), ranks, out=torch.empty(512)).wait()
 

@@ -12,7 +12,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from models import TASKS
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fshard
+from fshard.comm.mesh import Mesh
 from fshard.testing import World
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -36,7 +36,7 @@ def timed(call: Callable[[], object], rounds: int) -> tuple[float, float]:
     return statistics.median(clock), statistics.median(processor)
 
 
-def on_a_rank(mesh: Any, rounds: int) -> tuple[float, float]:
+def on_a_rank(mesh: Mesh, rounds: int) -> tuple[float, float]:
     """Median milliseconds of clock and processor time of a step on all ranks."""
     task, tx = TASKS["T"], fshard.optim.adamw(1e-3)
     torch.manual_seed(0)

@@ -38,7 +38,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
 
@@ -50,7 +50,8 @@ VALIDATION_SHARE = 20  # one byte in 20 is for validation
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 Batch = dict[str, Tensor]
-Record = dict[str, Any]
+Record = dict[str, Any]  # a line of the log, as JSON
+Tree = Any  # dicts and lists of tensors, whole or gathered on access
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ HELP = {
 # --- The model: pure functions of nested dicts of tensors.
 
 
-def init_params(s: Settings) -> dict[str, Any]:
+def init_params(s: Settings) -> Tree:
     normal = partial(torch.normal, 0.0, generator=torch.Generator().manual_seed(s.seed))
     return {
         "embed": normal(NEAR**-0.5, (NEAR, VOCAB, s.d_model)),
@@ -138,7 +139,7 @@ def block(p: dict[str, Tensor], x: Tensor, heads: int) -> Tensor:
     return x + F.relu(norm(x, p["think_norm"]) @ p["up"]).square() @ p["down"]
 
 
-def model(params: Any, tokens: Tensor, heads: int) -> Tensor:
+def model(params: Tree, tokens: Tensor, heads: int) -> Tensor:
     """Logits of the next byte at each position: (rows, length) -> (rows, length, 256)."""
     length = tokens.shape[1]
     x = params["pos"][:length]
@@ -149,14 +150,14 @@ def model(params: Any, tokens: Tensor, heads: int) -> Tensor:
     return norm(x, params["norm"]) @ params["head"]
 
 
-def loss(params: Any, batch: Batch, heads: int) -> fshard.Mean:
+def loss(params: Tree, batch: Batch, heads: int) -> fshard.Mean:
     """Cross-entropy in nats per byte: the mean over the bytes of all ranks."""
     scores = model(params, batch["tokens"], heads)
     total = F.cross_entropy(scores.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
     return fshard.Mean(total, batch["targets"].numel())
 
 
-def generate(params: Any, s: Settings, device: torch.device, temperature: float = 0.8) -> str:
+def generate(params: Tree, s: Settings, device: torch.device, temperature: float = 0.8) -> str:
     generator = torch.Generator(device).manual_seed(s.seed)
     text = list(s.prompt.encode() or b"\n")
     for _ in range(s.sample):
@@ -176,9 +177,9 @@ def find_files(data: Path | None) -> list[tuple[str, Path]]:
         raise ValueError(f"--data {root}: there is no such file or folder")
     if root.is_file():
         return [(root.name, root)]
-    found = [(path.relative_to(root), path) for path in root.rglob("*" if data else "*.py") if path.is_file()]
+    files = [(path.relative_to(root), path) for path in root.rglob("*" if data else "*.py") if path.is_file()]
     skipped = set() if data else SKIPPED
-    visible = [(name, path) for name, path in found if not any(part.startswith(".") for part in name.parts)]
+    visible = [(name, path) for name, path in files if not any(part.startswith(".") for part in name.parts)]
     return [(name.as_posix(), path) for name, path in visible if not skipped & set(name.parts)]
 
 
@@ -229,7 +230,7 @@ def all_windows(text: bytes, s: Settings, device: torch.device) -> Batch:
 
 
 @contextmanager
-def world() -> Iterator[tuple[Any, torch.device]]:
+def world() -> Iterator[tuple[DeviceMesh | None, torch.device]]:
     """The mesh of the processes that torchrun started (None without torchrun), and the device of this process."""
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
@@ -243,11 +244,11 @@ def world() -> Iterator[tuple[Any, torch.device]]:
     dist.destroy_process_group()  # not after an error: other ranks may never reach this call, and torchrun stops them
 
 
-def rank_and_size(mesh: Any) -> tuple[int, int]:
+def rank_and_size(mesh: DeviceMesh | None) -> tuple[int, int]:
     return (0, 1) if mesh is None else (mesh.get_rank(), mesh.size())
 
 
-def on_any_rank(flag: bool, mesh: Any, device: torch.device) -> bool:
+def on_any_rank(flag: bool, mesh: DeviceMesh | None, device: torch.device) -> bool:
     if mesh is None:
         return flag
     return bool(fshard.all_reduce(torch.tensor(float(flag), device=device), mesh, "shard", op="max"))
@@ -268,26 +269,31 @@ def optimizer(s: Settings) -> fshard.optim.Transform:
     return fshard.optim.adamw(schedule(s), b2=0.99, weight_decay=0.1)
 
 
-def start(s: Settings, mesh: Any, device: torch.device) -> fshard.TrainState:
-    whole: Any = init_params(s)
+def start(s: Settings, mesh: DeviceMesh | None, device: torch.device) -> fshard.TrainState:
+    whole = init_params(s)
     params = optree.tree_map(lambda x: x.to(device), whole)
     plan = fshard.make_plan(params, mesh, units=["blocks.*"])
     return fshard.init_state(fshard.shard_params(params, plan), optimizer(s), seed=s.seed)
 
 
-def validate(s: Settings, params: fshard.Sharded, windows: Batch, mesh: Any) -> float:
+def validate(s: Settings, params: fshard.Sharded, windows: Batch, mesh: DeviceMesh | None) -> float:
     """Bits per byte over all windows, which are divided among ranks. Uneven parts are right: the loss counts bytes."""
     rank, size = rank_and_size(mesh)
     num, at_once, nats = len(windows["tokens"]), s.batch * size, 0.0
     value = fshard.evaluate(partial(loss, heads=s.heads))
     for first in range(0, num, at_once):
-        mine = {name: rows[first : first + at_once][rank::size] for name, rows in windows.items()}
-        nats += float(value(params, mine)) * min(at_once, num - first)
+        local_rows = {name: rows[first : first + at_once][rank::size] for name, rows in windows.items()}
+        nats += float(value(params, local_rows)) * min(at_once, num - first)
     return nats / num / math.log(2)
 
 
 def train(
-    s: Settings, state: fshard.TrainState, text: Tensor, windows: Batch, mesh: Any, log: Callable[[Record], None]
+    s: Settings,
+    state: fshard.TrainState,
+    text: Tensor,
+    windows: Batch,
+    mesh: DeviceMesh | None,
+    log: Callable[[Record], None],
 ) -> fshard.TrainState:
     """Train for all steps, or until the time is over; pass records of measurements to `log`. Returns the new state."""
     (rank, size), device = rank_and_size(mesh), windows["tokens"].device
@@ -326,28 +332,28 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def num_bytes(*trees: Any) -> list[int]:
+def num_bytes(*trees: Tree) -> list[int]:
     return [sum(x.nbytes for x in optree.tree_leaves(tree)) for tree in trees]
 
 
 def memory_held(
-    s: Settings, state: fshard.TrainState, growth: int, mesh: Any, device: torch.device
+    s: Settings, state: fshard.TrainState, growth: int, mesh: DeviceMesh | None, device: torch.device
 ) -> dict[str, list[int]]:
     """Bytes of parameters, gradients and optimizer state, and growth of the peak: of every rank, and unsharded."""
     byte = torch.zeros((1, 1), dtype=torch.long, device=device)
     _, grads = fshard.value_and_grad(partial(loss, heads=s.heads))(state.params, {"tokens": byte, "targets": byte})
-    mine = torch.tensor([[*num_bytes(state.params, grads, state.opt_state), growth]], device=device)
-    rows = mine if mesh is None else fshard.all_gather(mine, mesh, "shard")
-    held = {f"rank {rank}": row for rank, row in enumerate(rows.tolist())}
+    local_bytes = torch.tensor([[*num_bytes(state.params, grads, state.opt_state), growth]], device=device)
+    rows = local_bytes if mesh is None else fshard.all_gather(local_bytes, mesh, "shard")
+    bytes_by_rank = {f"rank {rank}": row for rank, row in enumerate(rows.tolist())}
     params = init_params(s)
-    return held | {"unsharded": num_bytes(params, params, optimizer(s).init(params))}
+    return bytes_by_rank | {"unsharded": num_bytes(params, params, optimizer(s).init(params))}
 
 
-def memory_table(held: dict[str, list[int]]) -> Table:
+def memory_table(bytes_by_rank: dict[str, list[int]]) -> Table:
     table = Table(title="Memory held, in MB")
     for name in ("", "parameters", "gradients", "optimizer state", "together", "growth of the peak"):
         table.add_column(name, justify="right")
-    for name, row in held.items():
+    for name, row in bytes_by_rank.items():
         table.add_row(name, *(f"{cell / 1e6:.2f}" for cell in [*row[:3], sum(row[:3]), *row[3:]]))
     return table
 
@@ -381,7 +387,7 @@ def logging(s: Settings, console: Console, path: Path, history: list[Record]) ->
         yield log
 
 
-def run(s: Settings, text: bytes, valid: bytes, mesh: Any, device: torch.device) -> None:
+def run(s: Settings, text: bytes, valid: bytes, mesh: DeviceMesh | None, device: torch.device) -> None:
     """Train. Rank 0 writes metrics and a plot of the loss to the folder `out`, and prints the results."""
     rank, _ = rank_and_size(mesh)
     console, metrics = Console(quiet=rank > 0), s.out / "metrics.jsonl" if rank == 0 else Path(os.devnull)
@@ -390,22 +396,22 @@ def run(s: Settings, text: bytes, valid: bytes, mesh: Any, device: torch.device)
     history: list[Record] = []
     with logging(s, console, metrics, history) as log:
         state = train(s, state, as_tensor(text), windows, mesh, log)
-    held = memory_held(s, state, peak_memory(device) - before, mesh, device)
+    bytes_by_rank = memory_held(s, state, peak_memory(device) - before, mesh, device)
     params = fshard.gather_params(state.params)
     if rank == 0:
-        result = summary(history, valid, held)
+        result = summary(history, valid, bytes_by_rank)
         with metrics.open("a") as file:
             print(json.dumps(result), file=file)
         draw(history, result["gzip_bits_per_byte"], s.out / "loss.png")
         report(result, generate(params, s, device), s, console)
 
 
-def summary(history: Sequence[Record], valid: bytes, held: dict[str, list[int]]) -> Record:
+def summary(history: Sequence[Record], valid: bytes, bytes_by_rank: dict[str, list[int]]) -> Record:
     return {
         "validation_bits_per_byte": history[-1]["validation_bits_per_byte"],
         "gzip_bits_per_byte": 8 * len(gzip.compress(valid, 9)) / len(valid),
         "validation_bytes": len(valid),
-        "memory_bytes": held,
+        "memory_bytes": bytes_by_rank,
     }
 
 
