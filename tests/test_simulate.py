@@ -86,12 +86,21 @@ def test_a_rank_may_set_its_own_seed() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_callers_state_is_untouched(fails: bool) -> None:
-    """A simulation leaves the caller's generator, threads and autograd setting as they were: otherwise tests would
+    """A simulation leaves the caller's generator, threads and autograd settings as they were: otherwise tests would
     affect each other."""
+
+    def state() -> Any:
+        autograd = (
+            torch.autograd.is_multithreading_enabled(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+        )
+        return torch.get_num_threads(), threading.active_count(), autograd
 
     def job(mesh: Any) -> None:
         torch.rand(10)
         torch.manual_seed(3)
+        torch.set_grad_enabled(False)
         fshard.all_reduce(torch.ones(1), mesh, "shard")
         if fails and mesh.get_rank() == 1:
             raise KeyError("stop")
@@ -99,15 +108,14 @@ def test_the_callers_state_is_untouched(fails: bool) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    before = torch.get_num_threads(), threading.active_count(), torch.autograd.is_multithreading_enabled()
+    before = state()
     if fails:
         with pytest.raises(KeyError):
             simulate(job, shard=3)
     else:
         simulate(job, shard=3)
     assert torch.equal(torch.rand(3), expected)
-    after = torch.get_num_threads(), threading.active_count(), torch.autograd.is_multithreading_enabled()
-    assert after == before
+    assert state() == before
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -410,17 +410,10 @@ def test_aux_is_plain_values(strategy, jit):
 def test_what_a_caller_holds_keeps_its_value(strategy, shard):
     """What a caller keeps has the same bits whether steps are donated or not: otherwise a donated step would
     overwrite it."""
-    if shard is None:
-        found, expected = (held(None, donate, **STRATEGIES[strategy]) for donate in (True, False))
-        assert same_bits(found, expected)
-    else:
-        runs = [simulated(held, donate, shard=shard) for donate in (True, False)] if strategy == "full" else []
-        runs = runs or [
-            simulated(partial(held, donate=donate, **STRATEGIES[strategy]), shard=shard) for donate in (True, False)
-        ]
-        found, expected = (run[0] for run in runs)
-        assert same_bits(runs[0], runs[1])
-    kept, _, averages = found
+    jobs = [partial(held, donate=donate, **STRATEGIES[strategy]) for donate in (True, False)]
+    donated, kept_apart = ([job(None)] if shard is None else simulated(job, shard=shard) for job in jobs)
+    assert same_bits(donated, kept_apart)
+    kept, _, averages = donated[0]
     assert same_bits(kept[0], model())
     assert same_bits(kept[2]["leaf"].detach(), model()["a"]["w"])
     assert same_bits(averages, [model(), model()])
@@ -531,15 +524,21 @@ def test_a_tree_of_unequal_rows_is_told(strategy):
         simulated(law)
 
 
-def test_a_tree_of_unequal_rows_is_nan_where_nothing_is_compared(monkeypatch):
-    """Where ranks compare nothing, unequal rows in a tree reduction set found_inf: otherwise gradients would be
-    wrong unnoticed."""
+@pytest.mark.parametrize("scale", [None, fshard.StaticLossScale(2.0)], ids=["plain", "scaled"])
+def test_a_tree_of_unequal_rows_is_nan_where_nothing_is_compared(scale, monkeypatch):
+    """Where ranks compare nothing, unequal rows in a tree reduction make gradients NaN and set found_inf: otherwise
+    gradients would be wrong unnoticed."""
 
     def law(mesh: Any) -> None:
-        state = fshard.init_state(sharded(mesh, **STRATEGIES["ddp"]), TX)
+        state = fshard.init_state(sharded(mesh, **STRATEGIES["ddp"]), TX, scale)
         step = fshard.train_step(lambda p, b: fshard.Mean((b @ p["a"]["w"]).sum(), len(b)), TX, reduction="tree")
-        _, metrics = step(state, rand(2 + 2 * mesh.get_rank(), 4, seed=1))
+        new, metrics = step(state, rand(2 + 2 * mesh.get_rank(), 4, seed=1))
         assert metrics["found_inf"] == 1
+        assert metrics["grad_norm"].isnan()
+        if scale is None:  # without a loss scale no update is skipped
+            assert gather_params(new.params)["a"]["w"].isnan().all()
+        else:
+            assert same_bits(gather_params(new.params), model())
 
     total_of = primitives.total
     monkeypatch.setattr(primitives, "total", lambda *args, more="", **how: total_of(*args, **how))

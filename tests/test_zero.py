@@ -75,6 +75,7 @@ def on_ranks(shard: int, *columns: Any) -> Any:
         def test(args: Any) -> None:
             simulated(law, *args, shard=shard)
 
+        test.__doc__ = law.__doc__  # not functools.wraps: pytest would read the arguments of `law` as fixtures
         return test
 
     return decorate

@@ -65,6 +65,19 @@ def otherwise_on_rank_1(mesh: Mesh) -> tuple[Tree, ...]:
     return wrong, *rest
 
 
+def other_metrics_on_rank_1(mesh: Mesh) -> tuple[Tree, ...]:
+    """A step after which rank 1 has another bit in the loss too."""
+    step, *rest = otherwise_on_rank_1(mesh)
+
+    def wrong(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        after, metrics = step(state, batch)
+        if mesh.get_rank() == 1:
+            metrics["loss"].view(torch.int64).bitwise_xor_(1)
+        return after, metrics
+
+    return wrong, *rest
+
+
 def other_plan(mesh: Mesh) -> tuple[Tree, ...]:
     """Everything in one unit."""
     step, _, like, _ = make(mesh)
