@@ -74,6 +74,7 @@ def test_a_count_is_differentiated(name: str) -> None:
         for found in simulated(gradients, name, shard=shard) if shard else [gradients(None, name)]:
             for key, (loss, grads) in found.items():
                 torch.testing.assert_close(loss, value, rtol=tolerance, atol=0, msg=str(key))
+                assert grads.keys() == expected.keys(), key
                 for path, grad in grads.items():
                     torch.testing.assert_close(grad, expected[path], rtol=tolerance, atol=tolerance, msg=str(key))
 

@@ -25,14 +25,28 @@ def test_the_python_of_a_page_runs(page: Path) -> None:
         exec(compile(block, str(page), "exec"), scope)
 
 
+LINK = r"\]\(([^)#:]+)\)"
+NAMED_TEST = r"`(?:(test_\w+\.py)::)?(?:(test_\w+)|\.\.\._(\w+))`"
+
+
+def test_the_patterns_of_links_and_tests_match() -> None:
+    """Links and names of tests are seen in every form: otherwise the test below would see none, and pass."""
+    assert re.findall(LINK, "[worlds](worlds.md), [here](#part), [web](https://x.org/y)") == ["worlds.md"]
+    named = [("test_a.py", "test_one", ""), ("", "test_two", ""), ("", "", "three")]
+    assert re.findall(NAMED_TEST, "`test_a.py::test_one`, `test_two`, `..._three`") == named
+    text = (ROOT / "docs" / "parity.md").read_text()
+    assert re.findall(LINK, (ROOT / "README.md").read_text())
+    assert {bool(file) for file, *_ in re.findall(NAMED_TEST, text)} == {False, True}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_files_and_tests_a_page_names_exist(page: Path) -> None:
     """Links to files and names of tests are right: otherwise a reader would follow a link to nothing."""
     text = page.read_text()
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+    for target in re.findall(LINK, text):
         assert (page.parent / target).exists(), target
     file = ""
-    for named, test, short in re.findall(r"`(?:(test_\w+\.py)::)?(?:(test_\w+)|\.\.\._(\w+))`", text):
+    for named, test, short in re.findall(NAMED_TEST, text):
         file = named or file  # a test without a file is in the file that was named last
         name = test or rf"test_(\w+_)?{short}"
         assert re.search(rf"def {name}\(", (ROOT / "tests" / file).read_text()), (file, name)
