@@ -89,4 +89,5 @@ def test_a_state_that_is_not_there_is_not_compared() -> None:
     plan = fshard.make_plan(params(), fshard.AbstractMesh(shard=4), params_over=())
     with fshard.collectives.tally() as records:
         fshard.eval_shape(lambda p: fshard.init_state(fshard.shard_params(p, plan), TX), params())
+        fshard.init_state(fshard.shard_params(params(), plan), TX)  # plain tensors, of one rank
     assert not [*records]
