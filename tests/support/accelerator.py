@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
 from fshard.comm import consensus, process_groups
+from fshard.comm.log import Call
 from fshard.comm.mesh import Grid
 
 DEVICE = torch.device("meta")
@@ -52,7 +53,8 @@ class Apart(TorchDispatchMode):
     def _note(self, to: torch.device) -> None:
         self.crossed["to the device" if to == DEVICE else "to the host", place()] += 1
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    # Any: operators have arguments and results of all types
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         op, kwargs = func.overloadpacket, {**(kwargs or {}), "pin_memory": False}
         kwargs = {key: x for key, x in kwargs.items() if key in {a.name for a in func._schema.arguments}}
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -82,7 +84,7 @@ class _Numbers(TorchFunctionMode):
         super().__init__()
         self._apart = apart
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made = func in (torch.tensor, torch.as_tensor, torch.asarray) and not isinstance(args[0], Tensor)
         made = made or (func is Tensor.new_tensor and not isinstance(args[1], Tensor))
@@ -114,7 +116,7 @@ class Ranks:
         """Yes."""
         return True
 
-    def exchange(self, sends: Any, recvs: Any, call: Any) -> process_groups.Works:
+    def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> process_groups.Works:
         """What travels is on the device."""
         assert all(x.device == self.device for x in (*sends, *(r for r in recvs if r is not None))), call
         return process_groups.Works([], process_groups.places(sends, recvs, self.rank))
@@ -127,7 +129,7 @@ class Mesh(Grid):
         sizes = sizes or {"shard": 2}
         super().__init__(sizes, 0, [0] * len(sizes), DEVICE)
 
-    def ranks(self, axis: str) -> Any:
+    def ranks(self, axis: str) -> Ranks:
         """Along one axis."""
         return Ranks(axis, self.size(axis))
 

@@ -1,7 +1,6 @@
 """Graphs on an accelerator as a tracer sees one: its tensors have a device and a size, and no data."""
 
 from collections import Counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ def accelerator() -> torch.device:
     It is one of the process, which should do nothing else. Private: torch has nothing public that makes its tensors.
     """
 
-    def empty(size: Any, *_: Any, dtype: Any = None, **__: Any) -> Tensor:
+    def empty(size: tuple[int, ...], *_: object, dtype: torch.dtype | None = None, **__: object) -> Tensor:
         return torch._C._acc.create_empty_tensor(size, dtype or torch.get_default_dtype())
 
     _setup_privateuseone_for_python_backend(NAME)
@@ -35,18 +34,19 @@ def accelerator() -> torch.device:
 
 def crossed(lowered: Lowered) -> Counter[str]:
     """The operators of a graph that take tensors of the host's for a device's, or the other way round; constants."""
-    found = Counter[str]()
+    crossings = Counter[str]()
     for node in lowered.graph.nodes:
-        name, given = operator(node), [x for source in node.all_input_nodes for x in values(source)]
+        name, inputs = operator(node), [x for source in node.all_input_nodes for x in values(source)]
         if node.op == "get_attr":
-            found[f"constant on {getattr(lowered.traced.module, node.target).device.type}"] += 1
+            crossings[f"constant on {getattr(lowered.traced.module, node.target).device.type}"] += 1
         if node.op != "call_function" or name == "getitem":
             continue
-        wide = [x for x in given if x.dim() or x.device.type != "cpu" or name in _STRICT]
+        # 0-d tensors of the host are arguments of a kernel, as numbers are, except those of `_STRICT`
+        wide = [x for x in inputs if x.dim() or x.device.type != "cpu" or name in _STRICT]
         if name.startswith("fshard."):  # tickets and random states are the host's
             wide = [x for x in wide if x.dtype != torch.uint8 or x.device.type != "cpu"]
             made = [x for x in values(node) if x.dtype != torch.uint8]
         else:
             made = values(node)
-        found[name] += len({x.device.type for x in (*wide, *made)}) > 1
-    return +found
+        crossings[name] += len({x.device.type for x in (*wide, *made)}) > 1
+    return +crossings  # without the operators that were counted 0 times

@@ -8,20 +8,24 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fshard.testing import simulate
+
+T = TypeVar("T")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "fshard", "fshard.testing", "torch.distributed.device_mesh"])
 
 
-def _mesh(rank: int, shape: tuple[int, int], store: str) -> Any:
+def _mesh(rank: int, shape: tuple[int, int], store: str) -> DeviceMesh:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     size = shape[0] * shape[1]
@@ -31,7 +35,9 @@ def _mesh(rank: int, shape: tuple[int, int], store: str) -> Any:
     return init_device_mesh("cpu", shape[1:], mesh_dim_names=("shard",))
 
 
-def _rank_main(fn: Any, rank: int, shape: tuple[int, int], args: tuple[Any, ...], store: str, pipe: Any) -> None:
+def _rank_main(
+    fn: Callable[..., object], rank: int, shape: tuple[int, int], args: tuple[object, ...], store: str, pipe: Connection
+) -> None:
     try:
         result = (True, fn(_mesh(rank, shape, store), *args))
         dist.barrier()
@@ -44,7 +50,9 @@ def _rank_main(fn: Any, rank: int, shape: tuple[int, int], args: tuple[Any, ...]
         pipe.send_bytes(pickle.dumps((False, (RuntimeError(repr(result)), ""))))
 
 
-def _fate_main(fn: Any, rank: int, shape: tuple[int, int], args: tuple[Any, ...], store: str, pipe: Any) -> None:
+def _fate_main(
+    fn: Callable[..., object], rank: int, shape: tuple[int, int], args: tuple[object, ...], store: str, pipe: Connection
+) -> None:
     # a process that fails is left to end by itself, as a user's
     try:
         pipe.send((fn(_mesh(rank, shape, store), *args), None))
@@ -54,21 +62,21 @@ def _fate_main(fn: Any, rank: int, shape: tuple[int, int], args: tuple[Any, ...]
 
 
 def _start(
-    main: Any, fn: Any, shape: tuple[int, int], args: tuple[Any, ...], store: str
-) -> tuple[list[Any], list[Any]]:
+    main: Callable[..., None], fn: Callable[..., object], shape: tuple[int, int], args: tuple[object, ...], store: str
+) -> tuple[list[Connection], list[ForkServerProcess]]:
     """The pipes and processes of all ranks."""
     pipes, processes = [], []
     for rank in range(shape[0] * shape[1]):
-        mine, theirs = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=main, args=(fn, rank, shape, args, store, theirs))
+        receiver, sender = _CONTEXT.Pipe(duplex=False)
+        process = _CONTEXT.Process(target=main, args=(fn, rank, shape, args, store, sender))
         process.start()
-        theirs.close()
-        pipes.append(mine)
+        sender.close()  # only the process has it then, so its end is the end of the pipe
+        pipes.append(receiver)
         processes.append(process)
     return pipes, processes
 
 
-def gloo(fn: Callable[..., Any], *args: Any, shard: int = 2, replicate: int = 1) -> list[Any]:
+def gloo(fn: Callable[..., T], *args: object, shard: int = 2, replicate: int = 1) -> list[T]:
     """`fn(mesh, *args)` in `replicate * shard` processes, `fn` a function of a module. The first failure is raised."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = _start(_rank_main, fn, (replicate, shard), args, str(Path(folder) / "store"))
@@ -87,12 +95,14 @@ def gloo(fn: Callable[..., Any], *args: Any, shard: int = 2, replicate: int = 1)
 class Fate:
     """How a rank ended: what its function returned, or the error, and the exit code of its process (-9: killed)."""
 
-    value: Any
+    value: object
     error: str | None
     exitcode: int | None
 
 
-def fates(fn: Callable[..., Any], *args: Any, shard: int = 2, replicate: int = 1, seconds: float = 60.0) -> list[Fate]:
+def fates(
+    fn: Callable[..., object], *args: object, shard: int = 2, replicate: int = 1, seconds: float = 60.0
+) -> list[Fate]:
     """How `fn(mesh, *args)` ends on ranks that may fail or be killed. AssertionError if one does not end in time."""
     until = time.monotonic() + seconds
 
@@ -112,14 +122,14 @@ def fates(fn: Callable[..., Any], *args: Any, shard: int = 2, replicate: int = 1
     return [Fate(value, error, process.exitcode) for (value, error), process in zip(ends, processes, strict=True)]
 
 
-def _received(pipe: Any, seconds: float) -> tuple[Any, str | None]:
+def _received(pipe: Connection, seconds: float) -> tuple[object, str | None]:
     try:
         return pipe.recv() if pipe.poll(seconds) else (None, None)
     except EOFError:  # killed
         return None, None
 
 
-def simulated(fn: Callable[..., Any], *args: Any, shard: int = 2, replicate: int = 1) -> list[Any]:
+def simulated(fn: Callable[..., T], *args: object, shard: int = 2, replicate: int = 1) -> list[T]:
     """`fn(mesh, *args)` on simulated ranks, with one thread as in the processes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
