@@ -49,10 +49,10 @@ class _Collective:
 def bucket(graph: fx.Graph, nbytes: int) -> None:
     """Merge consecutive collectives of one kind, of flat tensors, into collectives of up to `nbytes` bytes."""
     order = _order(graph)
-    early, late = (partial(fits, order=order) for fits in (_may_start_early, _may_start_late))
-    for group in _groups(_gathers(graph, order), early, nbytes):
+    for group in _groups(_gathers(graph, order), partial(_may_start_early, order=order), nbytes):
         _merge_gathers(graph, group, _order(graph))
-    for group in _groups(_reductions(order), late, nbytes):
+    order = _order(graph)  # anew: a merged gather may read what a reduction wrote
+    for group in _groups(_reductions(order), partial(_may_start_late, order=order), nbytes):
         _merge_reductions(graph, group, _order(graph))
 
 
