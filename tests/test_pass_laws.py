@@ -156,6 +156,8 @@ programs = st.lists(st.tuples(st.sampled_from(OPERATIONS), recent, recent), min_
 
 @given(programs)
 @example([("gather", 0, 0), ("reduce", 1, 0), ("gather", 0, 0)])  # the second gather sends what was reduced
+# gathers that are merged, one of which sends what was reduced, and then reductions that are merged
+@example([("reduce", 0, 0), ("gather", 0, 0), ("gather", 1, 0), ("reduce", 0, 0)])
 @settings(max_examples=25, deadline=None)
 def test_passes_keep_what_random_programs_compute(program):
     """A pass would move a collective before the value that it sends, or past a write, without an error."""
