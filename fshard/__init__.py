@@ -1,6 +1,6 @@
 """fshard: functional sharding for PyTorch. A training step is a pure function over trees of parameters."""
 
-from . import collectives, optim, reduction, testing, tree, wire
+from . import collectives, module, optim, reduction, testing, tree, wire
 from .comm.check import check
 from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from .comm.mesh import AbstractMesh
@@ -10,6 +10,7 @@ from .compiler.trace import TraceError, eval_shape
 from .core.donation import DonatedError
 from .sharding.grad import Mean, Sum, evaluate, reduce_grads, value_and_grad
 from .sharding.hvp import hvp
+from .sharding.initial import init_params, load_state_dict, state_dict
 from .sharding.plan import Plan, make_plan
 from .sharding.precision import Policy
 from .sharding.sharded import Sharded, gather_params, shard_params
@@ -43,15 +44,19 @@ __all__ = [
     "evaluate",
     "gather_params",
     "hvp",
+    "init_params",
     "init_state",
     "jit",
+    "load_state_dict",
     "make_plan",
+    "module",
     "optim",
     "reduce_grads",
     "reduce_scatter",
     "reduction",
     "select",
     "shard_params",
+    "state_dict",
     "testing",
     "train_step",
     "tree",

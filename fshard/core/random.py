@@ -42,6 +42,19 @@ def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.devic
             yield
 
 
+@contextmanager
+def seeded_by(seed: int, path: str, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators, of the host and of `device`, by (seed, path) inside the block; restore them after it."""
+    back, number = bookmark(device), _number(seed, path)
+    try:
+        torch.default_generator.manual_seed(number)
+        if device.type not in ("cpu", "meta"):
+            _default_generator(device).manual_seed(number)
+        yield
+    finally:
+        back()
+
+
 def bookmark(device: torch.device) -> Callable[[], None]:
     """Return a function that restores torch's generators, of the host and of a device, to their present state.
 
@@ -64,7 +77,7 @@ def bookmark(device: torch.device) -> Callable[[], None]:
     return back
 
 
-def _number(*words: int) -> int:
+def _number(*words: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(" ".join(map(str, words)).encode(), digest_size=8).digest(), "little")
 
 

@@ -124,7 +124,7 @@ class Sharded(Parameters, Branch):
         slots, whole = self.view.slots(), dict[Slot, Tensor]()
         # sorted: every rank must start the same gathers in the same order
         for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in self.view.kinds}):
-            pieces = cut(self.plan, _gather_unit(self, unit, kind), unit, kind)
+            pieces = cut(self.plan, gather_unit(self, unit, kind), unit, kind)
             whole.update(zip(self.plan.places[unit, kind], pieces, strict=True))
         # a kind that is not here, as frozen leaves among gradients, has None
         return tree.unflatten(self.view.spec, [whole.get(slot) for slot in slots])
@@ -210,9 +210,7 @@ def shard_params(params: Tree, plan: Plan, src: int | None = None) -> Sharded:
     plan.live_mesh()
     leaves = _placed_leaves(params, plan)
     device = _check_leaves(leaves, plan, src)
-    likes = [torch.empty(0, dtype=kind.dtype, device=device) for kind in plan.kinds]
-    rows = [room(plan, k, plan.params_over, like).zero_() for k, like in enumerate(likes)]  # (n / W,) for each kind
-    sharded = Sharded(whole_view(plan, plan.params_over, range(len(plan.kinds))), rows)
+    sharded = empty_params(plan, device)
     by_slot = dict(zip(plan.slots, leaves, strict=True))
     for (unit, kind), slots in plan.places.items():
         values = by_slot
@@ -220,6 +218,13 @@ def shard_params(params: Tree, plan: Plan, src: int | None = None) -> Sharded:
             values = {slot: _from_rank(by_slot[slot].detach(), plan, src, device) for slot in slots}
         pack(values, plan, unit, kind, plan.params_over, sharded.piece(unit, kind))
     return sharded
+
+
+def empty_params(plan: Plan, device: torch.device) -> Sharded:
+    """Sharded parameters of zeros."""
+    likes = [torch.empty(0, dtype=kind.dtype, device=device) for kind in plan.kinds]
+    rows = [room(plan, k, plan.params_over, like).zero_() for k, like in enumerate(likes)]  # (n / W,) for each kind
+    return Sharded(whole_view(plan, plan.params_over, range(len(plan.kinds))), rows)
 
 
 def room(plan: Plan, kind: int, over: Axes, like: Tensor) -> Tensor:
@@ -331,7 +336,7 @@ def gather_params(x: Tree) -> Tree:
     return x
 
 
-def _gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
+def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
     """The flat buffer (n,) of one unit and kind, on the device; differentiable."""
     plan, axes = x.plan, x.view.axes(kind)
     # `to(copy=True)` has a derivative, which brings gradients back to host memory

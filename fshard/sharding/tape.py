@@ -32,15 +32,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..comm.ranks import MismatchError, Pending
 from ..core import func_levels, tree
 from ..core.flat import put
-from ..core.lazy import Branch
 from ..core.random import bookmark
 from ..core.tree import Tree
 from . import anchors, transfer
+from .access import Lazy
 from .anchors import has_reentrant
 from .gradients import Gradients, Reductions, settle
 from .plan import Plan, Slot
 from .saved import SavedTensor, SavedView
-from .sharded import Sharded, cut, gather_params
+from .sharded import Sharded, cut
 from .writes import Writes
 
 T = TypeVar("T")
@@ -87,18 +87,37 @@ class Tape:
 
     def view(self) -> Tree:
         """The parameters as the loss sees them."""
-        return self._enter(self._params.view.spec, self._params.view.first)
+        return self.enter(self._params.view.spec, self._params.view.first)
 
-    def _enter(self, spec: tree.Spec, first: int) -> Tree:
+    def enter(self, spec: tree.Spec, first: int) -> Tree:
         """A leaf, or a subtree of one unit, gathered; of a subtree of several units a lazy container."""
         if len(set(self._plan.claims[first : first + spec.num_leaves])) > 1:
-            return _Lazy(self, spec, first)
+            return Lazy(self, spec, first)
         slots = [self._plan.slots[n] for n in self._plan.leaves[first : first + spec.num_leaves]]
         leaves: dict[Slot, Tensor] = {}
         with func_levels.aside():  # Note [Gathers inside transforms] in `func_levels`
             for unit in dict.fromkeys(slot.unit for slot in slots):
                 leaves.update(self.touch(unit))
         return tree.unflatten(spec, [leaves[slot] for slot in slots])
+
+    def leaf(self, number: int) -> Tensor:
+        """A leaf by its number in the whole tree, gathered with its unit."""
+        slot = self._plan.slots[self._plan.leaves[number]]
+        if not func_levels.inside():
+            return self.touch(slot.unit)[slot]
+        with func_levels.aside():
+            return self.touch(slot.unit)[slot]
+
+    def like(self, number: int) -> Tensor:
+        """A tensor with a leaf's shape, device and the dtype of computation, of one element in memory."""
+        slot = self._plan.slots[self._plan.leaves[number]]
+        compute = self._plan.kinds[slot.kind].precision.compute
+        return torch.empty((), dtype=compute, device=self._device).expand(slot.shape)
+
+    @property
+    def _device(self) -> torch.device:
+        rows = self._params.tensors
+        return self._plan.device if self._plan.axes or not rows else rows[0].device
 
     def touch(self, unit: int) -> dict[Slot, Tensor]:
         """The leaves of a unit, gathered if they are not in memory; the gathers of the units after it are started."""
@@ -199,8 +218,7 @@ class Tape:
         """The loss of the parameters; afterwards each tape has the buffers of one unit at most."""
         if self._into is None or not any(tape._regather for tape in self._tapes):
             return self.forward_once(loss)
-        rows = self._params.tensors
-        rewind = bookmark(self._plan.device if self._plan.axes or not rows else rows[0].device)
+        rewind = bookmark(self._device)
         try:
             return self.forward_once(loss)
         except RuntimeError as failure:
@@ -396,26 +414,3 @@ def _saved_by(tapes: Sequence[Tape], x: Tensor) -> object:
     place = next((saved for tape in others if isinstance(saved := tape.pack(x), SavedView)), None)
     # what is in no buffer is packed by the last: the tape of `hvp`, which comes last, asks its tape of tangents
     return last.pack(x) if place is None else place
-
-
-class _Lazy(Branch):
-    """A container of a loss's parameters: touching a unit in it gathers the unit."""
-
-    def __init__(self, tape: Tape, spec: tree.Spec, first: int):
-        self._tape = tape
-        self._spec = spec
-        self._first = first
-
-    def _node(self) -> tree.Spec:
-        return self._spec
-
-    def _child(self, spec: tree.Spec, first: int) -> Tree:
-        return self._tape._enter(spec, self._first + first)
-
-    def gathered(self) -> Tree:
-        """The subtree as a plain tree, all its units gathered."""
-        children = [self._child(spec, first) for spec, first in tree.children(self._spec)]
-        return tree.unflatten(self._spec, tree.leaves([gather_params(child) for child in children]))
-
-
-tree.register(_Lazy, lambda x: ((x.gathered(),), None), lambda _, children: children[0])

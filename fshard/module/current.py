@@ -1,0 +1,124 @@
+"""Calls of a module's function: where its submodules read parameters, and where they read and write buffers.
+
+Note [The current call]
+    The code of a module reads `self.weight`, and passes no parameters on. So the parameters of a call are found by a
+    context variable, which is set while the call runs. Activation checkpointing runs parts of a forward again in the
+    backward, when the call has returned. The call is then found by the autograd node that runs: torch numbers the nodes
+    of a thread in order, and a call remembers the numbers between which it made its nodes. A call lives as long as the
+    graph of its results, whose nodes refer to it; the skeleton refers to it weakly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from ..core.tree import Tree
+from ..sharding.access import Leaves
+
+# The calls that run in this context, by skeleton: those of other threads and of other simulated ranks are not seen.
+_RUNNING: ContextVar[dict[Calls, Call] | None] = ContextVar("fshard.module", default=None)
+
+
+class Call:
+    """One call of a module's function: its parameters by number, its buffers, and what it wrote to buffers."""
+
+    def __init__(self, params: Leaves, buffers: Sequence[Tensor]):
+        self.params = params
+        self.buffers = buffers
+        self._copies: dict[int, Tensor] = {}  # of the buffers that were read
+        self._nodes = (0, 0)  # the numbers of the first node made in the call, and of the first one after it
+        self._returned = False
+        self.thread = get_ident()  # nodes are numbered by thread
+
+    def buffer(self, number: int) -> Tensor:
+        """A copy of a buffer, which the module may write to: the caller's buffer is not changed."""
+        if self._returned:  # a part of the forward runs again, and what it writes is written already
+            return self.buffers[number].clone()
+        if number not in self._copies:
+            self._copies[number] = self.buffers[number].clone()
+        return self._copies[number]
+
+    def set_buffer(self, number: int, value: Tensor) -> None:
+        """Replace a buffer."""
+        if not self._returned:
+            self._copies[number] = value
+
+    def new_buffers(self) -> list[Tensor]:
+        """The buffers after the call: the caller's own tensors where the module read and wrote nothing.
+
+        A copy that was read counts as written to: batch norm writes without counting the version of a tensor up.
+        """
+        copies, self._copies = self._copies, {}  # the call may live on, the copies need not
+        return [copies.get(number, old) for number, old in enumerate(self.buffers)]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Remember the numbers of the autograd nodes that are made in the block."""
+        # Private, as `_of_backward` says
+        first = torch.autograd._get_sequence_nr()
+        yield
+        self._nodes, self._returned = (first, torch.autograd._get_sequence_nr()), True
+
+    def made(self, node: int) -> bool:
+        """Whether the node of this number was made in this call."""
+        return self._nodes[0] <= node < self._nodes[1]
+
+    def stay_alive_with(self, results: Tree) -> None:
+        """Let the graph of the results refer to this call, for what runs again in the backward."""
+        for node in {x.grad_fn for x in tree.leaves(results) if isinstance(x, Tensor) and x.grad_fn is not None}:
+            metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]  # typed as a method
+            metadata[self] = None
+
+
+class Calls:
+    """The calls of one skeleton whose graphs are alive."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._alive: weakref.WeakSet[Call] = weakref.WeakSet()
+
+    @contextmanager
+    def during(self, call: Call) -> Iterator[None]:
+        """Let the skeleton read from `call` in the block."""
+        token = _RUNNING.set({**(_RUNNING.get() or {}), self: call})
+        try:
+            with call.running():
+                yield
+        finally:
+            _RUNNING.reset(token)
+        if torch.is_grad_enabled():
+            self._alive.add(call)
+
+    def current(self) -> Call:
+        """The call that runs, or, in a backward that runs a part of a forward again, the call of that forward."""
+        running = (_RUNNING.get() or {}).get(self)
+        return self._of_backward() if running is None else running
+
+    def _of_backward(self) -> Call:
+        # Private: no public function tells which node a hook on saved tensors runs for, nor its number
+        # (test_module.py notices when these go).
+        node = torch._C._current_autograd_node()
+        made = [] if node is None else [call for call in self._alive if call.made(node._sequence_nr())]
+        # a backward on a GPU runs in a thread of its own, unless multithreading is off, as in `value_and_grad`
+        calls = [call for call in made if call.thread == get_ident()] or made
+        if len(calls) == 1:
+            return calls[0]
+        if calls:
+            raise RuntimeError(
+                f"{self.name}: a part of the forward runs again in a backward of another thread, and {len(calls)} "
+                "calls may be meant. Run the backward in the thread of the forward: with "
+                "torch.autograd.set_multithreading_enabled(False)"
+            )
+        raise RuntimeError(
+            f"{self.name}: parameters were read outside of a call: those of the module are arguments of the function "
+            "that functionalize returned. Call that, and keep no submodule of it."
+        )

@@ -1,0 +1,128 @@
+"""`functionalize`: a torch.nn.Module as a function of its parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..core import tree
+from ..core.arguments import wrong
+from ..core.tree import Tree
+from ..layout.pieces import Parts
+from ..sharding.access import Leaves
+from ..sharding.initial import init_params
+from ..sharding.plan import Plan
+from ..sharding.sharded import Sharded
+from .current import Call, Calls
+from .initialize import Initializer
+from .skeleton import in_tree_order, nested, skeleton, stands_for
+from .submodules import frozen_of, units_of
+
+
+class ModuleFunction:
+    """A module as a pure function: `apply(params, buffers, *args, **kwargs) -> (out, buffers)`.
+
+    `functionalize` makes one. `params` are a tree of tensors, or the parameters that a loss is given, of which each
+    unit is gathered when a submodule reads it. `buffers` are not changed: new ones are returned, the same tensors where
+    the module read nothing. Calls of one function may run side by side, and it keeps nothing of a call, apart from
+    weak references while the graph of the call is alive (for activation checkpointing).
+    """
+
+    def __init__(
+        self, skeletons: Mapping[bool, nn.Module], training: bool, calls: Calls, params: tree.Spec, buffers: tree.Spec
+    ):
+        self._skeletons, self._module, self._calls = skeletons, skeletons[training], calls
+        self._params, self._buffers = params, buffers
+
+    def __call__(self, params: Tree, buffers: Tree, /, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        """The output of the module, and its buffers afterwards."""
+        name = self._calls.name
+        if isinstance(params, Parts):
+            expected = "the parameters that a loss is given, or whole ones"
+            remedy = "Call it in a loss (train_step, value_and_grad, evaluate), or gather_params first"
+            raise TypeError(f"{name}: {wrong('params', params, expected, remedy)}")
+        call = Call(Leaves(params, self._params, f"{name}: params"), self._listed(buffers))
+        with self._calls.during(call):
+            out = self._module(*args, **kwargs)
+        after = call.new_buffers()
+        call.stay_alive_with((out, after))
+        return out, tree.unflatten(self._buffers, after)
+
+    def _listed(self, buffers: Tree) -> list[Tensor]:
+        try:
+            return tree.flatten_up_to(self._buffers, buffers)
+        except ValueError:
+            expected = tree.unflatten(self._buffers, [0] * self._buffers.num_leaves)
+            raise ValueError(f"{self._calls.name}: buffers: {tree.difference(expected, buffers)}") from None
+
+    @property
+    def eval(self) -> ModuleFunction:
+        """The same function in evaluation mode: no dropout, running statistics used and not changed."""
+        return ModuleFunction(self._skeletons, False, self._calls, self._params, self._buffers)
+
+    def units(self, *which: type | str | int | Callable[[str, nn.Module], bool]) -> list[str]:
+        """The paths of submodules, for `make_plan(units=)`.
+
+        Each argument is a class of submodules, a pattern of their paths (`*` one component, `**` any number), a
+        predicate `(path, submodule) -> bool`, or a number of elements: then a submodule is a unit if so many of its
+        parameters are in no unit inside. Submodules without parameters are left out. ValueError for an argument that
+        selects nothing.
+        """
+        return units_of(self._module, which)
+
+    def init(self, plan: Plan, seed: int = 0) -> Sharded:
+        """Make the parameters on a plan with the module's own initialization, as `init_params` does.
+
+        The module may be on meta. Each submodule that has parameters is made once, with its own parameters alone, and
+        initialized by the module's `_init_weights` (as in transformers), else by its own `reset_parameters`. Numbers
+        are drawn under a seed of (seed, path of the submodule). ValueError for a parameter that neither sets.
+        """
+        return init_params(plan, Initializer(self._module, seed, plan.device), seed)
+
+    def init_buffers(self, device: torch.device | str = "cpu", seed: int = 0) -> Tree:
+        """The buffers of a module on meta, made on a device as `init` makes parameters."""
+        names = tree.paths(self._buffers)
+        made = Initializer(self._module, seed, torch.device(device))
+        return tree.unflatten(self._buffers, [made.buffer(name) for name in names])
+
+    @property
+    def frozen(self) -> list[str]:
+        """The paths of the parameters that require no gradient, for `make_plan(frozen=)`."""
+        return frozen_of(self._module)
+
+
+def functionalize(module: nn.Module) -> tuple[ModuleFunction, dict[str, Any], dict[str, Any]]:
+    """Return `(apply, params, buffers)`: a module as a function, and its parameters and buffers as nested dicts.
+
+    `apply(params, buffers, *args, **kwargs)` returns `(out, buffers)`. The dicts are named like the submodules, and
+    hold the module's own tensors; tied parameters are one tensor, under each of their names. The module is left as
+    it is, its code is not changed, and it is not used again: `apply` works on a copy that holds no tensors. What a
+    forward assigns to attributes that are not buffers stays in the copy.
+
+    TypeError for what is not a module, or cannot be copied; ValueError for lazy modules that never ran.
+
+    >>> import torch, fshard
+    >>> apply, params, buffers = fshard.module.functionalize(torch.nn.Linear(2, 1))
+    >>> sorted(params), buffers
+    (['bias', 'weight'], {})
+    >>> grads = torch.func.grad(lambda p: apply(p, buffers, torch.ones(3, 2))[0].sum())(params)
+    >>> grads["weight"]
+    tensor([[3., 3.]])
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"functionalize: {wrong('module', module, 'a torch.nn.Module')}")
+    params = in_tree_order(dict(module.named_parameters(remove_duplicate=False)))
+    buffers = in_tree_order(dict(module.named_buffers(remove_duplicate=False)))
+    for path, x in (params | buffers).items():
+        if is_lazy(x):
+            raise ValueError(f"functionalize: {path!r} has no shape yet: run the module once")
+    calls = Calls(type(module).__name__)
+    stands = stands_for(params, buffers, calls)
+    # two copies, so that calls in both modes may run side by side; True is the mode in which the module is
+    skeletons = {True: skeleton(module, stands), False: skeleton(module, stands).eval()}
+    trees = nested(params), nested(buffers)
+    return ModuleFunction(skeletons, True, calls, *(tree.flatten(x)[1] for x in trees)), *trees

@@ -1,0 +1,94 @@
+"""A module's own initialization, for one submodule at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.random import seeded_by
+from .skeleton import Slots, Stand
+
+
+class Initializer:
+    """`initializer(path, like)` returns an initialized parameter; the last submodule that was made is kept."""
+
+    def __init__(self, skeleton: nn.Module, seed: int, device: torch.device):
+        self._skeleton, self._seed, self._device = skeleton, seed, device
+        self._made: tuple[str, nn.Module] | None = None
+
+    def __call__(self, path: str, like: Tensor) -> Tensor:
+        """The parameter at a path; `like` is not needed."""
+        return self._tensor(path, "_parameters")
+
+    def buffer(self, path: str) -> Tensor:
+        """The buffer at a path."""
+        return self._tensor(path, "_buffers")
+
+    def _tensor(self, path: str, kind: str) -> Tensor:
+        owner, _, name = path.rpartition(".")
+        value: Tensor = vars(self._owner(owner))[kind][name].detach()
+        if value.is_floating_point() and value.isnan().any():
+            of = type(self._skeleton.get_submodule(owner)).__name__
+            raise ValueError(
+                f"init: neither the module's _init_weights nor reset_parameters of {owner!r} ({of}) sets {path!r}: "
+                "use fshard.init_params(plan, fn)"
+            )
+        return value
+
+    def _owner(self, path: str) -> nn.Module:
+        """A submodule with initialized tensors of its own, as the modules around it leave them."""
+        if self._made is None or self._made[0] != path:
+            part = _with_tensors(self._skeleton.get_submodule(path), self._empty)
+            with seeded_by(self._seed, path, self._device), torch.no_grad():
+                self._initialize(part)
+                above = path
+                while above:  # from the inside out, as modules are made
+                    above = above.rpartition(".")[0]
+                    self._initialize(self._around(above, path, part))
+            self._made = path, part
+        return self._made[1]
+
+    def _around(self, above: str, path: str, part: nn.Module) -> nn.Module:
+        """A module around `part`, of which all other tensors are on meta."""
+        module = _with_tensors(self._skeleton.get_submodule(above), _form)
+        parent, _, name = path.removeprefix(above).removeprefix(".").rpartition(".")
+        vars(module.get_submodule(parent))["_modules"][name] = part
+        return module
+
+    def _initialize(self, part: nn.Module) -> None:
+        """Initialize one module as its library does."""
+        whole: Any = getattr(self._skeleton, "_init_weights", None)
+        own: Any = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+        if callable(whole):
+            whole(part)
+        elif callable(own):
+            own()
+
+    def _empty(self, stand: Stand) -> Tensor:
+        # not a number until it is set, so that what is never set is seen; an integer cannot say so
+        x = torch.zeros(stand.form.shape, dtype=stand.form.dtype, device=self._device)
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+
+def _with_tensors(part: nn.Module, make: Callable[[Stand], Tensor]) -> nn.Module:
+    """A shallow copy of a submodule with tensors of its own; those of the submodules inside are on meta."""
+    made = object.__new__(type(part))
+    vars(made).update(vars(part))
+    for kind in ("_parameters", "_buffers"):
+        stands: Slots = vars(part)[kind]
+        vars(made)[kind] = {name: stand if stand is None else _made(stand, make) for name, stand in stands.items()}
+    inside = {name: child if child is None else _with_tensors(child, _form) for name, child in part._modules.items()}
+    vars(made)["_modules"] = inside
+    return made
+
+
+def _made(stand: Stand, make: Callable[[Stand], Tensor]) -> Tensor:
+    x = make(stand)
+    return x if stand.is_buffer else nn.Parameter(x, requires_grad=stand.trains)
+
+
+def _form(stand: Stand) -> Tensor:
+    return stand.form

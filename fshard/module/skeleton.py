@@ -1,0 +1,136 @@
+"""A copy of a module without its tensors: where the module holds a tensor, the copy reads that of the current call.
+
+Note [Stands]
+    The code of modules reaches tensors in three ways. `self.weight` indexes `_parameters`, which is a `Slots` in the
+    copy: it returns the tensor of the current call. Lists and closures that hold a parameter (an RNN's
+    `_flat_weights`) hold a `Stand` in the copy, a tensor of a class of its own: an operator that is given one is
+    called with the tensor of the current call instead. `parameters()` yields stands, too: to ask one for its dtype,
+    device or shape gathers nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import tree
+from .current import Calls
+
+# Functions that ask for the form of a tensor and not for its values.
+_ATTRIBUTES = ("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta")
+_METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex")
+_FORM = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES} | {getattr(Tensor, name) for name in _METHODS}
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_FORM |= {torch.is_floating_point, torch.is_complex, torch.numel}
+
+
+class Stand(Tensor):
+    """Stands for a parameter or buffer of the current call (Note [Stands])."""
+
+    calls: Calls
+    number: int
+    is_buffer: bool
+    form: Tensor  # on meta, with the shape and dtype in the module
+    trains: bool
+
+    @staticmethod
+    def of(calls: Calls, number: int, is_buffer: bool, x: Tensor) -> Stand:
+        """Stand for the parameter or buffer of this number, which is `x` in the module."""
+        stand = torch.empty(0).as_subclass(Stand)
+        stand.calls, stand.number, stand.is_buffer = calls, number, is_buffer
+        stand.form, stand.trains = torch.empty_like(x, device="meta"), x.requires_grad
+        # Private: what isinstance(x, nn.Parameter) asks for (test_module.py notices when it goes)
+        stand._is_param = not is_buffer
+        return stand
+
+    def read(self) -> Tensor:
+        """The tensor of the current call; its unit is gathered."""
+        call = self.calls.current()
+        return call.buffer(self.number) if self.is_buffer else call.params.read(self.number)
+
+    def like(self) -> Tensor:
+        """A tensor of the same form as that of the current call."""
+        call = self.calls.current()
+        return call.buffers[self.number] if self.is_buffer else call.params.like(self.number)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func` with what the stands stand for."""
+        if func == _REQUIRES_GRAD:
+            return args[0].trains
+        form = func in _FORM
+
+        def current(x: Any) -> Any:
+            return (x.like() if form else x.read()) if isinstance(x, Stand) else x
+
+        args, kwargs = tree.map_tops(current, Stand, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Stand:
+        return self
+
+
+class Slots(dict[str, Any]):
+    """The `_parameters` or `_buffers` of a submodule of the copy: indexing reads the tensor of the current call."""
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        stand = super().__getitem__(name)
+        return None if stand is None else stand.read()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        stand = self.get(name)
+        if stand is None or not stand.is_buffer:
+            raise ValueError(
+                f"the module set {name!r} in its forward, which is a parameter, or was not there when it was made a "
+                "function: make buffers in __init__ (register_buffer), and return new values of parameters"
+            )
+        stand.calls.current().set_buffer(stand.number, value)
+
+
+def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], calls: Calls) -> dict[int, Stand]:
+    """Stands by the identity of the tensors; these are numbered in the order of the dicts, tied ones once."""
+    stands: dict[int, Stand] = {}
+    for tensors, is_buffer in ((params, False), (buffers, True)):
+        for number, x in enumerate(tensors.values()):
+            stands.setdefault(id(x), Stand.of(calls, number, is_buffer, x))
+    return stands
+
+
+def skeleton(module: nn.Module, stands: Mapping[int, Stand]) -> nn.Module:
+    """Copy a module, with stands for its parameters and buffers."""
+    try:
+        copied = copy.deepcopy(module, dict(stands))
+    except Exception as failure:
+        raise TypeError(
+            f"functionalize: {type(module).__name__} cannot be copied: {type(failure).__name__}: {failure}"
+        ) from failure
+    for part in copied.modules():
+        vars(part)["_parameters"] = Slots(part._parameters)
+        vars(part)["_buffers"] = Slots(part._buffers)
+    return copied
+
+
+def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Nested dicts of tensors with dotted names, in the order of the names.
+
+    >>> nested({"a.b": 1, "c": 2, "a.d": 3})
+    {'a': {'b': 1, 'd': 3}, 'c': 2}
+    """
+    root: dict[str, Any] = {}
+    for path, value in tensors.items():
+        *above, name = path.split(".")
+        node = root
+        for part in above:
+            node = node.setdefault(part, {})
+        node[name] = value
+    return root
+
+
+def in_tree_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same in the order of the leaves of `nested(tensors)`, where a submodule's tensors lie together."""
+    root = nested(tensors)
+    return dict(zip(tree.paths(tree.flatten(root)[1]), tree.leaves(root), strict=True))

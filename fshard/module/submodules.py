@@ -1,0 +1,57 @@
+"""Which submodules are units, and which parameters are frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from ..core import tree
+from ..core.arguments import check_whole, wrong
+
+Which = type | str | int | Callable[[str, nn.Module], bool]
+
+
+def units_of(module: nn.Module, which: Sequence[Which]) -> list[str]:
+    """The paths of the submodules with parameters that an argument selects, in the order of the module."""
+    paths = {path: part for path, part in module.named_modules() if path and any(True for _ in part.parameters())}
+    picked = {path for one in which for path in _picked(module, paths, one)}
+    return [path for path in paths if path in picked]
+
+
+def _picked(module: nn.Module, paths: dict[str, nn.Module], one: Which) -> list[str]:
+    if isinstance(one, int):
+        check_whole("units", one, what="a number of elements")
+        return _full(module, "", one, set())[0]
+    if isinstance(one, str):
+        chosen = [path for path in paths if tree.matches(path.split("."), one)]
+    elif isinstance(one, type) and issubclass(one, nn.Module):
+        chosen = [path for path, part in paths.items() if isinstance(part, one)]
+    elif callable(one) and not isinstance(one, type):
+        chosen = [path for path, part in paths.items() if one(path, part)]
+    else:
+        expected = "a class of submodules, a pattern of their paths, a predicate (path, submodule) -> bool, or a number"
+        raise TypeError(wrong("units", one, expected))
+    if not chosen:
+        top = ", ".join(f"{path} ({type(part).__name__})" for path, part in module.named_children())
+        raise ValueError(
+            f"units: {getattr(one, '__name__', one)!r} selects no submodule with parameters; there are {top}"
+        )
+    return chosen
+
+
+def _full(module: nn.Module, path: str, size: int, seen: set[int]) -> tuple[list[str], int]:
+    """The units below a module, and the number of its elements that are in none; tied parameters count once."""
+    units, left = list[str](), 0
+    for _, x in module.named_parameters(recurse=False):
+        left += x.form.numel() if id(x) not in seen else 0  # type: ignore[attr-defined]  # a Stand
+        seen.add(id(x))
+    for name, child in module.named_children():
+        inside, more = _full(child, f"{path}.{name}".removeprefix("."), size, seen)
+        units, left = [*units, *inside], left + more
+    return ([*units, path], 0) if path and left >= size else (units, left)
+
+
+def frozen_of(skeleton: nn.Module) -> list[str]:
+    """The paths of the parameters that require no gradient."""
+    return [name for name, x in skeleton.named_parameters(remove_duplicate=False) if not x.requires_grad]

@@ -1,0 +1,91 @@
+"""How a loss reads parameters: containers whose units are gathered on access, and single leaves by number."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ..core import tree
+from ..core.lazy import Branch
+from ..core.tree import Tree
+from .sharded import gather_params
+
+
+class Gathers(Protocol):
+    """A tape, as what reads from it sees it."""
+
+    def enter(self, spec: tree.Spec, first: int) -> Tree:
+        """Return the subtree of this structure whose first leaf has the number `first`."""
+
+    def leaf(self, number: int) -> Tensor:
+        """Return a leaf, gathered with its unit."""
+
+    def like(self, number: int) -> Tensor:
+        """Return a tensor with a leaf's shape, device and the dtype of computation, without gathering it."""
+
+
+class Lazy(Branch):
+    """A container of a loss's parameters: touching a unit in it gathers the unit."""
+
+    def __init__(self, tape: Gathers, spec: tree.Spec, first: int):
+        self._tape = tape
+        self._spec = spec
+        self._first = first
+
+    def _node(self) -> tree.Spec:
+        return self._spec
+
+    def _child(self, spec: tree.Spec, first: int) -> Tree:
+        return self._tape.enter(spec, self._first + first)
+
+    def placed(self) -> Tree:
+        """The subtree as a plain tree, with the places of the leaves for leaves; no unit is gathered."""
+        return tree.unflatten(self._spec, [_At(self._tape, self._first + i) for i in range(self._spec.num_leaves)])
+
+    def gathered(self) -> Tree:
+        """The subtree as a plain tree, all its units gathered."""
+        parts = [self._child(child, at) for child, at in tree.children(self._spec)]
+        return tree.unflatten(self._spec, tree.leaves([gather_params(part) for part in parts]))
+
+
+tree.register(Lazy, lambda x: ((x.gathered(),), None), lambda _, children: children[0])
+
+
+class _At:
+    """The place of a leaf: a tape, and the leaf's number there."""
+
+    __slots__ = ("number", "tape")
+
+    def __init__(self, tape: Gathers, number: int):
+        self.tape, self.number = tape, number
+
+
+class Leaves:
+    """The leaves of a loss's parameters by number: a read gathers the unit of that leaf, and no other unit.
+
+    ValueError, which begins with `what` and says how they differ, for a tree that has not the structure `spec`.
+    """
+
+    def __init__(self, params: Tree, spec: tree.Spec, what: str):
+        placed = tree.map_tops(lambda x: x.placed() if isinstance(x, Lazy) else x, Lazy, params)
+        try:
+            self._sources: list[_At | Tensor] = tree.flatten_up_to(spec, placed)
+        except ValueError:
+            expected = tree.unflatten(spec, [0] * spec.num_leaves)
+            raise ValueError(f"{what}: {tree.difference(expected, placed)}") from None
+
+    def read(self, number: int) -> Tensor:
+        """Return a leaf."""
+        source = self._sources[number]
+        return source.tape.leaf(source.number) if isinstance(source, _At) else source
+
+    def like(self, number: int) -> Tensor:
+        """Return a tensor with a leaf's shape, dtype and device, whose values mean nothing; no unit is gathered."""
+        source = self._sources[number]
+        return source.tape.like(source.number) if isinstance(source, _At) else source
+
+    def key(self, number: int) -> tuple[int, int]:
+        """Return a value that is equal for two reads of the same leaf, while both are alive."""
+        source = self._sources[number]
+        return (id(source.tape), source.number) if isinstance(source, _At) else (id(source), 0)

@@ -1,0 +1,248 @@
+"""Sharded parameters made from a function, from a module on meta, or from a state dict, and back to one."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from support.models import NARROW, STRATEGIES, WORLDS, same_bits
+from support.modules import BLOCKS, Tied, tied
+from support.worlds import gloo, simulated
+from torch import Tensor, nn
+
+import fshard
+from fshard import tree
+from fshard.module import functionalize
+
+SHAPES = {"a": {"w": (3, 5), "b": (5,)}, "c": [(7,), ()]}
+
+
+def like(device: str = "meta", dtype: torch.dtype = torch.float32) -> Any:
+    """A tree with uneven shapes and an integer leaf."""
+    made = tree.map_tops(lambda s: torch.zeros(s, dtype=dtype, device=device), lambda x: isinstance(x, tuple), SHAPES)
+    return {**made, "n": torch.zeros(2, dtype=torch.int64, device=device)}
+
+
+def drawn(path: str, form: Tensor) -> Tensor:
+    """Random numbers; integers by the path."""
+    if not form.is_floating_point():
+        return torch.full(form.shape, len(path))
+    return torch.randn(form.shape, dtype=form.dtype)
+
+
+def made(mesh: Any, plan: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """What all ranks have together of drawn parameters."""
+    return fshard.state_dict(fshard.init_params(fshard.make_plan(like(), mesh, units=["a"], **plan), drawn, seed))
+
+
+# --- from a function ---
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy"), [(world, name) for world in WORLDS for name in (STRATEGIES if world == "2x2" else NARROW)]
+)
+def test_parameters_do_not_depend_on_the_ranks(world, strategy):
+    """A model would start elsewhere on another number of ranks, with the same seed."""
+    replicate, shard = WORLDS[world]
+    (one,) = simulated(made, {}, shard=1)
+    for whole in simulated(made, STRATEGIES[strategy], shard=shard, replicate=replicate):
+        assert same_bits(whole, one)
+
+
+def test_seeds_and_paths_draw_other_numbers():
+    """Two leaves of one shape would start equal, or two seeds alike; torch's generator would be used up."""
+    before = torch.get_rng_state()
+    plan = fshard.make_plan({"a": torch.empty(4, device="meta"), "b": torch.empty(4, device="meta")})
+    first, second = (fshard.state_dict(fshard.init_params(plan, drawn, seed)) for seed in (0, 1))
+    values = [*first.values(), *second.values()]
+    assert len({tuple(x.tolist()) for x in values}) == 4
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_rank_holds_more_than_a_unit():
+    """The whole model would be in memory while it starts."""
+    alive, most = 0, 0
+
+    class Counted(Tensor):
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    def counted(path: str, form: Tensor) -> Tensor:
+        nonlocal alive, most
+        alive += 1
+        most = max(most, alive)
+        return torch.ones(form.shape).as_subclass(Counted)
+
+    params = {"blocks": [{"w": torch.empty(4, device="meta")} for _ in range(5)]}
+    fshard.init_params(fshard.make_plan(params, units=["blocks.*"]), counted)
+    assert most <= 2  # the last one of a unit lives until the next is made
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (lambda path, form: torch.zeros(9), "leaf 'a.w': expected a tensor [3, 5] with values, fn returned cpu [9]"),
+        (lambda path, form: form, "leaf 'a.w': expected a tensor [3, 5] with values, fn returned meta [3, 5]"),
+        (lambda path, form: 1.0, "leaf 'a.w': expected a tensor [3, 5] with values, fn returned 1.0"),
+    ],
+)
+def test_what_fn_returns_is_checked(fn, words):
+    """A value of another shape would be broadcast, or cut."""
+    with pytest.raises(ValueError, match=re.escape(words)):
+        fshard.init_params(fshard.make_plan(like()), fn)
+
+
+def test_wrong_arguments_of_init_params():
+    """Arguments in the wrong order would fail without saying so."""
+    with pytest.raises(TypeError, match="The order is init_params"):
+        fshard.init_params(drawn, fshard.make_plan(like()))
+    with pytest.raises(TypeError, match="init_params: fn"):
+        fshard.init_params(fshard.make_plan(like()), nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="init_params: seed"):
+        fshard.init_params(fshard.make_plan(like()), drawn, -1)
+
+
+# --- from a module on meta ---
+
+
+class Started(nn.Module):
+    """Blocks of every kind whose modules initialize themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList([make() for name, make in BLOCKS.items() if name not in ("parametrized", "listed")])
+
+
+def started(mesh: Any) -> dict[str, Tensor]:
+    """Parameters of a module on meta, whole again."""
+    with torch.device("meta"):
+        apply, params, _ = functionalize(Started())
+    return fshard.state_dict(apply.init(fshard.make_plan(params, mesh, units=apply.units("blocks.*")), seed=5))
+
+
+def test_a_module_on_meta_starts_as_its_library_starts_it():
+    """Weights would be drawn from another distribution, biases not be zero, or the numbers depend on the ranks."""
+    one, *others = [*simulated(started, shard=1), *simulated(started, shard=3), *gloo(started)]
+    for other in others:
+        assert same_bits(other, one)
+    torch.manual_seed(0)
+    samples = [dict(Started().named_parameters()) for _ in range(20)]
+    for name, x in one.items():
+        if name in samples[0]:
+            usual = torch.stack([sample[name].detach() for sample in samples])
+            assert usual.min() - 0.5 * usual.std() <= x.min(), name
+            assert x.max() <= usual.max() + 0.5 * usual.std(), name
+            assert (x.std() == 0) == (usual.std() == 0), name
+
+
+def test_buffers_of_a_module_on_meta():
+    """A running variance would be zero, or stay on meta."""
+    with torch.device("meta"):
+        module = nn.Sequential(nn.BatchNorm1d(3))
+    apply, _, _ = functionalize(module)
+    buffers = apply.init_buffers()
+    assert same_bits(tree.leaves(buffers), [torch.zeros(3), torch.ones(3), torch.tensor(0)])
+
+
+def test_a_parameter_that_nothing_sets_is_an_error():
+    """A parameter would start with what was in memory."""
+    with torch.device("meta"):
+        apply, params, _ = functionalize(Tied(BLOCKS["plain"]))
+    with pytest.raises(ValueError, match=re.escape("reset_parameters of '' (Tied) sets 'scale'")):
+        apply.init(fshard.make_plan(params))
+
+
+def test_modules_around_a_submodule_have_the_last_word():
+    """A parent's initialization, as of torch's attention, would be undone by its child's."""
+    with torch.device("meta"):
+        apply, params, _ = functionalize(nn.Sequential(nn.MultiheadAttention(4, 2)))
+    assert not fshard.state_dict(apply.init(fshard.make_plan(params)))["0.out_proj.bias"].any()
+
+
+# --- to and from a state dict ---
+
+
+def round_trip(mesh: Any, plan: dict[str, Any], rank: int | None = None) -> Any:
+    """A module's parameters, to shards, to a state dict, to other shards and back."""
+    module = tied("attention")
+    apply, params, _ = functionalize(module)
+    first = fshard.shard_params(params, fshard.make_plan(params, mesh, units=apply.units("blocks.*"), **plan))
+    saved = fshard.state_dict(first, rank)
+    second = fshard.init_params(fshard.make_plan(params, mesh, units=["embed"]), lambda path, x: torch.zeros(x.shape))
+    loaded = fshard.load_state_dict(second, fshard.state_dict(first))
+    assert not any(x.any() for x in second.tensors), "x is not changed"
+    return (
+        saved,
+        fshard.state_dict(loaded),
+        {name: x.detach() for name, x in module.named_parameters(remove_duplicate=False)},
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_module_comes_back_to_the_bit(strategy):
+    """A model that was trained would not be the one that is saved, or tied names would be missing."""
+    replicate = 2 if strategy.startswith("wide") else 1
+    for saved, loaded, expected in simulated(round_trip, STRATEGIES[strategy], shard=3, replicate=replicate):
+        assert same_bits(saved, expected)
+        assert same_bits(loaded, expected)
+        assert saved["head.weight"] is saved["embed.weight"]
+        tied("attention").load_state_dict(saved)
+
+
+def test_one_rank_alone_receives_a_state_dict():
+    """Every rank would hold the whole model in host memory."""
+    for results in (simulated(round_trip, {}, 1, shard=3), gloo(round_trip, {}, 1)):
+        for rank, (saved, _, expected) in enumerate(results):
+            assert same_bits(saved, expected if rank == 1 else {})
+
+
+def test_a_state_dict_is_cast_and_read_name_by_name():
+    """A file in bfloat16 would be refused; a mapping that reads lazily would be read whole."""
+    params = fshard.init_params(fshard.make_plan(like()), drawn)
+    saved = fshard.state_dict(params)
+    half = {name: x.bfloat16() if x.is_floating_point() else x for name, x in saved.items()}
+    loaded = fshard.state_dict(fshard.load_state_dict(params, half))
+    assert same_bits(loaded, {name: x.to(saved[name].dtype) for name, x in half.items()})
+
+
+def test_all_differences_are_listed_at_once():
+    """Names would be found wrong one at a time, or a leaf be left out without a word."""
+    params = fshard.init_params(fshard.make_plan(like()), drawn)
+    saved = fshard.state_dict(params)
+    wrong = {**saved, "a.w": torch.zeros(2), "n": torch.zeros(2), "z": torch.zeros(1), "c.0": [1]}
+    del wrong["a.b"]
+    with pytest.raises(ValueError, match="load_state_dict") as failure:
+        fshard.load_state_dict(params, wrong)
+    for words in (
+        "it lacks 1 names: 'a.b'",
+        "it has 1 names that the plan has not: 'z'",
+        "'a.w': expected a tensor [3, 5], got one [2]",
+        "'n': expected torch.int64, got torch.float32",
+        "'c.0': expected a tensor [7], got [1]",
+    ):
+        assert words in str(failure.value)
+
+
+def test_tied_names_that_differ_are_an_error():
+    """One of two values of a tied leaf would be lost."""
+    _, params, _ = functionalize(tied("plain"))
+    sharded = fshard.shard_params(params, fshard.make_plan(params))
+    saved = fshard.state_dict(sharded)
+    for names in (["embed.weight"], ["head.weight"]):
+        left = {name: x for name, x in saved.items() if name not in names}
+        assert same_bits(fshard.state_dict(fshard.load_state_dict(sharded, left)), saved)
+    with pytest.raises(ValueError, match=r"'head.weight' and 'embed.weight' are tied, but differ"):
+        fshard.load_state_dict(sharded, {**saved, "head.weight": saved["head.weight"] + 1})
+
+
+def test_wrong_arguments_of_state_dicts():
+    """A subtree or a plain tree would be saved under names that nothing finds."""
+    params = fshard.init_params(fshard.make_plan(like(), units=["a"]), drawn)
+    with pytest.raises(TypeError, match="state_dict: x=an object of type dict: expected a Sharded"):
+        fshard.state_dict(like())
+    with pytest.raises(ValueError, match="expected the parameters of a whole plan, got a subtree of 2 leaves"):
+        fshard.state_dict(params["a"])
+    with pytest.raises(TypeError, match="load_state_dict: mapping"):
+        fshard.load_state_dict(params, params)

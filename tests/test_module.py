@@ -1,0 +1,328 @@
+"""Modules as functions: the values, gradients and buffers of the module itself, on any number of ranks."""
+
+import gc
+import re
+import threading
+import weakref
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from support.models import STRATEGIES, same_bits
+from support.modules import BLOCKS, WORDS, Block, Recurrent, error, tied, trained, words
+from support.worlds import gloo, simulated
+from torch import Tensor, nn
+
+import fshard
+from fshard import optim, tree
+from fshard.module import functionalize
+
+OPTIMIZERS = {
+    "sgd": (optim.sgd(0.1), lambda ps: torch.optim.SGD(ps, 0.1)),
+    "adamw": (optim.adamw(1e-2, weight_decay=1e-2), lambda ps: torch.optim.AdamW(ps, 1e-2)),
+}
+
+
+def by_name(x: Any) -> dict[str, Tensor]:
+    """The leaves of a tree by their dotted names."""
+    return dict(zip(tree.paths(tree.flatten(x)[1]), tree.leaves(x), strict=True))
+
+
+def train(mesh: Any, name: str, optimizer: str, plan: dict[str, Any], jitted: bool = False, steps: int = 3) -> Any:
+    """Train a module as a function on a rank; its parameters, and its buffers after the first step."""
+    apply, params, buffers = functionalize(tied(name))
+    laid = fshard.make_plan(params, mesh, **{"units": apply.units("blocks.*"), "frozen": apply.frozen, **plan})
+
+    def loss(p: Any, extra: Any, batch: dict[str, Tensor]) -> Any:
+        out, extra = apply(p, extra, batch["tokens"])
+        return fshard.Mean(error(out, batch), batch["next"].numel()), extra
+
+    tx = OPTIMIZERS[optimizer][0]
+    state = fshard.init_state(fshard.shard_params(params, laid), tx, extra=buffers)
+    step = fshard.train_step(loss, tx, with_extra=True)
+    step = fshard.jit(step, backend="eager") if jitted else step
+    kept = None
+    for i in range(steps):
+        state, _ = step(state, words(i, mesh.get_rank()))
+        kept = state.extra if kept is None else kept
+    return by_name(fshard.gather_params(state.params)), by_name(kept)
+
+
+def is_near(got: dict[str, Tensor], module: nn.Module) -> None:
+    """The same parameters under the same names, to the rounding of float64."""
+    expected = dict(module.named_parameters(remove_duplicate=False))
+    assert got.keys() == expected.keys()
+    for path, x in expected.items():
+        assert torch.allclose(got[path], x, rtol=1e-10, atol=1e-10), path
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_training_is_that_of_the_module(name, strategy, optimizer, jitted):
+    """A module trained as a function has the parameters of the plain module: otherwise nobody could change over."""
+    plan = STRATEGIES[strategy]
+    replicate = 2 if strategy.startswith("wide") else 1
+    expected = trained(tied(name), OPTIMIZERS[optimizer][1], 3, world=2 * replicate)
+    for params, _ in simulated(train, name, optimizer, plan, jitted, replicate=replicate):
+        is_near(params, expected)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_any_number_of_ranks_trains_the_module(world):
+    """Uneven shares of odd shapes would be put together wrongly."""
+    expected = trained(tied("checkpointed"), OPTIMIZERS["sgd"][1], 3, world)
+    for params, _ in simulated(train, "checkpointed", "sgd", {}, shard=world):
+        is_near(params, expected)
+
+
+def test_processes_have_the_bits_of_the_simulation():
+    """A module on real ranks would be trained in another way than in the tests of its user."""
+    assert same_bits(
+        gloo(train, "batch norm, checkpointed", "sgd", {}), simulated(train, "batch norm, checkpointed", "sgd", {})
+    )
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
+@pytest.mark.parametrize("name", ["batch norm", "batch norm, checkpointed"])
+def test_buffers_are_those_of_the_module(name, jitted):
+    """Running statistics would stay, or be updated again in the backward."""
+    for rank, (_, buffers) in enumerate(simulated(train, name, "sgd", {}, jitted)):
+        model = tied(name)
+        model(words(0, rank)["tokens"])
+        assert same_bits(buffers, dict(model.named_buffers()))
+
+
+# --- as a function of plain trees ---
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_function_has_the_bits_of_the_module(name):
+    """The function would give other values than the module, in training or in evaluation mode, or change the module."""
+    module, again = tied(name), tied(name)
+    before = {path: x.clone() for path, x in module.state_dict().items()}
+    apply, params, buffers = functionalize(module)
+    given = tree.map(torch.clone, buffers)
+    tokens = words(0, 0)["tokens"]
+    for fn, mode in ((apply, True), (apply.eval, False)):
+        out, new = fn(params, given, tokens)
+        assert torch.equal(out, again.train(mode)(tokens))
+        assert same_bits(by_name(new), dict(again.named_buffers()))
+        assert same_bits(given, buffers)
+        again.load_state_dict(before)
+    assert same_bits(dict(module.state_dict()), before)
+    assert module.training
+
+
+def test_gradients_of_plain_trees():
+    """torch.func.grad of the function would differ from the module's backward."""
+    module, batch = tied("plain"), words(0, 0)
+    apply, params, buffers = functionalize(module)
+    grads = torch.func.grad(lambda p: error(apply(p, buffers, batch["tokens"])[0], batch))(params)
+    error(module(batch["tokens"]), batch).backward()
+    for path, x in module.named_parameters():
+        if x.requires_grad:
+            assert torch.allclose(by_name(grads)[path], x.grad, rtol=1e-10), path
+
+
+def test_two_parameter_sets_under_checkpoints():
+    """What runs again in the backward would read the parameters of the other call: of the teacher, or of the last."""
+    module, batch = tied("checkpointed"), words(0, 0)
+    apply, params, buffers = functionalize(module)
+    others = tree.map(lambda x: x.detach() * 1.5, params)
+
+    def grads(first: Any, second: Any) -> Any:
+        leaves = [x for x in tree.leaves(first) if x.requires_grad]
+        loss = sum(error(apply(p, buffers, batch["tokens"])[0], batch) for p in (first, second, first))
+        return torch.autograd.grad(loss, leaves)
+
+    def alone(p: Any) -> Any:
+        leaves = [x for x in tree.leaves(p) if x.requires_grad]
+        return torch.autograd.grad(2 * error(apply(p, buffers, batch["tokens"])[0], batch), leaves)
+
+    for x, y in zip(grads(params, others), alone(params), strict=True):
+        assert torch.allclose(x, y, rtol=1e-10)
+
+
+def test_one_function_serves_all_simulated_ranks():
+    """Ranks that share a function, as tests do, would read one another's parameters."""
+    apply, params, buffers = functionalize(tied("batch norm, checkpointed"))
+
+    def job(mesh: Any) -> Any:
+        scaled = tree.map(lambda x: x.detach() * (1 + mesh.get_rank()) if x.is_floating_point() else x, params)
+        sharded = fshard.shard_params(scaled, fshard.make_plan(scaled, None, units=apply.units("blocks.*")))
+        batch = words(0, 0)
+
+        def loss(p: Any) -> Any:
+            fshard.all_reduce(torch.ones(()), mesh, "shard")  # the other ranks run
+            return error(apply(p, buffers, batch["tokens"])[0], batch)
+
+        return fshard.value_and_grad(loss)(sharded)[0]
+
+    first, second = simulated(job)
+    batch = words(0, 0)
+    for rank, value in enumerate((first, second)):
+        scaled = tree.map(lambda x: x.detach() * (1 + rank), params)  # noqa: B023
+        assert torch.allclose(value, error(apply(scaled, buffers, batch["tokens"])[0], batch))
+
+
+def test_the_form_of_parameters_is_known_without_a_gather():
+    """`next(self.parameters()).dtype`, as many models ask, would gather a unit, or have the dtype of storage."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+            self.seen = list[Any]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            last = list(self.parameters())[-1]
+            self.seen.append((last.dtype, last.shape, last.device.type, last.numel(), last.requires_grad))
+            self.seen.append(isinstance(last, nn.Parameter))
+            return self.parts[0](x.to(last.dtype)).sum()
+
+    apply, params, buffers = functionalize(Asks())
+    plan = fshard.make_plan(params, None, units=apply.units("parts.*"), policy="compute=bf16")
+    seen = list[Any]()
+
+    def loss(p: Any) -> Any:
+        out, _ = apply(p, buffers, torch.ones(1, 2))
+        seen.extend(apply._module.seen)
+        return out.float()
+
+    with fshard.collectives.tally() as log:
+        fshard.value_and_grad(loss)(fshard.shard_params(params, plan))
+    assert seen == [(torch.bfloat16, (2,), "cpu", 2, True), True]
+    assert not [call for call in log if call.label == "parts.1"]
+
+
+def test_the_module_may_be_freed():
+    """The module's whole weights would stay in memory beside the shards."""
+    module = tied("recurrent")
+    weights = [weakref.ref(x) for x in module.parameters()]
+    apply, params, buffers = functionalize(module)
+    sharded = fshard.shard_params(params, fshard.make_plan(params, units=apply.units(Recurrent)))
+    del module, params
+    gc.collect()
+    assert not [ref for ref in weights if ref() is not None]
+    fshard.evaluate(lambda p: apply(p, buffers, words(0, 0)["tokens"])[0].sum())(sharded)
+
+
+def test_a_call_is_forgotten_with_its_graph():
+    """A function would keep the parameters of each call for ever."""
+    module, batch = tied("checkpointed"), words(0, 0)
+    apply, params, buffers = functionalize(module)
+    out, _ = apply(params, buffers, batch["tokens"])
+    assert len(apply._calls._alive) == 1
+    del out
+    gc.collect()
+    assert len(apply._calls._alive) == 0
+
+
+# --- units and frozen leaves ---
+
+
+def test_units_by_class_path_predicate_and_size():
+    """A class, a path, a predicate or a size would select other submodules than it says."""
+    apply, _, _ = functionalize(tied("plain"))
+    blocks = [f"blocks.{i}" for i in range(3)]
+    assert (
+        apply.units(Block)
+        == apply.units("blocks.*")
+        == apply.units(lambda path, part: isinstance(part, Block))
+        == blocks
+    )
+    assert apply.units("embed", Block) == ["embed", *blocks]
+    assert apply.units(WORDS * 6, Block) == ["embed", *blocks]
+    assert apply.units(60) == blocks
+    assert apply.frozen == ["blocks.1.up.weight"]
+
+
+def test_an_argument_that_selects_no_unit_is_an_error():
+    """A class that is not in the model would leave one unit, without a word."""
+    apply, _, _ = functionalize(tied("plain"))
+    names = re.escape("embed (Embedding), blocks (ModuleList), head (Linear)")
+    for which in (nn.Conv2d, "layers.*", lambda path, part: False):
+        with pytest.raises(ValueError, match=f"selects no submodule with parameters; there are {names}"):
+            apply.units(which)
+    with pytest.raises(TypeError, match="units=the class Tensor: expected a class of submodules"):
+        apply.units(Tensor)
+    with pytest.raises(ValueError, match="units"):
+        apply.units(0)
+
+
+# --- wrong use ---
+
+
+def test_what_is_no_module_is_an_error():
+    """Another object, or a module without shapes, would fail far from the call."""
+    with pytest.raises(TypeError, match=r"functionalize: module=the class Linear: expected a torch\.nn\.Module"):
+        functionalize(nn.Linear)
+    with pytest.raises(ValueError, match="'weight' has no shape yet: run the module once"):
+        functionalize(nn.LazyLinear(3))
+    module = nn.Linear(1, 1)
+    module.lock = threading.Lock()
+    with pytest.raises(TypeError, match="functionalize: Linear cannot be copied: TypeError"):
+        functionalize(module)
+
+
+def test_trees_that_do_not_fit_are_errors():
+    """Missing or renamed leaves would be read from elsewhere."""
+    apply, params, buffers = functionalize(tied("batch norm"))
+    tokens = words(0, 0)["tokens"]
+    with pytest.raises(ValueError, match=re.escape("Tied: params: it lacks ['scale']")):
+        apply({k: v for k, v in params.items() if k != "scale"}, buffers, tokens)
+    with pytest.raises(ValueError, match="Tied: buffers: it lacks"):
+        apply(params, {}, tokens)
+    with pytest.raises(
+        TypeError, match="params=an object of type Sharded: expected the parameters that a loss is given"
+    ):
+        apply(fshard.shard_params(params, fshard.make_plan(params)), buffers, tokens)
+
+
+def test_a_submodule_is_of_no_use_outside_of_a_call():
+    """A submodule that was kept would compute with tensors of no call."""
+    apply, params, buffers = functionalize(Keeps())
+    apply(params, buffers, torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="Keeps: parameters were read outside of a call"):
+        Keeps.kept[0](torch.ones(1, 2))
+
+
+class Keeps(nn.Module):
+    """A module that gives a submodule away."""
+
+    kept: ClassVar[list[Any]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep the submodule."""
+        self.kept.append(self.linear)
+        return self.linear(x)
+
+
+def test_a_forward_that_sets_parameters_is_an_error():
+    """A parameter or a new buffer that is set in a forward would stay in the function."""
+
+    class Sets(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight = nn.Parameter(torch.zeros(2, 2))
+            return x
+
+    apply, params, buffers = functionalize(Sets(2, 2))
+    with pytest.raises(ValueError, match="the module set 'weight' in its forward"):
+        apply(params, buffers, torch.ones(1, 2))
+
+
+def test_what_torch_does_not_publish_is_there():
+    """The numbers of autograd nodes would be gone, and recomputation would not find its call."""
+    x = torch.ones((), requires_grad=True)
+    before = torch.autograd._get_sequence_nr()
+    node = (x * 1).grad_fn
+    assert before == node._sequence_nr() < torch.autograd._get_sequence_nr()
+    assert torch._C._current_autograd_node() is None
+    node.metadata["kept"] = 1
