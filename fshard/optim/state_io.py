@@ -7,7 +7,7 @@ other's inverse, and so are `state_dict` and `load_state_dict`, in torch.optim's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -126,15 +126,20 @@ def shard_state(whole: Mapping[str, Tensor], like: Tree, src: int | None = None)
     >>> shard_state({"count": torch.tensor(3.0), "momentum.w": torch.ones(2)}, tx.init({"w": torch.zeros(2)}))
     SgdState(count=tensor(3.), momentum={'w': tensor([1., 1.])})
     """
+    return _sharded(whole, like, src, frozenset())
+
+
+def _sharded(whole: Mapping[str, Tensor], like: Tree, src: int | None, kept: Set[str]) -> Tree:
+    """`shard_state`, except that the leaves of `Parts` with the keys `kept` stay as they are in `like`."""
     _check_rank("shard_state: src", like, src)
     mesh, _ = _world(like)
     has_whole = _holds(like, src)
     if has_whole:
-        _check(whole, like)
+        _check(whole, like, kept)
     nodes: list[Tree] = []
     for path, node in tree.paths_to(like, Parts):
         if isinstance(node, Parts):
-            nodes.append(_cut(whole, path, node, src))
+            nodes.append(_cut(whole, path, node, src, kept))
         else:
             # on the other ranks `node` gives the shape and dtype to receive
             value = whole[path].to(node) if has_whole else node
@@ -142,9 +147,9 @@ def shard_state(whole: Mapping[str, Tensor], like: Tree, src: int | None = None)
     return tree.put_tops(like, Parts, nodes)
 
 
-def _check(whole: Mapping[str, Tensor], like: Tree) -> None:
-    """Raise ValueError unless the whole state has every tensor of `like`, each of its shape."""
-    for key, shape in _shapes(like):
+def _check(whole: Mapping[str, Tensor], like: Tree, kept: Set[str]) -> None:
+    """Raise ValueError unless the whole state has every tensor of `like` that is not kept, each of its shape."""
+    for key, shape in ((key, shape) for key, shape in _shapes(like) if key not in kept):
         if key not in whole:
             raise ValueError(f"shard_state: the state lacks {key!r}; it has {list(whole)[:6]} and so on")
         if tuple(whole[key].shape) != shape:
@@ -161,15 +166,19 @@ def _shapes(like: Tree) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield path, tuple(node.shape)
 
 
-def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, src: int | None) -> Parts:
-    """This rank's part of one tree of a whole state, in the partition of `like`."""
+def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, src: int | None, kept: Set[str]) -> Parts:
+    """This rank's part of one tree of a whole state, in the partition of `like`, which keeps the leaves `kept`."""
     out, layout = tree.map(torch.zeros_like, like), typed(like)
     mesh, _ = _world(like)
     by_leaf: dict[int, list[tuple[Span, Tensor]]] = {n: [] for n in layout.numbers}
-    for span, (number, piece) in zip(layout.mine, pieces(out), strict=True):
+    for span, (number, piece), (_, old) in zip(layout.mine, pieces(out), pieces(like), strict=True):
         by_leaf[number].append((span, piece))
+        if _joined(path, layout.leaves[number].path) in kept:
+            piece.copy_(old)
     for number in layout.numbers:
         leaf, key = layout.leaves[number], _joined(path, layout.leaves[number].path)
+        if key in kept:
+            continue
         if src is None:
             value = whole[key]
         else:
@@ -327,34 +336,41 @@ def load_state_dict(
     AdamState(count=tensor(0.), mu={'w': tensor([0.])}, nu={'w': tensor([0.])})
     """
     if not saved and src is not None:
-        return shard_state({}, like, src)
+        return _sharded({}, like, src, _agreed_keys(set(), like, src, strict))
     _check_saved(saved)
     fields, by_label = _known(like, params)
     order = order or [leaf for group in by_label for leaf in group]
     entries = _by_path(saved, order)
     hyperparams = {_path(key, order): group for group in saved.get("param_groups", ()) for key in group["params"]}
     whole = {path: node for path, node in tree.paths_to(like, Parts) if not isinstance(node, Parts)}
-    untouched = list[str]()
+    untouched = set[str]()
     for (leaf, name), field in _torch_names(fields).items():
         entry = entries.get(leaf, {})
         if name in entry:
             whole[field.key] = _whole(entry[name], mesh_of(like))
         elif not entry and not strict and not field.lone:
-            untouched.append(field.key)
+            untouched.add(field.key)
         elif not field.lone:
             names = ", ".join(map(repr, entry)) or "nothing"
             raise ValueError(
                 f"load_state_dict: leaf {leaf!r}: expected {name!r} in its state, there is {names}. With strict=False "
                 "leaves without any state keep the one they have"
             )
-    if untouched:  # `gather_state` is a collective: every rank must get here
-        current = gather_state(like)
-        whole.update((key, current[key]) for key in untouched)
     for field in fields:
         group = hyperparams.get(field.leaves[0], {}) if field.leaves else {}
         if field.hyperparam in group:
             whole[field.key] = double(group[field.hyperparam])
-    return shard_state(whole, like, src)
+    return _sharded(whole, like, src, _agreed_keys(untouched, like, src, strict))
+
+
+def _agreed_keys(keys: Set[str], like: Tree, src: int | None, strict: bool) -> Set[str]:
+    """The keys of rank `src`, which alone knows them, on every rank; with `strict` there are none."""
+    mesh, _ = _world(like)
+    if src is None or mesh is None or strict:
+        return keys
+    flags = [key in keys for key, _ in _shapes(like)]
+    on_src = _broadcast(torch.tensor(flags, dtype=torch.uint8, device=mesh_device(mesh)), mesh, src).tolist()
+    return {key for (key, _), flag in zip(_shapes(like), on_src, strict=True) if flag}
 
 
 def _check_saved(saved: object) -> None:
