@@ -436,6 +436,24 @@ def test_leaves_of_every_kind(mesh, way, how, name):
     assert not any(key.endswith((".n", ".on")) for key in optim.gather_state(state))
 
 
+def dtypes_sent(mesh: Any, order: tuple[torch.dtype, ...]) -> list[torch.dtype | None]:
+    """The dtypes in which gradients are summed over an axis that the state is not partitioned over, in order."""
+    tx = zero(optim.sgd(0.1), mesh, "leaf", "local", over="shard")
+    params = {str(i): torch.ones(3, dtype=dtype) for i, dtype in enumerate((*order, order[0]))}
+    state = tx.init(params)
+    with fshard.collectives.tally() as calls:
+        tx.step(params, state, params)
+    return [call.dtype for call in calls.select("all_reduce", "gradients") if call.axis == "replicate"]
+
+
+def test_dtypes_are_summed_in_the_order_of_leaves():
+    """Gradients of several dtypes are summed in the order of the leaves: in the order of a set, which depends on the
+    process, ranks would wait for each other in different collectives."""
+    for order in itertools.permutations((torch.float64, torch.float32, torch.bfloat16)):
+        for sent in simulated(dtypes_sent, order, replicate=2, shard=1):
+            assert sent == [*order]
+
+
 @on_ranks(2, PARTITIONS, HOWS)
 def test_nothing_to_train(mesh, partition, how):
     """A tree of integers, or of leaves without elements, comes back as it is: otherwise such a tree would be an
