@@ -1,10 +1,13 @@
 """Simulated ranks: order, randomness, errors, and meshes that read like DeviceMesh."""
 
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from support.models import rand, same_bits
 from support.worlds import gloo, simulated
 
 import fshard
@@ -329,3 +332,77 @@ def test_backward_runs_on_the_ranks_own_thread() -> None:
         return threading.get_ident()
 
     assert sorted(simulate(job, shard=3)) == sorted(found)
+
+
+@dataclass
+class OwnMesh:
+    """A user's mesh after the protocol. A dataclass that is not frozen has an `==` and no hash."""
+
+    inner: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def own_state(mesh: Any) -> tuple[Any, Any]:
+    """A state and its parameters on this mesh."""
+    params = {"w": rand(5, seed=1), "b": rand(3, seed=2)}
+    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=["w"]))
+    return fshard.init_state(sharded, fshard.optim.adamw(0.1), fshard.DynamicLossScale(4.0)), params
+
+
+def own_loss(p: Any, x: Any) -> Any:
+    """A loss of both units."""
+    return (p["w"].square().sum() + p["b"].sum()) * x.mean()
+
+
+def own_step(mesh: Any, jit: bool) -> Any:
+    """One step with clipping and a loss scale, and the norms of its parameters."""
+    state, _ = own_state(mesh)
+    step = fshard.train_step(own_loss, fshard.optim.adamw(0.1), clip_norm=1.0)
+    new, metrics = (fshard.jit(step, backend="eager") if jit else step)(state, torch.ones(2))
+    exact = fshard.optim.global_norm((new.params, torch.ones(2)), exact=True)
+    return fshard.gather_params(new.params), metrics, exact
+
+
+def own_zero(mesh: Any, partition: str) -> Any:
+    """A step of ZeRO, and its state whole."""
+    _, params = own_state(mesh)
+    tx = fshard.zero(fshard.optim.lamb(0.1), mesh, partition, "local")
+    new, state = tx.step(params, tx.init(params), params)
+    return new, fshard.optim.gather_state(state)
+
+
+def own_lbfgs(mesh: Any) -> Any:
+    """Two steps of L-BFGS, which take dot products of several trees."""
+    params, tx = own_state(mesh)[0].params, fshard.optim.lbfgs(0.1)
+    state = tx.init(params)
+    for _ in range(2):
+        params, state = tx.step(fshard.value_and_grad(own_loss)(params, torch.ones(2))[1], state, params)
+    return fshard.gather_params(params)
+
+
+OWN: dict[str, Callable[[Any], Any]] = {
+    "step": lambda mesh: own_step(mesh, False),
+    "jit": lambda mesh: own_step(mesh, True),
+    "zero flat": lambda mesh: own_zero(mesh, "flat"),
+    "zero leaf": lambda mesh: own_zero(mesh, "leaf"),
+    "lbfgs": own_lbfgs,
+    "check": lambda mesh: fshard.check(own_step, mesh)(mesh, False),
+    "hvp": lambda mesh: fshard.gather_params(
+        fshard.hvp(own_loss)(own_state(mesh)[0].params, own_state(mesh)[0].params, torch.ones(2))
+    ),
+    "argument": lambda mesh: fshard.jit(lambda x, m: fshard.all_gather(x, m, "shard"), backend="eager")(
+        rand(2, seed=1), mesh
+    ),
+    "state": lambda mesh: fshard.optim.gather_state(own_state(mesh)[0].opt_state, 1),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_mesh_class_needs_no_hash(name):
+    """A user's mesh is told from others by identity alone: otherwise a plain dataclass would fail in the first step."""
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(OwnMesh(None))
+    want = simulate(OWN[name], shard=2)
+    assert same_bits(simulate(lambda mesh: OWN[name](OwnMesh(mesh)), shard=2), want)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -164,12 +164,12 @@ def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
     if exact and p != math.inf:
         largest = global_norm(x, math.inf)
         scale, binned = _scale(largest), torch.zeros(2, dtype=torch.float64, device=device)
-        for (mesh, axes), rows in worlds.items():
+        for mesh, axes, rows in worlds.values():
             local = torch.stack([torch.zeros_like(binned), *(_binned(row, p, scale) for row in rows)]).sum(0)  # (2,)
             binned = binned + primitives.total(local, mesh, axes, label="norm")
         return _unbinned(binned, p, scale, largest).to(largest.dtype)
     sums = []
-    for (mesh, axes), rows in worlds.items():
+    for mesh, axes, rows in worlds.values():
         if rows or axes:
             powers = _power_sums(rows, p, device) if rows else torch.zeros(1, dtype=torch.float64, device=device)
             sums.append(primitives.total(_joined(powers, p), mesh, axes, _op(p), label="norm"))
@@ -198,9 +198,9 @@ def gram(trees: Sequence[Tree]) -> Tensor:
     """
     total = torch.zeros(len(trees), len(trees), dtype=torch.float64, device=device_of(trees[0]))
     columns = [_worlds(x) for x in trees]
-    for mesh, axes in columns[0]:
+    for key, (mesh, axes, _) in columns[0].items():
         local = torch.zeros_like(total)  # (k, k)
-        for rows in zip(*(column[mesh, axes] for column in columns), strict=True):
+        for rows in zip(*(column[key].rows for column in columns), strict=True):
             for parts in zip(*(row.reshape(-1).split(block_size(row, _BLOCK)) for row in rows), strict=True):
                 block = torch.stack(parts).double()  # (k, elements)
                 local += (block @ block.T).to(local.device)
@@ -208,14 +208,30 @@ def gram(trees: Sequence[Tree]) -> Tensor:
     return total
 
 
-def _worlds(x: Tree) -> dict[tuple[AnyMesh, Axes], list[Tensor]]:
-    """The rows of a tree, by the mesh and the axes over which they are sharded."""
-    worlds: dict[tuple[AnyMesh, Axes], list[Tensor]] = {(None, ()): []}
+class _World(NamedTuple):
+    """The rows of a tree that are cut over the same axes of one mesh."""
+
+    mesh: AnyMesh
+    axes: Axes
+    rows: list[Tensor]
+
+
+def _worlds(x: Tree) -> dict[tuple[int, Axes], _World]:
+    """The rows of a tree, by the identity of the mesh (a user's class may have no hash) and the axes they are cut over.
+
+    The first world, without a mesh, has what this rank holds whole.
+    """
+    worlds: dict[tuple[int, Axes], _World] = {}
+
+    def world(mesh: AnyMesh, axes: Axes) -> _World:
+        return worlds.setdefault((id(mesh), axes), _World(mesh, axes, []))
+
+    world(None, ())
     for node in tree.tops(x, Parts):
         if isinstance(node, Parts) and node.layout.is_cut:  # a rank without rows takes part in the collective, too
-            worlds.setdefault((node.layout.mesh, node.layout.axes), [])
+            world(node.layout.mesh, node.layout.axes)
         for row, mesh, axes in _rows(node):
-            worlds.setdefault((mesh, axes), []).append(row)
+            world(mesh, axes).rows.append(row)
     return worlds
 
 
