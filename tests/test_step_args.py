@@ -438,6 +438,63 @@ def test_the_same_tensors_have_the_same_life():
     step(after, data(1, 0))
 
 
+def first_row(state: Any) -> Tensor:
+    """A part of this rank's elements of the first leaf."""
+    return state.params.local_views()["a.w"][:ROWS]
+
+
+# What a caller may pass to a step besides the state, in memory of the state, and what the error names.
+SHARED: dict[str, tuple[Callable[[Any], tuple[Any, ...]], str]] = {
+    "a detached tree": (lambda s: (data(0, 0), tree.map(torch.detach, s.params)), r"args\[0\], leaf 'a\.w'"),
+    "the parameters": (lambda s: (data(0, 0), {"t": s.params}), r"args\[0\], leaf 't\.a\.w'"),
+    "a subtree": (lambda s: (data(0, 0), WEIGHTS, s.params["c"]), r"args\[1\], leaf 'c\.w'"),
+    "a view": (lambda s: (data(0, 0), [first_row(s)]), r"args\[0\], leaf '0'"),
+    "a lone view": (lambda s: (data(0, 0), first_row(s)), r"args\[0\]: expected a tensor"),
+    "in the batch": (lambda s: ({**data(0, 0), "w": first_row(s)},), r"batch, leaf 'w'"),
+    "the batch": (lambda s: (first_row(s),), r"batch: expected a tensor"),
+    "a moment": (lambda s: (data(0, 0), s.opt_state.momentum), r"args\[0\], leaf 'a\.w'"),
+    "the state": (lambda s: (data(0, 0), s), r"args\[0\], leaf 'params\.a\.w'"),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("strategy", ["ddp", "full"])
+def test_what_a_donated_step_would_overwrite_is_not_taken(name, strategy):
+    """A batch or argument in the memory of a donated state is an error that names it: otherwise a teacher made by
+    `detach` would follow its student."""
+    give, words = SHARED[name]
+
+    def law(mesh: Any) -> None:
+        state = fshard.init_state(sharded(mesh, **STRATEGIES[strategy]), TX)
+        before = gather_params(state.params)
+        loss = lambda p, b, *args: p["a"]["w"].sum() + p["c"]["w"].sum()  # noqa: E731
+        with pytest.raises(ValueError, match=rf"train_step\(donate=True\): {words}"):
+            fshard.train_step(loss, TX, donate=True)(state, *give(state))
+        assert same_bits(gather_params(state.params), before)  # the state is still there
+        kept = tree.map(torch.clone, give(state))
+        fshard.train_step(loss, TX)(state, *give(state))
+        assert same_bits(give(state), kept)
+        fshard.train_step(loss, TX, donate=True)(state, *kept)
+
+    simulated(law)
+
+
+def test_frozen_leaves_may_be_shared_with_a_donated_step():
+    """Memory that a donated step does not write to may be passed as well: otherwise a frozen backbone would have to be
+    copied for a teacher."""
+    whole = {**model(), "still": {"w": rand(3, seed=1)}}
+
+    def law(mesh: Any) -> None:
+        params = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["a", "c"], frozen="still"))
+        step = fshard.train_step(lambda p, b, t: (p["a"]["w"] * t["w"].sum()).sum(), TX, donate=True)
+        state, teacher = fshard.init_state(params, TX), tree.map(torch.detach, params["still"])
+        for i in range(2):
+            state, _ = step(state, data(i, 0), teacher)
+        assert same_bits(gather_params(teacher), whole["still"])
+
+    simulated(law)
+
+
 def test_zero_leaves_the_callers_parameters():
     """A donated ZeRO step leaves the caller's first parameters as they were: otherwise a user's model would be
     overwritten."""

@@ -201,8 +201,8 @@ def train_step(
 
     Memory:
 
-    - `donate`: the step takes the state over, updates it in place, and touching it raises DonatedError. Without it
-      nothing that goes in is changed.
+    - `donate`: the step takes the state over, updates it in place, and touching it raises DonatedError; ValueError for
+      a batch or `args` that share its memory. Without it nothing that goes in is changed.
 
     `metrics` has 0-d tensors, equal on all ranks: `loss`, `grad_norm` (before clipping) and `found_inf`. Random numbers
     drawn in the loss come from the state alone, differ by rank, step and micro-batch, and leave torch's own generator
@@ -230,6 +230,8 @@ def train_step(
     def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
+        if donate and not is_tracing():
+            _check_unshared((params.trainable, state.opt_state), (batch, *args))
         # made in here, so that `captures` finds the loss function among what this function reads
         recipe = Recipe(loss_fn, accumulate, by, reduce_once, has_aux, with_extra, built)
         grads, outcome, share, lost = gradients(recipe, state, batch, args)
@@ -345,6 +347,33 @@ def _update(
     by_kind = zip(params.view.kinds, params.updated(new_trained).tensors, strict=True)
     rows = [offload.pinned(row, plan.device) if plan.kinds[kind].host else row for kind, row in by_kind]
     return Sharded(params.view, rows), new_state
+
+
+def _check_unshared(donated: Tree, given: Sequence[Tree]) -> None:
+    """Raise ValueError if a tensor of the batch or of an argument lies in memory that a donated step writes to."""
+    written = _storages(donated)
+    if written.isdisjoint(_storages(given)):
+        return
+    named = dict[str, Tree]()
+    for path, node in tree.paths_to(given, Sharded):
+        pieces = node.local_views() if isinstance(node, Sharded) else {}
+        # its leaves first, then the whole: a rank may have nothing but padding
+        named.update({f"{path}.{leaf}": piece for leaf, piece in pieces.items()} | {path: node})
+    path = next(path for path, x in named.items() if not written.isdisjoint(_storages(x)))
+    number, _, leaf = path.partition(".")
+    name = f"args[{int(number) - 1}]" if int(number) else "batch"
+    raise ValueError(
+        f"train_step(donate=True): {name}{f', leaf {leaf!r}' if leaf else ''}: expected a tensor in memory of its own, "
+        "got one in the memory of the state's parameters or optimizer state, which the step overwrites. Pass a clone "
+        "(fshard.tree.map(torch.clone, ...)), or build the step with donate=False."
+    )
+
+
+def _storages(x: Tree) -> set[int]:
+    # `_cdata` is private: the address of a storage. A sparse tensor has no storage to ask for; a view of no elements
+    # (the row of a kind that a subtree lacks) reads nothing.
+    rows = (leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
+    return {row.untyped_storage()._cdata for row in rows if row.numel()}
 
 
 def _check_opt_state(opt_state: Tree, params: Sharded) -> None:
