@@ -157,7 +157,7 @@ def updated_beside_nan(mesh: Any, name: str) -> bool:
         for g in grads:
             updates, state = tx.update(dirt(g), state, p)
             p = dirt(optim.apply_updates(p, updates))
-        results.append(([piece for _, piece in pieces(p)], optim.gather_state(state)))
+        results.append(([piece for _, piece in pieces(p)], optim.state.gather_state(state)))
     return same_bits(*results)
 
 

@@ -159,7 +159,7 @@ def torch_cases(name: str, make: Make, cls: Make, kws: list[dict[str, Any]], **f
     """A transformation over a grid of hyper-parameters, then with a tensor and with a schedule as learning rate."""
     cases = [Case(make(**our_names(kw)), by_torch(cls, **kw, **fixed)) for kw in kws]
     last, lr = our_names(kws[-1]), kws[-1]["lr"]
-    tensor, schedule = torch.tensor(lr, dtype=torch.float64), optim.piecewise(lr, {2: 0.5, 4: 0.5})
+    tensor, schedule = torch.tensor(lr, dtype=torch.float64), optim.schedules.piecewise(lr, {2: 0.5, 4: 0.5})
     scheduled = by_torch(cls, rate=STEPPED, **kws[-1], **fixed)
     rates = [Case(make(**last | {"lr": tensor}), cases[-1].authority), Case(make(**last | {"lr": schedule}), scheduled)]
     return named(name, cases + rates)
@@ -388,7 +388,7 @@ def test_ranks_without_a_leaf(cls):
         state = tx.init(params)
         for _ in range(2):
             params, state = tx.step(params, state, params)
-        return fshard.gather_params(params), optim.gather_state(state)
+        return fshard.gather_params(params), optim.state.gather_state(state)
 
     expected = updated(None)
     for found in simulated(updated, shard=3):
@@ -449,21 +449,27 @@ def optax_rate(make: Make) -> Make:
 
 SLOW = {"pct_start": 0.5, "div_factor": 5.0, "final_div_factor": 3.0}
 SCHEDULES: dict[str, tuple[Make, Make]] = {
-    "constant": (optim.constant(0.1), lambda count: 0.1),
-    "linear": (optim.linear(0.1, 0.7, 5), optax_rate(lambda o: o.linear_schedule(0.1, 0.7, 5))),
-    "linear-torch": (optim.linear(0.1, 0.4, 4), by_scheduler(LinearLR, 0.4, 0.25, 1.0, 4)),
-    "cosine": (optim.cosine(0.5, 7, 0.05), optax_rate(lambda o: o.cosine_decay_schedule(0.5, 7, 0.1))),
-    "cosine-torch": (optim.cosine(0.5, 12, 0.1), by_scheduler(CosineAnnealingLR, 0.5, 12, 0.1)),
+    "constant": (optim.schedules.constant(0.1), lambda count: 0.1),
+    "linear": (optim.schedules.linear(0.1, 0.7, 5), optax_rate(lambda o: o.linear_schedule(0.1, 0.7, 5))),
+    "linear-torch": (optim.schedules.linear(0.1, 0.4, 4), by_scheduler(LinearLR, 0.4, 0.25, 1.0, 4)),
+    "cosine": (optim.schedules.cosine(0.5, 7, 0.05), optax_rate(lambda o: o.cosine_decay_schedule(0.5, 7, 0.1))),
+    "cosine-torch": (optim.schedules.cosine(0.5, 12, 0.1), by_scheduler(CosineAnnealingLR, 0.5, 12, 0.1)),
     "warmup_cosine": (
-        optim.warmup_cosine(0.5, 3, 9, 0.1, 0.2),
+        optim.schedules.warmup_cosine(0.5, 3, 9, 0.1, 0.2),
         optax_rate(lambda o: o.warmup_cosine_decay_schedule(0.1, 0.5, 3, 9, 0.2)),
     ),
-    "one_cycle": (optim.one_cycle(0.5, 13), by_scheduler(OneCycleLR, 1.0, 0.5, 13)),
-    "one_cycle-slow": (optim.one_cycle(0.5, 20, 0.5, 5.0, 3.0), by_scheduler(OneCycleLR, 1.0, 0.5, 20, **SLOW)),
-    "piecewise": (optim.piecewise(0.5, {6: 0.5}), optax_rate(lambda o: o.piecewise_constant_schedule(0.5, {6: 0.5}))),
-    "piecewise-torch": (optim.piecewise(0.5, {2: 0.1, 7: 0.1}), by_scheduler(MultiStepLR, 0.5, [2, 7], 0.1)),
+    "one_cycle": (optim.schedules.one_cycle(0.5, 13), by_scheduler(OneCycleLR, 1.0, 0.5, 13)),
+    "one_cycle-slow": (
+        optim.schedules.one_cycle(0.5, 20, 0.5, 5.0, 3.0),
+        by_scheduler(OneCycleLR, 1.0, 0.5, 20, **SLOW),
+    ),
+    "piecewise": (
+        optim.schedules.piecewise(0.5, {6: 0.5}),
+        optax_rate(lambda o: o.piecewise_constant_schedule(0.5, {6: 0.5})),
+    ),
+    "piecewise-torch": (optim.schedules.piecewise(0.5, {2: 0.1, 7: 0.1}), by_scheduler(MultiStepLR, 0.5, [2, 7], 0.1)),
     "join": (
-        optim.join([optim.linear(0.1, 0.5, 3), optim.cosine(0.5, 4)], [5]),
+        optim.schedules.join([optim.schedules.linear(0.1, 0.5, 3), optim.schedules.cosine(0.5, 4)], [5]),
         optax_rate(lambda o: o.join_schedules([o.linear_schedule(0.1, 0.5, 3), o.cosine_decay_schedule(0.5, 4)], [5])),
     ),
 }

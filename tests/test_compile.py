@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(QUIET)
 OTHERWISE = {*KERNELS, "from_torch-SGD"}
 # These classes of torch.optim read the number of steps on the host, which a graph cannot hold.
 READ = {"from_torch-Adam", "from_torch-Adafactor"}
-SCHEDULED = optim.adamw(optim.warmup_cosine(0.1, 2, 8))
+SCHEDULED = optim.adamw(optim.schedules.warmup_cosine(0.1, 2, 8))
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ STEPS: dict[str, dict[str, Any]] = {
         "scale": DynamicLossScale(8.0),
         "overflow": 1,
     },
-    "schedule": {"tx": optim.scale_by_schedule(optim.linear(-0.1, -0.2, 3))},
+    "schedule": {"tx": optim.scale_by_schedule(optim.schedules.linear(-0.1, -0.2, 3))},
     "extra": {"extra": {"n": torch.ones(2), "none": None}},
 }
 

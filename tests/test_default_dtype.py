@@ -98,7 +98,7 @@ def test_nor_on_two_ranks() -> None:
 
 def _in_a_graph() -> list[Tensor]:
     """All tensors of the state and the metrics after one jitted step with dropout."""
-    params, tx = _params(torch.float32), optim.adamw(optim.linear(0.1, 0.2, 5))
+    params, tx = _params(torch.float32), optim.adamw(optim.schedules.linear(0.1, 0.2, 5))
     state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params)), tx, DynamicLossScale(8.0))
 
     def loss(p: Any, x: Tensor) -> fshard.Mean:
@@ -127,7 +127,7 @@ def _values() -> dict[str, Any]:
     scaler, none = DynamicLossScale(), NoLossScale()
     like, empty = _params(torch.float32), torch.zeros(0, dtype=torch.float32, device="cpu")
     state = optim.adamw(0.1).init(like)
-    saved = optim.state_dict(state, like)
+    saved = optim.state.state_dict(state, like)
     saved["state"]["w"]["step"] = 3000.0
     saved["state"]["b"]["step"] = 3000.0
     return {
@@ -139,10 +139,14 @@ def _values() -> dict[str, Any]:
             fshard.optim.global_norm({"e": empty}),
         ],
         "join_batches": [weight for _, weight in fshard.collectives.join_batches([1, 2])],
-        "schedules": [make(3001.0) for make in (optim.linear(0.0, 1.0, 5000), optim.cosine(1.0, 5000))],
-        "join": optim.join([optim.constant(1.0), optim.linear(0.0, 1.0, 5000)], [3])(3001.0),
-        "one_cycle": optim.one_cycle(1.0, 5000)(3001.0),
-        "load_state_dict": optim.load_state_dict(saved, state, like),
+        "schedules": [
+            make(3001.0) for make in (optim.schedules.linear(0.0, 1.0, 5000), optim.schedules.cosine(1.0, 5000))
+        ],
+        "join": optim.schedules.join([optim.schedules.constant(1.0), optim.schedules.linear(0.0, 1.0, 5000)], [3])(
+            3001.0
+        ),
+        "one_cycle": optim.schedules.one_cycle(1.0, 5000)(3001.0),
+        "load_state_dict": optim.state.load_state_dict(saved, state, like),
         "mean": fshard.evaluate(lambda p: fshard.Mean(p["w"].sum(), 3001.0))(
             fshard.shard_params(like, fshard.make_plan(like))
         ),

@@ -162,7 +162,11 @@ def fused(name: str, lr: Any, device: str, sizes: list[int], most: int = MOST) -
 @pytest.mark.parametrize("schedule", ["constant", "linear", "number", "float32"])
 def test_rates_of_fused_kernels(name: str, schedule: str) -> None:
     """A rate is a float32 tensor on an accelerator (here meta): otherwise a fused kernel would read wrong bytes."""
-    rates = {"constant": optim.constant(0.1), "linear": optim.linear(0.0, 0.1, 5), "number": lambda count: 0.1}
+    rates = {
+        "constant": optim.schedules.constant(0.1),
+        "linear": optim.schedules.linear(0.0, 0.1, 5),
+        "number": lambda count: 0.1,
+    }
     rates["float32"] = lambda count: torch.tensor(0.1, device=count.device)
     for device, want in (("meta", torch.float32), ("cpu", torch.float64)):
         lr = rates[schedule](torch.tensor(3.0, device=device))

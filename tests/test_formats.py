@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 import fshard
 from fshard import optim, tree
-from fshard.optim import load_state_dict, state_dict
+from fshard.optim.state import load_state_dict, state_dict
 
 Make = Callable[..., Any]
 

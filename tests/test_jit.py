@@ -195,7 +195,7 @@ def test_a_step_is_traced_once():
         runs.append(1)
         return loss(p, b)
 
-    for kw in ({"scale": DynamicLossScale()}, {"tx": optim.adamw(optim.warmup_cosine(0.1, 2, 8))}):
+    for kw in ({"scale": DynamicLossScale()}, {"tx": optim.adamw(optim.schedules.warmup_cosine(0.1, 2, 8))}):
         state, step = start(None, loss_fn=counting, **kw)
         fast = eager(step)
         for i in range(3):

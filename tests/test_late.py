@@ -59,7 +59,7 @@ def trained(
     for i in range(2):
         state, metrics = run(state, (even_batch if step == "tree" else lm_batch)(i, mesh.get_rank()))
         seen.append(metrics)
-    return seen, gather_params(state.params), optim.gather_state(state.opt_state)
+    return seen, gather_params(state.params), optim.state.gather_state(state.opt_state)
 
 
 def same_when_late(job: Callable[[Any], Any], **axes: int) -> None:
@@ -174,9 +174,16 @@ def everything(mesh: Any) -> Any:
     value, grads = fshard.value_and_grad(mean_loss)(sharded, batch)
     own = fshard.value_and_grad(mean_loss, reduce=False)(sharded, batch)[1]
     state = optim.adamw(0.1).init(sharded)
-    back = optim.shard_state(optim.gather_state(state), state)
+    back = optim.state.shard_state(optim.state.gather_state(state), state)
     norm = fshard.optim.global_norm(grads)
-    return seen, value, norm, gather_params(grads), gather_params(fshard.reduce_grads(own)), optim.gather_state(back)
+    return (
+        seen,
+        value,
+        norm,
+        gather_params(grads),
+        gather_params(fshard.reduce_grads(own)),
+        optim.state.gather_state(back),
+    )
 
 
 def test_everything_else():

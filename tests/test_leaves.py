@@ -123,12 +123,12 @@ def test_frozen_leaves_have_no_state() -> None:
 
     def run(mesh: Any) -> None:
         state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, mesh)), tx)
-        whole = optim.gather_state(state.opt_state)
+        whole = optim.state.gather_state(state.opt_state)
         assert {k.removeprefix("mu.") for k in whole if k.startswith("mu.")} == params.keys() - still
         for partition in ("flat", "leaf"):
             ztx = fshard.zero(tx, mesh, partition)
             start = ztx.init(params)
-            names = {k.removeprefix("mu.") for k in optim.gather_state(start) if k.startswith("mu.")}
+            names = {k.removeprefix("mu.") for k in optim.state.gather_state(start) if k.startswith("mu.")}
             assert names == params.keys() - still
             grads = {k: None if k in still else torch.ones_like(x) for k, x in params.items()}
             after, _ = ztx.step(grads, start, params)

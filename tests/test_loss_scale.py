@@ -227,7 +227,7 @@ def labelled(mesh: Any, bad: str) -> tuple[Any, ...]:
     last = mesh is None or mesh.get_rank() == mesh.size() - 1
     after, metrics = step(state, torch.tensor(torch.inf if last else 1.0, dtype=torch.float64))
     grads = fshard.value_and_grad(loss)(sharded, torch.tensor(torch.inf if last else 1.0, dtype=torch.float64))[1]
-    counts = {key: int(x) for key, x in optim.gather_state(after.opt_state).items() if key.endswith("count")}
+    counts = {key: int(x) for key, x in optim.state.gather_state(after.opt_state).items() if key.endswith("count")}
     moved = fshard.tree.map(lambda a, b: not torch.equal(a, b), params, fshard.gather_params(after.params))
     return (
         moved,

@@ -71,7 +71,7 @@ def trained(
         assert same_bits(
             grads, gather_params(fshard.value_and_grad(mean_loss)(state.params, lm_batch(9, mesh.get_rank()))[1])
         )
-    return losses, gather_params(state.params), optim.gather_state(state.opt_state), grads
+    return losses, gather_params(state.params), optim.state.gather_state(state.opt_state), grads
 
 
 def alike(runs: list[Any], others: list[Any]) -> None:
@@ -221,7 +221,7 @@ def placed(x: Any) -> dict[bool, set[str]]:
 
 
 RIGHT = {True: {"cpu"}, False: {"meta"}}
-MORE = {**TRANSFORMS, "muon-schedule": lambda: optim.muon(optim.linear(0.1, 0.2, 3))}
+MORE = {**TRANSFORMS, "muon-schedule": lambda: optim.muon(optim.schedules.linear(0.1, 0.2, 3))}
 HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "donate": ({}, {"donate": True}),
@@ -268,8 +268,8 @@ def check_step(tx: Any, how: dict[str, Any], step: dict[str, Any]) -> None:
             assert fshard.NoLossScale().unscale(reduced)[1].device == DEVICE
     fshard.evaluate(loss)(state.params, torch.ones(4, 8, device=DEVICE))
     assert {x.device.type for x in tree.leaves(gather_params(state.params))} == {"meta"}
-    whole = optim.gather_state(state.opt_state)
-    optim.shard_state({path: x.cpu() for path, x in whole.items()}, state.opt_state)
+    whole = optim.state.gather_state(state.opt_state)
+    optim.state.shard_state({path: x.cpu() for path, x in whole.items()}, state.opt_state)
 
 
 @pytest.mark.usefixtures("device")
@@ -315,7 +315,7 @@ def big(dtype: torch.dtype = torch.float32) -> Any:
 
 def twenty(mesh: Any, host: Any, **kw: Any) -> tuple[Any, fshard.TrainState]:
     """Losses and the state after twenty steps with a fused AdamW on a GPU."""
-    params, tx = tree.map(lambda x: x.cuda(), big()), optim.adamw(optim.linear(1e-4, 1e-3, 9))
+    params, tx = tree.map(lambda x: x.cuda(), big()), optim.adamw(optim.schedules.linear(1e-4, 1e-3, 9))
     plan = fshard.make_plan(params, mesh, units=["blocks.*"], host=host)
     state, losses = fshard.init_state(fshard.shard_params(params, plan), tx, DynamicLossScale(64.0)), []
     step = fshard.train_step(loss, tx, **kw)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import fshard
 from fshard import optim
-from fshard.optim import gather_state, load_state_dict, shard_state, state_dict, state_io
+from fshard.optim import state
+from fshard.optim.state import gather_state, load_state_dict, shard_state, state_dict
 
 Make = Callable[..., Any]
 over_all = pytest.mark.parametrize("name", TRANSFORMS)
@@ -216,7 +217,7 @@ def test_a_few_leaves_travel_at_a_time(monkeypatch, how, rank):
     for name in ("adamw", "by_label"):
         expected = simulated(messages, name, how, rank, shard=3)
         with monkeypatch.context() as patch:
-            patch.setattr(state_io, "_CHUNK", 6)
+            patch.setattr(state, "_CHUNK", 6)
             found = simulated(messages, name, how, rank, shard=3)
         for (whole, sizes), (other, others) in zip(found, expected, strict=True):
             assert same_bits(whole, other)
@@ -424,7 +425,7 @@ def unfrozen_late(mesh: Any) -> Any:
     with pytest.raises(ValueError, match="leaf 'late': expected 'exp_avg' in its state, there is nothing"):
         load_state_dict(reference.state_dict(), like, params)
     state = load_state_dict(reference.state_dict(), like, sharded, strict=False)
-    return optim.gather_state(state), reference.state[theirs["a"]]
+    return optim.state.gather_state(state), reference.state[theirs["a"]]
 
 
 def test_a_leaf_without_a_state_keeps_its_own():

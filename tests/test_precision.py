@@ -248,7 +248,7 @@ def reads(mesh: Any) -> list[str]:
     """What the host reads in a step with clipping, micro-batches, a schedule and a loss scale."""
     params = lm_params(torch.float32)
     plan = fshard.make_plan(params, mesh, units=LM_UNITS, policy="compute=f16,output=f32")
-    tx = optim.adamw(optim.warmup_cosine(0.1, 2, 8))
+    tx = optim.adamw(optim.schedules.warmup_cosine(0.1, 2, 8))
     state = fshard.init_state(fshard.shard_params(params, plan), tx, DynamicLossScale())
     step = fshard.train_step(mean_loss, tx, clip_norm=1.0, accumulate=2)
     state, _ = step(state, lm_batch(0, 0))

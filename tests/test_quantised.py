@@ -15,7 +15,8 @@ import fshard
 from fshard import optim, tree
 from fshard.comm.mesh import axis_sizes
 from fshard.layout.pieces import Parts, clear_padding_
-from fshard.optim import adam_8bit, adamw_8bit, gather_state
+from fshard.optim import adam_8bit, adamw_8bit
+from fshard.optim.state import gather_state
 
 SHAPES = {"w": (5, 3), "blocks": [{"a": (3, 4), "b": (5,)}, {"a": (2, 3, 2), "b": (1,)}], "s": (), "long": (1101,)}
 PLACES = ("plain", 1, 1), ("sharded", 1, 3), ("flat", 2, 2)
@@ -242,7 +243,7 @@ def test_what_overflowed_is_skipped(how):
 
 def test_it_trains():
     """Least squares with noise ends within 2 % of AdamW's loss: otherwise 8 bits would cost users accuracy."""
-    x, noise, rate = rand(200, 24, seed=1), 0.1 * rand(200, 12, seed=2), optim.cosine(0.1, 200)
+    x, noise, rate = rand(200, 24, seed=1), 0.1 * rand(200, 12, seed=2), optim.schedules.cosine(0.1, 200)
     y = x @ rand(24, 12, seed=3) + noise
 
     def fitted(mesh: Any, tx: Any) -> float:

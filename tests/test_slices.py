@@ -74,7 +74,7 @@ def started(mesh: Any, tx: Any, left: Any = None, **plan: Any) -> fshard.TrainSt
     state = fshard.init_state(sharded, tx, fshard.DynamicLossScale(2.0**124, growth_interval=7), seed=3)
     if not left:
         return state
-    held = optim.shard_state(left["opt"], state.opt_state)
+    held = optim.state.shard_state(left["opt"], state.opt_state)
     return fshard.TrainState(sharded, held, left["scale"], left["step"], left["rng"], None)
 
 
@@ -82,7 +82,7 @@ def all_of(state: fshard.TrainState) -> dict[str, Any]:
     """The whole state, gathered."""
     return {
         "params": fshard.gather_params(state.params),
-        "opt": optim.gather_state(state.opt_state),
+        "opt": optim.state.gather_state(state.opt_state),
         "scale": state.loss_scale,
         "step": state.step,
         "rng": state.rng,

@@ -516,7 +516,7 @@ def test_zero_leaves_the_callers_parameters():
 BUILT: dict[str, tuple[dict[str, Any], str]] = {
     "lr": ({"tx": optim.sgd(0.2, momentum=0.9)}, "lr=0.2"),
     "optimizer": ({"tx": optim.lion(0.1)}, "name='lion'"),
-    "schedule": ({"tx": optim.sgd(optim.linear(0.1, 0.0, 10), momentum=0.9)}, "end=0.0"),
+    "schedule": ({"tx": optim.sgd(optim.schedules.linear(0.1, 0.0, 10), momentum=0.9)}, "end=0.0"),
     "chain": ({"tx": optim.chain(optim.clip(2.0), TX)}, "max_magnitude=2.0"),
     "torch": ({"tx": optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)}, "cls=SGD"),
     "clip_norm": ({"clip_norm": 2.0}, "clip_norm=2.0"),

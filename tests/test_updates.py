@@ -253,7 +253,7 @@ SHARED: dict[str, Callable[[], Any]] = {
     "a mean": lambda: optim.chain(optim.ema(0.9), TRANSFORMS["by_label"]()),
     "a count": lambda: optim.every_k(TRANSFORMS["by_label"](), 2),
     "a schedule": lambda: optim.with_hyperparams(
-        lambda f: optim.chain(optim.scale(f), TRANSFORMS["by_label"]()), f=optim.cosine(0.1, 9)
+        lambda f: optim.chain(optim.scale(f), TRANSFORMS["by_label"]()), f=optim.schedules.cosine(0.1, 9)
     ),
     "everything": lambda: optim.adamw(0.1),
 }

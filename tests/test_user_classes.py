@@ -127,7 +127,7 @@ def ours(mesh: Any, cls: Any, how: str, skipped: int | None = None, **extra: Any
     for i, g in enumerate(grads):
         found = None if skipped is None else torch.tensor(float(i == skipped))
         params, state = tx.step(g, state, params, found, donate=i > 1, **extra)
-    return fshard.gather_params(params), optim.gather_state(state)
+    return fshard.gather_params(params), optim.state.gather_state(state)
 
 
 @pytest.mark.parametrize("how", ["Sharded", "ZeRO-1", "zero"])

@@ -123,14 +123,14 @@ def train(tx: Any, params: Any, grads: list[Any], how: str = "step", **kw: Any) 
 def trained(mesh: Any, name: str, way: tuple[str, str], how: str, over: Any = None) -> Any:
     """Parameters and whole state after three updates by ZeRO."""
     params, state = train(zero(TXS[name], mesh, *way, over=over, bucket=BUCKET), START, given(way, mesh), how)
-    return params, optim.gather_state(state)
+    return params, optim.state.gather_state(state)
 
 
 @functools.cache
 def unsharded(name: str, num_ranks: int, how: str) -> Any:
     """Parameters and state by the optimizer itself, from the sum of all ranks' gradients."""
     params, state = train(TXS[name], START, [summed(i, num_ranks) for i in range(3)], how)
-    return params, optim.gather_state(state)
+    return params, optim.state.gather_state(state)
 
 
 @pytest.mark.sample(2)
@@ -433,7 +433,7 @@ def test_leaves_of_every_kind(mesh, way, how, name):
     want, _ = train(tx, kinds_of(0), [added(row) for row in rows], how)
     assert same_bits(params, fixed | want)
     assert params["n"] is fixed["n"]
-    assert not any(key.endswith((".n", ".on")) for key in optim.gather_state(state))
+    assert not any(key.endswith((".n", ".on")) for key in optim.state.gather_state(state))
 
 
 def dtypes_sent(mesh: Any, order: tuple[torch.dtype, ...]) -> list[torch.dtype | None]:

@@ -7,6 +7,7 @@ because they are; over whole ones `fshard.zero` partitions it. Defaults are torc
 """
 
 from ..layout.norms import global_norm
+from . import schedules, state
 from .adam_8bit import adamw_8bit
 from .base import (
     Transform,
@@ -36,8 +37,6 @@ from .optimizers import (
     sgd,
 )
 from .quasi_newton import lbfgs
-from .schedules import constant, cosine, join, linear, one_cycle, piecewise, warmup_cosine
-from .state_io import gather_state, load_state_dict, shard_state, state_dict
 from .torch_optim import from_torch
 from .transforms import chain, every_k, with_hyperparams
 
@@ -57,34 +56,25 @@ __all__ = [
     "clip",
     "clip_by_global_norm",
     "clip_by_leaf_norm",
-    "constant",
-    "cosine",
     "ema",
     "every_k",
     "from_torch",
-    "gather_state",
     "global_norm",
     "identity",
-    "join",
     "lamb",
     "lbfgs",
-    "linear",
     "lion",
-    "load_state_dict",
     "masked",
     "muon",
     "nadam",
-    "one_cycle",
-    "piecewise",
     "rmsprop",
     "scale",
     "scale_by_schedule",
     "schedule_free_adamw",
     "schedule_free_params",
+    "schedules",
     "sgd",
-    "shard_state",
-    "state_dict",
-    "warmup_cosine",
+    "state",
     "whole_leaves",
     "with_hyperparams",
 ]

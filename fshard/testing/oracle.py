@@ -17,7 +17,7 @@ from ..core.tree import Spec, Tree, detached, flatten, map, unflatten
 from ..layout.layout import Leaf
 from ..optim.base import FoundInf, Label, Transform, any_found, as_transform, clip_factor
 from ..optim.labels import Labels, label_of
-from ..optim.state_io import gather_state
+from ..optim.state import gather_state
 from ..sharding.grad import Mean, Sum, check_loss
 from ..sharding.precision import Policy, Precision, policy_of, precisions
 from ..sharding.sharded import gather_params

@@ -39,7 +39,7 @@ ROWS: dict[str, Row] = {
     "sgd-all": Row(lambda: optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1), kernel=True),
     "adam": Row(lambda: optim.adam(0.1, b1=0.8, b2=0.95, weight_decay=0.1), kernel=True),
     "adamw": Row(lambda: optim.adamw(0.1, weight_decay=0.1), kernel=True),
-    "adamw-schedule": Row(lambda: optim.adamw(optim.warmup_cosine(0.1, 2, 8)), kernel=True),
+    "adamw-schedule": Row(lambda: optim.adamw(optim.schedules.warmup_cosine(0.1, 2, 8)), kernel=True),
     "amsgrad": Row(lambda: optim.amsgrad(0.1, weight_decay=0.1), kernel=True),
     "nadam": Row(lambda: optim.nadam(0.1, weight_decay=0.1)),
     "nadam-decoupled": Row(lambda: optim.nadam(0.1, weight_decay=0.1, decoupled=True)),
@@ -55,7 +55,7 @@ ROWS: dict[str, Row] = {
     "muon": Row(lambda: optim.muon(0.1, nesterov=True), real=True, kernel=True),
     "lbfgs": Row(lambda: optim.lbfgs(0.1, history_size=2), real=True),
     "scale": Row(lambda: optim.scale(-0.1), any_state=True),
-    "scale_by_schedule": Row(lambda: optim.scale_by_schedule(optim.linear(-0.1, -0.2, 3)), any_state=True),
+    "scale_by_schedule": Row(lambda: optim.scale_by_schedule(optim.schedules.linear(-0.1, -0.2, 3)), any_state=True),
     "add_decayed_weights": Row(lambda: optim.chain(optim.add_decayed_weights(0.1), optim.scale(-0.1))),
     "clip": Row(lambda: optim.chain(optim.clip(0.1), optim.sgd(0.1)), real=True, kernel=True),
     "clip_by_global_norm": Row(
@@ -80,7 +80,7 @@ ROWS: dict[str, Row] = {
     ),
     "with_hyperparams": Row(lambda: optim.with_hyperparams(optim.adamw, lr=0.1, b1=0.8), asks="adamw", any_state=True),
     "with_hyperparams-schedule": Row(
-        lambda: optim.with_hyperparams(optim.sgd, lr=optim.cosine(0.1, 9), momentum=0.9), any_state=True
+        lambda: optim.with_hyperparams(optim.sgd, lr=optim.schedules.cosine(0.1, 9), momentum=0.9), any_state=True
     ),
     "whole_leaves": Row(lambda: optim.whole_leaves(optim.lamb(0.1)), asks="lamb"),
     "from_torch-Adam": Row(lambda: optim.from_torch(torch.optim.Adam, lr=0.1, amsgrad=True), any_state=True),

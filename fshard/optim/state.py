@@ -78,7 +78,7 @@ def gather_state(state: Tree, rank: int | None = None) -> dict[str, Tensor]:
     `shard_state`.
 
     >>> params = {"w": torch.ones(2)}
-    >>> gather_state(sgd(0.1, momentum=0.9).init(params))
+    >>> optim.state.gather_state(sgd(0.1, momentum=0.9).init(params))
     {'count': tensor(0.), 'momentum.w': tensor([0., 0.])}
     """
     _check_rank("gather_state: rank", state, rank)
@@ -123,7 +123,7 @@ def shard_state(whole: Mapping[str, Tensor], like: Tree, src: int | None = None)
     with `src` that rank of the mesh alone, and all must call it. ValueError names what is missing or of another shape.
 
     >>> tx = sgd(0.1, momentum=0.9)
-    >>> shard_state({"count": torch.tensor(3.0), "momentum.w": torch.ones(2)}, tx.init({"w": torch.zeros(2)}))
+    >>> optim.state.shard_state({"count": torch.tensor(3.0), "momentum.w": torch.ones(2)}, tx.init({"w": torch.zeros(2)}))
     SgdState(count=tensor(3.), momentum={'w': tensor([1., 1.])})
     """
     return _sharded(whole, like, src, frozenset())
@@ -293,7 +293,7 @@ def state_dict(
     hyper-parameters; those of `with_hyperparams` are there already). On every rank, or on one. Dual: `load_state_dict`.
 
     >>> params = {"w": torch.ones(1)}
-    >>> state_dict(adamw(0.1).init(params), params)["state"]
+    >>> optim.state.state_dict(adamw(0.1).init(params), params)["state"]
     {'w': {'step': tensor(0.), 'exp_avg': tensor([0.]), 'exp_avg_sq': tensor([0.])}}
     """
     check_word("state_dict: key", key, ("path", "index"))
@@ -332,7 +332,7 @@ def load_state_dict(
 
     >>> params = {"w": torch.ones(1)}
     >>> state = adamw(0.1).init(params)
-    >>> load_state_dict(state_dict(state, params), state, params)
+    >>> optim.state.load_state_dict(optim.state.state_dict(state, params), state, params)
     AdamState(count=tensor(0.), mu={'w': tensor([0.])}, nu={'w': tensor([0.])})
     """
     if not saved and src is not None:
