@@ -307,6 +307,23 @@ def test_a_newcomer_finds_few_names_and_each_means_one_thing() -> None:
     assert not (set(fshard.__all__) - set(GROUPS)) & set(SOURCES)
 
 
+# Names that say nothing of what they hold.
+PRONOUNS = {"found", "held", "mine", "one", "own"}
+
+
+def pronouns(source: str) -> list[str]:
+    """The pronouns that functions of a module assign to."""
+    functions = [node for _, node in definitions(source) if isinstance(node, ast.FunctionDef)]
+    names = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.Name)]
+    return [node.id for node in names if isinstance(node.ctx, ast.Store) and node.id in PRONOUNS]
+
+
+def test_locals_say_what_they_hold() -> None:
+    """No function assigns to `found`, `own` and the like: otherwise a reader would have to look up what they hold."""
+    assert {name: words for name, source in SOURCES.items() if (words := pronouns(source))} == {}
+    assert pronouns("def f():\n    found = [own for own in ()]\n    return found") == ["found", "own"]
+
+
 def test_public_functions_show_an_example() -> None:
     """Every public function has a doctest: otherwise users would have to find out from its types how to call it."""
     functions = [name for name in fshard.__all__ if inspect.isfunction(getattr(fshard, name))]

@@ -17,6 +17,8 @@ import fshard
 from fshard import optim, tree
 from fshard.module import functionalize
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # so that batch norm rounds alike here and on simulated ranks
+
 OPTIMIZERS = {
     "sgd": (optim.sgd(0.1), lambda ps: torch.optim.SGD(ps, 0.1)),
     "adamw": (optim.adamw(1e-2, weight_decay=1e-2), lambda ps: torch.optim.AdamW(ps, 1e-2)),

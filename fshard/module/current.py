@@ -48,7 +48,7 @@ class Call:
         return self._copies[number]
 
     def set_buffer(self, number: int, value: Tensor) -> None:
-        """Replace a buffer."""
+        """Replace a buffer: the caller finds it among the new buffers."""
         if not self._returned:
             self._copies[number] = value
 

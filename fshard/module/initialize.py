@@ -61,11 +61,11 @@ class Initializer:
     def _initialize(self, part: nn.Module) -> None:
         """Initialize one module as its library does."""
         whole: Any = getattr(self._skeleton, "_init_weights", None)
-        own: Any = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+        reset: Any = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
         if callable(whole):
             whole(part)
-        elif callable(own):
-            own()
+        elif callable(reset):
+            reset()
 
     def _empty(self, stand: Stand) -> Tensor:
         # not a number until it is set, so that what is never set is seen; an integer cannot say so

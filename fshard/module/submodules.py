@@ -15,28 +15,27 @@ Which = type | str | int | Callable[[str, nn.Module], bool]
 def units_of(module: nn.Module, which: Sequence[Which]) -> list[str]:
     """The paths of the submodules with parameters that an argument selects, in the order of the module."""
     paths = {path: part for path, part in module.named_modules() if path and any(True for _ in part.parameters())}
-    picked = {path for one in which for path in _picked(module, paths, one)}
+    picked = {path for selection in which for path in _picked(module, paths, selection)}
     return [path for path in paths if path in picked]
 
 
-def _picked(module: nn.Module, paths: dict[str, nn.Module], one: Which) -> list[str]:
-    if isinstance(one, int):
-        check_whole("units", one, what="a number of elements")
-        return _full(module, "", one, set())[0]
-    if isinstance(one, str):
-        chosen = [path for path in paths if tree.matches(path.split("."), one)]
-    elif isinstance(one, type) and issubclass(one, nn.Module):
-        chosen = [path for path, part in paths.items() if isinstance(part, one)]
-    elif callable(one) and not isinstance(one, type):
-        chosen = [path for path, part in paths.items() if one(path, part)]
+def _picked(module: nn.Module, paths: dict[str, nn.Module], selection: Which) -> list[str]:
+    if isinstance(selection, int):
+        check_whole("units", selection, what="a number of elements")
+        return _full(module, "", selection, set())[0]
+    if isinstance(selection, str):
+        chosen = [path for path in paths if tree.matches(path.split("."), selection)]
+    elif isinstance(selection, type) and issubclass(selection, nn.Module):
+        chosen = [path for path, part in paths.items() if isinstance(part, selection)]
+    elif callable(selection) and not isinstance(selection, type):
+        chosen = [path for path, part in paths.items() if selection(path, part)]
     else:
         expected = "a class of submodules, a pattern of their paths, a predicate (path, submodule) -> bool, or a number"
-        raise TypeError(wrong("units", one, expected))
+        raise TypeError(wrong("units", selection, expected))
     if not chosen:
         top = ", ".join(f"{path} ({type(part).__name__})" for path, part in module.named_children())
-        raise ValueError(
-            f"units: {getattr(one, '__name__', one)!r} selects no submodule with parameters; there are {top}"
-        )
+        name = getattr(selection, "__name__", selection)
+        raise ValueError(f"units: {name!r} selects no submodule with parameters; there are {top}")
     return chosen
 
 

@@ -122,8 +122,8 @@ def shard_state(whole: Mapping[str, Tensor], like: Tree, src: int | None = None)
     `like`, made by `init` say, may be of any plan, partition and number of ranks. Every rank passes the whole state, or
     with `src` that rank of the mesh alone, and all must call it. ValueError names what is missing or of another shape.
 
-    >>> tx = sgd(0.1, momentum=0.9)
-    >>> optim.state.shard_state({"count": torch.tensor(3.0), "momentum.w": torch.ones(2)}, tx.init({"w": torch.zeros(2)}))
+    >>> like = sgd(0.1, momentum=0.9).init({"w": torch.zeros(2)})
+    >>> optim.state.shard_state({"count": torch.tensor(3.0), "momentum.w": torch.ones(2)}, like)
     SgdState(count=tensor(3.), momentum={'w': tensor([1., 1.])})
     """
     return _sharded(whole, like, src, frozenset())

@@ -76,7 +76,7 @@ class Leaves:
             raise ValueError(f"{what}: {tree.difference(expected, placed)}") from None
 
     def read(self, number: int) -> Tensor:
-        """Return a leaf."""
+        """Return a leaf, gathered with its unit."""
         source = self._sources[number]
         return source.tape.leaf(source.number) if isinstance(source, _At) else source
 

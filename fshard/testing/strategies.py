@@ -170,9 +170,9 @@ def _others() -> Iterator[Named]:
     """Yield every other function of `optim.optimizers` that makes an optimizer, with its defaults at a rate of 0.01."""
     chosen = {named.text.partition("(")[0] for named in _CHOSEN}
     for name, make in vars(optimizers).items():
-        own = inspect.isfunction(make) and make.__module__ == optimizers.__name__ and not name.startswith("_")
+        is_public = inspect.isfunction(make) and make.__module__ == optimizers.__name__ and not name.startswith("_")
         # The sign that lion takes turns with a rounding of a gradient near zero: no two correct runs would agree.
-        if own and make.__annotations__.get("return") == "Transform" and name not in chosen | {"lion"}:
+        if is_public and make.__annotations__.get("return") == "Transform" and name not in chosen | {"lion"}:
             yield Named(f"{name}(0.01)", partial(make, 0.01))
 
 
@@ -203,8 +203,10 @@ def policies(draw: Any) -> Policy:
     """
     dtype = st.sampled_from([None, "f32", "bf16", "f64"])
     first = {name: draw(dtype) for name in ("storage", "compute", "reduce", "grads")}
-    own = draw(st.none() | st.builds(Policy, compute=dtype, reduce=dtype))
-    return Policy(**first, cast_inputs=draw(st.booleans()), overrides=() if own is None else ((_long_path, own),))
+    override = draw(st.none() | st.builds(Policy, compute=dtype, reduce=dtype))
+    return Policy(
+        **first, cast_inputs=draw(st.booleans()), overrides=() if override is None else ((_long_path, override),)
+    )
 
 
 def _touched(x: Any) -> Iterator[Tensor]:
