@@ -58,7 +58,7 @@ DOORS = {
     "threading": {"testing.scheduler", "comm.announce", "module.current"},
     "torch.nn.Module": {"module.*"},
     "torch.compile": set(),
-    "torch.fx": {"compiler.*"},
+    "torch.fx": {"compiler.*", "core.tracing"},
     "rich": {"__main__"},
     "hypothesis": {"testing.strategies"},
     "pytest": set(),

@@ -3,10 +3,13 @@ tree."""
 
 import copy
 import dataclasses
+import functools
 import inspect
+import io
 import math
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -15,7 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from support.models import rand, same_bits
 from support.worlds import gloo, simulated
-from torch import Tensor
+from torch import Tensor, nn
 
 import fshard
 from fshard import DynamicLossScale, NoLossScale, StaticLossScale, optim, select, tree
@@ -489,12 +492,117 @@ def test_unscaled_is_a_type_not_an_attribute(own, kind):
     simulated(law, shard=2)
 
 
+# What becomes of gradients between two calls of `unscale`, and whether the second is refused.
+BETWEEN: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "nothing": (lambda x: x, True),
+    "mapped": (lambda x: tree.map(lambda leaf: leaf, x), True),
+    "detached": (lambda x: tree.map(torch.detach, x), True),
+    "one leaf": (lambda x: tree.map(lambda leaf: leaf if leaf is tree.leaves(x)[-1] else 4 * leaf, x), True),
+    "scaled": (lambda x: tree.map(lambda leaf: 4 * leaf, x), False),
+    "cloned": (lambda x: tree.map(torch.clone, x), False),
+}
+as_graph = functools.partial(fshard.jit, backend="eager")
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_refuse_what_is_refused_eagerly(kind, between):
+    """A second `unscale` is an error wherever a graph begins or ends: otherwise jitted gradients would be divided by
+    the scale twice."""
+    change, refused = BETWEEN[between]
+
+    def law(mesh: Any) -> None:
+        grads, given = local_grads(mesh, kind)
+        scaler = StaticLossScale(4.0)
+
+        def unscale(x: Any) -> Any:
+            return scaler.unscale(x, **given)[0]
+
+        ways = {
+            "eager": lambda x: unscale(change(unscale(x))),
+            "inside": as_graph(lambda x, s: s.unscale(change(s.unscale(x, **given)[0]), **given)[0]),
+            "before": lambda x: as_graph(lambda y, s: s.unscale(change(y), **given)[0])(unscale(x), scaler),
+            "after": lambda x: unscale(change(as_graph(lambda y, s: s.unscale(y, **given)[0])(x, scaler))),
+            "between": lambda x: unscale(as_graph(change)(unscale(x))),
+        }
+        want = None if refused else ways["eager"](grads)
+        for name, way in ways.items():
+            args = (grads, scaler) if name == "inside" else (grads,)
+            if refused:
+                with pytest.raises(ValueError, match="was unscaled already: use what unscale gave the first time"):
+                    way(*args)
+            else:
+                found = way(*args)
+                assert same_bits(found, want), name
+                assert {type(x) for x in tree.leaves(found)} == {Unscaled}, name
+
+    simulated(law, shard=2)
+
+
+def test_a_graph_knows_the_class_of_what_it_is_given():
+    """A jitted function traces unscaled gradients and others apart: otherwise the first call would decide what the
+    later ones may be given."""
+    scaler, grads = StaticLossScale(4.0), {"w": torch.full((2,), 16.0)}
+    unscale = as_graph(lambda x, s: s.unscale(x)[0])
+    once = unscale(grads, scaler)
+    with pytest.raises(ValueError, match="leaf 'w' was unscaled already"):
+        unscale(once, scaler)
+    assert same_bits(unscale(grads, scaler), once)
+    double = as_graph(lambda x: tree.map(lambda leaf: 2 * leaf, x))
+    for given in (grads, once, grads):
+        assert type(double(given)["w"]) is Tensor
+    assert "of class Unscaled" in double.explain()
+    compiled = double.lower(grads).compile("eager")
+    with pytest.raises(ValueError, match="of class Unscaled"):
+        compiled(once)
+
+
+def test_copies_of_unscaled_gradients():
+    """Unscaled gradients can be copied, saved and made parameters of: otherwise code that takes any tensor would fail
+    in torch's words, and a file could not be loaded without fshard."""
+    x = torch.tensor([8.0, 4.0])
+    grads, _ = StaticLossScale(4.0).unscale({"a": x, "b": x})
+    grads["view"] = grads["a"].detach()
+    copied = copy.deepcopy(grads)
+    assert same_bits(copied, grads)
+    assert {type(leaf) for leaf in copied.values()} == {Unscaled}
+    assert copied["a"].data_ptr() == copied["view"].data_ptr() != grads["a"].data_ptr()
+    with pytest.raises(ValueError, match="leaf 'a' was unscaled already"):
+        StaticLossScale(4.0).unscale(copied)
+
+    file = io.BytesIO()
+    torch.save(grads, file)
+    file.seek(0)
+    for loaded in (torch.load(file, weights_only=True), pickle.loads(pickle.dumps(grads))):
+        assert same_bits(loaded, {key: leaf.as_subclass(Tensor) for key, leaf in grads.items()})
+        assert {type(leaf) for leaf in loaded.values()} == {Tensor}
+
+
+def test_a_parameter_made_of_an_unscaled_gradient():
+    """A parameter that starts as an unscaled gradient trains, is copied and is saved as any other: otherwise a module
+    with such a parameter could not be written to a file."""
+    grad = StaticLossScale(4.0).unscale(torch.tensor([8.0, 4.0]))[0]
+    module = nn.Module()
+    module.w = nn.Parameter(grad)
+    for same in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert isinstance(same.w, nn.Parameter)
+        assert same.w.is_leaf
+        assert same.w.requires_grad
+        same.w.square().sum().backward()
+        torch.optim.SGD(same.parameters(), 0.25).step()
+        assert same.w.tolist() == [1.0, 0.5]
+        same.w.grad = None
+        with torch.no_grad():
+            same.w.copy_(torch.tensor([2.0, 1.0]))
+        assert type(same.state_dict()["w"].clone()) is Tensor
+
+
 def test_what_is_computed_from_unscaled_gradients_is_plain():
     """What is computed from unscaled gradients is a plain Tensor: otherwise new gradients would be refused as
     unscaled already."""
     grad = StaticLossScale(4.0).unscale(torch.tensor([8.0, 4.0]))[0]
     assert type(grad) is Unscaled
-    made = [grad * 2, grad + grad, grad.clone(), grad.detach(), grad[:1], grad.view(2, 1), torch.stack([grad])]
+    made = [grad * 2, grad + grad, grad.clone(), grad.detach() + 0, grad[:1], grad.view(2, 1), torch.stack([grad])]
     made += [*torch._foreach_mul([grad], 2.0), *grad.split(1), grad.to(torch.float64), grad.to("cpu", copy=True)]
     assert {type(x) for x in made} == {Tensor}
 

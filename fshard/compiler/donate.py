@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -54,7 +54,7 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
             results[move.leaf] = Input(move.input)
     kept = [result.number for result in results if isinstance(result, Output)]
     output.args = ([outputs[number] for number in kept],)
-    results = [Output(kept.index(result.number)) if isinstance(result, Output) else result for result in results]
+    results = [replace(x, number=kept.index(x.number)) if isinstance(x, Output) else x for x in results]
     return Trace(fx.GraphModule(traced.module, graph), traced.spec, traced.out_spec, tuple(results))
 
 

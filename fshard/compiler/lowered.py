@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ..core import tree
+from ..core.tracing import mark
 from ..core.tree import Tree
 from ..sharding.sharded import Sharded
 from ..sharding.units import ROOT
@@ -129,7 +130,7 @@ def _result(result: object, inputs: Sequence[Tensor], outputs: Sequence[Tensor])
     """Return a leaf of the result: an input that the graph wrote to, an output, or a value fixed in the trace."""
     if isinstance(result, Input):
         return inputs[result.number]
-    return outputs[result.number] if isinstance(result, Output) else result
+    return mark(outputs[result.number], result.kind) if isinstance(result, Output) else result
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 Note [What a graph depends on]
     A traced function reads its arguments, their defaults, torch's global state, and variables of closures and modules.
     A graph reads the values of tensor arguments each time it runs. Everything else is fixed during tracing, so it
-    belongs to the cache key: tree structures, shapes, numbers, meshes (each rank has its own), global settings such as
-    autocast, and the numbers, strings and functions in closures, globals and defaults. The contents of other objects in
-    those variables (a list, a dict, an attribute) are not compared.
+    belongs to the cache key: tree structures, shapes, marks (`core.tracing.Marked`), numbers, meshes (each rank has its
+    own), global settings such as autocast, and the numbers, strings and functions in closures, globals and defaults.
+    The contents of other objects in those variables (a list, a dict, an attribute) are not compared.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..comm.mesh import MESHES, OnMesh, is_mesh
 from ..core import tree
+from ..core.tracing import Marked
 from ..core.tree import Tree
 from .captures import Capture
 
@@ -49,6 +50,7 @@ class TensorKey(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    kind: type[Tensor]  # a subclass of `Marked`, or `Tensor`
 
 
 class Signature(NamedTuple):
@@ -114,7 +116,8 @@ def _kind(leaf: object) -> TensorKey | Key:
         if leaf.layout is not torch.strided:
             raise TypeError(f"a tensor of layout {leaf.layout}")
         device = torch.get_default_device() if leaf.device.type == "meta" else leaf.device  # as in `trace`
-        return TensorKey(leaf.shape, leaf.stride(), leaf.dtype, device, leaf.requires_grad)
+        kind = type(leaf) if isinstance(leaf, Marked) else Tensor
+        return TensorKey(leaf.shape, leaf.stride(), leaf.dtype, device, leaf.requires_grad, kind)
     return fixed(leaf)
 
 
@@ -214,4 +217,5 @@ def _words(key: TensorKey | Key) -> str:
         return str(content[0]) if issubclass(kind, Number) else repr(content[0])
     dtype = str(key.dtype).removeprefix("torch.")
     words = f"{dtype}{list(key.shape)} strides {list(key.stride)} on {key.device}"
+    words += f" of class {key.kind.__name__}" * (key.kind is not Tensor)
     return words + " that requires a gradient" * key.requires_grad

@@ -32,6 +32,7 @@ from ..core import tree
 from ..core.arguments import check_function
 from ..core.callsite import call_site, frame_of
 from ..core.random import draws
+from ..core.tracing import Marked, kind_of, mark
 from ..core.tree import Tree
 from .captures import captures
 
@@ -62,9 +63,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class Output:
-    """A placeholder for output number `number` of a graph."""
+    """A placeholder for output number `number` of a graph, and the class of the result: a `Marked`, or `Tensor`."""
 
     number: int
+    kind: type[Tensor]
 
 
 def tensors(leaves: Sequence[object]) -> list[Tensor]:
@@ -84,6 +86,9 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec) ->
         """Call `fn` with the fake tensors `inputs`; make_fx, which accepts only tensors, calls this function once."""
         nonlocal out_spec
         before = [_identity(x) for x in inputs]
+        for x, leaf in zip(inputs, tensors(leaves), strict=True):
+            if isinstance(leaf, Marked):
+                mark(x, type(leaf))
         args, kwargs = tree.unflatten(spec, _merged(leaves, inputs))
         with _without_random_state():
             out, out_spec = tree.flatten(fn(*args, **kwargs))
@@ -91,7 +96,7 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec) ->
         _check_constants(out, out_spec, leaves)
         outputs: list[Tensor] = []
         for leaf in out:
-            results.append(Output(len(outputs)) if isinstance(leaf, Tensor) else leaf)
+            results.append(Output(len(outputs), kind_of(leaf)) if isinstance(leaf, Tensor) else leaf)
             outputs += [leaf] * isinstance(leaf, Tensor)
         return outputs
 

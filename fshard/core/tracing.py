@@ -1,4 +1,4 @@
-"""Whether operators are being traced, and how fshard defines operators of its own."""
+"""Whether operators are being traced, marks on traced tensors, and how fshard defines operators of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 Operator: TypeAlias = Any  # an operator as dispatch modes and graphs see it: its class is private to torch
 
@@ -16,6 +19,40 @@ def is_tracing() -> bool:
         return False
     # Private: there is no public way to ask (test_jit.py notices when it goes).
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+class Marked(Tensor):
+    """Base of classes that say how a tensor was made. In a graph, where tensors have no class, a node is marked."""
+
+
+def mark(x: Tensor, kind: type[Tensor]) -> Tensor:
+    """Return `x` as a tensor of this class, in the same memory; while tracing `x` itself, whose node is marked."""
+    if kind is Tensor:
+        return x
+    if not is_tracing() and not torch.compiler.is_compiling():
+        return x.as_subclass(kind)
+    node = _node_of(x)
+    if node is not None:
+        node.meta["kind"] = kind
+    return x
+
+
+def kind_of(x: Tensor) -> type[Tensor]:
+    """The class with which a tensor, or the node that made it, was marked; `Tensor` for any other one."""
+    if isinstance(x, Marked):
+        return type(x)
+    node = _node_of(x) if is_tracing() else None
+    while node is not None and node.target is torch.ops.aten.detach.default:
+        (node,) = node.all_input_nodes  # `detach` keeps the class
+    return Tensor if node is None else node.meta.get("kind", Tensor)
+
+
+def _node_of(x: Tensor) -> Node | None:
+    """The node of a traced tensor; None for what no graph records."""
+    # Private: where make_fx keeps the node of a tensor has no public name (test_loss_scale.py notices when it goes).
+    mode = get_proxy_mode()
+    traced = None if mode is None else get_proxy_slot(x, mode.tracer, None)
+    return None if traced is None else traced.proxy.node
 
 
 _LIBRARY = torch.library.Library("fshard", "DEF")

@@ -7,20 +7,21 @@ Mixed precision training (2018); the dynamic rule is torch.amp.GradScaler's.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, SupportsIndex, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm import consensus
 from ..comm.mesh import AnyMesh, axis_sizes
 from ..core import scalars, tree
 from ..core.arguments import check_whole, is_number, shown, wrong
 from ..core.scalars import Number, double
-from ..core.tracing import is_tracing
+from ..core.tracing import Marked, kind_of, mark
 from ..core.tree import Tree
 from ..layout.layout import Leaf
 from ..layout.pieces import Parts, device_of, layout_of, mesh_of, pieces
@@ -64,10 +65,12 @@ def _times(x: Tree, scale: Tensor) -> Tree:
     return tree.unflatten(spec, [(leaf * scalars.beside(scale, leaf)).to(leaf.dtype) for leaf in leaves])
 
 
-class Unscaled(Tensor):
+class Unscaled(Marked):
     """A gradient that was divided by the loss scale: `unscale` refuses to divide it again.
 
-    What torch computes from it is a plain tensor. Sparse gradients, of which torch makes no other class, stay plain.
+    What torch computes from it is a plain tensor, and so is what is pickled: files can be loaded without this class. A
+    copy, and what `detach` returns, is unscaled as well. Sparse gradients, of which torch makes no other class, stay
+    plain.
     """
 
     @classmethod
@@ -80,7 +83,22 @@ class Unscaled(Tensor):
     ) -> Tree:
         # Private name, but the one torch's notes on extending torch give; without it every result is an `Unscaled`.
         with torch._C.DisableTorchFunctionSubclass():
-            return fn(*args, **(kwargs or {}))
+            result = fn(*args, **(kwargs or {}))
+        # nn.Parameter asks that `detach` keeps the class
+        return result.as_subclass(cls) if fn in (torch.detach, Tensor.detach) else result
+
+    def _plain(self) -> Tensor:
+        """The same memory as a tensor, or parameter, of torch's own class."""
+        plain = self.detach().as_subclass(Tensor)
+        return nn.Parameter(plain, self.requires_grad) if isinstance(self, nn.Parameter) else plain
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
+        plain = copy.deepcopy(self._plain(), memo)
+        copied = plain if isinstance(self, nn.Parameter) else plain.as_subclass(Unscaled)
+        return copied.requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        return self._plain().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
 
 def _as_scale(scale: Number) -> Tensor:
@@ -123,15 +141,13 @@ def _values(row: Tensor) -> Tensor:
 
 def _marked(grads: Tree) -> Tree:
     """The gradients as `Unscaled`, in the same memory."""
-    if is_tracing() or torch.compiler.is_compiling():
-        return grads  # fake tensors cannot be of another class
-    return tree.map(lambda row: row if row.layout is torch.sparse_coo else row.as_subclass(Unscaled), grads)
+    return tree.map(lambda row: row if row.layout is torch.sparse_coo else mark(row, Unscaled), grads)
 
 
 def _check_grads(grads: Tree) -> None:
     for number, row in enumerate(tree.leaves(grads)):
         is_gradient = isinstance(row, Tensor) and (row.is_floating_point() or row.is_complex())
-        if is_gradient and not isinstance(row, Unscaled):
+        if is_gradient and not issubclass(kind_of(row), Unscaled):
             continue
         path = tree.paths(tree.flatten(grads)[1])[number]
         if is_gradient:
