@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.worlds import gloo
+from support.writers import WRITERS
 from torch.distributed.device_mesh import DeviceMesh
 
 import fshard
@@ -146,6 +147,34 @@ def test_messages_and_memory():
         assert "unit 'blocks.0'" in text
     assert "rank 1 of axis 'shard' has gone" in first[5]
     assert "all_gather(float32[3]" in first[5]
+
+
+LARGE = 1 << 19  # elements of float32: 2 MiB, lent memory is 1 MiB or more
+
+# all but one: the sum of a loss over ranks comes between the gather and the write
+_AT_ONCE = {name: job for name, job in WRITERS.items() if name != "returned_by_a_loss"}
+
+
+def _writes_before_its_peer_reads(mesh):
+    """What rank 1 gets of each program, which reads every large message after rank 0 has written to everything."""
+    found, wait = {}, one_host._Exchange.wait
+
+    def wait_late(self):
+        if mesh.get_rank() == 1 and self.like.numel() >= LARGE // 2:
+            dist.barrier()  # rank 0 has received, and has written
+        return wait(self)
+
+    one_host._Exchange.wait = wait_late
+    for name, job in _AT_ONCE.items():
+        found[name] = job(mesh, LARGE, dist.barrier if mesh.get_rank() == 0 else int).sum().item()
+    return found
+
+
+def test_writes_do_not_reach_peers_that_read_later():
+    """A rank that writes to results, or to what its reduction or wire is given, changes nothing on a peer that has not
+    yet received: otherwise that peer would train with the written values, sometimes."""
+    expected = simulate(lambda mesh: {n: job(mesh, LARGE, int).sum().item() for n, job in _AT_ONCE.items()}, shard=2)
+    assert gloo(_writes_before_its_peer_reads, shard=2) == expected
 
 
 def test_other_meshes_are_left_alone():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.models import LM_UNITS, WIRED, lm_batch, lm_params, mean_loss, rand, same_bits
 from support.optimizers import ROWS, TRANSFORMS
+from support.writers import WRITERS
 from torch import Tensor
 
 import fshard
@@ -192,6 +193,13 @@ def test_everything_else():
     same_when_late(everything, replicate=2, shard=3)
 
 
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_users_may_write_to_is_not_lent(name):
+    """A program that writes to results, or to what its reduction or wire is given, has the same bits when everything
+    is late: otherwise, between processes, peers would receive what it wrote instead of what it sent."""
+    same_when_late(lambda mesh: WRITERS[name](mesh, 10, lambda: None), shard=2)
+
+
 # --- what a late world finds: mistakes in programs that would be right on a CPU ---
 
 
@@ -260,6 +268,35 @@ def test_a_place_may_not_be_written_to():
     assert "the place of its result was written to" in in_flight(writes)
     assert "would send what is still to arrive by all_gather(float32[2], axis='shard') for unit 'a'" in in_flight(sends)
     assert "would write to memory of all_gather(float32[2], axis='shard') for unit 'a'" in in_flight(lands)
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_lent_memory_may_not_change_after_the_wait(freed):
+    """Writing to memory that is sent without a copy is an error with the collective's line, though this rank has
+    waited, and though the memory is freed: otherwise peers would read what was written, between processes only."""
+
+    def job(mesh: Any) -> Any:
+        full = primitives.all_gather(torch.ones(2), ranks_of(mesh), "blocks.3", lent=True).wait()
+        full[2 * mesh.get_rank()] = 7
+        return None if freed else full
+
+    words = in_flight(job)
+    assert words.startswith("all_gather(float32[2], axis='shard') for unit 'blocks.3', started at ")
+    assert words.endswith("was written to after the wait, when a peer may still read it: write to a clone")
+    assert f"{__file__}:" in words
+
+
+def test_parameters_that_a_loss_keeps_may_not_change():
+    """A write to parameters that a loss has stored elsewhere is an error: otherwise a peer would compute with it."""
+
+    def job(mesh: Any) -> Any:
+        kept, params = list[Tensor](), {"w": torch.ones(8)}
+        loss = lambda p: (kept.append(p["w"].detach()), p["w"].sum())[1]  # noqa: E731
+        grads = fshard.value_and_grad(loss)(fshard.shard_params(params, fshard.make_plan(params, mesh)))
+        kept[0].zero_()
+        return grads
+
+    assert "written to after the wait" in in_flight(job)
 
 
 def test_every_collective_is_waited_for():

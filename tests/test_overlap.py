@@ -56,9 +56,6 @@ class _Ranks:
     def empty(self, *args: Any) -> Any:
         return self.inner.empty(*args)
 
-    def idle(self, x: Any) -> bool:
-        return self.inner.idle(x)
-
     def exchange(self, *args: Any) -> Any:
         return self.inner.exchange(*args)
 

@@ -319,7 +319,7 @@ class InParts:
 
     def __init__(self, ranks: Any):
         self.axis, self.rank, self.size, self.device = ranks.axis, ranks.rank, ranks.size, ranks.device
-        self.built_in, self.empty, self.idle, self._ranks = None, ranks.empty, ranks.idle, ranks
+        self.built_in, self.empty, self._ranks = None, ranks.empty, ranks
 
     def exchange(self, sends: Any, recvs: Any, call: Any) -> Any:
         """Pass the exchange on."""

@@ -345,27 +345,6 @@ def test_what_is_given_away(mesh):
             call(START, state, START)
 
 
-def still_read(mesh: Any, over: Any, busy: str) -> tuple[bool, Any]:
-    """Whether donated parameters that a peer may still read were written to; and the new parameters."""
-    tx = zero(ADAMW, mesh, over=over, bucket=BUCKET)
-    old, state = tx.step(START, tx.init(START), START)
-    before = clone(old)
-    mesh.ranks(busy).idle = lambda x: False
-    new, _ = tx.step(START, state, old, donate=True)
-    return not same_bits(old, before), new
-
-
-@pytest.mark.parametrize("over", ["shard", "replicate", BOTH])
-@pytest.mark.parametrize("busy", BOTH)
-def test_what_a_peer_is_still_to_read_is_not_written_to(over, busy):
-    """Parameters that a peer still reads are not overwritten: otherwise that peer would receive half-written
-    parameters."""
-    free, *_ = simulated(still_read, over, "shard" if over == "replicate" else "replicate", replicate=2, shard=2)
-    for written, new in simulated(still_read, over, busy, replicate=2, shard=2):
-        assert written is (busy not in over)
-        assert same_bits(new, free[1])
-
-
 @pytest.mark.parametrize("block", [1, 8, 1 << 17])
 @pytest.mark.parametrize("shard", [1, 2, 3])
 def test_large_leaves_may_have_gaps_between_them(block, shard):

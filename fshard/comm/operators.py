@@ -48,17 +48,17 @@ def _ranks(mesh: str, axis: str) -> Ranks:
     return primitives.along(MESHES.find(mesh), axis)
 
 
-def _all_gather(x: Tensor, mesh: str, axis: str, label: str, nbytes: int) -> Started:
+def _all_gather(x: Tensor, mesh: str, axis: str, label: str, nbytes: int, lent: bool) -> Started:
     ranks = _ranks(mesh, axis)
-    place = ranks.empty(ranks.size * x.numel(), x, True).view(ranks.size * x.shape[0], *x.shape[1:])  # (W n, ...)
-    return _started(place, primitives.all_gather(x, ranks, label, place, lent=True))
+    place = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])  # (W n, ...)
+    return _started(place, primitives.all_gather(x, ranks, label, place, lent=lent))
 
 
-def _gathered(x: Tensor, mesh: str, axis: str, label: str, nbytes: int) -> Started:
+def _gathered(x: Tensor, mesh: str, axis: str, label: str, nbytes: int, lent: bool) -> Started:
     return x.new_empty(_ranks(mesh, axis).size * x.shape[0], *x.shape[1:]), _ticket()
 
 
-define(f"all_gather(Tensor x, {_AT}) -> (Tensor, Tensor)", _all_gather, _gathered)
+define(f"all_gather(Tensor x, {_AT}, bool lent) -> (Tensor, Tensor)", _all_gather, _gathered)
 
 
 def _reduce_scatter(place: Tensor, x: Tensor, mesh: str, axis: str, label: str, nbytes: int, fast: bool) -> Tensor:

@@ -127,10 +127,6 @@ class GroupRanks:
         supports = getattr(backend, "supports_tensor_alloc", None)
         return backend.allocate_tensor if supports is not None and supports(self.device) else None
 
-    def idle(self, x: Tensor) -> bool:
-        """Return True: once a message has been waited for, its tensor has been sent."""
-        return True
-
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Works:
         """Send `sends[p]` to rank p: by point-to-point messages on gloo, by one all-to-all where `built_in` is set.
 

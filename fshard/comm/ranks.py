@@ -1,4 +1,18 @@
-"""The ranks along one mesh axis, as protocols, and results of collectives that are under way."""
+"""The ranks along one mesh axis, as protocols, and results of collectives that are under way.
+
+Note [Lent memory]
+    What a collective sends may be written to once this rank has waited for it: it was copied. Lent memory is sent
+    without a copy. Peers read it when they wait, which may be later than this rank's own wait, and nothing says when
+    all of them have read it. So lent memory is written to once, before it is sent, and never again until it is freed.
+    Only memory that no code but ours can write to is lent:
+    - the buffers that gradients are reduced from, if the reduction is one of ours and no wire encodes them;
+    - messages that `swap` packs;
+    - the buffers that units are gathered into for a loss, if no wire decodes them. A loss that writes to its parameters
+      is an error, and what it returns of them is copied.
+    Not lent is what users get as a result (`gather_params`, `zero`, inside of a graph, too), and what their reductions,
+    gathers and wires are given.
+    A late world (`testing/late.py`) raises an error for a write to lent memory that was sent.
+"""
 
 from __future__ import annotations
 
@@ -119,10 +133,7 @@ class Ranks(Protocol):
         """Send `sends[p]` to rank p, and receive what rank p sends, into `recvs[p]` if that is not None."""
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        """A flat tensor. With `lent` it is sent without a copy, so it must not be written to until it is `idle`."""
-
-    def idle(self, x: Tensor) -> bool:
-        """Whether every peer has read what was sent of this tensor."""
+        """A flat tensor. With `lent` it is sent without a copy (Note [Lent memory])."""
 
 
 def message_timeout(ranks: Ranks) -> timedelta:

@@ -146,10 +146,10 @@ def _in_order(x: Tensor, stage: _Stage, sizes: Mapping[str, int]) -> Tensor:
     return parts.movedim(stage.to_scatter.index(stage.axis), 0).reshape(-1)
 
 
-def gather_over(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, by: Gather | None = None) -> Pending:
+def gather_over(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, by: Gather | None = None, *, lent: bool) -> Pending:
     """All-gather over `axes`, the first the slowest, by an object or (None) by `all_gather`. Dual: `reduce_over`."""
     if by is None:
-        return primitives.gather_over(x, mesh, axes, label, lent=True)
+        return primitives.gather_over(x, mesh, axes, label, lent=lent)
     *outer, last = axes
     ranks = primitives.along(mesh, last)
 
@@ -162,7 +162,12 @@ def gather_over(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, by: Gather | N
         return full
 
     pending = by.all_gather(x, ranks, label).then(checked)
-    return pending.then(lambda full: gather_over(full, mesh, tuple(outer), label, by)) if outer else pending
+    return pending.then(lambda full: gather_over(full, mesh, tuple(outer), label, by, lent=lent)) if outer else pending
+
+
+def only_reads(by: Reduction) -> bool:
+    """Whether a reduction surely does not write to what it is given: it is one of ours (Note [Lent memory])."""
+    return type(by) in (Sums, TreeSums)  # the user's subclasses may write to it
 
 
 def is_idle(by: Reduction, axes: Sequence[object]) -> bool:

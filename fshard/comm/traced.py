@@ -75,10 +75,6 @@ class NodeRanks:
             return like.new_empty(numel)
         return torch.ops.fshard.room(like, numel, self._mesh, self.axis, lent)
 
-    def idle(self, x: Tensor) -> bool:
-        """True: a graph keeps what was sent until `wait`."""
-        return True
-
     @property
     def whole(self) -> NodeRanks:
         """These ranks: each collective is one node."""
@@ -89,7 +85,7 @@ class NodeRanks:
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Started:
         """(n, ...) on each rank -> (W n, ...) on all."""
-        return Started(torch.ops.fshard.all_gather(x, *self._at(call)), [x], out)
+        return Started(torch.ops.fshard.all_gather(x, *self._at(call), lent), [x], out)
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Started:
         """(W n, ...) on each rank -> (n, ...), in the dtype of `out`, which may be wider."""

@@ -43,7 +43,7 @@ class _Collective:
         """What two collectives must have in common to be merged: operator, dtypes, mesh, axis, options."""
         by_name = arguments(self.start)
         dtypes = [values(node)[0].dtype for node in (self.x, self.places[0])]
-        return self.start.target, *dtypes, *(by_name.get(name) for name in ("mesh", "axis", "op", "fast"))
+        return self.start.target, *dtypes, *(by_name.get(name) for name in ("mesh", "axis", "op", "fast", "lent"))
 
 
 def bucket(graph: fx.Graph, nbytes: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache, partial
@@ -157,20 +157,22 @@ def _called(
         # an extra that contains the view of a `Sharded` means the `Sharded`: the view ends with the tape
         sharded_of = {id(other_view): sharded for sharded, other_view in others}
         extra = tree.map_tops(lambda x: sharded_of.get(id(x), x), lambda x: id(x) in sharded_of, extra)
-        # a donated step overwrites the parameters, and an aux that is a view of them would change with them
-        extra, aux = (apart(tree.detached(x, Sharded), inputs_read) for x in (extra, aux))
+        # A donated step overwrites the parameters, and an aux that is a view of them would change with them. Gathered
+        # buffers are lent, and the user may write to an aux (Note [Lent memory] in `comm/ranks.py`).
+        lent = tape.gathered_into()
+        extra, aux = (apart(tree.detached(x, Sharded), inputs_read, lent) for x in (extra, aux))
         return loss, extra, aux
 
     return tape.forward(call)
 
 
-def apart(x: Tree, held: Sequence[Tree]) -> Tree:
+def apart(x: Tree, held: Sequence[Tree], storages: Collection[int] = ()) -> Tree:
     """Return a tree with copies of the leaves that share memory with `held`, which a step may write to.
 
-    Each `Sharded` in the tree stays as it is.
+    So are leaves that lie in `storages`, which are addresses (`_cdata`). Each `Sharded` in the tree stays as it is.
     """
     # `_cdata` is private: the address of a storage, which fake ones have too (test_step_args.py notices when it goes)
-    memory = {row.untyped_storage()._cdata for row in tree.leaves(held) if isinstance(row, Tensor)}
+    memory = {row.untyped_storage()._cdata for row in tree.leaves(held) if isinstance(row, Tensor)} | {*storages}
 
     def copied(leaf: object) -> object:
         # a sparse tensor has no storage of its own to ask for

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..comm import primitives
 from ..comm.mesh import Axes
 from ..comm.ranks import Pending
-from ..comm.reduction import EXACT, Reduction
+from ..comm.reduction import EXACT, Reduction, only_reads
 from ..core.tracing import is_tracing
 from . import transfer
 from .offload import HOST
@@ -61,8 +61,9 @@ class Gradients:
         axes = self.reduced().view.axes(kind)
         like = torch.empty(0, dtype=transfer.buffer_dtype(plan, kind), device=plan.device)
         # along the first axis that the buffer is sent over: the mesh may allocate it where peers can read
+        lent = plan.grad_wire is None and only_reads(self.by)
         return primitives.buffer(
-            plan.live_mesh(), axes + plan.rest(axes), plan.units[unit].lengths[kind], like, lent=True
+            plan.live_mesh(), axes + plan.rest(axes), plan.units[unit].lengths[kind], like, lent=lent
         )
 
     def emit(self, unit: int, kind: int, flat: Tensor) -> Pending | None:

@@ -203,6 +203,10 @@ class Tape:
         first_byte = int(full.storage_offset()) * full.itemsize
         self._owners[storage._cdata] = StorageWeakRef(storage), unit, kind, first_byte
 
+    def gathered_into(self) -> set[int]:
+        """The addresses of the storages of gathered buffers, as `_cdata` gives them."""
+        return {address for tape in self._tapes for address in tape._owners}
+
     def _bind(self, unit: int, leaves: dict[Slot, Tensor]) -> dict[Slot, Tensor]:
         """A unit's trainable leaves, bound to its anchor (Note [Anchors])."""
         trainable = [slot for slot in leaves if self._plan.kinds[slot.kind].trainable]

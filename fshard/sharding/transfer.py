@@ -70,8 +70,9 @@ def _cast(params: Sharded, unit: int, kind: int) -> Tensor:
 def _gather(params: Sharded, unit: int, kind: int) -> Pending:
     """Start the gather of one flat buffer: (n / W,) on each rank -> (n,)."""
     plan, axes, name = params.plan, params.view.axes(kind), params.plan.units[unit].name
-    whole = gather_over(_sent(params, unit, kind), plan.live_mesh(), axes, name, plan.gather)
-    if _wire(plan, kind) is None:
+    lent = _wire(plan, kind) is None  # a wire may decode in place
+    whole = gather_over(_sent(params, unit, kind), plan.live_mesh(), axes, name, plan.gather, lent=lent)
+    if lent:
         return whole
     return whole.then(lambda full: _arrived(params, unit, kind, full.chunk(plan.num_parts(axes))))
 
@@ -81,7 +82,8 @@ def _together(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pen
     plan, axes, name = params.plan, params.view.over, params.plan.units[unit].name
     sent = {kind: _sent(params, unit, kind) for kind in kinds}
     packed = pack(*sent.values())  # (bytes,), of the same length on every rank
-    whole = gather_over(packed, plan.live_mesh(), axes, name, plan.gather)
+    lent = plan.param_wire is None  # a wire may decode in place
+    whole = gather_over(packed, plan.live_mesh(), axes, name, plan.gather, lent=lent)
     sizes_of_kinds = [(x.dtype, x.numel()) for x in sent.values()]
     buffers = dict[int, Tensor]()
 

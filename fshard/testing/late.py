@@ -7,10 +7,15 @@ Note [Late collectives]
     `wait` copies the result to the output. At the start, a collective must not read or write memory that an unfinished
     collective writes, and must not write memory that an unfinished collective reads. At the wait, input and output must
     be unchanged since the start. A collective that was not waited for is an error when the rank ends.
+
+    Peers may read lent memory (Note [Lent memory] in `comm/ranks.py`) after this rank's own wait, too. So what was sent
+    of lent memory must be unchanged when the memory is freed, or when the rank ends.
 """
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,8 +23,10 @@ import torch
 from torch import Tensor
 
 from ..comm.log import Call
-from ..core.bits import as_bytes
+from ..core.bits import as_bytes, from_bytes
 from ..core.callsite import call_site
+
+_ALIGNED = 64  # bytes: torch aligns its own memory so, and the bits of a matrix product may depend on it
 
 
 class InFlightError(RuntimeError):
@@ -42,7 +49,8 @@ class Late:
 
     call: Call
     where: str  # the line of user code that started the collective
-    reads: Sequence[Tensor]
+    sends: Sequence[Tensor]
+    reads: Sequence[Tensor]  # `sends`, except in a gather, which sends a part of what it writes
     writes: Sequence[Tensor]
     results: Sequence[Tensor]
     parts: Sequence[Tensor]  # the result of `wait`
@@ -65,10 +73,65 @@ class Late:
         with torch.no_grad():
             for place, result in zip(self.writes, self.results, strict=True):
                 place.copy_(result)
+        self.beside.lent.sent(self)
         return self.parts
 
     def done(self) -> None:
         """Do nothing: no memory is shared with another rank."""
+
+
+class _Memory:
+    """Lent memory: its bytes, and what was sent of them: by which collective, from which byte on."""
+
+    def __init__(self, size: int):
+        memory = bytearray(size + _ALIGNED)
+        start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _ALIGNED
+        self.bytes, self.sent = memoryview(memory)[start : start + size], list[tuple[str, int, bytes]]()
+
+    def changed(self) -> list[str]:
+        """Return the collectives whose data were changed after they were sent."""
+        # bytes, not tensors: a finalizer may run while torch's operators are traced
+        return [name for name, begin, data in self.sent if self.bytes[begin : begin + len(data)] != data]
+
+
+class Lent:
+    """The lent memory of one rank of a late world: what was sent of it must not change until it is freed."""
+
+    def __init__(self) -> None:
+        self._memories: dict[int, _Memory] = {}  # by address; kept here until a finalizer has compared them
+        self._changed: list[str] = []  # the collectives whose data were changed in memory that is freed now
+
+    def empty(self, numel: int, like: Tensor) -> Tensor:
+        """Allocate a flat tensor in memory that is watched; on a device, in memory that is not."""
+        size = numel * like.itemsize
+        if not size or like.device.type != "cpu":
+            return like.new_empty(numel)
+        memory = _Memory(size)
+        array = (ctypes.c_char * size).from_buffer(memory.bytes)  # torch drops its reference when it frees the storage
+        x = torch.frombuffer(array, dtype=torch.uint8)  # (bytes,)
+        self._memories[x.data_ptr()] = memory
+        weakref.finalize(array, self._freed, x.data_ptr()).atexit = False
+        return from_bytes(x, like.dtype)
+
+    def sent(self, work: Late) -> None:
+        """Note what a collective sent of lent memory: peers may read it until it is freed."""
+        for x in {id(x): x for x in work.sends}.values():
+            for address, memory in [*self._memories.items()]:  # a copy: memory may be freed meanwhile
+                begin = x.data_ptr() - address
+                if 0 <= begin < len(memory.bytes):
+                    memory.sent.append((str(work), begin, bytes(memory.bytes[begin : begin + x.nbytes])))
+
+    def _freed(self, address: int) -> None:
+        self._changed += self._memories.pop(address).changed()
+
+    def check(self) -> None:
+        """Raise InFlightError if anything that was sent of lent memory has been changed."""
+        alive = [name for memory in [*self._memories.values()] for name in memory.changed()]
+        if changed := [*self._changed, *alive]:
+            raise InFlightError(
+                f"{'; '.join(changed)}: memory that is sent without a copy was written to after the wait, when a peer "
+                "may still read it: write to a clone"
+            )
 
 
 class UnderWay:
@@ -76,10 +139,12 @@ class UnderWay:
 
     def __init__(self) -> None:
         self._works: dict[Late, None] = {}
+        self.lent = Lent()
 
     def start(
         self,
         call: Call,
+        sends: Sequence[Tensor],
         reads: Sequence[Tensor],
         writes: Sequence[Tensor],
         results: Sequence[Tensor],
@@ -94,7 +159,7 @@ class UnderWay:
         with torch.no_grad():
             for place in writes:
                 poison(place)
-        work = Late(call, call_site(), reads, writes, results, parts, self)
+        work = Late(call, call_site(), sends, reads, writes, results, parts, self)
         self._works[work] = None
         return work
 
@@ -112,10 +177,11 @@ class UnderWay:
         return work in self._works and self._works.pop(work) is None
 
     def check_none(self) -> None:
-        """Raise InFlightError if any collective is unfinished."""
+        """Raise InFlightError if any collective is unfinished, or any lent memory was written to."""
         if self._works:
             named = "; ".join(str(work) for work in self._works)
             raise InFlightError(f"nobody has waited for {len(self._works)} collective(s): {named}")
+        self.lent.check()
 
 
 def _overlap(x: Tensor, others: Iterable[Tensor]) -> bool:

@@ -121,10 +121,9 @@ class _SimulatedRanks:
         return self if self._under_way is None else None
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
-        return like.new_empty(numel)
-
-    def idle(self, x: Tensor) -> bool:
-        return True
+        if not lent or self._under_way is None:
+            return like.new_empty(numel)
+        return self._under_way.lent.empty(numel, like)
 
     def _meet(
         self, call: Call, sends: Sequence[Tensor], into: Sequence[Tensor], act: Callable[[list[Post]], None]
@@ -152,7 +151,7 @@ class _SimulatedRanks:
         aside = [place.clone() if rank == self.rank else torch.empty_like(place) for rank, place in enumerate(into)]
         self._meet(call, sends, aside, _deliver)
         to, results = ([x for rank, x in enumerate(xs) if gathers or rank != self.rank] for xs in (into, aside))
-        return self._under_way.start(call, [] if gathers else sends, to, results, into)
+        return self._under_way.start(call, sends, [] if gathers else sends, to, results, into)
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange:
         # Allocate a new tensor even if `lent` allows to reuse one, so that a rank's memory is allocated and freed as in

@@ -93,7 +93,7 @@ def _read(
 
 
 def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]) -> Tensor | None:
-    """The bucket that leaves are views of, if a step of this plan made it and no peer still reads it; else None."""
+    """The bucket that leaves are views of, if a step of this plan made it; else None."""
     slots, length = plan.places[place], plan.length(*place, ())
     first = leaves[slots[0]]
     storage = first.untyped_storage()
@@ -103,12 +103,9 @@ def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]
         and leaves[slot].is_contiguous()
         for slot in slots
     )
-    if not is_bucket:
-        return None
-    whole = first.detach().as_strided((length,), (1,), 0)  # (n,), from the storage's first element
-    mesh = plan.live_mesh()
-    # a peer may still be reading what was lent to it for the last gather: writing would change what it gets
-    return whole if all(primitives.along(mesh, axis).idle(whole) for axis in plan.state_over) else None
+    return (
+        first.detach().as_strided((length,), (1,), 0) if is_bucket else None
+    )  # (n,), from the storage's first element
 
 
 def _whole_part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool) -> Sharded:
@@ -130,7 +127,7 @@ class _Buckets:
             like, length = torch.empty(0, dtype=plan.kinds[kind].dtype, device=device), plan.length(unit, kind, ())
             bucket = None if given_away is None else _bucket_of(given_away, plan, (unit, kind))
             if bucket is None:
-                bucket = primitives.buffer(plan.live_mesh(), plan.state_over[-1:], length, like, lent=True)
+                bucket = primitives.buffer(plan.live_mesh(), plan.state_over[-1:], length, like, lent=False)
             else:
                 self.reused.add((unit, kind))
             self.whole[unit, kind] = bucket
@@ -146,9 +143,8 @@ class _Buckets:
         plan = self.plan
         for (unit, kind), interval in parts.items():
             out, name = self.whole[unit, kind], plan.units[unit].name
-            self.started.append(
-                primitives.gather_over(interval, plan.live_mesh(), plan.state_over, name, out, lent=True)
-            )
+            # not lent: the user gets the bucket, and may write to it (Note [Lent memory])
+            self.started.append(primitives.gather_over(interval, plan.live_mesh(), plan.state_over, name, out))
 
     def leaves(self) -> dict[Slot, Tensor]:
         """Wait for all gathers; return the whole leaves, views of the buckets."""
