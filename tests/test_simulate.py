@@ -370,7 +370,7 @@ def own_zero(mesh: Any, partition: str) -> Any:
     _, params = own_state(mesh)
     tx = fshard.zero(fshard.optim.lamb(0.1), mesh, partition, "local")
     new, state = tx.step(params, tx.init(params), params)
-    return new, fshard.optim.gather_state(state)
+    return new, fshard.optim.state.gather_state(state)
 
 
 def own_lbfgs(mesh: Any) -> Any:
@@ -395,7 +395,7 @@ OWN: dict[str, Callable[[Any], Any]] = {
     "argument": lambda mesh: fshard.jit(lambda x, m: fshard.all_gather(x, m, "shard"), backend="eager")(
         rand(2, seed=1), mesh
     ),
-    "state": lambda mesh: fshard.optim.gather_state(own_state(mesh)[0].opt_state, 1),
+    "state": lambda mesh: fshard.optim.state.gather_state(own_state(mesh)[0].opt_state, 1),
 }
 
 
