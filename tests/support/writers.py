@@ -38,26 +38,32 @@ class Overwriting(fshard.reduction.Sums):
 
 @dataclass(frozen=True)
 class InPlace:
-    """A wire that sends half of a tensor's values, and encodes and decodes in place."""
+    """A wire that overwrites what it was given; with `direct` it sends the very tensor that it is given."""
 
     written: Written = field(default=print, compare=False, repr=False)
     feedback: bool = False
-    given: list[Tensor] = field(default_factory=list, compare=False, repr=False)  # what `decode` was given
+    direct: bool = False
+    given: list[Tensor] = field(default_factory=list, compare=False, repr=False)
+    arrived: list[Tensor] = field(default_factory=list, compare=False, repr=False)
 
     def encode(self, x: Tensor, sizes: Any) -> Tensor:
-        """Halve the tensor."""
-        return x * 0.5
+        """Send the values as they are."""
+        if not self.direct:
+            return x.clone()
+        self.given.append(x)
+        return x
 
     def decode(self, data: Tensor, sizes: Any) -> Tensor:
-        """Double the data in place; overwrite them when the parts of both ranks are decoded."""
-        self.given.append(data)
-        doubled = data.mul_(2).clone()
-        if len(self.given) == 2:
-            for part in self.given:
+        """Decode a copy; overwrite everything when the parts of both ranks are decoded."""
+        self.arrived.append(data)
+        decoded = data.clone()
+        if len(self.arrived) == 2:
+            for part in self.given + self.arrived:
                 part.fill_(-1)
             self.given.clear()
+            self.arrived.clear()
             self.written()
-        return doubled
+        return decoded
 
 
 def whole(numel: int) -> Tree:
@@ -142,14 +148,24 @@ def reduction_of_all(mesh: Any, numel: int, written: Written) -> Tensor:
 
 
 def wire_of_gradients(mesh: Any, numel: int, written: Written) -> Tensor:
-    """Decode gradients in place."""
-    return _gradient(mesh, numel, (), grad_wire=InPlace(written))
+    """Overwrite the gradients that a wire was given, and what it decoded."""
+    return _gradient(mesh, numel, (), grad_wire=InPlace(written, direct=True))
 
 
 def wire_of_parameters(mesh: Any, numel: int, written: Written) -> Tensor:
-    """Decode parameters in place."""
+    """Overwrite the data that a wire decoded."""
     evaluate = fshard.evaluate(lambda params: params["w"].sum())
     value: Tensor = evaluate(sharded(mesh, numel, param_wire=InPlace(written)))
+    return value
+
+
+def wire_of_two_dtypes(mesh: Any, numel: int, written: Written) -> Tensor:
+    """The same of parameters of two dtypes, which are gathered together."""
+    params = {**whole(numel), "v": torch.ones(numel, dtype=torch.float64)}
+    how: dict[str, Any] = {"param_wire": InPlace(written), "together": True}
+    plan = fshard.make_plan(params, mesh, **how)
+    evaluate = fshard.evaluate(lambda params: params["w"].sum() + params["v"].sum())
+    value: Tensor = evaluate(fshard.shard_params(params, plan))
     return value
 
 
@@ -167,5 +183,6 @@ WRITERS: dict[str, Callable[[Any, int, Written], Tensor]] = {
         reduction_of_all,
         wire_of_gradients,
         wire_of_parameters,
+        wire_of_two_dtypes,
     )
 }
