@@ -78,7 +78,7 @@ def test_what_is_gathered_together_lies_apart(shard):
     """Each gather of a bucket has a buffer that starts at offset 0: otherwise a view would read another unit."""
 
     def both(mesh: Any, x: Tensor, y: Tensor) -> list[Tensor]:
-        rows = [fshard.all_gather(one, mesh, "shard") for one in (x, y)]
+        rows = [fshard.all_gather(one, mesh, "shard", label="a") for one in (x, y)]
         return [row.as_strided((mesh.size("shard"),), (1,), 0) for row in rows]
 
     def law(mesh: Any) -> None:
@@ -107,16 +107,16 @@ def test_what_may_not_wait_does_not():
     """A sum of an earlier sum, and a gather after a write, are sent alone: otherwise they would send old values."""
 
     def chained(mesh: Any, x: Tensor) -> list[Tensor]:
-        first = fshard.all_reduce(x, mesh, "shard")
-        other = fshard.all_reduce(3 * x, mesh, "shard")
-        return [first, other, fshard.all_reduce(first + 1, mesh, "shard")]
+        first = fshard.all_reduce(x, mesh, "shard", label="a")
+        other = fshard.all_reduce(3 * x, mesh, "shard", label="a")
+        return [first, other, fshard.all_reduce(first + 1, mesh, "shard", label="a")]
 
     def rewritten(mesh: Any, x: Tensor) -> list[Tensor]:
         y = 2 * x
         part = y[:2]
-        first = fshard.all_gather(y, mesh, "shard")
+        first = fshard.all_gather(y, mesh, "shard", label="a")
         y.add_(first.sum())
-        return [first, fshard.all_gather(part, mesh, "shard"), y]
+        return [first, fshard.all_gather(part, mesh, "shard", label="a"), y]
 
     def law(mesh: Any) -> None:
         x = torch.arange(4.0) + mesh.get_rank()

@@ -261,6 +261,30 @@ def test_the_transpose_of_vary_counts_an_invariant_value_once(size: int) -> None
         assert abs(sum(left for left, _ in sides) - right) < 1e-12
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_the_gradient_of_a_broadcast_is_one_graph(dtype: torch.dtype) -> None:
+    """The ranks of a jitted gradient would rearrange it differently, and NaN would reach ranks that have no part in
+    it."""
+
+    def law(mesh: Any) -> tuple[list[str], Tensor]:
+        graph = fshard.jit(partial(reduce_of, mesh), backend="eager").lower(torch.ones(2, dtype=dtype)).graph
+        names = [str(node.target) for node in graph.nodes]
+        names = names[names.index("fshard.all_reduce.default") :]  # the broadcast itself receives on one rank alone
+        return names, reduce_of(mesh, torch.tensor([1.0, torch.nan], dtype=dtype))
+
+    (first, zeros), (second, total) = simulated(law, shard=2)
+    assert first == second
+    assert torch.equal(zeros, torch.zeros(2, dtype=dtype))
+    assert total.dtype == dtype
+    assert total[0] == 2
+    assert total[1].isnan()
+
+
+def reduce_of(mesh: Any, g: Tensor) -> Tensor:
+    """The transpose of a broadcast."""
+    return func.vjp(lambda x: fshard.broadcast(x, mesh, "shard", src=1), torch.ones_like(g))[1](g)[0]
+
+
 # --- closed under torch.func ---
 # f is not linear: f(x) = sum of w * sin(C(cos x)), with a C and w of each rank. On all ranks' inputs at once that is
 # one function of one device, F(xs) = sum of f over ranks, with the reference in the place of C.

@@ -111,7 +111,11 @@ def test_what_cannot_be_donated_is_an_error():
     for fn in (lambda t: t[0], lambda t: [t[0], t[1]], lambda t: (1, t)):
         with pytest.raises(ValueError, match="must give back, first of all, a tree of the structure of its first"):
             eager(fn, donate=True)((rand(3, seed=1), rand(3, seed=2)))
-    with pytest.raises(ValueError, match="first of all"):
+    with pytest.raises(ValueError, match="by position"):
+        eager(lambda *, t: t, donate=True)(t=rand(3, seed=1))
+    with pytest.raises(ValueError, match=r"leaf 'w\.0' of the first argument.*same memory.*contiguous"):
+        eager(lambda t: {"w": [2 * t["w"][0]]}, donate=True)({"w": [rand(3, seed=1).expand(2, 3)]})
+    with pytest.raises(ValueError, match="by position"):
         eager(lambda: 3, donate=True)()
     for fn in (lambda t: (t[0].float(), t[1]), lambda t: (t[0][:1] * 2, t[1]), lambda t: (t[0].view(1, 3) * 2, t[1])):
         with pytest.raises(ValueError, match=r"'0'.*float"):

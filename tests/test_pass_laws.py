@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.graphs import DERIVATIVES, EVERYTHING, given_to, graph_of, state_of
+from support.graphs import DERIVATIVES, EVERYTHING, given_to, graph_of, state_of, targets
 from support.models import rand, same_bits
 from support.worlds import simulated
 from torch import Tensor, fx
@@ -21,10 +22,13 @@ from fshard.compiler.dataflow import VIEWS
 from fshard.compiler.inspect import arguments, operator, starts, values
 from fshard.compiler.lowered import PASSES, Lowered, Options, Pass, Setting
 from fshard.compiler.memory import storages_of
+from fshard.testing import World
 
 # Options that let every pass do as much as it can.
 BUSY = Options(in_flight=EVERYTHING, budget=1, bucket=EVERYTHING)
-SETTINGS = {"default": Options(), "in flight": Options(in_flight=EVERYTHING), "busy": BUSY}
+# Everything that can be computed again is.
+AGAIN = Options(budget=1, recompute=lambda node: True)
+SETTINGS = {"default": Options(), "in flight": Options(in_flight=EVERYTHING), "busy": BUSY, "again": AGAIN}
 
 Program = Sequence[tuple[str, int, int]]
 
@@ -63,16 +67,20 @@ def check_kept(lowered: Lowered, expected: Any, args: Sequence[Any]) -> None:
         early = [user for user in readers if began < order[user] < order[wait]]
         assert not early, "a reader comes before the wait"
     assert not [node for node in order if node.op == "call_function" and node.users and "val" not in node.meta]
+    torch.manual_seed(0)
     assert same_bits(lowered.compile("eager")(*args), expected)
 
 
 def keeps(chosen: Sequence[Pass], options: Options, fn: Callable[..., Any], *args: Any) -> list[tuple[Any, ...]]:
     """Apply passes to the graph of a function; return the collectives that are left."""
+    torch.manual_seed(0)
     expected, lowered = fn(*args), graph_of(fn, *args)
+    asserts = targets(lowered.graph)["_assert_async"]
     setting = Setting(["blocks.0", "blocks.1"], lowered.holds(), options)
     for each in chosen:
         each.apply(lowered.graph, setting)
     check_kept(lowered, expected, args)
+    assert targets(lowered.graph)["_assert_async"] == asserts
     return collectives_of(lowered)
 
 
@@ -123,26 +131,33 @@ def test_an_operator_of_another_library_is_not_one_of_torch():
 
 # --- random programs: each operation reads what an operation before it returned ---
 
-OPERATIONS = ("gather", "gather", "reduce", "scatter", "swap", "add", "cut", "write")
+OPERATIONS = ("gather", "gather a", "reduce", "reduce a", "scatter", "scatter a", "swap", "add", "cut", "write")
+OPERATIONS = (*OPERATIONS, "draw", "check")
 
 
 def run(mesh: Any, program: Program, x: Tensor) -> list[Tensor]:
     """Run a program on tensors of shape (4,)."""
     world = mesh.size("shard")
     made = [x, x * 2]
-    for name, i, j in program:
+    for called, i, j in program:
+        name, _, label = called.partition(" ")  # collectives with a label may be moved, merged and dropped
         a, b = made[-1 - i % len(made)], made[-1 - j % len(made)]
         row = torch.cat([a, b] * world)[: 4 * world]
         if name == "gather":
-            made.append(fshard.all_gather(a, mesh, "shard")[4 * (j % world) :][:4] * 1.5)
+            made.append(fshard.all_gather(a, mesh, "shard", label=label)[4 * (j % world) :][:4] * 1.5)
         elif name == "reduce":
-            made.append(fshard.all_reduce(a, mesh, "shard"))
+            made.append(fshard.all_reduce(a, mesh, "shard", label=label))
         elif name == "scatter":
-            made.append(fshard.reduce_scatter(row, mesh, "shard"))
+            made.append(fshard.reduce_scatter(row, mesh, "shard", label=label))
         elif name == "swap":
             made.append(fshard.all_to_all(row, mesh, "shard")[:4])
         elif name == "write":
             made[-1 - i % (len(made) - 1)].add_(b)  # not to the argument
+        elif name == "draw":
+            made.append(a + torch.rand_like(b))
+            torch.rand_like(b)  # read by nothing, and the numbers after it are others without it
+        elif name == "check":
+            torch._assert_async((a == a).all(), "a value is NaN")
         elif name == "cut":
             made.append(a[:2].repeat(2))
         else:
@@ -157,8 +172,9 @@ programs = st.lists(st.tuples(st.sampled_from(OPERATIONS), recent, recent), min_
 @given(programs)
 @example([("gather", 0, 0), ("reduce", 1, 0), ("gather", 0, 0)])  # the second gather sends what was reduced
 # gathers that are merged, one of which sends what was reduced, and then reductions that are merged
-@example([("reduce", 0, 0), ("gather", 0, 0), ("gather", 1, 0), ("reduce", 0, 0)])
-@settings(max_examples=25, deadline=None)
+@example([("reduce a", 0, 0), ("gather a", 0, 0), ("gather a", 1, 0), ("reduce a", 0, 0)])
+@example([("draw", 0, 0), ("check", 0, 0), ("add", 0, 0), ("gather", 0, 0), ("draw", 0, 1)])
+@settings(max_examples=20, deadline=None)
 def test_passes_keep_what_random_programs_compute(program):
     """A pass would move a collective before the value that it sends, or past a write, without an error."""
 
@@ -168,3 +184,78 @@ def test_passes_keep_what_random_programs_compute(program):
 
     first, *others = simulated(law)
     assert others == [first] * len(others)
+
+
+# --- programs in which what a rank does with a result depends on the rank ---
+
+COLLECTIVES: dict[str, Callable[..., Tensor]] = {
+    "gather": fshard.all_gather,
+    "reduce": fshard.all_reduce,
+    "scatter": fshard.reduce_scatter,
+    "swap": fshard.all_to_all,
+    "broadcast": partial(fshard.broadcast, src=1),
+}
+NEVER = 9
+
+Reading = Sequence[tuple[str, int, int]]
+
+
+def read_differently(mesh: Any, program: Reading, x: Tensor) -> Tensor:
+    """Call the same collectives on all ranks. Each rank reads a result as many calls later as the program says."""
+    results, total = list[Tensor](), x.sum()
+    for number, (name, *_) in enumerate(program):
+        results.append(COLLECTIVES[name](x * (number + 1) + total, mesh, "shard"))
+        for read, (_, *later) in enumerate(program[: number + 1]):
+            if read + later[mesh.get_rank() % len(later)] == number:
+                total = total + results[read].mean() / (read + 2)
+    return total
+
+
+when = st.sampled_from([0, 1, 2, NEVER])
+readings = st.lists(st.tuples(st.sampled_from([*COLLECTIVES]), when, when), min_size=2, max_size=5)
+
+
+@given(readings)
+@example([("gather", 1, 2), ("gather", 0, 0), ("swap", NEVER, NEVER)])  # two results are read in either order
+@example([("gather", 1, NEVER), ("gather", NEVER, 0)])  # each rank reads one
+@example([("reduce", 2, NEVER), ("reduce", 0, 1), ("gather", NEVER, 0)])  # one rank's sums can be merged
+@settings(max_examples=6, deadline=None)
+def test_ranks_may_read_results_in_any_order_or_not_at_all(program):
+    """A graph would drop or reorder collectives by what its own rank reads, and exchange two results without an
+    error."""
+
+    def law(mesh: Any) -> list[str]:
+        fn, x = partial(read_differently, mesh, program), rand(3 * 2048, seed=mesh.get_rank())  # two stages in a sum
+        return [name for options in (Options(), BUSY) for name, *_ in keeps(PASSES, options, fn, x)]
+
+    assert simulated(law, shard=3) == [[KINDS[name] for name, *_ in program] * 2] * 3
+
+
+KINDS = {"gather": "fshard.all_gather", "reduce": "fshard.all_reduce", "scatter": "fshard.reduce_scatter"}
+KINDS |= dict.fromkeys(["swap", "broadcast"], "fshard.exchange")
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_compiler_keeps_a_collective_that_one_rank_reads(name):
+    """A compiler would remove the collective on the other rank: its peer would get the result of the next one."""
+
+    def job(mesh: Any) -> tuple[Tensor, Tensor]:
+        fn, x = partial(read_differently, mesh, [(name, 1, NEVER), (name, NEVER, 0)]), rand(4, seed=mesh.get_rank())
+        return fshard.jit(fn, backend="aot_eager")(x), fn(x)
+
+    for late in (False, True):
+        for jitted, expected in World(shard=2, late=late).run(job):
+            assert same_bits(jitted, expected)
+
+
+def test_the_order_of_collectives_is_in_the_graph():
+    """A compiler would order collectives by the nodes around them, which differ between ranks."""
+
+    def law(mesh: Any) -> None:
+        program = [(name, NEVER, 0) for name in COLLECTIVES]
+        lowered = fshard.jit(partial(read_differently, mesh, program), backend="eager").lower(rand(6, seed=1))
+        called = starts(lowered.graph)
+        for start, after in pairwise(called):
+            assert start in arguments(after)["after"].all_input_nodes or start is arguments(after)["after"]
+
+    simulated(law)

@@ -104,6 +104,43 @@ def test_what_writes_stays():
     graph.lint()
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("words", [(), ("not finite",)], ids=["bare", "with words"])
+def test_asserts_stay(backend, words):
+    """A jitted function would give NaN where the function itself raises."""
+
+    def fn(x: Tensor) -> Tensor:
+        torch._assert_async(x.isfinite().all(), *words)
+        return 2 * x
+
+    jitted = fshard.jit(fn, backend=backend)
+    assert same_bits(jitted(torch.ones(2)), 2 * torch.ones(2))
+    with pytest.raises(RuntimeError, match=r"not finite|is false"):
+        jitted(torch.tensor([1.0, torch.nan]))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_operator_of_the_users_is_called(backend):
+    """A user's operator that records what it is given would not be called, because nothing reads its result."""
+    called = list[float]()
+
+    def record(x: Tensor) -> Tensor:
+        called.append(x.sum().item())
+        return x.clone()
+
+    with torch.library._scoped_library("mine", "FRAGMENT") as library:
+        library.define("record(Tensor x) -> Tensor")
+        library.impl("record", record, "CPU")
+        library.impl("record", torch.empty_like, "Meta")
+
+        def fn(x: Tensor) -> Tensor:
+            torch.ops.mine.record(x)
+            return 2 * x
+
+        assert same_bits(fshard.jit(fn, backend=backend)(torch.ones(2)), 2 * torch.ones(2))
+    assert called == [2.0]
+
+
 # --- gathers ---
 
 
@@ -430,6 +467,30 @@ def test_a_policy_says_what_is_made_again():
             is_right(lowered, gradient, *args)
 
     simulated(law)
+
+
+def test_random_numbers_are_drawn_once():
+    """With a policy that allows everything, late readers would see other random numbers than early ones."""
+    asked = set[str]()
+
+    def policy(node: fx.Node) -> bool:
+        asked.add(node.op)
+        return True
+
+    def fn(x: Tensor) -> Any:
+        drawn = torch.rand_like(x)
+        wide = (x * 2).sigmoid()
+        y = wide * drawn
+        for _ in range(4):
+            y = y @ y
+        return (x * drawn).sum() + (wide * 3).sum() + y.sum(), drawn.sum()
+
+    x, results = rand(8, 8, seed=1), []
+    for run in (fn, fshard.jit(fn, backend="eager", budget=0, recompute=policy)):
+        torch.manual_seed(7)
+        results.append(run(x))
+    assert same_bits(*results)
+    assert asked == {"call_function"}
 
 
 def student_and_teacher(p: Sharded, q: Sharded, x: Tensor) -> Tensor:

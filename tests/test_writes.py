@@ -102,6 +102,11 @@ def _checkpointed(p: Any, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(lambda y: _batch_norm(p, y), x, use_reentrant=False)
 
 
+def _through_data(p: Any, x: torch.Tensor) -> torch.Tensor:
+    p["norm"]["mean"].data[1:] = 9.0
+    return x
+
+
 # a function that writes in place, and the leaf that the error names
 WRITES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     "batch_norm": (_batch_norm, "norm.mean"),
@@ -110,6 +115,7 @@ WRITES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     "under no_grad": (_in_no_grad, "norm.mean"),
     "with gradients": (_with_gradients, "norm.mean"),
     "through a view": (_through_a_view, "norm.mean"),
+    "through .data": (_through_data, "norm.mean"),
     "an integer": (_counts, "norm.count"),
     "a trainable leaf": (_trainable, "norm.weight"),
     "a trainable leaf, by autograd": (_torch_refuses, "norm.weight"),
@@ -120,7 +126,13 @@ WRITES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
 }
 
 
-TRACED = ("batch_norm", "under no_grad", *(name for name in WRITES if "trainable" in name), "in a checkpoint")
+TRACED = (
+    "batch_norm",
+    "under no_grad",
+    "through .data",
+    *(name for name in WRITES if "trainable" in name),
+    "in a checkpoint",
+)
 
 
 def loss_of(write: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:

@@ -74,7 +74,9 @@ class _Collective:
             return primitives.broadcast(x, ranks, self.src, self.label).wait()
         if self.kind == "reduce":
             reduced = primitives.all_reduce(x, ranks, self.label).wait()
-            return reduced if ranks.rank == self.src else torch.zeros_like(reduced)
+            # Not an `if`: in a graph the nodes of all ranks must be the same, but for constants.
+            is_source = torch.full((), ranks.rank == self.src, dtype=torch.bool, device=reduced.device)
+            return torch.where(is_source, reduced, torch.zeros_like(reduced))  # NaN stays on the source
         if self.kind in ("all_reduce", "total"):
             return primitives.all_reduce(x, ranks, self.label, op=self.op).wait()
         start: Callable[..., Pending] = getattr(primitives, self.kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,6 +48,12 @@ def _ranks(mesh: str, axis: str) -> Ranks:
     return primitives.along(MESHES.find(mesh), axis)
 
 
+def _define_start(schema: str, run: Callable[..., object], shapes: Callable[..., object]) -> None:
+    """Define an operator that starts a collective. It can be given the ticket of another, which then starts before."""
+    schema = schema.replace(") ->", ", *, Tensor? after=None) ->")
+    define(schema, lambda *args, after=None: run(*args), lambda *args, after=None: shapes(*args))
+
+
 def _all_gather(x: Tensor, mesh: str, axis: str, label: str, nbytes: int, lent: bool) -> Started:
     ranks = _ranks(mesh, axis)
     place = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])  # (W n, ...)
@@ -58,7 +64,7 @@ def _gathered(x: Tensor, mesh: str, axis: str, label: str, nbytes: int, lent: bo
     return x.new_empty(_ranks(mesh, axis).size * x.shape[0], *x.shape[1:]), _ticket()
 
 
-define(f"all_gather(Tensor x, {_AT}, bool lent) -> (Tensor, Tensor)", _all_gather, _gathered)
+_define_start(f"all_gather(Tensor x, {_AT}, bool lent) -> (Tensor, Tensor)", _all_gather, _gathered)
 
 
 def _reduce_scatter(place: Tensor, x: Tensor, mesh: str, axis: str, label: str, nbytes: int, fast: bool) -> Tensor:
@@ -71,8 +77,8 @@ def _all_reduce(
     return _started(place, primitives.all_reduce(x, _ranks(mesh, axis), label, place, op=op, fast=fast, more=more))[1]
 
 
-define(f"reduce_scatter(Tensor(a!) place, Tensor x, {_AT}, bool fast) -> Tensor", _reduce_scatter, _ticket_of)
-define(
+_define_start(f"reduce_scatter(Tensor(a!) place, Tensor x, {_AT}, bool fast) -> Tensor", _reduce_scatter, _ticket_of)
+_define_start(
     f"all_reduce(Tensor(a!) place, Tensor x, {_AT}, str op, bool fast, str more) -> Tensor",
     _all_reduce,
     _ticket_of,
@@ -93,14 +99,13 @@ def _exchange(
     nbytes: int,
     kind: str,
     call: str,
-    now: bool = False,
 ) -> Started:
     ranks, called = _ranks(mesh, axis), Call(kind, axis, label, nbytes, text=call)
     note(called)
     place, _ = _exchanged(sends, numels)  # (sum(numels),): what the peers send, end to end
     exchange = ranks.exchange([x.reshape(-1) for x in sends], list(place.split(list(numels))), called)
-    if now or not place.numel():
-        # a result that is not read: a compiler would drop `wait`, and use the memory of what is sent again too early
+    if not place.numel():
+        # nothing is received: a compiler would drop `wait`, and use the memory of what is sent again too early
         exchange.wait()
         exchange.done()
         return _started(place, Pending(None, lambda _: place))
@@ -111,8 +116,8 @@ def _exchanged(sends: Sequence[Tensor], numels: Sequence[int], *rest: object) ->
     return sends[0].new_empty(sum(numels)), _ticket()
 
 
-define(
-    f"exchange(Tensor[] sends, int[] numels, {_AT}, str kind, str call, bool now=False) -> (Tensor, Tensor)",
+_define_start(
+    f"exchange(Tensor[] sends, int[] numels, {_AT}, str kind, str call) -> (Tensor, Tensor)",
     _exchange,
     _exchanged,
 )

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import fx
 
-from .dataflow import REDUCTIONS, VIEWS, call, copy, first_reader, first_write, gathers, is_call
+from .dataflow import REDUCTIONS, VIEWS, call, copy, first_reader, first_write, gathers, is_call, is_fixed
 from .inspect import arguments, operator, values
 
 _aten, _fshard = torch.ops.aten, torch.ops.fshard
@@ -47,7 +47,7 @@ class _Collective:
 
 
 def bucket(graph: fx.Graph, nbytes: int) -> None:
-    """Merge consecutive collectives of one kind, of flat tensors, into collectives of up to `nbytes` bytes."""
+    """Merge consecutive labelled collectives of one kind, of flat tensors, into ones of up to `nbytes` bytes."""
     order = _order(graph)
     for group in _groups(_gathers(graph, order), partial(_may_start_early, order=order), nbytes):
         _merge_gathers(graph, group, _order(graph))
@@ -80,7 +80,7 @@ def _groups(
 ) -> list[list[_Collective]]:
     last, groups = dict[object, list[_Collective]](), list[list[_Collective]]()  # last: the open group of each kind
     for collective in collectives:
-        if values(collective.x)[0].dim() != 1 or not collective.numel:
+        if values(collective.x)[0].dim() != 1 or not collective.numel or is_fixed(collective.start):
             continue
         group = last.get(collective.kind, [])
         if not group or sum(x.nbytes for x in group) + collective.nbytes > nbytes or not joins(group, collective):

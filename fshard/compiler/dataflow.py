@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
+from ..core.random import draws
 from .inspect import arguments, operator, values
 from .memory import storages_of
 
@@ -40,9 +41,35 @@ class Gather:
         return arguments(self.start)["label"]
 
     @property
+    def fixed(self) -> bool:
+        """Whether it keeps its place among the collectives: see `is_fixed`."""
+        return is_fixed(self.start)
+
+    @property
     def nbytes(self) -> int:
         """The bytes of the gathered buffer."""
         return values(self.start)[0].nbytes
+
+
+def is_fixed(start: fx.Node) -> bool:
+    """Whether a collective has no label: such a one keeps its place (Note [What a pass must keep] in `passes.py`)."""
+    return not arguments(start)["label"]
+
+
+def acts(node: fx.Node) -> bool:
+    """Whether a call must run though nobody reads its result. Operators of other libraries may have any effect."""
+    namespace = getattr(node.target, "namespace", "aten")
+    return namespace not in ("aten", "prims", "fshard", "higher_order") or has_effect(node)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a call does more than return its result: it writes in place, asserts, draws, or returns nothing."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return node.is_impure()
+    # `is_impure` alone goes by a tag that attention without dropout and all operators of fshard have
+    is_random = draws(target, node.args, node.kwargs)
+    return is_random or not target._schema.returns or node.is_impure(impure_random=False)
 
 
 def writes(node: fx.Node) -> bool:

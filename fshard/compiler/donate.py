@@ -61,8 +61,13 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
 def _first_argument(traced: Trace) -> tree.Spec:
     """Return the structure of the first argument. Raises ValueError if the first result has another structure."""
     arguments = traced.spec.child(0)
-    first = arguments.child(0) if arguments.num_children else None
-    if first is None or first not in [traced.out_spec, *traced.out_spec.children()[:1]]:
+    if not arguments.num_children:
+        raise ValueError(
+            "jit(donate=True): expected the first argument, which is given away, by position, and the call has keyword "
+            "arguments alone. Pass it without its name."
+        )
+    first = arguments.child(0)
+    if first not in [traced.out_spec, *traced.out_spec.children()[:1]]:
         raise ValueError(
             "jit(donate=True): the function must give back, first of all, a tree of the structure of its first "
             f"argument, {first}: it gives {traced.out_spec}. Use donate=False."
@@ -84,6 +89,12 @@ def _check_fit(moves: Sequence[_Move], inputs: Sequence[fx.Node], outputs: Seque
     """Raise ValueError for a result whose shape, dtype or device is not that of the tensor it is written to."""
     for move in moves:
         place, value = inputs[move.input].meta["val"], outputs[move.output].meta["val"]
+        if any(n > 1 and stride == 0 for n, stride in zip(place.shape, place.stride(), strict=True)):
+            raise ValueError(
+                f"jit(donate=True): leaf {paths[move.leaf]!r} of the first argument, {place.dtype}{list(place.shape)}, "
+                "holds several of its elements in the same memory, as .expand makes it, and cannot be written to. Pass "
+                "leaf.contiguous(), or use donate=False."
+            )
         if (place.shape, place.dtype, place.device) != (value.shape, value.dtype, value.device):
             raise ValueError(
                 f"jit(donate=True): leaf {paths[move.leaf]!r} of what comes out first must take the place of "

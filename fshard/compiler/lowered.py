@@ -167,12 +167,13 @@ class Pass(NamedTuple):
 # and checks Note [What a pass must keep] of `passes.py`.
 PASSES = (
     Pass("drop_dead", lambda graph, _: passes.drop_dead(graph)),
-    Pass("wait_for_unread", lambda graph, _: passes.wait_for_unread(graph)),
+    Pass("keep_unread", lambda graph, _: passes.keep_unread(graph)),
     Pass("regather", lambda graph, setting: passes.regather(graph, setting.units)),
     Pass("sink", lambda graph, setting: passes.sink(graph, setting.options.in_flight)),
     Pass("bucket", lambda graph, setting: bucket(graph, setting.options.bucket)),
     Pass("recompute", lambda graph, setting: _within_budget(graph, setting)),
     Pass("materialize", lambda graph, _: passes.materialize(graph)),
+    Pass("chain", lambda graph, _: passes.chain(graph)),
 )
 
 

@@ -96,7 +96,8 @@ def footprint(graph: fx.Graph, inputs: Sequence[str]) -> Footprint:
     numbers = {node: i for i, node in enumerate(nodes)}
     for node, nbytes in ((node, _received(node)) for node in nodes):
         changes[numbers[node]]["gradients"] += nbytes
-        changes[max([numbers[node], *(numbers[user] for user in node.users)]) + 1]["gradients"] -= nbytes
+        waits = (numbers[user] for user in node.users if operator(user) == "fshard.wait")
+        changes[max([numbers[node], *waits]) + 1]["gradients"] -= nbytes
     now, rows = Counter[str](), list[dict[str, int]]()
     for change in changes[: len(nodes)]:
         now.update(change)

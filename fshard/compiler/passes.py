@@ -8,8 +8,11 @@ Note [Order of a graph]
 
 Note [What a pass must keep]
     1. The values: the outputs have the same bits.
-    2. The collectives: what a pass drops, moves or merges depends on the graph alone, and the graphs of all ranks
-       differ at most in constants. So all ranks still issue the same collectives in the same order.
+    2. The collectives: all ranks still issue the same ones in the same order. What a pass drops, moves or merges
+       depends on the graph of one rank, so this may be done to labelled collectives alone, such as gathers of a plan's
+       units: all ranks read their results in the same order. What a rank does with the result of a collective without
+       a label may depend on the rank. So this collective stays, where it is and by itself, and no other is moved
+       because of its readers. Its wait may move, unless it starts the second stage of an all-reduce.
     3. Every collective has one `fshard.wait`, before the first node that reads its result.
     4. Writes: a node does not move past a write to memory that it reads, nor past a reader of memory that it writes to.
        `first_write` and `last_write` of `dataflow.py` answer where such writes are.
@@ -26,22 +29,27 @@ from itertools import pairwise
 import torch
 from torch import fx
 
+from ..comm.mesh import MESHES
+from ..comm.traced import is_direct
 from ..core.tracing import define
 from .dataflow import (
     REDUCTIONS,
     VIEWS,
     Gather,
+    acts,
     call,
     copy,
     first_reader,
     first_write,
     gathers,
+    has_effect,
     is_call,
+    is_fixed,
     is_same_value,
     last_write,
     writes,
 )
-from .inspect import arguments, operator, values
+from .inspect import arguments, operator, starts, values
 from .memory import footprint, storages_of
 
 _get, _as_strided = python.getitem, torch.ops.aten.as_strided.default
@@ -54,7 +62,7 @@ def drop_dead(graph: fx.Graph) -> None:
     """Erase nodes that nothing reads, and gathers of leaves that are not used."""
     _drop_unread(graph)
     # in a loop, because what a dropped gather sent may have been the last reader of another gather
-    while dead := [gather for gather in gathers(graph) if not gather.readers]:
+    while dead := [gather for gather in gathers(graph) if not gather.readers and not gather.fixed]:
         for gather in dead:
             for node in (gather.wait, *reversed(gather.views), gather.ticket, gather.start):  # readers before values
                 graph.erase_node(node)
@@ -63,25 +71,76 @@ def drop_dead(graph: fx.Graph) -> None:
 
 def _drop_unread(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):  # backwards, so that what only an erased node read is erased, too
-        unread = node.op in ("call_function", "get_attr") and not node.users and not writes(node)
+        unread = node.op in ("call_function", "get_attr") and not node.users and not acts(node)
         if unread and not is_call(node, "fshard.exchange"):  # peers wait for what this rank sends
             graph.erase_node(node)
 
 
-def wait_for_unread(graph: fx.Graph) -> None:
-    """Make exchanges whose results nothing reads wait where they start: a compiler would drop only their wait."""
-    for start in [node for node in graph.nodes if is_call(node, "fshard.exchange")]:
-        if not _is_read(graph, next(storages_of(start))):
-            start.update_kwarg("now", True)
+def keep_unread(graph: fx.Graph) -> None:
+    """Keep a compiler from dropping what must run though nothing reads its result: return one element of the result.
+
+    That are collectives, for which peers wait, and operators of other libraries. A caller of the graph reads only the
+    outputs that it knows, which come first.
+    """
+    output = graph.output_node()
+    kept: list[fx.Node] = []
+    for node in list(graph.nodes):
+        if is_call(node, "_assert_async") and len(node.args) == 1:
+            # of the two overloads, compilers know of this one alone that it must run
+            node.target, node.args = torch.ops.aten._assert_async.msg, (*node.args, "a condition is false")
+        elif is_call(node, "fshard.wait") and not _is_read(graph, next(storages_of(arguments(node)["place"]))):
+            # an exchange that receives nothing has no element, and does not need its wait
+            place, ticket, *_ = node.args
+            kept.append(_element(graph, place, node) if _has_element(place) else ticket)
+        elif node.op == "call_function" and not node.users and not has_effect(node) and acts(node):
+            kept += [_element(graph, node, node)] if _has_element(node) else []
+    output.args = ([*output.args[0], *kept],)  # type: ignore[misc]  # the outputs are a list
+
+
+def _has_element(node: fx.Node) -> bool:
+    """Whether the value of a node is one tensor, with elements."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.numel() > 0
+
+
+def chain(graph: fx.Graph) -> None:
+    """Give each collective the ticket of the one before, if there is one without a label: this fixes their order.
+
+    A compiler orders independent nodes by what is around them, which here may differ between ranks.
+    """
+    all_starts = starts(graph)
+    if any(map(is_fixed, all_starts)):
+        for before, start in pairwise(all_starts):
+            start.update_kwarg("after", _ticket_of(before))
+
+
+def _ticket_of(start: fx.Node) -> fx.Node:
+    """Return the node of the ticket that a start gives: itself, or its second result."""
+    if is_call(start, *REDUCTIONS):
+        return start
+    return next(user for user in start.users if is_call(user, "getitem") and user.args[1] == 1)
+
+
+def _element(graph: fx.Graph, x: fx.Node, after: fx.Node) -> fx.Node:
+    """Insert a copy of the first element of `x`, (), after a node."""
+    with graph.inserting_before(after.next):
+        for _ in range(values(x)[0].dim()):
+            x = call(graph, torch.ops.aten.select.int, x, 0, 0)
+        return call(graph, torch.ops.aten.clone.default, x)
 
 
 def _is_read(graph: fx.Graph, storage: int) -> bool:
-    """Whether anything but a wait reads a storage, or a storage that it is copied to."""
+    """Whether anything but its own collective reads a storage, or a storage that it is copied to."""
     storages, size = {storage}, 0
     while size < len(storages):  # until no copy leads to a storage that is not among them
         size = len(storages)
         views = [node for node in graph.nodes if storages & set(storages_of(node))]
         users = [user for node in views for user in node.users if not is_call(user, "fshard.wait", *VIEWS)]
+        users = [
+            user
+            for user in users
+            if not is_call(user, *REDUCTIONS) or storages & set(storages_of(arguments(user)["x"]))
+        ]
         if any(not is_call(user, "copy_") for user in users):
             return True
         storages |= {storage for user in users for storage in storages_of(user)}
@@ -127,19 +186,23 @@ def sink(graph: fx.Graph, in_flight: int = 0) -> None:
     """Move gathers: each starts one unit before its first reader, and its wait is right before that reader.
 
     With `in_flight` a gather starts several units ahead, as many as have at most `in_flight` bytes together, and
-    reductions are waited for as late as this number of bytes allows.
+    reductions are waited for as late as this number of bytes allows. A gather without a label starts where it did.
     """
     order, places = {node: i for i, node in enumerate(graph.nodes)}, dict[fx.Node, _Place]()
-    all_gathers = gathers(graph)
-    for i, gather in enumerate(all_gathers):
+    read = [gather for gather in gathers(graph) if gather.readers]
+    for gather in read:
+        # what is sent must have the same bits until the wait
+        sent = first_write([arguments(gather.start)["x"]], order[gather.start], order)
+        places |= dict.fromkeys([gather.wait, *gather.views], (min(order[gather.readers[0]], sent), _WAIT))
+    moved = [gather for gather in read if not gather.fixed]
+    for i, gather in enumerate(moved):
         shard, traced_at = arguments(gather.start)["x"], order[gather.start]  # shard: (n / W,)
         # The shard must have the value that it has where the gather was traced: the gather starts after the last write
         # to the shard before that point, and before the first write after it.
         ready = max((last_write([shard], traced_at, order), _AFTER), places.get(shard, (order[shard], _ITSELF)))
-        changed = (first_write([shard], traced_at, order), _START)
-        start = max(min(_early(gather, all_gathers[:i], order, in_flight), changed), ready)
+        changed = (first_write([shard], traced_at, order), _FIRST_START)
+        start = max(min(_early(gather, moved[:i], order, in_flight), changed), ready)
         places |= dict.fromkeys([gather.start, gather.ticket], start)
-        places |= dict.fromkeys([gather.wait, *gather.views], (order[gather.readers[0]], _WAIT))
     _arrange(graph, places)
     if in_flight:
         _delay(graph, in_flight)
@@ -173,6 +236,9 @@ def _delay(graph: fx.Graph, in_flight: int) -> None:
             places[under_way.pop(0)[0]] = (order[start], _WAIT)
     places |= {wait: (len(order), _WAIT) for wait, _ in under_way}
     for wait, latest in places.items():
+        if _has_second_stage(arguments(wait)["ticket"]):
+            places[wait] = (order[wait], _ITSELF)
+            continue
         # the wait must stay before the first node that reads the result, or that overwrites what is being sent
         sent: list[fx.Node] = arguments(wait)["sent"]
         needed = min(first_reader(wait, order), first_write(sent, order[wait], order))
@@ -180,9 +246,17 @@ def _delay(graph: fx.Graph, in_flight: int) -> None:
     _arrange(graph, places)
 
 
+def _has_second_stage(start: fx.Node) -> bool:
+    """Whether a reduction without a label starts a second collective when it is waited for."""
+    by_name = arguments(start)
+    if not is_call(start, "fshard.all_reduce") or not is_fixed(start):
+        return False
+    return not is_direct(values(by_name["x"])[0], MESHES.find(by_name["mesh"]).size(by_name["axis"]), by_name["op"])
+
+
 def regather(graph: fx.Graph, units: Iterable[str]) -> None:
     """Gather a buffer of these units again where it is read after another unit was gathered, instead of keeping it."""
-    wanted, all_gathers = set(units), gathers(graph)
+    wanted, all_gathers = set(units), [gather for gather in gathers(graph) if not gather.fixed]
     order = {node: i for i, node in enumerate(graph.nodes)}
     heads = sorted({order[gather.readers[0]] for gather in all_gathers})
     for gather in (g for g in all_gathers if g.unit in wanted):
@@ -227,7 +301,8 @@ def is_cheap(node: fx.Node) -> bool:
 def recompute(graph: fx.Graph, inputs: list[str], budget: int, policy: Callable[[fx.Node], bool] = is_cheap) -> None:
     """Compute values again before late readers, largest first, until the peak is at most `budget` bytes.
 
-    Only values are computed again that `policy` allows, and whose inputs are in memory at that point anyway.
+    Only values are computed again that `policy` allows, and whose inputs are in memory at that point anyway. `policy`
+    is not asked about inputs, collectives, and calls that write, assert or draw random numbers.
     """
     tried = set[fx.Node]()  # each node once: computing it again may not lower the peak
     while (now := footprint(graph, inputs)).peak > budget:
@@ -235,13 +310,21 @@ def recompute(graph: fx.Graph, inputs: list[str], budget: int, policy: Callable[
         top = now.nodes.index(now.at)
         # storages that are read after the peak, and so are in memory at the peak if they exist before
         late = {storage for node in nodes[top + 1 :] for x in node.all_input_nodes for storage in storages_of(x)}
-        candidates = [n for n in nodes[:top] if n not in tried and policy(n) and late & set(storages_of(n))]
+        candidates = [n for n in nodes[:top] if n not in tried and late & set(storages_of(n)) and _repeats(n)]
+        candidates = [n for n in candidates if policy(n)]
         if not candidates:
             return
         best = max(candidates, key=lambda n: values(n)[0].nbytes)
         tried.add(best)
         _make_again(graph, best, {node: i for i, node in enumerate(nodes)}, top)
         drop_dead(graph)
+
+
+def _repeats(node: fx.Node) -> bool:
+    """Whether a node has the same value if it is called again, and does nothing else."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False  # an input; a part of a result, which is a view; an operator of higher order
+    return node.target.namespace != "fshard" and not has_effect(node)
 
 
 def _make_again(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], top: int) -> None:

@@ -6,7 +6,8 @@ Note [Writes in place]
     shares the counter, so watching keeps no buffer alive. But `batch_norm` updates running statistics without counting.
     Frozen leaves as small as such statistics are therefore copies, which are compared with their old values after the
     loss: any write is noticed, and the caller's tensors stay as they were. A write through `.data` to a larger leaf, or
-    to a trainable one, is not noticed.
+    to a trainable one, is not noticed. While a graph is traced there are no values to compare: instead the arguments of
+    every operator that writes are looked at, and a write to any frozen leaf is noticed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..core.tracing import is_tracing
+from ..core import tree
+from ..core.tracing import Operator, is_tracing
+from ..core.tree import Tree
 from .plan import Slot
 
 # Leaves that share a version counter (one of them was written to, if it counted), and whether their memory is the
@@ -60,6 +64,41 @@ class _Refusing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _RefusingWrites(TorchDispatchMode):
+    """ValueError if an operator writes to the memory of a frozen leaf: for tracing, where there are no values."""
+
+    def __init__(self, frozen: Sequence[tuple[Tensor, Slot]]):
+        super().__init__()
+        self._frozen = frozen
+
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: Sequence[type],
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
+    ) -> Tree:
+        by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs or {})
+        written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        for x in tree.leaves([by_name.get(name) for name in written]):
+            for leaf, slot in self._frozen if isinstance(x, Tensor) else []:
+                if _overlap(x, leaf):
+                    raise _written([([slot], False)])
+        return func(*args, **(kwargs or {}))
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether the memory of two tensors, from the first element to the last, has common bytes."""
+    if _place(x)[0] != _place(y)[0] or not x.numel() or not y.numel():
+        return False
+    ends = []
+    for z in (x, y):
+        last = sum((n - 1) * stride for n, stride in zip(z.shape, z.stride(), strict=True))
+        first = int(z.storage_offset())
+        ends.append((first * z.itemsize, (first + last + 1) * z.itemsize))
+    return max(first for first, _ in ends) < min(end for _, end in ends)
+
+
 def _place(x: Tensor) -> tuple[int, int]:
     """The storage of a tensor and its offset there, by which a leaf is known again in an operator's arguments."""
     # `_cdata` is private: the address of the storage, which fake tensors have as well
@@ -86,12 +125,16 @@ class Writes:
         self.bound: list[Sequence[Slot]] = []  # the trainable slots of each unit, in the order of `Bind`'s results
         self._nothing: Tensor | None = None  # (0,), made once: the memory of all aliases
         self._tracing = is_tracing()
+        self._frozen_leaves: list[tuple[Tensor, Slot]] = []  # while a graph is traced
         self._frozen: dict[tuple[int, int], str] = {}  # while a graph is traced: paths of small frozen leaves, by place
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
         """The block in which the loss runs: torch's errors about writes in place become errors that name the leaf."""
-        with _Refusing(self._frozen) if self._tracing else nullcontext():
+        with (
+            _Refusing(self._frozen) if self._tracing else nullcontext(),
+            _RefusingWrites(self._frozen_leaves) if self._tracing else nullcontext(),
+        ):
             try:
                 yield
             except RuntimeError as failure:
@@ -132,6 +175,7 @@ class Writes:
         """Return the frozen leaves of one unit and kind, each watched by itself; small ones are copies."""
         visible, small = list(leaves), [n for n, x in enumerate(leaves) if x.dim() < 2 and x.numel() <= _SMALL]
         if self._tracing:
+            self._frozen_leaves += zip(visible, slots, strict=True)
             self._frozen.update((_place(visible[n]), slots[n].path) for n in small)
         elif small:
             flat = torch.cat([leaves[n].reshape(-1) for n in small])  # (the sum of the small leaves' numels,)
