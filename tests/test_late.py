@@ -108,6 +108,12 @@ def test_graphs(plan, step):
     same_when_late(lambda mesh: trained(mesh, plan, step, jit="eager"), **axes_for(plan, step))
 
 
+def test_compiled_graphs_use_memory_again():
+    """A compiler may use a graph's memory again, while peers have not read it: it is not lent. Otherwise a compiled
+    step between processes would send a peer other values than gradients, if two sizes in the graph are equal."""
+    World(3, late=True).run(lambda mesh: trained(mesh, jit="inductor"))
+
+
 def test_graphs_without_dead_code():
     """Removing dead code keeps the waits, also of what is only sent: otherwise a buffer would be freed too early."""
 

@@ -54,9 +54,17 @@ def _define_start(schema: str, run: Callable[..., object], shapes: Callable[...,
     define(schema, lambda *args, after=None: run(*args), lambda *args, after=None: shapes(*args))
 
 
+def _room(ranks: Ranks, numel: int, like: Tensor, lent: bool) -> Tensor:
+    """A flat tensor, which is lent only where a collective has read it once it is waited for.
+
+    A compiler may write other values to memory as soon as no node reads it any more (Note [Lent memory] in `ranks.py`).
+    """
+    return ranks.empty(numel, like, lent and ranks.built_in is not None)
+
+
 def _all_gather(x: Tensor, mesh: str, axis: str, label: str, nbytes: int, lent: bool) -> Started:
     ranks = _ranks(mesh, axis)
-    place = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])  # (W n, ...)
+    place = _room(ranks, ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])  # (W n, ...)
     return _started(place, primitives.all_gather(x, ranks, label, place, lent=lent))
 
 
@@ -85,7 +93,7 @@ _define_start(
 )
 define(
     "room(Tensor like, int numel, str mesh, str axis, bool lent) -> Tensor",
-    lambda like, numel, mesh, axis, lent: _ranks(mesh, axis).empty(numel, like, lent),
+    lambda like, numel, mesh, axis, lent: _room(_ranks(mesh, axis), numel, like, lent),
     lambda like, numel, mesh, axis, lent: like.new_empty(numel),
 )
 

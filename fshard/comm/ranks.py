@@ -10,7 +10,8 @@ Note [Lent memory]
     - the buffers that units are gathered into for a loss, if no wire decodes them. A loss that writes to its parameters
       is an error, and what it returns of them is copied.
     Not lent is what users get as a result (`gather_params`, `zero`, inside of a graph, too), and what their reductions,
-    gathers and wires are given.
+    gathers and wires are given. Nor is any memory of a graph, whose compiler may use it again after its last reader:
+    where a backend's own collectives run, they have read by the wait, and only the allocator differs.
     A late world (`testing/late.py`) raises an error for a write to lent memory that was sent.
 """
 
