@@ -395,6 +395,40 @@ def test_what_is_written_to_is_not_moved_past(in_flight):
     simulated(law)
 
 
+def test_a_sum_in_two_stages_is_waited_for_where_it_was():
+    """Ranks that read two large sums in different orders would start their second stages in different orders, and add
+    parts of one sum to the other."""
+
+    def late(mesh: Any, x: Tensor) -> list[Tensor]:
+        sums = [fshard.all_reduce(x * n, mesh, "shard") for n in (2, 3)]
+        return [x.sum() for x in reversed(sums)]
+
+    def law(mesh: Any) -> None:
+        for numel, stays in ((3 * 2048, True), (3, False)):  # a small sum has one stage
+            lowered = fshard.jit(partial(late, mesh), backend="eager", in_flight=EVERYTHING).lower(rand(numel, seed=1))
+            kinds = [operator(n) for n in lowered.graph.nodes if operator(n) in ("fshard.all_reduce", "fshard.wait")]
+            assert (kinds == ["fshard.all_reduce", "fshard.wait"] * 2) == stays
+
+    simulated(law, shard=3)
+
+
+def test_a_gather_is_waited_for_before_what_it_sends_is_written_to():
+    """On a GPU a gather that is under way would send what was written after it started."""
+
+    def rewritten(mesh: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        sent = x * 2
+        rows = fshard.all_gather(sent, mesh, "shard")
+        sent.add_(1)
+        return sent.sin(), rows * 2
+
+    def law(mesh: Any) -> None:
+        lowered = fshard.jit(partial(rewritten, mesh), backend="eager").lower(rand(4, seed=1))
+        kinds = [operator(node) for node in lowered.graph.nodes]
+        assert kinds.index("fshard.wait") < kinds.index("add_")
+
+    simulated(law)
+
+
 # --- a step ---
 
 
