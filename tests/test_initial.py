@@ -246,3 +246,59 @@ def test_wrong_arguments_of_state_dicts():
         fshard.state_dict(params["a"])
     with pytest.raises(TypeError, match="load_state_dict: mapping"):
         fshard.load_state_dict(params, params)
+
+
+class Library(nn.Module):
+    """A model of a library that initializes all submodules by one method."""
+
+    def __init__(self, std: float) -> None:
+        super().__init__()
+        self.std, self.linear = std, nn.Linear(40, 40)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=self.std)
+            nn.init.zeros_(module.bias)
+
+
+def test_a_model_inside_a_model_is_initialized_by_itself():
+    """A tower would get the distribution of the model around it, or a library's model inside a user's torch's."""
+
+    class Around(Library):
+        def __init__(self) -> None:
+            super().__init__(3.0)
+            self.tower = Library(0.5)
+
+    class Users(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Library(2.0)
+
+    expected = {"linear": 3.0, "tower.linear": 0.5, "model.linear": 2.0}
+    for make in (Around, Users):
+        with torch.device("meta"):
+            apply, params, _ = functionalize(make())
+        whole = fshard.state_dict(apply.init(fshard.make_plan(params)))
+        for path, std in expected.items():
+            if f"{path}.weight" in whole:
+                assert whole[f"{path}.weight"].std().item() == pytest.approx(std, rel=0.1), path
+
+
+@pytest.mark.parametrize("value", [torch.ones(2, dtype=torch.complex64), torch.arange(2), torch.tensor([True, False])])
+def test_values_that_no_initialization_sets_are_errors_in_every_dtype(value):
+    """A mask, positions or complex frequencies would be zeros."""
+    module = nn.Linear(1, 1)
+    module.register_buffer("kept", value)
+    module.frozen = nn.Parameter(value, requires_grad=False)
+    apply, params, _ = functionalize(module.to("meta"))
+    with pytest.raises(ValueError, match=r"sets 'kept'"):
+        apply.init_buffers()
+    with pytest.raises(ValueError, match=r"sets 'frozen'"):
+        apply.init(fshard.make_plan(params))
+
+
+def test_a_plan_of_other_parameters_is_an_error():
+    """A leaf of another model would be looked for."""
+    apply, _, _ = functionalize(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="Linear: init: a plan of other parameters: it lacks"):
+        apply.init(fshard.make_plan({"w": torch.zeros(1)}))

@@ -55,7 +55,7 @@ DOORS = {
     "torch.multiprocessing": {"sharding.tape"},
     "socket": {"comm.links", "comm.rendezvous"},
     "mmap": {"comm.shared_memory"},
-    "threading": {"testing.scheduler", "comm.announce", "module.current"},
+    "threading": {"testing.scheduler", "comm.announce", "module.*"},
     "torch.nn.Module": {"module.*"},
     "torch.compile": set(),
     "torch.fx": {"compiler.*", "core.tracing"},

@@ -1,9 +1,12 @@
 """Modules as functions: the values, gradients and buffers of the module itself, on any number of ranks."""
 
+import functools
 import gc
 import re
 import threading
+import warnings
 import weakref
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -12,6 +15,7 @@ from support.models import STRATEGIES, same_bits
 from support.modules import BLOCKS, WORDS, Block, Recurrent, error, tied, trained, words
 from support.worlds import gloo, simulated
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fshard
 from fshard import optim, tree
@@ -21,7 +25,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")  # so that batch norm rounds 
 
 OPTIMIZERS = {
     "sgd": (optim.sgd(0.1), lambda ps: torch.optim.SGD(ps, 0.1)),
-    "adamw": (optim.adamw(1e-2, weight_decay=1e-2), lambda ps: torch.optim.AdamW(ps, 1e-2)),
+    # eps is large for biases before a norm, whose gradients are zero but for rounding
+    "adamw": (optim.adamw(1e-2, eps=1e-5, weight_decay=1e-2), lambda ps: torch.optim.AdamW(ps, 1e-2, eps=1e-5)),
 }
 
 
@@ -173,25 +178,24 @@ def test_one_function_serves_all_simulated_ranks():
 def test_the_form_of_parameters_is_known_without_a_gather():
     """`next(self.parameters()).dtype`, as many models ask, would gather a unit, or have the dtype of storage."""
 
+    seen = list[Any]()
+
     class Asks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.parts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-            self.seen = list[Any]()
 
         def forward(self, x: Tensor) -> Tensor:
             last = list(self.parameters())[-1]
-            self.seen.append((last.dtype, last.shape, last.device.type, last.numel(), last.requires_grad))
-            self.seen.append(isinstance(last, nn.Parameter))
+            seen.append((last.dtype, last.shape, last.device.type, last.numel(), last.requires_grad))
+            seen.append(isinstance(last, nn.Parameter))
             return self.parts[0](x.to(last.dtype)).sum()
 
     apply, params, buffers = functionalize(Asks())
     plan = fshard.make_plan(params, None, units=apply.units("parts.*"), policy="compute=bf16")
-    seen = list[Any]()
 
     def loss(p: Any) -> Any:
         out, _ = apply(p, buffers, torch.ones(1, 2))
-        seen.extend(apply._module.seen)
         return out.float()
 
     with fshard.collectives.tally() as log:
@@ -328,3 +332,232 @@ def test_what_torch_does_not_publish_is_there():
     assert before == node._sequence_nr() < torch.autograd._get_sequence_nr()
     assert torch._C._current_autograd_node() is None
     node.metadata["kept"] = 1
+
+
+# --- what hostile modules do ---
+
+
+class Refers(nn.Module):
+    """A module with a function on it that `make` returns for it."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("kept", torch.ones(2))
+        self.fn = make(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Whatever the function does."""
+        return self.fn(self.linear(x))
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    """A module with a hook that holds the module."""
+    module.linear.register_forward_pre_hook(lambda _, args: (args[0] * module.linear.weight.sum(),))
+    return nn.Identity()
+
+
+REFERRING = {
+    "closure over self": lambda module: lambda x: x * module.linear.bias,
+    "closure over a parameter": lambda module: (lambda w: lambda x: x * w)(module.linear.bias),
+    "weak reference": weakref.ref,
+    "cache of a method": lambda module: functools.lru_cache(module.extra_repr),
+    "closure in a closure": lambda module: (lambda inner: lambda x: inner(x))(lambda x: x * module.linear.bias),
+    "hook": hooked,
+}
+
+
+@pytest.mark.parametrize("name", REFERRING)
+def test_a_function_that_holds_the_module_is_an_error(name):
+    """The function would read the module's own weights, which no step changes."""
+    with pytest.raises(TypeError, match=r"holds the module, a submodule or a tensor of it.*: make it a method"):
+        functionalize(Refers(REFERRING[name]))
+
+
+def test_functions_that_hold_nothing_of_the_module_are_copied():
+    """Activations given as lambdas, or a method kept under another name, would be refused."""
+    factor = torch.ones(2)
+    ones = torch.ones(1, 2)
+    for make in (lambda m: lambda x: x * factor, lambda m: torch.tanh, lambda m: m.linear.forward):
+        module = Refers(make)
+        apply, params, buffers = functionalize(module)
+        assert torch.equal(apply(params, buffers, ones)[0], module(ones))
+
+
+SHARING = {
+    "attribute of a parameter": (lambda m: m.linear.weight.detach().T, "'fn' shares memory with 'linear.weight'"),
+    "attribute of a buffer": (lambda m: [m.kept[:1]], "'fn' shares memory with 'kept'"),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_a_tensor_in_the_memory_of_another_is_an_error(name):
+    """A view that was made in __init__ would keep its value while the parameter is trained."""
+    make, words = SHARING[name]
+    with pytest.raises(ValueError, match=re.escape(words)):
+        functionalize(Refers(make))
+
+
+def test_buffers_that_share_memory_are_an_error():
+    """A write to a buffer would not be seen in its view."""
+    module = nn.Linear(2, 2)
+    module.register_buffer("all", torch.ones(4))
+    module.register_buffer("first", module.all[:2])
+    with pytest.raises(ValueError, match="buffer 'first' shares memory with 'all'"):
+        functionalize(module)
+
+
+def test_a_module_that_torch_jit_compiled_is_an_error():
+    """It would compute with its own weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        module = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match=r"functionalize: '0' was compiled by torch\.jit"):
+        functionalize(module)
+
+
+class Counts(nn.Module):
+    """A forward that writes to a buffer, and reads it where it runs again."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.weight, self.inside = nn.Parameter(torch.ones(1)), inside
+        self.register_buffer("count", torch.zeros(1))
+
+    def part(self, x: Tensor) -> Tensor:
+        """What runs again."""
+        if self.inside:
+            self.count = x.detach() * 3
+        return (self.weight * self.count * x).exp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Count, then compute."""
+        self.count = self.count + 1
+        return checkpoint(self.part, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_runs_again_reads_the_buffers_of_its_call(inside):
+    """What runs again would read the buffers from before the call: the gradient would be another one."""
+    module, x = Counts(inside), torch.ones(1)
+    apply, params, buffers = functionalize(Counts(inside))
+    out, after = apply(params, buffers, x)
+    (grad,) = torch.autograd.grad(out, [params["weight"]])
+    module(x).backward()
+    assert torch.equal(grad, module.weight.grad)
+    assert same_bits(after, dict(Counts(inside).named_buffers()) | {"count": module.count})
+    assert torch.equal(buffers["count"], torch.zeros(1))
+
+
+class Stashes(nn.Module):
+    """A forward that keeps a value on the module for later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The value is used after other units were gathered."""
+        self.h = torch.tanh(self.a(x))
+        return self.b(x) * self.h
+
+
+def test_what_a_forward_keeps_is_of_its_own_rank():
+    """Ranks that share a function would use one another's values, or wait for one another for ever."""
+    torch.manual_seed(0)
+    module = Stashes().double()
+    apply, params, buffers = functionalize(module)
+
+    def job(mesh: Any) -> Any:
+        x = torch.full((2, 3), 1.0 + mesh.get_rank(), dtype=torch.float64)
+        sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=["a", "b.*"]))
+        value, grads = fshard.value_and_grad(lambda p: apply(p, buffers, x)[0].square().mean())(sharded)
+        return value, by_name(fshard.gather_params(grads))
+
+    losses = [module(torch.full((2, 3), 1.0 + rank, dtype=torch.float64)).square().mean() for rank in range(2)]
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    for value, grads in simulated(job):
+        assert torch.allclose(value, loss.detach())
+        for path, x in module.named_parameters():
+            assert torch.allclose(grads[path], x.grad, rtol=1e-10), path
+
+
+def test_a_value_kept_while_a_graph_is_traced_is_not_used_afterwards():
+    """A mask that a forward makes once would be a tracer's tensor in the next eager call."""
+
+    class Lazily(nn.Linear):
+        mask = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.mask is None:
+                self.mask = torch.ones_like(x) * 2
+            return super().forward(x * self.mask)
+
+    module = Lazily(2, 2)
+    apply, params, buffers = functionalize(module)
+    x = torch.ones(1, 2)
+    plain = tree.map(lambda x: x.detach(), params)
+    jitted = fshard.jit(lambda p, x: apply(p, buffers, x)[0], backend="eager")(plain, x)
+    assert torch.equal(jitted, apply(plain, buffers, x)[0])
+
+
+def test_a_backward_inside_a_forward_reads_its_own_call():
+    """A part that runs again inside another call would read the parameters of that one."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def part(self, x: Tensor) -> Tensor:
+            return (self.weight * x).exp()
+
+        def forward(self, x: Tensor, before: Any = None) -> Tensor:
+            y = checkpoint(self.part, x, use_reentrant=False)
+            return y if before is None else y * torch.autograd.grad(before[0].sum(), before[1])[0]
+
+    apply, params, buffers = functionalize(Inner())
+    x = torch.ones(1, requires_grad=True)
+    first, _ = apply({"weight": torch.full((1,), 2.0)}, buffers, x)
+    out, _ = apply(params, buffers, torch.ones(1), (first, x))
+    e = torch.tensor([1.0]).exp()
+    assert torch.allclose(out, e * 2 * e * e)
+
+
+def test_outputs_that_are_no_trees_keep_their_call():
+    """A dataclass as output would lose the call, and its checkpoints could not run again."""
+
+    @dataclass
+    class Out:
+        loss: Tensor
+
+    class Wraps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(again=True)
+
+        def forward(self, x: Tensor) -> Out:
+            return Out(self.block(x).sum())
+
+    apply, params, buffers = functionalize(Wraps())
+    grads = torch.autograd.grad(apply(params, buffers, torch.ones(2, 6))[0].loss, tree.leaves(params))
+    assert all(x.isfinite().all() for x in grads)
+
+
+def test_data_of_parameters_is_not_set():
+    """A momentum encoder that is updated by `.data` would never move."""
+
+    class Momentum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for a, b in zip(self.q.parameters(), self.k.parameters(), strict=True):
+                b.data = b.data * 0.5 + a.data * 0.5
+            return self.q(x) - self.k(x)
+
+    apply, params, buffers = functionalize(Momentum())
+    with pytest.raises(ValueError, match="Momentum: the module set the data of a parameter in its forward"):
+        apply(params, buffers, torch.ones(1, 2))

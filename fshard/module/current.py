@@ -36,29 +36,27 @@ class Call:
         self.buffers = buffers
         self._copies: dict[int, Tensor] = {}  # of the buffers that were read
         self._nodes = (0, 0)  # the numbers of the first node made in the call, and of the first one after it
-        self._returned = False
         self.thread = get_ident()  # nodes are numbered by thread
 
     def buffer(self, number: int) -> Tensor:
         """A copy of a buffer, which the module may write to: the caller's buffer is not changed."""
-        if self._returned:  # a part of the forward runs again, and what it writes is written already
-            return self.buffers[number].clone()
         if number not in self._copies:
             self._copies[number] = self.buffers[number].clone()
         return self._copies[number]
 
     def set_buffer(self, number: int, value: Tensor) -> None:
         """Replace a buffer: the caller finds it among the new buffers."""
-        if not self._returned:
-            self._copies[number] = value
+        self._copies[number] = value
 
     def new_buffers(self) -> list[Tensor]:
         """The buffers after the call: the caller's own tensors where the module read and wrote nothing.
 
-        A copy that was read counts as written to: batch norm writes without counting the version of a tensor up.
+        A copy that was read counts as written to: batch norm writes without counting the version of a tensor up. What
+        runs again in the backward reads copies of the new buffers, as in a module, and what it writes is dropped.
         """
-        copies, self._copies = self._copies, {}  # the call may live on, the copies need not
-        return [copies.get(number, old) for number, old in enumerate(self.buffers)]
+        self.buffers = [self._copies.get(number, old) for number, old in enumerate(self.buffers)]
+        self._copies = {}
+        return list(self.buffers)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -66,7 +64,7 @@ class Call:
         # Private, as `_of_backward` says
         first = torch.autograd._get_sequence_nr()
         yield
-        self._nodes, self._returned = (first, torch.autograd._get_sequence_nr()), True
+        self._nodes = first, torch.autograd._get_sequence_nr()
 
     def made(self, node: int) -> bool:
         """Whether the node of this number was made in this call."""
@@ -74,7 +72,10 @@ class Call:
 
     def stay_alive_with(self, results: Tree) -> None:
         """Let the graph of the results refer to this call, for what runs again in the backward."""
-        for node in {x.grad_fn for x in tree.leaves(results) if isinstance(x, Tensor) and x.grad_fn is not None}:
+        leaves = tree.leaves(results)
+        # objects that are no nodes of a tree, as a user's dataclass
+        leaves += tree.leaves([vars(x) for x in leaves if not isinstance(x, Tensor) and hasattr(x, "__dict__")])
+        for node in {x.grad_fn for x in leaves if isinstance(x, Tensor) and x.grad_fn is not None}:
             metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]  # typed as a method
             metadata[self] = None
 
@@ -100,18 +101,18 @@ class Calls:
 
     def current(self) -> Call:
         """The call that runs, or, in a backward that runs a part of a forward again, the call of that forward."""
-        running = (_RUNNING.get() or {}).get(self)
-        return self._of_backward() if running is None else running
-
-    def _of_backward(self) -> Call:
         # Private: no public function tells which node a hook on saved tensors runs for, nor its number
         # (test_module.py notices when these go).
         node = torch._C._current_autograd_node()
-        made = [] if node is None else [call for call in self._alive if call.made(node._sequence_nr())]
+        running = (_RUNNING.get() or {}).get(self)
+        # a forward may contain a backward: of another call, perhaps
+        made = [] if node is None else [call for call in list(self._alive) if call.made(node._sequence_nr())]
         # a backward on a GPU runs in a thread of its own, unless multithreading is off, as in `value_and_grad`
         calls = [call for call in made if call.thread == get_ident()] or made
         if len(calls) == 1:
             return calls[0]
+        if running is not None:
+            return running
         if calls:
             raise RuntimeError(
                 f"{self.name}: a part of the forward runs again in a backward of another thread, and {len(calls)} "
@@ -120,5 +121,6 @@ class Calls:
             )
         raise RuntimeError(
             f"{self.name}: parameters were read outside of a call: those of the module are arguments of the function "
-            "that functionalize returned. Call that, and keep no submodule of it."
+            "that functionalize returned. Call that, and keep no submodule, parameter or generator of it; with "
+            "activation checkpointing, return a tensor, or a tree or object that holds one."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..core import tree
 from ..core.arguments import wrong
+from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.pieces import Parts
 from ..sharding.access import Leaves
@@ -19,7 +21,7 @@ from ..sharding.plan import Plan
 from ..sharding.sharded import Sharded
 from .current import Call, Calls
 from .initialize import Initializer
-from .skeleton import in_tree_order, nested, skeleton, stands_for
+from .skeleton import copy_of, in_eval_mode, in_tree_order, nested, skeleton, stands_for
 from .submodules import frozen_of, units_of
 
 
@@ -28,15 +30,25 @@ class ModuleFunction:
 
     `functionalize` makes one. `params` are a tree of tensors, or the parameters that a loss is given, of which each
     unit is gathered when a submodule reads it. `buffers` are not changed: new ones are returned, the same tensors where
-    the module read nothing. Calls of one function may run side by side, and it keeps nothing of a call, apart from
-    weak references while the graph of the call is alive (for activation checkpointing).
+    the module read nothing. Calls of one function may run side by side in threads. It keeps nothing of a call, apart
+    from weak references while the graph of the call is alive (for activation checkpointing), and from what a forward
+    assigns to attributes that are not buffers, in a copy of the module for each thread.
     """
 
     def __init__(
         self, skeletons: Mapping[bool, nn.Module], training: bool, calls: Calls, params: tree.Spec, buffers: tree.Spec
     ):
-        self._skeletons, self._module, self._calls = skeletons, skeletons[training], calls
+        self._skeletons, self._skeleton, self._calls = skeletons, skeletons[training], calls
         self._params, self._buffers = params, buffers
+        self._of_thread = threading.local()
+
+    def _module(self) -> nn.Module:
+        """The copy of the module that this thread calls; while a graph is traced a new one, which may keep fakes."""
+        if is_tracing():
+            return copy_of(self._skeleton, self._calls)
+        if not hasattr(self._of_thread, "module"):
+            self._of_thread.module = copy_of(self._skeleton, self._calls)
+        return self._of_thread.module
 
     def __call__(self, params: Tree, buffers: Tree, /, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         """The output of the module, and its buffers afterwards."""
@@ -46,8 +58,9 @@ class ModuleFunction:
             remedy = "Call it in a loss (train_step, value_and_grad, evaluate), or gather_params first"
             raise TypeError(f"{name}: {wrong('params', params, expected, remedy)}")
         call = Call(Leaves(params, self._params, f"{name}: params"), self._listed(buffers))
+        module = self._module()
         with self._calls.during(call):
-            out = self._module(*args, **kwargs)
+            out = module(*args, **kwargs)
         after = call.new_buffers()
         call.stay_alive_with((out, after))
         return out, tree.unflatten(self._buffers, after)
@@ -72,7 +85,7 @@ class ModuleFunction:
         parameters are in no unit inside. Submodules without parameters are left out. ValueError for an argument that
         selects nothing.
         """
-        return units_of(self._module, which)
+        return units_of(self._skeleton, which)
 
     def init(self, plan: Plan, seed: int = 0) -> Sharded:
         """Make the parameters on a plan with the module's own initialization, as `init_params` does.
@@ -81,18 +94,22 @@ class ModuleFunction:
         initialized by the module's `_init_weights` (as in transformers), else by its own `reset_parameters`. Numbers
         are drawn under a seed of (seed, path of the submodule). ValueError for a parameter that neither sets.
         """
-        return init_params(plan, Initializer(self._module, seed, plan.device), seed)
+        if plan.spec != self._params:
+            expected = tree.unflatten(self._params, [0] * self._params.num_leaves)
+            got = tree.unflatten(plan.spec, [0] * plan.spec.num_leaves)
+            raise ValueError(f"{self._calls.name}: init: a plan of other parameters: {tree.difference(expected, got)}")
+        return init_params(plan, Initializer(self._skeleton, seed, plan.device), seed)
 
     def init_buffers(self, device: torch.device | str = "cpu", seed: int = 0) -> Tree:
         """The buffers of a module on meta, made on a device as `init` makes parameters."""
         names = tree.paths(self._buffers)
-        made = Initializer(self._module, seed, torch.device(device))
+        made = Initializer(self._skeleton, seed, torch.device(device))
         return tree.unflatten(self._buffers, [made.buffer(name) for name in names])
 
     @property
     def frozen(self) -> list[str]:
         """The paths of the parameters that require no gradient, for `make_plan(frozen=)`."""
-        return frozen_of(self._module)
+        return frozen_of(self._skeleton)
 
 
 def functionalize(module: nn.Module) -> tuple[ModuleFunction, dict[str, Any], dict[str, Any]]:
@@ -123,6 +140,6 @@ def functionalize(module: nn.Module) -> tuple[ModuleFunction, dict[str, Any], di
     calls = Calls(type(module).__name__)
     stands = stands_for(params, buffers, calls)
     # two copies, so that calls in both modes may run side by side; True is the mode in which the module is
-    skeletons = {True: skeleton(module, stands), False: skeleton(module, stands).eval()}
+    skeletons = {True: skeleton(module, stands), False: in_eval_mode(skeleton(module, stands))}
     trees = nested(params), nested(buffers)
     return ModuleFunction(skeletons, True, calls, *(tree.flatten(x)[1] for x in trees)), *trees

@@ -17,7 +17,7 @@ class Initializer:
 
     def __init__(self, skeleton: nn.Module, seed: int, device: torch.device):
         self._skeleton, self._seed, self._device = skeleton, seed, device
-        self._made: tuple[str, nn.Module] | None = None
+        self._made: tuple[str, list[nn.Module]] | None = None
 
     def __call__(self, path: str, like: Tensor) -> Tensor:
         """The parameter at a path; `like` is not needed."""
@@ -29,27 +29,34 @@ class Initializer:
 
     def _tensor(self, path: str, kind: str) -> Tensor:
         owner, _, name = path.rpartition(".")
-        value: Tensor = vars(self._owner(owner))[kind][name].detach()
-        if value.is_floating_point() and value.isnan().any():
+        if self._made is None or self._made[0] != owner:
+            self._made = owner, [self._owner(owner, start) for start in (0, 1)]
+        value, other = (vars(part)[kind][name].detach() for part in self._made[1])
+        # what nothing sets is what it was filled with: NaN, or in integers 0 and then 1
+        unset = value.isnan() if value.is_floating_point() or value.is_complex() else value != other
+        if unset.any():
             of = type(self._skeleton.get_submodule(owner)).__name__
             raise ValueError(
-                f"init: neither the module's _init_weights nor reset_parameters of {owner!r} ({of}) sets {path!r}: "
-                "use fshard.init_params(plan, fn)"
+                f"init: neither _init_weights nor reset_parameters of {owner!r} ({of}) sets {path!r}: use "
+                "fshard.init_params(plan, fn), or make the module with its values"
             )
         return value
 
-    def _owner(self, path: str) -> nn.Module:
+    def _owner(self, path: str, start: int) -> nn.Module:
         """A submodule with initialized tensors of its own, as the modules around it leave them."""
-        if self._made is None or self._made[0] != path:
-            part = _with_tensors(self._skeleton.get_submodule(path), self._empty)
-            with seeded_by(self._seed, path, self._device), torch.no_grad():
-                self._initialize(part)
-                above = path
-                while above:  # from the inside out, as modules are made
-                    above = above.rpartition(".")[0]
-                    self._initialize(self._around(above, path, part))
-            self._made = path, part
-        return self._made[1]
+
+        def empty(stand: Stand) -> Tensor:
+            x = torch.full(stand.form.shape, start, dtype=stand.form.dtype, device=self._device)
+            return x.fill_(torch.nan) if x.is_floating_point() or x.is_complex() else x
+
+        part = _with_tensors(self._skeleton.get_submodule(path), empty)
+        with seeded_by(self._seed, path, self._device), torch.no_grad():
+            self._initialize(path, part)
+            above = path
+            while above:  # from the inside out, as modules are made
+                above = above.rpartition(".")[0]
+                self._initialize(above, self._around(above, path, part))
+        return part
 
     def _around(self, above: str, path: str, part: nn.Module) -> nn.Module:
         """A module around `part`, of which all other tensors are on meta."""
@@ -58,19 +65,17 @@ class Initializer:
         vars(module.get_submodule(parent))["_modules"][name] = part
         return module
 
-    def _initialize(self, part: nn.Module) -> None:
-        """Initialize one module as its library does."""
-        whole: Any = getattr(self._skeleton, "_init_weights", None)
+    def _initialize(self, path: str, part: nn.Module) -> None:
+        """Initialize one module as its library does: by the innermost `_init_weights` around it, or by itself."""
+        names = path.split(".") if path else []
+        around = [self._skeleton.get_submodule(".".join(names[:end])) for end in range(len(names), -1, -1)]
+        whole = next((module for module in around if callable(getattr(module, "_init_weights", None))), None)
         reset: Any = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-        if callable(whole):
-            whole(part)
+        if whole is not None:
+            library: Any = whole
+            library._init_weights(part)
         elif callable(reset):
             reset()
-
-    def _empty(self, stand: Stand) -> Tensor:
-        # not a number until it is set, so that what is never set is seen; an integer cannot say so
-        x = torch.zeros(stand.form.shape, dtype=stand.form.dtype, device=self._device)
-        return x.fill_(torch.nan) if x.is_floating_point() else x
 
 
 def _with_tensors(part: nn.Module, make: Callable[[Stand], Tensor]) -> nn.Module:

@@ -18,12 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from ..core import tree
-from .current import Calls
+from ..sharding.access import Leaves
+from .checks import check_copied
+from .current import Call, Calls
 
 # Functions that ask for the form of a tensor and not for its values.
 _ATTRIBUTES = ("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta")
 _METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex")
 _FORM = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES} | {getattr(Tensor, name) for name in _METHODS}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _FORM |= {torch.is_floating_point, torch.is_complex, torch.numel}
 
@@ -40,7 +43,7 @@ class Stand(Tensor):
     @staticmethod
     def of(calls: Calls, number: int, is_buffer: bool, x: Tensor) -> Stand:
         """Stand for the parameter or buffer of this number, which is `x` in the module."""
-        stand = torch.empty(0).as_subclass(Stand)
+        stand = torch.empty(0, dtype=torch.float32, device="cpu").as_subclass(Stand)
         stand.calls, stand.number, stand.is_buffer = calls, number, is_buffer
         stand.form, stand.trains = torch.empty_like(x, device="meta"), x.requires_grad
         # Private: what isinstance(x, nn.Parameter) asks for (test_module.py notices when it goes)
@@ -62,6 +65,11 @@ class Stand(Tensor):
         """Call `func` with what the stands stand for."""
         if func == _REQUIRES_GRAD:
             return args[0].trains
+        if func == _SET_DATA:
+            raise ValueError(
+                f"{args[0].calls.name}: the module set the data of a parameter in its forward: return new values, or "
+                "make the parameter a buffer"
+            )
         form = func in _FORM
 
         def current(x: Any) -> Any:
@@ -83,12 +91,16 @@ class Slots(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         stand = self.get(name)
-        if stand is None or not stand.is_buffer:
+        if stand is None or not stand.is_buffer or not isinstance(value, Tensor):
             raise ValueError(
                 f"the module set {name!r} in its forward, which is a parameter, or was not there when it was made a "
-                "function: make buffers in __init__ (register_buffer), and return new values of parameters"
+                "function, or is no tensor now: make buffers in __init__ (register_buffer), and return new values of "
+                "parameters"
             )
-        stand.calls.current().set_buffer(stand.number, value)
+        stand.calls.current().set_buffer(stand.number, value.read() if isinstance(value, Stand) else value)
+
+    def __deepcopy__(self, memo: Any) -> Slots:
+        return Slots(self.items())
 
 
 def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], calls: Calls) -> dict[int, Stand]:
@@ -102,16 +114,54 @@ def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], call
 
 def skeleton(module: nn.Module, stands: Mapping[int, Stand]) -> nn.Module:
     """Copy a module, with stands for its parameters and buffers."""
+    check_copied(module, stands)
+    copied = _copy(module, dict(stands))
+    for part in copied.modules():
+        for kind in ("_parameters", "_buffers"):
+            tensors = vars(part)[kind]
+            if not all(x is None or isinstance(x, Stand) for x in tensors.values()):
+                raise TypeError(f"functionalize: {type(part).__name__} copies itself (__deepcopy__), with its tensors")
+            vars(part)[kind] = Slots(tensors)
+    return copied
+
+
+def in_eval_mode(skeleton: nn.Module) -> nn.Module:
+    """Put a skeleton into evaluation mode, without its own `train()`, which may compute with weights."""
+    for part in skeleton.modules():
+        part.training = False
+    return skeleton
+
+
+def copy_of(skeleton: nn.Module, calls: Calls) -> nn.Module:
+    """Copy a skeleton: what a forward assigns to attributes stays in the copy."""
+    # an RNN reads its weights while it is copied, and keeps what it reads
+    with calls.during(Call(_Stands(skeleton), [])):
+        return _copy(skeleton, {})
+
+
+def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     try:
-        copied = copy.deepcopy(module, dict(stands))
+        return copy.deepcopy(module, memo)
     except Exception as failure:
         raise TypeError(
-            f"functionalize: {type(module).__name__} cannot be copied: {type(failure).__name__}: {failure}"
+            f"functionalize: {type(module).__name__} cannot be copied: {type(failure).__name__}: {failure}. Remove "
+            "what it keeps of graphs, locks and files (instead of the old weight_norm and prune: parametrizations)"
         ) from failure
-    for part in copied.modules():
-        vars(part)["_parameters"] = Slots(part._parameters)
-        vars(part)["_buffers"] = Slots(part._buffers)
-    return copied
+
+
+class _Stands(Leaves):
+    """The stands of a skeleton's parameters, by number, each for itself."""
+
+    def __init__(self, skeleton: nn.Module):
+        self._stands = {x.number: x for x in skeleton.parameters() if isinstance(x, Stand)}
+
+    def read(self, number: int) -> Tensor:
+        """The stand itself, which the copy has as well."""
+        return self._stands[number]
+
+    def like(self, number: int) -> Tensor:
+        """A meta tensor with the form of the parameter."""
+        return self._stands[number].form
 
 
 def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
