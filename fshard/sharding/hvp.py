@@ -19,6 +19,7 @@ from torch.autograd.forward_ad import make_dual
 from ..core import func_levels, tree
 from ..core.scalars import Number
 from ..core.tree import Tree
+from .elementary import Elementary
 from .grad import Mean, Sum, check_loss, check_sharded, inputs, later_grads, read_loss, run
 from .gradients import Gradients
 from .plan import Slot
@@ -83,8 +84,10 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
     `loss_fn(params, *args)` is a loss as of `value_and_grad`. `params` and `v` are `Sharded` of one plan, `v` cut like
     the parameters or like gradients; the product is cut like gradients, so it can be the next `v`. Touching a unit
     gathers it and its tangent, and both again in the backward. The operators in the loss need forward
-    derivatives (attention: under sdpa_kernel(SDPBackend.MATH)). ValueError for a `v` of another plan, for a count that
-    depends on parameters, and where a `param_wire` would round the tangent.
+    derivatives (attention: under sdpa_kernel(SDPBackend.MATH)). LayerNorm, BatchNorm, InstanceNorm, det and solve are
+    computed from other operators, because torch's second derivatives of them are wrong. ValueError for other operators
+    with wrong second derivatives, for a `v` of another plan, for a count that depends on parameters, and where a
+    `param_wire` would round the tangent.
 
     >>> params, v = (shard_of(torch.tensor(x)) for x in ([1.0, 2.0], [1.0, 0.0]))
     >>> gather_params(hvp(lambda w: (w ** 3).sum())(params, v))
@@ -99,7 +102,8 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
         returned: list[tuple[Mean | Sum, type]] = []
 
         def total(_: Tensor) -> Tensor:
-            returned.append(read_loss(loss_fn(tape.duals(), *args)))
+            with Elementary():
+                returned.append(read_loss(loss_fn(tape.duals(), *args)))
             return returned[-1][0].total
 
         # jvp only opens a level of forward mode: the tangents come from the tape, not from this number
