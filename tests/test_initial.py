@@ -1,5 +1,6 @@
 """Sharded parameters made from a function, from a module on meta, or from a state dict, and back to one."""
 
+import inspect
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import fshard
 from fshard import tree
 from fshard.module import functionalize
+from fshard.sharding.names import name_differences, renamed
 
 SHAPES = {"a": {"w": (3, 5), "b": (5,)}, "c": [(7,), ()]}
 
@@ -223,6 +225,78 @@ def test_all_differences_are_listed_at_once():
         "'c.0': expected a tensor [7], got [1]",
     ):
         assert words in str(failure.value)
+
+
+WRAPPED = {
+    "DistributedDataParallel": "name.removeprefix('module.')",
+    "torch.compile": "name.replace('_orig_mod.', '')",
+    "a block of torch.compile": "name.replace('_orig_mod.', '')",
+    "torch.compile of DistributedDataParallel": "name.replace('_orig_mod.', '').removeprefix('module.')",
+    "a checkpointed block": "name.replace('_checkpoint_wrapped_module.', '')",
+    "a model inside another": "name.removeprefix('tower.model.')",
+    "a part of the model": "'blocks.0.' + name",
+}
+
+
+def wrapped_name(wrapper: str, name: str) -> str:
+    """The name of a leaf as a wrapper of torch writes it."""
+    return {
+        "DistributedDataParallel": "module." + name,
+        "torch.compile": "_orig_mod." + name,
+        "a block of torch.compile": name.replace("0.", "0._orig_mod."),
+        "torch.compile of DistributedDataParallel": "_orig_mod.module." + name,
+        "a checkpointed block": name.replace("0.", "0._checkpoint_wrapped_module."),
+        "a model inside another": "tower.model." + name,
+        "a part of the model": name.removeprefix("blocks.0."),
+    }[wrapper]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_the_error_says_how_to_rename(wrapper):
+    """A user would have to find out which wrapper the names come from; or the remedy would be wrong."""
+    names = ["blocks.0.linear.weight", "blocks.0.linear.bias"]
+    given = [wrapped_name(wrapper, name) for name in names]
+    differences = " ".join(name_differences([[name] for name in names], given))
+    assert differences.endswith(f". Pass rename=lambda name: {WRAPPED[wrapper]}")
+    assert [*renamed(given, eval(f"lambda name: {WRAPPED[wrapper]}"))] == names
+
+
+def test_the_names_that_torch_writes():
+    """The names that the errors know would not be those that torch's wrappers write."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import FullyShardedDataParallel, _common_utils
+
+    names = {"weight", "bias"}
+    compiled, checkpointed = torch.compile(nn.Linear(1, 1)), nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1)))
+    assert {*compiled.state_dict()} == {"_orig_mod." + name for name in names}
+    assert {*dict(checkpointed.named_parameters())} == {"0._checkpoint_wrapped_module." + name for name in names}
+    assert f"{_common_utils.FSDP_WRAPPED_MODULE}." == "_fsdp_wrapped_module."
+    assert '"_flat_param"' in inspect.getsource(inspect.getmodule(FullyShardedDataParallel))
+
+
+def test_names_that_nothing_renames():
+    """A remedy would be given that does not help."""
+    flat = " ".join(name_differences([["a.w"]], ["a._flat_param"]))
+    assert "let FSDP1 write FULL_STATE_DICT or SHARDED_STATE_DICT" in flat
+    (wrapped,) = name_differences([["a._checkpoint_wrapped_module.w"], ["b"]], ["b"])
+    assert wrapped.endswith("make plans of the module before it is wrapped")
+    missing, unknown = name_differences([["a.w"], ["b"]], ["c.v", "b"])
+    assert missing.endswith("'a.w'")
+    assert unknown.endswith("'c.v'")
+
+
+def test_what_rename_returns_is_checked():
+    """One of two values of a leaf would be lost, or a typing error be a name."""
+    names = ["module.w", "w"]
+    assert renamed(names) == {"module.w": "module.w", "w": "w"}
+    assert renamed(names, {"module.w": None}) == {"w": "w"}
+    assert renamed(names, {"module.w": "v"}) == {"v": "module.w", "w": "w"}
+    with pytest.raises(ValueError, match=r"rename: 'module.w' and 'w' are both called 'w': leave one out"):
+        renamed(names, lambda name: name.removeprefix("module."))
+    with pytest.raises(TypeError, match=r"rename: of 'module.w': expected a name, or None to leave it out, got 1"):
+        renamed(names, lambda name: 1)
+    with pytest.raises(TypeError, match=r"rename='module.': expected a dict, or fn"):
+        renamed(names, "module.")
 
 
 def test_tied_names_that_differ_are_an_error():

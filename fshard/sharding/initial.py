@@ -11,6 +11,7 @@ from ..comm.mesh import num_ranks
 from ..core import tree
 from ..core.arguments import check_function, check_whole, shown, wrong
 from ..core.random import seeded_by
+from .names import name_differences
 from .plan import Plan, Slot
 from .sharded import Sharded, cut, empty_params, gather_unit, pack
 
@@ -115,11 +116,7 @@ def load_state_dict(x: Sharded, mapping: Mapping[str, Tensor]) -> Sharded:
 
 def _differences(plan: Plan, names: Mapping[Slot, Sequence[str]], mapping: Mapping[str, Tensor]) -> Iterator[str]:
     """Say how a mapping differs from what the leaves of a plan need."""
-    known = {name for tied in names.values() for name in tied}
-    if missing := [tied[0] for tied in names.values() if not any(name in mapping for name in tied)]:
-        yield f"it lacks {len(missing)} names: {', '.join(map(repr, missing[:8]))}"
-    if unknown := [name for name in mapping if name not in known]:
-        yield f"it has {len(unknown)} names that the plan has not: {', '.join(map(repr, unknown[:8]))}"
+    yield from name_differences(names.values(), mapping)
     for slot, tied in names.items():
         stored = plan.kinds[slot.kind].dtype
         given = [(name, mapping[name]) for name in tied if name in mapping]

@@ -1,0 +1,96 @@
+"""Names of leaves in state dicts and files: how they become the names of a plan, and how the two differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+from ..core.arguments import check_function, shown
+
+Rename = Callable[[str], str | None] | Mapping[str, str | None]
+
+# What torch's wrappers put into names: torch.compile, activation checkpointing, FSDP1.
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def renamed(names: Iterable[str], rename: Rename | None = None) -> dict[str, str]:
+    """Return the names by what they are called in the plan, in their order.
+
+    `rename` is a function from a name to the plan's name, or a dict that has the names that change; None in place of a
+    plan's name leaves the name out. TypeError for another `rename`, ValueError for two names of one leaf.
+
+    >>> renamed(["module.w", "module.step"], lambda name: name.removeprefix("module.") if "step" not in name else None)
+    {'w': 'module.w'}
+    """
+    if isinstance(rename, Mapping):
+        changes = rename
+        rename = lambda name: changes.get(name, name)  # noqa: E731
+    if rename is not None:
+        check_function("rename", rename, "a dict, or fn(name) -> the plan's name, or None to leave it out")
+    by_name: dict[str, str] = {}
+    for name in names:
+        new = name if rename is None else rename(name)
+        if new is None:
+            continue
+        if not isinstance(new, str):
+            raise TypeError(f"rename: of {name!r}: expected a name, or None to leave it out, got {shown(new)}")
+        if new in by_name:
+            raise ValueError(f"rename: {by_name[new]!r} and {name!r} are both called {new!r}: leave one out (None)")
+        by_name[new] = name
+    return by_name
+
+
+def name_differences(expected: Iterable[Sequence[str]], given: Collection[str]) -> Iterator[str]:
+    """Say which names are missing or unknown, and what to do; each of `expected` has all names of one leaf.
+
+    >>> list(name_differences([["w"]], ["w", "step"]))
+    ["it has 1 names that the plan has not: 'step'. With rename, None instead of a name leaves it out"]
+    """
+    expected = [list(names) for names in expected]
+    known = {name for names in expected for name in names}
+    missing = [names[0] for names in expected if not any(name in given for name in names)]
+    unknown = [name for name in given if name not in known]
+    remedy = _remedy(missing, unknown)
+    if missing:
+        yield f"it lacks {len(missing)} names: {_listed(missing)}" + remedy * (not unknown)
+    if unknown:
+        yield f"it has {len(unknown)} names that the plan has not: {_listed(unknown)}" + remedy
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:8])) + ", and so on" * (len(names) > 8)
+
+
+def _remedy(missing: Sequence[str], unknown: Sequence[str]) -> str:
+    """What to do about names that differ; "" if that is not known."""
+    if any(name.rpartition(".")[2].startswith("_flat_param") for name in unknown):
+        return (
+            ". FSDP1's LOCAL_STATE_DICT has flat parameters, which do not say which leaves are in them: let FSDP1 "
+            "write FULL_STATE_DICT or SHARDED_STATE_DICT"
+        )
+    if call := _call(missing, unknown):
+        return f". Pass rename=lambda name: {call}"
+    if any(word in name for name in missing for word in WRAPPERS):
+        return ". The plan has names of a wrapped module: make plans of the module before it is wrapped"
+    return ". With rename, None instead of a name leaves it out" * (not missing)
+
+
+def _call(missing: Sequence[str], unknown: Sequence[str]) -> str:
+    """An expression of `name` by which most unknown names become missing ones; "" if there is none."""
+    words = [word for word in WRAPPERS if any(word in name for name in unknown)]
+    replaced = "name" + "".join(f".replace({word!r}, '')" for word in words)
+    plain = [_without(name, words) for name in unknown]
+    if set(plain) & set(missing):
+        return replaced
+    for leaf in missing[:1]:
+        for name in plain:
+            if name.endswith(f".{leaf}"):
+                return f"{replaced}.removeprefix({name.removesuffix(leaf)!r})"
+            if leaf.endswith(f".{name}"):
+                return f"{leaf.removesuffix(name)!r} + {replaced}"
+    return ""
+
+
+def _without(name: str, words: Sequence[str]) -> str:
+    for word in words:
+        name = name.replace(word, "")
+    return name
