@@ -11,7 +11,7 @@ from ..comm.mesh import num_ranks
 from ..core import tree
 from ..core.arguments import check_function, check_whole, shown, wrong
 from ..core.random import seeded_by
-from .names import name_differences
+from .names import Form, form_difference, name_differences
 from .plan import Plan, Slot
 from .sharded import Sharded, cut, empty_params, gather_unit, pack
 
@@ -100,10 +100,7 @@ def load_state_dict(x: Sharded, mapping: Mapping[str, Tensor]) -> Sharded:
     _check_whole_tree("load_state_dict", x)
     if not isinstance(mapping, Mapping):
         raise TypeError(f"load_state_dict: {wrong('mapping', mapping, 'a dict of tensors by dotted name')}")
-    names: dict[Slot, list[str]] = {}
-    for name, slot in zip(tree.paths(x.plan.spec), x.view.slots(), strict=True):
-        if slot.kind in x.view.kinds:
-            names.setdefault(slot, []).append(name)
+    names = x.view.names()
     if differences := [*_differences(x.plan, names, mapping)]:
         raise ValueError("load_state_dict: " + "; ".join(differences))
     rows = [torch.zeros_like(row) for row in x.tensors]
@@ -118,19 +115,13 @@ def _differences(plan: Plan, names: Mapping[Slot, Sequence[str]], mapping: Mappi
     """Say how a mapping differs from what the leaves of a plan need."""
     yield from name_differences(names.values(), mapping)
     for slot, tied in names.items():
-        stored = plan.kinds[slot.kind].dtype
+        form = Form(slot.shape, plan.kinds[slot.kind].dtype)
         given = [(name, mapping[name]) for name in tied if name in mapping]
         for name, value in given:
-            if not isinstance(value, Tensor) or value.shape != slot.shape:
-                yield f"{name!r}: expected a tensor {list(slot.shape)}, got {_form(value)}"
-            elif value.dtype != stored and not (value.is_floating_point() and stored.is_floating_point):
-                yield f"{name!r}: expected {stored}, got {value.dtype}"
+            if difference := form_difference(name, form, value):
+                yield difference
             elif name != given[0][0] and not torch.equal(plain(value), plain(given[0][1])):
                 yield f"{name!r} and {given[0][0]!r} are tied, but differ"
-
-
-def _form(value: object) -> str:
-    return f"one {list(value.shape)}" if isinstance(value, Tensor) else shown(value)
 
 
 def plain(x: Tensor) -> Tensor:

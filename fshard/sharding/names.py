@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from ..core.arguments import check_function, shown
 
@@ -10,6 +14,14 @@ Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
 # What torch's wrappers put into names: torch.compile, activation checkpointing, FSDP1.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is known of a tensor that has not been read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def renamed(names: Iterable[str], rename: Rename | None = None) -> dict[str, str]:
@@ -94,3 +106,17 @@ def _without(name: str, words: Sequence[str]) -> str:
     for word in words:
         name = name.replace(word, "")
     return name
+
+
+def form_difference(name: str, expected: Form, given: object) -> str:
+    """Say how a tensor, or the form of one, is not one that a leaf can take: "" if only the floating dtype differs.
+
+    >>> form_difference("w", Form((2,), torch.float32), torch.zeros(2, dtype=torch.int64))
+    "'w': expected torch.float32, got torch.int64"
+    """
+    if not isinstance(given, Tensor | Form) or tuple(given.shape) != expected.shape:
+        got = f"one {list(given.shape)}" if isinstance(given, Tensor | Form) else shown(given)
+        return f"{name!r}: expected a tensor {list(expected.shape)}, got {got}"
+    if given.dtype != expected.dtype and not (given.dtype.is_floating_point and expected.dtype.is_floating_point):
+        return f"{name!r}: expected {expected.dtype}, got {given.dtype}"
+    return ""

@@ -28,6 +28,14 @@ class View:
         numbers = self.plan.leaves[self.first : self.first + self.spec.num_leaves]
         return [self.plan.slots[n] for n in numbers]
 
+    def names(self) -> dict[Slot, list[str]]:
+        """Return the dotted names of each leaf that is held: more than one for a tied leaf."""
+        names: dict[Slot, list[str]] = {}
+        for name, slot in zip(tree.paths(self.plan.spec)[self.first :], self.slots(), strict=False):
+            if slot.kind in self.kinds:
+                names.setdefault(slot, []).append(name)
+        return names
+
     def axes(self, kind: int) -> Axes:
         """Return the axes over which a kind is cut in this view: none for kinds that are kept whole."""
         return self.plan.over(self.over, kind)
