@@ -1,4 +1,4 @@
-"""Models of transformers, unchanged: trained as functions they have the parameters and buffers of the plain model."""
+"""Models of transformers and timm, unchanged: trained as functions they have the parameters of the plain model."""
 
 import sys
 import warnings
@@ -44,7 +44,7 @@ def train(
     plan = fshard.make_plan(params, mesh, units=apply.units(*kept), frozen=apply.frozen, **STRATEGIES[strategy][0])
     tx = OPTIMIZERS[optimizer][0]
     state = fshard.init_state(fshard.shard_params(params, plan), tx, seed=7, extra=buffers)
-    step = fshard.train_step(loss_of(apply), tx, with_extra=True)
+    step = fshard.train_step(loss_of(name, apply), tx, with_extra=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers warns of its own use of torch
         for i in range(STEPS):
@@ -52,12 +52,12 @@ def train(
     return fshard.state_dict(state.params), by_name(state.extra)
 
 
-def loss_of(apply: Any) -> Any:
-    """The loss that the model computes itself, and its buffers."""
+def loss_of(name: str, apply: Any) -> Any:
+    """The loss of a model, and its buffers."""
 
     def loss(params: Any, buffers: Any, batch: dict[str, Tensor]) -> Any:
-        out, buffers = apply(params, buffers, **batch)
-        return out.loss, buffers
+        out, buffers = apply(params, buffers, **MODELS[name].arguments(batch))
+        return MODELS[name].loss(out, batch), buffers
 
     return loss
 
@@ -91,7 +91,7 @@ CASES = [(name, again) for name in MODELS for again in (False, True) if MODELS[n
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("name", "again"), CASES)
 def test_a_model_is_trained_as_by_torch(name, again, optimizer, strategy):
-    """A model of transformers would be trained wrongly: with tied weights, unused experts, or when it runs again."""
+    """A model would be trained wrongly: with tied weights, unused experts, or when it runs again."""
     results = simulated(train, name, optimizer, strategy, again, replicate=STRATEGIES[strategy][1])
     is_trained(results, name, optimizer)
 
@@ -115,7 +115,7 @@ def test_processes_train_models_as_torch_does(first):
 def test_dropout_is_that_of_one_device(name):
     """Dropout would be other than that of the unsharded step with the same seed."""
     apply, params, buffers = functionalize(model(name, dropout=0.3))
-    reference = fshard.testing.oracle(loss_of(apply), OPTIMIZERS["sgd"][0], with_extra=True, frozen=apply.frozen)
+    reference = fshard.testing.oracle(loss_of(name, apply), OPTIMIZERS["sgd"][0], with_extra=True, frozen=apply.frozen)
     state = reference.init(params, seed=7, extra=[buffers] * 2)
     for i in range(STEPS):
         state, _ = reference.step(state, [data(name, i, rank) for rank in range(2)])

@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights, their batches, and how transformers and torch train them."""
+"""Small models of transformers and timm with random weights, their batches, and how torch alone trains them."""
 
 import copy
 import logging
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers as hf
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 logging.getLogger("transformers").setLevel(logging.ERROR)  # remarks on the ids of special words, which are not used
 
@@ -16,6 +17,13 @@ _SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size":
 _TEXT = {**_SMALL, "vocab_size": WORDS, "max_position_embeddings": 16}
 _LLAMA = {**_TEXT, "num_key_value_heads": 1}
 _NO_WORDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def model_of_timm(config: dict[str, Any]) -> Any:
+    """A model of timm; timm is imported when the first is made, because this takes 2 s."""
+    from .timm_models import create
+
+    return create(**config)
 
 
 def text(generator: torch.Generator) -> dict[str, Tensor]:
@@ -36,14 +44,41 @@ def sound(generator: torch.Generator) -> dict[str, Tensor]:
     return {"input_features": spectrum, "labels": text(generator)["labels"]}
 
 
-class Model(NamedTuple):
-    """A model: its class, its configuration with a probability of dropout, the paths of its units, and its batches."""
+def own_loss(out: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The loss that a model of transformers computes itself."""
+    return out.loss
 
-    cls: Any
+
+def loss_of_scores(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of a model of timm, which returns scores of classes."""
+    return cross_entropy(out, batch["labels"])
+
+
+def pixels(batch: dict[str, Tensor]) -> dict[str, Any]:
+    """What a model of timm takes."""
+    return {"x": batch["pixel_values"]}
+
+
+def checkpoints_of_transformers(module: Any) -> None:
+    """Switch activation checkpointing on."""
+    module.activation_checkpointing_enable({"use_reentrant": False})
+
+
+def checkpoints_of_timm(module: Any) -> None:
+    """Switch activation checkpointing on."""
+    module.set_grad_checkpointing()
+
+
+class Model(NamedTuple):
+    """A model: what makes it of a configuration with a probability of dropout, and what its training needs."""
+
+    make: Callable[[Any], Any]
     config: Callable[[float], Any]
     units: list[str]
     batch: Callable[[torch.Generator], dict[str, Tensor]] = text
-    checkpoints: bool = True
+    arguments: Callable[[dict[str, Tensor]], dict[str, Any]] = dict
+    loss: Callable[[Any, dict[str, Tensor]], Tensor] = own_loss
+    checkpoints: Callable[[Any], None] | None = checkpoints_of_transformers
 
 
 MODELS = {
@@ -113,14 +148,38 @@ MODELS = {
         ),
         ["resnet.encoder.stages.*"],
         picture,
-        checkpoints=False,
+        checkpoints=None,
     ),
     "ConvNeXt": Model(
         hf.ConvNextForImageClassification,
         lambda p: hf.ConvNextConfig(hidden_sizes=[4, 8], depths=[1, 1], num_stages=2, num_labels=5, drop_path_rate=p),
         ["convnext.encoder.stages.*"],
         picture,
-        checkpoints=False,
+        checkpoints=None,
+    ),
+    "ResNet of timm": Model(
+        model_of_timm,
+        lambda p: {
+            "name": "resnet18", "layers": (1, 1, 1, 1), "channels": (4, 4, 8, 8), "stem_width": 4,
+            "num_classes": 5, "drop_rate": p,
+        },
+        ["layer1.*", "layer2.*", "layer3.*", "layer4.*"],
+        picture,
+        pixels,
+        loss_of_scores,
+        checkpoints_of_timm,
+    ),
+    "ConvNeXt of timm": Model(
+        model_of_timm,
+        lambda p: {
+            "name": "convnext_atto", "depths": (1, 1, 1, 1), "dims": (4, 4, 8, 8), "num_classes": 5,
+            "drop_rate": p,
+        },
+        ["stages.*"],
+        picture,
+        pixels,
+        loss_of_scores,
+        checkpoints_of_timm,
     ),
 }  # fmt: skip
 
@@ -129,9 +188,10 @@ def model(name: str, checkpoints: bool = False, dropout: float = 0.0) -> Any:
     """A model in float64 and in training mode, the same in every call."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        module = MODELS[name].cls(MODELS[name].config(dropout)).double().train()
-    if checkpoints:
-        module.activation_checkpointing_enable({"use_reentrant": False})
+        module = MODELS[name].make(MODELS[name].config(dropout)).double().train()
+    switch = MODELS[name].checkpoints
+    if checkpoints and switch is not None:
+        switch(module)
     return module
 
 
@@ -148,7 +208,7 @@ def trained(
     leaves = [[x for x in module.parameters() if x.requires_grad] for module in copies]
     optimizers = [optimizer(params) for params in leaves]
     for step in range(steps):
-        losses = [module(**data(name, step, rank)).loss for rank, module in enumerate(copies)]
+        losses = [_loss(name, module, data(name, step, rank)) for rank, module in enumerate(copies)]
         pairs = zip(losses, leaves, strict=True)
         grads = [torch.autograd.grad(loss, ps, allow_unused=True, materialize_grads=True) for loss, ps in pairs]
         for params, opt in zip(leaves, optimizers, strict=True):
@@ -156,3 +216,8 @@ def trained(
                 x.grad = torch.stack([grad[i] for grad in grads]).mean(0)
             opt.step()
     return copies
+
+
+def _loss(name: str, module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    out = module(**MODELS[name].arguments(batch))
+    return MODELS[name].loss(out, batch)
