@@ -155,6 +155,19 @@ def test_patterns_that_match_nothing() -> None:
     says(lambda: fshard.make_plan(params(), units=0), ValueError, "units=0", "at least 1")
 
 
+def test_patterns_of_a_flat_tree() -> None:
+    """A state dict has flat names, which no pattern matches: the error would show hundreds of names, and no remedy."""
+    flat = {f"layers.{i}.weight": torch.ones(2) for i in range(20)}
+    for name in ("units", "whole", "frozen", "policy"):
+        where = "; layers.*: compute=bf16" if name == "policy" else "layers.*"
+        words = [
+            "'layers.7.weight', ... (20 in all)",
+            "It is flat",
+            "fshard.module.functionalize(module) returns nested",
+        ]
+        says(lambda name=name, where=where: fshard.make_plan(flat, **{name: where}), ValueError, *words)
+
+
 def test_a_mesh_of_another_size() -> None:
     """A plan on a mesh of another size is an error that names both: otherwise shards would be cut at wrong places."""
     plan = simulated(lambda mesh: fshard.make_plan(params(), mesh), shard=2)[0]

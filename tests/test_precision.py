@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.models import LM_UNITS, STRATEGIES, WORLDS, lm_batch, lm_params, mean_loss, rand, same_bits
 from support.worlds import gloo, simulated
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
@@ -45,6 +45,18 @@ def test_names_of_dtypes():
     assert by_dict == Policy.parse("compute=bf16;a.*:compute=float32")
 
 
+def test_one_override_for_several_patterns():
+    """A list of paths, as `apply.units` returns it, would select nothing, or in another order."""
+    several = Policy(compute="bf16", overrides=[(["a", "b.1"], "compute=f32"), ("b.*", "compute=f16")])
+    assert several == Policy.parse("compute=bf16; a: compute=f32; b.1: compute=f32; b.*: compute=f16")
+    assert several == Policy(compute="bf16", overrides={("a", "b.1"): "compute=f32", "b.*": "compute=f16"})
+    assert Policy(overrides=[([], "compute=f32")]) == Policy()
+    params = {"a": torch.ones(1), "b": [torch.ones(1), torch.ones(1)], "c": torch.ones(1)}
+    plan = fshard.make_plan(params, policy=several)
+    f16, f32, bf16 = torch.float16, torch.float32, torch.bfloat16
+    assert [plan.kinds[slot.kind].precision.compute for slot in plan.slots] == [f32, f16, f32, bf16]
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -60,6 +72,14 @@ def test_names_of_dtypes():
         (
             lambda: fshard.make_plan({"n": torch.tensor([1]), "w": torch.ones(1)}, policy="; n: compute=f32"),
             "policy: leaf 'n' is torch.int64 and cannot be cast: leave it out of 'n'",
+        ),
+        (
+            lambda: fshard.make_plan({"w": torch.ones(1)}, policy=Policy(overrides=[(["w", "v"], "compute=f32")])),
+            "policy: the pattern 'v' matches nothing",
+        ),
+        (
+            lambda: fshard.make_plan({"w": torch.ones(1)}, policy=Policy(overrides=[(nn.Linear, "compute=f32")])),
+            "policy=the class Linear: expected path patterns",
         ),
         (
             lambda: fshard.make_plan({"w": torch.ones(1)}, policy="; v: compute=f32"),

@@ -34,13 +34,15 @@ class Policy:
     - `output`: the dtype that floating tensors returned by a loss function are cast to; by default they stay.
     - `buffers`: the dtype that `policy.cast(buffers, "buffers")` casts to (running statistics, say).
     - `cast_inputs`: whether floating tensors among a loss function's arguments are cast to `compute`.
-    - `overrides`: other dtypes for some leaves: pairs of a pattern (or a predicate `(path, subtree) -> bool`) and a
-      policy whose dtypes replace these. The first pair that selects a leaf counts.
+    - `overrides`: other dtypes for some leaves: pairs of a pattern, several patterns, or a predicate `(path, subtree)
+      -> bool`, and a policy whose dtypes replace these. The first pair that selects a leaf counts.
 
     A dtype may be given by name: f64, f32, bf16, f16, or torch's. Integer leaves stay as they are.
 
     >>> Policy.parse("compute=bf16; **.norm: compute=f32")
     Policy('compute=bf16; **.norm: compute=f32')
+    >>> Policy(compute="bf16", overrides=[(["norm", "head"], "compute=f32")])
+    Policy('compute=bf16; norm: compute=f32; head: compute=f32')
 
     Source: jmp (DeepMind, 2021); Micikevicius et al., Mixed precision training (2018).
     """
@@ -61,9 +63,9 @@ class Policy:
         # a dict is taken, too
         overrides = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
         if not _are_pairs(overrides):
-            expected = "pairs of a pattern (or a predicate) and a policy, or a dict of such"
+            expected = "pairs of a pattern, several patterns, or a predicate, and a policy, or a dict of such"
             raise TypeError(wrong("policy: overrides", self.overrides, expected))
-        pairs = tuple((where, policy_of(policy)) for where, policy in overrides)
+        pairs = tuple((selector, policy_of(policy)) for where, policy in overrides for selector in _each(where))
         object.__setattr__(self, "overrides", pairs)
 
     @classmethod
@@ -122,6 +124,10 @@ class Policy:
 
 _YES, _NO = ("yes", "true", "True", "1"), ("no", "false", "False", "0")
 _DTYPES = [f.name for f in fields(Policy) if f.name not in ("cast_inputs", "overrides")]
+
+
+def _each(where: Where | list[str] | tuple[str, ...]) -> Sequence[Where]:
+    return [*where] if isinstance(where, list | tuple) else [where]
 
 
 def _are_pairs(x: object) -> bool:

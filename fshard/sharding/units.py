@@ -13,33 +13,56 @@ from .precision import Policy
 
 Where = str | Sequence[str] | Callable[[str, Tree], bool] | None
 ROOT = "(root)"
+_WILD = set("*?[")
+_SHOWN = 8  # names in an error
 
 
 def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tuple[str, int, int]]:
     """The subtrees that patterns or a predicate select, outer before inner: path, first leaf, number of leaves."""
-    nodes = [(path, node, first) for path, node, first in tree.walk(spec) if node.num_leaves]
     _check_where(name, where)
+    nodes = list(tree.walk(spec))
+    picked: Sequence[object]
     if callable(where):
         flat = tree.leaves(params)
         picked = [
-            (path, node, first)
+            node.num_leaves and where(".".join(path), tree.unflatten(node, flat[first : first + node.num_leaves]))
             for path, node, first in nodes
-            if where(".".join(path), tree.unflatten(node, flat[first : first + node.num_leaves]))
         ]
     else:
         patterns = [where] if isinstance(where, str) else list(where or ())
+        picked = hits = _hits([path for path, _, _ in nodes], patterns)
+        matched = {pattern for patterns_of_node in hits for pattern in patterns_of_node}
         for pattern in patterns:
-            if not any(
-                tree.matches(path, pattern) for path, _, _ in tree.walk(spec)
-            ):  # subtrees without leaves match, too
-                top = ", ".join(repr(str(child)) for child in tree.names(spec)) if not spec.is_leaf() else "a leaf"
-                raise ValueError(f"{name}: the pattern {pattern!r} matches nothing; the tree's top level is {top}")
-        picked = [
-            (path, node, first)
-            for path, node, first in nodes
-            if any(tree.matches(path, pattern) for pattern in patterns)
-        ]
-    return [(".".join(path), first, node.num_leaves) for path, node, first in picked]
+            if pattern not in matched:  # subtrees without leaves match, too
+                raise ValueError(f"{name}: the pattern {pattern!r} matches nothing; {_top(spec)}")
+    pairs = zip(nodes, picked, strict=True)
+    return [
+        (".".join(path), first, node.num_leaves) for (path, node, first), is_in in pairs if is_in and node.num_leaves
+    ]
+
+
+def _hits(paths: Sequence[tuple[str, ...]], patterns: Sequence[str]) -> list[list[str]]:
+    """The patterns that each path matches. Plain paths among the patterns are looked up: there may be hundreds."""
+    plain = {tuple(pattern.split(".")): pattern for pattern in patterns if not _WILD & set(pattern)}
+    wild = [pattern for pattern in patterns if _WILD & set(pattern)]
+    looked_up = ([plain[path]] if path in plain else [] for path in paths)
+    return [
+        [*named, *(pattern for pattern in wild if tree.matches(path, pattern))]
+        for named, path in zip(looked_up, paths, strict=True)
+    ]
+
+
+def _top(spec: tree.Spec) -> str:
+    """What is at the top of a tree, for an error."""
+    if spec.is_leaf():
+        return "the tree's top level is a leaf"
+    names = [str(name) for name in tree.names(spec)]
+    top = ", ".join(map(repr, names[:_SHOWN])) + f", ... ({len(names)} in all)" * (len(names) > _SHOWN)
+    dotted = any("." in name for name in names)
+    return f"the tree's top level is {top}" + (
+        ". It is flat: a pattern matches nested containers. fshard.module.functionalize(module) returns nested "
+        "parameters; else write {'a': {'b': x}} for {'a.b': x}" * dotted
+    )
 
 
 def _check_where(name: str, where: object) -> None:
@@ -63,15 +86,29 @@ def claim_policies(params: Tree, spec: tree.Spec, policy: Policy) -> list[Policy
     """Return for every leaf the policy of the first override that selects it; None if none does."""
     chosen: list[Policy | None] = [None] * spec.num_leaves
     dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.paths(spec)
-    for where, override in reversed(policy.overrides):  # so that the first that selects a leaf is set last
+    for where, override in reversed(_grouped(policy)):  # so that the first that selects a leaf is set last
         for path, first, count in _selector(params, spec, where, "policy"):
             # a leaf that is named by itself; in a subtree, leaves that cannot be cast are left as they are
             if path == paths[first] and not dtypes[first].is_floating_point:
+                patterns = where if isinstance(where, list) else []
+                named = next((x for x in patterns if tree.matches(path.split("."), x)), where)
                 raise ValueError(
-                    f"policy: leaf {path!r} is {dtypes[first]} and cannot be cast: leave it out of {where!r}"
+                    f"policy: leaf {path!r} is {dtypes[first]} and cannot be cast: leave it out of {named!r}"
                 )
             chosen[first : first + count] = [override] * count
     return chosen
+
+
+def _grouped(policy: Policy) -> list[tuple[Where, Policy]]:
+    """The overrides of a policy; the patterns that have the same dtypes one after the other are one list."""
+    groups = list[tuple[Where, Policy]]()
+    for where, override in policy.overrides:
+        patterns = groups[-1][0] if groups and groups[-1][1] == override else None
+        if isinstance(where, str) and isinstance(patterns, list):
+            patterns.append(where)
+        else:
+            groups.append(([where] if isinstance(where, str) else where, override))
+    return groups
 
 
 def claim_units(
