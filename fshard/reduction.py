@@ -4,6 +4,7 @@ from .comm.primitives import all_gather, all_reduce, all_to_all, broadcast, redu
 from .comm.ranks import Pending, Ranks
 from .comm.reduction import Gather, Reduction, Sums
 from .layout.pieces import Unreduced
+from .sharding.unreduced import unreduced
 
 __all__ = [
     "Gather",
@@ -18,4 +19,5 @@ __all__ = [
     "broadcast",
     "reduce_scatter",
     "scatter",
+    "unreduced",
 ]

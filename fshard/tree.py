@@ -24,6 +24,7 @@ from .core.tree import (
     unflatten,
     walk,
 )
+from .layout.norms import dot
 from .train.loss_scale import nonfinite_leaves
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "constant",
     "detached",
     "difference",
+    "dot",
     "flatten",
     "flatten_up_to",
     "leaves",

@@ -214,6 +214,19 @@ def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     return _over(x, _Collective("vary", mesh, axis, label))
 
 
+def total(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
+    """Sum over ranks to one value, which exists once: (...) -> (...), varying -> invariant (JAX's psum).
+
+    `x` is a tensor or a tree. Transpose: `vary`. Where `all_reduce` has one result for each rank, of which gradients
+    are summed, the gradient of this result is one value, too.
+
+    >>> from fshard.testing import simulate
+    >>> simulate(lambda mesh: total(torch.tensor(1.5), mesh, "shard").item(), shard=2)
+    [3.0, 3.0]
+    """
+    return _over(x, _Collective("total", mesh, axis, label))
+
+
 def all_to_all(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Send part p of dim 0 to rank p: (W n, ...) -> (W n, ...), varying -> varying.
 

@@ -1,4 +1,4 @@
-"""Norms of trees and of their leaves, over all ranks, and trees multiplied by factors.
+"""Norms and dot products of trees, over all ranks, and trees multiplied by factors.
 
 Note [Exact sums]
     With `exact=True` the bits of a norm depend on the elements alone: neither on their order nor on which rank holds
@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..comm import primitives
+from ..comm import collectives, primitives
 from ..comm.mesh import AnyMesh, Axes
 from ..core import tree
-from ..core.arguments import check_positive
+from ..core.arguments import check_positive, shown
 from ..core.flat import MOST, block_size
 from ..core.scalars import beside, wide
 from ..core.tree import Tree
@@ -208,6 +209,65 @@ def gram(trees: Sequence[Tree]) -> Tensor:
     return total
 
 
+def dot(x: Tree, y: Tree) -> Tensor:
+    """The dot product of two trees, plain or sharded: 0-d, the same on all ranks, from one collective for each mesh.
+
+    It is summed in float64, and has the widest dtype of the leaves, at least float32. The first factor of complex
+    leaves is conjugated, as in torch.vdot. A leaf that all ranks hold, a replica, and a tied leaf of a `Sharded` count
+    once; padding does not count. It is one value, not one for each rank: under torch.func.grad the derivative in `x` is
+    `y`, cut like `x`, on any mesh. ValueError unless both trees have one structure and are cut alike.
+
+    >>> dot({"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([3.0, 4.0])})
+    tensor(11.)
+    """
+    _check_alike(x, y)
+    device, dtypes = device_of(x), [dtype for z in (x, y) for node in tree.tops(z, Parts) for dtype in _dtypes(node)]
+    products = [torch.zeros((), dtype=torch.float64, device=device)]
+    columns = _worlds(x), _worlds(y)
+    for key, (mesh, axes, rows) in columns[0].items():
+        local = [part for pair in zip(rows, columns[1][key].rows, strict=True) for part in _products(*pair)]
+        product = torch.stack([torch.zeros_like(products[0]), *(part.to(device) for part in local)]).sum()
+        for axis in axes:
+            product = collectives.total(product, mesh, axis, label="dot product")
+        products.append(product)
+    # ranks without rows must return the dtype that the others return
+    return torch.stack(products).sum().to(reduce(torch.promote_types, dtypes, torch.float32))
+
+
+def _products(x: Tensor, y: Tensor) -> Iterator[Tensor]:
+    """The dot products of the blocks of two rows: 0-d, float64 or complex128."""
+    dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float64)
+    size = block_size(x, _BLOCK)
+    for a, b in zip(x.reshape(-1).split(size), y.reshape(-1).split(size), strict=True):
+        yield (a.to(dtype).conj() * b.to(dtype)).sum()
+
+
+def _check_alike(x: Tree, y: Tree) -> None:
+    """Raise TypeError for a leaf that is no tensor, ValueError for trees of other structures, shapes or layouts."""
+    if tree.nodes((x, y), Unreduced):
+        raise TypeError("dot: these gradients are each rank's own: fshard.reduce_grads gives the mesh's")
+    (named, spec), (others, other_spec) = ((tree.paths_to(z, Parts), tree.structure_above(z, Parts)) for z in (x, y))
+    if spec != other_spec:
+        raise ValueError(f"dot: y is not of the structure of x: {tree.difference(x, y)}")
+    for (path, a), (_, b) in zip(named, others, strict=True):
+        if not all(isinstance(leaf, Tensor | Parts) for leaf in (a, b)):
+            raise TypeError(f"dot: leaf {path!r}: expected tensors, got {shown(a)} and {shown(b)}")
+        at = f"dot: {f'leaf {path!r}' if path else 'y'}"
+        if isinstance(a, Parts) != isinstance(b, Parts):
+            raise ValueError(f"{at}: expected {_kind(a)}, as in x, got {_kind(b)}")
+        if isinstance(a, Parts) and a.key != b.key:
+            raise ValueError(
+                f"{at}: expected leaves that are cut as in x, got {b} for {a}. Of parameters, `params.trainable` has "
+                "the leaves that gradients have"
+            )
+        if isinstance(a, Tensor) and a.shape != b.shape:
+            raise ValueError(f"{at}: expected shape {list(a.shape)}, as in x, got {list(b.shape)}")
+
+
+def _kind(x: Parts | Tensor) -> str:
+    return f"a {type(x).__name__}" if isinstance(x, Parts) else "a tensor"
+
+
 class _World(NamedTuple):
     """The rows of a tree that are cut over the same axes of one mesh."""
 
@@ -236,14 +296,17 @@ def _worlds(x: Tree) -> dict[tuple[int, Axes], _World]:
 
 
 def _rows(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
-    """The filled intervals of a node's rows, each with mesh and axes; the padding between may hold any values."""
+    """The filled intervals of a node's rows, each with mesh and axes; the padding between may hold any values.
+
+    A row of which this rank holds nothing has an empty one: under vmap the results of all ranks have one shape.
+    """
     if not isinstance(node, Parts):
         yield node, None, ()
         return
     layout = node.layout
     for number, row in enumerate(node.tensors):
         world = (None, ()) if number in layout.shared_rows else (layout.mesh, layout.axes)
-        for start, stop in layout.filled.get(number, ()) if layout.flat else [(0, row.numel())]:
+        for start, stop in layout.filled.get(number, [(0, 0)]) if layout.flat else [(0, row.numel())]:
             yield (row if stop - start == row.numel() else row[start:stop]), *world
 
 
