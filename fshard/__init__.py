@@ -10,10 +10,11 @@ from .compiler.trace import TraceError, eval_shape
 from .core.donation import DonatedError
 from .sharding.grad import Mean, Sum, evaluate, reduce_grads, value_and_grad
 from .sharding.hvp import hvp
-from .sharding.initial import init_params, load_state_dict, state_dict
+from .sharding.initial import init_params
 from .sharding.plan import Plan, make_plan
 from .sharding.precision import Policy
 from .sharding.sharded import Sharded, gather_params, shard_params
+from .sharding.state_dict import load_state_dict, state_dict
 from .train.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, select
 from .train.step import TrainState, init_state, train_step
 from .zero_optimizer.zero import zero

@@ -49,7 +49,7 @@ DOORS = {
     "torch.library": {"core.tracing"},
     "torch.ops.fshard": {"core.bits", "core.flat", "core.random", "comm.traced", "compiler.*"},
     "torch.utils._cxx_pytree": {"core.tree"},
-    "torch.distributed": {"comm.mesh", "comm.primitives", "comm.process_groups"},
+    "torch.distributed": {"comm.dtensors", "comm.mesh", "comm.primitives", "comm.process_groups"},
     "torch.optim": {"optim.kernels", "optim.torch_optim"},
     "torch.autograd.graph": {"sharding.tape"},
     "torch.multiprocessing": {"sharding.tape"},

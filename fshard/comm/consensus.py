@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -36,6 +36,29 @@ def check_same(mesh: AnyMesh, digest: str, describe: str, what: str, remedy: str
     raise MismatchError(
         f"{what} differs between ranks: {first_difference(texts[0], texts[other_rank], sentence)}. {remedy}."
     )
+
+
+def together(mesh: AnyMesh, make: Callable[[], T]) -> T:
+    """Return `make()`, which must not communicate. If it raises on any rank, every rank raises.
+
+    Ranks on which it does not raise get a `MismatchError` with the first error. Every rank must call this.
+
+    >>> together(None, lambda: 1)
+    1
+    """
+    grid, result, failure = adapted(mesh), list[T](), None
+    try:
+        result.append(make())
+    except Exception as error:
+        failure = error
+    texts = (
+        [] if grid is None or grid.abstract else _texts(f"{type(failure).__name__}: {failure}" if failure else "", mesh)
+    )
+    if failure is not None:
+        raise failure
+    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]:
+        raise MismatchError(f"{failed[0]}. This rank has no such error: give all ranks the same arguments")
+    return result[0]
 
 
 def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | None:

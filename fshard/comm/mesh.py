@@ -231,6 +231,13 @@ class Meshes:
             self._handles[mesh] = handle = ProcessMesh(mesh)
         return handle
 
+    def device_mesh(self, grid: Mesh) -> DeviceMesh | None:
+        """Return a DeviceMesh with the axes and process groups of a mesh of processes; None if there is none now."""
+        if not isinstance(grid, ProcessMesh):
+            return None
+        alike = [mesh for mesh, handle in self._handles.items() if handle.likeness == grid.likeness]
+        return next((mesh for mesh in alike if grid.is_of(mesh)), None)
+
     def of(self, mesh: DeviceMesh | Mesh) -> str:
         """Return the name of a mesh in graphs; a new mesh gets a new name."""
         grid = present(mesh)

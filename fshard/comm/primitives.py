@@ -280,6 +280,16 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
     return Pending(ranks.exchange(sends, recvs, call), lambda _: out)
 
 
+def from_rank(x: Tensor, mesh: AnyMesh, src: int, label: str = "") -> Tensor:
+    """Return the tensor of rank `src` of the mesh; the others give one of the same shape, dtype and device."""
+    sizes = axis_sizes(mesh)
+    # ranks that do not have `x` yet send what they have, and receive `x` in a later broadcast, along another axis
+    for axis in reversed(sizes):
+        src, coordinate = divmod(src, sizes[axis])
+        x = broadcast(x, along(mesh, axis), coordinate, label).wait()
+    return x
+
+
 def gather_over(
     x: Tensor, mesh: AnyMesh, axes: Axes, label: str = "", out: Tensor | None = None, *, lent: bool = False
 ) -> Pending:

@@ -17,11 +17,13 @@ from ..core.tree import Tree
 from ..layout.pieces import Parts
 from ..sharding.access import Leaves
 from ..sharding.initial import init_params
+from ..sharding.names import Rename
 from ..sharding.plan import Plan
 from ..sharding.sharded import Sharded
 from .current import Call, Calls
 from .initialize import Initializer
 from .skeleton import copy_of, in_eval_mode, in_tree_order, nested, skeleton, stands_for
+from .state_dict import StateDict
 from .submodules import frozen_of, units_of
 
 
@@ -105,6 +107,33 @@ class ModuleFunction:
         names = tree.paths(self._buffers)
         made = Initializer(self._skeleton, seed, torch.device(device))
         return tree.unflatten(self._buffers, [made.buffer(name) for name in names])
+
+    def state_dict(
+        self, params: Sharded, buffers: Tree, rank: int | None = None, dtensors: bool = False
+    ) -> dict[str, Tensor]:
+        """The module's own state dict, for `module.load_state_dict`: parameters, and the buffers that it saves.
+
+        `rank` and `dtensors` as for `fshard.state_dict`. Buffers are those of each rank. What `get_extra_state` of a
+        submodule returns is left out. Dual: `load_state_dict`.
+        """
+        names = StateDict(self._skeleton, self._params, self._buffers)
+        return names.write(params, self._listed(buffers), rank, dtensors)
+
+    def load_state_dict(
+        self,
+        params: Sharded,
+        buffers: Tree,
+        mapping: Mapping[str, Tensor],
+        rename: Rename | None = None,
+        src: int | None = None,
+    ) -> tuple[Sharded, Tree]:
+        """Return parameters and buffers with the values of a module's state dict; these are not changed.
+
+        `mapping`, `rename` and `src` as for `fshard.load_state_dict`. A buffer that the module does not save stays as
+        it is. Dual: `state_dict`.
+        """
+        names = StateDict(self._skeleton, self._params, self._buffers)
+        return names.read(params, self._listed(buffers), mapping, rename, src)
 
     @property
     def frozen(self) -> list[str]:

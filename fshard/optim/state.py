@@ -7,16 +7,20 @@ other's inverse, and so are `state_dict` and `load_state_dict`, in torch.optim's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm import primitives
+from ..comm.consensus import check_same, together
+from ..comm.dtensors import device_mesh, dtensor_of, is_sharded, sharding, whole_tensor
 from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, mesh_device, num_ranks
 from ..core import tree
-from ..core.arguments import check_whole, check_word, wrong
+from ..core.arguments import check_flags, check_whole, check_word, wrong
 from ..core.scalars import double
 from ..core.tree import Tree
 from ..layout.layout import EVERYONE, Layout, Span
@@ -25,6 +29,7 @@ from ..layout.reshard import collect, on_rank
 from .labels import LabelState
 
 _CHUNK = 1 << 24  # elements on their way at a time
+_LABEL = "optimizer state"
 
 # torch.optim's names for the fields of fshard's states, where they differ.
 _TORCH = {
@@ -82,14 +87,19 @@ def gather_state(state: Tree, rank: int | None = None) -> dict[str, Tensor]:
     {'count': tensor(0.), 'momentum.w': tensor([0., 0.])}
     """
     _check_rank("gather_state: rank", state, rank)
+    # copies, because the state they are taken from may be given away
+    return _gathered(state, rank, lambda path, x: x.to(x.device if rank is None else "cpu", copy=True))
+
+
+def _gathered(state: Tree, rank: int | None, keep: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
+    """`keep(path of the leaf, whole tensor)` of every tensor of a state, a few leaves at a time; "" for no leaf."""
     whole: dict[str, Tensor] = {}
     for path, node in tree.paths_to(state, Parts):
         if not isinstance(node, Parts | Tensor):
             expected = "the state of an optimizer, tensors alone"
             raise TypeError(f"gather_state: {f'leaf {path!r} of ' if path else ''}{wrong('state', node, expected)}")
         leaves = _whole_leaves(node, rank) if isinstance(node, Parts) else [("", node)]
-        # copies, because the state they are taken from may be given away
-        whole.update((_joined(path, name), x.to(x.device if rank is None else "cpu", copy=True)) for name, x in leaves)
+        whole.update((_joined(path, name), keep(name, x)) for name, x in leaves)
     return whole if _holds(state, rank) else {}
 
 
@@ -111,7 +121,7 @@ def _whole_leaves(x: Parts, rank: int | None) -> Iterator[tuple[str, Tensor]]:
     for numbers in _chunks(layout):
         part = layout.pick(numbers)
         target = on_rank(part, layout.mesh, layout.axes, EVERYONE if rank is None else _along(layout, rank))
-        label = "optimizer state" if rank is None else f"optimizer state for rank {rank}"  # ranks compare it
+        label = _LABEL if rank is None else f"{_LABEL} for rank {rank}"  # ranks compare it
         whole = collect(packed(pick(x, part)), target, label)
         yield from ((layout.leaves[s.leaf].path, row) for s, row in zip(whole.layout.mine, whole.tensors, strict=True))
 
@@ -134,16 +144,15 @@ def _sharded(whole: Mapping[str, Tensor], like: Tree, src: int | None, kept: Set
     _check_rank("shard_state: src", like, src)
     mesh, _ = _world(like)
     has_whole = _holds(like, src)
-    if has_whole:
-        _check(whole, like, kept)
+    together(mesh, lambda: _check(whole, like, kept) if has_whole else None)
     nodes: list[Tree] = []
     for path, node in tree.paths_to(like, Parts):
         if isinstance(node, Parts):
             nodes.append(_cut(whole, path, node, src, kept))
         else:
             # on the other ranks `node` gives the shape and dtype to receive
-            value = whole[path].to(node) if has_whole else node
-            nodes.append(value.clone() if src is None or mesh is None else _broadcast(value, mesh, src))
+            value = (whole_tensor(whole[path], mesh, _LABEL).to(node) if has_whole else node).clone()
+            nodes.append(value if src is None else primitives.from_rank(value, mesh, src, _LABEL))
     return tree.put_tops(like, Parts, nodes)
 
 
@@ -180,23 +189,13 @@ def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, src: int | None, k
         if key in kept:
             continue
         if src is None:
-            value = whole[key]
+            value = whole_tensor(whole[key], mesh, _LABEL)
         else:
-            device = mesh_device(mesh)
-            empty = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-            value = _broadcast(whole[key].to(empty) if key in whole else empty, mesh, src)
+            empty = torch.empty(leaf.shape, dtype=leaf.dtype, device=mesh_device(mesh))
+            value = primitives.from_rank(whole[key].to(empty) if key in whole else empty, mesh, src, _LABEL)
         for span, piece in by_leaf[number]:  # elements [begin, begin + numel) of the flattened leaf
             piece.copy_(value.reshape(-1)[span.begin : span.begin + span.numel].view(piece.shape))
     return out
-
-
-def _broadcast(x: Tensor, mesh: AnyMesh, src: int) -> Tensor:
-    sizes = axis_sizes(mesh)
-    # ranks that do not have `x` yet send what they have, and receive `x` in a later broadcast, along another axis
-    for axis in reversed(sizes):
-        src, coordinate = divmod(src, sizes[axis])
-        x = primitives.broadcast(x, primitives.along(mesh, axis), coordinate, "optimizer state").wait()
-    return x
 
 
 class _Field(NamedTuple):
@@ -285,12 +284,19 @@ def _known(state: Tree, params: Tree) -> tuple[list[_Field], list[list[str]]]:
 
 
 def state_dict(
-    state: Tree, params: Tree, key: str = "path", rank: int | None = None, groups: Sequence[Mapping[str, object]] = ()
+    state: Tree,
+    params: Tree,
+    key: str = "path",
+    rank: int | None = None,
+    groups: Sequence[Mapping[str, object]] = (),
+    dtensors: bool = False,
 ) -> dict[str, Tree]:
     """A state in torch.optim's format, leaves by path (as FSDP keys it) or by "index" (as DDP and ZeRO do).
 
     A parameter group for every label of `by_label`, in order; `groups` adds to each what torch is to find there (its
-    hyper-parameters; those of `with_hyperparams` are there already). On every rank, or on one. Dual: `load_state_dict`.
+    hyper-parameters; those of `with_hyperparams` are there already). On every rank, or on one. With `dtensors=True`
+    tensors of a leaf's shape are DTensors, cut as the parameters are, as FSDP2's optimizers have them. Dual:
+    `load_state_dict`.
 
     >>> params = {"w": torch.ones(1)}
     >>> optim.state.state_dict(adamw(0.1).init(params), params)["state"]
@@ -299,7 +305,11 @@ def state_dict(
     check_word("state_dict: key", key, ("path", "index"))
     if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) for group in groups):
         raise TypeError(f"state_dict: {wrong('groups', groups, 'a list of dicts, one for each parameter group')}")
-    whole, (fields, by_label) = gather_state(state, rank), _known(state, params)
+    check_flags(dtensors=dtensors)
+    if dtensors and rank is not None:
+        raise ValueError(f"state_dict: rank={rank}: expected None with dtensors=True: every rank has its chunks")
+    fields, by_label = _known(state, params)
+    whole = _gathered(state, None, _chunked(state, params)) if dtensors else gather_state(state, rank)
     if not _holds(state, rank):
         return {}
     entries: dict[str, dict[str, Tensor]] = {leaf: {} for group in by_label for leaf in group}
@@ -312,6 +322,19 @@ def state_dict(
         hyperparams = {f.hyperparam: whole[f.key].item() for f in fields if f.hyperparam and group[0] in f.leaves}
         param_groups.append({**hyperparams, **settings, "params": [names[leaf] for leaf in group]})
     return {"state": {names[leaf]: entry for leaf, entry in entries.items() if entry}, "param_groups": param_groups}
+
+
+def _chunked(state: Tree, params: Tree) -> Callable[[str, Tensor], Tensor]:
+    """What makes DTensors of tensors of a leaf's shape, cut as that leaf is; other tensors are copied."""
+    layout = layout_of(params)
+    on = device_mesh(layout.mesh if layout.axes else _world(state)[0], "state_dict: dtensors=True")
+    axes = {(leaf.path, leaf.shape): () if n in layout.shared else layout.axes for n, leaf in enumerate(layout.leaves)}
+
+    def keep(path: str, x: Tensor) -> Tensor:
+        over = axes.get((path, tuple(x.shape)))
+        return x.clone() if over is None else dtensor_of(x, on, over)
+
+    return keep
 
 
 def load_state_dict(
@@ -335,8 +358,21 @@ def load_state_dict(
     >>> optim.state.load_state_dict(optim.state.state_dict(state, params), state, params)
     AdamState(count=tensor(0.), mu={'w': tensor([0.])}, nu={'w': tensor([0.])})
     """
-    if not saved and src is not None:
-        return _sharded({}, like, src, _agreed_keys(set(), like, src, strict))
+    mesh, _ = _world(like)
+    read = partial(_read, saved, like, params, order, src, strict)
+    whole, untouched = together(mesh, read if _holds(like, src) else lambda: ({}, set()))
+    if src is None:  # these determine which collectives follow
+        lines = [f"{key!r}: {sharding(x)}" for key, x in whole.items() if is_sharded(x)]
+        text = "\n".join([*lines, *(f"{key!r} keeps its state" for key in sorted(untouched))])
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        check_same(mesh, digest, text, "load_state_dict: saved", "Pass the state of the same optimizer on all ranks")
+    return _sharded(whole, like, src, _agreed_keys(untouched, like, src, strict))
+
+
+def _read(
+    saved: Mapping[str, Tree], like: Tree, params: Tree, order: Sequence[str] | None, src: int | None, strict: bool
+) -> tuple[dict[str, Tensor], set[str]]:
+    """A state in torch's format by the keys of a whole state, its tensors as they are; and the keys it lacks."""
     _check_saved(saved)
     fields, by_label = _known(like, params)
     order = order or [leaf for group in by_label for leaf in group]
@@ -347,7 +383,10 @@ def load_state_dict(
     for (leaf, name), field in _torch_names(fields).items():
         entry = entries.get(leaf, {})
         if name in entry:
-            whole[field.key] = _whole(entry[name], mesh_of(like))
+            whole[field.key] = entry[name] if isinstance(entry[name], Tensor) else double(entry[name])
+            if src is not None and is_sharded(entry[name]):
+                form = f"leaf {leaf!r}: {sharding(entry[name])}"
+                raise ValueError(f"load_state_dict: {form}, which rank {src} alone cannot make whole: leave src out")
         elif not entry and not strict and not field.lone:
             untouched.add(field.key)
         elif not field.lone:
@@ -360,7 +399,7 @@ def load_state_dict(
         group = hyperparams.get(field.leaves[0], {}) if field.leaves else {}
         if field.hyperparam in group:
             whole[field.key] = double(group[field.hyperparam])
-    return _sharded(whole, like, src, _agreed_keys(untouched, like, src, strict))
+    return whole, untouched
 
 
 def _agreed_keys(keys: Set[str], like: Tree, src: int | None, strict: bool) -> Set[str]:
@@ -368,8 +407,8 @@ def _agreed_keys(keys: Set[str], like: Tree, src: int | None, strict: bool) -> S
     mesh, _ = _world(like)
     if src is None or mesh is None or strict:
         return keys
-    flags = [key in keys for key, _ in _shapes(like)]
-    on_src = _broadcast(torch.tensor(flags, dtype=torch.uint8, device=mesh_device(mesh)), mesh, src).tolist()
+    flags = torch.tensor([key in keys for key, _ in _shapes(like)], dtype=torch.uint8, device=mesh_device(mesh))
+    on_src = primitives.from_rank(flags, mesh, src, _LABEL).tolist()
     return {key for (key, _), flag in zip(_shapes(like), on_src, strict=True) if flag}
 
 
@@ -380,21 +419,6 @@ def _check_saved(saved: object) -> None:
     if not isinstance(saved.get("state"), Mapping):
         names = ", ".join(map(repr, saved)) or "nothing"
         raise ValueError(f"load_state_dict: saved: expected a dict with 'state', there is {names}. {order}")
-
-
-def _whole(x: Tree, mesh: AnyMesh) -> Tensor:
-    """Return a tensor whole; for a DTensor or a ShardedTensor this is a collective, which every rank must call."""
-    if hasattr(x, "full_tensor"):  # a DTensor
-        return x.full_tensor()
-    if not hasattr(x, "local_shards"):
-        return x if isinstance(x, Tensor) else double(x)
-    # a ShardedTensor: every rank fills in its shards, and the maximum over ranks joins them; replicas are equal
-    lowest = torch.finfo(x.dtype).min if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
-    whole = torch.full(tuple(x.size()), lowest, dtype=x.dtype, device=mesh_device(mesh))
-    for shard in x.local_shards():
-        begins, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-        whole[tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))] = shard.tensor
-    return primitives.total(whole, mesh, op="max", label="optimizer state")
 
 
 def _path(key: str | int, order: Sequence[str]) -> str:

@@ -251,14 +251,9 @@ def intervals(plan: Plan, unit: int, kind: int, over: Axes) -> list[tuple[Slot, 
 
 
 def _from_rank(leaf: Tensor, plan: Plan, src: int, device: torch.device) -> Tensor:
-    """The leaf of rank `src`, broadcast along one axis after the other, the last axis first."""
-    sizes = dict(plan.axes)
+    """The leaf of rank `src`."""
     whole = torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if leaf.is_meta else leaf.to(device)
-    for axis in reversed(sizes):
-        src, coordinate = divmod(src, sizes[axis])
-        # ranks in another row of the mesh send what is no value yet, which a later axis replaces
-        whole = primitives.broadcast(whole, primitives.along(plan.mesh, axis), coordinate, "shard_params").wait()
-    return whole
+    return primitives.from_rank(whole, plan.live_mesh(), src, "shard_params")
 
 
 def _placed_leaves(params: Tree, plan: Plan) -> list[Tensor]:

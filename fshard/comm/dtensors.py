@@ -1,0 +1,90 @@
+"""torch's own sharded tensors: DTensors and ShardedTensors made whole, and DTensors made of whole tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..core.bits import as_bytes, from_bytes
+from . import primitives
+from .mesh import MESHES, AnyMesh, Axes, adapted, axis_sizes, mesh_device, num_ranks
+
+
+def is_sharded(x: object) -> bool:
+    """Whether `x` is a DTensor or a ShardedTensor (as FSDP1 writes without a DeviceMesh)."""
+    return _is_dtensor(x) or hasattr(x, "local_shards")
+
+
+def _is_dtensor(x: object) -> bool:
+    return hasattr(x, "full_tensor")
+
+
+def sharding(x: Any) -> str:  # a DTensor or ShardedTensor
+    """Say how a DTensor or ShardedTensor is sharded, in the same words on every rank."""
+    if _is_dtensor(x):
+        return f"a DTensor {x.dtype} {list(x.shape)} {x.placements} over {list(x.device_mesh.mesh.shape)} ranks"
+    return f"a ShardedTensor {x.dtype} {list(x.size())}"
+
+
+def problem(x: Any, mesh: AnyMesh) -> str:
+    """Say why `whole_tensor(x, mesh)` would be wrong; "" if it is right."""
+    if _is_dtensor(x):
+        return ""
+    count, expected = len({str(shard.placement) for shard in x.metadata().shards_metadata}), num_ranks(mesh)
+    return f"a ShardedTensor of {count} ranks, there are {expected} in the mesh of the plan" * (count > expected)
+
+
+def whole_tensor(x: Any, mesh: AnyMesh, label: str) -> Tensor:
+    """Return a tensor whole and without a graph; for a DTensor or ShardedTensor every rank must call this.
+
+    ValueError for a ShardedTensor of more ranks than the mesh has.
+    """
+    if _is_dtensor(x):
+        # on the mesh's device, because its group may not send what lies in host memory
+        return x.detach().to(x.device_mesh.device_type).full_tensor()
+    if not is_sharded(x):
+        return x.detach()
+    if text := problem(x, mesh):
+        raise ValueError(f"{label}: {text}")
+    full = torch.zeros(tuple(x.size()), dtype=x.dtype, device=mesh_device(mesh))
+    for shard in x.local_shards():
+        begins, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+        region = tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
+        full[region] = shard.tensor.detach()
+    # Each rank has zeros in place of what others have, and replicas are equal: the maximum over ranks joins them. Of
+    # bytes, because a maximum of numbers may lose NaN.
+    return from_bytes(primitives.total(as_bytes(full), mesh, op="max", label=label), x.dtype).view(full.shape)
+
+
+def device_mesh(mesh: AnyMesh, name: str) -> DeviceMesh:
+    """Return the DeviceMesh of a plan's mesh; ValueError, which begins with `name`, if there is none."""
+    grid = adapted(mesh)
+    original = None if grid is None else MESHES.device_mesh(grid)
+    if original is not None:
+        return original
+    kind = "no mesh" if grid is None else "an abstract mesh" if grid.abstract else f"a {type(grid).__name__}"
+    raise ValueError(
+        f"{name}: expected a plan on a DeviceMesh that is still there, because DTensors refer to it, got {kind}. "
+        "Without dtensors=True the tensors are whole; this rank's pieces are x.local_views()"
+    )
+
+
+def dtensor_of(x: Tensor, on: DeviceMesh, axes: Axes) -> Tensor:
+    """Return a DTensor of a whole tensor: `Shard(0)` along `axes`, chunks as of `torch.chunk`, else `Replicate`.
+
+    A tensor without dimensions is replicated along every axis. This rank's chunk is copied; nothing is sent.
+    """
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard  # here, because this takes long
+
+    placements, local, coordinates = list[Placement](), x, on.get_coordinate() or ()
+    for (axis, size), coordinate in zip(axis_sizes(on).items(), coordinates, strict=True):
+        is_cut = axis in axes and x.dim() > 0
+        placements.append(Shard(0) if is_cut else Replicate())
+        if is_cut:
+            chunks = local.chunk(size)
+            local = chunks[coordinate] if coordinate < len(chunks) else local[:0]
+    shape, stride = x.shape, x.contiguous().stride()
+    return DTensor.from_local(local.clone(), on, placements, run_check=False, shape=shape, stride=stride)

@@ -1,0 +1,59 @@
+"""The state dict of a module, from the parameters and buffers of its function and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from ..core import tree
+from ..core.tree import Tree
+from ..sharding.names import Rename, renamed
+from ..sharding.sharded import Sharded
+from ..sharding.state_dict import load_with_buffers, state_dict
+from .skeleton import Stand
+
+
+class StateDict:
+    """The names of a module's own state dict, for each its leaf: whether it is a buffer's, and the path."""
+
+    def __init__(self, skeleton: nn.Module, params: tree.Spec, buffers: tree.Spec):
+        paths = tree.paths(params), tree.paths(buffers)
+        # the module's own method: it knows which buffers are not kept, and its hooks may change names
+        stands = {name: x for name, x in skeleton.state_dict(keep_vars=True).items() if isinstance(x, Stand)}
+        # tied leaves have one stand, and names of their own
+        of_stand = {name: (x.is_buffer, paths[x.is_buffer][x.number]) for name, x in stands.items()}
+        self.leaves = {n: (old, n if n in paths[old] else path) for n, (old, path) in of_stand.items()}
+        self.buffers = buffers
+
+    def write(self, params: Sharded, buffers: Sequence[Tensor], rank: int | None, dtensors: bool) -> dict[str, Tensor]:
+        """Return the tensors by the module's names; {} on ranks that receive nothing."""
+        whole = state_dict(params, rank, dtensors)
+        if rank is not None and not whole:
+            return {}
+        values = dict(zip(tree.paths(self.buffers), buffers, strict=True))
+        return {
+            name: values[path].detach().to(values[path].device if dtensors else "cpu", copy=True)
+            if is_buffer
+            else whole[path]
+            for name, (is_buffer, path) in self.leaves.items()
+        }
+
+    def read(
+        self,
+        params: Sharded,
+        buffers: Sequence[Tensor],
+        mapping: Mapping[str, Tensor],
+        rename: Rename | None,
+        src: int | None,
+    ) -> tuple[Sharded, Tree]:
+        """Return parameters and buffers with the values of a mapping; buffers that are not saved stay as they are."""
+
+        def to_path(name: str) -> str | None:
+            (new,) = renamed([name], rename) or [None]
+            return new if new is None or new not in self.leaves else self.leaves[new][1]
+
+        values = dict(zip(tree.paths(self.buffers), buffers, strict=True))
+        kept = {path: values[path] for is_buffer, path in self.leaves.values() if is_buffer}
+        loaded, new = load_with_buffers(params, kept, mapping, to_path, src)
+        return loaded, tree.unflatten(self.buffers, [*(values | new).values()])

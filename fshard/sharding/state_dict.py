@@ -1,0 +1,203 @@
+"""State dicts of sharded parameters: whole tensors or DTensors by dotted name, read and written unit by unit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import dtensors as torch_sharded
+from ..comm import primitives
+from ..comm.consensus import check_same, together
+from ..comm.mesh import AnyMesh, num_ranks
+from ..core import tree
+from ..core.arguments import check_flags, check_whole, wrong
+from .initial import filled
+from .names import Form, Rename, form_difference, name_differences, renamed
+from .plan import Slot
+from .sharded import Sharded, cut, gather_unit
+
+
+def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> dict[str, Tensor]:
+    """Return the whole leaves in host memory by their dotted names; one unit at a time is whole on the device.
+
+    With `rank` only that rank of the mesh receives them, and the others an empty dict; every rank must call it. Tied
+    leaves are one tensor under each of their names. Dual: `load_state_dict`.
+
+    `dtensors=True` returns DTensors on the plan's DeviceMesh instead, as FSDP2's `model.state_dict()` does: `Shard(0)`
+    along the axes that the tree is cut over, `Replicate` along the others. Their chunks are copies, in the memory in
+    which the leaves are. ValueError for a plan whose mesh is no DeviceMesh.
+
+    >>> plan = make_plan({"a": {"w": torch.ones(2)}})
+    >>> state_dict(shard_params({"a": {"w": torch.ones(2)}}, plan))
+    {'a.w': tensor([1., 1.])}
+    """
+    _check_whole_tree("state_dict", x)
+    check_flags(dtensors=dtensors)
+    plan, mesh = x.plan, x.plan.live_mesh()
+    if rank is not None:
+        check_whole("state_dict: rank", rank, least=0, below=num_ranks(mesh), what="a rank of the plan's mesh")
+        if dtensors:
+            raise ValueError(f"state_dict: rank={rank}: expected None with dtensors=True: every rank has its chunks")
+    on = torch_sharded.device_mesh(mesh, "state_dict: dtensors=True") if dtensors else None
+    keeps = rank is None or mesh is None or mesh.get_rank() == rank
+    result = dict[Slot, Tensor]()
+    for (unit, kind), slots in plan.places.items():
+        if kind in x.view.kinds:
+            with torch.no_grad():
+                leaves = cut(plan, gather_unit(x, unit, kind), unit, kind)
+            for slot, leaf in zip(slots, leaves if keeps else (), strict=keeps):
+                if on is None:
+                    result[slot] = leaf.to("cpu", copy=True)
+                else:
+                    device = x.piece(unit, kind).device  # host memory for leaves that are kept there
+                    result[slot] = torch_sharded.dtensor_of(leaf.to(device), on, x.view.axes(kind))
+    names = zip(tree.paths(plan.spec), x.view.slots(), strict=True)
+    return {name: result[slot] for name, slot in names if slot in result}
+
+
+def load_state_dict(
+    x: Sharded, mapping: Mapping[str, Tensor], rename: Rename | None = None, src: int | None = None
+) -> Sharded:
+    """Return a `Sharded` like `x` with the values of `mapping`, tensors by dotted name; `x` is not changed.
+
+    Each rank reads all names, one unit at a time, and keeps its part; a mapping may read a tensor when it is asked for
+    it. Values are whole tensors, DTensors or ShardedTensors, and are moved to the device and cast among floating
+    dtypes. A tied leaf may be under one of its names or under all. With `src` that rank alone passes whole tensors,
+    and the others an empty mapping. Every rank must call it.
+
+    `rename` is a function from a name to the plan's name, or a dict of the names that change; None leaves a name out.
+    ValueError lists every difference: names that are missing or unknown, shapes, dtypes, tied leaves that differ; if
+    one rank has an error, all ranks raise. Dual: `state_dict`.
+
+    >>> params = shard_params({"w": torch.ones(2)}, make_plan({"w": torch.ones(2)}))
+    >>> gather_params(load_state_dict(params, {"module.w": torch.tensor([3.0, 4.0])}, {"module.w": "w"}))
+    {'w': tensor([3., 4.])}
+    """
+    return load_with_buffers(x, {}, mapping, rename, src)[0]
+
+
+def load_with_buffers(
+    x: Sharded,
+    buffers: Mapping[str, Tensor],
+    mapping: Mapping[str, Tensor],
+    rename: Rename | None = None,
+    src: int | None = None,
+) -> tuple[Sharded, dict[str, Tensor]]:
+    """`load_state_dict`, for the parameters and for whole tensors by name, each on the device where it is."""
+    _check_whole_tree("load_state_dict", x)
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"load_state_dict: {wrong('mapping', mapping, 'a dict of tensors by dotted name')}")
+    mesh, kinds = x.plan.live_mesh(), x.plan.kinds
+    slots = {s: _Wanted(names, Form(s.shape, kinds[s.kind].dtype)) for s, names in x.view.names().items()}
+    if src is not None:
+        check_whole("load_state_dict: src", src, least=0, below=num_ranks(mesh), what="a rank of the plan's mesh")
+    is_source = src is None or mesh is None or mesh.get_rank() == src
+    wanted = [*slots.values(), *(_Wanted([name], Form(tuple(old.shape), old.dtype)) for name, old in buffers.items())]
+    check = partial(_source, mapping, rename, wanted, mesh, src)
+    source = together(mesh, check if is_source else lambda: _Source({}, {}, ""))
+    digest = hashlib.sha256(source.sharded.encode()).hexdigest()
+    check_same(mesh, digest, source.sharded, "load_state_dict: mapping", "Pass whole tensors on all ranks, or on none")
+    tied = [leaf for leaf in wanted if len(leaf.names) > 1]
+    if tied:
+        differences = [text for leaf in tied for text in source.differences(leaf, mesh)]
+        together(mesh, partial(_raise_if_any, differences))
+
+    def read(leaf: _Wanted, device: torch.device) -> Tensor:
+        if is_source:
+            value = source.read(leaf, mesh).to(device, leaf.form.dtype)
+        else:
+            value = torch.empty(leaf.form.shape, dtype=leaf.form.dtype, device=device)
+        return value if src is None else primitives.from_rank(value, mesh, src, "load_state_dict")
+
+    into = Sharded(x.view, [torch.zeros_like(row) for row in x.tensors])
+    loaded = filled(into, lambda slot: read(slots[slot], x.plan.device))
+    rest = {
+        leaf.names[0]: read(leaf, old.device).clone()
+        for leaf, old in zip(wanted[len(slots) :], buffers.values(), strict=True)
+    }
+    return loaded, rest
+
+
+class _Wanted(NamedTuple):
+    """A leaf to be read: all its names, its shape and the dtype in which it is stored."""
+
+    names: list[str]
+    form: Form
+
+
+class _Source(NamedTuple):
+    """A mapping of tensors, its names by those of the leaves, and its sharded tensors, as lines of text."""
+
+    mapping: Mapping[str, Tensor]
+    names: Mapping[str, str]
+    sharded: str
+
+    def get(self, name: str) -> Tensor:
+        """Return the value of a leaf, as it is in the mapping."""
+        return self.mapping[self.names[name]]
+
+    def read(self, leaf: _Wanted, mesh: AnyMesh) -> Tensor:
+        """Return a leaf whole, by the first of its names that is there; every rank must call it."""
+        return torch_sharded.whole_tensor(
+            self.get(next(filter(self.names.__contains__, leaf.names))), mesh, "state dict"
+        )
+
+    def differences(self, leaf: _Wanted, mesh: AnyMesh) -> Iterator[str]:
+        """Say which values of a tied leaf differ; every rank must call it, and read all that it yields."""
+        first, *others = [name for name in leaf.names if name in self.names] or [""]
+        for name in others:
+            a, b = self.get(first), self.get(name)
+            if a is b and not torch_sharded.is_sharded(a):
+                continue
+            a, b = (torch_sharded.whole_tensor(x, mesh, "state dict").to(leaf.form.dtype) for x in (a, b))
+            if not ((a == b) | ((a != a) & (b != b))).all():  # NaN is equal to NaN here
+                yield f"{name!r} and {first!r} are tied, but differ"
+
+
+def _source(
+    mapping: Mapping[str, Tensor], rename: Rename | None, wanted: Sequence[_Wanted], mesh: AnyMesh, src: int | None
+) -> _Source:
+    """Find leaves in a mapping. ValueError lists all differences of names and forms."""
+    names = renamed(mapping, rename)
+    differences, sharded = [*name_differences([leaf.names for leaf in wanted], names)], list[str]()
+    for leaf in wanted:
+        for name in (name for name in leaf.names if name in names):
+            value = mapping[names[name]]
+            differences += [text] if (text := _difference(name, value, leaf.form, mesh, src)) else []
+            sharded += [f"{name!r}: {torch_sharded.sharding(value)}"] if torch_sharded.is_sharded(value) else []
+    _raise_if_any(differences)
+    return _Source(mapping, names, "\n".join(sharded))
+
+
+def _raise_if_any(differences: Sequence[str]) -> None:
+    if differences:
+        raise ValueError("load_state_dict: " + "; ".join(differences))
+
+
+def _difference(name: str, value: object, form: Form, mesh: AnyMesh, src: int | None) -> str:
+    """Say why a value cannot be that of a leaf; "" if it can."""
+    difference = form_difference(name, form, value)
+    if difference or not isinstance(value, Tensor):
+        return difference
+    if torch_sharded.is_sharded(value):
+        text = torch_sharded.problem(value, mesh)
+        if src is not None:
+            text = f"{torch_sharded.sharding(value)}, which rank {src} alone cannot make whole: leave src out"
+        return text and f"{name!r}: {text}"
+    if value.layout != torch.strided:
+        return f"{name!r}: expected a dense tensor, got {value.layout}: call to_dense() on it"
+    return f"{name!r}: expected a tensor with values, got one on meta" * value.is_meta
+
+
+def _check_whole_tree(name: str, x: object) -> None:
+    if not isinstance(x, Sharded):
+        raise TypeError(f"{name}: {wrong('x', x, 'a Sharded', 'fshard.shard_params and init_params make them')}")
+    if x.view.spec != x.plan.spec:
+        raise ValueError(
+            f"{name}: expected the parameters of a whole plan, got a subtree of {len(x.view.slots())} leaves"
+        )
