@@ -90,8 +90,6 @@ def load_with_buffers(
 ) -> tuple[Sharded, dict[str, Tensor]]:
     """`load_state_dict`, for the parameters and for whole tensors by name, each on the device where it is."""
     _check_whole_tree("load_state_dict", x)
-    if not isinstance(mapping, Mapping):
-        raise TypeError(f"load_state_dict: {wrong('mapping', mapping, 'a dict of tensors by dotted name')}")
     mesh, kinds = x.plan.live_mesh(), x.plan.kinds
     slots = {s: _Wanted(names, Form(s.shape, kinds[s.kind].dtype)) for s, names in x.view.names().items()}
     if src is not None:
@@ -107,20 +105,17 @@ def load_with_buffers(
         differences = [text for leaf in tied for text in source.differences(leaf, mesh)]
         together(mesh, partial(_raise_if_any, differences))
 
-    def read(leaf: _Wanted, device: torch.device) -> Tensor:
+    def read(leaf: _Wanted) -> Tensor:
         if is_source:
-            value = source.read(leaf, mesh).to(device, leaf.form.dtype)
+            value = source.read(leaf, mesh).to(x.plan.device, leaf.form.dtype)
         else:
-            value = torch.empty(leaf.form.shape, dtype=leaf.form.dtype, device=device)
+            value = torch.empty(leaf.form.shape, dtype=leaf.form.dtype, device=x.plan.device)
         return value if src is None else primitives.from_rank(value, mesh, src, "load_state_dict")
 
     into = Sharded(x.view, [torch.zeros_like(row) for row in x.tensors])
-    loaded = filled(into, lambda slot: read(slots[slot], x.plan.device))
-    rest = {
-        leaf.names[0]: read(leaf, old.device).clone()
-        for leaf, old in zip(wanted[len(slots) :], buffers.values(), strict=True)
-    }
-    return loaded, rest
+    loaded = filled(into, lambda slot: read(slots[slot]))
+    pairs = zip(wanted[len(slots) :], buffers.values(), strict=True)
+    return loaded, {leaf.names[0]: read(leaf).to(old.device, copy=True) for leaf, old in pairs}
 
 
 class _Wanted(NamedTuple):
@@ -163,6 +158,8 @@ def _source(
     mapping: Mapping[str, Tensor], rename: Rename | None, wanted: Sequence[_Wanted], mesh: AnyMesh, src: int | None
 ) -> _Source:
     """Find leaves in a mapping. ValueError lists all differences of names and forms."""
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"load_state_dict: {wrong('mapping', mapping, 'a dict of tensors by dotted name')}")
     names = renamed(mapping, rename)
     differences, sharded = [*name_differences([leaf.names for leaf in wanted], names)], list[str]()
     for leaf in wanted:
