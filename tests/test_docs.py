@@ -4,9 +4,12 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from fshard.testing import simulate
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,6 +26,21 @@ def test_the_python_of_a_page_runs(page: Path) -> None:
     assert bool(blocks) == (page.name not in WITHOUT_PYTHON)
     for block in blocks:
         exec(compile(block, str(page), "exec"), scope)
+
+
+def test_the_recipes_run_on_ranks() -> None:
+    """The recipes run on several ranks as they stand: otherwise they would be recipes for one device."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE | re.DOTALL)
+    code = "".join(blocks)
+    assert code.count("mesh = None") == 1
+
+    def on_a_rank(mesh: object) -> torch.Tensor:
+        scope: dict[str, Any] = {"given": mesh}
+        exec(compile(code.replace("mesh = None", "mesh = given"), "recipes.md", "exec"), scope)
+        return scope["tree"].dot(scope["direction"], scope["direction"])
+
+    first, second = simulate(on_a_rank, shard=2)
+    assert first == second
 
 
 LINK = r"\]\(([^)#:]+)\)"
