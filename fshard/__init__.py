@@ -1,6 +1,6 @@
 """fshard: functional sharding for PyTorch. A training step is a pure function over trees of parameters."""
 
-from . import collectives, module, optim, reduction, testing, tree, wire
+from . import checkpoint, collectives, module, optim, reduction, testing, tree, wire
 from .comm.check import check
 from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from .comm.mesh import AbstractMesh
@@ -40,6 +40,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "check",
+    "checkpoint",
     "collectives",
     "eval_shape",
     "evaluate",

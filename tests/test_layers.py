@@ -38,6 +38,7 @@ FOLDERS = {
     "train": {"core", "comm", "layout", "sharding", "optim"},
     "compiler": {"core", "comm", "layout", "sharding"},
     "module": {"core", "comm", "layout", "sharding"},
+    "checkpoint": {"core", "comm", "layout", "sharding"},
     "testing": {"core", "comm", "layout", "sharding", "optim", "zero_optimizer", "train", "compiler"},
 }
 
@@ -65,6 +66,7 @@ DOORS = {
     "argparse": {"__main__"},
     "matplotlib": {"compiler.memory"},
     "numpy": set(),
+    "safetensors": set(),
 }
 
 
@@ -247,7 +249,17 @@ print(metrics["loss"].item())
 
 def test_nothing_optional_is_needed() -> None:
     """A step runs without any optional package: otherwise users would have to install numpy, pytest or rich."""
-    optional = ["rich", "matplotlib", "numpy", "hypothesis", "pytest", "torchopt", "pandas", "tensorboard"]
+    optional = [
+        "rich",
+        "matplotlib",
+        "numpy",
+        "hypothesis",
+        "pytest",
+        "torchopt",
+        "pandas",
+        "tensorboard",
+        "safetensors",
+    ]
     run = subprocess.run([sys.executable, "-c", ENTER, *optional], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout == "3.0\n"
@@ -289,7 +301,7 @@ def test_every_public_name_is_there_and_documented() -> None:
         assert not text.startswith(f"{name}("), f"{name}: the docstring that dataclass makes"
 
 
-GROUPS = ["collectives", "module", "optim", "reduction", "testing", "tree", "wire"]
+GROUPS = ["checkpoint", "collectives", "module", "optim", "reduction", "testing", "tree", "wire"]
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -1,4 +1,4 @@
-"""Comparison of values between ranks: equal on all, or the first difference; and flags that are set on any rank."""
+"""Comparison of values between ranks: equal on all, or the first difference; and flags and errors of any rank."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def check_same(mesh: AnyMesh, digest: str, describe: str, what: str, remedy: str
     )
 
 
-def together(mesh: AnyMesh, make: Callable[[], T]) -> T:
+def together(mesh: AnyMesh, make: Callable[[], T], remedy: str = "give all ranks the same arguments") -> T:
     """Return `make()`, which must not communicate. If it raises on any rank, every rank raises.
 
-    Ranks on which it does not raise get a `MismatchError` with the first error. Every rank must call this.
+    Ranks on which it does not raise get a `MismatchError` with the first error, and an OSError of the same number for
+    an OSError. Every rank must call this.
 
     >>> together(None, lambda: 1)
     1
@@ -51,14 +52,23 @@ def together(mesh: AnyMesh, make: Callable[[], T]) -> T:
         result.append(make())
     except Exception as error:
         failure = error
-    texts = (
-        [] if grid is None or grid.abstract else _texts(f"{type(failure).__name__}: {failure}" if failure else "", mesh)
-    )
+    texts = [] if grid is None or grid.abstract else _texts("" if failure is None else _described(failure), mesh)
     if failure is not None:
         raise failure
-    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]:
-        raise MismatchError(f"{failed[0]}. This rank has no such error: give all ranks the same arguments")
+    rank = next((rank for rank, text in enumerate(texts) if text), None)
+    if rank is not None:
+        number, _, text = texts[rank].partition(" ")
+        if int(number):
+            raise OSError(int(number), f"rank {rank}: {text}")  # of the class that belongs to the number
+        raise MismatchError(f"rank {rank}: {text}. This rank has no such error: {remedy}")
     return result[0]
+
+
+def _described(failure: Exception) -> str:
+    """The number of an OSError, else 0, and the text of an error."""
+    if isinstance(failure, OSError) and failure.errno:
+        return f"{failure.errno} {failure.strerror}" + (f": {failure.filename!r}" if failure.filename else "")
+    return f"0 {type(failure).__name__}: {failure}"
 
 
 def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | None:

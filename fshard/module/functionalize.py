@@ -135,6 +135,10 @@ class ModuleFunction:
         names = StateDict(self._skeleton, self._params, self._buffers)
         return names.read(params, self._listed(buffers), mapping, rename, src)
 
+    def persistent(self, buffers: Tree) -> dict[str, Tensor]:
+        """The buffers that the module saves (`persistent` of `register_buffer`), by dotted name."""
+        return StateDict(self._skeleton, self._params, self._buffers).kept(self._listed(buffers))
+
     @property
     def frozen(self) -> list[str]:
         """The paths of the parameters that require no gradient, for `make_plan(frozen=)`."""

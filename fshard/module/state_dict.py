@@ -39,6 +39,11 @@ class StateDict:
             for name, (is_buffer, path) in self.leaves.items()
         }
 
+    def kept(self, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the buffers that the module saves, by path."""
+        values = dict(zip(tree.paths(self.buffers), buffers, strict=True))
+        return {path: values[path] for is_buffer, path in self.leaves.values() if is_buffer}
+
     def read(
         self,
         params: Sharded,
@@ -54,6 +59,5 @@ class StateDict:
             return new if new is None or new not in self.leaves else self.leaves[new][1]
 
         values = dict(zip(tree.paths(self.buffers), buffers, strict=True))
-        kept = {path: values[path] for is_buffer, path in self.leaves.values() if is_buffer}
-        loaded, new = load_with_buffers(params, kept, mapping, to_path, src)
+        loaded, new = load_with_buffers(params, self.kept(buffers), mapping, to_path, src)
         return loaded, tree.unflatten(self.buffers, [*(values | new).values()])

@@ -36,7 +36,7 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
     >>> state_dict(shard_params({"a": {"w": torch.ones(2)}}, plan))
     {'a.w': tensor([1., 1.])}
     """
-    _check_whole_tree("state_dict", x)
+    check_whole_tree("state_dict", x)
     check_flags(dtensors=dtensors)
     plan, mesh = x.plan, x.plan.live_mesh()
     if rank is not None:
@@ -89,7 +89,7 @@ def load_with_buffers(
     src: int | None = None,
 ) -> tuple[Sharded, dict[str, Tensor]]:
     """`load_state_dict`, for the parameters and for whole tensors by name, each on the device where it is."""
-    _check_whole_tree("load_state_dict", x)
+    check_whole_tree("load_state_dict", x)
     mesh, kinds = x.plan.live_mesh(), x.plan.kinds
     slots = {s: _Wanted(names, Form(s.shape, kinds[s.kind].dtype)) for s, names in x.view.names().items()}
     if src is not None:
@@ -191,7 +191,8 @@ def _difference(name: str, value: object, form: Form, mesh: AnyMesh, src: int | 
     return f"{name!r}: expected a tensor with values, got one on meta" * value.is_meta
 
 
-def _check_whole_tree(name: str, x: object) -> None:
+def check_whole_tree(name: str, x: object) -> None:
+    """Raise unless `x`, an argument of the function `name`, is a Sharded (TypeError) of a whole plan (ValueError)."""
     if not isinstance(x, Sharded):
         raise TypeError(f"{name}: {wrong('x', x, 'a Sharded', 'fshard.shard_params and init_params make them')}")
     if x.view.spec != x.plan.spec:

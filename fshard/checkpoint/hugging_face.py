@@ -1,0 +1,154 @@
+"""Directories as Hugging Face writes them: one file, or an index of several, and which of them has a tensor."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain, count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .safetensors_file import PICKLES, Entry, header, laid_out, read_entries, read_json, write_tensor
+
+FILE, INDEX, PARTIAL = "model.safetensors", "model.safetensors.index.json", ".partial"
+
+
+def entries_at(path: Path) -> dict[str, Entry]:
+    """Return the tensors of a file, or of all files of a directory, by name: headers are read, and no data.
+
+    FileNotFoundError; ValueError for what is not in this format, and for an index that is not of its files.
+    """
+    if not path.is_dir():
+        return read_entries(path)
+    if (path / FILE).exists():
+        return read_entries(path / FILE)  # as transformers: not the index
+    if (path / INDEX).exists():
+        return _indexed(path / INDEX)
+    pickles = [x.name for x in sorted(path.iterdir()) if x.suffix in PICKLES]
+    sentence = f"expected {FILE} or {INDEX} in it, or the path of one .safetensors file"
+    sentence += f", it has {pickles[0]}, a pickle, which may run any code when it is read" if pickles else ""
+    raise FileNotFoundError(errno.ENOENT, sentence, str(path))
+
+
+def _indexed(index: Path) -> dict[str, Entry]:
+    """The tensors of the files that an index lists."""
+    file_of = _weight_map(index)
+    entries: dict[str, Entry] = {}
+    for file in dict.fromkeys(file_of.values()):
+        listed = {name for name, other in file_of.items() if other == file}
+        there = read_entries(index.parent / file)
+        if there.keys() != listed:
+            lacks, more = (sorted(map(repr, names))[:8] for names in (listed - there.keys(), there.keys() - listed))
+            raise ValueError(
+                f"{index}: {file} has other tensors: it lacks {', '.join(lacks) or 'none'}, "
+                f"and has {', '.join(more) or 'none'} besides"
+            )
+        entries |= there
+    return entries
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, by an index. ValueError for names of files that are not in the index's directory."""
+    file_of = read_json(index).get("weight_map")
+    if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
+        raise ValueError(f"{index}: expected weight_map, a name of a file for every tensor")
+    for name, file in file_of.items():
+        # a name from the network must not lead elsewhere
+        if file in ("", ".", "..") or "\0" in file or {*file} & {"/", "\\", ":"}:
+            raise ValueError(f"{index}: {name!r}: expected the name of a file beside the index, got {file!r}")
+    return file_of
+
+
+Leaf = tuple[str, tuple[int, ...], torch.dtype]  # of a file: name, shape, dtype
+
+
+def new_files(folder: Path, groups: Sequence[Sequence[Leaf]]) -> dict[str, Entry]:
+    """Make the files of some groups of leaves under other names, and return where each leaf belongs, by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_partial(folder)  # of a save that was killed
+    entries: dict[str, Entry] = {}
+    for name, leaves in zip(_free_names(folder, len(groups)), groups, strict=True):
+        group = laid_out(leaves, folder / (name + PARTIAL))
+        first = header(group)
+        with _naming(folder / (name + PARTIAL)) as path:
+            path.write_bytes(first)
+        entries |= {x.name: replace(x, start=x.start + len(first)) for x in group}
+    return entries
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove the files of `new_files` that have not got their names."""
+    for path in folder.glob(f"model*{PARTIAL}"):
+        path.unlink()
+
+
+def _free_names(folder: Path, num_files: int) -> list[str]:
+    """The names of the files, of which no file of an earlier index has one: it stays whole until the index is new."""
+    if num_files == 1:
+        return [FILE]
+    stems = chain(["model"], (f"model-{number}" for number in count(2)))
+    choices = ([f"{stem}-{i:05}-of-{num_files:05}.safetensors" for i in range(1, num_files + 1)] for stem in stems)
+    return next(names for names in choices if not any((folder / name).exists() for name in names))
+
+
+def put(entry: Entry, value: Tensor) -> None:
+    """Write the data of a leaf to its file."""
+    with _naming(entry.file) as path, open(path, "r+b") as file:
+        write_tensor(file, entry.start, value)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[Path]:
+    """Name the file in an OSError, such as that of a full disk, which Python leaves nameless."""
+    try:
+        yield path
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def finish(folder: Path, entries: Mapping[str, Entry]) -> None:
+    """Give files of `new_files` their names, when all of them are whole, and remove those of an earlier save.
+
+    The process may be killed between any two lines: then either the earlier files are loaded, whole, or the new ones.
+    """
+    old = _old_files(folder)
+    files = sorted(folder.glob(f"model*{PARTIAL}"))  # in the order of their numbers
+    names = {file: file.name.removesuffix(PARTIAL) for file in files}
+    new = {*names.values()}
+    for file in files:
+        _reach_the_disk(file)
+        os.replace(file, folder / names[file])  # one file is loaded from here on, several are in no index yet
+    if len(files) > 1:
+        size = sum(x.num_bytes for x in entries.values())
+        index = {"metadata": {"total_size": size}, "weight_map": {x.name: names[x.file] for x in entries.values()}}
+        partial = folder / (INDEX + PARTIAL)
+        partial.write_text(json.dumps(index, indent=2, ensure_ascii=False), "utf-8")
+        _reach_the_disk(partial)
+        _reach_the_disk(folder)
+        os.replace(partial, folder / INDEX)
+        new.add(INDEX)
+    _reach_the_disk(folder)
+    for name in sorted(old - new):  # a single earlier file is loaded until it is gone
+        (folder / name).unlink(missing_ok=True)
+
+
+def _old_files(folder: Path) -> set[str]:
+    """The files of earlier saves, as transformers names them, too."""
+    part = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
+    return {path.name for path in folder.iterdir() if path.name in (FILE, INDEX) or part.fullmatch(path.name)}
+
+
+def _reach_the_disk(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,253 @@
+"""Sharded parameters from safetensors files, each rank reading its intervals alone, and back to such files."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import consensus
+from ..core import tree
+from ..core.arguments import check_whole, shown, wrong
+from ..core.bits import as_bytes
+from ..core.tree import Tree
+from ..sharding.names import Form, Rename, form_difference, name_differences, renamed
+from ..sharding.plan import Plan, Slot, check_plain
+from ..sharding.sharded import Sharded, cut, empty_params, gather_unit, intervals
+from ..sharding.state_dict import check_whole_tree
+from .hugging_face import Leaf, entries_at, finish, new_files, put, remove_partial
+from .safetensors_file import METADATA, NAMES, Entry, open_file, read_chunks
+
+
+def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | None = None) -> Sharded:
+    """Make sharded parameters from a .safetensors file, or from a directory as Hugging Face writes it.
+
+    Each rank reads the headers, and of the data its own intervals alone. A directory has model.safetensors, or
+    model.safetensors.index.json and the files it lists. Values are moved to the device of the plan and cast among
+    floating dtypes. A tied leaf may be under one of its names or under all. `rename` is a function from a name in the
+    file to the name in the plan, or a dict of the names that change; None instead of a name leaves a tensor out.
+
+    If one rank has an error, all ranks raise. ValueError lists every difference: names that are missing or unknown,
+    shapes, dtypes, tied leaves that differ; or says what is wrong with a file. FileNotFoundError; MismatchError if
+    ranks have other files. Pickles (.bin, .pt) are refused. Dual: `save_safetensors`.
+
+    >>> import tempfile, fshard
+    >>> params = fshard.shard_params({"w": torch.ones(2)}, fshard.make_plan({"w": torch.ones(2)}))
+    >>> with tempfile.TemporaryDirectory() as dir:
+    ...     fshard.checkpoint.save_safetensors(dir, params)
+    ...     loaded = fshard.checkpoint.load_safetensors(dir, params.plan)
+    >>> fshard.gather_params(loaded)
+    {'w': tensor([1., 1.])}
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(wrong("load_safetensors: plan", plan, "what fshard.make_plan gives"))
+    folder, mesh = _path("load_safetensors: path", path), plan.live_mesh()
+    sharded = empty_params(plan, plan.device)
+    names = sharded.view.names()
+    there, given = consensus.together(mesh, lambda: _entries(folder, plan, names, rename), _REMEDY)
+    lines = "\n".join(map(str, there.values()))
+    digest = hashlib.sha256(lines.encode(errors="surrogatepass")).hexdigest()
+    consensus.check_same(mesh, digest, lines, f"load_safetensors: {folder}", _REMEDY)
+    entry_of = {slot: [given[name] for name in names[slot] if name in given] for slot in names}
+    reads = sorted(_reads(sharded, entry_of), key=lambda read: (read.again, read.file, read.start))
+    consensus.together(mesh, lambda: _read(reads), _REMEDY)
+    return sharded
+
+
+_REMEDY = "give all ranks the same files"
+
+
+def _entries(
+    folder: Path, plan: Plan, names: Mapping[Slot, Sequence[str]], rename: Rename | None
+) -> tuple[dict[str, Entry], dict[str, Entry]]:
+    """The tensors of the files by their names there, and those that the plan needs by its names."""
+    there = entries_at(folder)
+    given = {name: there[origin] for name, origin in renamed(there, rename).items()}
+    if differences := [*_differences(plan, names, given)]:
+        raise ValueError(f"load_safetensors: {folder}: " + "; ".join(differences))
+    return there, given
+
+
+def _differences(plan: Plan, names: Mapping[Slot, Sequence[str]], given: Mapping[str, Entry]) -> Iterator[str]:
+    """Say how tensors in files, by their names in the plan, differ from what the leaves of the plan need."""
+    yield from name_differences(names.values(), given)
+    for slot, tied in names.items():
+        form = Form(slot.shape, plan.kinds[slot.kind].dtype)
+        for name, entry in ((name, given[name]) for name in tied if name in given):
+            if entry.dtype is None:
+                yield f"{name!r}: expected a dtype of torch, got {entry.kind}"
+            elif difference := form_difference(name, form, Form(entry.shape, entry.dtype)):
+                yield difference
+
+
+class _Read(NamedTuple):
+    """Elements to read from a file into a part of a row, or to compare with it: then they are read there `again`."""
+
+    entry: Entry
+    begin: int
+    out: Tensor  # (n,)
+    first: Entry
+
+    @property
+    def again(self) -> bool:
+        """Whether the leaf has been read already, under another of its names."""
+        return self.entry is not self.first
+
+    @property
+    def file(self) -> Path:
+        """The file to read."""
+        return self.entry.file
+
+    @property
+    def start(self) -> int:
+        """Where the elements begin in the file."""
+        return self.entry.start + self.begin * self.dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in the file."""
+        assert self.entry.dtype is not None
+        return self.entry.dtype
+
+
+def _reads(into: Sharded, entry_of: Mapping[Slot, Sequence[Entry]]) -> Iterator[_Read]:
+    """The parts of all leaves that this rank holds, each once for every name in the files."""
+    plan = into.plan
+    for unit, kind in plan.places:
+        row = into.piece(unit, kind)
+        for slot, begin, end, start in intervals(plan, unit, kind, plan.params_over):
+            for entry in entry_of[slot]:
+                yield _Read(entry, begin, row[start : start + end - begin], entry_of[slot][0])
+
+
+def _read(reads: Sequence[_Read]) -> None:
+    for path, of_file in groupby(reads, attrgetter("file")):
+        with open_file(path) as file:
+            for read in of_file:
+                done = 0
+                for values in read_chunks(file, path, read.start, len(read.out) * read.dtype.itemsize, read.dtype):
+                    out = read.out[done : done + len(values)]
+                    done += len(values)
+                    if not read.again:
+                        out.copy_(values)
+                    elif not torch.equal(as_bytes(out.cpu()), as_bytes(values.to(out.dtype))):
+                        raise ValueError(f"{path}: {read.entry.name!r} and {read.first.name!r} are tied, but differ")
+
+
+def save_safetensors(
+    dir: str | os.PathLike[str], params: Sharded, buffers: Tree = None, max_bytes: int = 5_000_000_000
+) -> None:
+    """Write sharded parameters to model.safetensors in a directory, as transformers' `from_pretrained` reads them.
+
+    A tied leaf is written once, under the first of its names. `buffers` are whole tensors by name, or a tree of them
+    (`apply.persistent`), that are written besides. One unit at a time is whole in memory, and rank 0 writes it; every
+    rank must call it. If there is more than `max_bytes`, several files and model.safetensors.index.json are written.
+
+    New files replace those of an earlier save when they are whole: after an error, or if the process is killed, the
+    earlier ones are there. An OSError of rank 0, such as a full disk, is raised on every rank. ValueError for names
+    that come twice, and for dtypes that the format lacks. Dual: `load_safetensors`.
+    """
+    check_whole_tree("save_safetensors", params)
+    check_whole("save_safetensors: max_bytes", max_bytes, what="a number of bytes")
+    folder, mesh = _path("save_safetensors: dir", dir), params.mesh
+    beside = _buffers(buffers)
+    leaves = [*_leaves(params), *((name, tuple(x.shape), x.dtype) for name, x in beside.items())]
+    _check_leaves(leaves)
+    is_writer = mesh is None or mesh.get_rank() == 0
+
+    def finished() -> None:
+        if failure is not None:
+            raise failure
+        if is_writer:
+            for name, value in beside.items():
+                put(entries[name], value)
+            finish(folder, entries)
+
+    try:
+        groups = _groups(leaves, max_bytes)
+        entries = consensus.together(mesh, lambda: new_files(folder, groups) if is_writer else {})
+        failure = _put_units(params, entries)
+        consensus.together(mesh, finished)
+    finally:
+        if is_writer:
+            remove_partial(folder)
+
+
+def _buffers(buffers: Tree) -> dict[str, Tensor]:
+    check_plain("save_safetensors: buffers", buffers)
+    leaves, spec = tree.flatten(buffers)
+    named = dict(zip(tree.paths(spec), leaves, strict=True))
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"save_safetensors: buffers: {name!r}: expected a tensor, got {shown(x)}")
+    return named
+
+
+def _put_units(params: Sharded, entries: Mapping[str, Entry]) -> OSError | None:
+    """Gather one unit after the other, and write it if there are `entries`; return what failed.
+
+    After an error the gathers go on, because other ranks wait in them.
+    """
+    failure, names = None, params.view.names()
+    for unit, kind in _places(params):
+        with torch.no_grad():
+            values = cut(params.plan, gather_unit(params, unit, kind), unit, kind)
+        for slot, value in zip(params.plan.places[unit, kind], values, strict=True):
+            try:
+                if entries and failure is None:
+                    put(entries[names[slot][0]], value)
+            except OSError as error:
+                failure = error
+    return failure
+
+
+def _places(params: Sharded) -> list[tuple[int, int]]:
+    """The units and kinds, in the order in which they are gathered."""
+    return [place for place in params.plan.places if place[1] in params.view.kinds]
+
+
+def _leaves(params: Sharded) -> Iterator[Leaf]:
+    """The leaves in the order in which they are written."""
+    names = params.view.names()
+    dtypes = dict(zip(params.view.kinds, (row.dtype for row in params.tensors), strict=True))
+    for place in _places(params):
+        yield from ((names[slot][0], slot.shape, dtypes[slot.kind]) for slot in params.plan.places[place])
+
+
+def _check_leaves(leaves: Sequence[Leaf]) -> None:
+    counts = Counter(name for name, _, _ in leaves)
+    if twice := [name for name, number in counts.items() if number > 1 or name == METADATA]:
+        raise ValueError(
+            f"save_safetensors: names that come twice, or mean something else: {', '.join(map(repr, twice))}"
+        )
+    if lacking := [f"{name!r} is {dtype}" for name, _, dtype in leaves if dtype not in NAMES]:
+        raise ValueError(f"save_safetensors: dtypes that safetensors files do not have: {'; '.join(lacking)}")
+
+
+def _groups(leaves: Sequence[Leaf], max_bytes: int) -> list[list[Leaf]]:
+    """Cut the leaves into files of at most so many bytes; a larger leaf is a file of its own."""
+    groups: list[list[Leaf]] = [[]]
+    filled = 0
+    for name, shape, dtype in leaves:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if groups[-1] and filled + num_bytes > max_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append((name, shape, dtype))
+        filled += num_bytes
+    return groups
+
+
+def _path(name: str, value: object) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(wrong(name, value, "the path of a file or directory"))
+    return Path(value)

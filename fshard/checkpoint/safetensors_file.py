@@ -1,0 +1,215 @@
+"""The safetensors format: 8 bytes with the length of a header, the header in JSON, then the data of all tensors.
+
+It is read and written here, and not by the library of that name, because that one reads whole rows of a tensor and
+writes files whose tensors are all in memory; here a rank reads its intervals, and writes one leaf at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from io import BufferedIOBase, FileIO
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ..core.bits import as_bytes, from_bytes
+
+_LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
+_CHUNK = 1 << 24  # bytes that are read or written at a time
+METADATA = "__metadata__"  # a name that no tensor has
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: `start` is the offset of its first byte, counted from the first byte of all data."""
+
+    name: str
+    kind: str  # the format's name of the dtype
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+    file: Path
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype; None for one that torch lacks."""
+        return DTYPES.get(self.kind)
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {self.kind}{list(self.shape)} at {self.start} in {self.file.name}"
+
+
+def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: Path) -> list[Entry]:
+    """Return the entries of a file of tensors, those of the largest elements first, so that each is aligned."""
+    entries, start = [], 0
+    for name, shape, dtype in sorted(leaves, key=lambda leaf: -leaf[2].itemsize):
+        entries.append(Entry(name, NAMES[dtype], shape, start, math.prod(shape) * dtype.itemsize, file))
+        start += entries[-1].num_bytes
+    return entries
+
+
+def header(entries: Iterable[Entry]) -> bytes:
+    """Return what stands before the data. Dual: `read_entries`."""
+    forms = {
+        x.name: {"dtype": x.kind, "shape": list(x.shape), "data_offsets": [x.start, x.start + x.num_bytes]}
+        for x in entries
+    }
+    # transformers refuses files without this metadata
+    text = json.dumps({METADATA: {"format": "pt"}, **forms}, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_entries(path: Path) -> dict[str, Entry]:
+    """Return the tensors of a file by name, `start` counted from the first byte of the file; nothing else is read.
+
+    FileNotFoundError, or ValueError for a file that is not in this format or not whole.
+    """
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
+        is_wrong = len(first) < 8 or length > min(_LONGEST_HEADER, size - 8)
+        # torch.save writes zip files, and did write plain pickles; as lengths, their first bytes are absurd
+        is_pickle = length > _LONGEST_HEADER and (first[:4] == b"PK\x03\x04" or first[:1] == b"\x80")
+        if path.suffix in PICKLES or is_pickle:
+            raise ValueError(
+                f"{path}: expected a .safetensors file, got a pickle, which may run any code when it is read. "
+                "Let the library that wrote it write safetensors"
+            )
+        if is_wrong:
+            raise ValueError(
+                f"{path}: not a safetensors file, or cut off: a header of {length:,} bytes in a file of {size:,}"
+            )
+        text = file.read(length)
+    entries = _entries(text, path)
+    _check_data(entries, size - 8 - length, path)
+    return {x.name: replace(x, start=x.start + 8 + length) for x in entries}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object that a file is. FileNotFoundError, or ValueError for another file."""
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > _LONGEST_HEADER:
+            raise ValueError(f"{path}: expected at most {_LONGEST_HEADER:,} bytes")
+        return _parsed(file.readall(), path, "it")
+
+
+def open_file(path: Path) -> FileIO:
+    """Open a regular file to read it. FileNotFoundError and ValueError name it; a pipe would wait for a writer."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError(f"{path}: expected a regular file")
+    except FileNotFoundError:
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(path)) from None
+    return open(path, "rb", buffering=0)
+
+
+def _parsed(text: bytes, path: Path, what: str) -> dict[str, Any]:
+    """Return a JSON object. ValueError for other text, and for a name that comes twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            raise ValueError("a name comes twice")
+        return values
+
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {what} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: {what} is not a JSON object, but a {type(value).__name__}")
+    return value
+
+
+def _entries(text: bytes, path: Path) -> list[Entry]:
+    entries = []
+    for name, form in _parsed(text, path, "its header").items():
+        if name == METADATA:
+            continue
+        fields = form if isinstance(form, dict) else {}
+        kind, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not isinstance(kind, str) or not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+            raise ValueError(f"{path}: {name!r}: expected its dtype, shape and data_offsets, got {str(form)[:200]}")
+        entries.append(Entry(name, kind, tuple(shape), offsets[0], offsets[1] - offsets[0], path))
+    return entries
+
+
+def _are_counts(values: object) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(x) is int and x >= 0 for x in values)
+
+
+def _check_data(entries: Iterable[Entry], size: int, path: Path) -> None:
+    """Raise ValueError unless the tensors fill the data, one after the other."""
+    end = 0
+    for x in sorted(entries, key=lambda x: (x.start, x.num_bytes)):
+        if x.dtype is not None and x.num_bytes != math.prod(x.shape) * x.dtype.itemsize:
+            raise ValueError(
+                f"{path}: {x.name!r}: {x.kind}{list(x.shape)} has {math.prod(x.shape) * x.dtype.itemsize:,} bytes, "
+                f"and its offsets say {x.num_bytes:,}"
+            )
+        if x.start != end:
+            raise ValueError(f"{path}: {x.name!r} begins at byte {x.start:,}, and the tensor before it ends at {end:,}")
+        end += x.num_bytes
+    if end != size:
+        raise ValueError(
+            f"{path}: its tensors need {end:,} bytes, and it has {size:,}: it is cut off, or not whole yet"
+        )
+
+
+def read_chunks(file: FileIO, path: Path, start: int, num_bytes: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield flat tensors in host memory that have these bytes of a file, each of them until the next one."""
+    buffer = bytearray(min(num_bytes, _CHUNK))
+    file.seek(start)
+    while num_bytes:
+        view = memoryview(buffer)[: min(num_bytes, _CHUNK)]
+        filled = 0
+        while filled < len(view):  # a read may return fewer bytes
+            count = file.readinto(view[filled:])
+            if not count:
+                raise ValueError(f"{path}: it ended while it was read")
+            filled += count
+        yield from_bytes(torch.frombuffer(buffer, dtype=torch.uint8)[: len(view)], dtype)
+        num_bytes -= len(view)
+
+
+def write_tensor(file: BufferedIOBase, start: int, value: Tensor) -> None:
+    """Write the elements of a tensor to a file, from an offset on. Dual: `read_chunks`."""
+    file.seek(start)
+    buffer = bytearray(max(1, min(value.nbytes, _CHUNK)))  # torch.frombuffer refuses an empty one
+    for part in as_bytes(value).split(_CHUNK):
+        torch.frombuffer(buffer, dtype=torch.uint8)[: part.numel()].copy_(part)
+        file.write(memoryview(buffer)[: part.numel()])

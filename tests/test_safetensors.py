@@ -1,0 +1,580 @@
+"""Safetensors files, as Hugging Face writes them: to shards and back, and what is no such file."""
+
+import errno
+import json
+import os
+import re
+import resource
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from support.hf_models import MODELS, model
+from support.models import STRATEGIES, WORLDS, counting, same_bits
+from support.worlds import gloo, simulated
+from torch import Tensor
+
+import fshard
+from fshard import tree
+from fshard.checkpoint import hugging_face, load_safetensors, safetensors_file, save_safetensors
+from fshard.module import functionalize
+from fshard.testing import strategies
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def plain(params: Any) -> dict[str, Tensor]:
+    """The leaves of a tree by name, tied ones in each place."""
+    return {name: x.detach() for name, x in zip(tree.paths(tree.flatten(params)[1]), tree.leaves(params), strict=True)}
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    """What the library reads of the files of a directory, by name; no tensor is in two files."""
+    files = [load_file(path) for path in folder.glob("model*.safetensors")]
+    assert sum(map(len, files)) == len({name for file in files for name in file})
+    return dict(sorted(item for file in files for item in file.items()))
+
+
+# --- models of transformers ---
+
+
+def there_and_back(mesh: Any, name: str, source: Path, target: Path, max_bytes: int = 10**9) -> dict[str, Tensor]:
+    """A directory to shards of a model on meta, and to another directory."""
+    with torch.device("meta"):
+        apply, params, buffers = functionalize(MODELS[name].cls(MODELS[name].config(0.0)).double())
+    units = apply.units(
+        *(path for path in MODELS[name].units if path.split(".*")[0] in str(apply.units(lambda *_: True)))
+    )
+    plan = fshard.make_plan(params, mesh, units=units)
+    kept = apply.persistent(buffers)
+    loaded = load_safetensors(source, plan, dict.fromkeys(kept))
+    if kept:
+        only = lambda there: there if there in kept else None  # noqa: E731
+        buffers = fshard.gather_params(load_safetensors(source, fshard.make_plan(buffers, mesh), only))
+    save_safetensors(target, loaded, apply.persistent(buffers), max_bytes)
+    return fshard.state_dict(loaded)
+
+
+def is_the_model(name: str, folder: Path, written: Any) -> None:
+    """What transformers reads from a directory is the model that was written, to the bit."""
+    shutil.copy(written / "config.json", folder)
+    module, info = MODELS[name].cls.from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
+    assert not any(info.values())
+    assert same_bits(dict(module.state_dict()), dict(model(name).state_dict()))
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", ["GPT-2", "BERT", "Llama", "ResNet"])
+def test_a_directory_comes_back_to_the_bit(name, world, tmp_path):
+    """A model that was fine-tuned would not be the one that transformers reads, or lack a tied or buffered tensor."""
+    model(name).save_pretrained(tmp_path / "hf")
+    replicate, shard = WORLDS[world]
+    args = (name, tmp_path / "hf", tmp_path / "ours")
+    expected = {x: y.detach() for x, y in model(name).named_parameters(remove_duplicate=False)}
+    for params in simulated(there_and_back, *args, shard=shard, replicate=replicate):
+        assert same_bits(params, {path: expected[path] for path in params})
+    assert same_bits(saved(tmp_path / "ours"), saved(tmp_path / "hf"))
+    is_the_model(name, tmp_path / "ours", tmp_path / "hf")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("run", [simulated, gloo])
+def test_models_of_several_files_are_read_and_written(run, tmp_path):
+    """A large model, which Hugging Face writes to several files, would be read or written wrongly."""
+    model("GPT-2").save_pretrained(tmp_path / "hf", max_shard_size="9KB")
+    run(there_and_back, "GPT-2", tmp_path / "hf", tmp_path / "ours", 9000)
+    for folder in ("hf", "ours"):
+        assert len(list((tmp_path / folder).glob("*.safetensors"))) > 3
+    assert all(path.stat().st_size < 12_000 for path in (tmp_path / "ours").glob("model-*"))
+    theirs, ours = (json.loads((tmp_path / x / "model.safetensors.index.json").read_text()) for x in ("hf", "ours"))
+    assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    is_the_model("GPT-2", tmp_path / "ours", tmp_path / "hf")
+
+
+# --- any tree ---
+
+# the library's module for torch does not know float8_e8m0fnu
+DTYPES = [dtype for dtype in safetensors_file.NAMES if dtype != torch.float8_e8m0fnu]
+NAME = st.text('ab.c é☃"\\\n/', max_size=6)
+
+
+def to_and_fro(mesh: Any, params: Any, plan: dict[str, Any], folder: Path, rename: Any, max_bytes: int) -> Any:
+    """A file to shards, and those to other files, written by all ranks together."""
+    with_axes = fshard.make_plan(tree.map(lambda x: x.to("meta"), params), mesh, **plan)
+    loaded = load_safetensors(folder / "theirs.safetensors", with_axes, rename)
+    save_safetensors(folder, loaded, max_bytes=max_bytes)
+    return fshard.state_dict(loaded)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("number", range(4))
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_tensors_are_read_and_written_as_by_the_library(tmp_path_factory, number, data):
+    """A rank's bytes would be those of another tensor or element, or a file would not be readable for others."""
+    folder = tmp_path_factory.mktemp("any")
+    params = data.draw(strategies.trees(DTYPES, bits=True), "params")
+    plan = data.draw(strategies.plans(params), "plan")
+    expected = plain(params)
+    first = {id(x): name for name, x in reversed(expected.items())}
+    written = {name for name in expected if first[id(expected[name])] == name or data.draw(st.booleans(), name)}
+    others = data.draw(st.lists(NAME, min_size=len(written), max_size=len(written), unique=True), "names")
+    origin = dict(zip(written, others, strict=True))
+    save_file({origin[name]: expected[name].clone() for name in written}, folder / "theirs.safetensors")
+    rename = {there: name for name, there in origin.items()}
+    mesh = data.draw(strategies.meshes(), "mesh")
+    for loaded in simulated(to_and_fro, params, plan, folder, rename, data.draw(st.integers(1, 300)), **mesh):
+        assert same_bits(loaded, expected)
+    names = [name for name in expected if first[id(expected[name])] == name]
+    assert same_bits(saved(folder), {name: expected[name] for name in sorted(names)})
+
+
+def tree_of(dtype: torch.dtype = torch.float32) -> Any:
+    """A tree with uneven shapes, a tied leaf, an integer and a truth value."""
+    shared = counting(5, 3).to(dtype)
+    return {
+        "embed": shared,
+        "blocks": [{"w": counting(7, 3, start=i).to(dtype), "b": counting(3, start=i).to(dtype)} for i in range(3)],
+        "head": shared,
+        "n": counting(2, dtype=torch.int64),
+        "on": counting(9) > 0,
+    }
+
+
+def loaded_from(mesh: Any, path: Any, params: Any, plan: Any = None, rename: Any = None) -> dict[str, Tensor]:
+    """What all ranks have together of a file."""
+    plan = fshard.make_plan(params, mesh, **{"units": 20, **(plan or {})})
+    return fshard.state_dict(load_safetensors(path, plan, rename))
+
+
+def written_to(mesh: Any, folder: Path, params: Any, plan: Any = None, **kwargs: Any) -> None:
+    """A tree to shards, and to files."""
+    plan = fshard.make_plan(params, mesh, **{"units": 20, **(plan or {})})
+    save_safetensors(folder, fshard.shard_params(params, plan), **kwargs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_writes_and_reads_on_another_number_of_ranks(strategy, tmp_path):
+    """What three ranks saved could not be read by two, or a replica would hold something else."""
+    replicate = 2 if strategy.startswith("wide") else 1
+    args = (tmp_path, tree_of(), STRATEGIES[strategy])
+    simulated(written_to, *args, shard=3, replicate=replicate)
+    for loaded in simulated(loaded_from, *args, shard=2, replicate=2):
+        assert same_bits(loaded, plain(tree_of()))
+
+
+FLOATING = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("stored", FLOATING)
+@pytest.mark.parametrize("there", FLOATING)
+def test_values_are_cast_among_floating_dtypes(there, stored, tmp_path):
+    """A file in bfloat16 would be refused, or its bytes be read as another dtype."""
+    values = torch.linspace(-3, 3, 60).to(there)
+    save_file({"w": values}, tmp_path / "x.safetensors")
+    for loaded in simulated(loaded_from, tmp_path / "x.safetensors", {"w": torch.zeros(60, dtype=stored)}):
+        assert same_bits(loaded, {"w": values.to(stored)})
+
+
+def test_a_plan_that_stores_another_dtype_reads_and_writes_it(tmp_path):
+    """Master weights would be written in the dtype of the model, or not be read in their own."""
+    simulated(written_to, tmp_path, tree_of(torch.bfloat16), {"policy": "storage=f32"})
+    assert saved(tmp_path)["embed"].dtype == torch.float32
+    for loaded in simulated(loaded_from, tmp_path, tree_of(torch.bfloat16), {"policy": "storage=f32"}):
+        assert same_bits(loaded, plain(tree_of()))
+
+
+def test_gradients_and_trained_leaves_alone_are_written(tmp_path):
+    """Adapters could not be written without the frozen base."""
+    params = tree_of()
+    sharded = fshard.shard_params(params, fshard.make_plan(params, frozen=["blocks.*.w", "embed"]))
+    save_safetensors(tmp_path, sharded.trainable)
+    assert list(saved(tmp_path)) == [f"blocks.{i}.b" for i in range(3)]
+
+
+def test_an_empty_tree_is_a_file(tmp_path):
+    """A tree without leaves would leave no file, and not load again."""
+    save_safetensors(tmp_path, fshard.shard_params({}, fshard.make_plan({})))
+    assert saved(tmp_path) == {}
+    assert loaded_from(None, tmp_path, {}) == {}
+
+
+# --- bytes and memory ---
+
+SIZES = {"blocks": [{"w": torch.empty(300, 1000, device="meta")} for _ in range(4)], "embed": torch.empty(1, 400_000)}
+SIZE = 4 * (4 * 300_000 + 400_000)
+
+
+def bytes_read() -> int:
+    """The number of bytes that this process has read from files so far."""
+    return int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
+
+
+def in_processes(mesh: Any, folder: Path) -> Any:
+    """How many bytes a rank reads, what it wrote, and what it hears of files that another rank cannot read or write."""
+    plan = fshard.make_plan(SIZES, mesh, units=["blocks.*"])
+    before = bytes_read()
+    load_safetensors(folder / "large.safetensors", plan)
+    count = bytes_read() - before
+    written_to(mesh, folder, tree_of())
+    path = folder / ("model.safetensors" if mesh.get_rank() != 1 else "gone.safetensors")
+    reads = raised(OSError, lambda: loaded_from(mesh, path, tree_of()))
+    writes = raised(OSError, lambda: limited(lambda: written_to(mesh, folder, tree_of(torch.float64)), 200))
+    return count, loaded_from(mesh, folder, tree_of()), reads, writes
+
+
+def raised(kind: type[Exception], run: Callable[[], object]) -> str:
+    """The sentence of an error."""
+    with pytest.raises(kind) as failure:
+        run()
+    return f"{type(failure.value).__name__}: {failure.value}"
+
+
+def limited(run: Callable[[], object], num_bytes: int) -> None:
+    """Run something in a process whose files may have so many bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux's counts of bytes")
+def test_processes(tmp_path):
+    """A rank would read whole files or rows, files be right in simulation alone, or ranks wait for one that failed."""
+    save_file({name: torch.zeros(x.shape) for name, x in plain(SIZES).items()}, tmp_path / "large.safetensors")
+    for count, loaded, reads, writes in gloo(in_processes, tmp_path, shard=3):
+        assert SIZE / 3 - 20_000 < count < SIZE / 3 + 20_000
+        assert same_bits(loaded, plain(tree_of()))
+        assert reads == f"FileNotFoundError: rank 1: {tmp_path}/gone.safetensors: no such file"
+        assert writes.startswith("OSError: [Errno 27] rank 0: File too large")
+    assert {path.name for path in tmp_path.iterdir()} == {"large.safetensors", "model.safetensors"}
+    for loaded in simulated(loaded_from, tmp_path, tree_of()):
+        assert same_bits(loaded, plain(tree_of()))
+
+
+def test_memory_is_bounded(tmp_path, monkeypatch):
+    """A whole tensor, or file, would be in memory beside the shards; or a part of it be read wrongly."""
+    sizes = set()
+
+    def buffer(size: int) -> bytearray:
+        sizes.add(size)
+        return bytearray(size)
+
+    monkeypatch.setattr(safetensors_file, "_CHUNK", 64)
+    monkeypatch.setattr(safetensors_file, "bytearray", buffer, raising=False)
+    params = {"w": torch.randn(7, 33), "h": torch.randn(50).bfloat16(), "c": torch.randn(20, dtype=torch.complex64)}
+    written_to(None, tmp_path, params)
+    assert same_bits(saved(tmp_path), dict(sorted(params.items())))
+    for loaded in simulated(loaded_from, tmp_path, params, shard=3):
+        assert same_bits(loaded, params)
+    assert max(sizes) == 64
+
+
+# --- files that are none ---
+
+
+def file_of(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    """A file with a header that is bytes or an object, which says that it has a length."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: Any = "F32", shape: Any = (2,), begin: Any = 0, end: Any = 8) -> dict[str, Any]:
+    """What a header says of a tensor."""
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+NOT_IN_FORM = "'w': expected its dtype, shape and data_offsets, got {"
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "not a safetensors file, or cut off: a header of 0 bytes in a file of 0"),
+    "short": (b"1234567", "not a safetensors file, or cut off"),
+    "header beyond the file": (file_of(b"{}", length=3), "cut off: a header of 3 bytes in a file of 10"),
+    "absurd header": (b"\xff" * 64, "a header of 18,446,744,073,709,551,615 bytes in a file of 64"),
+    "not JSON": (file_of(b"{'w'"), "its header is not JSON: Expecting property name"),
+    "not text": (file_of(b'{"\xff": 1}'), "its header is not JSON: 'utf-8' codec"),
+    "too deep": (file_of(b"[" * 100_000), "its header is not JSON: maximum recursion depth"),
+    "no object": (file_of([1]), "its header is not a JSON object, but a list"),
+    "a name twice": (file_of(b'{"w": 1, "w": 2}'), "its header is not JSON: a name comes twice"),
+    "a long number": (file_of(b'{"w": ' + b"9" * 5000 + b"}"), "its header is not JSON: Exceeds the limit"),
+    "no form": (file_of({"w": 1}), "'w': expected its dtype, shape and data_offsets, got 1"),
+    "no dtype": (file_of({"w": entry(None)}, b"0" * 8), NOT_IN_FORM),
+    "a negative size": (file_of({"w": entry(shape=[-2])}, b"0" * 8), NOT_IN_FORM),
+    "a size that is true": (file_of({"w": entry(shape=[2, True])}, b"0" * 8), NOT_IN_FORM),
+    "a fraction": (file_of({"w": entry(end=8.0)}, b"0" * 8), NOT_IN_FORM),
+    "three offsets": (file_of({"w": {**entry(), "data_offsets": [0, 4, 8]}}, b"0" * 8), NOT_IN_FORM),
+    "other size": (file_of({"w": entry(shape=[3])}, b"0" * 8), "'w': F32[3] has 12 bytes, and its offsets say 8"),
+    "backwards": (file_of({"w": entry(begin=8, end=0)}, b"0" * 8), "'w': F32[2] has 8 bytes, and its offsets say -8"),
+    "absurd size": (file_of({"w": entry(shape=[2**62, 2**62])}, b"0" * 8), "'w': F32[4611686018427387904, 46116860184"),
+    "overlap": (
+        file_of({"w": entry(), "v": entry(begin=4, end=12)}, b"0" * 12),
+        "'v' begins at byte 4, and the tensor before it ends at 8",
+    ),
+    "gap": (file_of({"w": entry(begin=4, end=12)}, b"0" * 12), "'w' begins at byte 4, and the tensor before it ends"),
+    "cut off": (file_of({"w": entry()}, b"0" * 7), "its tensors need 8 bytes, and it has 7: it is cut off"),
+    "more": (file_of({"w": entry()}, b"0" * 9), "its tensors need 8 bytes, and it has 9"),
+}  # fmt: skip
+
+
+def two(mesh: Any, path: Path, rename: Any = None) -> Any:
+    """Load a tree of one leaf."""
+    return loaded_from(mesh, path, {"w": torch.zeros(2)}, rename=rename)
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_file_that_is_none_is_an_error(what, tmp_path):
+    """A file that is cut off or was made to do harm would be read as numbers, fill the memory, or end the process."""
+    content, words = HOSTILE[what]
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    sentence = raised(ValueError, lambda: two(None, path))
+    assert sentence.startswith(f"ValueError: {path}: ")
+    assert words in sentence
+    with pytest.raises(ValueError, match=re.escape(words)):
+        simulated(two, path)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=40), st.integers(0, 200), st.booleans())
+def test_no_bytes_do_harm(tmp_path_factory, data, at, inserted):
+    """A changed byte would end the process, or be an error that the package did not mean."""
+    path = tmp_path_factory.mktemp("bytes") / "x.safetensors"
+    good = file_of({"w": entry(), "v": entry("I64", [], 8, 16)}, b"12345678" * 2)
+    at %= len(good)
+    path.write_bytes(good[:at] + data + good[at + (0 if inserted else len(data)) :])
+    with suppress(ValueError) if data else nullcontext():
+        assert two(None, path, {"v": None})["w"].shape == (2,)
+
+
+def test_pickles_are_refused(tmp_path):
+    """A file from the network would run code."""
+    for name, new in (("pytorch_model.bin", True), ("x.safetensors", True), ("old.safetensors", False)):
+        torch.save({"w": torch.zeros(2)}, tmp_path / name, _use_new_zipfile_serialization=new)
+        sentence = f"{tmp_path / name}: expected a .safetensors file, got a pickle, which may run any code when it is"
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            two(None, tmp_path / name)
+    with pytest.raises(FileNotFoundError, match=r"It has pytorch_model.bin, a pickle, which may run any code"):
+        two(None, tmp_path)
+
+
+def test_paths_that_are_no_files(tmp_path):
+    """A missing file would fail without its name, and a pipe wait for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    expected = "expected model.safetensors or model.safetensors.index.json in it, or the path of one .safetensors file"
+    assert expected in raised(FileNotFoundError, lambda: two(None, tmp_path))
+    assert "x: no such file" in raised(FileNotFoundError, lambda: two(None, tmp_path / "x"))
+    assert "pipe: expected a regular file" in raised(ValueError, lambda: two(None, tmp_path / "pipe"))
+    assert "load_safetensors: path=3: expected the path" in raised(TypeError, lambda: two(None, 3))
+
+
+def index_of(folder: Path, file_of: Any) -> None:
+    """Write an index of a directory."""
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+
+
+OUTSIDE = ["../a.safetensors", "/etc/passwd", "", "..", "a/../a.safetensors", "a\\b", "C:x", "a\0"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_index_does_not_lead_elsewhere(name, tmp_path):
+    """A directory from the network would have other files read."""
+    index_of(tmp_path, {"w": name})
+    words = f"'w': expected the name of a file beside the index, got {name!r}"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        two(None, tmp_path)
+
+
+def test_an_index_that_is_not_of_its_files(tmp_path):
+    """Tensors would be taken from files that the index does not mean, or be left out."""
+    save_file({"w": torch.zeros(2), "v": torch.zeros(2)}, tmp_path / "a.safetensors")
+    for listed, words in (
+        ({"w": "a.safetensors"}, "a.safetensors has other tensors: it lacks none, and has 'v' besides"),
+        (dict.fromkeys("wvu", "a.safetensors"), "a.safetensors has other tensors: it lacks 'u', and has none besides"),
+        ({"w": "b.safetensors"}, "b.safetensors: no such file"),
+        ({"w": 1}, "expected weight_map, a name of a file for every tensor"),
+        ([], "expected weight_map"),
+    ):
+        index_of(tmp_path, listed)
+        with pytest.raises((ValueError, FileNotFoundError), match=words):
+            two(None, tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[")
+    with pytest.raises(ValueError, match=r"index.json: it is not JSON"):
+        two(None, tmp_path)
+
+
+# --- what differs from the plan ---
+
+
+def test_all_differences_are_listed_at_once(tmp_path):
+    """Names would be found wrong one at a time, or a leaf be left at zero without a word."""
+    content = {"a.w": torch.zeros(2), "n": torch.zeros(2), "z": torch.zeros(1)}
+    header = {"half": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}
+    params = {"a": {"w": torch.zeros(3, 5), "b": torch.zeros(5)}, "n": torch.arange(2), "half": torch.zeros(2)}
+    save_file(content, tmp_path / "a.safetensors")
+    (tmp_path / "b.safetensors").write_bytes(file_of(header, b"0"))
+    index_of(tmp_path, {**dict.fromkeys(content, "a.safetensors"), "half": "b.safetensors"})
+    for run in (lambda: loaded_from(None, tmp_path, params), lambda: simulated(loaded_from, tmp_path, params)):
+        sentence = raised(ValueError, run)
+        for words in (
+            f"load_safetensors: {tmp_path}: it lacks 1 names: 'a.b'",
+            "it has 1 names that the plan has not: 'z'",
+            "'a.w': expected a tensor [3, 5], got one [2]",
+            "'n': expected torch.int64, got torch.float32",
+            "'half': expected a dtype of torch, got F4",
+        ):
+            assert words in sentence
+
+
+def test_tied_names_that_differ_are_an_error_on_every_rank(tmp_path):
+    """One of two values of a tied leaf would be lost; or the ranks without the difference would go on."""
+    path, values = tmp_path / "x.safetensors", counting(5, 3)
+    other = values.clone()
+    other[0, 0] += 1  # in the interval of rank 0 alone
+    shared = torch.zeros(5, 3)
+    params = {"embed": shared, "head": shared}
+    for both, good in ((values.clone(), True), (values.double(), True), (other, False)):
+        save_file({"embed": values, "head": both}, path)
+        if good:
+            assert same_bits(simulated(loaded_from, path, params)[1], {"embed": values, "head": values})
+        else:
+            sentences = simulated(lambda mesh: raised(ValueError, lambda: loaded_from(mesh, path, params)))
+            assert {*sentences} == {f"ValueError: rank 0: {path}: 'head' and 'embed' are tied, but differ"}
+
+
+def test_ranks_with_other_files_are_told(tmp_path):
+    """Ranks whose disks have another version of a model would train a mixture of both."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        save_file({"w": torch.zeros(2), "v": torch.zeros(1 + rank)}, tmp_path / str(rank) / "model.safetensors")
+    with pytest.raises(fshard.MismatchError, match=r"rank 0 has 'v' F32\[1\] at .*; rank 1 has 'v' F32\[2\]"):
+        simulated(lambda mesh: two(mesh, tmp_path / str(mesh.get_rank()), {"v": None}))
+
+
+def test_what_rename_may_be(tmp_path):
+    """A file with other names could not be read, or a name that means nothing be taken for a leaf."""
+    save_file({"model.w": torch.ones(2), "step": torch.ones(1)}, tmp_path / "x.safetensors")
+    for rename in ({"model.w": "w", "step": None}, lambda name: {"model.w": "w"}.get(name)):
+        assert two(None, tmp_path / "x.safetensors", rename)["w"].tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"'model.w' and 'step' are both called 'w'"):
+        two(None, tmp_path / "x.safetensors", lambda name: "w")
+    with pytest.raises(TypeError, match="rename=3"):
+        two(None, tmp_path / "x.safetensors", 3)
+
+
+# --- an earlier save ---
+
+ONE, SEVERAL = 10**9, 150  # bytes in a file: for one file, and for several
+
+
+class KilledError(BaseException):
+    """The process ended."""
+
+
+def killed_after(num_steps: int, monkeypatch: Any, run: Callable[[], None]) -> bool:
+    """Whether a run has more steps that change a directory than so many; then it ends as if it were killed."""
+    steps = 0
+
+    def counting_steps(fn: Any) -> Any:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps > num_steps:
+                raise KilledError
+            return fn(*args, **kwargs)
+
+        return step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", counting_steps(os.replace))
+        patch.setattr(Path, "unlink", counting_steps(Path.unlink))
+        patch.setattr(hugging_face, "write_tensor", counting_steps(hugging_face.write_tensor))
+        try:
+            run()
+        except KilledError:
+            return True
+    return False
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("sizes", [(old, new) for old in (SEVERAL, ONE) for new in (SEVERAL, ONE)])
+def test_a_save_that_is_killed_leaves_the_earlier_one_or_the_new_one(sizes, tmp_path, monkeypatch):
+    """A model would be lost, or be half old and half new, when the process is killed while it saves it again."""
+    old, new = tree_of(), tree.map(lambda x: x if x.dtype == torch.bool else x + 1, tree_of())
+    news = []
+    for num_steps in range(100):
+        folder = tmp_path / str(num_steps)
+        written_to(None, folder, old, max_bytes=sizes[0])
+        if not killed_after(num_steps, monkeypatch, lambda: written_to(None, folder, new, max_bytes=sizes[1])):  # noqa: B023
+            break
+        loaded = loaded_from(None, folder, old)
+        news.append(same_bits(loaded, plain(new)))
+        assert news[-1] or same_bits(loaded, plain(old))
+        assert news == sorted(news), "once the new one is there, it stays"
+        written_to(None, folder, new, max_bytes=ONE)
+        assert same_bits(loaded_from(None, folder, old), plain(new))
+        assert {path.name for path in folder.iterdir()} == {"model.safetensors"}
+    else:
+        raise AssertionError("it never ends")
+    assert len(news) > 5
+    assert not news[0]
+    assert same_bits(saved(folder), dict(sorted(plain(new).items())))
+    assert same_bits(loaded_from(None, folder, old), plain(new))
+
+
+def test_a_full_disk_is_an_error_on_every_rank(tmp_path):
+    """Ranks would wait for the one that writes; a file that is cut off would take the place of a whole one."""
+    written_to(None, tmp_path, tree_of())
+    before = (tmp_path / "model.safetensors").read_bytes()
+
+    def run(mesh: Any) -> str:
+        return raised(OSError, lambda: written_to(mesh, tmp_path, tree_of(torch.float64)))
+
+    for num_bytes in (4, len(before)):  # in the header, and in the data
+        sentences = []
+        limited(lambda: sentences.extend(simulated(run, shard=3)), num_bytes)  # noqa: B023
+        assert len({*sentences}) == 1
+        assert sentences[0].startswith(f"OSError: [Errno {errno.EFBIG}] rank 0: File too large")
+        assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+        assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_what_cannot_be_saved(tmp_path):
+    """A tensor would be written under the name of another one, or in a dtype that nobody reads."""
+
+    def save(params: Any, buffers: Any = None, **kwargs: Any) -> None:
+        save_safetensors(tmp_path / "x", fshard.shard_params(params, fshard.make_plan(params)), buffers, **kwargs)
+
+    for buffers, words in (
+        ({"w": torch.ones(1)}, "names that come twice"),
+        ({"n": 3}, "'n': expected a tensor, got 3"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            save({"w": torch.ones(2)}, buffers)
+    with pytest.raises(ValueError, match=r"dtypes that safetensors files do not have: 'w' is torch.complex128"):
+        save({"w": torch.ones(2, dtype=torch.complex128)})
+    with pytest.raises(ValueError, match=r"'__metadata__'"):
+        save({"__metadata__": torch.ones(2)})
+    with pytest.raises(ValueError, match="max_bytes=0: expected a number of bytes, at least 1"):
+        save({"w": torch.ones(2)}, max_bytes=0)
+    with pytest.raises(TypeError, match=r"save_safetensors: .*expected a Sharded"):
+        save_safetensors(tmp_path, {"w": torch.ones(2)})
+    with pytest.raises(TypeError, match=r"save_safetensors: dir=.*expected the path"):
+        save_safetensors(*(fshard.shard_params({"w": torch.ones(2)}, fshard.make_plan({"w": torch.ones(2)})),) * 2)
+    with pytest.raises(TypeError, match="load_safetensors: plan"):
+        load_safetensors(tmp_path, {"w": torch.ones(2)})
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        save_safetensors(
+            tmp_path / "file", fshard.shard_params({"w": torch.ones(2)}, fshard.make_plan({"w": torch.ones(2)}))
+        )
+    assert not (tmp_path / "x").exists()
