@@ -230,7 +230,7 @@ def test_the_check_can_pass() -> None:
 
 
 ENTER = """
-import sys, warnings
+import sys, tempfile, warnings
 class Without:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in sys.argv[1:]:
@@ -244,6 +244,9 @@ params = {"w": torch.ones(3)}
 state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params)), fshard.optim.adamw(0.1))
 state, metrics = fshard.train_step(lambda p, x: (p["w"] * x).sum(), fshard.optim.adamw(0.1))(state, torch.ones(1, 3))
 print(metrics["loss"].item())
+with tempfile.TemporaryDirectory() as folder:
+    fshard.checkpoint.save_safetensors(folder, state.params)
+    fshard.checkpoint.load_safetensors(folder, state.params.plan)
 """
 
 
