@@ -184,3 +184,209 @@ def test_fsdp2_both_ways():
 def test_fsdp2_both_ways_on_four_ranks(plan, replicate):
     """Chunks of DTensors would be others where ranks have none, or along two axes."""
     gloo(fsdp2_both_ways, plan, shard=4 // replicate, replicate=replicate)
+
+
+def fsdp1(model: nn.Module, mesh: Any = None) -> tuple[nn.Module, Any]:
+    """A model and AdamW in FSDP1, blocks wrapped; on a mesh its sharded states are DTensors, else ShardedTensors."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    options: Any = {"use_orig_params": True, "device_id": torch.device("cpu"), "device_mesh": mesh}
+    model.blocks[0] = FullyShardedDataParallel(model.blocks[0], **options)
+    model.blocks[1] = checkpoint_wrapper(FullyShardedDataParallel(model.blocks[1], **options))
+    model = FullyShardedDataParallel(model, **options)
+    return model, to.AdamW(model.parameters(), LR, weight_decay=0.01)
+
+
+def fsdp1_types(kind: str) -> Any:
+    """The settings of a type of FSDP1's state dicts."""
+    from torch.distributed import fsdp
+
+    # with offload_to_cpu torch 2.13 gives on CPUs one buffer for all: exp_avg has exp_avg_sq's values
+    return {
+        "full": (
+            fsdp.StateDictType.FULL_STATE_DICT,
+            fsdp.FullStateDictConfig(),
+            fsdp.FullOptimStateDictConfig(offload_to_cpu=False),
+        ),
+        "sharded": (
+            fsdp.StateDictType.SHARDED_STATE_DICT,
+            fsdp.ShardedStateDictConfig(),
+            fsdp.ShardedOptimStateDictConfig(offload_to_cpu=False),
+        ),
+        "local": (fsdp.StateDictType.LOCAL_STATE_DICT, fsdp.LocalStateDictConfig(), fsdp.LocalOptimStateDictConfig()),
+    }[kind]
+
+
+def in_order(x: Any) -> Any:
+    """Nested dicts with sorted keys."""
+    return {key: in_order(x[key]) for key in sorted(x)} if isinstance(x, dict) else x
+
+
+def fsdp1_both_ways(mesh: Any, on_mesh: bool) -> None:
+    """FSDP1 trains, fshard reads its states of every type and goes on, FSDP1 goes on from there."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    warnings.simplefilter("ignore")  # what torch says of its own libraries
+    kind_of = "DTensor" if on_mesh else "ShardedTensor"
+    model, optimizer = fsdp1(net(), mesh if on_mesh else None)
+    torch_steps(model, optimizer, range(3))
+    read = {}
+    for kind in ("full", "sharded"):
+        with FSDP.state_dict_type(model, *fsdp1_types(kind)):
+            saved, saved_state = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+        assert {type(saved["scale"]).__name__} == {kind_of if kind == "sharded" else "Tensor"}
+        ours = read[kind] = Ours(mesh)
+        ours.params, ours.buffers = ours.apply.load_state_dict(ours.params, ours.buffers, saved)
+        ours.state = optim.state.load_state_dict(saved_state, ours.state, ours.params)
+    if not on_mesh:  # torch refuses to write LOCAL_STATE_DICT on a mesh
+        with (
+            FSDP.state_dict_type(model, *fsdp1_types("local")),
+            pytest.raises(ValueError, match="let FSDP1 write FULL"),
+        ):
+            fshard.load_state_dict(ours.params, model.state_dict())
+    assert same_bits(*(fshard.state_dict(ours.params) for ours in read.values()))
+    assert same_bits(*(optim.state.gather_state(ours.state) for ours in read.values()))
+    alike(ours.steps(range(3, 5)), torch_steps(model, optimizer, range(3, 5)))
+
+    there, optimizer_there = fsdp1(net(), mesh if on_mesh else None)
+    for kind in ("full", "sharded") if on_mesh else ("full",):  # we write no ShardedTensors
+        cut = kind == "sharded"
+        with FSDP.state_dict_type(there, *fsdp1_types(kind)):
+            there.load_state_dict(ours.apply.state_dict(ours.params, ours.buffers, dtensors=cut))
+            written = optim.state.state_dict(ours.state, ours.params, groups=GROUPS, dtensors=cut)
+            optimizer_there.load_state_dict(FSDP.optim_state_dict_to_load(there, optimizer_there, written))
+        with FSDP.state_dict_type(there, *fsdp1_types("full")):
+            arrived = in_order(FSDP.optim_state_dict(there, optimizer_there)["state"])
+        assert same_bits(arrived, in_order(optim.state.state_dict(ours.state, ours.params)["state"]))
+    stayed = torch_steps(model, optimizer, range(5, 7))
+    alike(torch_steps(there, optimizer_there, range(5, 7)), stayed)
+    alike(ours.steps(range(5, 7)), stayed)
+
+
+@pytest.mark.parametrize("on_mesh", [False, True], ids=["ShardedTensor", "DTensor"])
+def test_fsdp1_both_ways(on_mesh):
+    """Full or sharded states of FSDP1 would be other values in fshard, or ours in FSDP1."""
+    gloo(fsdp1_both_ways, on_mesh)
+
+
+def zero_both_ways(mesh: Any) -> None:
+    """DDP and ZeroRedundancyOptimizer train, fshard goes on, they go on from there."""
+    warnings.simplefilter("ignore")  # what torch says of its own libraries
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def started() -> tuple[nn.Module, Any]:
+        model = nn.parallel.DistributedDataParallel(net())
+        return model, ZeroRedundancyOptimizer(model.parameters(), to.AdamW, lr=LR, weight_decay=0.01)
+
+    model, optimizer = started()
+    torch_steps(model, optimizer, range(3))
+    optimizer.consolidate_state_dict(to=1)
+    saved, saved_state = (model.state_dict(), optimizer.state_dict()) if mesh.get_rank() else ({}, {})
+    ours = Ours(mesh, params_over=())
+    ours.params, ours.buffers = ours.apply.load_state_dict(
+        ours.params, ours.buffers, saved, lambda name: name.removeprefix("module."), src=1
+    )
+    ours.state = optim.state.load_state_dict(saved_state, ours.state, ours.params, src=1)
+    assert same_bits(
+        ours.apply.state_dict(ours.params, ours.buffers, rank=1),
+        {n.removeprefix("module."): x for n, x in saved.items()},
+    )
+    alike(ours.steps(range(3, 5)), torch_steps(model, optimizer, range(3, 5)))
+
+    there, optimizer_there = started()
+    there.module.load_state_dict(ours.apply.state_dict(ours.params, ours.buffers))
+    optimizer_there.load_state_dict(optim.state.state_dict(ours.state, ours.params, "index", groups=GROUPS))
+    stayed = torch_steps(model, optimizer, range(5, 7))
+    alike(torch_steps(there, optimizer_there, range(5, 7)), stayed)
+    alike(ours.steps(range(5, 7)), stayed)
+
+
+def test_ddp_and_zero_both_ways():
+    """What one rank consolidated would be other values in fshard, or ours in ZeroRedundancyOptimizer."""
+    gloo(zero_both_ways)
+
+
+class Unreadable(dict[str, Any]):
+    """A file that cannot be read on one rank."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise OSError("disk failure")
+
+
+def whole_tensors(x: Any) -> Any:
+    """Nested dicts with whole tensors in place of DTensors."""
+    return {k: whole_tensors(v) if isinstance(v, dict) else v.full_tensor() for k, v in x.items()}
+
+
+def without(x: dict[str, Any], name: str) -> dict[str, Any]:
+    """A dict that lacks a name."""
+    return {key: value for key, value in x.items() if key != name}
+
+
+def differing(mesh: Any) -> dict[str, list[str]]:
+    """The errors of loads for which rank 1 has something else than rank 0: of parameters, of optimizer state."""
+    warnings.simplefilter("ignore")  # what torch says of its own libraries
+    ours, is_other = Ours(mesh), mesh.get_rank() == 1
+    saved = fshard.state_dict(ours.params, dtensors=True)
+    plain = whole_tensors(saved)
+    saved_state = optim.state.state_dict(ours.state, ours.params, dtensors=True)["state"]
+    mixed = {**saved_state, "scale": {**saved_state["scale"], "exp_avg": torch.zeros(1).double()}}
+    params: list[Any] = [plain, without(saved, "scale"), Unreadable(saved), [saved], {**saved, "scale": plain["scale"]}]
+    states: list[Any] = [mixed, without(saved_state, "scale"), {**saved_state, "w": {}}, None]
+    errors: dict[str, list[str]] = {"mapping": [], "saved": []}
+
+    def error_of(fn: Any) -> str:
+        with pytest.raises(Exception) as failure:  # noqa: PT011  its words are looked at below
+            fn()
+        dist.barrier()  # no rank is still inside
+        return str(failure.value)
+
+    for other in params:
+        given = other if is_other else saved
+        errors["mapping"].append(error_of(lambda given=given: fshard.load_state_dict(ours.params, given)))
+    for other in states:
+        given = {"state": other if is_other else saved_state}
+        errors["saved"].append(
+            error_of(lambda given=given: optim.state.load_state_dict(given, ours.state, ours.params))
+        )
+    # leaves that one rank alone lacks keep their state on all ranks or on none
+    given = {"state": without(saved_state, "scale") if is_other else saved_state}
+    errors["saved"].append(error_of(lambda: optim.state.load_state_dict(given, ours.state, ours.params, strict=False)))
+    one_rank = saved if is_other else {}
+    errors["mapping"].append(error_of(lambda: fshard.load_state_dict(ours.params, one_rank, src=1)))
+    one_state = {"state": saved_state} if is_other else {}
+    errors["saved"].append(error_of(lambda: optim.state.load_state_dict(one_state, ours.state, ours.params, src=1)))
+    return errors
+
+
+def test_what_ranks_have_differs():
+    """Ranks would wait for each other forever, or one would go on with another model."""
+    of_rank_0, of_rank_1 = gloo(differing)
+    chunk = "a DTensor torch.float64 [1] (Shard(dim=0),) over [2] ranks"
+    sharded = [
+        f"mapping differs between ranks: rank 0 has 'scale': {chunk}",
+        "Pass whole tensors on all ranks, or on no",
+    ]
+    states = [f"saved differs between ranks: rank 0 has 'mu.scale': {chunk}; rank 1 has 'mu.embed.weight'"]
+    alone = f"'scale': {chunk}, which rank 1 alone cannot make whole: leave src out"
+    expected = {
+        "mapping": [sharded, "it lacks 1 names: 'scale'", "disk failure", "an object of type list", sharded, alone],
+        "saved": [
+            states,
+            "leaf 'scale': expected 'exp_avg' in its state, there is nothing",
+            "the state has 'w', which is no leaf of the tree",
+            "saved: expected a dict with 'state'",
+            states,
+            f"leaf {alone}",
+        ],
+    }
+    for kind, sentences in expected.items():
+        for words, *errors in zip(sentences, of_rank_0[kind], of_rank_1[kind], strict=True):
+            for error in errors:
+                assert all(part in error for part in ([words] if isinstance(words, str) else words))
+            if isinstance(words, str):  # an error of rank 1 alone
+                assert errors[0].startswith("rank 1: ")
+                assert errors[0].endswith(
+                    f"{errors[1]}. This rank has no such error: give all ranks the same arguments"
+                )

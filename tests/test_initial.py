@@ -311,6 +311,178 @@ def test_tied_names_that_differ_are_an_error():
         fshard.load_state_dict(sharded, {**saved, "head.weight": saved["head.weight"] + 1})
 
 
+def from_one_rank(mesh: Any, plan: dict[str, Any], src: int) -> Any:
+    """A state dict that one rank has, in the shards of all ranks, whole again."""
+    saved = {name: drawn(name, x) for name, x in fshard.state_dict(Params.make(mesh, {})).items()}
+    given = {f"module.{name}": x for name, x in saved.items()} if mesh.get_rank() == src else {}
+    loaded = fshard.load_state_dict(Params.make(mesh, plan), given, lambda name: name.removeprefix("module."), src=src)
+    return fshard.state_dict(loaded), saved
+
+
+class Params:
+    """Parameters of zeros."""
+
+    @staticmethod
+    def make(mesh: Any, plan: dict[str, Any]) -> fshard.Sharded:
+        """On a plan of the tree above."""
+        plan = fshard.make_plan(like(), mesh, units=["a"], **plan)
+        return fshard.init_params(plan, lambda path, form: torch.zeros(form.shape, dtype=form.dtype))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_state_dict_of_one_rank(strategy):
+    """Every rank would need the whole model in host memory; or another rank's values would be taken."""
+    replicate = 2 if strategy.startswith("wide") else 1
+    for src in range(2 * replicate):
+        results = simulated(from_one_rank, STRATEGIES[strategy], src, shard=2, replicate=replicate)
+        assert all(same_bits(loaded, results[src][1]) for loaded, _ in results)
+
+
+def failing(mesh: Any, src: int | None) -> str:
+    """The error of a load for which rank 1 lacks a name."""
+    params = Params.make(mesh, {})
+    given = fshard.state_dict(params)
+    if mesh.get_rank() == 1:
+        del given["a.w"]
+    with pytest.raises((ValueError, fshard.MismatchError)) as failure:
+        fshard.load_state_dict(params, given, src=src)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("src", [None, 1])
+def test_an_error_of_one_rank_is_raised_on_all(src):
+    """The others would wait for that rank until a timeout, or go on without it."""
+    sentence = "load_state_dict: it lacks 1 names: 'a.w'"
+    first, second = simulated(failing, src)
+    assert second == sentence
+    assert first == f"rank 1: ValueError: {sentence}. This rank has no such error: give all ranks the same arguments"
+
+
+def test_tensors_that_are_not_values_are_errors():
+    """A tensor without values, or not dense, would fail somewhere below without its name."""
+    params = fshard.init_params(fshard.make_plan(like()), drawn)
+    saved = fshard.state_dict(params)
+    with pytest.raises(ValueError, match=r"'a.w': expected a tensor with values, got one on meta"):
+        fshard.load_state_dict(params, {**saved, "a.w": saved["a.w"].to("meta")})
+    with pytest.raises(ValueError, match=r"'a.w': expected a dense tensor, got torch.sparse_coo: call to_dense\(\)"):
+        fshard.load_state_dict(params, {**saved, "a.w": saved["a.w"].to_sparse()})
+
+
+def test_tied_names_may_hold_nan_and_other_dtypes():
+    """A run that diverged could not be read, as NaN is not equal to itself, nor names in different dtypes."""
+    _, params, _ = functionalize(tied("plain"))
+    sharded = fshard.shard_params(params, fshard.make_plan(params))
+    saved = fshard.state_dict(sharded)
+    saved["embed.weight"][0] = torch.nan
+    copied = {**saved, "head.weight": saved["head.weight"].clone()}
+    assert same_bits(fshard.state_dict(fshard.load_state_dict(sharded, copied)), saved)
+    copied["embed.weight"] = copied["embed.weight"].half()
+    copied["head.weight"] = copied["embed.weight"].double()
+    assert fshard.load_state_dict(sharded, copied)
+    copied["head.weight"][0] = 1.0
+    with pytest.raises(ValueError, match=r"'head.weight' and 'embed.weight' are tied, but differ"):
+        fshard.load_state_dict(sharded, copied)
+
+
+def test_dtensors_need_a_device_mesh():
+    """A user would get an error of torch's, about process groups."""
+
+    def law(mesh: Any) -> None:
+        words = r"dtensors=True: expected a plan on a DeviceMesh .*Without dtensors=True the tensors are whole"
+        params = Params.make(mesh, {})
+        with pytest.raises(ValueError, match=f"^state_dict: {words}"):
+            fshard.state_dict(params, dtensors=True)
+        state = fshard.optim.sgd(0.1, 0.9).init(params.trainable)
+        with pytest.raises(ValueError, match=f"^state_dict: {words}"):
+            fshard.optim.state.state_dict(state, params, dtensors=True)
+        with pytest.raises(ValueError, match="rank=0: expected None with dtensors=True"):
+            fshard.state_dict(params, rank=0, dtensors=True)
+        with pytest.raises(ValueError, match="rank=0: expected None with dtensors=True"):
+            fshard.optim.state.state_dict(state, params, rank=0, dtensors=True)
+
+    law(None)
+    law(fshard.AbstractMesh(shard=2))
+    simulated(law)
+
+
+# --- a module's own state dict ---
+
+
+class Kept(nn.Module):
+    """Buffers of which one is not saved, and names that a hook changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        self.register_buffer("count", torch.arange(3))
+        self.register_buffer("table", torch.ones(2), persistent=False)
+        self.other = nn.Linear(2, 3)
+        self.other.bias = self.linear.bias
+        self.linear.register_state_dict_post_hook(renaming)
+        self.linear.register_load_state_dict_pre_hook(renaming_back)
+
+
+def renaming(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """`w` in place of `weight`."""
+    state[prefix + "w"] = state.pop(prefix + "weight")
+
+
+def renaming_back(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """`weight` in place of `w`."""
+    state[prefix + "weight"] = state.pop(prefix + "w")
+
+
+MODULES: dict[str, Any] = {**{name: lambda name=name: tied(name) for name in BLOCKS}, "kept": Kept}
+
+
+def module_round_trip(mesh: Any, name: str, plan: dict[str, Any]) -> None:
+    """A module, shards, a module's state dict, another module, and other shards."""
+    module, other, third = (MODULES[name]() for _ in range(3))
+    for number, x in enumerate([*module.parameters(), *module.buffers()]):
+        nn.init.constant_(x, number + 0.1) if x.is_floating_point() else x.data.fill_(number)
+    apply, params, buffers = functionalize(module)
+    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=apply.units(nn.Linear), **plan))
+    saved = apply.state_dict(sharded, buffers)
+    assert same_bits(saved, dict(module.state_dict()))
+    other.load_state_dict(saved)
+    assert same_bits(dict(other.state_dict()), dict(module.state_dict()))
+
+    _, zeros, old = functionalize(third)
+    empty = fshard.init_params(fshard.make_plan(zeros, mesh), lambda path, form: torch.zeros(form.shape))
+    wrapped = {f"_orig_mod.{key}": x for key, x in module.state_dict().items()}
+    loaded, new = apply.load_state_dict(empty, old, wrapped, lambda key: key.removeprefix("_orig_mod."))
+    assert same_bits(fshard.state_dict(loaded), fshard.state_dict(sharded))
+    assert same_bits(apply.state_dict(loaded, new), dict(module.state_dict()))
+    assert not any(x.any() for x in empty.tensors), "params is not changed"
+    assert same_bits(old, functionalize(MODULES[name]())[2]), "buffers are not changed"
+    if name == "kept":
+        assert new["table"] is old["table"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_modules_own_state_dict(name):
+    """Buffers and tied parameters would be missing or other values, or names not those that the module reads."""
+    simulated(module_round_trip, name, {}, shard=3)
+    module_round_trip(None, name, {})
+
+
+def test_what_a_modules_state_dict_lacks():
+    """A buffer would keep its old value without a word; or the parameters alone take a module's dict without a word."""
+    module = Kept()
+    apply, params, buffers = functionalize(module)
+    sharded = fshard.shard_params(params, fshard.make_plan(params))
+    saved = dict(module.state_dict())
+    del saved["count"]
+    with pytest.raises(ValueError, match="load_state_dict: it lacks 1 names: 'count'"):
+        apply.load_state_dict(sharded, buffers, saved)
+    with pytest.raises(ValueError, match="'count': expected a tensor"):
+        apply.load_state_dict(sharded, buffers, {**saved, "count": torch.zeros(2), "more": torch.zeros(1)})
+    batch_norm = nn.BatchNorm1d(2)
+    _, params, _ = functionalize(batch_norm)
+    with pytest.raises(ValueError, match=r"'running_mean', .*functionalize\(module\)'s apply.load_state_dict"):
+        fshard.load_state_dict(fshard.shard_params(params, fshard.make_plan(params)), batch_norm.state_dict())
+
+
 def test_wrong_arguments_of_state_dicts():
     """A subtree or a plain tree would be saved under names that nothing finds."""
     params = fshard.init_params(fshard.make_plan(like(), units=["a"]), drawn)

@@ -16,6 +16,12 @@ Rename = Callable[[str], str | None] | Mapping[str, str | None]
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
+_LEFT_OUT = (
+    ". Buffers of a module: functionalize(module)'s apply.load_state_dict reads them. Names for which rename gives "
+    "None are left out"
+)
+
+
 @dataclass(frozen=True)
 class Form:
     """What is known of a tensor that has not been read."""
@@ -54,8 +60,8 @@ def renamed(names: Iterable[str], rename: Rename | None = None) -> dict[str, str
 def name_differences(expected: Iterable[Sequence[str]], given: Collection[str]) -> Iterator[str]:
     """Say which names are missing or unknown, and what to do; each of `expected` has all names of one leaf.
 
-    >>> list(name_differences([["w"]], ["w", "step"]))
-    ["it has 1 names that the plan has not: 'step'. With rename, None instead of a name leaves it out"]
+    >>> list(name_differences([["w"]], ["v"]))
+    ["it lacks 1 names: 'w'", "it has 1 names that the plan has not: 'v'"]
     """
     expected = [list(names) for names in expected]
     known = {name for names in expected for name in names}
@@ -83,7 +89,7 @@ def _remedy(missing: Sequence[str], unknown: Sequence[str]) -> str:
         return f". Pass rename=lambda name: {call}"
     if any(word in name for name in missing for word in WRAPPERS):
         return ". The plan has names of a wrapped module: make plans of the module before it is wrapped"
-    return ". With rename, None instead of a name leaves it out" * (not missing)
+    return _LEFT_OUT * (not missing)
 
 
 def _call(missing: Sequence[str], unknown: Sequence[str]) -> str:

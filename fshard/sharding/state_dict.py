@@ -165,8 +165,10 @@ def _source(
     for leaf in wanted:
         for name in (name for name in leaf.names if name in names):
             value = mapping[names[name]]
-            differences += [text] if (text := _difference(name, value, leaf.form, mesh, src)) else []
+            differences += [text] if (text := _difference(name, value, leaf.form, mesh)) else []
             sharded += [f"{name!r}: {torch_sharded.sharding(value)}"] if torch_sharded.is_sharded(value) else []
+    if sharded and src is not None:
+        differences.append(f"{sharded[0]}, which rank {src} alone cannot make whole: leave src out")
     _raise_if_any(differences)
     return _Source(mapping, names, "\n".join(sharded))
 
@@ -176,16 +178,14 @@ def _raise_if_any(differences: Sequence[str]) -> None:
         raise ValueError("load_state_dict: " + "; ".join(differences))
 
 
-def _difference(name: str, value: object, form: Form, mesh: AnyMesh, src: int | None) -> str:
+def _difference(name: str, value: object, form: Form, mesh: AnyMesh) -> str:
     """Say why a value cannot be that of a leaf; "" if it can."""
     difference = form_difference(name, form, value)
     if difference or not isinstance(value, Tensor):
         return difference
     if torch_sharded.is_sharded(value):
         text = torch_sharded.problem(value, mesh)
-        if src is not None:
-            text = f"{torch_sharded.sharding(value)}, which rank {src} alone cannot make whole: leave src out"
-        return text and f"{name!r}: {text}"
+        return f"{name!r}: {text}" * bool(text)
     if value.layout != torch.strided:
         return f"{name!r}: expected a dense tensor, got {value.layout}: call to_dense() on it"
     return f"{name!r}: expected a tensor with values, got one on meta" * value.is_meta
