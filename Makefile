@@ -3,7 +3,7 @@ BIN := .venv/bin
 ARGS ?=
 WHEELS ?=
 
-.PHONY: train test lint bench gpu bench-footprint bench-optim bench-precision bench-simulated bench-check mutants clean
+.PHONY: train test lint bench gpu bench-footprint bench-optim bench-precision bench-simulated bench-check bench-init mutants clean
 
 train: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_lm.py $(ARGS)
@@ -43,6 +43,9 @@ bench-simulated: .venv/ready
 
 bench-check: .venv/ready
 	$(BIN)/python benchmarks/checking.py $(ARGS)
+
+bench-init: .venv/ready
+	$(BIN)/python benchmarks/initial.py $(ARGS)
 
 mutants: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[mutants]"

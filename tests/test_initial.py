@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.memory import Live
 from support.models import NARROW, STRATEGIES, WORLDS, same_bits
 from support.modules import BLOCKS, Tied, tied
 from support.worlds import gloo, simulated
@@ -79,6 +80,36 @@ def test_no_rank_holds_more_than_a_unit():
     params = {"blocks": [{"w": torch.empty(4, device="meta")} for _ in range(5)]}
     fshard.init_params(fshard.make_plan(params, units=["blocks.*"]), counted)
     assert most <= 2  # the last one of a unit lives until the next is made
+
+
+class Deep(nn.Module):
+    """Blocks of one size, and an embedding of that size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, 64)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(12)])
+
+
+def peak_of(mesh: Any, how: str, options: dict[str, Any]) -> tuple[int, int, int]:
+    """Bytes: the peak while parameters are made, a rank's share, the largest unit."""
+    with torch.device("meta"):
+        apply, params, _ = functionalize(Deep())
+    plan = fshard.make_plan(params, mesh, units=apply.units("blocks.*"), **options)
+    with Live() as live:
+        sharded = apply.init(plan) if how == "init" else fshard.init_params(plan, drawn)
+    share = sum(row.nbytes for row in sharded.tensors)
+    unit = max(sum(unit.lengths) for unit in plan.units) * 4
+    return live.peak, share, unit
+
+
+@pytest.mark.parametrize("how", ["init", "init_params"])
+@pytest.mark.parametrize(("world", "strategy"), [("1", "full"), ("4", "full"), ("4", "ddp"), ("2x2", "full")])
+def test_the_peak_is_a_ranks_share_and_one_unit(world, strategy, how):
+    """A model that fits in the memory of all ranks could not be started on them."""
+    replicate, shard = WORLDS[world]
+    for peak, share, unit in simulated(peak_of, how, STRATEGIES[strategy], shard=shard, replicate=replicate):
+        assert share + unit // 2 <= peak <= share + unit + 1024  # no more than a few numbers besides
 
 
 @pytest.mark.parametrize(

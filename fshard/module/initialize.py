@@ -17,7 +17,7 @@ class Initializer:
 
     def __init__(self, skeleton: nn.Module, seed: int, device: torch.device):
         self._skeleton, self._seed, self._device = skeleton, seed, device
-        self._made: tuple[str, list[nn.Module]] | None = None
+        self._made: tuple[str, nn.Module] | None = None
 
     def __call__(self, path: str, like: Tensor) -> Tensor:
         """The parameter at a path; `like` is not needed."""
@@ -30,10 +30,14 @@ class Initializer:
     def _tensor(self, path: str, kind: str) -> Tensor:
         owner, _, name = path.rpartition(".")
         if self._made is None or self._made[0] != owner:
-            self._made = owner, [self._owner(owner, start) for start in (0, 1)]
-        value, other = (vars(part)[kind][name].detach() for part in self._made[1])
-        # what nothing sets is what it was filled with: NaN, or in integers 0 and then 1
-        unset = value.isnan() if value.is_floating_point() or value.is_complex() else value != other
+            self._made = None  # the last submodule must not be alive beside the new one
+            self._made = owner, self._owner(owner, 0)
+        value = vars(self._made[1])[kind][name].detach()
+        # what nothing sets is what it was filled with: NaN, or in integers, which have none, 0 and then 1
+        if _counts(value):
+            unset = value != vars(self._owner(owner, 1))[kind][name]
+        else:
+            unset = torch.linalg.vector_norm(value, 1).isnan()  # a NaN makes it NaN; `isnan()` would take memory
         if unset.any():
             of = type(self._skeleton.get_submodule(owner)).__name__
             raise ValueError(
@@ -46,8 +50,8 @@ class Initializer:
         """A submodule with initialized tensors of its own, as the modules around it leave them."""
 
         def empty(stand: Stand) -> Tensor:
-            x = torch.full(stand.form.shape, start, dtype=stand.form.dtype, device=self._device)
-            return x.fill_(torch.nan) if x.is_floating_point() or x.is_complex() else x
+            fill = start if _counts(stand.form) else torch.nan
+            return torch.full(stand.form.shape, fill, dtype=stand.form.dtype, device=self._device)
 
         part = _with_tensors(self._skeleton.get_submodule(path), empty)
         with seeded_by(self._seed, path, self._device), torch.no_grad():
@@ -76,6 +80,11 @@ class Initializer:
             library._init_weights(part)
         elif callable(reset):
             reset()
+
+
+def _counts(x: Tensor) -> bool:
+    """Whether a tensor is of integers or booleans, which have no NaN."""
+    return not (x.is_floating_point() or x.is_complex())
 
 
 def _with_tensors(part: nn.Module, make: Callable[[Stand], Tensor]) -> nn.Module:

@@ -51,6 +51,6 @@ def filled(into: Sharded, read: Callable[[Slot], Tensor]) -> Sharded:
     """Fill the rows of a whole tree, one unit and kind at a time."""
     for (unit, kind), slots in into.plan.places.items():
         if kind in into.view.kinds:
-            leaves = {slot: read(slot) for slot in slots}
-            pack(leaves, into.plan, unit, kind, into.view.over, into.piece(unit, kind))
+            # no variable holds the leaves: they would be alive until those of the next unit are read
+            pack({slot: read(slot) for slot in slots}, into.plan, unit, kind, into.view.over, into.piece(unit, kind))
     return into
