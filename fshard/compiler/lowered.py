@@ -193,7 +193,7 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
         traced = donated(traced, leaves)
     lowered = Lowered(traced, key, options.donate)
     plans = [node.plan for node in tree.nodes(arguments, Sharded)]
-    units = [unit.name for plan in plans if plan.regather for unit in plan.units if unit.name != ROOT]
+    units = [unit.name for plan in plans for unit in plan.units if unit.kept is None and unit.name != ROOT]
     setting = Setting(units, lowered.holds(), options)
     for each in PASSES:
         each.apply(lowered.graph, setting)

@@ -1,11 +1,14 @@
-"""The mesh axes over which parameters, gradients and optimizer state are partitioned."""
+"""The mesh axes over which parameters, gradients and optimizer state are partitioned, and copies that stay of units."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from ..comm.mesh import Axes
+from ..core import tree
 from ..core.arguments import wrong
+
+Regather = bool | str | Sequence[str]  # whether a unit is gathered again, or the axes over which a copy of it stays cut
 
 
 def partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> tuple[Axes, Axes, Axes]:
@@ -40,3 +43,48 @@ def axes_of(name: str, over: object, sizes: Mapping[str, int]) -> Axes:
             "Name one of those, or give init_device_mesh other mesh_dim_names."
         )
     return tuple(names) if sizes else ()
+
+
+def kept_over(
+    names: Sequence[str], regather: Regather | Mapping[str, Regather], sizes: Mapping[str, int], params_over: Axes
+) -> list[Axes | None]:
+    """Return what stays of each unit between forward and backward: `Unit.kept`.
+
+    Raises TypeError for a value of another type, ValueError for wrong axes and for a pattern that chooses no unit.
+    """
+    if not isinstance(regather, Mapping):
+        return [_kept("regather", regather, sizes, params_over)] * len(names)
+    pairs = [(pattern, _kept(f"regather[{pattern!r}]", x, sizes, params_over)) for pattern, x in regather.items()]
+    fits = [[number for number, (pattern, _) in enumerate(pairs) if _fits(name, pattern)] for name in names]
+    for number, pattern in enumerate(regather):
+        if not any(number in row for row in fits):
+            shown = ", ".join(map(repr, names[:4])) + ", ..." * (len(names) > 4)
+            raise ValueError(f"regather: the pattern {pattern!r} matches no unit; the units are {shown or 'none'}")
+        if not any(row[:1] == [number] for row in fits):
+            raise ValueError(
+                f"regather: the pattern {pattern!r} chooses no unit: the patterns before it match all of its units, "
+                "and the first that matches counts. Put it before them."
+            )
+    return [pairs[row[0]][1] if row else None for row in fits]
+
+
+def _fits(name: str, pattern: object) -> bool:
+    if not isinstance(pattern, str):
+        raise TypeError(wrong("regather: a key", pattern, "the name of a unit, or a pattern such as 'blocks.*'"))
+    return tree.matches(name.split("."), pattern)
+
+
+def _kept(name: str, value: object, sizes: Mapping[str, int], params_over: Axes) -> Axes | None:
+    """What `regather` says of one unit: None (nothing stays), () (all of it), or the axes of the copy that stays."""
+    if isinstance(value, bool):
+        return None if value else ()
+    if not isinstance(value, str | list | tuple):
+        raise TypeError(wrong(name, value, "True, False, or names of the last axes of params_over"))
+    axes = axes_of(name, value, sizes)
+    if axes != params_over[len(params_over) - len(axes) :]:
+        raise ValueError(
+            f"{name}={value!r}: expected the last axes of params_over={params_over}, in this order: a copy of the unit "
+            "stays cut over them, and is gathered over them alone in the backward"
+        )
+    # a copy that is cut as the parameters are would be no more than these
+    return None if value and axes == params_over else axes

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -37,7 +37,7 @@ from ..layout.layout import Derived
 from ..layout.pieces import Parts
 from .leaves import check_tensors, first_places, is_differentiable, join_frozen
 from .offload import Crossings, crossings
-from .partitions import partitions
+from .partitions import Regather, kept_over, partitions
 from .precision import Policy, Precision, policy_of, precisions
 from .units import ROOT, Where, claim_leaves, claim_policies, claim_units
 
@@ -86,10 +86,20 @@ class Slot:
 
 @dataclass(frozen=True)
 class Unit:
-    """Leaves that are gathered together: `lengths[k]` elements, padding included, in the flat buffer of kind k."""
+    """Leaves that are gathered together: `lengths[k]` elements, padding included, in the flat buffer of kind k.
+
+    `kept` says what stays of the gathered buffers from the forward to the backward: nothing (None), all of them (()),
+    or copies that are cut over these axes, the last of `params_over`.
+    """
 
     name: str
     lengths: tuple[int, ...]
+    kept: Axes | None = None
+
+    @property
+    def regather(self) -> str:
+        """The argument of `make_plan`, as text."""
+        return ", ".join(self.kept) if self.kept else str(self.kept is None)
 
 
 @tree.constant
@@ -111,7 +121,6 @@ class Plan:
     params_over: Axes
     grads_over: Axes
     state_over: Axes
-    regather: bool
     block: int = 1
     policy: Policy = field(default_factory=Policy)
     param_wire: Wire | None = None
@@ -174,13 +183,14 @@ class Plan:
         return self._offsets[self.over(axes, kind)][kind][unit]
 
     def index(self, axes: Axes) -> int:
-        """Return the number of this rank's interval; `axes` are those of one of the partitions."""
+        """Return the number of this rank's interval; `axes` are those of a partition, or of copies that stay."""
         return self._indices[axes]
 
     @cached_property
     def _indices(self) -> dict[Axes, int]:
         mesh = self.live_mesh()
-        return {axes: coordinate(mesh, axes) for axes in {(), self.params_over, self.grads_over, self.state_over}}
+        partitions = {(), self.params_over, self.grads_over, self.state_over}
+        return {axes: coordinate(mesh, axes) for axes in partitions | {unit.kept or () for unit in self.units}}
 
     @cached_property
     def places(self) -> dict[tuple[int, int], list[Slot]]:
@@ -227,9 +237,9 @@ class Plan:
     def describe(self) -> str:
         """Return everything that must be equal on all ranks, as lines of text."""
         lines = [f"leaf {p}" for p in self._leaf_lines()]
-        lines += [f"unit {u.name!r} of {u.lengths} elements" for u in self.units]
+        lines += [f"unit {u.name!r} of {u.lengths} elements, regather={u.regather}" for u in self.units]
         lines.append(f"params_over={self.params_over} grads_over={self.grads_over} state_over={self.state_over}")
-        lines.append(f"regather={self.regather} block={self.block} policy={self.policy}")
+        lines.append(f"block={self.block} policy={self.policy}")
         lines.append(f"param_wire={self.param_wire} grad_wire={self.grad_wire} together={self.together}")
         lines.append(f"slices={self.slices} gather={self.gather}")
         return "\n".join([*lines, f"tree {self.spec}"])
@@ -248,8 +258,11 @@ class Plan:
         over = {name: ", ".join(axes) or "-" for name, axes in _strategy(self).items()}
         head = " ".join(f"{name}={axes}" for name, axes in over.items())
         width = max([len(u.name) for u in self.units] + [4])
-        lines = [f"Plan on {dict(self.axes) or 'one device'}: {head} regather={self.regather}"]
+        choices = list(dict.fromkeys(unit.regather for unit in self.units))
+        head += f" regather={' '.join(choices)}" * (len(choices) == 1)
+        lines = [f"Plan on {dict(self.axes) or 'one device'}: {head}"]
         lines.append(f"{'unit':<{width}}  {'leaves':>6}  {'elements':>12}  {'bytes':>14}  {'bytes per rank':>14}")
+        lines[1] += "  regather" * (len(choices) > 1)
         for number, unit in enumerate(self.units):
             slots = [s for s in self.slots if s.unit == number]
             sizes = [k.dtype.itemsize for k in self.kinds]
@@ -257,6 +270,7 @@ class Plan:
             on_rank = sum(self.length(number, k, self.params_over) * size for k, size in enumerate(sizes))
             numel = sum(s.numel for s in slots)
             lines.append(f"{unit.name:<{width}}  {len(slots):>6}  {numel:>12,}  {total:>14,}  {on_rank:>14,}")
+            lines[-1] += f"  {unit.regather}" * (len(choices) > 1)
         return "\n".join(lines)
 
 
@@ -272,7 +286,7 @@ def make_plan(
     params_over: str | Sequence[str] = "shard",
     grads_over: str | Sequence[str] = "shard",
     state_over: str | Sequence[str] = "shard",
-    regather: bool = True,
+    regather: Regather | Mapping[str, Regather] = True,
     whole: Where = None,
     frozen: Where = None,
     host: Where = None,
@@ -293,7 +307,10 @@ def make_plan(
       root unit.
     - `params_over`, `grads_over`, `state_over`: the names of the axes over which parameters, gradients and optimizer
       state are partitioned, each extending the one before.
-    - `regather`: gathered parameters are freed after the forward and gathered again in the backward.
+    - `regather`: gathered parameters are freed after the forward and gathered again in the backward (True), or stay
+      (False). With the last axis of `params_over` (or several), a copy stays that is cut over this axis alone, and the
+      backward gathers it over this axis: inside a host, say. A dict gives one of these to each unit: its keys are
+      names or patterns of units (`"(root)"` is the root), the first that matches counts; other units have True.
 
     Leaves with another treatment; `whole`, `frozen` and `host` are each a pattern, several patterns, or a predicate.
     Integer leaves are always frozen. If some leaves of a tree require a gradient, as in a module, leaves that do not
@@ -327,7 +344,7 @@ def make_plan(
 
     Source: the flat parameter of Zhao et al., PyTorch FSDP (2023); the partitions of Rajbhandari et al., ZeRO (2020).
     """
-    _check_arguments(block, slices, regather, together, gather, param_wire=param_wire, grad_wire=grad_wire)
+    _check_arguments(block, slices, together, gather, param_wire=param_wire, grad_wire=grad_wire)
     _check_host(host, mesh)
     sizes, policy = axis_sizes(mesh), policy_of(policy)
     over = partitions(sizes, params_over, grads_over, state_over)
@@ -337,6 +354,7 @@ def make_plan(
     origins = first_places(flat, tree.paths(spec))
     slot_of = {origin: number for number, origin in enumerate(dict.fromkeys(origins))}
     names, claims = claim_units(params, spec, flat, origins, units)
+    kept = kept_over(names, regather, sizes, over[0])
     selections = {"whole": whole, "frozen": frozen, "host": host}
     is_whole, is_frozen, is_host = (claim_leaves(params, spec, where, name) for name, where in selections.items())
     is_frozen = join_frozen(is_frozen, flat, origins, tree.paths(spec))
@@ -351,11 +369,10 @@ def make_plan(
         tuple(slot_of[i] for i in origins),
         tuple(claims),
         slots,
-        tuple(Unit(name, tuple(row)) for name, row in zip(names, lengths, strict=True)),
+        tuple(Unit(name, tuple(row), axes) for name, row, axes in zip(names, lengths, kept, strict=True)),
         kinds,
         tuple(sizes.items()),
         *over,
-        regather,
         block,
         policy.named(),
         param_wire,
@@ -370,13 +387,13 @@ def make_plan(
 
 
 def _check_arguments(
-    block: int, slices: int, regather: bool, together: bool, gather: Gather | None, **wires: Wire | None
+    block: int, slices: int, together: bool, gather: Gather | None, **wires: Wire | None
 ) -> None:
     check_whole("block", block, what="a number of elements")
     check_whole("slices", slices, what="a power of two")
     if slices.bit_count() > 1:
         raise ValueError(f"slices={slices}: expected a power of two, the most ranks a run may ever have")
-    check_flags(regather=regather, together=together)
+    check_flags(together=together)
     if gather is not None:
         check_has("gather", gather, ("all_gather",), "an object that gathers, a fshard.reduction.Gather")
     for name, wire in wires.items():

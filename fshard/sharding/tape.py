@@ -7,8 +7,9 @@ Note [Tensors of a step]
     user's function keeps a leaf of them. When autograd saves a view of a gathered buffer, the tape stores the place of
     the view instead (`SavedView`), so saving keeps no buffer alive. In the backward the first use of a place of a unit
     gathers the unit again, and the last use drops it. The backward begins with the unit that was saved last: if its
-    buffer is in memory when the forward ends, it stays. Which collectives run depends on the program alone, never on
-    when memory is freed, so ranks that run the same function issue the same collectives.
+    buffer is in memory when the forward ends, it stays. Of units with another `Unit.kept` more stays (Note [What stays
+    of a unit] in `kept.py`). Which collectives run depends on the program alone, never on when memory is freed, so
+    ranks that run the same function issue the same collectives.
 
 Note [Reverse mode inside a loss]
     torch.func.grad, vjp, jacrev and hessian refuse to start while hooks on saved tensors are on. Nothing tells
@@ -38,13 +39,13 @@ from . import anchors, transfer
 from .access import Lazy
 from .anchors import has_reentrant
 from .gradients import Gradients, Reductions, settle
+from .kept import Buffers, Kept
 from .plan import Plan, Slot
 from .saved import SavedTensor, SavedView
 from .sharded import Sharded, cut
 from .writes import Writes
 
 T = TypeVar("T")
-Buffers = dict[int, Tensor]  # a unit's gathered flat buffers (n,), by kind
 
 
 class Tape:
@@ -82,7 +83,8 @@ class Tape:
         self._rows = {row.untyped_storage()._cdata for row in params.tensors}
         self._gradless = False  # whether a unit was touched where gradients are off
         self._reached: dict[int, bool] = {}  # units whose gradients have come, and whether those of all their leaves
-        self._regather = self._plan.regather
+        self._kept = Kept(params, into is not None)
+        self._regather = any(unit.kept != () for unit in self._plan.units)
         self._stages = max(1, sum(dict(self._plan.axes)[axis] > 1 for axis in params.view.over))  # of a gather
 
     def view(self) -> Tree:
@@ -129,6 +131,8 @@ class Tape:
             self._full[unit] = self._buffers(unit)
             self._gathered[unit] = self._leaves(unit, self._full[unit])
             self._touched.add(unit)
+            if self._into is None:
+                self._keep(unit)
             if not self._backward:
                 following = range(unit + 1, min(unit + 1 + self._stages, self._params.view.units[1]))
                 self._ahead([u for u in following if u not in self._touched])
@@ -139,8 +143,14 @@ class Tape:
             self._gradless = True
             return leaves
         if unit not in self._bound:  # not at the first touch, which may be under no_grad
+            self._keep(unit)
             self._bound[unit] = leaves | self._bind(unit, leaves)
         return self._bound[unit]
+
+    def _keep(self, unit: int) -> None:
+        """Keep what the plan says of a unit that was just gathered, if there will be a backward."""
+        if not self._backward and torch.is_grad_enabled():
+            self._kept.keep(unit, self._full[unit])
 
     def _kinds(self, unit: int) -> list[int]:
         return [k for k in self._params.view.kinds if (unit, k) in self._plan.places]
@@ -149,7 +159,9 @@ class Tape:
         """Start the gather of a unit, unless it is under way."""
         self._check_open(unit)
         if unit not in self._coming:
-            self._coming[unit] = transfer.gather(self._params, unit, self._kinds(unit))
+            kept = self._kept.gather(unit)
+            self._coming[unit] = transfer.gather(self._params, unit, [k for k in self._kinds(unit) if k not in kept])
+            self._coming[unit] |= kept
             self._stage[unit] = 1
 
     def _ahead(self, units: Sequence[int]) -> None:
@@ -159,9 +171,12 @@ class Tape:
         unit before it.
         """
         for behind, unit in enumerate(units):
+            stages = self._kept.stages(unit)
+            stages = self._stages if stages is None else stages
             if unit not in self._coming:
-                self._start(unit)
-            elif self._stage[unit] < self._stages - behind:
+                if behind < stages:
+                    self._start(unit)
+            elif self._stage[unit] < stages - behind:
                 self._coming[unit] = {kind: pending.advance() for kind, pending in self._coming[unit].items()}
                 self._stage[unit] += 1
 
@@ -253,6 +268,7 @@ class Tape:
         self._gathered.clear()
         self._bound.clear()
         self._drop_gathers()
+        self._kept.end(self._saved)
         self._backward = True
         first = next(reversed(self._saved), None)
         self._full = {unit: x for unit, x in self._full.items() if unit == first}
@@ -274,7 +290,7 @@ class Tape:
     def pack(self, x: Tensor) -> object:
         """What autograd saves for a tensor: its place in a buffer of this tape, or the tensor and its version."""
         owner = self._owners.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
-        if owner is None:
+        if owner is None or self._plan.units[owner[1]].kept == ():
             return SavedTensor.of(x)
         _, unit, kind, first_byte = owner
         self._saved[unit] = self._saved.pop(unit, 0) + 1  # moved to the end: the unit saved last
@@ -304,6 +320,8 @@ class Tape:
         self._saved[unit] = self._saved.get(unit, 1) - 1
         if not self._saved[unit]:
             del self._saved[unit], self._again[unit]
+            if unit in self._reached or unit not in self._anchors:
+                self._kept.drop(unit)
 
     def reduce(self, unit: int, grads: Sequence[Tensor | None]) -> None:
         """Put a unit's gradients into flat buffers and start their reduction."""
@@ -311,6 +329,8 @@ class Tape:
         assert into is not None
         self._check_once(unit)
         self._reached[unit] = all(grad is not None for grad in grads)
+        if unit not in self._saved:
+            self._kept.drop(unit)
         self._reductions.join()  # what the sums before have read is free for the next buffer
         kinds = [k for k in self._kinds(unit) if plan.kinds[k].trainable]
         by_slot = dict(zip((slot for k in kinds for slot in plan.places[unit, k]), grads, strict=True))
@@ -397,6 +417,7 @@ class Tape:
             self._drop_gathers()
         self._coming.clear()
         self._again.clear()
+        self._kept.clear()
         # these hold autograd nodes that hold this tape: a cycle that Python's garbage collector cannot see
         self._gathered.clear()
         self._full.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -47,8 +47,12 @@ def _gathers(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pend
 
 def _have_whole(params: Sharded, unit: int, kind: int) -> Pending:
     """The flat buffer of leaves that this rank has whole: nothing is sent."""
-    shard = _cast(params, unit, kind)
-    return Pending(None, lambda _: shard)
+    return arrived(_cast(params, unit, kind))
+
+
+def arrived(full: Tensor) -> Pending:
+    """A buffer that this rank has, as a gather that has ended."""
+    return Pending(None, lambda _: full)
 
 
 def _brought(params: Sharded, unit: int, kind: int) -> Tensor:
@@ -74,30 +78,45 @@ def _gather(params: Sharded, unit: int, kind: int) -> Pending:
     whole = gather_over(_sent(params, unit, kind), plan.live_mesh(), axes, name, plan.gather, lent=lent)
     if lent:
         return whole
-    return whole.then(lambda full: _arrived(params, unit, kind, full.chunk(plan.num_parts(axes))))
+    return whole.then(lambda full: _arrived(plan, axes, unit, kind, full.chunk(plan.num_parts(axes)), encoded=True))
+
+
+def gather_copies(plan: Plan, unit: int, copies: Mapping[int, Tensor], axes: Axes) -> dict[int, Pending]:
+    """Start the gather of a unit's flat buffers from copies that are cut over `axes`: (n / W,) on each rank -> (n,)."""
+    if plan.together and len(copies) > 1:
+        return _in_one_message(plan, unit, copies, axes, encoded=False)
+    mesh, name = plan.live_mesh(), plan.units[unit].name
+    return {kind: gather_over(copy, mesh, axes, name, plan.gather, lent=True) for kind, copy in copies.items()}
 
 
 def _together(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
     """One gather for all kinds of a unit, as bytes."""
-    plan, axes, name = params.plan, params.view.over, params.plan.units[unit].name
     sent = {kind: _sent(params, unit, kind) for kind in kinds}
+    return _in_one_message(params.plan, unit, sent, params.view.over, encoded=params.plan.param_wire is not None)
+
+
+def _in_one_message(
+    plan: Plan, unit: int, sent: Mapping[int, Tensor], axes: Axes, encoded: bool
+) -> dict[int, Pending]:
+    """Start one gather of what this rank sends of several kinds; `encoded` says whether the plan's wire encoded it."""
+    kinds, name = list(sent), plan.units[unit].name
     packed = pack(*sent.values())  # (bytes,), of the same length on every rank
-    lent = plan.param_wire is None  # a wire may decode in place
-    whole = gather_over(packed, plan.live_mesh(), axes, name, plan.gather, lent=lent)
+    # not lent if there is a wire, which may decode in place
+    whole = gather_over(packed, plan.live_mesh(), axes, name, plan.gather, lent=not encoded)
     sizes_of_kinds = [(x.dtype, x.numel()) for x in sent.values()]
     buffers = dict[int, Tensor]()
 
-    def arrived(full: Tensor) -> Tensor:
+    def split(full: Tensor) -> Tensor:
         rows = [unpack(data, *sizes_of_kinds) for data in full.chunk(plan.num_parts(axes))]  # one for each rank
         for kind, parts in zip(kinds, zip(*rows, strict=True), strict=True):
-            buffers[kind] = _arrived(params, unit, kind, parts)
+            buffers[kind] = _arrived(plan, axes, unit, kind, parts, encoded)
         return buffers[kinds[0]]
 
     def after(kind: int) -> Pending:
         return Pending(None, lambda _: buffers[kind])
 
     # the message belongs to the first kind; the tape waits for that before it waits for the others
-    return {kinds[0]: whole.then(arrived)} | {kind: after(kind) for kind in kinds[1:]}
+    return {kinds[0]: whole.then(split)} | {kind: after(kind) for kind in kinds[1:]}
 
 
 def _wire(plan: Plan, kind: int) -> Wire | None:
@@ -114,11 +133,11 @@ def _sent(params: Sharded, unit: int, kind: int) -> Tensor:
     return wire.encode(cleared_outside(_brought(params, unit, kind), _filled(params, unit, kind)), lengths)
 
 
-def _arrived(params: Sharded, unit: int, kind: int, parts: Sequence[Tensor]) -> Tensor:
-    """The flat buffer (n,) made of what every rank sent."""
-    plan, wire = params.plan, _wire(params.plan, kind)
+def _arrived(plan: Plan, axes: Axes, unit: int, kind: int, parts: Sequence[Tensor], encoded: bool) -> Tensor:
+    """The flat buffer (n,) made of what every rank along `axes` sent."""
+    wire = _wire(plan, kind) if encoded else None
     like = parts[0].new_empty(0, dtype=plan.kinds[kind].precision.compute)
-    out = primitives.buffer(plan.live_mesh(), params.view.axes(kind), plan.units[unit].lengths[kind], like, lent=False)
+    out = primitives.buffer(plan.live_mesh(), axes, plan.units[unit].lengths[kind], like, lent=False)
     for number, (part, data) in enumerate(zip(out.chunk(len(parts)), parts, strict=True)):  # (n / W,) each
         part.copy_(data if wire is None else _decode(wire, data, sizes(plan, unit, kind, len(parts), number)))
     return out
