@@ -93,7 +93,11 @@ class ByBroadcasts:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "wire": {"param_wire": fshard.wire.Int8()},
-    "wire for all dtypes together": {"param_wire": fshard.wire.Int8(), "together": True},
+    "wire for all dtypes together": {
+        "param_wire": fshard.wire.Int8(),
+        "together": True,
+        "frozen": ["blocks.*.b", "head"],
+    },
     "bfloat16": {"policy": "compute=bf16,reduce=f32"},
     "together": {"policy": "compute=bf16; head: compute=f32", "together": True},
     "a user's gather": {"gather": ByBroadcasts()},
@@ -186,6 +190,18 @@ def test_a_second_use_in_the_forward_is_gathered_from_the_copy() -> None:
             assert units[f"blocks.{i}"].count("shard") >= 2
 
 
+@pytest.mark.parametrize(("regather", "backward"), [(True, FORWARD), ("shard", ["shard"]), (False, [])], ids=str)
+def test_frozen_units_stay_as_the_plan_says(regather: Any, backward: list[str]) -> None:
+    """A frozen unit, of which no gradient says when its backward ends, would be gathered again over all axes."""
+    for units in simulated(frozen_unit, regather, shard=2, replicate=2):
+        assert units["blocks.1"] == FORWARD + backward
+
+
+def frozen_unit(mesh: Any, regather: Any) -> dict[str, list[str]]:
+    """What `gathered_over` gives for a stack whose second block is frozen."""
+    return gathered_over(mesh, "chain", {"blocks.1": regather}, frozen="blocks.1")
+
+
 def test_a_loss_without_a_backward_keeps_no_copy() -> None:
     """`evaluate` would take memory for a backward that does not come."""
 
@@ -266,7 +282,7 @@ def bytes_between(mesh: Any, regather: Any, loss: Any, depth: int = 4) -> tuple[
     """Gathered buffers and copies of a block's size alive between forward and backward, and buffers afterwards."""
     params = chain_params(depth, dim=20)
     plan = fshard.make_plan(params, mesh, units=["blocks.*"], regather=regather, **SLOW)
-    sharded, length = fshard.shard_params(params, plan), plan.units[1].lengths[0]
+    sharded, length = fshard.shard_params(params, plan), sum(plan.units[1].lengths)
     full, part = Watch(8 * length), Watch(8 * length // 2)
     between: list[int] = []
 
@@ -294,6 +310,35 @@ def test_after_the_forward_that_is_alive_which_the_plan_says(loss: Any) -> None:
             assert counts[0] - full in (0, 1), (regather, counts)
             assert counts[1] - part in (0, 1), (regather, counts)
             assert counts[2] == 0
+
+
+def alive_in_backward(mesh: Any, regather: Any, frozen: Any) -> list[tuple[int, int]]:
+    """How many buffers and copies of blocks are alive before the backward of each block, the last block first."""
+    params, counts = chain_params(5, dim=20), list[tuple[int, int]]()
+    plan = fshard.make_plan(params, mesh, units=["blocks.*"], regather=regather, frozen=frozen, **SLOW)
+    sharded, length = fshard.shard_params(params, plan), sum(plan.units[1].lengths)
+    full, part = Watch(8 * length), Watch(8 * length // 2)
+
+    def observed(p: Any, x: torch.Tensor) -> fshard.Mean:
+        x = x * p["scale"]
+        for block in p["blocks"]:
+            x = Probe.apply(apply_block(block, x), lambda: counts.append((full.alive(), part.alive())))
+        return mean(x * p["head"])
+
+    with full, part:
+        fshard.value_and_grad(observed)(sharded, randn(3, 20, seed=mesh.get_rank()))
+    return counts
+
+
+@pytest.mark.parametrize("frozen", [None, ["blocks.*"]], ids=str)
+def test_what_stays_of_a_unit_ends_with_its_backward(frozen: Any) -> None:
+    """All units, or all copies, would be alive until the whole backward has ended."""
+    for counts in simulated(alive_in_backward, False, frozen, shard=2, replicate=2):
+        assert counts[0][0] == 5
+        assert counts[-1][0] <= 2  # also a buffer of gradients that is being reduced
+    for counts in simulated(alive_in_backward, "shard", frozen, shard=2, replicate=2):
+        parts = [part for _, part in counts]
+        assert parts[0] - parts[-1] >= 3
 
 
 # --- plans ---

@@ -386,9 +386,7 @@ def make_plan(
     return plan
 
 
-def _check_arguments(
-    block: int, slices: int, together: bool, gather: Gather | None, **wires: Wire | None
-) -> None:
+def _check_arguments(block: int, slices: int, together: bool, gather: Gather | None, **wires: Wire | None) -> None:
     check_whole("block", block, what="a number of elements")
     check_whole("slices", slices, what="a power of two")
     if slices.bit_count() > 1:

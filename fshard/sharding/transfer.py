@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -95,9 +95,7 @@ def _together(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pen
     return _in_one_message(params.plan, unit, sent, params.view.over, encoded=params.plan.param_wire is not None)
 
 
-def _in_one_message(
-    plan: Plan, unit: int, sent: Mapping[int, Tensor], axes: Axes, encoded: bool
-) -> dict[int, Pending]:
+def _in_one_message(plan: Plan, unit: int, sent: Mapping[int, Tensor], axes: Axes, encoded: bool) -> dict[int, Pending]:
     """Start one gather of what this rank sends of several kinds; `encoded` says whether the plan's wire encoded it."""
     kinds, name = list(sent), plan.units[unit].name
     packed = pack(*sent.values())  # (bytes,), of the same length on every rank
