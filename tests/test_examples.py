@@ -1,0 +1,102 @@
+"""The examples with modules run: simulated and in processes alike, and with FSDP2 and fshard alike."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import warnings
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support.worlds import gloo
+
+from fshard.testing import simulate
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "from_fsdp.md"
+
+
+def example(name: str) -> ModuleType:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- an FSDP2 script and its port ---
+
+
+# dtypes of parameters, computation and reduction, and how near the results are
+DTYPES = {
+    "double": (torch.float64, torch.float64, torch.float64, 1e-12),
+    "mixed": (torch.float32, torch.bfloat16, torch.float32, 1e-3),
+}
+
+
+def both(mesh: Any) -> dict[str, Any]:
+    """What the two columns of the page compute on a rank, from which weights."""
+    port, results = example("port_fsdp2"), dict[str, Any]()
+    for name, (dtype, compute, reduce, _) in DTYPES.items():
+        torch.set_default_dtype(dtype)
+        torch.manual_seed(0)
+        weights, data = port.Model().state_dict(), port.batches(mesh.get_rank(), dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that random numbers of DTensors on the CPU are incomplete
+            old = port.with_fsdp2(mesh, dict(weights), data, compute, reduce)  # torch puts DTensors into the dict
+        results[name] = old, port.with_fshard(mesh, weights, data, compute, reduce), weights
+    return results
+
+
+def test_the_script_of_fsdp2_and_its_port_agree():
+    """A line of the page would not do what the line beside it does."""
+    ranks = gloo(both)
+    for name, (*_, tolerance) in DTYPES.items():
+        for (old_losses, _), (losses, _), _ in (results[name] for results in ranks):
+            assert losses == pytest.approx(old_losses, rel=tolerance)
+            assert losses[-2] < 0.9 * losses[0]
+        (_, old), (_, new), weights = ranks[0][name]
+        assert old.keys() == new.keys() == weights.keys()
+        for path, x in old.items():
+            assert torch.allclose(new[path], x, rtol=tolerance, atol=tolerance), path
+        assert not ranks[1][name][0][1]
+        assert not ranks[1][name][1][1], "the state dict is for rank 0"
+
+
+def sections(name: str) -> dict[str, list[str]]:
+    """The lines of a function of the example by the comment before them."""
+    source = (ROOT / "examples" / "port_fsdp2.py").read_text()
+    body = source[source.index(f"def {name}(") :]
+    parts = re.findall(r"(?m)^    # (.+)\n((?:(?:    (?! *#).*)?\n)+)", body[: body.index("    # end")])
+    return {title: [line[4:] for line in code.splitlines() if line] for title, code in parts}
+
+
+def cell(lines: list[str]) -> str:
+    """Code in a cell of a table, without annotations."""
+    return "<br>".join(f"`{re.sub(': Any| -> Any', '', line)}`" for line in lines)
+
+
+def table() -> str:
+    """The table of docs/from_fsdp.md."""
+    old, new = sections("with_fsdp2"), sections("with_fshard")
+    assert old.keys() == new.keys()
+    rows = [f"| {title} | {cell(old[title])} | {cell(new[title])} |" for title in old]
+    return "\n".join(["| | FSDP2 | fshard |", "|---|---|---|", *rows])
+
+
+def test_the_page_shows_the_example():
+    """The page would show other lines than those that were compared."""
+    assert table() in PAGE.read_text(), "run: python tests/test_examples.py"
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text()
+    start = text.index("| | FSDP2 |")
+    PAGE.write_text(text[:start] + table() + text[text.index("\n\n", start) :])
