@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.worlds import gloo
-
-from fshard.testing import simulate
+from support.worlds import gloo, simulated
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "from_fsdp.md"
@@ -29,6 +27,44 @@ def example(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def torchrun(name: str, *args: str) -> str:
+    """What an example prints that torchrun starts on two ranks."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"examples/{name}.py", *args]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- fine-tuning ---
+
+LOSS = r"(\w+): loss ([\d.]+) -> ([\d.]+), and it writes"
+
+
+def fine_tune(mesh: Any, out: Path, model: Path | None) -> None:
+    """The example on a rank, in few steps."""
+    example("finetune_hf").run(mesh, Namespace(out=out, model=model, steps=4))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("start", ["gloo", "torchrun"])
+def test_fine_tuning_is_the_same_simulated_and_in_processes(start, tmp_path, capsys):
+    """The example would fail, not learn, or have other results in processes, or from a base it reads."""
+    simulated(fine_tune, tmp_path / "simulated", None)
+    printed = re.findall(LOSS, capsys.readouterr().out)
+    losses = {name: (float(first), float(last)) for name, first, last in printed}
+    assert all(last < 0.95 * first for first, last in losses.values())
+    assert losses["tuned"][0] < 0.95 * losses["base"][0], "what the base has learned helps"
+
+    if start == "gloo":
+        gloo(fine_tune, tmp_path / "processes", tmp_path / "simulated" / "base")
+    else:
+        assert re.findall(LOSS, torchrun("finetune_hf", "--steps=4", f"--out={tmp_path / 'processes'}")) == printed
+    files = [tmp_path / way / "tuned" / "model.safetensors" for way in ("simulated", "processes")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert files[0].read_bytes() != (tmp_path / "simulated" / "base" / "model.safetensors").read_bytes()
 
 
 # --- an FSDP2 script and its port ---
@@ -55,13 +91,24 @@ def both(mesh: Any) -> dict[str, Any]:
     return results
 
 
-def test_the_script_of_fsdp2_and_its_port_agree():
+def _agree(losses: list[float], old_losses: list[float], tolerance: float) -> None:
+    assert losses == pytest.approx(old_losses, rel=tolerance)
+    assert losses[-2] < 0.9 * losses[0]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("start", ["gloo", "torchrun"])
+def test_the_script_of_fsdp2_and_its_port_agree(start):
     """A line of the page would not do what the line beside it does."""
+    if start == "torchrun":
+        old_losses, losses = (
+            [float(x) for x in line.split()[1:]] for line in torchrun("port_fsdp2").splitlines() if "with_" in line
+        )
+        return _agree(losses, old_losses, DTYPES["mixed"][-1])
     ranks = gloo(both)
     for name, (*_, tolerance) in DTYPES.items():
         for (old_losses, _), (losses, _), _ in (results[name] for results in ranks):
-            assert losses == pytest.approx(old_losses, rel=tolerance)
-            assert losses[-2] < 0.9 * losses[0]
+            _agree(losses, old_losses, tolerance)
         (_, old), (_, new), weights = ranks[0][name]
         assert old.keys() == new.keys() == weights.keys()
         for path, x in old.items():
