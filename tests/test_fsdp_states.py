@@ -307,6 +307,41 @@ def test_ddp_and_zero_both_ways():
     gloo(zero_both_ways)
 
 
+def odd_leaves(mesh: Any) -> None:
+    """DTensors of leaves of every kind are those that torch distributes, and are read again to the bit."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    w = rand(5, 3, seed=0)
+    params = {"w": w, "few": rand(2, 2, seed=1), "scalar": rand(seed=2), "none": rand(0, 2, seed=3), "tied": w}
+    params |= {"whole": rand(3, seed=4), "n": torch.arange(7), "half": rand(9, seed=5).bfloat16()}
+    names = mesh.mesh_dim_names
+    for over in [(), ("shard",), *([("replicate", "shard")] if "replicate" in names else [])]:
+        axes = {"params_over": over, "grads_over": over or "shard", "state_over": over or "shard"}
+        plan = fshard.make_plan(params, mesh, whole="whole", units=["w"], **axes)
+        sharded = fshard.shard_params(params, plan)
+        written = fshard.state_dict(sharded, dtensors=True)
+        assert written["w"] is written["tied"]
+        for name, x in params.items():
+            is_cut = name not in ("scalar", "whole")
+            placements = [Shard(0) if is_cut and axis in over else Replicate() for axis in names]
+            same_dtensors({name: written[name]}, {name: distribute_tensor(x, mesh, placements)})
+            assert same_bits(written[name].full_tensor(), x)
+        zeros = fshard.init_params(plan, lambda path, like: torch.zeros(like.shape, dtype=like.dtype))
+        assert same_bits(fshard.load_state_dict(zeros, written).tensors, sharded.tensors)
+
+
+def test_dtensors_of_leaves_of_every_kind():
+    """A leaf that some ranks have nothing of, or that all have whole, would be other values in DTensors."""
+    gloo(odd_leaves)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("shard", "replicate"), [(2, 2), (3, 1)])
+def test_dtensors_of_leaves_of_every_kind_in_other_worlds(shard, replicate):
+    """Chunks along two axes, or with no element for the last rank, would be other ones than torch's."""
+    gloo(odd_leaves, shard=shard, replicate=replicate)
+
+
 class Unreadable(dict[str, Any]):
     """A file that cannot be read on one rank."""
 

@@ -118,6 +118,7 @@ def test_the_peak_is_a_ranks_share_and_one_unit(world, strategy, how):
         (lambda path, form: torch.zeros(9), "leaf 'a.w': expected a tensor [3, 5] with values, fn returned cpu [9]"),
         (lambda path, form: form, "leaf 'a.w': expected a tensor [3, 5] with values, fn returned meta [3, 5]"),
         (lambda path, form: 1.0, "leaf 'a.w': expected a tensor [3, 5] with values, fn returned 1.0"),
+        (lambda path, form: torch.zeros(form.shape), "leaf 'n': expected torch.int64, fn returned torch.float32"),
     ],
 )
 def test_what_fn_returns_is_checked(fn, words):

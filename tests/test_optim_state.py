@@ -412,6 +412,36 @@ def test_errors():
             call()
 
 
+def frozen_between(mesh: Any) -> None:
+    """A torch optimizer that was given a frozen parameter, too: its state to shards and back."""
+    start = {"a": rand(5, seed=0), "frozen": rand(2, seed=1), "b": rand(3, seed=2)}
+
+    def theirs(start: dict[str, Tensor], saved: Any, grads: list[int]) -> Any:
+        leaves = {name: nn.Parameter(x.clone(), requires_grad=name != "frozen") for name, x in start.items()}
+        optimizer = to.AdamW(leaves.values(), 0.1)
+        if saved:
+            optimizer.load_state_dict(copy.deepcopy(saved))  # torch writes to what it loads
+        for seed in grads:
+            leaves["a"].grad, leaves["b"].grad = rand(5, seed=seed), rand(3, seed=seed + 1)
+            optimizer.step()
+        return {name: x.detach() for name, x in leaves.items()}, copy.deepcopy(optimizer.state_dict())
+
+    middle, saved = theirs(start, None, [10, 20])
+    end, saved_at_end = theirs(middle, saved, [30])
+    params = fshard.shard_params(middle, fshard.make_plan(middle, mesh, frozen="frozen"))
+    state = optim.adamw(0.1).init(params.trainable)
+    state = load_state_dict(saved, state, params)
+    settings = [{key: x for key, x in saved["param_groups"][0].items() if key != "params"}]
+    ours = state_dict(state, params, "index", groups=settings)
+    assert same_bits(theirs(middle, ours, [30]), (end, saved_at_end))
+
+
+def test_a_frozen_parameter_in_torchs_optimizer():
+    """Moments would be those of another parameter, or torch refuse the groups: models with frozen parts, as for LoRA,
+    give all parameters to the optimizer."""
+    simulated(frozen_between, shard=3)
+
+
 def unfrozen_late(mesh: Any) -> Any:
     """A state read from a torch optimizer that never saw a gradient of one leaf, and torch's own entry of the other."""
     params = {"a": rand(5, seed=0), "late": rand(3, seed=1)}

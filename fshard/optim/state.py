@@ -245,9 +245,11 @@ def _fields(state: Tree, leaves: list[str], spec: tree.Spec | None, key: str = "
 def _torch_names(fields: Sequence[_Field]) -> dict[tuple[str, str], _Field]:
     """The field of every leaf and name in torch's format. Where two have one name, the innermost keeps it."""
     named: dict[tuple[str, str], _Field] = {}
-    for field in fields:
+    with_own = {leaf for field in fields if not field.lone for leaf in field.leaves}
+    for field in (field for field in fields if field.hyperparam is None):
         last = field.path.rpartition(".")[2]
-        for leaf in field.leaves if field.hyperparam is None else []:
+        # a count is that of the leaves that have moments, and not of frozen ones
+        for leaf in [leaf for leaf in field.leaves if leaf in with_own] or field.leaves:
             name = leaf, _TORCH.get(last, last)
             if name in named:
                 named[leaf, named[name].path] = named[name]
@@ -294,9 +296,9 @@ def state_dict(
     """A state in torch.optim's format, leaves by path (as FSDP keys it) or by "index" (as DDP and ZeRO do).
 
     A parameter group for every label of `by_label`, in order; `groups` adds to each what torch is to find there (its
-    hyper-parameters; those of `with_hyperparams` are there already). On every rank, or on one. With `dtensors=True`
-    tensors of a leaf's shape are DTensors, cut as the parameters are, as FSDP2's optimizers have them. Dual:
-    `load_state_dict`.
+    hyper-parameters; those of `with_hyperparams` are there already). Frozen leaves of `params` have a number and no
+    state, as in torch; `params.trainable` has none. On every rank, or on one. With `dtensors=True` tensors of a leaf's
+    shape are DTensors, cut as the parameters are, as FSDP2's optimizers have them. Dual: `load_state_dict`.
 
     >>> params = {"w": torch.ones(1)}
     >>> optim.state.state_dict(adamw(0.1).init(params), params)["state"]

@@ -42,6 +42,8 @@ def init_params(plan: Plan, fn: Initialize, seed: int = 0) -> Sharded:
                 f"init_params: leaf {slot.path!r}: expected a tensor {list(slot.shape)} with values, fn returned "
                 + (f"{value.device.type} {list(value.shape)}" if isinstance(value, Tensor) else shown(value))
             )
+        if not torch.can_cast(value.dtype, like.dtype):
+            raise ValueError(f"init_params: leaf {slot.path!r}: expected {like.dtype}, fn returned {value.dtype}")
         return value
 
     return filled(empty_params(plan, plan.device), made)
