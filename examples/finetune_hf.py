@@ -53,6 +53,7 @@ def fit(params: fshard.Sharded, apply: Any, text: bytes, mesh: Any, args: Any, n
 def run(mesh: Any, args: Any) -> None:
     torch.set_num_threads(1)  # as torchrun does: the number changes the order of sums inside an operator
     hf.logging.set_verbosity_error()  # it would remark that the kind of loss is the default
+    hf.logging.disable_progress_bar()  # of files it writes
     with torch.device("meta"):
         module = hf.GPT2LMHeadModel(CONFIG).train()
     module.activation_checkpointing_enable({"use_reentrant": False})
