@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.bits import Held, pack, packed_size, unpack
+from ..core.profiling import named
 from ..core.tracing import is_tracing
 from .announce import Announced, announced
 from .log import Call, note
@@ -93,9 +94,10 @@ def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = No
     """
     x = x.contiguous()
     call = _called("all_gather", x, ranks, label, (ranks.size - 1) * x.nbytes)
-    if ranks.whole is not None:
-        return Pending(ranks.whole.all_gather(x, out, lent, call), _only)
-    return _gather(x, ranks, out, call, lent)
+    with named(call.kind, label):
+        if ranks.whole is not None:
+            return Pending(ranks.whole.all_gather(x, out, lent, call), _only)
+        return _gather(x, ranks, out, call, lent)
 
 
 def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent: bool = False) -> Pending:
@@ -122,10 +124,11 @@ def reduce_scatter(
     """
     x = x.contiguous()
     call = _called("reduce_scatter", x, ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
-    if ranks.whole is not None:
-        check_divides(x.shape, ranks)
-        return Pending(ranks.whole.reduce_scatter(x, out, fast, call), _only)
-    return _scatter(x, ranks, out, call, fast)
+    with named(call.kind, label):
+        if ranks.whole is not None:
+            check_divides(x.shape, ranks)
+            return Pending(ranks.whole.reduce_scatter(x, out, fast, call), _only)
+        return _scatter(x, ranks, out, call, fast)
 
 
 def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, fast: bool) -> Pending:
@@ -150,7 +153,8 @@ def scatter(
     """
     sends, nbytes = [x.contiguous() for x in sends], sum(x.nbytes for p, x in enumerate(sends) if p != ranks.rank)
     call = _called("reduce_scatter", sends[0], ranks, label, nbytes)
-    return Pending(ranks.exchange(sends, [None] * ranks.size, call), finish).keeping(*sends)
+    with named(call.kind, label):
+        return Pending(ranks.exchange(sends, [None] * ranks.size, call), finish).keeping(*sends)
 
 
 def check_divides(shape: Sequence[int], ranks: Ranks) -> None:
@@ -191,11 +195,12 @@ def all_reduce(
     direct = is_direct(x, size, op)
     nbytes = (size - 1) * (x.nbytes if direct else (1 + width) * x.nbytes // size)
     call = _called("all_reduce", x, ranks, label, nbytes, op=op, more=more)
-    if ranks.whole is not None:
-        return Pending(ranks.whole.all_reduce(x, out, fast, call), _only)
-    fast = fast and op == "sum" and ranks.built_in is not None
-    algorithm = _summed_by_backend if fast else _all_to_everyone if direct else _in_two_stages
-    return algorithm(x, ranks, torch.empty_like(x) if out is None else out, call)
+    fast_here = fast and op == "sum" and ranks.built_in is not None
+    algorithm = _summed_by_backend if fast_here else _all_to_everyone if direct else _in_two_stages
+    with named(call.kind, label):
+        if ranks.whole is not None:
+            return Pending(ranks.whole.all_reduce(x, out, fast, call), _only)
+        return algorithm(x, ranks, torch.empty_like(x) if out is None else out, call)
 
 
 def _summed_by_backend(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
@@ -238,8 +243,9 @@ def all_to_all(x: Tensor, ranks: Ranks, label: str = "") -> Pending:
     out = torch.empty_like(x)
     parts, recvs = _parts(x, ranks), _parts(out, ranks)  # views, W of (n, ...) each
     call = _called("all_to_all", x, ranks, label, (ranks.size - 1) * parts[0].nbytes)
-    exchange = ranks.exchange(parts, recvs, call)
-    recvs[ranks.rank].copy_(parts[ranks.rank])
+    with named(call.kind, label):
+        exchange = ranks.exchange(parts, recvs, call)
+        recvs[ranks.rank].copy_(parts[ranks.rank])
     return Pending(exchange, lambda _: out)
 
 
@@ -260,7 +266,8 @@ def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks,
     text = f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"
     call = _called("all_to_all", nothing, ranks, label, sum(x.numel() for x in data), text=text)
     places = [ranks.empty(packed_size(row), nothing, lent=False) for row in recvs]
-    Pending(ranks.exchange(data, places, call), lambda _: nothing).wait()
+    with named(call.kind, label):
+        Pending(ranks.exchange(data, places, call), lambda _: nothing).wait()
     return [unpack(place, row) for place, row in zip(places, recvs, strict=True)]
 
 
@@ -277,7 +284,8 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
     out = x.clone() if sender else torch.empty_like(x)
     sends = [x if sender else nothing] * ranks.size
     recvs = [out if p == src and not sender else nothing for p in range(ranks.size)]
-    return Pending(ranks.exchange(sends, recvs, call), lambda _: out)
+    with named(call.kind, label):
+        return Pending(ranks.exchange(sends, recvs, call), lambda _: out)
 
 
 def from_rank(x: Tensor, mesh: AnyMesh, src: int, label: str = "") -> Tensor:

@@ -33,6 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..comm.ranks import MismatchError, Pending
 from ..core import func_levels, tree
 from ..core.flat import put
+from ..core.profiling import named
 from ..core.random import bookmark
 from ..core.tree import Tree
 from . import anchors, transfer
@@ -191,7 +192,8 @@ class Tape:
     def _take(self, unit: int) -> Buffers:
         """Wait for the gather of a unit, and start it if it is not under way."""
         self._start(unit)
-        return {kind: pending.wait() for kind, pending in self._coming.pop(unit).items()}
+        with named("wait", self._plan.units[unit].name):
+            return {kind: pending.wait() for kind, pending in self._coming.pop(unit).items()}
 
     def _leaves(self, unit: int, buffers: Buffers) -> dict[Slot, Tensor]:
         """A unit's leaves, views of its buffers, without derivatives, and watched for writes in place."""
