@@ -7,6 +7,7 @@ import re
 import resource
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 import fshard
 from fshard import tree
 from fshard.checkpoint import hugging_face, load_safetensors, safetensors_file, save_safetensors
+from fshard.checkpoint import params as params_of_files
 from fshard.testing import strategies
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -192,8 +194,17 @@ def test_processes(tmp_path):
         assert same_bits(loaded, plain(tree_of()))
 
 
+class Short(FileIO):
+    """A file of which one read returns few bytes, as those of large files may."""
+
+    def readinto(self, buffer: Any) -> int:
+        """Read at most 7 bytes."""
+        return super().readinto(memoryview(buffer)[:7])
+
+
 def test_memory_is_bounded(tmp_path, monkeypatch):
     """A whole tensor, or file, would be in memory beside the shards; or a part of it be read wrongly."""
+    monkeypatch.setattr(params_of_files, "open_file", Short)
     sizes = set()
 
     def buffer(size: int) -> bytearray:
