@@ -192,22 +192,29 @@ def _buffers(buffers: Tree) -> dict[str, Tensor]:
     return named
 
 
-def _put_units(params: Sharded, entries: Mapping[str, Entry]) -> OSError | None:
+def _put_units(params: Sharded, entries: Mapping[str, Entry]) -> Exception | None:
     """Gather one unit after the other, and write it if there are `entries`; return what failed.
 
     After an error the gathers go on, because other ranks wait in them.
     """
     failure, names = None, params.view.names()
+    entry_of = {slot: entries[first] for slot, (first, *_) in names.items()} if entries else {}
     for unit, kind in _places(params):
-        with torch.no_grad():
-            values = cut(params.plan, gather_unit(params, unit, kind), unit, kind)
-        for slot, value in zip(params.plan.places[unit, kind], values, strict=True):
-            try:
-                if entries and failure is None:
-                    put(entries[names[slot][0]], value)
-            except OSError as error:
-                failure = error
+        failure = _put_unit(params, unit, kind, {} if failure else entry_of) or failure
     return failure
+
+
+def _put_unit(params: Sharded, unit: int, kind: int, entry_of: Mapping[Slot, Entry]) -> Exception | None:
+    """Gather a unit, which is freed before the next one is gathered, and write the leaves that have an entry."""
+    with torch.no_grad():
+        values = cut(params.plan, gather_unit(params, unit, kind), unit, kind)
+    try:
+        for slot, value in zip(params.plan.places[unit, kind], values, strict=True):
+            if slot in entry_of:
+                put(entry_of[slot], value)
+    except Exception as error:
+        return error
+    return None
 
 
 def _places(params: Sharded) -> list[tuple[int, int]]:
