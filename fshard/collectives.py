@@ -1,7 +1,8 @@
-"""Differentiable collectives over a mesh axis, the tally of what a rank sends, and batches of unequal number."""
+"""Differentiable collectives over a mesh axis, gathers started early, the tally, and batches of unequal number."""
 
 from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
 from .comm.log import Call, Tally, tally
+from .sharding.access import prefetch
 from .train.data import join_batches
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "join_batches",
+    "prefetch",
     "reduce_scatter",
     "tally",
     "vary",

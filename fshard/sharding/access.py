@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from ..core import tree
+from ..core.arguments import wrong
 from ..core.lazy import Branch
 from ..core.tree import Tree
 from .sharded import gather_params
@@ -23,6 +25,9 @@ class Gathers(Protocol):
 
     def like(self, number: int) -> Tensor:
         """Return a tensor with a leaf's shape, device and the dtype of computation, without gathering it."""
+
+    def prefetch(self, patterns: Sequence[str]) -> None:
+        """Start the gathers of the units whose names fit the patterns."""
 
 
 class Lazy(Branch):
@@ -43,10 +48,40 @@ class Lazy(Branch):
         """The subtree as a plain tree, with the places of the leaves for leaves; no unit is gathered."""
         return tree.unflatten(self._spec, [_At(self._tape, self._first + i) for i in range(self._spec.num_leaves)])
 
+    def prefetch(self, patterns: Sequence[str]) -> None:
+        """Start the gathers of the units whose names fit the patterns, also of units outside of this subtree."""
+        self._tape.prefetch(patterns)
+
     def gathered(self) -> Tree:
         """The subtree as a plain tree, all its units gathered."""
         parts = [self._child(child, at) for child, at in tree.children(self._spec)]
         return tree.unflatten(self._spec, tree.leaves([gather_params(part) for part in parts]))
+
+
+def prefetch(params: Tree, units: str | Sequence[str]) -> None:
+    """Start the gathers of units now: inside a loss, for units that it will read later, while it computes with others.
+
+    `params` are those that the loss was given, `units` names of units, or patterns of names. A read of such a unit
+    waits for its gather; a gather that nothing waits for is dropped when the loss returns. A unit that is gathered
+    takes memory until it is read and let go, so the loss decides how many are under way. On plain tensors, and on
+    parameters of one unit, this does nothing. In a graph of `jit` the passes place gathers: use `in_flight` there.
+
+    Raises TypeError for a `Sharded` (outside of a loss nothing reads it), ValueError for a pattern that no unit fits.
+
+    >>> def loss(params, x):
+    ...     prefetch(params, "experts.*")
+    ...     return sum((expert * x).sum() for expert in params["experts"])
+    >>> params = {"experts": [torch.ones(2), torch.ones(2)]}
+    >>> evaluate(loss)(shard_params(params, make_plan(params, units="experts.*")), torch.ones(2))
+    tensor(4.)
+    """
+    patterns = [units] if isinstance(units, str) else list(units)
+    if isinstance(params, Branch) and not isinstance(params, Lazy):
+        raise TypeError(
+            wrong("params", params, "the parameters that a loss was given", "Call this inside of the loss.")
+        )
+    if isinstance(params, Lazy):
+        params.prefetch(patterns)
 
 
 tree.register(Lazy, lambda x: ((x.gathered(),), None), lambda _, children: children[0])

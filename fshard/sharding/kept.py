@@ -58,10 +58,10 @@ class Kept:
             return transfer.gather_copies(self._plan, unit, self._parts[unit], axes)
         return {kind: transfer.arrived(full) for kind, full in self._parts[unit].items()}
 
-    def stages(self, unit: int) -> int | None:
-        """Return the number of stages of a gather from what was kept, one for each axis; None if nothing was."""
+    def stages(self, unit: int, default: int) -> int:
+        """Return the number of stages of a gather from what was kept, one for each axis; `default` if nothing was."""
         if unit not in self._parts:
-            return None
+            return default
         axes = self._plan.units[unit].kept
         return max(1, sum(dict(self._plan.axes)[axis] > 1 for axis in axes)) if axes else 0
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from ..comm.mesh import Axes
 from ..core import tree
 from ..core.arguments import wrong
+from .units import no_unit
 
 Regather = bool | str | Sequence[str]  # whether a unit is gathered again, or the axes over which a copy of it stays cut
 
@@ -58,8 +59,7 @@ def kept_over(
     fits = [[number for number, (pattern, _) in enumerate(pairs) if _fits(name, pattern)] for name in names]
     for number, pattern in enumerate(regather):
         if not any(number in row for row in fits):
-            shown = ", ".join(map(repr, names[:4])) + ", ..." * (len(names) > 4)
-            raise ValueError(f"regather: the pattern {pattern!r} matches no unit; the units are {shown or 'none'}")
+            raise ValueError(f"regather: {no_unit(pattern, names)}")
         if not any(row[:1] == [number] for row in fits):
             raise ValueError(
                 f"regather: the pattern {pattern!r} chooses no unit: the patterns before it match all of its units, "

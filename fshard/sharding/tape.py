@@ -44,6 +44,7 @@ from .kept import Buffers, Kept
 from .plan import Plan, Slot
 from .saved import SavedTensor, SavedView
 from .sharded import Sharded, cut
+from .units import select_units
 from .writes import Writes
 
 T = TypeVar("T")
@@ -153,6 +154,13 @@ class Tape:
         if not self._backward and torch.is_grad_enabled():
             self._kept.keep(unit, self._full[unit])
 
+    def prefetch(self, patterns: Sequence[str]) -> None:
+        """Start the gathers of the units whose names fit the patterns, except of those in memory."""
+        units = select_units([unit.name for unit in self._plan.units], patterns, "prefetch")
+        with func_levels.aside():
+            for unit in (u for u in units if u not in self._full and u not in self._again):
+                self._start(unit)
+
     def _kinds(self, unit: int) -> list[int]:
         return [k for k in self._params.view.kinds if (unit, k) in self._plan.places]
 
@@ -172,12 +180,10 @@ class Tape:
         unit before it.
         """
         for behind, unit in enumerate(units):
-            stages = self._kept.stages(unit)
-            stages = self._stages if stages is None else stages
-            if unit not in self._coming:
-                if behind < stages:
-                    self._start(unit)
-            elif self._stage[unit] < stages - behind:
+            stages = self._kept.stages(unit, self._stages)
+            if unit not in self._coming and behind < stages:
+                self._start(unit)
+            elif unit in self._coming and self._stage[unit] < stages - behind:
                 self._coming[unit] = {kind: pending.advance() for kind, pending in self._coming[unit].items()}
                 self._stage[unit] += 1
 

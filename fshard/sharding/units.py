@@ -138,3 +138,18 @@ def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> li
         filled += leaf.numel() if origins[i] == i else 0  # a tied leaf is stored with its first occurrence
         owner.append(f"part.{number}")
     return owner
+
+
+def select_units(names: Sequence[str], patterns: Sequence[str], what: str) -> list[int]:
+    """Return the numbers of the units whose names fit a pattern, in order. ValueError for a pattern that none fits."""
+    fits = [[number for number, name in enumerate(names) if tree.matches(name.split("."), p)] for p in patterns]
+    for pattern, numbers in zip(patterns, fits, strict=True):
+        if not numbers:
+            raise ValueError(f"{what}: {no_unit(pattern, names)}")
+    return sorted({number for numbers in fits for number in numbers})
+
+
+def no_unit(pattern: str, names: Sequence[str]) -> str:
+    """Return the error sentence for a pattern that no unit fits."""
+    shown = ", ".join(map(repr, names[:4])) + ", ..." * (len(names) > 4)
+    return f"the pattern {pattern!r} matches no unit; the units are {shown or 'none'}"

@@ -1,0 +1,118 @@
+"""Gathers that a loss starts early."""
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.worlds import gloo, simulated
+from test_overlap import Logged, at
+from test_tape import CHAIN, apply_block, batch_of, chain, chain_params, make, mean, randn
+from torch.utils.checkpoint import checkpoint
+
+import fshard
+from fshard.collectives import prefetch
+
+
+def early(p: Any, x: torch.Tensor, start: Any = prefetch) -> fshard.Mean:
+    """`chain`, whose last units are asked for first."""
+    start(p, ["blocks.2", "blocks.1"])
+    return chain(p, x)
+
+
+def early_and_unused(p: Any, x: torch.Tensor, start: Any = prefetch) -> fshard.Mean:
+    """A gather that nothing waits for."""
+    start(p, "blocks.*")
+    return mean(apply_block(p["blocks"][0], x))
+
+
+def early_in_a_checkpoint(p: Any, x: torch.Tensor, start: Any = prefetch) -> fshard.Mean:
+    """Asked for again when the checkpoint runs again in the backward."""
+
+    def block(x: torch.Tensor, i: int) -> torch.Tensor:
+        start(p["blocks"], f"blocks.{min(i + 1, 2)}")
+        return apply_block(p["blocks"][i], x)
+
+    for i in range(3):
+        x = checkpoint(block, x, i, use_reentrant=False)
+    return mean(x * p["head"])
+
+
+def fails(p: Any, x: torch.Tensor, start: Any = prefetch) -> fshard.Mean:
+    """A loss that raises while gathers are under way."""
+    start(p, "blocks.*")
+    raise RuntimeError("the user's own error")
+
+
+def results(mesh: Any) -> list[bool]:
+    """Whether losses that start gathers early have the bits of those that do not, one after the other."""
+    same, x = [], batch_of(mesh.get_rank())
+    for strategy in ({}, {"regather": False}, {"params_over": ()}):
+        sharded = make(mesh, CHAIN, **strategy)
+        for loss in (early, early_and_unused, early_in_a_checkpoint):
+            with pytest.raises(RuntimeError, match="the user's own error"):
+                fshard.value_and_grad(fails)(sharded, x)
+            value, grads = fshard.value_and_grad(loss)(sharded, x)
+            late = partial(loss, start=lambda *args: None)
+            expected, others = fshard.value_and_grad(late)(sharded, x)
+            same.append(torch.equal(value, expected) and all(map(torch.equal, grads.tensors, others.tensors)))
+    return same
+
+
+@pytest.mark.parametrize("shard", [1, 2, 3])
+def test_a_gather_started_early_changes_no_bit(shard: int) -> None:
+    """A gather that is not waited for would hang, or serve its data to the next step."""
+    assert all(map(all, simulated(results, shard=shard)))
+    assert all(map(all, simulated(results, shard=shard, replicate=2)))
+
+
+def test_a_gather_started_early_in_processes() -> None:
+    """Real ranks would hang on a gather that is dropped."""
+    assert all(map(all, gloo(results, shard=2)))
+
+
+def test_a_unit_is_gathered_when_the_loss_asks() -> None:
+    """The gather would start one unit ahead, as without the call, or twice."""
+
+    def job(mesh: Any) -> list[Any]:
+        logged = Logged(mesh)
+        params = chain_params()
+        sharded = fshard.shard_params(params, fshard.make_plan(params, logged, units=["blocks.*"]))
+        logged.log.clear()
+        fshard.evaluate(early)(sharded, batch_of(0))
+        return logged.log
+
+    for log in simulated(job, shard=2):
+        starts = [label for what, kind, label in log if (what, kind) == ("start", "all_gather")]
+        assert starts == ["blocks.1", "blocks.2", "(root)", "blocks.0"]
+        assert at(log, "start", "all_gather", "blocks.2")[0] < at(log, "wait", "all_gather", "(root)")[0]
+
+
+def test_graphs_plain_trees_and_products() -> None:
+    """A loss that starts gathers early would not run on one device, in a graph or under `hvp`."""
+    params, x = chain_params(), randn(3, 5)
+    assert torch.equal(early(params, x).total, chain(params, x).total)
+
+    def job(mesh: Any) -> bool:
+        sharded, fn = make(mesh, CHAIN), fshard.value_and_grad(early)
+        (value, grads), (expected, others) = fshard.jit(fn, backend="eager")(sharded, x), fn(sharded, x)
+        products = [fshard.hvp(loss)(sharded, others, x).tensors for loss in (early, chain)]
+        pairs = [*zip(grads.tensors, others.tensors, strict=True), *zip(*products, strict=True)]
+        return torch.equal(value, expected) and all(torch.equal(a, b) for a, b in pairs)
+
+    assert all(simulated(job, shard=2))
+
+
+def test_what_cannot_be_started_early() -> None:
+    """A pattern of no unit, or a call outside of a loss, would do nothing without a word."""
+
+    def job(mesh: Any) -> None:
+        sharded = make(mesh, CHAIN)
+        with pytest.raises(TypeError, match="params=an object of type Sharded: expected the parameters that a loss"):
+            prefetch(sharded, "blocks.*")
+        words = "prefetch: the pattern 'experts' matches no unit; the units are '(root)', 'blocks.0', 'blocks.1'"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            fshard.evaluate(lambda p, x: prefetch(p, "experts"))(sharded, batch_of(0))
+
+    simulated(job, shard=2)
