@@ -92,6 +92,21 @@ def test_processes_have_the_bits_of_the_simulation():
     )
 
 
+def cast(mesh: Any) -> Any:
+    """The gradients of a small model with checkpoints and norms in float32."""
+    apply, params, buffers = functionalize(tied("checkpointed").float())
+    policy = fshard.Policy(compute="bf16", overrides=[(apply.units(nn.LayerNorm), "compute=f32")])
+    plan = fshard.make_plan(params, mesh, units=apply.units("blocks.*"), policy=policy)
+    batch = words(0, mesh.get_rank())
+    loss = fshard.value_and_grad(lambda p: error(apply(p, buffers, batch["tokens"])[0], batch))
+    return fshard.gather_params(loss(fshard.shard_params(params, plan))[1])
+
+
+def test_processes_cast_as_the_simulation():
+    """Casts would be right in simulation alone."""
+    assert same_bits(gloo(cast), simulated(cast))
+
+
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("name", ["batch norm", "batch norm, checkpointed"])
 def test_buffers_are_those_of_the_module(name, jitted):

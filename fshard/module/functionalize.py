@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,19 +11,20 @@ from torch.nn.parameter import is_lazy
 
 from ..core import tree
 from ..core.arguments import wrong
-from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.pieces import Parts
 from ..sharding.access import Leaves
 from ..sharding.initial import init_params
 from ..sharding.names import Rename
 from ..sharding.plan import Plan
+from ..sharding.precision import Policy
 from ..sharding.sharded import Sharded
+from .copies import Copies
 from .current import Call, Calls
 from .initialize import Initializer
-from .skeleton import copy_of, in_eval_mode, in_tree_order, nested, skeleton, stands_for
+from .skeleton import in_tree_order, nested, stands_for
 from .state_dict import StateDict
-from .submodules import frozen_of, units_of
+from .submodules import frozen_of, policy_for, units_of
 
 
 class ModuleFunction:
@@ -37,20 +37,9 @@ class ModuleFunction:
     assigns to attributes that are not buffers, in a copy of the module for each thread.
     """
 
-    def __init__(
-        self, skeletons: Mapping[bool, nn.Module], training: bool, calls: Calls, params: tree.Spec, buffers: tree.Spec
-    ):
-        self._skeletons, self._skeleton, self._calls = skeletons, skeletons[training], calls
-        self._params, self._buffers = params, buffers
-        self._of_thread = threading.local()
-
-    def _module(self) -> nn.Module:
-        """The copy of the module that this thread calls; while a graph is traced a new one, which may keep fakes."""
-        if is_tracing():
-            return copy_of(self._skeleton, self._calls)
-        if not hasattr(self._of_thread, "module"):
-            self._of_thread.module = copy_of(self._skeleton, self._calls)
-        return self._of_thread.module
+    def __init__(self, copies: Copies, training: bool, calls: Calls, params: tree.Spec, buffers: tree.Spec):
+        self._copies, self._training, self._calls = copies, training, calls
+        self._skeleton, self._params, self._buffers = copies.skeleton, params, buffers
 
     def __call__(self, params: Tree, buffers: Tree, /, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         """The output of the module, and its buffers afterwards."""
@@ -60,7 +49,7 @@ class ModuleFunction:
             remedy = "Call it in a loss (train_step, value_and_grad, evaluate), or gather_params first"
             raise TypeError(f"{name}: {wrong('params', params, expected, remedy)}")
         call = Call(Leaves(params, self._params, f"{name}: params"), self._listed(buffers))
-        module = self._module()
+        module = self._copies.copy_for(call, self._training)
         with self._calls.during(call):
             out = module(*args, **kwargs)
         after = call.new_buffers()
@@ -77,7 +66,7 @@ class ModuleFunction:
     @property
     def eval(self) -> ModuleFunction:
         """The same function in evaluation mode: no dropout, running statistics used and not changed."""
-        return ModuleFunction(self._skeletons, False, self._calls, self._params, self._buffers)
+        return ModuleFunction(self._copies, False, self._calls, self._params, self._buffers)
 
     def units(self, *which: type | str | int | Callable[[str, nn.Module], bool]) -> list[str]:
         """The paths of submodules, for `make_plan(units=)`.
@@ -139,6 +128,18 @@ class ModuleFunction:
         """The buffers that the module saves (`persistent` of `register_buffer`), by dotted name."""
         return StateDict(self._skeleton, self._params, self._buffers).kept(self._listed(buffers))
 
+    def policy(self, policy: Policy | str | None = None) -> Policy:
+        """A policy for `make_plan(policy=)` that keeps batch norms in float32, as their running statistics are.
+
+        It is `policy` with overrides for the parameters of batch norms, after its own.
+
+        >>> import torch, fshard
+        >>> apply, _, _ = fshard.module.functionalize(torch.nn.Sequential(torch.nn.BatchNorm1d(2, bias=False)))
+        >>> apply.policy("compute=bf16")
+        Policy('compute=bf16; 0.weight: compute=f32,reduce=f32')
+        """
+        return policy_for(self._skeleton, policy)
+
     @property
     def frozen(self) -> list[str]:
         """The paths of the parameters that require no gradient, for `make_plan(frozen=)`."""
@@ -171,8 +172,6 @@ def functionalize(module: nn.Module) -> tuple[ModuleFunction, dict[str, Any], di
         if is_lazy(x):
             raise ValueError(f"functionalize: {path!r} has no shape yet: run the module once")
     calls = Calls(type(module).__name__)
-    stands = stands_for(params, buffers, calls)
-    # two copies, so that calls in both modes may run side by side; True is the mode in which the module is
-    skeletons = {True: skeleton(module, stands), False: in_eval_mode(skeleton(module, stands))}
+    copies = Copies(module, stands_for(params, buffers, calls), params, calls)
     trees = nested(params), nested(buffers)
-    return ModuleFunction(skeletons, True, calls, *(tree.flatten(x)[1] for x in trees)), *trees
+    return ModuleFunction(copies, True, calls, *(tree.flatten(x)[1] for x in trees)), *trees

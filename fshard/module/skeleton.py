@@ -112,6 +112,11 @@ def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], call
     return stands
 
 
+def stands_in(part: nn.Module) -> list[Stand]:
+    """The stands for the parameters of a submodule of a copy, and of all submodules inside it; tied ones once."""
+    return [x for x in part.parameters() if isinstance(x, Stand)]
+
+
 def skeleton(module: nn.Module, stands: Mapping[int, Stand]) -> nn.Module:
     """Copy a module, with stands for its parameters and buffers."""
     check_copied(module, stands)
@@ -153,7 +158,7 @@ class _Stands(Leaves):
     """The stands of a skeleton's parameters, by number, each for itself."""
 
     def __init__(self, skeleton: nn.Module):
-        self._stands = {x.number: x for x in skeleton.parameters() if isinstance(x, Stand)}
+        self._stands = {stand.number: stand for stand in stands_in(skeleton)}
 
     def read(self, number: int) -> Tensor:
         """The stand itself, which the copy has as well."""

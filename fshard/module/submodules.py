@@ -1,13 +1,17 @@
-"""Which submodules are units, and which parameters are frozen."""
+"""Which submodules are units, which parameters are frozen, and which policy a module with batch norms needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import torch
 from torch import nn
 
 from ..core import tree
 from ..core.arguments import check_whole, wrong
+from ..sharding.precision import Policy, policy_of
+from .batch_norm import BATCH_NORMS
 
 Which = type | str | int | Callable[[str, nn.Module], bool]
 
@@ -54,3 +58,13 @@ def _full(module: nn.Module, path: str, size: int, seen: set[int]) -> tuple[list
 def frozen_of(skeleton: nn.Module) -> list[str]:
     """The paths of the parameters that require no gradient."""
     return [name for name, x in skeleton.named_parameters(remove_duplicate=False) if not x.requires_grad]
+
+
+def policy_for(skeleton: nn.Module, policy: Policy | str | None) -> Policy:
+    """The policy with overrides for batch norms: computed and reduced in their own dtype, float32 at least."""
+    given, overrides = policy_of(policy), list[tuple[str, Policy]]()
+    for path, part in skeleton.named_modules():
+        for name, x in part.named_parameters(recurse=False) if isinstance(part, BATCH_NORMS) else []:
+            dtype = torch.promote_types(x.form.dtype, torch.float32)  # type: ignore[attr-defined]  # a Stand
+            overrides.append((f"{path}.{name}".removeprefix("."), Policy(compute=dtype, reduce=dtype)))
+    return replace(given, overrides=(*given.overrides, *overrides))

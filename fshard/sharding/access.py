@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from ..comm.mesh import AnyMesh
 from ..core import tree
 from ..core.arguments import wrong
 from ..core.lazy import Branch
 from ..core.tree import Tree
+from .plan import Plan
+from .precision import Policy
 from .sharded import gather_params
+
+# The policy and the mesh of the loss that runs, for what a loss calls with parameters that it has gathered itself.
+_LOSS: ContextVar[tuple[Policy, AnyMesh]] = ContextVar("fshard.sharding.access", default=(Policy(), None))
+
+
+@contextmanager
+def loss_of(policy: Policy, mesh: AnyMesh) -> Iterator[None]:
+    """The block in which a loss runs, whose parameters are on this mesh and have this policy."""
+    token = _LOSS.set((policy, mesh))
+    try:
+        yield
+    finally:
+        _LOSS.reset(token)
 
 
 class Gathers(Protocol):
     """A tape, as what reads from it sees it."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the parameters."""
 
     def enter(self, spec: tree.Spec, first: int) -> Tree:
         """Return the subtree of this structure whose first leaf has the number `first`."""
@@ -96,9 +119,16 @@ class _At:
         self.tape, self.number = tape, number
 
 
+def _dtypes(place: _At) -> tuple[torch.dtype, torch.dtype]:
+    plan = place.tape.plan
+    precision = plan.kinds[plan.slots[plan.leaves[place.number]].kind].precision
+    return precision.storage, precision.compute
+
+
 class Leaves:
     """The leaves of a loss's parameters by number: a read gathers the unit of that leaf, and no other unit.
 
+    `policy` and `mesh` are those of the leaves that are not gathered yet, else those of the loss that runs.
     ValueError, which begins with `what` and says how they differ, for a tree that has not the structure `spec`.
     """
 
@@ -109,6 +139,8 @@ class Leaves:
         except ValueError:
             expected = tree.unflatten(spec, [0] * spec.num_leaves)
             raise ValueError(f"{what}: {tree.difference(expected, placed)}") from None
+        plan = next((x.tape.plan for x in self._sources if isinstance(x, _At)), None)
+        self.policy, self.mesh = _LOSS.get() if plan is None else (plan.policy, plan.mesh)
 
     def read(self, number: int) -> Tensor:
         """Return a leaf, gathered with its unit."""
@@ -119,6 +151,10 @@ class Leaves:
         """Return a tensor with a leaf's shape, dtype and device, whose values mean nothing; no unit is gathered."""
         source = self._sources[number]
         return source.tape.like(source.number) if isinstance(source, _At) else source
+
+    def dtypes(self) -> list[tuple[torch.dtype, torch.dtype]]:
+        """For each leaf the dtypes in which it is stored and computed: one dtype if it is gathered."""
+        return [_dtypes(x) if isinstance(x, _At) else (x.dtype, x.dtype) for x in self._sources]
 
     def key(self, number: int) -> tuple[int, int]:
         """Return a value that is equal for two reads of the same leaf, while both are alive."""

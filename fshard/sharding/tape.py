@@ -37,7 +37,7 @@ from ..core.profiling import named
 from ..core.random import bookmark
 from ..core.tree import Tree
 from . import anchors, transfer
-from .access import Lazy
+from .access import Lazy, loss_of
 from .anchors import has_reentrant
 from .gradients import Gradients, Reductions, settle
 from .kept import Buffers, Kept
@@ -88,6 +88,11 @@ class Tape:
         self._kept = Kept(params, into is not None)
         self._regather = any(unit.kept != () for unit in self._plan.units)
         self._stages = max(1, sum(dict(self._plan.axes)[axis] > 1 for axis in params.view.over))  # of a gather
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the parameters."""
+        return self._plan
 
     def view(self) -> Tree:
         """The parameters as the loss sees them."""
@@ -264,7 +269,7 @@ class Tape:
 
     def forward_once(self, loss: Callable[[Tree], T]) -> T:
         """Run the loss once, and end the forward of all tapes."""
-        with self._hooks(), self._writes.refusing():
+        with self._hooks(), self._writes.refusing(), loss_of(self._plan.policy, self._plan.mesh):
             out = loss(self.view())
         for tape in self._tapes:
             tape.end()

@@ -18,6 +18,7 @@ from ..layout.layout import Leaf
 from ..optim.base import FoundInf, Label, Transform, any_found, as_transform, clip_factor
 from ..optim.labels import Labels, label_of
 from ..optim.state import gather_state
+from ..sharding.access import loss_of
 from ..sharding.grad import Mean, Sum, check_loss
 from ..sharding.precision import Policy, Precision, policy_of, precisions
 from ..sharding.sharded import gather_params
@@ -177,7 +178,7 @@ def _forward(
     for path in whole.trained:
         live[path].requires_grad_()
     device = next((x.device for x in live.values()), torch.device("cpu"))
-    with torch.enable_grad(), seeded(state.rng, state.step, rank, part, device):
+    with torch.enable_grad(), seeded(state.rng, state.step, rank, part, device), loss_of(policy, None):
         out, (has_aux, with_extra) = loss_fn(whole.tree(live), *loss_args), returns
     loss, *more = out if has_aux or with_extra else (out,)  # (loss, extra, aux)
     extra = detached(more.pop(0)) if with_extra else None

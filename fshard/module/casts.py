@@ -1,0 +1,115 @@
+"""Casts of what goes into and comes out of submodules that compute in another dtype than the module around them.
+
+Note [Casts]
+    A policy may have submodules compute in another dtype than the rest, as norms in float32. The code of a module knows
+    nothing of that: it gives a norm what has the dtype of the rest, and goes on with what the norm returns. So the
+    outermost submodules whose parameters are all computed in one dtype, which is not the policy's own, cast their
+    floating inputs to it, and their floating outputs back. `forward` is wrapped, and not hooked: checkpoints of
+    transformers call `forward` alone. A module whose parameters are computed in the dtypes that they have in the module
+    itself casts nothing: its code knows these.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import tree
+from ..core.lazy import Branch
+from ..sharding.precision import Policy, precision
+from .batch_norm import BATCH_NORMS
+from .skeleton import stands_in
+
+# Pairs of a submodule's path and its dtype, and the dtype around all of these.
+Casts = tuple[tuple[tuple[str, torch.dtype], ...], torch.dtype | None]
+NO_CASTS: Casts = ((), None)
+
+
+def casts_of(
+    skeleton: nn.Module,
+    dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
+    buffers: Sequence[torch.dtype],
+    policy: Policy,
+) -> Casts:
+    """The casts of a module whose parameters, by number, are stored and computed in pairs of dtypes.
+
+    The dtype around is that of the policy without its overrides, of most elements. `buffers` are the dtypes of buffers.
+    ValueError for a batch norm that would be computed in another dtype than its running statistics have.
+    """
+    computed = [dtype for _, dtype in dtypes]
+    _check_batch_norms(skeleton, computed, buffers)
+    sizes = Counter[torch.dtype]()
+    for stand in stands_in(skeleton):
+        if stand.form.is_floating_point():
+            sizes[precision(dtypes[stand.number][0], policy).compute] += 1 + stand.form.numel()
+    if not sizes:
+        return NO_CASTS
+    around = sizes.most_common(1)[0][0]
+    return tuple(_casting(skeleton, "", computed, around)), around
+
+
+def _casting(
+    part: nn.Module, path: str, dtypes: Sequence[torch.dtype], around: torch.dtype
+) -> Iterator[tuple[str, torch.dtype]]:
+    """The paths and dtypes of the outermost submodules that are computed in one dtype, not `around`, and called."""
+    used = {dtypes[stand.number] for stand in stands_in(part) if stand.form.is_floating_point()}
+    if len(used) == 1 and type(part).forward is not nn.Module.forward:  # lists of modules have no forward of their own
+        (dtype,) = used
+        if dtype != around:
+            yield path, dtype
+    else:
+        for name, child in part.named_children():
+            yield from _casting(child, f"{path}.{name}".removeprefix("."), dtypes, around)
+
+
+def _check_batch_norms(skeleton: nn.Module, dtypes: Sequence[torch.dtype], buffers: Sequence[torch.dtype]) -> None:
+    for path, part in skeleton.named_modules():
+        if not isinstance(part, BATCH_NORMS):
+            continue
+        tensors: dict[str, Any] = dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
+        weight, mean = (tensors.get(name) for name in ("weight", "running_mean"))  # stands
+        if weight is not None and mean is not None and dtypes[weight.number] != buffers[mean.number]:
+            raise ValueError(
+                f"batch norm {path!r} would be computed in {dtypes[weight.number]}, and its running statistics are "
+                f"{buffers[mean.number]}: make_plan(policy=apply.policy(...)) keeps batch norms in float32; or cast "
+                "the buffers"
+            )
+
+
+def cast_around(part: nn.Module, dtype: torch.dtype, around: torch.dtype | None) -> None:
+    """Let a submodule cast its floating inputs to `dtype`, and its floating outputs to `around`."""
+    forward = part.forward
+
+    @functools.wraps(forward)
+    def casting(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: _cast(x, dtype) for name, x in kwargs.items()}
+        return _cast(forward(*[_cast(x, dtype) for x in args], **kwargs), around)
+
+    vars(part)["forward"] = casting
+
+
+def _cast(x: Any, dtype: torch.dtype | None) -> Any:
+    """A tree with its real floating tensors in `dtype`, also those in dataclasses; the same object if all are."""
+    if isinstance(x, Tensor):
+        return x.to(dtype) if x.is_floating_point() else x
+    if is_dataclass(x) and not isinstance(x, type):  # as outputs of transformers, which are no nodes of a tree
+        values = {field.name: getattr(x, field.name) for field in fields(x) if field.init}
+        cast = {name: _cast(value, dtype) for name, value in values.items()}
+        changed = {name: value for name, value in cast.items() if value is not values[name]}
+        return replace(x, **changed) if changed else x
+    tops = tree.tops(x, _stops)
+    if len(tops) == 1 and tops[0] is x:
+        return x
+    new = [_cast(top, dtype) for top in tops]
+    same = all(a is b for a, b in zip(new, tops, strict=True))
+    return x if same else tree.put_tops(x, _stops, new)
+
+
+def _stops(x: object) -> bool:
+    return isinstance(x, Branch) or is_dataclass(x)  # parameters stay as they are: to flatten them is to gather them

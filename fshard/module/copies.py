@@ -1,0 +1,62 @@
+"""The copies of a module on which calls run: one for each thread, mode, and set of casts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core.tracing import is_tracing
+from .casts import NO_CASTS, Casts, cast_around, casts_of
+from .current import Call, Calls
+from .skeleton import Stand, copy_of, in_eval_mode, skeleton
+
+
+class Copies:
+    """Copies of a module without its tensors, each made when a call first needs it.
+
+    What a forward assigns to attributes stays in the copy of its thread. While a graph is traced a call gets a new
+    copy, because it may keep fake tensors.
+    """
+
+    def __init__(self, module: nn.Module, stands: Mapping[int, Stand], params: Mapping[str, Tensor], calls: Calls):
+        # two skeletons, so that calls in both modes may run side by side; True is the mode in which the module is
+        self._skeletons = {True: skeleton(module, stands), False: in_eval_mode(skeleton(module, stands))}
+        self._calls = calls
+        self._dtypes = [x.dtype for x in params.values()]  # by number, as in the module
+        self._casts: dict[Any, Casts] = {}  # by the dtypes that they follow from
+        self._of_thread = threading.local()
+
+    @property
+    def skeleton(self) -> nn.Module:
+        """A copy that no call uses."""
+        return self._skeletons[True]
+
+    def copy_for(self, call: Call, training: bool) -> nn.Module:
+        """The copy on which a call runs in this thread."""
+        casts = self._casts_of(call)
+        if is_tracing():
+            return self._made(training, casts)
+        copies: dict[tuple[bool, Casts], nn.Module] = vars(self._of_thread).setdefault("copies", {})
+        if (training, casts) not in copies:
+            copies[training, casts] = self._made(training, casts)
+        return copies[training, casts]
+
+    def _made(self, training: bool, casts: Casts) -> nn.Module:
+        made = copy_of(self._skeletons[training], self._calls)
+        paths, around = casts
+        for path, dtype in paths:
+            cast_around(made.get_submodule(path), dtype, around)
+        return made
+
+    def _casts_of(self, call: Call) -> Casts:
+        dtypes, policy = call.params.dtypes(), call.params.policy
+        if not policy.cast_inputs or [computed for _, computed in dtypes] == self._dtypes:
+            return NO_CASTS
+        buffers = tuple(x.dtype for x in call.buffers)
+        key = tuple(dtypes), buffers, policy.storage, policy.compute
+        if key not in self._casts:
+            self._casts[key] = casts_of(self.skeleton, dtypes, buffers, policy)
+        return self._casts[key]

@@ -1,0 +1,381 @@
+"""Policies over modules: submodules that compute in another dtype cast what goes in, and cast back what comes out."""
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.hf_models import MODELS, data, model
+from support.models import same_bits
+from support.worlds import simulated
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutput
+
+import fshard
+from fshard import Policy, optim, tree
+from fshard.module import functionalize
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+F32, BF16 = torch.float32, torch.bfloat16
+OPTIMIZERS = {"sgd": optim.sgd(0.1), "adamw": optim.adamw(1e-2, weight_decay=1e-2)}
+NAMES = ["Llama", "Qwen3", "BERT", "ViT", "GPT-2"]
+WAYS = {"plain": (False, False), "checkpointed": (True, False), "jitted": (False, True)}
+
+
+def is_norm(path: str, part: nn.Module) -> bool:
+    """Whether a submodule is a norm: LayerNorm, or a model's own RMSNorm."""
+    return type(part).__name__.endswith("Norm")
+
+
+def by_hand(name: str) -> Any:
+    """The loss of a model with norms in float32, with casts written out, and all else in the dtypes of parameters."""
+    made = copy.deepcopy(model(name).float())
+    for path, part in made.named_modules():
+        if is_norm(path, part):
+            part.forward = lambda x, forward=part.forward: forward(x.to(F32)).to(BF16)
+
+    def loss(params: Any, batch: Any) -> Any:
+        names = dict(zip(tree.paths(tree.flatten(params)[1]), tree.leaves(params), strict=True))
+        return torch.func.functional_call(made, names, (), batch, tie_weights=False).loss
+
+    return loss
+
+
+def plan_of(apply: Any, params: Any, mesh: Any, name: str) -> fshard.Plan:
+    """A plan with norms in float32, all else in bfloat16."""
+    norms = "**.*norm*" if name in ("Llama", "Qwen3") else apply.units(is_norm)
+    policy = Policy(compute=BF16, reduce=F32, overrides=[(norms, "compute=f32")])
+    return fshard.make_plan(params, mesh, units=apply.units(MODELS[name].units[-1]), policy=policy)
+
+
+def train(mesh: Any, name: str, optimizer: str, way: str) -> Any:
+    """Train a model of transformers on a rank: the parameters, and the losses."""
+    again, jitted = WAYS[way]
+    apply, params, buffers = functionalize(model(name, again).float())
+    plan = plan_of(apply, params, mesh, name)
+    state = fshard.init_state(fshard.shard_params(params, plan), OPTIMIZERS[optimizer])
+    step = fshard.train_step(lambda p, batch: apply(p, buffers, **batch)[0].loss, OPTIMIZERS[optimizer])
+    step = fshard.jit(step, backend="eager") if jitted else step
+    losses = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers warns of its own use of torch
+        for i in range(3):
+            state, metrics = step(state, data(name, i, mesh.get_rank()))
+            losses.append(metrics["loss"])
+    return fshard.gather_params(state.params), losses
+
+
+def expected(name: str, optimizer: str, world: int) -> Any:
+    """The same by the loss written by hand, and whole tensors."""
+    apply, params, _ = functionalize(model(name).float())
+    policy = plan_of(apply, params, None, name).policy
+    reference = fshard.testing.oracle(by_hand(name), OPTIMIZERS[optimizer], policy=policy)
+    state, losses = reference.init(params), []
+    for i in range(3):
+        state, metrics = reference.step(state, [data(name, i, rank) for rank in range(world)])
+        losses.append(metrics["loss"])
+    return state.params, losses
+
+
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NAMES)
+def test_norms_in_float32_are_those_written_by_hand(name, way, optimizer):
+    """A model with norms in float32 would fail, or compute other values than with casts in its code."""
+    params, losses = expected(name, optimizer, 2)
+    for got, got_losses in simulated(train, name, optimizer, way):
+        assert same_bits(got_losses, losses)
+        if optimizer == "sgd":
+            assert same_bits(got, params)
+        else:  # torch's fused AdamW rounds the last elements of a tensor otherwise
+            assert all(torch.allclose(x, y, rtol=1e-5) for x, y in zip(*map(tree.leaves, (got, params)), strict=True))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_any_number_of_ranks(world):
+    """Casts would be other ones on some numbers of ranks."""
+    _, losses = expected("Qwen3", "sgd", world)
+    for _, got in simulated(train, "Qwen3", "sgd", "checkpointed", shard=world):
+        assert torch.allclose(torch.stack(got), torch.stack(losses), rtol=1e-3)
+
+
+# --- what is cast ---
+
+
+class Pair(NamedTuple):
+    """A pair of tensors."""
+
+    a: Any
+    b: Any
+
+
+@dataclass
+class Out:
+    """An output that is no node of a tree."""
+
+    x: Tensor
+    more: Any
+
+
+class Inner(nn.Module):
+    """A submodule that multiplies its inputs by its weight, and returns the product in some container."""
+
+    def __init__(self, pack: Any) -> None:
+        super().__init__()
+        self.weight, self.pack = nn.Parameter(torch.full((2,), 1.0 + 2**-10)), pack
+
+    def forward(self, x: Any, *, scale: Any, seen: list[Any]) -> Any:
+        """Note the dtypes of what is given."""
+        seen.append((x.dtype, tree.map(lambda t: t.dtype, scale)))
+        return self.pack(x * self.weight * scale["s"])
+
+
+class Outer(nn.Module):
+    """A module around it; `again` runs it under torch's checkpoint."""
+
+    def __init__(self, pack: Any, again: bool) -> None:
+        super().__init__()
+        self.first, self.inner, self.again = nn.Linear(2, 2), Inner(pack), again
+
+    def forward(self, x: Tensor, seen: list[Any]) -> Any:
+        """The output of the inner module for that of a linear layer."""
+
+        def run(y: Tensor) -> Any:
+            return self.inner(y, scale={"s": y, "n": torch.ones(1, dtype=torch.int64)}, seen=seen)
+
+        y = self.first(x)
+        return checkpoint(run, y, use_reentrant=False) if self.again else run(y)
+
+
+PACKS = {
+    "tensor": lambda x: x,
+    "tuple": lambda x: (x, None, "text"),
+    "list in dict": lambda x: {"a": [x, x.long()]},
+    "named tuple": lambda x: Pair(x, (x,)),
+    "dataclass": lambda x: Out(x, {"y": x}),
+    "output of transformers": lambda x: BaseModelOutput(last_hidden_state=x, hidden_states=(x, x)),
+}
+
+
+def tensors(x: Any) -> list[Tensor]:
+    """The floating tensors in an output."""
+    if isinstance(x, Out | BaseModelOutput):
+        return [t for value in vars(x).values() for t in tensors(value)]
+    return [t for t in tree.leaves(x) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "checkpointed"])
+@pytest.mark.parametrize("pack", PACKS)
+def test_inputs_and_outputs_of_all_kinds_are_cast(pack, again):
+    """A tensor in a container, or given by name, would keep its dtype; a list would be another one."""
+    torch.manual_seed(0)
+    module, x, seen = Outer(PACKS[pack], again), torch.randn(3, 2, dtype=BF16), list[Any]()
+    apply, params, buffers = functionalize(module)
+    plan = fshard.make_plan(params, policy="compute=bf16; inner: compute=f32")
+    outs = list[Any]()
+
+    def loss(p: Any) -> Tensor:
+        outs.append(apply(p, buffers, x, seen)[0])
+        return sum(t.float().sum() for t in tensors(outs[0]))
+
+    grads = fshard.gather_params(fshard.value_and_grad(loss)(fshard.shard_params(params, plan))[1])
+    assert seen == [(F32, {"s": F32, "n": torch.int64})] * (1 + again)
+
+    module.first.to(BF16)
+    y = module.first(x).float()
+    expected = PACKS[pack](y * module.inner.weight * y)
+    assert type(outs[0]) is type(expected)
+    for got, t in zip(tensors(outs[0]), tensors(expected), strict=True):
+        assert got.dtype == BF16
+        assert torch.equal(got, t.to(BF16))
+    sum(t.to(BF16).float().sum() for t in tensors(expected)).backward()
+    assert torch.equal(grads["inner"]["weight"], module.inner.weight.grad)
+    assert torch.equal(grads["first"]["weight"], module.first.weight.grad.float())
+
+
+class Lists(nn.Module):
+    """Norms in a list, one of them in a sequence as well, and an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3, 2)
+        self.norms = nn.ModuleList([nn.LayerNorm(2) for _ in range(2)])
+        self.last = nn.Sequential(nn.Linear(2, 2), self.norms[1])
+
+    def forward(self, n: Tensor) -> Tensor:
+        """All of them, one after the other."""
+        return self.last(self.norms[1](self.norms[0](self.embed(n))))
+
+
+class Dtypes(torch.overrides.TorchFunctionMode):
+    """Notes the dtypes that functions take and return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function."""
+        out = func(*args, **(kwargs or {}))
+        if func in (nn.functional.layer_norm, nn.functional.linear, nn.functional.embedding):
+            weight = next(x for x in [*args[1:], *(kwargs or {}).values()] if isinstance(x, Tensor))
+            self.seen.append((func.__name__, args[0].dtype, weight.dtype, out.dtype))
+        return out
+
+
+def dtypes_of(policy: Any, cast: Any = None) -> tuple[list[Any], torch.dtype]:
+    """The dtypes of what the functions of `Lists` take and return, and of its output."""
+    apply, params, buffers = functionalize(Lists())
+    params = params if cast is None else cast(params)
+    n = torch.arange(3)
+    with Dtypes() as mode:
+        if policy is None:
+            return mode.seen, apply(params, buffers, n)[0].dtype
+        sharded = fshard.shard_params(params, fshard.make_plan(params, policy=policy))
+        out = fshard.evaluate(lambda p: (torch.zeros(()), apply(p, buffers, n)[0]), has_aux=True)(sharded)[1]
+        return mode.seen, out.dtype
+
+
+def called(embed: Any, norm: Any, linear: Any) -> list[Any]:
+    """The functions of `Lists` in dtypes of what they take, of their weight, and of what they return."""
+    rows = [("embedding", *embed), ("layer_norm", *norm), ("layer_norm", *norm)]
+    return [*rows, ("linear", *linear), ("layer_norm", *norm)]
+
+
+F32S, BF16S, INDEXED = (F32,) * 3, (BF16,) * 3, (torch.int64, BF16, BF16)
+
+
+def test_lists_of_modules_and_modules_in_two_places():
+    """A list is not called, so its norms would get no casts; a norm in two places would get them twice."""
+    assert dtypes_of("compute=bf16; norms: compute=f32") == (called(INDEXED, F32S, BF16S), BF16)
+
+
+def test_modules_without_floating_inputs_are_cast_back():
+    """The output of an embedding in float32 would reach layers in bfloat16, or decide what is cast."""
+    got = dtypes_of("compute=bf16; embed: compute=f32")
+    assert got == (called((torch.int64, F32, F32), BF16S, BF16S), BF16)
+
+
+def test_the_policy_says_which_dtype_is_around():
+    """The dtype of the larger part would be the one to cast to: other values in a model with more words."""
+    assert dtypes_of("; embed: compute=bf16") == (called(INDEXED, F32S, F32S), F32)
+    assert dtypes_of("compute=bf16; last.0: compute=f32") == (called(INDEXED, BF16S, F32S), BF16)
+    # every parameter has another dtype than the policy's: the whole module casts
+    assert dtypes_of("compute=f16; **: compute=bf16") == (called(INDEXED, BF16S, BF16S), torch.float16)
+
+
+def test_whole_tensors_are_cast_alike():
+    """A loss would run on sharded parameters, and fail on whole ones, as torch.func and tests take them."""
+
+    def cast(params: Any) -> Any:
+        plan = fshard.make_plan(params, policy="compute=bf16; norms: compute=f32")
+        computes = [plan.kinds[plan.slots[n].kind].precision.compute for n in plan.leaves]
+        leaves, spec = tree.flatten(params)
+        return tree.unflatten(spec, [x.detach().to(dtype) for x, dtype in zip(leaves, computes, strict=True)])
+
+    assert dtypes_of(None, cast) == (called(INDEXED, F32S, BF16S), BF16)
+
+
+def test_without_cast_inputs_nothing_is_cast():
+    """A module that casts by itself would be given other dtypes than it asked for."""
+    with pytest.raises(RuntimeError, match="dtype"):
+        dtypes_of("compute=bf16,cast_inputs=no; last.0: compute=f32")
+
+
+def test_a_module_of_several_dtypes_keeps_its_own_casts():
+    """A module whose code casts would be cast again, and return another dtype than the module does."""
+
+    class Careful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(2, 2, dtype=BF16), nn.LayerNorm(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.first(x).float())
+
+    apply, params, buffers = functionalize(Careful())
+    assert apply(params, buffers, torch.ones(1, 2, dtype=BF16))[0].dtype == F32
+    sharded = fshard.shard_params(params, fshard.make_plan(params))
+    out = fshard.evaluate(lambda p: (torch.zeros(()), apply(p, buffers, torch.ones(1, 2, dtype=BF16))[0]), True)
+    assert out(sharded)[1].dtype == F32
+
+
+def test_one_function_with_several_policies():
+    """A function that was called with one policy would go on with its casts."""
+    apply, params, buffers = functionalize(Lists())
+    for policy, dtype in (("", F32), ("compute=bf16; norms: compute=f32", BF16), ("; norms: compute=bf16", F32)):
+        sharded = fshard.shard_params(params, fshard.make_plan(params, policy=policy))
+        fn = fshard.evaluate(lambda p: (torch.zeros(()), apply(p, buffers, torch.arange(3))[0]), has_aux=True)
+        assert fn(sharded)[1].dtype == dtype
+
+
+# --- batch norms ---
+
+
+def resnet(kind: Any = torch.float32) -> Any:
+    """transformers' small ResNet, with running statistics of some steps."""
+    return model("ResNet").to(kind)
+
+
+def norms_by_hand(module: nn.Module) -> nn.Module:
+    """A module in bfloat16, but for batch norms, with casts written out."""
+    for part in module.modules():
+        tensors = [*part.parameters(recurse=False)]
+        if isinstance(part, nn.BatchNorm2d):
+            part.forward = lambda x, forward=part.forward: forward(x.to(F32)).to(BF16)
+        else:
+            for x in tensors:
+                x.data = x.data.to(BF16)
+    return module
+
+
+def test_batch_norms_stay_in_float32():
+    """Batch norms in bfloat16 lose running statistics, or do not run; the policy of a module would forget them."""
+    plain, batch = norms_by_hand(resnet()), data("ResNet", 0, 0)
+    batch["pixel_values"] = batch["pixel_values"].to(BF16)
+    apply, params, buffers = functionalize(resnet())
+    plan = fshard.make_plan(
+        params, units=apply.units(MODELS["ResNet"].units[0]), policy=apply.policy("compute=bf16,reduce=bf16")
+    )
+
+    def loss(p: Any) -> Any:
+        out, new = apply(p, buffers, **batch)
+        return out.loss, new
+
+    (value, new), grads = fshard.value_and_grad(loss, has_aux=True)(fshard.shard_params(params, plan))
+    expected = plain(**batch).loss
+    expected.backward()
+    assert torch.equal(value, expected)
+    assert same_bits(new, functionalize(plain)[2])
+    for got, x in zip(tree.leaves(fshard.gather_params(grads)), plain.parameters(), strict=True):
+        assert torch.equal(got, x.grad.float())
+    kinds = {plan.kinds[slot.kind].precision.reduce for slot in plan.slots if "normalization" in slot.path}
+    assert kinds == {F32}
+
+
+def test_overrides_of_the_user_come_first():
+    """A policy that says otherwise for a batch norm would be changed."""
+    apply, params, _ = functionalize(nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, dtype=torch.float64)))
+    policy = apply.policy("compute=bf16; 0.weight: compute=f16")
+    plan = fshard.make_plan(params, policy=policy)
+    f16, f64 = torch.float16, torch.float64
+    assert [plan.kinds[plan.slots[n].kind].precision.compute for n in plan.leaves] == [f16, F32, f64, f64]
+
+
+def test_batch_norms_in_another_dtype_than_their_statistics_are_an_error():
+    """torch would say that it expected some scalar type, and not how to keep the norm in float32."""
+    apply, params, buffers = functionalize(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    sharded = fshard.shard_params(params, fshard.make_plan(params, policy="compute=bf16"))
+    x = torch.ones(3, 2, dtype=BF16)
+    words = r"batch norm '1' would be computed in torch.bfloat16.*: make_plan\(policy=apply.policy"
+    with pytest.raises(ValueError, match=words):
+        fshard.evaluate(lambda p: apply(p, buffers, x)[0].sum())(sharded)
+    # all in bfloat16 is what torch's module computes
+    cast = Policy(buffers="bf16").cast(buffers, "buffers")
+    fshard.evaluate(lambda p: apply(p, cast, x)[0].sum())(sharded)
