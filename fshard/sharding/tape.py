@@ -62,7 +62,7 @@ class Tape:
     def __init__(self, params: Sharded, into: Gradients | None = None, beside: Sequence[Sharded] = ()):
         self.beside = [(x, Tape(x)) for x in beside]
         self._params = params
-        self._plan: Plan = params.plan
+        self.plan = self._plan = params.plan
         self._into = into
         self.root = anchors.root()
         # by unit: the gathered leaves, the flat buffers that they are views of, and the leaves bound to their anchors
@@ -88,11 +88,6 @@ class Tape:
         self._kept = Kept(params, into is not None)
         self._regather = any(unit.kept != () for unit in self._plan.units)
         self._stages = max(1, sum(dict(self._plan.axes)[axis] > 1 for axis in params.view.over))  # of a gather
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the parameters."""
-        return self._plan
 
     def view(self) -> Tree:
         """The parameters as the loss sees them."""
