@@ -139,6 +139,8 @@ def same_dtensors(a: dict[str, Any], b: dict[str, Any]) -> None:
 def fsdp2_both_ways(mesh: Any, plan: dict[str, Any]) -> None:
     """FSDP2 trains, fshard goes on, FSDP2 goes on from there, each beside the one that stayed."""
     warnings.simplefilter("ignore")  # what torch says of its own libraries
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
     model, optimizer = fsdp2(net(), mesh)
     torch_steps(model, optimizer, range(3))
     saved, saved_state = model.state_dict(), optimizer.state_dict()
@@ -161,6 +163,12 @@ def fsdp2_both_ways(mesh: Any, plan: dict[str, Any]) -> None:
     optimizer_there.load_state_dict(
         optim.state.state_dict(ours.state, ours.params, "index", groups=GROUPS, dtensors=True)
     )
+    by_name = optim.state.state_dict(ours.state, ours.params, groups=GROUPS, dtensors=True)
+    other, optimizer_by_name = fsdp2(net(), mesh)
+    set_optimizer_state_dict(other, optimizer_by_name, by_name)
+    for number, entry in optimizer_there.state_dict()["state"].items():
+        same_dtensors(optimizer_by_name.state_dict()["state"][number], entry)
+
     stayed = torch_steps(model, optimizer, range(5, 7))
     alike(torch_steps(there, optimizer_there, range(5, 7)), stayed)
     alike(ours.steps(range(5, 7)), stayed)
@@ -239,7 +247,16 @@ def fsdp1_both_ways(mesh: Any, on_mesh: bool) -> None:
         ours = read[kind] = Ours(mesh)
         ours.params, ours.buffers = ours.apply.load_state_dict(ours.params, ours.buffers, saved)
         ours.state = optim.state.load_state_dict(saved_state, ours.state, ours.params)
-    if not on_mesh:  # torch refuses to write LOCAL_STATE_DICT on a mesh
+    if not on_mesh:
+        alone, parts = (
+            Ours(None),
+            "expected a plan on a mesh of all ranks that have a part of it, its mesh has [01] of ",
+        )
+        with pytest.raises(ValueError, match=rf"load_state_dict: '[a-z.0]+': a ShardedTensor .*: {parts}"):
+            alone.apply.load_state_dict(alone.params, alone.buffers, saved)
+        with pytest.raises(ValueError, match=rf"optimizer state: 'mu.[a-z.0]+': a ShardedTensor .*: {parts}"):
+            optim.state.load_state_dict(saved_state, alone.state, alone.params)
+        # on a mesh torch refuses to write LOCAL_STATE_DICT
         with (
             FSDP.state_dict_type(model, *fsdp1_types("local")),
             pytest.raises(ValueError, match="let FSDP1 write FULL"),
@@ -264,6 +281,7 @@ def fsdp1_both_ways(mesh: Any, on_mesh: bool) -> None:
     alike(ours.steps(range(5, 7)), stayed)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("on_mesh", [False, True], ids=["ShardedTensor", "DTensor"])
 def test_fsdp1_both_ways(on_mesh):
     """Full or sharded states of FSDP1 would be other values in fshard, or ours in FSDP1."""
@@ -326,6 +344,8 @@ def odd_leaves(mesh: Any) -> None:
             placements = [Shard(0) if is_cut and axis in over else Replicate() for axis in names]
             same_dtensors({name: written[name]}, {name: distribute_tensor(x, mesh, placements)})
             assert same_bits(written[name].full_tensor(), x)
+            chunk = written[name].to_local()
+            assert chunk.untyped_storage().nbytes() == chunk.nbytes, "a chunk keeps no whole unit in memory"
         zeros = fshard.init_params(plan, lambda path, like: torch.zeros(like.shape, dtype=like.dtype))
         assert same_bits(fshard.load_state_dict(zeros, written).tensors, sharded.tensors)
 

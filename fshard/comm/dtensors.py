@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.bits import as_bytes, from_bytes
 from . import primitives
-from .mesh import MESHES, AnyMesh, Axes, adapted, axis_sizes, mesh_device, num_ranks
+from .mesh import MESHES, AnyMesh, Axes, adapted, axis_sizes, mesh_device
 
 
 def is_sharded(x: object) -> bool:
@@ -29,31 +29,31 @@ def sharding(x: Any) -> str:  # a DTensor or ShardedTensor
     return f"a ShardedTensor {x.dtype} {list(x.size())}"
 
 
-def problem(x: Any, mesh: AnyMesh) -> str:
-    """Say why `whole_tensor(x, mesh)` would be wrong; "" if it is right."""
-    if _is_dtensor(x):
-        return ""
-    count, expected = len({str(shard.placement) for shard in x.metadata().shards_metadata}), num_ranks(mesh)
-    return f"a ShardedTensor of {count} ranks, there are {expected} in the mesh of the plan" * (count > expected)
-
-
 def whole_tensor(x: Any, mesh: AnyMesh, label: str) -> Tensor:
     """Return a tensor whole and without a graph; for a DTensor or ShardedTensor every rank must call this.
 
-    ValueError for a ShardedTensor of more ranks than the mesh has.
+    ValueError, which begins with `label`, for a ShardedTensor of which ranks outside the mesh hold a part.
     """
     if _is_dtensor(x):
         # on the mesh's device, because its group may not send what lies in host memory
         return x.detach().to(x.device_mesh.device_type).full_tensor()
     if not is_sharded(x):
         return x.detach()
-    if text := problem(x, mesh):
-        raise ValueError(f"{label}: {text}")
-    full = torch.zeros(tuple(x.size()), dtype=x.dtype, device=mesh_device(mesh))
+    full, offsets = torch.zeros(tuple(x.size()), dtype=x.dtype, device=mesh_device(mesh)), list[list[int]]()
     for shard in x.local_shards():
-        begins, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-        region = tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
-        full[region] = shard.tensor.detach()
+        begins, sizes = [*shard.metadata.shard_offsets], shard.metadata.shard_sizes
+        offsets.append(begins)
+        full[tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))] = (
+            shard.tensor.detach()
+        )
+    is_here = [[*shard.shard_offsets] in offsets for shard in x.metadata().shards_metadata]
+    flags = torch.tensor(is_here, dtype=torch.uint8, device=full.device)  # (number of shards,)
+    count = int(primitives.total(flags, mesh, op="max", label=label).sum())
+    if count < len(is_here):
+        raise ValueError(
+            f"{label}: {sharding(x)}: expected a plan on a mesh of all ranks that have a part of it, its mesh has "
+            f"{count} of {len(is_here)} parts"
+        )
     # Each rank has zeros in place of what others have, and replicas are equal: the maximum over ranks joins them. Of
     # bytes, because a maximum of numbers may lose NaN.
     return from_bytes(primitives.total(as_bytes(full), mesh, op="max", label=label), x.dtype).view(full.shape)

@@ -151,7 +151,7 @@ def _sharded(whole: Mapping[str, Tensor], like: Tree, src: int | None, kept: Set
             nodes.append(_cut(whole, path, node, src, kept))
         else:
             # on the other ranks `node` gives the shape and dtype to receive
-            value = (whole_tensor(whole[path], mesh, _LABEL).to(node) if has_whole else node).clone()
+            value = (whole_tensor(whole[path], mesh, f"{_LABEL}: {path!r}").to(node) if has_whole else node).clone()
             nodes.append(value if src is None else primitives.from_rank(value, mesh, src, _LABEL))
     return tree.put_tops(like, Parts, nodes)
 
@@ -189,7 +189,7 @@ def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, src: int | None, k
         if key in kept:
             continue
         if src is None:
-            value = whole_tensor(whole[key], mesh, _LABEL)
+            value = whole_tensor(whole[key], mesh, f"{_LABEL}: {key!r}")
         else:
             empty = torch.empty(leaf.shape, dtype=leaf.dtype, device=mesh_device(mesh))
             value = primitives.from_rank(whole[key].to(empty) if key in whole else empty, mesh, src, _LABEL)
