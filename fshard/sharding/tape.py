@@ -41,7 +41,7 @@ from .access import Lazy, loss_of
 from .anchors import has_reentrant
 from .gradients import Gradients, Reductions, settle
 from .kept import Buffers, Kept
-from .plan import Plan, Slot
+from .plan import Slot
 from .saved import SavedTensor, SavedView
 from .sharded import Sharded, cut
 from .units import select_units
