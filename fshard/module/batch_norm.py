@@ -2,6 +2,103 @@
 
 from __future__ import annotations
 
-from torch import nn
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..comm.collectives import all_gather
+from ..comm.mesh import AnyMesh
+from .current import Calls
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def synchronise(part: nn.Module, path: str, calls: Calls) -> None:
+    """Let a batch norm of a copy take its statistics over all ranks of the mesh of the call.
+
+    Its own `forward` runs, in which `batch_norm` of torch is replaced, so that norms with an activation are served.
+    """
+    # SyncBatchNorm would call the process groups of torch.distributed
+    forward = super(nn.SyncBatchNorm, part).forward if isinstance(part, nn.SyncBatchNorm) else part.forward
+
+    @functools.wraps(forward)
+    def over_ranks(*args: Any, **kwargs: Any) -> Any:
+        mesh = calls.current().params.mesh
+        if mesh is None or mesh.size() == 1:
+            return forward(*args, **kwargs)
+        with _Replaced(mesh, f"statistics of {path}"):
+            return forward(*args, **kwargs)
+
+    vars(part)["forward"] = over_ranks
+
+
+class _Replaced(TorchFunctionMode):
+    """The block in which `batch_norm` of torch, where it takes statistics of a batch, takes those of all ranks."""
+
+    def __init__(self, mesh: AnyMesh, label: str):
+        super().__init__()
+        self._mesh, self._label = mesh, label
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        return _batch_norm(self._mesh, self._label, *args, **(kwargs or {}))  # type: ignore[arg-type]
+
+
+def _batch_norm(
+    mesh: AnyMesh,
+    label: str,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm`, (N, C, ...) -> (N, C, ...), with mean and variance over all ranks."""
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    count, mean, squares = _statistics(x, mesh, label)
+    with torch.no_grad():
+        unbiased = squares / (count - 1).clamp(min=1)
+        for running, value in ((running_mean, mean), (running_var, unbiased)):
+            if running is not None:
+                running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    scale = (squares / count + eps).rsqrt()
+    scale = scale if weight is None else scale * weight
+    out = (x - mean.view(shape)) * scale.view(shape)
+    return (out if bias is None else out + bias.view(shape)).to(input.dtype)
+
+
+def _statistics(x: Tensor, mesh: AnyMesh, label: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The number of elements of each channel, their mean (C,), and the sum of squares around it (C,), over all ranks.
+
+    Ranks may have batches of any size. They gather mean and squares of each, not sums: a sum of squares loses the
+    variance of what is far from zero (Chan, Golub and LeVeque, 1979).
+    """
+    dims = [0, *range(2, x.dim())]
+    local_count = x.numel() // max(1, x.shape[1])
+    local_mean = x.sum(dims) / max(1, local_count)
+    around = x - local_mean.view(1, -1, *[1] * (x.dim() - 2))
+    row = torch.cat([x.new_full((1,), local_count), local_mean, around.square().sum(dims)])[None]  # (1, 1 + 2 C)
+    for axis in mesh.mesh_dim_names or () if mesh is not None else ():
+        row = all_gather(row, mesh, axis, label)  # (W, 1 + 2 C)
+    counts, means, squares = row[:, :1], *row[:, 1:].chunk(2, 1)  # (W, 1), (W, C), (W, C)
+    count = counts.sum(0)  # (1,)
+    mean = (counts * means).sum(0) / count.clamp(min=1)
+    return count, mean, (squares + counts * (means - mean).square()).sum(0)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core.tracing import is_tracing
+from .batch_norm import BATCH_NORMS, synchronise
 from .casts import NO_CASTS, Casts, cast_around, casts_of
 from .current import Call, Calls
 from .skeleton import Stand, copy_of, in_eval_mode, skeleton
@@ -18,14 +19,22 @@ class Copies:
     """Copies of a module without its tensors, each made when a call first needs it.
 
     What a forward assigns to attributes stays in the copy of its thread. While a graph is traced a call gets a new
-    copy, because it may keep fake tensors.
+    copy, because it may keep fake tensors. Batch norms are synchronised: all, or those that torch's function converted.
     """
 
-    def __init__(self, module: nn.Module, stands: Mapping[int, Stand], params: Mapping[str, Tensor], calls: Calls):
+    def __init__(
+        self,
+        module: nn.Module,
+        stands: Mapping[int, Stand],
+        params: Mapping[str, Tensor],
+        calls: Calls,
+        sync_batch_norm: bool,
+    ):
         # two skeletons, so that calls in both modes may run side by side; True is the mode in which the module is
         self._skeletons = {True: skeleton(module, stands), False: in_eval_mode(skeleton(module, stands))}
         self._calls = calls
         self._dtypes = [x.dtype for x in params.values()]  # by number, as in the module
+        self._synchronised = BATCH_NORMS if sync_batch_norm else nn.SyncBatchNorm
         self._casts: dict[Any, Casts] = {}  # by the dtypes that they follow from
         self._of_thread = threading.local()
 
@@ -46,6 +55,9 @@ class Copies:
 
     def _made(self, training: bool, casts: Casts) -> nn.Module:
         made = copy_of(self._skeletons[training], self._calls)
+        for path, part in made.named_modules():
+            if isinstance(part, self._synchronised):
+                synchronise(part, path, self._calls)
         paths, around = casts
         for path, dtype in paths:
             cast_around(made.get_submodule(path), dtype, around)

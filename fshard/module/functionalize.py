@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..core import tree
-from ..core.arguments import wrong
+from ..core.arguments import check_flags, wrong
 from ..core.tree import Tree
 from ..layout.pieces import Parts
 from ..sharding.access import Leaves
@@ -146,13 +146,18 @@ class ModuleFunction:
         return frozen_of(self._skeleton)
 
 
-def functionalize(module: nn.Module) -> tuple[ModuleFunction, dict[str, Any], dict[str, Any]]:
+def functionalize(
+    module: nn.Module, sync_batch_norm: bool = False
+) -> tuple[ModuleFunction, dict[str, Any], dict[str, Any]]:
     """Return `(apply, params, buffers)`: a module as a function, and its parameters and buffers as nested dicts.
 
     `apply(params, buffers, *args, **kwargs)` returns `(out, buffers)`. The dicts are named like the submodules, and
     hold the module's own tensors; tied parameters are one tensor, under each of their names. The module is left as
     it is, its code is not changed, and it is not used again: `apply` works on a copy that holds no tensors. What a
     forward assigns to attributes that are not buffers stays in the copy.
+
+    With `sync_batch_norm` batch norms take mean and variance over all ranks of the mesh of the parameters of a call;
+    `torch.nn.SyncBatchNorm` always does.
 
     TypeError for what is not a module, or cannot be copied; ValueError for lazy modules that never ran.
 
@@ -166,12 +171,13 @@ def functionalize(module: nn.Module) -> tuple[ModuleFunction, dict[str, Any], di
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"functionalize: {wrong('module', module, 'a torch.nn.Module')}")
+    check_flags(sync_batch_norm=sync_batch_norm)
     params = in_tree_order(dict(module.named_parameters(remove_duplicate=False)))
     buffers = in_tree_order(dict(module.named_buffers(remove_duplicate=False)))
     for path, x in (params | buffers).items():
         if is_lazy(x):
             raise ValueError(f"functionalize: {path!r} has no shape yet: run the module once")
     calls = Calls(type(module).__name__)
-    copies = Copies(module, stands_for(params, buffers, calls), params, calls)
+    copies = Copies(module, stands_for(params, buffers, calls), params, calls, sync_batch_norm)
     trees = nested(params), nested(buffers)
     return ModuleFunction(copies, True, calls, *(tree.flatten(x)[1] for x in trees)), *trees
