@@ -272,6 +272,28 @@ def test_an_argument_that_selects_no_unit_is_an_error():
         apply.units(Tensor)
     with pytest.raises(ValueError, match="units"):
         apply.units(0)
+    with pytest.raises(ValueError, match="units: no submodule has 1,000,000 elements: give a smaller number"):
+        apply.units(10**6)
+
+
+def test_a_module_that_torch_compile_wrapped_is_an_error():
+    """It would compute with its own weights."""
+    module = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"))
+    with pytest.raises(TypeError, match=r"functionalize: '0' was compiled by torch\.compile.*its _orig_mod"):
+        functionalize(module)
+
+
+def test_a_forward_that_freezes_its_parameters_is_an_error():
+    """The parameters of the caller would be frozen, for ever."""
+
+    class Freezes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * len(list(self.requires_grad_(False).parameters()))
+
+    apply, params, buffers = functionalize(Freezes(2, 2))
+    with pytest.raises(ValueError, match="Freezes: the module set requires_grad of a parameter in its forward"):
+        apply(params, buffers, torch.ones(1, 2))
+    assert all(x.requires_grad for x in tree.leaves(params))
 
 
 # --- wrong use ---

@@ -27,6 +27,11 @@ def check_copied(module: nn.Module, tensors: Mapping[int, object]) -> None:
         where = f"functionalize: {path or type(module).__name__!r}"
         if isinstance(part, torch.jit.ScriptModule):
             raise TypeError(f"{where} was compiled by torch.jit, and reads its own tensors: functionalize it before")
+        if "dynamo_ctx" in vars(part):  # what torch.compile makes of a module
+            raise TypeError(
+                f"{where} was compiled by torch.compile, whose graphs hold its own tensors: functionalize it as it was "
+                "before (its _orig_mod), and compile the step with fshard.jit"
+            )
         for name, value in vars(part).items():
             functions = list(value.values()) if name.endswith("_hooks") and isinstance(value, dict) else [value]
             if any(id(x) in owned for function in functions for x in _contents(function, 3)):

@@ -28,6 +28,7 @@ _METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_poi
 _FORM = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES} | {getattr(Tensor, name) for name in _METHODS}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_SET_REQUIRES_GRAD = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 _FORM |= {torch.is_floating_point, torch.is_complex, torch.numel}
 
 
@@ -69,6 +70,11 @@ class Stand(Tensor):
             raise ValueError(
                 f"{args[0].calls.name}: the module set the data of a parameter in its forward: return new values, or "
                 "make the parameter a buffer"
+            )
+        if func in _SET_REQUIRES_GRAD:
+            raise ValueError(
+                f"{args[0].calls.name}: the module set requires_grad of a parameter in its forward: set it before "
+                "functionalize, or .detach() the parameter"
             )
         form = func in _FORM
 

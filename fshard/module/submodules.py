@@ -26,7 +26,12 @@ def units_of(module: nn.Module, which: Sequence[Which]) -> list[str]:
 def _picked(module: nn.Module, paths: dict[str, nn.Module], selection: Which) -> list[str]:
     if isinstance(selection, int):
         check_whole("units", selection, what="a number of elements")
-        return _full(module, "", selection, set())[0]
+        full = _full(module, "", selection, set())[0]
+        if not full:
+            raise ValueError(
+                f"units: no submodule has {selection:,} elements: give a smaller number, or leave units out"
+            )
+        return full
     if isinstance(selection, str):
         chosen = [path for path in paths if tree.matches(path.split("."), selection)]
     elif isinstance(selection, type) and issubclass(selection, nn.Module):
