@@ -17,20 +17,22 @@ def in_turn(
     rounds: int,
     warmup: int = 3,
     between: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Call the systems in turn, `warmup + rounds` times. Returns the seconds of each system's calls, without warm-up.
 
     A barrier before and after each call synchronizes the ranks. `between` is called after each round, and not timed.
+    `clock` tells the time in seconds.
     """
     times: dict[str, list[float]] = {name: [] for name in systems}
     for i in range(warmup + rounds):
         for name, call in systems.items():
             dist.barrier()
-            begin = time.perf_counter()
+            begin = clock()
             call()
             dist.barrier()
             if i >= warmup:
-                times[name].append(time.perf_counter() - begin)
+                times[name].append(clock() - begin)
         between()
     return times
 

@@ -81,6 +81,17 @@ def shared_depth(p: Any, x: torch.Tensor) -> fshard.Mean:
     return mean(x * p["head"] + p["scale"])
 
 
+def again_alone(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """Of unit 0 the second touch alone matters; of the others touches give sparse and dense gradients, in turns."""
+    rows, blocks = torch.arange(len(x)) % 5, p["blocks"]
+    unused = apply_block(blocks[0], x)
+    assert unused.shape == x.shape
+    x = x + torch.nn.functional.embedding(rows, blocks[1]["w"], sparse=True)
+    x = apply_block(blocks[2], x)
+    x = apply_block(blocks[1], x) + torch.nn.functional.embedding(rows, blocks[2]["w"], sparse=True)
+    return mean(apply_block(blocks[0], x))
+
+
 def backwards(p: Any, x: torch.Tensor) -> fshard.Mean:
     """Units in the opposite of the plan's order, so what is fetched ahead is not what comes."""
     for i in reversed(range(len(p["blocks"]))):
@@ -218,6 +229,7 @@ CASES: dict[str, dict[str, Any]] = {
     "units by size": {**CHAIN, "loss": chain, "units": 20},
     "input first": {**CHAIN, "loss": input_first},
     "shared across depth": {**CHAIN, "loss": shared_depth},
+    "touched again alone": {**CHAIN, "loss": again_alone},
     "backwards": {**CHAIN, "loss": backwards},
     "held by the user": {**CHAIN, "loss": held},
     "units not touched": {**CHAIN, "loss": sparse},
@@ -400,6 +412,24 @@ def test_saved_views_and_writes_in_place(world: Any) -> None:
     assert world("saved views") == [[], [], []]
     for found in world("writes"):
         check_words(found)
+
+
+def calls_of_a_loss(mesh: Any) -> int:
+    """How often a loss is called that uses torch.func.grad, which refuses hooks on saved tensors."""
+    calls = []
+
+    def loss(p: Any, x: torch.Tensor) -> fshard.Mean:
+        calls.append(x)
+        return mean(torch.func.grad(lambda y: apply_block(p["blocks"][0], y).sum())(x) * p["scale"])
+
+    fshard.value_and_grad(loss)(make(mesh, CASES["chain"]), batch_of(0))
+    return len(calls)
+
+
+def test_hooks_are_on_only_where_units_have_buffers() -> None:
+    """On one device leaves are views of the parameters: hooks would cost time there, and a second call of this loss."""
+    assert calls_of_a_loss(None) == 1
+    assert simulated(calls_of_a_loss, shard=2) == [2, 2]
 
 
 def in_no_grad(mesh: Any) -> list[Any]:

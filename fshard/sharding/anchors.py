@@ -1,10 +1,11 @@
 """The autograd nodes by which gradients of gathered leaves come back to the tape that gathered them.
 
 Note [Anchors]
-    A unit has one autograd node in each tape, the anchor. Its outputs have the shapes of the unit's leaves and no
-    memory (strides of zero). Each touch of the unit binds the gathered views to these outputs. So autograd sums the
-    gradients of all touches and runs the anchor once, which starts the one reduction of the unit. The tape waits for
-    the reductions at the end of the backward.
+    The first touch of a unit in a tape makes an autograd node, the anchor, of which the gathered leaves are outputs.
+    Another touch, after the unit was let go of, makes another node, which takes an output of the anchor as its input.
+    So autograd runs the anchor last, and the anchor starts the one reduction of the unit, of the gradients of all
+    touches. Of earlier outputs the tape keeps none but that one, of one element, so that no node keeps a buffer alive.
+    The tape waits for the reductions at the end of the backward.
 
 Note [One root]
     A backward runs only the nodes on the way to the tensor that it differentiates with respect to. Here that is the
@@ -51,42 +52,41 @@ def another_root() -> Iterator[None]:
 
 
 class Anchor(torch.autograd.Function):
-    """The node of a unit: its backward gets the gradients of all leaves and calls `take(unit, gradients)`."""
+    """The node of a touch of a unit: its backward gets the gradients of all leaves and calls `take(unit, gradients)`.
+
+    `before` is the root for the first touch of a unit, for others the last output of the first (Note [Anchors]).
+    """
 
     @staticmethod
     def forward(
         ctx: Ctx,
-        root: Tensor,
+        before: Tensor,
         take: Callable[[int, Sequence[Tensor | None]], None],
         unit: int,
         leaves: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        """Return tensors with the leaves' shapes and dtypes, and one element of memory each."""
+        """Return views of the leaves, and a 0-d tensor."""
         ctx.take, ctx.unit = take, unit
         # None, not zeros, for a leaf that the loss does not use: the tape zeroes its place in the flat buffer
         ctx.set_materialize_grads(False)
-        return tuple(leaf.new_empty(()).expand(leaf.shape) for leaf in leaves)
+        return (*[leaf.view_as(leaf) for leaf in leaves], leaves[0].new_empty(()))
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[None, ...]:
-        """Hand the gradients on; the root gets none."""
-        ctx.take(ctx.unit, grads)
-        return None, None, None, None  # for root, take, unit and leaves
+        """Hand the gradients on; what the node depends on gets none."""
+        ctx.take(ctx.unit, grads[:-1])
+        return None, None, None, None  # for before, take, unit and leaves
 
 
-class Bind(torch.autograd.Function):
-    """Connect gathered leaves to the outputs of their unit's anchor."""
-
-    @staticmethod
-    def forward(ctx: Ctx, leaves: Sequence[Tensor], *anchors: Tensor) -> tuple[Tensor, ...]:
-        """Return views of the leaves, which autograd takes for functions of the anchor's outputs."""
-        ctx.set_materialize_grads(False)
-        return tuple(leaf.view_as(leaf) for leaf in leaves)
-
-    @staticmethod
-    def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return each leaf's gradient as that of its anchor output."""
-        return None, *grads
+def summed(sums: Sequence[Tensor | None] | None, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The sums of two touches' gradients, by leaf, with None for none; `grads` if there are no `sums`."""
+    if sums is None:
+        return grads
+    # a dense tensor plus a sparse one is dense; torch does not add them the other way round
+    return [
+        y if x is None else x if y is None else x + y if x.layout is torch.strided else y + x
+        for x, y in zip(sums, grads, strict=True)
+    ]
 
 
 def has_reentrant(outs: Sequence[Tensor]) -> bool:

@@ -78,6 +78,9 @@ class Slot:
     unit: int
     start: int
 
+    def __hash__(self) -> int:
+        return hash((self.unit, self.kind, self.start))  # slots are keys in a step: that of all fields takes longer
+
     @property
     def numel(self) -> int:
         """The number of elements of the leaf."""

@@ -357,7 +357,8 @@ def cut(plan: Plan, full: Tensor, unit: int, kind: int) -> list[Tensor]:
         end = slot.start + slot.numel
     # split, not narrow: the derivative of a split is one cat; that of each narrow is a whole buffer of zeros
     pieces = full.split_with_sizes([*sizes, full.numel() - end])[1::2]
-    return [piece.view(slot.shape) for piece, slot in zip(pieces, slots, strict=True)]
+    # a piece has the shape of a vector already
+    return [x if len(s.shape) == 1 else x.view(s.shape) for x, s in zip(pieces, slots, strict=True)]
 
 
 def refine(x: Sharded, over: Axes) -> Sharded | Views:

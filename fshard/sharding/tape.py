@@ -72,7 +72,8 @@ class Tape:
         # by unit: the gathers under way, and how many of their stages have started
         self._coming: dict[int, dict[int, Pending]] = {}
         self._stage: dict[int, int] = {}
-        self._anchors: dict[int, tuple[Tensor, ...]] = {}
+        self._anchors: dict[int, Tensor] = {}  # the last output of each unit's anchor
+        self._added: dict[int, Sequence[Tensor | None]] = {}  # the gradients of later touches of a unit
         self._touched: set[int] = set()
         # by the address of a storage: a reference that keeps the address taken, unit, kind, the buffer's first byte
         self._owners: dict[int, tuple[StorageWeakRef, int, int, int]] = {}
@@ -86,7 +87,7 @@ class Tape:
         self._gradless = False  # whether a unit was touched where gradients are off
         self._reached: dict[int, bool] = {}  # units whose gradients have come, and whether those of all their leaves
         self._kept = Kept(params, into is not None)
-        self._regather = any(unit.kept != () for unit in self._plan.units)
+        self._regather = any(unit.kept != () for unit in self._plan.units) and transfer.makes_buffers(params)
         self._stages = max(1, sum(dict(self._plan.axes)[axis] > 1 for axis in params.view.over))  # of a gather
 
     def view(self) -> Tree:
@@ -232,14 +233,14 @@ class Tape:
 
     def _bind(self, unit: int, leaves: dict[Slot, Tensor]) -> dict[Slot, Tensor]:
         """A unit's trainable leaves, bound to its anchor (Note [Anchors])."""
-        trainable = [slot for slot in leaves if self._plan.kinds[slot.kind].trainable]
+        trainable = {slot: x for slot, x in leaves.items() if self._plan.kinds[slot.kind].trainable}
         if not trainable:
             return {}
-        self._writes.bound.append(trainable)
-        values = [leaves[slot] for slot in trainable]
-        if unit not in self._anchors:
-            self._anchors[unit] = anchors.Anchor.apply(self.root, self.reduce, unit, values)
-        return dict(zip(trainable, anchors.Bind.apply(values, *self._anchors[unit]), strict=True))
+        self._writes.bound.append(list(trainable))
+        before, take = (self._anchors[unit], self.add) if unit in self._anchors else (self.root, self.reduce)
+        *bound, last = anchors.Anchor.apply(before, take, unit, list(trainable.values()))
+        self._anchors.setdefault(unit, last)
+        return dict(zip(trainable, bound, strict=True))
 
     def forward(self, loss: Callable[[Tree], T]) -> T:
         """The loss of the parameters; afterwards each tape has the buffers of one unit at most."""
@@ -331,11 +332,17 @@ class Tape:
             if unit in self._reached or unit not in self._anchors:
                 self._kept.drop(unit)
 
+    def add(self, unit: int, grads: Sequence[Tensor | None]) -> None:
+        """Keep the gradients of a touch of a unit, for `reduce`; those of several touches are summed."""
+        self._check_open(unit)
+        self._added[unit] = anchors.summed(self._added.pop(unit, None), grads)
+
     def reduce(self, unit: int, grads: Sequence[Tensor | None]) -> None:
         """Put a unit's gradients into flat buffers and start their reduction."""
         into, plan = self._into, self._plan
         assert into is not None
         self._check_once(unit)
+        grads = anchors.summed(self._added.pop(unit, None), grads)
         self._reached[unit] = all(grad is not None for grad in grads)
         if unit not in self._saved:
             self._kept.drop(unit)
@@ -431,6 +438,7 @@ class Tape:
         self._full.clear()
         self._bound.clear()
         self._anchors.clear()
+        self._added.clear()
         self._closed = True
 
     def _drop_gathers(self) -> None:

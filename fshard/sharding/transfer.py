@@ -23,6 +23,12 @@ from .sharded import Sharded, intervals
 Lost: TypeAlias = Sharded | tuple[()]  # what wires with feedback have not sent of gradients; () for other wires
 
 
+def makes_buffers(params: Sharded) -> bool:
+    """Whether units come in buffers of their own; else their leaves are views of the parameters themselves."""
+    kinds = [(params.view.axes(kind), params.plan.kinds[kind]) for kind in params.view.kinds]
+    return any(axes or kind.host or kind.precision.compute != kind.dtype for axes, kind in kinds)
+
+
 def gather(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
     """Start the gather of a unit's flat buffers: on the device, in the dtype of computation, by kind."""
     plan = params.plan

@@ -37,9 +37,9 @@ _REMEDY = (
     "have it in the next step, as extra (train_step(..., with_extra=True))."
 )
 
-# torch's own words for a write to a view that an autograd function returned, as `anchors.Bind` does
+# torch's own words for a write to a view that an autograd function returned, as `anchors.Anchor` does
 _VIEWS = ("was created inside a custom Function", "is the output of a function that returns multiple views")
-_OF_LEAVES = re.compile(r"Output (\d+) of _?Bind(?:Backward)? is")
+_OF_LEAVES = re.compile(r"Output (\d+) of _?Anchor(?:Backward)? is")
 _CHANGED = " The parameters that were passed are changed by it: do not use them again."
 
 
@@ -122,7 +122,7 @@ class Writes:
         self._watched: list[tuple[Tensor, Sequence[Slot], bool]] = []
         # small frozen leaves end to end, (n,): as the loss sees them, and as they were
         self._copies: list[tuple[Tensor, Tensor, Sequence[Slot]]] = []
-        self.bound: list[Sequence[Slot]] = []  # the trainable slots of each unit, in the order of `Bind`'s results
+        self.bound: list[Sequence[Slot]] = []  # the trainable slots of each unit, in the order of `Anchor`'s results
         self._nothing: Tensor | None = None  # (0,), made once: the memory of all aliases
         self._tracing = is_tracing()
         self._frozen_leaves: list[tuple[Tensor, Slot]] = []  # while a graph is traced
@@ -152,7 +152,7 @@ class Writes:
                 "the loss function: it wrote in place to a view of a leaf it was given, or of one of several results "
                 f"of an operator. {_REMEDY}"
             )
-        # torch names the output of a `Bind`, not which unit's: the error names the leaf that each unit has there
+        # torch names the output of an `Anchor`, not which unit's: the error names the leaf that each unit has there
         output = int(number[1])
         leaves = {slots[output].path: slots[output] for slots in self.bound if output < len(slots)}
         return _written([(list(leaves.values()), False)])
