@@ -186,7 +186,7 @@ def show_times(name: str, mesh: AnyMesh, rounds: int) -> None:
     runs = {system: partial(make(name, mesh, False), batch) for system, make in ALL.items()}
     losses = torch.stack([run() for system, run in runs.items() if system in UNSHARDED])
     torch.testing.assert_close(losses, losses[:1].expand(len(losses)))
-    times = in_turn(runs, rounds, clock=time.process_time)
+    times = in_turn(runs, rounds, warmup=1, clock=time.process_time)
     if dist.get_rank() == 0:
         print(f"{name} tokens, {rounds} rounds, load {os.getloadavg()[0]:.1f}")
         for system in times:

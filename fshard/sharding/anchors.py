@@ -16,7 +16,7 @@ Note [One root]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Take = Callable[[int, Sequence[Tensor | None]], None]  # of a unit's gradients
 Ctx = Any  # torch's context of a function, on which forward sets any attributes for backward
 
 
@@ -61,7 +62,7 @@ class Anchor(torch.autograd.Function):
     def forward(
         ctx: Ctx,
         before: Tensor,
-        take: Callable[[int, Sequence[Tensor | None]], None],
+        take: Take,
         unit: int,
         leaves: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
@@ -78,15 +79,44 @@ class Anchor(torch.autograd.Function):
         return None, None, None, None  # for before, take, unit and leaves
 
 
-def summed(sums: Sequence[Tensor | None] | None, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """The sums of two touches' gradients, by leaf, with None for none; `grads` if there are no `sums`."""
-    if sums is None:
-        return grads
+class Anchors:
+    """The anchors of a tape's units, and the gradients of later touches until their anchor runs (Note [Anchors])."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, Tensor] = {}  # the last output of each unit's anchor
+        self._added: dict[int, Sequence[Tensor | None]] = {}
+
+    def bind(self, root: Tensor, take: Take, unit: int, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """The leaves of a touch of a unit, whose gradients, summed with those of other touches, `take` gets once."""
+        before = self._last.get(unit)
+        first = (root, take) if before is None else (before, self._add)
+        *bound, last = Anchor.apply(*first, unit, leaves)
+        self._last.setdefault(unit, last)
+        return bound
+
+    def _add(self, unit: int, grads: Sequence[Tensor | None]) -> None:
+        self._added[unit] = self.total(unit, grads)
+
+    def total(self, unit: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The sum of these gradients and those of later touches, which are dropped; by leaf, None for none."""
+        added = self._added.pop(unit, None)
+        return grads if added is None else [_sum(x, y) for x, y in zip(added, grads, strict=True)]
+
+    def units(self) -> Set[int]:
+        """The units that have an anchor."""
+        return self._last.keys()
+
+    def clear(self) -> None:
+        """Drop all nodes and gradients."""
+        self._last.clear()
+        self._added.clear()
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    if x is None or y is None:
+        return y if x is None else x
     # a dense tensor plus a sparse one is dense; torch does not add them the other way round
-    return [
-        y if x is None else x if y is None else x + y if x.layout is torch.strided else y + x
-        for x, y in zip(sums, grads, strict=True)
-    ]
+    return x + y if x.layout is torch.strided else y + x
 
 
 def has_reentrant(outs: Sequence[Tensor]) -> bool:

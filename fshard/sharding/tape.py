@@ -72,8 +72,7 @@ class Tape:
         # by unit: the gathers under way, and how many of their stages have started
         self._coming: dict[int, dict[int, Pending]] = {}
         self._stage: dict[int, int] = {}
-        self._anchors: dict[int, Tensor] = {}  # the last output of each unit's anchor
-        self._added: dict[int, Sequence[Tensor | None]] = {}  # the gradients of later touches of a unit
+        self._anchors = anchors.Anchors()
         self._touched: set[int] = set()
         # by the address of a storage: a reference that keeps the address taken, unit, kind, the buffer's first byte
         self._owners: dict[int, tuple[StorageWeakRef, int, int, int]] = {}
@@ -237,9 +236,7 @@ class Tape:
         if not trainable:
             return {}
         self._writes.bound.append(list(trainable))
-        before, take = (self._anchors[unit], self.add) if unit in self._anchors else (self.root, self.reduce)
-        *bound, last = anchors.Anchor.apply(before, take, unit, list(trainable.values()))
-        self._anchors.setdefault(unit, last)
+        bound = self._anchors.bind(self.root, self.reduce, unit, list(trainable.values()))
         return dict(zip(trainable, bound, strict=True))
 
     def forward(self, loss: Callable[[Tree], T]) -> T:
@@ -329,20 +326,15 @@ class Tape:
         self._saved[unit] = self._saved.get(unit, 1) - 1
         if not self._saved[unit]:
             del self._saved[unit], self._again[unit]
-            if unit in self._reached or unit not in self._anchors:
+            if unit in self._reached or unit not in self._anchors.units():
                 self._kept.drop(unit)
-
-    def add(self, unit: int, grads: Sequence[Tensor | None]) -> None:
-        """Keep the gradients of a touch of a unit, for `reduce`; those of several touches are summed."""
-        self._check_open(unit)
-        self._added[unit] = anchors.summed(self._added.pop(unit, None), grads)
 
     def reduce(self, unit: int, grads: Sequence[Tensor | None]) -> None:
         """Put a unit's gradients into flat buffers and start their reduction."""
         into, plan = self._into, self._plan
         assert into is not None
         self._check_once(unit)
-        grads = anchors.summed(self._added.pop(unit, None), grads)
+        grads = self._anchors.total(unit, grads)
         self._reached[unit] = all(grad is not None for grad in grads)
         if unit not in self._saved:
             self._kept.drop(unit)
@@ -385,7 +377,7 @@ class Tape:
 
     def check_reached(self, outs: Sequence[Tensor]) -> None:
         """ValueError if the backward of what a loss returned has not reached parameters it depends on."""
-        complete = not self._gradless and self._reached.keys() == self._anchors.keys() and all(self._reached.values())
+        complete = not self._gradless and self._reached.keys() == self._anchors.units() and all(self._reached.values())
         if not complete and has_reentrant(outs):
             raise ValueError(
                 "the loss function: torch.utils.checkpoint(use_reentrant=True) hides the parameters it uses from the "
@@ -438,7 +430,6 @@ class Tape:
         self._full.clear()
         self._bound.clear()
         self._anchors.clear()
-        self._added.clear()
         self._closed = True
 
     def _drop_gathers(self) -> None:
