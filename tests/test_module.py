@@ -296,6 +296,30 @@ def test_a_forward_that_freezes_its_parameters_is_an_error():
     assert all(x.requires_grad for x in tree.leaves(params))
 
 
+@pytest.mark.parametrize("how", ["whole", "sharded"])
+def test_a_forward_that_writes_to_its_parameters_is_an_error(how):
+    """The parameters of the caller would change, or the new values would be lost with what was gathered."""
+
+    class Clamps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    apply, params, buffers = functionalize(Clamps(2, 2))
+    if how == "whole":
+        with pytest.raises(ValueError, match="Clamps: the module wrote to its parameter 'weight' in its forward"):
+            apply(params, buffers, torch.ones(1, 2))
+        return
+
+    def run(mesh: Any) -> None:
+        sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
+        with pytest.raises(ValueError, match="weight"):
+            fshard.value_and_grad(lambda p: apply(p, buffers, torch.ones(1, 2))[0].sum())(sharded)
+
+    fshard.testing.simulate(run, shard=2)
+
+
 # --- wrong use ---
 
 

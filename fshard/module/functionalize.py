@@ -48,13 +48,25 @@ class ModuleFunction:
             expected = "the parameters that a loss is given, or whole ones"
             remedy = "Call it in a loss (train_step, value_and_grad, evaluate), or gather_params first"
             raise TypeError(f"{name}: {wrong('params', params, expected, remedy)}")
-        call = Call(Leaves(params, self._params, f"{name}: params"), self._listed(buffers))
+        leaves = Leaves(params, self._params, f"{name}: params")
+        call, versions = Call(leaves, self._listed(buffers)), leaves.versions()
         module = self._copies.copy_for(call, self._training)
         with self._calls.during(call):
             out = module(*args, **kwargs)
+        self._check_unwritten(versions, leaves.versions())
         after = call.new_buffers()
         call.stay_alive_with((out, after))
         return out, tree.unflatten(self._buffers, after)
+
+    def _check_unwritten(self, before: list[int | None], after: list[int | None]) -> None:
+        """Raise ValueError if the forward wrote to whole parameters; a tape checks those that it gathers."""
+        if before != after:
+            named = zip(tree.paths(self._params), before, after, strict=True)
+            path = next(path for path, first, last in named if first != last)
+            raise ValueError(
+                f"{self._calls.name}: the module wrote to its parameter {path!r} in its forward, which is the caller's "
+                "tensor: return new values, or make the parameter a buffer"
+            )
 
     def _listed(self, buffers: Tree) -> list[Tensor]:
         try:

@@ -156,6 +156,11 @@ class Leaves:
         """For each leaf the dtypes in which it is stored and computed: one dtype if it is gathered."""
         return [_dtypes(x) if isinstance(x, _At) else (x.dtype, x.dtype) for x in self._sources]
 
+    def versions(self) -> list[int | None]:
+        """For each leaf that is a tensor, the number of writes to it; None where torch does not count them."""
+        # `_version` is private: a tensor's number of writes has no public name (test_tape.py notices when it goes)
+        return [None if isinstance(x, _At) or x.is_inference() else x._version for x in self._sources]
+
     def key(self, number: int) -> tuple[int, int]:
         """Return a value that is equal for two reads of the same leaf, while both are alive."""
         source = self._sources[number]
