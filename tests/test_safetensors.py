@@ -131,6 +131,16 @@ def test_gradients_and_trained_leaves_alone_are_written(tmp_path):
     assert list(saved(tmp_path)) == [f"blocks.{i}.b" for i in range(3)]
 
 
+def test_views_are_buffers(tmp_path):
+    """Views that are conjugated, negated, strided or expanded would be torch's errors, or other numbers."""
+    x = torch.tensor([1 + 2j, 3j])
+    views = {"conj": x.conj(), "neg": x.conj().imag, "part": x.imag, "expanded": x[:1].expand(4), "t": counting(3, 2).T}
+    assert (views["conj"].is_conj(), views["neg"].is_neg(), views["part"].stride()) == (True, True, (2,))
+    buffers = {**views, "of_a_graph": x.real.requires_grad_()}
+    save_safetensors(tmp_path, fshard.shard_params({}, fshard.make_plan({})), buffers)
+    assert same_bits(saved(tmp_path), {name: torch.tensor(buffers[name].tolist()) for name in sorted(buffers)})
+
+
 def test_tensors_are_aligned(tmp_path):
     """A library that maps a file into memory would read tensors at odd addresses, slowly or not at all."""
     dtypes = (torch.bool, torch.bfloat16, torch.float64, torch.float32, torch.uint8)
@@ -150,6 +160,7 @@ def test_an_empty_tree_is_a_file(tmp_path):
 # --- bytes and memory ---
 
 SIZES = {"blocks": [{"w": torch.empty(300, 1000, device="meta")} for _ in range(4)], "embed": torch.empty(1, 400_000)}
+SMALL = {"w": torch.ones(4), "v": {"u": torch.ones(2)}}
 SIZE = 4 * (4 * 300_000 + 400_000)
 
 
@@ -159,7 +170,7 @@ def bytes_read() -> int:
 
 
 def in_processes(mesh: Any, folder: Path) -> Any:
-    """How many bytes a rank reads, what it wrote, and what it hears of files that another rank cannot read or write."""
+    """How many bytes a rank reads, what it wrote, and what it hears of files and buffers that fail on another rank."""
     plan = fshard.make_plan(SIZES, mesh, units=["blocks.*"])
     before = bytes_read()
     load_safetensors(folder / "large.safetensors", plan)
@@ -168,7 +179,10 @@ def in_processes(mesh: Any, folder: Path) -> Any:
     path = folder / ("model.safetensors" if mesh.get_rank() != 1 else "gone.safetensors")
     reads = raised(OSError, lambda: loaded_from(mesh, path, tree_of()))
     writes = raised(OSError, lambda: limited(lambda: written_to(mesh, folder, tree_of(torch.float64)), 200))
-    return count, loaded_from(mesh, folder, tree_of()), reads, writes
+    params = fshard.shard_params(SMALL, fshard.make_plan(SMALL, mesh))
+    chunks = [None, None, fshard.state_dict(params, dtensors=True)][mesh.get_rank()]
+    beside = raised((ValueError, RuntimeError), lambda: save_safetensors(folder, params, {"b": chunks}))
+    return count, loaded_from(mesh, folder, tree_of()), reads, writes, beside
 
 
 def raised(kind: type[Exception] | tuple[type[Exception], ...], run: Callable[[], object]) -> str:
@@ -192,10 +206,11 @@ def limited(run: Callable[[], object], num_bytes: int) -> None:
 def test_processes(tmp_path):
     """A rank would read whole files or rows, files be right in simulation alone, or ranks wait for one that failed."""
     save_file({name: torch.zeros(x.shape) for name, x in plain(SIZES).items()}, tmp_path / "large.safetensors")
-    for rank, (count, loaded, reads, writes) in enumerate(gloo(in_processes, tmp_path, shard=3)):
+    for rank, (count, loaded, reads, writes, beside) in enumerate(gloo(in_processes, tmp_path, shard=3)):
         assert SIZE / 3 - 20_000 < count < SIZE / 3 + 20_000
         assert same_bits(loaded, plain(tree_of()))
-        of_1, of_0 = "rank 1: " * (rank != 1), "rank 0: " * (rank != 0)
+        of_0, of_1, of_2 = (f"rank {failed}: " * (rank != failed) for failed in range(3))
+        assert f"{of_2}ValueError: save_safetensors: buffers: 'b.w': expected a whole tensor, got a DTensor" in beside
         assert reads == f"FileNotFoundError: [Errno 2] {of_1}no such file: '{tmp_path}/gone.safetensors'"
         assert writes == f"OSError: [Errno 27] {of_0}File too large: '{tmp_path}/model.safetensors.partial'"
     assert {path.name for path in tmp_path.iterdir()} == {"large.safetensors", "model.safetensors"}
@@ -510,6 +525,39 @@ def test_a_full_disk_is_an_error_on_every_rank(tmp_path):
         assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
+GIVEN = {"w": torch.ones(4), "v.u": torch.ones(2)}
+CALLS: dict[str, Callable[[fshard.Sharded, Path, bool], object]] = {
+    "dir=None: expected the path": lambda x, path, bad: save_safetensors(None if bad else path, x),
+    "max_bytes=0: expected": lambda x, path, bad: save_safetensors(path, x, max_bytes=0 if bad else 9),
+    "mean something else: 'w'": lambda x, path, bad: save_safetensors(path, x, {"w" if bad else "b": torch.ones(1)}),
+    "buffers: 'b': expected a tensor, got 3": lambda x, path, bad: save_safetensors(path, x, {"b": 3} if bad else None),
+    "save_safetensors: expected": lambda x, path, bad: save_safetensors(path, x["v"] if bad else x),
+    "path=None: expected the path": lambda x, path, bad: load_safetensors(None if bad else path.parent, x.plan),
+    "src=9: expected a rank": lambda x, _, bad: fshard.load_state_dict(x, GIVEN, src=9 if bad else None),
+    "load_state_dict: expected": lambda x, _, bad: fshard.load_state_dict(x["v"] if bad else x, GIVEN),
+}
+
+
+def of_one_rank(mesh: Any, folder: Path, words: str, faulty: int) -> str:
+    """What a rank hears of a call that is wrong on one of them."""
+    params = fshard.shard_params(SMALL, fshard.make_plan(SMALL, mesh))
+    errors = (ValueError, TypeError, RuntimeError)
+    return raised(errors, lambda: CALLS[words](params, folder, mesh.get_rank() == faulty))
+
+
+@pytest.mark.parametrize("words", CALLS)
+def test_a_wrong_argument_of_one_rank_is_an_error_on_all(words, tmp_path):
+    """The other ranks would wait for the one that has raised, or a file be written."""
+    save_file(GIVEN, tmp_path / "model.safetensors")
+    for faulty in range(3):
+        sentences = simulated(of_one_rank, tmp_path / "new", words, faulty, shard=3)
+        wrong = sentences.pop(faulty)
+        assert words in wrong
+        for sentence in sentences:
+            assert sentence.startswith(f"MismatchError: rank {faulty}: {wrong}. This rank has no such error: give all")
+        assert not (tmp_path / "new").exists()
+
+
 def test_what_cannot_be_saved(tmp_path):
     """A tensor would be written under the name of another one, or in a dtype that nobody reads."""
 
@@ -518,7 +566,11 @@ def test_what_cannot_be_saved(tmp_path):
 
     for buffers, words in (
         ({"w": torch.ones(1)}, "names that come twice"),
+        ({"x": {"y": torch.ones(1)}, "x.y": torch.zeros(1)}, "names that come twice, or mean something else: 'x.y'"),
+        ({1: torch.ones(1), "1": torch.zeros(1)}, "names that come twice, or mean something else: '1'"),
         ({"n": 3}, "'n': expected a tensor, got 3"),
+        ({"n": torch.ones(1, device="meta")}, "buffers: 'n': expected a tensor with values, got one on meta"),
+        ({"n": torch.ones(1).to_sparse()}, "buffers: 'n': expected a dense tensor, got torch.sparse_coo: call to_d"),
     ):
         with pytest.raises((ValueError, TypeError), match=words):
             save({"w": torch.ones(2)}, buffers)

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus
+from ..comm.dtensors import is_sharded, sharding
 from ..core import tree
 from ..core.arguments import check_whole, shown, wrong
 from ..core.bits import as_bytes
 from ..core.tree import Tree
-from ..sharding.names import Form, Rename, form_difference, name_differences, renamed
+from ..sharding.names import Form, Rename, form_difference, name_differences, renamed, unreadable
 from ..sharding.plan import Plan, Slot, check_plain
 from ..sharding.sharded import Sharded, cut, empty_params, gather_unit, intervals
-from ..sharding.state_dict import check_whole_tree
+from ..sharding.state_dict import check_sharded, check_whole_tree
 from .hugging_face import Leaf, entries_at, finish, new_files, put, remove_partial
 from .safetensors_file import METADATA, NAMES, Entry, open_file, read_chunks
 
@@ -50,13 +51,12 @@ def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | 
     """
     if not isinstance(plan, Plan):
         raise TypeError(wrong("load_safetensors: plan", plan, "what fshard.make_plan gives"))
-    folder, mesh = _path("load_safetensors: path", path), plan.live_mesh()
-    sharded = empty_params(plan, plan.device)
+    mesh, sharded = plan.live_mesh(), empty_params(plan, plan.device)
     names = sharded.view.names()
-    there, given = consensus.together(mesh, lambda: _entries(folder, plan, names, rename), _REMEDY)
+    there, given = consensus.together(mesh, lambda: _entries(path, plan, names, rename), _REMEDY)
     lines = "\n".join(map(str, there.values()))
     digest = hashlib.sha256(lines.encode(errors="surrogatepass")).hexdigest()
-    consensus.check_same(mesh, digest, lines, f"load_safetensors: {folder}", _REMEDY)
+    consensus.check_same(mesh, digest, lines, f"load_safetensors: {path}", _REMEDY)
     entry_of = {slot: [given[name] for name in names[slot] if name in given] for slot in names}
     reads = sorted(_reads(sharded, entry_of), key=lambda read: (read.again, read.file, read.start))
     consensus.together(mesh, lambda: _read(reads), _REMEDY)
@@ -67,9 +67,10 @@ _REMEDY = "give all ranks the same files"
 
 
 def _entries(
-    folder: Path, plan: Plan, names: Mapping[Slot, Sequence[str]], rename: Rename | None
+    path: str | os.PathLike[str], plan: Plan, names: Mapping[Slot, Sequence[str]], rename: Rename | None
 ) -> tuple[dict[str, Entry], dict[str, Entry]]:
     """The tensors of the files by their names there, and those that the plan needs by its names."""
+    folder = _path("load_safetensors: path", path)
     there = entries_at(folder)
     given = {name: there[origin] for name, origin in renamed(there, rename).items()}
     if differences := [*_differences(plan, names, given)]:
@@ -150,30 +151,28 @@ def save_safetensors(
 
     A tied leaf is written once, under the first of its names. `buffers` are whole tensors by name, or a tree of them
     (`apply.persistent`), that are written besides. One unit at a time is whole in memory, and rank 0 writes it; every
-    rank must call it. If there is more than `max_bytes`, several files and model.safetensors.index.json are written.
+    rank must call it, and if one rank has an error, all ranks raise. If there is more than `max_bytes`, several files
+    and model.safetensors.index.json are written.
 
     New files replace those of an earlier save when they are whole: after an error, or if the process is killed, the
-    earlier ones are there. An OSError of rank 0, such as a full disk, is raised on every rank. ValueError for names
-    that come twice, and for dtypes that the format lacks. Dual: `load_safetensors`.
+    earlier ones are there. An OSError is that of rank 0, such as a full disk. ValueError for a subtree, names that
+    come twice, dtypes that the format lacks, and buffers without values. Dual: `load_safetensors`.
     """
-    check_whole_tree("save_safetensors", params)
-    check_whole("save_safetensors: max_bytes", max_bytes, what="a number of bytes")
-    folder, mesh = _path("save_safetensors: dir", dir), params.mesh
-    beside = _buffers(buffers)
-    leaves = [*_leaves(params), *((name, tuple(x.shape), x.dtype) for name, x in beside.items())]
-    _check_leaves(leaves)
+    check_sharded("save_safetensors: params", params)
+    mesh = params.mesh
     is_writer = mesh is None or mesh.get_rank() == 0
+    folder, groups, beside = consensus.together(mesh, lambda: _checked(dir, params, buffers, max_bytes))
 
     def finished() -> None:
         if failure is not None:
             raise failure
         if is_writer:
-            for name, value in beside.items():
-                put(entries[name], value)
+            for name, value in beside:
+                # in memory, lazy views have other bits than their values
+                put(entries[name], value.resolve_conj().resolve_neg().contiguous())
             finish(folder, entries)
 
     try:
-        groups = _groups(leaves, max_bytes)
         entries = consensus.together(mesh, lambda: new_files(folder, groups) if is_writer else {})
         failure = _put_units(params, entries)
         consensus.together(mesh, finished)
@@ -182,13 +181,30 @@ def save_safetensors(
             remove_partial(folder)
 
 
-def _buffers(buffers: Tree) -> dict[str, Tensor]:
+def _checked(
+    dir: str | os.PathLike[str], params: Sharded, buffers: Tree, max_bytes: int
+) -> tuple[Path, list[list[Leaf]], list[tuple[str, Tensor]]]:
+    """The directory, the leaves of each file, and the buffers by name. TypeError or ValueError for what is wrong."""
+    check_whole_tree("save_safetensors", params)
+    check_whole("save_safetensors: max_bytes", max_bytes, what="a number of bytes")
+    folder, beside = _path("save_safetensors: dir", dir), _buffers(buffers)
+    leaves = [*_leaves(params), *((name, tuple(x.shape), x.dtype) for name, x in beside)]
+    _check_leaves(leaves)
+    return folder, _groups(leaves, max_bytes), beside
+
+
+def _buffers(buffers: Tree) -> list[tuple[str, Tensor]]:
+    """The buffers by name, of which two may have one name: {"a": {"b": x}, "a.b": y}."""
     check_plain("save_safetensors: buffers", buffers)
     leaves, spec = tree.flatten(buffers)
-    named = dict(zip(tree.paths(spec), leaves, strict=True))
-    for name, x in named.items():
+    named = list(zip(tree.paths(spec), leaves, strict=True))
+    for name, x in named:
         if not isinstance(x, Tensor):
             raise TypeError(f"save_safetensors: buffers: {name!r}: expected a tensor, got {shown(x)}")
+        if is_sharded(x):
+            raise ValueError(f"save_safetensors: buffers: {name!r}: expected a whole tensor, got {sharding(x)}")
+        if reason := unreadable(name, x):
+            raise ValueError(f"save_safetensors: buffers: {reason}")
     return named
 
 

@@ -126,3 +126,14 @@ def form_difference(name: str, expected: Form, given: object) -> str:
     if given.dtype != expected.dtype and not (given.dtype.is_floating_point and expected.dtype.is_floating_point):
         return f"{name!r}: expected {expected.dtype}, got {given.dtype}"
     return ""
+
+
+def unreadable(name: str, value: Tensor) -> str:
+    """Say why a tensor's values cannot be read; "" if they can.
+
+    >>> unreadable("w", torch.zeros(2, device="meta"))
+    "'w': expected a tensor with values, got one on meta"
+    """
+    if value.layout != torch.strided:
+        return f"{name!r}: expected a dense tensor, got {value.layout}: call to_dense() on it"
+    return f"{name!r}: expected a tensor with values, got one on meta" * value.is_meta

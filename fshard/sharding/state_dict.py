@@ -17,7 +17,7 @@ from ..comm.mesh import AnyMesh, num_ranks
 from ..core import tree
 from ..core.arguments import check_flags, check_whole, wrong
 from .initial import filled
-from .names import Form, Rename, form_difference, name_differences, renamed
+from .names import Form, Rename, form_difference, name_differences, renamed, unreadable
 from .plan import Slot
 from .sharded import Sharded, cut, gather_unit
 
@@ -30,12 +30,13 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
 
     `dtensors=True` returns DTensors on the plan's DeviceMesh instead, as FSDP2's `model.state_dict()` does: `Shard(0)`
     along the axes that the tree is cut over, `Replicate` along the others. Their chunks are copies, in the memory in
-    which the leaves are. ValueError for a plan whose mesh is no DeviceMesh.
+    which the leaves are. ValueError for a plan whose mesh is no DeviceMesh, and for a subtree: `x` is of a whole plan.
 
     >>> plan = make_plan({"a": {"w": torch.ones(2)}})
     >>> state_dict(shard_params({"a": {"w": torch.ones(2)}}, plan))
     {'a.w': tensor([1., 1.])}
     """
+    check_sharded("state_dict: x", x)
     check_whole_tree("state_dict", x)
     check_flags(dtensors=dtensors)
     plan, mesh = x.plan, x.plan.live_mesh()
@@ -71,8 +72,8 @@ def load_state_dict(
     and the others an empty mapping. Every rank must call it.
 
     `rename` is a function from a name to the plan's name, or a dict of the names that change; None leaves a name out.
-    ValueError lists every difference: names that are missing or unknown, shapes, dtypes, tied leaves that differ; if
-    one rank has an error, all ranks raise. Dual: `state_dict`.
+    ValueError lists every difference: names that are missing or unknown, shapes, dtypes, tied leaves that differ; and
+    is raised for a subtree: `x` is of a whole plan. If one rank has an error, all ranks raise. Dual: `state_dict`.
 
     >>> params = shard_params({"w": torch.ones(2)}, make_plan({"w": torch.ones(2)}))
     >>> gather_params(load_state_dict(params, {"module.w": torch.tensor([3.0, 4.0])}, {"module.w": "w"}))
@@ -89,15 +90,19 @@ def load_with_buffers(
     src: int | None = None,
 ) -> tuple[Sharded, dict[str, Tensor]]:
     """`load_state_dict`, for the parameters and for whole tensors by name, each on the device where it is."""
-    check_whole_tree("load_state_dict", x)
+    check_sharded("load_state_dict: x", x)
     mesh, kinds = x.plan.live_mesh(), x.plan.kinds
     slots = {s: _Wanted(names, Form(s.shape, kinds[s.kind].dtype)) for s, names in x.view.names().items()}
-    if src is not None:
-        check_whole("load_state_dict: src", src, least=0, below=num_ranks(mesh), what="a rank of the plan's mesh")
-    is_source = src is None or mesh is None or mesh.get_rank() == src
     wanted = [*slots.values(), *(_Wanted([name], Form(tuple(old.shape), old.dtype)) for name, old in buffers.items())]
-    check = partial(_source, mapping, rename, wanted, src)
-    source = together(mesh, check if is_source else lambda: _Source({}, {}, ""))
+    is_source = src is None or mesh is None or mesh.get_rank() == src
+
+    def checked() -> _Source:
+        check_whole_tree("load_state_dict", x)
+        if src is not None:
+            check_whole("load_state_dict: src", src, least=0, below=num_ranks(mesh), what="a rank of the plan's mesh")
+        return _source(mapping, rename, wanted, src) if is_source else _Source({}, {}, "")
+
+    source = together(mesh, checked)
     digest = hashlib.sha256(source.sharded.encode()).hexdigest()
     check_same(mesh, digest, source.sharded, "load_state_dict: mapping", "Pass whole tensors on all ranks, or on none")
     tied = [leaf for leaf in wanted if len(leaf.names) > 1]
@@ -184,17 +189,17 @@ def _difference(name: str, value: object, form: Form) -> str:
     difference = form_difference(name, form, value)
     if difference or not isinstance(value, Tensor):
         return difference
-    if torch_sharded.is_sharded(value):
-        return ""
-    if value.layout != torch.strided:
-        return f"{name!r}: expected a dense tensor, got {value.layout}: call to_dense() on it"
-    return f"{name!r}: expected a tensor with values, got one on meta" * value.is_meta
+    return "" if torch_sharded.is_sharded(value) else unreadable(name, value)
 
 
-def check_whole_tree(name: str, x: object) -> None:
-    """Raise unless `x`, an argument of the function `name`, is a Sharded (TypeError) of a whole plan (ValueError)."""
+def check_sharded(argument: str, x: object) -> None:
+    """Raise TypeError unless an argument is a Sharded."""
     if not isinstance(x, Sharded):
-        raise TypeError(f"{name}: {wrong('x', x, 'a Sharded', 'fshard.shard_params and init_params make them')}")
+        raise TypeError(wrong(argument, x, "a Sharded", "fshard.shard_params and init_params make them"))
+
+
+def check_whole_tree(name: str, x: Sharded) -> None:
+    """Raise ValueError unless `x`, an argument of the function `name`, is of a whole plan."""
     if x.view.spec != x.plan.spec:
         raise ValueError(
             f"{name}: expected the parameters of a whole plan, got a subtree of {len(x.view.slots())} leaves"
