@@ -200,6 +200,36 @@ def test_conjugates_are_no_ties() -> None:
     says(lambda: fshard.make_plan({"a": x, "b": x.conj()}), ValueError, "'a'", "'b'", "share memory")
 
 
+@pytest.mark.parametrize("place", ["first", "second"])
+@pytest.mark.parametrize("option", ["frozen", "whole", "host", "policy", "by_label"])
+def test_what_selects_one_place_of_a_tied_leaf_selects_the_leaf(option: str, place: str) -> None:
+    """The option would do nothing without a word where it names the second place: a frozen leaf would train."""
+    weight = torch.ones(3, 2)
+    params = {"first": {"w": weight}, "second": {"w": weight}, "other": torch.ones(2)}
+
+    def run(mesh: Any) -> None:
+        if option == "by_label":
+            tx = optim.by_label({"still": optim.sgd(0.0), "moves": optim.sgd(0.1)}, {place: "still", "**": "moves"})
+            sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
+            if place == "second":
+                with pytest.raises(ValueError, match=r"leaf 'second.w' is tied to 'first.w', and their labels are"):
+                    tx.init(sharded)
+                return
+            assert optim.state.state_dict(tx.init(sharded), sharded)["param_groups"][0]["params"] == ["first.w"]
+            return
+        option_of = {"policy": fshard.Policy(overrides=[(place, "compute=bf16")])}
+        plan = fshard.make_plan(params, mesh, **{option: option_of.get(option, place)})
+        kind = plan.kinds[plan.slots[0].kind]
+        assert {
+            "frozen": not kind.trainable,
+            "whole": kind.whole,
+            "host": kind.host,
+            "policy": kind.precision.compute == torch.bfloat16,
+        }[option]
+
+    simulated(run, shard=2)
+
+
 def test_ties_of_meta_tensors() -> None:
     """Ties of meta and fake tensors are found: otherwise a plan that is made without memory would lose them."""
     x = torch.empty(3, 4, device="meta")

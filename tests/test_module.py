@@ -276,11 +276,75 @@ def test_an_argument_that_selects_no_unit_is_an_error():
         apply.units(10**6)
 
 
-def test_a_module_that_torch_compile_wrapped_is_an_error():
-    """It would compute with its own weights."""
-    module = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"))
-    with pytest.raises(TypeError, match=r"functionalize: '0' was compiled by torch\.compile.*its _orig_mod"):
-        functionalize(module)
+class Counting(nn.Module):
+    """A block with buffers, one written in place and one replaced, and with an option."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        self.calls += 1
+        self.total = self.total + x.detach().sum()
+        return x + self.norm(self.linear(x)) * scale
+
+
+class Blocks(nn.Module):
+    """Blocks, compiled if there is a backend."""
+
+    def __init__(self, backend: Any, checkpoints: bool) -> None:
+        super().__init__()
+        blocks = [Counting() for _ in range(3)]
+        self.blocks = nn.ModuleList(torch.compile(x, backend=backend) if backend else x for x in blocks)
+        self.checkpoints = checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, scale=0.5) if self.checkpoints else block(x, scale=0.5)
+        return x
+
+
+# dynamo's own, while it traces a function of tensors that are not leaves of autograd
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("policy", [None, "compute=f32; **.norm: compute=f64"])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_compiled_submodules_compute_with_the_tensors_of_the_call(checkpoints, policy):
+    """They would compute with the weights of the module, or not be compiled."""
+    graphs, were_compiled = list[Any](), list[bool]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def run(mesh: Any, with_backend: Any) -> Any:
+        torch.manual_seed(0)
+        apply, params, buffers = functionalize(Blocks(with_backend, checkpoints).double())
+        plan = fshard.make_plan(params, mesh, units=apply.units(Counting), policy=policy)
+        tx = optim.adamw(1e-2)
+        state = fshard.init_state(fshard.shard_params(params, plan), tx, extra=buffers)
+
+        def loss(params: Any, buffers: Any, x: Tensor) -> Any:
+            out, buffers = apply(params, buffers, x)
+            return out.square().mean(), buffers
+
+        step = fshard.train_step(loss, tx, with_extra=True)
+        for number in range(3):
+            generator = torch.Generator().manual_seed(10 * number + mesh.get_rank())
+            state, _ = step(state, torch.randn(4, 3, dtype=torch.float64, generator=generator))
+        were_compiled.append(bool(graphs))
+        whole, x = fshard.gather_params(state.params), torch.ones(2, 3, dtype=torch.float64)
+        outputs = [function(whole, state.extra, x)[0] for function in (apply.eval, fshard.jit(apply))]
+        return fshard.state_dict(state.params), tree.leaves(state.extra) + outputs
+
+    expected, got = (simulated(run, x, shard=3) for x in (None, backend))
+    # a part with casts inside runs as it is
+    assert were_compiled == [False] * 3 + [policy is None] * 3
+    for (params, extra), (compiled, compiled_extra) in zip(expected, got, strict=True):
+        assert [name.replace("_orig_mod.", "") for name in compiled] == list(params)
+        for x, y in zip([*params.values(), *extra], [*compiled.values(), *compiled_extra], strict=True):
+            torch.testing.assert_close(y, x, rtol=1e-10, atol=1e-10)
 
 
 def test_a_forward_that_freezes_its_parameters_is_an_error():

@@ -388,3 +388,15 @@ def test_batch_norms_in_another_dtype_than_their_statistics_are_an_error():
     # all in bfloat16 is what torch's module computes
     cast = Policy(buffers="bf16").cast(buffers, "buffers")
     fshard.evaluate(lambda p: apply(p, cast, x)[0].sum())(sharded)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_layer_of_torch_casts_in_both_modes(training: bool) -> None:
+    """In evaluation torch's layer would read the parameters of its submodules without calling them, in two dtypes."""
+    layer, x = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), torch.randn(2, 3, 4)
+    apply, params, buffers = functionalize(layer)
+    plan = fshard.make_plan(params, policy="compute=f64; linear1: compute=f32")
+    function = apply if training else apply.eval
+    loss = lambda params, x: function(params, buffers, x)[0].sum()  # noqa: E731
+    value = fshard.evaluate(loss)(fshard.shard_params(params, plan), x)
+    torch.testing.assert_close(value.float(), layer(x).sum(), rtol=1e-4, atol=1e-4)

@@ -92,6 +92,8 @@ def cast_around(part: nn.Module, dtype: torch.dtype, around: torch.dtype | None)
         return _cast(forward(*[_cast(x, dtype) for x in args], **kwargs), around)
 
     vars(part)["forward"] = casting
+    # torch's layers of transformers read parameters of submodules without a call of these, unless one has a hook
+    part.register_forward_pre_hook(lambda module, args: None)
 
 
 def _cast(x: Any, dtype: torch.dtype | None) -> Any:

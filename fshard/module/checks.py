@@ -27,11 +27,8 @@ def check_copied(module: nn.Module, tensors: Mapping[int, object]) -> None:
         where = f"functionalize: {path or type(module).__name__!r}"
         if isinstance(part, torch.jit.ScriptModule):
             raise TypeError(f"{where} was compiled by torch.jit, and reads its own tensors: functionalize it before")
-        if "dynamo_ctx" in vars(part):  # what torch.compile makes of a module
-            raise TypeError(
-                f"{where} was compiled by torch.compile, whose graphs hold its own tensors: functionalize it as it was "
-                "before (its _orig_mod), and compile the step with fshard.jit"
-            )
+        if is_compiled(part):  # Note [Compiled submodules]
+            continue
         for name, value in vars(part).items():
             functions = list(value.values()) if name.endswith("_hooks") and isinstance(value, dict) else [value]
             if any(id(x) in owned for function in functions for x in _contents(function, 3)):
@@ -45,6 +42,11 @@ def check_copied(module: nn.Module, tensors: Mapping[int, object]) -> None:
                         f"{where}: {name!r} shares memory with {memory[_address(x)][0]!r}, and would not see the value "
                         "of a call: compute it in forward, or .clone() it"
                     )
+
+
+def is_compiled(part: nn.Module) -> bool:
+    """Whether torch.compile made this module of another one."""
+    return "dynamo_ctx" in vars(part)
 
 
 def _memory(module: nn.Module) -> dict[int, tuple[str, Tensor]]:

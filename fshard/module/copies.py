@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from ..core.tracing import is_tracing
 from .batch_norm import BATCH_NORMS, synchronise
 from .casts import NO_CASTS, Casts, cast_around, casts_of
+from .checks import is_compiled
+from .compiled import compile_again
 from .current import Call, Calls
 from .skeleton import Stand, copy_of, in_eval_mode, skeleton
 
@@ -61,6 +63,9 @@ class Copies:
         paths, around = casts
         for path, dtype in paths:
             cast_around(made.get_submodule(path), dtype, around)
+        for part in made.modules():
+            if is_compiled(part):
+                compile_again(part)
         return made
 
     def _casts_of(self, call: Call) -> Casts:

@@ -112,6 +112,7 @@ def check_labelled(tx: Transform) -> None:
 def _split(layout: Layout, transforms: Mapping[Label, TransformLike], labels: Labels) -> dict[Label, Layout]:
     """The layout of each label's leaves, for the labels that have any."""
     _check_patterns(layout, labels)
+    _check_ties(layout, labels)
     of_label: dict[Label, list[int]] = {}
     for number in layout.numbers:
         leaf = layout.leaves[number]
@@ -138,6 +139,23 @@ def _check_patterns(layout: Layout, labels: Labels) -> None:
             )
 
 
+def _check_ties(layout: Layout, labels: Labels) -> None:
+    """Raise ValueError if a pattern for a later place of a tied leaf has another label than the first place.
+
+    The label is that of the first place, which is also what a function is given; "**" says nothing of later places.
+    """
+    for path, number in zip(tree.paths(layout.spec), layout.places, strict=True):
+        leaf = None if callable(labels) or number is None else layout.leaves[number]
+        if leaf is None or path == leaf.path:
+            continue
+        match, first = _match(path, labels), label_of(leaf, labels)
+        if match is not None and match[0] != "**" and match[1] != first:
+            raise ValueError(
+                f"by_label: leaf {path!r} is tied to {leaf.path!r}, and their labels are {match[1]!r} and {first!r}: "
+                "give both the same"
+            )
+
+
 def _fits(path: Sequence[str], pattern: str) -> bool:
     """Whether a pattern matches a leaf's path, or the path of a subtree that contains the leaf."""
     return any(tree.matches(path[:end], pattern) for end in range(len(path) + 1))
@@ -154,15 +172,22 @@ def label_of(leaf: Leaf, labels: Labels) -> Label:
     """Return the label of a leaf; ValueError if it has none."""
     if callable(labels):
         return labels(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
-    path = leaf.path.split(".") if leaf.path else []
+    match = _match(leaf.path, labels)
+    if match is None:
+        patterns = ", ".join(map(repr, tree.paths(tree.flatten(labels)[1])))
+        raise ValueError(
+            f"by_label: the labels miss the leaf {leaf.path!r}: they are for {patterns}. "
+            'A last key "**" is for all the rest.'
+        )
+    return match[1]
+
+
+def _match(path: str, labels: Tree) -> tuple[str, Label] | None:
+    """The first pattern in a tree of labels that fits a path, and its label."""
     flat, spec = tree.flatten(labels)
-    for pattern, label in zip(tree.paths(spec), flat, strict=True):
-        if not pattern or _fits(path, pattern):
-            return label
-    raise ValueError(
-        f"by_label: the labels miss the leaf {leaf.path!r}: they are for {', '.join(map(repr, tree.paths(spec)))}. "
-        'A last key "**" is for all the rest.'
-    )
+    parts = path.split(".") if path else []
+    pairs = zip(tree.paths(spec), flat, strict=True)
+    return next(((pattern, label) for pattern, label in pairs if not pattern or _fits(parts, pattern)), None)
 
 
 def _of_label(found_inf: FoundInf | None, label: Label) -> Tensor | None:

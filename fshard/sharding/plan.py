@@ -318,7 +318,7 @@ def make_plan(
     Leaves with another treatment; `whole`, `frozen` and `host` are each a pattern, several patterns, or a predicate.
     Integer leaves are always frozen. If some leaves of a tree require a gradient, as in a module, leaves that do not
     are frozen. Leaves that are the same elements of the same memory (one tensor, its `.detach()` or `.data`) are tied:
-    they are stored once.
+    they are stored once, and what selects one of their places selects the leaf.
 
     - `whole`: these leaves stay whole on every rank.
     - `frozen`: these leaves get no gradient and no optimizer state.

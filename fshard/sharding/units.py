@@ -9,6 +9,7 @@ from torch import Tensor
 from ..core import tree
 from ..core.arguments import check_whole, wrong
 from ..core.tree import Tree
+from .leaves import first_places
 from .precision import Policy
 
 Where = str | Sequence[str] | Callable[[str, Tree], bool] | None
@@ -75,17 +76,21 @@ def _check_where(name: str, where: object) -> None:
 
 
 def claim_leaves(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[bool]:
-    """Return for every leaf whether `where` selects it."""
-    is_selected = [False] * spec.num_leaves
+    """Return for every leaf whether `where` selects it; a tied leaf is selected in all its places, or in none."""
+    origins, selected = first_places(tree.leaves(params), tree.paths(spec)), set[int]()
     for _, first, count in _selector(params, spec, where, name):
-        is_selected[first : first + count] = [True] * count
-    return is_selected
+        selected.update(origins[first : first + count])
+    return [origin in selected for origin in origins]
 
 
 def claim_policies(params: Tree, spec: tree.Spec, policy: Policy) -> list[Policy | None]:
-    """Return for every leaf the policy of the first override that selects it; None if none does."""
-    chosen: list[Policy | None] = [None] * spec.num_leaves
+    """Return for every leaf the policy of the first override that selects it; None if none does.
+
+    An override selects a tied leaf if it selects one of its places.
+    """
+    chosen: dict[int, Policy] = {}  # by the first place of a leaf
     dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.paths(spec)
+    origins = first_places(tree.leaves(params), paths)
     for where, override in reversed(_grouped(policy)):  # so that the first that selects a leaf is set last
         for path, first, count in _selector(params, spec, where, "policy"):
             # a leaf that is named by itself; in a subtree, leaves that cannot be cast are left as they are
@@ -95,8 +100,8 @@ def claim_policies(params: Tree, spec: tree.Spec, policy: Policy) -> list[Policy
                 raise ValueError(
                     f"policy: leaf {path!r} is {dtypes[first]} and cannot be cast: leave it out of {named!r}"
                 )
-            chosen[first : first + count] = [override] * count
-    return chosen
+            chosen |= dict.fromkeys(origins[first : first + count], override)
+    return [chosen.get(origin) for origin in origins]
 
 
 def _grouped(policy: Policy) -> list[tuple[Where, Policy]]:

@@ -1,0 +1,69 @@
+"""Submodules that torch.compile wrapped: in a copy their graphs are functions of the tensors of the current call.
+
+Note [Compiled submodules]
+    The graph of `torch.compile(part)` holds the tensors of the part. In a copy, what is compiled instead is a function
+    of these tensors, with the backend and the options of the user. The tensors are read before the graph runs, so that
+    gathers stay outside of it; the buffers that it writes to are those of the call. Where a graph of the whole call is
+    traced, the part runs as it is, and so does a part whose submodules cast or synchronise: their forward belongs to
+    the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..core.tracing import is_tracing
+from .skeleton import Stand
+
+Tensors = dict[str, Tensor]
+
+
+def compile_again(part: Any) -> None:
+    """Let a compiled submodule of a copy read and write the tensors of the current call."""
+    original: nn.Module = part._orig_mod
+    if any("forward" in vars(inner) for inner in original.modules()):
+        vars(part)["forward"] = original
+        return
+    params = {name: x for name, x in original.named_parameters(remove_duplicate=False) if isinstance(x, Stand)}
+    buffers = {name: x for name, x in original.named_buffers(remove_duplicate=False) if isinstance(x, Stand)}
+    compiled = part.dynamo_ctx(_function_of(_without_stands(original)))
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if is_tracing():
+            return original(*args, **kwargs)
+        given = _read(buffers)
+        out, after = compiled(_read(params), given, args, kwargs)
+        for name, stand in buffers.items():
+            if after[name] is not given[name]:
+                stand.calls.current().set_buffer(stand.number, after[name])
+        return out
+
+    vars(part)["forward"] = forward
+
+
+def _read(stands: Mapping[str, Stand]) -> Tensors:
+    return {name: stand.read() for name, stand in stands.items()}
+
+
+def _function_of(module: nn.Module) -> Any:
+    def run(params: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
+        tensors = {**params, **buffers}
+        out = functional_call(module, tensors, args, kwargs)  # puts buffers that the module replaced into `tensors`
+        return out, {name: tensors[name] for name in buffers}
+
+    return run
+
+
+def _without_stands(module: nn.Module) -> nn.Module:
+    """A copy of a submodule with meta tensors, which torch can put others in the place of."""
+    copied = copy.deepcopy(module)
+    for part in copied.modules():
+        for kind in ("_parameters", "_buffers"):
+            stands = vars(part)[kind].items()
+            vars(part)[kind] = {name: x.form if isinstance(x, Stand) else x for name, x in stands}
+    return copied
