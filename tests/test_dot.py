@@ -38,6 +38,8 @@ def dots(mesh: Any, name: str, strategy: str, whole: bool) -> Any:
         for n in (1, 2)
     )
     found = [(tree.dot(params, other), once(*map(gather_params, (params, other))))]
+    states = tree.dot(params.for_state, other.for_state)  # views, where the state is cut further
+    found.append((states, tree.dot(params.trainable, other.trainable)))
     if isinstance(x, dict | list | tuple):
         for key in x if isinstance(x, dict) else range(len(x)):
             parts = params[key], other[key]

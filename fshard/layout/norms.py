@@ -25,7 +25,7 @@ from ..core.flat import MOST, block_size
 from ..core.scalars import beside, wide
 from ..core.tree import Tree
 from .layout import Layout
-from .pieces import Parts, Unreduced, device_of, layout_of, pieces
+from .pieces import Parts, Unreduced, device_of, layout_of, packed, pieces
 
 T = TypeVar("T")
 _BLOCK = 1 << 16  # elements of a block that stays in a CPU's cache
@@ -220,6 +220,7 @@ def dot(x: Tree, y: Tree) -> Tensor:
     >>> dot({"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([3.0, 4.0])})
     tensor(11.)
     """
+    x, y = packed(x), packed(y)
     _check_alike(x, y)
     device, dtypes = device_of(x), [dtype for z in (x, y) for node in tree.tops(z, Parts) for dtype in _dtypes(node)]
     products = [torch.zeros((), dtype=torch.float64, device=device)]
