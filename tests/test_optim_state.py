@@ -492,3 +492,259 @@ def test_one_rank_alone_knows_which_leaves_have_a_state(name, how):
     other ranks, which do not know which leaves are left out."""
     for replicate, shard in ((1, 3), (2, 2)):
         simulated(partly_saved, name, how, replicate=replicate, shard=shard)
+
+
+def late_saved(make: Make, late: set[int]) -> Any:
+    """The state of a torch optimizer after three steps; leaves with the numbers `late` take part in the first."""
+    optimizer = torchs(make)
+    for i in range(3):
+        for number, (leaf, g) in enumerate(zip(optimizer.leaves, fshard.tree.leaves(GRADS[i]), strict=True)):
+            leaf.grad = None if i and number in late else g.clone()
+        optimizer.step()
+    return optimizer.state_dict()
+
+
+@over_classes
+@pytest.mark.parametrize("strict", [True, False])
+def test_leaves_with_other_numbers_of_steps(double, name, strict):
+    """Where torch counts each parameter's steps and we count once, other counts are an error: otherwise the bias
+    correction of some leaves would be that of others."""
+    tx, make = CLASSES[name]
+    tail = len(fshard.tree.leaves(START)) - 1
+    saved = late_saved(make, {tail})
+    if "step" not in saved["state"].get(tail, {}):
+        load_state_dict(saved, tx.init(START), START, strict=strict)
+        return
+    with pytest.raises(
+        ValueError, match=r"expected one value for all leaves of .* for leaf '.*' and .* for leaf 'tail'"
+    ):
+        load_state_dict(saved, tx.init(START), START, strict=strict)
+
+
+def test_a_count_for_each_label(double):
+    """Each label's count is that of its leaves in torch's format; and a leaf without a state has none to compare."""
+    tx, make = CLASSES["groups"]
+    vectors = {n for n, x in enumerate(fshard.tree.leaves(START)) if x.ndim < 2}
+    whole = gather_state(load_state_dict(late_saved(make, vectors), tx.init(START), START))
+    assert (whole["inner.matrix.count"], whole["inner.rest.count"]) == (3, 1)
+    plain, make = CLASSES["AdamW"]
+    saved = late_saved(make, {1})
+    del saved["state"][1]
+    assert gather_state(load_state_dict(saved, plain.init(START), START, strict=False))["count"] == 3
+
+
+SIX = {name: torch.full((2,), float(i)) for i, name in enumerate("abcdef")}
+MOMENTS = {name: 10 + x[0].item() for name, x in SIX.items()}
+LABELLED = optim.by_label(
+    {"x": optim.sgd(0.1, momentum=0.9), "y": optim.sgd(0.1, momentum=0.9)}, {"a": "x", "c": "x", "e": "x", "**": "y"}
+)
+
+
+def saved_in(groups: list[str]) -> Any:
+    """The state of torch's SGD, whose parameters are in these groups: a moment of its own for each leaf but `b`."""
+    leaves = {name: x.clone().requires_grad_() for name, x in SIX.items()}
+    optimizer = to.SGD([{"params": [leaves[name] for name in group]} for group in groups], 0.1, momentum=0.9)
+    for name in set("".join(groups)) - {"b"}:
+        leaves[name].grad = torch.full((2,), MOMENTS[name])
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def read_groups(mesh: Any, labelled: bool, frozen: str, groups: list[str], order: str, strict: bool) -> None:
+    """Moments read from torch's groups are those of their leaves, or the groups are refused."""
+    params = fshard.shard_params(SIX, fshard.make_plan(SIX, mesh, frozen=list(frozen)))
+    like = (LABELLED if labelled else optim.sgd(0.1, momentum=0.9)).init(params.trainable)
+    own = ["ace", "bdf"] if labelled else ["abcdef"]
+    trained = [group.replace(frozen or "-", "") for group in own]
+    fits = [trained, *([] if labelled else [own])]  # labels of frozen leaves are not known
+    misses = strict and not frozen  # no gradient of b
+
+    def load() -> dict[str, float]:
+        state = load_state_dict(saved_in(groups), like, params, order=list(order) or None, strict=strict)
+        return {key.rpartition(".")[2]: x[0].item() for key, x in gather_state(state).items() if "momentum" in key}
+
+    if not order and groups not in fits:
+        words = r"expected groups of .* parameters.*got \[.*pass `order`"
+        with pytest.raises(ValueError, match=words):
+            load()
+    elif misses:
+        with pytest.raises(ValueError, match="leaf 'b': expected 'momentum_buffer'"):
+            load()
+    else:
+        want = {name: 0.0 if name == "b" else x for name, x in MOMENTS.items() if name not in frozen}
+        assert load() == want
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize("frozen", ["", "b"])
+@pytest.mark.parametrize(
+    "groups", [["abcdef"], ["ace", "bdf"], ["ac", "bd", "ef"], ["acdef"], ["ace", "df"], ["fab", "dce"]]
+)
+def test_numbers_of_torchs_groups(labelled, frozen, groups):
+    """Parameters by number are those of groups of the same sizes, or of `order`: otherwise leaves of one shape would
+    get each other's moments."""
+    alike = labelled and groups == ["fab", "dce"]  # sizes that fit in an order that does not: nothing tells
+    for order, strict, shard in itertools.product(["", "".join(groups)], [True, False], [1, 2]):
+        if (alike and not frozen and not order) or (order and strict and "b" not in order and not frozen):
+            continue
+        simulated(read_groups, labelled, frozen, groups, order, strict, shard=shard)
+
+
+def test_an_order_that_does_not_fit():
+    """An order with unknown, repeated or missing paths is an error that names them; without it leaves would be
+    shifted."""
+    like, saved = optim.sgd(0.1, momentum=0.9).init(SIX), saved_in(["abcdef"])
+    for order, error, words in (
+        ("abcdef", TypeError, "order='abcdef': expected a list of the paths of leaves"),
+        (list("abcdex"), ValueError, "order has 'x', which is no leaf of the tree: ['a', "),
+        (list("abcdea"), ValueError, "order has the leaf 'a' twice"),
+        (list("abcde"), ValueError, "order: expected 6 paths, one for each parameter of saved['param_groups'], got 5"),
+    ):
+        with pytest.raises(error, match=re.escape(words)):
+            load_state_dict(saved, like, SIX, order=order, strict=False)
+
+
+def test_hyperparameters_of_groups_that_differ():
+    """A hyper-parameter that torch's groups have with two values and we with one is an error: otherwise one of them
+    would be lost."""
+    tx = optim.with_hyperparams(optim.sgd, lr=0.1, momentum=0.9)
+    saved = saved_in(["ace", "bdf"])
+    saved["param_groups"][1]["lr"] = 0.5
+    with pytest.raises(ValueError, match=r"'lr': expected one value .* 0\.1 for leaf 'a' and 0\.5 for leaf 'b'"):
+        load_state_dict(saved, tx.init(SIX), SIX, order=list("acebdf"), strict=False)
+    saved["param_groups"][1]["lr"] = 0.1
+    load_state_dict(saved, tx.init(SIX), SIX, order=list("acebdf"), strict=False)
+
+
+@pytest.mark.parametrize("key", ["path", "index"])
+def test_a_state_of_a_frozen_leaf(key):
+    """Moments saved for a leaf that is frozen now are an error, or left out with strict=False: otherwise they would be
+    lost unnoticed."""
+    tx, plan = optim.adamw(0.1), fshard.make_plan(SIX, frozen="c")
+    params = fshard.shard_params(SIX, plan)
+    saved, like = state_dict(tx.init(SIX), SIX, key), tx.init(params.trainable)
+    with pytest.raises(ValueError, match=r"leaf 'c': expected no state, .* there is 'step', 'exp_avg'"):
+        load_state_dict(saved, like, params)
+    assert same_bits(load_state_dict(saved, like, params, strict=False), like)
+
+
+def test_leaves_that_are_not_trained_have_no_count():
+    """Frozen and integer leaves have no entry, also of an optimizer without moments: torch has none."""
+    tree = {**SIX, "n": torch.tensor([1])}
+    params = fshard.shard_params(tree, fshard.make_plan(tree, frozen="c"))
+    for given in (params, params.trainable):
+        assert [*state_dict(optim.sgd(0.1).init(params.trainable), given)["state"]] == list("abdef")
+    assert [*state_dict(optim.sgd(0.1).init(tree), tree)["state"]] == list("abcdef")
+
+
+# Transformations whose states have no tensor of a leaf.
+NUMBERS = {
+    "sgd": optim.sgd(0.1),
+    "schedule": optim.chain(optim.clip(1.0), optim.sgd(lambda n: 0.1 / (1 + n))),
+    "hyperparams": optim.with_hyperparams(optim.sgd, lr=0.1),
+    "by_label": optim.by_label({"x": optim.sgd(0.1), "y": optim.sgd(0.2)}, {"a": "x", "**": "y"}),
+}
+
+
+def numbers_on_one(mesh: Any, name: str) -> None:
+    """Each rank in turn has the numbers; it alone gets them, and all get them back."""
+    me, params = mesh.get_rank(), fshard.shard_params(SIX, fshard.make_plan(SIX, mesh))
+    like = NUMBERS[name].init(params)
+    state = fshard.tree.map(lambda x: x + 7, like)
+    everywhere = state_dict(state, params)
+    for rank in range(mesh.size()):
+        saved = state_dict(state, params, rank=rank)
+        assert same_bits(saved, everywhere if rank == me else {})
+        assert same_bits(load_state_dict(saved or None, like, params, src=rank), state)
+        if name == "by_label":
+            whole = gather_state(state, rank)
+            assert bool(whole) == (rank == me)
+            assert same_bits(shard_state(whole or None, like, src=rank), state)
+        else:
+            with pytest.raises(ValueError, match=f"shard_state: src={rank}: expected None, .* names no mesh"):
+                shard_state(gather_state(state), like, src=rank)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_one_rank_alone_has_the_numbers(name):
+    """A state without tensors of leaves goes to one rank and from it, over the mesh of the parameters: otherwise counts
+    would differ between ranks."""
+    for replicate, shard in ((1, 1), (1, 3), (2, 2)):
+        simulated(numbers_on_one, name, replicate=replicate, shard=shard)
+
+
+def unlike_ranks(mesh: Any, how: str) -> None:
+    """Ranks that load what differs between them all get one error."""
+    me, tx = mesh.get_rank(), optim.adamw(0.1)
+    state, params = go(mesh, tx, "sharded", [0])
+    whole, saved = gather_state(state), state_dict(state, params)
+    whole["count"] += me
+    for entry in saved["state"].values():
+        entry["step"] += me
+    src = None if me == 0 else 0
+    load = {
+        "shard_state": lambda: shard_state(whole, state),
+        "load_state_dict": lambda: load_state_dict(saved, state, params),
+        "src of shard_state": lambda: shard_state(whole, state, src=src),
+        "src of load_state_dict": lambda: load_state_dict(saved, state, params, src=src),
+    }[how]
+    words = r"has src=None; .* has src=0" if "src" in how else r"'count': 1\.0; rank 1 has 'count': 2\.0"
+    with pytest.raises(fshard.MismatchError, match=words):
+        load()
+
+
+@pytest.mark.parametrize("how", ["shard_state", "load_state_dict", "src of shard_state", "src of load_state_dict"])
+def test_ranks_that_load_what_differs(how):
+    """Counts that differ between ranks, and `src` on one alone, are errors on all ranks: otherwise replicas would part
+    ways, or ranks wait forever."""
+    for replicate, shard in ((1, 2), (2, 2)):
+        simulated(unlike_ranks, how, replicate=replicate, shard=shard)
+
+
+def test_processes_that_load_what_differs():
+    """Processes raise on both sides, and none waits."""
+    gloo(unlike_ranks, "src of load_state_dict")
+
+
+def others_pass_none(mesh: Any) -> None:
+    """Rank 0 alone passes a whole state, the others None."""
+    state, _ = go(mesh, optim.adamw(0.1), "sharded", [0])
+    whole = gather_state(state, rank=0)
+    assert same_bits(shard_state(whole or None, state, src=0), state)
+
+
+def test_ranks_without_the_state_pass_none():
+    """With `src` the other ranks may pass None: otherwise they would fail while that rank sends."""
+    simulated(others_pass_none, shard=2)
+
+
+def test_values_that_are_no_tensors():
+    """Arrays of NumPy, and moments that are whole numbers, are errors that name the leaf."""
+    tx, start = optim.adamw(0.1), {"w": torch.ones(2)}
+    state = tx.init(start)
+    whole, saved = gather_state(state), state_dict(state, start)
+    entry = saved["state"]["w"]
+    array, whole_numbers = torch.ones(2).numpy(), torch.ones(2, dtype=torch.int64)
+    for load, error, words in (
+        (
+            lambda: shard_state({**whole, "mu.w": array}, state),
+            TypeError,
+            "'mu.w'=an object of type ndarray: expected a",
+        ),
+        (lambda: shard_state(None, state), TypeError, "shard_state: whole=None: expected a dict of tensors"),
+        (
+            lambda: load_state_dict({"state": {"w": {**entry, "exp_avg": array}}}, state, start),
+            TypeError,
+            "leaf 'w': exp_avg=an object of type ndarray: expected a tensor or a number",
+        ),
+        (
+            lambda: shard_state({**whole, "mu.w": whole_numbers}, state),
+            ValueError,
+            "'mu.w': expected floating-point numbers (torch.float32), got torch.int64",
+        ),
+    ):
+        with pytest.raises(error, match=re.escape(words)):
+            load()
+    for step in (3, torch.tensor(3), 3.0):  # a count may be a whole number
+        loaded = load_state_dict({"state": {"w": {**entry, "step": step}}}, state, start)
+        assert loaded.count == 3

@@ -56,6 +56,11 @@ class Parameters(Parts):
 
     @property
     @abstractmethod
+    def trainable(self) -> Parameters:
+        """The parameters that are not frozen alone."""
+
+    @property
+    @abstractmethod
     def for_state(self) -> Parts | Views:
         """The trainable parameters, sharded as optimizer state is: `Views` of these rows if that is finer."""
 

@@ -1,0 +1,296 @@
+"""torch.optim's format of an optimizer's state: its names, its parameter groups, and a whole state read from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from itertools import chain
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..comm.dtensors import is_sharded, sharding
+from ..core import tree
+from ..core.arguments import is_number, wrong
+from ..core.scalars import double
+from ..core.tree import Tree
+from ..layout.layout import Layout
+from ..layout.pieces import Parameters, Parts, layout_of
+from .labels import LabelState
+
+# torch.optim's names for the fields of fshard's states, where they differ.
+_TORCH = {
+    "count": "step",
+    "mu": "exp_avg",
+    "nu": "exp_avg_sq",
+    "nu_max": "max_exp_avg_sq",
+    "momentum": "momentum_buffer",
+}
+
+
+def joined(*names: str) -> str:
+    """The path of names, of which some may be empty."""
+    return ".".join(name for name in names if name)
+
+
+class Field(NamedTuple):
+    """A tensor of a state: its key in the whole state, its path without leaf and label, and its leaves."""
+
+    key: str
+    path: str
+    leaves: list[str]
+    lone: bool  # one tensor for all these leaves, as `count` is
+
+    @property
+    def hyperparam(self) -> str | None:
+        """The name of a hyper-parameter of `with_hyperparams`, or None for any other field."""
+        *parents, name = self.path.split(".")
+        return name if parents[-1:] == ["hyperparams"] else None
+
+
+def _leaf_names(x: Tree, leaves: list[str], spec: tree.Spec | None) -> list[str] | None:
+    """The paths of the leaves to which the tensors of a part of the state belong, or None for what is no such tree.
+
+    Such trees are `Parts`, dicts by leaf path, and trees of the parameters' structure.
+    """
+    if isinstance(x, Parts):
+        return _paths(x.layout)
+    if isinstance(x, dict) and x and x.keys() <= set(leaves):
+        return [*x]
+    return tree.paths(spec) if spec is not None and tree.flatten(x)[1] == spec else None
+
+
+def _fields(state: Tree, leaves: list[str], spec: tree.Spec | None, key: str = "", path: str = "") -> Iterator[Field]:
+    """Every tensor of a state, with the leaves it belongs to: all of `leaves`, or those of one label."""
+    nodes = tree.paths_to(state, lambda x: isinstance(x, LabelState) or _leaf_names(x, leaves, spec) is not None)
+    for name, node in nodes:
+        node_key, node_path = joined(key, name), joined(path, name)
+        if isinstance(node, LabelState):
+            for label, layout in node.layouts:
+                label_key = joined(node_key, "inner", str(label))
+                yield from _fields(node.inner[label], _paths(layout), None, label_key, node_path)
+            continue
+        names = _leaf_names(node, leaves, spec)
+        if names is None:
+            yield Field(node_key, node_path, leaves, lone=True)
+        else:
+            yield from (Field(joined(node_key, leaf), node_path, [leaf], lone=False) for leaf in names)
+
+
+def _torch_names(fields: Sequence[Field], trained: Set[str]) -> dict[tuple[str, str], Field]:
+    """The field of every leaf and name in torch's format. Where two have one name, the innermost keeps it."""
+    named: dict[tuple[str, str], Field] = {}
+    with_own = {leaf for field in fields if not field.lone for leaf in field.leaves}
+    for field in (field for field in fields if field.hyperparam is None):
+        last = field.path.rpartition(".")[2]
+        # a count is that of the leaves that have moments; in a state without any, of all that are trained
+        counted = [leaf for leaf in field.leaves if leaf in with_own] or [x for x in field.leaves if x in trained]
+        for leaf in counted if field.lone else field.leaves:
+            name = leaf, _TORCH.get(last, last)
+            if name in named:
+                named[leaf, named[name].path] = named[name]
+            named[name] = field
+    return named
+
+
+def _label_sets(state: Tree) -> Iterator[set[str]]:
+    for node in tree.nodes(state, LabelState):
+        for label, layout in node.layouts:
+            yield set(_paths(layout))
+            yield from _label_sets(node.inner[label])
+
+
+def _groups(state: Tree, fields: Sequence[Field], leaves: Sequence[str]) -> list[list[str]]:
+    """The leaves that have state, grouped by their labels: torch's parameter groups."""
+    with_state, label_sets = {leaf for field in fields for leaf in field.leaves}, list(_label_sets(state))
+    # leaves in the same label sets make a group; False sorts first, so groups are in the order of the labels
+    labels = {leaf: tuple(leaf not in of_label for of_label in label_sets) for leaf in leaves if leaf in with_state}
+    return [[leaf for leaf in labels if labels[leaf] == group] for group in sorted(set(labels.values()))]
+
+
+def _paths(layout: Layout) -> list[str]:
+    return [layout.leaves[n].path for n in layout.numbers]
+
+
+class Known(NamedTuple):
+    """What torch's format needs to know of a state."""
+
+    fields: list[Field]
+    named: dict[tuple[str, str], Field]  # the field of every leaf and name in torch's format
+    groups: list[list[str]]  # torch's parameter groups
+    trained: list[list[str]]  # the same without frozen leaves
+    leaves: list[str]  # of all parameters
+
+
+def known(state: Tree, params: Tree) -> Known:
+    """Return a state's fields and parameter groups; ValueError for a state of other leaves than `params`."""
+    leaves, spec = _paths(layout_of(params)), None if isinstance(params, Parts) else tree.flatten(params)[1]
+    fields = list(_fields(state, leaves, spec))
+    if strange := [leaf for field in fields for leaf in field.leaves if leaf not in leaves]:
+        raise ValueError(f"the state has a leaf {strange[0]!r} which params have not: the order is (state, params)")
+    groups, with_own = _groups(state, fields, leaves), {x for f in fields if not f.lone for x in f.leaves}
+    trained = with_own or _trainable(params)
+    by_group = [[leaf for leaf in group if leaf in trained] for group in groups]
+    return Known(fields, _torch_names(fields, trained), groups, by_group, leaves)
+
+
+def _trainable(params: Tree) -> set[str]:
+    """The leaves that have gradients: floating-point and complex ones, without a plan's frozen ones."""
+    layout = layout_of(params.trainable if isinstance(params, Parameters) else params)
+    leaves = [layout.leaves[n] for n in layout.numbers]
+    return {leaf.path for leaf in leaves if leaf.dtype.is_floating_point or leaf.dtype.is_complex}
+
+
+def read_saved(
+    saved: Mapping[str, Tree], like: Tree, params: Tree, order: Sequence[str] | None, src: int | None, strict: bool
+) -> tuple[dict[str, Tensor], set[str]]:
+    """Return a state in torch's format by the keys of a whole state, its tensors as they are; and the keys it lacks."""
+    _check_saved(saved)
+    state = known(like, params)
+    path_of = _path_of(saved, state, order)
+    entries = _by_path(saved, path_of, state.leaves)
+    whole = {path: node for path, node in tree.paths_to(like, Parts) if not isinstance(node, Parts)}
+    untouched, lone = set[str](), dict[str, dict[str, Tensor]]()  # `lone`: for each key the values that leaves have
+    for (leaf, name), field in state.named.items():
+        entry = entries.get(leaf, {})
+        if name in entry:
+            value = _value(f"leaf {leaf!r}: {name}", entry[name])
+            if src is not None and is_sharded(value):
+                form = f"leaf {leaf!r}: {sharding(value)}"
+                raise ValueError(f"load_state_dict: {form}, which rank {src} alone cannot make whole: leave src out")
+            if field.lone:
+                lone.setdefault(field.key, {})[leaf] = value
+            else:
+                whole[field.key] = value
+        elif not entry and not strict and not field.lone:
+            untouched.add(field.key)
+        elif not field.lone:
+            names = ", ".join(map(repr, entry)) or "nothing"
+            raise ValueError(
+                f"load_state_dict: leaf {leaf!r}: expected {name!r} in its state, there is {names}. With strict=False "
+                "leaves without any state keep the one they have"
+            )
+    if strict:
+        _check_used(entries, {leaf for leaf, _ in state.named})
+    named = {field.key: name for (_, name), field in state.named.items()}
+    hyperparams = {path_of(key): group for group in saved.get("param_groups", ()) for key in group["params"]}
+    for field in (field for field in state.fields if field.hyperparam):
+        named[field.key] = field.hyperparam or ""
+        groups = {leaf: hyperparams.get(leaf, {}) for leaf in field.leaves}
+        lone[field.key] = {
+            leaf: _value(f"the group of leaf {leaf!r}: {field.hyperparam}", group[field.hyperparam])
+            for leaf, group in groups.items()
+            if field.hyperparam in group
+        }
+    whole.update({key: _agreed(key, named[key], values) for key, values in lone.items() if values})
+    return whole, untouched
+
+
+def _check_saved(saved: object) -> None:
+    order = "The order is load_state_dict(saved, like, params)"
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"load_state_dict: {wrong('saved', saved, 'a dict in the format of torch.optim', order)}")
+    if not isinstance(saved.get("state"), Mapping):
+        names = ", ".join(map(repr, saved)) or "nothing"
+        raise ValueError(f"load_state_dict: saved: expected a dict with 'state', there is {names}. {order}")
+
+
+def check_tensor(name: str, x: object, expected: str) -> None:
+    """Raise TypeError unless `x` is a tensor, whole or sharded."""
+    if not isinstance(x, Tensor) and not is_sharded(x):
+        raise TypeError(wrong(name, x, expected, "torch.from_numpy makes a tensor of an array"))
+
+
+def _value(name: str, x: object) -> Tensor:
+    """A value of torch's format as a tensor; TypeError for what is neither a tensor nor a number."""
+    x = double(x) if is_number(x) else x
+    check_tensor(f"load_state_dict: {name}", x, "a tensor or a number")
+    return cast("Tensor", x)
+
+
+def _agreed(key: str, name: str, values: Mapping[str, Tensor]) -> Tensor:
+    """The one value that all these leaves have; ValueError names two leaves that differ."""
+    (leaf, value), *others = values.items()
+    for other, its in others:
+        # a DTensor's value is known to all ranks together, and not here
+        if not is_sharded(value) and not is_sharded(its) and not torch.equal(value.cpu().double(), its.cpu().double()):
+            raise ValueError(
+                f"load_state_dict: {name!r}: expected one value for all leaves of {key!r}, because the state has one "
+                f"for all of them; saved has {value.tolist()} for leaf {leaf!r} and {its.tolist()} for leaf {other!r}. "
+                "optim.by_label keeps one for each label: give leaves that differ different labels"
+            )
+    return value
+
+
+def _check_used(entries: Mapping[str, Mapping[str, Tree]], with_state: Set[str]) -> None:
+    """Raise ValueError for a leaf that has a state in torch's format and none in the one to make."""
+    if unused := [leaf for leaf, entry in entries.items() if entry and leaf not in with_state]:
+        names = ", ".join(map(repr, entries[unused[0]]))
+        raise ValueError(
+            f"load_state_dict: leaf {unused[0]!r}: expected no state, because it has none in `like` (it is frozen, or "
+            f"not given to the optimizer), there is {names}. With strict=False the state of such leaves is left out"
+        )
+
+
+def _path_of(saved: Mapping[str, Tree], state: Known, order: Sequence[str] | None) -> Callable[[str | int], str]:
+    """What gives the path of a leaf from torch's key for it: the path itself, or the number of the parameter."""
+    groups = [list(group["params"]) for group in saved["param_groups"]] if "param_groups" in saved else None
+    keys = [*saved["state"], *chain.from_iterable(groups or ())]
+    is_numbered = any(isinstance(key, int) for key in keys)
+    if order is not None:
+        _check_order(order, state.leaves, groups if is_numbered else None)
+    elif is_numbered:
+        order = _in_groups(groups, state)
+    paths = order or ()
+    # torch matches parameters by their places in the groups, whatever their numbers are
+    numbers = range(len(paths)) if groups is None else chain.from_iterable(groups)
+    path_at = dict(zip(numbers, paths, strict=False)) if is_numbered else {}
+
+    def path_of(key: str | int) -> str:
+        if isinstance(key, int) and key not in path_at:
+            raise ValueError(f"load_state_dict: the state has a parameter number {key}, the tree {len(paths)} leaves")
+        return path_at[key] if isinstance(key, int) else key
+
+    return path_of
+
+
+def _in_groups(groups: Sequence[Sequence[object]] | None, state: Known) -> list[str]:
+    """The order of the parameters that torch's groups have; ValueError unless the state has groups of these sizes."""
+    sizes = None if groups is None else [len(group) for group in groups]
+    for candidate in (state.groups, state.trained):
+        if sizes == [len(group) for group in candidate] or (sizes is None and len(candidate) == 1):
+            return [*chain.from_iterable(candidate)]
+    expected, trained = ([len(group) for group in x] for x in (state.groups, state.trained))
+    raise ValueError(
+        f"load_state_dict: saved['param_groups']: expected groups of {expected} parameters"
+        + f", or of {trained} without frozen leaves" * (trained != expected)
+        + f", as `like` has them, got {sizes}. Numbers alone do not tell which leaf is which: pass `order`, the paths "
+        "of the leaves in the order torch's groups have them, or a state with leaves by path"
+    )
+
+
+def _check_order(order: Sequence[str], leaves: Sequence[str], groups: Sequence[Sequence[object]] | None) -> None:
+    """Raise ValueError unless `order` has paths of leaves, each once, as many as torch's groups have parameters."""
+    if isinstance(order, str) or not isinstance(order, Sequence):
+        raise TypeError(f"load_state_dict: {wrong('order', order, 'a list of the paths of leaves')}")
+    if unknown := [path for path in order if path not in leaves]:
+        raise ValueError(f"load_state_dict: order has {unknown[0]!r}, which is no leaf of the tree: {list(leaves)[:6]}")
+    if len(set(order)) < len(order):
+        twice = next(path for n, path in enumerate(order) if path in order[:n])
+        raise ValueError(f"load_state_dict: order has the leaf {twice!r} twice: expected each leaf once")
+    number = len(order) if groups is None else sum(map(len, groups))
+    if number != len(order):
+        raise ValueError(
+            f"load_state_dict: order: expected {number} paths, one for each parameter of saved['param_groups'], got "
+            f"{len(order)}"
+        )
+
+
+def _by_path(
+    saved: Mapping[str, Tree], path_of: Callable[[str | int], str], leaves: Sequence[str]
+) -> dict[str, Mapping[str, Tree]]:
+    """The entry of each parameter in torch's state dict, by leaf path. ValueError for a path not in `leaves`."""
+    entries = {path_of(key): entry for key, entry in saved["state"].items()}
+    if unknown := [path for path in entries if path not in leaves]:
+        raise ValueError(f"load_state_dict: the state has {unknown[0]!r}, which is no leaf of the tree: {leaves[:6]}")
+    return entries
