@@ -35,10 +35,19 @@ class Kept:
     def __init__(self, params: Sharded, differentiates: bool):
         self._params, self._plan, self._differentiates = params, params.plan, differentiates
         self._parts: dict[int, Buffers] = {}  # by unit
+        self._keeps_all = False
+
+    def keep_all(self) -> None:
+        """From now on keep all of each unit, whatever the plan says; copies that were cut are dropped."""
+        self._keeps_all = True
+        self._parts = {unit: parts for unit, parts in self._parts.items() if self._plan.units[unit].kept == ()}
+
+    def _axes(self, unit: int) -> Axes | None:
+        return () if self._keeps_all else self._plan.units[unit].kept
 
     def keep(self, unit: int, buffers: Buffers) -> None:
         """Keep of a unit's buffers what the plan says; what is kept already stays."""
-        axes = self._plan.units[unit].kept
+        axes = self._axes(unit)
         if axes is None or unit in self._parts or not (axes or self._trains(unit)):
             return
         cut = [kind for kind, full in buffers.items() if self._params.view.axes(kind) and full.numel()]
@@ -51,7 +60,7 @@ class Kept:
 
     def gather(self, unit: int) -> dict[int, Pending]:
         """Start the gathers of a unit's buffers from what was kept, by kind; none if nothing was."""
-        axes = self._plan.units[unit].kept
+        axes = self._axes(unit)
         if unit not in self._parts or axes is None:
             return {}
         if axes:
@@ -62,7 +71,7 @@ class Kept:
         """Return the number of stages of a gather from what was kept, one for each axis; `default` if nothing was."""
         if unit not in self._parts:
             return default
-        axes = self._plan.units[unit].kept
+        axes = self._axes(unit)
         return max(1, sum(dict(self._plan.axes)[axis] > 1 for axis in axes)) if axes else 0
 
     def _trains(self, unit: int) -> bool:

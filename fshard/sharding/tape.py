@@ -252,6 +252,7 @@ class Tape:
         rewind()  # Note [Reverse mode inside a loss]
         for tape in self._tapes:
             tape._regather = False
+            tape._kept.keep_all()
             tape._saved.clear()
             tape._touched.clear()
         return self.forward_once(loss)

@@ -19,6 +19,7 @@ from ..core.lazy import Branch
 from ..optim import base, labels, matrix, optimizers, schedules
 from ..optim.transforms import chain, every_k
 from ..sharding.grad import Mean, Sum
+from ..sharding.leaves import first_places
 from ..sharding.precision import Policy
 
 try:
@@ -111,8 +112,8 @@ def _some(paths: Sequence[str]) -> st.SearchStrategy[list[str]]:
 def plans(draw: Any, params: Any, policies: st.SearchStrategy[Any] | None = None) -> dict[str, Any]:
     """Arguments of `make_plan` for a tree and a mesh with the axes `shard` and `replicate`, except wire formats.
 
-    The first floating-point leaf is never frozen. Keys of `params` must not contain dots or wildcards. `policies` is
-    the strategy for the policy; None draws no policy.
+    The first floating-point leaf, and what is tied to it, is never frozen. Keys of `params` must not contain dots or
+    wildcards. `policies` is the strategy for the policy; None draws no policy.
 
     >>> from hypothesis import find
     >>> find(plans({"w": torch.ones(2)}), lambda plan: "units" in plan and "regather" in plan)
@@ -121,12 +122,13 @@ def plans(draw: Any, params: Any, policies: st.SearchStrategy[Any] | None = None
     flat, spec = tree.flatten(params)
     subtrees = [".".join(path) for path, node, _ in tree.walk(spec) if path and node.num_leaves]
     leaves = [path for path in tree.paths(spec) if path]
-    floating = [path for path, x in zip(tree.paths(spec), flat, strict=True) if x.is_floating_point()]
+    origins = dict(zip(tree.paths(spec), first_places(flat, tree.paths(spec)), strict=True))
+    trained = next((origins[path] for path, x in zip(origins, flat, strict=True) if x.is_floating_point()), None)
     kept = dict(draw(st.sampled_from(PARTITIONS)))
     units = draw(st.none() | st.integers(1, 20) | _some(subtrees))
     chosen: dict[str, Any] = {"units": units or None}
     chosen |= {name: draw(_some(leaves)) for name in ("whole", "host")}
-    chosen["frozen"] = draw(_some([path for path in leaves if path not in floating[:1]]))
+    chosen["frozen"] = draw(_some([path for path in leaves if origins[path] != trained]))
     chosen |= {"together": draw(st.booleans()), "block": draw(st.sampled_from([None, 2, 3]))}
     chosen["policy"] = None if policies is None else draw(policies)
     return kept | {name: value for name, value in chosen.items() if value}
