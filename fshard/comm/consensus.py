@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import TypeVar
@@ -20,13 +21,16 @@ _SAME_TREE = "Build the same tree, in the same order, on all of them"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element; else int64
 
 
-def check_same(mesh: AnyMesh, digest: str, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
-    """Raise `MismatchError` on every rank if `digest` differs between ranks; it quotes the first lines of `describe`
-    that differ."""
+def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE) -> None:
+    """Raise `MismatchError` on every rank if `describe` differs between ranks; it quotes the first lines that differ.
+
+    Ranks compare digests, and send the texts only if these differ.
+    """
     grid = adapted(mesh)
     if grid is None or grid.abstract:
         return
-    digests = _texts(digest, mesh)
+    # names of files may have surrogates
+    digests = _texts(hashlib.sha256(describe.encode(errors="surrogatepass")).hexdigest(), mesh)
     other_rank = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
     if other_rank is None:
         return

@@ -72,6 +72,12 @@ def device_mesh(mesh: AnyMesh, name: str) -> DeviceMesh:
     )
 
 
+def check_no_rank(name: str, rank: int | None) -> None:
+    """Raise ValueError, which begins with `name`, if one rank alone is to get DTensors."""
+    if rank is not None:
+        raise ValueError(f"{name}: rank={rank}: expected None with dtensors=True: every rank has its chunks")
+
+
 def dtensor_of(x: Tensor, on: DeviceMesh, axes: Axes) -> Tensor:
     """Return a DTensor of a whole tensor: `Shard(0)` along `axes`, chunks as of `torch.chunk`, else `Replicate`.
 

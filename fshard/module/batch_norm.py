@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..comm.collectives import all_gather
-from ..comm.mesh import AnyMesh
+from ..comm.mesh import AnyMesh, axis_sizes, num_ranks
 from .current import Calls
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -29,7 +29,7 @@ def synchronise(part: nn.Module, path: str, calls: Calls) -> None:
     @functools.wraps(forward)
     def over_ranks(*args: Any, **kwargs: Any) -> Any:
         mesh = calls.current().params.mesh
-        if mesh is None or mesh.size() == 1:
+        if num_ranks(mesh) == 1:
             return forward(*args, **kwargs)
         with _Replaced(mesh, f"statistics of {path}"):
             return forward(*args, **kwargs)
@@ -96,7 +96,7 @@ def _statistics(x: Tensor, mesh: AnyMesh, label: str) -> tuple[Tensor, Tensor, T
     local_mean = x.sum(dims) / max(1, local_count)
     around = x - local_mean.view(1, -1, *[1] * (x.dim() - 2))
     row = torch.cat([x.new_full((1,), local_count), local_mean, around.square().sum(dims)])[None]  # (1, 1 + 2 C)
-    for axis in mesh.mesh_dim_names or () if mesh is not None else ():
+    for axis in axis_sizes(mesh):
         row = all_gather(row, mesh, axis, label)  # (W, 1 + 2 C)
     counts, means, squares = row[:, :1], *row[:, 1:].chunk(2, 1)  # (W, 1), (W, C), (W, C)
     count = counts.sum(0)  # (1,)

@@ -11,8 +11,10 @@ Note [Second derivatives that torch lacks]
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,79 +103,44 @@ def _layer_norm(
 
 
 def _norm_of_channels(
-    func: Callable[..., _Outputs], x: Tensor, weight: Tensor | None, bias: Tensor | None, first: int, eps: float
+    func: Callable[..., _Outputs],
+    first: int,
+    flag: str,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    **options: Any,
 ) -> _Outputs:
-    """Normalize x (N, C, ...): over the batch and what follows the channels (first=0), or only what follows (2).
+    """Normalize input (N, C, ...): over the batch and what follows the channels (first=0), or only what follows (2).
 
-    `func(x, weight, bias)` is torch's own: it checks the arguments, and updates running statistics, which have no
-    derivatives.
+    Torch's own `func` checks the arguments, and updates running statistics, which have no derivatives. Where the option
+    `flag` is off it normalizes by these, and has the right derivatives.
     """
+    if not options[flag]:
+        return func(input=input, weight=weight, bias=bias, **options)
     with torch.no_grad():
-        torchs = func(x.detach(), _values(weight), _values(bias))
-    dims = [dim for dim in range(first, x.dim()) if dim != 1]
-    return _as_torchs(_scaled(_normalized(x, dims, eps), weight, bias, [-1] + [1] * (x.dim() - 2)), torchs)
+        torchs = func(input=input.detach(), weight=_values(weight), bias=_values(bias), **options)
+    dims, shape = [dim for dim in range(first, input.dim()) if dim != 1], [-1] + [1] * (input.dim() - 2)
+    return _as_torchs(_scaled(_normalized(input, dims, options["eps"]), weight, bias, shape), torchs)
 
 
-def _functional_batch_norm(
-    func: Callable[..., Tensor],
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> _Outputs:
-    def torchs(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return func(x, running_mean, running_var, weight, bias, training, momentum, eps)
+def _functional_norm(first: int, flag: str) -> Callable[..., _Outputs]:
+    """functional.batch_norm (first=0) or functional.instance_norm (2), in the order of their arguments."""
 
-    if not training:
-        return torchs(input, weight, bias)
-    return _norm_of_channels(torchs, input, weight, bias, 0, eps)
+    def norm(func: Callable[..., Tensor], *args: Any, **named: Any) -> _Outputs:
+        bound = inspect.signature(func).bind(*args, **named)
+        bound.apply_defaults()
+        return _norm_of_channels(func, first, flag, **bound.arguments)
 
-
-def _functional_instance_norm(
-    func: Callable[..., Tensor],
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> _Outputs:
-    def torchs(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return func(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-
-    if not use_input_stats:
-        return torchs(input, weight, bias)
-    return _norm_of_channels(torchs, input, weight, bias, 2, eps)
+    return norm
 
 
 def _aten_norm(first: int, flag: str) -> Callable[..., _Outputs]:
     """torch.batch_norm (first=0) or torch.instance_norm (2), in the order of aten's arguments."""
+    names = ("input", "weight", "bias", "running_mean", "running_var", flag, "momentum", "eps", "cudnn_enabled")
 
-    def norm(
-        func: Callable[..., _Outputs],
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        *rest: object,
-        **named: object,
-    ) -> _Outputs:
-        names = (flag, "momentum", "eps", "cudnn_enabled")
-        options = {**dict(zip(names, rest, strict=False)), **named}
-
-        def torchs(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> _Outputs:
-            return func(x, weight, bias, running_mean, running_var, **options)
-
-        if not options[flag]:
-            return torchs(input, weight, bias)
-        return _norm_of_channels(torchs, input, weight, bias, first, float(str(options["eps"])))
+    def norm(func: Callable[..., _Outputs], *args: Any, **named: Any) -> _Outputs:
+        return _norm_of_channels(func, first, flag, **dict(zip(names, args, strict=False)), **named)
 
     return norm
 
@@ -209,8 +176,8 @@ def _logdet(func: Callable[..., Tensor], *a: Tensor, **named: Tensor) -> Tensor:
 _MADE: Mapping[object, Callable[..., object]] = {
     **dict.fromkeys((functional.layer_norm, torch.layer_norm, torch.native_layer_norm), _layer_norm),
     **dict.fromkeys((torch.batch_norm, torch.native_batch_norm), _aten_norm(0, "training")),
-    functional.batch_norm: _functional_batch_norm,
-    functional.instance_norm: _functional_instance_norm,
+    functional.batch_norm: _functional_norm(0, "training"),
+    functional.instance_norm: _functional_norm(2, "use_input_stats"),
     torch.instance_norm: _aten_norm(2, "use_input_stats"),
     torch.linalg.solve: _solve,
     **dict.fromkeys((torch.det, torch.linalg.det, Tensor.det), _det),

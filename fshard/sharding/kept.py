@@ -72,7 +72,7 @@ class Kept:
         if unit not in self._parts:
             return default
         axes = self._axes(unit)
-        return max(1, sum(dict(self._plan.axes)[axis] > 1 for axis in axes)) if axes else 0
+        return transfer.stages(self._plan, axes) if axes else 0
 
     def _trains(self, unit: int) -> bool:
         """Whether gradients of leaves of the unit will come to the tape."""
@@ -89,5 +89,5 @@ class Kept:
             self._parts = {unit: parts for unit, parts in self._parts.items() if unit in saved}
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop what was kept of all units."""
         self._parts.clear()

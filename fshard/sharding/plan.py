@@ -358,10 +358,10 @@ def make_plan(
     slot_of = {origin: number for number, origin in enumerate(dict.fromkeys(origins))}
     names, claims = claim_units(params, spec, flat, origins, units)
     kept = kept_over(names, regather, sizes, over[0])
-    selections = {"whole": whole, "frozen": frozen, "host": host}
-    is_whole, is_frozen, is_host = (claim_leaves(params, spec, where, name) for name, where in selections.items())
+    chosen = {"whole": whole, "frozen": frozen, "host": host}
+    is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in chosen.items())
     is_frozen = join_frozen(is_frozen, flat, origins, tree.paths(spec))
-    dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, policy), policy)
+    dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
     trains = [is_differentiable(leaf) and not still for leaf, still in zip(flat, is_frozen, strict=True)]
     # only first occurrences: tied leaves have the kind of the first
     kind_of = {i: Kind(dtypes[i], trains[i], is_whole[i], is_host[i]) for i in slot_of}
@@ -385,7 +385,7 @@ def make_plan(
         gather,
         connected(mesh),
     )
-    consensus.check_same(plan.mesh, plan.fingerprint, plan.describe(), "the plan")
+    consensus.check_same(plan.mesh, plan.describe(), "the plan")
     return plan
 
 

@@ -62,7 +62,7 @@ class Tape:
     def __init__(self, params: Sharded, into: Gradients | None = None, beside: Sequence[Sharded] = ()):
         self.beside = [(x, Tape(x)) for x in beside]
         self._params = params
-        self.plan = self._plan = params.plan
+        self.plan = params.plan
         self._into = into
         self.root = anchors.root()
         # by unit: the gathered leaves, the flat buffers that they are views of, and the leaves bound to their anchors
@@ -78,7 +78,7 @@ class Tape:
         self._owners: dict[int, tuple[StorageWeakRef, int, int, int]] = {}
         self._saved: dict[int, int] = {}  # the number of saved places of each unit, the unit saved last at the end
         self._again: dict[int, Buffers] = {}  # gathered again for the backward
-        self._reductions = Reductions(self._plan)
+        self._reductions = Reductions(self.plan)
         self._filled: set[tuple[int, int]] = set()  # units and kinds whose gradients have come
         self._backward = self._closed = False
         self._writes = Writes()
@@ -86,8 +86,8 @@ class Tape:
         self._gradless = False  # whether a unit was touched where gradients are off
         self._reached: dict[int, bool] = {}  # units whose gradients have come, and whether those of all their leaves
         self._kept = Kept(params, into is not None)
-        self._regather = any(unit.kept != () for unit in self._plan.units) and transfer.makes_buffers(params)
-        self._stages = max(1, sum(dict(self._plan.axes)[axis] > 1 for axis in params.view.over))  # of a gather
+        self._regather = any(unit.kept != () for unit in self.plan.units) and transfer.makes_buffers(params)
+        self._stages = transfer.stages(self.plan, params.view.over)  # of a gather
 
     def view(self) -> Tree:
         """The parameters as the loss sees them."""
@@ -95,9 +95,9 @@ class Tape:
 
     def enter(self, spec: tree.Spec, first: int) -> Tree:
         """A leaf, or a subtree of one unit, gathered; of a subtree of several units a lazy container."""
-        if len(set(self._plan.claims[first : first + spec.num_leaves])) > 1:
+        if len(set(self.plan.claims[first : first + spec.num_leaves])) > 1:
             return Lazy(self, spec, first)
-        slots = [self._plan.slots[n] for n in self._plan.leaves[first : first + spec.num_leaves]]
+        slots = [self.plan.slots[n] for n in self.plan.leaves[first : first + spec.num_leaves]]
         leaves: dict[Slot, Tensor] = {}
         with func_levels.aside():  # Note [Gathers inside transforms] in `func_levels`
             for unit in dict.fromkeys(slot.unit for slot in slots):
@@ -106,7 +106,7 @@ class Tape:
 
     def leaf(self, number: int) -> Tensor:
         """A leaf by its number in the whole tree, gathered with its unit."""
-        slot = self._plan.slots[self._plan.leaves[number]]
+        slot = self.plan.slots[self.plan.leaves[number]]
         if not func_levels.inside():
             return self.touch(slot.unit)[slot]
         with func_levels.aside():
@@ -114,19 +114,19 @@ class Tape:
 
     def like(self, number: int) -> Tensor:
         """A tensor with a leaf's shape, device and the dtype of computation, of one element in memory."""
-        slot = self._plan.slots[self._plan.leaves[number]]
-        compute = self._plan.kinds[slot.kind].precision.compute
+        slot = self.plan.slots[self.plan.leaves[number]]
+        compute = self.plan.kinds[slot.kind].precision.compute
         return torch.empty((), dtype=compute, device=self._device).expand(slot.shape)
 
     @property
     def _device(self) -> torch.device:
         rows = self._params.tensors
-        return self._plan.device if self._plan.axes or not rows else rows[0].device
+        return self.plan.device if self.plan.axes or not rows else rows[0].device
 
     def touch(self, unit: int) -> dict[Slot, Tensor]:
         """The leaves of a unit, gathered if they are not in memory; the gathers of the units after it are started."""
         if unit not in self._gathered:
-            root = self._plan.root
+            root = self.plan.root
             self._gathered, self._bound = ({u: x[u] for u in x if u == root} for x in (self._gathered, self._bound))
             # dropped before the next buffer is waited for, so that both are not in memory at once
             self._full = {u: x for u, x in self._full.items() if u in (root, unit)}
@@ -156,13 +156,13 @@ class Tape:
 
     def prefetch(self, patterns: Sequence[str]) -> None:
         """Start the gathers of the units whose names fit the patterns, except of those in memory."""
-        units = select_units([unit.name for unit in self._plan.units], patterns, "prefetch")
+        units = select_units([unit.name for unit in self.plan.units], patterns, "prefetch")
         with func_levels.aside():
             for unit in (u for u in units if u not in self._full and u not in self._again):
                 self._start(unit)
 
     def _kinds(self, unit: int) -> list[int]:
-        return [k for k in self._params.view.kinds if (unit, k) in self._plan.places]
+        return [k for k in self._params.view.kinds if (unit, k) in self.plan.places]
 
     def _start(self, unit: int) -> None:
         """Start the gather of a unit, unless it is under way."""
@@ -198,19 +198,19 @@ class Tape:
     def _take(self, unit: int) -> Buffers:
         """Wait for the gather of a unit, and start it if it is not under way."""
         self._start(unit)
-        with named("wait", self._plan.units[unit].name):
+        with named("wait", self.plan.units[unit].name):
             return {kind: pending.wait() for kind, pending in self._coming.pop(unit).items()}
 
     def _leaves(self, unit: int, buffers: Buffers) -> dict[Slot, Tensor]:
         """A unit's leaves, views of its buffers, without derivatives, and watched for writes in place."""
         leaves = dict[Slot, Tensor]()
         for kind in self._kinds(unit):  # `reduce` takes gradients in this order; that of `buffers` may differ
-            leaves.update(zip(self._plan.places[unit, kind], self._cut(unit, kind, buffers[kind]), strict=True))
+            leaves.update(zip(self.plan.places[unit, kind], self._cut(unit, kind, buffers[kind]), strict=True))
         return leaves
 
     def _cut(self, unit: int, kind: int, full: Tensor) -> list[Tensor]:
         """The leaves of one unit and kind: views of its flat buffer `full`, (n,)."""
-        plan, slots = self._plan, self._plan.places[unit, kind]
+        plan, slots = self.plan, self.plan.places[unit, kind]
         is_callers = full.untyped_storage()._cdata in self._rows  # nothing was gathered: memory of the parameters
         if not is_callers:
             self._register(unit, kind, full)
@@ -232,7 +232,7 @@ class Tape:
 
     def _bind(self, unit: int, leaves: dict[Slot, Tensor]) -> dict[Slot, Tensor]:
         """A unit's trainable leaves, bound to its anchor (Note [Anchors])."""
-        trainable = {slot: x for slot, x in leaves.items() if self._plan.kinds[slot.kind].trainable}
+        trainable = {slot: x for slot, x in leaves.items() if self.plan.kinds[slot.kind].trainable}
         if not trainable:
             return {}
         self._writes.bound.append(list(trainable))
@@ -263,7 +263,7 @@ class Tape:
 
     def forward_once(self, loss: Callable[[Tree], T]) -> T:
         """Run the loss once, and end the forward of all tapes."""
-        with self._hooks(), self._writes.refusing(), loss_of(self._plan.policy, self._plan.mesh):
+        with self._hooks(), self._writes.refusing(), loss_of(self.plan.policy, self.plan.mesh):
             out = loss(self.view())
         for tape in self._tapes:
             tape.end()
@@ -297,7 +297,7 @@ class Tape:
     def pack(self, x: Tensor) -> object:
         """What autograd saves for a tensor: its place in a buffer of this tape, or the tensor and its version."""
         owner = self._owners.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
-        if owner is None or self._plan.units[owner[1]].kept == ():
+        if owner is None or self.plan.units[owner[1]].kept == ():
             return SavedTensor.of(x)
         _, unit, kind, first_byte = owner
         self._saved[unit] = self._saved.pop(unit, 0) + 1  # moved to the end: the unit saved last
@@ -332,7 +332,7 @@ class Tape:
 
     def reduce(self, unit: int, grads: Sequence[Tensor | None]) -> None:
         """Put a unit's gradients into flat buffers and start their reduction."""
-        into, plan = self._into, self._plan
+        into, plan = self._into, self.plan
         assert into is not None
         self._check_once(unit)
         grads = self._anchors.total(unit, grads)
@@ -358,13 +358,13 @@ class Tape:
     def _check_open(self, unit: int) -> None:
         if self._closed:
             raise ValueError(
-                f"the loss function: unit {self._plan.units[unit].name!r} of the parameters of an earlier call or "
+                f"the loss function: unit {self.plan.units[unit].name!r} of the parameters of an earlier call or "
                 "micro-batch was used: parameters given to a loss are good until it returns. Use those it is given now."
             )
 
     def _check_once(self, unit: int) -> None:
         self._check_open(unit)
-        name = f"the loss function: unit {self._plan.units[unit].name!r}"
+        name = f"the loss function: unit {self.plan.units[unit].name!r}"
         if not self._backward:
             raise ValueError(
                 f"{name} was given gradients before the loss was returned, by a backward() inside it. Use "
@@ -392,7 +392,7 @@ class Tape:
 
     def finish(self) -> None:
         """Reduce the units that no gradient reached in this backward, and wait for every reduction."""
-        into, plan = self._into, self._plan
+        into, plan = self._into, self.plan
         assert into is not None
         trained = self._params.trainable.view.kinds
         for unit in range(*self._params.view.units):

@@ -29,6 +29,11 @@ def makes_buffers(params: Sharded) -> bool:
     return any(axes or kind.host or kind.precision.compute != kind.dtype for axes, kind in kinds)
 
 
+def stages(plan: Plan, axes: Axes) -> int:
+    """The number of stages of a gather over some axes: one for each that has several ranks, at least one."""
+    return max(1, sum(dict(plan.axes)[axis] > 1 for axis in axes))
+
+
 def gather(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
     """Start the gather of a unit's flat buffers: on the device, in the dtype of computation, by kind."""
     plan = params.plan

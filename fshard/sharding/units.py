@@ -9,7 +9,6 @@ from torch import Tensor
 from ..core import tree
 from ..core.arguments import check_whole, wrong
 from ..core.tree import Tree
-from .leaves import first_places
 from .precision import Policy
 
 Where = str | Sequence[str] | Callable[[str, Tree], bool] | None
@@ -75,22 +74,24 @@ def _check_where(name: str, where: object) -> None:
         raise TypeError(wrong(name, where, expected))
 
 
-def claim_leaves(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[bool]:
-    """Return for every leaf whether `where` selects it; a tied leaf is selected in all its places, or in none."""
-    origins, selected = first_places(tree.leaves(params), tree.paths(spec)), set[int]()
+def claim_leaves(params: Tree, spec: tree.Spec, origins: Sequence[int], where: Where, name: str) -> list[bool]:
+    """Return for every leaf whether `where` selects it; a tied leaf is selected in all its places, or in none.
+
+    `origins` are the first places of the leaves.
+    """
+    selected = set[int]()
     for _, first, count in _selector(params, spec, where, name):
         selected.update(origins[first : first + count])
     return [origin in selected for origin in origins]
 
 
-def claim_policies(params: Tree, spec: tree.Spec, policy: Policy) -> list[Policy | None]:
+def claim_policies(params: Tree, spec: tree.Spec, origins: Sequence[int], policy: Policy) -> list[Policy | None]:
     """Return for every leaf the policy of the first override that selects it; None if none does.
 
     An override selects a tied leaf if it selects one of its places.
     """
     chosen: dict[int, Policy] = {}  # by the first place of a leaf
     dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.paths(spec)
-    origins = first_places(tree.leaves(params), paths)
     for where, override in reversed(_grouped(policy)):  # so that the first that selects a leaf is set last
         for path, first, count in _selector(params, spec, where, "policy"):
             # a leaf that is named by itself; in a subtree, leaves that cannot be cast are left as they are

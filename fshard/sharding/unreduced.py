@@ -63,12 +63,12 @@ def _sum(grads: Sequence[Tensor]) -> Tensor:
 def _differences(params: Sharded, grads: Mapping[str, object]) -> Iterator[str]:
     """Say how gradients by name differ from what the trainable leaves of parameters need."""
     names = params.trainable.view.names()
-    known = {name for tied in params.view.names().values() for name in tied}
+    known, trained = ({name for tied in x.view.names().values() for name in tied} for x in (params, params.trainable))
     if missing := [tied[0] for tied in names.values() if not any(name in grads for name in tied)]:
         yield f"{len(missing)} leaves have no gradient: {', '.join(map(repr, missing[:8]))}. One that is 0 is zeros"
     if unknown := [name for name in grads if name not in known]:
         yield f"{len(unknown)} gradients are of no parameter: {', '.join(map(repr, unknown[:8]))}"
-    if frozen := [name for name in grads if name in known - {name for tied in names.values() for name in tied}]:
+    if frozen := [name for name in grads if name in known - trained]:
         yield f"{len(frozen)} gradients are of frozen leaves: {', '.join(map(repr, frozen[:8]))}. Pass None, or nothing"
     for slot, tied in names.items():
         form = Form(slot.shape, params.plan.kinds[slot.kind].dtype)

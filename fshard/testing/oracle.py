@@ -20,6 +20,7 @@ from ..optim.labels import Labels, label_of
 from ..optim.state import gather_state
 from ..sharding.access import loss_of
 from ..sharding.grad import Mean, Sum, check_loss
+from ..sharding.leaves import first_places
 from ..sharding.precision import Policy, Precision, policy_of, precisions
 from ..sharding.sharded import gather_params
 from ..sharding.units import Where, claim_leaves, claim_policies
@@ -57,8 +58,9 @@ class _Whole:
 def _whole(params: Tree, frozen: Where, policy: Policy) -> _Whole:
     flat, spec = flatten(params)
     paths, first_path = tree.paths(spec), dict[int, str]()  # first_path: by the identity of a tensor
-    is_frozen = dict(zip(paths, claim_leaves(params, spec, frozen, "frozen"), strict=True))
-    precision = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, policy), policy)
+    origins = first_places(flat, paths)
+    is_frozen = dict(zip(paths, claim_leaves(params, spec, origins, frozen, "frozen"), strict=True))
+    precision = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
     places = [first_path.setdefault(id(leaf), path) for leaf, path in zip(flat, paths, strict=True)]
     values = {path: leaf for leaf, path, place in zip(flat, paths, places, strict=True) if path == place}
     trained = [path for path, x in values.items() if (x.is_floating_point() or x.is_complex()) and not is_frozen[path]]

@@ -116,9 +116,7 @@ def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
     plan, (leaves, spec) = params.plan, tree.flatten(scaler)
     values = [leaf.tolist() for leaf in leaves if isinstance(leaf, Tensor)]
     text = f"seed={seed}\nloss_scale={type(scaler).__name__} of {values}, {spec}"
-    consensus.check_same(
-        plan.mesh, text, text, "init_state: the first state", "Give init_state the same on all of them"
-    )
+    consensus.check_same(plan.mesh, text, "init_state: the first state", "Give init_state the same on all of them")
     for whole in (False, True):  # leaves kept whole have a copy on every rank, others along the axes not cut over
         axes = tuple(axis for axis, size in plan.axes if size > 1 and (whole or axis not in plan.params_over))
         part = params.only(k for k in params.view.kinds if plan.kinds[k].whole == whole)
