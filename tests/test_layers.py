@@ -56,7 +56,7 @@ DOORS = {
     "torch.multiprocessing": {"sharding.tape"},
     "socket": {"comm.links", "comm.rendezvous"},
     "mmap": {"comm.shared_memory"},
-    "threading": {"testing.scheduler", "comm.announce", "module.*"},
+    "threading": {"testing.scheduler", "comm.announce", "module.*", "checkpoint.saving", "checkpoint.writing"},
     "torch.nn.Module": {"module.*"},
     "torch.compile": set(),
     "torch.fx": {"compiler.*", "core.tracing"},

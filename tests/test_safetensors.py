@@ -235,7 +235,7 @@ def test_memory_is_bounded(tmp_path, monkeypatch):
         sizes.add(size)
         return bytearray(size)
 
-    monkeypatch.setattr(safetensors_file, "_CHUNK", 64)
+    monkeypatch.setattr(safetensors_file, "CHUNK", 64)
     monkeypatch.setattr(safetensors_file, "bytearray", buffer, raising=False)
     params = {"w": torch.randn(7, 33), "h": torch.randn(50).bfloat16(), "c": torch.randn(20, dtype=torch.complex64)}
     written_to(None, tmp_path, params)

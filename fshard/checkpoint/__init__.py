@@ -1,5 +1,19 @@
-"""Parameters to files and back, in the formats of others: safetensors, as Hugging Face writes them."""
+"""State to files and back: checkpoints of whole runs, and parameters in Hugging Face's safetensors files."""
 
+from .directory import delete, latest, steps
+from .index import CheckpointError
 from .params import load_safetensors, save_safetensors
+from .restoring import restore
+from .saving import Saving, save
 
-__all__ = ["load_safetensors", "save_safetensors"]
+__all__ = [
+    "CheckpointError",
+    "Saving",
+    "delete",
+    "latest",
+    "load_safetensors",
+    "restore",
+    "save",
+    "save_safetensors",
+    "steps",
+]

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..core.bits import as_bytes, from_bytes
 
 _LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
-_CHUNK = 1 << 24  # bytes that are read or written at a time
+CHUNK = 1 << 22  # bytes that are read, written and checked at a time
 METADATA = "__metadata__"  # a name that no tensor has
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -192,10 +192,10 @@ def _check_data(entries: Iterable[Entry], size: int, path: Path) -> None:
 
 def read_chunks(file: FileIO, path: Path, start: int, num_bytes: int, dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield flat tensors in host memory that have these bytes of a file, each of them until the next one."""
-    buffer = bytearray(min(num_bytes, _CHUNK))
+    buffer = bytearray(min(num_bytes, CHUNK))
     file.seek(start)
     while num_bytes:
-        view = memoryview(buffer)[: min(num_bytes, _CHUNK)]
+        view = memoryview(buffer)[: min(num_bytes, CHUNK)]
         filled = 0
         while filled < len(view):  # a read may return fewer bytes
             count = file.readinto(view[filled:])
@@ -209,7 +209,13 @@ def read_chunks(file: FileIO, path: Path, start: int, num_bytes: int, dtype: tor
 def write_tensor(file: BufferedIOBase, start: int, value: Tensor) -> None:
     """Write the elements of a tensor to a file, from an offset on. Dual: `read_chunks`."""
     file.seek(start)
-    buffer = bytearray(max(1, min(value.nbytes, _CHUNK)))  # torch.frombuffer refuses an empty one
-    for part in as_bytes(value).split(_CHUNK):
+    for chunk in chunks(value):
+        file.write(chunk)
+
+
+def chunks(x: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor, at most `CHUNK` at a time, each of them until the next one."""
+    buffer = bytearray(min(x.nbytes, CHUNK))
+    for part in as_bytes(x).split(CHUNK) if buffer else ():
         torch.frombuffer(buffer, dtype=torch.uint8)[: part.numel()].copy_(part)
-        file.write(memoryview(buffer)[: part.numel()])
+        yield memoryview(buffer)[: part.numel()]

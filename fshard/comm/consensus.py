@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -29,8 +30,7 @@ def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE
     grid = adapted(mesh)
     if grid is None or grid.abstract:
         return
-    # names of files may have surrogates
-    digests = _texts(hashlib.sha256(describe.encode(errors="surrogatepass")).hexdigest(), mesh)
+    digests = _texts(_sha(describe), mesh)
     other_rank = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
     if other_rank is None:
         return
@@ -42,11 +42,44 @@ def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE
     )
 
 
-def together(mesh: AnyMesh, make: Callable[[], T], remedy: str = "give all ranks the same arguments") -> T:
+def differing(texts: Mapping[str, str], mesh: AnyMesh) -> set[str]:
+    """Return on every rank the keys whose texts differ between ranks; all ranks have the same keys.
+
+    Ranks compare a digest of all texts, and send digests of each only if these differ.
+    """
+    digests = {key: _sha(text) for key, text in texts.items()}
+    grid = adapted(mesh)
+    if grid is None or grid.abstract or len({*_texts(_sha(json.dumps(digests)), mesh)}) == 1:
+        return set()
+    by_rank = [json.loads(text) for text in _texts(json.dumps(digests), mesh)]
+    return {key for key in digests if len({of_rank[key] for of_rank in by_rank}) > 1}
+
+
+def of_first(text: str, mesh: AnyMesh) -> str:
+    """Return the text that rank 0 gives, on every rank.
+
+    >>> of_first("a", None)
+    'a'
+    """
+    grid = adapted(mesh)
+    return text if grid is None or grid.abstract else _texts(text, mesh)[0]
+
+
+def _sha(text: str) -> str:
+    # names of files may have surrogates
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def together(
+    mesh: AnyMesh,
+    make: Callable[[], T],
+    remedy: str = "give all ranks the same arguments",
+    kind: type[Exception] = MismatchError,
+) -> T:
     """Return `make()`, which must not communicate. If it raises on any rank, every rank raises.
 
-    Ranks on which it does not raise get a `MismatchError` with the first error, and an OSError of the same number for
-    an OSError. Every rank must call this.
+    Ranks on which it does not raise get an error of class `kind` with the first error's text, and an OSError of the
+    same number for an OSError. Every rank must call this.
 
     >>> together(None, lambda: 1)
     1
@@ -64,7 +97,7 @@ def together(mesh: AnyMesh, make: Callable[[], T], remedy: str = "give all ranks
         number, _, text = texts[rank].partition(" ")
         if int(number):
             raise OSError(int(number), f"rank {rank}: {text}")  # of the class that belongs to the number
-        raise MismatchError(f"rank {rank}: {text}. This rank has no such error: {remedy}")
+        raise kind(f"rank {rank}: {text}. This rank has no such error: {remedy}")
     return result[0]
 
 

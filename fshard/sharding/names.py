@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,10 +17,8 @@ Rename = Callable[[str], str | None] | Mapping[str, str | None]
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
-_LEFT_OUT = (
-    ". Buffers of a module: functionalize(module)'s apply.load_state_dict reads them. Names for which rename gives "
-    "None are left out"
-)
+_BUFFERS = ". Buffers of a module: functionalize(module)'s apply.load_state_dict reads them"
+_LEFT_OUT = ". Names for which rename gives None are left out"
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,11 @@ class Form:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
 
 
 def renamed(names: Iterable[str], rename: Rename | None = None) -> dict[str, str]:
@@ -57,8 +61,8 @@ def renamed(names: Iterable[str], rename: Rename | None = None) -> dict[str, str
     return by_name
 
 
-def name_differences(expected: Iterable[Sequence[str]], given: Collection[str]) -> Iterator[str]:
-    """Say which names are missing or unknown, and what to do; each of `expected` has all names of one leaf.
+def name_differences(expected: Iterable[Sequence[str]], given: Collection[str], of: str = "the plan") -> Iterator[str]:
+    """Say which names are missing or unknown, and what to do; each of `expected` has all names of one leaf of `of`.
 
     >>> list(name_differences([["w"]], ["v"]))
     ["it lacks 1 names: 'w'", "it has 1 names that the plan has not: 'v'"]
@@ -71,7 +75,8 @@ def name_differences(expected: Iterable[Sequence[str]], given: Collection[str]) 
     if missing:
         yield f"it lacks {len(missing)} names: {_listed(missing)}" + remedy * (not unknown)
     if unknown:
-        yield f"it has {len(unknown)} names that the plan has not: {_listed(unknown)}" + remedy
+        buffers = _BUFFERS * (remedy == _LEFT_OUT and of == "the plan")
+        yield f"it has {len(unknown)} names that {of} has not: {_listed(unknown)}{buffers}{remedy}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,0 +1,181 @@
+"""What a state consists of, leaf by leaf: which elements this rank has, and which of them it writes."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..comm import consensus
+from ..comm.dtensors import is_sharded, sharding
+from ..comm.mesh import AnyMesh, adapted, axis_sizes, coordinate, num_ranks
+from ..core import tree
+from ..core.arguments import shown
+from ..core.bits import as_bytes
+from ..core.tree import Tree
+from ..layout.layout import EVERYONE
+from ..layout.pieces import Parts, mesh_of, pieces, typed
+from ..sharding.names import Form
+from .index import Json
+from .safetensors_file import METADATA, NAMES, chunks
+
+_COLUMNS = 1009  # a prime: what is shifted or exchanged by round numbers of elements comes to other columns
+_SMALL = 1 << 18  # elements: larger parts that several ranks have are split between them, others written by one
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of a leaf that this rank has, from `begin` of the flattened leaf on; `holders` ranks have the same.
+
+    `holder` is the number of this rank among them. `elements` is a view of the state where that is possible.
+    """
+
+    name: str
+    begin: int
+    elements: Tensor  # any shape
+    holder: int
+    holders: int
+
+    def share(self, number: int) -> tuple[int, int]:
+        """Return the elements [begin, end) that this rank writes; `number` is that of the leaf."""
+        numel = self.elements.numel()
+        if numel <= _SMALL:  # one rank writes all: the holders take turns
+            return (0, numel) if number % self.holders == self.holder else (0, 0)
+        return numel * self.holder // self.holders, numel * (self.holder + 1) // self.holders
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A state as a rank sees it: the leaves, which all ranks agree on, this rank's parts of them, and other values."""
+
+    mesh: AnyMesh
+    forms: dict[str, Form] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)
+    values: dict[str, Json] = field(default_factory=dict)
+    plans: list[str] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the mesh."""
+        grid = adapted(self.mesh)
+        return 0 if grid is None else grid.get_rank()
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of the mesh."""
+        return num_ranks(self.mesh)
+
+
+def contents_of(state: Tree, function: str) -> Contents:
+    """Return what a state consists of. TypeError or ValueError, which begin with `function`, for other leaves."""
+    contents, names = Contents(mesh_of(state)), list[str]()
+    for path, node in tree.paths_to(state, Parts):
+        if isinstance(node, Parts):
+            names += _add_parts(contents, path, node)
+        elif isinstance(node, Tensor):
+            names.append(path)
+            _check_tensor(function, path, node)
+            contents.forms[path] = Form(tuple(node.shape), node.dtype)
+            contents.parts.append(Part(path, 0, node.detach(), contents.rank, contents.ranks))
+        else:
+            names.append(path)
+            contents.values[path] = _value(function, path, node)
+    if twice := [name for name, number in Counter(names).items() if number > 1 or name == METADATA]:
+        raise ValueError(f"{function}: names that come twice, or mean something else: {', '.join(map(repr, twice))}")
+    if lacking := [f"{name!r} is {form.dtype}" for name, form in contents.forms.items() if form.dtype not in NAMES]:
+        raise ValueError(f"{function}: dtypes that safetensors files do not have: {'; '.join(lacking)}")
+    return contents
+
+
+def _add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
+    """Add the leaves of a sharded node, and this rank's parts of them; return the names of the leaves."""
+    layout = typed(node)
+    names = {number: ".".join(filter(None, (path, layout.leaves[number].path))) for number in layout.numbers}
+    forms = {name: Form(layout.leaves[number].shape, layout.leaves[number].dtype) for number, name in names.items()}
+    contents.forms.update(forms)
+    contents.plans.append(getattr(node.home, "fingerprint", ""))
+    others = tuple(axis for axis in axis_sizes(contents.mesh) if axis not in layout.axes)
+    for span, (number, piece) in zip(layout.mine, pieces(node), strict=True):
+        axes = (*others, *layout.axes) if span.rank == EVERYONE else others
+        holder, holders = coordinate(contents.mesh, axes), num_ranks(contents.mesh, axes)
+        contents.parts.append(Part(names[number], span.begin, piece.detach(), holder, holders))
+    return [*names.values()]
+
+
+def _check_tensor(function: str, path: str, x: Tensor) -> None:
+    if is_sharded(x):
+        raise ValueError(f"{function}: leaf {path!r}: expected a tensor or a Sharded, got {sharding(x)}")
+    if x.layout != torch.strided:
+        raise ValueError(f"{function}: leaf {path!r}: expected a dense tensor, got {x.layout}: call to_dense() on it")
+
+
+def _value(function: str, path: str, value: object) -> Json:
+    if isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(
+        f"{function}: leaf {path!r}: expected a tensor, a number or a string, got {shown(value)}. Nothing is pickled: "
+        "keep what describes it"
+    )
+
+
+def check_has_values(contents: Contents) -> None:
+    """Raise ValueError for a leaf on meta, which has no values to save."""
+    for part in contents.parts:
+        if part.elements.is_meta:
+            raise ValueError(f"save: leaf {part.name!r}: expected a tensor with values, got one on meta")
+
+
+def check_same_leaves(contents: Contents) -> None:
+    """Raise MismatchError on every rank if ranks have other leaves."""
+    lines = [f"{name!r} {form.dtype} {list(form.shape)}" for name, form in contents.forms.items()]
+    lines += [f"{name!r} {type(value).__name__}" for name, value in contents.values.items()]
+    consensus.check_same(contents.mesh, "\n".join(lines), "save: the state", "Save the same tree on all ranks")
+
+
+def differing(contents: Contents) -> set[str]:
+    """Return the names of the leaves and values that every rank has, and of which two ranks have other bits."""
+    texts = {name: repr(value) for name, value in contents.values.items()}
+    for part in contents.parts if contents.ranks > 1 else ():
+        if part.holders == contents.ranks:
+            texts[part.name] = texts.get(part.name, "") + _digest(part.elements)
+    return consensus.differing(texts, contents.mesh)
+
+
+def _digest(x: Tensor) -> str:
+    """A text for the bits of a tensor: sums of columns of integers, which read memory as fast as a copy does."""
+    data = as_bytes(x)
+    if data.storage_offset() % 8:  # int64 needs aligned memory
+        data = data.clone()
+    width = 8 * _COLUMNS
+    rows, rest = data[: len(data) // width * width], data[len(data) // width * width :]
+    sums = rows.view(torch.int64).view(-1, _COLUMNS).sum(0)  # (_COLUMNS,)
+    return f"{checksum(sums):08x}{checksum(rest):08x}"
+
+
+def checksum(x: Tensor) -> int:
+    """Return the CRC-32 of the bytes of a tensor."""
+    value = 0
+    for chunk in chunks(x):
+        value = zlib.crc32(chunk, value)
+    return value
+
+
+def own_pieces(contents: Contents, by_rank: set[str]) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield the pieces that this rank writes: the name of the leaf, where the piece begins in it, its elements.
+
+    Of the leaves `by_rank`, which differ between ranks, every rank writes its own, under the name, "@" and its number.
+    """
+    numbers = {name: number for number, name in enumerate(contents.forms)}  # alike on all ranks
+    for part in contents.parts:
+        if part.name in by_rank:
+            yield f"{part.name}@{contents.rank}", part.begin, part.elements
+            continue
+        begin, end = part.share(numbers[part.name])
+        if begin < end:
+            is_whole = end - begin == part.elements.numel()
+            elements = part.elements if is_whole else part.elements.reshape(-1)[begin:end]
+            yield part.name, part.begin + begin, elements

@@ -1,0 +1,121 @@
+"""The directory of a run's checkpoints: which steps it has, and how they are deleted.
+
+Note [A checkpoint is its index]
+    DIR/step-000000000100 has a file of each rank, and `index.json`, which names the files. A folder without an index is
+    no checkpoint. A save writes files under names that no other save uses, and flushes them; when every rank is done,
+    it puts the index into its place. So whenever processes are killed, the checkpoint of this step is the one that was
+    there before, or the new one, and never a mixture. Then the files of the index that was replaced are deleted. Of two
+    saves of one step at once the last one to finish counts. What a save that was killed has left in the folder is
+    deleted with the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from ..core.arguments import check_whole, wrong
+from .index import MAX_BYTES, CheckpointError, Index, read_index
+from .places import Place, place_of
+
+INDEX = "index.json"
+LAST_STEP = 10**12
+_STEP = re.compile(r"step-(\d{12})")
+
+
+def at(directory: str | os.PathLike[str]) -> Place:
+    """Return the place of a directory. TypeError for what is no path."""
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(wrong("dir", directory, "the path of a directory"))
+    return place_of(directory)
+
+
+def folder(place: Place, step: int) -> Place:
+    """Return the folder of a step's checkpoint."""
+    check_whole("step", step, 0, LAST_STEP, "the number of a step")
+    return place.inside(f"step-{step:012}")
+
+
+def steps(dir: str | os.PathLike[str]) -> list[int]:
+    """Return the steps of which a directory has a whole checkpoint, the earliest first; [] if there is none.
+
+    >>> steps("no/such/directory")
+    []
+    """
+    return finished(at(dir))
+
+
+def latest(dir: str | os.PathLike[str]) -> int | None:
+    """Return the last step of which a directory has a whole checkpoint; None if there is none.
+
+    >>> latest("no/such/directory") is None
+    True
+    """
+    return max(steps(dir), default=None)
+
+
+def delete(dir: str | os.PathLike[str], step: int) -> None:
+    """Delete the checkpoint of a step. CheckpointError if there is none.
+
+    The index goes first, so a checkpoint of which a part is deleted is none. One process calls it, not every rank.
+    """
+    place = at(dir)
+    if not folder(place, step).has(INDEX):
+        raise CheckpointError(no_checkpoint(place, step))
+    remove(place, step)
+
+
+def remove(place: Place, step: int) -> None:
+    """Delete all files of a step's folder, the index first."""
+    there = folder(place, step)
+    there.remove(INDEX)
+    for name in there.names():
+        there.remove(name)
+    there.remove_folder()
+
+
+def prune(place: Place, step: int, keep_last: int, keep_every: int | None) -> None:
+    """Delete the checkpoints before `step` but for the last ones and every so many steps, and what is not whole."""
+    # later steps are of a run that was taken up again from an earlier one: they stay
+    earlier = [number for number in _numbers(place) if number <= step]
+    kept = {number for number in finished(place) if number <= step}
+    kept = {*sorted(kept)[-keep_last:], *(number for number in kept if keep_every and number % keep_every == 0)}
+    for number in earlier:
+        if number not in kept:
+            remove(place, number)
+
+
+def finished(place: Place) -> list[int]:
+    """Return the steps that have an index."""
+    return [number for number in _numbers(place) if folder(place, number).has(INDEX)]
+
+
+def _numbers(place: Place) -> list[int]:
+    """The steps that have a folder, in order."""
+    return sorted(int(name.group(1)) for name in map(_STEP.fullmatch, place.names()) if name)
+
+
+def index_at(place: Place, step: int) -> tuple[Index, bytes]:
+    """Return the index of a step's checkpoint and its text. CheckpointError if there is none, or it is not one."""
+    there = folder(place, step)
+    try:
+        text = read_all(there, INDEX)
+    except FileNotFoundError:
+        raise CheckpointError(no_checkpoint(place, step)) from None
+    return read_index(text, f"{there}/{INDEX}"), text
+
+
+def read_all(place: Place, name: str) -> bytes:
+    """Return the bytes of a file. FileNotFoundError, or CheckpointError for one that is too long."""
+    with place.open(name) as file:
+        if file.size > MAX_BYTES:
+            raise CheckpointError(f"{place}/{name}: expected at most {MAX_BYTES:,} bytes, got {file.size:,}")
+        text = bytearray(file.size)
+        file.read_into(0, memoryview(text))
+    return bytes(text)
+
+
+def no_checkpoint(place: Place, step: int | None) -> str:
+    """Say that there is no checkpoint of a step (None: of any), and which there are."""
+    there = ", ".join(map(str, finished(place)[-8:])) or "none"
+    return f"{place}: no checkpoint{'' if step is None else f' of step {step}'}; the last ones are: {there}"

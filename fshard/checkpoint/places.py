@@ -1,0 +1,177 @@
+"""Folders of files, as checkpoints need them: of a local disk here, of other file systems in `remote`.
+
+Note [A file is whole or not there]
+    `put` makes a file appear as a whole. On a disk: the data goes to a file of another name and is flushed to the disk,
+    then one rename gives the file its name, then the folder is flushed. An object store puts an object into its place
+    as a whole. `write` makes no such promise: the files that it writes count once an index names them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+
+class Reader(Protocol):
+    """An open file."""
+
+    size: int
+
+    def read_into(self, offset: int, view: memoryview) -> int:
+        """Fill `view` with the bytes from `offset` on, and return their number: less where the file ends before."""
+
+
+class Place(Protocol):
+    """A folder of files and folders, which need not exist; `str` of it is what errors call it."""
+
+    def inside(self, name: str) -> Place:
+        """Return the folder of this name in this one. OSError if a symbolic link has the name."""
+
+    def names(self) -> list[str]:
+        """Return the names of files and folders in this one; [] if there is no such folder."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of this name."""
+
+    def write(self, name: str, chunks: Iterable[memoryview]) -> None:
+        """Write a new file, which outlives a loss of power when this returns; make the folder if need be."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file that is there as a whole or not at all, in the place of one that was there."""
+
+    def open(self, name: str) -> AbstractContextManager[Reader]:
+        """Open a file to read it. FileNotFoundError; OSError for what is no regular file."""
+
+    def remove(self, name: str) -> None:
+        """Delete a file, if there is one."""
+
+    def remove_folder(self) -> None:
+        """Delete this folder, if it is there and empty."""
+
+
+class LocalPlace:
+    """A folder of a local disk. Symbolic links in it are refused, because they may lead out of the folder."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self._path = Path(path)
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def inside(self, name: str) -> LocalPlace:
+        """Return the folder of this name in this one. OSError if a symbolic link has the name."""
+        if (self._path / name).is_symlink():
+            raise OSError(errno.ELOOP, "expected a folder, got a symbolic link", str(self._path / name))
+        return LocalPlace(self._path / name)
+
+    def names(self) -> list[str]:
+        """Return the names of files and folders in this one; [] if there is no such folder."""
+        with suppress(FileNotFoundError):
+            return sorted(os.listdir(self._path))
+        return []
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of this name."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return stat.S_ISREG((self._path / name).lstat().st_mode)
+        return False
+
+    def write(self, name: str, chunks: Iterable[memoryview]) -> None:
+        """Write a new file, which outlives a loss of power when this returns; make the folder if need be."""
+        self._make()
+        # O_EXCL: never over a file that is there, nor through a link
+        number = os.open(self._path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with open(number, "wb", buffering=0) as file, _naming(self._path / name):
+                for chunk in chunks:
+                    while chunk:  # one write may take less than all
+                        chunk = chunk[file.write(chunk) :]
+                os.fsync(number)
+        except BaseException:
+            self.remove(name)
+            raise
+        _flush(self._path)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file that is there as a whole or not at all, in the place of one that was there."""
+        unfinished = f".{name}.{secrets.token_hex(8)}"
+        self.write(unfinished, [memoryview(data)])
+        os.replace(self._path / unfinished, self._path / name)
+        _flush(self._path)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Reader]:
+        """Open a file to read it. FileNotFoundError; OSError for what is no regular file."""
+        # O_NONBLOCK: a pipe would wait for a writer
+        number = os.open(self._path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(number).st_mode):
+                raise OSError(errno.EINVAL, "expected a regular file", str(self._path / name))
+            yield _LocalReader(number)
+        finally:
+            os.close(number)
+
+    def remove(self, name: str) -> None:
+        """Delete a file, if there is one."""
+        with suppress(FileNotFoundError, IsADirectoryError):
+            (self._path / name).unlink()
+
+    def remove_folder(self) -> None:
+        """Delete this folder, if it is there and empty."""
+        with suppress(OSError):  # there are files of another save in it
+            self._path.rmdir()
+            _flush(self._path.parent)
+
+    def _make(self) -> None:
+        if not self._path.is_dir():
+            self._path.mkdir(parents=True, exist_ok=True)
+            _flush(self._path.parent)
+
+
+class _LocalReader:
+    def __init__(self, number: int):
+        self._number, self.size = number, os.fstat(number).st_size
+
+    def read_into(self, offset: int, view: memoryview) -> int:
+        """Fill `view` with the bytes from `offset` on, and return their number: less where the file ends before."""
+        filled = 0
+        while filled < len(view):  # one read may return less than asked for
+            count = os.preadv(self._number, [view[filled:]], offset + filled)
+            if not count:
+                break
+            filled += count
+        return filled
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in an OSError, such as that of a full disk, which Python leaves nameless."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def _flush(folder: Path) -> None:
+    """Flush the names in a folder to the disk, so that a new file, a rename or a deletion outlives a loss of power."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def place_of(directory: str | os.PathLike[str]) -> Place:
+    """Return the folder that a user names: a path.
+
+    >>> str(place_of("runs/1"))
+    'runs/1'
+    """
+    return LocalPlace(directory)

@@ -1,0 +1,206 @@
+"""`restore`: each rank reads the elements that it needs, whatever cut the state that was saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import consensus
+from ..comm.mesh import AnyMesh, mesh_device
+from ..core import tree
+from ..core.arguments import check_flags
+from ..core.bits import from_bytes
+from ..core.tree import Tree
+from ..layout.pieces import Parts, mesh_of
+from ..sharding.names import Form, Rename, form_difference, name_differences, renamed
+from .contents import Contents, contents_of
+from .directory import at, finished, folder, index_at, no_checkpoint
+from .index import CheckpointError, Entry, Index, Json, Piece, without_rank
+from .places import Place, Reader
+from .safetensors_file import CHUNK
+
+_REMEDY = "let all ranks see the same files"
+
+
+def restore(
+    dir: str | os.PathLike[str],
+    like: Tree,
+    step: int | None = None,
+    rename: Rename | None = None,
+    fall_back: bool = False,
+) -> Tree:
+    """Read the checkpoint of a step (None: the last one) into a state like `like`; every rank must call this.
+
+    `like` gives the tree, the plan, the dtypes and devices; its values are not used, and may be on meta. It may be of
+    another number of ranks, mesh, units, strategy or floating dtype than the state that was saved: each rank reads the
+    elements that it needs. Every block that is read is compared with its checksum.
+
+    - `rename` is a function from a name in the checkpoint to the name in `like`, or a dict of the names that change;
+      None in place of a name leaves a leaf out. So a part of a checkpoint is read:
+      `restore(dir, {"params": params}, rename=lambda name: name if name.startswith("params.") else None)`.
+    - `fall_back=True`: if the checkpoint is damaged, restore the last one before it that is whole.
+
+    If one rank has an error, all ranks raise, and nothing is restored. CheckpointError names the file and the leaf.
+    ValueError lists all names, shapes and dtypes that differ. Dual: `save`.
+    """
+    mesh, place = mesh_of(like), at(dir)
+    wanted = consensus.together(mesh, lambda: _wanted(place, like, step, fall_back))
+    numbers: list[int] = json.loads(consensus.of_first(json.dumps(_candidates(place, step, fall_back)), mesh))
+    if not numbers:
+        raise CheckpointError(no_checkpoint(place, step))
+    for number in numbers[:-1]:
+        try:
+            return _restored(place, number, like, wanted, rename)
+        except CheckpointError:
+            continue  # as asked for by `fall_back`; what differs from `like` is another error
+    return _restored(place, numbers[-1], like, wanted, rename)
+
+
+def _wanted(place: Place, like: Tree, step: int | None, fall_back: bool) -> Contents:
+    check_flags(fall_back=fall_back)
+    if step is not None:
+        folder(place, step)  # is a step, and leads nowhere else
+    return contents_of(like, "restore")
+
+
+def _candidates(place: Place, step: int | None, fall_back: bool) -> list[int]:
+    """The steps to try, in order."""
+    if step is not None and not fall_back:
+        return [step]
+    numbers = [number for number in reversed(finished(place)) if step is None or number <= step]
+    return numbers if fall_back else numbers[:1]
+
+
+def _restored(place: Place, step: int, like: Tree, wanted: Contents, rename: Rename | None) -> Tree:
+    mesh = wanted.mesh
+    index, text = consensus.together(mesh, lambda: index_at(place, step), _REMEDY, CheckpointError)
+    what = f"restore: the index of step {step} in {place}"
+    consensus.check_same(mesh, text.decode(errors="replace"), what, "Let all ranks see the same files")
+    origins = consensus.together(mesh, lambda: _origins(index, wanted, rename))
+    values = {name: _of_rank(index.values, origins[name], wanted.rank) for name in wanted.values}
+    result = _empty(like, values, mesh)
+    entries = {name: _of_rank(index.leaves, origins[name], wanted.rank) for name in wanted.forms}
+    reads = [*_reads(contents_of(result, "restore"), entries)]
+    there = folder(place, step)
+    consensus.together(mesh, lambda: _read_all(there, index.files, reads), _REMEDY, CheckpointError)
+    return result
+
+
+def _origins(index: Index, wanted: Contents, rename: Rename | None) -> dict[str, str]:
+    """The names in the checkpoint by those in `like`. ValueError lists all differences."""
+    origins = renamed(without_rank([*index.leaves, *index.values], index.ranks), rename)
+    differences = [*name_differences([[name] for name in (*wanted.forms, *wanted.values)], origins, "`like`")]
+    for name, origin in origins.items():
+        if name in wanted.forms or name in wanted.values:
+            differences += _differences(name, origin, index, wanted)
+    if differences:
+        raise ValueError(f"restore: the checkpoint of step {index.step} differs from `like`: " + "; ".join(differences))
+    return origins
+
+
+def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iterator[str]:
+    """Say how a leaf or value of the checkpoint is not what `like` has."""
+    is_by_rank = origin not in index.leaves and origin not in index.values
+    if is_by_rank and index.ranks != wanted.ranks:
+        yield (
+            f"{name!r}: it differs between the {index.ranks} ranks that saved it, and there are {wanted.ranks} now: "
+            "leave it out"
+        )
+        return
+    key = f"{origin}@{wanted.rank}" if is_by_rank else origin
+    if (key in index.values) != (name in wanted.values):
+        kinds = ("a tensor", "a number or a string")
+        yield f"{name!r}: expected {kinds[name in wanted.values]}, got {kinds[key in index.values]}"
+    elif key in index.values:
+        expected, got = type(wanted.values[name]), type(index.values[key])
+        if expected is not got and (expected, got) != (float, int):
+            yield f"{name!r}: expected {expected.__name__}, got {got.__name__}"
+    else:
+        entry = index.leaves[key]
+        if difference := form_difference(name, wanted.forms[name], Form(entry.shape, entry.dtype)):
+            yield difference
+
+
+def _of_rank(by_name: Mapping[str, Json], name: str, rank: int) -> Json:
+    return by_name[name] if name in by_name else by_name[f"{name}@{rank}"]
+
+
+def _empty(like: Tree, values: Mapping[str, Json], mesh: AnyMesh) -> Tree:
+    """A state like `like` with zeros in its tensors, and these values."""
+
+    def zeros(x: Tensor) -> Tensor:
+        return torch.zeros(x.shape, dtype=x.dtype, device=mesh_device(mesh) if x.is_meta else x.device)
+
+    nodes = [
+        tree.map(zeros, node) if isinstance(node, Parts | Tensor) else values[path]
+        for path, node in tree.paths_to(like, Parts)
+    ]
+    return tree.put_tops(like, Parts, nodes)
+
+
+class _Read(NamedTuple):
+    """Elements of a piece, from `begin` of the piece on, to read into `out`."""
+
+    name: str  # of the leaf
+    piece: Piece
+    dtype: torch.dtype  # in the file
+    begin: int
+    out: Tensor  # (n,)
+
+
+def _reads(contents: Contents, entries: Mapping[str, Entry]) -> Iterator[_Read]:
+    """Yield what this rank reads: the pieces that have elements of its parts."""
+    for part in contents.parts:
+        entry, out = entries[part.name], part.elements.view(-1)
+        end = part.begin + len(out)
+        first = bisect_right(entry.pieces, part.begin, key=lambda piece: piece.end)
+        for piece in entry.pieces[first:]:
+            if piece.begin >= end:
+                break
+            low, high = max(part.begin, piece.begin), min(end, piece.end)
+            into = out[low - part.begin : high - part.begin]
+            yield _Read(part.name, piece, entry.dtype, low - piece.begin, into)
+
+
+def _read_all(place: Place, sizes: Mapping[str, int], reads: Sequence[_Read]) -> None:
+    """Read file after file, each from its beginning to its end. CheckpointError names the file and the leaf."""
+    ordered = sorted(reads, key=lambda read: (read.piece.file, read.piece.offset, read.begin))
+    for name, of_file in groupby(ordered, lambda read: read.piece.file):
+        first, *others = of_file
+        try:
+            with place.open(name) as file:
+                if file.size != sizes[name]:
+                    raise CheckpointError(
+                        f"{place}/{name}: expected {sizes[name]:,} bytes, got {file.size:,}: it is cut off, or another "
+                        f"file. It has leaf {first.name!r}"
+                    )
+                for read in (first, *others):
+                    _read(file, read, f"{place}/{name}")
+        except OSError as error:
+            raise CheckpointError(f"{place}/{name}: {error}. It has leaf {first.name!r}") from error
+
+
+def _read(file: Reader, read: _Read, where: str) -> None:
+    """Read the blocks of a piece that have the elements, and compare each with its checksum."""
+    piece, size = read.piece, read.dtype.itemsize
+    first, last, end = read.begin * size, (read.begin + len(read.out)) * size, piece.numel * size  # bytes of the piece
+    buffer = bytearray(min(end, CHUNK))
+    for start in range(first // CHUNK * CHUNK, last, CHUNK):
+        view = memoryview(buffer)[: min(CHUNK, end - start)]
+        is_whole = file.read_into(piece.offset + start, view) == len(view)
+        if not is_whole or (piece.checksums and zlib.crc32(view) != piece.checksums[start // CHUNK]):
+            raise CheckpointError(
+                f"{where}: leaf {read.name!r}: the {len(view):,} bytes from byte {piece.offset + start:,} on are not "
+                "those that were saved. Restore an earlier step, or pass fall_back=True"
+            )
+        low, high = max(first, start), min(last, start + len(view))
+        values = from_bytes(torch.frombuffer(buffer, dtype=torch.uint8)[low - start : high - start], read.dtype)
+        read.out[(low - first) // size : (high - first) // size].copy_(values)

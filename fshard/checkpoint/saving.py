@@ -1,0 +1,196 @@
+"""`save`: every rank writes its part of a state once, while the training goes on if wanted.
+
+Note [The stages of a save]
+    1. Ranks compare their states, and every rank finds the pieces that it writes. With `wait=False` it copies them to
+       host memory.
+    2. Every rank writes its pieces to a file of its own, flushes it, and writes a record: which pieces are in it.
+    3. Rank 0 reads the records of all ranks, and puts the index in place (Note [A checkpoint is its index]).
+    With `wait=False` threads do 2 and 3. They call no collective, which would be mixed up with those of the training:
+    ranks meet in the folder. `wait`, or the next `save`, raises the error of one rank on all.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+from ..comm import consensus
+from ..comm.mesh import AnyMesh, Mesh, adapted
+from ..core.arguments import check_flags, check_whole
+from ..core.tree import Tree
+from ..layout.pieces import mesh_of
+from .contents import Contents, check_has_values, check_same_leaves, contents_of, differing, own_pieces
+from .directory import at, folder, prune
+from .index import CheckpointError
+from .places import Place
+from .writing import Named, Record, Writer
+
+_SEEN = 60.0  # seconds after which every rank must see a file that is written: network file systems look again so late
+_WRITTEN = 3600.0  # seconds that rank 0 waits in the background for ranks that write slower
+
+
+@dataclass
+class _Writing:
+    """A save that threads write. It does not refer to the mesh, whose handle keeps it."""
+
+    what: str
+    stop: threading.Event
+    written: Future[None]  # this rank's files
+    finished: Future[None] | None  # the index, on rank 0
+    ended: bool = False
+
+    def end(self, mesh: AnyMesh) -> None:
+        """Wait until the checkpoint is whole. CheckpointError on all ranks, once, if one has an error."""
+        if self.ended:
+            return
+        self.ended = True
+        try:
+            consensus.together(mesh, partial(self._check, self.written))
+        except ValueError:  # of any rank: rank 0 waits for a record in vain
+            self.stop.set()
+            raise
+        consensus.together(mesh, partial(self._check, self.finished))
+
+    def _check(self, future: Future[None] | None) -> None:
+        error = None if future is None else future.exception()
+        if error is not None:
+            raise CheckpointError(f"{self.what} failed: {type(error).__name__}: {error}") from error
+
+
+@dataclass
+class InFlight:
+    """The last save in the background: the next one begins when it has ended."""
+
+    last: _Writing | None = None
+
+    def end(self, mesh: AnyMesh) -> None:
+        """Wait for the last save. CheckpointError if it failed and nobody was told."""
+        if self.last is not None:
+            self.last.end(mesh)
+
+
+def _in_flight(mesh: Mesh) -> InFlight:
+    return InFlight()
+
+
+_ALONE = InFlight()  # of states without a mesh
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A save that was begun: `wait()`, which every rank must call, returns when the checkpoint is whole."""
+
+    mesh: AnyMesh
+    writing: _Writing | None = field(repr=False)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is whole. CheckpointError on all ranks if one could not save its part.
+
+        An error is raised once, by this function or by the next `save`.
+        """
+        if self.writing is not None:
+            self.writing.end(self.mesh)
+
+
+def save(
+    dir: str | os.PathLike[str],
+    state: Tree,
+    step: int,
+    wait: bool = True,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    snapshot_bytes: int | None = None,
+) -> Saving:
+    """Save a state as the checkpoint of a step in a directory that all ranks see; every rank must call this.
+
+    A state is a tree of `Sharded`, optimizer states, tensors, numbers and strings, as a `TrainState`. Each rank writes
+    the elements that it has, and what several ranks have is written by one of them. Files are safetensors and an index
+    in JSON. The checkpoint appears as a whole, in the place of an earlier one of this step, or not at all. A leaf that
+    every rank has and that differs between ranks (the position of a rank in its data) is saved for each rank.
+
+    - `wait=False`: copy this rank's part to host memory, and write it while the training goes on. `wait()` of what is
+      returned waits for it. One save is under way at a time: the next `save` waits for it first.
+    - `snapshot_bytes`: copy at most so many bytes; the rest is written before this function returns.
+    - `keep_last`: then delete checkpoints of earlier steps but for the last ones (this one counts), and those of steps
+      that are multiples of `keep_every`.
+
+    CheckpointError if a rank could not save its part in the background, OSError on the spot (a full disk). TypeError
+    for other leaves, MismatchError if ranks have other leaves. Dual: `restore`.
+
+    >>> import tempfile, fshard
+    >>> with tempfile.TemporaryDirectory() as dir:
+    ...     _ = fshard.checkpoint.save(dir, {"w": torch.ones(2), "epoch": 3}, step=100)
+    ...     fshard.checkpoint.restore(dir, {"w": torch.zeros(2), "epoch": 0})
+    {'w': tensor([1., 1.]), 'epoch': 3}
+    """
+    mesh = mesh_of(state)
+    consensus.together(mesh, lambda: _check_arguments(wait, keep_last, keep_every, snapshot_bytes))
+    place = at(dir)
+    contents = consensus.together(mesh, lambda: _contents(place, state, step))
+    grid = adapted(mesh)
+    in_flight = _ALONE if grid is None else grid.once(_in_flight)
+    in_flight.end(mesh)
+    check_same_leaves(contents)
+    by_rank = differing(contents)
+    writer = Writer(place, step, consensus.of_first(secrets.token_hex(4), mesh), contents, by_rank)
+    pieces = [*own_pieces(contents, by_rank)]
+    later, now = ([], pieces) if wait else _snapshot(pieces, snapshot_bytes)
+    record = consensus.together(mesh, lambda: writer.write(now, Record(), suffix="" if wait else "-0"))
+
+    def write() -> None:
+        writer.put(writer.write(later, record))
+
+    def finish(patience: float, stop: threading.Event) -> None:
+        writer.finish(patience, stop)
+        if keep_last is not None:
+            prune(place, step, keep_last, keep_every)
+
+    is_first, stop = contents.rank == 0, threading.Event()
+    if wait:
+        consensus.together(mesh, write)
+        consensus.together(mesh, lambda: finish(_SEEN, stop) if is_first else None)
+        return Saving(mesh, None)
+    pool = ThreadPoolExecutor(2, "fshard.checkpoint")
+    what = f"the save of step {step} in {place}"
+    finished = pool.submit(finish, _WRITTEN, stop) if is_first else None
+    in_flight.last = _Writing(what, stop, pool.submit(write), finished)
+    pool.shutdown(wait=False)
+    return Saving(mesh, in_flight.last)
+
+
+def _contents(place: Place, state: Tree, step: int) -> Contents:
+    folder(place, step)  # is a step, and leads nowhere else
+    contents = contents_of(state, "save")
+    check_has_values(contents)
+    return contents
+
+
+def _check_arguments(wait: bool, keep_last: int | None, keep_every: int | None, snapshot_bytes: int | None) -> None:
+    check_flags(wait=wait)
+    if keep_last is not None:
+        check_whole("save: keep_last", keep_last, what="a number of checkpoints")
+    if keep_every is not None:
+        check_whole("save: keep_every", keep_every, what="a number of steps")
+        if keep_last is None:
+            raise ValueError(f"save: keep_every={keep_every}: expected keep_last besides: without it all are kept")
+    if snapshot_bytes is not None:
+        check_whole("save: snapshot_bytes", snapshot_bytes, 0, what="a number of bytes")
+        if wait:
+            raise ValueError("save: snapshot_bytes: expected wait=False besides: with wait=True nothing is copied")
+
+
+def _snapshot(pieces: Sequence[Named], snapshot_bytes: int | None) -> tuple[list[Named], list[Named]]:
+    """Copy pieces to host memory, up to a number of bytes; return the copies, and the pieces that are not copied."""
+    copies, rest, size = list[Named](), list[Named](), 0
+    for name, begin, elements in pieces:
+        if snapshot_bytes is None or size + elements.nbytes <= snapshot_bytes:
+            size += elements.nbytes
+            copies.append((name, begin, elements.to("cpu", copy=True)))
+        else:
+            rest.append((name, begin, elements))
+    return copies, rest

@@ -1,0 +1,153 @@
+"""The files of one save: those of this rank, and on rank 0 the index. Nothing here calls a collective."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from ..sharding.names import Form
+from .contents import Contents
+from .directory import INDEX, folder, index_at, read_all
+from .index import CheckpointError, Entry, Index, Json, Piece, in_order, piece_to_json, read_piece
+from .places import Place
+from .safetensors_file import chunks, header, laid_out
+
+_PAUSE = 0.01  # seconds between two looks for the records of other ranks
+
+Named = tuple[str, int, Tensor]  # a piece of a leaf: the name of the leaf, its first element, its elements
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank has written: the size of each file, the pieces of each leaf, the values that differ between ranks."""
+
+    files: dict[str, int] = field(default_factory=dict)
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    values: dict[str, Json] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        """Return the record as text. Dual: `read_record`."""
+        pieces = {name: [piece_to_json(piece) for piece in of_leaf] for name, of_leaf in self.pieces.items()}
+        return json.dumps({"files": self.files, "pieces": pieces, "values": self.values}).encode()
+
+
+def read_record(text: bytes) -> Record:
+    """Return the record that a text is."""
+    raw = json.loads(text)
+    pieces = {name: [read_piece(piece) for piece in of_leaf] for name, of_leaf in raw["pieces"].items()}
+    return Record(raw["files"], pieces, raw["values"])
+
+
+@dataclass(frozen=True)
+class Writer:
+    """One save of one rank: `by_rank` names what differs between ranks, `token` is in the names of its files alone."""
+
+    directory: Place
+    step: int
+    token: str
+    contents: Contents
+    by_rank: set[str]
+
+    def _name(self, rank: int) -> str:
+        return f"{self.token}-rank-{rank:05}"
+
+    def write(self, pieces: Sequence[Named], record: Record, suffix: str = "") -> Record:
+        """Write pieces to a file of this rank, and return the record with the file added; no pieces make no file."""
+        if not pieces:
+            return record
+        file, forms = f"{self._name(self.contents.rank)}{suffix}.safetensors", self.contents.forms
+        by_name = {_name_in_file(name, begin, x, _form(name, forms)): (name, begin, x) for name, begin, x in pieces}
+        shapes = {
+            name: _form(leaf, forms).shape if name == leaf else (x.numel(),) for name, (leaf, _, x) in by_name.items()
+        }
+        entries = laid_out([(name, shapes[name], x.dtype) for name, (_, _, x) in by_name.items()], Path(file))
+        head = header(entries)
+        checksums: dict[str, list[int]] = {entry.name: [] for entry in entries}
+
+        def stream() -> Iterator[memoryview]:
+            yield memoryview(head)
+            for entry in entries:
+                for chunk in chunks(by_name[entry.name][2]):
+                    checksums[entry.name].append(zlib.crc32(chunk))
+                    yield chunk
+
+        folder(self.directory, self.step).write(file, stream())
+        by_leaf = {leaf: [*of_leaf] for leaf, of_leaf in record.pieces.items()}
+        for entry in entries:
+            leaf, begin, x = by_name[entry.name]
+            piece = Piece(file, len(head) + entry.start, begin, x.numel(), tuple(checksums[entry.name]))
+            by_leaf.setdefault(leaf, []).append(piece)
+        size = len(head) + sum(entry.num_bytes for entry in entries)
+        return Record({**record.files, file: size}, by_leaf, record.values)
+
+    def put(self, record: Record) -> None:
+        """Write the record of this rank, which says that its files are written."""
+        values = {f"{name}@{self.contents.rank}": x for name, x in self.contents.values.items() if name in self.by_rank}
+        text = Record(record.files, record.pieces, values).to_json()
+        folder(self.directory, self.step).put(f"{self._name(self.contents.rank)}.json", text)
+
+    def finish(self, patience: float, stop: threading.Event) -> None:
+        """Read the records of all ranks, put the index in place, and delete the files of the index that it replaces.
+
+        CheckpointError if a record is not there after so many seconds, or when `stop` is set.
+        """
+        place, names = folder(self.directory, self.step), [f"{self._name(r)}.json" for r in range(self.contents.ranks)]
+        _await(place, names, patience, stop)
+        records = [read_record(read_all(place, name)) for name in names]
+        index = self._index(records)
+        for file, size in index.files.items():
+            with place.open(file) as written:
+                if written.size != size:
+                    raise CheckpointError(f"{place}/{file}: expected {size:,} bytes, got {written.size:,}")
+        old = _files_at(self.directory, self.step)
+        place.put(INDEX, index.to_json())
+        for name in (*names, *old):
+            place.remove(name)
+
+    def _index(self, records: Sequence[Record]) -> Index:
+        leaves = dict[str, Entry]()
+        for name, form in self.contents.forms.items():
+            for key in [f"{name}@{rank}" for rank in range(len(records))] if name in self.by_rank else [name]:
+                pieces = [piece for record in records for piece in record.pieces.get(key, ())]
+                leaves[key] = Entry(form.shape, form.dtype, in_order(pieces, form.numel, repr(key)))
+        values = {name: x for name, x in self.contents.values.items() if name not in self.by_rank}
+        for record in records:
+            values |= record.values
+        files = {name: size for record in records for name, size in record.files.items()}
+        return Index(self.step, len(records), (*self.contents.plans,), files, leaves, values)
+
+
+def _form(leaf: str, forms: dict[str, Form]) -> Form:
+    return forms[leaf] if leaf in forms else forms[leaf.rpartition("@")[0]]  # of a leaf that differs between ranks
+
+
+def _name_in_file(leaf: str, begin: int, x: Tensor, form: Form) -> str:
+    """What the file calls a piece: the name of the leaf, if the piece is the whole leaf."""
+    return leaf if x.numel() == form.numel else f"{leaf}[{begin}:{begin + x.numel()}]"
+
+
+def _await(place: Place, names: Sequence[str], patience: float, stop: threading.Event) -> None:
+    """Wait until there are files of these names."""
+    deadline = time.monotonic() + patience
+    for name in names:
+        while not place.has(name):
+            if stop.wait(_PAUSE) or time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{place}/{name}: the record of a rank is not there after {patience:.0f} seconds. All ranks must "
+                    "see the same directory, as on a network file system"
+                )
+
+
+def _files_at(directory: Place, step: int) -> Iterable[str]:
+    """The files that the index of this step names now."""
+    with suppress(CheckpointError):  # there is none, or it is damaged
+        return index_at(directory, step)[0].files
+    return ()
