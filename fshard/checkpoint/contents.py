@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -20,10 +21,10 @@ from ..core.tree import Tree
 from ..layout.layout import EVERYONE
 from ..layout.pieces import Parts, mesh_of, pieces, typed
 from ..sharding.names import Form
-from .index import Json
+from .index import Json, rank_key
 from .safetensors_file import METADATA, NAMES, chunks
 
-_COLUMNS = 1009  # a prime: what is shifted or exchanged by round numbers of elements comes to other columns
+_COLUMNS, _ROWS = 1009, 512  # of 8 bytes each: a block of rows fits into a cache
 _SMALL = 1 << 18  # elements: larger parts that several ranks have are split between them, others written by one
 
 
@@ -80,7 +81,8 @@ def contents_of(state: Tree, function: str) -> Contents:
             names.append(path)
             _check_tensor(function, path, node)
             contents.forms[path] = Form(tuple(node.shape), node.dtype)
-            contents.parts.append(Part(path, 0, node.detach(), contents.rank, contents.ranks))
+            plain = node.detach().resolve_conj().resolve_neg().contiguous()  # its bytes are those of its elements
+            contents.parts.append(Part(path, 0, plain, contents.rank, contents.ranks))
         else:
             names.append(path)
             contents.values[path] = _value(function, path, node)
@@ -142,37 +144,42 @@ def differing(contents: Contents) -> set[str]:
     for part in contents.parts if contents.ranks > 1 else ():
         if part.holders == contents.ranks:
             texts[part.name] = texts.get(part.name, "") + _digest(part.elements)
-    return consensus.differing(texts, contents.mesh)
+    by_rank = consensus.differing(texts, contents.mesh)
+    for name, rank in product(sorted(by_rank), range(contents.ranks)):
+        if (key := rank_key(name, rank)) in contents.forms or key in contents.values:
+            raise ValueError(
+                f"save: leaf {name!r} differs between ranks, and {key!r}, as that of rank {rank} is called in the "
+                "checkpoint, is another leaf: give it another name"
+            )
+    return by_rank
 
 
 def _digest(x: Tensor) -> str:
-    """A text for the bits of a tensor: sums of columns of integers, which read memory as fast as a copy does."""
-    data = as_bytes(x)
+    """A text for the bits of a tensor: sums of rows and columns of integers, which are faster than a copy.
+
+    Sums of columns alone would be equal for a queue in two orders.
+    """
+    data, width, sha = as_bytes(x), 8 * _COLUMNS, hashlib.sha256()
     if data.storage_offset() % 8:  # int64 needs aligned memory
         data = data.clone()
-    width = 8 * _COLUMNS
-    rows, rest = data[: len(data) // width * width], data[len(data) // width * width :]
-    sums = rows.view(torch.int64).view(-1, _COLUMNS).sum(0)  # (_COLUMNS,)
-    return f"{checksum(sums):08x}{checksum(rest):08x}"
-
-
-def checksum(x: Tensor) -> int:
-    """Return the CRC-32 of the bytes of a tensor."""
-    value = 0
-    for chunk in chunks(x):
-        value = zlib.crc32(chunk, value)
-    return value
+    for block in data.split(_ROWS * width):
+        end = len(block) // width * width
+        table = block[:end].view(torch.int64).view(-1, _COLUMNS)
+        for part in (table.sum(0), table.sum(1), block[end:]):
+            for chunk in chunks(part):
+                sha.update(chunk)
+    return sha.hexdigest()
 
 
 def own_pieces(contents: Contents, by_rank: set[str]) -> Iterator[tuple[str, int, Tensor]]:
     """Yield the pieces that this rank writes: the name of the leaf, where the piece begins in it, its elements.
 
-    Of the leaves `by_rank`, which differ between ranks, every rank writes its own, under the name, "@" and its number.
+    Of the leaves `by_rank`, which differ between ranks, every rank writes its own, under a name with its number.
     """
     numbers = {name: number for number, name in enumerate(contents.forms)}  # alike on all ranks
     for part in contents.parts:
         if part.name in by_rank:
-            yield f"{part.name}@{contents.rank}", part.begin, part.elements
+            yield rank_key(part.name, contents.rank), part.begin, part.elements
             continue
         begin, end = part.share(numbers[part.name])
         if begin < end:

@@ -6,18 +6,19 @@ An index is JSON that anyone can read:
      "files": {"9a41-rank-00000.safetensors": 4096, ...},
      "leaves": {"params.w": {"shape": [4, 8], "dtype": "F32",
                              "pieces": [["9a41-rank-00000.safetensors", 136, 0, 16, [3735928559]], ...]}},
-     "values": {"extra.epoch": 3}}
+     "values": {"extra.epoch": 3, "extra.position@0": 7, "extra.position@1": 9},
+     "by_rank": ["extra.position"]}
 
 A piece is [file, offset of its first byte, begin, number of elements, CRC-32 of each `CHUNK` bytes]: elements [begin,
-begin + number) of the flattened leaf. A leaf or value that differs between ranks, such as the position in the data of
-each rank, has an entry for each: "extra.queue@0", "extra.queue@1".
+begin + number) of the flattened leaf. A leaf or value of which ranks have others, such as the position of each rank in
+its data, is one of `by_rank`, and has an entry for each rank.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,17 @@ class Index:
     files: Mapping[str, int]
     leaves: Mapping[str, Entry]
     values: Mapping[str, Json]
+    by_rank: frozenset[str] = frozenset()  # names of which each rank has its own entry
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all leaves and values, without ranks."""
+        keys = {rank_key(name, rank) for name in self.by_rank for rank in range(self.ranks)}
+        return [*(key for key in (*self.leaves, *self.values) if key not in keys), *sorted(self.by_rank)]
+
+    def key(self, name: str, rank: int) -> str:
+        """Return the key in `leaves` or `values` of what a rank has under a name."""
+        return rank_key(name, rank) if name in self.by_rank else name
 
     def to_json(self) -> bytes:
         """Return the text of the index. Dual: `read_index`."""
@@ -88,7 +100,8 @@ class Index:
             for name, x in self.leaves.items()
         }
         head = {"format": "fshard", "version": VERSION, "step": self.step, "ranks": self.ranks, "plans": self.plans}
-        return json.dumps({**head, "files": dict(self.files), "leaves": leaves, "values": dict(self.values)}).encode()
+        rest = {"leaves": leaves, "values": dict(self.values), "by_rank": sorted(self.by_rank)}
+        return json.dumps({**head, "files": dict(self.files), **rest}).encode()
 
 
 def piece_to_json(piece: Piece) -> Json:
@@ -105,7 +118,8 @@ def read_index(text: bytes, where: str) -> Index:
         files = {_file_name(name): _count(size) for name, size in raw["files"].items()}
         leaves = {name: _entry(name, entry, files) for name, entry in raw["leaves"].items()}
         plans = tuple(map(str, raw["plans"]))
-        return Index(_count(raw["step"]), _count(raw["ranks"]), plans, files, leaves, _values(raw["values"]))
+        step, ranks, values = _count(raw["step"]), _count(raw["ranks"]), _values(raw["values"])
+        return Index(step, ranks, plans, files, leaves, values, _by_rank(raw["by_rank"], ranks, leaves, values))
     except KeyError as error:
         raise CheckpointError(f"{where}: not an index of a checkpoint: it lacks {error}") from None
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -151,6 +165,15 @@ def _values(raw: Json) -> dict[str, Json]:
     return dict(raw)
 
 
+def _by_rank(raw: Json, ranks: int, *entries: Mapping[str, object]) -> frozenset[str]:
+    for name in raw:
+        _require(
+            any(all(rank_key(name, rank) in of_kind for rank in range(ranks)) for of_kind in entries),
+            f"{name!r}: expected an entry for each of {ranks} ranks",
+        )
+    return frozenset(raw)
+
+
 def _file_name(name: str) -> str:
     # a file beside the index: a name with a separator may lead elsewhere
     is_plain = name not in ("", ".", "..") and not {*name} & {"/", "\\", ":", "\0"}
@@ -168,15 +191,10 @@ def _require(condition: object, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-def without_rank(names: Sequence[str], ranks: int) -> list[str]:
-    """Return names without the rank after "@" where every rank has an entry, each once.
+def rank_key(name: str, rank: int) -> str:
+    """Return the key of the entry of one rank.
 
-    >>> without_rank(["w", "pos@0", "pos@1"], ranks=2)
-    ['w', 'pos']
+    >>> rank_key("extra.position", 1)
+    'extra.position@1'
     """
-    given, result = {*names}, dict[str, None]()
-    for name in names:
-        plain, _, rank = name.rpartition("@")
-        is_by_rank = rank.isdecimal() and all(f"{plain}@{number}" in given for number in range(ranks))
-        result[plain if is_by_rank else name] = None
-    return [*result]
+    return f"{name}@{rank}"

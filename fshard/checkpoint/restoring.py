@@ -23,7 +23,7 @@ from ..layout.pieces import Parts, mesh_of
 from ..sharding.names import Form, Rename, form_difference, name_differences, renamed
 from .contents import Contents, contents_of
 from .directory import at, finished, folder, index_at, no_checkpoint
-from .index import CheckpointError, Entry, Index, Json, Piece, without_rank
+from .index import CheckpointError, Entry, Index, Piece
 from .places import Place, Reader
 from .safetensors_file import CHUNK
 
@@ -85,9 +85,9 @@ def _restored(place: Place, step: int, like: Tree, wanted: Contents, rename: Ren
     what = f"restore: the index of step {step} in {place}"
     consensus.check_same(mesh, text.decode(errors="replace"), what, "Let all ranks see the same files")
     origins = consensus.together(mesh, lambda: _origins(index, wanted, rename))
-    values = {name: _of_rank(index.values, origins[name], wanted.rank) for name in wanted.values}
+    values = {name: index.values[index.key(origins[name], wanted.rank)] for name in wanted.values}
     result = _empty(like, values, mesh)
-    entries = {name: _of_rank(index.leaves, origins[name], wanted.rank) for name in wanted.forms}
+    entries = {name: index.leaves[index.key(origins[name], wanted.rank)] for name in wanted.forms}
     reads = [*_reads(contents_of(result, "restore"), entries)]
     there = folder(place, step)
     consensus.together(mesh, lambda: _read_all(there, index.files, reads), _REMEDY, CheckpointError)
@@ -96,7 +96,7 @@ def _restored(place: Place, step: int, like: Tree, wanted: Contents, rename: Ren
 
 def _origins(index: Index, wanted: Contents, rename: Rename | None) -> dict[str, str]:
     """The names in the checkpoint by those in `like`. ValueError lists all differences."""
-    origins = renamed(without_rank([*index.leaves, *index.values], index.ranks), rename)
+    origins = renamed(index.names, rename)
     differences = [*name_differences([[name] for name in (*wanted.forms, *wanted.values)], origins, "`like`")]
     for name, origin in origins.items():
         if name in wanted.forms or name in wanted.values:
@@ -108,14 +108,13 @@ def _origins(index: Index, wanted: Contents, rename: Rename | None) -> dict[str,
 
 def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iterator[str]:
     """Say how a leaf or value of the checkpoint is not what `like` has."""
-    is_by_rank = origin not in index.leaves and origin not in index.values
-    if is_by_rank and index.ranks != wanted.ranks:
+    if origin in index.by_rank and index.ranks != wanted.ranks:
         yield (
             f"{name!r}: it differs between the {index.ranks} ranks that saved it, and there are {wanted.ranks} now: "
             "leave it out"
         )
         return
-    key = f"{origin}@{wanted.rank}" if is_by_rank else origin
+    key = index.key(origin, wanted.rank)
     if (key in index.values) != (name in wanted.values):
         kinds = ("a tensor", "a number or a string")
         yield f"{name!r}: expected {kinds[name in wanted.values]}, got {kinds[key in index.values]}"
@@ -129,11 +128,7 @@ def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iter
             yield difference
 
 
-def _of_rank(by_name: Mapping[str, Json], name: str, rank: int) -> Json:
-    return by_name[name] if name in by_name else by_name[f"{name}@{rank}"]
-
-
-def _empty(like: Tree, values: Mapping[str, Json], mesh: AnyMesh) -> Tree:
+def _empty(like: Tree, values: Mapping[str, object], mesh: AnyMesh) -> Tree:
     """A state like `like` with zeros in its tensors, and these values."""
 
     def zeros(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..sharding.names import Form
 from .contents import Contents
 from .directory import INDEX, folder, index_at, read_all
-from .index import CheckpointError, Entry, Index, Json, Piece, in_order, piece_to_json, read_piece
+from .index import CheckpointError, Entry, Index, Json, Piece, in_order, piece_to_json, rank_key, read_piece
 from .places import Place
 from .safetensors_file import chunks, header, laid_out
 
@@ -64,11 +64,9 @@ class Writer:
         if not pieces:
             return record
         file, forms = f"{self._name(self.contents.rank)}{suffix}.safetensors", self.contents.forms
-        by_name = {_name_in_file(name, begin, x, _form(name, forms)): (name, begin, x) for name, begin, x in pieces}
-        shapes = {
-            name: _form(leaf, forms).shape if name == leaf else (x.numel(),) for name, (leaf, _, x) in by_name.items()
-        }
-        entries = laid_out([(name, shapes[name], x.dtype) for name, (_, _, x) in by_name.items()], Path(file))
+        by_name = _by_name_in_file(pieces, forms)
+        shapes = [(name, _shape(x, _form(leaf, forms)), x.dtype) for name, (leaf, _, x) in by_name.items()]
+        entries = laid_out(shapes, Path(file))
         head = header(entries)
         checksums: dict[str, list[int]] = {entry.name: [] for entry in entries}
 
@@ -90,7 +88,9 @@ class Writer:
 
     def put(self, record: Record) -> None:
         """Write the record of this rank, which says that its files are written."""
-        values = {f"{name}@{self.contents.rank}": x for name, x in self.contents.values.items() if name in self.by_rank}
+        values = {
+            rank_key(name, self.contents.rank): x for name, x in self.contents.values.items() if name in self.by_rank
+        }
         text = Record(record.files, record.pieces, values).to_json()
         folder(self.directory, self.step).put(f"{self._name(self.contents.rank)}.json", text)
 
@@ -115,23 +115,36 @@ class Writer:
     def _index(self, records: Sequence[Record]) -> Index:
         leaves = dict[str, Entry]()
         for name, form in self.contents.forms.items():
-            for key in [f"{name}@{rank}" for rank in range(len(records))] if name in self.by_rank else [name]:
+            for key in [rank_key(name, rank) for rank in range(len(records))] if name in self.by_rank else [name]:
                 pieces = [piece for record in records for piece in record.pieces.get(key, ())]
                 leaves[key] = Entry(form.shape, form.dtype, in_order(pieces, form.numel, repr(key)))
         values = {name: x for name, x in self.contents.values.items() if name not in self.by_rank}
         for record in records:
             values |= record.values
         files = {name: size for record in records for name, size in record.files.items()}
-        return Index(self.step, len(records), (*self.contents.plans,), files, leaves, values)
+        plans, by_rank = (*self.contents.plans,), frozenset(self.by_rank)
+        return Index(self.step, len(records), plans, files, leaves, values, by_rank)
 
 
 def _form(leaf: str, forms: dict[str, Form]) -> Form:
     return forms[leaf] if leaf in forms else forms[leaf.rpartition("@")[0]]  # of a leaf that differs between ranks
 
 
-def _name_in_file(leaf: str, begin: int, x: Tensor, form: Form) -> str:
-    """What the file calls a piece: the name of the leaf, if the piece is the whole leaf."""
-    return leaf if x.numel() == form.numel else f"{leaf}[{begin}:{begin + x.numel()}]"
+def _shape(x: Tensor, form: Form) -> tuple[int, ...]:
+    """The shape of a piece in its file: that of the leaf, if the piece is the whole leaf."""
+    return form.shape if x.numel() == form.numel else (x.numel(),)
+
+
+def _by_name_in_file(pieces: Sequence[Named], forms: dict[str, Form]) -> dict[str, Named]:
+    """Pieces by what the file calls them: the name of the leaf, if the piece is the whole leaf."""
+    by_name = dict[str, Named]()
+    for leaf, begin, x in pieces:
+        is_whole = x.numel() == _form(leaf, forms).numel
+        name = leaf if is_whole else f"{leaf}[{begin}:{begin + x.numel()}]"
+        while name in by_name or (name in forms and name != leaf):  # the name of a leaf may look like that of a piece
+            name += "'"
+        by_name[name] = (leaf, begin, x)
+    return by_name
 
 
 def _await(place: Place, names: Sequence[str], patience: float, stop: threading.Event) -> None:
