@@ -56,6 +56,7 @@ DOORS = {
     "torch.multiprocessing": {"sharding.tape"},
     "socket": {"comm.links", "comm.rendezvous"},
     "mmap": {"comm.shared_memory"},
+    "fsspec": {"checkpoint.remote"},
     "threading": {"testing.scheduler", "comm.announce", "module.*", "checkpoint.saving", "checkpoint.writing"},
     "torch.nn.Module": {"module.*"},
     "torch.compile": set(),
@@ -262,6 +263,7 @@ def test_nothing_optional_is_needed() -> None:
         "pandas",
         "tensorboard",
         "safetensors",
+        "fsspec",
     ]
     run = subprocess.run([sys.executable, "-c", ENTER, *optional], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
+
+from .remote import remote_place
 
 
 class Reader(Protocol):
@@ -169,9 +172,15 @@ def _flush(folder: Path) -> None:
 
 
 def place_of(directory: str | os.PathLike[str]) -> Place:
-    """Return the folder that a user names: a path.
+    """Return the folder that a user names: a path, or a URL that fsspec opens. ImportError if a package is missing.
 
-    >>> str(place_of("runs/1"))
-    'runs/1'
+    >>> str(place_of("runs/1")), str(place_of("file:///runs/1")), str(place_of("memory://runs/1"))
+    ('runs/1', '/runs/1', 'memory://runs/1')
     """
-    return LocalPlace(directory)
+    text = os.fsdecode(directory)
+    if not isinstance(directory, str) and re.match(r"[a-z][a-z0-9+]+:/", text):
+        raise ValueError(f"dir={directory!r}: expected a URL as a string: a path has lost a slash of it")
+    scheme, is_url, path = text.partition("://")
+    if not is_url:
+        return LocalPlace(text)
+    return LocalPlace(path) if scheme in ("file", "local") else remote_place(text)

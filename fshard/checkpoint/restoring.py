@@ -51,9 +51,13 @@ def restore(
     If one rank has an error, all ranks raise, and nothing is restored. CheckpointError names the file and the leaf.
     ValueError lists all names, shapes and dtypes that differ. Dual: `save`.
     """
-    mesh, place = mesh_of(like), at(dir)
+    mesh = mesh_of(like)
+    place = consensus.together(mesh, lambda: at(dir))
     wanted = consensus.together(mesh, lambda: _wanted(place, like, step, fall_back))
-    numbers: list[int] = json.loads(consensus.of_first(json.dumps(_candidates(place, step, fall_back)), mesh))
+    candidates = consensus.together(
+        mesh, lambda: _candidates(place, step, fall_back) if wanted.rank == 0 else [], _REMEDY, CheckpointError
+    )
+    numbers: list[int] = json.loads(consensus.of_first(json.dumps(candidates), mesh))
     if not numbers:
         raise CheckpointError(no_checkpoint(place, step))
     for number in numbers[:-1]:

@@ -32,6 +32,7 @@ from .writing import Named, Record, Writer
 
 _SEEN = 60.0  # seconds after which every rank must see a file that is written: network file systems look again so late
 _WRITTEN = 3600.0  # seconds that rank 0 waits in the background for ranks that write slower
+_REMEDY = "see that all ranks can write there"
 
 
 @dataclass
@@ -50,11 +51,11 @@ class _Writing:
             return
         self.ended = True
         try:
-            consensus.together(mesh, partial(self._check, self.written))
+            consensus.together(mesh, partial(self._check, self.written), _REMEDY, CheckpointError)
         except ValueError:  # of any rank: rank 0 waits for a record in vain
             self.stop.set()
             raise
-        consensus.together(mesh, partial(self._check, self.finished))
+        consensus.together(mesh, partial(self._check, self.finished), _REMEDY, CheckpointError)
 
     def _check(self, future: Future[None] | None) -> None:
         error = None if future is None else future.exception()
@@ -130,7 +131,7 @@ def save(
     """
     mesh = mesh_of(state)
     consensus.together(mesh, lambda: _check_arguments(wait, keep_last, keep_every, snapshot_bytes))
-    place = at(dir)
+    place = consensus.together(mesh, lambda: at(dir))
     contents = consensus.together(mesh, lambda: _contents(place, state, step))
     grid = adapted(mesh)
     in_flight = _ALONE if grid is None else grid.once(_in_flight)

@@ -20,7 +20,7 @@ from .index import CheckpointError, Entry, Index, Json, Piece, in_order, piece_t
 from .places import Place
 from .safetensors_file import chunks, header, laid_out
 
-_PAUSE = 0.01  # seconds between two looks for the records of other ranks
+_PAUSES = 0.01, 1.0  # seconds between two looks for the records of other ranks, the first and the longest
 
 Named = tuple[str, int, Tensor]  # a piece of a leaf: the name of the leaf, its first element, its elements
 
@@ -149,10 +149,11 @@ def _by_name_in_file(pieces: Sequence[Named], forms: dict[str, Form]) -> dict[st
 
 def _await(place: Place, names: Sequence[str], patience: float, stop: threading.Event) -> None:
     """Wait until there are files of these names."""
-    deadline = time.monotonic() + patience
+    deadline, (pause, longest) = time.monotonic() + patience, _PAUSES
     for name in names:
         while not place.has(name):
-            if stop.wait(_PAUSE) or time.monotonic() > deadline:
+            pause = min(1.5 * pause, longest)  # object stores are paid for each look
+            if stop.wait(pause) or time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{place}/{name}: the record of a rank is not there after {patience:.0f} seconds. All ranks must "
                     "see the same directory, as on a network file system"
@@ -161,6 +162,7 @@ def _await(place: Place, names: Sequence[str], patience: float, stop: threading.
 
 def _files_at(directory: Place, step: int) -> Iterable[str]:
     """The files that the index of this step names now."""
-    with suppress(CheckpointError):  # there is none, or it is damaged
-        return index_at(directory, step)[0].files
+    if folder(directory, step).has(INDEX):
+        with suppress(CheckpointError):  # it is damaged
+            return index_at(directory, step)[0].files
     return ()

@@ -1,0 +1,162 @@
+"""Folders of a remote store, by URL: what fsspec opens, as "s3://bucket/run".
+
+Note [Objects appear whole]
+    An object store has no rename and needs none: an object is there as a whole when its upload ends, or not at all. So
+    `put` is one upload. File systems behind a URL, as of sftp, show a file while it grows: there `put` writes a file of
+    another name and moves it into its place, which is as atomic as their `mv` is. Listings that fsspec keeps are
+    dropped before every look, because other processes write to the same store.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+# schemes of stores that put an object into its place as a whole; others are file systems
+OBJECT_STORES = {"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a", "tos"}
+# fsspec's errors often have no number
+_NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
+
+
+class RemotePlace:
+    """A folder of a remote store. It must not outlive a fork: connections belong to a process."""
+
+    def __init__(self, fs: Any, path: str, url: str):
+        self._fs, self._path, self._url = fs, path, url
+        self._is_store = url.partition("://")[0] in OBJECT_STORES
+
+    def __str__(self) -> str:
+        return self._url
+
+    def inside(self, name: str) -> RemotePlace:
+        """Return the folder of this name in this one."""
+        return RemotePlace(self._fs, f"{self._path}/{name}", f"{self._url}/{name}")
+
+    def names(self) -> list[str]:
+        """Return the names of files and folders in this one; [] if there is no such folder."""
+        self._fs.invalidate_cache()
+        with suppress(FileNotFoundError), _naming(self._url):
+            paths = [path.rstrip("/") for path in self._fs.ls(self._path, detail=False)]
+            return sorted({path.rpartition("/")[2] for path in paths if path != self._path.rstrip("/")})
+        return []
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of this name. OSError if the store does not answer: fsspec's isfile says False."""
+        with suppress(FileNotFoundError):
+            return self._info(name)["type"] == "file"
+        return False
+
+    def write(self, name: str, chunks: Iterable[memoryview]) -> None:
+        """Write a new file in blocks; when this returns, the store has it."""
+        path, url = f"{self._path}/{name}", f"{self._url}/{name}"
+        with _naming(url):
+            if not self._is_store:  # with s3fs this would make a bucket
+                self._fs.makedirs(self._path, exist_ok=True)
+            file = self._fs.open(path, "wb")
+        try:
+            for chunk in chunks:
+                with _naming(url):
+                    file.write(chunk)
+            with _naming(url):
+                file.close()
+        except BaseException:
+            with suppress(Exception):
+                file.close()  # puts what there is under a name that no index has
+            with suppress(Exception):
+                self.remove(name)
+            raise
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file that is there as a whole or not at all, in the place of one that was there."""
+        if self._is_store:
+            with _naming(f"{self._url}/{name}"):
+                self._fs.pipe_file(f"{self._path}/{name}", data)
+            return
+        unfinished = f".{name}.{secrets.token_hex(8)}"
+        self.write(unfinished, [memoryview(data)])
+        with _naming(f"{self._url}/{name}"):
+            self._fs.mv(f"{self._path}/{unfinished}", f"{self._path}/{name}")
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[RemoteReader]:
+        """Open a file to read parts of it. FileNotFoundError; OSError for a folder."""
+        info = self._info(name)
+        if info["type"] != "file":
+            raise OSError(errno.EISDIR, "expected a file, got a folder", f"{self._url}/{name}")
+        yield RemoteReader(self._fs, f"{self._path}/{name}", f"{self._url}/{name}", info["size"])
+
+    def remove(self, name: str) -> None:
+        """Delete a file, if there is one."""
+        with suppress(FileNotFoundError, IsADirectoryError), _naming(f"{self._url}/{name}"):
+            self._fs.rm_file(f"{self._path}/{name}")
+
+    def remove_folder(self) -> None:
+        """Delete this folder, if it is there and empty. In an object store a folder is there while a file is in it."""
+        if not self._is_store:
+            with suppress(Exception):  # there are files of another save in it
+                self._fs.rmdir(self._path)
+
+    def _info(self, name: str) -> dict[str, Any]:
+        self._fs.invalidate_cache()
+        with _naming(f"{self._url}/{name}"):
+            return self._fs.info(f"{self._path}/{name}")
+
+
+class RemoteReader:
+    """A file of a remote store, of which ranges of bytes are read."""
+
+    def __init__(self, fs: Any, path: str, url: str, size: int):
+        self._fs, self._path, self._url, self.size = fs, path, url, size
+
+    def read_into(self, offset: int, view: memoryview) -> int:
+        """Fill `view` with the bytes from `offset` on, and return their number: less where the file ends before."""
+        if not view:  # stores have no empty ranges
+            return 0
+        end = offset + len(view)
+        with _naming(self._url):
+            # at the end one byte more, which only another file has: there is no handle that holds on to this one
+            data = self._fs.cat_file(self._path, start=offset, end=end + (end == self.size))
+        if len(data) > len(view):
+            raise OSError(errno.ESTALE, "another file took its place while it was read", self._url)
+        view[: len(data)] = data
+        return len(data)
+
+
+@contextmanager
+def _naming(url: str) -> Iterator[None]:
+    """Turn the errors of a store, which are of many classes, into an OSError that names the file."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno:
+            raise OSError(error.errno, error.strerror, url) from error
+        number = next((number for kind, number in _NUMBERS.items() if isinstance(error, kind)), errno.EIO)
+        raise OSError(number, f"{type(error).__name__}: {error}", url) from error
+
+
+def remote_place(url: str) -> RemotePlace:
+    """Return the folder of a URL. ImportError if a package for it is not installed, ValueError for another URL.
+
+    >>> str(remote_place("memory://runs/1/"))
+    'memory://runs/1'
+    """
+    if "::" in url:
+        raise ValueError(f"dir={url!r}: expected one URL, got a chain: a cache does not show what others write")
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise ImportError(f"dir={url!r}: URLs need fsspec: pip install 'fshard[remote]'") from error
+    shown = re.sub(r"(://[^/@:]*):[^/@]*@", r"\1@", url).rstrip("/")  # no password in messages
+    try:
+        fs, path = url_to_fs(url)
+    except ImportError as error:
+        raise ImportError(f"dir={shown!r}: {error}") from error
+    except Exception as error:  # of its options: each file system has its own
+        raise ValueError(f"dir={shown!r}: expected a path, or a URL that fsspec opens: {error}") from error
+    if not path.strip("/"):
+        raise ValueError(f"dir={url!r}: expected a folder in the store, as in 's3://bucket/run'")
+    return RemotePlace(fs, path.rstrip("/"), shown)
