@@ -4,26 +4,25 @@
     torchrun --nproc-per-node=2 examples/train_lm.py            # two ranks: NCCL if each has a GPU, otherwise gloo
 
 The model and its loss are pure functions written for one device. Without `--data` the text is the source of the Python
-standard library. Training and validation text come from different files.
+standard library. Training and validation text come from different files. After ctrl-C or a kill the same command goes
+on from the last checkpoint, also on another number of ranks. Delete the folder `--out` to start anew.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import hashlib
 import json
 import math
 import os
-import resource
+import signal
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +30,19 @@ import optree
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from matplotlib.figure import Figure
+from lm_report import Record, draw, logging, num_bytes, peak_memory, report, summary
+from lm_text import Batch, all_windows, as_tensor, random_windows, read_text
 from rich.console import Console
-from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
+from fshard import checkpoint
 
 VOCAB = 256
 NEAR = 4  # the input at a position is the sum of embeddings of the last four bytes: the model learns words sooner
-LOG_EVERY = 10  # steps between logs; at a log the ranks also agree on whether the time is over
-VALIDATION_SHARE = 20  # one byte in 20 is for validation
-# Tables of character encodings and help texts are not code, and near copies would be in both parts of the split.
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+LOG_EVERY = 10  # steps between logs; at a log the ranks also agree on whether to stop
 
-Batch = dict[str, Tensor]
-Record = dict[str, Any]  # a line of the log, as JSON
 Tree = Any  # dicts and lists of tensors, whole or gathered on access
 
 
@@ -66,11 +58,14 @@ class Settings:
     layers: int = 4
     heads: int = 4
     context: int = 128
-    batch: int = 8
+    batch: int = 16
     lr: float = 5e-3
     warmup: int = 100
     eval_every: int = 150
     eval_bytes: int = 1 << 16
+    save_every: int = 100
+    reduction: str = "exact"
+    timeout: float = 300
     sample: int = 400
     prompt: str = "def "
     seed: int = 0
@@ -78,22 +73,26 @@ class Settings:
 
 HELP = {
     "data": "a file, or a folder of files; without it the standard library's source",
-    "out": "folder for the metrics and the picture of the loss",
+    "out": "folder for checkpoints, the metrics and the picture of the loss",
     "steps": "updates to make",
-    "minutes": "end training after this time, whatever the number of steps",
+    "minutes": "end training after this time, whatever the number of steps; of a run that was stopped, all parts count",
     "d_model": "width of the model",
     "layers": "number of blocks",
     "heads": "attention heads of a block",
     "context": "bytes the model sees",
-    "batch": "windows in a step of each rank",
+    "batch": "windows in a step, divided among the ranks",
     "lr": "highest learning rate",
     "warmup": "steps in which the learning rate rises",
     "eval_every": "steps between validations",
     "eval_bytes": "validation bytes to use, always the same",
+    "save_every": "steps between checkpoints",
+    "reduction": "order of sums: exact, fast, or tree (the same bits on 1, 2, 4, ... ranks)",
+    "timeout": "seconds to wait for a rank that does not answer",
     "sample": "bytes of text to write at the end",
     "prompt": "what that text begins with",
     "seed": "decides the first parameters, the windows and the text written",
 }
+ANY_TIME = {"data", "out", "minutes", "eval_every", "save_every", "timeout", "sample", "prompt"}  # may change in a run
 
 
 # --- The model: pure functions of nested dicts of tensors.
@@ -167,70 +166,11 @@ def generate(params: Tree, s: Settings, device: torch.device, temperature: float
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in shown)  # others may be terminal commands
 
 
-# --- The text.
-
-
-def find_files(data: Path | None) -> list[tuple[str, Path]]:
-    """The files to read, each with its name relative to the folder. ValueError if `data` does not exist."""
-    root = Path(sysconfig.get_paths()["stdlib"]) if data is None else data
-    if not root.exists():
-        raise ValueError(f"--data {root}: there is no such file or folder")
-    if root.is_file():
-        return [(root.name, root)]
-    files = [(path.relative_to(root), path) for path in root.rglob("*" if data else "*.py") if path.is_file()]
-    skipped = set() if data else SKIPPED
-    visible = [(name, path) for name, path in files if not any(part.startswith(".") for part in name.parts)]
-    return [(name.as_posix(), path) for name, path in visible if not skipped & set(name.parts)]
-
-
-def split(files: Sequence[tuple[str, bytes]]) -> tuple[bytes, bytes]:
-    """Split into training and validation text: whole files, ordered by a hash of their names. A single file is cut."""
-    texts = [text for _, text in sorted(files, key=lambda file: hashlib.sha256(file[0].encode()).digest())]
-    total = sum(map(len, texts))
-    if len(texts) == 1:
-        cut = total - total // VALIDATION_SHARE
-        return texts[0][:cut], texts[0][cut:]
-    num = 1 + sum(end * VALIDATION_SHARE < total for end in accumulate(map(len, texts)))
-    num = min(num, len(texts) - 1)
-    return b"".join(texts[num:]), b"".join(texts[:num])
-
-
-def read_text(s: Settings) -> tuple[bytes, bytes]:
-    """Training text, and validation text cut to whole windows. ValueError if there is too little text."""
-    source = f"--data {s.data}" if s.data else "the standard library's source"
-    files = [(name, text) for name, path in find_files(s.data) if (text := path.read_bytes())]
-    if not files:
-        raise ValueError(f"{source}: there is no text in it")
-    text, valid = split(files)
-    if min(len(text), len(valid)) <= s.context:
-        raise ValueError(
-            f"{source}: too little text. It splits into {len(text)} bytes for training and {len(valid)} for "
-            f"validation, and each part needs more than the {s.context} of --context."
-        )
-    return text, valid[: min(s.eval_bytes, len(valid)) // s.context * s.context]
-
-
-def as_tensor(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def random_windows(text: Tensor, s: Settings, generator: torch.Generator, device: torch.device) -> Batch:
-    starts = torch.randint(len(text) - s.context, (s.batch, 1), generator=generator)
-    rows = text[starts + torch.arange(s.context + 1)].long().to(device)
-    return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
-
-
-def all_windows(text: bytes, s: Settings, device: torch.device) -> Batch:
-    """All windows of a text: every byte is a target once. The input before the first byte is a newline."""
-    tokens, targets = (as_tensor(t).long().view(-1, s.context).to(device) for t in (b"\n" + text[:-1], text))
-    return {"tokens": tokens, "targets": targets}
-
-
 # --- Training.
 
 
 @contextmanager
-def world() -> Iterator[tuple[DeviceMesh | None, torch.device]]:
+def world(s: Settings) -> Iterator[tuple[DeviceMesh | None, torch.device]]:
     """The mesh of the processes that torchrun started (None without torchrun), and the device of this process."""
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
@@ -239,7 +179,8 @@ def world() -> Iterator[tuple[DeviceMesh | None, torch.device]]:
     if "WORLD_SIZE" not in os.environ:
         yield None, device
         return
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    timeout = timedelta(seconds=s.timeout)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda else None)
     yield init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",)), device
     dist.destroy_process_group()  # not after an error: other ranks may never reach this call, and torchrun stops them
 
@@ -248,10 +189,27 @@ def rank_and_size(mesh: DeviceMesh | None) -> tuple[int, int]:
     return (0, 1) if mesh is None else (mesh.get_rank(), mesh.size())
 
 
-def on_any_rank(flag: bool, mesh: DeviceMesh | None, device: torch.device) -> bool:
+@contextmanager
+def signals() -> Iterator[list[int]]:
+    """A list of ctrl-C and SIGTERM received: the training then stops at the next log. A second one ends the process."""
+    received: list[int] = []
+
+    def receive(number: int, _: object) -> None:
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield received
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def highest(numbers: Sequence[float], mesh: DeviceMesh | None, device: torch.device) -> list[float]:
+    """The highest value of each number on any rank."""
     if mesh is None:
-        return flag
-    return bool(fshard.all_reduce(torch.tensor(float(flag), device=device), mesh, "shard", op="max"))
+        return [*numbers]
+    local = torch.tensor(numbers, dtype=torch.float64, device=device)
+    return fshard.all_reduce(local, mesh, "shard", op="max").tolist()
 
 
 def schedule(s: Settings) -> Callable[[Tensor], Tensor]:
@@ -269,9 +227,13 @@ def optimizer(s: Settings) -> fshard.optim.Transform:
     return fshard.optim.adamw(schedule(s), b2=0.99, weight_decay=0.1)
 
 
+def on(device: torch.device, whole: Tree) -> Tree:
+    return optree.tree_map(lambda x: x.to(device), whole)
+
+
 def start(s: Settings, mesh: DeviceMesh | None, device: torch.device) -> fshard.TrainState:
     whole = init_params(s)
-    params = optree.tree_map(lambda x: x.to(device), whole)
+    params = on(device, whole)
     plan = fshard.make_plan(params, mesh, units=["blocks.*"])
     return fshard.init_state(fshard.shard_params(params, plan), optimizer(s), seed=s.seed)
 
@@ -279,7 +241,7 @@ def start(s: Settings, mesh: DeviceMesh | None, device: torch.device) -> fshard.
 def validate(s: Settings, params: fshard.Sharded, windows: Batch, mesh: DeviceMesh | None) -> float:
     """Bits per byte over all windows, which are divided among ranks. Uneven parts are right: the loss counts bytes."""
     rank, size = rank_and_size(mesh)
-    num, at_once, nats = len(windows["tokens"]), s.batch * size, 0.0
+    num, at_once, nats = len(windows["tokens"]), s.batch, 0.0
     value = fshard.evaluate(partial(loss, heads=s.heads))
     for first in range(0, num, at_once):
         local_rows = {name: rows[first : first + at_once][rank::size] for name, rows in windows.items()}
@@ -287,53 +249,91 @@ def validate(s: Settings, params: fshard.Sharded, windows: Batch, mesh: DeviceMe
     return nats / num / math.log(2)
 
 
+def share_done(s: Settings, number: int, seconds: float) -> float:
+    return min(1.0, max(number / s.steps, seconds / (60 * s.minutes)))
+
+
 def train(
     s: Settings,
     state: fshard.TrainState,
+    seconds: float,
     text: Tensor,
     windows: Batch,
     mesh: DeviceMesh | None,
+    received: Sequence[int],
     log: Callable[[Record], None],
-) -> fshard.TrainState:
-    """Train for all steps, or until the time is over; pass records of measurements to `log`. Returns the new state."""
+    save: Callable[[fshard.TrainState, bool], None],
+) -> tuple[fshard.TrainState, int]:
+    """Train until all steps are made, the time is over or a signal is received; `seconds` is the time used before.
+
+    Passes records of measurements to `log`. Returns the new state, and the number of the signal or 0.
+    """
     (rank, size), device = rank_and_size(mesh), windows["tokens"].device
-    generator = torch.Generator().manual_seed(1000 * s.seed + rank)  # each rank draws its own windows
-    step = fshard.train_step(partial(loss, heads=s.heads), optimizer(s), clip_norm=1.0, donate=True)
-    losses: list[Tensor] = []
-    began = since = time.perf_counter()
-    for number in range(1, s.steps + 1):
-        state, metrics = step(state, random_windows(text, s, generator, device))
+    rows = range(s.batch * rank // size, s.batch * (rank + 1) // size)  # of the batch of all ranks
+    step = fshard.train_step(
+        partial(loss, heads=s.heads), optimizer(s), clip_norm=1.0, donate=True, reduction=s.reduction
+    )
+    number, stop, losses = int(state.step), 0.0, list[Tensor]()
+    since = time.perf_counter()
+    began = since - seconds
+    while share_done(s, number, seconds) < 1 and not stop:
+        number += 1
+        batch = random_windows(text, s.context, s.seed, number, rows)
+        state, metrics = step(state, on(device, batch))
         losses.append(metrics["loss"])
         if number % LOG_EVERY and number < s.steps:
             continue
         bits = float(torch.stack(losses).mean()) / math.log(2)  # waits for the GPU: before the clock is read
         now = time.perf_counter()
-        rate = len(losses) * s.batch * s.context * size / (now - since)
-        done = min(1.0, max(number / s.steps, (now - began) / (60 * s.minutes)))
-        record = {"step": number, "done": done, "seconds": now - began, "bytes_per_second": rate}
+        taken, seconds, stop = highest([now - since, now - began, max(received, default=0)], mesh, device)
+        done, rate = share_done(s, number, seconds), len(losses) * s.batch * s.context / taken
+        record = {"step": number, "done": done, "seconds": seconds, "bytes_per_second": rate}
         record["train_bits_per_byte"] = bits
-        last = on_any_rank(done == 1, mesh, device)
-        if last or number % s.eval_every < LOG_EVERY:
+        if done == 1 or number % s.eval_every < LOG_EVERY:
             record["validation_bits_per_byte"] = validate(s, state.params, windows, mesh)
         log(record)
-        if last:
-            break
+        is_last = done == 1 or stop > 0
+        if is_last or number % s.save_every < LOG_EVERY:
+            save(state, is_last)
         losses, since = [], time.perf_counter()
-    return state
+    return state, int(stop)
 
 
-# --- Measurements and output.
+# --- Checkpoints.
 
 
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes of this process so far: allocated on its GPU, or resident in the memory of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def what_decides(s: Settings, text: bytes) -> Record:
+    """The settings that a run keeps when it goes on, and a digest of its text."""
+    kept = {f.name: getattr(s, f.name) for f in fields(s) if f.name not in ANY_TIME}
+    return kept | {"text": hashlib.sha256(text).hexdigest()[:16]}
 
 
-def num_bytes(*trees: Tree) -> list[int]:
-    return [sum(x.nbytes for x in optree.tree_leaves(tree)) for tree in trees]
+def check_same_run(s: Settings, text: bytes) -> None:
+    """ValueError if the checkpoints in `out` are of a run with other settings."""
+    folder = s.out / "checkpoints"
+    if checkpoint.latest(folder) is None:
+        return
+    saved = checkpoint.restore(folder, {"run": ""}, rename=lambda name: name if name == "run" else None, fall_back=True)
+    there, here = json.loads(saved["run"]), what_decides(s, text)
+    if differing := [f"{name} {there.get(name)}, not {here[name]}" for name in here if there.get(name) != here[name]]:
+        raise ValueError(
+            f"--out {s.out} has a run with {'; '.join(differing)}. Give another folder, or delete this one"
+        )
+
+
+def resumed(
+    s: Settings, state: fshard.TrainState, mesh: DeviceMesh | None, device: torch.device
+) -> tuple[fshard.TrainState, list[Record]]:
+    """The state and the records of the last checkpoint that is whole; without one, `state` and none."""
+    folder = s.out / "checkpoints"
+    (last,) = highest([-1 if (step := checkpoint.latest(folder)) is None else step], mesh, device)
+    if last < 0:
+        return state, []
+    saved = checkpoint.restore(folder, {"state": state, "run": "", "history": ""}, int(last), fall_back=True)
+    return saved["state"], json.loads(saved["history"])
+
+
+# --- All of it.
 
 
 def memory_held(
@@ -349,53 +349,33 @@ def memory_held(
     return bytes_by_rank | {"unsharded": num_bytes(params, params, optimizer(s).init(params))}
 
 
-def memory_table(bytes_by_rank: dict[str, list[int]]) -> Table:
-    table = Table(title="Memory held, in MB")
-    for name in ("", "parameters", "gradients", "optimizer state", "together", "growth of the peak"):
-        table.add_column(name, justify="right")
-    for name, row in bytes_by_rank.items():
-        table.add_row(name, *(f"{cell / 1e6:.2f}" for cell in [*row[:3], sum(row[:3]), *row[3:]]))
-    return table
+def run(
+    s: Settings, text: bytes, valid: bytes, mesh: DeviceMesh | None, device: torch.device, received: Sequence[int]
+) -> int:
+    """Train. Rank 0 writes metrics and a plot of the loss to the folder `out`, and prints the results.
 
-
-def draw(history: Sequence[Record], gzip_bits: float, path: Path) -> None:
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, style in (("train", "-"), ("validation", "o-")):
-        points = [(r["step"], r[f"{name}_bits_per_byte"]) for r in history if f"{name}_bits_per_byte" in r]
-        axes.plot(*zip(*points, strict=True), style, label=name, markersize=4)
-    axes.axhline(gzip_bits, color="gray", linestyle=":", label="gzip -9 of the validation bytes")
-    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-@contextmanager
-def logging(s: Settings, console: Console, path: Path, history: list[Record]) -> Iterator[Callable[[Record], None]]:
-    """A function that appends a record to `history`, writes it as a line of JSON and updates the progress bar."""
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with path.open("w") as file, Progress(*columns, console=console, disable=console.quiet) as bar:
-        task = bar.add_task("", total=1.0)
-
-        def log(record: Record) -> None:
-            history.append(record)
-            print(json.dumps(record), file=file, flush=True)
-            bits, rate = record["train_bits_per_byte"], record["bytes_per_second"]
-            text = f"step {record['step']}/{s.steps}  {bits:.3f} bits/byte  {rate:,.0f} bytes/s"
-            bar.update(task, completed=record["done"], description=text)
-
-        yield log
-
-
-def run(s: Settings, text: bytes, valid: bytes, mesh: DeviceMesh | None, device: torch.device) -> None:
-    """Train. Rank 0 writes metrics and a plot of the loss to the folder `out`, and prints the results."""
+    Returns the number of the signal that has stopped the training, or 0.
+    """
     rank, _ = rank_and_size(mesh)
     console, metrics = Console(quiet=rank > 0), s.out / "metrics.jsonl" if rank == 0 else Path(os.devnull)
-    before, windows, state = peak_memory(device), all_windows(valid, s, device), start(s, mesh, device)
+    before, windows, state = peak_memory(device), on(device, all_windows(valid, s.context)), start(s, mesh, device)
     console.print(str(state.params.plan), markup=False, highlight=False, soft_wrap=True)
-    history: list[Record] = []
-    with logging(s, console, metrics, history) as log:
-        state = train(s, state, as_tensor(text), windows, mesh, log)
+    state, history = resumed(s, state, mesh, device)
+    seconds = history[-1]["seconds"] if history else 0.0
+    if history:
+        verb = "Ended before, at" if share_done(s, int(state.step), seconds) == 1 else "Goes on from"
+        console.print(f"{verb} step {int(state.step)}: delete {s.out} to start anew", soft_wrap=True)
+    decides = json.dumps(what_decides(s, text))
+
+    def save(state: fshard.TrainState, wait: bool) -> None:
+        whole = {"state": state, "run": decides, "history": json.dumps(history)}
+        checkpoint.save(s.out / "checkpoints", whole, int(state.step), wait=wait, keep_last=2)
+
+    with logging(s.steps, console, metrics, history) as log:
+        state, stop = train(s, state, seconds, as_tensor(text), windows, mesh, received, log, save)
+    if stop:
+        console.print(f"Stopped and saved at step {int(state.step)}: the same command goes on from there")
+        return stop
     bytes_by_rank = memory_held(s, state, peak_memory(device) - before, mesh, device)
     params = fshard.gather_params(state.params)
     if rank == 0:
@@ -403,25 +383,8 @@ def run(s: Settings, text: bytes, valid: bytes, mesh: DeviceMesh | None, device:
         with metrics.open("a") as file:
             print(json.dumps(result), file=file)
         draw(history, result["gzip_bits_per_byte"], s.out / "loss.png")
-        report(result, generate(params, s, device), s, console)
-
-
-def summary(history: Sequence[Record], valid: bytes, bytes_by_rank: dict[str, list[int]]) -> Record:
-    return {
-        "validation_bits_per_byte": history[-1]["validation_bits_per_byte"],
-        "gzip_bits_per_byte": 8 * len(gzip.compress(valid, 9)) / len(valid),
-        "validation_bytes": len(valid),
-        "memory_bytes": bytes_by_rank,
-    }
-
-
-def report(result: Record, sample: str, s: Settings, console: Console) -> None:
-    console.print(memory_table(result["memory_bytes"]))
-    console.print(Panel(Text(sample), title="Written by the model"))
-    console.print(f"Bits per byte on {result['validation_bytes']:,} validation bytes:")
-    console.print(f"  this model  {result['validation_bits_per_byte']:.3f}")
-    console.print(f"  gzip -9     {result['gzip_bits_per_byte']:.3f}")
-    console.print(f"Metrics and a picture of the loss are in {s.out}", soft_wrap=True)
+        report(result, generate(params, s, device), s.out, console)
+    return 0
 
 
 # --- The command line.
@@ -435,6 +398,10 @@ def check(s: Settings) -> None:
             raise ValueError(f"--{f.name.replace('_', '-')} {value}: expected a number above 0")
     if s.d_model % s.heads:
         raise ValueError(f"--d-model {s.d_model}: expected a multiple of --heads, which is {s.heads}")
+    if s.batch < (ranks := int(os.environ.get("WORLD_SIZE", 1))):
+        raise ValueError(f"--batch {s.batch}: expected at least one window for each of {ranks} ranks")
+    if s.reduction not in ("exact", "fast", "tree"):
+        raise ValueError(f"--reduction {s.reduction}: expected exact, fast or tree")
     if s.eval_bytes < s.context:
         raise ValueError(f"--eval-bytes {s.eval_bytes}: expected at least the {s.context} of --context")
 
@@ -450,18 +417,21 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Settings, bytes, bytes]:
     s = Settings(**vars(parser.parse_args(argv)))
     try:
         check(s)
-        text, valid = read_text(s)
+        text, valid = read_text(s.data, s.context, s.eval_bytes)
+        check_same_run(s, text)
         s.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return s, text, valid
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 128 and the number of the signal that has stopped the training, or 0."""
     s, text, valid = read_arguments(argv)
-    with world() as (mesh, device):
-        run(s, text, valid, mesh, device)
+    with signals() as received, world(s) as (mesh, device):
+        stop = run(s, text, valid, mesh, device, received)
+    return stop and 128 + stop
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

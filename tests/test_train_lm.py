@@ -4,18 +4,23 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import lm_text
 import pytest
 import torch
+from support.models import same_bits
 from support.worlds import simulated
 
 import fshard
+from fshard import checkpoint
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # the bits depend on the number of threads
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
 TINY = "--steps=25 --d-model=16 --layers=2 --heads=2 --context=16 --batch=4 --warmup=5 --eval-every=10 --sample=20"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -97,6 +102,84 @@ def test_time_that_is_up_ends_training(example: ModuleType, text: Path, tmp_path
     assert [record.get("step") for record in records(tmp_path)] == [10, None]
 
 
+def whole_run(example: ModuleType, text: Path, out: Path) -> tuple[Any, list[dict[str, Any]]]:
+    """The last checkpoint of a run, whole, and the records in it without what depends on the time."""
+    s = example.read_arguments([*TINY.split(), f"--data={text}", f"--out={out}", "--reduction=tree"])[0]
+    like = {"state": example.start(s, None, torch.device("cpu")), "run": "", "history": ""}
+    saved = checkpoint.restore(out / "checkpoints", like)
+    timed = ("done", "seconds", "bytes_per_second")
+    history = json.loads(saved.pop("history"))
+    return saved, [{name: x for name, x in record.items() if name not in timed} for record in history]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(one_thread: None, example: ModuleType, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What a run leaves that is never stopped."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    assert example.main([*TINY.split(), f"--data={text}", f"--out={out}", "--reduction=tree"]) == 0
+    return whole_run(example, text, out)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_was_stopped_goes_on(
+    example: ModuleType, text: Path, undisturbed: Any, tmp_path: Path, number: int, monkeypatch: Any, capsys: Any
+) -> None:
+    """After ctrl-C the same command would start anew, lose steps or records, or compute other numbers."""
+    arguments = [*TINY.split(), f"--data={text}", f"--out={tmp_path}", "--reduction=tree"]
+    handler, draw = signal.getsignal(number), example.random_windows
+
+    def stopping(text: Any, context: int, seed: int, step: int, rows: range) -> Any:
+        if step == 13:
+            signal.raise_signal(number)
+        return draw(text, context, seed, step, rows)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(example, "random_windows", stopping)
+        assert example.main(arguments) == 128 + number
+    assert signal.getsignal(number) is handler
+    assert "Stopped and saved at step 20: the same command goes on from there" in capsys.readouterr().out
+    assert [record["step"] for record in records(tmp_path)] == [10, 20]
+    assert example.main(arguments) == 0
+    assert f"Goes on from step 20: delete {tmp_path} to start anew" in capsys.readouterr().out
+    assert [record.get("step") for record in records(tmp_path)] == [10, 20, 25, None]
+    assert same_bits(whole_run(example, text, tmp_path), undisturbed)
+    assert example.main(arguments) == 0
+    assert f"Ended before, at step 25: delete {tmp_path} to start anew" in capsys.readouterr().out
+    assert [record.get("step") for record in records(tmp_path)] == [10, 20, 25, None]
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_bits(
+    example: ModuleType, text: Path, undisturbed: Any, tmp_path: Path
+) -> None:
+    """With `--reduction=tree` a run that lost or gained ranks would go on with other windows or other sums."""
+    arguments = [*TINY.split(), f"--data={text}", f"--out={tmp_path}", "--reduction=tree"]
+    assert example.main([*arguments, "--minutes=1e-9"]) == 0  # until step 10, on one rank
+    s, train, valid = example.read_arguments(arguments)
+
+    def on_ranks(mesh: Any) -> int:
+        return example.run(s, train, valid, mesh, torch.device("cpu"), [])
+
+    assert simulated(on_ranks, shard=2) == [0, 0]
+    assert [record.get("step") for record in records(tmp_path)] == [10, 20, 25, None]
+    state, history = whole_run(example, text, tmp_path)
+    assert same_bits(state, undisturbed[0])
+    names = ("step", "train_bits_per_byte")  # a validation adds up in another order
+    assert [[r[n] for n in names] for r in history] == [[r[n] for n in names] for r in undisturbed[1]]
+
+
+def test_another_run_in_the_folder_is_an_error(
+    example: ModuleType, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run with other settings would go on from the checkpoint of another one, without a word."""
+    arguments = [*TINY.split(), f"--data={text}", f"--out={tmp_path}", "--minutes=1e-9"]
+    assert example.main(arguments) == 0
+    for other, sentence in (("--lr=1", "lr 0.005, not 1.0"), (f"--data={text / 'a'}", "text ")):
+        with pytest.raises(SystemExit):
+            example.main([*arguments, other])
+        expected = f"--out {tmp_path} has a run with {sentence}"
+        assert expected in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -105,6 +188,8 @@ def test_time_that_is_up_ends_training(example: ModuleType, text: Path, tmp_path
         (["--data={}/small"], "too little text"),
         (["--heads=5"], "--d-model 16: expected a multiple of --heads, which is 5"),
         (["--steps=0"], "--steps 0: expected a number above 0"),
+        (["--batch=0"], "--batch 0: expected a number above 0"),
+        (["--reduction=sum"], "--reduction sum: expected exact, fast or tree"),
         (["--eval-bytes=15"], "--eval-bytes 15: expected at least the 16 of --context"),
     ],
 )
@@ -119,19 +204,19 @@ def test_what_makes_no_sense_is_an_error_in_a_sentence(
     assert sentence in capsys.readouterr().err
 
 
-def test_the_split_is_by_file_and_the_same_in_any_order(example: ModuleType) -> None:
+def test_the_split_is_by_file_and_the_same_in_any_order() -> None:
     """Ranks would train on validation data, or validate on different files."""
     files = [(f"{n}.py", bytes([n]) * 100) for n in range(100)]
-    train, valid = example.split(files)
+    train, valid = lm_text.split(files)
     assert (len(train), len(valid)) == (9500, 500)
     assert not set(train) & set(valid)
-    assert example.split(files[::-1]) == (train, valid)
-    assert example.split([("one", bytes(range(100)))]) == (bytes(range(95)), bytes(range(95, 100)))
+    assert lm_text.split(files[::-1]) == (train, valid)
+    assert lm_text.split([("one", bytes(range(100)))]) == (bytes(range(95)), bytes(range(95, 100)))
 
 
-def test_every_validation_byte_is_a_target_once(example: ModuleType) -> None:
+def test_every_validation_byte_is_a_target_once() -> None:
     """The loss in bits for each byte would count a byte twice, or not at all."""
-    windows = example.all_windows(b"abcdef", example.Settings(context=3), torch.device("cpu"))
+    windows = lm_text.all_windows(b"abcdef", 3)
     assert [bytes(row) for row in windows["targets"].tolist()] == [b"abc", b"def"]
     assert [bytes(row) for row in windows["tokens"].tolist()] == [b"\nab", b"cde"]
 
