@@ -20,7 +20,7 @@ from .places import Place, place_of
 
 INDEX = "index.json"
 LAST_STEP = 10**12
-_STEP = re.compile(r"step-(\d{12})")
+_STEP = re.compile(r"step-([0-9]{12})")
 
 
 def at(directory: str | os.PathLike[str]) -> Place:
@@ -102,7 +102,12 @@ def index_at(place: Place, step: int) -> tuple[Index, bytes]:
         text = read_all(there, INDEX)
     except FileNotFoundError:
         raise CheckpointError(no_checkpoint(place, step)) from None
-    return read_index(text, f"{there}/{INDEX}"), text
+    except OSError as error:
+        raise CheckpointError(f"{there}/{INDEX}: {error}") from error
+    index = read_index(text, f"{there}/{INDEX}")
+    if index.step != step:
+        raise CheckpointError(f"{there}/{INDEX}: expected the index of step {step}, got that of step {index.step}")
+    return index, text
 
 
 def read_all(place: Place, name: str) -> bytes:

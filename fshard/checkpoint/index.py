@@ -2,7 +2,7 @@
 
 An index is JSON that anyone can read:
 
-    {"format": "fshard", "version": 1, "step": 100, "ranks": 2, "plans": ["5f0c..."],
+    {"checksum": 2596996162, "format": "fshard", "version": 1, "step": 100, "ranks": 2, "plans": ["5f0c..."],
      "files": {"9a41-rank-00000.safetensors": 4096, ...},
      "leaves": {"params.w": {"shape": [4, 8], "dtype": "F32",
                              "pieces": [["9a41-rank-00000.safetensors", 136, 0, 16, [3735928559]], ...]}},
@@ -11,23 +11,31 @@ An index is JSON that anyone can read:
 
 A piece is [file, offset of its first byte, begin, number of elements, CRC-32 of each `CHUNK` bytes]: elements [begin,
 begin + number) of the flattened leaf. A leaf or value of which ranks have others, such as the position of each rank in
-its data, is one of `by_rank`, and has an entry for each rank.
+its data, is one of `by_rank`, and has an entry for each rank. "checksum" is the CRC-32 of the text without it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+import re
+import reprlib
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from .safetensors_file import CHUNK, DTYPES, NAMES
+from .safetensors_file import CHUNK, DTYPES, NAMES, parsed
 
 VERSION = 1
-MAX_BYTES = 1 << 28  # of an index: a longer one is refused before it is read
+MAX_BYTES = 1 << 27  # of an index: a longer one is refused before it is read
+_DENSEST = 12  # bytes of an index for each list or object: denser text would take 20 times its size in memory
+_FILE = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{,200}\.safetensors")  # beside the index, and no index itself
+_SEAL = re.compile(rb'\{"checksum": ([0-9]{1,10}), ')
 
 Json = Any  # Python's types cannot say more of JSON
 
@@ -101,7 +109,17 @@ class Index:
         }
         head = {"format": "fshard", "version": VERSION, "step": self.step, "ranks": self.ranks, "plans": self.plans}
         rest = {"leaves": leaves, "values": dict(self.values), "by_rank": sorted(self.by_rank)}
-        return json.dumps({**head, "files": dict(self.files), **rest}).encode()
+        return sealed({**head, "files": dict(self.files), **rest})
+
+
+def sealed(raw: Mapping[str, Json]) -> bytes:
+    """Return JSON with a checksum of it as the first field.
+
+    >>> sealed({"step": 100})
+    b'{"checksum": 629794549, "step": 100}'
+    """
+    text = json.dumps(raw).encode()
+    return b'{"checksum": %d, ' % zlib.crc32(text) + text[1:]
 
 
 def piece_to_json(piece: Piece) -> Json:
@@ -112,77 +130,135 @@ def piece_to_json(piece: Piece) -> Json:
 def read_index(text: bytes, where: str) -> Index:
     """Return the index that a text is. CheckpointError, which begins with `where`, for any other text."""
     try:
-        raw = json.loads(text)
-        _require(raw["format"] == "fshard", f"expected the format 'fshard', got {raw['format']!r}")
-        _require(raw["version"] == VERSION, f"expected version {VERSION}, got {raw['version']!r}")
-        files = {_file_name(name): _count(size) for name, size in raw["files"].items()}
-        leaves = {name: _entry(name, entry, files) for name, entry in raw["leaves"].items()}
-        plans = tuple(map(str, raw["plans"]))
-        step, ranks, values = _count(raw["step"]), _count(raw["ranks"]), _values(raw["values"])
-        return Index(step, ranks, plans, files, leaves, values, _by_rank(raw["by_rank"], ranks, leaves, values))
-    except KeyError as error:
-        raise CheckpointError(f"{where}: not an index of a checkpoint: it lacks {error}") from None
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{where}: not an index of a checkpoint: {error}") from None
+        _require(len(text) <= MAX_BYTES, f"expected at most {MAX_BYTES:,} bytes, got {len(text):,}")
+        containers = text.count(b"[") + text.count(b"{")
+        _require(containers * _DENSEST <= len(text) + 1000, f"it has {containers:,} lists in {len(text):,} bytes")
+        raw = parsed(text, "the text", "it")
+        head = (_field(raw, "format", str), _field(raw, "version", int))
+        _require(head == ("fshard", VERSION), f"expected format and version {('fshard', VERSION)}, got {head}")
+        seal = _SEAL.match(text)
+        is_sealed = seal and int(seal[1]) == zlib.crc32(memoryview(text)[seal.end() :], zlib.crc32(b"{"))
+        _require(is_sealed, "it was changed or damaged: its checksum is that of another text")
+        return _index(raw)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: not an index of a checkpoint: {str(error)[:1000]}") from None
+
+
+def _index(raw: Json) -> Index:
+    step, ranks = _count(_field(raw, "step", int)), _count(_field(raw, "ranks", int))
+    _require(ranks, "ranks: expected at least 1")
+    plans, by_rank = _strings(raw, "plans"), _strings(raw, "by_rank")
+    files = {_file_name(name): _count(size) for name, size in _field(raw, "files", dict).items()}
+    leaves = {name: _entry(name, entry, files) for name, entry in _field(raw, "leaves", dict).items()}
+    values = _field(raw, "values", dict)
+    for name, value in values.items():
+        _require(isinstance(value, bool | int | float | str), f"{name!r}: expected a tensor, a number or a string")
+    _check_apart(leaves)
+    _check_names(by_rank, ranks, leaves, values)
+    return Index(step, ranks, tuple(plans), files, leaves, values, frozenset(by_rank))
+
+
+_KINDS = {str: "a string", int: "a whole number", list: "a list", dict: "an object"}
+
+
+def _field(raw: Json, key: str, kind: type) -> Json:
+    value = raw.get(key) if isinstance(raw, dict) else None
+    if type(value) is not kind:  # for isinstance, True is an int
+        raise ValueError(f"{key}: expected {_KINDS[kind]}, got {reprlib.repr(value)}")
+    return value
+
+
+def _strings(raw: Json, key: str) -> list[str]:
+    strings = _field(raw, key, list)
+    _require(all(isinstance(string, str) for string in strings), f"{key}: expected strings")
+    return strings
 
 
 def _entry(name: str, raw: Json, files: Mapping[str, int]) -> Entry:
-    dtype = DTYPES.get(raw["dtype"])
-    _require(dtype is not None, f"{name!r}: expected one of the dtypes of safetensors, got {raw['dtype']!r}")
-    assert dtype is not None
-    shape = tuple(map(_count, raw["shape"]))
-    entry = Entry(shape, dtype, in_order(map(read_piece, raw["pieces"]), math.prod(shape), repr(name)))
-    for piece in entry.pieces:
-        num_bytes = piece.numel * dtype.itemsize
-        _require(piece.file in files, f"{name!r}: expected one of the files of the index, got {piece.file!r}")
-        _require(
-            piece.offset + num_bytes <= files[piece.file],
-            f"{name!r}: {num_bytes} bytes from byte {piece.offset} on are beyond the end of {piece.file}",
-        )
-        _require(len(piece.checksums) == -(-num_bytes // CHUNK), f"{name!r}: expected a checksum of each {CHUNK} bytes")
-    return entry
+    try:
+        kind = _field(raw, "dtype", str)
+        _require(kind in DTYPES, f"expected one of the dtypes of safetensors, got {reprlib.repr(kind)}")
+        dtype, shape = DTYPES[kind], tuple(map(_count, _field(raw, "shape", list)))
+        pieces = map(read_piece, _field(raw, "pieces", list))
+        entry = Entry(shape, dtype, in_order(pieces, _numel(shape), "its pieces"))
+        for piece in entry.pieces:
+            _check_piece(piece, piece.numel * dtype.itemsize, files)
+        return entry
+    except ValueError as error:
+        raise ValueError(f"{name!r}: {error}") from None
+
+
+def _numel(shape: Sequence[int]) -> int:
+    """The number of elements. ValueError for more than a file can have: the product of a million sizes takes hours."""
+    numel = int(0 not in shape)
+    for size in shape:
+        numel *= size
+        if numel >= 2**63:
+            raise ValueError(f"no tensor has the shape {reprlib.repr(shape)}")
+    return numel
+
+
+def _check_piece(piece: Piece, num_bytes: int, files: Mapping[str, int]) -> None:
+    if piece.file not in files:
+        raise ValueError(f"expected one of the files of the index, got {reprlib.repr(piece.file)}")
+    if piece.offset + num_bytes > files[piece.file]:
+        raise ValueError(f"{num_bytes} bytes from byte {piece.offset} on are beyond the end of {piece.file}")
+    if len(piece.checksums) != -(-num_bytes // CHUNK):
+        raise ValueError(f"expected a checksum of each {CHUNK} bytes, got {len(piece.checksums)} for {num_bytes} bytes")
+
+
+def _check_apart(leaves: Mapping[str, Entry]) -> None:
+    """Raise ValueError if two pieces have a byte of a file in common."""
+    spans = sorted(
+        (piece.file, piece.offset, piece.offset + piece.numel * entry.dtype.itemsize, name)
+        for name, entry in leaves.items()
+        for piece in entry.pieces
+    )
+    for (file, _, end, name), (other, begin, _, second) in pairwise(spans):
+        if file == other and begin < end:
+            raise ValueError(f"{second!r} begins at byte {begin} of {file}, and {name!r} ends at byte {end}")
+
+
+def _check_names(by_rank: Sequence[str], ranks: int, leaves: Mapping[str, Json], values: Mapping[str, Json]) -> None:
+    """Raise ValueError if a name means two things, or a rank has no entry of it."""
+    names = [*leaves, *values, *by_rank]
+    if twice := next((name for name, number in Counter(names).items() if number > 1), None):
+        raise ValueError(f"{twice!r} comes twice")
+    for name in by_rank:
+        if not any(all(rank_key(name, rank) in of_kind for rank in range(ranks)) for of_kind in (leaves, values)):
+            raise ValueError(f"{name!r}: expected an entry for each of {ranks} ranks")
 
 
 def in_order(pieces: Iterable[Piece], numel: int, name: str) -> tuple[Piece, ...]:
     """Return pieces by where they begin. ValueError unless they make up a leaf of `numel` elements, each once."""
     ordered, end = tuple(sorted(pieces, key=lambda piece: piece.begin)), 0
     for piece in ordered:
-        _require(piece.begin == end and piece.numel, f"{name}: expected elements from {end} on, got {piece.begin}")
+        if piece.begin != end or not piece.numel:
+            raise ValueError(f"{name}: expected elements from {end} on, got {piece.numel} from {piece.begin} on")
         end = piece.end
-    _require(end == numel, f"{name}: its pieces have {end} elements, its shape {numel}")
+    _require(end == numel, f"{name}: expected {numel} elements, got {end}")
     return ordered
 
 
 def read_piece(raw: Json) -> Piece:
     """Return the piece that a list is. ValueError for another list."""
+    is_piece = isinstance(raw, list) and len(raw) == 5 and isinstance(raw[0], str) and isinstance(raw[4], list)
+    if not is_piece:
+        raise ValueError(f"expected [file, offset, begin, number of elements, checksums], got {reprlib.repr(raw)}")
     file, offset, begin, numel, checksums = raw
     return Piece(file, _count(offset), _count(begin), _count(numel), tuple(map(_count, checksums)))
 
 
-def _values(raw: Json) -> dict[str, Json]:
-    for name, value in raw.items():
-        _require(isinstance(value, bool | int | float | str), f"{name!r}: expected a number or a string")
-    return dict(raw)
-
-
-def _by_rank(raw: Json, ranks: int, *entries: Mapping[str, object]) -> frozenset[str]:
-    for name in raw:
-        _require(
-            any(all(rank_key(name, rank) in of_kind for rank in range(ranks)) for of_kind in entries),
-            f"{name!r}: expected an entry for each of {ranks} ranks",
-        )
-    return frozenset(raw)
-
-
 def _file_name(name: str) -> str:
-    # a file beside the index: a name with a separator may lead elsewhere
-    is_plain = name not in ("", ".", "..") and not {*name} & {"/", "\\", ":", "\0"}
-    _require(is_plain, f"expected the name of a file beside the index, got {name!r}")
+    # a name with a separator may lead elsewhere; `index.json` must not be deleted with the files of an older index
+    if not _FILE.fullmatch(name):
+        raise ValueError(f"expected the name of a safetensors file beside the index, got {reprlib.repr(name)}")
     return name
 
 
 def _count(number: Json) -> int:
-    _require(type(number) is int and 0 <= number < 2**63, f"expected a number of at least 0, got {str(number)[:80]!r}")
+    if type(number) is not int or not 0 <= number < 2**63:
+        raise ValueError(f"expected a number of at least 0, got {reprlib.repr(number)}")
     return number
 
 

@@ -105,7 +105,11 @@ class LocalPlace:
         """Write a file that is there as a whole or not at all, in the place of one that was there."""
         unfinished = f".{name}.{secrets.token_hex(8)}"
         self.write(unfinished, [memoryview(data)])
-        os.replace(self._path / unfinished, self._path / name)
+        try:
+            os.replace(self._path / unfinished, self._path / name)
+        except OSError:  # a folder has the name
+            self.remove(unfinished)
+            raise
         _flush(self._path)
 
     @contextmanager

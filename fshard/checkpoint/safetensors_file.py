@@ -124,7 +124,7 @@ def read_json(path: Path) -> dict[str, Any]:
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > _LONGEST_HEADER:
             raise ValueError(f"{path}: expected at most {_LONGEST_HEADER:,} bytes")
-        return _parsed(file.readall(), path, "it")
+        return parsed(file.readall(), path, "it")
 
 
 def open_file(path: Path) -> FileIO:
@@ -137,7 +137,7 @@ def open_file(path: Path) -> FileIO:
     return open(path, "rb", buffering=0)
 
 
-def _parsed(text: bytes, path: Path, what: str) -> dict[str, Any]:
+def parsed(text: bytes, where: object, what: str) -> dict[str, Any]:
     """Return a JSON object. ValueError for other text, and for a name that comes twice."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -149,15 +149,15 @@ def _parsed(text: bytes, path: Path, what: str) -> dict[str, Any]:
     try:
         value = json.loads(text.decode(), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {what} is not JSON: {error}") from None
+        raise ValueError(f"{where}: {what} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: {what} is not a JSON object, but a {type(value).__name__}")
+        raise ValueError(f"{where}: {what} is not a JSON object, but a {type(value).__name__}")
     return value
 
 
 def _entries(text: bytes, path: Path) -> list[Entry]:
     entries = []
-    for name, form in _parsed(text, path, "its header").items():
+    for name, form in parsed(text, path, "its header").items():
         if name == METADATA:
             continue
         fields = form if isinstance(form, dict) else {}

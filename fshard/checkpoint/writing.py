@@ -16,7 +16,7 @@ from torch import Tensor
 from ..sharding.names import Form
 from .contents import Contents
 from .directory import INDEX, folder, index_at, read_all
-from .index import CheckpointError, Entry, Index, Json, Piece, in_order, piece_to_json, rank_key, read_piece
+from .index import CheckpointError, Entry, Index, Json, Piece, in_order, piece_to_json, rank_key, read_index, read_piece
 from .places import Place
 from .safetensors_file import chunks, header, laid_out
 
@@ -107,8 +107,9 @@ class Writer:
             with place.open(file) as written:
                 if written.size != size:
                     raise CheckpointError(f"{place}/{file}: expected {size:,} bytes, got {written.size:,}")
-        old = _files_at(self.directory, self.step)
-        place.put(INDEX, index.to_json())
+        text, old = index.to_json(), _files_at(self.directory, self.step)
+        read_index(text, f"{place}/{INDEX}")  # what `restore` refuses is never put in place
+        place.put(INDEX, text)
         for name in (*names, *old):
             place.remove(name)
 

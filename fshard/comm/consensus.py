@@ -66,7 +66,6 @@ def of_first(text: str, mesh: AnyMesh) -> str:
 
 
 def _sha(text: str) -> str:
-    # names of files may have surrogates
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
@@ -139,10 +138,10 @@ def any_rank(flags: T, mesh: AnyMesh) -> T:
 
 def _texts(text: str, mesh: AnyMesh) -> list[str]:
     """The texts of all ranks, in rank order."""
-    data, end = text.encode(), b"\x1e"
+    data, end = text.encode(errors="surrogatepass"), b"\x1e"  # names of files may have surrogates
     for axis in reversed(axis_sizes(mesh)):
         data = end.join(rows_of_bytes(data, along(mesh, axis)))
-    return [row.decode() for row in data.split(end)]
+    return [row.decode(errors="surrogatepass") for row in data.split(end)]
 
 
 def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
