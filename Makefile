@@ -3,7 +3,7 @@ BIN := .venv/bin
 ARGS ?=
 WHEELS ?=
 
-.PHONY: train test lint bench gpu bench-footprint bench-optim bench-precision bench-simulated bench-modules bench-check bench-init mutants clean
+.PHONY: train test lint bench gpu bench-footprint bench-optim bench-precision bench-simulated bench-modules bench-check bench-checkpoints bench-init mutants clean
 
 train: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_lm.py $(ARGS)
@@ -46,6 +46,9 @@ bench-modules: .venv/ready
 
 bench-check: .venv/ready
 	$(BIN)/python benchmarks/checking.py $(ARGS)
+
+bench-checkpoints: .venv/ready
+	$(BIN)/python benchmarks/checkpoints.py $(ARGS)
 
 bench-init: .venv/ready
 	$(BIN)/python benchmarks/initial.py $(ARGS)

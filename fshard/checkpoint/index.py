@@ -9,9 +9,9 @@ An index is JSON that anyone can read:
      "values": {"extra.epoch": 3, "extra.position@0": 7, "extra.position@1": 9},
      "by_rank": ["extra.position"]}
 
-A piece is [file, offset of its first byte, begin, number of elements, CRC-32 of each `CHUNK` bytes]: elements [begin,
-begin + number) of the flattened leaf. A leaf or value of which ranks have others, such as the position of each rank in
-its data, is one of `by_rank`, and has an entry for each rank. "checksum" is the CRC-32 of the text without it.
+A piece is [file, offset of its first byte, begin, number of elements, `checksum` of each `CHUNK` bytes]: the elements
+[begin, begin + number) of the flattened leaf. A leaf or value of which ranks have others, such as the position of each
+rank in its data, is one of `by_rank`, and has an entry for each rank. "checksum" is the CRC-32 of the text without it.
 """
 
 from __future__ import annotations

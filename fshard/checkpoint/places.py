@@ -15,6 +15,7 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
@@ -87,30 +88,33 @@ class LocalPlace:
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> None:
         """Write a new file, which outlives a loss of power when this returns; make the folder if need be."""
-        self._make()
-        # O_EXCL: never over a file that is there, nor through a link
-        number = os.open(self._path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            with open(number, "wb", buffering=0) as file, _naming(self._path / name):
-                for chunk in chunks:
-                    while chunk:  # one write may take less than all
-                        chunk = chunk[file.write(chunk) :]
-                os.fsync(number)
-        except BaseException:
-            self.remove(name)
-            raise
+        self._write(name, chunks)
         _flush(self._path)
 
     def put(self, name: str, data: bytes) -> None:
         """Write a file that is there as a whole or not at all, in the place of one that was there."""
         unfinished = f".{name}.{secrets.token_hex(8)}"
-        self.write(unfinished, [memoryview(data)])
+        self._write(unfinished, [memoryview(data)])
         try:
             os.replace(self._path / unfinished, self._path / name)
         except OSError:  # a folder has the name
             self.remove(unfinished)
             raise
         _flush(self._path)
+
+    def _write(self, name: str, chunks: Iterable[memoryview]) -> None:
+        """Write a new file and flush it to the disk, but not its name."""
+        self._make()
+        # O_EXCL: never over a file that is there, nor through a link
+        number = os.open(self._path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with open(number, "wb", buffering=0) as file, _naming(self._path / name):
+                for chunk in chunks:
+                    _write_chunk(file, chunk)
+                os.fsync(number)
+        except BaseException:
+            self.remove(name)
+            raise
 
     @contextmanager
     def open(self, name: str) -> Iterator[Reader]:
@@ -154,6 +158,15 @@ class _LocalReader:
                 break
             filled += count
         return filled
+
+
+def _write_chunk(file: FileIO, chunk: memoryview) -> None:
+    begin, size = file.tell(), len(chunk)
+    while chunk:  # one write may take less than all
+        chunk = chunk[file.write(chunk) :]
+    if hasattr(os, "posix_fadvise"):
+        # Linux begins to write these bytes to the disk, while the next chunk is made
+        os.posix_fadvise(file.fileno(), begin, size, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager

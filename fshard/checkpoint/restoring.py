@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -14,13 +13,14 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import AnyMesh, mesh_device
+from ..comm.mesh import mesh_device
 from ..core import tree
 from ..core.arguments import check_flags
 from ..core.bits import from_bytes
 from ..core.tree import Tree
 from ..layout.pieces import Parts, mesh_of
 from ..sharding.names import Form, Rename, form_difference, name_differences, renamed
+from .checksum import checksum
 from .contents import Contents, contents_of
 from .directory import at, finished, folder, index_at, no_checkpoint
 from .index import CheckpointError, Entry, Index, Piece
@@ -36,6 +36,7 @@ def restore(
     step: int | None = None,
     rename: Rename | None = None,
     fall_back: bool = False,
+    donate: bool = False,
 ) -> Tree:
     """Read the checkpoint of a step (None: the last one) into a state like `like`; every rank must call this.
 
@@ -47,29 +48,34 @@ def restore(
       None in place of a name leaves a leaf out. So a part of a checkpoint is read:
       `restore(dir, {"params": params}, rename=lambda name: name if name.startswith("params.") else None)`.
     - `fall_back=True`: if the checkpoint is damaged, restore the last one before it that is whole.
+    - `donate=True`: read into the memory of `like`, which is given away: no second state is in memory.
 
     If one rank has an error, all ranks raise, and nothing is restored. CheckpointError names the file and the leaf.
     ValueError lists all names, shapes and dtypes that differ. Dual: `save`.
     """
     mesh = mesh_of(like)
     place = consensus.together(mesh, lambda: at(dir))
-    wanted = consensus.together(mesh, lambda: _wanted(place, like, step, fall_back))
+    wanted = consensus.together(mesh, lambda: _wanted(place, like, step, fall_back, donate))
     candidates = consensus.together(
         mesh, lambda: _candidates(place, step, fall_back) if wanted.rank == 0 else [], _REMEDY, CheckpointError
     )
-    numbers: list[int] = json.loads(consensus.of_first(json.dumps(candidates), mesh))
-    if not numbers:
+    steps: list[int] = json.loads(consensus.of_first(json.dumps(candidates), mesh))
+    if not steps:
         raise CheckpointError(no_checkpoint(place, step))
-    for number in numbers[:-1]:
+    for number in steps:
         try:
-            return _restored(place, number, like, wanted, rename)
-        except CheckpointError:
-            continue  # as asked for by `fall_back`; what differs from `like` is another error
-    return _restored(place, numbers[-1], like, wanted, rename)
+            index, origins = _matched(place, number, wanted, rename)
+            like, donate = _into(like, index, origins, wanted, donate), True
+            _read_state(folder(place, number), index, origins, like)
+            return like
+        except CheckpointError:  # what differs from `like` is another error
+            if number == steps[-1]:
+                raise
+    raise AssertionError("unreachable")
 
 
-def _wanted(place: Place, like: Tree, step: int | None, fall_back: bool) -> Contents:
-    check_flags(fall_back=fall_back)
+def _wanted(place: Place, like: Tree, step: int | None, fall_back: bool, donate: bool) -> Contents:
+    check_flags(fall_back=fall_back, donate=donate)
     if step is not None:
         folder(place, step)  # is a step, and leads nowhere else
     return contents_of(like, "restore")
@@ -83,19 +89,46 @@ def _candidates(place: Place, step: int | None, fall_back: bool) -> list[int]:
     return numbers if fall_back else numbers[:1]
 
 
-def _restored(place: Place, step: int, like: Tree, wanted: Contents, rename: Rename | None) -> Tree:
+def _matched(place: Place, step: int, wanted: Contents, rename: Rename | None) -> tuple[Index, dict[str, str]]:
+    """Read the index of a step: the index, and for each name in `like` the name in the checkpoint."""
     mesh = wanted.mesh
     index, text = consensus.together(mesh, lambda: index_at(place, step), _REMEDY, CheckpointError)
     what = f"restore: the index of step {step} in {place}"
     consensus.check_same(mesh, text.decode(errors="replace"), what, "Let all ranks see the same files")
-    origins = consensus.together(mesh, lambda: _origins(index, wanted, rename))
-    values = {name: index.values[index.key(origins[name], wanted.rank)] for name in wanted.values}
-    result = _empty(like, values, mesh)
-    entries = {name: index.leaves[index.key(origins[name], wanted.rank)] for name in wanted.forms}
-    reads = [*_reads(contents_of(result, "restore"), entries)]
-    there = folder(place, step)
-    consensus.together(mesh, lambda: _read_all(there, index.files, reads), _REMEDY, CheckpointError)
+    return index, consensus.together(mesh, lambda: _origins(index, wanted, rename))
+
+
+def _into(like: Tree, index: Index, origins: Mapping[str, str], wanted: Contents, donate: bool) -> Tree:
+    """A state like `like` with the values of the checkpoint, and tensors to read into: those of `like` if donated."""
+    taken = set[int]()
+
+    def memory(x: Tensor) -> Tensor:
+        device = mesh_device(wanted.mesh) if x.is_meta else x.device
+        address = x.untyped_storage().data_ptr()
+        # two leaves may lie in the same memory, as parameters and their first average
+        if not donate or x.is_meta or not x.is_contiguous() or address in taken:
+            return torch.zeros(x.shape, dtype=x.dtype, device=device)
+        taken.add(address)
+        return x.detach()
+
+    nodes = [
+        tree.map(memory, node)
+        if isinstance(node, Parts | Tensor)
+        else index.values[index.key(origins[path], wanted.rank)]
+        for path, node in tree.paths_to(like, Parts)
+    ]
+    result = tree.put_tops(like, Parts, nodes)
+    if donate:
+        tree.give_away(like)
     return result
+
+
+def _read_state(place: Place, index: Index, origins: Mapping[str, str], into: Tree) -> None:
+    """Read this rank's part of a checkpoint into the tensors of a state."""
+    contents = contents_of(into, "restore")
+    entries = {name: index.leaves[index.key(origins[name], contents.rank)] for name in contents.forms}
+    reads = [*_reads(contents, entries)]
+    consensus.together(contents.mesh, lambda: _read_all(place, index.files, reads), _REMEDY, CheckpointError)
 
 
 def _origins(index: Index, wanted: Contents, rename: Rename | None) -> dict[str, str]:
@@ -130,19 +163,6 @@ def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iter
         entry = index.leaves[key]
         if difference := form_difference(name, wanted.forms[name], Form(entry.shape, entry.dtype)):
             yield difference
-
-
-def _empty(like: Tree, values: Mapping[str, object], mesh: AnyMesh) -> Tree:
-    """A state like `like` with zeros in its tensors, and these values."""
-
-    def zeros(x: Tensor) -> Tensor:
-        return torch.zeros(x.shape, dtype=x.dtype, device=mesh_device(mesh) if x.is_meta else x.device)
-
-    nodes = [
-        tree.map(zeros, node) if isinstance(node, Parts | Tensor) else values[path]
-        for path, node in tree.paths_to(like, Parts)
-    ]
-    return tree.put_tops(like, Parts, nodes)
 
 
 class _Read(NamedTuple):
@@ -194,12 +214,13 @@ def _read(file: Reader, read: _Read, where: str) -> None:
     buffer = bytearray(min(end, CHUNK))
     for start in range(first // CHUNK * CHUNK, last, CHUNK):
         view = memoryview(buffer)[: min(CHUNK, end - start)]
+        data = torch.frombuffer(view, dtype=torch.uint8)
         is_whole = file.read_into(piece.offset + start, view) == len(view)
-        if not is_whole or (piece.checksums and zlib.crc32(view) != piece.checksums[start // CHUNK]):
+        if not is_whole or (piece.checksums and checksum(data) != piece.checksums[start // CHUNK]):
             raise CheckpointError(
                 f"{where}: leaf {read.name!r}: the {len(view):,} bytes from byte {piece.offset + start:,} on are not "
                 "those that were saved. Restore an earlier step, or pass fall_back=True"
             )
         low, high = max(first, start), min(last, start + len(view))
-        values = from_bytes(torch.frombuffer(buffer, dtype=torch.uint8)[low - start : high - start], read.dtype)
+        values = from_bytes(data[low - start : high - start], read.dtype)
         read.out[(low - first) // size : (high - first) // size].copy_(values)

@@ -19,9 +19,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from ..comm import consensus
 from ..comm.mesh import AnyMesh, Mesh, adapted
 from ..core.arguments import check_flags, check_whole
+from ..core.bits import STEP, from_bytes
 from ..core.tree import Tree
 from ..layout.pieces import mesh_of
 from .contents import Contents, check_has_values, check_same_leaves, contents_of, differing, own_pieces
@@ -68,6 +72,8 @@ class InFlight:
     """The last save in the background: the next one begins when it has ended."""
 
     last: _Writing | None = None
+    # of the copies of a state: kept, because memory is slow when it is touched for the first time
+    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def end(self, mesh: AnyMesh) -> None:
         """Wait for the last save. CheckpointError if it failed and nobody was told."""
@@ -140,7 +146,9 @@ def save(
     by_rank = differing(contents)
     writer = Writer(place, step, consensus.of_first(secrets.token_hex(4), mesh), contents, by_rank)
     pieces = [*own_pieces(contents, by_rank)]
-    later, now = ([], pieces) if wait else _snapshot(pieces, snapshot_bytes)
+    now, later = pieces, list[Named]()
+    if not wait:
+        later, now, in_flight.memory = _snapshot(pieces, snapshot_bytes, in_flight.memory)
     record = consensus.together(mesh, lambda: writer.write(now, Record(), suffix="" if wait else "-0"))
 
     def write() -> None:
@@ -185,13 +193,24 @@ def _check_arguments(wait: bool, keep_last: int | None, keep_every: int | None, 
             raise ValueError("save: snapshot_bytes: expected wait=False besides: with wait=True nothing is copied")
 
 
-def _snapshot(pieces: Sequence[Named], snapshot_bytes: int | None) -> tuple[list[Named], list[Named]]:
-    """Copy pieces to host memory, up to a number of bytes; return the copies, and the pieces that are not copied."""
-    copies, rest, size = list[Named](), list[Named](), 0
-    for name, begin, elements in pieces:
-        if snapshot_bytes is None or size + elements.nbytes <= snapshot_bytes:
-            size += elements.nbytes
-            copies.append((name, begin, elements.to("cpu", copy=True)))
+def _snapshot(
+    pieces: Sequence[Named], snapshot_bytes: int | None, memory: Tensor
+) -> tuple[list[Named], list[Named], Tensor]:
+    """Copy pieces to host memory, up to a number of bytes: the copies, the pieces that are not copied, the memory."""
+    places, rest, size = list[tuple[int, Named]](), list[Named](), 0
+    for piece in pieces:
+        end = size - size % -STEP + piece[2].nbytes  # begins at a multiple of STEP
+        if snapshot_bytes is None or end <= snapshot_bytes:
+            places.append((end - piece[2].nbytes, piece))
+            size = end
         else:
-            rest.append((name, begin, elements))
-    return copies, rest
+            rest.append(piece)
+    if size > len(memory):
+        # copies from a GPU to pinned memory are several times faster
+        is_pinned = any(x.is_cuda for _, (_, _, x) in places)
+        memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+    copies = list[Named]()
+    for start, (name, begin, x) in places:
+        copies.append((name, begin, from_bytes(memory[start : start + x.nbytes], x.dtype)))
+        copies[-1][2].copy_(x.reshape(-1))
+    return copies, rest, memory

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import threading
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ..sharding.names import Form
+from .checksum import checksum
 from .contents import Contents
 from .directory import INDEX, folder, index_at, read_all
 from .index import CheckpointError, Entry, Index, Json, Piece, in_order, piece_to_json, rank_key, read_index, read_piece
@@ -74,7 +75,7 @@ class Writer:
             yield memoryview(head)
             for entry in entries:
                 for chunk in chunks(by_name[entry.name][2]):
-                    checksums[entry.name].append(zlib.crc32(chunk))
+                    checksums[entry.name].append(checksum(torch.frombuffer(chunk, dtype=torch.uint8)))
                     yield chunk
 
         folder(self.directory, self.step).write(file, stream())
