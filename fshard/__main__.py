@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 
+from .checkpoint.comparing import compare
+from .checkpoint.directory import at, finished, no_checkpoint
+from .checkpoint.index import CheckpointError
+from .checkpoint.inspecting import overview, step_lines, verify
+from .checkpoint.places import Place
 from .testing.replaying import Make, replay
 
 SAME, DIFFERENT, WRONG, NONFINITE = range(4)
@@ -51,16 +57,58 @@ def _replay(args: argparse.Namespace) -> int:
     return NONFINITE if any(step.nonfinite for step in steps) else SAME
 
 
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", help="a directory of checkpoints, or its URL")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="show leaves, values and files of the checkpoint of a step"
+    )
+    task = parser.add_mutually_exclusive_group()
+    task.add_argument("--verify", action="store_true", help="read all data, and compare it with the checksums")
+    task.add_argument("--against", metavar="DIR", help="show how the checkpoint differs from one of this directory")
+    parser.add_argument("--at", type=int, metavar="N", help="with --against: the step there (the last one)")
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    if args.at is not None and args.against is None:
+        raise ValueError(f"--at {args.at}: expected --against DIR besides")
+    place = at(args.dir)
+    if args.against is not None:
+        other = at(args.against)
+        lines = compare(place, _step(place, args.step), other, _step(other, args.at))
+    elif args.verify:
+        steps = finished(place) if args.step is None else [args.step]
+        if not steps:
+            raise CheckpointError(no_checkpoint(place, None))
+        lines = itertools.chain.from_iterable(verify(place, step) for step in steps)
+    else:
+        lines = overview(place) if args.step is None else step_lines(place, args.step)
+    status = SAME
+    for line in lines:
+        _say(line.text, "red" if line.is_fault else "")
+        status = DIFFERENT if line.is_fault else status
+    return status
+
+
+def _step(place: Place, step: int | None) -> int:
+    """The step that is asked for, or the last one."""
+    numbers = [step] if step is not None else finished(place)[-1:]
+    if not numbers:
+        raise CheckpointError(no_checkpoint(place, None))
+    return numbers[0]
+
+
 # name of a command: its help, the function that adds its arguments, the function that runs it
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "replay": ("run recorded steps again on simulated ranks", _replay_arguments, _replay),
+    "inspect": ("show checkpoints, verify them, or compare two", _inspect_arguments, _inspect),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0: no difference; 2: an error. Of `replay` also 1: other bits; 3: the same bits, of which some are not finite.
+    0: no difference; 2: an error. Of `replay` also 1: other bits; 3: the same bits, of which some are not finite. Of
+    `inspect` also 1: something is damaged, or two checkpoints differ.
     """
     parser = argparse.ArgumentParser("python -m fshard", description="Functional sharding for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -71,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args)
-    except ValueError as wrong:
+    except (ValueError, OSError, ImportError) as wrong:
         _say(f"{args.command}: {wrong}", "red")
         return WRONG
 

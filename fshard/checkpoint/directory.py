@@ -77,7 +77,7 @@ def remove(place: Place, step: int) -> None:
 def prune(place: Place, step: int, keep_last: int, keep_every: int | None) -> None:
     """Delete the checkpoints before `step` but for the last ones and every so many steps, and what is not whole."""
     # later steps are of a run that was taken up again from an earlier one: they stay
-    earlier = [number for number in _numbers(place) if number <= step]
+    earlier = [number for number in numbers(place) if number <= step]
     kept = {number for number in finished(place) if number <= step}
     kept = {*sorted(kept)[-keep_last:], *(number for number in kept if keep_every and number % keep_every == 0)}
     for number in earlier:
@@ -87,11 +87,11 @@ def prune(place: Place, step: int, keep_last: int, keep_every: int | None) -> No
 
 def finished(place: Place) -> list[int]:
     """Return the steps that have an index."""
-    return [number for number in _numbers(place) if folder(place, number).has(INDEX)]
+    return [number for number in numbers(place) if folder(place, number).has(INDEX)]
 
 
-def _numbers(place: Place) -> list[int]:
-    """The steps that have a folder, in order."""
+def numbers(place: Place) -> list[int]:
+    """Return the steps that have a folder, whole or not, in order."""
     return sorted(int(name.group(1)) for name in map(_STEP.fullmatch, place.names()) if name)
 
 

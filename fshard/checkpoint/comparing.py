@@ -1,0 +1,126 @@
+"""The difference of two checkpoints: names, shapes, dtypes, values, and which leaves have other bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.bits import as_bytes, from_bytes
+from . import checksums
+from .directory import folder, index_at
+from .index import CheckpointError, Entry, Index
+from .inspecting import Line, printable
+from .places import Place
+from .safetensors_file import NAMES
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_WINDOW = 1 << 18  # elements that are read and compared at a time
+
+
+def compare(place: Place, step: int, other_place: Place, other_step: int) -> Iterator[Line]:
+    """Yield how the checkpoint of a step differs from another one. CheckpointError if one of them is damaged.
+
+    Leaves of the same CRC-32 are taken to have the same bits; of others, the data is read.
+    """
+    index, other = index_at(place, step)[0], index_at(other_place, other_step)[0]
+    yield Line(f"A: {place}: step {index.step:,}, saved by {index.ranks:,} rank(s)")
+    yield Line(f"B: {other_place}: step {other.step:,}, saved by {other.ranks:,} rank(s)")
+    num_different = 0
+    for line in _differences(folder(place, step), index, folder(other_place, other_step), other):
+        num_different += 1
+        yield Line(line, is_fault=True)
+    total = len({*index.leaves, *index.values, *other.leaves, *other.values})
+    yield Line(f"{num_different:,} of {total:,} leaves and values differ")
+
+
+def _differences(place: Place, index: Index, other_place: Place, other: Index) -> Iterator[str]:
+    names = dict.fromkeys([*index.leaves, *index.values, *other.leaves, *other.values])
+    for name in names:
+        a, b = (x.leaves.get(name, x.values.get(name)) for x in (index, other))
+        if isinstance(a, Entry) and isinstance(b, Entry):
+            difference = _of_leaf(place, a, other_place, b, name)
+            if difference is not None:
+                yield f"{printable(name)}: {difference}"
+        elif repr(a) != repr(b):  # nan is not equal to nan, and 1 not to 1.0
+            yield f"{printable(name)}: {_shown(a)} in A, {_shown(b)} in B"
+
+
+def _shown(x: object) -> str:
+    if isinstance(x, Entry):
+        return f"{NAMES[x.dtype]}{[*x.shape]}"
+    return "nothing" if x is None else printable(repr(x))
+
+
+def _of_leaf(place: Place, a: Entry, other_place: Place, b: Entry, name: str) -> str | None:
+    """How two leaves differ; None if they do not."""
+    if a.shape != b.shape:
+        return f"{_shown(a)} in A, {_shown(b)} in B"
+    if a.dtype == b.dtype and (a.numel == 0 or _same_checksums(a, b)):
+        return None
+    total = _Gap()
+    for begin in range(0, a.numel, _WINDOW):
+        end = min(begin + _WINDOW, a.numel)
+        gap = _gap(elements(place, a, begin, end, name), elements(other_place, b, begin, end, name))
+        total = _Gap(total.num + gap.num, *max(total[1:], (gap.largest, begin + gap.place)))
+    if a.dtype == b.dtype and not total.num:
+        return None
+    forms = _shown(a) if a.dtype == b.dtype else f"{_shown(a)} in A, {_shown(b)} in B"
+    if not total.num:
+        return f"{forms}: the same values"
+    what = "other bits" if a.dtype == b.dtype else "other values"
+    at = [*map(int, torch.unravel_index(torch.tensor(total.place), a.shape))]
+    far = f"{total.largest:.3g}" if math.isfinite(total.largest) else "not finite"
+    return f"{forms}: {total.num:,} of {a.numel:,} elements have {what}; largest difference {far}, at {at}"
+
+
+def _same_checksums(a: Entry, b: Entry) -> bool:
+    first, second = checksums.of_leaf(a), checksums.of_leaf(b)
+    return first is not None and first == second
+
+
+class _Gap(NamedTuple):
+    """How many elements differ, the largest absolute difference, and its place in the flattened leaf."""
+
+    num: int = 0
+    largest: float = 0.0
+    place: int = 0
+
+
+def _gap(x: Tensor, y: Tensor) -> _Gap:
+    if x.dtype == y.dtype:
+        differs = as_bytes(x).view(_INTEGERS[x.itemsize]) != as_bytes(y).view(_INTEGERS[x.itemsize])
+    else:
+        differs = _double(x) != _double(y)
+    far = (_double(x) - _double(y)).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    far = torch.where(differs, far, 0.0)  # of two infinities, the difference is nan
+    place = int(far.argmax())
+    return _Gap(int(differs.sum()), float(far[place]), place)
+
+
+def _double(x: Tensor) -> Tensor:
+    if x.is_complex():
+        return x.to(torch.complex128)
+    return (x.float() if x.itemsize == 1 else x).double()  # float8 has no kernel to float64
+
+
+def elements(place: Place, entry: Entry, begin: int, end: int, name: str) -> Tensor:
+    """Read elements [begin, end) of a flattened leaf to the host. CheckpointError if a file ends before."""
+    size = entry.dtype.itemsize
+    data = bytearray((end - begin) * size)
+    for piece in entry.pieces:
+        low, high = max(begin, piece.begin), min(end, piece.end)
+        if low >= high:
+            continue
+        view = memoryview(data)[(low - begin) * size : (high - begin) * size]
+        try:
+            with place.open(piece.file) as file:
+                is_whole = file.read_into(piece.offset + (low - piece.begin) * size, view) == len(view)
+        except OSError as error:
+            raise CheckpointError(f"{place}/{piece.file}: {error}. It has leaf {printable(name)!r}") from error
+        if not is_whole:
+            raise CheckpointError(f"{place}/{piece.file}: leaf {printable(name)!r}: the file ends before it")
+    return from_bytes(torch.frombuffer(data, dtype=torch.uint8), entry.dtype)

@@ -1,0 +1,212 @@
+"""What a directory of checkpoints has, line by line, for people: `python -m fshard inspect`.
+
+Data is read in blocks, so that a checkpoint may be larger than the memory. Names come from files that anyone may have
+written: what a terminal would not print as it is, is escaped.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import zlib
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from . import checksums
+from .directory import INDEX, folder, index_at, numbers
+from .index import CheckpointError, Entry, Index, Piece
+from .places import Place
+from .safetensors_file import CHUNK, NAMES
+
+_RANK = re.compile(r"-rank-(\d{1,9})(-\d+)?\.safetensors")
+_DAMAGED = "damaged"
+# what is said of links, pipes, folders, sockets and names that cannot be
+_NO_FILE = (errno.ENOENT, errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.ENAMETOOLONG)
+_LEVELS = 16  # of a tree; deeper names are shown as one
+
+
+class Line(NamedTuple):
+    """A line to print; `is_fault`: it says that something is damaged, or differs."""
+
+    text: str
+    is_fault: bool = False
+
+
+def overview(place: Place) -> Iterator[Line]:
+    """Yield a table of the steps of a directory: sizes, and what killed saves have left. CheckpointError if none."""
+    steps = numbers(place)
+    if not steps:
+        raise CheckpointError(f"{place}: there is no checkpoint, nor a part of one")
+    rows = [["step", "leaves", "bytes", "ranks", "files", "left over", ""], *(_summary(place, step) for step in steps)]
+    yield from (
+        Line(line, row[-1].startswith(_DAMAGED)) for line, row in zip(aligned(rows, right=range(6)), rows, strict=True)
+    )
+
+
+def _summary(place: Place, step: int) -> list[str]:
+    """The row of a step."""
+    try:
+        there = folder(place, step)
+        if not there.has(INDEX):
+            left_over = sum(size or 0 for size in _left_over(there, {}).values())
+            return [f"{step:,}", "", "", "", "", f"{left_over:,}", "not whole: it has no index"]
+        index = index_at(place, step)[0]
+        left_over = sum(size or 0 for size in _left_over(there, index.files).values())
+    except (CheckpointError, OSError) as error:
+        return [f"{step:,}", "", "", "", "", "", printable(f"{_DAMAGED}: {error}", 2000)]
+    size = sum(entry.num_bytes for entry in index.leaves.values())
+    counts = (step, len(index.leaves), size, index.ranks, len(index.files), left_over)
+    return [*(f"{count:,}" for count in counts), ""]
+
+
+def _left_over(there: Place, files: Mapping[str, int]) -> dict[str, int | None]:
+    """The files of a folder that its index does not name, with sizes; None for what is no regular file."""
+    return {name: _size(there, name) for name in there.names() if name != INDEX and name not in files}
+
+
+def _size(there: Place, name: str) -> int | None:
+    """The size of a file; None if there is no regular file of this name. OSError if a store does not answer."""
+    try:
+        with there.open(name) as file:
+            return file.size
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+        return None
+
+
+def step_lines(place: Place, step: int) -> Iterator[Line]:
+    """Yield what the checkpoint of a step has: leaves as a tree, values, files, and what killed saves have left."""
+    index, there = index_at(place, step)[0], folder(place, step)
+    yield Line(f"{place}: step {index.step:,}, saved by {index.ranks:,} rank(s)")
+    yield from (Line(f"plan {printable(plan)}") for plan in index.plans if plan)
+    yield Line("")
+    yield from map(Line, aligned([["leaf", "shape", "dtype", "bytes", "crc32", "on"], *_tree(index)], right={3}))
+    if index.values:
+        rows = [[printable(name), printable(repr(value))] for name, value in index.values.items()]
+        yield Line("")
+        yield from map(Line, aligned([["value", ""], *rows]))
+    yield Line("")
+    yield from _file_lines(there, index)
+
+
+def _tree(index: Index) -> Iterator[list[str]]:
+    """The rows of the leaves, and of the subtrees that they are in."""
+    paths = {name: tuple(name.split(".", _LEVELS)) for name in index.leaves}
+    sizes = Counter[tuple[str, ...]]()
+    for name, path in paths.items():
+        for depth in range(1, len(path)):
+            sizes[path[:depth]] += index.leaves[name].num_bytes
+    before: tuple[str, ...] = ()
+    for name, path in paths.items():
+        shared = next((n for n, (a, b) in enumerate(zip(path[:-1], before, strict=False)) if a != b), len(before))
+        for depth in range(min(shared, len(path) - 1), len(path) - 1):
+            yield ["  " * depth + printable(path[depth]), "", "", f"{sizes[path[: depth + 1]]:,}", "", ""]
+        entry, checksum = index.leaves[name], checksums.of_leaf(index.leaves[name])
+        crc = "" if checksum is None else f"{checksum:08x}"
+        label = "  " * (len(path) - 1) + printable(path[-1])
+        yield [label, printable([*entry.shape]), NAMES[entry.dtype], f"{entry.num_bytes:,}", crc, _holders(entry)]
+        before = path[:-1]
+
+
+def _holders(entry: Entry) -> str:
+    """Which ranks have written a leaf: "ranks 0-2, 5"; the number of files where their names do not say it."""
+    files = {piece.file for piece in entry.pieces}
+    matches = [_RANK.search(file) for file in files]
+    if not all(matches):
+        return f"{len(files):,} files"
+    ranks = sorted({int(match.group(1)) for match in matches if match})
+    # ranks in a row have the same difference to their place in the list
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {text}" if ranks else ""
+
+
+def _file_lines(there: Place, index: Index) -> Iterator[Line]:
+    pieces = Counter(piece.file for entry in index.leaves.values() for piece in entry.pieces)
+    sizes = {name: _size(there, name) for name in index.files}
+    rows = [
+        [printable(name), f"{size:,}", f"{pieces[name]:,}", _fault(sizes[name], size)]
+        for name, size in index.files.items()
+    ]
+    lines = aligned([["file", "bytes", "pieces", ""], *rows], right={1, 2})
+    yield from map(Line, lines, [False, *(sizes[name] != size for name, size in index.files.items())])
+    if left_over := _left_over(there, index.files):
+        yield Line("")
+        yield Line("left over by saves that were killed, or are under way:")
+        rows = [[printable(name), "no file" if size is None else f"{size:,}"] for name, size in left_over.items()]
+        yield from map(Line, aligned(rows, right={1}))
+
+
+def _fault(size: int | None, expected: int) -> str:
+    if size is None:
+        return f"{_DAMAGED}: it is not there"
+    return "" if size == expected else f"{_DAMAGED}: it has {size:,} bytes"
+
+
+def verify(place: Place, step: int) -> Iterator[Line]:
+    """Read all data of a checkpoint; yield what is not as it was saved, by leaf and file, and how much there is."""
+    try:
+        index, there = index_at(place, step)[0], folder(place, step)
+    except (CheckpointError, OSError) as error:
+        yield Line(printable(f"step {step:,}: {error}", 2000), is_fault=True)
+        return
+    pieces = [(name, entry, piece) for name, entry in index.leaves.items() for piece in entry.pieces]
+    pieces.sort(key=lambda of_leaf: (of_leaf[2].file, of_leaf[2].offset))
+    is_whole, unchecked = (
+        True,
+        sum(piece.numel * entry.dtype.itemsize for _, entry, piece in pieces if not piece.checksums),
+    )
+    for file, of_file in groupby(pieces, lambda of_leaf: of_leaf[2].file):
+        for fault in _file_faults(there, file, index.files[file], [*of_file]):
+            is_whole = False
+            yield Line(f"step {step:,}: {there}/{printable(file)}: {fault}", is_fault=True)
+    size = sum(entry.num_bytes for entry in index.leaves.values()) - unchecked
+    if is_whole:
+        without = f", {unchecked:,} bytes have no checksum" if unchecked else ""
+        yield Line(f"step {step:,}: {size:,} bytes of {len(index.leaves):,} leaves are as they were saved{without}")
+
+
+def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str, Entry, Piece]]) -> Iterator[str]:
+    """What is wrong with a file: it cannot be read, its size, or blocks of leaves."""
+    buffer = bytearray(CHUNK)
+    try:
+        with there.open(name) as file:
+            if file.size != size:
+                yield f"expected {size:,} bytes, got {file.size:,}"
+            for leaf, entry, piece in pieces:
+                end = piece.numel * entry.dtype.itemsize
+                for start, checksum in zip(range(0, end, CHUNK), piece.checksums, strict=False):
+                    view = memoryview(buffer)[: min(CHUNK, end - start)]
+                    if file.read_into(piece.offset + start, view) != len(view) or zlib.crc32(view) != checksum:
+                        where = f"the {len(view):,} bytes from byte {piece.offset + start:,} on"
+                        yield f"leaf {printable(leaf)!r}: {where} are not those that were saved"
+    except OSError as error:
+        yield f"{error}. It has leaf {printable(pieces[0][0])!r}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> Iterator[str]:
+    """Yield rows of cells as lines, with columns that are as wide as their widest cell; `right` are numbers.
+
+    >>> [*aligned([["w", "8"], ["bias", "16"]], right={1})]
+    ['w      8', 'bias  16']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(w) if n in right else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def printable(text: object, longest: int = 200) -> str:
+    r"""Return a text of one line, at most so long, without characters that do something to a terminal.
+
+    >>> printable("a\x1b[2J")
+    'a\\x1b[2J'
+    """
+    text = str(text)
+    cut = text if len(text) <= longest else text[:longest] + "..."
+    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in cut)
