@@ -4,7 +4,7 @@ With numpy, the checksum of `block` (bytes) is:
 
     end = len(block) // 65528 * 65528
     sums = np.frombuffer(block[:end], "<i8").reshape(-1, 8191).sum(0)
-    zlib.crc32(block[end:], zlib.crc32(sums.tobytes()))
+    zlib.crc32(block[end:], zlib.crc32(sums.tobytes()) if end else 0)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def checksum(data: Tensor, columns: int = _COLUMNS) -> int:
         data = data.clone()
     end = len(data) // (8 * columns) * 8 * columns
     sums = data[:end].view(torch.int64).view(-1, columns).sum(0)  # (columns,), modulo 2^64
-    return zlib.crc32(_bytes(data[end:]), zlib.crc32(_bytes(sums.view(torch.uint8))))
+    return zlib.crc32(_bytes(data[end:]), zlib.crc32(_bytes(sums.view(torch.uint8))) if end else 0)
 
 
 def _bytes(x: Tensor) -> bytearray:
