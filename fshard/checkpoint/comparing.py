@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..core.bits import as_bytes, from_bytes
-from . import checksums
 from .directory import folder, index_at
 from .index import CheckpointError, Entry, Index
 from .inspecting import Line, printable
@@ -24,7 +23,7 @@ _WINDOW = 1 << 18  # elements that are read and compared at a time
 def compare(place: Place, step: int, other_place: Place, other_step: int) -> Iterator[Line]:
     """Yield how the checkpoint of a step differs from another one. CheckpointError if one of them is damaged.
 
-    Leaves of the same CRC-32 are taken to have the same bits; of others, the data is read.
+    Leaves that were cut alike and have the same checksums are taken to have the same bits; of others, the data is read.
     """
     index, other = index_at(place, step)[0], index_at(other_place, other_step)[0]
     yield Line(f"A: {place}: step {index.step:,}, saved by {index.ranks:,} rank(s)")
@@ -78,8 +77,9 @@ def _of_leaf(place: Place, a: Entry, other_place: Place, b: Entry, name: str) ->
 
 
 def _same_checksums(a: Entry, b: Entry) -> bool:
-    first, second = checksums.of_leaf(a), checksums.of_leaf(b)
-    return first is not None and first == second
+    """Whether two leaves were cut alike, and all checksums are the same."""
+    first, second = ([(piece.begin, piece.checksums) for piece in entry.pieces] for entry in (a, b))
+    return first == second and all(checksums for _, checksums in first)
 
 
 class _Gap(NamedTuple):

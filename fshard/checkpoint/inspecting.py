@@ -14,7 +14,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from . import checksums
+import torch
+
+from .checksum import checksum
 from .directory import INDEX, folder, index_at, numbers
 from .index import CheckpointError, Entry, Index, Piece
 from .places import Place
@@ -83,7 +85,7 @@ def step_lines(place: Place, step: int) -> Iterator[Line]:
     yield Line(f"{place}: step {index.step:,}, saved by {index.ranks:,} rank(s)")
     yield from (Line(f"plan {printable(plan)}") for plan in index.plans if plan)
     yield Line("")
-    yield from map(Line, aligned([["leaf", "shape", "dtype", "bytes", "crc32", "on"], *_tree(index)], right={3}))
+    yield from map(Line, aligned([["leaf", "shape", "dtype", "bytes", "checksum", "on"], *_tree(index)], right={3}))
     if index.values:
         rows = [[printable(name), printable(repr(value))] for name, value in index.values.items()]
         yield Line("")
@@ -104,11 +106,25 @@ def _tree(index: Index) -> Iterator[list[str]]:
         shared = next((n for n, (a, b) in enumerate(zip(path[:-1], before, strict=False)) if a != b), len(before))
         for depth in range(min(shared, len(path) - 1), len(path) - 1):
             yield ["  " * depth + printable(path[depth]), "", "", f"{sizes[path[: depth + 1]]:,}", "", ""]
-        entry, checksum = index.leaves[name], checksums.of_leaf(index.leaves[name])
-        crc = "" if checksum is None else f"{checksum:08x}"
+        entry = index.leaves[name]
         label = "  " * (len(path) - 1) + printable(path[-1])
-        yield [label, printable([*entry.shape]), NAMES[entry.dtype], f"{entry.num_bytes:,}", crc, _holders(entry)]
+        yield [
+            label,
+            printable([*entry.shape]),
+            NAMES[entry.dtype],
+            f"{entry.num_bytes:,}",
+            _digest(entry),
+            _holders(entry),
+        ]
         before = path[:-1]
+
+
+def _digest(entry: Entry) -> str:
+    """The checksum of a leaf of one block; of others, the CRC-32 of where its pieces begin and of their checksums."""
+    blocks = [(piece.begin, piece.checksums) for piece in entry.pieces]
+    if len(blocks) == 1 and len(blocks[0][1]) == 1:
+        return f"{blocks[0][1][0]:08x}"
+    return f"{zlib.crc32(repr(blocks).encode()):08x}" if all(piece.checksums for piece in entry.pieces) else ""
 
 
 def _holders(entry: Entry) -> str:
@@ -178,9 +194,10 @@ def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str,
                 yield f"expected {size:,} bytes, got {file.size:,}"
             for leaf, entry, piece in pieces:
                 end = piece.numel * entry.dtype.itemsize
-                for start, checksum in zip(range(0, end, CHUNK), piece.checksums, strict=False):
+                for start, expected in zip(range(0, end, CHUNK), piece.checksums, strict=False):
                     view = memoryview(buffer)[: min(CHUNK, end - start)]
-                    if file.read_into(piece.offset + start, view) != len(view) or zlib.crc32(view) != checksum:
+                    is_whole = file.read_into(piece.offset + start, view) == len(view)
+                    if not is_whole or checksum(torch.frombuffer(view, dtype=torch.uint8)) != expected:
                         where = f"the {len(view):,} bytes from byte {piece.offset + start:,} on"
                         yield f"leaf {printable(leaf)!r}: {where} are not those that were saved"
     except OSError as error:
