@@ -16,7 +16,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -144,8 +144,10 @@ def save(
     in_flight.end(mesh)
     check_same_leaves(contents)
     by_rank = differing(contents)
-    writer = Writer(place, step, consensus.of_first(secrets.token_hex(4), mesh), contents, by_rank)
     pieces = [*own_pieces(contents, by_rank)]
+    # without the parts: a save in the background must not keep the state in memory
+    contents = replace(contents, parts=[])
+    writer = Writer(place, step, consensus.of_first(secrets.token_hex(4), mesh), contents, by_rank)
     now, later = pieces, list[Named]()
     if not wait:
         later, now, in_flight.memory = _snapshot(pieces, snapshot_bytes, in_flight.memory)
