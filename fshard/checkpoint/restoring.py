@@ -107,7 +107,7 @@ def _into(like: Tree, index: Index, origins: Mapping[str, str], wanted: Contents
         address = x.untyped_storage().data_ptr()
         # two leaves may lie in the same memory, as parameters and their first average
         if not donate or x.is_meta or not x.is_contiguous() or address in taken:
-            return torch.zeros(x.shape, dtype=x.dtype, device=device)
+            return torch.zeros(x.shape, dtype=x.dtype, device=device, pin_memory=x.is_pinned())
         taken.add(address)
         return x.detach()
 
