@@ -20,6 +20,7 @@ from ..core.tree import Tree
 from ..layout.layout import EVERYONE
 from ..layout.pieces import Parts, mesh_of, pieces, typed
 from ..sharding.names import Form
+from ..sharding.sharded import Sharded
 from .checksum import checksum
 from .index import Json, rank_key
 from .safetensors_file import CHUNK, METADATA, NAMES
@@ -57,6 +58,7 @@ class Contents:
     parts: list[Part] = field(default_factory=list)
     values: dict[str, Json] = field(default_factory=dict)
     plans: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)  # other names of tied leaves
 
     @property
     def rank(self) -> int:
@@ -95,16 +97,23 @@ def contents_of(state: Tree, function: str) -> Contents:
 def _add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
     """Add the leaves of a sharded node, and this rank's parts of them; return the names of the leaves."""
     layout = typed(node)
-    names = {number: ".".join(filter(None, (path, layout.leaves[number].path))) for number in layout.numbers}
+    names = {number: _joined(path, layout.leaves[number].path) for number in layout.numbers}
     forms = {name: Form(layout.leaves[number].shape, layout.leaves[number].dtype) for number, name in names.items()}
     contents.forms.update(forms)
     contents.plans.append(getattr(node.home, "fingerprint", ""))
+    if isinstance(node, Sharded):
+        for first, *same in node.view.names().values():
+            contents.aliases.update({_joined(path, name): _joined(path, first) for name in same})
     others = tuple(axis for axis in axis_sizes(contents.mesh) if axis not in layout.axes)
     for span, (number, piece) in zip(layout.mine, pieces(node), strict=True):
         axes = (*others, *layout.axes) if span.rank == EVERYONE else others
         holder, holders = coordinate(contents.mesh, axes), num_ranks(contents.mesh, axes)
         contents.parts.append(Part(names[number], span.begin, piece.detach(), holder, holders))
     return [*names.values()]
+
+
+def _joined(path: str, name: str) -> str:
+    return ".".join(filter(None, (path, name)))
 
 
 def _check_tensor(function: str, path: str, x: Tensor) -> None:

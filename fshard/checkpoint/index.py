@@ -23,7 +23,7 @@ import reprlib
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -90,6 +90,7 @@ class Index:
     leaves: Mapping[str, Entry]
     values: Mapping[str, Json]
     by_rank: frozenset[str] = frozenset()  # names of which each rank has its own entry
+    left_out: Mapping[str, str] = field(default_factory=dict)  # what formats of others have besides, and why
 
     @property
     def names(self) -> list[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby, islice
 from typing import NamedTuple
 
 import torch
@@ -15,17 +16,20 @@ from torch import Tensor
 from ..comm import consensus
 from ..comm.mesh import mesh_device
 from ..core import tree
-from ..core.arguments import check_flags
+from ..core.arguments import check_flags, is_number
 from ..core.bits import from_bytes
 from ..core.tree import Tree
 from ..layout.pieces import Parts, mesh_of
-from ..sharding.names import Form, Rename, form_difference, name_differences, renamed
+from ..sharding.names import Form, Rename, form_difference, name_differences
+from ..sharding.names import origins as names_by_new
 from .checksum import checksum
-from .contents import Contents, contents_of
+from .contents import Contents, Part, contents_of
 from .directory import at, finished, folder, index_at, no_checkpoint
 from .index import CheckpointError, Entry, Index, Piece
+from .other_formats import Source, format_at, source_at
 from .places import Place, Reader
 from .safetensors_file import CHUNK
+from .torch_dcp import located
 
 _REMEDY = "let all ranks see the same files"
 
@@ -50,26 +54,38 @@ def restore(
     - `fall_back=True`: if the checkpoint is damaged, restore the last one before it that is whole.
     - `donate=True`: read into the memory of `like`, which is given away: no second state is in memory.
 
+    `dir` may also be what torch.distributed.checkpoint wrote, a Hugging Face directory or a .safetensors file; then
+    `step` is None. Pickles among it are read as data: nothing is imported or called. `optim.state.torch_names` renames.
+
+    Where several names of the checkpoint become one name of `like` (each parameter has a step in torch, tied leaves may
+    be there twice), they must have equal values.
+
     If one rank has an error, all ranks raise, and nothing is restored. CheckpointError names the file and the leaf.
     ValueError lists all names, shapes and dtypes that differ. Dual: `save`.
     """
     mesh = mesh_of(like)
     place = consensus.together(mesh, lambda: at(dir))
     wanted = consensus.together(mesh, lambda: _wanted(place, like, step, fall_back, donate))
-    candidates = consensus.together(
-        mesh, lambda: _candidates(place, step, fall_back) if wanted.rank == 0 else [], _REMEDY, CheckpointError
-    )
-    steps: list[int] = json.loads(consensus.of_first(json.dumps(candidates), mesh))
-    if not steps:
-        raise CheckpointError(no_checkpoint(place, step))
-    for number in steps:
+    kind = consensus.of_first(consensus.together(mesh, lambda: format_at(dir, place), _REMEDY, CheckpointError), mesh)
+    if kind:
+        consensus.together(mesh, lambda: _check_one(place, kind, step, fall_back))
+        readers = [partial(source_at, dir, place, kind)]
+    else:
+        candidates = consensus.together(
+            mesh, lambda: _candidates(place, step, fall_back) if wanted.rank == 0 else [], _REMEDY, CheckpointError
+        )
+        steps: list[int] = json.loads(consensus.of_first(json.dumps(candidates), mesh))
+        if not steps:
+            raise CheckpointError(no_checkpoint(place, step))
+        readers = [partial(_of_step, place, number) for number in steps]
+    for read in readers:
         try:
-            index, origins = _matched(place, number, wanted, rename)
-            like, donate = _into(like, index, origins, wanted, donate), True
-            _read_state(folder(place, number), index, origins, like)
+            source, origins = _matched(read, wanted, rename)
+            like, donate = _into(like, source.index, origins, wanted, donate), True
+            _read_state(source, origins, like)
             return like
         except CheckpointError:  # what differs from `like` is another error
-            if number == steps[-1]:
+            if read is readers[-1]:
                 raise
     raise AssertionError("unreachable")
 
@@ -81,6 +97,14 @@ def _wanted(place: Place, like: Tree, step: int | None, fall_back: bool, donate:
     return contents_of(like, "restore")
 
 
+def _check_one(place: Place, kind: str, step: int | None, fall_back: bool) -> None:
+    if step is not None or fall_back:
+        raise ValueError(
+            f"restore: step={step}, fall_back={fall_back}: expected None and False, because {place} has one checkpoint "
+            f"of {kind}, and none of steps"
+        )
+
+
 def _candidates(place: Place, step: int | None, fall_back: bool) -> list[int]:
     """The steps to try, in order."""
     if step is not None and not fall_back:
@@ -89,16 +113,22 @@ def _candidates(place: Place, step: int | None, fall_back: bool) -> list[int]:
     return numbers if fall_back else numbers[:1]
 
 
-def _matched(place: Place, step: int, wanted: Contents, rename: Rename | None) -> tuple[Index, dict[str, str]]:
-    """Read the index of a step: the index, and for each name in `like` the name in the checkpoint."""
-    mesh = wanted.mesh
-    index, text = consensus.together(mesh, lambda: index_at(place, step), _REMEDY, CheckpointError)
-    what = f"restore: the index of step {step} in {place}"
-    consensus.check_same(mesh, text.decode(errors="replace"), what, "Let all ranks see the same files")
-    return index, consensus.together(mesh, lambda: _origins(index, wanted, rename))
+def _of_step(place: Place, step: int) -> Source:
+    index, text = index_at(place, step)
+    return Source(f"step {step} in {place}", folder(place, step), index, text.decode(errors="replace"))
 
 
-def _into(like: Tree, index: Index, origins: Mapping[str, str], wanted: Contents, donate: bool) -> Tree:
+def _matched(
+    read: Callable[[], Source], wanted: Contents, rename: Rename | None
+) -> tuple[Source, dict[str, list[str]]]:
+    """Read the index of a checkpoint: the checkpoint, and for each name in `like` the names in the checkpoint."""
+    source = consensus.together(wanted.mesh, read, _REMEDY, CheckpointError)
+    what = f"restore: the index of {source.what}"
+    consensus.check_same(wanted.mesh, source.text, what, "Let all ranks see the same files")
+    return source, consensus.together(wanted.mesh, lambda: _origins(source, wanted, rename))
+
+
+def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted: Contents, donate: bool) -> Tree:
     """A state like `like` with the values of the checkpoint, and tensors to read into: those of `like` if donated."""
     taken = set[int]()
 
@@ -114,7 +144,7 @@ def _into(like: Tree, index: Index, origins: Mapping[str, str], wanted: Contents
     nodes = [
         tree.map(memory, node)
         if isinstance(node, Parts | Tensor)
-        else index.values[index.key(origins[path], wanted.rank)]
+        else index.values[index.key(origins[path][0], wanted.rank)]
         for path, node in tree.paths_to(like, Parts)
     ]
     result = tree.put_tops(like, Parts, nodes)
@@ -123,24 +153,52 @@ def _into(like: Tree, index: Index, origins: Mapping[str, str], wanted: Contents
     return result
 
 
-def _read_state(place: Place, index: Index, origins: Mapping[str, str], into: Tree) -> None:
+def _read_state(source: Source, origins: Mapping[str, Sequence[str]], into: Tree) -> None:
     """Read this rank's part of a checkpoint into the tensors of a state."""
-    contents = contents_of(into, "restore")
-    entries = {name: index.leaves[index.key(origins[name], contents.rank)] for name in contents.forms}
-    reads = [*_reads(contents, entries)]
-    consensus.together(contents.mesh, lambda: _read_all(place, index.files, reads), _REMEDY, CheckpointError)
+    contents, index, reads, checks = contents_of(into, "restore"), source.index, list[_Read](), list[_Read]()
+    for part in contents.parts:
+        first, *others = (index.key(origin, contents.rank) for origin in origins[part.name])
+        if first in index.values:
+            part.elements.fill_(index.values[first])  # a number where `like` has a 0-d tensor
+            continue
+        reads += _reads(part, index.leaves[first])
+        for other in others:
+            checks += _reads(part, index.leaves[other], _differ(first, other))
+    consensus.together(contents.mesh, lambda: _read_all(source, reads), _REMEDY, CheckpointError)
+    consensus.together(contents.mesh, lambda: _read_all(source, checks), _REMEDY, CheckpointError)
 
 
-def _origins(index: Index, wanted: Contents, rename: Rename | None) -> dict[str, str]:
+def _origins(source: Source, wanted: Contents, rename: Rename | None) -> dict[str, list[str]]:
     """The names in the checkpoint by those in `like`. ValueError lists all differences."""
-    origins = renamed(index.names, rename)
+    index = source.index
+    origins = names_by_new(index.names, rename)
+    for alias, name in wanted.aliases.items():
+        if alias in origins:
+            origins.setdefault(name, []).extend(origins.pop(alias))
     differences = [*name_differences([[name] for name in (*wanted.forms, *wanted.values)], origins, "`like`")]
-    for name, origin in origins.items():
+    for name, of_name in origins.items():
         if name in wanted.forms or name in wanted.values:
-            differences += _differences(name, origin, index, wanted)
+            for origin in of_name:
+                differences += _differences(name, origin, index, wanted)
+            differences += _unequal(name, of_name, index)
+    lacking = {name for name in (*wanted.forms, *wanted.values) if name not in origins}
+    left_out = names_by_new(index.left_out, rename)
+    differences += [f"{name!r}: {index.left_out[left_out[name][0]]}" for name in lacking if name in left_out]
     if differences:
-        raise ValueError(f"restore: the checkpoint of step {index.step} differs from `like`: " + "; ".join(differences))
+        raise ValueError(f"restore: the checkpoint of {source.what} differs from `like`: " + "; ".join(differences))
     return origins
+
+
+def _unequal(name: str, origins: Sequence[str], index: Index) -> Iterator[str]:
+    """Say which values of one name differ; tensors are compared when they are read."""
+    first, *others = origins
+    for other in others:
+        if index.values.get(first) != index.values.get(other):
+            yield f"{name!r}: {_differ(first, other)}"
+
+
+def _differ(first: str, other: str) -> str:
+    return f"{first!r} and {other!r} are both called so, and differ"
 
 
 def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iterator[str]:
@@ -152,6 +210,9 @@ def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iter
         )
         return
     key = index.key(origin, wanted.rank)
+    form, value = wanted.forms.get(name), index.values.get(key)
+    if form is not None and form.shape == () and form.dtype.is_floating_point and is_number(value):
+        return
     if (key in index.values) != (name in wanted.values):
         kinds = ("a tensor", "a number or a string")
         yield f"{name!r}: expected {kinds[name in wanted.values]}, got {kinds[key in index.values]}"
@@ -166,37 +227,40 @@ def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iter
 
 
 class _Read(NamedTuple):
-    """Elements of a piece, from `begin` of the piece on, to read into `out`."""
+    """Elements of a piece, from `begin` of the piece on, to read into `out`, or to compare with it."""
 
     name: str  # of the leaf
     piece: Piece
     dtype: torch.dtype  # in the file
     begin: int
     out: Tensor  # (n,)
+    unlike: str  # what to say of elements that are not those of `out`; "" to read them
 
 
-def _reads(contents: Contents, entries: Mapping[str, Entry]) -> Iterator[_Read]:
-    """Yield what this rank reads: the pieces that have elements of its parts."""
-    for part in contents.parts:
-        entry, out = entries[part.name], part.elements.view(-1)
-        end = part.begin + len(out)
-        first = bisect_right(entry.pieces, part.begin, key=lambda piece: piece.end)
-        for piece in entry.pieces[first:]:
-            if piece.begin >= end:
-                break
-            low, high = max(part.begin, piece.begin), min(end, piece.end)
-            into = out[low - part.begin : high - part.begin]
-            yield _Read(part.name, piece, entry.dtype, low - piece.begin, into)
+def _reads(part: Part, entry: Entry, unlike: str = "") -> Iterator[_Read]:
+    """Yield what this rank reads for a part: the pieces that have elements of it."""
+    out = part.elements.view(-1)
+    end = part.begin + len(out)
+    first = bisect_right(entry.pieces, part.begin, key=lambda piece: piece.end)
+    for piece in islice(entry.pieces, first, None):
+        if piece.begin >= end:
+            break
+        low, high = max(part.begin, piece.begin), min(end, piece.end)
+        into = out[low - part.begin : high - part.begin]
+        yield _Read(part.name, piece, entry.dtype, low - piece.begin, into, unlike)
 
 
-def _read_all(place: Place, sizes: Mapping[str, int], reads: Sequence[_Read]) -> None:
+def _read_all(source: Source, reads: Sequence[_Read]) -> None:
     """Read file after file, each from its beginning to its end. CheckpointError names the file and the leaf."""
+    place, sizes = source.place, source.index.files
+    pieces = located(place, [read.piece for read in reads])
+    reads = [read._replace(piece=piece) for read, piece in zip(reads, pieces, strict=True)]
     ordered = sorted(reads, key=lambda read: (read.piece.file, read.piece.offset, read.begin))
     for name, of_file in groupby(ordered, lambda read: read.piece.file):
         first, *others = of_file
         try:
             with place.open(name) as file:
-                if file.size != sizes[name]:
+                if file.size != sizes.get(name, file.size):  # formats of others do not say it
                     raise CheckpointError(
                         f"{place}/{name}: expected {sizes[name]:,} bytes, got {file.size:,}: it is cut off, or another "
                         f"file. It has leaf {first.name!r}"
@@ -211,8 +275,10 @@ def _read(file: Reader, read: _Read, where: str) -> None:
     """Read the blocks of a piece that have the elements, and compare each with its checksum."""
     piece, size = read.piece, read.dtype.itemsize
     first, last, end = read.begin * size, (read.begin + len(read.out)) * size, piece.numel * size  # bytes of the piece
-    buffer = bytearray(min(end, CHUNK))
-    for start in range(first // CHUNK * CHUNK, last, CHUNK):
+    # blocks with a checksum are read whole
+    begin, end = (first // CHUNK * CHUNK, end) if piece.checksums else (first, last)
+    buffer = bytearray(min(end - begin, CHUNK))
+    for start in range(begin, last, CHUNK):
         view = memoryview(buffer)[: min(CHUNK, end - start)]
         data = torch.frombuffer(view, dtype=torch.uint8)
         is_whole = file.read_into(piece.offset + start, view) == len(view)
@@ -223,4 +289,12 @@ def _read(file: Reader, read: _Read, where: str) -> None:
             )
         low, high = max(first, start), min(last, start + len(view))
         values = from_bytes(data[low - start : high - start], read.dtype)
-        read.out[(low - first) // size : (high - first) // size].copy_(values)
+        out = read.out[(low - first) // size : (high - first) // size]
+        if not read.unlike:
+            out.copy_(values)
+        elif not _are_equal(out, values.to(out)):
+            raise CheckpointError(f"{where}: leaf {read.name!r}: {read.unlike}")
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is equal to NaN here

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -328,3 +329,52 @@ def _agreed_keys(keys: Set[str], like: Tree, mesh: AnyMesh, src: int | None, str
     flags = torch.tensor([key in keys for key, *_ in forms], dtype=torch.uint8, device=mesh_device(mesh))
     on_src = primitives.from_rank(flags, mesh, src, _LABEL).tolist()
     return {key for (key, *_), flag in zip(forms, on_src, strict=True) if flag}
+
+
+def torch_names(
+    state: Tree,
+    params: Tree,
+    buffers: Tree = (),
+    model: str = "model",
+    optim: str = "optim",
+    order: Sequence[str] | None = None,
+) -> Callable[[str], str | None]:
+    """Return the `rename` by which `checkpoint.restore` reads what a torch program wrote into fshard's names.
+
+    The program saved `{model: model_state, optim: optimizer_state}` with torch.distributed.checkpoint, in which leaves
+    are by path (FSDP2, get_state_dict) or by number (DDP, `optimizer.state_dict()`; `order` as for `load_state_dict`).
+    The tree to restore is `{"params": params, "opt_state": state, "extra": buffers}`: `buffers` are what `model` has
+    besides parameters, as `functionalize` gives them. Settings of torch's parameter groups are left out, except those
+    that are hyper-parameters of `with_hyperparams`. Other names stay as they are.
+
+    torch's SGD does not count its steps: restore `{"opt_state": {"momentum": state.momentum}}`, and set the count.
+
+    >>> params = {"w": torch.ones(1)}
+    >>> rename = optim.state.torch_names(adamw(0.1).init(params), params)
+    >>> rename("model.w"), rename("optim.state.w.exp_avg"), rename("optim.param_groups.0.eps")
+    ('params.w', 'opt_state.mu.w', None)
+    """
+    torchs, of_buffers = known(state, params), {*tree.paths(tree.flatten(buffers)[1])}
+    names = {joined(optim, "state", leaf, name): field.key for (leaf, name), field in torchs.named.items()}
+    if order is None and torchs.groups == torchs.trained:
+        order = [*chain.from_iterable(torchs.groups)]
+    numbers = {leaf: number for number, leaf in enumerate(order or ())}
+    for (leaf, name), field in torchs.named.items():
+        if leaf in numbers:
+            names.setdefault(joined(optim, "state", str(numbers[leaf]), name), field.key)
+    groups = joined(optim, "param_groups")
+    for field in (field for field in torchs.fields if field.hyperparam):
+        keys = [*field.leaves, *(str(n) for n, group in enumerate(torchs.groups) if len(torchs.groups) == 1)]
+        names |= {joined(groups, key, field.hyperparam or ""): field.key for key in keys}
+
+    def rename(name: str) -> str | None:
+        if name in names:
+            return joined("opt_state", names[name])
+        if name.startswith(f"{groups}."):
+            return None
+        if name.startswith(f"{model}."):
+            path = name.removeprefix(f"{model}.")
+            return joined("extra" if path in of_buffers else "params", path)
+        return name
+
+    return rename

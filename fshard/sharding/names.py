@@ -43,21 +43,32 @@ def renamed(names: Iterable[str], rename: Rename | None = None) -> dict[str, str
     >>> renamed(["module.w", "module.step"], lambda name: name.removeprefix("module.") if "step" not in name else None)
     {'w': 'module.w'}
     """
+    by_name = origins(names, rename)
+    for new, (name, *others) in by_name.items():
+        if others:
+            raise ValueError(f"rename: {name!r} and {others[0]!r} are both called {new!r}: leave one out (None)")
+    return {new: name for new, (name,) in by_name.items()}
+
+
+def origins(names: Iterable[str], rename: Rename | None = None) -> dict[str, list[str]]:
+    """Return the names by what they are called in the plan, as `renamed`, where several may be called the same.
+
+    >>> origins(["a.step", "b.step"], lambda name: "step")
+    {'step': ['a.step', 'b.step']}
+    """
     if isinstance(rename, Mapping):
         changes = rename
         rename = lambda name: changes.get(name, name)  # noqa: E731
     if rename is not None:
         check_function("rename", rename, "a dict, or fn(name) -> the plan's name, or None to leave it out")
-    by_name: dict[str, str] = {}
+    by_name: dict[str, list[str]] = {}
     for name in names:
         new = name if rename is None else rename(name)
         if new is None:
             continue
         if not isinstance(new, str):
             raise TypeError(f"rename: of {name!r}: expected a name, or None to leave it out, got {shown(new)}")
-        if new in by_name:
-            raise ValueError(f"rename: {by_name[new]!r} and {name!r} are both called {new!r}: leave one out (None)")
-        by_name[new] = name
+        by_name.setdefault(new, []).append(name)
     return by_name
 
 

@@ -1,0 +1,212 @@
+"""Pickles read as data: nothing is imported, called or built, but a record of what the pickle says of each object.
+
+Python's own unpickler is a machine with a stack, whose program may import any function and call it. This one knows the
+operations that plain data needs. An operation that would import, call or fill an object makes a `Record` of the name,
+the arguments and the state, for names that are expected; anything else is an error. Every operation takes constant time
+and memory beyond the bytes that it reads. What is read may refer to one object from many places, or to itself: a walk
+over it must count its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from pickletools import genops
+from typing import Any
+
+MOST_OPERATIONS = 1 << 25  # of one pickle: they take at most about 3 GB
+PERSISTENT = "a persistent id"  # the name of records of what lies outside of the pickle
+
+Plain = Any  # None, numbers, strings, lists, tuples, dicts, and records
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """What a pickle says of an object: its class or function, the arguments of the call, the state it is given.
+
+    `args` is None for a class or function itself. Two records are equal if they are one.
+    """
+
+    name: str
+    args: tuple[Plain, ...] | None = None
+    state: Plain = None
+
+
+def read_pickle(data: bytes, names: Set[str]) -> Plain:
+    """Return what a pickle has: plain data, and records for these dotted names of classes and functions.
+
+    ValueError names any other operation or name.
+
+    >>> import fractions, pickle
+    >>> read_pickle(pickle.dumps({"lr": [0.5, None]}), set())
+    {'lr': [0.5, None]}
+    >>> read_pickle(pickle.dumps(fractions.Fraction(1, 3)), {"fractions.Fraction"})
+    Record(name='fractions.Fraction', args=('1/3',), state=None)
+    >>> read_pickle(pickle.dumps(exec), set())
+    Traceback (most recent call last):
+    ValueError: a pickle that names 'builtins.exec', which plain data does not need: nothing of it was run
+    """
+    machine = _Machine(names)
+    for number, (operation, argument, position) in enumerate(genops(data)):
+        if operation.name == "STOP":
+            return machine.end()
+        if number == MOST_OPERATIONS:
+            raise ValueError(f"a pickle of more than {MOST_OPERATIONS:,} operations")
+        step = _STEPS.get(operation.name)
+        if step is None:
+            raise ValueError(
+                f"a pickle with the operation {operation.name} at byte {position:,}, which plain data does not need: "
+                "nothing of it was run"
+            )
+        step(machine, argument)
+    raise ValueError("a pickle without an end")
+
+
+class _Machine:
+    """The stack, the objects that the program remembers by number, and the stacks below the marks."""
+
+    def __init__(self, names: Set[str]):
+        self._names = names
+        self._stack: list[Plain] = []
+        self._below: list[list[Plain]] = []
+        self._memo: dict[int, Plain] = {}
+
+    def end(self) -> Plain:
+        _require(len(self._stack) == 1 and not self._below, "does not end with one object")
+        return self._stack[0]
+
+    def ignore(self, argument: Plain) -> None:
+        pass
+
+    def push(self, argument: Plain) -> None:
+        self._stack.append(argument)
+
+    def push_int(self, argument: int) -> None:
+        _require(-(1 << 63) <= argument < 1 << 63, "has a number of more than 64 bits")
+        self._stack.append(argument)
+
+    def mark(self, argument: Plain) -> None:
+        self._below.append(self._stack)
+        self._stack = []
+
+    def put(self, number: int) -> None:
+        self._memo[number] = self._top()
+
+    def memoize(self, argument: Plain) -> None:
+        self._memo[len(self._memo)] = self._top()
+
+    def get(self, number: int) -> None:
+        _require(number in self._memo, "refers to an object that it does not have")
+        self._stack.append(self._memo[number])
+
+    def tuple_of_marked(self, argument: Plain) -> None:
+        self.push(tuple(self._pop_marked()))
+
+    def tuple_of(self, count: int) -> None:
+        values = [self._pop() for _ in range(count)]
+        self._stack.append(tuple(reversed(values)))
+
+    def append(self, argument: Plain) -> None:
+        self._extend([self._pop()])
+
+    def appends(self, argument: Plain) -> None:
+        self._extend(self._pop_marked())
+
+    def set_item(self, argument: Plain) -> None:
+        value, key = self._pop(), self._pop()
+        self._set([key, value])
+
+    def set_items(self, argument: Plain) -> None:
+        self._set(self._pop_marked())
+
+    def name(self, argument: str) -> None:
+        self._add_name(".".join(argument.split(" ")))  # genops puts a space between the module and the name
+
+    def name_of_stack(self, argument: Plain) -> None:
+        name, module = self._pop(), self._pop()
+        _require(type(name) is str and type(module) is str, "names something by what is no string")
+        self._add_name(f"{module}.{name}")
+
+    def persistent(self, argument: Plain) -> None:
+        _require(PERSISTENT in self._names, "refers to what lies outside of it")
+        self._stack.append(Record(PERSISTENT, (self._pop(),)))
+
+    def call(self, argument: Plain) -> None:
+        args, function = self._pop(), self._pop()
+        _require(type(function) is Record and function.args is None and type(args) is tuple, "calls what is no name")
+        self._stack.append(Record(function.name, args))
+
+    def build(self, argument: Plain) -> None:
+        state, built = self._pop(), self._top()
+        _require(type(built) is Record and built.args is not None and built.state is None, "fills what is no object")
+        built.state = state
+
+    def _add_name(self, name: str) -> None:
+        if name not in self._names:
+            raise ValueError(
+                f"a pickle that names {name[:80]!r}, which plain data does not need: nothing of it was run"
+            )
+        self._stack.append(Record(name))
+
+    def _extend(self, values: list[Plain]) -> None:
+        target = self._top()
+        _require(type(target) is list, "appends to what is no list")
+        target.extend(values)
+
+    def _set(self, values: list[Plain]) -> None:
+        target = self._top()
+        _require(type(target) is dict and len(values) % 2 == 0, "sets items of what is no dict")
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            # the hashes of nested tuples take exponential time, and those of numbers may be chosen to collide
+            _require(type(key) in (str, Record), "has a dict with keys that are no strings")
+            target[key] = value
+
+    def _top(self) -> Plain:
+        _require(self._stack, "takes more than it has")
+        return self._stack[-1]
+
+    def _pop(self) -> Plain:
+        _require(self._stack, "takes more than it has")
+        return self._stack.pop()
+
+    def _pop_marked(self) -> list[Plain]:
+        _require(self._below, "takes more than it has")
+        values, self._stack = self._stack, self._below.pop()
+        return values
+
+
+def _require(condition: object, otherwise: str) -> None:
+    if not condition:
+        raise ValueError(f"a pickle that {otherwise}: it is damaged, or was made to do harm. Nothing of it was run")
+
+
+_STEPS: dict[str, Callable[[_Machine, Plain], None]] = {
+    "PROTO": _Machine.ignore,
+    "FRAME": _Machine.ignore,
+    "NONE": lambda machine, _: machine.push(None),
+    "NEWTRUE": lambda machine, _: machine.push(True),
+    "NEWFALSE": lambda machine, _: machine.push(False),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1"), _Machine.push_int),
+    **dict.fromkeys(("BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"), _Machine.push),
+    "MARK": _Machine.mark,
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
+    "MEMOIZE": _Machine.memoize,
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
+    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
+    "TUPLE1": lambda machine, _: machine.tuple_of(1),
+    "TUPLE2": lambda machine, _: machine.tuple_of(2),
+    "TUPLE3": lambda machine, _: machine.tuple_of(3),
+    "TUPLE": _Machine.tuple_of_marked,
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    "APPEND": _Machine.append,
+    "APPENDS": _Machine.appends,
+    "EMPTY_DICT": lambda machine, _: machine.push({}),
+    "SETITEM": _Machine.set_item,
+    "SETITEMS": _Machine.set_items,
+    "GLOBAL": _Machine.name,
+    "STACK_GLOBAL": _Machine.name_of_stack,
+    "BINPERSID": _Machine.persistent,
+    "REDUCE": _Machine.call,
+    "NEWOBJ": _Machine.call,
+    "BUILD": _Machine.build,
+}

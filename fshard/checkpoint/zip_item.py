@@ -1,0 +1,97 @@
+"""A zip file that is an item in a larger file: where its members lie. Nothing is decompressed."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+
+from .places import Reader
+
+_MOST_BYTES = 1 << 20  # of the directory of a zip file, and of a member that is read: those of a tensor have hundreds
+
+
+class ZipItem:
+    """A zip file of `length` bytes at `offset` of a file, all of whose members are in one folder and not compressed.
+
+    ValueError, zipfile.BadZipFile or struct.error for another one, in bounded time and memory.
+    """
+
+    def __init__(self, file: Reader, offset: int, length: int):
+        if offset + length > file.size:
+            raise ValueError(f"bytes {offset:,} to {offset + length:,} are beyond the end of the file, {file.size:,}")
+        self._file, self._offset, self._length = file, offset, length
+        try:
+            members = zipfile.ZipFile(_View(file, offset, length)).infolist()
+        except (zipfile.BadZipFile, NotImplementedError) as error:
+            raise ValueError(f"expected a zip file that torch.save wrote: {error}") from error
+        self._members = {member.filename.partition("/")[2]: member for member in members}
+
+    def has(self, name: str) -> bool:
+        """Whether there is a member of this name, without the folder."""
+        return name in self._members
+
+    def data(self, name: str) -> tuple[int, int]:
+        """Return where the bytes of a member lie: the offset in the whole file, and their number."""
+        member = self._members.get(name)
+        if member is None:
+            raise ValueError(f"the zip file lacks {name!r}")
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+            raise ValueError(f"{name!r} is compressed: expected plain bytes, as torch.save writes them")
+        if member.flag_bits & 1:
+            raise ValueError(f"{name!r} is encrypted")
+        head = _read(self._file, self._offset + member.header_offset, 30)
+        if head[:4] != b"PK\x03\x04":
+            raise ValueError(f"{name!r}: no member of a zip file begins at byte {member.header_offset:,}")
+        # the lengths of its name and of the extra field, which the directory does not say
+        start = member.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:], "little")
+        if start + member.file_size > self._length:
+            raise ValueError(f"{name!r}: {member.file_size:,} bytes from byte {start:,} on are beyond the zip file")
+        return self._offset + start, member.file_size
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a small member."""
+        start, num_bytes = self.data(name)
+        return _read(self._file, start, num_bytes)
+
+
+def _read(file: Reader, offset: int, num_bytes: int) -> bytes:
+    if num_bytes > _MOST_BYTES:
+        raise ValueError(f"expected at most {_MOST_BYTES:,} bytes, got {num_bytes:,}")
+    buffer = bytearray(num_bytes)
+    if file.read_into(offset, memoryview(buffer)) < num_bytes:
+        raise ValueError(f"{num_bytes:,} bytes from byte {offset:,} on are beyond the end of the file")
+    return bytes(buffer)
+
+
+class _View(io.RawIOBase):
+    """Bytes of a file as a file of their own, as zipfile reads it."""
+
+    def __init__(self, file: Reader, offset: int, length: int):
+        self._file, self._offset, self._length, self._position = file, offset, length, 0
+
+    def seekable(self) -> bool:
+        """Whether the position can be set: yes."""
+        return True
+
+    def readable(self) -> bool:
+        """Whether it can be read: yes."""
+        return True
+
+    def tell(self) -> int:
+        """The position."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position, and return it."""
+        base = (0, self._position, self._length)[whence]
+        if base + offset < 0:
+            raise zipfile.BadZipFile("it begins before the item")
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the bytes from the position on."""
+        left = max(self._length - self._position, 0)
+        data = _read(self._file, self._offset + self._position, left if size < 0 else min(size, left))
+        self._position += len(data)
+        return data

@@ -1,0 +1,377 @@
+"""Checkpoints that torch's libraries wrote are restored into fshard, and ours by them; nothing is ever unpickled."""
+
+import dataclasses
+import io
+import os
+import pickle
+import tracemalloc
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.optim as to
+from support.models import rand, same_bits
+from support.worlds import gloo
+from torch import Tensor, nn
+
+import fshard
+from fshard import checkpoint, optim
+from fshard.checkpoint.safetensors_file import DTYPES
+from fshard.module import functionalize
+from fshard.testing import simulate
+
+LR = 0.1
+
+
+class Net(nn.Module):
+    """Tied embeddings, a block and buffers; no size divides by the number of ranks, and one is smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.block = nn.Linear(5, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, 7)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, words: Tensor) -> Tensor:
+        """(rows,) -> (rows, 7)."""
+        x = self.embed(words)
+        return self.head(self.norm(x + torch.tanh(self.block(x)))) * self.scale
+
+
+def net(seed: int = 5) -> Net:
+    """In float64, the same on every rank."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Net().double()
+        for x in model.parameters():
+            nn.init.normal_(x, std=0.5)
+    return model
+
+
+def batch(step: int, rank: int) -> dict[str, Tensor]:
+    """A batch of a rank."""
+    words = torch.randint(0, 7, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
+    return {"words": words, "target": rand(6, 7, seed=1000 + 10 * step + rank)}
+
+
+TORCH = {
+    "adamw": lambda x: to.AdamW(x, LR, weight_decay=0.01),
+    "sgd": lambda x: to.SGD(x, LR, momentum=0.9),
+}
+OURS = {"adamw": optim.adamw(LR), "sgd": optim.sgd(LR, momentum=0.9)}
+
+
+def torch_steps(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    """torch's own steps: the losses, and the model is changed."""
+    losses = []
+    for i in steps:
+        data = batch(i, dist.get_rank())
+        optimizer.zero_grad()
+        loss = (model(data["words"]) - data["target"]).square().mean()
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses
+
+
+class Ours:
+    """The model in fshard: `state` changes with each call of `steps`."""
+
+    def __init__(self, mesh: Any, kind: str, **plan: Any):
+        self.apply, shapes, buffers = functionalize(net(seed=6))
+        self.tx = OURS[kind]
+        params = fshard.shard_params(shapes, fshard.make_plan(shapes, mesh, units=self.apply.units(nn.Linear), **plan))
+        self.state = fshard.init_state(params, self.tx, extra=buffers)
+
+    def restore(self, folder: str, count: int, **names: Any) -> None:
+        """The state becomes that of a checkpoint of torch."""
+        state = self.state
+        opt_state: Any = state.opt_state
+        if not isinstance(OURS["adamw"].init({}), type(opt_state)):
+            opt_state = {"momentum": opt_state.momentum}
+        like = {"params": state.params, "opt_state": opt_state, "extra": state.extra}
+        rename = optim.state.torch_names(state.opt_state, state.params, buffers=state.extra, **names)
+        read = checkpoint.restore(folder, like, rename=rename)
+        if isinstance(opt_state, dict):
+            read["opt_state"] = state.opt_state._replace(count=torch.tensor(float(count)), **read["opt_state"])
+        self.state = dataclasses.replace(state, **read)
+
+    def steps(self, steps: range) -> list[float]:
+        """Our own steps: the losses."""
+
+        def loss(params: Any, extra: Any, data: Any) -> Any:
+            out, extra = self.apply(params, extra, data["words"])
+            return (out - data["target"]).square().mean(), extra
+
+        step, losses = fshard.train_step(loss, self.tx, with_extra=True), []
+        for i in steps:
+            self.state, metrics = step(self.state, batch(i, dist.get_rank()))
+            losses.append(metrics["loss"].item())
+        return losses
+
+    def torch_state(self, kind: str) -> dict[str, Any]:
+        """What torch.distributed.checkpoint saves of this state."""
+        settings = TORCH[kind]([torch.ones(1)]).param_groups[0]
+        groups = [{key: x for key, x in settings.items() if key != "params"}]
+        opt_state = optim.state.state_dict(self.state.opt_state, self.state.params, groups=groups, dtensors=True)
+        for entry in opt_state["state"].values():
+            if kind == "sgd":
+                entry.pop("step")  # torch's SGD has none
+        return {"model": self.apply.state_dict(self.state.params, self.state.extra, dtensors=True), "optim": opt_state}
+
+
+def alike(a: list[float], b: list[float]) -> None:
+    """Losses are equal in float64 up to rounding."""
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def fsdp2(mesh: Any, kind: str) -> tuple[nn.Module, Any]:
+    """A model and its optimizer in FSDP2, the block wrapped."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    fully_shard(model.block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, TORCH[kind](model.parameters())
+
+
+def fsdp2_both_ways(mesh: Any, folder: str, kind: str, flat: bool, plan: dict[str, Any]) -> None:
+    """FSDP2 trains and saves, fshard goes on and saves, FSDP2 goes on from there, each beside the one that stayed."""
+    warnings.simplefilter("ignore")  # what torch says of its own libraries
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optimizer = fsdp2(mesh, kind)
+    torch_steps(model, optimizer, range(3))
+    names = ("model", "optim")
+    dcp.save(dict(zip(names, get_state_dict(model, optimizer, options=options), strict=True)), checkpoint_id=folder)
+
+    ours = Ours(mesh, kind, **plan)
+    ours.restore(folder, count=3)
+    whole = {name: x.full_tensor() for name, x in model.state_dict().items() if hasattr(x, "full_tensor")}
+    assert same_bits(fshard.state_dict(ours.state.params), whole)
+    alike(ours.steps(range(3, 5)), torch_steps(model, optimizer, range(3, 5)))
+
+    dcp.save(ours.torch_state(kind), checkpoint_id=f"{folder}/2")
+    there, optimizer_there = fsdp2(mesh, kind)
+    torch_steps(there, optimizer_there, range(1))  # other values, and a state to load into
+    into = dict(zip(names, get_state_dict(there, optimizer_there), strict=True))
+    dcp.load(into, checkpoint_id=f"{folder}/2")
+    set_state_dict(there, optimizer_there, model_state_dict=into["model"], optim_state_dict=into["optim"])
+    stayed = torch_steps(model, optimizer, range(5, 7))
+    alike(torch_steps(there, optimizer_there, range(5, 7)), stayed)
+    alike(ours.steps(range(5, 7)), stayed)
+
+
+def test_fsdp2_both_ways(tmp_path):
+    """What FSDP2 saved would be other values in fshard, or ours in FSDP2, or training would go on otherwise."""
+    gloo(fsdp2_both_ways, str(tmp_path), "adamw", False, {})
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("kind", "flat", "replicate"), [("sgd", False, 1), ("adamw", True, 2), ("sgd", True, 2)])
+def test_fsdp2_both_ways_of_other_forms(tmp_path, kind, flat, replicate):
+    """SGD, flattened optimizer states, or replicated chunks would be other values."""
+    plan = {"state_over": ("replicate", "shard")} if replicate == 2 and kind == "adamw" else {}
+    gloo(fsdp2_both_ways, str(tmp_path), kind, flat, plan, replicate=replicate)
+
+
+def ddp_to_fshard(mesh: Any, folder: str) -> None:
+    """DDP trains and saves plain tensors, its optimizer by number; fshard goes on."""
+    warnings.simplefilter("ignore")  # what torch says of its own libraries
+    import torch.distributed.checkpoint as dcp
+
+    model = nn.parallel.DistributedDataParallel(net())
+    optimizer = TORCH["adamw"](model.parameters())
+    torch_steps(model, optimizer, range(3))
+    dcp.save({"net": model.state_dict(), "o": optimizer.state_dict()}, checkpoint_id=folder)
+    ours = Ours(mesh, "adamw")
+    ours.restore(folder, 3, model="net.module", optim="o")
+    params = fshard.state_dict(ours.state.params)
+    assert same_bits(params, {name: model.module.state_dict()[name] for name in params})
+    alike(ours.steps(range(3, 5)), torch_steps(model, optimizer, range(3, 5)))
+
+
+def test_what_ddp_saved(tmp_path):
+    """Plain tensors and optimizer states by number would be other values in fshard."""
+    gloo(ddp_to_fshard, str(tmp_path))
+
+
+def saved(folder: Path, tree: Any, **options: Any) -> Any:
+    """torch.distributed.checkpoint saves a tree without processes; the tree."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch says of its own libraries
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(tree, checkpoint_id=folder, **options)
+    return tree
+
+
+def tensors() -> dict[str, Tensor]:
+    """Tensors of every dtype and of some shapes, empty ones and scalars among them."""
+    values = {str(kind): torch.arange(16, dtype=torch.uint8).view(kind) for kind in DTYPES.values()}
+    values["torch.bool"] = torch.tensor([True, False])
+    shapes = {"none": (0, 3), "scalar": (), "long": (1000,), "deep": (2, 3, 4)}
+    return values | {name: rand(*shape, seed=3) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_every_dtype_and_shape(tmp_path, world):
+    """Tensors of some dtype or shape would be other values in fshard."""
+    values = saved(tmp_path, tensors())
+
+    def read(mesh: Any) -> Any:
+        plan = fshard.make_plan(values, mesh)
+        zeros = fshard.shard_params({name: torch.zeros_like(x) for name, x in values.items()}, plan)
+        return fshard.gather_params(checkpoint.restore(tmp_path, zeros))
+
+    for whole in simulate(read, shard=world):
+        assert same_bits(whole, values)
+
+
+def _zipped(members: dict[str, bytes], kind: int = zipfile.ZIP_STORED) -> bytes:
+    """A zip file as torch.save makes them."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", kind) as file:
+        for name, content in members.items():
+            file.writestr(f"archive/{name}", content)
+    return data.getvalue()
+
+
+def _metadata(folder: Path) -> Any:
+    """torch's metadata: in the tests of what torch itself wrote."""
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+def _put_item(folder: Path, name: str, data: bytes, **changes: Any) -> None:
+    """Put other bytes in place of an item, in a file of their own."""
+    metadata = _metadata(folder)
+    info = next(info for index, info in metadata.storage_data.items() if index.fqn == name)
+    (folder / "other").write_bytes(data)
+    vars(info).update({"relative_path": "other", "offset": 0, "length": len(data), **changes})
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def opcodes(*parts: bytes) -> bytes:
+    """A pickle of these opcodes."""
+    return b"\x80\x04" + b"".join(parts) + b"."
+
+
+def word(text: str) -> bytes:
+    """The opcode of a short string."""
+    return b"\x8c" + bytes([len(text)]) + text.encode()
+
+
+RUN = (word("touch") + b"\x85R", word("os") + word("system") + b"\x93")  # the call of a function, os.system
+
+
+class Evil:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def bombs(path: str) -> dict[str, bytes]:
+    """Pickles that run code in an unpickler, take up its memory, or never end."""
+    evil = pickle.dumps(Evil(path), protocol=4)
+    laughs = [b"]\x94", *(b"](" + b"h" + bytes([n]) + b"h" + bytes([n]) + b"e\x94" for n in range(60))]
+    tuples = b")" + b"\x86".join(b"\x94h" + bytes([n]) for n in range(60)) + b"\x86"
+    return {
+        "os.system": evil,
+        "old os.system": pickle.dumps(Evil(path), protocol=0),
+        "nested": pickle.dumps({"state_dict_metadata": [{"a": (1, Evil(path))}]}),
+        "names from the memo": opcodes(word("os"), b"\x94", word("system"), b"\x940h\x00h\x01\x93", RUN[0]),
+        "torch's own loader": opcodes(word("torch"), word("load"), b"\x93", word("x"), b"\x85R"),
+        "a method of what is expected": opcodes(word("torch"), word("Size.__init__.__globals__"), b"\x93"),
+        "a module below one": opcodes(word("torch.os"), word("system"), b"\x93"),
+        "names that are no strings": opcodes(b"]", word("x"), b"\x93"),
+        "extension": opcodes(b"\x82\x01"),
+        "extension of 4 bytes": opcodes(b"\x84\x01\x00\x00\x00"),
+        "instance": opcodes(b"(ios\nsystem\n"),
+        "object": opcodes(b"(", RUN[1], word("x"), b"o"),
+        "persistent id": opcodes(word("x"), b"Q"),
+        "persistent id in words": opcodes(b"Px\n"),
+        "keyword arguments": opcodes(word("torch"), word("Size"), b"\x93)}\x92"),
+        "call of a value": opcodes(b"K\x01)R"),
+        "call of a result": opcodes(word("torch"), word("Size"), b"\x93)R)R"),
+        "state of a class": opcodes(word("torch"), word("Size"), b"\x93}b"),
+        "set": opcodes(b"\x8f"),
+        "buffer": opcodes(b"\x97"),
+        "long frame": b"\x80\x04\x95" + b"\xff" * 8 + b"N.",
+        "long string": opcodes(b"\x8d" + b"\xff" * 8),
+        "long string of 4 bytes": opcodes(b"X" + b"\xff" * 4),
+        "long number": opcodes(b"\x8b\xff\xff\xff\x7f"),
+        "digits": b"I" + b"9" * 100_000 + b"\n.",
+        "wide number": opcodes(b"\x8a\x09" + b"\x01" * 9),
+        "billion laughs": opcodes(*laughs),
+        "hashes of nested tuples": opcodes(b"}", tuples, b"Ns"),
+        "a list in itself": opcodes(b"]\x94h\x00a"),
+        "deep lists": opcodes(b"]" * 100_000, b"a" * 99_999),
+        "deep marks": opcodes(b"(" * 100_000),
+        "deep tuples": opcodes(b")", b"\x85" * 100_000),
+        "no memo": opcodes(b"h\x07"),
+        "far memo": opcodes(b"Nr\xff\xff\xff\xff"),
+        "empty stack": opcodes(b"a"),
+        "append to a tuple": opcodes(b")Na"),
+        "odd items": opcodes(b"}(Nu"),
+        "no end": b"\x80\x04N",
+        "nothing": b"",
+        "text": b'{"format": "fshard"}',
+        "a zip file": b"PK\x03\x04" + bytes(100),
+        "numbers": opcodes(b"K\x01"),
+    }
+
+
+NAMES_OF_BOMBS = [*bombs("")]
+
+
+def peak_of(fn: Any) -> int:
+    """The most bytes that Python's objects took while a function ran."""
+    tracemalloc.start()
+    try:
+        fn()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", NAMES_OF_BOMBS)
+def test_a_pickle_runs_nothing(tmp_path, name):
+    """A pickle under the name .metadata would run code, take up the memory, or never end."""
+    (tmp_path / ".metadata").write_bytes(bombs(str(tmp_path / "ran"))[name])
+
+    def read() -> None:
+        with pytest.raises(checkpoint.CheckpointError, match=r"\.metadata: "):
+            checkpoint.restore(tmp_path, {"w": torch.zeros(1)})
+
+    assert peak_of(read) < 200e6
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", NAMES_OF_BOMBS[:-1])
+def test_a_pickle_of_a_number_runs_nothing(tmp_path, name):
+    """A pickle in place of a number of torch's would run code when it is read, or never end."""
+    saved(tmp_path, {"n": 1, "w": torch.ones(2)})
+    data = bombs(str(tmp_path / "ran"))[name]
+    _put_item(tmp_path, "n", _zipped({"data.pkl": data}))
+    like = {"w": torch.zeros(2)}
+    # nobody asks for it
+    assert checkpoint.restore(tmp_path, like, rename=lambda x: None if x.startswith("n") else x)["w"].tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"it lacks 1 names: 'n'.*'n': "):
+        checkpoint.restore(tmp_path, {**like, "n": 0})
+    assert not (tmp_path / "ran").exists()
