@@ -36,7 +36,7 @@ def format_at(path: str | os.PathLike[str], place: Place) -> str:
 
     CheckpointError for pickles.
     """
-    if os.path.isfile(path):
+    if os.path.isfile(path) and Path(path).suffix in (".safetensors", *PICKLES):
         return SAFETENSORS
     if finished(place):
         return ""
