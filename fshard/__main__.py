@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -23,9 +24,11 @@ def _say(text: str, style: str = "") -> None:
     try:
         from rich.console import Console
     except ImportError:
-        print(text)
-    else:
+        style = ""
+    if style:
         Console(soft_wrap=True, highlight=False).print(text, style=style, markup=False)
+    else:
+        print(text)
 
 
 def _function(name: str) -> Make:
@@ -119,6 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args)
+    except BrokenPipeError:  # whoever reads the output has seen enough, as `head` does; Python would flush the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return WRONG
     except (ValueError, OSError, ImportError) as wrong:
         _say(f"{args.command}: {wrong}", "red")
         return WRONG

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from support.models import same_bits
-from support.stores import BUCKET, Disk, fails, files, new_url, other_store, s3_server
+from support.stores import BUCKET, DEAD, Disk, dies, fails, files, new_url, other_store, s3_server
 from support.worlds import gloo, simulated
 
 import fshard
@@ -327,6 +328,7 @@ def test_a_process_that_is_forked_after_a_save(kind, url):
     saves(None, url, 1)
     child = os.fork()
     if not child:
+        signal.alarm(60)  # ends a child that hangs
         try:
             saves(None, url, 2)
             os._exit(0 if same_bits(restored(None, url), whole(state_of(None, 2))) else 1)
@@ -334,6 +336,36 @@ def test_a_process_that_is_forked_after_a_save(kind, url):
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert checkpoint.steps(url) == ([1, 2] if kind == "s3" else [1])  # memory is a process's own
+
+
+@pytest.mark.sample(7)
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "number"), [*(("disk", number) for number in range(13)), *(("s3", number) for number in range(10))]
+)
+def test_a_process_that_dies_at_any_request(kind, url, number, monkeypatch):
+    """Between two requests there would be no checkpoint of the step, or a mixture of two; or the next save failed."""
+    simulated(saves, url, 1, 2, shard=2)
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # ends a child that hangs
+        dies(monkeypatch, kind, number)
+        try:
+            simulated(lambda mesh: checkpoint.save(url, state_of(mesh, 9), 2), shard=2)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    # two files, two records and the index (each is written and moved, or put), and four files are deleted
+    num_requests = 12 if kind == "disk" else 9
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (DEAD if number < num_requests else 0)
+    assert checkpoint.steps(url) == [1, 2]
+    is_new = number >= num_requests - 4
+    assert same_bits(simulated(restored, url, 2)[0], whole(state_of(None, 9 if is_new else 2)))
+    assert same_bits(simulated(restored, url, 1)[0], whole(state_of(None, 1)))
+    simulated(saves, url, 2, 3, shard=2)
+    assert same_bits(simulated(restored, url, 2)[0], whole(state_of(None, 2)))
+    checkpoint.delete(url, 2)
+    assert not [name for name in files(url) if "step-000000000002" in name]
 
 
 @pytest.mark.parametrize(

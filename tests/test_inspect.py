@@ -324,3 +324,13 @@ def test_wrong_arguments(args, sentence, tmp_path, inspect, monkeypatch):
     status, lines = inspect(*(arg.replace("DIR", str(tmp_path)) for arg in args))
     assert status == 2
     assert sentence.replace("DIR", str(tmp_path), 1 if "besides" not in sentence else 0) in lines[0]
+
+
+def test_a_reader_who_has_seen_enough(tmp_path, monkeypatch):
+    """`inspect DIR | head` would end with a traceback."""
+    checkpoint.save(tmp_path, {"n": 1}, 1)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["inspect", str(tmp_path)]) == 2

@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 BUCKET = "checkpoints"
+DEAD = 77  # the exit status of a process that died
 
 
 class Disk(LocalFileSystem):
@@ -107,3 +108,37 @@ def fails(patch: pytest.MonkeyPatch, kind: str, what: str, part: str) -> None:
         return function(self, path, *args, **kwargs)
 
     patch.setattr(fs, name, fail)
+
+
+def dies(patch: pytest.MonkeyPatch, kind: str, number: int) -> None:
+    """End the process before its store is changed for the time of this number."""
+    left = [number]
+
+    def count() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            os._exit(DEAD)
+
+    if kind == "s3":
+        fs = fsspec.get_filesystem_class("s3")
+        call = fs._call_s3
+
+        async def call_s3(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+            if method.startswith(("put", "delete", "complete")):
+                count()
+            return await call(self, method, *args, **kwargs)
+
+        patch.setattr(fs, "_call_s3", call_s3)
+        patch.setattr(fs, "call_s3", sync_wrapper(call_s3))
+        return
+    for name in ("_open", "mv", "rm_file"):
+        patch.setattr(Disk, name, _counted(getattr(Disk, name), count))
+
+
+def _counted(function: Callable[..., Any], count: Callable[[], None]) -> Callable[..., Any]:
+    def counted(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        if function.__name__ != "_open" or "w" in kwargs.get("mode", args[0] if args else ""):
+            count()
+        return function(self, path, *args, **kwargs)
+
+    return counted
