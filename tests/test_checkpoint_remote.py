@@ -384,6 +384,22 @@ def test_wrong_urls(dir, kind, sentence):
             function(dir)
 
 
+def test_the_wrong_url_of_one_rank(tmp_path):
+    """The other ranks would wait for ever for the rank whose URL is wrong."""
+    saves(None, str(tmp_path), 1)
+
+    def on_rank(mesh: Any) -> tuple[str, str]:
+        dir = "nosuch://a/b" if mesh.get_local_rank("shard") == 1 else str(tmp_path)
+        with pytest.raises((ValueError, fshard.MismatchError), match="expected a path, or a URL") as saving:
+            saves(mesh, dir, 2)
+        with pytest.raises((ValueError, fshard.MismatchError), match="expected a path, or a URL") as restoring:
+            restored(mesh, dir)
+        return str(saving.value), str(restoring.value)
+
+    results = simulated(on_rank, shard=3)
+    assert all(text.startswith("rank 1: ValueError: dir='nosuch://a/b'") for text in (*results[0], *results[2]))
+
+
 def test_packages_that_are_not_installed(monkeypatch):
     """An ImportError from inside would not say what to install."""
     with monkeypatch.context() as patch:
