@@ -225,18 +225,93 @@ def tensors() -> dict[str, Tensor]:
     return values | {name: rand(*shape, seed=3) for name, shape in shapes.items()}
 
 
+def zeros_like(values: dict[str, Tensor], mesh: Any = None) -> Any:
+    """Sharded zeros of the shapes of some tensors."""
+    zeros = {name: torch.zeros_like(x) for name, x in values.items()}
+    return fshard.shard_params(zeros, fshard.make_plan(values, mesh))
+
+
+def restored(mesh: Any, path: Path, values: dict[str, Tensor]) -> Any:
+    """What a checkpoint has in place of some tensors, restored into shards and gathered."""
+    return fshard.gather_params(checkpoint.restore(path, zeros_like(values, mesh)))
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_every_dtype_and_shape(tmp_path, world):
     """Tensors of some dtype or shape would be other values in fshard."""
     values = saved(tmp_path, tensors())
 
-    def read(mesh: Any) -> Any:
-        plan = fshard.make_plan(values, mesh)
-        zeros = fshard.shard_params({name: torch.zeros_like(x) for name, x in values.items()}, plan)
-        return fshard.gather_params(checkpoint.restore(tmp_path, zeros))
-
-    for whole in simulate(read, shard=world):
+    for whole in simulate(lambda mesh: restored(mesh, tmp_path, values), shard=world):
         assert same_bits(whole, values)
+
+
+def boxes(mesh: Any, folder: str, names: tuple[str, ...]) -> None:
+    """torch saves DTensors that are cut along other dimensions."""
+    warnings.simplefilter("ignore")  # what torch says of its own libraries
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    cuts: dict[str, list[Any]] = {"a": [Shard(1)], "b": [Shard(2)], "c": [Shard(0)], "d": [Replicate()]}
+    if len(names) == 2:
+        cuts = {"a": [Shard(0), Shard(1)], "b": [Shard(2), Shard(0)], "c": [Shard(1), Shard(1)], "d": [Shard(0)] * 2}
+    values = {name: distribute_tensor(WHOLE[name], mesh, how) for name, how in cuts.items()}
+    dcp.save(values, checkpoint_id=f"{folder}/dcp")
+    dcp.save(values, storage_writer=HuggingFaceStorageWriter(f"{folder}/hf", save_distributed=True))
+
+
+WHOLE = {"a": rand(5, 7, seed=1), "b": rand(3, 4, 5, seed=2), "c": rand(7, 2, seed=3), "d": rand(3, seed=4)}
+
+
+@pytest.mark.parametrize("replicate", [1, pytest.param(2, marks=pytest.mark.sample(2))])
+def test_boxes_are_runs_of_elements(tmp_path, replicate):
+    """What ranks wrote of tensors that are cut along other dimensions than the first would be other values."""
+    names = ("replicate", "shard")[2 - replicate :]
+    gloo(boxes, str(tmp_path), names, replicate=replicate)
+
+    for folder in ("dcp", "hf"):
+        for whole in simulate(lambda mesh, path=tmp_path / folder: restored(mesh, path, WHOLE), shard=3):
+            assert same_bits(whole, WHOLE)
+
+
+@pytest.mark.parametrize("kind", ["one file", "a file", "several files", "torch's writer"])
+def test_hugging_face_files(tmp_path, kind):
+    """Tensors of a Hugging Face directory would be other values, or be read whole by every rank."""
+    params = fshard.shard_params(WHOLE, fshard.make_plan(WHOLE))
+    if kind == "torch's writer":
+        from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+        saved(tmp_path, WHOLE, storage_writer=HuggingFaceStorageWriter(str(tmp_path)))
+    else:
+        checkpoint.save_safetensors(tmp_path, params, **({"max_bytes": 400} if kind == "several files" else {}))
+        assert (tmp_path / "model.safetensors.index.json").exists() == (kind == "several files")
+    path = tmp_path / "model.safetensors" if kind == "a file" else tmp_path
+
+    for whole in simulate(lambda mesh: restored(mesh, path, WHOLE), shard=2):
+        assert same_bits(whole, WHOLE)
+    like = {"params": params, "epoch": 0}
+    with pytest.raises(ValueError, match=r"differs from `like`: it lacks 1 names: 'epoch'"):
+        checkpoint.restore(path, like, rename=lambda name: f"params.{name}")
+
+
+def peak_of(fn: Any) -> int:
+    """The most bytes that Python's objects took while a function ran."""
+    tracemalloc.start()
+    try:
+        fn()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+class Evil:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
 
 
 def _zipped(members: dict[str, bytes], kind: int = zipfile.ZIP_STORED) -> bytes:
@@ -253,13 +328,160 @@ def _metadata(folder: Path) -> Any:
     return pickle.loads((folder / ".metadata").read_bytes())
 
 
+def _changed(folder: Path, change: Any) -> None:
+    """Change torch's metadata."""
+    metadata = _metadata(folder)
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _info(metadata: Any, name: str) -> Any:
+    """Where the first chunk of a tensor lies."""
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == name)
+
+
 def _put_item(folder: Path, name: str, data: bytes, **changes: Any) -> None:
     """Put other bytes in place of an item, in a file of their own."""
-    metadata = _metadata(folder)
-    info = next(info for index, info in metadata.storage_data.items() if index.fqn == name)
     (folder / "other").write_bytes(data)
-    vars(info).update({"relative_path": "other", "offset": 0, "length": len(data), **changes})
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    where = {"relative_path": "other", "offset": 0, "length": len(data), **changes}
+    _changed(folder, lambda metadata: vars(_info(metadata, name)).update(where))
+
+
+def _put(**members: bytes | None) -> Any:
+    """Put other members into the item of the tensor `w`; None: leave one out."""
+
+    def change(folder: Path) -> None:
+        _put_item(folder, "w", _zipped(_members(torch.ones(3, 4), members)))
+
+    return change
+
+
+def _members(x: Tensor, changes: dict[str, bytes | None]) -> dict[str, bytes]:
+    """The members of the zip file that torch.save makes of a tensor, some of them changed."""
+    data = io.BytesIO()
+    torch.save(x, data)
+    with zipfile.ZipFile(data) as file:
+        members: dict[str, Any] = {name.partition("/")[2]: file.read(name) for name in file.namelist()}
+    members |= {name.replace("_", "/"): content for name, content in changes.items()}
+    return {name: content for name, content in members.items() if content is not None}
+
+
+def _of(x: Any) -> Any:
+    """Put what torch.save writes of another object into the item of the tensor `w`."""
+
+    def change(folder: Path) -> None:
+        data = io.BytesIO()
+        torch.save(x, data)
+        _put_item(folder, "w", data.getvalue())
+
+    return change
+
+
+def _with(change: Any) -> Any:
+    """Change torch's metadata; `change` has the metadata, where `w` lies, and the form of `w`."""
+    return lambda folder: _changed(folder, lambda x: change(x, _info(x, "w"), x.state_dict_metadata["w"]))
+
+
+def _symlink(folder: Path) -> None:
+    (folder / "__0_0.distcp").rename(folder / "elsewhere")
+    (folder / "__0_0.distcp").symlink_to(folder / "elsewhere")
+
+
+def _pipe(folder: Path) -> None:
+    (folder / "__0_0.distcp").unlink()
+    os.mkfifo(folder / "__0_0.distcp")
+
+
+def _flagged(folder: Path) -> None:
+    """An encrypted member."""
+    data = bytearray(_zipped(_members(torch.ones(3, 4), {})))
+    at = data.index(b"PK\x01\x02")
+    data[at + 8] |= 1
+    _put_item(folder, "w", bytes(data))
+
+
+def _chunk(offsets: Any, sizes: Any) -> Any:
+    """The form of `w` with one more chunk."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return _with(lambda x, info, form: form.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))))
+
+
+CONJUGATE = torch.ones(3, 4, dtype=torch.complex64).conj()
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "compressed": (
+        lambda folder: _put_item(folder, "w", _zipped(_members(torch.ones(3, 4), {}), zipfile.ZIP_DEFLATED)),
+        "'data.pkl' is compressed",
+    ),
+    "zip bomb": (
+        lambda folder: _put_item(folder, "w", _zipped({"data.pkl": bytes(1 << 26)}, zipfile.ZIP_DEFLATED)),
+        "'data.pkl' is compressed",
+    ),
+    "long pickle": (_put(**{"data.pkl": bytes(1 << 21)}), "expected at most 1,048,576 bytes, got 2,097,152"),
+    "encrypted": (_flagged, "is encrypted"),
+    "many members": (_put(**{f"m{n}": b"" for n in range(20_000)}), "expected at most 1,048,576 bytes"),
+    "no data": (_put(data_0=None), "the zip file lacks 'data/0'"),
+    "no pickle": (_put(**{"data.pkl": None}), "the zip file lacks 'data.pkl'"),
+    "few data": (_put(data_0=bytes(47)), "expected 48 bytes, got 47"),
+    "big-endian": (_put(byteorder=b"big"), "expected little-endian numbers, got b'big'"),
+    "no zip file": (lambda folder: _put_item(folder, "w", b"PK" + bytes(1000)), "expected a zip file"),
+    "no tensor": (_of([1]), "expected a tensor, got an object of type list"),
+    "an evil tensor": (_of(Evil("ran")), "names 'posix.system'"),
+    "another dtype": (_of(torch.ones(3, 4).int()), r"expected torch.float32 \[3, 4\], got torch.int32 \[3, 4\]"),
+    "another shape": (_of(torch.ones(4, 3)), r"expected torch.float32 \[3, 4\], got torch.float32 \[4, 3\]"),
+    "other strides": (_of(torch.ones(4, 3).t()), r"with strides \[1, 3\]: expected \[4, 1\]; save x.contiguous\(\)"),
+    "conjugated": (_of(CONJUGATE), "a tensor that is conjugated"),
+    "beyond the file": (_with(lambda x, info, form: vars(info).update(offset=1 << 40)), "beyond the end of the file"),
+    "longer": (_with(lambda x, info, form: vars(info).update(length=1 << 40)), "overlap|beyond the end of the file"),
+    "overlap": (_with(lambda x, info, form: vars(info).update(vars(_info(x, "v")))), "overlap"),
+    "negative": (_with(lambda x, info, form: vars(info).update(offset=-1)), "expected up to 64 numbers of at least 0"),
+    "another folder": (_with(lambda x, info, form: vars(info).update(relative_path="../x")), "got '../x'"),
+    "absolute": (_with(lambda x, info, form: vars(info).update(relative_path="/etc/passwd")), "got '/etc/passwd'"),
+    "symbolic link": (_symlink, "symbolic link"),
+    "pipe": (_pipe, "expected a regular file"),
+    "no file": (lambda folder: (folder / "__0_0.distcp").unlink(), "No such file"),
+    "transformed": (
+        _with(lambda x, info, form: vars(info).update(transform_descriptors=["zstd"])),
+        "its bytes were transformed",
+    ),
+    "chunk outside": (_chunk((3, 0), (1, 4)), r"a chunk \[1, 4\] at \[3, 0\] is not inside the tensor \[3, 4\]"),
+    "chunk twice": (_chunk((0, 0), (3, 4)), "'w': expected elements from 12 on, got 12 from 0 on"),
+    "unknown chunk": (_chunk((1, 0), (1, 4)), "'w': no file has the chunk at"),
+    "another dimension": (_chunk((0,), (1,)), "is not inside the tensor"),
+    "few chunks": (_with(lambda x, info, form: form.chunks.clear()), "'w': expected 12 elements, got 0"),
+    "many dimensions": (
+        _with(lambda x, info, form: setattr(form, "size", torch.Size([2] * 100))),
+        "'w': size: expected up to 64 numbers",
+    ),
+    "huge": (_with(lambda x, info, form: setattr(form, "size", torch.Size([1 << 62] * 64))), "'w': "),
+    "no storage": (_with(lambda x, info, form: setattr(x, "storage_data", None)), "storage_data: expected dict"),
+    "many runs": (
+        _with(
+            lambda x, info, form: (
+                setattr(form, "size", torch.Size([1 << 40, 5])),
+                setattr(form.chunks[0], "sizes", torch.Size([1 << 40, 4])),
+            )
+        ),
+        "there are more than 1,048,576 runs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_checkpoints_of_torch(tmp_path, name):
+    """A file that is damaged, or made to do harm, would be restored, read elsewhere, or take up the memory."""
+    saved(tmp_path, {"v": torch.ones(3, 4), "w": torch.ones(3, 4)})
+    change, sentence = DAMAGES[name]
+    change(tmp_path)
+    like = {"v": torch.zeros(3, 4), "w": torch.zeros(3, 4)}
+
+    def read() -> None:
+        with pytest.raises(checkpoint.CheckpointError, match=sentence) as failure:
+            checkpoint.restore(tmp_path, like)
+        assert str(failure.value).startswith(str(tmp_path))
+
+    assert peak_of(read) < 200e6
+    assert not Path("ran").exists()
 
 
 def opcodes(*parts: bytes) -> bytes:
@@ -273,16 +495,6 @@ def word(text: str) -> bytes:
 
 
 RUN = (word("touch") + b"\x85R", word("os") + word("system") + b"\x93")  # the call of a function, os.system
-
-
-class Evil:
-    """Unpickling it makes a file."""
-
-    def __init__(self, path: str):
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
 
 
 def bombs(path: str) -> dict[str, bytes]:
@@ -337,16 +549,6 @@ def bombs(path: str) -> dict[str, bytes]:
 
 
 NAMES_OF_BOMBS = [*bombs("")]
-
-
-def peak_of(fn: Any) -> int:
-    """The most bytes that Python's objects took while a function ran."""
-    tracemalloc.start()
-    try:
-        fn()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", NAMES_OF_BOMBS)

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, count
@@ -30,20 +30,20 @@ def entries_at(path: Path) -> dict[str, Entry]:
     if (path / FILE).exists():
         return read_entries(path / FILE)  # as transformers: not the index
     if (path / INDEX).exists():
-        return _indexed(path / INDEX)
+        return indexed(read_json(path / INDEX), path / INDEX, lambda file: read_entries(path / file))
     pickles = [x.name for x in sorted(path.iterdir()) if x.suffix in PICKLES]
     sentence = f"expected {FILE} or {INDEX} in it, or the path of one .safetensors file"
     sentence += f", it has {pickles[0]}, a pickle, which may run any code when it is read" if pickles else ""
     raise FileNotFoundError(errno.ENOENT, sentence, str(path))
 
 
-def _indexed(index: Path) -> dict[str, Entry]:
-    """The tensors of the files that an index lists."""
-    file_of = _weight_map(index)
+def indexed(raw: Mapping[str, object], index: object, read: Callable[[str], dict[str, Entry]]) -> dict[str, Entry]:
+    """Return the tensors of the files that an index lists; errors call it `index`, and `read` reads one file."""
+    file_of = _weight_map(raw, index)
     entries: dict[str, Entry] = {}
     for file in dict.fromkeys(file_of.values()):
         listed = {name for name, other in file_of.items() if other == file}
-        there = read_entries(index.parent / file)
+        there = read(file)
         if there.keys() != listed:
             lacks, more = (sorted(map(repr, names))[:8] for names in (listed - there.keys(), there.keys() - listed))
             raise ValueError(
@@ -54,9 +54,9 @@ def _indexed(index: Path) -> dict[str, Entry]:
     return entries
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _weight_map(raw: Mapping[str, object], index: object) -> dict[str, str]:
     """The file of each tensor, by an index. ValueError for names of files that are not in the index's directory."""
-    file_of = read_json(index).get("weight_map")
+    file_of = raw.get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
         raise ValueError(f"{index}: expected weight_map, a name of a file for every tensor")
     for name, file in file_of.items():

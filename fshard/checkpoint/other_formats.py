@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
+from typing import Any
 
-from .directory import finished
-from .hugging_face import FILE, entries_at
+from .boxes import MOST_RUNS, num_runs, runs_of
+from .directory import finished, read_all
+from .hugging_face import FILE, indexed
 from .hugging_face import INDEX as FILES
-from .index import CheckpointError, Entry, Index, Piece
+from .index import CheckpointError, Entry, Index, Piece, in_order
 from .places import Place, place_of
-from .safetensors_file import PICKLES
+from .safetensors_file import PICKLES, are_counts, parsed, read_header
+from .safetensors_file import Entry as File
 from .torch_dcp import METADATA, index_of_dcp
 
 DCP, SAFETENSORS = "torch.distributed.checkpoint", "safetensors"
+# what torch's HuggingFaceStorageWriter writes with save_distributed=True: a file of each rank, which says in its
+# metadata where its tensors begin in the whole ones
+_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_SHARDING = "DCP_SHARDING_INFO"
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,10 @@ def format_at(path: str | os.PathLike[str], place: Place) -> str:
         return DCP
     if place.has(FILE) or place.has(FILES):
         return SAFETENSORS
-    if pickles := [name for name in place.names() if name.endswith(PICKLES)]:
+    names = place.names()
+    if any(map(_SHARD.fullmatch, names)):
+        return SAFETENSORS
+    if pickles := [name for name in names if name.endswith(PICKLES)]:
         raise CheckpointError(
             f"{place}: no checkpoint; it has {pickles[0]}, a pickle, which may run any code when it is read. Let the "
             "library that wrote it write safetensors, or a checkpoint of torch.distributed.checkpoint"
@@ -57,23 +71,86 @@ def source_at(path: str | os.PathLike[str], place: Place, kind: str) -> Source:
     if kind == DCP:
         index, data = index_of_dcp(place)
         return Source(f"{place}", place, index, hashlib.sha256(data).hexdigest())
-    index = _index_of_safetensors(Path(path))
     folder = place_of(Path(path).parent) if os.path.isfile(path) else place
+    try:
+        chunks = [chunk for file in _files(Path(path), folder) for chunk in file]
+        index = _index(chunks)
+    except (OSError, ValueError) as error:  # they begin with the path
+        raise CheckpointError(str(error)) from error
     lines = [f"{name!r}: {entry}" for name, entry in index.leaves.items()]
     return Source(f"{place}", folder, index, "\n".join(lines))
 
 
-def _index_of_safetensors(path: Path) -> Index:
-    try:
-        entries = entries_at(path)
-    except (OSError, ValueError) as error:  # they begin with the path
-        raise CheckpointError(str(error)) from error
-    leaves, left_out = dict[str, Entry](), dict[str, str]()
-    for name, entry in entries.items():
-        if entry.dtype is None:
-            left_out[name] = f"{name!r} is {entry.kind}, a dtype that torch has not"
+_Chunk = tuple[File, tuple[int, ...] | None]  # a tensor of a file, and where it begins in the whole one
+
+
+def _files(path: Path, folder: Place) -> Iterator[list[_Chunk]]:
+    """Yield the tensors of the files of a path."""
+
+    def read(name: str) -> dict[str, File]:
+        return _header(folder, name)[0]
+
+    if os.path.isfile(path):
+        yield [(x, None) for x in read(path.name).values()]
+    elif folder.has(FILE):
+        yield [(x, None) for x in read(FILE).values()]  # as transformers: not the index
+    elif folder.has(FILES):
+        where = f"{folder}/{FILES}"
+        yield [(x, None) for x in indexed(parsed(read_all(folder, FILES), where, "it"), where, read).values()]
+    else:
+        for name in filter(_SHARD.fullmatch, folder.names()):
+            yield [*_chunks(folder, name)]
+
+
+def _header(folder: Place, name: str) -> tuple[dict[str, File], dict[str, Any]]:
+    position = 0
+    with folder.open(name) as file:
+
+        def read(num_bytes: int) -> bytes:
+            nonlocal position
+            buffer = bytearray(min(num_bytes, max(file.size - position, 0)))
+            position += file.read_into(position, memoryview(buffer))
+            return bytes(buffer)
+
+        return read_header(read, file.size, Path(f"{folder}/{name}"))
+
+
+def _chunks(folder: Place, name: str) -> Iterator[_Chunk]:
+    """Yield the tensors of a file of torch's HuggingFaceStorageWriter, and where they begin in the whole ones."""
+    entries, metadata = _header(folder, name)
+    where = f"{folder}/{name}"
+    places = parsed(str(metadata.get(_SHARDING)).encode(), where, _SHARDING)
+    for x in entries.values():
+        place = places.get(x.name)
+        offsets = place.get("saved_offsets") if isinstance(place, dict) else None
+        if not are_counts(offsets) or len(offsets) != len(x.shape):
+            raise ValueError(f"{where}: {x.name!r}: expected {len(x.shape)} offsets, got {str(offsets)[:80]}")
+        yield x, tuple(offsets)
+
+
+def _index(chunks: Iterable[_Chunk]) -> Index:
+    """The index of tensors, of which each may be in several boxes."""
+    by_name = dict[str, list[_Chunk]]()
+    for chunk in chunks:
+        by_name.setdefault(chunk[0].name, []).append(chunk)
+    leaves, left_out, left = dict[str, Entry](), dict[str, str](), MOST_RUNS
+    for name, of_name in by_name.items():
+        first = of_name[0][0]
+        if first.dtype is None:
+            left_out[name] = f"{name!r} is {first.kind}, a dtype that torch has not"
             continue
-        numel = entry.num_bytes // entry.dtype.itemsize
-        pieces = (Piece(entry.file.name, entry.start, 0, numel, ()),) if numel else ()
-        leaves[name] = Entry(entry.shape, entry.dtype, pieces)
+        boxes = [(x, offsets if offsets is not None else (0,) * len(x.shape)) for x, offsets in of_name]
+        if any((x.kind, len(x.shape)) != (first.kind, len(first.shape)) for x, _ in boxes):
+            raise ValueError(f"{first.file}: {name!r}: other files have it with another dtype or other dimensions")
+        shape = tuple(max(sizes) for sizes in zip(*(map(add, at, x.shape) for x, at in boxes), strict=True))
+        left -= sum(num_runs(shape, x.shape) for x, _ in boxes)
+        if left < 0:
+            raise ValueError(f"{first.file}: {name!r}: it is cut so that there are more than {MOST_RUNS:,} runs")
+        pieces = [
+            Piece(x.file.name, x.start + begin * first.dtype.itemsize, at, numel, ())
+            for x, offsets in boxes
+            if x.num_bytes
+            for begin, at, numel in runs_of(shape, offsets, x.shape)
+        ]
+        leaves[name] = Entry(shape, first.dtype, in_order(pieces, math.prod(shape), f"{first.file}: {name!r}"))
     return Index(0, 0, (), {}, leaves, {}, left_out=left_out)

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from io import BufferedIOBase, FileIO
 from pathlib import Path
@@ -98,25 +98,34 @@ def read_entries(path: Path) -> dict[str, Entry]:
     FileNotFoundError, or ValueError for a file that is not in this format or not whole.
     """
     with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        first = file.read(8)
-        length = int.from_bytes(first, "little")
-        is_wrong = len(first) < 8 or length > min(_LONGEST_HEADER, size - 8)
-        # torch.save writes zip files, and did write plain pickles; as lengths, their first bytes are absurd
-        is_pickle = length > _LONGEST_HEADER and (first[:4] == b"PK\x03\x04" or first[:1] == b"\x80")
-        if path.suffix in PICKLES or is_pickle:
-            raise ValueError(
-                f"{path}: expected a .safetensors file, got a pickle, which may run any code when it is read. "
-                "Let the library that wrote it write safetensors"
-            )
-        if is_wrong:
-            raise ValueError(
-                f"{path}: not a safetensors file, or cut off: a header of {length:,} bytes in a file of {size:,}"
-            )
-        text = file.read(length)
-    entries = _entries(text, path)
+        return read_header(file.read, os.fstat(file.fileno()).st_size, path)[0]
+
+
+def read_header(read: Callable[[int], bytes], size: int, path: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """Return the tensors and the metadata of a file of `size` bytes; `read` gives its next bytes.
+
+    ValueError for a file that is not in this format or not whole.
+    """
+    first = read(8)
+    length = int.from_bytes(first, "little")
+    is_wrong = len(first) < 8 or length > min(_LONGEST_HEADER, size - 8)
+    # torch.save writes zip files, and did write plain pickles; as lengths, their first bytes are absurd
+    is_pickle = length > _LONGEST_HEADER and (first[:4] == b"PK\x03\x04" or first[:1] == b"\x80")
+    if path.suffix in PICKLES or is_pickle:
+        raise ValueError(
+            f"{path}: expected a .safetensors file, got a pickle, which may run any code when it is read. "
+            "Let the library that wrote it write safetensors"
+        )
+    if is_wrong:
+        raise ValueError(
+            f"{path}: not a safetensors file, or cut off: a header of {length:,} bytes in a file of {size:,}"
+        )
+    forms = parsed(read(length), path, "its header")
+    metadata = forms.pop(METADATA, {})
+    entries = _entries(forms, path)
     _check_data(entries, size - 8 - length, path)
-    return {x.name: replace(x, start=x.start + 8 + length) for x in entries}
+    by_name = {x.name: replace(x, start=x.start + 8 + length) for x in entries}
+    return by_name, metadata if isinstance(metadata, dict) else {}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -155,21 +164,21 @@ def parsed(text: bytes, where: object, what: str) -> dict[str, Any]:
     return value
 
 
-def _entries(text: bytes, path: Path) -> list[Entry]:
+def _entries(forms: Mapping[str, Any], path: Path) -> list[Entry]:
     entries = []
-    for name, form in parsed(text, path, "its header").items():
-        if name == METADATA:
-            continue
+    for name, form in forms.items():
         fields = form if isinstance(form, dict) else {}
         kind, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-        if not isinstance(kind, str) or not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        if not isinstance(kind, str) or not are_counts(shape) or not are_counts(offsets) or len(offsets) != 2:
             raise ValueError(f"{path}: {name!r}: expected its dtype, shape and data_offsets, got {str(form)[:200]}")
         entries.append(Entry(name, kind, tuple(shape), offsets[0], offsets[1] - offsets[0], path))
     return entries
 
 
-def _are_counts(values: object) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(x) is int and x >= 0 for x in values)
+def are_counts(values: object) -> TypeGuard[list[int]]:
+    """Whether a value of JSON is a list of whole numbers, as a shape."""
+    # few and small, so that products of them take no time
+    return isinstance(values, list) and len(values) <= 64 and all(type(x) is int and 0 <= x < 1 << 63 for x in values)
 
 
 def _check_data(entries: Iterable[Entry], size: int, path: Path) -> None:

@@ -10,7 +10,6 @@ Note [A checkpoint of torch]
 
 from __future__ import annotations
 
-import itertools
 import math
 import struct
 import zipfile
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from ..core.arguments import shown
+from .boxes import MOST_RUNS, check_box, num_runs, runs_of
 from .directory import read_all
 from .index import CheckpointError, Entry, Index, Json, Piece, in_order
 from .inert_pickle import PERSISTENT, Plain, Record, read_pickle
@@ -31,7 +31,6 @@ from .safetensors_file import NAMES
 from .zip_item import ZipItem
 
 METADATA = ".metadata"
-MOST_RUNS = 1 << 20  # of all chunks: a chunk that is cut along another dimension than the first has many
 _MOST_VALUES = 1 << 18  # numbers and strings of all items
 _MOST_DIMS = 64  # of a tensor, as in torch
 _DEEPEST = 32  # lists within lists
@@ -202,7 +201,7 @@ def _leaves(forms: Plain, items: dict[tuple[str, tuple[int, ...] | None], _Item]
             offsets, sizes = (_counts(box[key], f"{name!r}: {key}") for key in ("offsets", "sizes"))
             if not math.prod(sizes):
                 continue  # of a rank without elements
-            _check_box(name, shape, offsets, sizes)
+            check_box(name, shape, offsets, sizes)
             _require((name, offsets) in items, f"{name!r}: no file has the chunk at {offsets}")
             left -= num_runs(shape, sizes)
             _require(left >= 0, f"{name!r}: its chunks are cut so that there are more than {MOST_RUNS:,} runs")
@@ -213,12 +212,6 @@ def _leaves(forms: Plain, items: dict[tuple[str, tuple[int, ...] | None], _Item]
     return leaves, others
 
 
-def _check_box(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> None:
-    _require(len(shape) == len(offsets) == len(sizes), f"{name!r}: a chunk of other dimensions than the tensor")
-    inside = all(begin + size <= whole for begin, size, whole in zip(offsets, sizes, shape, strict=True))
-    _require(inside, f"{name!r}: a chunk {[*sizes]} at {[*offsets]} is not inside the tensor {[*shape]}")
-
-
 def _dtype(name: str, properties: Plain) -> torch.dtype:
     record = _expect(properties, Record, f"{name!r}: properties")
     state = _expect(record.state, tuple, f"{name!r}: properties")
@@ -226,36 +219,6 @@ def _dtype(name: str, properties: Plain) -> torch.dtype:
     dtype = _expect(state[0], Record, f"{name!r}: dtype")
     _require(dtype.name in _DTYPES, f"{name!r}: expected one of the dtypes of safetensors, got {dtype.name}")
     return _DTYPES[dtype.name]
-
-
-def num_runs(shape: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return the number of runs that a box of these sizes has in a flattened tensor of this shape.
-
-    >>> num_runs((4, 6), (2, 6)), num_runs((4, 6), (4, 3))
-    (1, 4)
-    """
-    return math.prod(sizes[: _first_whole(shape, sizes)])
-
-
-def _first_whole(shape: Sequence[int], sizes: Sequence[int]) -> int:
-    """The number of dimensions before the last that a box cuts: those after it are whole."""
-    cut = [dim for dim, (whole, size) in enumerate(zip(shape, sizes, strict=True)) if whole != size]
-    return max(cut, default=0)
-
-
-def runs_of(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of a box: the first element in the box and in the tensor, both flattened, and their number.
-
-    >>> [*runs_of((4, 6), (0, 3), (2, 3))]
-    [(0, 3, 3), (3, 9, 3)]
-    """
-    dim = _first_whole(shape, sizes)
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    numel = math.prod(sizes[dim:])
-    base = sum(begin * stride for begin, stride in zip(offsets, strides, strict=True))
-    for number, places in enumerate(itertools.product(*map(range, sizes[:dim]))):
-        begin = base + sum(place * stride for place, stride in zip(places, strides, strict=False))
-        yield number * numel, begin, numel
 
 
 def located(place: Place, pieces: Sequence[Piece]) -> list[Piece]:

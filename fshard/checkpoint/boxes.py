@@ -1,0 +1,48 @@
+"""Boxes of a tensor, as ranks write them: the runs of elements of the flattened tensor that a box consists of."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+MOST_RUNS = 1 << 20  # of all boxes of a checkpoint: one that is cut along another dimension than the first has many
+
+
+def check_box(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> None:
+    """Raise ValueError, which begins with the name of the tensor, unless a box is inside it."""
+    is_inside = len(shape) == len(offsets) == len(sizes) and all(
+        begin + size <= whole for begin, size, whole in zip(offsets, sizes, shape, strict=True)
+    )
+    if not is_inside:
+        raise ValueError(f"{name!r}: a chunk {[*sizes]} at {[*offsets]} is not inside the tensor {[*shape]}")
+
+
+def num_runs(shape: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the number of runs that a box of these sizes has in a flattened tensor of this shape.
+
+    >>> num_runs((4, 6), (2, 6)), num_runs((4, 6), (4, 3))
+    (1, 4)
+    """
+    return math.prod(sizes[: _first_whole(shape, sizes)])
+
+
+def _first_whole(shape: Sequence[int], sizes: Sequence[int]) -> int:
+    """The number of dimensions before the last that a box cuts: those after it are whole."""
+    cut = [dim for dim, (whole, size) in enumerate(zip(shape, sizes, strict=True)) if whole != size]
+    return max(cut, default=0)
+
+
+def runs_of(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the runs of a box: the first element in the box and in the tensor, both flattened, and their number.
+
+    >>> [*runs_of((4, 6), (0, 3), (2, 3))]
+    [(0, 3, 3), (3, 9, 3)]
+    """
+    dim = _first_whole(shape, sizes)
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    numel = math.prod(sizes[dim:])
+    base = sum(begin * stride for begin, stride in zip(offsets, strides, strict=True))
+    for number, places in enumerate(itertools.product(*map(range, sizes[:dim]))):
+        begin = base + sum(place * stride for place, stride in zip(places, strides, strict=False))
+        yield number * numel, begin, numel
