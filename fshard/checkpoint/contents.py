@@ -139,11 +139,13 @@ def check_has_values(contents: Contents) -> None:
             raise ValueError(f"save: leaf {part.name!r}: expected a tensor with values, got one on meta")
 
 
-def check_same_leaves(contents: Contents) -> None:
-    """Raise MismatchError on every rank if ranks have other leaves."""
-    lines = [f"{name!r} {form.dtype} {list(form.shape)}" for name, form in contents.forms.items()]
+def check_same_call(contents: Contents, function: str, **arguments: object) -> None:
+    """Raise MismatchError on every rank if ranks have other leaves, or call a function with other arguments."""
+    lines = [f"{name}={value!s}" for name, value in arguments.items()]
+    lines += [f"{name!r} {form.dtype} {list(form.shape)}" for name, form in contents.forms.items()]
     lines += [f"{name!r} {type(value).__name__}" for name, value in contents.values.items()]
-    consensus.check_same(contents.mesh, "\n".join(lines), "save: the state", "Save the same tree on all ranks")
+    remedy = "Give all ranks the same directory, step and tree"
+    consensus.check_same(contents.mesh, "\n".join(lines), f"{function}: the call", remedy)
 
 
 def differing(contents: Contents) -> set[str]:

@@ -23,7 +23,7 @@ from ..layout.pieces import Parts, mesh_of
 from ..sharding.names import Form, Rename, form_difference, name_differences
 from ..sharding.names import origins as names_by_new
 from .checksum import checksum
-from .contents import Contents, Part, contents_of
+from .contents import Contents, Part, check_same_call, contents_of
 from .directory import at, finished, folder, index_at, no_checkpoint
 from .index import CheckpointError, Entry, Index, Piece
 from .other_formats import Source, format_at, source_at
@@ -66,6 +66,7 @@ def restore(
     mesh = mesh_of(like)
     place = consensus.together(mesh, lambda: at(dir))
     wanted = consensus.together(mesh, lambda: _wanted(place, like, step, fall_back, donate))
+    check_same_call(wanted, "restore", dir=place, step=step, fall_back=fall_back, donate=donate)
     kind = consensus.of_first(consensus.together(mesh, lambda: format_at(dir, place), _REMEDY, CheckpointError), mesh)
     if kind:
         consensus.together(mesh, lambda: _check_one(place, kind, step, fall_back))
@@ -125,7 +126,10 @@ def _matched(
     source = consensus.together(wanted.mesh, read, _REMEDY, CheckpointError)
     what = f"restore: the index of {source.what}"
     consensus.check_same(wanted.mesh, source.text, what, "Let all ranks see the same files")
-    return source, consensus.together(wanted.mesh, lambda: _origins(source, wanted, rename))
+    origins = consensus.together(wanted.mesh, lambda: _origins(source, wanted, rename))
+    pairs = "\n".join(f"{of_name} as {name!r}" for name, of_name in sorted(origins.items()))
+    consensus.check_same(wanted.mesh, pairs, "restore: rename", "Give all ranks the same function")
+    return source, origins
 
 
 def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted: Contents, donate: bool) -> Tree:

@@ -28,7 +28,7 @@ from ..core.arguments import check_flags, check_whole
 from ..core.bits import STEP, from_bytes
 from ..core.tree import Tree
 from ..layout.pieces import mesh_of
-from .contents import Contents, check_has_values, check_same_leaves, contents_of, differing, own_pieces
+from .contents import Contents, check_has_values, check_same_call, contents_of, differing, own_pieces
 from .directory import at, folder, prune
 from .index import CheckpointError
 from .places import Place
@@ -142,7 +142,7 @@ def save(
     grid = adapted(mesh)
     in_flight = _ALONE if grid is None else grid.once(_in_flight)
     in_flight.end(mesh)
-    check_same_leaves(contents)
+    check_same_call(contents, "save", dir=place, step=step, wait=wait, keep_last=keep_last, keep_every=keep_every)
     by_rank = differing(contents)
     pieces = [*own_pieces(contents, by_rank)]
     # without the parts: a save in the background must not keep the state in memory

@@ -1,0 +1,267 @@
+"""What `save`, `restore`, `steps`, `latest` and `delete` promise: whole or not there, alike on all ranks, named errors."""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.memory import Live
+from support.models import rand, same_bits
+from support.steps import batch, rank_of, start
+from support.worlds import gloo, simulated
+
+import fshard
+from fshard import checkpoint, tree
+from fshard.checkpoint import CheckpointError
+from fshard.checkpoint.places import LocalPlace
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PARAMS = {"a": {"w": rand(5, 3, seed=1), "b": rand(4, seed=2)}, "c": rand(7, seed=3)}
+
+
+def state_of(mesh: Any, factor: float = 1.0, **extra: Any) -> Any:
+    """A sharded tree, a leaf that every rank has, and a number."""
+    params = fshard.shard_params(tree.map(lambda x: factor * x, PARAMS), fshard.make_plan(PARAMS, mesh))
+    return {"params": params, "count": torch.tensor([float(factor)]), "factor": float(factor), **extra}
+
+
+def save(mesh: Any, dir: Path, step: int, factor: float | None = None, **kw: Any) -> Any:
+    """Save the state with a factor, which is the step if none is given."""
+    return checkpoint.save(dir, state_of(mesh, step if factor is None else factor), step, **kw)
+
+
+def restored(mesh: Any, dir: Path, step: int | None = None, **kw: Any) -> float:
+    """The factor of a checkpoint, after a comparison of all of it with what has this factor."""
+    state = checkpoint.restore(dir, state_of(mesh, 0.0), step, **kw)
+    factor: float = state["factor"]
+    assert same_bits(state, state_of(mesh, factor))
+    return factor
+
+
+def files(dir: Path, step: int) -> list[str]:
+    """The names in the folder of a step, with the random part of each left out."""
+    return sorted(re.sub(r"^[0-9a-f]{8}-", "", path.name) for path in (dir / f"step-{step:012}").iterdir())
+
+
+WHOLE = ["index.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_save_replaces_the_one_of_its_step(tmp_path, wait):
+    """A checkpoint would not be there when `save` or `wait` returns, or files of an earlier one would stay."""
+
+    def law(mesh: Any) -> None:
+        for factor, step in enumerate((7, 3, 7), 1):
+            save(mesh, tmp_path, step, factor, wait=wait).wait()
+            assert checkpoint.latest(tmp_path) == 7
+            assert (restored(mesh, tmp_path, step), files(tmp_path, step)) == (factor, WHOLE)
+        assert checkpoint.steps(tmp_path) == [3, 7]
+        assert (restored(mesh, tmp_path), restored(mesh, tmp_path, 3)) == (3, 2)
+
+    simulated(law)
+
+
+def test_the_state_of_one_device(tmp_path):
+    """Without a mesh, a state of plain tensors could not be saved, or would not come back."""
+    for factor, wait in ((1.0, True), (2.0, False), (3.0, False)):
+        save(None, tmp_path, 5, factor, wait=wait).wait()
+        assert restored(None, tmp_path) == factor
+    for plain in (torch.arange(3), 7, "text", {"": torch.ones(2)}, {}, [None, []]):
+        checkpoint.save(tmp_path, plain, 6)
+        assert same_bits(checkpoint.restore(tmp_path, plain), plain)
+
+
+def test_which_are_kept(tmp_path):
+    """A checkpoint that was to be kept, the one just saved, or one of another run's later steps would be deleted; or
+    what a save that did not end has left would stay for ever."""
+
+    def law(mesh: Any) -> None:
+        for step in (90, 95):  # of a run that went on from a step before
+            save(mesh, tmp_path, step)
+        for step in range(0, 60, 5):
+            save(mesh, tmp_path, step, keep_last=2, keep_every=20, wait=step % 2 == 0)
+        save(mesh, tmp_path, 60).wait()
+        assert checkpoint.steps(tmp_path) == [0, 20, 40, 50, 55, 60, 90, 95]
+        (tmp_path / "step-000000000045").mkdir(exist_ok=True)
+        (tmp_path / "step-000000000045" / "left.safetensors").touch()
+        fshard.collectives.all_reduce(torch.ones(1), mesh, "shard")
+        save(mesh, tmp_path, 52, keep_last=1)
+        assert checkpoint.steps(tmp_path) == [52, 55, 60, 90, 95]
+        assert sorted(path.name[-2:] for path in tmp_path.iterdir()) == ["52", "55", "60", "90", "95"]
+        save(mesh, tmp_path, 96, keep_last=1)
+
+    simulated(law)
+    assert checkpoint.steps(tmp_path) == [96]
+
+
+def test_deletion(tmp_path):
+    """A deleted checkpoint would be listed still, or a step without one would be deleted without a word."""
+    for step in (10, 9, 100):
+        save(None, tmp_path, step)
+    assert checkpoint.steps(tmp_path) == [9, 10, 100]
+    checkpoint.delete(tmp_path, 100)
+    assert (checkpoint.steps(tmp_path), checkpoint.latest(tmp_path)) == ([9, 10], 10)
+    assert not (tmp_path / "step-000000000100").exists()
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 100; the last ones are: 9, 10"):
+        checkpoint.delete(tmp_path, 100)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 100; the last ones are: 9, 10"):
+        restored(None, tmp_path, 100)
+    with pytest.raises(CheckpointError, match="no checkpoint; the last ones are: none"):
+        restored(None, tmp_path / "empty")
+
+
+def trained(mesh: Any, dir: Path, how: str) -> None:
+    """Save in the background, and change the state at once."""
+    state, step = start(mesh, donate=how == "donate")
+    step = fshard.jit(step, donate=True) if how == "jit" else step
+    for number in (1, 2, 3):
+        expected = tree.map(torch.clone, state)
+        saving = checkpoint.save(dir, state, number, wait=False)
+        if how == "in place":
+            tree.map(torch.Tensor.zero_, state)
+        state, _ = step(state, batch(number, rank_of(mesh)))
+        saving.wait()
+        assert same_bits(checkpoint.restore(dir, expected, number), expected)
+
+
+@pytest.mark.parametrize("how", ["in place", "donate", "jit"])
+@pytest.mark.parametrize("shard", [1, 2])
+def test_a_state_may_be_changed_at_once(tmp_path, monkeypatch, how, shard):
+    """A checkpoint would have values of a later step, if training goes on while threads write."""
+    write = LocalPlace.write
+
+    def late(place: LocalPlace, name: str, chunks: Any) -> None:
+        threads_wait.wait(0.1)  # until the state has been changed
+        write(place, name, chunks)
+
+    import threading
+
+    threads_wait = threading.Event()
+    monkeypatch.setattr(LocalPlace, "write", late)
+    simulated(trained, tmp_path, how, shard=shard)
+
+
+def test_a_snapshot_is_bounded(tmp_path):
+    """`snapshot_bytes` would not bound the copy that `save` makes, or what is not copied would be lost."""
+    whole = {f"w{n}": rand(1000, seed=n) for n in range(8)}  # 8,000 bytes each
+
+    def law(mesh: Any) -> None:
+        plan = fshard.make_plan(whole, mesh)
+        for number, limit in enumerate((None, 0, 3_999, 4_000, 9_000, 10**9)):
+            state = fshard.shard_params(whole, plan)
+            with Live() as live:
+                saving = checkpoint.save(tmp_path, state, number, wait=False, snapshot_bytes=limit)
+            copied = 32_000 if limit is None else min(limit // 4_000 * 4_000, 32_000)
+            assert 0 <= live.peak - 32_000 - copied < 3_000  # 32,000 bytes are those of the state itself
+            tree.map(torch.Tensor.zero_, state)
+            saving.wait()
+            like = fshard.shard_params(tree.map(torch.zeros_like, whole), plan)
+            assert same_bits(fshard.gather_params(checkpoint.restore(tmp_path, like)), whole)
+
+    simulated(law)
+
+
+def fails_on(rank: int, monkeypatch: Any) -> Callable[[bool], None]:
+    """A switch: files of a rank cannot be written."""
+    write, is_on = LocalPlace.write, [False]
+
+    def fails(place: LocalPlace, name: str, chunks: Any) -> None:
+        if is_on[0] and f"rank-{rank:05}" in name:
+            raise OSError(28, "No space left on device", name)
+        write(place, name, chunks)
+
+    monkeypatch.setattr(LocalPlace, "write", fails)
+    return lambda on: is_on.__setitem__(0, on)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_an_error_in_the_background_is_raised_once_on_all_ranks(tmp_path, monkeypatch, rank):
+    """A save that failed on one rank would be taken for good on others, hang them, or be told twice or never; or the
+    next one would not work."""
+    turn = fails_on(rank, monkeypatch)
+
+    def law(mesh: Any, by_wait: bool) -> list[str]:
+        save(mesh, tmp_path, 1)
+        turn(True)
+        saving = save(mesh, tmp_path, 2, wait=False)
+        with pytest.raises(CheckpointError, match=r"the save of step 2 in .*No space left on device") as error:
+            saving.wait() if by_wait else save(mesh, tmp_path, 3)
+        saving.wait()
+        turn(False)
+        assert (checkpoint.steps(tmp_path), restored(mesh, tmp_path)) == ([1], 1)
+        save(mesh, tmp_path, 4, wait=False).wait()
+        assert (checkpoint.steps(tmp_path), restored(mesh, tmp_path)) == ([1, 4], 4)
+        checkpoint.delete(tmp_path, 4) if mesh.get_rank() == 0 else None
+        return str(error.value)
+
+    for by_wait in (True, False):
+        texts = simulated(law, by_wait, shard=3)
+        assert all((f"rank {rank}: " in text) == (number != rank) for number, text in enumerate(texts))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_the_spot_is_raised_on_all_ranks(tmp_path, monkeypatch, rank):
+    """A disk that is full for one rank would be no error on the others, or the earlier checkpoint would be lost."""
+    turn = fails_on(rank, monkeypatch)
+
+    def law(mesh: Any) -> None:
+        save(mesh, tmp_path, 1, 1)
+        for kw in ({}, {"wait": False, "snapshot_bytes": 0}):
+            turn(True)
+            with pytest.raises(OSError, match="No space left on device") as error:
+                save(mesh, tmp_path, 1, 2, **kw)
+            assert error.value.errno == 28
+            turn(False)
+            assert (checkpoint.steps(tmp_path), restored(mesh, tmp_path)) == ([1], 1)
+        save(mesh, tmp_path, 1, 3, wait=False).wait()
+        assert restored(mesh, tmp_path) == 3
+
+    simulated(law)
+
+
+def test_a_state_that_was_given_away(tmp_path):
+    """A state whose tensors a donated step has overwritten would be saved as if it were whole."""
+
+    def law(mesh: Any) -> None:
+        state, step = start(mesh, donate=True)
+        step(state, batch(0, rank_of(mesh)))
+        with pytest.raises(fshard.DonatedError):
+            checkpoint.save(tmp_path, state, 1)
+        with pytest.raises(ValueError, match=r"save: leaf 'w': expected a tensor with values, got one on meta"):
+            checkpoint.save(tmp_path, {"w": torch.empty(2, device="meta")}, 1)
+
+    simulated(law)
+    assert checkpoint.steps(tmp_path) == []
+
+
+def test_falling_back(tmp_path):
+    """A damaged file of one rank would be restored, or only some ranks would go back to an earlier checkpoint."""
+
+    def law(mesh: Any) -> None:
+        for step in (1, 2, 3, 4):
+            save(mesh, tmp_path, step)
+        if mesh.get_rank() == 0:
+            (file,) = (tmp_path / "step-000000000004").glob("*rank-00001*")
+            file.write_bytes(file.read_bytes()[:-1] + b"\x00")
+            (tmp_path / "step-000000000003" / "index.json").write_text("{")
+        fshard.collectives.all_reduce(torch.ones(1), mesh, "shard")
+        with pytest.raises(CheckpointError, match=r"rank-00001.safetensors: leaf 'count': the 4 bytes from byte .* are not"):
+            restored(mesh, tmp_path)
+        with pytest.raises(CheckpointError, match=r"step-000000000003/index.json: not an index"):
+            restored(mesh, tmp_path, 3)
+        assert restored(mesh, tmp_path, fall_back=True) == 2
+        assert restored(mesh, tmp_path, 3, fall_back=True) == 2
+        assert restored(mesh, tmp_path, 1, fall_back=True) == 1
+        with pytest.raises(ValueError, match=r"step 4 differs from `like`"):  # this is no damage
+            checkpoint.restore(tmp_path, {"params": state_of(mesh)["params"]}, fall_back=True)
+        if mesh.get_rank() == 0:
+            for step in (1, 2):
+                checkpoint.delete(tmp_path, step)
+        fshard.collectives.all_reduce(torch.ones(1), mesh, "shard")
+        with pytest.raises(CheckpointError, match=r"step-000000000003/index.json: not an index"):
+            restored(mesh, tmp_path, fall_back=True)
+
+    simulated(law)
