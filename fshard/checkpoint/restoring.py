@@ -137,13 +137,15 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
     taken = set[int]()
 
     def memory(x: Tensor) -> Tensor:
+        has_memory = x.untyped_storage().device.type != "meta"  # tensors on meta and fake ones have none
+        if donate and has_memory and x.is_contiguous():
+            address = x.untyped_storage().data_ptr()
+            # two leaves may lie in the same memory, as parameters and their first average
+            if address not in taken:
+                taken.add(address)
+                return x.detach()
         device = mesh_device(wanted.mesh) if x.is_meta else x.device
-        address = x.untyped_storage().data_ptr()
-        # two leaves may lie in the same memory, as parameters and their first average
-        if not donate or x.is_meta or not x.is_contiguous() or address in taken:
-            return torch.zeros(x.shape, dtype=x.dtype, device=device, pin_memory=x.is_pinned())
-        taken.add(address)
-        return x.detach()
+        return torch.zeros(x.shape, dtype=x.dtype, device=device, pin_memory=x.is_pinned())
 
     nodes = [
         tree.map(memory, node)
