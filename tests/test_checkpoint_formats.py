@@ -1,14 +1,19 @@
 """Checkpoints that torch's libraries wrote are restored into fshard, and ours by them; nothing is ever unpickled."""
 
 import dataclasses
+import datetime
+import errno
 import io
 import os
 import pickle
+import threading
 import tracemalloc
 import warnings
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +25,7 @@ from torch import Tensor, nn
 
 import fshard
 from fshard import checkpoint, optim
+from fshard.checkpoint.places import LocalPlace
 from fshard.checkpoint.safetensors_file import DTYPES
 from fshard.module import functionalize
 from fshard.testing import simulate
@@ -186,8 +192,8 @@ def test_fsdp2_both_ways_of_other_forms(tmp_path, kind, flat, replicate):
     gloo(fsdp2_both_ways, str(tmp_path), kind, flat, plan, replicate=replicate)
 
 
-def ddp_to_fshard(mesh: Any, folder: str) -> None:
-    """DDP trains and saves plain tensors, its optimizer by number; fshard goes on."""
+def ddp_both_ways(mesh: Any, folder: str) -> None:
+    """DDP trains and saves plain tensors, its optimizer by number; fshard goes on and saves, DDP goes on from there."""
     warnings.simplefilter("ignore")  # what torch says of its own libraries
     import torch.distributed.checkpoint as dcp
 
@@ -201,10 +207,49 @@ def ddp_to_fshard(mesh: Any, folder: str) -> None:
     assert same_bits(params, {name: model.module.state_dict()[name] for name in params})
     alike(ours.steps(range(3, 5)), torch_steps(model, optimizer, range(3, 5)))
 
+    there = nn.parallel.DistributedDataParallel(net(seed=7))
+    optimizer_there = TORCH["adamw"](there.parameters())
+    torch_steps(there, optimizer_there, range(1))  # other values, and a state to load into
+    state = ours.torch_state("adamw")
+    numbers = optim.state.state_dict(ours.state.opt_state, ours.state.params, "index", dtensors=True)
+    dcp.save({"net": state["model"], "o": {"state": numbers["state"]}}, checkpoint_id=f"{folder}/2")
+    into = {"net": there.module.state_dict(), "o": {"state": optimizer_there.state_dict()["state"]}}
+    dcp.load(into, checkpoint_id=f"{folder}/2")
+    there.module.load_state_dict(into["net"])
+    optimizer_there.load_state_dict({**optimizer_there.state_dict(), **into["o"]})
+    stayed = torch_steps(model, optimizer, range(5, 7))
+    alike(torch_steps(there, optimizer_there, range(5, 7)), stayed)
+    alike(ours.steps(range(5, 7)), stayed)
 
-def test_what_ddp_saved(tmp_path):
-    """Plain tensors and optimizer states by number would be other values in fshard."""
-    gloo(ddp_to_fshard, str(tmp_path))
+
+def test_ddp_both_ways(tmp_path):
+    """Plain tensors and optimizer states by number would be other values in fshard, or ours in DDP."""
+    gloo(ddp_both_ways, str(tmp_path))
+
+
+def fsdp1_to_fshard(mesh: Any, folder: str) -> None:
+    """FSDP1 trains and saves ShardedTensors; fshard goes on."""
+    warnings.simplefilter("ignore")  # what torch says of its own libraries
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed import fsdp
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(net(), use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = TORCH["adamw"](model.parameters())
+    torch_steps(model, optimizer, range(3))
+    # with offload_to_cpu torch 2.13 gives on CPUs one buffer for all: exp_avg has exp_avg_sq's values
+    configs = fsdp.ShardedStateDictConfig(), fsdp.ShardedOptimStateDictConfig(offload_to_cpu=False)
+    with FullyShardedDataParallel.state_dict_type(model, fsdp.StateDictType.SHARDED_STATE_DICT, *configs):
+        state = {"model": model.state_dict(), "optim": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=folder)
+    ours = Ours(mesh, "adamw")
+    ours.restore(folder, count=3)
+    alike(ours.steps(range(3, 5)), torch_steps(model, optimizer, range(3, 5)))
+
+
+def test_what_fsdp1_saved(tmp_path):
+    """ShardedTensors would be other values in fshard."""
+    gloo(fsdp1_to_fshard, str(tmp_path))
 
 
 def saved(folder: Path, tree: Any, **options: Any) -> Any:
@@ -292,6 +337,163 @@ def test_hugging_face_files(tmp_path, kind):
     like = {"params": params, "epoch": 0}
     with pytest.raises(ValueError, match=r"differs from `like`: it lacks 1 names: 'epoch'"):
         checkpoint.restore(path, like, rename=lambda name: f"params.{name}")
+
+
+class Counted:
+    """A file that counts the bytes that are read."""
+
+    def __init__(self, file: Any, num_bytes: list[int]):
+        self._file, self.size, self._num_bytes = file, file.size, num_bytes
+
+    def read_into(self, offset: int, view: memoryview) -> int:
+        """As the file."""
+        self._num_bytes.append(len(view))
+        return self._file.read_into(offset, view)
+
+
+@pytest.mark.parametrize("kind", ["Hugging Face", "torch"])
+def test_a_rank_reads_what_it_needs(tmp_path, kind):
+    """Every rank would read the whole checkpoint: on a thousand ranks that is the data a thousand times."""
+    values, num_bytes, opened = {"w": rand(1000, 64, seed=1), "v": rand(100_000, seed=2)}, list[int](), LocalPlace.open
+    if kind == "torch":
+        saved(tmp_path, values)
+    else:
+        checkpoint.save_safetensors(tmp_path, fshard.shard_params(values, fshard.make_plan(values)))
+
+    @contextmanager
+    def counted(place: Any, name: str) -> Any:
+        with opened(place, name) as file:
+            yield Counted(file, num_bytes)
+
+    with mock.patch.object(LocalPlace, "open", counted):
+        for whole in simulate(lambda mesh: restored(mesh, tmp_path, values), shard=4):
+            assert same_bits(whole, values)
+    size = sum(x.nbytes for x in values.values())
+    assert size <= sum(num_bytes) <= size + 4 * 30_000  # pickles, zip directories and headers
+
+
+def steps_of(**steps: float) -> dict[str, Any]:
+    """What a torch program saves of parameters `a` and `b`, with these steps."""
+    moments = {name: {"exp_avg": rand(2, seed=1), "exp_avg_sq": rand(2, seed=2)} for name in steps}
+    state = {name: {**moments[name], "step": torch.tensor(step)} for name, step in steps.items()}
+    groups = [
+        {"lr": 0.25, "betas": (0.9, 0.5), "weight_decay": 0.125, "eps": 1e-8, "foreach": None, "params": [*steps]}
+    ]
+    params = {name: rand(2, seed=3) for name in steps}
+    return {"model": params, "optim": {"state": state, "param_groups": groups}}
+
+
+def ours_of(tx: Any) -> tuple[Any, Any]:
+    """A tree to restore parameters `a` and `b` and the state of their optimizer into, and what gives the names."""
+    params = {"a": torch.zeros(2).double(), "b": torch.zeros(2).double()}
+    state = tx.init(params)
+    return {"params": params, "opt_state": state}, optim.state.torch_names(state, params)
+
+
+def test_steps_must_be_equal(tmp_path):
+    """A state with one count for all leaves would have that of any of them."""
+    like, names = ours_of(optim.adamw(LR))
+    saved(tmp_path / "equal", steps_of(a=3.0, b=3.0))
+    assert checkpoint.restore(tmp_path / "equal", like, rename=names)["opt_state"].count == 3
+    saved(tmp_path / "other", steps_of(a=3.0, b=4.0))
+    words = r"'opt_state.count': 'optim.state.a.step' and 'optim.state.b.step' are both called so, and differ"
+    with pytest.raises(checkpoint.CheckpointError, match=words):
+        checkpoint.restore(tmp_path / "other", like, rename=names)
+    saved(tmp_path / "numbers", {"a": 1, "b": 2})
+    with pytest.raises(ValueError, match="'n': 'a' and 'b' are both called so, and differ"):
+        checkpoint.restore(tmp_path / "numbers", {"n": 0}, rename=lambda name: "n")
+
+
+def test_tied_leaves_must_be_equal(tmp_path):
+    """A tied leaf would have the values of any of its names."""
+    w = rand(3, 2, seed=1)
+    plan = fshard.make_plan({"a": w, "b": w})
+    like = fshard.shard_params({"a": w, "b": w}, plan)
+    saved(tmp_path / "tied", {"a": w, "b": w.clone()})
+    assert same_bits(checkpoint.restore(tmp_path / "tied", like).tensors, like.tensors)
+    saved(tmp_path / "b", {"b": w})
+    assert same_bits(checkpoint.restore(tmp_path / "b", like).tensors, like.tensors)
+    saved(tmp_path / "other", {"a": w, "b": w + 1})
+    with pytest.raises(checkpoint.CheckpointError, match="leaf 'a': 'a' and 'b' are both called so, and differ"):
+        checkpoint.restore(tmp_path / "other", like)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_hyper_parameters_are_those_of_torchs_groups(tmp_path, flat):
+    """A learning rate that torch's scheduler has set would be the first one again."""
+    like, names = ours_of(optim.with_hyperparams(optim.adamw, lr=LR, weight_decay=0.5))
+    # the count of schedules is ours alone
+    like["opt_state"] = {"hyperparams": like["opt_state"].hyperparams, "inner": like["opt_state"].inner}
+    state = steps_of(a=3.0, b=3.0)
+    if flat:
+        (group,) = state["optim"].pop("param_groups")
+        settings = {f"param_groups.{name}.{key}": x for name in group.pop("params") for key, x in group.items()}
+        moments = {f"state.{n}.{key}": x for n, of in state["optim"]["state"].items() for key, x in of.items()}
+        state["optim"] = {**moments, **settings}
+    saved(tmp_path, state)
+    hyperparams = checkpoint.restore(tmp_path, like, rename=names)["opt_state"]["hyperparams"]
+    assert {name: x.item() for name, x in hyperparams.items()} == {"lr": 0.25, "weight_decay": 0.125}
+
+
+def test_what_is_refused_and_why(tmp_path):
+    """Pickles of torch.save would be read, or a user would not learn what to do."""
+    like = {"w": torch.zeros(2)}
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    for path in (tmp_path, tmp_path / "model.pt"):
+        with pytest.raises(checkpoint.CheckpointError, match="a pickle, which may run any code"):
+            checkpoint.restore(path, like)
+    saved(tmp_path / "dcp", {"w": torch.ones(2), "none": None, "when": datetime.date(2026, 1, 1)})
+    for wrong in ({"step": 3}, {"fall_back": True}):
+        words = (
+            "expected None and False, because .* has one checkpoint of torch.distributed.checkpoint, and none of steps"
+        )
+        with pytest.raises(ValueError, match=words):
+            checkpoint.restore(tmp_path / "dcp", like, **wrong)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "model.safetensors").symlink_to(tmp_path / "model.pt")
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"links/model.safetensors: expected a regular file: a link may"
+    ):
+        checkpoint.restore(tmp_path / "links", like)
+    # what cannot be read is no obstacle, unless `like` has it
+    assert checkpoint.restore(tmp_path / "dcp", like)["w"].tolist() == [1, 1]
+    words = "it lacks 2 names: 'none', 'when'; 'none': 'none' is None, .*; 'when': .* names 'datetime.date'"
+    with pytest.raises(ValueError, match=words):
+        checkpoint.restore(tmp_path / "dcp", {**like, "none": 0, "when": ""})
+    # a directory of `save` is one of steps, whatever else is in it
+    checkpoint.save(tmp_path / "dcp", {"w": torch.full((2,), 5.0)}, step=1)
+    assert checkpoint.restore(tmp_path / "dcp", like)["w"].tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
+def test_every_rank_raises_if_one_cannot_read(tmp_path, file):
+    """A rank that does not see a file would let the others wait, or they would go on with another state."""
+    values, blind, opened = saved(tmp_path, {"w": rand(4, 2, seed=1)}), set[int](), LocalPlace.open
+
+    def seen(place: Any, name: str) -> Any:
+        if name == file and threading.get_ident() in blind:
+            raise FileNotFoundError(errno.ENOENT, "not yet here", name)
+        return opened(place, name)
+
+    def read(mesh: Any) -> str:
+        if mesh.get_rank() == 1:
+            blind.add(threading.get_ident())
+        with pytest.raises(checkpoint.CheckpointError, match="not yet here") as failure:
+            restored(mesh, tmp_path, values)
+        return str(failure.value)
+
+    with mock.patch.object(LocalPlace, "open", seen):
+        first, second = simulate(read, shard=2)
+    assert f"{tmp_path}/{file}: " in second
+    assert f"rank 1: {second}" in first or second in first
+
+
+def test_numbers_strings_and_lists(tmp_path):
+    """Numbers of torch's checkpoint would be others, or those within lists could not be read."""
+    saved(tmp_path, {"a": {"b": [1, 2.5, "x", True]}, "t": (3, {"u": -(2**63)}), "inf": float("inf")})
+    like = {"a": {"b": [0, 0.0, "", False]}, "t": [0, {"u": 0}], "inf": 0.0}
+    read = checkpoint.restore(tmp_path, like)
+    assert read == {"a": {"b": [1, 2.5, "x", True]}, "t": [3, {"u": -(2**63)}], "inf": float("inf")}
 
 
 def peak_of(fn: Any) -> int:

@@ -51,11 +51,15 @@ def format_at(path: str | os.PathLike[str], place: Place) -> str:
         return SAFETENSORS
     if finished(place):
         return ""
-    if place.has(METADATA):
-        return DCP
-    if place.has(FILE) or place.has(FILES):
-        return SAFETENSORS
     names = place.names()
+    for name, kind in ((METADATA, DCP), (FILE, SAFETENSORS), (FILES, SAFETENSORS)):
+        if place.has(name):
+            return kind
+        if name in names:
+            raise CheckpointError(
+                f"{place}/{name}: expected a regular file: a link may lead elsewhere. Files in Hugging Face's cache are "
+                "links: load_safetensors follows them, and snapshot_download(..., local_dir=...) writes files"
+            )
     if any(map(_SHARD.fullmatch, names)):
         return SAFETENSORS
     if pickles := [name for name in names if name.endswith(PICKLES)]:

@@ -187,7 +187,7 @@ def _origins(source: Source, wanted: Contents, rename: Rename | None) -> dict[st
             for origin in of_name:
                 differences += _differences(name, origin, index, wanted)
             differences += _unequal(name, of_name, index)
-    lacking = {name for name in (*wanted.forms, *wanted.values) if name not in origins}
+    lacking = [name for name in (*wanted.forms, *wanted.values) if name not in origins]
     left_out = names_by_new(index.left_out, rename)
     differences += [f"{name!r}: {index.left_out[left_out[name][0]]}" for name in lacking if name in left_out]
     if differences:
@@ -291,7 +291,8 @@ def _read(file: Reader, read: _Read, where: str) -> None:
         if not is_whole or (piece.checksums and checksum(data) != piece.checksums[start // CHUNK]):
             raise CheckpointError(
                 f"{where}: leaf {read.name!r}: the {len(view):,} bytes from byte {piece.offset + start:,} on are not "
-                "those that were saved. Restore an earlier step, or pass fall_back=True"
+                "those that were saved. "
+                + ("Restore an earlier step, or pass fall_back=True" if piece.checksums else "The file is cut off")
             )
         low, high = max(first, start), min(last, start + len(view))
         values = from_bytes(data[low - start : high - start], read.dtype)
