@@ -57,8 +57,8 @@ def format_at(path: str | os.PathLike[str], place: Place) -> str:
             return kind
         if name in names:
             raise CheckpointError(
-                f"{place}/{name}: expected a regular file: a link may lead elsewhere. Files in Hugging Face's cache are "
-                "links: load_safetensors follows them, and snapshot_download(..., local_dir=...) writes files"
+                f"{place}/{name}: expected a regular file: a link may lead elsewhere. Those of Hugging Face's cache "
+                "are links: load_safetensors follows them, and snapshot_download(..., local_dir=...) writes files"
             )
     if any(map(_SHARD.fullmatch, names)):
         return SAFETENSORS
