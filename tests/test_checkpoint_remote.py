@@ -400,6 +400,16 @@ def test_the_wrong_url_of_one_rank(tmp_path):
     assert all(text.startswith("rank 1: ValueError: dir='nosuch://a/b'") for text in (*results[0], *results[2]))
 
 
+@pytest.mark.parametrize("kind", ["memory", "s3"])
+def test_files_of_hugging_face(kind, url, tmp_path):
+    """A URL would be looked for on the disk; or `file://` not be read as its path."""
+    checkpoint.save_safetensors(tmp_path, sharded(None, torch.arange(5.0)))
+    other_store(url).pipe_file(f"{url}/model.safetensors", (tmp_path / "model.safetensors").read_bytes())
+    for dir in (f"file://{tmp_path}", f"file://{tmp_path}/model.safetensors", url):
+        restored = checkpoint.restore(dir, sharded(None, torch.zeros(5)))
+        assert torch.equal(restored.local_views()["w"], torch.arange(5.0))
+
+
 def test_packages_that_are_not_installed(monkeypatch):
     """An ImportError from inside would not say what to install."""
     with monkeypatch.context() as patch:

@@ -1,6 +1,7 @@
 """`python -m fshard inspect`: what checkpoints have, whether it is whole, and how two of them differ."""
 
 import json
+import math
 import os
 import random
 import re
@@ -31,7 +32,9 @@ def leaves(seed: int = 0) -> dict[str, torch.Tensor]:
     """Whole leaves by name, of sizes that no number of ranks divides."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"blocks.0.w": (7, 5), "blocks.0.b": (3,), "blocks.1.w": (7, 5), "blocks.1.b": (3,), "head": (11,)}
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    x = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    x["blocks.0.w"][0, 0] = math.inf  # in both of two checkpoints: no difference
+    return x
 
 
 def save(dir: Any, step: int = 1, ranks: int = 2, change: Callable[[Any], None] | None = None, seed: int = 0) -> None:
@@ -91,9 +94,12 @@ def test_a_step_is_shown(kind, ranks, tmp_path, inspect):
             has = [rank for rank, of_rank in enumerate(keys) if any(name in key for key in of_rank)]
             word = "rank" if len(has) == 1 else "ranks"
             assert row[row.index("F32") + 3 :] == [word, f"{has[0]}-{has[-1]}" if len(has) > 1 else str(has[0])]
+    block = ["    0", "      w", "      b"]
+    tree = ["params", "  blocks", *block, "    1", *block[1:], "  head", "scale"]
+    assert [re.match(r" *\w+", line)[0] for line in lines[4 : 4 + len(tree)]] == tree
     assert ["params", str(4 * (2 * 38 + 11))] in cells
     assert ["blocks", str(4 * 2 * 38)] in cells
-    assert ["0", str(4 * 38)] in cells
+    assert cells.count(["0", str(4 * 38)]) == cells.count(["1", str(4 * 38)]) == 1
     assert ["epoch", "3"] in cells
     assert [row[0] for row in cells if row and row[0].startswith("at@")] == [f"at@{rank}" for rank in range(ranks)][
         : ranks if ranks > 1 else 0

@@ -67,10 +67,13 @@ def restore(
     place = consensus.together(mesh, lambda: at(dir))
     wanted = consensus.together(mesh, lambda: _wanted(place, like, step, fall_back, donate))
     check_same_call(wanted, "restore", dir=place, step=step, fall_back=fall_back, donate=donate)
-    kind = consensus.of_first(consensus.together(mesh, lambda: format_at(dir, place), _REMEDY, CheckpointError), mesh)
+    path = str(place)
+    # one rank looks: object stores are paid for each look
+    look = partial(format_at, path, place) if wanted.rank == 0 else str
+    kind = consensus.of_first(consensus.together(mesh, look, _REMEDY, CheckpointError), mesh)
     if kind:
         consensus.together(mesh, lambda: _check_one(place, kind, step, fall_back))
-        readers = [partial(source_at, dir, place, kind)]
+        readers = [partial(source_at, path, place, kind)]
     else:
         candidates = consensus.together(
             mesh, lambda: _candidates(place, step, fall_back) if wanted.rank == 0 else [], _REMEDY, CheckpointError
