@@ -182,16 +182,17 @@ def alike(a: list[float], b: list[float]) -> None:
 WIDE = {"state_over": ("replicate", "shard")}
 
 
-def test_fsdp2_both_ways():
-    """What FSDP2 trained would be other values in fshard, or the other way round, or training would go on otherwise."""
-    gloo(fsdp2_both_ways, {})
+FOUR = [pytest.param({}, 4, 1, id="4"), pytest.param({}, 2, 2, id="2x2"), pytest.param(WIDE, 2, 2, id="2x2 wide state")]
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("plan", "replicate"), [({}, 1), ({}, 2), (WIDE, 2)], ids=["4", "2x2", "2x2 wide state"])
-def test_fsdp2_both_ways_on_four_ranks(plan, replicate):
-    """Chunks of DTensors would be others where ranks have none, or along two axes."""
-    gloo(fsdp2_both_ways, plan, shard=4 // replicate, replicate=replicate)
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("plan", "shard", "replicate"), [pytest.param({}, 2, 1, id="2"), *FOUR])
+def test_fsdp2_both_ways(plan, shard, replicate):
+    """What FSDP2 trained would be other values in fshard, or the other way round, or training would go on otherwise.
+
+    On four ranks chunks of DTensors would be others where ranks have none, or along two axes.
+    """
+    gloo(fsdp2_both_ways, plan, shard=shard, replicate=replicate)
 
 
 def fsdp1(model: nn.Module, mesh: Any = None) -> tuple[nn.Module, Any]:
@@ -350,15 +351,13 @@ def odd_leaves(mesh: Any) -> None:
         assert same_bits(fshard.load_state_dict(zeros, written).tensors, sharded.tensors)
 
 
-def test_dtensors_of_leaves_of_every_kind():
-    """A leaf that some ranks have nothing of, or that all have whole, would be other values in DTensors."""
-    gloo(odd_leaves)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("shard", "replicate"), [(2, 1), (2, 2), (3, 1)])
+def test_dtensors_of_leaves_of_every_kind(shard, replicate):
+    """A leaf that some ranks have nothing of, or that all have whole, would be other values in DTensors.
 
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(("shard", "replicate"), [(2, 2), (3, 1)])
-def test_dtensors_of_leaves_of_every_kind_in_other_worlds(shard, replicate):
-    """Chunks along two axes, or with no element for the last rank, would be other ones than torch's."""
+    In other worlds chunks along two axes, or with no element for the last rank, would be other ones than torch's.
+    """
     gloo(odd_leaves, shard=shard, replicate=replicate)
 
 

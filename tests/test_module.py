@@ -308,6 +308,7 @@ class Blocks(nn.Module):
 
 # dynamo's own, while it traces a function of tensors that are not leaves of autograd
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("policy", [None, "compute=f32; **.norm: compute=f64"])
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_compiled_submodules_compute_with_the_tensors_of_the_call(checkpoints, policy):
