@@ -22,7 +22,7 @@ from torch import Tensor
 from ..comm import primitives
 from ..core import tree
 from ..core.tree import Tree
-from ..layout.pieces import pieces
+from ..layout.pieces import clear_padding_, pieces
 from ..optim.base import FoundInf, choose
 from ..optim.labels import Labels, label_of
 from ..sharding.sharded import Sharded, whole_view
@@ -65,7 +65,8 @@ def after_update(state: Tree, lost: Tree, share: Tensor | None, skip: FoundInf |
     # gradients are multiplied by `share` after they were sent, and so is what was not sent
     share = torch.ones((), dtype=torch.float32, device="cpu") if share is None else share.float()
     factor = torch.div(share, state.loss_scale.value)
-    new = tree.map(lambda x: x * factor, lost)
+    # a wire that mixes elements loses something of the padding as well, which belongs to no leaf
+    new = clear_padding_(tree.map(lambda x: x * factor, lost)) if isinstance(lost, Sharded) else lost
     if not isinstance(skip, Mapping) or not isinstance(new, Sharded):
         return choose(skip, state.lost, new)
     leaves = new.layout.leaves
