@@ -71,6 +71,7 @@ def remove(place: Place, step: int) -> None:
     there.remove(INDEX)
     for name in there.names():
         there.remove(name)
+    there.remove(INDEX)  # of another job's save, which has put it there meanwhile and lost its files
     there.remove_folder()
 
 

@@ -141,7 +141,8 @@ class LocalPlace:
 
     def _make(self) -> None:
         if not self._path.is_dir():
-            self._path.mkdir(parents=True, exist_ok=True)
+            LocalPlace(self._path.parent)._make()  # each of them must outlive a loss of power
+            self._path.mkdir(exist_ok=True)
             _flush(self._path.parent)
 
 

@@ -111,8 +111,16 @@ class Writer:
         text, old = index.to_json(), _files_at(self.directory, self.step)
         read_index(text, f"{place}/{INDEX}")  # what `restore` refuses is never put in place
         place.put(INDEX, text)
+        self._check_alone(place, index, text)
         for name in (*names, *old):
             place.remove(name)
+
+    def _check_alone(self, place: Place, index: Index, text: bytes) -> None:
+        """Take the index away and raise CheckpointError if another job took the files for those of a killed save."""
+        lost = sorted({*index.files} - {*place.names()})
+        if lost and place.has(INDEX) and read_all(place, INDEX) == text:  # else a later save has taken its place
+            place.remove(INDEX)
+            raise CheckpointError(f"{place}/{lost[0]}: deleted meanwhile: expected one job at a time in a directory")
 
     def _index(self, records: Sequence[Record]) -> Index:
         leaves = dict[str, Entry]()
