@@ -218,6 +218,9 @@ def test_no_bucket_and_no_credentials(s3, monkeypatch):
     for text in simulated(save, shard=2):
         assert "s3://missing/run/step-000000000001/" in text
     assert "missing" not in other_store("s3://").ls("")  # a bucket is not made by mistake
+    with pytest.raises(FileNotFoundError, match="bucket does not exist: 's3://missing/run'"):
+        checkpoint.latest("s3://missing/run")  # a run whose bucket has a typing error would begin anew
+    assert checkpoint.latest(f"s3://{BUCKET}/nothing/here") is None
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/no/such/file")

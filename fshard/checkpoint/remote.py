@@ -37,12 +37,16 @@ class RemotePlace:
         return RemotePlace(self._fs, f"{self._path}/{name}", f"{self._url}/{name}")
 
     def names(self) -> list[str]:
-        """Return the names of files and folders in this one; [] if there is no such folder."""
+        """Return the names of files and folders in this one; [] if there is no such folder, but a bucket for it."""
         self._fs.invalidate_cache()
-        with suppress(FileNotFoundError), _naming(self._url):
-            paths = [path.rstrip("/") for path in self._fs.ls(self._path, detail=False)]
-            return sorted({path.rpartition("/")[2] for path in paths if path != self._path.rstrip("/")})
-        return []
+        try:
+            with _naming(self._url):
+                paths = [path.rstrip("/") for path in self._fs.ls(self._path, detail=False)]
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error.__cause__ and error.__cause__.__cause__):  # botocore's, under s3fs's
+                raise
+            return []
+        return sorted({path.rpartition("/")[2] for path in paths if path != self._path.rstrip("/")})
 
     def has(self, name: str) -> bool:
         """Whether there is a file of this name. OSError if the store does not answer: fsspec's isfile says False."""
