@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .checkpoint.comparing import compare
-from .checkpoint.directory import at, finished, no_checkpoint
+from .checkpoint.directory import at, finished, no_checkpoint, numbers
 from .checkpoint.index import CheckpointError
-from .checkpoint.inspecting import overview, step_lines, verify
+from .checkpoint.inspecting import contents_lines, overview, step_lines, verify
+from .checkpoint.other_formats import format_at, source_at
 from .checkpoint.places import Place
 from .testing.replaying import Make, replay
 
@@ -83,8 +84,13 @@ def _inspect(args: argparse.Namespace) -> int:
         if not steps:
             raise CheckpointError(no_checkpoint(place, None))
         lines = itertools.chain.from_iterable(verify(place, step) for step in steps)
+    elif args.step is not None:
+        lines = step_lines(place, args.step)
+    elif not numbers(place) and (kind := format_at(str(place), place)):
+        _say(f"{place}: a checkpoint of {kind}")
+        lines = contents_lines(source_at(str(place), place, kind).index)
     else:
-        lines = overview(place) if args.step is None else step_lines(place, args.step)
+        lines = overview(place)
     status = SAME
     for line in lines:
         _say(line.text, "red" if line.is_fault else "")
@@ -94,10 +100,10 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _step(place: Place, step: int | None) -> int:
     """The step that is asked for, or the last one."""
-    numbers = [step] if step is not None else finished(place)[-1:]
-    if not numbers:
+    steps = [step] if step is not None else finished(place)[-1:]
+    if not steps:
         raise CheckpointError(no_checkpoint(place, None))
-    return numbers[0]
+    return steps[0]
 
 
 # name of a command: its help, the function that adds its arguments, the function that runs it

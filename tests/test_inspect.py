@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed.checkpoint
+from safetensors.torch import load_file, save_file
 from support.stores import new_url
 from support.worlds import simulated
 
@@ -107,6 +108,22 @@ def test_a_step_is_shown(kind, ranks, tmp_path, inspect):
     assert len([row for row in cells if row and "-rank-0000" in row[0]]) == ranks
     plan = fshard.make_plan({"blocks": [{"w": leaves()["blocks.0.w"]}]}).fingerprint
     assert [len(row[1]) for row in cells if row[:1] == ["plan"]] == [len(plan)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
+@pytest.mark.parametrize("kind", ["torch.distributed.checkpoint", "safetensors"])
+def test_checkpoints_of_other_libraries_are_shown(kind, tmp_path, inspect):
+    """What is in a checkpoint that `restore` reads could not be seen, or the command would say that there is none."""
+    params = {"a.w": torch.ones(4, 3), "a.b": torch.ones(3, dtype=torch.bfloat16)}
+    if kind == "safetensors":
+        save_file(params, tmp_path / "model.safetensors")
+    else:
+        torch.distributed.checkpoint.save({**params, "epoch": 3}, checkpoint_id=tmp_path, no_dist=True)
+    status, lines = inspect(tmp_path)
+    assert status == 0
+    assert lines[0] == f"{tmp_path}: a checkpoint of {kind}"
+    assert {"  w   [4, 3]  F32       48", "  b   [3]     BF16       6"} <= {line.rstrip() for line in lines}
+    assert ("epoch  3" in lines) == (kind != "safetensors")
 
 
 def test_steps_are_shown_with_what_killed_saves_left(tmp_path, inspect):

@@ -84,14 +84,20 @@ def step_lines(place: Place, step: int) -> Iterator[Line]:
     index, there = index_at(place, step)[0], folder(place, step)
     yield Line(f"{place}: step {index.step:,}, saved by {index.ranks:,} rank(s)")
     yield from (Line(f"plan {printable(plan)}") for plan in index.plans if plan)
-    yield Line("")
-    yield from map(Line, aligned([["leaf", "shape", "dtype", "bytes", "checksum", "on"], *_tree(index)], right={3}))
-    if index.values:
-        rows = [[printable(name), printable(repr(value))] for name, value in index.values.items()]
-        yield Line("")
-        yield from map(Line, aligned([["value", ""], *rows]))
+    yield from contents_lines(index)
     yield Line("")
     yield from _file_lines(there, index)
+
+
+def contents_lines(index: Index) -> Iterator[Line]:
+    """Yield the leaves of a checkpoint as a tree, other values, and what cannot be restored."""
+    yield Line("")
+    yield from map(Line, aligned([["leaf", "shape", "dtype", "bytes", "checksum", "on"], *_tree(index)], right={3}))
+    for title, texts in (("value", index.values), ("not readable", index.left_out)):
+        if texts:
+            yield Line("")
+            rows = [[printable(name), printable(repr(text))] for name, text in texts.items()]
+            yield from map(Line, aligned([[title, ""], *rows]))
 
 
 def _tree(index: Index) -> Iterator[list[str]]:
@@ -107,15 +113,9 @@ def _tree(index: Index) -> Iterator[list[str]]:
         for depth in range(min(shared, len(path) - 1), len(path) - 1):
             yield ["  " * depth + printable(path[depth]), "", "", f"{sizes[path[: depth + 1]]:,}", "", ""]
         entry = index.leaves[name]
-        label = "  " * (len(path) - 1) + printable(path[-1])
-        yield [
-            label,
-            printable([*entry.shape]),
-            NAMES[entry.dtype],
-            f"{entry.num_bytes:,}",
-            _digest(entry),
-            _holders(entry),
-        ]
+        label, size = "  " * (len(path) - 1) + printable(path[-1]), f"{entry.num_bytes:,}"
+        seals = (_digest(entry), _holders(entry)) if index.files else ("", "")  # formats of others do not say it
+        yield [label, printable([*entry.shape]), NAMES[entry.dtype], size, *seals]
         before = path[:-1]
 
 
