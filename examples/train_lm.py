@@ -287,7 +287,7 @@ def train(
         now = time.perf_counter()
         taken, seconds, stop = highest([now - since, now - began, max(received, default=0)], mesh, device)
         done, rate = share_done(s, number, seconds), len(losses) * s.batch * s.context / taken
-        record = {"step": number, "done": done, "seconds": seconds, "bytes_per_second": rate}
+        record = {"step": number, "done": done, "seconds": seconds, "ranks": size, "bytes_per_second": rate}
         record["train_bits_per_byte"] = bits
         if done == 1 or number % s.eval_every < LOG_EVERY:
             record["validation_bits_per_byte"] = validate(s, state.params, windows, mesh)

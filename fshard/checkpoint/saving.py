@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -166,12 +166,27 @@ def save(
         consensus.together(mesh, write)
         consensus.together(mesh, lambda: finish(_SEEN, stop) if is_first else None)
         return Saving(mesh, None)
-    pool = ThreadPoolExecutor(2, "fshard.checkpoint")
     what = f"the save of step {step} in {place}"
-    finished = pool.submit(finish, _WRITTEN, stop) if is_first else None
-    in_flight.last = _Writing(what, stop, pool.submit(write), finished)
-    pool.shutdown(wait=False)
+    finished = _in_a_thread(lambda: finish(_WRITTEN, stop)) if is_first else None
+    in_flight.last = _Writing(what, stop, _in_a_thread(write), finished)
     return Saving(mesh, in_flight.last)
+
+
+def _in_a_thread(task: Callable[[], None]) -> Future[None]:
+    """Begin a task in a thread, for which the process waits before it ends."""
+    done = Future[None]()
+
+    def run() -> None:
+        try:
+            task()
+        except BaseException as error:  # for whoever waits
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    # no ThreadPoolExecutor: its threads would be joined while the main thread still counts as alive
+    threading.Thread(target=run, name="fshard.checkpoint").start()
+    return done
 
 
 def _contents(place: Place, state: Tree, step: int) -> Contents:

@@ -22,6 +22,9 @@ from .places import Place
 from .safetensors_file import chunks, header, laid_out
 
 _PAUSES = 0.01, 1.0  # seconds between two looks for the records of other ranks, the first and the longest
+_AFTER_THE_PROGRAM = (
+    30.0  # seconds to wait for slower ranks when this rank's program has ended and nothing else is left
+)
 
 Named = tuple[str, int, Tensor]  # a piece of a leaf: the name of the leaf, its first element, its elements
 
@@ -160,8 +163,11 @@ def _by_name_in_file(pieces: Sequence[Named], forms: dict[str, Form]) -> dict[st
 def _await(place: Place, names: Sequence[str], patience: float, stop: threading.Event) -> None:
     """Wait until there are files of these names."""
     deadline, (pause, longest) = time.monotonic() + patience, _PAUSES
+    program = threading.main_thread()
     for name in names:
         while not place.has(name):
+            if not program.is_alive():  # it has ended, perhaps because the rank that is missed is gone
+                program, deadline = threading.current_thread(), min(deadline, time.monotonic() + _AFTER_THE_PROGRAM)
             pause = min(1.5 * pause, longest)  # object stores are paid for each look
             if stop.wait(pause) or time.monotonic() > deadline:
                 raise CheckpointError(
