@@ -1,6 +1,5 @@
 """What `save`, `restore`, `steps`, `latest` and `delete` promise: whole or not there, and alike on all ranks."""
 
-import json
 import re
 import threading
 from collections.abc import Callable
@@ -312,107 +311,6 @@ def test_ranks_that_call_otherwise(tmp_path, monkeypatch, function, otherwise, l
         assert checkpoint.steps("b") == []
 
     simulated(law)
-
-
-def test_no_values_are_needed_of_like(tmp_path):
-    """A run would have to make a first state, with its memory, before it can read the one that it goes on from."""
-
-    def law(mesh: Any) -> None:
-        plan = fshard.make_plan(PARAMS, mesh)
-
-        def begun(params: Any) -> Any:
-            tx, scaler = fshard.optim.adamw(0.1), fshard.DynamicLossScale()
-            return fshard.init_state(fshard.shard_params(params, plan), tx, scaler, extra={"x": params["c"]})
-
-        state = begun(PARAMS)
-        checkpoint.save(tmp_path, state, 1)
-        for like in (fshard.eval_shape(begun, PARAMS), tree.map(lambda x: x.to("meta"), state)):
-            again = checkpoint.restore(tmp_path, like)
-            assert same_bits(again, state)
-            assert all(x.device.type == "cpu" for x in tree.leaves(again))
-
-    for shard in (1, 2):
-        simulated(law, shard=shard)
-
-
-def test_a_part_of_a_checkpoint(tmp_path):
-    """Parameters alone, a subtree, or leaves that have other names now could not be read; or one that is left out by
-    mistake would keep its first value without a word."""
-
-    def law(mesh: Any) -> None:
-        state, _ = start(mesh, scale=fshard.DynamicLossScale())
-        params = state.params
-        checkpoint.save(tmp_path, state, 1)
-
-        def read(like: Any, rename: Any) -> Any:
-            return checkpoint.restore(tmp_path, tree.map(torch.zeros_like, like), rename=rename)
-
-        alone = read({"params": params}, lambda name: name if name.startswith("params.") else None)
-        assert same_bits(alone, {"params": params})
-        assert same_bits(read(params, lambda name: name.removeprefix("params.") if name[0] == "p" else None), params)
-        inner = read({"x": params["a"]}, lambda name: name.replace("params", "x") if "params.a." in name else None)
-        assert same_bits(inner, {"x": params["a"]})
-        scale = {"loss_scale": state.loss_scale, "steps": state.step}
-        kept = {**dict.fromkeys(["rng"]), "step": "steps"}
-        others = {name: None for name in everything(tmp_path) if name.startswith(("params", "opt_state"))}
-        assert same_bits(read(scale, {**others, **kept}), scale)
-        with pytest.raises(ValueError, match=r"it has \d+ names that `like` has not: 'opt_state.*left out"):
-            read(scale, {**kept, **{name: x for name, x in others.items() if name.startswith("params")}})
-        with pytest.raises(ValueError, match=r"'x.a.w'.* other shape|'x.a.w'.*expected"):
-            read({"x": params["a"]}, lambda name: "x.a.w" if name.startswith("params.a") else None)
-        with pytest.raises(TypeError, match="rename=3: expected a dict, or fn"):
-            read(scale, 3)
-
-    simulated(law)
-
-
-def everything(dir: Path, step: int = 1) -> list[str]:
-    """The names of all leaves and values in a checkpoint."""
-    index = json.loads((dir / f"step-{step:012}" / "index.json").read_text())
-    return [*index["leaves"], *index["values"]]
-
-
-def test_all_differences_at_once(tmp_path):
-    """A state that does not fit would be restored in part, or its differences be told one after the other."""
-    state = {"a": torch.ones(2), "b": torch.ones(3), "c": 1, "d": torch.ones(2), "e": "x", "f": 1.5, "g": 3, "h": True}
-    like = {
-        "a": torch.ones(2, 1),
-        "b": torch.ones(3).int(),
-        "c": torch.ones(1),
-        "d": 1,
-        "e": 2,
-        "f": 1,
-        "g": 1.0,
-        "i": 5,
-    }
-
-    def law(mesh: Any) -> None:
-        sharded = {"z": fshard.shard_params(torch.ones(4), fshard.make_plan(torch.ones(4), mesh))}
-        checkpoint.save(tmp_path, {**state, **sharded}, 1)
-        with pytest.raises(ValueError, match=r"the checkpoint of step 1 .*differs from `like`") as error:
-            checkpoint.restore(tmp_path, {**like, **sharded})
-        for line in (
-            "it lacks 1 names: 'i'",
-            "it has 1 names that `like` has not: 'h'",
-            "'a': expected a tensor [2, 1], got one [2]",
-            "'b': expected torch.int32, got torch.float32",
-            "'c': expected a tensor, got a number or a string",
-            "'d': expected a number or a string, got a tensor",
-            "'e': expected int, got str",
-            "'f': expected int, got float",
-        ):
-            assert line in str(error.value)
-        assert "'g'" not in str(error.value)
-        assert "'z'" not in str(error.value)
-
-    simulated(law)
-    with pytest.raises(ValueError, match=r"names that come twice, or mean something else: 'a.b', '__metadata__'"):
-        checkpoint.save(tmp_path, {"a": {"b": 1}, "a.b": 2, "__metadata__": torch.ones(1)}, 2)
-    with pytest.raises(ValueError, match=r"'w' is torch.complex128"):
-        checkpoint.save(tmp_path, {"w": torch.ones(2, dtype=torch.complex128)}, 2)
-    with pytest.raises(TypeError, match=r"'w': expected a tensor, a number or a string, got .*Nothing is pickled"):
-        checkpoint.save(tmp_path, {"w": object()}, 2)
-    assert checkpoint.steps(tmp_path) == [1]
 
 
 def waits_for_rank_1(mesh: Any, dir: str) -> str:
