@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import pickle
+import random
 import threading
 import tracemalloc
 import warnings
@@ -779,3 +780,34 @@ def test_a_pickle_of_a_number_runs_nothing(tmp_path, name):
     with pytest.raises(ValueError, match=r"it lacks 1 names: 'n'.*'n': "):
         checkpoint.restore(tmp_path, {**like, "n": 0})
     assert not (tmp_path / "ran").exists()
+
+
+OPERATIONS = b"(.0FGIJKLMNPQRSTUVX]abcdehijlopqrstu})\x80\x81\x82\x85\x86\x87\x88\x8a\x8b\x8c\x8d\x8e\x92\x93\x94\x95"
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("seed", range(80))
+def test_any_damage_is_an_error_or_none(tmp_path, seed):
+    """Damaged bytes would end in an error that does not name the file, or in a tensor of another shape or dtype."""
+    tree = {"w": torch.arange(12.0).view(3, 4), "n": 3, "t": ("a", {"x": torch.ones(2)})}
+    like = {"w": torch.zeros(3, 4), "n": 0, "t": ["", {"x": torch.zeros(2)}]}
+    saved(tmp_path, {**tree, "t": ["a", tree["t"][1]]})
+    r = random.Random(seed)
+    path = tmp_path / (".metadata" if seed % 4 else "__0_0.distcp")
+    whole = path.read_bytes()
+    for _ in range(5):
+        data = bytearray(whole)
+        for _ in range(r.randrange(1, 4)):
+            at = r.randrange(len(data))
+            data[at : at + r.randrange(3)] = r.choice(
+                [b"", bytes([r.choice(OPERATIONS)]), r.randbytes(2), data[: r.randrange(40)]]
+            )
+        path.write_bytes(data)
+        try:
+            read = checkpoint.restore(tmp_path, like)
+        except checkpoint.CheckpointError as error:
+            assert str(error).startswith(str(tmp_path))
+        except ValueError as error:
+            assert "differs from `like`" in str(error)
+        else:
+            assert (read["w"].shape, read["w"].dtype, type(read["n"])) == ((3, 4), torch.float32, int)
