@@ -489,6 +489,14 @@ def test_every_rank_raises_if_one_cannot_read(tmp_path, file):
     assert f"rank 1: {second}" in first or second in first
 
 
+def test_a_tensor_that_is_a_view(tmp_path):
+    """A chunk that begins in the middle of what torch.save wrote would be other elements."""
+    saved(tmp_path, {"w": torch.ones(3, 4)})
+    _of(torch.arange(20.0)[4:16].view(3, 4))(tmp_path)
+    read = checkpoint.restore(tmp_path, {"w": torch.zeros(3, 4)})
+    assert read["w"].flatten().tolist() == list(range(4, 16))
+
+
 def test_numbers_strings_and_lists(tmp_path):
     """Numbers of torch's checkpoint would be others, or those within lists could not be read."""
     saved(tmp_path, {"a": {"b": [1, 2.5, "x", True]}, "t": (3, {"u": -(2**63)}), "inf": float("inf")})
@@ -603,6 +611,16 @@ def _flagged(folder: Path) -> None:
     _put_item(folder, "w", bytes(data))
 
 
+def _far(folder: Path) -> None:
+    """A member whose directory entry says that it goes on beyond the zip file, in a file that is long enough."""
+    data = bytearray(_zipped(_members(torch.ones(3, 4), {})))
+    at = data.rindex(b"PK\x01\x02", 0, data.rindex(b"archive/data/0"))
+    data[at + 20 : at + 28] = (1 << 16).to_bytes(4, "little") * 2
+    _put_item(folder, "w", bytes(data))
+    with open(folder / "other", "ab") as file:
+        file.write(bytes(1 << 17))
+
+
 def _chunk(offsets: Any, sizes: Any) -> Any:
     """The form of `w` with one more chunk."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -626,6 +644,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "no data": (_put(data_0=None), "the zip file lacks 'data/0'"),
     "no pickle": (_put(**{"data.pkl": None}), "the zip file lacks 'data.pkl'"),
     "few data": (_put(data_0=bytes(47)), "expected 48 bytes, got 47"),
+    "far data": (_far, "65,536 bytes from byte [0-9,]+ on are beyond the zip file"),
     "big-endian": (_put(byteorder=b"big"), "expected little-endian numbers, got b'big'"),
     "no zip file": (lambda folder: _put_item(folder, "w", b"PK" + bytes(1000)), "expected a zip file"),
     "no tensor": (_of([1]), "expected a tensor, got an object of type list"),
@@ -725,6 +744,8 @@ def bombs(path: str) -> dict[str, bytes]:
         "call of a result": opcodes(word("torch"), word("Size"), b"\x93)R)R"),
         "state of a class": opcodes(word("torch"), word("Size"), b"\x93}b"),
         "set": opcodes(b"\x8f"),
+        "escapes": opcodes(b"S'\\)'\n"),
+        "no operation": opcodes(b"\xff"),
         "buffer": opcodes(b"\x97"),
         "long frame": b"\x80\x04\x95" + b"\xff" * 8 + b"N.",
         "long string": opcodes(b"\x8d" + b"\xff" * 8),
@@ -803,11 +824,18 @@ def test_any_damage_is_an_error_or_none(tmp_path, seed):
                 [b"", bytes([r.choice(OPERATIONS)]), r.randbytes(2), data[: r.randrange(40)]]
             )
         path.write_bytes(data)
-        try:
-            read = checkpoint.restore(tmp_path, like)
-        except checkpoint.CheckpointError as error:
+        error, read = _outcome(tmp_path, like)
+        if isinstance(error, checkpoint.CheckpointError):
             assert str(error).startswith(str(tmp_path))
-        except ValueError as error:
+        elif error is not None:
             assert "differs from `like`" in str(error)
         else:
             assert (read["w"].shape, read["w"].dtype, type(read["n"])) == ((3, 4), torch.float32, int)
+
+
+def _outcome(folder: Path, like: Any) -> tuple[Exception | None, Any]:
+    """The ValueError of a restore, or what it returns."""
+    try:
+        return None, checkpoint.restore(folder, like)
+    except ValueError as error:
+        return error, None

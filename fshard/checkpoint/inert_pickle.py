@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass
-from pickletools import genops
+from io import BytesIO
+from pickletools import opcodes
 from typing import Any
 
 MOST_OPERATIONS = 1 << 25  # of one pickle: they take at most about 3 GB
@@ -37,29 +38,35 @@ def read_pickle(data: bytes, names: Set[str]) -> Plain:
 
     ValueError names any other operation or name.
 
-    >>> import fractions, pickle
+    >>> import pickle
     >>> read_pickle(pickle.dumps({"lr": [0.5, None]}), set())
     {'lr': [0.5, None]}
-    >>> read_pickle(pickle.dumps(fractions.Fraction(1, 3)), {"fractions.Fraction"})
-    Record(name='fractions.Fraction', args=('1/3',), state=None)
+    >>> read_pickle(pickle.dumps(slice(1, 3)), {"builtins.slice"})
+    Record(name='builtins.slice', args=(1, 3, None), state=None)
     >>> read_pickle(pickle.dumps(exec), set())
     Traceback (most recent call last):
     ValueError: a pickle that names 'builtins.exec', which plain data does not need: nothing of it was run
     """
     machine = _Machine(names)
-    for number, (operation, argument, position) in enumerate(genops(data)):
-        if operation.name == "STOP":
+    file = BytesIO(data)
+    for _ in range(MOST_OPERATIONS):
+        code = file.read(1)
+        if code == b".":
             return machine.end()
-        if number == MOST_OPERATIONS:
-            raise ValueError(f"a pickle of more than {MOST_OPERATIONS:,} operations")
-        step = _STEPS.get(operation.name)
-        if step is None:
-            raise ValueError(
-                f"a pickle with the operation {operation.name} at byte {position:,}, which plain data does not need: "
-                "nothing of it was run"
-            )
-        step(machine, argument)
-    raise ValueError("a pickle without an end")
+        if code not in _BY_CODE:
+            raise ValueError(_refusal(code, file.tell() - 1))
+        # the argument is decoded only now: to decode those of other operations may warn, or take long
+        read, step = _BY_CODE[code]
+        step(machine, None if read is None else read(file))
+    raise ValueError(f"a pickle of more than {MOST_OPERATIONS:,} operations")
+
+
+def _refusal(code: bytes, position: int) -> str:
+    if not code:
+        return "a pickle without an end"
+    names = [f"the operation {operation.name}" for operation in opcodes if operation.code.encode("latin-1") == code]
+    name = names[0] if names else f"the byte {code[0]:#x}, which is no operation,"
+    return f"a pickle with {name} at byte {position:,}, which plain data does not need: nothing of it was run"
 
 
 class _Machine:
@@ -120,7 +127,7 @@ class _Machine:
         self._set(self._pop_marked())
 
     def name(self, argument: str) -> None:
-        self._add_name(".".join(argument.split(" ")))  # genops puts a space between the module and the name
+        self._add_name(argument)
 
     def name_of_stack(self, argument: Plain) -> None:
         name, module = self._pop(), self._pop()
@@ -175,6 +182,13 @@ class _Machine:
         return values
 
 
+def _name_in_lines(file: BytesIO) -> str:
+    """Read a module and a name in it, a line each."""
+    lines = [file.readline(), file.readline()]
+    _require(all(line.endswith(b"\n") for line in lines), "ends within a name")
+    return ".".join(line[:-1].decode() for line in lines)
+
+
 def _require(condition: object, otherwise: str) -> None:
     if not condition:
         raise ValueError(f"a pickle that {otherwise}: it is damaged, or was made to do harm. Nothing of it was run")
@@ -210,3 +224,10 @@ _STEPS: dict[str, Callable[[_Machine, Plain], None]] = {
     "NEWOBJ": _Machine.call,
     "BUILD": _Machine.build,
 }
+# what reads the argument of an operation, and what it does, by the operation's byte
+_BY_CODE: dict[bytes, tuple[Callable[[BytesIO], Plain] | None, Callable[[_Machine, Plain], None]]] = {
+    operation.code.encode("latin-1"): (operation.arg.reader if operation.arg else None, _STEPS[operation.name])
+    for operation in opcodes
+    if operation.name in _STEPS
+}
+_BY_CODE[b"c"] = (_name_in_lines, _Machine.name)  # pickletools would decode escapes in names, as Python does not
