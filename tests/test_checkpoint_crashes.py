@@ -1,20 +1,26 @@
 """Processes that are killed at any moment of a save, losses of power, full disks, two savers: no checkpoint is lost."""
 
+import os
+import re
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support import moments
-from support.worlds import simulated
+from support.worlds import fates, simulated
 
 import fshard
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError, saving
+from fshard.checkpoint.writing import Writer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -245,3 +251,20 @@ def test_savers_at_once_lose_nothing(deeds, seed, tmp_path, impatient):
     assert alone <= now.keys()
     assert now[last] - 2 in [number for number, (step, _) in enumerate(TWO[deeds]) if step == last]
     assert len(states) > 20
+
+
+def killed_in_the_background(mesh: Any, dir: str) -> None:
+    """Save in the background; rank 1 is killed when its file is written."""
+    kill = mock.patch.object(Writer, "put", side_effect=lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    with kill if mesh.get_rank() == 1 else nullcontext():
+        checkpoint.save(dir, state_of(mesh, 2, 1), 2, wait=False).wait()
+
+
+def test_a_rank_that_is_killed_in_the_background_is_an_error(tmp_path):
+    """The first rank would wait an hour for the record of a rank that is gone."""
+    save(None, tmp_path, 1, 1)
+    first, second = fates(killed_in_the_background, str(tmp_path), seconds=60)
+    assert second.exitcode == -signal.SIGKILL
+    assert first.exitcode == 1
+    assert re.match("MismatchError: .* has gone", str(first.error))
+    assert versions(tmp_path) == {1: 1}

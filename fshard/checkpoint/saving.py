@@ -56,7 +56,7 @@ class _Writing:
         self.ended = True
         try:
             consensus.together(mesh, partial(self._check, self.written), _REMEDY, CheckpointError)
-        except ValueError:  # of any rank: rank 0 waits for a record in vain
+        except Exception:  # of any rank, or a rank that is gone: rank 0 waits for a record in vain
             self.stop.set()
             raise
         consensus.together(mesh, partial(self._check, self.finished), _REMEDY, CheckpointError)
