@@ -162,12 +162,13 @@ def restores_by_rank(mesh: Any, dir: str, extra: Any) -> Any:
 def positions(rank: int) -> Any:
     """What a rank may have of its own: small and large tensors, numbers and strings; and what all have."""
     generator = torch.Generator().manual_seed(rank)
-    swapped = torch.arange(3000)
-    swapped[rank], swapped[rank + 2018] = swapped[rank + 2018].clone(), swapped[rank].clone()
+    swapped = torch.arange(30_000)  # elements that are as far apart as columns of a checksum are wide
+    swapped[rank], swapped[rank + 2 * 8191] = swapped[rank + 2 * 8191].clone(), swapped[rank].clone()
     return {
         "order": torch.randperm(300_000, generator=generator),
         "swapped": swapped,
-        "shifted": torch.arange(1009 * 8).roll(1009 * rank),
+        "shifted": torch.arange(8191 * 4).roll(8191 * rank),
+        "shifted less": torch.arange(1009 * 8).roll(1009 * rank),
         "one": torch.tensor(rank),
         "bytes": torch.arange(9, dtype=torch.uint8)[1:] + rank,
         "position": 10 * rank,
@@ -185,7 +186,7 @@ def test_what_ranks_have_of_their_own_comes_back_to_each():
         for rank, extra in enumerate(simulated(restores_by_rank, dir, positions, shard=3)):
             assert same_bits(extra, positions(rank))
             assert str(extra["zero"]) == str(positions(rank)["zero"])
-        names = "order|swapped|shifted|one|bytes|position|name|zero"
+        names = "order|swapped|shifted|shifted less|one|bytes|position|name|zero"
         for ranks in (1, 2, 4):
             with pytest.raises(ValueError, match="leave it out") as error:
                 simulated(restores_by_rank, dir, positions, shard=ranks)
@@ -247,3 +248,9 @@ def test_a_name_that_means_one_ranks_value():
         assert checkpoint.steps(dir) == []
         simulated(saves_by_rank, dir, extra, shard=1)
         assert simulated(restores_by_rank, dir, extra, shard=1) == [{"pos": 0, "pos@1": 5}]
+
+
+def test_a_name_that_looks_like_a_piece():
+    """A leaf "w[4:6]" and elements 4 and 5 of a leaf "w" would be one tensor of a file, and one of them lost."""
+    params = {"w": rand(6, seed=1), "w[4:6]": rand(2, seed=2)}  # rank 1 of two has both
+    moves(params, ({"shard": 2}, {}), ({"shard": 3}, {}))
