@@ -1,9 +1,11 @@
 """What a state is restored into: `like` without values or with memory to read into, parts, and what does not fit."""
 
+import enum
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.models import rand, same_bits
@@ -145,3 +147,10 @@ def test_all_differences_at_once(tmp_path):
     with pytest.raises(TypeError, match=r"'w': expected a tensor, a number or a string, got .*Nothing is pickled"):
         checkpoint.save(tmp_path, {"w": object()}, 2)
     assert checkpoint.steps(tmp_path) == [1]
+
+
+def test_numbers_of_other_classes(tmp_path):
+    """A number of numpy's, or of an enumeration, could be saved but not be restored."""
+    state = {"x": np.float64(0.1), "kind": enum.IntEnum("Kind", ["A", "B"]).B}  # type: ignore[attr-defined]
+    checkpoint.save(tmp_path, state, 1)
+    assert checkpoint.restore(tmp_path, state) == {"x": 0.1, "kind": 2}

@@ -226,7 +226,9 @@ def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iter
         kinds = ("a tensor", "a number or a string")
         yield f"{name!r}: expected {kinds[name in wanted.values]}, got {kinds[key in index.values]}"
     elif key in index.values:
-        expected, got = type(wanted.values[name]), type(index.values[key])
+        # a numpy.float64 is a float, and an enumeration's member may be an int
+        expected = next(kind for kind in (bool, int, float, str) if isinstance(wanted.values[name], kind))
+        got = type(index.values[key])
         if expected is not got and (expected, got) != (float, int):
             yield f"{name!r}: expected {expected.__name__}, got {got.__name__}"
     else:
