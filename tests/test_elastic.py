@@ -127,6 +127,8 @@ def ranks(elastic: Any, tmp_path: Path) -> None:
 def run(elastic: Any, tmp_path: Path) -> None:
     """A training run of which a rank is killed and a host is cut off ends as one that nothing disturbs."""
     small = ["--kills=1", "--cuts=1", "--steps=600", "--save-every=20", "--pause=0.5", "--patience=1", "--tiny"]
+    small.append(f"--data={tmp_path / 'text'}")
+    (tmp_path / "text").write_text("a part of a tree is a tree; " * 100)
     script = [sys.executable, str(ROOT / "benchmarks" / "elastic.py"), *small, f"--out={tmp_path}"]
     done = subprocess.run(script, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
