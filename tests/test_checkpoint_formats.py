@@ -180,15 +180,12 @@ def fsdp2_both_ways(mesh: Any, folder: str, kind: str, flat: bool, plan: dict[st
     alike(ours.steps(range(5, 7)), stayed)
 
 
-def test_fsdp2_both_ways(tmp_path):
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(
+    ("kind", "flat", "replicate"), [("adamw", False, 1), ("sgd", False, 1), ("adamw", True, 2), ("sgd", True, 2)]
+)
+def test_fsdp2_both_ways(tmp_path, kind, flat, replicate):
     """What FSDP2 saved would be other values in fshard, or ours in FSDP2, or training would go on otherwise."""
-    gloo(fsdp2_both_ways, str(tmp_path), "adamw", False, {})
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("kind", "flat", "replicate"), [("sgd", False, 1), ("adamw", True, 2), ("sgd", True, 2)])
-def test_fsdp2_both_ways_of_other_forms(tmp_path, kind, flat, replicate):
-    """SGD, flattened optimizer states, or replicated chunks would be other values."""
     plan = {"state_over": ("replicate", "shard")} if replicate == 2 and kind == "adamw" else {}
     gloo(fsdp2_both_ways, str(tmp_path), kind, flat, plan, replicate=replicate)
 
@@ -223,11 +220,6 @@ def ddp_both_ways(mesh: Any, folder: str) -> None:
     alike(ours.steps(range(5, 7)), stayed)
 
 
-def test_ddp_both_ways(tmp_path):
-    """Plain tensors and optimizer states by number would be other values in fshard, or ours in DDP."""
-    gloo(ddp_both_ways, str(tmp_path))
-
-
 def fsdp1_to_fshard(mesh: Any, folder: str) -> None:
     """FSDP1 trains and saves ShardedTensors; fshard goes on."""
     warnings.simplefilter("ignore")  # what torch says of its own libraries
@@ -248,9 +240,11 @@ def fsdp1_to_fshard(mesh: Any, folder: str) -> None:
     alike(ours.steps(range(3, 5)), torch_steps(model, optimizer, range(3, 5)))
 
 
-def test_what_fsdp1_saved(tmp_path):
-    """ShardedTensors would be other values in fshard."""
-    gloo(fsdp1_to_fshard, str(tmp_path))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("library", [ddp_both_ways, fsdp1_to_fshard])
+def test_other_libraries(tmp_path, library):
+    """Plain tensors, states by number, or ShardedTensors would be other values in fshard, or ours in DDP."""
+    gloo(library, str(tmp_path))
 
 
 def saved(folder: Path, tree: Any, **options: Any) -> Any:
@@ -309,7 +303,8 @@ def boxes(mesh: Any, folder: str, names: tuple[str, ...]) -> None:
 WHOLE = {"a": rand(5, 7, seed=1), "b": rand(3, 4, 5, seed=2), "c": rand(7, 2, seed=3), "d": rand(3, seed=4)}
 
 
-@pytest.mark.parametrize("replicate", [1, pytest.param(2, marks=pytest.mark.sample(2))])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("replicate", [1, 2])
 def test_boxes_are_runs_of_elements(tmp_path, replicate):
     """What ranks wrote of tensors that are cut along other dimensions than the first would be other values."""
     names = ("replicate", "shard")[2 - replicate :]
