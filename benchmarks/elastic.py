@@ -102,7 +102,7 @@ class Host:
         """Start torchrun."""
         environment = os.environ | {
             "GLOO_SOCKET_IFNAME": "cable",  # both hosts have the same name, which leads to no other
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with torch 2.13 a host that joins waits in vain otherwise
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with torch 2.13 restarted ranks wait in vain otherwise
             "OMP_NUM_THREADS": "1",
         }
         address = f"--local-addr=10.79.0.{self.number + 1}"

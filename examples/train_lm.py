@@ -199,9 +199,11 @@ def signals() -> Iterator[list[int]]:
         signal.signal(number, signal.SIG_DFL)
 
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield received
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    try:
+        yield received
+    finally:  # after an error too: what torchrun sends then ends the process
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def highest(numbers: Sequence[float], mesh: DeviceMesh | None, device: torch.device) -> list[float]:

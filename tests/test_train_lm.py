@@ -148,6 +148,14 @@ def test_a_run_that_was_stopped_goes_on(
     assert [record.get("step") for record in records(tmp_path)] == [10, 20, 25, None]
 
 
+def test_after_an_error_signals_end_the_process(example: ModuleType) -> None:
+    """A rank that has lost its peer would not end when torchrun tells it to, and could be started anew only later."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(ZeroDivisionError), example.signals():
+        raise ZeroDivisionError
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
 def test_another_number_of_ranks_goes_on_with_the_same_bits(
     example: ModuleType, text: Path, undisturbed: Any, tmp_path: Path
 ) -> None:
