@@ -1,5 +1,6 @@
 """Processes that are killed at any moment of a save, losses of power, full disks, two savers: no checkpoint is lost."""
 
+import errno
 import os
 import re
 import shutil
@@ -267,4 +268,29 @@ def test_a_rank_that_is_killed_in_the_background_is_an_error(tmp_path):
     assert second.exitcode == -signal.SIGKILL
     assert first.exitcode == 1
     assert re.match("MismatchError: .* has gone", str(first.error))
+    assert versions(tmp_path) == {1: 1}
+
+
+def test_a_rank_without_space_leaves_none_of_the_others_files(tmp_path):
+    """A disk that one rank finds full would stay full of what the other ranks have written, save after save."""
+    save(None, tmp_path, 1, 1)
+    before = moments.seen(tmp_path)
+
+    def without_space(self: Writer, record: Any) -> None:
+        if self.contents.rank == 1:
+            raise OSError(errno.ENOSPC, "No space left on device", "x")
+        put(self, record)
+
+    def on_a_rank(mesh: Any, step: int) -> str:
+        with pytest.raises(OSError, match="No space left on device") as failure:
+            save(mesh, tmp_path, step, 2)
+        return str(failure.value)
+
+    put = Writer.put
+    with mock.patch.object(Writer, "put", without_space):
+        for step in (1, 2):
+            first, second = simulated(on_a_rank, step)
+            assert first == "[Errno 28] rank 1: No space left on device: 'x'"
+            assert second == "[Errno 28] No space left on device: 'x'"
+            assert moments.seen(tmp_path) == before
     assert versions(tmp_path) == {1: 1}

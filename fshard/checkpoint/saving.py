@@ -16,8 +16,10 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ from .index import CheckpointError
 from .places import Place
 from .writing import Named, Record, Writer
 
+T = TypeVar("T")
 _SEEN = 60.0  # seconds after which every rank must see a file that is written: network file systems look again so late
 _WRITTEN = 3600.0  # seconds that rank 0 waits in the background for ranks that write slower
 _REMEDY = "see that all ranks can write there"
@@ -151,7 +154,7 @@ def save(
     now, later = pieces, list[Named]()
     if not wait:
         later, now, in_flight.memory = _snapshot(pieces, snapshot_bytes, in_flight.memory)
-    record = consensus.together(mesh, lambda: writer.write(now, Record(), suffix="" if wait else "-0"))
+    record = _written(writer, lambda: writer.write(now, Record(), suffix="" if wait else "-0"))
 
     def write() -> None:
         writer.put(writer.write(later, record))
@@ -163,7 +166,7 @@ def save(
 
     is_first, stop = contents.rank == 0, threading.Event()
     if wait:
-        consensus.together(mesh, write)
+        _written(writer, write)
         consensus.together(mesh, lambda: finish(_SEEN, stop) if is_first else None)
         return Saving(mesh, None)
     what = f"the save of step {step} in {place}"
@@ -187,6 +190,18 @@ def _in_a_thread(task: Callable[[], None]) -> Future[None]:
     # no ThreadPoolExecutor: its threads would be joined while the main thread still counts as alive
     threading.Thread(target=run, name="fshard.checkpoint").start()
     return done
+
+
+def _written(writer: Writer, write: Callable[[], T]) -> T:
+    """Write on all ranks; if one has an error, as of a full disk, delete what the others have written, and raise."""
+    try:
+        return consensus.together(writer.contents.mesh, write)
+    except OSError as error:
+        # not if a peer has gone: another rank may not know, and put the index in place
+        if not isinstance(error, ConnectionError | TimeoutError):
+            with suppress(OSError):
+                writer.discard()
+        raise
 
 
 def _contents(place: Place, state: Tree, step: int) -> Contents:

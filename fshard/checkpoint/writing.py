@@ -98,6 +98,14 @@ class Writer:
         text = Record(record.files, record.pieces, values).to_json()
         folder(self.directory, self.step).put(f"{self._name(self.contents.rank)}.json", text)
 
+    def discard(self) -> None:
+        """Delete what this rank has written. No index may name it yet."""
+        place, start = folder(self.directory, self.step), self._name(self.contents.rank)
+        for name in place.names():
+            if name.startswith(start):
+                place.remove(name)
+        place.remove_folder()
+
     def finish(self, patience: float, stop: threading.Event) -> None:
         """Read the records of all ranks, put the index in place, and delete the files of the index that it replaces.
 
