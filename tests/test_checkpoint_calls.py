@@ -273,7 +273,7 @@ def test_falling_back(tmp_path):
 ALIKE: dict[str, dict[str, Any]] = {"save": {"state": state_of, "step": 1}, "restore": {"like": state_of}}
 OTHERWISE: list[tuple[str, dict[str, Any], str]] = [
     ("save", {"step": 2}, "save: the call differs between ranks: rank 0 has step=1; rank 1 has step=2. Give all ranks"),
-    ("save", {"dir": "b"}, "rank 0 has dir=a; rank 1 has dir=b. Give all ranks the same directory"),
+    ("save", {"dir": "b"}, "/a; rank 1 has dir="),
     ("save", {"wait": False}, "rank 0 has wait=True; rank 1 has wait=False"),
     ("save", {"keep_last": 3}, "rank 0 has keep_last=None; rank 1 has keep_last=3"),
     ("save", {"keep_last": 0}, "save: keep_last=0: expected a number of checkpoints, at least 1"),
@@ -283,7 +283,7 @@ OTHERWISE: list[tuple[str, dict[str, Any], str]] = [
     ("save", {"state": lambda mesh: state_of(mesh, more=set())}, "save: leaf 'more': expected a tensor, a number or a"),
     ("save", {"state": lambda mesh: state_of(mesh, count=1)}, "rank 0 has 'count' torch.float32 [1]; rank 1 has 'one'"),
     ("restore", {"step": 1}, "restore: the call differs between ranks: rank 0 has step=None; rank 1 has step=1"),
-    ("restore", {"dir": "b"}, "rank 0 has dir=a; rank 1 has dir=b"),
+    ("restore", {"dir": "b"}, "/a; rank 1 has dir="),
     ("restore", {"fall_back": True}, "rank 0 has fall_back=False; rank 1 has fall_back=True"),
     ("restore", {"donate": True}, "rank 0 has donate=False; rank 1 has donate=True"),
     ("restore", {"rename": {"count": None}}, "it lacks 1 names: 'count'"),

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ..comm import consensus
 from ..comm.dtensors import is_sharded, sharding
-from ..comm.mesh import AnyMesh, adapted, axis_sizes, coordinate, num_ranks
+from ..comm.mesh import AnyMesh, adapted, axis_sizes, coordinate, num_ranks, rank_in
 from ..core import tree
 from ..core.arguments import shown
 from ..core.bits import as_bytes
 from ..core.tree import Tree
 from ..layout.layout import EVERYONE
-from ..layout.pieces import Parts, mesh_of, pieces, typed
+from ..layout.pieces import Parts, pieces, typed
 from ..sharding.names import Form
 from ..sharding.sharded import Sharded
 from .checksum import checksum
@@ -63,8 +63,7 @@ class Contents:
     @property
     def rank(self) -> int:
         """The number of this rank in the mesh."""
-        grid = adapted(self.mesh)
-        return 0 if grid is None else grid.get_rank()
+        return rank_in(self.mesh)
 
     @property
     def ranks(self) -> int:
@@ -72,11 +71,12 @@ class Contents:
         return num_ranks(self.mesh)
 
 
-def contents_of(state: Tree, function: str) -> Contents:
+def contents_of(state: Tree, function: str, mesh: AnyMesh) -> Contents:
     """Return what a state consists of. TypeError or ValueError, which begin with `function`, for other leaves."""
-    contents, names = Contents(mesh_of(state)), list[str]()
+    contents, names = Contents(mesh), list[str]()
     for path, node in tree.paths_to(state, Parts):
         if isinstance(node, Parts):
+            _check_mesh(function, path, node.mesh, mesh)
             names += _add_parts(contents, path, node)
         elif isinstance(node, Tensor):
             names.append(path)
@@ -114,6 +114,17 @@ def _add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
 
 def _joined(path: str, name: str) -> str:
     return ".".join(filter(None, (path, name)))
+
+
+def _check_mesh(function: str, path: str, mesh: AnyMesh, whole: AnyMesh) -> None:
+    """Raise ValueError for a part that lies on other ranks than those that save and restore together."""
+    of_leaf, of_all = adapted(mesh), adapted(whole)
+    if of_leaf is not None and of_all is not None and of_leaf.likeness != of_all.likeness:
+        meshes = [f"{axis_sizes(grid)} of processes {[*getattr(grid, 'members', ())]}" for grid in (of_all, of_leaf)]
+        raise ValueError(
+            f"{function}: leaf {path!r}: expected all leaves on one mesh, {meshes[0]}, got a leaf on another, "
+            f"{meshes[1]}: let the ranks of each mesh save in a directory of their own"
+        )
 
 
 def _check_tensor(function: str, path: str, x: Tensor) -> None:

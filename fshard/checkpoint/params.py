@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..comm import consensus
 from ..comm.dtensors import is_sharded, sharding
+from ..comm.mesh import rank_in
 from ..core import tree
 from ..core.arguments import check_whole, shown, wrong
 from ..core.bits import as_bytes
@@ -158,7 +159,7 @@ def save_safetensors(
     """
     check_sharded("save_safetensors: params", params)
     mesh = params.mesh
-    is_writer = mesh is None or mesh.get_rank() == 0
+    is_writer = rank_in(mesh) == 0
     folder, groups, beside = consensus.together(mesh, lambda: _checked(dir, params, buffers, max_bytes))
 
     def finished() -> None:

@@ -63,7 +63,7 @@ class LocalPlace:
     """A folder of a local disk. Symbolic links in it are refused, because they may lead out of the folder."""
 
     def __init__(self, path: str | os.PathLike[str]):
-        self._path = Path(path)
+        self._path = Path(path).absolute()  # the working directory may change while a save is under way
 
     def __str__(self) -> str:
         return str(self._path)
@@ -192,8 +192,8 @@ def _flush(folder: Path) -> None:
 def place_of(directory: str | os.PathLike[str]) -> Place:
     """Return the folder that a user names: a path, or a URL that fsspec opens. ImportError if a package is missing.
 
-    >>> str(place_of("runs/1")), str(place_of("file:///runs/1")), str(place_of("memory://runs/1"))
-    ('runs/1', '/runs/1', 'memory://runs/1')
+    >>> str(place_of("/runs/1")), str(place_of("file:///runs/1")), str(place_of("memory://runs/1"))
+    ('/runs/1', '/runs/1', 'memory://runs/1')
     """
     text = os.fsdecode(directory)
     if not isinstance(directory, str) and re.match(r"[a-z][a-z0-9+]+:/", text):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import mesh_device
+from ..comm.mesh import AnyMesh, mesh_device
 from ..core import tree
 from ..core.arguments import check_flags, is_number
 from ..core.bits import from_bytes
@@ -41,6 +41,7 @@ def restore(
     rename: Rename | None = None,
     fall_back: bool = False,
     donate: bool = False,
+    mesh: AnyMesh = None,
 ) -> Tree:
     """Read the checkpoint of a step (None: the last one) into a state like `like`; every rank must call this.
 
@@ -53,6 +54,7 @@ def restore(
       `restore(dir, {"params": params}, rename=lambda name: name if name.startswith("params.") else None)`.
     - `fall_back=True`: if the checkpoint is damaged, restore the last one before it that is whole.
     - `donate=True`: read into the memory of `like`, which is given away: no second state is in memory.
+    - `mesh`: the ranks that restore together, of a state in which nothing is sharded.
 
     `dir` may also be what torch.distributed.checkpoint wrote, a Hugging Face directory or a .safetensors file; then
     `step` is None. Pickles among it are read as data: nothing is imported or called. `optim.state.torch_names` renames.
@@ -63,9 +65,9 @@ def restore(
     If one rank has an error, all ranks raise, and nothing is restored. CheckpointError names the file and the leaf.
     ValueError lists all names, shapes and dtypes that differ. Dual: `save`.
     """
-    mesh = mesh_of(like)
+    mesh = mesh_of(like) if mesh is None else mesh
     place = consensus.together(mesh, lambda: at(dir))
-    wanted = consensus.together(mesh, lambda: _wanted(place, like, step, fall_back, donate))
+    wanted = consensus.together(mesh, lambda: _wanted(place, like, step, fall_back, donate, mesh))
     check_same_call(wanted, "restore", dir=place, step=step, fall_back=fall_back, donate=donate)
     path = str(place)
     # one rank looks: object stores are paid for each look
@@ -86,7 +88,7 @@ def restore(
         try:
             source, origins = _matched(read, wanted, rename)
             like, donate = _into(like, source.index, origins, wanted, donate), True
-            _read_state(source, origins, like)
+            _read_state(source, origins, like, mesh)
             return like
         except CheckpointError:  # what differs from `like` is another error
             if read is readers[-1]:
@@ -94,11 +96,11 @@ def restore(
     raise AssertionError("unreachable")
 
 
-def _wanted(place: Place, like: Tree, step: int | None, fall_back: bool, donate: bool) -> Contents:
+def _wanted(place: Place, like: Tree, step: int | None, fall_back: bool, donate: bool, mesh: AnyMesh) -> Contents:
     check_flags(fall_back=fall_back, donate=donate)
     if step is not None:
         folder(place, step)  # is a step, and leads nowhere else
-    return contents_of(like, "restore")
+    return contents_of(like, "restore", mesh)
 
 
 def _check_one(place: Place, kind: str, step: int | None, fall_back: bool) -> None:
@@ -141,7 +143,8 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
 
     def memory(x: Tensor) -> Tensor:
         has_memory = x.untyped_storage().device.type != "meta"  # tensors on meta and fake ones have none
-        if donate and has_memory and x.is_contiguous():
+        # a lazily conjugated or negated tensor, and one of inference mode, is not written to as it is
+        if donate and has_memory and x.is_contiguous() and not (x.is_conj() or x.is_neg() or x.is_inference()):
             address = x.untyped_storage().data_ptr()
             # two leaves may lie in the same memory, as parameters and their first average
             if address not in taken:
@@ -162,9 +165,9 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
     return result
 
 
-def _read_state(source: Source, origins: Mapping[str, Sequence[str]], into: Tree) -> None:
+def _read_state(source: Source, origins: Mapping[str, Sequence[str]], into: Tree, mesh: AnyMesh) -> None:
     """Read this rank's part of a checkpoint into the tensors of a state."""
-    contents, index, reads, checks = contents_of(into, "restore"), source.index, list[_Read](), list[_Read]()
+    contents, index, reads, checks = contents_of(into, "restore", mesh), source.index, list[_Read](), list[_Read]()
     for part in contents.parts:
         first, *others = (index.key(origin, contents.rank) for origin in origins[part.name])
         if first in index.values:

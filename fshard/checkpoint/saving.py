@@ -16,10 +16,8 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +34,6 @@ from .index import CheckpointError
 from .places import Place
 from .writing import Named, Record, Writer
 
-T = TypeVar("T")
 _SEEN = 60.0  # seconds after which every rank must see a file that is written: network file systems look again so late
 _WRITTEN = 3600.0  # seconds that rank 0 waits in the background for ranks that write slower
 _REMEDY = "see that all ranks can write there"
@@ -50,19 +47,24 @@ class _Writing:
     stop: threading.Event
     written: Future[None]  # this rank's files
     finished: Future[None] | None  # the index, on rank 0
+    discard: Callable[[], None]  # the files of all ranks
+    process: int = field(default_factory=os.getpid)
     ended: bool = False
 
     def end(self, mesh: AnyMesh) -> None:
         """Wait until the checkpoint is whole. CheckpointError on all ranks, once, if one has an error."""
-        if self.ended:
+        if self.ended or self.process != os.getpid():  # a fork has no threads: the save goes on in its parent
             return
         self.ended = True
         try:
             consensus.together(mesh, partial(self._check, self.written), _REMEDY, CheckpointError)
-        except Exception:  # of any rank, or a rank that is gone: rank 0 waits for a record in vain
+            consensus.together(mesh, partial(self._check, self.finished), _REMEDY, CheckpointError)
+        except BaseException:  # of any rank, or a rank that is gone: rank 0 waits for a record in vain
             self.stop.set()
+            if self.finished is not None:
+                self.finished.exception()  # so that no index is put in place any more
+                self.discard()
             raise
-        consensus.together(mesh, partial(self._check, self.finished), _REMEDY, CheckpointError)
 
     def _check(self, future: Future[None] | None) -> None:
         error = None if future is None else future.exception()
@@ -115,6 +117,7 @@ def save(
     keep_last: int | None = None,
     keep_every: int | None = None,
     snapshot_bytes: int | None = None,
+    mesh: AnyMesh = None,
 ) -> Saving:
     """Save a state as the checkpoint of a step in a directory that all ranks see; every rank must call this.
 
@@ -128,6 +131,8 @@ def save(
     - `snapshot_bytes`: copy at most so many bytes; the rest is written before this function returns.
     - `keep_last`: then delete checkpoints of earlier steps but for the last ones (this one counts), and those of steps
       that are multiples of `keep_every`.
+    - `mesh`: the ranks that save together, of a state in which nothing is sharded. Without it a process saves such a
+      state alone.
 
     CheckpointError if a rank could not save its part in the background, OSError on the spot (a full disk). TypeError
     for other leaves, MismatchError if ranks have other leaves. Dual: `restore`.
@@ -138,10 +143,10 @@ def save(
     ...     fshard.checkpoint.restore(dir, {"w": torch.zeros(2), "epoch": 0})
     {'w': tensor([1., 1.]), 'epoch': 3}
     """
-    mesh = mesh_of(state)
+    mesh = mesh_of(state) if mesh is None else mesh
     consensus.together(mesh, lambda: _check_arguments(wait, keep_last, keep_every, snapshot_bytes))
     place = consensus.together(mesh, lambda: at(dir))
-    contents = consensus.together(mesh, lambda: _contents(place, state, step))
+    contents = consensus.together(mesh, lambda: _contents(place, state, step, mesh))
     grid = adapted(mesh)
     in_flight = _ALONE if grid is None else grid.once(_in_flight)
     in_flight.end(mesh)
@@ -154,9 +159,8 @@ def save(
     now, later = pieces, list[Named]()
     if not wait:
         later, now, in_flight.memory = _snapshot(pieces, snapshot_bytes, in_flight.memory)
-    record = _written(writer, lambda: writer.write(now, Record(), suffix="" if wait else "-0"))
 
-    def write() -> None:
+    def write(record: Record) -> None:
         writer.put(writer.write(later, record))
 
     def finish(patience: float, stop: threading.Event) -> None:
@@ -165,13 +169,21 @@ def save(
             prune(place, step, keep_last, keep_every)
 
     is_first, stop = contents.rank == 0, threading.Event()
-    if wait:
-        _written(writer, write)
-        consensus.together(mesh, lambda: finish(_SEEN, stop) if is_first else None)
-        return Saving(mesh, None)
+    try:
+        record = consensus.together(mesh, lambda: writer.write(now, Record(), suffix="" if wait else "-0"))
+        if wait:
+            consensus.together(mesh, lambda: write(record))
+            consensus.together(mesh, lambda: finish(_SEEN, stop) if is_first else None)
+            return Saving(mesh, None)
+        written = _in_a_thread(lambda: write(record))
+        finished = _in_a_thread(lambda: finish(_WRITTEN, stop)) if is_first else None
+    except BaseException:
+        stop.set()
+        if is_first:
+            writer.discard()
+        raise
     what = f"the save of step {step} in {place}"
-    finished = _in_a_thread(lambda: finish(_WRITTEN, stop)) if is_first else None
-    in_flight.last = _Writing(what, stop, _in_a_thread(write), finished)
+    in_flight.last = _Writing(what, stop, written, finished, writer.discard)
     return Saving(mesh, in_flight.last)
 
 
@@ -192,21 +204,9 @@ def _in_a_thread(task: Callable[[], None]) -> Future[None]:
     return done
 
 
-def _written(writer: Writer, write: Callable[[], T]) -> T:
-    """Write on all ranks; if one has an error, as of a full disk, delete what the others have written, and raise."""
-    try:
-        return consensus.together(writer.contents.mesh, write)
-    except OSError as error:
-        # not if a peer has gone: another rank may not know, and put the index in place
-        if not isinstance(error, ConnectionError | TimeoutError):
-            with suppress(OSError):
-                writer.discard()
-        raise
-
-
-def _contents(place: Place, state: Tree, step: int) -> Contents:
+def _contents(place: Place, state: Tree, step: int, mesh: AnyMesh) -> Contents:
     folder(place, step)  # is a step, and leads nowhere else
-    contents = contents_of(state, "save")
+    contents = contents_of(state, "save", mesh)
     check_has_values(contents)
     return contents
 

@@ -98,14 +98,6 @@ class Writer:
         text = Record(record.files, record.pieces, values).to_json()
         folder(self.directory, self.step).put(f"{self._name(self.contents.rank)}.json", text)
 
-    def discard(self) -> None:
-        """Delete what this rank has written. No index may name it yet."""
-        place, start = folder(self.directory, self.step), self._name(self.contents.rank)
-        for name in place.names():
-            if name.startswith(start):
-                place.remove(name)
-        place.remove_folder()
-
     def finish(self, patience: float, stop: threading.Event) -> None:
         """Read the records of all ranks, put the index in place, and delete the files of the index that it replaces.
 
@@ -125,6 +117,19 @@ class Writer:
         self._check_alone(place, index, text)
         for name in (*names, *old):
             place.remove(name)
+
+    def discard(self) -> None:
+        """Delete the files of all ranks, unless the index names them. Errors are suppressed: another one is raised.
+
+        Rank 0 calls this, when it puts no index in place any more: another rank would not know.
+        """
+        place = folder(self.directory, self.step)
+        with suppress(OSError, ValueError):
+            in_use = set(index_at(self.directory, self.step)[0].files) if place.has(INDEX) else set()
+            for name in place.names():
+                if name.startswith(self.token) and name not in in_use:
+                    place.remove(name)
+            place.remove_folder()
 
     def _check_alone(self, place: Place, index: Index, text: bytes) -> None:
         """Take the index away and raise CheckpointError if another job took the files for those of a killed save."""

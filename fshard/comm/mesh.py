@@ -308,6 +308,15 @@ def coordinate(mesh: AnyMesh, axes: Sequence[str]) -> int:
     return index
 
 
+def rank_in(mesh: AnyMesh) -> int:
+    """Return the number of this rank in a mesh; 0 for None. `get_rank` of a DeviceMesh returns that of the process.
+
+    >>> rank_in(AbstractMesh(shard=4, rank=3))
+    3
+    """
+    return coordinate(mesh, tuple(axis_sizes(mesh)))
+
+
 def mesh_device(mesh: AnyMesh) -> torch.device:
     """Return the device of this rank's tensors; the CPU if the mesh is None."""
     grid = adapted(mesh)

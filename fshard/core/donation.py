@@ -26,8 +26,8 @@ class Life:
         """Raise DonatedError if the value was given away; `touched` is the attribute that was read."""
         if self.given_away:
             raise DonatedError(
-                f"this {name} was given away: a step built with donate=True updated its tensors in place (touched: "
-                f".{touched}). Use the state which that step returned, or build the step with donate=False."
+                f"this {name} was given away: a step, or another call, with donate=True wrote to its tensors in place "
+                f"(touched: .{touched}). Use the state which that call returned, or donate=False."
             )
 
     def __getstate__(self) -> dict[str, object]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm import primitives
 from ..comm.consensus import check_same, together
 from ..comm.dtensors import check_no_rank, device_mesh, dtensor_of, is_sharded, sharding, whole_tensor
-from ..comm.mesh import AnyMesh, axis_sizes, coordinate, mesh_device, num_ranks
+from ..comm.mesh import AnyMesh, axis_sizes, mesh_device, num_ranks, rank_in
 from ..core import tree
 from ..core.arguments import check_flags, check_whole, check_word, wrong
 from ..core.bits import as_bytes
@@ -103,7 +103,7 @@ def _check_rank(name: str, mesh: AnyMesh, rank: int | None) -> None:
 
 def _holds(mesh: AnyMesh, rank: int | None) -> bool:
     """Whether this rank passes or receives the whole state; every rank does if there is no mesh."""
-    return rank is None or mesh is None or rank == coordinate(mesh, tuple(axis_sizes(mesh)))
+    return rank is None or mesh is None or rank == rank_in(mesh)
 
 
 def _whole_leaves(x: Parts, rank: int | None) -> Iterator[tuple[str, Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm import dtensors as torch_sharded
 from ..comm import primitives
 from ..comm.consensus import check_same, together
-from ..comm.mesh import AnyMesh, num_ranks
+from ..comm.mesh import AnyMesh, num_ranks, rank_in
 from ..core import tree
 from ..core.arguments import check_flags, check_whole, wrong
 from .initial import filled
@@ -44,7 +44,7 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
     if dtensors:
         torch_sharded.check_no_rank("state_dict", rank)
     on = torch_sharded.device_mesh(mesh, "state_dict: dtensors=True") if dtensors else None
-    keeps = rank is None or mesh is None or mesh.get_rank() == rank
+    keeps = rank is None or rank_in(mesh) == rank
     result = dict[Slot, Tensor]()
     for (unit, kind), slots in plan.places.items():
         if kind in x.view.kinds:
@@ -93,7 +93,7 @@ def load_with_buffers(
     mesh, kinds = x.plan.live_mesh(), x.plan.kinds
     slots = {s: _Wanted(names, Form(s.shape, kinds[s.kind].dtype)) for s, names in x.view.names().items()}
     wanted = [*slots.values(), *(_Wanted([name], Form(tuple(old.shape), old.dtype)) for name, old in buffers.items())]
-    is_source = src is None or mesh is None or mesh.get_rank() == src
+    is_source = src is None or mesh is None or rank_in(mesh) == src
 
     def checked() -> _Source:
         check_whole_tree("load_state_dict", x)
