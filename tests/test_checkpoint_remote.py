@@ -324,7 +324,7 @@ def test_real_processes(kind, url):
     assert same_bits(simulated(restored, url, shard=3)[0], whole(state_of(None, 2)))
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork")  # Python's own, and that of JAX, which other tests import
 @pytest.mark.parametrize("kind", ["memory", "s3"])
 def test_a_process_that_is_forked_after_a_save(kind, url):
     """A loop or a connection of the parent would be used in the child, which hangs or mixes up answers."""
@@ -342,7 +342,7 @@ def test_a_process_that_is_forked_after_a_save(kind, url):
 
 
 @pytest.mark.sample(7)
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*fork")  # Python's own, and that of JAX, which other tests import
 @pytest.mark.parametrize(
     ("kind", "number"), [*(("disk", number) for number in range(13)), *(("s3", number) for number in range(10))]
 )

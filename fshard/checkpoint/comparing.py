@@ -71,7 +71,7 @@ def _of_leaf(place: Place, a: Entry, other_place: Place, b: Entry, name: str) ->
     if not total.num:
         return f"{forms}: the same values"
     what = "other bits" if a.dtype == b.dtype else "other values"
-    at = [*map(int, torch.unravel_index(torch.tensor(total.place), a.shape))]
+    at = [*map(int, torch.unravel_index(torch.tensor(total.place, device="cpu"), a.shape))]
     far = f"{total.largest:.3g}" if math.isfinite(total.largest) else "not finite"
     return f"{forms}: {total.num:,} of {a.numel:,} elements have {what}; largest difference {far}, at {at}"
 

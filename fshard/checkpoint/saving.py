@@ -78,7 +78,7 @@ class InFlight:
 
     last: _Writing | None = None
     # of the copies of a state: kept, because memory is slow when it is touched for the first time
-    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     def end(self, mesh: AnyMesh) -> None:
         """Wait for the last save. CheckpointError if it failed and nobody was told."""
