@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import random
+import re
 import threading
 import tracemalloc
 import warnings
@@ -429,6 +430,55 @@ def test_hyper_parameters_are_those_of_torchs_groups(tmp_path, flat):
     saved(tmp_path, state)
     hyperparams = checkpoint.restore(tmp_path, like, rename=names)["opt_state"]["hyperparams"]
     assert {name: x.item() for name, x in hyperparams.items()} == {"lr": 0.25, "weight_decay": 0.125}
+
+
+@pytest.mark.parametrize(
+    ("leaves", "groups", "order"),
+    [
+        (["0", "1"], [["1", "0"]], ["1", "0"]),
+        (["0", "1", "2"], [["2"], ["0", "1"]], ["2", "0", "1"]),
+        (["1", "0"], [["1", "0"]], ["1", "0"]),
+        (["a", "0"], [["a", "0"]], ["a", "0"]),
+        (["0", "1"], [["0", "1"]], None),
+        (["a", "b"], [["b", "a"]], ["b", "a"]),
+    ],
+)
+@pytest.mark.parametrize("by_number", [False, True])
+def test_leaves_that_have_numbers_as_names(tmp_path, leaves, groups, order, by_number):
+    """A number would be taken for a name: leaves would get the moments of others, without an error."""
+    params = {leaf: nn.Parameter(torch.ones(2).double()) for leaf in leaves}
+    optimizer = torch.optim.AdamW([{"params": [params[leaf] for leaf in group]} for group in groups], lr=LR)
+    sum((x * (3 + n)).sum() for n, x in enumerate(params.values())).backward()
+    optimizer.step()
+    state, names = optimizer.state_dict(), [leaf for group in groups for leaf in group]
+    if not by_number:
+        state["state"] = {names[number]: entry for number, entry in state["state"].items()}
+    saved(tmp_path, {"model": {leaf: x.detach() for leaf, x in params.items()}, "optim": state})
+    like: Any = {"params": {leaf: torch.zeros(2).double() for leaf in leaves}}
+    like["opt_state"] = optim.adamw(LR).init(like["params"])
+    rename = optim.state.torch_names(like["opt_state"], like["params"], order=order if by_number or not order else ())
+    restored = checkpoint.restore(tmp_path, like, rename=rename)
+    expected = {leaf: optimizer.state[x]["exp_avg"] for leaf, x in params.items()}
+    assert same_bits(restored["opt_state"].mu, expected)
+
+
+def test_numbers_as_names_need_an_order():
+    """Which of two leaves a number means would be guessed."""
+    params = {"a": torch.zeros(2), "0": torch.zeros(2)}
+    with pytest.raises(ValueError, match="the number of leaf 'a' is '0', and another leaf has this name: pass"):
+        optim.state.torch_names(optim.adamw(LR).init(params), params)
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype"), [(1e300, torch.float32), (2**40, torch.float16), (-(10**400), torch.float64)]
+)
+def test_a_number_that_a_dtype_cannot_hold(tmp_path, number, dtype):
+    """It would be infinite, or an error without the name of the leaf."""
+    checkpoint.save(tmp_path, {"a": number}, 1)
+    with pytest.raises(ValueError, match=re.escape(f"'a': expected a number that {dtype} can hold, got {number}")):
+        checkpoint.restore(tmp_path, {"a": torch.zeros((), dtype=dtype)})
+    checkpoint.save(tmp_path, {"a": float("inf")}, 2)
+    assert checkpoint.restore(tmp_path, {"a": torch.zeros((), dtype=dtype)})["a"] == float("inf")
 
 
 def test_what_is_refused_and_why(tmp_path):

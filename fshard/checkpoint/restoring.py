@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -171,7 +172,7 @@ def _read_state(source: Source, origins: Mapping[str, Sequence[str]], into: Tree
     for part in contents.parts:
         first, *others = (index.key(origin, contents.rank) for origin in origins[part.name])
         if first in index.values:
-            part.elements.fill_(index.values[first])  # a number where `like` has a 0-d tensor
+            part.elements.fill_(float(index.values[first]))  # a number where `like` has a 0-d tensor
             continue
         reads += _reads(part, index.leaves[first])
         for other in others:
@@ -224,6 +225,9 @@ def _differences(name: str, origin: str, index: Index, wanted: Contents) -> Iter
     key = index.key(origin, wanted.rank)
     form, value = wanted.forms.get(name), index.values.get(key)
     if form is not None and form.shape == () and form.dtype.is_floating_point and is_number(value):
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        if is_finite and abs(value) > torch.finfo(form.dtype).max:
+            yield f"{name!r}: expected a number that {form.dtype} can hold, got {value}"
         return
     if (key in index.values) != (name in wanted.values):
         kinds = ("a tensor", "a number or a string")

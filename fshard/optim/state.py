@@ -331,6 +331,11 @@ def _agreed_keys(keys: Set[str], like: Tree, mesh: AnyMesh, src: int | None, str
     return {key for (key, *_), flag in zip(forms, on_src, strict=True) if flag}
 
 
+def _misnumbered(numbers: Mapping[str, str], leaves: Set[str]) -> str | None:
+    """A leaf whose number is the name of another one, which a name of torch may mean as well."""
+    return next((leaf for leaf, number in numbers.items() if number in leaves and number != leaf), None)
+
+
 def torch_names(
     state: Tree,
     params: Tree,
@@ -343,6 +348,7 @@ def torch_names(
 
     The program saved `{model: model_state, optim: optimizer_state}` with torch.distributed.checkpoint, in which leaves
     are by path (FSDP2, get_state_dict) or by number (DDP, `optimizer.state_dict()`; `order` as for `load_state_dict`).
+    ValueError if leaves have numbers as names, and these may be the numbers of others: give `order`, () for by path.
     The tree to restore is `{"params": params, "opt_state": state, "extra": buffers}`: `buffers` are what `model` has
     besides parameters, as `functionalize` gives them. Settings of torch's parameter groups are left out, except those
     that are hyper-parameters of `with_hyperparams`. Other names stay as they are.
@@ -356,12 +362,21 @@ def torch_names(
     """
     torchs, of_buffers = known(state, params), {*tree.paths(tree.flatten(buffers)[1])}
     names = {joined(optim, "state", leaf, name): field.key for (leaf, name), field in torchs.named.items()}
+    in_order = order
     if order is None and torchs.groups == torchs.trained:
-        order = [*chain.from_iterable(torchs.groups)]
-    numbers = {leaf: number for number, leaf in enumerate(order or ())}
-    for (leaf, name), field in torchs.named.items():
-        if leaf in numbers:
-            names.setdefault(joined(optim, "state", str(numbers[leaf]), name), field.key)
+        in_order = [*chain.from_iterable(torchs.groups)]
+    numbers = {leaf: str(number) for number, leaf in enumerate(in_order or ())}
+    if order is None and (leaf := _misnumbered(numbers, {leaf for leaf, _ in torchs.named})):
+        raise ValueError(
+            f"torch_names: the number of leaf {leaf!r} is {numbers[leaf]!r}, and another leaf has this name: pass the "
+            "names of torch's parameters as `order` if its state is by number, or order=() if it is by path"
+        )
+    by_number = {leaf: numbers[leaf] for leaf, _ in torchs.named if leaf in numbers}
+    names |= {
+        joined(optim, "state", by_number[leaf], name): field.key
+        for (leaf, name), field in torchs.named.items()
+        if leaf in by_number
+    }
     groups = joined(optim, "param_groups")
     for field in (field for field in torchs.fields if field.hyperparam):
         keys = [*field.leaves, *(str(n) for n, group in enumerate(torchs.groups) if len(torchs.groups) == 1)]
