@@ -274,6 +274,7 @@ def _read_all(source: Source, reads: Sequence[_Read]) -> None:
     pieces = located(place, [read.piece for read in reads])
     reads = [read._replace(piece=piece) for read, piece in zip(reads, pieces, strict=True)]
     ordered = sorted(reads, key=lambda read: (read.piece.file, read.piece.offset, read.begin))
+    buffer = bytearray(CHUNK)  # one for all blocks: new memory is slow when it is touched
     for name, of_file in groupby(ordered, lambda read: read.piece.file):
         first, *others = of_file
         try:
@@ -284,18 +285,17 @@ def _read_all(source: Source, reads: Sequence[_Read]) -> None:
                         f"file. It has leaf {first.name!r}"
                     )
                 for read in (first, *others):
-                    _read(file, read, f"{place}/{name}")
+                    _read(file, read, f"{place}/{name}", buffer)
         except OSError as error:
             raise CheckpointError(f"{place}/{name}: {error}. It has leaf {first.name!r}") from error
 
 
-def _read(file: Reader, read: _Read, where: str) -> None:
+def _read(file: Reader, read: _Read, where: str, buffer: bytearray) -> None:
     """Read the blocks of a piece that have the elements, and compare each with its checksum."""
     piece, size = read.piece, read.dtype.itemsize
     first, last, end = read.begin * size, (read.begin + len(read.out)) * size, piece.numel * size  # bytes of the piece
     # blocks with a checksum are read whole
     begin, end = (first // CHUNK * CHUNK, end) if piece.checksums else (first, last)
-    buffer = bytearray(min(end - begin, CHUNK))
     for start in range(begin, last, CHUNK):
         view = memoryview(buffer)[: min(CHUNK, end - start)]
         data = torch.frombuffer(view, dtype=torch.uint8)
