@@ -1,14 +1,14 @@
 """Checkpoints come back: any tree, plan and number of ranks, to the bit."""
 
-import os
 import tempfile
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.models import STRATEGIES, TREES, padding, rand, same_bits
 from support.worlds import simulated
 from torch import Tensor
@@ -18,20 +18,7 @@ from fshard import checkpoint, tree
 from fshard.checkpoint.safetensors_file import DTYPES
 from fshard.testing import strategies
 
-EXAMPLES = int(os.environ.get("FSHARD_EXAMPLES", "0"))
 SHAPES = ((), (0,), (3, 0), (1,), (7,), (2, 5))
-
-
-def examples(number: int) -> Any:
-    """So many fixed examples, or as many as asked for, others at each run."""
-    return settings(
-        max_examples=EXAMPLES or number,
-        derandomize=not EXAMPLES,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        print_blob=True,
-    )
 
 
 class Kept(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.checkpoints import state_of
 from support.models import rand, same_bits
 from support.steps import batch, rank_of, start
 from support.worlds import gloo, simulated
@@ -19,14 +20,6 @@ from fshard.checkpoint import CheckpointError
 from fshard.checkpoint.places import LocalPlace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PARAMS = {"a": {"w": rand(5, 3, seed=1), "b": rand(4, seed=2)}, "c": rand(7, seed=3)}
-
-
-def state_of(mesh: Any, factor: float = 1.0, **extra: Any) -> Any:
-    """A sharded tree, a leaf that every rank has, and a number."""
-    params = fshard.shard_params(tree.map(lambda x: factor * x, PARAMS), fshard.make_plan(PARAMS, mesh))
-    numbers = {"one": torch.tensor(factor + 1.0), "other": torch.tensor(factor + 2.0)}
-    return {"params": params, "count": torch.tensor([float(factor)]), "factor": float(factor), **numbers, **extra}
 
 
 def save(mesh: Any, dir: Path, step: int, factor: float | None = None, **kw: Any) -> Any:

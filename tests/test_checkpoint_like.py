@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models import rand, same_bits
+from support.checkpoints import PARAMS, state_of
+from support.models import same_bits
 from support.steps import start
 from support.worlds import simulated
 
@@ -16,14 +17,6 @@ import fshard
 from fshard import checkpoint, tree
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PARAMS = {"a": {"w": rand(5, 3, seed=1), "b": rand(4, seed=2)}, "c": rand(7, seed=3)}
-
-
-def state_of(mesh: Any, factor: float = 1.0, **extra: Any) -> Any:
-    """A sharded tree, a leaf that every rank has, and a number."""
-    params = fshard.shard_params(tree.map(lambda x: factor * x, PARAMS), fshard.make_plan(PARAMS, mesh))
-    numbers = {"one": torch.tensor(factor + 1.0), "other": torch.tensor(factor + 2.0)}
-    return {"params": params, "count": torch.tensor([float(factor)]), "factor": float(factor), **numbers, **extra}
 
 
 def test_no_values_are_needed_of_like(tmp_path):

@@ -3,12 +3,12 @@
 The same few examples at every run; FSHARD_EXAMPLES=1000 draws so many others.
 """
 
-import os
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.models import padding, same_bits
 from support.worlds import simulated
 
@@ -17,19 +17,6 @@ from fshard import tree
 from fshard.testing import assert_trees_equal, oracle, strategies, whole_state
 
 ROLES = ("storage", "compute", "reduce", "grads")
-EXAMPLES = int(os.environ.get("FSHARD_EXAMPLES", "0"))
-
-
-def examples(number: int) -> Any:
-    """So many fixed examples, or as many as asked for, others at each run."""
-    return settings(
-        max_examples=EXAMPLES or number,
-        derandomize=not EXAMPLES,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        print_blob=True,
-    )
 
 
 def shard_and_gather(mesh: Any, params: Any, plan: dict[str, Any]) -> Any:

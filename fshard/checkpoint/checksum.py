@@ -14,6 +14,8 @@ import zlib
 import torch
 from torch import Tensor
 
+from .places import Reader
+
 _COLUMNS = 8191  # a prime: sectors and pages that are exchanged come into other columns
 
 
@@ -31,6 +33,16 @@ def checksum(data: Tensor, columns: int = _COLUMNS) -> int:
     end = len(data) // (8 * columns) * 8 * columns
     sums = data[:end].view(torch.int64).view(-1, columns).sum(0)  # (columns,), modulo 2^64
     return zlib.crc32(_bytes(data[end:]), zlib.crc32(_bytes(sums.view(torch.uint8))) if end else 0)
+
+
+def read_block(file: Reader, offset: int, view: memoryview, expected: int | None) -> bool:
+    """Fill `view` with the bytes of a file from `offset` on; False if it ends before, or their checksum is another one.
+
+    Without an expected checksum nothing is compared.
+    """
+    if file.read_into(offset, view) != len(view):
+        return False
+    return expected is None or checksum(torch.frombuffer(view, dtype=torch.uint8)) == expected
 
 
 def _bytes(x: Tensor) -> bytearray:

@@ -6,8 +6,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .places import flush, is_file_name, naming
 from .safetensors_file import PICKLES, Entry, header, laid_out, read_entries, read_json, write_tensor
 
 FILE, INDEX, PARTIAL = "model.safetensors", "model.safetensors.index.json", ".partial"
@@ -60,8 +60,7 @@ def _weight_map(raw: Mapping[str, object], index: object) -> dict[str, str]:
     if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
         raise ValueError(f"{index}: expected weight_map, a name of a file for every tensor")
     for name, file in file_of.items():
-        # a name from the network must not lead elsewhere
-        if file in ("", ".", "..") or "\0" in file or {*file} & {"/", "\\", ":"}:
+        if not is_file_name(file):
             raise ValueError(f"{index}: {name!r}: expected the name of a file beside the index, got {file!r}")
     return file_of
 
@@ -77,7 +76,7 @@ def new_files(folder: Path, groups: Sequence[Sequence[Leaf]]) -> dict[str, Entry
     for name, leaves in zip(_free_names(folder, len(groups)), groups, strict=True):
         group = laid_out(leaves, folder / (name + PARTIAL))
         first = header(group)
-        with _naming(folder / (name + PARTIAL)) as path:
+        with naming(folder / (name + PARTIAL)) as path:
             path.write_bytes(first)
         entries |= {x.name: replace(x, start=x.start + len(first)) for x in group}
     return entries
@@ -100,18 +99,8 @@ def _free_names(folder: Path, num_files: int) -> list[str]:
 
 def put(entry: Entry, value: Tensor) -> None:
     """Write the data of a leaf to its file."""
-    with _naming(entry.file) as path, open(path, "r+b") as file:
+    with naming(entry.file) as path, open(path, "r+b") as file:
         write_tensor(file, entry.start, value)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[Path]:
-    """Name the file in an OSError, such as that of a full disk, which Python leaves nameless."""
-    try:
-        yield path
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 def finish(folder: Path, entries: Mapping[str, Entry]) -> None:
@@ -124,18 +113,18 @@ def finish(folder: Path, entries: Mapping[str, Entry]) -> None:
     names = {file: file.name.removesuffix(PARTIAL) for file in files}
     new = {*names.values()}
     for file in files:
-        _reach_the_disk(file)
+        flush(file)
         os.replace(file, folder / names[file])  # one file is loaded from here on, several are in no index yet
     if len(files) > 1:
         size = sum(x.num_bytes for x in entries.values())
         index = {"metadata": {"total_size": size}, "weight_map": {x.name: names[x.file] for x in entries.values()}}
         partial = folder / (INDEX + PARTIAL)
         partial.write_text(json.dumps(index, indent=2, ensure_ascii=False), "utf-8")
-        _reach_the_disk(partial)
-        _reach_the_disk(folder)
+        flush(partial)
+        flush(folder)
         os.replace(partial, folder / INDEX)
         new.add(INDEX)
-    _reach_the_disk(folder)
+    flush(folder)
     for name in sorted(old - new):  # a single earlier file is loaded until it is gone
         (folder / name).unlink(missing_ok=True)
 
@@ -144,11 +133,3 @@ def _old_files(folder: Path) -> set[str]:
     """The files of earlier saves, as transformers names them, too."""
     part = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
     return {path.name for path in folder.iterdir() if path.name in (FILE, INDEX) or part.fullmatch(path.name)}
-
-
-def _reach_the_disk(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

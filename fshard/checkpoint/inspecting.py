@@ -14,9 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-import torch
-
-from .checksum import checksum
+from .checksum import read_block
 from .directory import INDEX, folder, index_at, numbers
 from .index import CheckpointError, Entry, Index, Piece
 from .places import Place
@@ -171,10 +169,8 @@ def verify(place: Place, step: int) -> Iterator[Line]:
         return
     pieces = [(name, entry, piece) for name, entry in index.leaves.items() for piece in entry.pieces]
     pieces.sort(key=lambda of_leaf: (of_leaf[2].file, of_leaf[2].offset))
-    is_whole, unchecked = (
-        True,
-        sum(piece.numel * entry.dtype.itemsize for _, entry, piece in pieces if not piece.checksums),
-    )
+    is_whole = True
+    unchecked = sum(piece.numel * entry.dtype.itemsize for _, entry, piece in pieces if not piece.checksums)
     for file, of_file in groupby(pieces, lambda of_leaf: of_leaf[2].file):
         for fault in _file_faults(there, file, index.files[file], [*of_file]):
             is_whole = False
@@ -196,8 +192,7 @@ def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str,
                 end = piece.numel * entry.dtype.itemsize
                 for start, expected in zip(range(0, end, CHUNK), piece.checksums, strict=False):
                     view = memoryview(buffer)[: min(CHUNK, end - start)]
-                    is_whole = file.read_into(piece.offset + start, view) == len(view)
-                    if not is_whole or checksum(torch.frombuffer(view, dtype=torch.uint8)) != expected:
+                    if not read_block(file, piece.offset + start, view, expected):
                         where = f"the {len(view):,} bytes from byte {piece.offset + start:,} on"
                         yield f"leaf {printable(leaf)!r}: {where} are not those that were saved"
     except OSError as error:

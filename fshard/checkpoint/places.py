@@ -23,7 +23,7 @@ from .remote import remote_place
 
 
 class Reader(Protocol):
-    """An open file."""
+    """An open file, of which ranges of bytes are read."""
 
     size: int
 
@@ -89,7 +89,7 @@ class LocalPlace:
     def write(self, name: str, chunks: Iterable[memoryview]) -> None:
         """Write a new file, which outlives a loss of power when this returns; make the folder if need be."""
         self._write(name, chunks)
-        _flush(self._path)
+        flush(self._path)
 
     def put(self, name: str, data: bytes) -> None:
         """Write a file that is there as a whole or not at all, in the place of one that was there."""
@@ -100,7 +100,7 @@ class LocalPlace:
         except OSError:  # a folder has the name
             self.remove(unfinished)
             raise
-        _flush(self._path)
+        flush(self._path)
 
     def _write(self, name: str, chunks: Iterable[memoryview]) -> None:
         """Write a new file and flush it to the disk, but not its name."""
@@ -108,7 +108,7 @@ class LocalPlace:
         # O_EXCL: never over a file that is there, nor through a link
         number = os.open(self._path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            with open(number, "wb", buffering=0) as file, _naming(self._path / name):
+            with open(number, "wb", buffering=0) as file, naming(self._path / name):
                 for chunk in chunks:
                     _write_chunk(file, chunk)
                 os.fsync(number)
@@ -137,13 +137,13 @@ class LocalPlace:
         """Delete this folder, if it is there and empty."""
         with suppress(OSError):  # there are files of another save in it
             self._path.rmdir()
-            _flush(self._path.parent)
+            flush(self._path.parent)
 
     def _make(self) -> None:
         if not self._path.is_dir():
             LocalPlace(self._path.parent)._make()  # each of them must outlive a loss of power
             self._path.mkdir(exist_ok=True)
-            _flush(self._path.parent)
+            flush(self._path.parent)
 
 
 class _LocalReader:
@@ -171,22 +171,31 @@ def _write_chunk(file: FileIO, chunk: memoryview) -> None:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[Path]:
     """Name the file in an OSError, such as that of a full disk, which Python leaves nameless."""
     try:
-        yield
+        yield path
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
 
 
-def _flush(folder: Path) -> None:
-    """Flush the names in a folder to the disk, so that a new file, a rename or a deletion outlives a loss of power."""
-    number = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk, so that what was done outlives a loss of power."""
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name is that of a file in a folder: one with a separator, from a file of others, may lead elsewhere.
+
+    >>> is_file_name("model.safetensors"), is_file_name("../model.safetensors")
+    (True, False)
+    """
+    return name not in ("", ".", "..") and not {*name} & {"/", "\\", ":", "\0"}
 
 
 def place_of(directory: str | os.PathLike[str]) -> Place:

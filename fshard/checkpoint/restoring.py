@@ -23,7 +23,7 @@ from ..core.tree import Tree
 from ..layout.pieces import Parts, mesh_of
 from ..sharding.names import Form, Rename, form_difference, name_differences
 from ..sharding.names import origins as names_by_new
-from .checksum import checksum
+from .checksum import read_block
 from .contents import Contents, Part, check_same_call, contents_of
 from .directory import at, finished, folder, index_at, no_checkpoint
 from .index import CheckpointError, Entry, Index, Piece
@@ -298,15 +298,15 @@ def _read(file: Reader, read: _Read, where: str, buffer: bytearray) -> None:
     begin, end = (first // CHUNK * CHUNK, end) if piece.checksums else (first, last)
     for start in range(begin, last, CHUNK):
         view = memoryview(buffer)[: min(CHUNK, end - start)]
-        data = torch.frombuffer(view, dtype=torch.uint8)
-        is_whole = file.read_into(piece.offset + start, view) == len(view)
-        if not is_whole or (piece.checksums and checksum(data) != piece.checksums[start // CHUNK]):
+        expected = piece.checksums[start // CHUNK] if piece.checksums else None
+        if not read_block(file, piece.offset + start, view, expected):
             raise CheckpointError(
                 f"{where}: leaf {read.name!r}: the {len(view):,} bytes from byte {piece.offset + start:,} on are not "
                 "those that were saved. "
                 + ("Restore an earlier step, or pass fall_back=True" if piece.checksums else "The file is cut off")
             )
         low, high = max(first, start), min(last, start + len(view))
+        data = torch.frombuffer(view, dtype=torch.uint8)
         values = from_bytes(data[low - start : high - start], read.dtype)
         out = read.out[(low - first) // size : (high - first) // size]
         if not read.unlike:

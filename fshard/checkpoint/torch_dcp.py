@@ -26,7 +26,7 @@ from .boxes import MOST_RUNS, check_box, num_runs, runs_of
 from .directory import read_all
 from .index import CheckpointError, Entry, Index, Json, Piece, in_order
 from .inert_pickle import PERSISTENT, Plain, Record, read_pickle
-from .places import Place
+from .places import Place, is_file_name
 from .safetensors_file import NAMES
 from .zip_item import ZipItem
 
@@ -179,9 +179,7 @@ def _items(storage_data: Plain) -> dict[tuple[str, tuple[int, ...] | None], _Ite
 
 
 def _file_name(name: str) -> str:
-    # a name with a separator may lead elsewhere
-    is_plain = name not in ("", ".", "..") and not {*name} & {"/", "\\", ":", "\0"}
-    _require(is_plain, f"expected the name of a file beside {METADATA}, got {name[:80]!r}")
+    _require(is_file_name(name), f"expected the name of a file beside {METADATA}, got {name[:80]!r}")
     return name
 
 

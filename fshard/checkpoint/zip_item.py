@@ -78,7 +78,7 @@ class _View(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """The position."""
+        """Return where in the item the next byte is read."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

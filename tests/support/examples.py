@@ -1,0 +1,20 @@
+"""How many examples Hypothesis draws: so many fixed ones, or FSHARD_EXAMPLES others at each run."""
+
+import os
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+
+EXAMPLES = int(os.environ.get("FSHARD_EXAMPLES", "0"))
+
+
+def examples(number: int) -> Any:
+    """So many fixed examples, or as many as asked for, others at each run."""
+    return settings(
+        max_examples=EXAMPLES or number,
+        derandomize=not EXAMPLES,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
