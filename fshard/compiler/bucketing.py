@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import operator as python
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 from torch import fx
 
-from .dataflow import REDUCTIONS, VIEWS, call, copy, first_reader, first_write, gathers, is_call, is_fixed
+from .dataflow import REDUCTIONS, VIEWS, Index, call, copy, gathers, index, is_call, is_fixed
 from .inspect import arguments, operator, values
 
 _aten, _fshard = torch.ops.aten, torch.ops.fshard
-Order = Mapping[fx.Node, int]  # the index of every node
 
 
 @dataclass(frozen=True)
@@ -46,22 +44,45 @@ class _Collective:
         return self.start.target, *dtypes, *(by_name.get(name) for name in ("mesh", "axis", "op", "fast", "lent"))
 
 
+@dataclass
+class _Bucket:
+    """Collectives that will be one, the sum of their bytes, and a place in the graph that a further one must respect.
+
+    Of gathers that is the place where the first starts: there the inputs of all must exist. Of reductions it is the
+    first place where a result is read, or where what is sent is written to: all start before.
+    """
+
+    collectives: list[_Collective]
+    nbytes: int
+    place: int
+
+    def add(self, collective: _Collective, place: int) -> None:
+        """Put one more collective in."""
+        self.collectives.append(collective)
+        self.nbytes += collective.nbytes
+        self.place = place
+
+
 def bucket(graph: fx.Graph, nbytes: int) -> None:
     """Merge consecutive labelled collectives of one kind, of flat tensors, into ones of up to `nbytes` bytes."""
-    order = _order(graph)
-    for group in _groups(_gathers(graph, order), partial(_may_start_early, order=order), nbytes):
-        _merge_gathers(graph, group, _order(graph))
-    order = _order(graph)  # anew: a merged gather may read what a reduction wrote
-    for group in _groups(_reductions(order), partial(_may_start_late, order=order), nbytes):
-        _merge_reductions(graph, group, _order(graph))
+    nodes = index(graph)
+    order = dict(nodes.order)  # with the nodes that are inserted, each of which has the number of the node after it
+    dead = [x for group in _early(_gathers(graph, nodes), nodes, nbytes) for x in _merge_gathers(graph, group, order)]
+    _erase(graph, dead)
+    nodes = index(graph)  # anew: a merged gather may read what a reduction wrote
+    in_order = list(nodes.order)
+    late = _late(_reductions(nodes), nodes, nbytes)
+    _erase(graph, [x for group in late for x in _merge_reductions(graph, group, nodes, in_order)])
 
 
-def _order(graph: fx.Graph) -> Order:
-    return {node: i for i, node in enumerate(graph.nodes)}
+def _erase(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Erase nodes, readers before values. At the end of a pass: until then nodes are inserted beside them."""
+    for node in nodes:
+        graph.erase_node(node)
 
 
-def _gathers(graph: fx.Graph, order: Order) -> list[_Collective]:
-    collectives = []
+def _gathers(graph: fx.Graph, nodes: Index) -> list[_Collective]:
+    collectives, order = [], nodes.order
     for gather in gathers(graph):
         places = [view for view in gather.views if is_call(view, "getitem") and view.args[0] is gather.start]
         if all(order[view] > order[gather.wait] for view in gather.views if view not in places):
@@ -69,41 +90,51 @@ def _gathers(graph: fx.Graph, order: Order) -> list[_Collective]:
     return sorted(collectives, key=lambda collective: order[collective.start])
 
 
-def _reductions(order: Order) -> Iterator[_Collective]:
-    for start in (node for node in order if is_call(node, *REDUCTIONS)):
+def _reductions(nodes: Index) -> Iterator[_Collective]:
+    for start in (node for node in nodes.order if is_call(node, *REDUCTIONS)):
         (wait,) = (user for user in start.users if is_call(user, "fshard.wait"))
         yield _Collective(start, wait, [arguments(start)["place"]])
 
 
-def _groups(
-    collectives: Iterable[_Collective], joins: Callable[[list[_Collective], _Collective], bool], nbytes: int
-) -> list[list[_Collective]]:
-    last, groups = dict[object, list[_Collective]](), list[list[_Collective]]()  # last: the open group of each kind
-    for collective in collectives:
-        if values(collective.x)[0].dim() != 1 or not collective.numel or is_fixed(collective.start):
-            continue
-        group = last.get(collective.kind, [])
-        if not group or sum(x.nbytes for x in group) + collective.nbytes > nbytes or not joins(group, collective):
-            last[collective.kind] = group = []
-            groups.append(group)
-        group.append(collective)
-    return [group for group in groups if len(group) > 1]
+def _early(gathers: Iterable[_Collective], nodes: Index, nbytes: int) -> list[Sequence[_Collective]]:
+    """Return groups of gathers whose inputs exist, with the same values, where the first of the group starts."""
+    open_buckets, buckets = dict[object, _Bucket](), list[_Bucket]()  # the last bucket of each kind, and all
+    for gather in filter(_may_merge, gathers):
+        start, bucket = nodes.order[gather.start], open_buckets.get(gather.kind)
+        fits = bucket is not None and bucket.nbytes + gather.nbytes <= nbytes
+        if bucket is None or not fits or not _may_start_at(bucket.place, gather, nodes):
+            bucket = open_buckets[gather.kind] = _Bucket([], 0, start)
+            buckets.append(bucket)
+        bucket.add(gather, bucket.place)
+    return [bucket.collectives for bucket in buckets if len(bucket.collectives) > 1]
 
 
-def _may_start_early(group: Sequence[_Collective], collective: _Collective, order: Order) -> bool:
-    """Whether the input of a gather exists, with the same values, where the first gather of a group starts."""
-    first = order[group[0].start]
-    return _is_there(collective.x, first, order) and first_write([collective.x], first, order) > order[collective.start]
+def _late(reductions: Iterable[_Collective], nodes: Index, nbytes: int) -> list[Sequence[_Collective]]:
+    """Return groups of reductions that may all start where the last starts: nothing uses their buffers before."""
+    open_buckets, buckets = dict[object, _Bucket](), list[_Bucket]()
+    for reduction in filter(_may_merge, reductions):
+        start, bucket = nodes.order[reduction.start], open_buckets.get(reduction.kind)
+        fits = bucket is not None and bucket.nbytes + reduction.nbytes <= nbytes
+        if bucket is None or not fits or bucket.place <= start:
+            bucket = open_buckets[reduction.kind] = _Bucket([], 0, len(nodes.order))
+            buckets.append(bucket)
+        used = min(nodes.first_reader(reduction.wait), nodes.first_write([reduction.x], start))
+        bucket.add(reduction, min(bucket.place, used))
+    return [bucket.collectives for bucket in buckets if len(bucket.collectives) > 1]
 
 
-def _is_there(x: fx.Node, at: int, order: Order) -> bool:
+def _may_merge(collective: _Collective) -> bool:
+    return values(collective.x)[0].dim() == 1 and collective.numel > 0 and not is_fixed(collective.start)
+
+
+def _may_start_at(first: int, gather: _Collective, nodes: Index) -> bool:
+    """Whether the input of a gather exists, with the same values, at the place `first`."""
+    exists = _is_there(gather.x, first, nodes.order)
+    return exists and nodes.first_write([gather.x], first) > nodes.order[gather.start]
+
+
+def _is_there(x: fx.Node, at: int, order: Mapping[fx.Node, int]) -> bool:
     return order[x] < at or (operator(x) in VIEWS and all(_is_there(y, at, order) for y in x.all_input_nodes))
-
-
-def _may_start_late(group: Sequence[_Collective], collective: _Collective, order: Order) -> bool:
-    """Whether all reductions of a group may start where `collective` does: nothing uses their buffers before."""
-    at = order[collective.start]
-    return all(first_reader(m.wait, order) > at and first_write([m.x], order[m.start], order) > at for m in group)
 
 
 def _ends(group: Sequence[_Collective], parts: int) -> list[tuple[int, int]]:
@@ -119,8 +150,11 @@ def _start(graph: fx.Graph, group: Sequence[_Collective], place: Sequence[fx.Nod
     return call(graph, group[0].start.target, *place, x, *at, *options.values())  # type: ignore[arg-type]
 
 
-def _merge_gathers(graph: fx.Graph, group: Sequence[_Collective], order: Order) -> None:
-    """Gather all shards as one, at the first start. Collective i gathers n_i elements; n is the sum of the n_i."""
+def _merge_gathers(graph: fx.Graph, group: Sequence[_Collective], order: dict[fx.Node, int]) -> list[fx.Node]:
+    """Gather all shards as one, at the first start. Collective i gathers n_i elements; n is the sum of the n_i.
+
+    Adds the numbers of new results to `order`. Returns the nodes to erase.
+    """
     first = group[0].start
     size = group[0].numel // values(group[0].x)[0].numel()  # W, the number of ranks
     with graph.inserting_before(first):
@@ -129,7 +163,8 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_Collective], order: Order) 
         )  # (n / W,)
         start = _start(graph, group, [], row)
         place, ticket = (call(graph, python.getitem, start, i) for i in range(2))
-    with graph.inserting_before(min((collective.wait for collective in group), key=order.__getitem__)):
+    wait = min((collective.wait for collective in group), key=order.__getitem__)
+    with graph.inserting_before(wait):
         call(graph, _fshard.wait.default, place, ticket, [row])
         rows = call(graph, _aten.view.default, place, [size, -1])  # (W, n / W): each rank's shards
         parts = [call(graph, _aten.slice.Tensor, rows, 1, *ends) for ends in _ends(group, size)]
@@ -137,41 +172,41 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_Collective], order: Order) 
         whole = {"memory_format": torch.contiguous_format}
         parts = [call(graph, _aten.clone.default, part, **whole) for part in parts]
         parts = [call(graph, _aten.view.default, part, [-1]) for part in parts]
+    order |= dict.fromkeys(parts, order[wait])
     for collective, part in zip(group, parts, strict=True):
-        graph.erase_node(collective.wait)
         for old in collective.places:
             old.replace_all_uses_with(part)
-        for old in [*collective.start.users, collective.start]:
-            graph.erase_node(old)
+    return [x for collective in group for x in (collective.wait, *collective.start.users, collective.start)]
 
 
-def _there(graph: fx.Graph, x: fx.Node, at: int, order: Order) -> fx.Node:
+def _there(graph: fx.Graph, x: fx.Node, at: int, order: Mapping[fx.Node, int]) -> fx.Node:
     """`x`, or, if it is a view that comes later, a copy of the view."""
     if order[x] < at:
         return x
     return copy(graph, x, {y: _there(graph, y, at, order) for y in x.all_input_nodes})
 
 
-def _merge_reductions(graph: fx.Graph, group: Sequence[_Collective], order: Order) -> None:
+def _merge_reductions(
+    graph: fx.Graph, group: Sequence[_Collective], nodes: Index, in_order: Sequence[fx.Node]
+) -> list[fx.Node]:
     """Reduce all inputs as one, at the last start. Collective i has a result of m_i elements; m is the sum of the m_i.
 
-    Each input is viewed as rows, one for each rank that gets a part of the sum: one row for an all-reduce.
+    Each input is viewed as rows, one for each rank that gets a part of the sum: one row for an all-reduce. Returns the
+    nodes to erase.
     """
     size = values(group[0].x)[0].numel() // group[0].numel  # the number of rows: W, or 1
-    nodes, ends = list(order), _ends(group, 1)
+    ends = _ends(group, 1)
     until = min(
-        max(order[collective.wait] for collective in group),
-        *(first_reader(collective.wait, order) for collective in group),
+        max(nodes.order[collective.wait] for collective in group),
+        *(nodes.first_reader(collective.wait) for collective in group),
     )
     with graph.inserting_before(group[-1].start.next):
         rows = [call(graph, _aten.view.default, collective.x, [size, -1]) for collective in group]  # (size, m_i)
         row = call(graph, _aten.reshape.default, call(graph, _aten.cat.default, rows, 1), [-1])  # (size * m,)
         place = call(graph, _aten.new_empty.default, group[0].places[0], [ends[-1][1]])  # (m,)
         ticket = _start(graph, group, [place], row)
-    with graph.inserting_before(nodes[until]):
+    with graph.inserting_before(in_order[until]):
         call(graph, _fshard.wait.default, place, ticket, [row])
         for collective, end in zip(group, ends, strict=True):
             call(graph, _aten.copy_.default, collective.places[0], call(graph, _aten.slice.Tensor, place, 0, *end))
-    for collective in group:
-        graph.erase_node(collective.wait)
-        graph.erase_node(collective.start)
+    return [x for collective in group for x in (collective.wait, collective.start)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect, bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,20 +94,66 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
     return written
 
 
-def _by_storage(nodes: Iterable[fx.Node]) -> dict[int, list[fx.Node]]:
-    by_storage: dict[int, list[fx.Node]] = {}
-    for node in nodes:
-        for storage in dict.fromkeys(storages_of(node)):
-            by_storage.setdefault(storage, []).append(node)
-    return by_storage
+@dataclass(frozen=True)
+class Index:
+    """The places of a graph's nodes, and which of them touch which storage.
+
+    `order` has the number of every node. The other fields have, by storage, nodes or their numbers in ascending order:
+    of those that return the storage, that write to it, and that read it. An index stays as it is when its graph
+    changes. One index answers for all collectives: a scan of the graph for each would take quadratic time.
+    """
+
+    order: Mapping[fx.Node, int]
+    returned: Mapping[int, Sequence[fx.Node]]
+    written: Mapping[int, Sequence[int]]
+    read: Mapping[int, Sequence[int]]
+
+    def first_write(self, values: Iterable[fx.Node], after: int) -> int:
+        """Return the number of the first node after `after` that writes to these values; else one past all."""
+        return self._first(self.written, values, after)
+
+    def last_write(self, values: Iterable[fx.Node], before: int) -> int:
+        """Return the number of the last node before `before` that writes to these values; else -1."""
+        numbers = [self.written.get(storage, ()) for value in values for storage in storages_of(value)]
+        return max((at[i - 1] for at in numbers if (i := bisect_left(at, before))), default=-1)
+
+    def first_reader(self, wait: fx.Node) -> int:
+        """Return the number of the first node after a reduction's wait that reads the result; else one past all."""
+        return self._first(self.read, [wait.args[0]], self.order[wait])  # type: ignore[list-item]
+
+    def _first(self, numbers: Mapping[int, Sequence[int]], values: Iterable[fx.Node], after: int) -> int:
+        lists = [numbers.get(storage, ()) for value in values for storage in storages_of(value)]
+        return min((at[i] for at in lists if (i := bisect(at, after)) < len(at)), default=len(self.order))
+
+
+def index(graph: fx.Graph) -> Index:
+    """Return the index of a graph, in one pass over its nodes."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    returned: dict[int, list[fx.Node]] = {}
+    written: dict[int, list[int]] = {}
+    read: dict[int, list[int]] = {}
+    for node, number in order.items():
+        made, is_writer = set(storages_of(node)), writes(node)
+        for storage in made:
+            returned.setdefault(storage, []).append(node)
+        for storage in _storages(_written_by(node) if is_writer else []):  # a wait writes what was received
+            written.setdefault(storage, []).append(number)
+        for storage in _storages(_read_by(node)):
+            if storage not in made or is_writer:  # a view reads nothing
+                read.setdefault(storage, []).append(number)
+    return Index(order, returned, written, read)
+
+
+def _storages(nodes: Iterable[fx.Node]) -> set[int]:
+    return {storage for node in nodes for storage in storages_of(node)}
 
 
 def gathers(graph: fx.Graph) -> list[Gather]:
     """Return the all-gathers of a graph, in the order of their first readers; those without readers come first."""
-    order, result = {node: i for i, node in enumerate(graph.nodes)}, []
-    by_storage = _by_storage(order)
+    nodes, result = index(graph), []
+    order = nodes.order
     for start in (node for node in order if is_call(node, "fshard.all_gather")):
-        same = [node for node in by_storage[next(storages_of(start))] if node is not start]
+        same = [node for node in nodes.returned[next(storages_of(start))] if node is not start]
         first = min((order[node] for node in same if writes(node)), default=len(order))
         views = [node for node in same if order[node] < first]  # from the first write on, nodes count as readers
         users = {user for node in [start, *views] for user in node.users}
@@ -119,13 +166,13 @@ def gathers(graph: fx.Graph) -> list[Gather]:
     return sorted(result, key=lambda gather: order[gather.readers[0]] if gather.readers else -1)
 
 
-def is_same_value(a: fx.Node, b: fx.Node, order: Mapping[fx.Node, int]) -> bool:
+def is_same_value(a: fx.Node, b: fx.Node, nodes: Index) -> bool:
     """Whether two nodes surely have the same value: equal operators of the same nodes, which nothing writes between."""
     shared: list[fx.Node] = []
     if not _is_alike(a, b, shared):
         return False
-    first, last = sorted((order[a], order[b]))
-    return first_write(shared, first, order) > last
+    first, last = sorted((nodes.order[a], nodes.order[b]))
+    return nodes.first_write(shared, first) > last
 
 
 def _is_alike(a: fx.Node, b: fx.Node, shared: list[fx.Node]) -> bool:
@@ -147,33 +194,6 @@ def _is_alike(a: fx.Node, b: fx.Node, shared: list[fx.Node]) -> bool:
     constants = [fx.node.map_arg((node.args, node.kwargs), numbers[i].__getitem__) for i, node in enumerate((a, b))]
     inputs = zip(a.all_input_nodes, b.all_input_nodes, strict=False)  # equal in number if the constants are equal
     return constants[0] == constants[1] and all(_is_alike(x, y, shared) for x, y in inputs)
-
-
-def first_write(values: Iterable[fx.Node], after: int, order: Mapping[fx.Node, int]) -> int:
-    """Return the index of the first node after `after` that writes to the memory of these values; else one past all."""
-    return min((at for at in _written(values, order) if at > after), default=len(order))
-
-
-def last_write(values: Iterable[fx.Node], before: int, order: Mapping[fx.Node, int]) -> int:
-    """Return the index of the last node before `before` that writes to the memory of these values; else -1."""
-    return max((at for at in _written(values, order) if at < before), default=-1)
-
-
-def _written(values: Iterable[fx.Node], order: Mapping[fx.Node, int]) -> Iterator[int]:
-    """Yield the indices of all nodes that write to the memory of these values; a wait writes what was received."""
-    storages = {storage for value in values for storage in storages_of(value)}
-    for node in filter(writes, order):
-        if any(storages & set(storages_of(x)) for x in _written_by(node)):
-            yield order[node]
-
-
-def first_reader(wait: fx.Node, order: Mapping[fx.Node, int]) -> int:
-    """Return the index of the first node after a reduction's wait that reads the result; else one past all."""
-    result = set(storages_of(wait.args[0]))  # type: ignore[arg-type]
-    views = [node for node in order if result & set(storages_of(node))]
-    users = {user for node in views for user in node.users if user not in views or writes(user)}
-    readers = [order[user] for user in users if any(result & set(storages_of(x)) for x in _read_by(user))]
-    return min((at for at in readers if at > order[wait]), default=len(order))
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:

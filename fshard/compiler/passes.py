@@ -15,7 +15,7 @@ Note [What a pass must keep]
        because of its readers. Its wait may move, unless it starts the second stage of an all-reduce.
     3. Every collective has one `fshard.wait`, before the first node that reads its result.
     4. Writes: a node does not move past a write to memory that it reads, nor past a reader of memory that it writes to.
-       `first_write` and `last_write` of `dataflow.py` answer where such writes are.
+       `Index` of `dataflow.py` answers where such writes are.
     5. Fake values: each new node has `meta["val"]`, with the storages that it would have (`call` and `copy` see to it).
 """
 
@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import operator as python
 from bisect import bisect, bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import fx
@@ -36,17 +37,16 @@ from .dataflow import (
     REDUCTIONS,
     VIEWS,
     Gather,
+    Index,
     acts,
     call,
     copy,
-    first_reader,
-    first_write,
     gathers,
     has_effect,
+    index,
     is_call,
     is_fixed,
     is_same_value,
-    last_write,
     writes,
 )
 from .inspect import arguments, operator, starts, values
@@ -82,13 +82,13 @@ def keep_unread(graph: fx.Graph) -> None:
     That are collectives, for which peers wait, and operators of other libraries. A caller of the graph reads only the
     outputs that it knows, which come first.
     """
-    output = graph.output_node()
+    output, read = graph.output_node(), _read_storages(graph)
     kept: list[fx.Node] = []
     for node in list(graph.nodes):
         if is_call(node, "_assert_async") and len(node.args) == 1:
             # of the two overloads, compilers know of this one alone that it must run
             node.target, node.args = torch.ops.aten._assert_async.msg, (*node.args, "a condition is false")
-        elif is_call(node, "fshard.wait") and not _is_read(graph, next(storages_of(arguments(node)["place"]))):
+        elif is_call(node, "fshard.wait") and next(storages_of(arguments(node)["place"])) not in read:
             # an exchange that receives nothing has no element, and does not need its wait
             place, ticket, *_ = node.args
             kept.append(_element(graph, place, node) if _has_element(place) else ticket)
@@ -129,22 +129,25 @@ def _element(graph: fx.Graph, x: fx.Node, after: fx.Node) -> fx.Node:
         return call(graph, torch.ops.aten.clone.default, x)
 
 
-def _is_read(graph: fx.Graph, storage: int) -> bool:
-    """Whether anything but its own collective reads a storage, or a storage that it is copied to."""
-    storages, size = {storage}, 0
-    while size < len(storages):  # until no copy leads to a storage that is not among them
-        size = len(storages)
-        views = [node for node in graph.nodes if storages & set(storages_of(node))]
-        users = [user for node in views for user in node.users if not is_call(user, "fshard.wait", *VIEWS)]
-        users = [
-            user
-            for user in users
-            if not is_call(user, *REDUCTIONS) or storages & set(storages_of(arguments(user)["x"]))
-        ]
-        if any(not is_call(user, "copy_") for user in users):
-            return True
-        storages |= {storage for user in users for storage in storages_of(user)}
-    return False
+def _read_storages(graph: fx.Graph) -> set[int]:
+    """Return the storages that anything but their own collective reads, and those that are copied to such a storage."""
+    read, copied = set[int](), dict[int, set[int]]()  # copied: the storages that are copied to a storage
+    for node in graph.nodes:
+        if is_call(node, "fshard.wait", *VIEWS):
+            continue
+        sources = [arguments(node)["x"]] if is_call(node, *REDUCTIONS) else node.all_input_nodes
+        storages = {storage for source in sources for storage in storages_of(source)}
+        if is_call(node, "copy_"):
+            for storage in storages_of(node):
+                copied.setdefault(storage, set()).update(storages)
+        else:
+            read |= storages
+    unseen = list(read)
+    while unseen:
+        new = copied.get(unseen.pop(), set()) - read
+        read |= new
+        unseen += new
+    return read
 
 
 def materialize(graph: fx.Graph) -> None:
@@ -188,52 +191,56 @@ def sink(graph: fx.Graph, in_flight: int = 0) -> None:
     With `in_flight` a gather starts several units ahead, as many as have at most `in_flight` bytes together, and
     reductions are waited for as late as this number of bytes allows. A gather without a label starts where it did.
     """
-    order, places = {node: i for i, node in enumerate(graph.nodes)}, dict[fx.Node, _Place]()
-    read = [gather for gather in gathers(graph) if gather.readers]
+    nodes, places = index(graph), dict[fx.Node, _Place]()
+    order, read = nodes.order, [gather for gather in gathers(graph) if gather.readers]
     for gather in read:
         # what is sent must have the same bits until the wait
-        sent = first_write([arguments(gather.start)["x"]], order[gather.start], order)
+        sent = nodes.first_write([arguments(gather.start)["x"]], order[gather.start])
         places |= dict.fromkeys([gather.wait, *gather.views], (min(order[gather.readers[0]], sent), _WAIT))
     moved = [gather for gather in read if not gather.fixed]
-    for i, gather in enumerate(moved):
+    for gather, early in zip(moved, _early(moved, order, in_flight), strict=True):
         shard, traced_at = arguments(gather.start)["x"], order[gather.start]  # shard: (n / W,)
         # The shard must have the value that it has where the gather was traced: the gather starts after the last write
         # to the shard before that point, and before the first write after it.
-        ready = max((last_write([shard], traced_at, order), _AFTER), places.get(shard, (order[shard], _ITSELF)))
-        changed = (first_write([shard], traced_at, order), _FIRST_START)
-        start = max(min(_early(gather, moved[:i], order, in_flight), changed), ready)
+        ready = max((nodes.last_write([shard], traced_at), _AFTER), places.get(shard, (order[shard], _ITSELF)))
+        changed = (nodes.first_write([shard], traced_at), _FIRST_START)
+        start = max(min(early, changed), ready)
         places |= dict.fromkeys([gather.start, gather.ticket], start)
     _arrange(graph, places)
     if in_flight:
         _delay(graph, in_flight)
 
 
-def _early(gather: Gather, before: Sequence[Gather], order: Mapping[fx.Node, int], in_flight: int) -> _Place:
-    """Return the place where a gather starts: at the first reader of an earlier gather.
+def _early(moved: Sequence[Gather], order: Mapping[fx.Node, int], in_flight: int) -> Iterator[_Place]:
+    """Yield the place where each gather starts: at the first reader of an earlier gather.
 
     That is the gather before, or with `in_flight` the earliest gather such that all gathers after it, up to this one,
     have at most `in_flight` bytes together. The first gather of a graph starts at its own first reader.
     """
-    at = order[gather.readers[0]]
-    place, nbytes = (at, _FIRST_START), gather.nbytes
-    earlier = [other for other in reversed(before) if order[other.readers[0]] < at]
-    for number, other in enumerate(earlier):
-        if number and nbytes > in_flight:
-            break
-        place = (order[other.readers[0]], _START)
-        nbytes += other.nbytes
-    return place
+    heads = [order[gather.readers[0]] for gather in moved]  # ascending
+    ends = list(accumulate((gather.nbytes for gather in moved), initial=0))  # ends[i]: the bytes of all before gather i
+    for gather, head in zip(moved, heads, strict=True):
+        before = bisect_left(heads, head)  # the number of gathers with an earlier reader
+        if not before:
+            yield head, _FIRST_START
+        else:
+            earliest = bisect_left(ends, ends[before] + gather.nbytes - in_flight, 1, before)
+            yield heads[earliest - 1], _START
 
 
 def _delay(graph: fx.Graph, in_flight: int) -> None:
     """Move the waits of reductions: if those under way have more than `in_flight` bytes, the oldest is waited for."""
-    order, places = {node: i for i, node in enumerate(graph.nodes)}, dict[fx.Node, _Place]()
-    under_way: list[tuple[fx.Node, int]] = []  # the wait of a reduction, and the bytes that this rank sends in it
+    nodes, places, total = index(graph), dict[fx.Node, _Place](), 0
+    order = nodes.order
+    # the wait of each reduction that is under way, and the bytes that this rank sends in it: `total` in all
+    under_way: deque[tuple[fx.Node, int]] = deque()
     for start in (node for node in order if is_call(node, *REDUCTIONS)):
         (wait,) = (user for user in start.users if is_call(user, "fshard.wait"))
         under_way.append((wait, values(arguments(start)["x"])[0].nbytes))
-        while sum(nbytes for _, nbytes in under_way) > in_flight and len(under_way) > 1:
-            places[under_way.pop(0)[0]] = (order[start], _WAIT)
+        total += under_way[-1][1]
+        while total > in_flight and len(under_way) > 1:
+            oldest, nbytes = under_way.popleft()
+            places[oldest], total = (order[start], _WAIT), total - nbytes
     places |= {wait: (len(order), _WAIT) for wait, _ in under_way}
     for wait, latest in places.items():
         if _has_second_stage(arguments(wait)["ticket"]):
@@ -241,7 +248,7 @@ def _delay(graph: fx.Graph, in_flight: int) -> None:
             continue
         # the wait must stay before the first node that reads the result, or that overwrites what is being sent
         sent: list[fx.Node] = arguments(wait)["sent"]
-        needed = min(first_reader(wait, order), first_write(sent, order[wait], order))
+        needed = min(nodes.first_reader(wait), nodes.first_write(sent, order[wait]))
         places[wait] = max((order[wait], _ITSELF), min(latest, (needed, _WAIT)))
     _arrange(graph, places)
 
@@ -257,13 +264,14 @@ def _has_second_stage(start: fx.Node) -> bool:
 def regather(graph: fx.Graph, units: Iterable[str]) -> None:
     """Gather a buffer of these units again where it is read after another unit was gathered, instead of keeping it."""
     wanted, all_gathers = set(units), [gather for gather in gathers(graph) if not gather.fixed]
-    order = {node: i for i, node in enumerate(graph.nodes)}
+    nodes = index(graph)
+    order = nodes.order
     heads = sorted({order[gather.readers[0]] for gather in all_gathers})
     for gather in (g for g in all_gathers if g.unit in wanted):
         chain = sorted([gather.start, gather.ticket, gather.wait, *gather.views], key=order.__getitem__)
         sent = [arguments(gather.start)["x"]]
         end = order[gather.readers[-1]] if gather.readers else 0
-        if any(map(writes, gather.readers)) or first_write(sent, order[gather.start], order) < end:
+        if any(map(writes, gather.readers)) or nodes.first_write(sent, order[gather.start]) < end:
             continue  # a second gather would have other values
         groups = _apart([order[reader] for reader in gather.readers], heads)
         for first, last in groups[1:]:
@@ -306,17 +314,17 @@ def recompute(graph: fx.Graph, inputs: list[str], budget: int, policy: Callable[
     """
     tried = set[fx.Node]()  # each node once: computing it again may not lower the peak
     while (now := footprint(graph, inputs)).peak > budget:
-        nodes = list(graph.nodes)
-        top = now.nodes.index(now.at)
+        nodes = index(graph)
+        in_order, top = list(nodes.order), now.nodes.index(now.at)
         # storages that are read after the peak, and so are in memory at the peak if they exist before
-        late = {storage for node in nodes[top + 1 :] for x in node.all_input_nodes for storage in storages_of(x)}
-        candidates = [n for n in nodes[:top] if n not in tried and late & set(storages_of(n)) and _repeats(n)]
+        late = {storage for node in in_order[top + 1 :] for x in node.all_input_nodes for storage in storages_of(x)}
+        candidates = [n for n in in_order[:top] if n not in tried and late & set(storages_of(n)) and _repeats(n)]
         candidates = [n for n in candidates if policy(n)]
         if not candidates:
             return
         best = max(candidates, key=lambda n: values(n)[0].nbytes)
         tried.add(best)
-        _make_again(graph, best, {node: i for i, node in enumerate(nodes)}, top)
+        _make_again(graph, best, nodes, top)
         drop_dead(graph)
 
 
@@ -327,9 +335,9 @@ def _repeats(node: fx.Node) -> bool:
     return node.target.namespace != "fshard" and not has_effect(node)
 
 
-def _make_again(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], top: int) -> None:
+def _make_again(graph: fx.Graph, node: fx.Node, nodes: Index, top: int) -> None:
     """Let readers after index `top` read a copy of `node`, if that is possible."""
-    storages = set(storages_of(node))
+    storages, order = set(storages_of(node)), dict(nodes.order)
     if storages & {storage for x in node.all_input_nodes for storage in storages_of(x)}:
         return  # a view, or written in place
     views = [other for other in order if other is not node and storages & set(storages_of(other))]
@@ -337,16 +345,16 @@ def _make_again(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], top: 
     late = [reader for reader in readers if order[reader] > top]
     if not late or late[-1].op == "output" or any(operator(v) not in VIEWS for v in views):
         return
-    sources = {x: _at_hand(graph, x, late[0], order) for x in node.all_input_nodes}
+    sources = {x: _at_hand(graph, x, late[0], nodes, order) for x in node.all_input_nodes}
     if all(sources.values()):
         other = {x: new for x, new in sources.items() if new is not None and new is not x}
         _put_copies(graph, [node, *views], other, late)
 
 
-def _at_hand(graph: fx.Graph, x: fx.Node, reader: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
+def _at_hand(graph: fx.Graph, x: fx.Node, reader: fx.Node, nodes: Index, order: dict[fx.Node, int]) -> fx.Node | None:
     """Return a node with the value of `x` that is in memory at `reader` anyway, or None if there is none.
 
-    That is `x`, or the same view of a later gather of the unit.
+    That is `x`, or the same view of a later gather of the unit. `order` gets the numbers of new nodes.
     """
     storages = set(storages_of(x))
     users = {user for node in order if storages & set(storages_of(node)) for user in node.users}
@@ -356,7 +364,7 @@ def _at_hand(graph: fx.Graph, x: fx.Node, reader: fx.Node, order: dict[fx.Node, 
     # Not by the name of the unit: a unit has several buffers if its leaves differ in dtype, and another `Sharded` among
     # the arguments may have units of the same names.
     again = [g for g in gathers(graph) if sources and order.get(g.wait, 0) > order[x]]
-    again = [g for g in again if is_same_value(sources[0].start, g.start, order)]
+    again = [g for g in again if is_same_value(sources[0].start, g.start, nodes)]
     fits = [g for g in again if order[g.wait] < order[reader] <= order[g.readers[-1]]]
     if not fits:
         return None
