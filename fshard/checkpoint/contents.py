@@ -17,7 +17,7 @@ from ..core import tree
 from ..core.arguments import shown
 from ..core.bits import as_bytes
 from ..core.tree import Tree
-from ..layout.layout import EVERYONE
+from ..layout.cuts import EVERYONE
 from ..layout.pieces import Parts, pieces, typed
 from ..sharding.names import Form
 from ..sharding.sharded import Sharded

@@ -1,18 +1,18 @@
-"""Layouts: which elements of which leaf lie in which row, on every rank.
+"""Layouts: which elements of which leaf lie in which row of this rank, and which ranks hold the others.
 
 Note [Layouts]
     A rank holds a tree as a few tensors, called *rows*: flat tensors with intervals of many leaves, or whole leaves. A
-    `Layout` lists as plain integers which elements of every leaf lie in which row, on every rank. An optimizer derives
-    all that it needs to know about leaves from the layout (norms of leaves, leaves with one label, whole matrices), and
-    so does not depend on how parameters are cut or on the number of ranks.
+    `Layout` says in plain integers which elements of every leaf lie in which row of this rank, and which ranks hold
+    the others (Note [One rank's spans] in `cuts.py`). An optimizer derives all that it needs to know about leaves from
+    the layout (norms of leaves, leaves with one label, whole matrices), and so does not depend on how parameters are
+    cut or on the number of ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from itertools import groupby
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,8 +20,8 @@ import torch
 
 from ..comm.mesh import AnyMesh, Axes, coordinate
 from ..core import tree
+from .cuts import EVERYONE, Cut, Span
 
-EVERYONE = -1  # in place of a rank: all ranks hold it
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -67,18 +67,6 @@ class Leaf:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Span:
-    """Elements [begin, begin + numel) of a leaf, at `start` in a row of one rank (or of all ranks, `EVERYONE`)."""
-
-    leaf: int
-    rank: int
-    row: int
-    start: int
-    begin: int
-    numel: int
-
-
 @tree.constant
 @dataclass(frozen=True, eq=False)
 class Layout:
@@ -88,7 +76,7 @@ class Layout:
     spec: tree.Spec
     places: tuple[int | None, ...]  # index of the leaf at each position of the tree; None if it was left out
     leaves: tuple[Leaf, ...]
-    spans: tuple[Span, ...]  # sorted by rank, row and start
+    cut: Cut  # how the leaves are cut among ranks
     flat: bool  # True: rows are 1-D with spans of many leaves; False: each row is one whole leaf
     mesh: AnyMesh
     axes: Axes  # the axes along which ranks are counted; the first varies slowest
@@ -122,23 +110,28 @@ class Layout:
 
     @memo
     def mine(self) -> tuple[Span, ...]:
-        """The spans that this rank holds."""
-        return tuple(s for s in self.spans if s.rank in (self.rank, EVERYONE))
+        """The spans that this rank holds: first those that every rank holds, each sorted by row and start."""
+        return (*self.cut.of(EVERYONE), *self.cut.of(self.rank))
+
+    @memo
+    def span_of(self) -> dict[int, Span]:
+        """The span of each leaf of which this rank holds elements."""
+        return {span.leaf: span for span in self.mine}
 
     @memo
     def shared(self) -> frozenset[int]:
         """The leaves that every rank holds."""
-        return frozenset(s.leaf for s in self.spans if s.rank == EVERYONE)
+        return frozenset(s.leaf for s in self.cut.of(EVERYONE))
 
     @memo
     def is_cut(self) -> bool:
         """Whether any rank holds elements that other ranks do not hold."""
-        return any(s.rank != EVERYONE for s in self.spans)
+        return any(n not in self.shared and self.leaves[n].numel for n in self.numbers)
 
     @memo
     def shared_rows(self) -> frozenset[int]:
         """The rows that every rank holds; all others are cut."""
-        return frozenset(s.row for s in self.spans if s.rank == EVERYONE)
+        return frozenset(s.row for s in self.cut.of(EVERYONE))
 
     @memo
     def filled(self) -> dict[int, list[tuple[int, int]]]:
@@ -166,11 +159,10 @@ class Layout:
     def pick(self, numbers: Iterable[int]) -> Layout:
         """Return a layout of some leaves only. Flat rows are packed without padding; empty rows are dropped."""
         keep = set(numbers)
-        chosen = [s for s in self.spans if s.leaf in keep]
         return replace(
             self,
             source=(self.source, tuple(sorted(keep))),
-            spans=tuple(_packed(chosen) if self.flat else _renumbered(chosen)),
+            cut=self.cut.pick(keep),
             places=tuple(n if n in keep else None for n in self.places),
             origin=self,
         )
@@ -184,8 +176,7 @@ class Layout:
     def origin_rows(self) -> list[int]:
         """The rows of `origin` that hold leaves of this layout; this layout's flat rows are packed from them."""
         assert self.origin is not None
-        keep = set(self.numbers)
-        return sorted({s.row for s in self.origin.spans if s.leaf in keep})
+        return sorted({self.origin.cut.row(n) for n in self.numbers} if self.flat else ())
 
     @memo
     def runs(self) -> list[list[tuple[int, int, int]]]:
@@ -203,19 +194,3 @@ class Layout:
                 span = replace(span, start=runs[-1][1], numel=runs.pop()[2] + span.numel)
             runs.append((span.row, span.start, span.numel))
         return [*by_row.values()]
-
-
-def _packed(spans: Sequence[Span]) -> Iterator[Span]:
-    """Yield the spans end to end in rows that are numbered from 0, alike on all ranks."""
-    rows = {row: number for number, row in enumerate(sorted({s.row for s in spans}))}
-    for _, group in groupby(spans, lambda s: (s.rank, s.row)):
-        start = 0
-        for span in group:
-            yield replace(span, row=rows[span.row], start=start)
-            start += span.numel
-
-
-def _renumbered(spans: Sequence[Span]) -> Iterator[Span]:
-    """Yield the spans of whole leaves, each rank's in rows numbered from 0."""
-    for _, group in groupby(spans, lambda s: s.rank):
-        yield from (replace(span, row=row) for row, span in enumerate(group))

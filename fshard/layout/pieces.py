@@ -16,7 +16,8 @@ from ..comm.mesh import AnyMesh, OnMesh, mesh_device
 from ..core import tree
 from ..core.flat import clear_outside_, cleared_outside
 from ..core.tree import Tree
-from .layout import EVERYONE, Layout, Leaf, Span
+from .cuts import EVERYONE, Holder, Whole
+from .layout import Layout, Leaf
 
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
@@ -153,8 +154,8 @@ def layout_of(x: Tree) -> Layout:
     tensors, spec = tree.flatten(x)
     named = zip(tree.paths(spec), tensors, strict=True)
     leaves = tuple(Leaf(path, tuple(leaf.shape), leaf.dtype) for path, leaf in named)
-    spans = tuple(Span(i, EVERYONE, i, 0, 0, leaf.numel) for i, leaf in enumerate(leaves))
-    return Layout((spec, leaves), spec, tuple(range(len(leaves))), leaves, spans, False, None, ())
+    cut = Whole({number: Holder(EVERYONE, 0, leaf.numel) for number, leaf in enumerate(leaves)})
+    return Layout((spec, leaves), spec, tuple(range(len(leaves))), leaves, cut, False, None, ())
 
 
 def typed(x: Tree) -> Layout:
@@ -162,7 +163,7 @@ def typed(x: Tree) -> Layout:
     layout, rows = layout_of(x), tree.leaves(x)
     if not layout.flat:
         return layout
-    dtypes = {span.leaf: rows[span.row].dtype for span in layout.spans}
+    dtypes = {number: rows[layout.cut.row(number)].dtype for number in layout.numbers}
     if all(layout.leaves[n].dtype == dtype for n, dtype in dtypes.items()):
         return layout
     leaves = tuple(replace(leaf, dtype=dtypes.get(n, leaf.dtype)) for n, leaf in enumerate(layout.leaves))

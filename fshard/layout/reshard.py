@@ -1,7 +1,8 @@
 """Move a tree from one layout to another between ranks: to owners of whole leaves, back, to all ranks, to one rank.
 
-Every rank knows both layouts, so it knows what each rank sends to each other. A rank sends one message to every other
-rank along each axis over which the tree is sharded, however many leaves move.
+Every rank knows both layouts, so it knows what it sends to each rank and receives from each, without looking at what
+moves between others. A rank sends one message to every other rank along each axis over which the tree is sharded,
+however many leaves move.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, digits, num_ranks
 from ..comm.ranks import Ranks
 from ..core import tree
 from ..core.tree import Tree
-from .layout import EVERYONE, Layout, Leaf, Span
+from .cuts import EVERYONE, Holder, Span, Whole
+from .layout import Layout, Leaf
 from .pieces import Pieces, device_of, layout_of, pieces, typed
 
 T = TypeVar("T")
@@ -31,7 +33,8 @@ def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
     >>> assign([1, 5, 3, 3], 2)
     [0, 0, 1, 1]
     """
-    load, ranks = [0.0] * num_ranks, [0] * len(costs)
+    # no more ranks than items get one. No heap: torch.compile cannot trace it
+    load, ranks = [0.0] * min(num_ranks, len(costs)), [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         ranks[i] = load.index(min(load))
         load[ranks[i]] += costs[i]
@@ -42,34 +45,26 @@ def owned(layout: Layout, mesh: AnyMesh, axes: Axes, cost: Callable[[Leaf], floa
     """The layout in which every leaf is whole on one rank along `axes`, balanced by cost."""
     numbers = layout.numbers
     ranks = assign([cost(layout.leaves[n]) for n in numbers], num_ranks(mesh, axes))
-    spans: list[Span] = []
-    used = [0] * num_ranks(mesh, axes)  # rows of each rank so far: every leaf is a row
-    for number, rank in zip(numbers, ranks, strict=True):
-        spans.append(Span(number, rank, used[rank], 0, 0, layout.leaves[number].numel))
-        used[rank] += 1
-    ordered = tuple(sorted(spans, key=lambda s: (s.rank, s.row)))
+    owners = {n: Holder(rank, 0, layout.leaves[n].numel) for n, rank in zip(numbers, ranks, strict=True)}
     source = ("owned", layout.source, axes, tuple(ranks))
-    return replace(layout, source=source, spans=ordered, flat=False, mesh=mesh, axes=axes, origin=None)
+    return replace(layout, source=source, cut=Whole(owners), flat=False, mesh=mesh, axes=axes, origin=None)
 
 
 def on_rank(layout: Layout, mesh: AnyMesh, axes: Axes, rank: int) -> Layout:
     """The layout in which one rank along `axes` (or `EVERYONE`) holds all leaves whole."""
-    spans = tuple(Span(n, rank, i, 0, 0, layout.leaves[n].numel) for i, n in enumerate(layout.numbers))
+    owners = {n: Holder(rank, 0, layout.leaves[n].numel) for n in layout.numbers}
     source = ("on", layout.source, axes, rank)
-    return replace(layout, source=source, spans=spans, flat=False, mesh=mesh, axes=axes, origin=None)
+    return replace(layout, source=source, cut=Whole(owners), flat=False, mesh=mesh, axes=axes, origin=None)
 
 
-@dataclass(frozen=True)
-class Item:
-    """Elements [begin, begin + numel) of a leaf, which move from a span on rank `source` to one on rank `target`."""
+class Item(NamedTuple):
+    """Elements [begin, begin + numel) of a leaf, which move from the span of rank `source` to that of `target`."""
 
     leaf: int
     begin: int
-    numel: int
-    take: Span  # of the old layout
-    give: Span  # of the new layout
     source: int
     target: int
+    numel: int
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Route:
-    """The items that move between two layouts of the same leaves, in the order they are sent, and their stages."""
+    """The items that this rank sends, receives or passes on between two layouts, in the order they are sent."""
 
     rank: int
     items: list[Item]
@@ -106,29 +101,39 @@ def _way(old: Layout, new: Layout) -> tuple[AnyMesh, Axes]:
 
 
 def _make_route(old: Layout, new: Layout) -> Route:
-    """Find what moves between each two ranks, and split it into one stage for each axis."""
+    """Find what this rank sends, receives and passes on, and split it into one stage for each axis."""
     mesh, axes = _way(old, new)
     all_sizes, rank = axis_sizes(mesh), coordinate(mesh, axes)
     sizes = [all_sizes[axis] for axis in axes]
-    old_spans: dict[int, list[Span]] = {}  # by leaf
-    for span in old.spans:
-        old_spans.setdefault(span.leaf, []).append(span)
-    pairs = ((take, give) for give in new.spans for take in old_spans.get(give.leaf, ()))
-    unsorted = (item for take, give in pairs for item in _items(take, give, math.prod(sizes)))
-    items = sorted(unsorted, key=lambda i: (i.leaf, i.begin, i.source, i.target))
+    known = set(old.numbers)
+    leaves = [n for n in new.numbers if n in known]
+    through = (item for n in leaves for k in range(len(sizes) + 1) for item in _items(old, new, n, rank, sizes, k))
+    items = sorted(set(through))  # in the same order on all ranks
     moves = [(i, digits(i.source, sizes), digits(i.target, sizes)) for i in items]
     local = digits(rank, sizes)
     return Route(rank, items, [_stage(k, axes[k], sizes[k], local, moves) for k in reversed(range(len(sizes)))])
 
 
-def _items(take: Span, give: Span, num_ranks: int) -> Iterator[Item]:
-    """Yield what moves from one span to another of the same leaf, for each rank that holds the new one."""
-    begin = max(take.begin, give.begin)
-    numel = min(take.begin + take.numel, give.begin + give.numel) - begin
-    if numel > 0:
-        for target in range(num_ranks) if give.rank == EVERYONE else [give.rank]:
-            source = target if take.rank == EVERYONE else take.rank
-            yield Item(give.leaf, begin, numel, take, give, source, target)
+def _items(old: Layout, new: Layout, leaf: int, rank: int, sizes: Sequence[int], k: int) -> Iterator[Item]:
+    """Yield what of a leaf is on this rank after the stages of all axes from number `k` on.
+
+    The last axis comes first: such an item is at its source's coordinates along axes before `k`, at its target's along
+    the others.
+    """
+    block = math.prod(sizes[k:])  # ranks whose coordinates before `k` are equal follow one another
+    sources = range(rank - rank % block, rank - rank % block + block)
+    targets = range(rank % block, math.prod(sizes), block)
+    if next(old.cut.holders(leaf, sources), None) is None:
+        return  # before it goes through the targets, which may be all ranks
+    for give in new.cut.holders(leaf, targets):
+        for take in old.cut.holders(leaf, sources):
+            begin = max(take.begin, give.begin)
+            numel = min(take.begin + take.numel, give.begin + give.numel) - begin
+            for target in (targets if give.rank == EVERYONE else [give.rank]) if numel > 0 else ():
+                if take.rank != EVERYONE:
+                    yield Item(leaf, begin, take.rank, target, numel)
+                elif target == rank:  # what all ranks hold does not move
+                    yield Item(leaf, begin, rank, rank, numel)
 
 
 def _stage(k: int, axis: str, size: int, local: list[int], moves: Sequence[tuple[Item, list[int], list[int]]]) -> Stage:
@@ -145,24 +150,24 @@ def _stage(k: int, axis: str, size: int, local: list[int], moves: Sequence[tuple
     return Stage(axis, sends, recvs)
 
 
-def _moved(x: Tree, new: Layout, label: str) -> dict[Span, list[tuple[int, Tensor]]]:
-    """Move elements; return, for each of this rank's spans of `new`, pairs of begin in the leaf and elements."""
+def _moved(x: Tree, new: Layout, label: str) -> dict[int, list[tuple[int, Tensor]]]:
+    """Move elements; return, for each leaf of which this rank has a span of `new`, pairs of begin and elements."""
     old, rows = typed(x), tree.leaves(x)
     route = _route(old, new)
-    held_items = {i: _elements(rows[i.take.row], i) for i in route.items if i.source == route.rank}  # views, (numel,)
+    held_items = {i: _elements(rows, old.span_of[i.leaf], i) for i in route.items if i.source == route.rank}  # views
     mesh, dtypes = _way(old, new)[0], [leaf.dtype for leaf in old.leaves]
     for stage in route.stages:
         held_items = _along(primitives.along(mesh, stage.axis), dtypes, stage, held_items, label)
-    arrived: dict[Span, list[tuple[int, Tensor]]] = {span: [] for span in new.mine}
+    arrived: dict[int, list[tuple[int, Tensor]]] = {span.leaf: [] for span in new.mine}
     for item, elements in held_items.items():
-        arrived[item.give].append((item.begin, elements))
+        arrived[item.leaf].append((item.begin, elements))
     return arrived
 
 
-def _elements(row: Tensor, item: Item) -> Tensor:
-    """Return the view of an item's elements in a row: (numel,)."""
-    start = item.take.start + item.begin - item.take.begin
-    return row.reshape(-1)[start : start + item.numel]
+def _elements(rows: Sequence[Tensor], span: Span, item: Item) -> Tensor:
+    """Return the view of an item's elements in the span of its leaf: (numel,)."""
+    start = span.start + item.begin - span.begin
+    return rows[span.row].reshape(-1)[start : start + item.numel]
 
 
 def _along(
@@ -186,7 +191,7 @@ def collect(x: Tree, layout: Layout, label: str = "") -> Pieces:
     arrived = _moved(x, layout, label)
     rows, device = [], device_of(x)
     for span in layout.mine:
-        leaf, parts = layout.leaves[span.leaf], sorted(arrived[span], key=lambda part: part[0])
+        leaf, parts = layout.leaves[span.leaf], sorted(arrived[span.leaf], key=lambda part: part[0])
         # sorted by begin, the parts are the leaf, end to end
         elements = [part.to(device) for _, part in parts] or [torch.empty(0, dtype=leaf.dtype, device=device)]
         rows.append((elements[0] if len(elements) == 1 else torch.cat(elements)).view(leaf.shape))
@@ -199,7 +204,7 @@ def spread(x: Tree, like: T, label: str = "") -> T:
     layout = layout_of(like)
     arrived = _moved(x, layout, label)
     for span, (_, piece) in zip(layout.mine, pieces(out), strict=True):
-        for begin, elements in arrived[span]:
+        for begin, elements in arrived[span.leaf]:
             start = begin - span.begin  # in the piece
             piece.view(-1)[start : start + elements.numel()] = elements
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -86,27 +87,23 @@ def _derived(layout: Layout, name: str, dtype: torch.dtype, block: int) -> Layou
         replace(leaf, dtype=dtype, shape=leaf.shape if block == 1 else (-(-leaf.numel // block),))
         for leaf in layout.leaves
     )
-    spans = tuple(
-        replace(s, start=s.start // block, begin=s.begin // block, numel=-(-s.numel // block)) for s in layout.spans
-    )
-    return replace(layout, source=(name, block, layout.source), leaves=leaves, spans=spans, origin=None)
+    cut = layout.cut.in_blocks(block)
+    return replace(layout, source=(name, block, layout.source), leaves=leaves, cut=cut, origin=None)
 
 
 def _check_blocks(layout: Layout, block: int) -> None:
     """Raise ValueError where a block would lie in two leaves or on two ranks, on any number of ranks."""
-    in_row: dict[int, set[int]] = {}
-    for span in layout.spans if layout.flat and layout.origin is not None else ():
-        if layout.leaves[span.leaf].numel:
-            in_row.setdefault(span.row, set()).add(span.leaf)
-    in_shared_rows = {leaf for leaves in in_row.values() if len(leaves) > 1 for leaf in leaves}
-    for span in layout.spans if layout.flat else ():
-        ragged = span.leaf in in_shared_rows and layout.leaves[span.leaf].numel % block
-        if ragged or span.start % block or span.begin % block:
+    numbers = [n for n in layout.numbers if layout.flat and layout.leaves[n].numel]
+    in_row = Counter(layout.cut.row(n) for n in numbers)
+    for number in numbers:
+        shares_row = layout.origin is not None and in_row[layout.cut.row(number)] > 1
+        ragged = shares_row and layout.leaves[number].numel % block
+        if ragged or layout.cut.step(number) % block:
             advice = f"lay parameters out with make_plan or zero and block={block}"
             if layout.origin is not None:  # packed, without the plan's padding between leaves
                 advice += f", and label for it only leaves whose number of elements is a multiple of {block}"
             raise ValueError(
-                f"adamw_8bit: leaf {layout.leaves[span.leaf].path!r}: a block of {block} elements would lie in two "
+                f"adamw_8bit: leaf {layout.leaves[number].path!r}: a block of {block} elements would lie in two "
                 f"leaves or on two ranks: {advice}"
             )
 

@@ -21,7 +21,8 @@ from ..core.arguments import check_flags, check_hyperparams, check_whole, is_num
 from ..core.scalars import Number, beside, is_zero, on_device
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from ..layout.layout import EVERYONE, Layout, Leaf, Span
+from ..layout.cuts import EVERYONE, Span
+from ..layout.layout import Layout, Leaf
 from ..layout.norms import leaf_norms, scale_leaves_
 from ..layout.pieces import Pieces, device_of, layout_of, packed, pick, pieces, put
 from ..layout.reshard import collect, owned, spread

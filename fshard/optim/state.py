@@ -23,7 +23,8 @@ from ..core import tree
 from ..core.arguments import check_flags, check_whole, check_word, wrong
 from ..core.bits import as_bytes
 from ..core.tree import Tree
-from ..layout.layout import EVERYONE, Layout, Span
+from ..layout.cuts import EVERYONE, Span
+from ..layout.layout import Layout
 from ..layout.pieces import Parts, layout_of, mesh_of, packed, pick, pieces, typed
 from ..layout.reshard import collect, on_rank
 from .labels import LabelState

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..core import tree
 from ..core.scalars import double
 from ..core.tree import Tree
+from ..layout.cuts import Whole
 from ..layout.layout import Layout, Leaf
 from ..layout.pieces import Pieces, clear_padding_, layout_of
 from .base import Needs, Transform, checked, choose
@@ -201,8 +202,9 @@ def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_ent
         for n, leaf in enumerate(layout.leaves)
     ]
     part = layout.pick(known)
-    spans = tuple(replace(s, numel=known[s.leaf].numel()) for s in part.spans)
-    part = replace(part, source=(name, part.source), leaves=tuple(leaves), spans=spans, origin=None)
+    assert isinstance(part.cut, Whole)
+    cut = part.cut.resized({n: x.numel() for n, x in known.items()})
+    part = replace(part, source=(name, part.source), leaves=tuple(leaves), cut=cut, origin=None)
     return Pieces(part, [local_entries[s.leaf][name] for s in part.mine])
 
 

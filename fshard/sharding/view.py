@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from ..comm.mesh import Axes
 from ..core import tree
-from ..layout.layout import EVERYONE, Layout, Leaf, Span
+from ..layout.cuts import Interval, Intervals
+from ..layout.layout import Layout, Leaf
 from .plan import Plan, Slot
 
 
@@ -42,7 +43,7 @@ class View:
 
     @property
     def layout(self) -> Layout:
-        """Which elements of the leaves lie where, on every rank."""
+        """Which elements of the leaves lie where."""
         known, key = self.plan.derived.layouts, self._key
         if key not in known:
             known[key] = self._layout()
@@ -58,26 +59,25 @@ class View:
         plan, numbers = self.plan, self.plan.leaves[self.first : self.first + self.spec.num_leaves]
         order = [n for n in dict.fromkeys(numbers) if plan.slots[n].kind in self.kinds]
         index = {n: i for i, n in enumerate(order)}
-        spans = [span for i, n in enumerate(order) for span in self._spans(i, plan.slots[n])]
         return Layout(
             source=self._key,
             spec=self.spec,
             places=tuple(index.get(n) for n in numbers),
             leaves=tuple(Leaf(s.path, s.shape, plan.kinds[s.kind].dtype) for s in (plan.slots[n] for n in order)),
-            spans=tuple(sorted(spans, key=lambda s: (s.rank, s.row, s.start))),
+            cut=Intervals({i: self._interval(plan.slots[n]) for i, n in enumerate(order)}),
             flat=True,
             mesh=plan.live_mesh(),
             axes=self.over,
         )
 
-    def _spans(self, leaf: int, slot: Slot) -> Iterator[Span]:
+    def _interval(self, slot: Slot) -> Interval:
         plan, kind, over = self.plan, slot.kind, self.over
-        length = plan.length(slot.unit, kind, over)
-        base = plan.offset(slot.unit, kind, over) - plan.offset(self.units[0], kind, over)
-        end = slot.start + slot.numel
-        # the intervals, of `length` elements each, that the leaf reaches into; one for a kind that is kept whole
-        for part in range(slot.start // max(length, 1), -(-end // max(length, 1))):
-            low, high = max(slot.start, part * length), min(end, (part + 1) * length)
-            rank = EVERYONE if plan.kinds[kind].whole else part
-            start = base + low - part * length  # in the row
-            yield Span(leaf, rank, self.kinds.index(kind), start, low - slot.start, high - low)
+        return Interval(
+            row=self.kinds.index(kind),
+            # the row of a subtree begins with the subtree's first unit
+            base=plan.offset(slot.unit, kind, over) - plan.offset(self.units[0], kind, over),
+            length=plan.length(slot.unit, kind, over),
+            start=slot.start,
+            numel=slot.numel,
+            shared=plan.kinds[kind].whole,
+        )

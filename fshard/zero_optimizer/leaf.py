@@ -16,7 +16,8 @@ from ..comm.ranks import Ranks
 from ..core import bits, tree
 from ..core.flat import put
 from ..core.tree import Tree
-from ..layout.layout import EVERYONE, Layout
+from ..layout.cuts import EVERYONE
+from ..layout.layout import Layout
 from ..layout.pieces import Pieces, layout_of, packed, pick
 from ..layout.reshard import collect, on_rank, owned
 from ..optim.base import FoundInf, Transform
@@ -160,8 +161,11 @@ def _reduced_to_owners(leaves: dict[int, Tensor], parting: Layout, ranks: Ranks,
 
     `row` is this rank's number along the other axes of the partition, the only row of ranks that it exchanges with.
     """
-    owner = {span.leaf: span.rank - row * ranks.size for span in parting.spans}  # the rank along this axis
-    owned_by = [[n for n in leaves if owner[n] == peer] for peer in range(ranks.size)]
+    column = range(row * ranks.size, (row + 1) * ranks.size)  # the ranks along this axis
+    owned_by: list[list[int]] = [[] for _ in column]
+    for number in leaves:
+        for holder in parting.cut.holders(number, column):
+            owned_by[holder.rank - column.start].append(number)
     own_numbers = owned_by[ranks.rank]
     others = [peer for peer in range(ranks.size) if peer != ranks.rank]
     sends = [[leaves[n] for n in owned_by[peer]] if peer in others else [] for peer in range(ranks.size)]
