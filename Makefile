@@ -15,13 +15,13 @@ lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 bench: .venv/ready
-	$(BIN)/python benchmarks/vs_torch.py $(ARGS)
+	$(BIN)/python benchmarks/suite.py $(ARGS)
 
 # timm and torchvision are in a folder of their own: tests/support/timm_models.py says why
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[examples,test,lint]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench,examples,test,lint]"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target .venv/timm timm torchvision
 	touch $@
 

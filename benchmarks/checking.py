@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from models import TASKS
+from models import task_of
 from timing import in_turn, leave, on_two_ranks, ratio
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,9 +24,9 @@ import fshard
 
 def systems(name: str, shared: bool) -> dict[str, Callable[[], object]]:
     """A step of model `name` without checks and one with checks; with `shared`, ranks use shared memory."""
-    task, mesh = TASKS[name], init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    task, mesh = task_of(name), init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     torch.manual_seed(0)
-    plan = fshard.make_plan(task.init(), mesh, units=[f"{task.repeated}.*"])
+    plan = fshard.make_plan(task.init(), mesh, units=task.units)
     if not shared:
         plan = replace(plan, mesh=mesh)
     tx = fshard.optim.adamw(1e-3)

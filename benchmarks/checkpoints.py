@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import Reference, transformer
+from networks import transformer
 from timing import in_turn, leave, on_two_ranks, ratio
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -84,8 +84,8 @@ class Theirs:
     """FSDP2 and DCP: the state dicts of the model and the optimizer, saved and loaded."""
 
     def __init__(self, mesh: DeviceMesh, directory: Path):
-        self.model = Reference(TASK, TASK.init(), HEADS)
-        for part in self.model.parts:
+        self.model = TASK.module()
+        for part in TASK.parts(self.model):
             fully_shard(part, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 import torch
-from models import TASKS
-from vs_torch import resident
+from memory import resident
+from models import task_of
 
 import fshard
 from fshard.comm.mesh import AnyMesh
@@ -25,9 +25,9 @@ from fshard.testing import simulate
 
 def on_a_rank(name: str, mesh: AnyMesh) -> str:
     """Predicted and measured bytes of one model, and their ratio, as text."""
-    task = TASKS[name]
+    task = task_of(name)
     torch.manual_seed(0)
-    plan, tx = fshard.make_plan(task.init(), mesh, units=[f"{task.repeated}.*"]), fshard.optim.adamw(1e-3)
+    plan, tx = fshard.make_plan(task.init(), mesh, units=task.units), fshard.optim.adamw(1e-3)
     state = fshard.init_state(fshard.shard_params(task.init(), plan), tx)
     batch, step = task.batch(torch.Generator()), fshard.jit(fshard.train_step(task.loss, tx), donate=True)
     said = step.lower(state, batch).memory()
@@ -46,7 +46,7 @@ def main() -> None:
         torch.set_num_threads(1)
         print(simulate(lambda mesh: on_a_rank(sys.argv[1], mesh), shard=1)[0])
         return
-    for name in TASKS:
+    for name in ("S", "M", "T"):
         # malloc returns freed blocks at once and writes to new ones, so resident memory equals allocated memory
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_PERTURB_": "1"}
         subprocess.run([sys.executable, __file__, name], check=True, env=environment)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from gpu_cases import CUDA, DEVICE
 from gpu_parts import NO_GPU, Rows, one_rank
-from models import Reference, Task, transformer
+from networks import transformer
+from tasks import Reference, Task
 from timing import in_turn, ratio
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,10 +53,10 @@ def _fshard(mesh: DeviceMesh, jit: bool = False, reduction: str = "exact") -> Ru
 
 def _fsdp2(mesh: DeviceMesh, compiled: bool = False) -> Run:
     task, whole, tokens = _task()
-    model = Reference(task, whole, HEADS)
+    model = Reference(task, whole)
     del whole
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for part in model.parts:
+    for part in task.parts(model):
         if compiled:
             part.compile(backend=BACKEND)
         fully_shard(part, mesh=mesh, mp_policy=mixed)
@@ -73,7 +74,7 @@ def _fsdp2(mesh: DeviceMesh, compiled: bool = False) -> Run:
 def _unsharded(mesh: DeviceMesh) -> Run:
     """A compiled step on one device, with bfloat16 by autocast: the lower bound, without collectives."""
     task, whole, tokens = _task()
-    model = Reference(task, whole, HEADS)
+    model = Reference(task, whole)
     del whole
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     forward = torch.compile(model, backend=BACKEND)

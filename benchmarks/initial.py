@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import torch
+from memory import resident
 from transformers import GPT2Config, GPT2LMHeadModel
-from vs_torch import resident
 
 import fshard
 from fshard.comm.mesh import AnyMesh

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from memory import resident
 from timing import in_turn, leave, on_two_ranks, ratio
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from transformers import GPT2Config, GPT2LMHeadModel
-from vs_torch import resident
 
 import fshard
 from fshard.comm.mesh import AnyMesh

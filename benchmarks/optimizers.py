@@ -24,9 +24,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import HEADS, TASKS, Reference, Task, deep
+from models import task_of
+from networks import deep
 from rich.console import Console
 from rich.table import Table
+from tasks import Reference, Task
 from timing import in_turn, leave, on_two_ranks, ratio
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -41,7 +43,7 @@ from fshard.core.tree import Tree
 
 Call = Callable[[], object]
 LR = 1e-3
-MODELS: dict[str, Task] = {**TASKS, "1000 leaves": deep(500, 64, 16)}
+MODELS: dict[str, Task] = {name: task_of(name) for name in ("S", "M", "T")} | {"1000 leaves": deep(500, 64, 16)}
 
 
 def _params(name: str) -> Any:
@@ -85,7 +87,7 @@ def whole_step(name: str, mesh: DeviceMesh) -> dict[str, Call]:
     """The systems of comparison two: forward, backward, reduction of gradients and a ZeRO-1 update."""
     task = MODELS[name]
     torch.manual_seed(0)
-    model = DistributedDataParallel(Reference(task, task.init(), HEADS.get(name, 1)))
+    model = DistributedDataParallel(task.module())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LR, fused=True)
     batch = task.batch(torch.Generator().manual_seed(1 + dist.get_rank()))
     params = _params(name)
@@ -109,12 +111,12 @@ def whole_step(name: str, mesh: DeviceMesh) -> dict[str, Call]:
 def clipping(name: str, mesh: DeviceMesh) -> dict[str, Call]:
     """The systems of comparison three: compute the global norm of the gradients, and scale them down."""
     task, params = MODELS[name], _params(name)
-    model = Reference(task, params, HEADS.get(name, 1))
-    for part in model.parts:
+    model = Reference(task, params)
+    for part in task.parts(model):
         fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model(task.batch(torch.Generator().manual_seed(1))).backward()
-    plan = fshard.make_plan(params, mesh, units=[f"{task.repeated}.*"])
+    plan = fshard.make_plan(params, mesh, units=task.units)
     grads, tx = fshard.shard_params(_like(params), plan), fshard.optim.clip_by_global_norm(1.0)
 
     def clip() -> Tensor:
@@ -198,7 +200,7 @@ def on_a_rank(args: argparse.Namespace) -> None:
     console = Console(soft_wrap=True)
     for name in args.model:
         for what, make in PARTS.items():
-            if what != "the optimizer's part" and name not in HEADS:
+            if what != "the optimizer's part" and name == "1000 leaves":
                 continue
             times = in_turn(make(name, mesh), args.rounds)
             reference, *ours = times

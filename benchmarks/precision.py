@@ -16,7 +16,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-from models import deep
+from networks import deep
 from rich.console import Console
 from timing import in_turn, leave, on_two_ranks, ratio
 from torch import Tensor

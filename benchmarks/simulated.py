@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from models import TASKS
+from models import task_of
 from rich.console import Console
 from rich.table import Table
 
@@ -38,10 +38,10 @@ def timed(call: Callable[[], object], rounds: int) -> tuple[float, float]:
 
 def on_a_rank(mesh: Mesh, rounds: int) -> tuple[float, float]:
     """Median milliseconds of clock and processor time of a step on all ranks."""
-    task, tx = TASKS["T"], fshard.optim.adamw(1e-3)
+    task, tx = task_of("T"), fshard.optim.adamw(1e-3)
     torch.manual_seed(0)
     params = task.init()
-    plan = fshard.make_plan(params, mesh, units=[f"{task.repeated}.*"])
+    plan = fshard.make_plan(params, mesh, units=task.units)
     state = fshard.init_state(fshard.shard_params(params, plan), tx)
     step = fshard.train_step(task.loss, tx, donate=True)
     batch = task.batch(torch.Generator().manual_seed(mesh.get_rank()))
@@ -56,7 +56,7 @@ def on_a_rank(mesh: Mesh, rounds: int) -> tuple[float, float]:
 
 def plain(rounds: int) -> tuple[float, float]:
     """Median milliseconds of clock and processor time of torch's own step on one device."""
-    task = TASKS["T"]
+    task = task_of("T")
     params, batch = task.init(), task.batch(torch.Generator())
     leaves = [x.requires_grad_() for layer in params[task.repeated] for x in layer.values()]
     optimizer = torch.optim.AdamW(leaves, fused=True)

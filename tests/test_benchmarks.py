@@ -1,14 +1,35 @@
-"""The benchmarks run, and what they compare computes the same."""
+"""The benchmarks run, what they compare computes the same, and what they say is what was measured."""
 
+import dataclasses
+import datetime
+import re
+import statistics
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.worlds import simulated
+from support.worlds import gloo, simulated
 
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = str(ROOT / "benchmarks")
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of `benchmarks/` can be imported, and are forgotten afterwards: their names are plain words."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    with warnings.catch_warnings(action="ignore"):  # torch.distributed.optim uses what torch deprecates
+        import torch.distributed.optim  # noqa: F401
+    yield
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(BENCHMARKS):
+            del sys.modules[name]
 
 
 def losses(mesh: Any, modules: Any) -> list[torch.Tensor]:
@@ -19,14 +40,200 @@ def losses(mesh: Any, modules: Any) -> list[torch.Tensor]:
     return [run(batch) for run in passes]
 
 
-def test_modules(monkeypatch):
+@pytest.mark.usefixtures("benchmarks")
+def test_modules() -> None:
     """Systems of `make bench-modules` that compute different losses, or fail, would make its ratios meaningless."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     import modules
 
-    try:
-        for rank in simulated(losses, modules, shard=2):
-            torch.testing.assert_close(torch.stack(rank), rank[0].expand(len(rank)))
-    finally:
-        for name in ("modules", "timing", "vs_torch", "models"):
-            sys.modules.pop(name, None)
+    for rank in simulated(losses, modules, shard=2):
+        torch.testing.assert_close(torch.stack(rank), rank[0].expand(len(rank)))
+
+
+EAGER = ["local", "fsdp2", "fsdp1", "simple", "ddp", "ddp-zero", "fshard", "fshard-whole", "fshard-zero1"]
+SLICED = ["fshard", "fshard-tree", "fshard-parts"]
+COMPILED = [["fsdp2-compiled"], ["simple-compiled"], ["fshard-jit"], ["fshard-buckets"], ["jax"]]
+NAMES = ["conv", "S", "M", "T", "wide", "experts", "gpt2"]
+CASES = [(model, systems) for systems in (EAGER, SLICED, *COMPILED) for model in NAMES]
+
+
+def trained(mesh: Any, model: str, systems: list[str]) -> dict[str, list[float]]:
+    """Times of two rounds of a tiny model; an error if the losses of the systems, and FSDP2's, differ."""
+    sys.path.insert(0, BENCHMARKS)
+    warnings.simplefilter("default")  # what other systems warn of
+    import measure
+    from models import task_of
+    from systems import SYSTEMS
+
+    for broken in ("ddp", "fshard"):
+        with pytest.raises(RuntimeError, match="do not train alike"):
+            measure.check_losses({"fsdp2": 1.0, "ddp": 1.0, "fshard": 1.0} | {broken: 1.01})
+    measure.check_losses({"fsdp2": float(mesh.get_rank()), "jax": [0.5, float("nan")][mesh.get_rank()], "local": 7.0})
+    kept = [name for name in systems if model not in SYSTEMS[name].without]
+    return measure.step_times(task_of(model, tiny=True), kept, mesh, rounds=2, warmup=1)
+
+
+@pytest.mark.sample(len(CASES))
+@pytest.mark.parametrize(("model", "systems"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x[-1:]))
+def test_systems_train_alike(model: str, systems: list[str]) -> None:
+    """Every system of `make bench` takes the steps of FSDP2 on every model, with other data on each rank: otherwise
+    its ratios would compare different things."""
+    together = list(dict.fromkeys(["fsdp2", *systems]))
+    times, _ = gloo(trained, model, together)
+    assert all(len(seconds) == 2 for seconds in times.values())
+    assert set(together) - set(times) <= {"fsdp2-compiled", "jax", "fshard-tree", "fshard-parts"}
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_every_system_and_model_is_tested() -> None:
+    """A system or a model that is added without a test of its steps is noticed."""
+    from models import DESCRIPTIONS, MODELS, TINY
+    from systems import SYSTEMS
+
+    assert {name for names in (EAGER, SLICED, *COMPILED) for name in names} == set(SYSTEMS)
+    assert set(NAMES) == set(MODELS) == set(TINY) == set(DESCRIPTIONS)
+    assert {name for system in SYSTEMS.values() for name in system.without} <= set(MODELS)
+
+
+def entry(times: dict[str, list[float]], **fields: Any) -> dict[str, Any]:
+    """An entry of results with made-up times."""
+    about = {"date": "2026-11-22", "command": "make bench", "machine": "a machine", "versions": {"torch": "2"}}
+    return {**about, "rounds": 10, "load": 0.5, "times": times, **fields}
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_the_ratio_and_its_spread() -> None:
+    """The ratio is that of the medians, its range the middle 80% of ratios within a round. A ratio of other numbers, or
+    a range that leaves out slow rounds, would make claims that were not measured."""
+    import results
+
+    slow = [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 110.0]
+    times = {"fsdp2": [1.0, 2.0] * 5, "fshard": slow}
+    paired = sorted([2.0, 1.5, 4.0, 2.5, 6.0, 3.5, 8.0, 4.5, 10.0, 55.0])
+    ((a, b, found),) = results.pairs_of(entry(times))
+    assert (a, b) == ("fshard", "fsdp2")
+    assert found == {"ratio": statistics.median(slow) / 1.5, "low": paired[1], "high": paired[-2]}
+    assert results.ratios({"S": entry(times)})[2] == [["fshard / fsdp2", "4.333 (2.000 to 10.000)"]]
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_the_tables() -> None:
+    """What was not measured is a dash, memory is in MB and beside FSDP2's, and first steps are those of systems that
+    compile: a figure in a wrong cell would be believed."""
+    import results
+
+    alone = {"fsdp2": {"peak": 10_000_000, "first": [0.5]}, "fshard-jit": {"peak": 5_000_000, "first": [30.0, 5.0]}}
+    kinds = {"fshard": {"all_gather": {"count": 2, "bytes": 1_500_000}}, "fsdp2": {"_allgather_base_": {"count": 3}}}
+    entries = {"S": entry({"fsdp2": [0.002]}, alone=alone, traffic=kinds), "M": entry({"local": [0.001]})}
+    assert {title.split(" ")[0]: rows for title, _, rows in results.tables(entries)} == {
+        "Peak": [["fsdp2", "10", "-"], ["fshard-jit", "5 (0.500)", "-"]],
+        "Seconds": [["fshard-jit", "30.0, then 5.0", "-"]],
+        "Collectives": [["S", "2 all gather (1.5 MB)", "3 allgather base"], ["M", "-", "-"]],
+        "Median": [["fsdp2", "2.0", "-"], ["local", "-", "1.0"]],
+    }
+    assert results.markdown(("A", ["b", "c"], [["d", "e"]])) == "A:\n\n| b | c |\n|---|---|\n| d | e |"
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_results_are_what_was_saved(tmp_path: Path) -> None:
+    """A file of results has the entries that were written, a line for each system, and no file has none."""
+    import results
+
+    file, entries = tmp_path / "r.json", {"S": entry({"fsdp2": [0.5, 0.25], "local": [1e-3, 2e-3]}, alone={})}
+    assert results.load(file) == {}
+    results.save(file, entries)
+    assert results.load(file) == entries
+    assert '   "fsdp2": [0.5, 0.25],\n' in file.read_text()
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_the_page_shows_the_results() -> None:
+    """The tables of docs/benchmarks.md are those of docs/benchmarks.json, as the script writes them: otherwise a figure
+    could be changed, or forgotten, by hand."""
+    import page
+    import results
+
+    text, entries = page.PAGE.read_text(), results.load(page.RESULTS)
+    assert entries
+    assert page.with_section(text, page.section(entries)) == text
+    assert page.with_section(text, "nothing") != text
+    with pytest.raises(ValueError, match="needs the lines"):
+        page.with_section(text + page.END, "nothing")
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_the_picture(tmp_path: Path) -> None:
+    """The picture is drawn of whatever was measured, also where FSDP2 or the memory was not."""
+    import page
+
+    alone = {"fsdp2": {"peak": 3}, "fshard": {"peak": 2}}
+    file = tmp_path / "p.png"
+    page.picture({"S": entry({"fsdp2": [2.0], "fshard": [1.0]}, alone=alone), "M": entry({"local": [1.0]})}, file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert page.PICTURE.exists()
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_what_a_command_selects() -> None:
+    """A model has the systems that were asked for, or all but the extra ones, without those that it cannot have."""
+    import suite
+    from systems import SYSTEMS
+
+    everything = {name for name, system in SYSTEMS.items() if not system.extra}
+    assert set(suite.systems_of("S", None)) == everything
+    assert set(suite.systems_of("gpt2", None)) == everything - {"jax"}
+    assert suite.systems_of("T", ["fsdp2-compiled", "fshard-tree"]) == ["fshard-tree"]
+
+
+HISTORY = ROOT / "docs" / "benchmarks_history.md"
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A row of the history."""
+
+    date: str
+    change: str
+    prediction: str
+    outcome: str
+    command: str
+
+
+def changes(text: str) -> list[Change]:
+    """The rows of a history's table. AssertionError where one is not as the page says."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    assert rows[0] == ["date", "change", "prediction", "outcome", "command"]
+    found = [Change(*row) for row in rows[2:]]
+    for row in found:
+        datetime.date.fromisoformat(row.date)
+        assert row.change, row
+        assert row.prediction, row
+        assert re.search(r"\d", row.outcome) or row.outcome.startswith("no gain"), row
+        assert row.command == "not recorded" or re.fullmatch(r"`make bench.*`", row.command), row
+    assert [row.date for row in found] == sorted(row.date for row in found)
+    return found
+
+
+def test_the_history() -> None:
+    """Each change that claims speed or memory has a date, what it was expected to give, figures, and the command that
+    measured them: otherwise nobody could measure them again."""
+    assert changes(HISTORY.read_text())
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| today | a change | 0.5 | 0.6 | `make bench` |",
+        "| 2026-11-22 | a change | 0.5 | faster | `make bench` |",
+        "| 2026-11-22 | a change |  | 0.6 | `make bench` |",
+        "| 2026-11-22 | a change | 0.5 | 0.6 | a script |",
+        "| 2026-11-21 | a change | 0.5 | 0.6 | `make bench` |",
+        "| 2026-11-22 | a change | 0.5 | 0.6 |",
+    ],
+)
+def test_the_check_of_the_history_can_fail(row: str) -> None:
+    """A row without a date, a figure or a command, or in the wrong place, is found."""
+    good = "| date | change | prediction | outcome | command |\n|---|---|---|---|---|\n"
+    good += "| 2026-11-22 | a change | none | no gain | not recorded |\n"
+    assert changes(good)
+    with pytest.raises((AssertionError, ValueError, TypeError)):
+        changes(good + row)
