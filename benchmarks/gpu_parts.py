@@ -119,6 +119,7 @@ def _without_waiting(
     **how: Any,
 ) -> None:
     transform, tokens = tx(), batch(0)
+    how = {"reduction": "exact"} | how
     state, step = start(mesh, transform, scale(), plan), fshard.train_step(loss, transform, **how)
     state, _ = step(state, tokens)
     torch.cuda.synchronize()
@@ -140,7 +141,7 @@ def _exact(mesh: DeviceMesh | Mesh, device: torch.device) -> Tree:
     def total(p: Tree, x: Tree) -> fshard.Sum:
         return fshard.Sum((p["a"] * x["a"][0]).sum() + (p["b"] * x["b"][0]).sum())
 
-    step = fshard.train_step(total, tx)
+    step = fshard.train_step(total, tx, reduction="exact")
     for i in range(3):
         generator = torch.Generator().manual_seed(10 * i + mesh.get_rank())
         x = {name: torch.randn(1, *y.shape, generator=generator).to(device) for name, y in whole.items()}

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fshard
 from fshard import optim, tree
 from fshard.comm import mesh as mesh_module
-from fshard.comm import process_groups
+from fshard.comm import primitives, process_groups
 from fshard.wire import Int8, TopK
 
 POISON = 0xA5
@@ -42,7 +42,7 @@ class Late:
         for x in self.outs:
             bytes_of(x).fill_(POISON)
 
-    def wait(self) -> None:
+    def wait(self, timeout: object = None) -> None:
         """Check that nobody wrote to the tensors since the start; then send and receive."""
         assert all(torch.equal(bytes_of(x), y) for x, y in zip(self.ins, self.before, strict=True))
         assert all(bool((bytes_of(x) == POISON).all()) for x in self.outs)
@@ -52,6 +52,8 @@ class Late:
             ops.append(dist.P2POp(dist.isend, self.ins[peer], group=self.group, group_peer=peer))
         for work in dist.batch_isend_irecv(ops):
             work.wait()
+        rank = dist.get_rank(self.group)
+        self.outs[rank].copy_(self.ins[rank])
 
 
 class Distributed:
@@ -75,13 +77,24 @@ class Distributed:
         self.calls.append(Late(outs, ins, group))
         return self.calls[-1]
 
+    def all_to_all_single(self, out: Tensor, x: Tensor, group: Any, async_op: bool) -> Late:
+        """Like NCCL's: contiguous tensors of one dtype, of equal parts for all ranks."""
+        assert async_op
+        assert out.dtype == x.dtype
+        assert out.numel() == x.numel()
+        assert out.is_contiguous()
+        assert x.is_contiguous()
+        size = dist.get_world_size(group)
+        self.calls.append(Late(out.view(size, -1).unbind(), x.view(size, -1).unbind(), group))
+        return self.calls[-1]
+
 
 class BuiltIn(process_groups.GroupRanks):
     """Ranks of gloo that say their backend has fast collectives of its own."""
 
     def __init__(self, axis: str, group: Any, device: torch.device):
         super().__init__(axis, group, device)
-        self.built_in = group
+        self.built_in, self._in_pairs = group, False
 
 
 class Pool:
@@ -106,6 +119,7 @@ def as_nccl(mesh: Any, job: Any, *args: Any) -> tuple[Any, list[Late]]:
     warnings.simplefilter("ignore", FutureWarning)
     with (
         mock.patch.object(process_groups, "dist", Distributed()) as stand_in,
+        mock.patch.object(primitives, "dist", stand_in),
         mock.patch.multiple(mesh_module, GroupRanks=BuiltIn, MESHES=mesh_module.Meshes()),
     ):
         return job(mesh, *args), stand_in.calls
@@ -235,4 +249,4 @@ def test_late_exchanges_have_the_bits_of_simulated_ranks(world: str) -> None:
     expected = simulated(everything, shard=shard, replicate=replicate)
     for rank, (found, rows) in enumerate(gloo(late, shard=shard, replicate=replicate)):
         assert all(same(a, b) for a, b in zip(found, expected[rank], strict=True))
-        assert rows == [(1, [0 if p == rank % shard else 12 // shard for p in range(shard)], True)]
+        assert rows == [(1, [12 // shard * 8] * shard, True)]

@@ -224,7 +224,7 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "clip_norm=-1": (lambda: fshard.train_step(loss, TX, clip_norm=-1), V, ("clip_norm=-1", "a number above 0")),
     "clip_norm=0": (lambda: fshard.train_step(loss, TX, clip_norm=0), V, ("clip_norm=0", "a number above 0")),
     "clip_norm=nan": (lambda: fshard.train_step(loss, TX, clip_norm=torch.nan), V, ("clip_norm=nan", "above 0")),
-    "reduction=None": (lambda: fshard.train_step(loss, TX, reduction=None), V, ("reduction=None", "expected 'exact'")),
+    "reduction=False": (lambda: fshard.train_step(loss, TX, reduction=False), V, ("=False", "expected 'exact'")),
     "donate='yes'": (lambda: fshard.train_step(loss, TX, donate="yes"), T, ("donate='yes'", "True or False")),
     "reduce_once=2": (lambda: fshard.train_step(loss, TX, reduce_once=2), T, ("reduce_once=2", "True or False")),
     "has_aux=None": (lambda: fshard.train_step(loss, TX, has_aux=None), T, ("has_aux=None", "True or False")),

@@ -1,34 +1,39 @@
 """Asynchronous collectives over the ranks of one mesh axis, without derivatives.
 
 All collectives are built from one operation of the ranks along an axis, `exchange`: send one tensor to every peer and
-receive one tensor from every peer. On GPUs torch's built-in collectives replace `exchange` where the result has the
-same bits.
+receive one tensor from every peer. On GPUs, and between more than a few processes of CPUs, torch's built-in collectives
+replace `exchange` where the result has the same bits: one call, whatever the number of ranks.
 
 Note [Sums in rank order]
-    Reductions add the contributions of rank 0, rank 1, rank 2 and so on in this order, element by element. The result
-    depends neither on timing nor on how tensors are bucketed, and a simulated world reproduces its bits. On gloo the
-    point-to-point messages used here are also about three times faster than the built-in reduce-scatter.
+    Reductions add the contributions of rank 0, rank 1, rank 2 and so on in this order, element by element. More than
+    `GROUP` ranks are added in groups of so many consecutive ranks: in rank order within each group, then the sums of
+    the groups in the same way. The result depends neither on timing nor on how tensors are bucketed, and a simulated
+    world reproduces its bits. `fold` defines the order. `fold_rows` has the same order for contributions in one buffer,
+    where one kernel adds one rank of every group: `GROUP` - 1 kernels for each factor `GROUP` of the number of ranks.
+    A group may be a host: its sum can be taken there, before the hosts exchange theirs, with the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.bits import Held, pack, packed_size, unpack
+from ..core.bits import Held, as_bytes, pack, packed_size, unpack
 from ..core.profiling import named
 from ..core.tracing import is_tracing
 from .announce import Announced, announced
 from .log import Call, note
 from .mesh import AnyMesh, Axes, adapted, axis_sizes
 from .process_groups import Works, all_gather_single, as_real, as_sent, reduce_scatter_single
-from .ranks import Pending, Ranks
+from .ranks import Pending, Ranks, message_timeout
 from .traced import NodeRanks, is_direct
 
+GROUP = 8  # consecutive ranks whose contributions are added before those of others
 _only = itemgetter(0)  # of the list of one tensor that `Whole` gives
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -60,7 +65,16 @@ def _built_in(collective: Callable[..., dist.Work], ranks: Ranks, call: Call, *a
     """Start a collective of the backend."""
     if isinstance(ranks, Announced):
         ranks.announce(str(call))
-    return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call.kind)
+    # on a device `wait` must not block the host, as it would with a timeout (`GroupRanks.exchange`)
+    timeout = message_timeout(ranks) if ranks.device.type == "cpu" else None
+    return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call.kind, timeout)
+
+
+def _dealt(x: Tensor, ranks: Ranks, call: Call) -> tuple[Works, Tensor]:
+    """Start to send part p of dim 0 to rank p, by one call of the backend; and where what the ranks send arrives."""
+    place = ranks.empty(x.numel(), x, lent=False).view(x.shape)  # (W n, ...)
+    # as bytes, because backends lack dtypes
+    return _built_in(dist.all_to_all_single, ranks, call, as_bytes(place), as_bytes(x)), place
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -68,22 +82,58 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
+def _added(op: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which tensors of `dtype` are reduced."""
+    return sum_dtype(dtype) if op == "sum" else dtype
+
+
 def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> Tensor:
-    """Reduce the tensors of all ranks into `out`, in rank order; `op` is "sum", "max" or "min". Returns `out`."""
-    combine = _COMBINE[op]
-    if len(parts) == 1:
-        return out.copy_(parts[0])
-    if op == "sum" and (parts[0].dtype != out.dtype or sum_dtype(out.dtype) != out.dtype):
-        exact = out.dtype == sum_dtype(parts[0].dtype)  # `out` can hold the sums on the way to the total
-        total = out.copy_(parts[0]) if exact else parts[0].to(sum_dtype(parts[0].dtype), copy=True)
-        for part in parts[1:]:
-            # `add_` converts narrow dtypes while it adds, without a temporary copy; torch does not promote float8
-            total.add_(part if part.dtype.itemsize > 1 else part.to(total.dtype))
-        return total if exact else out.copy_(total)
-    combine(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        combine(out, part, out=out)
-    return out
+    """Reduce the tensors of all ranks into `out` (Note [Sums in rank order]); `op` is "sum", "max" or "min"."""
+    dtype = _added(op, parts[0].dtype)
+    total = out if out.dtype == dtype else torch.empty_like(parts[0], dtype=dtype)  # rounded once, at the end
+    _fold(parts, op, total)
+    return out if total is out else out.copy_(total)
+
+
+def _fold(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
+    """Reduce tensors into `total`, which has the dtype of their sums."""
+    if len(parts) <= GROUP:
+        return _in_order(parts, op, total)
+    span = GROUP  # ranks of each of at most GROUP groups, a power of GROUP
+    while span * GROUP < len(parts):
+        span *= GROUP
+    _fold(parts[:span], op, total)
+    for begin in range(span, len(parts), span):  # one group's sum at a time is in memory
+        _COMBINE[op](total, _fold(parts[begin : begin + span], op, torch.empty_like(total)), out=total)
+    return total
+
+
+def _in_order(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
+    """Reduce tensors into `total`, one after another."""
+    if len(parts) > 1 and parts[0].dtype == total.dtype:
+        _COMBINE[op](parts[0], parts[1], out=total)
+        return _combine(parts[2:], op, total)
+    return _combine(parts[1:], op, total.copy_(parts[0]))
+
+
+def _combine(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
+    """Combine `total` with each of `parts`, in place."""
+    for part in parts:
+        # this converts narrow dtypes while it adds, without a temporary copy; torch does not promote float8
+        _COMBINE[op](total, part if part.dtype.itemsize > 1 else part.to(total.dtype), out=total)
+    return total
+
+
+def fold_rows(rows: Tensor, op: str, out: Tensor) -> Tensor:
+    """`fold` of rows (W, ...) of one buffer, which it overwrites, by O(log W) kernels."""
+    while len(rows) > GROUP:
+        full = len(rows) // GROUP  # groups of GROUP rows; the last rows may be fewer
+        total = rows[::GROUP].to(_added(op, rows.dtype))  # (groups, ...), in the memory of `rows` unless it is wider
+        _combine(rows[: full * GROUP].unflatten(0, (full, GROUP)).unbind(1)[1:], op, total[:full])
+        if full < len(total):
+            _combine(rows[full * GROUP + 1 :].unbind(), op, total[-1])
+        rows = total
+    return fold(rows.unbind(), op, out)
 
 
 def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = None, *, lent: bool = False) -> Pending:
@@ -105,6 +155,10 @@ def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent: bool 
     if out is None:
         out = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])
     full = out
+    if ranks.built_in is not None and ranks.device.type == "cpu":
+        # gloo's all-gather takes W - 1 rounds one after another, and a copy and W views of the result
+        work = _built_in(dist.all_to_all_single, ranks, call, as_bytes(full), as_bytes(x).repeat(ranks.size))
+        return Pending(work, lambda _: full)
     if ranks.built_in is not None:
         return Pending(_built_in(all_gather_single, ranks, call, as_sent(full), as_sent(x)), lambda _: full)
     parts = _parts(full, ranks)
@@ -132,16 +186,20 @@ def reduce_scatter(
 
 
 def _scatter(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, fast: bool) -> Pending:
-    """Reduce-scatter (W n, ...) on each rank -> (n, ...), by the backend if `fast`, else by messages."""
-    parts = _parts(x, ranks)  # W of (n, ...)
-    result = torch.empty_like(parts[0]) if out is None else out
-    if fast and ranks.built_in is not None:
+    """Reduce-scatter (W n, ...) on each rank -> (n, ...), by the backend if `fast`, else in the order of `fold`."""
+    check_divides(x.shape, ranks)
+    shape = (x.shape[0] // ranks.size, *x.shape[1:])  # (n, ...)
+    result = x.new_empty(shape) if out is None else out
+    if ranks.built_in is None:
+        exchange = ranks.exchange(_parts(x, ranks), [None] * ranks.size, call)
+        return Pending(exchange, lambda received: fold(received, call.op, result))
+    if fast:
         # a backend sums in the dtype it receives, which may be narrower than that of `out`
-        summed = result if result.dtype == x.dtype else torch.empty_like(parts[0])
+        summed = result if result.dtype == x.dtype else x.new_empty(shape)
         work = _built_in(reduce_scatter_single, ranks, call, as_real(summed), as_real(x))
         return Pending(work, lambda _: result if summed is result else result.copy_(summed))
-    exchange = ranks.exchange(parts, [None] * ranks.size, call)
-    return Pending(exchange, lambda received: fold(received, "sum", result))
+    work, place = _dealt(x, ranks, call)
+    return Pending(work, lambda _: fold_rows(place.view(ranks.size, *shape), call.op, result))
 
 
 def scatter(
@@ -193,7 +251,8 @@ def all_reduce(
     x, size = x.contiguous(), ranks.size
     width = max(1, (x if out is None else out).dtype.itemsize // x.dtype.itemsize)
     direct = is_direct(x, size, op)
-    nbytes = (size - 1) * (x.nbytes if direct else (1 + width) * x.nbytes // size)
+    part = -(-x.numel() // size) * x.itemsize  # bytes of one of the parts, padded to equal sizes
+    nbytes = (size - 1) * (x.nbytes if direct else (1 + width) * part)
     call = _called("all_reduce", x, ranks, label, nbytes, op=op, more=more)
     fast_here = fast and op == "sum" and ranks.built_in is not None
     algorithm = _summed_by_backend if fast_here else _all_to_everyone if direct else _in_two_stages
@@ -214,15 +273,18 @@ def _all_to_everyone(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pen
         exchange = ranks.exchange([x] * ranks.size, [None] * ranks.size, call)
         return Pending(exchange, lambda received: fold(received, call.op, result))
     gathered = _gather(x.view(-1), ranks, None, call.of(x.view(-1)))  # (W numel,)
-    return gathered.then(lambda full: fold(_parts(full, ranks), call.op, result.view(-1)).view(x.shape))
+    return gathered.then(lambda full: fold_rows(full.view(ranks.size, *x.shape), call.op, result))
 
 
 def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
-    """Reduce-scatter, then all-gather: each rank sums one part."""
-    flat, into = x.view(-1), result.view(-1)  # (W n,)
-    local = _parts(into, ranks)[ranks.rank]  # (n,)
+    """Reduce-scatter, then all-gather: each rank reduces one part."""
+    flat, into, gap = x.view(-1), result.view(-1), -x.numel() % ranks.size
+    if gap:
+        flat, into = torch.cat([flat, flat.new_zeros(gap)]), into.new_empty(into.numel() + gap)
+    local = into.view(ranks.size, -1)[ranks.rank]  # into: (W n,), local: (n,)
     scattered = _scatter(flat, ranks, local, call.of(flat), fast=False)
-    return scattered.then(lambda part: _gather(part, ranks, into, call.of(part))).then(lambda _: result)
+    gathered = scattered.then(lambda part: _gather(part, ranks, into, call.of(part)))
+    return gathered.then(lambda full: result.copy_(full[: x.numel()].view(x.shape)) if gap else result)
 
 
 def check_combines(kind: str, op: str, dtype: torch.dtype, leaf: str = "") -> None:
@@ -240,10 +302,14 @@ def all_to_all(x: Tensor, ranks: Ranks, label: str = "") -> Pending:
     ValueError if dim 0 does not divide by the number of ranks.
     """
     x = x.contiguous()
-    out = torch.empty_like(x)
-    parts, recvs = _parts(x, ranks), _parts(out, ranks)  # views, W of (n, ...) each
-    call = _called("all_to_all", x, ranks, label, (ranks.size - 1) * parts[0].nbytes)
+    check_divides(x.shape, ranks)
+    call = _called("all_to_all", x, ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
     with named(call.kind, label):
+        if ranks.built_in is not None:
+            work, place = _dealt(x, ranks, call)
+            return Pending(work, lambda _: place)
+        out = torch.empty_like(x)
+        parts, recvs = _parts(x, ranks), _parts(out, ranks)  # views, W of (n, ...) each
         exchange = ranks.exchange(parts, recvs, call)
         recvs[ranks.rank].copy_(parts[ranks.rank])
     return Pending(exchange, lambda _: out)
@@ -278,10 +344,13 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
     """
     if not 0 <= src < ranks.size:
         raise ValueError(f"broadcast: src={src}: expected one of the {ranks.size} ranks of axis {ranks.axis!r}, from 0")
-    x = x.contiguous()
-    sender, nothing = ranks.rank == src, x.new_empty(0)  # `nothing` is sent where no data are due
+    x, sender = x.contiguous(), ranks.rank == src
     call = _called("broadcast", x, ranks, label, (ranks.size - 1) * x.nbytes if sender else 0, more=f", src={src}")
     out = x.clone() if sender else torch.empty_like(x)
+    if ranks.built_in is not None:
+        with named(call.kind, label):
+            return Pending(_built_in(partial(dist.broadcast, group_src=src), ranks, call, as_bytes(out)), lambda _: out)
+    nothing = x.new_empty(0)  # sent where no data are due
     sends = [x if sender else nothing] * ranks.size
     recvs = [out if p == src and not sender else nothing for p in range(ranks.size)]
     with named(call.kind, label):

@@ -27,6 +27,9 @@ _SENT = frozenset(
 )
 
 
+FEW = 8  # processes of CPUs between which messages are faster than gloo's collectives
+
+
 def first_of(module: object, *names: str) -> Callable[..., Any]:  # any function of the module
     """Return `getattr(module, name)` for the first of `names` that the module has; StopIteration if it has none.
 
@@ -96,14 +99,20 @@ def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -
 
 
 class GroupRanks:
-    """The ranks of a torch process group, as a `Ranks`: messages go through the group's backend."""
+    """The ranks of a torch process group, as a `Ranks`: messages go through the group's backend.
+
+    Collectives over at most `few` processes of CPUs are messages between pairs: each costs the host 5 us, and gloo's
+    own collectives are slower. Over more ranks, and on other devices, they are the backend's own, one call each.
+    """
 
     whole = None
 
-    def __init__(self, axis: str, group: dist.ProcessGroup, device: torch.device):
+    def __init__(self, axis: str, group: dist.ProcessGroup, device: torch.device, few: int = FEW):
         self.axis, self.device, self._group = axis, device, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.built_in = None if device.type == "cpu" else group
+        self._in_pairs = device.type == "cpu"  # gloo has no all-to-all of tensors of different sizes
+        # one rank sends nothing
+        self.built_in = None if self.size == 1 or (device.type == "cpu" and self.size <= few) else group
 
     @cached_property
     def timeout(self) -> timedelta:
@@ -128,7 +137,7 @@ class GroupRanks:
         return backend.allocate_tensor if supports is not None and supports(self.device) else None
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Works:
-        """Send `sends[p]` to rank p: by point-to-point messages on gloo, by one all-to-all where `built_in` is set.
+        """Send `sends[p]` to rank p: by point-to-point messages on CPUs, by one all-to-all on other devices.
 
         One all-to-all is one launch for all peers, and its memory may be reused as soon as the computation has waited.
         NCCL would hold the memory of point-to-point messages until the device has finished them.
@@ -137,16 +146,15 @@ class GroupRanks:
         with _answering(call):
             works = [] if self.size == 1 else self._start(sends, parts)
         # with a timeout, NCCL's `wait` would block the host; NCCL's watchdog applies the timeout of the group
-        return Works(works, parts, call, self.timeout if self.built_in is None else None)
+        return Works(works, parts, call, self.timeout if self._in_pairs else None)
 
     def _start(self, sends: Sequence[Tensor], parts: Sequence[Tensor]) -> list[dist.Work]:
         """Start sending `sends[p]` to rank p, and receiving into `parts[p]` from it."""
         sends, parts = [as_sent(x) for x in sends], [as_sent(x) for x in parts]
-        if self.built_in is not None:
+        if not self._in_pairs:
             nothing = sends[self.rank].new_empty(0)  # for this rank itself
             outs, ins = ([nothing if p == self.rank else xs[p] for p in range(self.size)] for xs in (parts, sends))
             return [dist.all_to_all(outs, ins, group=self._group, async_op=True)]
-        # gloo's all-to-all does not support all dtypes, and is slower for messages of 32 MiB between two ranks
         ops = []
         for peer in (p for p in range(self.size) if p != self.rank):
             ops.append(dist.P2POp(dist.irecv, parts[peer], group=self._group, group_peer=peer))

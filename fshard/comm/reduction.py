@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from . import primitives
@@ -44,17 +45,27 @@ class Gather(Protocol):
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums in rank order, or with `fast` in the order that the backend chooses."""
+    """Sums in rank order, or with `fast` in the order that the backend chooses; None: in rank order on CPUs alone.
 
-    fast: bool = False
+    The order of a GPU's backend is the one that FSDP has: the same bits in every run on the same ranks.
+
+    >>> Sums().is_fast(torch.device("cpu")), Sums().is_fast(torch.device("cuda"))
+    (False, True)
+    """
+
+    fast: bool | None = None
+
+    def is_fast(self, device: torch.device) -> bool:
+        """Whether the backend chooses the order between ranks on such devices."""
+        return device.type != "cpu" if self.fast is None else self.fast
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
         """(W n) on each rank -> (n): the sum over ranks of this rank's part."""
-        return primitives.reduce_scatter(x, ranks, label, out, fast=self.fast)
+        return primitives.reduce_scatter(x, ranks, label, out, fast=self.is_fast(ranks.device))
 
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
         """(n) on each rank -> (n) on all: the sum over ranks."""
-        return primitives.all_reduce(x, ranks, label, out, fast=self.fast)
+        return primitives.all_reduce(x, ranks, label, out, fast=self.is_fast(ranks.device))
 
 
 def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
@@ -84,11 +95,17 @@ class TreeSums:
         return whole.then(lambda full: full.view(x.shape) if out is None else out.copy_(full.view(x.shape)))
 
 
-EXACT, FAST, TREE = Sums(), Sums(fast=True), TreeSums()
+DEFAULT, TREE = Sums(), TreeSums()
 
 
 def reduce_over(
-    x: Tensor, mesh: AnyMesh, axes: Axes, rest: Axes, label: str = "", out: Tensor | None = None, by: Reduction = EXACT
+    x: Tensor,
+    mesh: AnyMesh,
+    axes: Axes,
+    rest: Axes,
+    label: str = "",
+    out: Tensor | None = None,
+    by: Reduction = DEFAULT,
 ) -> Pending:
     """Reduce-scatter over `axes`, then all-reduce over `rest`: the transpose of gathering over `axes` on all ranks.
 
@@ -175,21 +192,21 @@ def is_idle(by: Reduction, axes: Sequence[object]) -> bool:
     return not axes and not hasattr(by, "after")
 
 
-def reduction_of(reduction: str | Reduction) -> Reduction:
-    """The `Reduction` of a name; an object that is one is returned as it is.
+def reduction_of(reduction: str | Reduction | None) -> Reduction:
+    """The `Reduction` of a name, or of None; an object that is one is returned as it is.
 
     >>> reduction_of("fast")
     Sums(fast=True)
     """
-    named: dict[str, Reduction] = {"exact": EXACT, "fast": FAST, "tree": TREE}
-    if isinstance(reduction, str) and reduction in named:
+    named: dict[str | None, Reduction] = {None: DEFAULT, "exact": Sums(False), "fast": Sums(True), "tree": TREE}
+    if reduction is None or (isinstance(reduction, str) and reduction in named):
         return named[reduction]
     if isinstance(reduction, str | type) or not (
         hasattr(reduction, "reduce_scatter") and hasattr(reduction, "all_reduce")
     ):
         raise ValueError(
-            f"reduction={reduction!r}: expected 'exact' (sums in rank order), 'fast' (the backend's own), 'tree' (the "
-            "same bits on any number of ranks), or an object with the methods reduce_scatter and all_reduce "
-            "(fshard.reduction.Reduction)"
+            f"reduction={reduction!r}: expected 'exact' (sums in rank order), 'fast' (the backend's own), None (exact "
+            "on CPUs, fast on GPUs), 'tree' (the same bits on any number of ranks), or an object with the methods "
+            "reduce_scatter and all_reduce (fshard.reduction.Reduction)"
         )
     return reduction

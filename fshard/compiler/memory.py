@@ -5,9 +5,9 @@ Note [Memory of a graph]
     Inputs are counted for the whole graph, because the caller holds them, and outputs from their creation to the end.
     Values that a compiler fuses into their readers are not counted: an elementwise value whose readers all come before
     the next node that is not fused (a matrix product, attention, a collective). A value that can reuse a same-sized
-    input's storage (its last use) is counted once. An exact sum on an accelerator receives the parts of the peers in a
-    buffer that is not a value of the graph; this buffer is counted from the node that starts the sum to the node that
-    waits for the result.
+    input's storage (its last use) is counted once. An exact sum on an accelerator, or between more than a few hosts,
+    receives the parts of all ranks in a buffer that is not a value of the graph; this buffer is counted from the node
+    that starts the sum to the node that waits for the result.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..comm.mesh import MESHES
+from ..comm.process_groups import FEW
 from ..comm.traced import is_direct
 from .inspect import arguments, operator, values
 
@@ -108,19 +109,21 @@ def footprint(graph: fx.Graph, inputs: Sequence[str]) -> Footprint:
 def _received(node: fx.Node) -> int:
     """Return the bytes of the receive buffer of an exact sum, in which this rank adds the parts of its peers.
 
-    0 for other nodes, and on the CPU, where a rank reads the parts of its peers in shared memory.
+    0 for other nodes, and where a rank reads the parts of its peers in shared memory.
     """
     if operator(node) not in ("fshard.reduce_scatter", "fshard.all_reduce"):
         return 0
     by_name = arguments(node)
     (x,), op = values(by_name["x"]), by_name.get("op", "sum")
-    if x.device.type == "cpu" or (by_name["fast"] and op == "sum"):
-        return 0
     mesh = MESHES.find(by_name["mesh"])
-    size = mesh.size(by_name["axis"])
+    size, few = mesh.size(by_name["axis"]), not mesh.abstract or mesh.size(by_name["axis"]) <= FEW
+    if by_name["fast"] and op == "sum":
+        return 0
+    if x.device.type == "cpu" and few and mesh.ranks(by_name["axis"]).built_in is None:
+        return 0
     if "op" in by_name and is_direct(x, size, op):
-        return x.nbytes * size  # all ranks' inputs, gathered, including this rank's
-    return x.nbytes // size * (size - 1)
+        return x.nbytes * size  # all ranks' inputs, gathered
+    return -(-x.numel() // size) * size * x.itemsize  # padded to equal parts
 
 
 def _in_place(counted: Sequence[_Storage], storages: dict[int, _Storage], changes: list[Counter[str]]) -> None:

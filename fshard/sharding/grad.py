@@ -294,7 +294,11 @@ def check_sharded(params: object) -> Sharded:
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Tree], has_aux: bool = False, *, reduce: bool = True, reduction: str | Reduction = "exact"
+    loss_fn: Callable[..., Tree],
+    has_aux: bool = False,
+    *,
+    reduce: bool = True,
+    reduction: str | Reduction | None = None,
 ) -> Callable[..., tuple[Tree, Tree]]:
     """`fn(sharded, *args) -> (value, grads)`, or `((value, aux), grads)`: the loss over all ranks, and its gradient.
 
@@ -347,7 +351,7 @@ def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..
     return fn
 
 
-def reduce_grads(grads: Unreduced, reduction: str | Reduction = "exact") -> Sharded:
+def reduce_grads(grads: Unreduced, reduction: str | Reduction | None = None) -> Sharded:
     """Sum every rank's own gradients; the result is cut as the plan's `grads_over` says. TypeError for reduced ones.
 
     >>> _, own = value_and_grad(lambda w: (w * w).sum(), reduce=False)(shard_of(torch.tensor([1.0, 2.0])))

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..comm import primitives
 from ..comm.mesh import Axes
 from ..comm.ranks import Pending
-from ..comm.reduction import EXACT, Reduction, only_reads
+from ..comm.reduction import DEFAULT, Reduction, only_reads
 from ..core.tracing import is_tracing
 from . import transfer
 from .offload import HOST
@@ -49,7 +49,7 @@ class Gradients:
     reduced: Callable[[], Sharded] | None
     local: Callable[[], Sharded] | None = None
     add: bool = False
-    by: Reduction = EXACT
+    by: Reduction = DEFAULT
     lost: transfer.Lost = ()  # a wire with feedback writes to it
     later: Axes = ()  # the axes that this backward does not reduce over
 

@@ -162,7 +162,7 @@ def train_step(
     *,
     clip_norm: float | None = None,
     accumulate: int = 1,
-    reduction: str | Reduction = "exact",
+    reduction: str | Reduction | None = None,
     reduce_once: bool | str | tuple[str, ...] = False,
     skip_labels: Labels = None,
     has_aux: bool = False,
@@ -179,9 +179,9 @@ def train_step(
 
     - `clip_norm`: the largest global 2-norm; larger gradients are scaled down to it. By default none are.
     - `accumulate`: the number of micro-batches that the batch is cut into along dim 0.
-    - `reduction`: "exact" (sums in rank order), "fast" (the backend's order), "tree" (the same bits on 1, 2, 4, ...
-      ranks with equally many threads: Note [Slices]), or an object with the methods of `fshard.reduction.Reduction`;
-      its method `after(grads, unit)`, if it has one, is given every unit's sum.
+    - `reduction`: "exact" (sums in rank order), "fast" (the backend's order), None (exact on CPUs, fast on GPUs),
+      "tree" (the same bits on 1, 2, 4, ... ranks with equally many threads: Note [Slices]), or an object with the
+      methods of `fshard.reduction.Reduction`; its method `after(grads, unit)`, if it has one, is given each unit's sum.
     - `reduce_once`: when gradients are reduced. False: with each micro-batch. True: every rank sums whole gradients,
       which are reduced with the last. Names of axes that gradients are not cut over (`"replicate"`): gradients are
       reduce-scattered with each micro-batch, and all-reduced over these axes after the last.
@@ -218,7 +218,7 @@ def train_step(
     check_reduce_once(reduce_once, by)
     _check_built(transform, accumulate, clip_norm, skip_labels, with_extra, by)
     how = {"accumulate": accumulate, "reduce_once": reduce_once, "with_extra": with_extra, "skip_labels": skip_labels}
-    named = reduction if isinstance(reduction, str) else type(reduction).__qualname__
+    named = reduction if isinstance(reduction, str | None) else type(reduction).__qualname__
     built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=transform)}"
     in_slices = isinstance(by, TreeSums)
     gradients = gradients_of_slices if in_slices else gradients_of_micro_batches

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..comm import consensus, one_host, primitives
 from ..comm.mesh import AnyMesh, Axes, OnMesh, axis_sizes, coordinate
 from ..comm.ranks import Ranks
+from ..comm.reduction import DEFAULT
 from ..core import bits, tree
 from ..core.flat import put
 from ..core.tree import Tree
@@ -151,7 +152,7 @@ def _all_reduced(leaves: dict[int, Tensor], ranks: Ranks) -> dict[int, Tensor]:
         *starts, end = accumulate((-(-x.numel() // step) * step for x in of_dtype.values()), initial=0)
         flat = next(iter(of_dtype.values())).new_empty(end)
         put(flat, [*of_dtype.values()], starts)
-        total = primitives.all_reduce(flat, ranks, "gradients").wait()  # (end,)
+        total = DEFAULT.all_reduce(flat, ranks, "gradients", None).wait()  # (end,)
         sums.update((n, total[start:][: x.numel()]) for (n, x), start in zip(of_dtype.items(), starts, strict=True))
     return {n: sums[n] for n in leaves}
 
