@@ -3,7 +3,7 @@ BIN := .venv/bin
 ARGS ?=
 WHEELS ?=
 
-.PHONY: train test lint bench gpu bench-footprint bench-optim bench-precision bench-simulated bench-modules bench-check bench-checkpoints bench-init crashes elastic mutants clean
+.PHONY: train test lint bench gpu bench-footprint bench-optim bench-precision bench-simulated bench-modules bench-check bench-checkpoints bench-init bench-delayed crashes elastic mutants clean
 
 train: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_lm.py $(ARGS)
@@ -52,6 +52,9 @@ bench-checkpoints: .venv/ready
 
 bench-init: .venv/ready
 	$(BIN)/python benchmarks/initial.py $(ARGS)
+
+bench-delayed: .venv/ready
+	$(BIN)/python benchmarks/delayed.py $(ARGS)
 
 crashes: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/crashes.py $(ARGS)

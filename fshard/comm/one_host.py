@@ -33,6 +33,7 @@ from .links import SMALL, Link
 from .log import Call
 from .mesh import AnyMesh, Mesh, ProcessMesh, adapted
 from .primitives import along
+from .process_groups import GroupRanks
 from .ranks import Ranks, message_timeout
 from .rendezvous import links_to
 from .shared_memory import Memory, Segment, refusal, tensor_in
@@ -173,12 +174,21 @@ def connect(mesh: AnyMesh) -> Any:  # a Mesh; None for None alone
     """Return a mesh that uses shared memory along the axes of a DeviceMesh whose CPU processes are on one host.
 
     Every rank must call this function. GPU meshes, simulated and abstract meshes, None (one device), and all meshes on
-    systems other than Linux are returned without shared memory.
+    systems other than Linux are returned without shared memory. An axis whose process group has a backend that was
+    registered with `dist.Backend.register_backend` keeps that backend.
     """
     grid = adapted(mesh)
     if not _has_hosts(grid):
         return grid
-    return HostMesh(grid, {axis: _connected(along(grid, axis)) for axis in grid.mesh_dim_names})
+    return HostMesh(grid, {axis: _ranks(grid, axis) for axis in grid.mesh_dim_names})
+
+
+def _ranks(mesh: ProcessMesh, axis: str) -> Ranks:
+    """Return ranks that share memory if they may and can, else those of the process group."""
+    ranks = mesh.ranks(axis)
+    if isinstance(ranks, GroupRanks) and not ranks.may_be_replaced:
+        return ranks
+    return _connected(along(mesh, axis))
 
 
 def _connected(ranks: Ranks) -> Ranks:

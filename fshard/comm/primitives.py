@@ -389,6 +389,17 @@ def total(
     x: Tensor, mesh: AnyMesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = ""
 ) -> Tensor:
     """Reduce a small tensor by sum, max or min over some axes (None: all axes), and wait for the result."""
-    for axis in axis_sizes(mesh) if axes is None else axes:
-        x = all_reduce(x, along(mesh, axis), label, op=op, more=more).wait()
-    return x
+    return start_total(x, mesh, axes, op, label, more).wait()
+
+
+def start_total(
+    x: Tensor, mesh: AnyMesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = ""
+) -> Pending:
+    """Start `total`: along the last axis of several ranks it is under way, along those before it has ended."""
+    sizes = axis_sizes(mesh)
+    names = tuple(sizes) if axes is None else axes
+    needed = [axis for axis in names if sizes[axis] > 1] or names[:1]
+    pending = Pending(None, lambda _: x)
+    for axis in needed:
+        pending = all_reduce(pending.wait(), along(mesh, axis), label, op=op, more=more)
+    return pending

@@ -114,6 +114,15 @@ class GroupRanks:
         # one rank sends nothing
         self.built_in = None if self.size == 1 or (device.type == "cpu" and self.size <= few) else group
 
+    @property
+    def may_be_replaced(self) -> bool:
+        """Whether the group's backend is one of torch's own: a backend that somebody registered was chosen on purpose.
+
+        Other ways to send the same data may replace torch's own backends for CPUs.
+        """
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
+        return backends.get(self.device.type) in (dist.Backend.GLOO, dist.Backend.MPI, dist.Backend.UCC)
+
     @cached_property
     def timeout(self) -> timedelta:
         """How long to wait for a message."""

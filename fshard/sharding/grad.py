@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..comm import primitives
-from ..comm.mesh import AnyMesh, Axes
+from ..comm.mesh import AnyMesh, Axes, num_ranks
+from ..comm.ranks import MismatchError, Pending
 from ..comm.reduction import Reduction, is_idle, reduction_of
 from ..core import func_levels, tree
 from ..core.arguments import check_flags, check_function, is_number, shown
@@ -59,14 +60,28 @@ tree.register_fields(Sum, ("total",))
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one forward: the loss's total and count over all ranks (0-d, float64), its class and dtype."""
+    """The result of one forward: the loss's total and count over all ranks (0-d, float64), its class and dtype.
 
-    total: Tensor
-    count: Tensor
+    `sums` gives both. Its first call waits for the other ranks; `weight` is the count where it is known before, which
+    is so for all losses but a `Mean`.
+    """
+
+    sums: Callable[[], Sequence[Tensor]]
+    weight: Tensor | None
     kind: type  # Mean, Sum, or Tensor for a plain scalar
     dtype: torch.dtype
     extra: Tree
     aux: Tree
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of all ranks' totals."""
+        return self.sums()[0]
+
+    @property
+    def count(self) -> Tensor:
+        """The sum of all ranks' counts."""
+        return self.sums()[1] if self.weight is None else self.weight
 
     @property
     def divisor(self) -> Tensor:
@@ -120,11 +135,17 @@ def described(kind: type, built: str) -> str:
     return f", loss={'a scalar' if kind is Tensor else kind.__name__}{built}"
 
 
-def _outcome(returned: Tree, extra: Tree, aux: Tree, mesh: AnyMesh, built: str = "") -> tuple[list[Tensor], Outcome]:
-    """Return the tensors to differentiate and the outcome.
+def _local(returned: Tree) -> list[Tensor]:
+    """The tensors to differentiate: this rank's total, and its count if that requires a gradient."""
+    loss, _ = read_loss(returned)
+    count = loss.count if isinstance(loss, Mean) else None
+    return [loss.total, count] if isinstance(count, Tensor) and count.requires_grad else [loss.total]
 
-    The tensors are this rank's total, and its count if that requires a gradient. One small collective sums
-    totals and counts over ranks.
+
+def _start_sums(returned: Tree, mesh: AnyMesh, built: str = "") -> Pending:
+    """Start the small collective that sums the totals and counts (2,) of all ranks.
+
+    With several axes those before the last have ended. ValueError for what is no loss.
     """
     loss, kind = read_loss(returned)
     count = loss.count if isinstance(loss, Mean) else 1
@@ -132,9 +153,15 @@ def _outcome(returned: Tree, extra: Tree, aux: Tree, mesh: AnyMesh, built: str =
     total = loss.total.detach().double()
     detached_count = count.detach() if isinstance(count, Tensor) else count
     local = torch.stack([total, on_device(detached_count, total.device)])  # (2,)
-    sums = primitives.total(local, mesh, label="loss", more=described(kind, built))
-    varying = [count] if isinstance(count, Tensor) and count.requires_grad else []
-    return [loss.total, *varying], Outcome(sums[0], sums[1], kind, loss.total.dtype, extra, aux)
+    return primitives.start_total(local, mesh, label="loss", more=described(kind, built))
+
+
+def _outcome(returned: Tree, extra: Tree, aux: Tree, sums: Pending, mesh: AnyMesh) -> Outcome:
+    """The outcome of a forward whose sums over ranks were started."""
+    loss, kind = read_loss(returned)
+    # every rank's loss that is no Mean counts 1
+    weight = None if kind is Mean else loss.total.new_full((), num_ranks(mesh), dtype=torch.float64)
+    return Outcome(cache(lambda: sums.wait().unbind()), weight, kind, loss.total.dtype, extra, aux)
 
 
 def _called(
@@ -209,21 +236,44 @@ def run(
     with anchors.another_root(), closing(tape):
         with torch.enable_grad():
             returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
-        outs, outcome = _outcome(*returned, None if alone else params.plan.live_mesh(), built)
-        del returned
-        _check_differentiable(outs, whole)
-        seed = scale(divisor(outcome).reciprocal())  # 0-d, the gradient of the scaled loss with respect to the total
-        seeds = [seed, -seed * (outcome.total / outcome.divisor)]  # d(T / C) = dT / C - (T / C) dC / C
-        # not strict: a count that depends on no parameter is not among `outs`
-        pairs = [(out, seed.to(out.dtype)) for out, seed in zip(outs, seeds, strict=False) if out.requires_grad]
-        differentiated = [out for out, _ in pairs]
-        # on this thread: the tally and simulated ranks belong to it
-        with torch.autograd.set_multithreading_enabled(False):
-            # the root gets no gradient: the anchors on the way to it hand the leaves' gradients to the tape
-            torch.autograd.grad(differentiated, [tape.root], [seed for _, seed in pairs], allow_unused=True)
-        tape.check_reached(differentiated)
-        tape.finish()
+        mesh = None if alone else params.plan.live_mesh()
+        # before `tape.end` starts the first gather of the backward, behind which this small collective would queue
+        sums = _start_sums(returned[0], mesh, built)
+        with _dropped_on_error(sums):
+            tape.end()
+            outs, outcome = _local(returned[0]), _outcome(*returned, sums, mesh)
+            del returned
+            _check_differentiable(outs, whole)
+            seed = scale(divisor(outcome).reciprocal())  # 0-d, the gradient of the scaled loss in the total
+            seeds = [seed]
+            if len(outs) > 1:  # d(T / C) = dT / C - (T / C) dC / C
+                seeds.append(-seed * (outcome.total / outcome.divisor))
+            _backward(tape, outs, seeds)
+            outcome.sums()  # nothing of this forward is under way any more
     return outcome
+
+
+@contextmanager
+def _dropped_on_error(pending: Pending) -> Iterator[None]:
+    """A block after whose error nobody waits for a collective: the messages are waited for, and dropped."""
+    try:
+        yield
+    except BaseException:
+        with suppress(MismatchError):  # the first error says more
+            pending.drop()
+        raise
+
+
+def _backward(tape: Tape, outs: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+    """The gradients of `outs`, times `seeds`, into the tape's destination, reduced."""
+    pairs = [(out, seed.to(out.dtype)) for out, seed in zip(outs, seeds, strict=True) if out.requires_grad]
+    differentiated = [out for out, _ in pairs]
+    # on this thread: the tally and simulated ranks belong to it
+    with torch.autograd.set_multithreading_enabled(False):
+        # the root gets no gradient: the anchors on the way to it hand the leaves' gradients to the tape
+        torch.autograd.grad(differentiated, [tape.root], [seed for _, seed in pairs], allow_unused=True)
+    tape.check_reached(differentiated)
+    tape.finish()
 
 
 def _check_differentiable(outs: Sequence[Tensor], whole: bool) -> None:
@@ -343,9 +393,11 @@ def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..
         try:
             with torch.no_grad():
                 returned = _called(tape, params, loss_fn, inputs(plan, args), has_aux, with_extra=False)
+            tape.end()
         finally:
             tape.close()
-        _, outcome = _outcome(*returned, plan.live_mesh())
+        sums = _start_sums(returned[0], plan.live_mesh())
+        outcome = _outcome(*returned, sums, plan.live_mesh())
         return (outcome.value, outcome.aux) if has_aux else outcome.value
 
     return fn

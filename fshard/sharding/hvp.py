@@ -25,7 +25,7 @@ from .gradients import Gradients
 from .plan import Slot
 from .saved import SavedTensor
 from .sharded import Sharded
-from .tape import T, Tape
+from .tape import Tape
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,10 @@ class _Duals(Tape):
         """The value or tangent that `pack` was given."""
         return self._tangents.unpack(saved.saved) if isinstance(saved, _OfTangents) else super().unpack(saved)
 
-    def forward_once(self, loss: Callable[[Tree], T]) -> T:
-        """Run the loss once, and end the forward of both tapes."""
-        out = super().forward_once(loss)
+    def end(self) -> None:
+        """End the forward of both tapes."""
+        super().end()
         self._tangents.end()
-        return out
 
     def close(self) -> None:
         """Close the tape of the values and that of the tangents."""

@@ -53,7 +53,7 @@ T = TypeVar("T")
 class Tape:
     """The gathers and reductions of one forward and backward over one `Sharded`; without `into`, of a forward alone.
 
-    A subclass may extend `view`, `touch`, `pack`, `unpack`, `forward_once` and `close`.
+    A subclass may extend `view`, `touch`, `pack`, `unpack`, `end` and `close`.
 
     `beside` are the other `Sharded` that the loss reads: they get no gradient, and each has a tape of its own, which
     gathers again for the backward of this one.
@@ -240,7 +240,7 @@ class Tape:
         return dict(zip(trainable, bound, strict=True))
 
     def forward(self, loss: Callable[[Tree], T]) -> T:
-        """The loss of the parameters; afterwards each tape has the buffers of one unit at most."""
+        """The loss of the parameters. After it call `end`."""
         if self._into is None or not any(tape._regather for tape in self._tapes):
             return self.forward_once(loss)
         rewind = bookmark(self._device)
@@ -262,15 +262,14 @@ class Tape:
         return [self, *(tape for _, tape in self.beside)]
 
     def forward_once(self, loss: Callable[[Tree], T]) -> T:
-        """Run the loss once, and end the forward of all tapes."""
+        """Run the loss once."""
         with self._hooks(), self._writes.refusing(), loss_of(self.plan.policy, self.plan.mesh):
-            out = loss(self.view())
-        for tape in self._tapes:
-            tape.end()
-        return out
+            return loss(self.view())
 
     def end(self) -> None:
         """End the forward: drop all buffers but those that the backward begins with, and start the next gather."""
+        for _, tape in self.beside:
+            tape.end()
         self._writes.check()
         self._gathered.clear()
         self._bound.clear()
@@ -279,8 +278,8 @@ class Tape:
         self._backward = True
         first = next(reversed(self._saved), None)
         self._full = {unit: x for unit, x in self._full.items() if unit == first}
-        # a unit that is in memory takes the place of one stage
-        self._ahead(self._before()[: self._stages - len(self._full)])
+        # a unit that is in memory takes the place of one of several stages
+        self._ahead(self._before()[: max(1, self._stages - len(self._full))])
 
     def _hooks(self) -> AbstractContextManager[None]:
         """The block in which what autograd saves of gathered buffers is replaced by places."""

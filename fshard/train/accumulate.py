@@ -180,7 +180,9 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
     total = torch.stack([outcome.total for outcome in outcomes]).sum()  # (micro-batches,) -> ()
     count = torch.stack([outcome.count for outcome in outcomes]).sum()
     first, last = outcomes[0], outcomes[-1]
-    return Outcome(total, count, first.kind, first.dtype, last.extra, [outcome.aux for outcome in outcomes])
+    return Outcome(
+        lambda: (total, count), None, first.kind, first.dtype, last.extra, [outcome.aux for outcome in outcomes]
+    )
 
 
 def check_reduce_once(reduce_once: object, by: Reduction) -> None:

@@ -47,7 +47,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
 
     def divisor(outcome: Outcome) -> Tensor:
         if not first:
-            first.append(replace(outcome, count=_count_of_first_slice(outcome, recipe, rows, plan, rank)))
+            first.append(replace(outcome, weight=_count_of_first_slice(outcome, recipe, rows, plan, rank)))
         return first[0].shared(num)
 
     grads, counter, outcomes = later_grads(params, plan.grads_over), list[Sharded](), list[Outcome]()
@@ -109,5 +109,7 @@ def _over_ranks(outcomes: Sequence[Outcome], plan: Plan) -> Outcome:
     """The outcome of all slices of all ranks, summed in the tree's order; aux is this rank's."""
     pair = tree_sum([torch.stack([outcome.total, outcome.count]) for outcome in outcomes])  # (2,)
     axes = plan.rest(())
-    total, count = reduce_over(pair, plan.live_mesh(), (), axes, "loss", None, TREE).wait().unbind()
-    return replace(outcomes[0], total=total, count=count, aux=[aux for outcome in outcomes for aux in outcome.aux])
+    sums = reduce_over(pair, plan.live_mesh(), (), axes, "loss", None, TREE).wait().unbind()
+    return replace(
+        outcomes[0], sums=lambda: sums, weight=None, aux=[aux for outcome in outcomes for aux in outcome.aux]
+    )
