@@ -11,7 +11,8 @@ from .core.donation import DonatedError
 from .sharding.grad import Mean, Sum, evaluate, reduce_grads, value_and_grad
 from .sharding.hvp import hvp
 from .sharding.initial import init_params
-from .sharding.plan import Plan, make_plan
+from .sharding.plan import Plan
+from .sharding.planning import make_plan
 from .sharding.precision import Policy
 from .sharding.sharded import Sharded, gather_params, shard_params
 from .sharding.state_dict import load_state_dict, state_dict

@@ -127,8 +127,8 @@ def test_the_files_and_notes_that_texts_name_exist() -> None:
         ("Note [No such note]", 1),
         ("Notes [Anchors] in `anchors.py`, [Lines] in `tape.py`", 1),
         ("`nodes.py`", 1),
-        ("`sharding/plan.py` `make_plan`, `comm/ranks.py` `Ranks.exchange`", 0),
-        ("`sharding/plan.py`\n  `make_plans`", 1),
+        ("`sharding/planning.py` `make_plan`, `comm/ranks.py` `Ranks.exchange`", 0),
+        ("`sharding/planning.py`\n  `make_plans`", 1),
     ],
 )
 def test_the_check_of_references_can_fail(text: str, wrong: int) -> None:

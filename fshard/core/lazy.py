@@ -9,12 +9,22 @@ from typing import Any
 from .tree import Spec, Tree, children, names
 
 
+class Container:
+    """The children of a container, listed once: their names, structures and first leaves."""
+
+    def __init__(self, spec: Spec):
+        self.names = names(spec)
+        self.positions = {name: position for position, name in enumerate(self.names)}
+        self.children = list(children(spec))  # the structure, and the number of the first leaf in this container
+        self.is_mapping = spec.type is not None and issubclass(spec.type, dict)
+
+
 class Branch:
     """A container that creates its children on access, with the reading methods of the container that it represents."""
 
     @abstractmethod
-    def _node(self) -> Spec:
-        """Return the structure of the container that this object represents."""
+    def _container(self) -> Container:
+        """Return the children of the container that this object represents."""
 
     @abstractmethod
     def _child(self, spec: Spec, first: int) -> Tree:
@@ -26,42 +36,36 @@ class Branch:
 
     def _pick(self, index: int) -> Tree:
         """Create the child at a position."""
-        if "_children" not in vars(self):  # stored, so that iteration does not list all children for each child
-            vars(self)["_children"] = list(children(self._node()))
-        return self._child(*vars(self)["_children"][index])
-
-    def _is_mapping(self) -> bool:
-        kind = self._node().type
-        return kind is not None and issubclass(kind, dict)
+        return self._child(*self._container().children[index])
 
     def __getitem__(self, key: Any) -> Tree:  # a key of any dict, or an index or slice: no type has both
-        entries = names(self._node())
-        if self._is_mapping():
-            if key not in entries:
-                raise KeyError(f"{key!r}: there is {', '.join(map_repr(entries))}")
-            return self._pick(entries.index(key))
-        numbers = range(len(entries))[key]
+        container = self._container()
+        if container.is_mapping:
+            if key not in container.positions:
+                raise KeyError(f"{key!r}: there is {', '.join(map_repr(container.names))}")
+            return self._pick(container.positions[key])
+        numbers = range(len(container.names))[key]
         return self._pick(numbers) if isinstance(numbers, int) else [self._pick(i) for i in numbers]
 
     def __getattr__(self, name: str) -> Tree:
-        # `_node` reads private attributes: to look for one that is not set yet with its help would never end
-        entries = [] if name.startswith("_") or self._is_mapping() else names(self._node())
-        if name not in entries:
+        # `_container` reads private attributes: to look for one that is not set yet with its help would never end
+        container = None if name.startswith("_") else self._container()
+        if container is None or container.is_mapping or name not in container.positions:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self._pick(entries.index(name))
+        return self._pick(container.positions[name])
 
     def __len__(self) -> int:
-        return len(self._node().children())
+        return len(self._container().children)
 
     def __iter__(self) -> Iterator[Tree]:
-        return iter(self.keys()) if self._is_mapping() else (self._pick(i) for i in range(len(self)))
+        return iter(self.keys()) if self._container().is_mapping else self.values()
 
     def __contains__(self, key: object) -> bool:
-        return self._is_mapping() and key in self.keys()
+        return self._container().is_mapping and key in self._container().positions
 
     def keys(self) -> list[Hashable]:
         """Return the keys, in the order of use."""
-        return names(self._node())
+        return list(self._container().names)
 
     def values(self) -> Iterator[Tree]:
         """Return an iterator over the children in the order of use, each created when reached."""

@@ -232,7 +232,7 @@ def difference(expected: Tree, got: Tree) -> str:
     if type(expected) is not type(got):
         return f"expected a {type(expected).__name__}, got a {type(got).__name__}"
     wanted, present = (paths(flatten(tree)[1]) for tree in (expected, got))
-    missing, extra = [p for p in wanted if p not in present], [p for p in present if p not in wanted]
+    missing, extra = ([p for p in a if p not in b] for a, b in ((wanted, set(present)), (present, set(wanted))))
     if not missing and not extra:
         return "the leaves have the same paths, in other containers or laid out by another plan"
     return f"it lacks {missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} besides"

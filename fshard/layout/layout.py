@@ -20,6 +20,7 @@ import torch
 
 from ..comm.mesh import AnyMesh, Axes, coordinate
 from ..core import tree
+from ..core.lazy import Container
 from .cuts import EVERYONE, Cut, Span
 
 S = TypeVar("S")
@@ -47,9 +48,13 @@ class Derived:
     because their outputs refer to the plan: Python's garbage collector frees them.
     """
 
-    # The values of the last two are of modules that import this one.
     layouts: dict[Hashable, Layout] = field(default_factory=dict)  # of a plan, by view
+    # The values are of a module that imports this one, as those of `graphs` are.
     routes: dict[Hashable, Any] = field(default_factory=dict)  # of a layout, by the `source` of the target layout
+    containers: dict[Hashable, Container] = field(default_factory=dict)  # of a plan, by first leaf and number of nodes
+    units: dict[Hashable, tuple[int, int]] = field(
+        default_factory=dict
+    )  # of a plan, by first leaf and number of leaves
     graphs: WeakKeyDictionary[object, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)  # of a plan, by `jit`
 
 

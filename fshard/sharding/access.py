@@ -13,7 +13,7 @@ from torch import Tensor
 from ..comm.mesh import AnyMesh
 from ..core import tree
 from ..core.arguments import wrong
-from ..core.lazy import Branch
+from ..core.lazy import Branch, Container
 from ..core.tree import Tree
 from .plan import Plan
 from .precision import Policy
@@ -61,8 +61,8 @@ class Lazy(Branch):
         self._spec = spec
         self._first = first
 
-    def _node(self) -> tree.Spec:
-        return self._spec
+    def _container(self) -> Container:
+        return self._tape.plan.container(self._spec, self._first)
 
     def _child(self, spec: tree.Spec, first: int) -> Tree:
         return self._tape.enter(spec, self._first + first)

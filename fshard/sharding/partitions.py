@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from ..comm.mesh import Axes
-from ..core import tree
 from ..core.arguments import wrong
-from .units import no_unit
+from .units import fitting, no_unit
 
 Regather = bool | str | Sequence[str]  # whether a unit is gathered again, or the axes over which a copy of it stays cut
 
@@ -55,23 +55,21 @@ def kept_over(
     """
     if not isinstance(regather, Mapping):
         return [_kept("regather", regather, sizes, params_over)] * len(names)
-    pairs = [(pattern, _kept(f"regather[{pattern!r}]", x, sizes, params_over)) for pattern, x in regather.items()]
-    fits = [[number for number, (pattern, _) in enumerate(pairs) if _fits(name, pattern)] for name in names]
+    for pattern in regather:
+        if not isinstance(pattern, str):
+            raise TypeError(wrong("regather: a key", pattern, "the name of a unit, or a pattern such as 'blocks.*'"))
+    kept = [_kept(f"regather[{pattern!r}]", x, sizes, params_over) for pattern, x in regather.items()]
+    fits = fitting([name.split(".") for name in names], list(regather))
+    matched, chosen = set(chain.from_iterable(fits)), {row[0] for row in fits if row}
     for number, pattern in enumerate(regather):
-        if not any(number in row for row in fits):
+        if number not in matched:
             raise ValueError(f"regather: {no_unit(pattern, names)}")
-        if not any(row[:1] == [number] for row in fits):
+        if number not in chosen:
             raise ValueError(
                 f"regather: the pattern {pattern!r} chooses no unit: the patterns before it match all of its units, "
                 "and the first that matches counts. Put it before them."
             )
-    return [pairs[row[0]][1] if row else None for row in fits]
-
-
-def _fits(name: str, pattern: object) -> bool:
-    if not isinstance(pattern, str):
-        raise TypeError(wrong("regather: a key", pattern, "the name of a unit, or a pattern such as 'blocks.*'"))
-    return tree.matches(name.split("."), pattern)
+    return [kept[row[0]] if row else None for row in fits]
 
 
 def _kept(name: str, value: object, sizes: Mapping[str, int], params_over: Axes) -> Axes | None:

@@ -16,30 +16,26 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, mesh_device, num_ranks, present
+from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, mesh_device, present
 from ..comm.one_host import connected
 from ..comm.reduction import Gather
 from ..comm.wire import Wire
 from ..core import tree
-from ..core.arguments import check_flags, check_has, check_whole, wrong
-from ..core.lazy import Branch
+from ..core.arguments import wrong
+from ..core.lazy import Branch, Container
 from ..core.tree import Tree
 from ..layout.layout import Derived
 from ..layout.pieces import Parts
-from .leaves import check_tensors, first_places, is_differentiable, join_frozen
 from .offload import Crossings, crossings
-from .partitions import Regather, kept_over, partitions
-from .precision import Policy, Precision, policy_of, precisions
-from .units import ROOT, Where, claim_leaves, claim_policies, claim_units
+from .precision import Policy, Precision
+from .units import ROOT
 
 _ALIGN = 16  # bytes
 
@@ -196,6 +192,35 @@ class Plan:
         return {axes: coordinate(mesh, axes) for axes in partitions | {unit.kept or () for unit in self.units}}
 
     @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The dotted path of every leaf, in the order of use; tied leaves have several."""
+        return tuple(tree.paths(self.spec))
+
+    def container(self, spec: tree.Spec, first: int) -> Container:
+        """The children of the container of structure `spec` whose first leaf has the number `first`."""
+        if torch.compiler.is_compiling():  # a graph must not change what belongs to a plan
+            return Container(spec)
+        # of containers with one first leaf each lies inside another, which has more nodes
+        known, key = self.derived.containers, (first, spec.num_nodes)
+        if key not in known:
+            known[key] = Container(spec)
+        return known[key]
+
+    def units_of(self, first: int, num_leaves: int) -> tuple[int, int]:
+        """The first unit of some consecutive leaves, and one past the last."""
+        if torch.compiler.is_compiling():
+            return self._units_of(first, num_leaves)
+        known, key = self.derived.units, (first, num_leaves)
+        if key not in known:
+            known[key] = self._units_of(first, num_leaves)
+        return known[key]
+
+    def _units_of(self, first: int, num_leaves: int) -> tuple[int, int]:
+        # tied leaves may be in units far from the others
+        units = [self.slots[n].unit for n in self.leaves[first : first + num_leaves]]
+        return min(units), max(units) + 1
+
+    @cached_property
     def places(self) -> dict[tuple[int, int], list[Slot]]:
         """The slots by (unit, kind), in the order in which they lie in the flat buffer."""
         by_place: dict[tuple[int, int], list[Slot]] = {}
@@ -249,7 +274,7 @@ class Plan:
 
     def _leaf_lines(self) -> list[str]:
         lines = []
-        for path, number in zip(tree.paths(self.spec), self.leaves, strict=True):
+        for path, number in zip(self.paths, self.leaves, strict=True):
             slot = self.slots[number]
             tied = f" (the tensor of {slot.path!r})" if path != slot.path else ""
             lines.append(
@@ -266,8 +291,10 @@ class Plan:
         lines = [f"Plan on {dict(self.axes) or 'one device'}: {head}"]
         lines.append(f"{'unit':<{width}}  {'leaves':>6}  {'elements':>12}  {'bytes':>14}  {'bytes per rank':>14}")
         lines[1] += "  regather" * (len(choices) > 1)
-        for number, unit in enumerate(self.units):
-            slots = [s for s in self.slots if s.unit == number]
+        slots_of: list[list[Slot]] = [[] for _ in self.units]
+        for slot in self.slots:
+            slots_of[slot.unit].append(slot)
+        for number, (unit, slots) in enumerate(zip(self.units, slots_of, strict=True)):
             sizes = [k.dtype.itemsize for k in self.kinds]
             total = sum(length * size for length, size in zip(unit.lengths, sizes, strict=True))
             on_rank = sum(self.length(number, k, self.params_over) * size for k, size in enumerate(sizes))
@@ -281,132 +308,6 @@ def _strategy(plan: Plan) -> dict[str, Axes]:
     return {"params_over": plan.params_over, "grads_over": plan.grads_over, "state_over": plan.state_over}
 
 
-def make_plan(
-    params: Tree,
-    mesh: AnyMesh = None,
-    *,
-    units: Where | int = None,
-    params_over: str | Sequence[str] = "shard",
-    grads_over: str | Sequence[str] = "shard",
-    state_over: str | Sequence[str] = "shard",
-    regather: Regather | Mapping[str, Regather] = True,
-    whole: Where = None,
-    frozen: Where = None,
-    host: Where = None,
-    block: int = 1,
-    policy: Policy | str | None = None,
-    param_wire: Wire | None = None,
-    grad_wire: Wire | None = None,
-    together: bool = False,
-    slices: int = 8,
-    gather: Gather | None = None,
-) -> Plan:
-    """Lay a tree of tensors (real, meta or fake) out over the axes of a mesh.
-
-    Which leaves are gathered together, and over which axes:
-
-    - `units`: the subtrees that are gathered together: dotted path patterns (`*` one component, `**` any number), a
-      predicate `(path, subtree) -> bool`, or a number of elements at which a unit is full. All other leaves are the
-      root unit.
-    - `params_over`, `grads_over`, `state_over`: the names of the axes over which parameters, gradients and optimizer
-      state are partitioned, each extending the one before.
-    - `regather`: gathered parameters are freed after the forward and gathered again in the backward (True), or stay
-      (False). With the last axis of `params_over` (or several), a copy stays that is cut over this axis alone, and the
-      backward gathers it over this axis: inside a host, say. A dict gives one of these to each unit: its keys are
-      names or patterns of units (`"(root)"` is the root), the first that matches counts; other units have True.
-
-    Leaves with another treatment; `whole`, `frozen` and `host` are each a pattern, several patterns, or a predicate.
-    Integer leaves are always frozen. If some leaves of a tree require a gradient, as in a module, leaves that do not
-    are frozen. Leaves that are the same elements of the same memory (one tensor, its `.detach()` or `.data`) are tied:
-    they are stored once, and what selects one of their places selects the leaf.
-
-    - `whole`: these leaves stay whole on every rank.
-    - `frozen`: these leaves get no gradient and no optimizer state.
-    - `host`: parameters, gradients and optimizer state of these leaves lie in host memory, where the optimizer updates
-      them; the device of the mesh computes with them.
-    - `block`: leaves start at multiples of `block` elements, and shard boundaries fall on them (for state in blocks).
-
-    Dtypes, and what is sent:
-
-    - `policy`: the dtypes in which floating leaves are stored, computed with and reduced (a `Policy`, or its text).
-    - `param_wire`, `grad_wire`: how shards and gradients are encoded to be sent (`fshard.wire`).
-    - `together`: all dtypes of a unit are gathered in one message.
-    - `gather`: an object whose `all_gather` gathers the shards of parameters (`fshard.reduction.Gather`).
-    - `slices`: a step with `reduction="tree"` cuts the batch of all ranks into this number of slices, a power
-      of two.
-
-    On a mesh of processes the plans of all ranks are compared.
-
-    Raises TypeError (an argument of a wrong type), ValueError (wrong axes or patterns, leaves that are not plain dense
-    tensors or share part of their memory, `frozen` that contradicts `requires_grad`) and MismatchError (plans of ranks
-    differ).
-
-    >>> plan = make_plan({"embed": torch.zeros(4, 2), "blocks": [torch.zeros(3), torch.zeros(3)]}, units=["blocks.*"])
-    >>> [unit.name for unit in plan.units]
-    ['(root)', 'blocks.0', 'blocks.1']
-
-    Source: the flat parameter of Zhao et al., PyTorch FSDP (2023); the partitions of Rajbhandari et al., ZeRO (2020).
-    """
-    _check_arguments(block, slices, together, gather, param_wire=param_wire, grad_wire=grad_wire)
-    _check_host(host, mesh)
-    sizes, policy = axis_sizes(mesh), policy_of(policy)
-    over = partitions(sizes, params_over, grads_over, state_over)
-    check_plain("params", params)
-    flat, spec = tree.flatten(params)
-    check_tensors(flat, tree.paths(spec))
-    origins = first_places(flat, tree.paths(spec))
-    slot_of = {origin: number for number, origin in enumerate(dict.fromkeys(origins))}
-    names, claims = claim_units(params, spec, flat, origins, units)
-    kept = kept_over(names, regather, sizes, over[0])
-    chosen = {"whole": whole, "frozen": frozen, "host": host}
-    is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in chosen.items())
-    is_frozen = join_frozen(is_frozen, flat, origins, tree.paths(spec))
-    dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
-    trains = [is_differentiable(leaf) and not still for leaf, still in zip(flat, is_frozen, strict=True)]
-    # only first occurrences: tied leaves have the kind of the first
-    kind_of = {i: Kind(dtypes[i], trains[i], is_whole[i], is_host[i]) for i in slot_of}
-    kinds = tuple(dict.fromkeys(kind_of.values()))
-    slots, lengths = _place(flat, tree.paths(spec), kind_of, kinds, claims, len(names), num_ranks(mesh), block)
-    plan = Plan(
-        spec,
-        tuple(slot_of[i] for i in origins),
-        tuple(claims),
-        slots,
-        tuple(Unit(name, tuple(row), axes) for name, row, axes in zip(names, lengths, kept, strict=True)),
-        kinds,
-        tuple(sizes.items()),
-        *over,
-        block,
-        policy.named(),
-        param_wire,
-        grad_wire,
-        together,
-        slices,
-        gather,
-        connected(mesh),
-    )
-    consensus.check_same(plan.mesh, plan.describe(), "the plan")
-    return plan
-
-
-def _check_arguments(block: int, slices: int, together: bool, gather: Gather | None, **wires: Wire | None) -> None:
-    check_whole("block", block, what="a number of elements")
-    check_whole("slices", slices, what="a power of two")
-    if slices.bit_count() > 1:
-        raise ValueError(f"slices={slices}: expected a power of two, the most ranks a run may ever have")
-    check_flags(together=together)
-    if gather is not None:
-        check_has("gather", gather, ("all_gather",), "an object that gathers, a fshard.reduction.Gather")
-    for name, wire in wires.items():
-        if wire is not None:
-            check_has(name, wire, ("encode", "decode", "feedback"), "a wire, as fshard.wire.Int8() is")
-            if wire.feedback and name == "param_wire":
-                raise ValueError(
-                    f"param_wire={wire}: expected a wire without feedback, got one that has much of what it is given "
-                    "sent later: parameters are sent anew each time, so that never arrives. Use it as grad_wire."
-                )
-
-
 def check_plain(name: str, params: Tree) -> None:
     """Raise TypeError if `params` contains sharded tensors or a plan instead of whole tensors."""
     for node in tree.tops(params, lambda x: isinstance(x, Parts | Branch | Plan)):
@@ -414,37 +315,3 @@ def check_plain(name: str, params: Tree) -> None:
             raise TypeError(wrong(name, node, "a tree of whole tensors", "fshard.gather_params gives them"))
         if isinstance(node, Plan):
             raise TypeError(wrong(name, node, "a tree of whole tensors", "Are the arguments in the call's order?"))
-
-
-def _check_host(host: Where, mesh: AnyMesh) -> None:
-    if host is not None and mesh is None:
-        raise ValueError(
-            f"host={host!r}: expected a mesh, which says where to compute, got None. Give a mesh of one rank: "
-            "init_device_mesh('cuda', (1,), mesh_dim_names=('shard',))"
-        )
-
-
-def _place(
-    flat: Sequence[Tensor],
-    paths: Sequence[str],
-    kind_of: dict[int, Kind],
-    kinds: Sequence[Kind],
-    claims: Sequence[int],
-    num_units: int,
-    mesh_size: int,
-    block: int,
-) -> tuple[tuple[Slot, ...], list[list[int]]]:
-    """Return the slot of each leaf, and the padded length of every unit and kind.
-
-    Leaves start at multiples of `block` and of 16 bytes; lengths are multiples of that times the number of ranks of the
-    whole mesh, so that an all-reduce over any axis divides evenly, too.
-    """
-    lengths = [[0] * len(kinds) for _ in range(num_units)]
-    slots, steps = [], [math.lcm(kind.aligned, block) for kind in kinds]
-    for i, kind in kind_of.items():
-        unit, k = claims[i], kinds.index(kind)
-        slots.append(Slot(paths[i], tuple(flat[i].shape), k, unit, lengths[unit][k]))
-        lengths[unit][k] += -(-flat[i].numel() // steps[k]) * steps[k]  # rounded up
-    multiples = [step * mesh_size for step in steps]
-    padded = [[-(-n // multiple) * multiple for n, multiple in zip(row, multiples, strict=True)] for row in lengths]
-    return tuple(slots), padded

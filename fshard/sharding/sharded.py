@@ -15,7 +15,7 @@ from ..comm.mesh import AnyMesh, Axes, coordinate, mesh_device
 from ..core import tree
 from ..core.arguments import check_whole, wrong
 from ..core.donation import Life, Source
-from ..core.lazy import Branch
+from ..core.lazy import Branch, Container
 from ..core.tree import Tree
 from ..layout import reshard
 from ..layout.layout import Layout
@@ -112,8 +112,8 @@ class Sharded(Parameters, Branch):
     def local_views(self) -> dict[str, Tensor]:
         """This rank's piece of every leaf, by path: 1-D views, empty if other ranks hold the whole leaf."""
         views = {}
-        names = tree.paths(self.plan.spec)[self.view.first :]
-        for path, slot in zip(names, self.view.slots(), strict=False):
+        names = self.plan.paths[self.view.first :][: self.view.spec.num_leaves]
+        for path, slot in zip(names, self.view.slots(), strict=True):
             if slot.kind in self.view.kinds:
                 begin, end, shift = _overlap(self.plan, slot, self.view.over)
                 views[path] = self.piece(slot.unit, slot.kind)[begin + shift : end + shift]
@@ -129,16 +129,14 @@ class Sharded(Parameters, Branch):
         # a kind that is not here, as frozen leaves among gradients, has None
         return tree.unflatten(self.view.spec, [whole.get(slot) for slot in slots])
 
-    def _node(self) -> tree.Spec:
-        return self.view.spec
+    def _container(self) -> Container:
+        return self.plan.container(self.view.spec, self.view.first)
 
     def _child(self, spec: tree.Spec, first: int) -> Tree:
         if spec.num_leaves == 0:
             return tree.unflatten(spec, [])
-        view = replace(self.view, spec=spec, first=self.view.first + first)
-        # from the first to the last unit of the subtree: tied leaves may be in units far from the others
-        units = [slot.unit for slot in view.slots()]
-        view = replace(view, units=(min(units), max(units) + 1))
+        first += self.view.first
+        view = replace(self.view, spec=spec, first=first, units=self.plan.units_of(first, spec.num_leaves))
         plan, over, first_unit = self.plan, self.view.over, self.view.units[0]
         rows = []
         for kind, row in zip(self.view.kinds, self.tensors, strict=True):
@@ -260,10 +258,10 @@ def _placed_leaves(params: Tree, plan: Plan) -> list[Tensor]:
     """The leaf of a tree for every slot of the plan, matched by path."""
     flat, spec = tree.flatten(params)
     by_path = dict(zip(tree.paths(spec), flat, strict=True))
-    expected = tree.paths(plan.spec)
-    if set(by_path) != set(expected):
+    expected, known = plan.paths, set(plan.paths)
+    if set(by_path) != known:
         missing = [p for p in expected if p not in by_path]
-        extra = [p for p in by_path if p not in set(expected)]
+        extra = [p for p in by_path if p not in known]
         raise ValueError(
             f"the tree is not the plan's: it lacks {missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} besides "
             f"(expected {len(expected)} leaves, got {len(by_path)}). Make the plan from this tree, or pass the plan's."

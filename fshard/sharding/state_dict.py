@@ -13,7 +13,6 @@ from ..comm import dtensors as torch_sharded
 from ..comm import primitives
 from ..comm.consensus import check_same, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
-from ..core import tree
 from ..core.arguments import check_flags, check_whole, wrong
 from .initial import filled
 from .names import Form, Rename, form_difference, name_differences, renamed, unreadable
@@ -56,7 +55,7 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
                 else:
                     device = x.piece(unit, kind).device  # host memory for leaves that are kept there
                     result[slot] = torch_sharded.dtensor_of(leaf.to(device), on, x.view.axes(kind))
-    names = zip(tree.paths(plan.spec), x.view.slots(), strict=True)
+    names = zip(plan.paths, x.view.slots(), strict=True)
     return {name: result[slot] for name, slot in names if slot in result}
 
 

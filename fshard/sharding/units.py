@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from torch import Tensor
 
@@ -20,6 +21,8 @@ _SHOWN = 8  # names in an error
 def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tuple[str, int, int]]:
     """The subtrees that patterns or a predicate select, outer before inner: path, first leaf, number of leaves."""
     _check_where(name, where)
+    if where is None:
+        return []
     nodes = list(tree.walk(spec))
     picked: Sequence[object]
     if callable(where):
@@ -29,11 +32,11 @@ def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tu
             for path, node, first in nodes
         ]
     else:
-        patterns = [where] if isinstance(where, str) else list(where or ())
-        picked = hits = _hits([path for path, _, _ in nodes], patterns)
-        matched = {pattern for patterns_of_node in hits for pattern in patterns_of_node}
-        for pattern in patterns:
-            if pattern not in matched:  # subtrees without leaves match, too
+        patterns = [where] if isinstance(where, str) else list(where)
+        picked = fits = fitting([path for path, _, _ in nodes], patterns)
+        matched = set(chain.from_iterable(fits))
+        for number, pattern in enumerate(patterns):
+            if number not in matched:  # subtrees without leaves match, too
                 raise ValueError(f"{name}: the pattern {pattern!r} matches nothing; {_top(spec)}")
     pairs = zip(nodes, picked, strict=True)
     return [
@@ -41,14 +44,22 @@ def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tu
     ]
 
 
-def _hits(paths: Sequence[tuple[str, ...]], patterns: Sequence[str]) -> list[list[str]]:
-    """The patterns that each path matches. Plain paths among the patterns are looked up: there may be hundreds."""
-    plain = {tuple(pattern.split(".")): pattern for pattern in patterns if not _WILD & set(pattern)}
-    wild = [pattern for pattern in patterns if _WILD & set(pattern)]
-    looked_up = ([plain[path]] if path in plain else [] for path in paths)
+def fitting(paths: Iterable[Sequence[str]], patterns: Sequence[str]) -> list[list[int]]:
+    """For each path the numbers of the patterns that it matches, in order.
+
+    Plain paths among the patterns are looked up: there may be one for each unit.
+
+    >>> fitting([("a",), ("a", "b")], ["a.*", "a", "**"])
+    [[1, 2], [0, 2]]
+    """
+    plain: dict[tuple[str, ...], list[int]] = {}
+    wild = [(number, pattern) for number, pattern in enumerate(patterns) if _WILD & set(pattern)]
+    for number, pattern in enumerate(patterns):
+        if not _WILD & set(pattern):
+            plain.setdefault(tuple(pattern.split(".")), []).append(number)
     return [
-        [*named, *(pattern for pattern in wild if tree.matches(path, pattern))]
-        for named, path in zip(looked_up, paths, strict=True)
+        sorted([*plain.get(tuple(path), ()), *(number for number, p in wild if tree.matches(path, p))])
+        for path in paths
     ]
 
 
@@ -131,7 +142,8 @@ def claim_units(
         for path, first, count in _selector(params, spec, units, "units"):
             owner[first : first + count] = [path or ROOT] * count  # inner subtrees come later, and win
     names = list(dict.fromkeys([ROOT, *owner] if ROOT in owner else owner))
-    return names, [names.index(name) for name in owner]
+    numbers = {name: number for number, name in enumerate(names)}
+    return names, [numbers[name] for name in owner]
 
 
 def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> list[str]:
@@ -148,11 +160,12 @@ def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> li
 
 def select_units(names: Sequence[str], patterns: Sequence[str], what: str) -> list[int]:
     """Return the numbers of the units whose names fit a pattern, in order. ValueError for a pattern that none fits."""
-    fits = [[number for number, name in enumerate(names) if tree.matches(name.split("."), p)] for p in patterns]
-    for pattern, numbers in zip(patterns, fits, strict=True):
-        if not numbers:
+    fits = fitting([name.split(".") for name in names], patterns)
+    matched = set(chain.from_iterable(fits))
+    for number, pattern in enumerate(patterns):
+        if number not in matched:
             raise ValueError(f"{what}: {no_unit(pattern, names)}")
-    return sorted({number for numbers in fits for number in numbers})
+    return [unit for unit, numbers in enumerate(fits) if numbers]
 
 
 def no_unit(pattern: str, names: Sequence[str]) -> str:

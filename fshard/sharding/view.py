@@ -32,7 +32,7 @@ class View:
     def names(self) -> dict[Slot, list[str]]:
         """Return the dotted names of each leaf that is held: more than one for a tied leaf."""
         names: dict[Slot, list[str]] = {}
-        for name, slot in zip(tree.paths(self.plan.spec)[self.first :], self.slots(), strict=False):
+        for name, slot in zip(self.plan.paths[self.first :][: self.spec.num_leaves], self.slots(), strict=True):
             if slot.kind in self.kinds:
                 names.setdefault(slot, []).append(name)
         return names

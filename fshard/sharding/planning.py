@@ -1,0 +1,182 @@
+"""How a plan is made: arguments are checked, leaves claimed by units, and placed in flat buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from ..comm import consensus
+from ..comm.mesh import AnyMesh, axis_sizes, num_ranks
+from ..comm.one_host import connected
+from ..comm.reduction import Gather
+from ..comm.wire import Wire
+from ..core import tree
+from ..core.arguments import check_flags, check_has, check_whole
+from ..core.tree import Tree
+from .leaves import check_tensors, first_places, is_differentiable, join_frozen
+from .partitions import Regather, kept_over, partitions
+from .plan import Kind, Plan, Slot, Unit, check_plain
+from .precision import Policy, policy_of, precisions
+from .units import Where, claim_leaves, claim_policies, claim_units
+
+
+def make_plan(
+    params: Tree,
+    mesh: AnyMesh = None,
+    *,
+    units: Where | int = None,
+    params_over: str | Sequence[str] = "shard",
+    grads_over: str | Sequence[str] = "shard",
+    state_over: str | Sequence[str] = "shard",
+    regather: Regather | Mapping[str, Regather] = True,
+    whole: Where = None,
+    frozen: Where = None,
+    host: Where = None,
+    block: int = 1,
+    policy: Policy | str | None = None,
+    param_wire: Wire | None = None,
+    grad_wire: Wire | None = None,
+    together: bool = False,
+    slices: int = 8,
+    gather: Gather | None = None,
+) -> Plan:
+    """Lay a tree of tensors (real, meta or fake) out over the axes of a mesh.
+
+    Which leaves are gathered together, and over which axes:
+
+    - `units`: the subtrees that are gathered together: dotted path patterns (`*` one component, `**` any number), a
+      predicate `(path, subtree) -> bool`, or a number of elements at which a unit is full. All other leaves are the
+      root unit.
+    - `params_over`, `grads_over`, `state_over`: the names of the axes over which parameters, gradients and optimizer
+      state are partitioned, each extending the one before.
+    - `regather`: gathered parameters are freed after the forward and gathered again in the backward (True), or stay
+      (False). With the last axis of `params_over` (or several), a copy stays that is cut over this axis alone, and the
+      backward gathers it over this axis: inside a host, say. A dict gives one of these to each unit: its keys are
+      names or patterns of units (`"(root)"` is the root), the first that matches counts; other units have True.
+
+    Leaves with another treatment; `whole`, `frozen` and `host` are each a pattern, several patterns, or a predicate.
+    Integer leaves are always frozen. If some leaves of a tree require a gradient, as in a module, leaves that do not
+    are frozen. Leaves that are the same elements of the same memory (one tensor, its `.detach()` or `.data`) are tied:
+    they are stored once, and what selects one of their places selects the leaf.
+
+    - `whole`: these leaves stay whole on every rank.
+    - `frozen`: these leaves get no gradient and no optimizer state.
+    - `host`: parameters, gradients and optimizer state of these leaves lie in host memory, where the optimizer updates
+      them; the device of the mesh computes with them.
+    - `block`: leaves start at multiples of `block` elements, and shard boundaries fall on them (for state in blocks).
+
+    Dtypes, and what is sent:
+
+    - `policy`: the dtypes in which floating leaves are stored, computed with and reduced (a `Policy`, or its text).
+    - `param_wire`, `grad_wire`: how shards and gradients are encoded to be sent (`fshard.wire`).
+    - `together`: all dtypes of a unit are gathered in one message.
+    - `gather`: an object whose `all_gather` gathers the shards of parameters (`fshard.reduction.Gather`).
+    - `slices`: a step with `reduction="tree"` cuts the batch of all ranks into this number of slices, a power
+      of two.
+
+    On a mesh of processes the plans of all ranks are compared.
+
+    Raises TypeError (an argument of a wrong type), ValueError (wrong axes or patterns, leaves that are not plain dense
+    tensors or share part of their memory, `frozen` that contradicts `requires_grad`) and MismatchError (plans of ranks
+    differ).
+
+    >>> plan = make_plan({"embed": torch.zeros(4, 2), "blocks": [torch.zeros(3), torch.zeros(3)]}, units=["blocks.*"])
+    >>> [unit.name for unit in plan.units]
+    ['(root)', 'blocks.0', 'blocks.1']
+
+    Source: the flat parameter of Zhao et al., PyTorch FSDP (2023); the partitions of Rajbhandari et al., ZeRO (2020).
+    """
+    _check_arguments(host, mesh, block, slices, together, gather, param_wire=param_wire, grad_wire=grad_wire)
+    sizes, policy = axis_sizes(mesh), policy_of(policy)
+    over = partitions(sizes, params_over, grads_over, state_over)
+    check_plain("params", params)
+    flat, spec = tree.flatten(params)
+    paths = tree.paths(spec)
+    check_tensors(flat, paths)
+    origins = first_places(flat, paths)
+    slot_of = {origin: number for number, origin in enumerate(dict.fromkeys(origins))}
+    names, claims = claim_units(params, spec, flat, origins, units)
+    kept = kept_over(names, regather, sizes, over[0])
+    chosen = {"whole": whole, "frozen": frozen, "host": host}
+    is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in chosen.items())
+    is_frozen = join_frozen(is_frozen, flat, origins, paths)
+    dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
+    trains = [is_differentiable(leaf) and not still for leaf, still in zip(flat, is_frozen, strict=True)]
+    # only first occurrences: tied leaves have the kind of the first
+    kind_of = {i: Kind(dtypes[i], trains[i], is_whole[i], is_host[i]) for i in slot_of}
+    kinds = tuple(dict.fromkeys(kind_of.values()))
+    slots, lengths = _place(flat, paths, kind_of, kinds, claims, len(names), num_ranks(mesh), block)
+    plan = Plan(
+        spec,
+        tuple(slot_of[i] for i in origins),
+        tuple(claims),
+        slots,
+        tuple(Unit(name, tuple(row), axes) for name, row, axes in zip(names, lengths, kept, strict=True)),
+        kinds,
+        tuple(sizes.items()),
+        *over,
+        block,
+        policy.named(),
+        param_wire,
+        grad_wire,
+        together,
+        slices,
+        gather,
+        connected(mesh),
+    )
+    consensus.check_same(plan.mesh, plan.describe(), "the plan")
+    return plan
+
+
+def _check_arguments(
+    host: Where, mesh: AnyMesh, block: int, slices: int, together: bool, gather: Gather | None, **wires: Wire | None
+) -> None:
+    if host is not None and mesh is None:
+        raise ValueError(
+            f"host={host!r}: expected a mesh, which says where to compute, got None. Give a mesh of one rank: "
+            "init_device_mesh('cuda', (1,), mesh_dim_names=('shard',))"
+        )
+    check_whole("block", block, what="a number of elements")
+    check_whole("slices", slices, what="a power of two")
+    if slices.bit_count() > 1:
+        raise ValueError(f"slices={slices}: expected a power of two, the most ranks a run may ever have")
+    check_flags(together=together)
+    if gather is not None:
+        check_has("gather", gather, ("all_gather",), "an object that gathers, a fshard.reduction.Gather")
+    for name, wire in wires.items():
+        if wire is not None:
+            check_has(name, wire, ("encode", "decode", "feedback"), "a wire, as fshard.wire.Int8() is")
+            if wire.feedback and name == "param_wire":
+                raise ValueError(
+                    f"param_wire={wire}: expected a wire without feedback, got one that has much of what it is given "
+                    "sent later: parameters are sent anew each time, so that never arrives. Use it as grad_wire."
+                )
+
+
+def _place(
+    flat: Sequence[Tensor],
+    paths: Sequence[str],
+    kind_of: dict[int, Kind],
+    kinds: Sequence[Kind],
+    claims: Sequence[int],
+    num_units: int,
+    mesh_size: int,
+    block: int,
+) -> tuple[tuple[Slot, ...], list[list[int]]]:
+    """Return the slot of each leaf, and the padded length of every unit and kind.
+
+    Leaves start at multiples of `block` and of 16 bytes; lengths are multiples of that times the number of ranks of the
+    whole mesh, so that an all-reduce over any axis divides evenly, too.
+    """
+    lengths = [[0] * len(kinds) for _ in range(num_units)]
+    slots, steps = [], [math.lcm(kind.aligned, block) for kind in kinds]
+    number_of = {kind: k for k, kind in enumerate(kinds)}
+    for i, kind in kind_of.items():
+        unit, k = claims[i], number_of[kind]
+        slots.append(Slot(paths[i], tuple(flat[i].shape), k, unit, lengths[unit][k]))
+        lengths[unit][k] += -(-flat[i].numel() // steps[k]) * steps[k]  # rounded up
+    multiples = [step * mesh_size for step in steps]
+    padded = [[-(-n // multiple) * multiple for n, multiple in zip(row, multiples, strict=True)] for row in lengths]
+    return tuple(slots), padded
