@@ -2,7 +2,8 @@
 
 Results are one JSON document: a model's name to its entry, with the fields
 
-- `date`, `command`, `machine`, `versions`, `rounds`: how and where this model was measured;
+- `date`, `command`, `machine`, `versions`, `rounds`, `load`, `minutes`: how and where this model was measured, how busy
+  the machine was before, and how long it took;
 - `times`: a system to the seconds of its step in each round;
 - `alone`: a system to `peak` (bytes) and `first` (seconds of the first step: with empty caches, then in a second
   process with the caches of the first; one number for systems that compile nothing);

@@ -16,8 +16,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ def machine() -> dict[str, Any]:
 
 def measured(args: argparse.Namespace, model: str) -> results.Entry:
     """The entry of one model, measured in processes of their own."""
-    chosen = systems_of(model, args.system)
+    chosen, begin = systems_of(model, args.system), time.monotonic()
     command = " ".join(["make bench", *([f'ARGS="{" ".join(sys.argv[1:])}"'] if sys.argv[1:] else [])])
     entry = {"command": command, "rounds": args.rounds, "load": os.getloadavg()[0], **machine()}
     if "times" in args.measure:
@@ -58,6 +60,7 @@ def measured(args: argparse.Namespace, model: str) -> results.Entry:
         entry |= _on_ranks(args, model, "times", *every)
     if "alone" in args.measure:
         entry["alone"] = {system: _alone(args, model, system) for system in chosen}
+    entry["minutes"] = round((time.monotonic() - begin) / 60, 1)
     return entry
 
 
@@ -139,16 +142,22 @@ def main() -> None:
         on_a_rank(args)
         return
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # all processes have the same two cores
-    entries = {}
+    entries, failed = dict[str, results.Entry](), list[str]()
     for model in args.model or MODELS:
-        entries[model] = measured(args, model)
+        try:
+            entries[model] = measured(args, model)
+        except subprocess.CalledProcessError as failure:  # its ranks have said why; the other models are measured still
+            failed.append(f"{model}: {' '.join(map(str, failure.cmd[4:]))}")
+            continue
         show({model: entries[model]}, Console(soft_wrap=True))
         if args.json:
             results.save(args.json, entries)
-    if args.docs or len(sys.argv) == 1:
-        kept = results.load(RESULTS) | entries
-        results.save(RESULTS, {model: kept[model] for model in MODELS if model in kept})
-        update()
+        if args.docs or len(sys.argv) == 1:
+            kept = results.load(RESULTS) | entries
+            results.save(RESULTS, {model: kept[model] for model in MODELS if model in kept})
+            update()
+    if failed:
+        sys.exit("not measured:\n" + "\n".join(failed))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from random import Random
 
 import torch.distributed as dist
 
@@ -21,15 +22,16 @@ def in_turn(
 ) -> dict[str, list[float]]:
     """Call the systems in turn, `warmup + rounds` times. Returns the seconds of each system's calls, without warm-up.
 
-    A barrier before and after each call synchronizes the ranks. `between` is called after each round, and not timed.
-    `clock` tells the time in seconds.
+    A barrier before and after each call synchronizes the ranks. Each round has another order, the same on all ranks, so
+    that no system always runs after the same one. `between` is called after each round, and not timed. `clock` tells
+    the time in seconds.
     """
     times: dict[str, list[float]] = {name: [] for name in systems}
     for i in range(warmup + rounds):
-        for name, call in systems.items():
+        for name in Random(i).sample(sorted(systems), len(systems)):
             dist.barrier()
             begin = clock()
-            call()
+            systems[name]()
             dist.barrier()
             if i >= warmup:
                 times[name].append(clock() - begin)
