@@ -75,6 +75,13 @@ def _gathered(x: Tensor, mesh: str, axis: str, label: str, nbytes: int, lent: bo
 _define_start(f"all_gather(Tensor x, {_AT}, bool lent) -> (Tensor, Tensor)", _all_gather, _gathered)
 
 
+def _all_gather_into(place: Tensor, x: Tensor, mesh: str, axis: str, label: str, nbytes: int) -> Tensor:
+    return _started(place, primitives.all_gather(x, _ranks(mesh, axis), label, place))[1]
+
+
+_define_start(f"all_gather_into(Tensor(a!) place, Tensor x, {_AT}) -> Tensor", _all_gather_into, _ticket_of)
+
+
 def _reduce_scatter(place: Tensor, x: Tensor, mesh: str, axis: str, label: str, nbytes: int, fast: bool) -> Tensor:
     return _started(place, primitives.reduce_scatter(x, _ranks(mesh, axis), label, place, fast=fast))[1]
 

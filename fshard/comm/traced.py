@@ -38,13 +38,13 @@ def is_direct(x: Tensor, size: int, op: str) -> bool:
 class Started:
     """A collective under way in a graph: the place of its result, and the ticket that `wait` takes."""
 
-    def __init__(self, node: tuple[Tensor, Tensor], sent: Sequence[Tensor], out: Tensor | None = None):
-        (self._place, self._ticket), self._sent, self._out = node, sent, out
+    def __init__(self, node: tuple[Tensor, Tensor], sent: Sequence[Tensor]):
+        (self._place, self._ticket), self._sent = node, sent
 
     def wait(self) -> Sequence[Tensor]:
         """Wait, and return a list of the result alone."""
         torch.ops.fshard.wait(self._place, self._ticket, self._sent)
-        return [self._place if self._out is None else self._out.copy_(self._place)]
+        return [self._place]
 
     def done(self) -> None:
         """Do nothing: the graph owns what was received."""
@@ -89,7 +89,9 @@ class NodeRanks:
 
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Started:
         """(n, ...) on each rank -> (W n, ...) on all."""
-        return Started(torch.ops.fshard.all_gather(x, *self._at(call), lent), [x], out)
+        if out is None:
+            return Started(torch.ops.fshard.all_gather(x, *self._at(call), lent), [x])
+        return Started((out, torch.ops.fshard.all_gather_into(out, x, *self._at(call))), [x])
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Started:
         """(W n, ...) on each rank -> (n, ...), in the dtype of `out`, which may be wider."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,6 +16,7 @@ from .inspect import arguments, operator, values
 from .memory import storages_of
 
 REDUCTIONS = ("fshard.reduce_scatter", "fshard.all_reduce")
+PLACED = (*REDUCTIONS, "fshard.all_gather_into")  # they are given the place of their result, and return a ticket alone
 VIEWS = (
     *("getitem", "detach", "alias", "view", "_unsafe_view", "reshape", "split_with_sizes", "split", "slice", "select"),
     *("unbind", "as_strided", "expand", "t", "transpose", "permute", "unsqueeze", "squeeze"),
@@ -197,22 +199,27 @@ def _is_alike(a: fx.Node, b: fx.Node, shared: list[fx.Node]) -> bool:
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that a node reads: of a reduction not its output buffer, of a wait none."""
+    """Return the arguments that a node reads: of a collective not the place of its result, of a wait none."""
     if is_call(node, "fshard.wait"):
         return []
-    return [arguments(node)["x"]] if is_call(node, *REDUCTIONS) else node.all_input_nodes
+    return [arguments(node)["x"]] if is_call(node, *PLACED) else node.all_input_nodes
 
 
 def copy(graph: fx.Graph, node: fx.Node, other: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """Insert a copy of a node, with the arguments replaced by those that `other` maps them to."""
     new = graph.node_copy(node, lambda x: other.get(x, x))
-    if tensors := values(node):
-        # The operator runs again on fake tensors, because `meta` of the original has the storage of the original: the
-        # copy has a storage of its own, or of its new argument if it is a view.
-        args, kwargs = fx.node.map_arg((new.args, new.kwargs), lambda x: x.meta["val"])
-        with tensors[0].fake_mode:  # type: ignore[attr-defined]
-            new.meta["val"] = new.target(*args, **kwargs)  # type: ignore[operator]
+    if values(node):
+        # `meta` of the original has the storage of the original: the copy has a storage of its own, or of its new
+        # argument if it is a view
+        new.meta["val"] = computed(new)
     return new
+
+
+def computed(node: fx.Node) -> Any:
+    """Run the operator of a node on fake tensors, and return its value. The node has had a value before."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+    with values(node)[0].fake_mode:  # type: ignore[attr-defined]
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def call(graph: fx.Graph, target: Callable[..., object], *args: Argument, **kwargs: Argument) -> fx.Node:

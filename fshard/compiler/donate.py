@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, fx
 
 from ..core import tree
+from .dataflow import Index, call, computed, index
 from .trace import Output, Trace
 
 _clone, _copy_ = torch.ops.aten.clone.default, torch.ops.aten.copy_.default
+_EMPTY = (torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,69 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
         move for move in _moves(leaves[: first.num_leaves], results) if outputs[move.output] is not inputs[move.input]
     ]
     _check_fit(moves, inputs, outputs, tree.paths(first))
+    copied = _place(graph, moves, inputs, outputs)
     with graph.inserting_before(output):
         # An output may be (a view of) an input that is written to, as in a swap of two leaves: clone it before.
         written = {_storage(inputs[move.input]) for move in moves}
         outputs = [_cloned(graph, node) if _storage(node) in written else node for node in outputs]
-        for move in moves:
-            graph.call_function(_copy_, (inputs[move.input], outputs[move.output]))
-            results[move.leaf] = Input(move.input)
+    _write(graph, copied, inputs, outputs)
+    for move in moves:
+        results[move.leaf] = Input(move.input)
     kept = [result.number for result in results if isinstance(result, Output)]
     output.args = ([outputs[number] for number in kept],)
     results = [replace(x, number=kept.index(x.number)) if isinstance(x, Output) else x for x in results]
     return Trace(fx.GraphModule(traced.module, graph), traced.spec, traced.out_spec, tuple(results))
+
+
+def _place(
+    graph: fx.Graph, moves: Sequence[_Move], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> list[_Move]:
+    """Let what is gathered or reduced into an output be written to the input at once; return the other moves.
+
+    Such an output begins as memory without a value. Its place is the input's if nothing reads the input any more.
+    """
+    nodes, storages, others = index(graph), [_storage(node) for node in outputs], list[_Move]()
+    for move in moves:
+        value, place = outputs[move.output], inputs[move.input]
+        is_alone = storages.count(_storage(value)) == 1 and _storage(place) not in storages
+        filled = nodes.first_write([value], -1)
+        if value.target in _EMPTY and is_alone and _is_alike(value, place) and _last_use(place, nodes) < filled:
+            views = nodes.returned[_storage(value)][1:]
+            value.replace_all_uses_with(place)
+            graph.erase_node(value)
+            for view in views:  # their fake values anew: those of the input's memory
+                view.meta["val"] = computed(view)
+        else:
+            others.append(move)
+    return others
+
+
+def _last_use(x: fx.Node, nodes: Index) -> int:
+    """Return the number of the last node that uses a value or a view of it; -1 if there is none."""
+    return max((nodes.order[user] for view in nodes.returned[_storage(x)] for user in view.users), default=-1)
+
+
+def _is_alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two values are the whole of their memory, in the same order."""
+    x, y = a.meta["val"], b.meta["val"]
+    return x.is_contiguous() and y.is_contiguous() and x.untyped_storage().nbytes() == y.untyped_storage().nbytes()
+
+
+def _write(graph: fx.Graph, moves: Sequence[_Move], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:
+    """Copy outputs to inputs, each as soon as it has its value and nothing uses the input any more.
+
+    A compiler then writes it where it is computed, instead of keeping it in memory until the end.
+    """
+    nodes, anchors = index(graph), list[fx.Node]()
+    in_order = list(nodes.order)
+    for move in moves:
+        value, place = outputs[move.output], inputs[move.input]
+        ready = max(nodes.order[value], nodes.last_write([value], len(in_order)), _last_use(place, nodes))
+        # after all inputs, and before the output, which uses what is returned
+        anchors.append(in_order[min(max(ready + 1, len(inputs)), len(in_order) - 1)])
+    for move, anchor in zip(moves, anchors, strict=True):
+        with graph.inserting_before(anchor):
+            graph.call_function(_copy_, (inputs[move.input], outputs[move.output]))
 
 
 def _first_argument(traced: Trace) -> tree.Spec:
@@ -108,6 +162,4 @@ def _storage(node: fx.Node) -> int:
 
 
 def _cloned(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    clone = graph.call_function(_clone, (node,))
-    clone.meta = dict(node.meta)
-    return clone
+    return call(graph, _clone, node)

@@ -12,7 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..core import tree
 
-_COLLECTIVES = tuple(f"fshard.{kind}" for kind in ("all_gather", "reduce_scatter", "all_reduce", "exchange"))
+_COLLECTIVES = tuple(
+    f"fshard.{kind}" for kind in ("all_gather", "all_gather_into", "reduce_scatter", "all_reduce", "exchange")
+)
 
 
 class Traffic(NamedTuple):
@@ -52,7 +54,11 @@ def collectives(graph: fx.Graph) -> list[Traffic]:
     for node in starts(graph):
         by_name = arguments(node)
         # only an exchange has a kind, because several collectives are composed of exchanges
-        key = by_name.get("kind", operator(node).removeprefix("fshard.")), by_name["label"], by_name["axis"]
+        key = (
+            by_name.get("kind", operator(node).removeprefix("fshard.").removesuffix("_into")),
+            by_name["label"],
+            by_name["axis"],
+        )
         counts[key] += 1
         sent[key] += by_name["nbytes"]
     return [Traffic(*key, sent[key], count) for key, count in counts.items()]

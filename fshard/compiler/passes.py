@@ -34,6 +34,7 @@ from ..comm.mesh import MESHES
 from ..comm.traced import is_direct
 from ..core.tracing import define
 from .dataflow import (
+    PLACED,
     REDUCTIONS,
     VIEWS,
     Gather,
@@ -116,7 +117,7 @@ def chain(graph: fx.Graph) -> None:
 
 def _ticket_of(start: fx.Node) -> fx.Node:
     """Return the node of the ticket that a start gives: itself, or its second result."""
-    if is_call(start, *REDUCTIONS):
+    if is_call(start, *PLACED):
         return start
     return next(user for user in start.users if is_call(user, "getitem") and user.args[1] == 1)
 
@@ -130,12 +131,17 @@ def _element(graph: fx.Graph, x: fx.Node, after: fx.Node) -> fx.Node:
 
 
 def _read_storages(graph: fx.Graph) -> set[int]:
-    """Return the storages that anything but their own collective reads, and those that are copied to such a storage."""
+    """Return the storages that anything but their own collective reads, and those that are copied to such a storage.
+
+    The caller reads the inputs.
+    """
     read, copied = set[int](), dict[int, set[int]]()  # copied: the storages that are copied to a storage
     for node in graph.nodes:
+        if node.op == "placeholder":
+            read |= set(storages_of(node))
         if is_call(node, "fshard.wait", *VIEWS):
             continue
-        sources = [arguments(node)["x"]] if is_call(node, *REDUCTIONS) else node.all_input_nodes
+        sources = [arguments(node)["x"]] if is_call(node, *PLACED) else node.all_input_nodes
         storages = {storage for source in sources for storage in storages_of(source)}
         if is_call(node, "copy_"):
             for storage in storages_of(node):
@@ -345,6 +351,8 @@ def _make_again(graph: fx.Graph, node: fx.Node, nodes: Index, top: int) -> None:
     late = [reader for reader in readers if order[reader] > top]
     if not late or late[-1].op == "output" or any(operator(v) not in VIEWS for v in views):
         return
+    if nodes.first_write(node.all_input_nodes, order[node]) < order[late[0]]:
+        return  # the copy would read other values
     sources = {x: _at_hand(graph, x, late[0], nodes, order) for x in node.all_input_nodes}
     if all(sources.values()):
         other = {x: new for x, new in sources.items() if new is not None and new is not x}
