@@ -53,7 +53,7 @@ DOORS = {
     "torch.distributed": {"comm.dtensors", "comm.mesh", "comm.primitives", "comm.process_groups"},
     "torch.optim": {"optim.kernels", "optim.torch_optim"},
     "torch.autograd.graph": {"sharding.tape"},
-    "torch.multiprocessing": {"sharding.tape"},
+    "torch.multiprocessing": {"sharding.saved"},
     "socket": {"comm.links", "comm.rendezvous"},
     "mmap": {"comm.shared_memory"},
     "fsspec": {"checkpoint.remote"},

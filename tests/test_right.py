@@ -22,8 +22,7 @@ from support.models import (
 from support.worlds import gloo, simulated
 
 import fshard
-from fshard.comm import reduction as reductions
-from fshard.sharding import transfer
+from fshard.sharding.gradients import Gradients
 
 STEPS = 20
 LOSSES = {"mean": mean_loss, "sum": sum_loss, "plain": plain_loss}
@@ -200,12 +199,13 @@ MUTANTS = {
 @pytest.mark.parametrize(("mutant", "tx"), [(m, tx) for m, (_, some) in MUTANTS.items() for tx in some])
 def test_the_parity_test_notices_a_wrong_reduction(strategy, mutant, tx, monkeypatch):
     """The tests of parity would pass with a wrong reduction."""
-    reduce_over = reductions.reduce_over
+    emit = Gradients.emit
 
-    def wrong(x, mesh, *args, **kw):
-        return reduce_over(x * MUTANTS[mutant][0](mesh.get_rank(), mesh.size()), mesh, *args, **kw)
+    def wrong(self, unit, kind, flat):
+        mesh = self.reduced().mesh
+        return emit(self, unit, kind, flat * MUTANTS[mutant][0](mesh.get_rank(), mesh.size()))
 
-    monkeypatch.setattr(transfer, "reduce_over", wrong)
+    monkeypatch.setattr(Gradients, "emit", wrong)
     case = Case(strategy, tx)
     assert not any(apart(run, oracle_of(case, 2)) < 1e-2 for run in simulated(train, case, shard=2))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
@@ -22,30 +23,57 @@ def block_size(x: Tensor, cached: int) -> int:
 MOST = 1 << 30  # elements of one tensor in a foreach kernel or a reduction: some index with int32
 
 
+class Places:
+    """Where parts lie in a flat tensor of `numel` elements: part n, of shape `shapes[n]`, begins at `starts[n]`.
+
+    >>> places, flat = Places(6, [0, 2], [(1,), (2, 2)]), torch.ones(6)
+    >>> places.put(flat, [torch.full((1,), 2.0), torch.full((2, 2), 3.0)])
+    >>> flat, [part.tolist() for part in places.views(flat)]
+    (tensor([2., 0., 3., 3., 3., 3.]), [[2.0], [[3.0, 3.0], [3.0, 3.0]]])
+    """
+
+    def __init__(self, numel: int, starts: Sequence[int], shapes: Sequence[Sequence[int]]):
+        self.numel, self.starts = numel, list(starts)
+        ends = [start + math.prod(shape) for start, shape in zip(starts, shapes, strict=True)]
+        edges = [0, *(edge for pair in zip(starts, ends, strict=True) for edge in pair), numel]
+        self._sizes = [end - start for start, end in pairwise(edges)]  # of gap and part in turn, a gap first and last
+        self._gaps = [number for number in range(0, len(self._sizes), 2) if self._sizes[number]]
+        # a piece has the shape of a vector already
+        self._shapes = [(number, shape) for number, shape in enumerate(shapes) if len(shape) != 1]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parts as views of the flat tensor (numel,). Dual: `put`."""
+        # split, not narrow: one operator, and its derivative is one cat; that of each narrow is a buffer of zeros
+        return self._shaped(flat.split_with_sizes(self._sizes))
+
+    def _shaped(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        parts = list(pieces[1::2])
+        for number, shape in self._shapes:
+            parts[number] = parts[number].view(shape)
+        return parts
+
+    def put(self, flat: Tensor, parts: list[Tensor], add: bool = False, most: int = MOST) -> None:
+        """Copy all parts into the flat tensor and zero the gaps; with `add`, accumulate and leave the gaps."""
+        # one node: Inductor would fuse one copy for each part into one kernel that searches the part of each element
+        if is_tracing():
+            torch.ops.fshard.put(flat, parts, self.starts, add)
+            return
+        pieces = flat.split_with_sizes(self._sizes)
+        into = self._shaped(pieces)  # views of `flat`, each of its part's shape
+        if self.numel > most:  # a foreach kernel may index the elements of a tensor with int32
+            for to, part in zip(into, parts, strict=True):
+                to.add_(part) if add else to.copy_(part)
+        # Private: one call, and on a GPU one kernel, where a loop starts one for each leaf (test_blocks.py notices
+        # when they go)
+        elif into:
+            (torch._foreach_add_ if add else torch._foreach_copy_)(into, parts)
+        if self._gaps and not add:
+            torch._foreach_zero_([pieces[number] for number in self._gaps])
+
+
 def put(place: Tensor, parts: Sequence[Tensor], starts: Sequence[int], add: bool = False, most: int = MOST) -> None:
-    """Copy `parts` into the flat tensor `place` at offsets `starts` and zero the gaps; with `add`, accumulate and leave
-    the gaps as they are."""
-    # one node: Inductor would fuse one copy for each part into one kernel that searches the part of each element
-    if is_tracing():
-        torch.ops.fshard.put(place, parts, starts, add)
-        return
-    ends = [start + part.numel() for part, start in zip(parts, starts, strict=True)]
-    # gap and part in turn, as one operator: it costs less than a slice for each
-    edges = [0, *(edge for pair in zip(starts, ends, strict=True) for edge in pair), len(place)]
-    pieces = place.split_with_sizes([end - start for start, end in pairwise(edges)])
-    # views of `place`, each of its part's shape
-    into = [x if part.dim() == 1 else x.view(part.shape) for x, part in zip(pieces[1::2], parts, strict=True)]
-    if len(place) > most:  # a foreach kernel may index the elements of a tensor with int32
-        for to, part in zip(into, parts, strict=True):
-            to.add_(part) if add else to.copy_(part)
-    # Private: one call, and on a GPU one kernel, where a loop starts one for each leaf (test_blocks.py notices
-    # when they go)
-    elif parts:
-        (torch._foreach_add_ if add else torch._foreach_copy_)(into, list(parts))
-    if add:
-        return
-    if gaps := [gap for gap in pieces[::2] if len(gap)]:
-        torch._foreach_zero_(gaps)
+    """`Places.put` of parts that begin at `starts`."""
+    Places(place.numel(), starts, [part.shape for part in parts]).put(place, list(parts), add, most)
 
 
 define(

@@ -44,17 +44,18 @@ class memo(Generic[S, T]):  # lower case, because it is a decorator like `proper
 class Derived:
     """Memoized results of pure functions of a plan or a layout, which therefore never become stale.
 
-    Layouts and routes refer neither to a plan nor to a `Derived`, so they are in no reference cycle. Graphs are in one,
-    because their outputs refer to the plan: Python's garbage collector frees them.
+    Layouts, routes and schedules refer neither to a plan nor to a `Derived`, so they are in no reference cycle. Graphs
+    are in one, because their outputs refer to the plan: Python's garbage collector frees them.
     """
 
     layouts: dict[Hashable, Layout] = field(default_factory=dict)  # of a plan, by view
-    # The values are of a module that imports this one, as those of `graphs` are.
+    # The values of `routes`, `schedules` and `graphs` are of modules that import this one.
     routes: dict[Hashable, Any] = field(default_factory=dict)  # of a layout, by the `source` of the target layout
     containers: dict[Hashable, Container] = field(default_factory=dict)  # of a plan, by first leaf and number of nodes
     units: dict[Hashable, tuple[int, int]] = field(
         default_factory=dict
     )  # of a plan, by first leaf and number of leaves
+    schedules: dict[Hashable, Any] = field(default_factory=dict)  # of a plan, by what a view holds of it
     graphs: WeakKeyDictionary[object, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)  # of a plan, by `jit`
 
 

@@ -17,21 +17,23 @@ Note [Sums beside the computation]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ..comm import primitives
 from ..comm.mesh import Axes
 from ..comm.ranks import Pending
-from ..comm.reduction import DEFAULT, Reduction, only_reads
+from ..comm.reduction import DEFAULT, Reduction
+from ..core.flat import put
 from ..core.tracing import is_tracing
 from . import transfer
 from .offload import HOST
 from .plan import Plan
+from .schedule import Part
 from .sharded import Sharded
 
 
@@ -53,24 +55,30 @@ class Gradients:
     lost: transfer.Lost = ()  # a wire with feedback writes to it
     later: Axes = ()  # the axes that this backward does not reduce over
 
-    def buffer(self, plan: Plan, unit: int, kind: int) -> Tensor:
-        """The flat buffer (n,) that a unit's gradients are written to."""
-        if self.local is not None:
-            return self.local().piece(unit, kind)
+    @cached_property
+    def _reducer(self) -> transfer.Reducer:
         assert self.reduced is not None
-        axes = self.reduced().view.axes(kind)
-        like = torch.empty(0, dtype=transfer.buffer_dtype(plan, kind), device=plan.device)
-        # along the first axis that the buffer is sent over: the mesh may allocate it where peers can read
-        lent = plan.grad_wire is None and only_reads(self.by)
-        return primitives.buffer(
-            plan.live_mesh(), axes + plan.rest(axes), plan.units[unit].lengths[kind], like, lent=lent
-        )
+        return transfer.Reducer(self.reduced(), self.by, self.lost, self.later)
+
+    def buffer(self, unit: int, kind: int) -> Tensor:
+        """The flat buffer (n,) that a unit's gradients are written to."""
+        return self._reducer.buffer(unit, kind) if self.local is None else self.local().piece(unit, kind)
+
+    def filled(self, unit: int, part: Part, grads: Sequence[Tensor | None]) -> Tensor:
+        """The flat buffer (n,) with the gradients of the leaves of a part; zeros for leaves that have none."""
+        flat = self.buffer(unit, part.kind)
+        # embedding(sparse=True) gives a sparse gradient
+        dense = [g if g.layout is torch.strided else g.to_dense() for g in grads if g is not None]
+        if len(dense) == len(grads):
+            part.places.put(flat, dense, self.add)
+        else:
+            starts = [start for start, grad in zip(part.places.starts, grads, strict=True) if grad is not None]
+            put(flat, dense, starts, self.add)
+        return flat
 
     def emit(self, unit: int, kind: int, flat: Tensor) -> Pending | None:
         """Start the reduction of a filled buffer; None if gradients stay local."""
-        if self.reduced is None:
-            return None
-        return transfer.reduce(flat, self.reduced(), unit, kind, self.by, self.lost, self.later)
+        return None if self.reduced is None else self._reducer.start(unit, kind, flat)
 
 
 class Reductions:

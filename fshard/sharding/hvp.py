@@ -22,10 +22,10 @@ from ..core.tree import Tree
 from .elementary import Elementary
 from .grad import Mean, Sum, check_loss, check_sharded, inputs, later_grads, read_loss, run
 from .gradients import Gradients
-from .plan import Slot
 from .saved import SavedTensor
+from .schedule import schedule
 from .sharded import Sharded
-from .tape import Tape
+from .tape import Leaves, Tape
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,14 @@ class _Duals(Tape):
             self._levels = levels
         return super().view()
 
-    def touch(self, unit: int) -> dict[Slot, Tensor]:
+    def touch(self, unit: int) -> Leaves:
         """The leaves of a unit: the trainable ones with their tangents."""
-        leaves, tangents = super().touch(unit), self._tangents.touch(unit)
+        leaves, tangents = list(super().touch(unit)), self._tangents.touch(unit)
+        trained = schedule(self._params.view).entries[unit].trained
         with func_levels.again(self._levels):
-            return {slot: make_dual(x, tangents[slot]) if slot in tangents else x for slot, x in leaves.items()}
+            for number, tangent in zip(trained, tangents, strict=True):
+                leaves[number] = make_dual(leaves[number], tangent)
+        return leaves
 
     def pack(self, x: Tensor) -> object:
         """The place of a gathered value or tangent in a buffer of its tape."""

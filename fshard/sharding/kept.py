@@ -21,6 +21,7 @@ from ..comm import primitives
 from ..comm.mesh import Axes
 from ..comm.ranks import Pending
 from . import transfer
+from .schedule import schedule
 from .sharded import Sharded
 
 Buffers = dict[int, Tensor]  # a unit's gathered flat buffers (n,), or copies (n / W,) that are cut, by kind
@@ -36,10 +37,11 @@ class Kept:
         self._params, self._plan, self._differentiates = params, params.plan, differentiates
         self._parts: dict[int, Buffers] = {}  # by unit
         self._keeps_all = False
+        self.keeps_any = schedule(params.view).keeps  # whether there is anything to ask this object for
 
     def keep_all(self) -> None:
         """From now on keep all of each unit, whatever the plan says; copies that were cut are dropped."""
-        self._keeps_all = True
+        self._keeps_all = self.keeps_any = True
         self._parts = {unit: parts for unit, parts in self._parts.items() if self._plan.units[unit].kept == ()}
 
     def _axes(self, unit: int) -> Axes | None:

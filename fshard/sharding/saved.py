@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Unpacks(Protocol):
@@ -57,3 +58,36 @@ class SavedTensor(NamedTuple):
                 "written to in place after it was used. Make a new tensor instead, or a clone first."
             )
         return x
+
+
+class Owners:
+    """The gathered buffers of a tape, by which a tensor that autograd saves is known to be a view of one."""
+
+    def __init__(self) -> None:
+        # by the address of a storage: a reference that keeps the address taken, unit, kind, the buffer's first byte
+        self._owners: dict[int, tuple[StorageWeakRef, int, int, int]] = {}
+        self._kept: dict[int, StorageWeakRef] = {}  # of buffers that stay, of which a saved tensor is no place
+
+    def add(self, full: Tensor, unit: int, kind: int, regathers: bool) -> None:
+        """Note whose buffer this is; `regathers` says whether the backward gathers the unit again."""
+        storage = full.untyped_storage()
+        # `_cdata` is private: the address of the storage. No other storage gets this address while a weak reference to
+        # it is held, as might happen with the address of its data (test_tape.py notices when it goes)
+        if regathers:
+            first_byte = int(full.storage_offset()) * full.itemsize
+            self._owners[storage._cdata] = StorageWeakRef(storage), unit, kind, first_byte
+        else:
+            self._kept[storage._cdata] = StorageWeakRef(storage)
+
+    def addresses(self) -> set[int]:
+        """The addresses of the storages of all buffers, as `_cdata` gives them."""
+        return {*self._owners, *self._kept}
+
+    def place(self, x: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...], int, torch.dtype, bool, bool] | None:
+        """The fields of the `SavedView` of a tensor, after `tape`; None if it is no view of a buffer to be gathered."""
+        owner = self._owners.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
+        if owner is None:
+            return None
+        _, unit, kind, first_byte = owner
+        offset = int(x.storage_offset()) - first_byte // x.itemsize
+        return unit, kind, x.size(), x.stride(), offset, x.dtype, x.is_conj(), x.is_neg()

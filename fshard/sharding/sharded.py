@@ -15,6 +15,7 @@ from ..comm.mesh import AnyMesh, Axes, coordinate, mesh_device
 from ..core import tree
 from ..core.arguments import check_whole, wrong
 from ..core.donation import Life, Source
+from ..core.flat import Places
 from ..core.lazy import Branch, Container
 from ..core.tree import Tree
 from ..layout import reshard
@@ -349,14 +350,8 @@ def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
 
 def cut(plan: Plan, full: Tensor, unit: int, kind: int) -> list[Tensor]:
     """The leaves of one unit and kind, views of its gathered flat buffer."""
-    slots, sizes, end = plan.places[unit, kind], [], 0
-    for slot in slots:  # padding and leaf in turn
-        sizes += [slot.start - end, slot.numel]
-        end = slot.start + slot.numel
-    # split, not narrow: the derivative of a split is one cat; that of each narrow is a whole buffer of zeros
-    pieces = full.split_with_sizes([*sizes, full.numel() - end])[1::2]
-    # a piece has the shape of a vector already
-    return [x if len(s.shape) == 1 else x.view(s.shape) for x, s in zip(pieces, slots, strict=True)]
+    slots = plan.places[unit, kind]
+    return Places(full.numel(), [slot.start for slot in slots], [slot.shape for slot in slots]).views(full)
 
 
 def refine(x: Sharded, over: Axes) -> Sharded | Views:

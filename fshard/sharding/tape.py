@@ -24,30 +24,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import TypeVar
+from itertools import islice
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..comm.ranks import MismatchError, Pending
+from ..comm.ranks import MismatchError
 from ..core import func_levels, tree
-from ..core.flat import put
-from ..core.profiling import named
 from ..core.random import bookmark
 from ..core.tree import Tree
 from . import anchors, transfer
 from .access import Lazy, loss_of
 from .anchors import has_reentrant
+from .arrivals import Arrivals
 from .gradients import Gradients, Reductions, settle
 from .kept import Buffers, Kept
-from .plan import Slot
-from .saved import SavedTensor, SavedView
-from .sharded import Sharded, cut
+from .saved import Owners, SavedTensor, SavedView
+from .schedule import Reads, schedule
+from .sharded import Sharded
 from .units import select_units
 from .writes import Writes
 
 T = TypeVar("T")
+Leaves: TypeAlias = Sequence[Tensor]  # of a unit, in the order of its `Entry.slots`
 
 
 class Tape:
@@ -65,19 +65,17 @@ class Tape:
         self.plan = params.plan
         self._into = into
         self.root = anchors.root()
+        self._schedule = schedule(params.view)
         # by unit: the gathered leaves, the flat buffers that they are views of, and the leaves bound to their anchors
-        self._gathered: dict[int, dict[Slot, Tensor]] = {}
+        self._gathered: dict[int, Leaves] = {}
         self._full: dict[int, Buffers] = {}  # after the forward: of the unit saved last
-        self._bound: dict[int, dict[Slot, Tensor]] = {}
-        # by unit: the gathers under way, and how many of their stages have started
-        self._coming: dict[int, dict[int, Pending]] = {}
-        self._stage: dict[int, int] = {}
+        self._bound: dict[int, Leaves] = {}
         self._anchors = anchors.Anchors()
         self._touched: set[int] = set()
-        # by the address of a storage: a reference that keeps the address taken, unit, kind, the buffer's first byte
-        self._owners: dict[int, tuple[StorageWeakRef, int, int, int]] = {}
+        self._owners = Owners()
         self._saved: dict[int, int] = {}  # the number of saved places of each unit, the unit saved last at the end
         self._again: dict[int, Buffers] = {}  # gathered again for the backward
+        self._to_come: dict[int, None] = {}  # the units that the backward will gather again, the next one last
         self._reductions = Reductions(self.plan)
         self._filled: set[tuple[int, int]] = set()  # units and kinds whose gradients have come
         self._backward = self._closed = False
@@ -86,8 +84,9 @@ class Tape:
         self._gradless = False  # whether a unit was touched where gradients are off
         self._reached: dict[int, bool] = {}  # units whose gradients have come, and whether those of all their leaves
         self._kept = Kept(params, into is not None)
-        self._regather = any(unit.kept != () for unit in self.plan.units) and transfer.makes_buffers(params)
-        self._stages = transfer.stages(self.plan, params.view.over)  # of a gather
+        self._makes_buffers = transfer.makes_buffers(params)
+        self._regather = self._makes_buffers and self._schedule.regathers
+        self._arrivals = Arrivals(params, self._kept)
 
     def view(self) -> Tree:
         """The parameters as the loss sees them."""
@@ -95,22 +94,28 @@ class Tape:
 
     def enter(self, spec: tree.Spec, first: int) -> Tree:
         """A leaf, or a subtree of one unit, gathered; of a subtree of several units a lazy container."""
-        if len(set(self.plan.claims[first : first + spec.num_leaves])) > 1:
+        reads = self._schedule.reads(first, spec.num_leaves)
+        if reads.is_shared:
             return Lazy(self, spec, first)
-        slots = [self.plan.slots[n] for n in self.plan.leaves[first : first + spec.num_leaves]]
-        leaves: dict[Slot, Tensor] = {}
+        if not func_levels.inside():
+            return tree.unflatten(spec, self._read(reads))
         with func_levels.aside():  # Note [Gathers inside transforms] in `func_levels`
-            for unit in dict.fromkeys(slot.unit for slot in slots):
-                leaves.update(self.touch(unit))
-        return tree.unflatten(spec, [leaves[slot] for slot in slots])
+            leaves = self._read(reads)
+        return tree.unflatten(spec, leaves)
+
+    def _read(self, reads: Reads) -> Leaves:
+        if reads.unit is not None:
+            return self.touch(reads.unit)
+        touched = {unit: self.touch(unit) for unit in dict.fromkeys(unit for unit, _ in reads.leaves)}
+        return [touched[unit][number] for unit, number in reads.leaves]
 
     def leaf(self, number: int) -> Tensor:
         """A leaf by its number in the whole tree, gathered with its unit."""
-        slot = self.plan.slots[self.plan.leaves[number]]
+        unit, place = self._schedule.leaf(number)
         if not func_levels.inside():
-            return self.touch(slot.unit)[slot]
+            return self.touch(unit)[place]
         with func_levels.aside():
-            return self.touch(slot.unit)[slot]
+            return self.touch(unit)[place]
 
     def like(self, number: int) -> Tensor:
         """A tensor with a leaf's shape, device and the dtype of computation, of one element in memory."""
@@ -123,35 +128,41 @@ class Tape:
         rows = self._params.tensors
         return self.plan.device if self.plan.axes or not rows else rows[0].device
 
-    def touch(self, unit: int) -> dict[Slot, Tensor]:
+    def touch(self, unit: int) -> Leaves:
         """The leaves of a unit, gathered if they are not in memory; the gathers of the units after it are started."""
-        if unit not in self._gathered:
-            root = self.plan.root
-            self._gathered, self._bound = ({u: x[u] for u in x if u == root} for x in (self._gathered, self._bound))
-            # dropped before the next buffer is waited for, so that both are not in memory at once
-            self._full = {u: x for u, x in self._full.items() if u in (root, unit)}
-            self._full[unit] = self._buffers(unit)
-            self._gathered[unit] = self._leaves(unit, self._full[unit])
-            self._touched.add(unit)
-            if self._into is None:
-                self._keep(unit)
-            if not self._backward:
-                following = range(unit + 1, min(unit + 1 + self._stages, self._params.view.units[1]))
-                self._ahead([u for u in following if u not in self._touched])
-        leaves = self._gathered[unit]
+        leaves = self._gathered.get(unit)
+        if leaves is None:
+            leaves = self._gather(unit)
         if self._into is None:
             return leaves
         if not torch.is_grad_enabled():
             self._gradless = True
             return leaves
-        if unit not in self._bound:  # not at the first touch, which may be under no_grad
+        bound = self._bound.get(unit)
+        if bound is None:  # not at the first touch, which may be under no_grad
             self._keep(unit)
-            self._bound[unit] = leaves | self._bind(unit, leaves)
-        return self._bound[unit]
+            bound = self._bound[unit] = self._bind(unit, leaves)
+        return bound
+
+    def _gather(self, unit: int) -> Leaves:
+        """The leaves of a unit that is not in memory; all units but the root and this one are let go of."""
+        root = self.plan.root
+        self._gathered, self._bound = ({u: x[u] for u in x if u == root} for x in (self._gathered, self._bound))
+        # dropped before the next buffer is waited for, so that both are not in memory at once
+        self._full = {u: x for u, x in self._full.items() if u in (root, unit)}
+        self._full[unit] = self._buffers(unit)
+        leaves = self._gathered[unit] = self._leaves(unit, self._full[unit])
+        self._touched.add(unit)
+        if self._into is None:
+            self._keep(unit)
+        if self._makes_buffers and not self._backward:
+            following = range(unit + 1, min(unit + 1 + self._arrivals.stages, self._params.view.units[1]))
+            self._arrivals.ahead([u for u in following if u not in self._touched])
+        return leaves
 
     def _keep(self, unit: int) -> None:
         """Keep what the plan says of a unit that was just gathered, if there will be a backward."""
-        if not self._backward and torch.is_grad_enabled():
+        if self._kept.keeps_any and not self._backward and torch.is_grad_enabled():
             self._kept.keep(unit, self._full[unit])
 
     def prefetch(self, patterns: Sequence[str]) -> None:
@@ -159,85 +170,53 @@ class Tape:
         units = select_units([unit.name for unit in self.plan.units], patterns, "prefetch")
         with func_levels.aside():
             for unit in (u for u in units if u not in self._full and u not in self._again):
-                self._start(unit)
-
-    def _kinds(self, unit: int) -> list[int]:
-        return [k for k in self._params.view.kinds if (unit, k) in self.plan.places]
-
-    def _start(self, unit: int) -> None:
-        """Start the gather of a unit, unless it is under way."""
-        self._check_open(unit)
-        if unit not in self._coming:
-            kept = self._kept.gather(unit)
-            self._coming[unit] = transfer.gather(self._params, unit, [k for k in self._kinds(unit) if k not in kept])
-            self._coming[unit] |= kept
-            self._stage[unit] = 1
-
-    def _ahead(self, units: Sequence[int]) -> None:
-        """Gather the units that come next: gathers under way go on to their next stage, the others start.
-
-        A gather has a stage for each axis. With several stages, as many units are under way, each one stage behind the
-        unit before it.
-        """
-        for behind, unit in enumerate(units):
-            stages = self._kept.stages(unit, self._stages)
-            if unit not in self._coming and behind < stages:
-                self._start(unit)
-            elif unit in self._coming and self._stage[unit] < stages - behind:
-                self._coming[unit] = {kind: pending.advance() for kind, pending in self._coming[unit].items()}
-                self._stage[unit] += 1
+                self._check_open(unit)
+                self._arrivals.start(unit)
 
     def _before(self) -> list[int]:
-        """The units that the backward will gather again, the next one first."""
-        return [unit for unit in reversed(self._saved) if unit not in self._again and unit not in self._full]
+        """The units that the backward will gather again next, the next one first: as many as a gather has stages."""
+        return list(islice((unit for unit in reversed(self._to_come) if unit not in self._full), self._arrivals.stages))
 
     def _buffers(self, unit: int) -> Buffers:
         """A unit's flat buffers: those in memory, or gathered now."""
-        return self._full.get(unit) or self._again.get(unit) or self._take(unit)
+        buffers = self._full.get(unit) or self._again.get(unit)
+        if buffers:
+            return buffers
+        self._check_open(unit)
+        return self._arrivals.take(unit)
 
-    def _take(self, unit: int) -> Buffers:
-        """Wait for the gather of a unit, and start it if it is not under way."""
-        self._start(unit)
-        with named("wait", self.plan.units[unit].name):
-            return {kind: pending.wait() for kind, pending in self._coming.pop(unit).items()}
-
-    def _leaves(self, unit: int, buffers: Buffers) -> dict[Slot, Tensor]:
+    def _leaves(self, unit: int, buffers: Buffers) -> Leaves:
         """A unit's leaves, views of its buffers, without derivatives, and watched for writes in place."""
-        leaves = dict[Slot, Tensor]()
-        for kind in self._kinds(unit):  # `reduce` takes gradients in this order; that of `buffers` may differ
-            leaves.update(zip(self.plan.places[unit, kind], self._cut(unit, kind, buffers[kind]), strict=True))
+        leaves = list[Tensor]()
+        for part in self._schedule.entries[unit].parts:
+            full = buffers[part.kind]
+            is_callers = full.untyped_storage()._cdata in self._rows  # nothing was gathered: memory of the parameters
+            if not is_callers:
+                self._owners.add(full, unit, part.kind, self.plan.units[unit].kept != ())
+            if part.trainable:
+                leaves += part.places.views(self._writes.watch(full, part.slots, is_callers))
+            else:
+                leaves += self._writes.frozen(part.places.views(full), part.slots, is_callers)
         return leaves
-
-    def _cut(self, unit: int, kind: int, full: Tensor) -> list[Tensor]:
-        """The leaves of one unit and kind: views of its flat buffer `full`, (n,)."""
-        plan, slots = self.plan, self.plan.places[unit, kind]
-        is_callers = full.untyped_storage()._cdata in self._rows  # nothing was gathered: memory of the parameters
-        if not is_callers:
-            self._register(unit, kind, full)
-        if plan.kinds[kind].trainable:
-            return cut(plan, self._writes.watch(full, slots, is_callers), unit, kind)
-        return self._writes.frozen(cut(plan, full, unit, kind), slots, is_callers)
-
-    def _register(self, unit: int, kind: int, full: Tensor) -> None:
-        """Note whose buffer this is, so that `pack` knows its views."""
-        storage = full.untyped_storage()
-        # `_cdata` is private: the address of the storage. No other storage gets this address while a weak reference to
-        # it is held, as might happen with the address of its data (test_tape.py notices when it goes)
-        first_byte = int(full.storage_offset()) * full.itemsize
-        self._owners[storage._cdata] = StorageWeakRef(storage), unit, kind, first_byte
 
     def gathered_into(self) -> set[int]:
         """The addresses of the storages of gathered buffers, as `_cdata` gives them."""
-        return {address for tape in self._tapes for address in tape._owners}
+        return {address for tape in self._tapes for address in tape._owners.addresses()}
 
-    def _bind(self, unit: int, leaves: dict[Slot, Tensor]) -> dict[Slot, Tensor]:
-        """A unit's trainable leaves, bound to its anchor (Note [Anchors])."""
-        trainable = {slot: x for slot, x in leaves.items() if self.plan.kinds[slot.kind].trainable}
-        if not trainable:
-            return {}
-        self._writes.bound.append(list(trainable))
-        bound = self._anchors.bind(self.root, self.reduce, unit, list(trainable.values()))
-        return dict(zip(trainable, bound, strict=True))
+    def _bind(self, unit: int, leaves: Leaves) -> Leaves:
+        """A unit's leaves, the trainable ones bound to its anchor (Note [Anchors])."""
+        entry = self._schedule.entries[unit]
+        if not entry.trained:
+            return leaves
+        self._writes.bound.append(entry)
+        trainable = leaves if len(entry.trained) == len(leaves) else [leaves[number] for number in entry.trained]
+        bound = self._anchors.bind(self.root, self.reduce, unit, trainable)
+        if trainable is leaves:
+            return bound
+        both = list(leaves)
+        for number, leaf in zip(entry.trained, bound, strict=True):
+            both[number] = leaf
+        return both
 
     def forward(self, loss: Callable[[Tree], T]) -> T:
         """The loss of the parameters. After it call `end`."""
@@ -273,19 +252,22 @@ class Tape:
         self._writes.check()
         self._gathered.clear()
         self._bound.clear()
-        self._drop_gathers()
+        self._arrivals.drop()
         self._kept.end(self._saved)
         self._backward = True
         first = next(reversed(self._saved), None)
         self._full = {unit: x for unit, x in self._full.items() if unit == first}
+        self._to_come = dict.fromkeys(self._saved)
         # a unit that is in memory takes the place of one of several stages
-        self._ahead(self._before()[: max(1, self._stages - len(self._full))])
+        self._arrivals.ahead(self._before()[: max(1, self._arrivals.stages - len(self._full))])
 
     def _hooks(self) -> AbstractContextManager[None]:
         """The block in which what autograd saves of gathered buffers is replaced by places."""
         regathering = [tape for tape in reversed(self._tapes) if self._into is not None and tape._regather]
         if not regathering:
             return nullcontext()
+        if len(self._tapes) == 1:
+            return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         # one pair of hooks for all tapes: of nested pairs torch calls the innermost alone
         return torch.autograd.graph.saved_tensors_hooks(partial(_saved_by, regathering), self._unpack_any)
 
@@ -295,13 +277,12 @@ class Tape:
 
     def pack(self, x: Tensor) -> object:
         """What autograd saves for a tensor: its place in a buffer of this tape, or the tensor and its version."""
-        owner = self._owners.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
-        if owner is None or self.plan.units[owner[1]].kept == ():
+        place = self._owners.place(x)
+        if place is None:
             return SavedTensor.of(x)
-        _, unit, kind, first_byte = owner
+        unit = place[0]
         self._saved[unit] = self._saved.pop(unit, 0) + 1  # moved to the end: the unit saved last
-        offset = int(x.storage_offset()) - first_byte // x.itemsize
-        return SavedView(self, unit, kind, x.size(), x.stride(), offset, x.dtype, x.is_conj(), x.is_neg())
+        return SavedView(self, *place)
 
     def unpack(self, saved: object) -> Tensor:
         """Return the tensor that `pack` was given. Dual: `pack`."""
@@ -316,9 +297,10 @@ class Tape:
         """A unit's buffers in the backward: the first use gathers them, and starts the units that follow."""
         if unit not in self._again:
             self._again[unit] = self._buffers(unit)
+            self._to_come.pop(unit, None)
             if unit not in self._gathered:  # a checkpoint that runs its function again may hold the unit
                 self._full.pop(unit, None)
-            self._ahead(self._before()[: self._stages])
+            self._arrivals.ahead(self._before())
         return self._again[unit]
 
     def _count_use(self, unit: int) -> None:
@@ -331,7 +313,7 @@ class Tape:
 
     def reduce(self, unit: int, grads: Sequence[Tensor | None]) -> None:
         """Put a unit's gradients into flat buffers and start their reduction."""
-        into, plan = self._into, self.plan
+        into = self._into
         assert into is not None
         self._check_once(unit)
         grads = self._anchors.total(unit, grads)
@@ -339,17 +321,11 @@ class Tape:
         if unit not in self._saved:
             self._kept.drop(unit)
         self._reductions.join()  # what the sums before have read is free for the next buffer
-        kinds = [k for k in self._kinds(unit) if plan.kinds[k].trainable]
-        by_slot = dict(zip((slot for k in kinds for slot in plan.places[unit, k]), grads, strict=True))
         started = 0
-        for kind in (k for k in kinds if plan.units[unit].lengths[k]):
-            flat = into.buffer(plan, unit, kind)  # (n,)
-            reached = [(slot.start, grad) for slot in plan.places[unit, kind] if (grad := by_slot[slot]) is not None]
-            # embedding(sparse=True) gives a sparse gradient
-            dense = [grad if grad.layout is torch.strided else grad.to_dense() for _, grad in reached]
-            put(flat, dense, [start for start, _ in reached], into.add)  # zeros for leaves without a gradient
-            self._filled.add((unit, kind))
-            if pending := into.emit(unit, kind, flat):
+        for part, begin, end in self._schedule.entries[unit].reduced:
+            flat = into.filled(unit, part, grads[begin:end])  # (n,)
+            self._filled.add((unit, part.kind))
+            if pending := into.emit(unit, part.kind, flat):
                 self._reductions.add(pending)
                 started += 1
         self._reductions.move_on(max(started, 1))
@@ -363,17 +339,18 @@ class Tape:
 
     def _check_once(self, unit: int) -> None:
         self._check_open(unit)
+        if self._backward and unit not in self._reached:
+            return
         name = f"the loss function: unit {self.plan.units[unit].name!r}"
         if not self._backward:
             raise ValueError(
                 f"{name} was given gradients before the loss was returned, by a backward() inside it. Use "
                 "torch.autograd.grad(y, x, create_graph=True), or return what is to be differentiated."
             )
-        if unit in self._reached:
-            raise ValueError(
-                f"{name} was given gradients twice in one backward, by an autograd function that runs a backward of "
-                "its own, as checkpoints do that are reentrant. Use torch.utils.checkpoint with use_reentrant=False."
-            )
+        raise ValueError(
+            f"{name} was given gradients twice in one backward, by an autograd function that runs a backward of its "
+            "own, as checkpoints do that are reentrant. Use torch.utils.checkpoint with use_reentrant=False."
+        )
 
     def check_reached(self, outs: Sequence[Tensor]) -> None:
         """ValueError if the backward of what a loss returned has not reached parameters it depends on."""
@@ -391,15 +368,13 @@ class Tape:
 
     def finish(self) -> None:
         """Reduce the units that no gradient reached in this backward, and wait for every reduction."""
-        into, plan = self._into, self.plan
-        assert into is not None
-        trained = self._params.trainable.view.kinds
-        for unit in range(*self._params.view.units):
-            for kind in (k for k in trained if plan.units[unit].lengths[k]):
-                if (unit, kind) not in self._filled:
-                    self._finish_untouched(into, unit, kind)
+        assert self._into is not None
+        for entry in self._schedule.entries.values():
+            for part, _, _ in entry.reduced:
+                if (entry.unit, part.kind) not in self._filled:
+                    self._finish_untouched(self._into, entry.unit, part.kind)
         self._reductions.finish()
-        settle(plan)
+        settle(self.plan)
 
     def _finish_untouched(self, into: Gradients, unit: int, kind: int) -> None:
         """Zeros for a unit and kind that got no gradient; the sum so far, if gradients are added up."""
@@ -421,8 +396,8 @@ class Tape:
             tape.close()
         with suppress(MismatchError):  # raised here only after another error, which says more
             self._reductions.drop()
-            self._drop_gathers()
-        self._coming.clear()
+            self._arrivals.drop()
+        self._arrivals.clear()
         self._again.clear()
         self._kept.clear()
         # these hold autograd nodes that hold this tape: a cycle that Python's garbage collector cannot see
@@ -431,13 +406,6 @@ class Tape:
         self._bound.clear()
         self._anchors.clear()
         self._closed = True
-
-    def _drop_gathers(self) -> None:
-        """Wait for the gathers that were started ahead and not used."""
-        for pendings in self._coming.values():
-            for pending in pendings.values():
-                pending.drop()
-        self._coming.clear()
 
 
 def _saved_by(tapes: Sequence[Tape], x: Tensor) -> object:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..comm import primitives
 from ..comm.mesh import Axes, num_ranks
-from ..comm.ranks import Pending
-from ..comm.reduction import Reduction, TreeSums, gather_over, reduce_over
+from ..comm.ranks import Pending, Ranks
+from ..comm.reduction import Reduction, TreeSums, gather_over, only_reads, reduce_over
 from ..comm.wire import Wire, pack, unpack
 from ..core.flat import clear_outside_, cleared_outside
 from . import offload
 from .plan import Plan
+from .schedule import Entry, Part, schedule
 from .sharded import Sharded, intervals
 
 Lost: TypeAlias = Sharded | tuple[()]  # what wires with feedback have not sent of gradients; () for other wires
@@ -32,6 +33,33 @@ def makes_buffers(params: Sharded) -> bool:
 def stages(plan: Plan, axes: Axes) -> int:
     """The number of stages of a gather over some axes: one for each that has several ranks, at least one."""
     return max(1, sum(dict(plan.axes)[axis] > 1 for axis in axes))
+
+
+class Gathers:
+    """The gathers of one value of the parameters; what they have in common is worked out once."""
+
+    def __init__(self, params: Sharded):
+        plan, axes = params.plan, params.view.over
+        self._params, self._rows = params, params.tensors
+        plain = not (plan.gather or plan.param_wire or plan.together or any(kind.host for kind in plan.kinds))
+        # the ranks along the only axis, if nothing but a cast comes before one collective for each kind
+        self._ranks = primitives.along(plan.live_mesh(), axes[0]) if plain and len(axes) == 1 else None
+
+    def start(self, entry: Entry, kept: Collection[int]) -> dict[int, Pending]:
+        """Start the gather of a unit's flat buffers, except those of kinds in `kept`: on the device, in the dtype of
+        computation, by kind."""
+        if self._ranks is None or kept:
+            return gather(self._params, entry.unit, [part.kind for part in entry.parts if part.kind not in kept])
+        return {part.kind: self._start(entry, part, self._ranks) for part in entry.parts}
+
+    def _start(self, entry: Entry, part: Part, ranks: Ranks) -> Pending:
+        if not (part.axes and part.numel):
+            return _have_whole(self._params, entry.unit, part.kind)
+        shard = part.of(self._rows)  # (n / W,)
+        if part.cast is not None:
+            like = shard.new_empty(0, dtype=part.cast)
+            shard = ranks.empty(shard.numel(), like, lent=False).copy_(shard)
+        return primitives.all_gather(shard, ranks, entry.name, lent=True)
 
 
 def gather(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
@@ -170,11 +198,64 @@ def sizes(plan: Plan, unit: int, kind: int, num_parts: int, part: int) -> list[i
     return [high - low for low, high in pairwise(edges)]
 
 
-def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, lost: Lost, later: Axes) -> Pending:
-    """Start the sum over ranks of a flat buffer of gradients (n,), into this rank's interval of `reduced`, (n / W,).
+class Reducer:
+    """The reductions of one backward into `reduced`; what they have in common is worked out once.
 
     A wire with feedback adds `lost` to the gradients, and writes to it, in place, what it does not send. The sum is not
     taken over the axes `later`: `reduce_rest` does that.
+    """
+
+    def __init__(self, reduced: Sharded, by: Reduction, lost: Lost, later: Axes):
+        self._reduced, self._by, self._lost, self._later = reduced, by, lost, later
+        self._parts, self._rows, self._units = schedule(reduced.view).parts, reduced.tensors, reduced.plan.units
+        self._routes = {kind: _route(reduced, kind, by, later) for kind in reduced.view.kinds}
+
+    def buffer(self, unit: int, kind: int) -> Tensor:
+        """A flat buffer (n,) for a unit's gradients before they are reduced."""
+        route, numel = self._routes[kind], self._parts[unit, kind].numel
+        return route.like.new_empty(numel) if route.room is None else route.room(numel, route.like, route.lent)
+
+    def start(self, unit: int, kind: int, flat: Tensor) -> Pending:
+        """Start the sum over ranks of a filled buffer (n,), into this rank's interval of `reduced`, (n / W,)."""
+        route = self._routes[kind]
+        if route.collective is None:
+            return reduce(flat, self._reduced, unit, kind, self._by, self._lost, self._later)
+        out = self._parts[unit, kind].of(self._rows)
+        sent = flat if route.dtype is None else flat.to(route.dtype)
+        return route.collective(sent, route.along, self._units[unit].name, out).keeping(sent)
+
+
+class _Route(NamedTuple):
+    """How the gradients of one kind travel."""
+
+    like: Tensor  # (0,), with the device and dtype of their buffers
+    room: Callable[[int, Tensor, bool], Tensor] | None  # allocates the buffers, which peers may read if `lent`
+    lent: bool
+    collective: Callable[..., Pending] | None  # if one collective is all that a reduction consists of, over these ranks
+    along: Ranks | None
+    dtype: torch.dtype | None  # in which gradients are sent; None for their own
+
+
+def _route(reduced: Sharded, kind: int, by: Reduction, later: Axes) -> _Route:
+    plan, axes, mesh = reduced.plan, reduced.view.axes(kind), reduced.plan.live_mesh()
+    like = torch.empty(0, dtype=buffer_dtype(plan, kind), device=plan.device)
+    lent = plan.grad_wire is None and only_reads(by)
+    # the first axis that the buffer is sent over: the mesh may allocate it where peers can read
+    room = next((primitives.along(mesh, axis).empty for axis in axes + plan.rest(axes)), None)
+    summed = axes + plan.rest(axes + later)
+    several = _several(plan, summed) or summed[:1]
+    special = plan.grad_wire or plan.kinds[kind].host or _is_split(plan, kind) or hasattr(by, "after")
+    if special or len(several) != 1:
+        return _Route(like, room, lent, None, None, None)
+    collective = by.reduce_scatter if several[0] in axes else by.all_reduce
+    sent = None if isinstance(by, TreeSums) else plan.kinds[kind].precision.reduce  # sums travel in their own dtype
+    return _Route(like, room, lent, collective, primitives.along(mesh, several[0]), sent)
+
+
+def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, lost: Lost, later: Axes) -> Pending:
+    """Start the sum over ranks of a flat buffer of gradients (n,), into this rank's interval of `reduced`, (n / W,).
+
+    `by`, `lost` and `later` are as of `Reducer`.
     """
     plan, out = reduced.plan, _landing(reduced, unit, kind)
     if plan.grad_wire is not None and plan.axes and flat.is_floating_point():

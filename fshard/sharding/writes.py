@@ -27,6 +27,7 @@ from ..core import tree
 from ..core.tracing import Operator, is_tracing
 from ..core.tree import Tree
 from .plan import Slot
+from .schedule import Entry
 
 # Leaves that share a version counter (one of them was written to, if it counted), and whether their memory is the
 # caller's: then the write has changed the parameters that were passed.
@@ -122,7 +123,7 @@ class Writes:
         self._watched: list[tuple[Tensor, Sequence[Slot], bool]] = []
         # small frozen leaves end to end, (n,): as the loss sees them, and as they were
         self._copies: list[tuple[Tensor, Tensor, Sequence[Slot]]] = []
-        self.bound: list[Sequence[Slot]] = []  # the trainable slots of each unit, in the order of `Anchor`'s results
+        self.bound: list[Entry] = []  # the units with anchors
         self._nothing: Tensor | None = None  # (0,), made once: the memory of all aliases
         self._tracing = is_tracing()
         self._frozen_leaves: list[tuple[Tensor, Slot]] = []  # while a graph is traced
@@ -154,7 +155,8 @@ class Writes:
             )
         # torch names the output of an `Anchor`, not which unit's: the error names the leaf that each unit has there
         output = int(number[1])
-        leaves = {slots[output].path: slots[output] for slots in self.bound if output < len(slots)}
+        slots = [entry.slots[entry.trained[output]] for entry in self.bound if output < len(entry.trained)]
+        leaves = {slot.path: slot for slot in slots}
         return _written([(list(leaves.values()), False)])
 
     def watch(self, x: Tensor, slots: Sequence[Slot], is_callers: bool) -> Tensor:

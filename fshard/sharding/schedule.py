@@ -1,0 +1,136 @@
+"""Schedules: what a plan says of each unit that a step gathers and reduces, computed once for all steps.
+
+Note [Computed once]
+    A step asks the same of a unit whenever it gathers the unit, cuts it into leaves, or puts its gradients together:
+    which kinds it has, where its leaves and this rank's interval lie, which of them a subtree of the tree reads. For
+    small units the answers would cost more than the work on tensors. So they are computed once for each `View` of a
+    plan, and kept in `plan.derived`. A schedule has integers, names and slots; it refers to no plan, mesh or tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm.mesh import Axes
+from ..core.flat import Places
+from .plan import Slot
+from .view import View
+
+
+class Part(NamedTuple):
+    """The leaves of one kind in a unit."""
+
+    kind: int
+    slots: tuple[Slot, ...]
+    numel: int  # of the flat buffer (n,)
+    places: Places  # of the leaves in the flat buffer
+    trainable: bool
+    axes: Axes  # that this rank's interval is cut over
+    row: int  # the number of the tensor in which the interval lies, and where
+    start: int
+    stop: int
+    cast: torch.dtype | None  # the dtype of computation if it is not that in which the leaves are stored
+
+    def of(self, rows: Sequence[Tensor]) -> Tensor:
+        """This rank's interval (n / W,), a view."""
+        return rows[self.row][self.start : self.stop]
+
+
+class Entry(NamedTuple):
+    """One unit in a schedule."""
+
+    unit: int
+    name: str
+    kept: Axes | None  # as of `Unit`
+    parts: tuple[Part, ...]
+    slots: tuple[Slot, ...]  # of all leaves, part by part
+    trained: tuple[int, ...]  # the numbers of the trainable leaves among them
+    # the trainable parts with elements, each with the numbers [begin, end) of its leaves among the trainable ones
+    reduced: tuple[tuple[Part, int, int], ...]
+
+
+class Reads(NamedTuple):
+    """What a subtree of the tree reads: its leaves, each by its unit and its number there."""
+
+    is_shared: bool  # units claim parts of the subtree
+    leaves: tuple[tuple[int, int], ...]
+    unit: int | None  # if the leaves are all those of one unit, in the unit's order
+
+
+class Schedule:
+    """The entries of the units that a view holds, and what each subtree of the tree reads."""
+
+    def __init__(self, view: View):
+        plan = view.plan
+        self.entries = {unit: _entry(view, unit) for unit in range(*view.units)}
+        self.parts = {(e.unit, part.kind): part for e in self.entries.values() for part in e.parts}
+        self.keeps = any(unit.kept is not None for unit in plan.units)
+        self.regathers = any(unit.kept != () for unit in plan.units)
+        place_of = {slot: (e.unit, number) for e in self.entries.values() for number, slot in enumerate(e.slots)}
+        # by the number of the leaf in the whole tree: the unit that claimed it, the unit that it lies in, its number
+        # there; leaves of kinds that the view lacks are not there
+        self._claims, self._slots = plan.claims, [place_of.get(plan.slots[number]) for number in plan.leaves]
+        self._reads: dict[tuple[int, int], Reads] = {}
+
+    def leaf(self, number: int) -> tuple[int, int]:
+        """The unit of a leaf of the whole tree, and the leaf's number there. KeyError if the view has not its kind."""
+        place = self._slots[number]
+        if place is None:
+            raise KeyError(number)
+        return place
+
+    def reads(self, first: int, num: int) -> Reads:
+        """What the subtree of `num` leaves reads whose first leaf is number `first` of the whole tree."""
+        known = self._reads.get((first, num))
+        if known is None:
+            is_shared = len(set(self._claims[first : first + num])) > 1
+            leaves = () if is_shared else tuple(map(self.leaf, range(first, first + num)))
+            unit = leaves[0][0] if leaves else None
+            in_order = unit is not None and leaves == tuple((unit, n) for n in range(len(self.entries[unit].slots)))
+            known = self._reads[first, num] = Reads(is_shared, leaves, unit if in_order else None)
+        return known
+
+
+def schedule(view: View) -> Schedule:
+    """The schedule of a view, made once."""
+    known, key = view.plan.derived.schedules, (view.over, view.kinds, view.units)
+    if key not in known:
+        known[key] = Schedule(view)
+    return known[key]
+
+
+def _entry(view: View, unit: int) -> Entry:
+    plan = view.plan
+    parts = tuple(_part(view, unit, kind) for kind in view.kinds if (unit, kind) in plan.places)
+    slots = tuple(slot for part in parts for slot in part.slots)
+    trained = tuple(number for number, slot in enumerate(slots) if plan.kinds[slot.kind].trainable)
+    trainable = [part for part in parts if part.trainable]
+    ends = list(accumulate((len(part.slots) for part in trainable), initial=0))
+    reduced = tuple(
+        (part, begin, end) for part, (begin, end) in zip(trainable, pairwise(ends), strict=True) if part.numel
+    )
+    return Entry(unit, plan.units[unit].name, plan.units[unit].kept, parts, slots, trained, reduced)
+
+
+def _part(view: View, unit: int, kind: int) -> Part:
+    plan, over, precision = view.plan, view.over, view.plan.kinds[kind].precision
+    slots, numel = tuple(plan.places[unit, kind]), plan.units[unit].lengths[kind]
+    # the row of a subtree begins with the subtree's first unit
+    start = plan.offset(unit, kind, over) - plan.offset(view.units[0], kind, over)
+    return Part(
+        kind,
+        slots,
+        numel,
+        Places(numel, [slot.start for slot in slots], [slot.shape for slot in slots]),
+        plan.kinds[kind].trainable,
+        view.axes(kind),
+        view.kinds.index(kind),
+        start,
+        start + plan.length(unit, kind, over),
+        None if precision.compute == precision.storage else precision.compute,
+    )
