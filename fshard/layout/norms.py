@@ -65,6 +65,11 @@ def _power_sums(tensors: Sequence[Tensor], p: float, device: torch.device) -> Te
     return sums if p == math.inf else sums**p
 
 
+def square_sum(x: Tensor) -> Tensor:
+    """The sum of the squares of a tensor: 0-d, float64."""
+    return _power_sums([x], 2, x.device).sum()
+
+
 def _norm(x: Tensor, p: float, most: int = MOST) -> Tensor:
     """The p-norm of a flat tensor, (n,) -> (), accurate for any number of elements."""
     if x.numel() > most:

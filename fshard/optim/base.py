@@ -61,6 +61,7 @@ class Transform(NamedTuple):
     - `mesh`: the mesh over which `step` combines `found_inf`
     - `views`: `fused` takes `Views` of parameters and gradients (`fshard.layout.pieces`) and writes to them; without
       it, `fused` is given packed copies
+    - `parts`: the transformations that update each label's leaves by themselves (`by_label`)
 
     `update` and `fused` ignore arguments in `extra` that they do not know. With `own_grads=True` they may overwrite the
     gradients; with `exact_norms=True` their norms must have the same bits on any number of ranks
@@ -74,6 +75,7 @@ class Transform(NamedTuple):
     labelled: bool = False
     mesh: AnyMesh = None
     views: bool = False
+    parts: Mapping[Label, Transform] | None = None
 
     def step(
         self,

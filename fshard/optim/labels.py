@@ -82,7 +82,7 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
             write(picked, new)  # into `params`; nothing to do if the step has written to `picked` itself
         return params, LabelState(inner, state.layouts)
 
-    return checked(Transform(init, update, fused, labelled=True, views=True), Needs("by_label", LabelState))
+    return checked(Transform(init, update, fused, labelled=True, views=True, parts=txs), Needs("by_label", LabelState))
 
 
 def masked(tx: TransformLike, mask: Labels) -> Transform:

@@ -31,6 +31,7 @@ from ..comm.reduction import DEFAULT, Reduction
 from ..core.flat import put
 from ..core.tracing import is_tracing
 from . import transfer
+from .handing import Take
 from .offload import HOST
 from .plan import Plan
 from .schedule import Part
@@ -54,6 +55,7 @@ class Gradients:
     by: Reduction = DEFAULT
     lost: transfer.Lost = ()  # a wire with feedback writes to it
     later: Axes = ()  # the axes that this backward does not reduce over
+    take: Take | None = None  # is handed each sum in `reduced` (Note [Updates in a backward])
 
     @cached_property
     def _reducer(self) -> transfer.Reducer:

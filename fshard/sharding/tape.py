@@ -30,7 +30,7 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..comm.ranks import MismatchError
+from ..comm.ranks import MismatchError, Pending
 from ..core import func_levels, tree
 from ..core.random import bookmark
 from ..core.tree import Tree
@@ -39,6 +39,7 @@ from .access import Lazy, loss_of
 from .anchors import has_reentrant
 from .arrivals import Arrivals
 from .gradients import Gradients, Reductions, settle
+from .handing import Handing
 from .kept import Buffers, Kept
 from .saved import Owners, SavedTensor, SavedView
 from .schedule import Reads, schedule
@@ -77,6 +78,7 @@ class Tape:
         self._again: dict[int, Buffers] = {}  # gathered again for the backward
         self._to_come: dict[int, None] = {}  # the units that the backward will gather again, the next one last
         self._reductions = Reductions(self.plan)
+        self._handing = Handing(into.take, self._is_read) if into is not None and into.take is not None else None
         self._filled: set[tuple[int, int]] = set()  # units and kinds whose gradients have come
         self._backward = self._closed = False
         self._writes = Writes()
@@ -326,11 +328,25 @@ class Tape:
             flat = into.filled(unit, part, grads[begin:end])  # (n,)
             self._filled.add((unit, part.kind))
             if pending := into.emit(unit, part.kind, flat):
-                self._reductions.add(pending)
+                self._add(pending, unit, part.kind)
                 started += 1
         self._reductions.move_on(max(started, 1))
 
+    def _add(self, pending: Pending, unit: int, kind: int) -> None:
+        """Keep a reduction that was started, and hand its sum on if that is asked for."""
+        self._reductions.add(self._handing.after(pending, unit, kind) if self._handing else pending)
+
+    def _is_read(self, unit: int, kind: int) -> bool:
+        """Whether the backward may still read the shards of a unit and kind."""
+        return not transfer.is_buffer(self._params, kind) or unit in self._saved or self._arrivals.is_coming(unit)
+
     def _check_open(self, unit: int) -> None:
+        if self._handing and unit in self._handing.taken:
+            raise ValueError(
+                f"train_step(in_backward=True): unit {self.plan.units[unit].name!r} was gathered again after it was "
+                "updated: a checkpoint reads it, and takes no gradient of it. Use in_backward=False, or read the unit "
+                "outside of the checkpoint. The state is lost: go on from a saved one."
+            )
         if self._closed:
             raise ValueError(
                 f"the loss function: unit {self.plan.units[unit].name!r} of the parameters of an earlier call or "
@@ -374,6 +390,8 @@ class Tape:
                 if (entry.unit, part.kind) not in self._filled:
                     self._finish_untouched(self._into, entry.unit, part.kind)
         self._reductions.finish()
+        if self._handing:
+            self._handing.finish()
         settle(self.plan)
 
     def _finish_untouched(self, into: Gradients, unit: int, kind: int) -> None:
@@ -382,9 +400,9 @@ class Tape:
             if into.local is not None:
                 into.local().piece(unit, kind).zero_()
             if into.reduced is not None:
-                self._reductions.add(transfer.nothing(into.reduced(), unit, kind, into.by, into.later))
+                self._add(transfer.nothing(into.reduced(), unit, kind, into.by, into.later), unit, kind)
         elif into.local is not None and (pending := into.emit(unit, kind, into.local().piece(unit, kind))):
-            self._reductions.add(pending)  # the sum of earlier micro-batches
+            self._add(pending, unit, kind)  # the sum of earlier micro-batches
 
     def close(self) -> None:
         """Drop all tensors, and wait for all collectives under way; after an error too.

@@ -26,8 +26,13 @@ Lost: TypeAlias = Sharded | tuple[()]  # what wires with feedback have not sent 
 
 def makes_buffers(params: Sharded) -> bool:
     """Whether units come in buffers of their own; else their leaves are views of the parameters themselves."""
-    kinds = [(params.view.axes(kind), params.plan.kinds[kind]) for kind in params.view.kinds]
-    return any(axes or kind.host or kind.precision.compute != kind.dtype for axes, kind in kinds)
+    return any(is_buffer(params, kind) for kind in params.view.kinds)
+
+
+def is_buffer(params: Sharded, kind: int) -> bool:
+    """Whether leaves of a kind come in buffers of their own; else they are views of the parameters themselves."""
+    row = params.plan.kinds[kind]
+    return bool(params.view.axes(kind)) or row.host or row.precision.compute != row.dtype
 
 
 def stages(plan: Plan, axes: Axes) -> int:
@@ -220,7 +225,8 @@ class Reducer:
         route = self._routes[kind]
         if route.collective is None:
             return reduce(flat, self._reduced, unit, kind, self._by, self._lost, self._later)
-        out = self._parts[unit, kind].of(self._rows)
+        # `Sums` has no rows, but makes pieces
+        out = self._parts[unit, kind].of(self._rows) if self._rows else self._reduced.piece(unit, kind)
         sent = flat if route.dtype is None else flat.to(route.dtype)
         return route.collective(sent, route.along, self._units[unit].name, out).keeping(sent)
 

@@ -17,6 +17,7 @@ from ..core.arguments import wrong
 from ..core.random import seeded
 from ..core.tree import Tree
 from ..layout.pieces import device_of
+from ..optim.labels import Labels
 from ..sharding import transfer
 from ..sharding.grad import Outcome, inputs, later_grads, run
 from ..sharding.gradients import Gradients, settle
@@ -34,7 +35,7 @@ Later = Callable[[], Sharded]  # gradients that are made when they are first ask
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a step makes gradients: `train_step`'s arguments of these names; `built` describes all of them."""
+    """How a step was built: `train_step`'s arguments of these names; `built` describes all of them."""
 
     loss_fn: Callable[..., Tree]
     accumulate: int
@@ -42,6 +43,9 @@ class Recipe:
     reduce_once: bool | str | tuple[str, ...]
     has_aux: bool
     with_extra: bool
+    clip_norm: float | None
+    skip_labels: Labels
+    donate: bool
     built: str
 
 

@@ -26,11 +26,12 @@ from ..optim.base import FoundInf, Transform, TransformLike, any_found, as_trans
 from ..optim.kernels import where
 from ..optim.labels import Labels, check_labelled, check_labels
 from ..sharding import offload
-from ..sharding.grad import apart, check_loss, check_sharded
+from ..sharding.grad import check_loss, check_sharded
 from ..sharding.sharded import Sharded, coarsen, refine
 from . import dynamo, feedback
 from .accumulate import Recipe, check_reduce_once, gradients_of_micro_batches
 from .describe import describe
+from .in_backward import Stepped, check_in_backward, own_extra, step_in_backward
 from .loss_scale import LossScale, NoLossScale
 from .slices import gradients_of_slices
 
@@ -168,6 +169,7 @@ def train_step(
     has_aux: bool = False,
     with_extra: bool = False,
     donate: bool = False,
+    in_backward: bool = False,
 ) -> Step:
     """`step(state, batch, *args) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
 
@@ -201,6 +203,11 @@ def train_step(
 
     - `donate`: the step takes the state over, updates it in place, and touching it raises DonatedError; ValueError for
       a batch or `args` that share its memory. Without it nothing that goes in is changed.
+    - `in_backward`: each unit is updated in the backward, as soon as its gradients are reduced, so that gradients of
+      two units are in memory, not of all. It needs `donate`, an elementwise `tx` (ValueError) and a state without a
+      loss scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves that a rank holds
+      whole are updated after the backward. An error in the backward gives the state away. In a graph of `jit` the
+      passes place the updates.
 
     `metrics` has 0-d tensors, equal on all ranks: `loss`, `grad_norm` (before clipping) and `found_inf`. Random numbers
     drawn in the loss come from the state alone, differ by rank, step and micro-batch, and leave torch's own generator
@@ -213,16 +220,19 @@ def train_step(
     (tensor(3.), tensor([0.5000, 0.0000]))
     """
     check_loss(loss_fn)
-    check_flags(has_aux=has_aux, with_extra=with_extra, donate=donate)
+    check_flags(has_aux=has_aux, with_extra=with_extra, donate=donate, in_backward=in_backward)
     transform, by = as_transform(tx), reduction_of(reduction)
     check_reduce_once(reduce_once, by)
     _check_built(transform, accumulate, clip_norm, skip_labels, with_extra, by)
+    if in_backward:
+        check_in_backward(
+            transform, by, donate=donate, accumulate=accumulate, reduce_once=reduce_once, skip_labels=skip_labels
+        )
     how = {"accumulate": accumulate, "reduce_once": reduce_once, "with_extra": with_extra, "skip_labels": skip_labels}
+    how |= {"in_backward": in_backward} if in_backward else {}
     named = reduction if isinstance(reduction, str | None) else type(reduction).__qualname__
     built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=transform)}"
-    in_slices = isinstance(by, TreeSums)
-    gradients = gradients_of_slices if in_slices else gradients_of_micro_batches
-    if in_slices:  # fused kernels compute the last elements of a row otherwise than the rest
+    if isinstance(by, TreeSums):  # fused kernels compute the last elements of a row otherwise than the rest
         transform = transform._replace(fused=None)
 
     def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
@@ -231,23 +241,11 @@ def train_step(
         if donate and not is_tracing():
             _check_unshared((params.trainable, state.opt_state), (batch, *args))
         # made in here, so that `captures` finds the loss function among what this function reads
-        recipe = Recipe(loss_fn, accumulate, by, reduce_once, has_aux, with_extra, built)
-        grads, outcome, share, lost = gradients(recipe, state, batch, args)
-        grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=skip_labels)
-        nothing_counted = outcome.divisor.isnan().float()  # 1 if the loss is 0 / 0
-        found_inf = tree.map(lambda flag: torch.maximum(flag, nothing_counted), found_inf)
-        norm = _rescale(grads, share, clip_norm, in_slices)
-
-        skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf  # where 1, the update is not made
-        extra = _chosen(skip, state.extra, outcome.extra) if with_extra else state.extra
-        if donate:  # extra may lie in memory that the update writes to
-            extra = _apart(extra, [params.trainable, state.opt_state])
-        new_params, opt_state = _update(transform, grads, state.opt_state, params, skip, donate, in_slices)
-        scaler = state.loss_scale.adjust(found_inf)
-        lost = feedback.after_update(state, lost, share, skip, skip_labels)
-
-        new_state = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, extra, lost)
-        found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
+        recipe = Recipe(
+            loss_fn, accumulate, by, reduce_once, has_aux, with_extra, clip_norm, skip_labels, donate, built
+        )
+        make = step_in_backward if in_backward and not is_tracing() else _step_after_backward
+        new_state, outcome, norm, found_inf = make(recipe, transform, state, batch, args)
         metrics: dict[str, Tree] = {"loss": outcome.value, "grad_norm": norm, "found_inf": found_inf}
         if has_aux:
             metrics["aux"] = outcome.aux
@@ -256,6 +254,30 @@ def train_step(
         return new_state, metrics
 
     return Step(Checked(run) if is_wanted() else run, with_extra)
+
+
+def _step_after_backward(
+    recipe: Recipe, tx: Transform, state: TrainState, batch: Tree, args: Sequence[Tree]
+) -> Stepped:
+    """Update all parameters when all gradients are there."""
+    params, in_slices = state.params, isinstance(recipe.by, TreeSums)
+    gradients = gradients_of_slices if in_slices else gradients_of_micro_batches
+    grads, outcome, share, lost = gradients(recipe, state, batch, args)
+    grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=recipe.skip_labels)
+    nothing_counted = outcome.divisor.isnan().float()  # 1 if the loss is 0 / 0
+    found_inf = tree.map(lambda flag: torch.maximum(flag, nothing_counted), found_inf)
+    norm = _rescale(grads, share, recipe.clip_norm, in_slices)
+
+    skip = None if isinstance(state.loss_scale, NoLossScale) else found_inf  # where 1, the update is not made
+    extra = _chosen(skip, state.extra, outcome.extra) if recipe.with_extra else state.extra
+    if recipe.donate:  # extra may lie in memory that the update writes to
+        extra = own_extra(extra, [params.trainable, state.opt_state])
+    new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, recipe.donate, in_slices)
+    scaler = state.loss_scale.adjust(found_inf)
+    lost = feedback.after_update(state, lost, share, skip, recipe.skip_labels)
+    new_state = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, extra, lost)
+    found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
+    return Stepped(new_state, outcome, norm, found_inf)
 
 
 def _check_value(clip_norm: object) -> None:
@@ -292,17 +314,6 @@ def _chosen(skip: FoundInf | None, old: Tree, new: Tree) -> Tree:
     return tree.map_tops(
         lambda a, b: where(skipped, a, b) if isinstance(b, Tensor) and a is not b else b, Sharded, old, new
     )
-
-
-def _apart(extra: Tree, overwritten: Sequence[Tree]) -> Tree:
-    """Extra with copies of the leaves that share memory with `overwritten`, and a new container for each `Sharded`."""
-
-    def copied(x: Tree) -> Tree:
-        if isinstance(x, Sharded):  # its container would be given away with the state
-            return Sharded(x.view, apart(list(x.tensors), overwritten))
-        return apart(x, overwritten)
-
-    return tree.map_tops(copied, Sharded, extra)
 
 
 def _rescale(grads: Sharded, factor: Tensor | None, clip_norm: float | None, exact: bool) -> Tensor:

@@ -1,0 +1,286 @@
+"""A step that updates each unit in its backward, as soon as the unit's gradients are reduced.
+
+Note [Steps that update in the backward]
+    `Updates` is handed the sum of each unit (Note [Updates in a backward] in `sharding/handing.py`), and runs the
+    optimizer on that unit alone: on its flat parameters, and on the same interval of every tree in the optimizer's
+    state. This is the same update, because the optimizer is elementwise. The 0-d tensors of the state (counts) are
+    those before the step for every unit. Clipping must know the norm of all gradients first, so the
+    forward and backward run twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import primitives
+from ..comm.mesh import coordinate
+from ..comm.ranks import Pending
+from ..comm.reduction import Reduction, TreeSums
+from ..core import tree
+from ..core.scalars import beside, wide
+from ..core.tree import Tree
+from ..layout.norms import square_sum
+from ..layout.pieces import Parts, Views
+from ..optim.base import Label, Transform, clip_factor
+from ..optim.labels import LabelState
+from ..sharding.grad import Outcome, apart
+from ..sharding.gradients import Gradients
+from ..sharding.handing import Sums, Take
+from ..sharding.sharded import Sharded, refine
+from ..sharding.view import View
+from . import feedback
+from .accumulate import Recipe, rank_of, run_each
+from .loss_scale import NoLossScale
+
+# `state` is a `TrainState` throughout, whose module imports this one.
+
+
+class Stepped(NamedTuple):
+    """The results of one step: the new state, the loss, the norm of all gradients, and which updates were skipped."""
+
+    state: Tree
+    outcome: Outcome
+    norm: Tensor
+    found_inf: Tensor
+
+
+def step_in_backward(recipe: Recipe, tx: Transform, state: Tree, batch: Tree, args: Sequence[Tree]) -> Stepped:
+    """Update parameters and optimizer state of a donated state in place, unit by unit.
+
+    After an error the state is given away, if an update was made.
+    """
+    _check_state(state, recipe.clip_norm)
+    given, state = state, replace(state, extra=own_extra(state.extra, [state.params.trainable, state.opt_state]))
+    factor = None
+    if recipe.clip_norm is not None:
+        first = Squares(state.params)
+        _run(recipe, state, batch, args, first.add)
+        factor = clip_factor(first.norm(), recipe.clip_norm)
+    squares, updates = Squares(state.params), Updates(tx, state, factor)
+
+    def take(unit: int, kind: int, total: Tensor) -> None:
+        squares.add(unit, kind, total)
+        updates.make(unit, kind, total)
+
+    try:
+        outcome, lost = _run(recipe, state, batch, args, take)
+        opt_state, norm = updates.finish(), squares.norm()
+    except BaseException as failure:
+        if updates.begun:
+            given.give_away()
+            failure.add_note(
+                "train_step(in_backward=True): units were updated before this error, so the state is lost. Go on from "
+                "a saved one."
+            )
+        raise
+    new = {"params": Sharded(state.params.view, state.params.tensors), "opt_state": opt_state, "step": state.step + 1}
+    new["lost"] = feedback.after_update(state, lost, None, None, None)
+    new["extra"] = outcome.extra if recipe.with_extra else state.extra
+    return Stepped(replace(state, **new), outcome, norm, (~norm.isfinite()).float())
+
+
+def own_extra(extra: Tree, overwritten: Sequence[Tree]) -> Tree:
+    """Extra with copies of the leaves that share memory with `overwritten`, and a new container for each `Sharded`."""
+
+    def copied(x: Tree) -> Tree:
+        if isinstance(x, Sharded):  # its container would be given away with the state
+            return Sharded(x.view, apart(list(x.tensors), overwritten))
+        return apart(x, overwritten)
+
+    return tree.map_tops(copied, Sharded, extra)
+
+
+def check_in_backward(
+    tx: Transform, by: Reduction, *, donate: bool, accumulate: int, reduce_once: object, skip_labels: object
+) -> None:
+    """Raise ValueError for arguments of `train_step` with which all gradients must be there before an update."""
+    reasons = {
+        "donate=False: the state is updated in place. Use donate=True": not donate,
+        f"accumulate={accumulate}: gradients of micro-batches are added up first. Use accumulate=1": accumulate > 1,
+        f"reduce_once={reduce_once!r}: there is one micro-batch. Leave reduce_once out": reduce_once is not False,
+        "reduction='tree': gradients of slices are added up first. Use another reduction": isinstance(by, TreeSums),
+        "skip_labels: whether a label is skipped is known last. Leave skip_labels out": skip_labels is not None,
+        "tx: expected an elementwise optimizer (adamw, sgd, lion, a chain of such, or by_label of such), got one that "
+        "looks at leaves or norms. Use in_backward=False": not all(
+            part.elementwise for part in (tx.parts or {None: tx}).values()
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"train_step(in_backward=True) with {reason}.")
+
+
+def _check_state(state: Tree, clip_norm: float | None) -> None:
+    """Raise ValueError for a state whose gradients must all be there before the first update."""
+    plan = state.params.plan
+    if not isinstance(state.loss_scale, NoLossScale):
+        raise ValueError(
+            "train_step(in_backward=True): expected a state without a loss scale, got one with "
+            f"{type(state.loss_scale).__name__}, which skips the whole update if any gradient overflows. Use "
+            "in_backward=False, or bfloat16 without a loss scale."
+        )
+    if clip_norm is not None and isinstance(state.lost, Sharded):
+        raise ValueError(
+            f"train_step(in_backward=True, clip_norm={clip_norm}): the backward runs twice, and {plan.grad_wire} would "
+            "keep twice what it loses. Use a wire without feedback, or no clip_norm."
+        )
+    if any(kind.host and kind.trainable for kind in plan.kinds):
+        raise ValueError(
+            "train_step(in_backward=True): the plan has trainable leaves in host memory, whose updates wait for the "
+            "device. Use in_backward=False, or a plan without them."
+        )
+
+
+def _run(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: Take) -> tuple[Outcome, Tree]:
+    """Forward and backward of the batch; `take` is handed the sum of each unit and kind, (n / W_grads,)."""
+    sums, lost = Sums(state.params), feedback.scaled(state)
+
+    def taken(unit: int, kind: int, total: Tensor) -> None:
+        sums.drop(unit, kind)
+        take(unit, kind, total)
+
+    into = Gradients(lambda: sums, by=recipe.by, lost=lost, take=taken)
+    rank = rank_of(state.params)
+    ((outcome, _),) = run_each(recipe, state, [batch], args, [into], rank, lambda x: x.divisor, whole=True)
+    return outcome, lost
+
+
+class Squares:
+    """The sum of the squares of all gradients of a backward, unit by unit."""
+
+    def __init__(self, params: Sharded):
+        self._plan = params.plan
+        self._dtype = max((wide(row.dtype) for row in params.trainable.tensors), key=lambda dtype: dtype.itemsize)
+        # float64, 0-d: of leaves that every rank holds, which count once, and of others
+        self._shared = self._cut = torch.zeros((), dtype=torch.float64, device=self._plan.device)
+
+    def add(self, unit: int, kind: int, total: Tensor) -> None:
+        """Add the squares of the gradients of one unit and kind."""
+        if self._plan.over(self._plan.grads_over, kind):
+            self._cut = self._cut + square_sum(total)
+        else:
+            self._shared = self._shared + square_sum(total)
+
+    def norm(self) -> Tensor:
+        """The 2-norm over all ranks: 0-d, from one collective."""
+        plan = self._plan
+        cut = primitives.total(self._cut, plan.live_mesh(), plan.grads_over, label="norm")
+        return (self._shared + cut).sqrt().to(self._dtype)
+
+
+@dataclass(frozen=True)
+class Part:
+    """An elementwise optimizer, its state before the step, and what it updates: all, or the leaves of one label.
+
+    `runs` are, for each unit and kind, the intervals of the unit's row that the part updates, and where they begin in
+    rows of the state: (start, numel, row, start in the row). None: the state is cut as parameters are.
+    """
+
+    tx: Transform
+    state: Tree
+    runs: Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]] | None = None
+
+    def update(self, params: Tensor, grads: Tensor, unit: int, kind: int) -> Tree:
+        """Update the intervals of one unit and kind in place; returns a state of which only the 0-d tensors are new."""
+        if self.runs is None:
+            return self._step([params], [grads], lambda x: [x.piece(unit, kind)])
+        runs = self.runs.get((unit, kind), ())
+        of_params, of_grads = ([x[start : start + numel] for start, numel, _, _ in runs] for x in (params, grads))
+        return self._step(
+            of_params, of_grads, lambda x: [x.tensors[row][at : at + numel] for _, numel, row, at in runs]
+        )
+
+    def _step(self, params: list[Tensor], grads: list[Tensor], cut: Callable[[Tree], list[Tensor]]) -> Tree:
+        # 0-d tensors are copied: every unit's update begins with those from before the step
+        state = tree.map_tops(lambda x: cut(x) if isinstance(x, Parts) else tree.map(torch.clone, x), Parts, self.state)
+        new_params, new_state = self.tx.step(grads, state, params, None, donate=True, own_grads=True)
+        _put(params, new_params)
+
+        def kept(old: Tree, given: Tree, new: Tree) -> Tree:
+            if not isinstance(old, Parts):
+                return new
+            _put(given, new)
+            # a new container, because `give_away` empties the old one
+            return Sharded(old.view, old.tensors) if isinstance(old, Sharded) else old
+
+        return tree.map_tops(kept, Parts, self.state, state, new_state)
+
+
+def _put(into: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    for old, x in zip(into, new, strict=True):
+        if old is not x:
+            old.copy_(x)
+
+
+def parts_of(tx: Transform, opt_state: Tree, params: Sharded | Views) -> dict[Label, Part]:
+    """The parts of an optimizer: one, or for `by_label` one for each label; `params` are cut as its state is."""
+    if tx.parts is None:
+        return {None: Part(tx, opt_state)}
+    view: View = params.key
+    slots = [slot for slot in dict.fromkeys(view.slots()) if slot.kind in view.kinds]  # by the number of the leaf
+    parts = {}
+    for label, layout in opt_state.layouts:
+        runs = dict[tuple[int, int], list[tuple[int, int, int, int]]]()
+        for span, whole in zip(
+            layout.mine, (s for s in view.layout.mine if s.leaf in set(layout.numbers)), strict=True
+        ):
+            slot = slots[span.leaf]
+            start = whole.start - view.plan.offset(slot.unit, slot.kind, view.over)
+            runs.setdefault((slot.unit, slot.kind), []).append((start, span.numel, span.row, span.start))
+        parts[label] = Part(tx.parts[label], opt_state.inner[label], runs)
+    return parts
+
+
+class Updates:
+    """The updates of one step, unit by unit, in the memory of a state; gradients are multiplied by `factor`."""
+
+    def __init__(self, tx: Transform, state: Tree, factor: Tensor | None):
+        self._params, self._old, self._factor = state.params, state.opt_state, factor
+        self._fine = refine(state.params.trainable, state.params.plan.state_over)
+        self._parts = parts_of(tx, state.opt_state, self._fine)
+        self._new: dict[Label, Tree] = {}  # the state of each part after its last update
+        self._gathers: list[Pending] = []
+        self.begun = False
+
+    def make(self, unit: int, kind: int, total: Tensor) -> None:
+        """Update one unit and kind by the sum of its gradients, (n / W_grads,)."""
+        self.begun = True
+        params, grads = self._interval(unit, kind), self._own(total, unit, kind)  # (n / W_state,)
+        self._new = {label: part.update(params, grads, unit, kind) for label, part in self._parts.items()}
+        plan = self._params.plan
+        further = () if plan.kinds[kind].whole else plan.state_over[len(plan.params_over) :]
+        if further:  # the optimizer's state is cut further than parameters are
+            row, name = self._params.piece(unit, kind), plan.units[unit].name
+            self._gathers.append(primitives.gather_over(params, plan.live_mesh(), further, name, row))
+
+    def _interval(self, unit: int, kind: int) -> Tensor:
+        """The parameters (n / W_state,) that this rank updates, a view."""
+        if isinstance(self._fine, Views):
+            return self._fine.runs[self._fine.key.kinds.index(kind)][unit]
+        return self._fine.piece(unit, kind)
+
+    def _own(self, total: Tensor, unit: int, kind: int) -> Tensor:
+        """The gradients (n / W_state,) that this rank updates with, in the dtype of the parameters."""
+        plan = self._params.plan
+        length, further = plan.length(unit, kind, plan.state_over), plan.state_over[len(plan.grads_over) :]
+        begin = 0 if plan.kinds[kind].whole else coordinate(plan.live_mesh(), further) * length
+        grads = total[begin : begin + length]
+        if self._factor is not None:
+            grads.mul_(beside(self._factor.to(wide(grads.dtype)), grads))
+        return grads.to(plan.kinds[kind].dtype)
+
+    def finish(self) -> Tree:
+        """Wait for all new parameters, and return the new optimizer state."""
+        if not self.begun:  # no parameter has an element: the counts alone go on
+            kind = self._params.trainable.view.kinds[0]
+            self.make(0, kind, self._interval(0, kind))
+        for pending in self._gathers:
+            pending.wait()
+        if None in self._parts:
+            return self._new[None]
+        return LabelState(self._new, self._old.layouts)
