@@ -62,12 +62,10 @@ class Anchor(torch.autograd.Function):
     def forward(
         ctx: Ctx,
         before: Tensor,
-        take: Take,
-        unit: int,
-        leaves: Sequence[Tensor],
+        touch: tuple[Take, int, Sequence[Tensor]],
     ) -> tuple[Tensor, ...]:
         """Return views of the leaves, and a 0-d tensor."""
-        ctx.take, ctx.unit = take, unit
+        ctx.take, ctx.unit, leaves = touch  # one argument: torch looks at each in Python
         # None, not zeros, for a leaf that the loss does not use: the tape zeroes its place in the flat buffer
         ctx.set_materialize_grads(False)
         return (*[leaf.view_as(leaf) for leaf in leaves], leaves[0].new_empty(()))
@@ -76,7 +74,7 @@ class Anchor(torch.autograd.Function):
     def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[None, ...]:
         """Hand the gradients on; what the node depends on gets none."""
         ctx.take(ctx.unit, grads[:-1])
-        return None, None, None, None  # for before, take, unit and leaves
+        return None, None
 
 
 class Anchors:
@@ -89,9 +87,10 @@ class Anchors:
     def bind(self, root: Tensor, take: Take, unit: int, leaves: Sequence[Tensor]) -> list[Tensor]:
         """The leaves of a touch of a unit, whose gradients, summed with those of other touches, `take` gets once."""
         before = self._last.get(unit)
-        first = (root, take) if before is None else (before, self._add)
-        *bound, last = Anchor.apply(*first, unit, leaves)
-        self._last.setdefault(unit, last)
+        if before is None:
+            *bound, self._last[unit] = Anchor.apply(root, (take, unit, leaves))
+        else:
+            *bound, _ = Anchor.apply(before, (self._add, unit, leaves))
         return bound
 
     def _add(self, unit: int, grads: Sequence[Tensor | None]) -> None:

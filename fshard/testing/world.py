@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from contextlib import nullcontext
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..comm.log import Call
 from ..comm.mesh import Grid, digits, numbered
 from ..comm.primitives import fold, sum_dtype
-from ..comm.process_groups import Works, places
+from ..comm.process_groups import places
 from ..comm.ranks import Exchange, MismatchError
 from ..core.arguments import check_flags, check_whole, wrong
 from .late import UnderWay
@@ -103,6 +104,18 @@ class SimulatedMesh(Grid):
         return self._ranks[axis]
 
 
+class _Arrived(NamedTuple):
+    """A collective that has ended, as an `Exchange`."""
+
+    places: Sequence[Tensor]
+
+    def wait(self) -> Sequence[Tensor]:
+        return self.places
+
+    def done(self) -> None:
+        pass
+
+
 class _SimulatedRanks:
     built_in = None
 
@@ -128,11 +141,9 @@ class _SimulatedRanks:
     def _meet(
         self, call: Call, sends: Sequence[Tensor], into: Sequence[Tensor], act: Callable[[list[Post]], None]
     ) -> Exchange:
+        if self.size == 1:  # nobody to wait for: what a rank sends itself is where it belongs
+            return _Arrived(into)
         post = Post(self._me, call, sends, into, act, sends)
-        if self.size == 1:
-            with torch.no_grad():
-                act([post])
-            return Works([], post.places)
         # Ranks may run on different streams, and the last rank to arrive copies the data of all ranks on its stream.
         asynchronous = self.device.type != "cpu"
         if asynchronous:
@@ -140,7 +151,7 @@ class _SimulatedRanks:
         outputs = self._run.meet(self._group, post)
         if asynchronous:
             torch.get_device_module(self.device).synchronize()
-        return Works([], outputs)
+        return _Arrived(outputs)
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Exchange:
         into = places(sends, recvs, self.rank)
@@ -153,19 +164,25 @@ class _SimulatedRanks:
         to, results = ([x for rank, x in enumerate(xs) if gathers or rank != self.rank] for xs in (into, aside))
         return self._under_way.start(call, sends, [] if gathers else sends, to, results, into)
 
+    def _whole(self, call: Call, x: Tensor, place: Tensor, act: Callable[[list[Post]], None]) -> Exchange:
+        if self.size > 1:
+            return self._meet(call, [x], [place], act)
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            return _Arrived([place.copy_(x)])  # the tensor of the only rank, in the dtype of its place
+
     def all_gather(self, x: Tensor, out: Tensor | None, lent: bool, call: Call) -> Exchange:
         # Allocate a new tensor even if `lent` allows to reuse one, so that a rank's memory is allocated and freed as in
         # a process of its own.
         place = x.new_empty(self.size * x.shape[0], *x.shape[1:]) if out is None else out
-        return self._meet(call, [x], [place], _gather)
+        return self._whole(call, x, place, _gather)
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange:
         place = x.new_empty(x.shape[0] // self.size, *x.shape[1:]) if out is None else out
-        return self._meet(call, [x], [place], _scatter)
+        return self._whole(call, x, place, _scatter)
 
     def all_reduce(self, x: Tensor, out: Tensor | None, fast: bool, call: Call) -> Exchange:
         place = torch.empty_like(x) if out is None else out
-        return self._meet(call, [x], [place], lambda posts: _reduce(posts, call.op))
+        return self._whole(call, x, place, lambda posts: _reduce(posts, call.op))
 
 
 def _load_forward_mode() -> None:
