@@ -3,7 +3,7 @@ BIN := .venv/bin
 ARGS ?=
 WHEELS ?=
 
-.PHONY: train test lint bench gpu bench-footprint bench-optim bench-precision bench-simulated bench-modules bench-check bench-checkpoints bench-init bench-delayed crashes elastic mutants clean
+.PHONY: train test lint bench gpu bench-footprint bench-optim bench-precision bench-simulated bench-scale bench-modules bench-check bench-checkpoints bench-init bench-delayed crashes elastic mutants clean
 
 train: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_lm.py $(ARGS)
@@ -40,6 +40,9 @@ bench-precision: .venv/ready
 
 bench-simulated: .venv/ready
 	$(BIN)/python benchmarks/simulated.py $(ARGS)
+
+bench-scale: .venv/ready
+	$(BIN)/python benchmarks/scale.py $(ARGS)
 
 bench-modules: .venv/ready
 	$(BIN)/python benchmarks/modules.py $(ARGS)

@@ -236,3 +236,13 @@ def test_the_check_of_the_history_can_fail(row: str) -> None:
     assert changes(good)
     with pytest.raises((AssertionError, ValueError, TypeError)):
         changes(good + row)
+
+
+def test_the_cost_on_many_ranks_is_that_of_a_steps_collectives(benchmarks: None) -> None:
+    """The table over many ranks would leave out collectives of a step, or not run."""
+    import scale
+
+    with scale.fake_mesh(16) as mesh:
+        kinds = [call.kind for call in scale.calls_of_a_step(mesh)]
+    assert [kinds.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")] == [14, 8, 2]
+    assert all(microseconds > 0 for microseconds in scale.row(16, rounds=1).values())

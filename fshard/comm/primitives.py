@@ -67,7 +67,7 @@ def _built_in(collective: Callable[..., dist.Work], ranks: Ranks, call: Call, *a
         ranks.announce(str(call))
     # on a device `wait` must not block the host, as it would with a timeout (`GroupRanks.exchange`)
     timeout = message_timeout(ranks) if ranks.device.type == "cpu" else None
-    return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call.kind, timeout)
+    return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call, timeout)
 
 
 def _dealt(x: Tensor, ranks: Ranks, call: Call) -> tuple[Works, Tensor]:
@@ -124,14 +124,14 @@ def _combine(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
     return total
 
 
-def fold_rows(rows: Tensor, op: str, out: Tensor) -> Tensor:
-    """`fold` of rows (W, ...) of one buffer, which it overwrites, by O(log W) kernels."""
-    while len(rows) > GROUP:
-        full = len(rows) // GROUP  # groups of GROUP rows; the last rows may be fewer
-        total = rows[::GROUP].to(_added(op, rows.dtype))  # (groups, ...), in the memory of `rows` unless it is wider
-        _combine(rows[: full * GROUP].unflatten(0, (full, GROUP)).unbind(1)[1:], op, total[:full])
+def fold_rows(rows: Tensor, op: str, out: Tensor, group: int = GROUP) -> Tensor:
+    """`fold` of rows (W, ...) of one buffer, which it overwrites, by O(log W) kernels; in a tree if `group` is 2."""
+    while len(rows) > group:
+        full = len(rows) // group  # groups of so many rows; the last rows may be fewer
+        total = rows[::group].to(_added(op, rows.dtype))  # (groups, ...), in the memory of `rows` unless it is wider
+        _combine(rows[: full * group].unflatten(0, (full, group)).unbind(1)[1:], op, total[:full])
         if full < len(total):
-            _combine(rows[full * GROUP + 1 :].unbind(), op, total[-1])
+            _combine(rows[full * group + 1 :].unbind(), op, total[-1])
         rows = total
     return fold(rows.unbind(), op, out)
 
@@ -296,14 +296,14 @@ def check_combines(kind: str, op: str, dtype: torch.dtype, leaf: str = "") -> No
         raise TypeError(f"{kind}{leaf}: torch has no {op} of {dtype}: convert it first, or use all_gather")
 
 
-def all_to_all(x: Tensor, ranks: Ranks, label: str = "") -> Pending:
+def all_to_all(x: Tensor, ranks: Ranks, label: str = "", kind: str = "all_to_all") -> Pending:
     """Send part p of dim 0 to rank p, which stores it at this rank's index: (W n, ...) -> (W n, ...).
 
-    ValueError if dim 0 does not divide by the number of ranks.
+    `kind` is what the tally calls it. ValueError if dim 0 does not divide by the number of ranks.
     """
     x = x.contiguous()
     check_divides(x.shape, ranks)
-    call = _called("all_to_all", x, ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
+    call = _called(kind, x, ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
     with named(call.kind, label):
         if ranks.built_in is not None:
             work, place = _dealt(x, ranks, call)
