@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,7 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fshard
 
-TOLERANCE = 1e-3  # relative difference of losses; sums in other orders grow with the steps
+EARLY, CLOSE, FAR = (
+    3,
+    1e-5,
+    1e-3,
+)  # relative difference of losses in the first steps, where rounding is small, and later
 
 
 def generator() -> torch.Generator:
@@ -41,14 +46,14 @@ def close(step: Step) -> None:
 def step_times(task: Task, systems: Sequence[str], mesh: DeviceMesh, rounds: int, warmup: int) -> dict[str, Any]:
     """Seconds of each round's step, with the systems in turn. RuntimeError if their losses differ at a step."""
     steps, draws = {s: make(task, s, mesh) for s in systems}, generator()
-    batch, losses = task.batch(draws), dict[str, float]()
+    batch, losses, done = task.batch(draws), dict[str, float](), count(1)
 
     def call(system: str) -> None:
         losses[system] = float(steps[system](batch))
 
     def next_round() -> None:
         nonlocal batch
-        check_losses(losses)
+        check_losses(losses, CLOSE if next(done) <= EARLY else FAR)
         batch = task.batch(draws)
         for step in steps.values():
             if isinstance(step, JaxPeer):
@@ -60,15 +65,18 @@ def step_times(task: Task, systems: Sequence[str], mesh: DeviceMesh, rounds: int
     return times
 
 
-def check_losses(losses: dict[str, float]) -> None:
-    """RuntimeError if the mean losses of all ranks differ between the systems that train together."""
+def check_losses(losses: dict[str, float], tolerance: float) -> None:
+    """RuntimeError if the mean losses of all ranks differ between the systems that train together.
+
+    In the first steps a wrong gradient or a rate of 0.9 changes a loss by less than a thousandth.
+    """
     together = [system for system in losses if system != "local"]
     values = torch.tensor([losses[system] for system in together], dtype=torch.float64)
     means = values.clone()
     dist.all_reduce(means)
     means = torch.where(torch.tensor([SYSTEMS[s].mean for s in together]), values, means / dist.get_world_size())
     dist.broadcast(means, 0)
-    if not bool(((means - means[0]).abs() <= TOLERANCE * means[0].abs()).all()):
+    if not bool(((means - means[0]).abs() <= tolerance * means[0].abs()).all()):
         raise RuntimeError(f"the systems do not train alike: {dict(zip(together, means.tolist(), strict=True))}")
 
 
