@@ -47,7 +47,7 @@ def costs(mesh: Any, units: int, strategy: dict[str, Any]) -> tuple[int, int]:
 
 STRATEGIES: dict[str, tuple[bool, dict[str, Any], tuple[int, int]]] = {
     # whether there is a mesh, the strategy, and the most bytecodes and operators of a unit
-    "one device": (False, {}, (2100, 22)),
+    "one device": (False, {}, (1700, 22)),
     "full": (True, {}, (3750, 33)),
     "keep": (True, {"regather": False}, (2950, 26)),
     "ddp": (True, {"params_over": (), "grads_over": (), "state_over": ()}, (2600, 24)),

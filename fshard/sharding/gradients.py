@@ -17,7 +17,7 @@ Note [Sums beside the computation]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,7 +34,7 @@ from . import transfer
 from .handing import Take
 from .offload import HOST
 from .plan import Plan
-from .schedule import Part
+from .schedule import Part, schedule
 from .sharded import Sharded
 
 
@@ -62,9 +62,17 @@ class Gradients:
         assert self.reduced is not None
         return transfer.Reducer(self.reduced(), self.by, self.lost, self.later)
 
+    @cached_property
+    def _local(self) -> tuple[Mapping[tuple[int, int], Part], Sequence[Tensor]] | None:
+        local = None if self.local is None else self.local()
+        return None if local is None else (schedule(local.view).parts, local.tensors)
+
     def buffer(self, unit: int, kind: int) -> Tensor:
         """The flat buffer (n,) that a unit's gradients are written to."""
-        return self._reducer.buffer(unit, kind) if self.local is None else self.local().piece(unit, kind)
+        if self._local is None:
+            return self._reducer.buffer(unit, kind)
+        parts, rows = self._local
+        return parts[unit, kind].of(rows)
 
     def filled(self, unit: int, part: Part, grads: Sequence[Tensor | None]) -> Tensor:
         """The flat buffer (n,) with the gradients of the leaves of a part; zeros for leaves that have none."""

@@ -47,20 +47,21 @@ class Gathers:
         plan, axes = params.plan, params.view.over
         self._params, self._rows = params, params.tensors
         plain = not (plan.gather or plan.param_wire or plan.together or any(kind.host for kind in plan.kinds))
-        # the ranks along the only axis, if nothing but a cast comes before one collective for each kind
-        self._ranks = primitives.along(plan.live_mesh(), axes[0]) if plain and len(axes) == 1 else None
+        # whether each kind of a unit is one collective, or none, after a cast at most
+        self._is_plain = plain and len(axes) <= 1
+        self._ranks = primitives.along(plan.live_mesh(), axes[0]) if self._is_plain and axes else None
 
     def start(self, entry: Entry, kept: Collection[int]) -> dict[int, Pending]:
         """Start the gather of a unit's flat buffers, except those of kinds in `kept`: on the device, in the dtype of
         computation, by kind."""
-        if self._ranks is None or kept:
+        if kept or not self._is_plain:
             return gather(self._params, entry.unit, [part.kind for part in entry.parts if part.kind not in kept])
-        return {part.kind: self._start(entry, part, self._ranks) for part in entry.parts}
+        return {part.kind: self._start(entry, part) for part in entry.parts}
 
-    def _start(self, entry: Entry, part: Part, ranks: Ranks) -> Pending:
-        if not (part.axes and part.numel):
-            return _have_whole(self._params, entry.unit, part.kind)
-        shard = part.of(self._rows)  # (n / W,)
+    def _start(self, entry: Entry, part: Part) -> Pending:
+        shard, ranks = part.of(self._rows), self._ranks  # (n / W,)
+        if ranks is None or not (part.axes and part.numel):
+            return arrived(shard) if part.cast is None else _have_whole(self._params, entry.unit, part.kind)
         if part.cast is not None:
             like = shard.new_empty(0, dtype=part.cast)
             shard = ranks.empty(shard.numel(), like, lent=False).copy_(shard)
