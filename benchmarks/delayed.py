@@ -10,7 +10,8 @@ in the backward, the processor is free, as while an accelerator computes. Time i
 not depend on the machine. Measured, the differences are of paired rounds, and the median is shown.
 
 In `equal` all units are alike. In `unequal` the first unit has six times the parameters of the others and takes no
-time, as an embedding, and the last has six times the parameters and takes six times the time, as a head.
+time, as an embedding, and the last has six times the parameters and takes six times the time, as a head. In `in turn`
+every second unit has six times the parameters and takes twice the time.
 
 "FSDP2, ahead" is FSDP2 with asynchronous gathers that are started a unit ahead. On CPUs `fully_shard` waits for each
 collective otherwise, and for reduce-scatters in any case.
@@ -46,7 +47,7 @@ WIDTH = 128
 FACTORS = (0.5, 1.0, 2.0)  # communication over computation
 LATENCY = 1e-4
 # of each unit: its parameters and its time, as multiples of a usual unit's
-MODELS = {"equal": [(1, 1)] * 10, "unequal": [(6, 0), *[(1, 1)] * 10, (6, 6)]}
+MODELS = {"equal": [(1, 1)] * 10, "unequal": [(6, 0), *[(1, 1)] * 10, (6, 6)], "in turn": [(1, 1), (6, 2)] * 5}
 Step = Callable[[Tensor], Tensor]
 Pause = Callable[[float], None]  # lets seconds pass
 
@@ -139,6 +140,8 @@ SYSTEMS: dict[str, Callable[..., Step]] = {
     "FSDP2": fsdp2,
     "FSDP2, ahead": partial(fsdp2, ahead=True),
 }
+# fshard with this number of units ahead
+DEPTHS: dict[str, Callable[..., Step]] = {f"prefetch={n}": partial(fshard_step, prefetch=n) for n in range(4)}
 
 
 def sent(name: str) -> int:
@@ -169,7 +172,8 @@ def measure(name: str, clock: Clock, args: argparse.Namespace, mesh: DeviceMesh)
     assert isinstance(group, DelayingGroup)
     computing = 3 * args.seconds * sum(t for _, t in MODELS[name])
     batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
-    steps = {system: make(name, mesh, group.pause, args.seconds) for system, make in SYSTEMS.items()}
+    systems = SYSTEMS | DEPTHS if isinstance(clock, Counted) else SYSTEMS
+    steps = {system: make(name, mesh, group.pause, args.seconds) for system, make in systems.items()}
     for factor in FACTORS:
         link = Link(LATENCY, sent(name) / (factor * computing))
         times = exposed(steps, group, link, clock, batch, rounds)
@@ -198,14 +202,16 @@ def show(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
     table = Table("communication", *systems, "fshard / FSDP2", title=f"{rows[0]['model']}, {rows[0]['clock']}")
     for row in rows:
         shares, middle = row["shares"], {s: statistics.median(xs) for s, xs in row["shares"].items()}
-        cells = [
-            f"{middle[s]:.3f} ({xs[len(xs) // 10]:.3f} to {xs[-1 - len(xs) // 10]:.3f})" for s, xs in shares.items()
-        ]
+        cells = [f"{middle[s]:.3f}" if len(xs) == 1 else _spread(middle[s], xs) for s, xs in shares.items()]
         table.add_row(f"{row['factor']:g}", *cells, f"{middle['fshard'] / middle['FSDP2']:.2f}")
     Console(width=140).print(table)
     if args.json:
         with args.json.open("a") as out:
             out.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _spread(middle: float, shares: Sequence[float]) -> str:
+    return f"{middle:.3f} ({shares[len(shares) // 10]:.3f} to {shares[-1 - len(shares) // 10]:.3f})"
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from ..comm.ranks import Pending
 from ..core.profiling import named
@@ -15,16 +15,17 @@ from .sharded import Sharded
 class Arrivals:
     """The gathers of one value of the parameters, of a unit from what `kept` has of it if there is anything.
 
-    A gather has a stage for each axis. With several stages, as many units are under way, each one stage behind the unit
-    before it.
+    A gather has a stage for each axis. With several stages, one unit more is under way for each, one stage behind the
+    unit before it.
     """
 
     def __init__(self, params: Sharded, kept: Kept):
         self._kept, self._gathers = kept, transfer.Gathers(params)
-        self._entries = schedule(params.view).entries
+        self._entries, self._ahead = schedule(params.view).entries, params.plan.ahead
         self._coming: dict[int, dict[int, Pending]] = {}  # by unit, then by kind
         self._stage: dict[int, int] = {}  # by unit: how many stages of its gather have started
         self.stages = transfer.stages(params.plan, params.view.over)  # of a gather
+        self.most = self._ahead.most(self.stages)  # units whose gathers are under way at once
 
     def start(self, unit: int) -> None:
         """Start the gather of a unit, unless it is under way."""
@@ -34,13 +35,20 @@ class Arrivals:
             self._coming[unit] = started | kept if kept else started
             self._stage[unit] = 1
 
-    def ahead(self, units: Sequence[int]) -> None:
-        """Gather the units that come next: gathers under way go on to their next stage, the others start."""
-        for behind, unit in enumerate(units):
+    def ahead(self, current: int | None, following: Iterable[int]) -> None:
+        """Gather as many of the units that follow on the current one as the plan says.
+
+        Gathers under way go on to their next stage, the others start.
+        """
+        units = self._ahead.gathers(current, following, self.stages)
+        last = max(0, len(units) - self.stages)  # of those whose stages may all start; each after it is one behind
+        for number, unit in enumerate(units):
             stages = self._kept.stages(unit, self.stages) if self._kept.keeps_any else self.stages
-            if unit not in self._coming and behind < stages:
+            if number > last:
+                stages -= number - last
+            if unit not in self._coming and stages > 0:
                 self.start(unit)
-            elif unit in self._coming and self._stage[unit] < stages - behind:
+            elif unit in self._coming and self._stage[unit] < stages:
                 self._coming[unit] = {kind: pending.advance() for kind, pending in self._coming[unit].items()}
                 self._stage[unit] += 1
 

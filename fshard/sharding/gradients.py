@@ -96,12 +96,13 @@ class Reductions:
 
     def __init__(self, plan: Plan):
         self._side = None if plan.device == HOST or is_tracing() else plan.crossings.sums
-        self._under_way: list[Pending] = []
+        self._ahead, self._stages = plan.ahead, sum(size > 1 for _, size in plan.axes)
+        self._under_way: list[tuple[int, Pending]] = []  # and the unit of each
         self._stepped: list[Pending] = []  # what the side stream may still be reading
 
-    def add(self, pending: Pending) -> None:
-        """Keep a reduction that was started."""
-        self._under_way.append(pending)
+    def add(self, unit: int, pending: Pending) -> None:
+        """Keep a reduction of a unit that was started."""
+        self._under_way.append((unit, pending))
 
     def _beside(self) -> AbstractContextManager[None]:
         return nullcontext() if self._side is None else self._side.ahead()
@@ -112,30 +113,51 @@ class Reductions:
             self._side.join()
             self._stepped.clear()
 
-    def move_on(self, ahead: int) -> None:
-        """Take all but the last `ahead` reductions one stage further, and drop those that are done.
+    def move_on(self, following: int) -> None:
+        """Take older reductions one stage further, so that the gradients of the unit `following` have room next.
+
+        Those stay as they are that `Ahead.reductions` names.
+        """
+        number = self._ahead.number
+        if number == 1:  # as where units are equal
+            num = len(self._under_way)
+            while num and self._under_way[num - 1][0] == self._under_way[-1][0]:
+                num -= 1
+            return self._step(num)
+        units = list(dict.fromkeys(unit for unit, _ in self._under_way))
+        older = units[: max(0, len(units) - self._ahead.reductions(following, units, self._stages))]
+        self._step(sum(unit in older for unit, _ in self._under_way))
+
+    def make_room(self, unit: int) -> None:
+        """Wait for reductions until the gradients of a unit that has come have room beside those under way."""
+        if self._ahead.number is None and self._stages <= 1:
+            self.move_on(unit)
+
+    def _step(self, num: int) -> None:
+        """Take the first `num` reductions one stage further, and drop those that are done.
 
         The youngest goes first: its next stage is under way while the host waits for the others.
         """
-        num_older = max(0, len(self._under_way) - ahead)
-        if not num_older:
+        if not num:
             return
+        units, older = zip(*self._under_way[:num], strict=True)
         if self._side is not None:  # kept before a step can raise: the device may be reading them even then
-            self._stepped += self._under_way[:num_older]
+            self._stepped += older
         with self._beside():
-            stepped = [pending.step() for pending in reversed(self._under_way[:num_older])]
-        self._under_way[:num_older] = [pending for pending in reversed(stepped) if isinstance(pending, Pending)]
+            stepped = [pending.step() for pending in reversed(older)]
+        pairs = zip(units, reversed(stepped), strict=True)
+        self._under_way[:num] = [(unit, pending) for unit, pending in pairs if isinstance(pending, Pending)]
 
     def finish(self) -> None:
         """Wait for every reduction."""
         while self._under_way:
-            self.move_on(0)
+            self._step(len(self._under_way))
         self.join()
 
     def drop(self) -> None:
         """Wait for the messages under way, and drop all reductions; no next stage starts."""
         try:
-            for pending in self._under_way:
+            for _, pending in self._under_way:
                 pending.drop()
         finally:
             self.join()

@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
+from operator import mul
 
 import torch
 
@@ -33,6 +34,7 @@ from ..core.lazy import Branch, Container
 from ..core.tree import Tree
 from ..layout.layout import Derived
 from ..layout.pieces import Parts
+from .ahead import Ahead
 from .offload import Crossings, crossings
 from .precision import Policy, Precision
 from .units import ROOT
@@ -127,6 +129,7 @@ class Plan:
     together: bool = False
     slices: int = 8
     gather: Gather | None = None
+    prefetch: int | None = None
     mesh: AnyMesh = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, object]:
@@ -234,6 +237,12 @@ class Plan:
         return Derived()
 
     @cached_property
+    def ahead(self) -> Ahead:
+        """How many units travel beside the one that is computed with."""
+        by_kind = [kind.precision.compute.itemsize for kind in self.kinds]
+        return Ahead(tuple(sum(map(mul, unit.lengths, by_kind)) for unit in self.units), self.prefetch)
+
+    @cached_property
     def device(self) -> torch.device:
         """The device on which this rank computes."""
         return mesh_device(self.live_mesh())
@@ -269,7 +278,7 @@ class Plan:
         lines.append(f"params_over={self.params_over} grads_over={self.grads_over} state_over={self.state_over}")
         lines.append(f"block={self.block} policy={self.policy}")
         lines.append(f"param_wire={self.param_wire} grad_wire={self.grad_wire} together={self.together}")
-        lines.append(f"slices={self.slices} gather={self.gather}")
+        lines.append(f"slices={self.slices} gather={self.gather} prefetch={self.prefetch}")
         return "\n".join([*lines, f"tree {self.spec}"])
 
     def _leaf_lines(self) -> list[str]:

@@ -41,6 +41,7 @@ def make_plan(
     together: bool = False,
     slices: int = 8,
     gather: Gather | None = None,
+    prefetch: int | None = None,
 ) -> Plan:
     """Lay a tree of tensors (real, meta or fake) out over the axes of a mesh.
 
@@ -73,6 +74,9 @@ def make_plan(
     - `param_wire`, `grad_wire`: how shards and gradients are encoded to be sent (`fshard.wire`).
     - `together`: all dtypes of a unit are gathered in one message.
     - `gather`: an object whose `all_gather` gathers the shards of parameters (`fshard.reduction.Gather`).
+    - `prefetch`: how many units are gathered ahead of the one that is computed with, in forward and backward, and how
+      many are reduced behind it. The buffers of one unit more are in memory. By default one, and more where units are
+      of unequal sizes: as many as fit into the memory of two of the largest (Note [Two units] in `ahead.py`).
     - `slices`: a step with `reduction="tree"` cuts the batch of all ranks into this number of slices, a power
       of two.
 
@@ -88,7 +92,8 @@ def make_plan(
 
     Source: the flat parameter of Zhao et al., PyTorch FSDP (2023); the partitions of Rajbhandari et al., ZeRO (2020).
     """
-    _check_arguments(host, mesh, block, slices, together, gather, param_wire=param_wire, grad_wire=grad_wire)
+    _check_arguments(host, mesh, block, slices, together, param_wire=param_wire, grad_wire=grad_wire)
+    _check_travel(gather, prefetch)
     sizes, policy = axis_sizes(mesh), policy_of(policy)
     over = partitions(sizes, params_over, grads_over, state_over)
     check_plain("params", params)
@@ -99,13 +104,7 @@ def make_plan(
     slot_of = {origin: number for number, origin in enumerate(dict.fromkeys(origins))}
     names, claims = claim_units(params, spec, flat, origins, units)
     kept = kept_over(names, regather, sizes, over[0])
-    chosen = {"whole": whole, "frozen": frozen, "host": host}
-    is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in chosen.items())
-    is_frozen = join_frozen(is_frozen, flat, origins, paths)
-    dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
-    trains = [is_differentiable(leaf) and not still for leaf, still in zip(flat, is_frozen, strict=True)]
-    # only first occurrences: tied leaves have the kind of the first
-    kind_of = {i: Kind(dtypes[i], trains[i], is_whole[i], is_host[i]) for i in slot_of}
+    kind_of = _kinds(params, origins, {"whole": whole, "frozen": frozen, "host": host}, policy)
     kinds = tuple(dict.fromkeys(kind_of.values()))
     slots, lengths = _place(flat, paths, kind_of, kinds, claims, len(names), num_ranks(mesh), block)
     plan = Plan(
@@ -124,15 +123,14 @@ def make_plan(
         together,
         slices,
         gather,
+        prefetch,
         connected(mesh),
     )
     consensus.check_same(plan.mesh, plan.describe(), "the plan")
     return plan
 
 
-def _check_arguments(
-    host: Where, mesh: AnyMesh, block: int, slices: int, together: bool, gather: Gather | None, **wires: Wire | None
-) -> None:
+def _check_arguments(host: Where, mesh: AnyMesh, block: int, slices: int, together: bool, **wires: Wire | None) -> None:
     if host is not None and mesh is None:
         raise ValueError(
             f"host={host!r}: expected a mesh, which says where to compute, got None. Give a mesh of one rank: "
@@ -143,8 +141,6 @@ def _check_arguments(
     if slices.bit_count() > 1:
         raise ValueError(f"slices={slices}: expected a power of two, the most ranks a run may ever have")
     check_flags(together=together)
-    if gather is not None:
-        check_has("gather", gather, ("all_gather",), "an object that gathers, a fshard.reduction.Gather")
     for name, wire in wires.items():
         if wire is not None:
             check_has(name, wire, ("encode", "decode", "feedback"), "a wire, as fshard.wire.Int8() is")
@@ -153,6 +149,23 @@ def _check_arguments(
                     f"param_wire={wire}: expected a wire without feedback, got one that has much of what it is given "
                     "sent later: parameters are sent anew each time, so that never arrives. Use it as grad_wire."
                 )
+
+
+def _kinds(params: Tree, origins: Sequence[int], chosen: Mapping[str, Where], policy: Policy) -> dict[int, Kind]:
+    """The kind of each leaf, by its number; only of first occurrences: tied leaves have the kind of the first."""
+    flat, spec = tree.flatten(params)
+    is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in chosen.items())
+    is_frozen = join_frozen(is_frozen, flat, origins, tree.paths(spec))
+    dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
+    trains = [is_differentiable(leaf) and not still for leaf, still in zip(flat, is_frozen, strict=True)]
+    return {i: Kind(dtypes[i], trains[i], is_whole[i], is_host[i]) for i in dict.fromkeys(origins)}
+
+
+def _check_travel(gather: Gather | None, prefetch: int | None) -> None:
+    if gather is not None:
+        check_has("gather", gather, ("all_gather",), "an object that gathers, a fshard.reduction.Gather")
+    if prefetch is not None:
+        check_whole("prefetch", prefetch, 0, what="a number of units, or None")
 
 
 def _place(

@@ -21,7 +21,7 @@ Note [Reverse mode inside a loss]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import islice
@@ -158,8 +158,8 @@ class Tape:
         if self._into is None:
             self._keep(unit)
         if self._makes_buffers and not self._backward:
-            following = range(unit + 1, min(unit + 1 + self._arrivals.stages, self._params.view.units[1]))
-            self._arrivals.ahead([u for u in following if u not in self._touched])
+            following = range(unit + 1, min(unit + 1 + self._arrivals.most, self._params.view.units[1]))
+            self._arrivals.ahead(unit, [u for u in following if u not in self._touched])
         return leaves
 
     def _keep(self, unit: int) -> None:
@@ -175,9 +175,9 @@ class Tape:
                 self._check_open(unit)
                 self._arrivals.start(unit)
 
-    def _before(self) -> list[int]:
-        """The units that the backward will gather again next, the next one first: as many as a gather has stages."""
-        return list(islice((unit for unit in reversed(self._to_come) if unit not in self._full), self._arrivals.stages))
+    def _before(self) -> Iterator[int]:
+        """The units that the backward will gather again, the next one first."""
+        return (unit for unit in reversed(self._to_come) if unit not in self._full)
 
     def _buffers(self, unit: int) -> Buffers:
         """A unit's flat buffers: those in memory, or gathered now."""
@@ -261,7 +261,7 @@ class Tape:
         self._full = {unit: x for unit, x in self._full.items() if unit == first}
         self._to_come = dict.fromkeys(self._saved)
         # a unit that is in memory takes the place of one of several stages
-        self._arrivals.ahead(self._before()[: max(1, self._arrivals.stages - len(self._full))])
+        self._arrivals.ahead(first, islice(self._before(), self._arrivals.stages - len(self._full) or None))
 
     def _hooks(self) -> AbstractContextManager[None]:
         """The block in which what autograd saves of gathered buffers is replaced by places."""
@@ -302,7 +302,7 @@ class Tape:
             self._to_come.pop(unit, None)
             if unit not in self._gathered:  # a checkpoint that runs its function again may hold the unit
                 self._full.pop(unit, None)
-            self._arrivals.ahead(self._before())
+            self._arrivals.ahead(unit, self._before())
         return self._again[unit]
 
     def _count_use(self, unit: int) -> None:
@@ -322,19 +322,18 @@ class Tape:
         self._reached[unit] = all(grad is not None for grad in grads)
         if unit not in self._saved:
             self._kept.drop(unit)
+        self._reductions.make_room(unit)
         self._reductions.join()  # what the sums before have read is free for the next buffer
-        started = 0
         for part, begin, end in self._schedule.entries[unit].reduced:
             flat = into.filled(unit, part, grads[begin:end])  # (n,)
             self._filled.add((unit, part.kind))
             if pending := into.emit(unit, part.kind, flat):
                 self._add(pending, unit, part.kind)
-                started += 1
-        self._reductions.move_on(max(started, 1))
+        self._reductions.move_on(unit - 1)
 
     def _add(self, pending: Pending, unit: int, kind: int) -> None:
         """Keep a reduction that was started, and hand its sum on if that is asked for."""
-        self._reductions.add(self._handing.after(pending, unit, kind) if self._handing else pending)
+        self._reductions.add(unit, self._handing.after(pending, unit, kind) if self._handing else pending)
 
     def _is_read(self, unit: int, kind: int) -> bool:
         """Whether the backward may still read the shards of a unit and kind."""
