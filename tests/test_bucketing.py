@@ -35,7 +35,7 @@ def test_a_step_of_small_units():
 
     def law(mesh: Any) -> None:
         step, *args = state_of(mesh)
-        plain = eager(step).lower(*args)
+        plain = eager(step, bucket=0).lower(*args)
         sent = next(n for kind, unit, _, n, _ in plain.collectives() if (kind, unit) == ("reduce_scatter", BLOCKS[0]))
         block = sent * mesh.size("shard") // (mesh.size("shard") - 1)
         for size, num in ((2 * block - 1, 4), (2 * block, 2), (EVERYTHING, 1)):
@@ -125,5 +125,18 @@ def test_what_may_not_wait_does_not():
             lowered = eager(run, bucket=EVERYTHING).lower(x)
             assert len(labels(lowered.graph, kind)) == num
             is_right(lowered, run, x)
+
+    simulated(law)
+
+
+def test_small_collectives_are_merged_without_being_asked():
+    """Many small units would cost the start of a collective each, and a merged one would lose the bits."""
+
+    def law(mesh: Any) -> None:
+        step, *args = state_of(mesh)
+        merged, plain = eager(step).lower(*args), eager(step, bucket=0).lower(*args)
+        counts = [sum(traffic.count for traffic in lowered.collectives()) for lowered in (merged, plain)]
+        assert counts[0] < counts[1] / 2
+        is_right(merged, step, *args)
 
     simulated(law)

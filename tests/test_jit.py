@@ -32,7 +32,7 @@ from fshard.core.bits import as_bytes
 from fshard.core.tracing import is_tracing
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
-eager = partial(fshard.jit, backend="eager")
+eager = partial(fshard.jit, backend="eager", bucket=0)
 aot = partial(fshard.jit, backend="aot_eager")
 
 

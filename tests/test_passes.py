@@ -214,7 +214,7 @@ def test_a_plan_says_whether_units_are_gathered_again(regather):
 
     def law(mesh: Any) -> None:
         args = given_to(gradient, mesh, regather=regather)
-        lowered = fshard.jit(gradient, backend="eager").lower(*args)
+        lowered = fshard.jit(gradient, backend="eager", bucket=0).lower(*args)
         twice = dict.fromkeys(BLOCKS[:-1], 2) if regather else {}
         assert Counter(labels(lowered.graph)) == {**dict.fromkeys(["(root)", *BLOCKS], 1), **twice}
         assert bool(crossings(lowered.graph)) != regather
@@ -242,7 +242,7 @@ def test_a_gradient_of_a_gradient():
 
     def law(mesh: Any) -> None:
         args = given_to(gradient, mesh)
-        lowered = fshard.jit(gradient_of_gradient, backend="eager").lower(*args)
+        lowered = fshard.jit(gradient_of_gradient, backend="eager", bucket=0).lower(*args)
         assert not crossings(lowered.graph)
         is_right(lowered, gradient_of_gradient, *args)
 
@@ -295,7 +295,7 @@ def test_bytes_in_flight(widths):
     def law(mesh: Any) -> None:
         args, before = given_to(gradient, mesh, widths=widths), list[int]()
         for in_flight in (0, 500, 700, 1500, 2500, EVERYTHING):
-            lowered = fshard.jit(gradient, backend="eager", in_flight=in_flight).lower(*args)
+            lowered = fshard.jit(gradient, backend="eager", bucket=0, in_flight=in_flight).lower(*args)
             order, found = places(lowered.graph), gathers(lowered.graph)
             heads = [order[g.readers[0]] for g in found]
             for at, nbytes in under_way(found, order).items():
@@ -328,7 +328,7 @@ def test_reductions_are_waited_for_late():
         step, *args = state_of(mesh)
         most = []
         for in_flight in (0, 700, 1300, EVERYTHING):
-            lowered = fshard.jit(step, backend="eager", in_flight=in_flight).lower(*args)
+            lowered = fshard.jit(step, backend="eager", bucket=0, in_flight=in_flight).lower(*args)
             most.append(max(pending(lowered.graph)))
             is_right(lowered, step, *args)
         unit = 76 * 8
@@ -357,9 +357,9 @@ def test_steps_with_much_in_flight_are_right(name):
     def law(mesh: Any) -> None:
         step, *args = state_of(mesh, **plan)
         for in_flight in (0, EVERYTHING):
-            is_right(fshard.jit(step, backend="eager", in_flight=in_flight).lower(*args), step, *args)
+            is_right(fshard.jit(step, backend="eager", bucket=0, in_flight=in_flight).lower(*args), step, *args)
         more = given_to(gradient, mesh, **plan)
-        is_right(fshard.jit(gradient, backend="eager", in_flight=EVERYTHING).lower(*more), gradient, *more)
+        is_right(fshard.jit(gradient, backend="eager", bucket=0, in_flight=EVERYTHING).lower(*more), gradient, *more)
 
     simulated(law, replicate=replicate)
 
@@ -390,7 +390,7 @@ def test_what_is_written_to_is_not_moved_past(in_flight):
     def law(mesh: Any) -> None:
         args = sharded(mesh), rand(2, 4, seed=mesh.get_rank())
         fn = partial(changed_after, mesh)
-        is_right(fshard.jit(fn, backend="eager", in_flight=in_flight).lower(*args), fn, *args)
+        is_right(fshard.jit(fn, backend="eager", bucket=0, in_flight=in_flight).lower(*args), fn, *args)
 
     simulated(law)
 
@@ -439,7 +439,7 @@ def test_the_graph_of_a_step(regather):
 
     def law(mesh: Any) -> None:
         step, *args = state_of(mesh, regather=regather)
-        lowered = fshard.jit(step, backend="eager").lower(*args)
+        lowered = fshard.jit(step, backend="eager", bucket=0).lower(*args)
         graph = lowered.graph
         counts, order = Counter(labels(graph)), places(graph)
         assert {unit: counts[unit] for unit in BLOCKS} == dict.fromkeys(BLOCKS, 2 if regather else 1)
@@ -469,9 +469,9 @@ def test_cheap_values_are_made_again():
             ((lambda step, *args: (args, step))(*state_of(mesh))),
         ):
             args = own
-            plain = fshard.jit(fn, backend="eager").lower(*args)
+            plain = fshard.jit(fn, backend="eager", bucket=0).lower(*args)
             roomy = fshard.jit(fn, backend="eager", budget=plain.memory().peak).lower(*args)
-            tight = fshard.jit(fn, backend="eager", budget=0).lower(*args)
+            tight = fshard.jit(fn, backend="eager", bucket=0, budget=0).lower(*args)
             assert roomy.as_text() == plain.as_text()
             assert tight.memory().peak < plain.memory().peak
             is_right(tight, fn, *args)
@@ -481,7 +481,7 @@ def test_cheap_values_are_made_again():
             assert not again & {"mm", "addmm", "bmm"}
             assert not any(n.startswith("fshard.") for n in again)
             middle = (tight.memory().peak + plain.memory().peak) // 2
-            half = fshard.jit(fn, backend="eager", budget=middle).lower(*args)
+            half = fshard.jit(fn, backend="eager", bucket=0, budget=middle).lower(*args)
             assert half.memory().peak <= middle
 
     simulated(law)
@@ -492,10 +492,10 @@ def test_a_policy_says_what_is_made_again():
 
     def law(mesh: Any) -> None:
         args = given_to(gradient, mesh)
-        plain = fshard.jit(gradient, backend="eager").lower(*args)
+        plain = fshard.jit(gradient, backend="eager", bucket=0).lower(*args)
         for names in ((), ("gelu",)):
             policy = partial(lambda node, names: operator(node) in names, names=names)
-            lowered = fshard.jit(gradient, backend="eager", budget=0, recompute=policy).lower(*args)
+            lowered = fshard.jit(gradient, backend="eager", bucket=0, budget=0, recompute=policy).lower(*args)
             again = targets(lowered.graph) - targets(plain.graph)
             assert set(again) - set(VIEWS) == set(names)
             is_right(lowered, gradient, *args)
@@ -542,7 +542,7 @@ def test_a_value_is_made_again_of_its_own_parameters():
         fn = fshard.value_and_grad(student_and_teacher)
         p, q = (sharded(mesh, seed, widths=(4, 4, 4)) for seed in (0, 5))
         args = p, q, rand(512, 4, seed=1)
-        lowered = fshard.jit(fn, backend="eager", budget=0).lower(*args)
+        lowered = fshard.jit(fn, backend="eager", bucket=0, budget=0).lower(*args)
         is_right(lowered, fn, *args)
 
     simulated(law)
@@ -575,7 +575,7 @@ def test_numbers_are_worked_out_once():
 
     def law(mesh: Any) -> None:
         step, *args = state_of(mesh, optim.adamw(0.1))
-        lowered = fshard.jit(step, backend="eager").lower(*args)
+        lowered = fshard.jit(step, backend="eager", bucket=0).lower(*args)
         nodes = [node for node in lowered.graph.nodes if node.op == "call_function"]
         numbers = {n for n in nodes if values(n) and all(x.dim() == 0 for x in values(n))}
         worked_out = {n for n in numbers if torch.Tag.pointwise in getattr(n.target, "tags", ())}
@@ -593,7 +593,7 @@ def test_donated_inputs_are_written_to_last():
         return (t[1], t[0], t[2]), t[0] + x
 
     args = tuple(rand(3, seed=i) for i in range(3)), rand(3, seed=4)
-    lowered = fshard.jit(fn, donate=True, backend="eager").lower(*args)
+    lowered = fshard.jit(fn, donate=True, backend="eager", bucket=0).lower(*args)
     nodes = list(lowered.graph.nodes)
     copies = [n for n in nodes if operator(n) == "copy_"]
     inputs = [n for n in nodes if n.op == "placeholder"]
@@ -611,7 +611,7 @@ def test_a_donated_step_writes_to_its_state():
     def law(mesh: Any) -> None:
         step, state, tokens = state_of(mesh, optim.adamw(0.1))
         before = graph_of(step, state, tokens)
-        lowered = fshard.jit(step, donate=True, backend="eager").lower(state, tokens)
+        lowered = fshard.jit(step, donate=True, backend="eager", bucket=0).lower(state, tokens)
         written = [n.args[0] for n in lowered.graph.nodes if operator(n) == "copy_" and n.args[0].op == "placeholder"]
         held = dict(zip([n for n in lowered.graph.nodes if n.op == "placeholder"], lowered._paths(), strict=True))
         wanted = ["params.0", "opt_state.count", "opt_state.mu.0", "opt_state.nu.0", "step"]

@@ -23,6 +23,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _CacheKey = tuple[Signature, Contents]
 
+# Bytes up to which collectives are merged where nothing else is asked for: below, a collective costs its start, not its
+# bytes, and two units of a large model have far more.
+_SMALL = 1 << 20
+
 
 class Jitted(Generic[P, R]):
     """A function returned by `jit`. Its calls take the arguments of the original function."""
@@ -107,7 +111,7 @@ def jit(
     in_flight: int = 0,
     budget: int | None = None,
     recompute: Callable[[fx.Node], bool] = is_cheap,
-    bucket: int = 0,
+    bucket: int = _SMALL,
 ) -> Jitted[P, R]:
     """Return a function that runs `fn` (a step, a loss, a gradient, any pure function) as one compiled graph.
 
@@ -127,7 +131,8 @@ def jit(
       that is possible.
     - `recompute`: a predicate of an fx node that says which values are cheap; by default, elementwise and other
       operators that only pass over memory.
-    - `bucket`: merge consecutive collectives of one kind, up to this many bytes.
+    - `bucket`: merge consecutive collectives of one kind, up to this many bytes; 0 merges none. What is merged is in
+      memory together. Results have the same bits: sums are element by element, in the order of ranks.
 
     Gradients cannot be taken through a jitted function from outside: put the gradient inside.
 
