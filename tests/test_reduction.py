@@ -171,7 +171,7 @@ def partly(mesh: Any, strategy: str, reduce_once: Any, micro: int, how: str) -> 
     state = fshard.init_state(fshard.shard_params(params, plan), tx, fshard.DynamicLossScale(4.0))
     by = Doubled() if how == "hook" else "exact"
     step = fshard.train_step(exact_loss, tx, accumulate=micro, reduce_once=reduce_once, reduction=by)
-    step = fshard.jit(step, backend="eager") if how == "jit" else step
+    step = fshard.jit(step, backend="eager", bucket=0) if how == "jit" else step
     for i in range(2):
         with fshard.collectives.tally() as records:
             state, _ = step(state, whole_numbers(i, 0 if mesh is None else mesh.get_rank()))
@@ -293,7 +293,7 @@ def gathered_by(mesh: Any, gather: Any, strategy: str, how: str, **kw: Any) -> A
     plan = fshard.make_plan(params, mesh, units=LM_UNITS, gather=gather, **STRATEGIES[strategy], **kw)
     tx = optim.sgd(0.1)
     state, step = fshard.init_state(fshard.shard_params(params, plan), tx), fshard.train_step(mean_loss, tx)
-    step, losses = fshard.jit(step, backend="eager") if how == "jit" else step, []
+    step, losses = fshard.jit(step, backend="eager", bucket=0) if how == "jit" else step, []
     batches = [lm_batch(0, mesh.get_rank()), lm_batch(0, mesh.get_rank())]
     for batch in batches:
         with fshard.collectives.tally() as records:
