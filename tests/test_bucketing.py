@@ -42,7 +42,7 @@ def test_a_step_of_small_units():
             lowered = eager(step, bucket=size).lower(*args)
             scattered = [label for label in labels(lowered.graph, "reduce_scatter") if "blocks" in label]
             assert len(scattered) == num, size
-            assert Counter("+".join(scattered).replace("+(root)", "").split("+")) == Counter(BLOCKS)
+            assert Counter("+".join(scattered).replace("+(last)", "").split("+")) == Counter(BLOCKS)
             is_right(lowered, step, *args)
         gathered = Counter("+".join(labels(lowered.graph)).split("+"))
         assert gathered == Counter("+".join(labels(plain.graph)).split("+"))

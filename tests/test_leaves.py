@@ -255,7 +255,7 @@ def test_units_of_empty_subtrees() -> None:
     """A pattern may name a subtree without leaves: otherwise a layer without parameters would need another plan."""
     params = {"w": torch.ones(2), "norm": {}, "bias": None, "blocks": [{"a": torch.ones(1)}, {}]}
     plan = fshard.make_plan(params, units=["norm", "bias", "blocks.*"], whole="norm", frozen=["bias"])
-    assert [unit.name for unit in plan.units] == ["(root)", "blocks.0"]
+    assert [unit.name for unit in plan.units] == ["(first)", "blocks.0"]
     assert _frozen(plan) == set()
     says(lambda: fshard.make_plan(params, units="norms"), ValueError, "units: the pattern 'norms' matches nothing")
 

@@ -255,7 +255,7 @@ EARLIER = " of the parameters of an earlier call or micro-batch was used"
 # what a loss keeps of the parameters, and what it makes of that later on; torch's words where the graph is gone
 KEPT: dict[str, tuple[Any, Any, str]] = {
     "a leaf": (lambda p: p["blocks"][1]["w"], lambda kept: kept, "'blocks.1'" + EARLIER),
-    "a leaf of the root": (lambda p: p["head"], lambda kept: kept, r"'\(root\)'" + EARLIER),
+    "a leaf of the last unit": (lambda p: p["head"], lambda kept: kept, r"'\(last\)'" + EARLIER),
     "a view": (lambda p: p["blocks"][1]["w"][0], lambda kept: kept, "'blocks.1'" + EARLIER),
     "a value": (lambda p: -p["blocks"][1]["w"], lambda kept: kept, "'blocks.1'" + EARLIER),
     "a value whose graph is gone": (lambda p: p["blocks"][1]["w"].exp(), lambda kept: kept, "a second time"),

@@ -48,9 +48,9 @@ def drops(mesh: Any, **plan: Any) -> None:
     fn, args = torch.func.grad(partial(loss, use=(0, 2))), (sharded(mesh, **plan), batch(mesh.get_rank()))
     lowered = graph_of(fn, *args)
     before, written = set(labels(lowered.graph)), writers(lowered.graph)
-    assert before == {"(root)", *BLOCKS}
+    assert before == {"(last)", *BLOCKS}
     passes.drop_dead(lowered.graph)
-    assert set(labels(lowered.graph)) == {"(root)", "blocks.0", "blocks.2"}
+    assert set(labels(lowered.graph)) == {"(last)", "blocks.0", "blocks.2"}
     assert writers(lowered.graph) == written
     assert all(gather.readers for gather in gathers(lowered.graph))
     dead = [n.name for n in lowered.graph.nodes if n.op == "call_function" and not n.users]
@@ -83,7 +83,7 @@ def test_what_is_read_for_nothing_goes():
         for fn, args in ((step, (state, tokens)), (by_hand, (p, tokens))):
             lowered = graph_of(fn, *args)
             passes.drop_dead(lowered.graph)
-            assert set(labels(lowered.graph)) == {"(root)", "blocks.0", "blocks.2"}
+            assert set(labels(lowered.graph)) == {"(last)", "blocks.0", "blocks.2"}
             is_right(lowered, fn, *args)
 
     simulated(law)
@@ -156,7 +156,7 @@ def test_gathers_in_the_order_they_are_read():
         graph = graph_of(fn, sharded(mesh), rand(2, 4, seed=1)).graph
         found = gathers(graph)
         assert [g.unit for g in found[-2:]] == ["blocks.2", "blocks.0"]
-        assert {g.unit for g in found[:-2]} == {"(root)", "blocks.1", "blocks.3"}
+        assert {g.unit for g in found[:-2]} == {"(last)", "blocks.1", "blocks.3"}
         assert not any(g.readers for g in found[:-2])
         for g in found:
             assert (operator(g.start), operator(g.wait)) == ("fshard.all_gather", "fshard.wait")
@@ -175,12 +175,12 @@ def test_gathers_in_the_order_they_are_read():
 # --- regather ---
 
 
-def crossings(graph: fx.Graph, root: bool = False) -> list[tuple[str, str]]:
-    """Units with a reader on both sides of another unit's first reader."""
-    order, found = places(graph), gathers(graph)
+def crossings(graph: fx.Graph) -> list[tuple[str, str]]:
+    """Blocks with a reader on both sides of another block's first reader."""
+    order, found = places(graph), [g for g in gathers(graph) if g.unit in BLOCKS]
     heads = {(other.unit, order[other.readers[0]]) for other in found}
     crossed = []
-    for g in (g for g in found if root or g.unit != "(root)"):
+    for g in found:
         spans = pairwise(order[r] for r in g.readers)
         crossed += [(g.unit, unit) for a, b in spans for unit, at in heads if a < at < b and unit != g.unit]
     return crossed
@@ -201,7 +201,7 @@ def test_what_is_read_late_is_gathered_again(name):
         passes.regather(lowered.graph, BLOCKS)
         counts = Counter(labels(lowered.graph))
         assert all(counts[unit] > Counter(labels(graph_of(fn, *args).graph))[unit] for unit in BLOCKS[:-1])
-        assert counts["(root)"] == Counter(labels(graph_of(fn, *args).graph))["(root)"]
+        assert counts["(last)"] == Counter(labels(graph_of(fn, *args).graph))["(last)"]
         assert not crossings(lowered.graph)
         is_right(lowered, fn, *args)
 
@@ -215,8 +215,9 @@ def test_a_plan_says_whether_units_are_gathered_again(regather):
     def law(mesh: Any) -> None:
         args = given_to(gradient, mesh, regather=regather)
         lowered = fshard.jit(gradient, backend="eager", bucket=0).lower(*args)
-        twice = dict.fromkeys(BLOCKS[:-1], 2) if regather else {}
-        assert Counter(labels(lowered.graph)) == {**dict.fromkeys(["(root)", *BLOCKS], 1), **twice}
+        # the embedding and the head are one unit, which is read before the blocks and after them
+        twice = dict.fromkeys(["(last)", *BLOCKS[:-1]], 2) if regather else {}
+        assert Counter(labels(lowered.graph)) == {**dict.fromkeys(["(last)", *BLOCKS], 1), **twice}
         assert bool(crossings(lowered.graph)) != regather
         is_right(lowered, gradient, *args)
 
@@ -443,7 +444,7 @@ def test_the_graph_of_a_step(regather):
         graph = lowered.graph
         counts, order = Counter(labels(graph)), places(graph)
         assert {unit: counts[unit] for unit in BLOCKS} == dict.fromkeys(BLOCKS, 2 if regather else 1)
-        assert Counter(labels(graph, "reduce_scatter")) == dict.fromkeys(["(root)", *BLOCKS], 1)
+        assert Counter(labels(graph, "reduce_scatter")) == dict.fromkeys(["(last)", *BLOCKS], 1)
         assert Counter(labels(graph, "all_reduce")) == {"loss": 1, "norm": 1}
         starts_near(graph)
         assert not {"_local_scalar_dense", "item", "equal", "nonzero", "is_nonzero"} & set(targets(graph))
@@ -451,7 +452,7 @@ def test_the_graph_of_a_step(regather):
             i for n, i in order.items() if operator(n) == "fshard.all_reduce" and arguments(n)["label"] == "loss"
         )
         both = [g.unit for g in gathers(graph) if order[g.readers[0]] < turn < order[g.readers[-1]]]
-        assert both == ["(root)"] if regather else len(both) > 1
+        assert both == ["(last)"] if regather else len(both) > 1
         is_right(lowered, step, *args)
 
     simulated(law)

@@ -94,9 +94,12 @@ def test_intervals_by_brute_force(leaves, claimed, num_ranks):
     for i, (group, dtype, shape) in enumerate(leaves):
         params.setdefault(f"g{group}", {})[f"x{i}"] = counting(*shape, dtype=dtype, start=5 * i)
     patterns = [f"g{group}" for group in sorted(claimed) if f"g{group}" in params]
-    rest = {group: part for group, part in params.items() if group not in patterns}
-    units = [[x for part in rest.values() for x in part.values()]] if rest else []
-    units += [list(part.values()) for group, part in params.items() if group in patterns]
+    at = [i for i, group in enumerate(params) if group in patterns]
+    by_unit: dict[str, list[Tensor]] = {"(root)": []}
+    for i, (group, part) in enumerate(params.items()):
+        between = "(root)" if not at or at[0] < i < at[-1] else "(first)" if i < at[0] else "(last)"
+        by_unit.setdefault(group if group in patterns else between, []).extend(part.values())
+    units = list(by_unit.values())
     order = list(dict.fromkeys(x.dtype for part in params.values() for x in part.values()))
 
     def run(mesh: Any) -> None:
@@ -199,10 +202,7 @@ def test_units_by_pattern():
         "enc": [{"w": counting(2), "b": counting(3)} for _ in range(2)],
         "head": counting(4),
     }
-    root = "(root)"
-    assert names(make_plan(params)) == dict.fromkeys(
-        ["embed", "enc.0.w", "enc.0.b", "enc.1.w", "enc.1.b", "head"], root
-    )
+    assert set(names(make_plan(params)).values()) == {"(root)"}
     for units in (
         "enc.*",
         ["enc.*"],
@@ -211,20 +211,20 @@ def test_units_by_pattern():
         lambda path, _: path.startswith("enc.") and path[-1] in "01",
     ):
         assert names(make_plan(params, units=units)) == {
-            "embed": root,
+            "embed": "(first)",
             **{f"enc.{i}.{x}": f"enc.{i}" for i in range(2) for x in "wb"},
-            "head": root,
+            "head": "(last)",
         }
     found = names(make_plan(params, units=["**.w", "enc", "h?ad"]))
     assert found == {
-        "embed": root,
+        "embed": "(first)",
         "enc.0.w": "enc.0.w",
         "enc.0.b": "enc",
         "enc.1.w": "enc.1.w",
         "enc.1.b": "enc",
         "head": "head",
     }
-    assert [u.name for u in make_plan(params, units=["enc.*"]).units] == [root, "enc.0", "enc.1"]
+    assert [u.name for u in make_plan(params, units=["enc.*"]).units] == ["(first)", "enc.0", "enc.1", "(last)"]
 
 
 def test_a_predicate_sees_paths_and_subtrees():
@@ -391,7 +391,7 @@ def test_a_plan_prints_as_a_table():
     assert "params_over=shard" in head
     assert "regather=True" in head
     assert columns.split() == ["unit", "leaves", "elements", "bytes", "bytes", "per", "rank"]
-    assert [row.split() for row in rows] == [["(root)", "1", "100", "416", "208"], ["b", "2", "7", "32", "16"]]
+    assert [row.split() for row in rows] == [["(first)", "1", "100", "416", "208"], ["b", "2", "7", "32", "16"]]
 
 
 ERRORS = {

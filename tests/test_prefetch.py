@@ -85,8 +85,8 @@ def test_a_unit_is_gathered_when_the_loss_asks() -> None:
 
     for log in simulated(job, shard=2):
         starts = [label for what, kind, label in log if (what, kind) == ("start", "all_gather")]
-        assert starts == ["blocks.1", "blocks.2", "(root)", "blocks.0"]
-        assert at(log, "start", "all_gather", "blocks.2")[0] < at(log, "wait", "all_gather", "(root)")[0]
+        assert starts == ["blocks.1", "blocks.2", "(first)", "blocks.0", "(last)"]
+        assert at(log, "start", "all_gather", "blocks.2")[0] < at(log, "wait", "all_gather", "(first)")[0]
 
 
 def test_graphs_plain_trees_and_products() -> None:
@@ -111,7 +111,7 @@ def test_what_cannot_be_started_early() -> None:
         sharded = make(mesh, CHAIN)
         with pytest.raises(TypeError, match="params=an object of type Sharded: expected the parameters that a loss"):
             prefetch(sharded, "blocks.*")
-        words = "prefetch: the pattern 'experts' matches no unit; the units are '(root)', 'blocks.0', 'blocks.1'"
+        words = "prefetch: the pattern 'experts' matches no unit; the units are '(first)', 'blocks.0', 'blocks.1'"
         with pytest.raises(ValueError, match=re.escape(words)):
             fshard.evaluate(lambda p, x: prefetch(p, "experts"))(sharded, batch_of(0))
 

@@ -175,7 +175,7 @@ def partly(mesh: Any, strategy: str, reduce_once: Any, micro: int, how: str) -> 
     for i in range(2):
         with fshard.collectives.tally() as records:
             state, _ = step(state, whole_numbers(i, 0 if mesh is None else mesh.get_rank()))
-    found = [(r.kind, r.axis, r.label) for r in records if r.label in ("(root)", "a", "c") and r.nbytes]
+    found = [(r.kind, r.axis, r.label) for r in records if r.label in ("a", "c", "(last)") and r.nbytes]
     return gather_params(state.params), [r for r in found if r[0] != "all_gather"]
 
 
@@ -217,8 +217,8 @@ def test_micro_batches_are_scattered_each_and_reduced_over_replicas_once(replica
         assert same_bits(params, runs[False][0][0])
         assert how == "hook" or same_bits(params, state.params)
     over = "all_reduce" if strategy == "ddp" else "reduce_scatter"
-    for unit in ("a", "c", "(root)"):
-        kinds = 2 if unit == "(root)" else 1  # the leaf that every rank has travels by itself
+    for unit in ("a", "c", "(last)"):
+        kinds = 2 if unit == "(last)" else 1  # the leaf that every rank has travels by itself
         num = {key: runs[key][0][1].count((over, "shard", unit)) for key in runs}
         assert set(num.values()) == {how_many * (kinds if strategy == "ddp" else 1) * (shard > 1)}
         num = {key: runs[key][0][1].count(("all_reduce", "replicate", unit)) for key in runs}

@@ -22,7 +22,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 CHOICES: dict[str, Any] = {
     "kept": False,
     "cut": "shard",
-    "by unit": {"**.0": False, "(root)": ("shard",)},
+    "by unit": {"**.0": False, "(first)": ("shard",), "(root)": ("shard",)},
     "but one": {"**.0": True, "**": "shard"},
 }
 WORLDS = [(1, 1), (1, 2), (2, 1), (3, 1), (2, 2), (4, 1)]  # shard, replicate
@@ -256,7 +256,7 @@ def test_a_function_that_gathers_by_itself_is_not_gathered_again_over_the_slow_a
         return [t.count for t in lowered.collectives() if t.kind == "all_gather"]
 
     for counts in simulated(job, shard=2, replicate=2):
-        assert counts == [1] * 8
+        assert counts == [1] * 10
 
 
 def traffic_and_bits(mesh: Any) -> tuple[dict[str, Any], dict[str, list[torch.Tensor]]]:
@@ -354,11 +354,11 @@ def test_a_plan_says_what_stays() -> None:
         return [unit.kept for unit in plan.units], str(plan), same.describe() + str(same)
 
     for kept, table, same in simulate(job, shard=2, replicate=2):
-        assert kept == [None, (), ("shard",), ("shard",)]
+        assert kept == [None, (), ("shard",), ("shard",), None]
         head, columns, *rows = table.splitlines()
         assert "regather" not in head
         assert columns.split()[-1] == "regather"
-        assert [row.split()[-1] for row in rows] == ["True", "False", "shard", "shard"]
+        assert [row.split()[-1] for row in rows] == ["True", "False", "shard", "shard", "True"]
         assert "regather=True" in same
         assert "regather=shard" not in same
 
@@ -381,7 +381,13 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "no such unit": (
         {"blocks.9": False},
         ValueError,
-        "regather: the pattern 'blocks.9' matches no unit; the units are '(root)', 'blocks.0', 'blocks.1', 'blocks.2'",
+        "regather: the pattern 'blocks.9' matches no unit; the units are '(first)', 'blocks.0', 'blocks.1', "
+        "'blocks.2', '(last)'",
+    ),
+    "no root": (
+        {"(root)": False},
+        ValueError,
+        "the pattern '(root)' matches no unit; the units are '(first)', 'blocks.0', 'blocks.1', 'blocks.2', '(last)'",
     ),
     "a leaf": ({"blocks.0.w": False}, ValueError, "the pattern 'blocks.0.w' matches no unit"),
     "too late": (

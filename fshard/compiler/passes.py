@@ -33,6 +33,7 @@ from torch import fx
 from ..comm.mesh import MESHES
 from ..comm.traced import is_direct
 from ..core.tracing import define
+from ..sharding.units import ENDS
 from .dataflow import (
     PLACED,
     REDUCTIONS,
@@ -268,7 +269,10 @@ def _has_second_stage(start: fx.Node) -> bool:
 
 
 def regather(graph: fx.Graph, units: Iterable[str]) -> None:
-    """Gather a buffer of these units again where it is read after another unit was gathered, instead of keeping it."""
+    """Gather a buffer of these units again where it is read after another unit was gathered, instead of keeping it.
+
+    An end of a plan that would be gathered again more than once stays: the units between read it, too.
+    """
     wanted, all_gathers = set(units), [gather for gather in gathers(graph) if not gather.fixed]
     nodes = index(graph)
     order = nodes.order
@@ -280,6 +284,8 @@ def regather(graph: fx.Graph, units: Iterable[str]) -> None:
         if any(map(writes, gather.readers)) or nodes.first_write(sent, order[gather.start]) < end:
             continue  # a second gather would have other values
         groups = _apart([order[reader] for reader in gather.readers], heads)
+        if gather.unit in ENDS and len(groups) > 2:
+            continue
         for first, last in groups[1:]:
             _put_copies(graph, chain, {}, gather.readers[first:last])
 

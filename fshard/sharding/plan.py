@@ -37,7 +37,7 @@ from ..layout.pieces import Parts
 from .ahead import Ahead
 from .offload import Crossings, crossings
 from .precision import Policy, Precision
-from .units import ROOT
+from .units import ENDS, ROOT
 
 _ALIGN = 16  # bytes
 
@@ -144,8 +144,13 @@ class Plan:
 
     @property
     def root(self) -> int | None:
-        """The number of the root unit, which holds all leaves that no other unit claims; None if there are none."""
+        """The number of the unit of the leaves that no other unit and no end has; None if there are none."""
         return 0 if self.units and self.units[0].name == ROOT else None
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The numbers of the units `(first)` and `(last)`: unclaimed leaves before and after all claimed ones."""
+        return frozenset(number for number, unit in enumerate(self.units) if unit.name in ENDS)
 
     def on(self, mesh: AnyMesh) -> Plan:
         """Return this plan on another mesh with the same axes (ValueError if the axes differ)."""

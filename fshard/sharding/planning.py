@@ -48,14 +48,16 @@ def make_plan(
     Which leaves are gathered together, and over which axes:
 
     - `units`: the subtrees that are gathered together: dotted path patterns (`*` one component, `**` any number), a
-      predicate `(path, subtree) -> bool`, or a number of elements at which a unit is full. All other leaves are the
-      root unit.
+      predicate `(path, subtree) -> bool`, or a number of elements at which a unit is full. Of the other leaves, those
+      before the first selected one are the unit `(first)`, those after the last are the unit `(last)`, and the rest is
+      the unit `(root)`, which is gathered once for a forward: leaves between, leaves tied across these units, and all
+      leaves if none is selected.
     - `params_over`, `grads_over`, `state_over`: the names of the axes over which parameters, gradients and optimizer
       state are partitioned, each extending the one before.
     - `regather`: gathered parameters are freed after the forward and gathered again in the backward (True), or stay
       (False). With the last axis of `params_over` (or several), a copy stays that is cut over this axis alone, and the
       backward gathers it over this axis: inside a host, say. A dict gives one of these to each unit: its keys are
-      names or patterns of units (`"(root)"` is the root), the first that matches counts; other units have True.
+      names or patterns of units (`"(last)"`, say), the first that matches counts; other units have True.
 
     Leaves with another treatment; `whole`, `frozen` and `host` are each a pattern, several patterns, or a predicate.
     Integer leaves are always frozen. If some leaves of a tree require a gradient, as in a module, leaves that do not
@@ -88,7 +90,7 @@ def make_plan(
 
     >>> plan = make_plan({"embed": torch.zeros(4, 2), "blocks": [torch.zeros(3), torch.zeros(3)]}, units=["blocks.*"])
     >>> [unit.name for unit in plan.units]
-    ['(root)', 'blocks.0', 'blocks.1']
+    ['(first)', 'blocks.0', 'blocks.1']
 
     Source: the flat parameter of Zhao et al., PyTorch FSDP (2023); the partitions of Rajbhandari et al., ZeRO (2020).
     """

@@ -3,7 +3,8 @@
 Note [Tensors of a step]
     A `Tape` lives for one forward and one backward over one value of the parameters; every gather under way belongs to
     it and ends with it. Touching a unit gathers it into a flat buffer, of which the leaves are views. During the
-    forward the tape keeps the buffers of the root and of the unit touched last; other buffers live as long as the
+    forward the tape keeps the buffers of the root, of the unit touched last, and of an end of the plan (`Plan.ends`)
+    that was gathered a second time: what all units read may be declared before them. Other buffers live as long as the
     user's function keeps a leaf of them. When autograd saves a view of a gathered buffer, the tape stores the place of
     the view instead (`SavedView`), so saving keeps no buffer alive. In the backward the first use of a place of a unit
     gathers the unit again, and the last use drops it. The backward begins with the unit that was saved last: if its
@@ -73,6 +74,7 @@ class Tape:
         self._bound: dict[int, Leaves] = {}
         self._anchors = anchors.Anchors()
         self._touched: set[int] = set()
+        self._staying = {self.plan.root}  # units whose buffers stay until the forward ends
         self._owners = Owners()
         self._saved: dict[int, int] = {}  # the number of saved places of each unit, the unit saved last at the end
         self._again: dict[int, Buffers] = {}  # gathered again for the backward
@@ -147,11 +149,13 @@ class Tape:
         return bound
 
     def _gather(self, unit: int) -> Leaves:
-        """The leaves of a unit that is not in memory; all units but the root and this one are let go of."""
-        root = self.plan.root
-        self._gathered, self._bound = ({u: x[u] for u in x if u == root} for x in (self._gathered, self._bound))
+        """The leaves of a unit that is not in memory; the others are let go of, but for those that stay."""
+        staying = self._staying
+        if unit in self._touched and unit in self.plan.ends and not self._backward:
+            staying.add(unit)  # units between may read it, too: else it is gathered for each
+        self._gathered, self._bound = ({u: x[u] for u in x if u in staying} for x in (self._gathered, self._bound))
         # dropped before the next buffer is waited for, so that both are not in memory at once
-        self._full = {u: x for u, x in self._full.items() if u in (root, unit)}
+        self._full = {u: x for u, x in self._full.items() if u in staying or u == unit}
         self._full[unit] = self._buffers(unit)
         leaves = self._gathered[unit] = self._leaves(unit, self._full[unit])
         self._touched.add(unit)

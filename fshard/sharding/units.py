@@ -14,6 +14,7 @@ from .precision import Policy
 
 Where = str | Sequence[str] | Callable[[str, Tree], bool] | None
 ROOT = "(root)"
+ENDS = FIRST, LAST = "(first)", "(last)"  # what no unit claims before the first claimed leaf, and after the last one
 _WILD = set("*?[")
 _SHOWN = 8  # names in an error
 
@@ -133,7 +134,9 @@ def claim_units(
 ) -> tuple[list[str], list[int]]:
     """Return the names of the units in the order of use, the root first, and the number of every leaf's unit.
 
-    A leaf belongs to the innermost subtree that `units` selects, else to the root; tied leaves count once in a size.
+    A leaf belongs to the innermost subtree that `units` selects. Of the others, those before the first such leaf are
+    the unit `(first)`, those after the last the unit `(last)`, and the rest is the root: leaves between, leaves tied
+    across units, and all leaves if nothing is selected. Tied leaves count once in a size.
     """
     owner = [ROOT] * spec.num_leaves
     if isinstance(units, int):
@@ -141,9 +144,29 @@ def claim_units(
     else:
         for path, first, count in _selector(params, spec, units, "units"):
             owner[first : first + count] = [path or ROOT] * count  # inner subtrees come later, and win
+        owner = _with_ends(owner, origins)
     names = list(dict.fromkeys([ROOT, *owner] if ROOT in owner else owner))
     numbers = {name: number for number, name in enumerate(names)}
     return names, [numbers[name] for name in owner]
+
+
+def _with_ends(owner: Sequence[str], origins: Sequence[int]) -> list[str]:
+    """Cut the root at the first and at the last leaf that a unit claims.
+
+    The root stays gathered from its first use to the end of the forward, and its gradient is complete at the end of the
+    backward: an embedding and a head in it are in memory all along, though each is used at one end. A tied leaf that is
+    used on both sides, or beside a unit, stays in the root, which is gathered once.
+    """
+    claimed = [i for i, name in enumerate(owner) if name != ROOT]
+    last_place = {origin: i for i, origin in enumerate(origins)}
+
+    def part(i: int) -> str:
+        if owner[i] != ROOT or not claimed:
+            return owner[i]
+        before, after = last_place[origins[i]] < claimed[0], origins[i] > claimed[-1]
+        return FIRST if before else LAST if after else ROOT
+
+    return [part(i) for i in range(len(owner))]
 
 
 def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> list[str]:
@@ -170,5 +193,5 @@ def select_units(names: Sequence[str], patterns: Sequence[str], what: str) -> li
 
 def no_unit(pattern: str, names: Sequence[str]) -> str:
     """Return the error sentence for a pattern that no unit fits."""
-    shown = ", ".join(map(repr, names[:4])) + ", ..." * (len(names) > 4)
-    return f"the pattern {pattern!r} matches no unit; the units are {shown or 'none'}"
+    shown = [*map(repr, names[:4]), *["..."] * (len(names) > 5), *map(repr, names[4:][-1:])]
+    return f"the pattern {pattern!r} matches no unit; the units are {', '.join(shown) or 'none'}"
