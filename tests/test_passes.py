@@ -471,7 +471,7 @@ def test_cheap_values_are_made_again():
         ):
             args = own
             plain = fshard.jit(fn, backend="eager", bucket=0).lower(*args)
-            roomy = fshard.jit(fn, backend="eager", budget=plain.memory().peak).lower(*args)
+            roomy = fshard.jit(fn, backend="eager", bucket=0, budget=plain.memory().peak).lower(*args)
             tight = fshard.jit(fn, backend="eager", bucket=0, budget=0).lower(*args)
             assert roomy.as_text() == plain.as_text()
             assert tight.memory().peak < plain.memory().peak
