@@ -56,3 +56,22 @@ def test_what_every_unit_reads_is_not_gathered_for_each(how: str) -> None:
     gathered once for each unit."""
     for counts in simulated(_gathers, how, shard=2):
         assert counts["(first)"] <= 3  # twice in the forward, once in the backward
+
+
+def test_an_embedding_and_a_head_are_not_in_memory_together() -> None:
+    """The buffers of both, or the gradients of both, would be in memory at once: four times the bytes of one of them
+    beside the shards, and not two."""
+    words, dim = 512, 8
+    params = {"embed": torch.zeros(words, dim), "blocks": [torch.eye(dim) for _ in range(4)]}
+    params |= {"head": torch.zeros(dim, words)}
+    plan, tx = fshard.make_plan(params, fshard.AbstractMesh(shard=64), units="blocks.*"), fshard.optim.sgd(0.1)
+
+    def loss(p: Any, tokens: torch.Tensor) -> torch.Tensor:
+        x = p["embed"][tokens]
+        for block in p["blocks"]:
+            x = torch.tanh(x @ block)
+        return (x @ p["head"]).square().mean()
+
+    state = fshard.eval_shape(lambda p: fshard.init_state(fshard.shard_params(p, plan), tx), params)
+    lowered = fshard.jit(fshard.train_step(loss, tx), bucket=0).lower(state, torch.zeros(2, dtype=torch.long))
+    assert lowered.memory().peak < 3 * 4 * words * dim
