@@ -155,3 +155,17 @@ def test_what_is_refused(fault: str, said: str) -> None:
         loss = lambda p, b: fshard.Mean(net(p, b["x"]).sum(), p["gain"].square() + 1)  # noqa: E731
     with pytest.raises((TypeError, ValueError), match=said):
         fshard.hvp(loss)(p, v, batch(0, 0))
+
+
+@pytest.mark.parametrize("count", [torch.tensor(6), torch.tensor(6.0), torch.ones(6).count_nonzero()], ids=str)
+def test_a_count_may_be_a_tensor(count):
+    """A count that is a tensor without a derivative would be refused, though value_and_grad takes it."""
+    weights, v = (rand(3, 3, seed=n) for n in (1, 2))
+    x = rand(2, 3, seed=3)
+
+    def times(count: Any) -> Any:
+        p, tangent = (fshard.shard_params(t, fshard.make_plan(weights)) for t in (weights, v))
+        loss = fshard.hvp(lambda p, x: fshard.Mean((x @ p).tanh().square().sum(), count))
+        return fshard.gather_params(loss(p, tangent, x))
+
+    torch.testing.assert_close(times(count), times(6))

@@ -121,8 +121,8 @@ def _excess(name: str, *sizes: tuple[int, int]) -> float:
 def test_a_call_costs_the_same_for_each_unit_and_leaf(name: str) -> None:
     """With more units, or more leaves in a unit, a call costs as much more as in proportion: a search of all units for
     each unit would be minutes of a plan of 10,000 units."""
-    assert _excess(name, (8, 2), (16, 2), (32, 2)) <= 0.001, "for each unit"
-    assert _excess(name, (2, 8), (2, 16), (2, 32)) <= 0.001, "for each leaf"
+    assert _excess(name, (8, 2), (16, 2), (32, 2)) <= 0.002, "for each unit"
+    assert _excess(name, (2, 8), (2, 16), (2, 32)) <= 0.002, "for each leaf"
 
 
 def test_the_law_can_fail() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import rand
 from support.worlds import simulated
 from torch.utils.checkpoint import checkpoint
 
@@ -348,3 +349,25 @@ def test_activations_that_are_written_to_after_they_were_saved(strategy: str) ->
     for (_, found), (_, expected) in zip(*runs, strict=True):
         for a, b in zip(fshard.tree.leaves(found), fshard.tree.leaves(expected), strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("how", [{}, {"params_over": ()}, {"regather": False}], ids=str)
+def test_what_is_read_without_gradients_may_be_used_with_them(how):
+    """A unit that is read under no_grad, and used outside of it, would get a gradient of zero."""
+    params = {"blocks": [{"w": rand(3, 3, seed=n)} for n in range(3)]}
+
+    def loss(params: Any, x: Any) -> Any:
+        with torch.no_grad():
+            first = params["blocks"][0]
+            scale = first["w"].norm()
+        return (x @ (first["w"] / scale) @ params["blocks"][1]["w"] @ params["blocks"][2]["w"]).tanh().sum()
+
+    def gradients(mesh: Any) -> Any:
+        sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units="blocks.*", **how))
+        return fshard.gather_params(fshard.value_and_grad(loss)(sharded, torch.ones(2, 3, dtype=torch.float64))[1])
+
+    leaves = fshard.tree.map(lambda x: x.clone().requires_grad_(), params)
+    loss(leaves, torch.ones(2, 3, dtype=torch.float64)).backward()
+    expected = fshard.tree.map(lambda x: x.grad, leaves)
+    for grads in [gradients(None), *simulated(gradients, shard=2)]:
+        torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-14)

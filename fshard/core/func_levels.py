@@ -47,15 +47,6 @@ def again(levels: Sequence[object]) -> AbstractContextManager[None]:
     return temporarily_restore_interpreter_stack(list(levels))
 
 
-def wrapped(x: torch.Tensor) -> bool:
-    """Whether a tensor is one that a transform of torch.func wraps.
-
-    >>> wrapped(torch.ones(()))
-    False
-    """
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)
-
-
 def refuses_hooks(failure: RuntimeError) -> bool:
     """Whether an error is that of torch.func.grad, vjp, jacrev or hessian under hooks on saved tensors.
 

@@ -58,10 +58,6 @@ class Arrivals:
         with named("wait", self._entries[unit].name):
             return {kind: pending.wait() for kind, pending in self._coming.pop(unit).items()}
 
-    def is_coming(self, unit: int) -> bool:
-        """Whether a gather of the unit was started, and not waited for."""
-        return unit in self._coming
-
     def drop(self) -> None:
         """Wait for the gathers that were started and not used."""
         for pendings in self._coming.values():

@@ -6,16 +6,16 @@ Note [Updates in a backward]
     memory, not of all.
 
     A unit must not be written to while the backward still reads it. Gathered buffers are memory of their own, so what
-    counts is whether the unit will be gathered again: it may, as long as it has saved places. A node of the backward
-    may come after the unit's gradients and use a place, where the loss read a leaf through `detach`. So the sum of such
-    a unit waits for the end of the backward. So do the sums of leaves that this rank has whole, which a loss reads
-    where they are. If a unit is gathered again after it was written to, by a checkpoint that runs its function again,
-    this is an error: no place said that it would be.
+    counts is whether the unit will be gathered again. It will not: autograd runs the nodes that were made last first,
+    and a unit's anchor is made when the unit is read first (Note [Anchors] in `anchors.py`), so every node that reads
+    the unit, and every checkpoint that reads it again, comes before its gradients. If a program finds another way, the
+    tape raises an error. Leaves that this rank has whole are read where they are, also by what autograd does not know
+    of (attributes of a user's function), so their sums wait for the end of the backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
@@ -51,10 +51,10 @@ class Sums(Sharded):
 
 
 class Handing:
-    """The sums of one backward: `take` gets each when it is there, or at the end where `is_read` says so by then."""
+    """The sums of one backward: `take` gets each when it is there, those of the kinds `late` at the end."""
 
-    def __init__(self, take: Take, is_read: Callable[[int, int], bool]):
-        self._take, self._is_read = take, is_read
+    def __init__(self, take: Take, late: Collection[int]):
+        self._take, self._late = take, late
         self._waiting: list[tuple[int, int, Tensor]] = []
         self.taken: set[int] = set()  # units
 
@@ -63,7 +63,7 @@ class Handing:
         return pending.then(partial(self._arrived, unit, kind))
 
     def _arrived(self, unit: int, kind: int, total: Tensor) -> Tensor:
-        if self._is_read(unit, kind):
+        if kind in self._late:
             self._waiting.append((unit, kind, total))
         else:
             self.taken.add(unit)

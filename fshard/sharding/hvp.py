@@ -103,20 +103,23 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
         """The derivative of the loss in the direction of the tape's tangents, as a loss."""
         returned: list[tuple[Mean | Sum, type]] = []
 
-        def total(_: Tensor) -> Tensor:
+        def total(_: Tensor) -> tuple[Tensor, list[Tensor]]:
             with Elementary():
                 returned.append(read_loss(loss_fn(tape.duals(), *args)))
-            return returned[-1][0].total
+            loss = returned[-1][0]
+            # the count goes out as jvp's aux, which torch.func unwraps
+            return loss.total, [loss.count] if isinstance(loss, Mean) and isinstance(loss.count, Tensor) else []
 
         # jvp only opens a level of forward mode: the tangents come from the tape, not from this number
         number = torch.zeros((), dtype=torch.float32, device="cpu")
-        value, change, *_ = torch.func.jvp(total, (number,), (number,))  # 0-d: the loss's total, and its derivative
+        # 0-d: the loss's total, and its derivative
+        value, change, counts = torch.func.jvp(total, (number,), (number,), has_aux=True)  # type: ignore[misc]
         ((loss, kind),) = returned
         if not change.requires_grad:  # a linear loss: the product is zero, and the loss must still depend on them
             change = change + 0 * value
         if isinstance(loss, Sum):
             return Sum(change)
-        return Mean(change, _constant(loss.count)) if kind is Mean else change
+        return Mean(change, _constant(*counts or [loss.count])) if kind is Mean else change
 
     def fn(params: Sharded, v: Sharded, *args: Tree) -> Sharded:
         params, v = check_sharded(params), check_sharded(v)
@@ -132,7 +135,7 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
 
 def _constant(count: Number) -> Number:
     """Return a count. ValueError if it depends on parameters: its own derivative would be missing."""
-    if isinstance(count, Tensor) and (func_levels.wrapped(count) or count.requires_grad):
+    if isinstance(count, Tensor) and count.requires_grad:
         raise ValueError(
             "hvp: the count of the loss's fshard.Mean depends on parameters: detach it, or return fshard.Sum"
         )

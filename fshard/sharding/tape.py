@@ -80,7 +80,9 @@ class Tape:
         self._again: dict[int, Buffers] = {}  # gathered again for the backward
         self._to_come: dict[int, None] = {}  # the units that the backward will gather again, the next one last
         self._reductions = Reductions(self.plan)
-        self._handing = Handing(into.take, self._is_read) if into is not None and into.take is not None else None
+        self._handing = None
+        if into is not None and into.take is not None:
+            self._handing = Handing(into.take, [k for k in params.view.kinds if not transfer.is_buffer(params, k)])
         self._filled: set[tuple[int, int]] = set()  # units and kinds whose gradients have come
         self._backward = self._closed = False
         self._writes = Writes()
@@ -139,13 +141,12 @@ class Tape:
             leaves = self._gather(unit)
         if self._into is None:
             return leaves
-        if not torch.is_grad_enabled():
-            self._gradless = True
-            return leaves
+        self._gradless |= not torch.is_grad_enabled()
         bound = self._bound.get(unit)
-        if bound is None:  # not at the first touch, which may be under no_grad
-            self._keep(unit)
-            bound = self._bound[unit] = self._bind(unit, leaves)
+        if bound is None:
+            with torch.enable_grad():  # what is read under no_grad may be used outside of it
+                self._keep(unit)
+                bound = self._bound[unit] = self._bind(unit, leaves)
         return bound
 
     def _gather(self, unit: int) -> Leaves:
@@ -339,16 +340,11 @@ class Tape:
         """Keep a reduction that was started, and hand its sum on if that is asked for."""
         self._reductions.add(unit, self._handing.after(pending, unit, kind) if self._handing else pending)
 
-    def _is_read(self, unit: int, kind: int) -> bool:
-        """Whether the backward may still read the shards of a unit and kind."""
-        return not transfer.is_buffer(self._params, kind) or unit in self._saved or self._arrivals.is_coming(unit)
-
     def _check_open(self, unit: int) -> None:
         if self._handing and unit in self._handing.taken:
             raise ValueError(
-                f"train_step(in_backward=True): unit {self.plan.units[unit].name!r} was gathered again after it was "
-                "updated: a checkpoint reads it, and takes no gradient of it. Use in_backward=False, or read the unit "
-                "outside of the checkpoint. The state is lost: go on from a saved one."
+                f"train_step(in_backward=True): unit {self.plan.units[unit].name!r} was read again after it was "
+                "updated. Use in_backward=False."
             )
         if self._closed:
             raise ValueError(

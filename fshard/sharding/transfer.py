@@ -15,6 +15,7 @@ from ..comm.mesh import Axes, num_ranks
 from ..comm.ranks import Pending, Ranks
 from ..comm.reduction import Reduction, TreeSums, gather_over, only_reads, reduce_over
 from ..comm.wire import Wire, pack, unpack
+from ..core.arguments import shown
 from ..core.flat import clear_outside_, cleared_outside
 from . import offload
 from .plan import Plan
@@ -301,7 +302,16 @@ def _landed(pending: Pending, out: Tensor, reduced: Sharded, unit: int, kind: in
     plan, row, name = reduced.plan, reduced.piece(unit, kind), reduced.plan.units[unit].name
     after = getattr(by, "after", None)
     if after is not None:
-        pending = pending.then(lambda total: _unpadded(out.copy_(after(total, name)), reduced, unit, kind))
+
+        def hooked(total: Tensor) -> Tensor:
+            result = after(total, name)
+            if not isinstance(result, Tensor) or result.shape != total.shape:
+                raise TypeError(
+                    f"{by}: after: expected the sum to go on with, of shape {list(total.shape)}, got {shown(result)}"
+                )
+            return _unpadded(out.copy_(result), reduced, unit, kind)
+
+        pending = pending.then(hooked)
     return pending.then(lambda total: plan.crossings.down.copied(total, row)) if plan.kinds[kind].host else pending
 
 

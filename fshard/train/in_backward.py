@@ -105,8 +105,8 @@ def check_in_backward(
         f"reduce_once={reduce_once!r}: there is one micro-batch. Leave reduce_once out": reduce_once is not False,
         "reduction='tree': gradients of slices are added up first. Use another reduction": isinstance(by, TreeSums),
         "skip_labels: whether a label is skipped is known last. Leave skip_labels out": skip_labels is not None,
-        "tx: expected an elementwise optimizer (adamw, sgd, lion, a chain of such, or by_label of such), got one that "
-        "looks at leaves or norms. Use in_backward=False": not all(
+        "tx: expected a transformation with elementwise=True (adamw, sgd, lion, a chain of such), or optim.by_label of "
+        "such alone, got another one, which may look at whole leaves or at norms. Use in_backward=False": not all(
             part.elementwise for part in (tx.parts or {None: tx}).values()
         ),
     }
@@ -197,7 +197,10 @@ class Part:
 
     def _step(self, params: list[Tensor], grads: list[Tensor], cut: Callable[[Tree], list[Tensor]]) -> Tree:
         # 0-d tensors are copied: every unit's update begins with those from before the step
-        state = tree.map_tops(lambda x: cut(x) if isinstance(x, Parts) else tree.map(torch.clone, x), Parts, self.state)
+        def begun(x: Tree) -> Tree:
+            return cut(x) if isinstance(x, Parts) else x.clone() if isinstance(x, Tensor) else x
+
+        state = tree.map_tops(begun, Parts, self.state)
         new_params, new_state = self.tx.step(grads, state, params, None, donate=True, own_grads=True)
         _put(params, new_params)
 
