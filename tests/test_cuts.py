@@ -58,6 +58,7 @@ def _derived(layout: Layout) -> dict[str, Layout]:
     }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("name", PLANS)
 def test_every_element_is_of_one_rank_or_of_all(name: str, sizes: dict[str, int]) -> None:

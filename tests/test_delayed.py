@@ -87,6 +87,7 @@ def times(mesh: Any) -> dict[str, tuple[float, bool]]:
     return results
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_collective_takes_the_time_of_the_bytes_that_a_rank_sends(world):
     """A system would be charged other bytes than another for the same result, or get other values."""

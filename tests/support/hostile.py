@@ -283,8 +283,8 @@ def data_end_early(mesh: Mesh, folder: str) -> str:
     state, _ = step(state, faults.batch(mesh.get_rank()))
     heard = dist.FileStore(f"{folder}/heard", mesh.size())
     try:
-        if mesh.get_rank() == 1:
-            fshard.gather_params(state.params)
+        if mesh.get_rank() == 1:  # another unit than the one with which the others begin
+            fshard.gather_params(state.params["head"])
         else:
             step(state, faults.batch(mesh.get_rank()))
     except fshard.MismatchError as failure:
