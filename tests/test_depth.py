@@ -152,8 +152,7 @@ def trained(mesh: Any, plan: str, checkpointed: bool, accumulate: int, jit: bool
 
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(("checkpointed", "accumulate"), [(False, 3), (True, 1)])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("axes", [{"shard": 3}, {"shard": 2, "replicate": 2}])
 def test_the_depth_changes_no_bit(plan, checkpointed, accumulate, jit, axes):

@@ -56,17 +56,15 @@ def far(x: Any, y: Any) -> float:
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs if b.numel())
 
 
-CASES = [(w, s) for w, s in product(WORLDS, WIRED) if w == "2x2" or s not in STRATEGIES or s in NARROW]
+CASES = [(w, s, None) for w, s in product(WORLDS, STRATEGIES) if w == "2x2" or s in NARROW]
+CASES += [("2x2", s, 0.5) for s in STRATEGIES] + [("3", s, None) for s in WIRED if s not in STRATEGIES]
 
 
-@pytest.mark.sample(12)
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize(("world", "strategy"), CASES)
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("world", "strategy", "clip"), CASES)
 def test_it_trains_as_a_step_that_updates_last(world, strategy, clip):
     """Some strategy would update a unit with other gradients, twice, or not at all."""
     (replicate, shard), how = WORLDS[world], WIRED[strategy]
-    if clip and getattr(how.get("grad_wire"), "feedback", False):
-        return  # an error
     for name in ("sgd-all", "nadam"):
         last, first = (
             simulated(train, in_backward, name, how, clip, replicate=replicate, shard=shard)
