@@ -229,11 +229,9 @@ def parts_of(tx: Transform, opt_state: Tree, params: Sharded | Views) -> dict[La
     parts = {}
     for label, layout in opt_state.layouts:
         runs = dict[tuple[int, int], list[tuple[int, int, int, int]]]()
-        for span, whole in zip(
-            layout.mine, (s for s in view.layout.mine if s.leaf in set(layout.numbers)), strict=True
-        ):
+        for span in layout.mine:
             slot = slots[span.leaf]
-            start = whole.start - view.plan.offset(slot.unit, slot.kind, view.over)
+            start = view.layout.span_of[span.leaf].start - view.plan.offset(slot.unit, slot.kind, view.over)
             runs.setdefault((slot.unit, slot.kind), []).append((start, span.numel, span.row, span.start))
         parts[label] = Part(tx.parts[label], opt_state.inner[label], runs)
     return parts
