@@ -30,12 +30,12 @@ class Case:
     def plan(self, **options: Any) -> fshard.Plan:
         """A new plan, which has derived nothing yet."""
         mesh = fshard.AbstractMesh(shard=4, rank=1)
-        return fshard.make_plan(self.params, mesh, **{"units": ["blocks.*"], **options})
+        return fshard.make_plan(self.params, mesh, **{"units": ["blocks.*"], "bucket": 0, **options})
 
     @cached_property
     def one(self) -> fshard.Plan:
         """A plan on one device."""
-        return fshard.make_plan(self.params, units=["blocks.*"])
+        return fshard.make_plan(self.params, units=["blocks.*"], bucket=0)
 
     @cached_property
     def sharded(self) -> fshard.Sharded:
@@ -50,7 +50,7 @@ class Case:
     @cached_property
     def fresh(self) -> fshard.Sharded:
         """Parameters on one device whose plan has derived nothing yet."""
-        return fshard.shard_params(self.params, fshard.make_plan(self.params, units=["blocks.*"]))
+        return fshard.shard_params(self.params, fshard.make_plan(self.params, units=["blocks.*"], bucket=0))
 
     @property
     def names(self) -> list[str]:

@@ -90,12 +90,14 @@ class Unit:
     """Leaves that are gathered together: `lengths[k]` elements, padding included, in the flat buffer of kind k.
 
     `kept` says what stays of the gathered buffers from the forward to the backward: nothing (None), all of them (()),
-    or copies that are cut over these axes, the last of `params_over`.
+    or copies that are cut over these axes, the last of `params_over`. `joined` has the names of small units that are
+    one unit here, if there are several.
     """
 
     name: str
     lengths: tuple[int, ...]
     kept: Axes | None = None
+    joined: tuple[str, ...] = ()
 
     @property
     def regather(self) -> str:

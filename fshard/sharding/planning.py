@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import AnyMesh, axis_sizes, num_ranks
+from ..comm.mesh import AnyMesh, Axes, axis_sizes, num_ranks
 from ..comm.one_host import connected
 from ..comm.reduction import Gather
 from ..comm.wire import Wire
@@ -19,7 +20,7 @@ from .leaves import check_tensors, first_places, is_differentiable, join_frozen
 from .partitions import Regather, kept_over, partitions
 from .plan import Kind, Plan, Slot, Unit, check_plain
 from .precision import Policy, policy_of, precisions
-from .units import Where, claim_leaves, claim_policies, claim_units
+from .units import Where, claim_leaves, claim_policies, claim_units, join_units
 
 
 def make_plan(
@@ -42,6 +43,7 @@ def make_plan(
     slices: int = 8,
     gather: Gather | None = None,
     prefetch: int | None = None,
+    bucket: int | None = None,
 ) -> Plan:
     """Lay a tree of tensors (real, meta or fake) out over the axes of a mesh.
 
@@ -79,6 +81,9 @@ def make_plan(
     - `prefetch`: how many units are gathered ahead of the one that is computed with, in forward and backward, and how
       many are reduced behind it. The buffers of one unit more are in memory. By default one, and more where units are
       of unequal sizes: as many as fit into the memory of two of the largest (Note [Two units] in `ahead.py`).
+    - `bucket`: neighbouring units travel as one while they have together at most so many bytes; 0: each by itself. By
+      default 1 MiB in plans of more than 32 units: of small units, what each costs is its message, not its bytes. The
+      unit of a number of elements has that number, unless a bucket is given.
     - `slices`: a step with `reduction="tree"` cuts the batch of all ranks into this number of slices, a power
       of two.
 
@@ -95,7 +100,7 @@ def make_plan(
     Source: the flat parameter of Zhao et al., PyTorch FSDP (2023); the partitions of Rajbhandari et al., ZeRO (2020).
     """
     _check_arguments(host, mesh, block, slices, together, param_wire=param_wire, grad_wire=grad_wire)
-    _check_travel(gather, prefetch)
+    _check_travel(gather, prefetch, bucket)
     sizes, policy = axis_sizes(mesh), policy_of(policy)
     over = partitions(sizes, params_over, grads_over, state_over)
     check_plain("params", params)
@@ -105,16 +110,18 @@ def make_plan(
     origins = first_places(flat, paths)
     slot_of = {origin: number for number, origin in enumerate(dict.fromkeys(origins))}
     names, claims = claim_units(params, spec, flat, origins, units)
+    bucket = 0 if bucket is None and isinstance(units, int) else bucket
     kept = kept_over(names, regather, sizes, over[0])
     kind_of = _kinds(params, origins, {"whole": whole, "frozen": frozen, "host": host}, policy)
     kinds = tuple(dict.fromkeys(kind_of.values()))
-    slots, lengths = _place(flat, paths, kind_of, kinds, claims, len(names), num_ranks(mesh), block)
+    joined, claims = _join(names, kept, claims, flat, kind_of, bucket)
+    slots, lengths = _place(flat, paths, kind_of, kinds, claims, len(joined), num_ranks(mesh), block)
     plan = Plan(
         spec,
         tuple(slot_of[i] for i in origins),
         tuple(claims),
         slots,
-        tuple(Unit(name, tuple(row), axes) for name, row, axes in zip(names, lengths, kept, strict=True)),
+        tuple(replace(unit, lengths=tuple(row)) for unit, row in zip(joined, lengths, strict=True)),
         kinds,
         tuple(sizes.items()),
         *over,
@@ -130,6 +137,27 @@ def make_plan(
     )
     consensus.check_same(plan.mesh, plan.describe(), "the plan")
     return plan
+
+
+def _join(
+    names: Sequence[str],
+    kept: Sequence[Axes | None],
+    claims: Sequence[int],
+    flat: Sequence[Tensor],
+    kind_of: Mapping[int, Kind],
+    bucket: int | None,
+) -> tuple[list[Unit], list[int]]:
+    """Return the units, of which small ones are joined, without their lengths; and the number of every leaf's unit."""
+    sizes = [0] * len(names)
+    for i, kind in kind_of.items():
+        sizes[claims[i]] += flat[i].numel() * kind.precision.compute.itemsize
+    groups = join_units(names, kept, sizes, bucket)
+    units, number_of = list[Unit](), dict[int, int]()
+    for first, *others in groups:
+        name = f"{names[first]} to {names[others[-1]]}" if others else names[first]
+        number_of |= dict.fromkeys((first, *others), len(units))
+        units.append(Unit(name, (), kept[first], tuple(names[unit] for unit in (first, *others)) if others else ()))
+    return units, [number_of[unit] for unit in claims]
 
 
 def _check_arguments(host: Where, mesh: AnyMesh, block: int, slices: int, together: bool, **wires: Wire | None) -> None:
@@ -163,11 +191,13 @@ def _kinds(params: Tree, origins: Sequence[int], chosen: Mapping[str, Where], po
     return {i: Kind(dtypes[i], trains[i], is_whole[i], is_host[i]) for i in dict.fromkeys(origins)}
 
 
-def _check_travel(gather: Gather | None, prefetch: int | None) -> None:
+def _check_travel(gather: Gather | None, prefetch: int | None, bucket: int | None) -> None:
     if gather is not None:
         check_has("gather", gather, ("all_gather",), "an object that gathers, a fshard.reduction.Gather")
     if prefetch is not None:
         check_whole("prefetch", prefetch, 0, what="a number of units, or None")
+    if bucket is not None:
+        check_whole("bucket", bucket, 0, what="a number of bytes, or None")
 
 
 def _place(

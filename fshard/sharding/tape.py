@@ -174,7 +174,7 @@ class Tape:
 
     def prefetch(self, patterns: Sequence[str]) -> None:
         """Start the gathers of the units whose names fit the patterns, except of those in memory."""
-        units = select_units([unit.name for unit in self.plan.units], patterns, "prefetch")
+        units = select_units([unit.joined or (unit.name,) for unit in self.plan.units], patterns, "prefetch")
         with func_levels.aside():
             for unit in (u for u in units if u not in self._full and u not in self._again):
                 self._check_open(unit)

@@ -17,6 +17,7 @@ ROOT = "(root)"
 ENDS = FIRST, LAST = "(first)", "(last)"  # what no unit claims before the first claimed leaf, and after the last one
 _WILD = set("*?[")
 _SHOWN = 8  # names in an error
+_FEW, _BUCKET = 32, 1 << 20  # of at most so many units none is joined by default; else those of so many bytes together
 
 
 def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tuple[str, int, int]]:
@@ -181,14 +182,39 @@ def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> li
     return owner
 
 
-def select_units(names: Sequence[str], patterns: Sequence[str], what: str) -> list[int]:
-    """Return the numbers of the units whose names fit a pattern, in order. ValueError for a pattern that none fits."""
+def join_units(
+    names: Sequence[str], kept: Sequence[object], sizes: Sequence[int], bucket: int | None
+) -> list[list[int]]:
+    """Return the numbers of the units that are joined into each unit: neighbours of at most `bucket` bytes together.
+
+    With None, units are joined only if there are more than `_FEW`, and the bucket is `_BUCKET`. The root and the ends
+    stay as they are, and so do units of which something else stays in memory (`kept`).
+
+    >>> join_units(["(first)", "a", "b", "c", "d"], [None] * 5, [1, 2, 3, 2, 9], 5)
+    [[0], [1, 2], [3], [4]]
+    """
+    most = bucket if bucket is not None else _BUCKET if len(names) > _FEW else 0
+    groups, filled = list[list[int]](), 0
+    for number, size in enumerate(sizes):
+        before = number - 1
+        alone = {names[number], *names[max(0, before) : number]} & {ROOT, *ENDS}
+        if not groups or alone or kept[number] != kept[before] or filled + size > most:
+            groups.append([])
+            filled = 0
+        groups[-1].append(number)
+        filled += size
+    return groups
+
+
+def select_units(units: Sequence[Sequence[str]], patterns: Sequence[str], what: str) -> list[int]:
+    """Return the numbers of the units of which a name fits a pattern. ValueError for a pattern that no name fits."""
+    owners, names = zip(*((unit, name) for unit, names in enumerate(units) for name in names), strict=True)
     fits = fitting([name.split(".") for name in names], patterns)
     matched = set(chain.from_iterable(fits))
     for number, pattern in enumerate(patterns):
         if number not in matched:
             raise ValueError(f"{what}: {no_unit(pattern, names)}")
-    return [unit for unit, numbers in enumerate(fits) if numbers]
+    return list(dict.fromkeys(unit for unit, numbers in zip(owners, fits, strict=True) if numbers))
 
 
 def no_unit(pattern: str, names: Sequence[str]) -> str:
