@@ -130,6 +130,7 @@ def plans(draw: Any, params: Any, policies: st.SearchStrategy[Any] | None = None
     chosen |= {name: draw(_some(leaves)) for name in ("whole", "host")}
     chosen["frozen"] = draw(_some([path for path in leaves if origins[path] != trained]))
     chosen |= {"together": draw(st.booleans()), "block": draw(st.sampled_from([None, 2, 3]))}
+    chosen["bucket"] = draw(st.sampled_from([None, 40, 400]))  # bytes
     chosen["policy"] = None if policies is None else draw(policies)
     return kept | {name: value for name, value in chosen.items() if value}
 

@@ -1,0 +1,238 @@
+"""Small units that travel as one: which are joined (`make_plan(bucket=)`), and that nothing but messages changes."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from support import graphs
+from support.models import rand, same_bits
+from support.worlds import gloo, simulated
+from torch import Tensor
+
+import fshard
+from fshard import optim, tree
+
+NAMES = ["a", "b", "c", "d", "e"]
+
+
+def names_of(params: Any, **options: Any) -> list[str]:
+    """The names of the units of a plan on one device."""
+    return [unit.name for unit in fshard.make_plan(params, **{"units": NAMES, **options}).units]
+
+
+def leaves(*numels: int) -> dict[str, Tensor]:
+    """Leaves of 8 bytes an element: an embedding, units of these sizes, and a head."""
+    blocks = {name: torch.zeros(numel, dtype=torch.float64) for name, numel in zip(NAMES, numels, strict=False)}
+    return {"embed": torch.zeros(2), **blocks, "head": torch.zeros(2)}
+
+
+def test_neighbours_are_joined_until_the_bucket_is_full() -> None:
+    """A bucket is filled to its last byte and not beyond, in the order of use, and a larger unit is by itself: a bucket
+    that took one unit more would take more memory than asked for."""
+    params = leaves(2, 2, 1, 9, 1)
+    assert names_of(params, bucket=40) == ["(first)", "a to c", "d", "e", "(last)"]
+    assert names_of(params, bucket=39) == ["(first)", "a to b", "c", "d", "e", "(last)"]
+    assert names_of(params, bucket=0) == ["(first)", *NAMES, "(last)"] == names_of(params)
+    assert names_of(params, bucket=20, policy="compute=f32") == ["(first)", "a to c", "d", "e", "(last)"]
+    plan = fshard.make_plan(params, units=NAMES, bucket=40)
+    assert [unit.joined for unit in plan.units] == [(), ("a", "b", "c"), (), (), ()]
+    assert [slot.unit for slot in plan.slots] == list(plan.claims) == [0, 1, 1, 1, 2, 3, 4]
+
+
+def test_ends_and_units_that_stay_are_not_joined() -> None:
+    """The unit that stays gathered would keep its neighbours in memory, or be gathered again with them."""
+    params = leaves(1, 1, 1, 1, 1)
+    assert names_of(params, bucket=1 << 20) == ["(first)", "a to e", "(last)"]
+    expected = ["(first)", "a to b", "c", "d to e", "(last)"]
+    assert names_of(params, bucket=1 << 20, regather={"c": False}) == expected
+    tied = {**params, "head": params["embed"]}  # used at both ends: in the root
+    assert names_of(tied, bucket=1 << 20) == ["(root)", "a to e"]
+
+
+def test_a_tied_leaf_counts_once() -> None:
+    """A leaf that several units read is stored with the first: counted in each, it would fill their buckets."""
+    shared = torch.zeros(3, dtype=torch.float64)
+    params = {"a": [shared, torch.zeros(1)], "b": [shared, torch.zeros(1)], "c": [shared, torch.zeros(1)]}
+    assert names_of(params, units=["*"], bucket=36) == ["a to c"]
+
+
+def stack(num: int, numel: int = 2) -> list[Tensor]:
+    """So many leaves."""
+    return [torch.zeros(numel) for _ in range(num)]
+
+
+def test_many_small_units_are_joined_by_default() -> None:
+    """A hundred messages of some bytes each take longer than their bytes. Few units are taken as they are, and so are
+    large ones, and parts of a size that was asked for."""
+    assert len(fshard.make_plan(stack(32), units=["*"]).units) == 32
+    assert names_of(stack(33), units=["*"]) == ["0 to 32"]
+    assert len(fshard.make_plan(stack(33), units=["*"], bucket=0).units) == 33
+    large = [torch.empty(3 << 17, device="meta") for _ in range(34)]  # 1.5 MiB each
+    assert len(fshard.make_plan(large, units=["*"]).units) == 34
+    small = [torch.empty(1 << 16, device="meta") for _ in range(33)]  # 256 KiB each
+    assert [len(unit.joined) for unit in fshard.make_plan(small, units=["*"]).units] == [4] * 8 + [0]
+    assert len(fshard.make_plan(stack(40), units=2).units) == 40
+    assert len(fshard.make_plan(stack(40), units=2, bucket=16).units) == 20
+
+
+@pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("1", TypeError)])
+def test_a_bucket_is_a_number_of_bytes(value: Any, error: type[Exception]) -> None:
+    """Anything else is refused, before ranks differ by it."""
+    with pytest.raises(error, match=re.escape(f"bucket={value!r}: expected a number of bytes, or None")):
+        fshard.make_plan(stack(2), units=["*"], bucket=value)
+
+
+def deep(p: Any, x: Tensor) -> fshard.Mean:
+    """A stack of layers between an embedding and a head."""
+    x = x * p["embed"]
+    for layer in p["layers"]:
+        x = torch.tanh(x @ layer["w"] + layer["b"])
+    rows = (x * p["head"]).square().sum(1)
+    return fshard.Mean(rows.sum(), len(rows))
+
+
+def params(num: int) -> dict[str, Any]:
+    """Of `deep`, with shapes that ranks do not divide."""
+    layers = [{"w": rand(5, 5, seed=i), "b": rand(5, seed=100 + i)} for i in range(num)]
+    return {"embed": rand(5, seed=1), "layers": layers, "head": rand(5, seed=2)}
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "keep": {"regather": False},
+    "zero2": {"params_over": ()},
+    "zero1": {"params_over": (), "grads_over": ()},
+    "ddp": {"params_over": (), "grads_over": (), "state_over": ()},
+}
+
+
+def trained(mesh: Any, bucket: int | None, tx: Any, strategy: dict[str, Any], **options: Any) -> tuple[Any, Any, int]:
+    """The parameters and metrics after three steps, and the number of units."""
+    whole = params(7)
+    plan = fshard.make_plan(whole, mesh, units=["layers.*"], bucket=bucket, **strategy)
+    state = fshard.init_state(fshard.shard_params(whole, plan), tx)
+    step = fshard.train_step(deep, tx, **options)
+    rank, rows = (0 if mesh is None else mesh.get_rank()), []
+    for i in range(3):
+        x = rand(3 + 3 * rank, 5, seed=10 * i + rank)
+        state, metrics = step(state, x)
+        rows.append(metrics)
+    return fshard.gather_params(state.params), rows, len(plan.units)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "donated": {"donate": True},
+    "in backward": {"donate": True, "in_backward": True},
+    "clipped": {"clip_norm": 0.1},
+    "in micro-batches": {"accumulate": 3},
+}
+
+
+def alike(mesh: Any, strategy: str, option: str) -> list[str]:
+    """Where joined units train otherwise than each by itself."""
+    wrong = []
+    for name, tx in {"sgd": optim.sgd(0.1), "adam": optim.adam(0.01)}.items():
+        alone, rows, num = trained(mesh, 0, tx, STRATEGIES[strategy], **OPTIONS[option])
+        for bucket, expected in ((700, 6), (1 << 20, 3)):
+            joined, others, num_joined = trained(mesh, bucket, tx, STRATEGIES[strategy], **OPTIONS[option])
+            assert (num, num_joined) == (9, expected)
+            # a norm is summed row by row, and a fused kernel computes the last elements of a piece otherwise
+            same = same_bits(joined, alone) if name == "sgd" and option != "clipped" else close(joined, alone)
+            if not (same and close(others, rows)):
+                wrong.append(f"{name}, bucket={bucket}")
+    return wrong
+
+
+def close(a: Any, b: Any) -> bool:
+    """Whether two trees agree but for rounding."""
+    return all(torch.allclose(x, y, 1e-12, 1e-14) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_joined_units_train_as_units_by_themselves(size: int, strategy: str, option: str) -> None:
+    """A leaf that is cut out of the joined buffer at another leaf's place, or a gradient that is put there, would train
+    other parameters."""
+    assert simulated(alike, strategy, option, shard=size) == [[]] * size
+
+
+def test_joined_units_train_as_one_device_does() -> None:
+    """The oracle that knows of no units."""
+    whole, tx = params(7), optim.sgd(0.1)
+    leaf, spec = tree.flatten(whole)
+    for i in range(3):
+        flat = [x.detach().requires_grad_() for x in leaf]
+        means = [deep(tree.unflatten(spec, flat), rand(3 + 3 * rank, 5, seed=10 * i + rank)) for rank in range(3)]
+        loss = sum(mean.total for mean in means) / sum(mean.count for mean in means)
+        leaf = [x - 0.1 * g for x, g in zip(flat, torch.autograd.grad(loss, flat), strict=True)]
+    for ended, _, _ in simulated(trained, 700, tx, {}, shard=3):
+        assert close(ended, tree.unflatten(spec, leaf))
+
+
+def in_processes(mesh: Any) -> list[str]:
+    """`alike` on processes, for strategies that send what the others do not."""
+    return alike(mesh, "full", "donated") + alike(mesh, "ddp", "plain") + alike(mesh, "zero1", "in backward")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_joined_units_train_alike_on_processes(size: int) -> None:
+    """Simulated ranks share memory that processes do not."""
+    assert gloo(in_processes, shard=size) == [[]] * size
+
+
+def messages(mesh: Any, bucket: int | None) -> dict[str, int]:
+    """How many collectives one value and gradient of 40 layers consist of."""
+    whole = params(40)
+    sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["layers.*"], bucket=bucket))
+    with fshard.collectives.tally() as calls:
+        fshard.value_and_grad(deep)(sharded, rand(2, 5, seed=mesh.get_rank()))
+    kinds = [call.kind for call in calls]
+    return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+
+def test_joined_units_are_one_message() -> None:
+    """What joining is for: without it, there were a gather, another and a reduction for each of 40 layers."""
+    for counts in simulated(messages, None, shard=2):
+        assert counts["all_gather"] <= 5
+        assert counts["reduce_scatter"] == 3
+    for counts in simulated(messages, 0, shard=2):
+        assert counts["all_gather"] >= 80
+        assert counts["reduce_scatter"] == 42
+
+
+def started_early(mesh: Any) -> list[str]:
+    """The gathers of a loss that asks for one of the joined units, and nothing else."""
+    whole = params(4)
+    plan = fshard.make_plan(whole, mesh, units=["layers.*"], bucket=500, prefetch=0)
+    sharded = fshard.shard_params(whole, plan)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        fshard.collectives.prefetch(p, "layers.3")
+        return (p["embed"] * x).sum()
+
+    with fshard.collectives.tally() as calls:
+        fshard.evaluate(loss)(sharded, torch.ones(5, dtype=torch.float64))
+    with pytest.raises(ValueError, match=re.escape("the pattern 'layers.4' matches no unit; the units are")):
+        fshard.evaluate(lambda p, x: fshard.collectives.prefetch(p, "layers.4"))(sharded, torch.ones(5))
+    return [call.label for call in calls if call.kind == "all_gather"]
+
+
+def test_a_joined_unit_is_prefetched_by_the_name_of_each() -> None:
+    """A loss that names its layers need not know which of them are joined."""
+    assert simulated(started_early, shard=2) == [["layers.2 to layers.3", "(first)"]] * 2
+
+
+def test_what_the_backward_gathers_again_is_joined_in_a_graph_too() -> None:
+    """The passes find units by the labels of their collectives."""
+
+    def fn(mesh: Any) -> list[str]:
+        sharded, tokens = graphs.sharded(mesh, bucket=1300), graphs.batch(mesh.get_rank())
+        lowered = fshard.jit(fshard.value_and_grad(graphs.mean), bucket=0).lower(sharded, tokens)
+        graphs.is_right(lowered, fshard.value_and_grad(graphs.mean), sharded, tokens)
+        return sorted(set(graphs.labels(lowered.graph)))
+
+    assert simulated(fn, shard=2) == [["(last)", "blocks.0 to blocks.1", "blocks.2 to blocks.3"]] * 2
