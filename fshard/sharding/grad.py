@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,19 +136,26 @@ def described(kind: type, built: str) -> str:
     return f", loss={'a scalar' if kind is Tensor else kind.__name__}{built}"
 
 
-def _local(returned: Tree) -> list[Tensor]:
+class _Returned(NamedTuple):
+    """What a loss function returned: the loss and its class, as `read_loss` gives them, the new extra, and aux."""
+
+    loss: Mean | Sum
+    kind: type
+    extra: Tree
+    aux: Tree
+
+
+def _local(loss: Mean | Sum) -> list[Tensor]:
     """The tensors to differentiate: this rank's total, and its count if that requires a gradient."""
-    loss, _ = read_loss(returned)
     count = loss.count if isinstance(loss, Mean) else None
     return [loss.total, count] if isinstance(count, Tensor) and count.requires_grad else [loss.total]
 
 
-def _start_sums(returned: Tree, mesh: AnyMesh, built: str = "") -> Pending:
+def _start_sums(loss: Mean | Sum, kind: type, mesh: AnyMesh, built: str = "") -> Pending:
     """Start the small collective that sums the totals and counts (2,) of all ranks.
 
-    With several axes those before the last have ended. ValueError for what is no loss.
+    With several axes those before the last have ended.
     """
-    loss, kind = read_loss(returned)
     count = loss.count if isinstance(loss, Mean) else 1
     # float64, in which a count of tokens is exact and a sum over ranks rounds far below the loss's own dtype
     total = loss.total.detach().double()
@@ -156,9 +164,9 @@ def _start_sums(returned: Tree, mesh: AnyMesh, built: str = "") -> Pending:
     return primitives.start_total(local, mesh, label="loss", more=described(kind, built))
 
 
-def _outcome(returned: Tree, extra: Tree, aux: Tree, sums: Pending, mesh: AnyMesh) -> Outcome:
+def _outcome(returned: _Returned, sums: Pending, mesh: AnyMesh) -> Outcome:
     """The outcome of a forward whose sums over ranks were started."""
-    loss, kind = read_loss(returned)
+    loss, kind, extra, aux = returned
     # every rank's loss that is no Mean counts 1
     weight = None if kind is Mean else loss.total.new_full((), num_ranks(mesh), dtype=torch.float64)
     return Outcome(cache(lambda: sums.wait().unbind()), weight, kind, loss.total.dtype, extra, aux)
@@ -166,20 +174,21 @@ def _outcome(returned: Tree, extra: Tree, aux: Tree, sums: Pending, mesh: AnyMes
 
 def _called(
     tape: Tape, params: Sharded, loss_fn: Callable[..., Tree], args: Tree, has_aux: bool, with_extra: bool
-) -> tuple[Tree, Tree, Tree]:
-    """Call the loss function, and return the loss, the new extra and aux.
+) -> _Returned:
+    """Call the loss function.
 
-    The loss function gets a view of each `Sharded` among the arguments, which gathers a unit when it is touched.
+    It gets a view of each `Sharded` among the arguments, which gathers a unit when it is touched. ValueError for what
+    is no loss.
     """
 
-    def call(view: Tree) -> tuple[Tree, Tree, Tree]:
+    def call(view: Tree) -> _Returned:
         others = [(sharded, other.view()) for sharded, other in tape.beside]
         views = (other_view for _, other_view in others)  # in the order of `args`, as the tape was made
         arguments = [next(views) if isinstance(x, Sharded) else x for x in tree.tops(args, Sharded)]
         loss, extra, aux = _returned(loss_fn(view, *tree.put_tops(args, Sharded, arguments)), has_aux, with_extra)
         loss, aux = params.plan.policy.cast((loss, aux), "output")
         if not (has_aux or with_extra):
-            return loss, None, None
+            return _Returned(*read_loss(loss), None, None)
         inputs_read = [params, *(sharded for sharded, _ in others)]
         # an extra that contains the view of a `Sharded` means the `Sharded`: the view ends with the tape
         sharded_of = {id(other_view): sharded for sharded, other_view in others}
@@ -188,7 +197,7 @@ def _called(
         # buffers are lent, and the user may write to an aux (Note [Lent memory] in `comm/ranks.py`).
         lent = tape.gathered_into()
         extra, aux = (apart(tree.detached(x, Sharded), inputs_read, lent) for x in (extra, aux))
-        return loss, extra, aux
+        return _Returned(*read_loss(loss), extra, aux)
 
     return tape.forward(call)
 
@@ -238,10 +247,10 @@ def run(
             returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
         mesh = None if alone else params.plan.live_mesh()
         # before `tape.end` starts the first gather of the backward, behind which this small collective would queue
-        sums = _start_sums(returned[0], mesh, built)
+        sums = _start_sums(returned.loss, returned.kind, mesh, built)
         with _dropped_on_error(sums):
             tape.end()
-            outs, outcome = _local(returned[0]), _outcome(*returned, sums, mesh)
+            outs, outcome = _local(returned.loss), _outcome(returned, sums, mesh)
             del returned
             _check_differentiable(outs, whole)
             seed = scale(divisor(outcome).reciprocal())  # 0-d, the gradient of the scaled loss in the total
@@ -396,8 +405,8 @@ def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..
             tape.end()
         finally:
             tape.close()
-        sums = _start_sums(returned[0], plan.live_mesh())
-        outcome = _outcome(*returned, sums, plan.live_mesh())
+        sums = _start_sums(returned.loss, returned.kind, plan.live_mesh())
+        outcome = _outcome(returned, sums, plan.live_mesh())
         return (outcome.value, outcome.aux) if has_aux else outcome.value
 
     return fn
