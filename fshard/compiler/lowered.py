@@ -167,6 +167,7 @@ class Pass(NamedTuple):
 # and checks Note [What a pass must keep] of `passes.py`.
 PASSES = (
     Pass("drop_dead", lambda graph, _: passes.drop_dead(graph)),
+    Pass("shorten", lambda graph, _: passes.shorten(graph)),
     Pass("keep_unread", lambda graph, _: passes.keep_unread(graph)),
     Pass("regather", lambda graph, setting: passes.regather(graph, setting.units)),
     Pass("sink", lambda graph, setting: passes.sink(graph, setting.options.in_flight)),

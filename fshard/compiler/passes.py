@@ -78,6 +78,26 @@ def _drop_unread(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def shorten(graph: fx.Graph) -> None:
+    """Make each view of a gathered buffer one node, and drop nodes that only rename a value (`detach`).
+
+    A compiler works out the views of a buffer anew wherever it was written to: with a split of n parts, all n parts for
+    each of them.
+    """
+    for gather in gathers(graph):
+        buffer = next(x for x in gather.views if is_call(x, "getitem") and x.args == (gather.start, 0))  # (n,)
+        (whole,) = values(buffer)
+        for view in gather.views:
+            value = view.meta["val"]
+            if view is not buffer and isinstance(value, torch.Tensor) and value.dtype == whole.dtype:
+                view.target, view.kwargs = _as_strided, {}
+                view.args = (buffer, list(value.shape), list(value.stride()), value.storage_offset())
+    for node in list(graph.nodes):
+        if is_call(node, "detach", "alias"):
+            node.replace_all_uses_with(node.args[0], lambda user: user.op != "output")
+    _drop_unread(graph)
+
+
 def keep_unread(graph: fx.Graph) -> None:
     """Keep a compiler from dropping what must run though nothing reads its result: return one element of the result.
 
