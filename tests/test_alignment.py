@@ -22,7 +22,7 @@ from fshard.comm import primitives, reduction
 from fshard.core import bits
 from fshard.layout import norms
 from fshard.layout.pieces import pieces
-from fshard.sharding import transfer
+from fshard.sharding import reducing
 from fshard.testing import strategies
 
 
@@ -34,7 +34,7 @@ def odd_params() -> Any:
 
 def held_in(plan: fshard.Plan, kind: int) -> set[torch.dtype]:
     """Every dtype that a flat buffer of a kind is ever held in."""
-    dtypes = {transfer.buffer_dtype(plan, kind), *vars(plan.kinds[kind].precision).values()}
+    dtypes = {reducing.buffer_dtype(plan, kind), *vars(plan.kinds[kind].precision).values()}
     return dtypes | {primitives.sum_dtype(dtype) for dtype in dtypes}
 
 

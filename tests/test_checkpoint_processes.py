@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.memory import resident
 from support.models import rand, same_bits
 from support.steps import loss, start
 from support.worlds import gloo, simulated
@@ -66,12 +67,6 @@ def test_with_reduction_by_trees_to_the_bit(tmp_path, kind):
         part = world(segment, str(tmp_path / "parts"), kind, "tree", first, first + 2, shard=shard)[0]
         assert same_bits(part[0], losses[first : first + 2])
     assert same_bits(part[1], params)
-
-
-def resident(name: str) -> int:
-    """Bytes of this process: VmRSS or VmHWM."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def growth(work: Any) -> int:

@@ -345,7 +345,8 @@ SUMS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     **{name: (HYBRID, how, {}) for name, how in STRATEGIES.items()},
     **{f"{name}-few": (FEW, how, MICRO) for name, how in STRATEGIES.items()},
     **{f"{name}-once": (HYBRID, how, {"accumulate": 2, "reduce_once": True}) for name, how in STRATEGIES.items()},
-    "alone": (ONE, {}, {"donate": True}),
+    # one rank has nothing to add, but casts
+    "alone": (ONE, {"policy": "compute=bf16, reduce=bf16"}, {"donate": True}),
     "two": (TWO, {}, {"donate": True}),
     "later": (HYBRID, {}, {"accumulate": 2, "reduce_once": "replicate"}),
     "fast": (HYBRID, {}, {"reduction": "fast"}),

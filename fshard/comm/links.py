@@ -86,6 +86,7 @@ class Link:
 
     def acknowledge(self, segment: int) -> None:
         """Tell the peer that a message in one of its segments has been read."""
+        self.mapped[segment].leave()
         with suppress(MismatchError):  # a closed peer needs no acknowledgement: its data have arrived
             self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [], "an acknowledgement")
 

@@ -244,13 +244,15 @@ def all_reduce(
     """Reduce over ranks by sum, max or min: (...) on each rank -> (...) on all.
 
     Each rank sends 2 (W - 1) / W of a large tensor (a reduce-scatter, then an all-gather), and W - 1 copies of a small
-    one. `out` may have a wider dtype; the summed parts are then gathered in this dtype. `more` is part of the text that
-    ranks compare when calls are checked. ValueError for an unknown `op`, TypeError for a dtype without this reduction.
+    one. `out` may have a wider dtype; the summed parts are then gathered in this dtype. If it is `x` itself, the result
+    replaces it, part by part: a rank's own part is summed aside, (numel / W,), because the sum reads it, and another
+    rank's arrives when that rank has read it. `more` is part of the text that ranks compare when calls are checked.
+    ValueError for an unknown `op`, TypeError for a dtype without this reduction.
     """
     check_combines("all_reduce", op, x.dtype)
     x, size = x.contiguous(), ranks.size
     width = max(1, (x if out is None else out).dtype.itemsize // x.dtype.itemsize)
-    direct = is_direct(x, size, op)
+    direct = out is not x and is_direct(x, size, op)
     part = -(-x.numel() // size) * x.itemsize  # bytes of one of the parts, padded to equal sizes
     nbytes = (size - 1) * (x.nbytes if direct else (1 + width) * part)
     call = _called("all_reduce", x, ranks, label, nbytes, op=op, more=more)
@@ -282,6 +284,8 @@ def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pendi
     if gap:
         flat, into = torch.cat([flat, flat.new_zeros(gap)]), into.new_empty(into.numel() + gap)
     local = into.view(ranks.size, -1)[ranks.rank]  # into: (W n,), local: (n,)
+    if result is x:  # the sum reads this rank's part of `x`
+        local = torch.empty_like(local)
     scattered = _scatter(flat, ranks, local, call.of(flat), fast=False)
     gathered = scattered.then(lambda part: _gather(part, ranks, into, call.of(part)))
     return gathered.then(lambda full: result.copy_(full[: x.numel()].view(x.shape)) if gap else result)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 # If a mapped segment were truncated, a process reading it would die of SIGBUS: the seals forbid truncation.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_LARGE = 1 << 20  # bytes
 _TOO_FEW = (errno.EMFILE, errno.ENFILE)
 
 
@@ -28,6 +29,14 @@ class Segment:
         self.used = False  # whether a tensor of this rank lies in it
         self.lent = False  # whether peers may read this tensor until it is freed
         self.readers = 0  # number of messages in it that are not acknowledged yet
+
+    def leave(self) -> None:
+        """Give the pages back that this process has read of a peer's segment, which keeps them.
+
+        They would count as resident in both processes for good.
+        """
+        if self.data.numel() >= _LARGE:  # pages come back one system call and a few hundred faults later
+            self.map.madvise(mmap.MADV_DONTNEED)
 
     def release(self) -> None:
         """Mark the segment as unused by tensors of this rank, so that its memory can be reused."""

@@ -16,11 +16,11 @@ class Arrivals:
     """The gathers of one value of the parameters, of a unit from what `kept` has of it if there is anything.
 
     A gather has a stage for each axis. With several stages, one unit more is under way for each, one stage behind the
-    unit before it.
+    unit before it. `copied` is as of `transfer.is_buffer`.
     """
 
-    def __init__(self, params: Sharded, kept: Kept):
-        self._kept, self._gathers = kept, transfer.Gathers(params)
+    def __init__(self, params: Sharded, kept: Kept, copied: bool):
+        self._kept, self._gathers = kept, transfer.Gathers(params, copied)
         self._entries, self._ahead = schedule(params.view).entries, params.plan.ahead
         self._coming: dict[int, dict[int, Pending]] = {}  # by unit, then by kind
         self._stage: dict[int, int] = {}  # by unit: how many stages of its gather have started

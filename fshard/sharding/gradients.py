@@ -30,7 +30,7 @@ from ..comm.ranks import Pending
 from ..comm.reduction import DEFAULT, Reduction
 from ..core.flat import put
 from ..core.tracing import is_tracing
-from . import transfer
+from . import reducing
 from .handing import Take
 from .offload import HOST
 from .plan import Plan
@@ -53,14 +53,14 @@ class Gradients:
     local: Callable[[], Sharded] | None = None
     add: bool = False
     by: Reduction = DEFAULT
-    lost: transfer.Lost = ()  # a wire with feedback writes to it
+    lost: reducing.Lost = ()  # a wire with feedback writes to it
     later: Axes = ()  # the axes that this backward does not reduce over
     take: Take | None = None  # is handed each sum in `reduced` (Note [Updates in a backward])
 
     @cached_property
-    def _reducer(self) -> transfer.Reducer:
+    def _reducer(self) -> reducing.Reducer:
         assert self.reduced is not None
-        return transfer.Reducer(self.reduced(), self.by, self.lost, self.later)
+        return reducing.Reducer(self.reduced(), self.by, self.lost, self.later)
 
     @cached_property
     def _local(self) -> tuple[Mapping[tuple[int, int], Part], Sequence[Tensor]] | None:

@@ -363,6 +363,8 @@ def refine(x: Sharded, over: Axes) -> Sharded | Views:
     if view == x.view:
         return x
     plan, further = x.plan, over[len(x.view.over) :]
+    if plan.num_parts(further) == 1:  # this rank has all of what it cuts
+        return Sharded(view, x.tensors, x._life)
     index = coordinate(plan.live_mesh(), further)
 
     def views(kind: int) -> Iterator[Tensor]:  # of each unit (n / W,), W the number of ranks along `over`
@@ -381,6 +383,8 @@ def coarsen(x: Sharded | Views, over: Axes, into: Sharded | None = None) -> Shar
     if isinstance(x, Sharded) and view == fine:
         return x
     plan, further = fine.plan, fine.over[len(over) :]
+    if isinstance(x, Sharded) and plan.num_parts(further) == 1:  # every row is whole already
+        return Sharded(view, x.tensors)
     if into is None:
         likes = [run[0] for run in x.runs] if isinstance(x, Views) else x.tensors
         into = Sharded(view, [room(plan, k, over, like) for k, like in zip(view.kinds, likes, strict=True)])

@@ -35,7 +35,7 @@ from ..comm.ranks import MismatchError, Pending
 from ..core import func_levels, tree
 from ..core.random import bookmark
 from ..core.tree import Tree
-from . import anchors, transfer
+from . import anchors, reducing, transfer
 from .access import Lazy, loss_of
 from .anchors import has_reentrant
 from .arrivals import Arrivals
@@ -80,9 +80,10 @@ class Tape:
         self._again: dict[int, Buffers] = {}  # gathered again for the backward
         self._to_come: dict[int, None] = {}  # the units that the backward will gather again, the next one last
         self._reductions = Reductions(self.plan)
-        self._handing = None
-        if into is not None and into.take is not None:
-            self._handing = Handing(into.take, [k for k in params.view.kinds if not transfer.is_buffer(params, k)])
+        take = None if into is None else into.take
+        copied = take is not None  # what is read is not what `take` writes to
+        views = [k for k in params.view.kinds if not transfer.is_buffer(params, k, copied)]
+        self._handing = None if take is None else Handing(take, views)
         self._filled: set[tuple[int, int]] = set()  # units and kinds whose gradients have come
         self._backward = self._closed = False
         self._writes = Writes()
@@ -90,9 +91,9 @@ class Tape:
         self._gradless = False  # whether a unit was touched where gradients are off
         self._reached: dict[int, bool] = {}  # units whose gradients have come, and whether those of all their leaves
         self._kept = Kept(params, into is not None)
-        self._makes_buffers = transfer.makes_buffers(params)
+        self._makes_buffers = len(views) < len(params.view.kinds)
         self._regather = self._makes_buffers and self._schedule.regathers
-        self._arrivals = Arrivals(params, self._kept)
+        self._arrivals = Arrivals(params, self._kept, copied)
 
     def view(self) -> Tree:
         """The parameters as the loss sees them."""
@@ -399,7 +400,7 @@ class Tape:
             if into.local is not None:
                 into.local().piece(unit, kind).zero_()
             if into.reduced is not None:
-                self._add(transfer.nothing(into.reduced(), unit, kind, into.by, into.later), unit, kind)
+                self._add(reducing.nothing(into.reduced(), unit, kind, into.by, into.later), unit, kind)
         elif into.local is not None and (pending := into.emit(unit, kind, into.local().piece(unit, kind))):
             self._add(pending, unit, kind)  # the sum of earlier micro-batches
 

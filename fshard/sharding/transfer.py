@@ -1,39 +1,37 @@
-"""How a unit travels: its shards are cast or encoded and gathered; its gradients are cast or encoded and summed."""
+"""How the parameters of a unit travel: a shard is cast or encoded, and gathered, if any other rank has a part."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from ..comm import primitives
-from ..comm.mesh import Axes, num_ranks
-from ..comm.ranks import Pending, Ranks
-from ..comm.reduction import Reduction, TreeSums, gather_over, only_reads, reduce_over
+from ..comm.mesh import Axes
+from ..comm.ranks import Pending
+from ..comm.reduction import gather_over
 from ..comm.wire import Wire, pack, unpack
-from ..core.arguments import shown
-from ..core.flat import clear_outside_, cleared_outside
-from . import offload
+from ..core.flat import cleared_outside
 from .plan import Plan
-from .schedule import Entry, Part, schedule
+from .schedule import Entry, Part
 from .sharded import Sharded, intervals
 
-Lost: TypeAlias = Sharded | tuple[()]  # what wires with feedback have not sent of gradients; () for other wires
 
+def is_buffer(params: Sharded, kind: int, copied: bool) -> bool:
+    """Whether leaves of a kind come in buffers of their own; else they are views of the parameters themselves.
 
-def makes_buffers(params: Sharded) -> bool:
-    """Whether units come in buffers of their own; else their leaves are views of the parameters themselves."""
-    return any(is_buffer(params, kind) for kind in params.view.kinds)
-
-
-def is_buffer(params: Sharded, kind: int) -> bool:
-    """Whether leaves of a kind come in buffers of their own; else they are views of the parameters themselves."""
+    With `copied` so do those that are cut over axes of one rank each, of which this rank has all.
+    """
     row = params.plan.kinds[kind]
-    return bool(params.view.axes(kind)) or row.host or row.precision.compute != row.dtype
+    is_cut = copied and bool(params.view.axes(kind))
+    return is_cut or _travels(params, kind) or row.host or row.precision.compute != row.dtype
+
+
+def _travels(params: Sharded, kind: int) -> bool:
+    """Whether leaves of a kind are gathered; by a wire, or by an object of the user's, on one rank, too."""
+    plan, axes = params.plan, params.view.axes(kind)
+    return bool(several(plan, axes)) or bool(axes and (plan.gather or _wire(plan, kind)))
 
 
 def stages(plan: Plan, axes: Axes) -> int:
@@ -42,11 +40,14 @@ def stages(plan: Plan, axes: Axes) -> int:
 
 
 class Gathers:
-    """The gathers of one value of the parameters; what they have in common is worked out once."""
+    """The gathers of one value of the parameters; what they have in common is worked out once.
 
-    def __init__(self, params: Sharded):
-        plan, axes = params.plan, params.view.over
-        self._params, self._rows = params, params.tensors
+    `copied` is as of `is_buffer`.
+    """
+
+    def __init__(self, params: Sharded, copied: bool):
+        plan, axes = params.plan, several(params.plan, params.view.over)
+        self._params, self._rows, self._copied = params, params.tensors, copied
         plain = not (plan.gather or plan.param_wire or plan.together or any(kind.host for kind in plan.kinds))
         # whether each kind of a unit is one collective, or none, after a cast at most
         self._is_plain = plain and len(axes) <= 1
@@ -56,44 +57,46 @@ class Gathers:
         """Start the gather of a unit's flat buffers, except those of kinds in `kept`: on the device, in the dtype of
         computation, by kind."""
         if kept or not self._is_plain:
-            return gather(self._params, entry.unit, [part.kind for part in entry.parts if part.kind not in kept])
+            kinds = [part.kind for part in entry.parts if part.kind not in kept]
+            return _brought_up(self._params, entry.unit, kinds, self._copied)
         return {part.kind: self._start(entry, part) for part in entry.parts}
 
     def _start(self, entry: Entry, part: Part) -> Pending:
         shard, ranks = part.of(self._rows), self._ranks  # (n / W,)
         if ranks is None or not (part.axes and part.numel):
-            return arrived(shard) if part.cast is None else _have_whole(self._params, entry.unit, part.kind)
+            needs_more = self._copied or part.cast is not None
+            return _have_whole(self._params, entry.unit, part.kind, self._copied) if needs_more else arrived(shard)
         if part.cast is not None:
             like = shard.new_empty(0, dtype=part.cast)
             shard = ranks.empty(shard.numel(), like, lent=False).copy_(shard)
         return primitives.all_gather(shard, ranks, entry.name, lent=True)
 
 
-def gather(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
-    """Start the gather of a unit's flat buffers: on the device, in the dtype of computation, by kind."""
+def _brought_up(params: Sharded, unit: int, kinds: Sequence[int], copied: bool) -> dict[int, Pending]:
+    """Start the gathers of some kinds of a unit; shards in host memory go up to the device beside the computation."""
     plan = params.plan
     if not any(plan.kinds[kind].host for kind in kinds):
-        return _gathers(params, unit, kinds)
+        return _gathers(params, unit, kinds, copied)
     up = plan.crossings.up
     with up.ahead():
-        started = _gathers(params, unit, kinds)
+        started = _gathers(params, unit, kinds, copied)
     return {kind: up.joined(pending) for kind, pending in started.items()}
 
 
-def _gathers(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
+def _gathers(params: Sharded, unit: int, kinds: Sequence[int], copied: bool) -> dict[int, Pending]:
     plan = params.plan
-    cut_kinds = [kind for kind in kinds if params.view.axes(kind) and plan.units[unit].lengths[kind]]
-    if plan.together and len(cut_kinds) > 1:
-        whole = {kind: _have_whole(params, unit, kind) for kind in kinds if kind not in cut_kinds}
-        return whole | _together(params, unit, cut_kinds)
-    return {
-        kind: _gather(params, unit, kind) if kind in cut_kinds else _have_whole(params, unit, kind) for kind in kinds
-    }
+    sent = [kind for kind in kinds if _travels(params, kind) and plan.units[unit].lengths[kind]]
+    whole = {kind: _have_whole(params, unit, kind, copied) for kind in kinds if kind not in sent}
+    if plan.together and len(sent) > 1:
+        return whole | _together(params, unit, sent)
+    return whole | {kind: _gather(params, unit, kind) for kind in sent}
 
 
-def _have_whole(params: Sharded, unit: int, kind: int) -> Pending:
+def _have_whole(params: Sharded, unit: int, kind: int, copied: bool) -> Pending:
     """The flat buffer of leaves that this rank has whole: nothing is sent."""
-    return arrived(_cast(params, unit, kind))
+    full = _cast(params, unit, kind)
+    is_view = not is_buffer(params, kind, copied=False)
+    return arrived(full.clone() if copied and is_view and params.view.axes(kind) else full)
 
 
 def arrived(full: Tensor) -> Pending:
@@ -121,7 +124,7 @@ def _gather(params: Sharded, unit: int, kind: int) -> Pending:
     """Start the gather of one flat buffer: (n / W,) on each rank -> (n,)."""
     plan, axes, name = params.plan, params.view.axes(kind), params.plan.units[unit].name
     lent = _wire(plan, kind) is None  # a wire may decode in place
-    whole = gather_over(_sent(params, unit, kind), plan.live_mesh(), axes, name, plan.gather, lent=lent)
+    whole = _gathered_over(plan, _sent(params, unit, kind), axes, name, lent)
     if lent:
         return whole
     return whole.then(lambda full: _arrived(plan, axes, unit, kind, full.chunk(plan.num_parts(axes)), encoded=True))
@@ -131,8 +134,14 @@ def gather_copies(plan: Plan, unit: int, copies: Mapping[int, Tensor], axes: Axe
     """Start the gather of a unit's flat buffers from copies that are cut over `axes`: (n / W,) on each rank -> (n,)."""
     if plan.together and len(copies) > 1:
         return _in_one_message(plan, unit, copies, axes, encoded=False)
-    mesh, name = plan.live_mesh(), plan.units[unit].name
-    return {kind: gather_over(copy, mesh, axes, name, plan.gather, lent=True) for kind, copy in copies.items()}
+    name = plan.units[unit].name
+    return {kind: _gathered_over(plan, copy, axes, name, lent=True) for kind, copy in copies.items()}
+
+
+def _gathered_over(plan: Plan, x: Tensor, axes: Axes, name: str, lent: bool) -> Pending:
+    """Start a gather over axes: (n / W,) on each rank -> (n,). Along an axis of one rank only the user's own runs."""
+    needed = axes if plan.gather else several(plan, axes)
+    return gather_over(x, plan.live_mesh(), needed, name, plan.gather, lent=lent)
 
 
 def _together(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
@@ -146,7 +155,7 @@ def _in_one_message(plan: Plan, unit: int, sent: Mapping[int, Tensor], axes: Axe
     kinds, name = list(sent), plan.units[unit].name
     packed = pack(*sent.values())  # (bytes,), of the same length on every rank
     # not lent if there is a wire, which may decode in place
-    whole = gather_over(packed, plan.live_mesh(), axes, name, plan.gather, lent=not encoded)
+    whole = _gathered_over(plan, packed, axes, name, lent=not encoded)
     sizes_of_kinds = [(x.dtype, x.numel()) for x in sent.values()]
     buffers = dict[int, Tensor]()
 
@@ -174,7 +183,7 @@ def _sent(params: Sharded, unit: int, kind: int) -> Tensor:
         return _cast(params, unit, kind)
     lengths = sizes(plan, unit, kind, plan.num_parts(axes), plan.index(axes))
     # the elements between leaves may be anything, NaN too, and a wire has one scale for several elements
-    return wire.encode(cleared_outside(_brought(params, unit, kind), _filled(params, unit, kind)), lengths)
+    return wire.encode(cleared_outside(_brought(params, unit, kind), filled(params, unit, kind)), lengths)
 
 
 def _arrived(plan: Plan, axes: Axes, unit: int, kind: int, parts: Sequence[Tensor], encoded: bool) -> Tensor:
@@ -183,11 +192,11 @@ def _arrived(plan: Plan, axes: Axes, unit: int, kind: int, parts: Sequence[Tenso
     like = parts[0].new_empty(0, dtype=plan.kinds[kind].precision.compute)
     out = primitives.buffer(plan.live_mesh(), axes, plan.units[unit].lengths[kind], like, lent=False)
     for number, (part, data) in enumerate(zip(out.chunk(len(parts)), parts, strict=True)):  # (n / W,) each
-        part.copy_(data if wire is None else _decode(wire, data, sizes(plan, unit, kind, len(parts), number)))
+        part.copy_(data if wire is None else decode(wire, data, sizes(plan, unit, kind, len(parts), number)))
     return out
 
 
-def _decode(wire: Wire, data: Tensor, lengths: Sequence[int]) -> Tensor:
+def decode(wire: Wire, data: Tensor, lengths: Sequence[int]) -> Tensor:
     """The elements of leaves with these lengths. ValueError if the wire gives another number of them."""
     out, numel = wire.decode(data, lengths), sum(lengths)
     if out.shape != (numel,):
@@ -205,208 +214,11 @@ def sizes(plan: Plan, unit: int, kind: int, num_parts: int, part: int) -> list[i
     return [high - low for low, high in pairwise(edges)]
 
 
-class Reducer:
-    """The reductions of one backward into `reduced`; what they have in common is worked out once.
-
-    A wire with feedback adds `lost` to the gradients, and writes to it, in place, what it does not send. The sum is not
-    taken over the axes `later`: `reduce_rest` does that.
-    """
-
-    def __init__(self, reduced: Sharded, by: Reduction, lost: Lost, later: Axes):
-        self._reduced, self._by, self._lost, self._later = reduced, by, lost, later
-        self._parts, self._rows, self._units = schedule(reduced.view).parts, reduced.tensors, reduced.plan.units
-        self._routes = {kind: _route(reduced, kind, by, later) for kind in reduced.view.kinds}
-
-    def buffer(self, unit: int, kind: int) -> Tensor:
-        """A flat buffer (n,) for a unit's gradients before they are reduced."""
-        route, numel = self._routes[kind], self._parts[unit, kind].numel
-        return route.like.new_empty(numel) if route.room is None else route.room(numel, route.like, route.lent)
-
-    def start(self, unit: int, kind: int, flat: Tensor) -> Pending:
-        """Start the sum over ranks of a filled buffer (n,), into this rank's interval of `reduced`, (n / W,)."""
-        route = self._routes[kind]
-        if route.collective is None:
-            return reduce(flat, self._reduced, unit, kind, self._by, self._lost, self._later)
-        # `Sums` has no rows, but makes pieces
-        out = self._parts[unit, kind].of(self._rows) if self._rows else self._reduced.piece(unit, kind)
-        sent = flat if route.dtype is None else flat.to(route.dtype)
-        return route.collective(sent, route.along, self._units[unit].name, out).keeping(sent)
-
-
-class _Route(NamedTuple):
-    """How the gradients of one kind travel."""
-
-    like: Tensor  # (0,), with the device and dtype of their buffers
-    room: Callable[[int, Tensor, bool], Tensor] | None  # allocates the buffers, which peers may read if `lent`
-    lent: bool
-    collective: Callable[..., Pending] | None  # if one collective is all that a reduction consists of, over these ranks
-    along: Ranks | None
-    dtype: torch.dtype | None  # in which gradients are sent; None for their own
-
-
-def _route(reduced: Sharded, kind: int, by: Reduction, later: Axes) -> _Route:
-    plan, axes, mesh = reduced.plan, reduced.view.axes(kind), reduced.plan.live_mesh()
-    like = torch.empty(0, dtype=buffer_dtype(plan, kind), device=plan.device)
-    lent = plan.grad_wire is None and only_reads(by)
-    # the first axis that the buffer is sent over: the mesh may allocate it where peers can read
-    room = next((primitives.along(mesh, axis).empty for axis in axes + plan.rest(axes)), None)
-    summed = axes + plan.rest(axes + later)
-    several = _several(plan, summed) or summed[:1]
-    special = plan.grad_wire or plan.kinds[kind].host or _is_split(plan, kind) or hasattr(by, "after")
-    if special or len(several) != 1:
-        return _Route(like, room, lent, None, None, None)
-    collective = by.reduce_scatter if several[0] in axes else by.all_reduce
-    sent = None if isinstance(by, TreeSums) else plan.kinds[kind].precision.reduce  # sums travel in their own dtype
-    return _Route(like, room, lent, collective, primitives.along(mesh, several[0]), sent)
-
-
-def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, lost: Lost, later: Axes) -> Pending:
-    """Start the sum over ranks of a flat buffer of gradients (n,), into this rank's interval of `reduced`, (n / W,).
-
-    `by`, `lost` and `later` are as of `Reducer`.
-    """
-    plan, out = reduced.plan, _landing(reduced, unit, kind)
-    if plan.grad_wire is not None and plan.axes and flat.is_floating_point():
-        pending = _reduce_encoded(flat, reduced, unit, kind, out, by, lost, later)
-        pending = pending.then(lambda total: _unpadded(total, reduced, unit, kind))
-    else:
-        pending = _reduce_cast(flat, reduced, unit, kind, out, by, later)
-    return _landed(pending, out, reduced, unit, kind, None if later else by)
-
-
-def nothing(reduced: Sharded, unit: int, kind: int, by: Reduction, later: Axes) -> Pending:
-    """The sum of a unit that got no gradient on any rank: zeros, which `by.after` is given like any sum."""
-    out = _landing(reduced, unit, kind).zero_()
-    return _landed(Pending(None, lambda _: out), out, reduced, unit, kind, None if later else by)
-
-
-def reduce_rest(sums: Sharded, reduced: Sharded, later: Axes, by: Reduction) -> None:
-    """All-reduce `sums` over the axes `later` into `reduced`: one collective for each unit, all started at once."""
-    plan, started = reduced.plan, list[Pending]()
-    for unit, kind in ((u, k) for u in range(len(plan.units)) for k in sums.view.kinds if plan.units[u].lengths[k]):
-        x, out = sums.piece(unit, kind).to(plan.device), _landing(reduced, unit, kind)
-        pending = reduce_over(x, plan.live_mesh(), (), later, plan.units[unit].name, out, by)
-        started.append(_landed(pending, out, reduced, unit, kind, by))
-    for pending in started:
-        pending.wait()
-
-
-def _landing(reduced: Sharded, unit: int, kind: int) -> Tensor:
-    """Where a sum is written: this rank's interval; if that is in host memory, a buffer on the device."""
-    row = reduced.piece(unit, kind)
-    return offload.landing(row, reduced.plan.device) if reduced.plan.kinds[kind].host else row
-
-
-def _landed(pending: Pending, out: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction | None) -> Pending:
-    """A sum after the reduction's hook `after`, in this rank's interval, copied to host memory if that is there."""
-    plan, row, name = reduced.plan, reduced.piece(unit, kind), reduced.plan.units[unit].name
-    after = getattr(by, "after", None)
-    if after is not None:
-
-        def hooked(total: Tensor) -> Tensor:
-            result = after(total, name)
-            if not isinstance(result, Tensor) or result.shape != total.shape:
-                raise TypeError(
-                    f"{by}: after: expected the sum to go on with, of shape {list(total.shape)}, got {shown(result)}"
-                )
-            return _unpadded(out.copy_(result), reduced, unit, kind)
-
-        pending = pending.then(hooked)
-    return pending.then(lambda total: plan.crossings.down.copied(total, row)) if plan.kinds[kind].host else pending
-
-
-def buffer_dtype(plan: Plan, kind: int) -> torch.dtype:
-    """The dtype of the flat buffer that a unit's gradients are written to before they are reduced."""
-    precision = plan.kinds[kind].precision
-    return torch.float32 if _is_split(plan, kind) else precision.reduce
-
-
-def _is_split(plan: Plan, kind: int) -> bool:
-    """Whether gradients are computed in a wider dtype and sent as float16."""
-    precision = plan.kinds[kind].precision
-    return precision.reduce == torch.float16 and precision.compute != torch.float16
-
-
-def _reduce_cast(
-    flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction, later: Axes
-) -> Pending:
-    """Start the sum of (n,) into `out`, (n / W,), sent in the dtype that the plan's policy says."""
-    plan, axes = reduced.plan, reduced.view.axes(kind)
-    mesh, other_axes, name = plan.live_mesh(), plan.rest(axes + later), plan.units[unit].name
-    if isinstance(by, TreeSums):  # sums travel in the dtype they are taken in
-        return reduce_over(flat, mesh, axes, other_axes, name, out, by)
-    # Each gradient was divided by the number of ranks W. Multiplied by about sqrt(W), neither small gradients nor sums
-    # of large ones leave the range of float16. A power of two rounds nothing.
-    factor = 2.0 ** round(math.log2(num_ranks(mesh)) / 2) if _is_split(plan, kind) else 1
-    scaled = (flat if factor == 1 else flat * factor).to(plan.kinds[kind].precision.reduce)
-    pending = reduce_over(scaled, mesh, axes, other_axes, name, out, by)
-    return pending if factor == 1 else pending.then(lambda total: total.mul_(1 / factor))
-
-
-def _reduce_encoded(
-    flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction, lost: Lost, later: Axes
-) -> Pending:
-    """Start the sum of (n,) into `out`, (n / W,), encoded by the plan's `grad_wire` along one axis."""
-    plan, axes = reduced.plan, reduced.view.axes(kind)
-    mesh, name, wire = plan.live_mesh(), plan.units[unit].name, plan.grad_wire
-    other_axes = plan.rest(axes + later)
-    assert wire is not None  # `reduce` has looked
-    if wire.feedback and not isinstance(lost, Sharded):
-        raise ValueError(f"{wire} keeps what it loses in the state of a step: use it with train_step")
-    # encoded along one axis: the first that gradients are cut over, else the longest
-    axis = _first(plan, axes) if axes else max(other_axes, key=dict(plan.axes).__getitem__)
-    ranks = primitives.along(mesh, axis)
-    lengths = [sizes(plan, unit, kind, ranks.size, part) for part in range(ranks.size)]  # of each rank's part
-    sends = _encoded(wire, flat, lengths, lost.piece(unit, kind) if isinstance(lost, Sharded) else None)
-    added = primitives.scatter(sends, ranks, lambda received: _added(wire, received, lengths[ranks.rank]), name)
-    # a sum travels on in its own dtype, not encoded again, along the other axes of several ranks
-    if axes:
-        further, other_axes = (_several(plan, names) for names in (axes[axes.index(axis) + 1 :], other_axes))
-        return added.then(lambda part: reduce_over(part, mesh, further, other_axes, name, out, by))
-    # every rank needs the whole sum: what `scatter` has cut is gathered again before the other axes
-    remaining = _several(plan, [other for other in other_axes if other != axis])
-    whole = added.then(lambda part: primitives.gather_over(part, mesh, (axis,), name))
-    return whole.then(lambda full: reduce_over(full, mesh, (), remaining, name, out, by))
-
-
-def _unpadded(total: Tensor, reduced: Sharded, unit: int, kind: int) -> Tensor:
-    """Set the padding of a rank's interval to zero, in place.
-
-    A wire may decode anything there, and so may a hook return, which unscaling would take for an overflow.
-    """
-    return clear_outside_(total, _filled(reduced, unit, kind))
-
-
-def _filled(x: Sharded, unit: int, kind: int) -> list[tuple[int, int]]:
+def filled(x: Sharded, unit: int, kind: int) -> list[tuple[int, int]]:
     """The spans [start, end) of leaves in this rank's interval of one unit and kind, in order."""
     return [(start, start + last - first) for _, first, last, start in intervals(x.plan, unit, kind, x.view.over)]
 
 
-def _first(plan: Plan, axes: Axes) -> str:
-    """The first axis of several ranks; the first axis if none has."""
-    return next((axis for axis in axes if dict(plan.axes)[axis] > 1), axes[0])
-
-
-def _several(plan: Plan, axes: Sequence[str]) -> Axes:
+def several(plan: Plan, axes: Sequence[str]) -> Axes:
     """The axes of more than one rank."""
     return tuple(axis for axis in axes if dict(plan.axes)[axis] > 1)
-
-
-def _encoded(wire: Wire, flat: Tensor, lengths: Sequence[Sequence[int]], lost: Tensor | None) -> list[Tensor]:
-    """What is sent to each rank. With `lost`, that is added first, and what is not sent is written to it."""
-    to_send = flat if lost is None else lost + flat  # (n,), a new tensor: a wire may send views of what it is given
-    parts = to_send.chunk(len(lengths))  # (n / W,) for each rank
-    sends = [wire.encode(part, part_lengths) for part, part_lengths in zip(parts, lengths, strict=True)]
-    if lost is not None:
-        for lost_part, part, data, part_lengths in zip(lost.chunk(len(lengths)), parts, sends, lengths, strict=True):
-            lost_part.copy_(part - _decode(wire, data, part_lengths))
-    return sends
-
-
-def _added(wire: Wire, received: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """The sum of what all ranks sent, decoded, in rank order, in float32 at least."""
-    first, *others = (_decode(wire, data, lengths) for data in received)  # (n / W,) each
-    total = first.to(primitives.sum_dtype(first.dtype), copy=True)
-    for part in others:
-        total += part
-    return total

@@ -18,7 +18,7 @@ from ..core.random import seeded
 from ..core.tree import Tree
 from ..layout.pieces import device_of
 from ..optim.labels import Labels
-from ..sharding import transfer
+from ..sharding import reducing
 from ..sharding.grad import Outcome, inputs, later_grads, run
 from ..sharding.gradients import Gradients, settle
 from ..sharding.partitions import axes_of
@@ -94,7 +94,7 @@ def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: S
         if into.reduced is not None and into.reduced is not sums:
             tree.map(lambda total, more: total.add_(more), sums(), into.reduced())
     if reduced_last:
-        transfer.reduce_rest(sums(), grads(), reduced_last, recipe.by)
+        reducing.reduce_rest(sums(), grads(), reduced_last, recipe.by)
         settle(plan)
     outcome = joined(outcomes)
     if num == 1:

@@ -7,7 +7,7 @@ Note [What a wire loses]
 
     1. `scaled`: a copy times the loss scale, as gradients are in the backward.
     2. With several micro-batches, `set_aside` empties the copy, and the last micro-batch gets the old values back.
-    3. The reduction of each unit (`transfer.reduce`) adds the copy to the gradient, encodes and sends the sum, and
+    3. The reduction of each unit (`reducing.reduce`) adds the copy to the gradient, encodes and sends the sum, and
        writes to the copy, in place, what was not sent.
     4. `after_update`: the copy divided by the loss scale again, or the old values where the update was skipped.
 """

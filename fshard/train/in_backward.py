@@ -255,7 +255,7 @@ class Updates:
         self._new = {label: part.update(params, grads, unit, kind) for label, part in self._parts.items()}
         plan = self._params.plan
         further = () if plan.kinds[kind].whole else plan.state_over[len(plan.params_over) :]
-        if further:  # the optimizer's state is cut further than parameters are
+        if plan.num_parts(further) > 1:  # the optimizer's state is cut further than parameters are
             row, name = self._params.piece(unit, kind), plan.units[unit].name
             self._gathers.append(primitives.gather_over(params, plan.live_mesh(), further, name, row))
 

@@ -21,7 +21,7 @@ from ..core.scalars import beside, wide
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.norms import global_norm
-from ..layout.pieces import device_of, packed
+from ..layout.pieces import Views, device_of, packed
 from ..optim.base import FoundInf, Transform, TransformLike, any_found, as_transform, clip_factor
 from ..optim.kernels import where
 from ..optim.labels import Labels, check_labelled, check_labels
@@ -272,7 +272,9 @@ def _step_after_backward(
     extra = _chosen(skip, state.extra, outcome.extra) if recipe.with_extra else state.extra
     if recipe.donate:  # extra may lie in memory that the update writes to
         extra = own_extra(extra, [params.trainable, state.opt_state])
-    new_params, opt_state = _update(tx, grads, state.opt_state, params, skip, recipe.donate, in_slices)
+    updated, opt_state = _update(tx, grads, state.opt_state, params, skip, recipe.donate, in_slices)
+    del grads  # their memory is free for the gathers of new parameters
+    new_params = _gathered(updated, params, recipe.donate)
     scaler = state.loss_scale.adjust(found_inf)
     lost = feedback.after_update(state, lost, share, skip, recipe.skip_labels)
     new_state = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, extra, lost)
@@ -338,8 +340,8 @@ def _update(
     skip: FoundInf | None,
     donate: bool,
     exact_norms: bool,
-) -> tuple[Sharded, Tree]:
-    """New parameters and optimizer state; with `donate` in the memory of the old ones."""
+) -> tuple[Sharded | Views, Tree]:
+    """New parameters, cut as the state is, and optimizer state; with `donate` in the memory of the old ones."""
     plan, trained = params.plan, params.trainable
     # params (n / W_params,) -> the interval that this rank updates, a view of them (n / W_state,)
     fine_params = refine(trained, plan.state_over)
@@ -349,13 +351,18 @@ def _update(
     updated, new_state = tx.step(
         fine_grads, opt_state, fine_params, skip, donate, own_grads=True, exact_norms=exact_norms
     )
-    # all-gathered: (n / W_state,) -> (n / W_params,)
-    new_trained = coarsen(updated, plan.params_over, trained if donate else None)
     # new containers, because `give_away` empties the old ones
     new_state = tree.map_tops(lambda x: Sharded(x.view, x.tensors) if isinstance(x, Sharded) else x, Sharded, new_state)
+    return updated, new_state
+
+
+def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharded:
+    """Gather new parameters: (n / W_state,) -> (n / W_params,); with `donate` into the memory of the old ones."""
+    plan = params.plan
+    new_trained = coarsen(updated, plan.params_over, params.trainable if donate else None)
     by_kind = zip(params.view.kinds, params.updated(new_trained).tensors, strict=True)
     rows = [offload.pinned(row, plan.device) if plan.kinds[kind].host else row for kind, row in by_kind]
-    return Sharded(params.view, rows), new_state
+    return Sharded(params.view, rows)
 
 
 def _check_unshared(donated: Tree, given: Sequence[Tree]) -> None:
