@@ -30,12 +30,13 @@ def leaves(*numels: int) -> dict[str, Tensor]:
 def test_neighbours_are_joined_until_the_bucket_is_full() -> None:
     """A bucket is filled to its last byte and not beyond, in the order of use, and a larger unit is by itself: a bucket
     that took one unit more would take more memory than asked for."""
-    params = leaves(2, 2, 1, 9, 1)
-    assert names_of(params, bucket=40) == ["(first)", "a to c", "d", "e", "(last)"]
-    assert names_of(params, bucket=39) == ["(first)", "a to b", "c", "d", "e", "(last)"]
+    params = leaves(4, 4, 2, 18, 2)
+    assert names_of(params, bucket=80) == ["(first)", "a to c", "d", "e", "(last)"]
+    assert names_of(params, bucket=79) == ["(first)", "a to b", "c", "d", "e", "(last)"]
     assert names_of(params, bucket=0) == ["(first)", *NAMES, "(last)"] == names_of(params)
-    assert names_of(params, bucket=20, policy="compute=f32") == ["(first)", "a to c", "d", "e", "(last)"]
-    plan = fshard.make_plan(params, units=NAMES, bucket=40)
+    assert names_of(params, bucket=48, policy="compute=f32") == ["(first)", "a to c", "d", "e", "(last)"]
+    assert names_of(params, bucket=80, block=16) == ["(first)", *NAMES, "(last)"]  # with their padding
+    plan = fshard.make_plan(params, units=NAMES, bucket=80)
     assert [unit.joined for unit in plan.units] == [(), ("a", "b", "c"), (), (), ()]
     assert [slot.unit for slot in plan.slots] == list(plan.claims) == [0, 1, 1, 1, 2, 3, 4]
 
@@ -52,9 +53,9 @@ def test_ends_and_units_that_stay_are_not_joined() -> None:
 
 def test_a_tied_leaf_counts_once() -> None:
     """A leaf that several units read is stored with the first: counted in each, it would fill their buckets."""
-    shared = torch.zeros(3, dtype=torch.float64)
-    params = {"a": [shared, torch.zeros(1)], "b": [shared, torch.zeros(1)], "c": [shared, torch.zeros(1)]}
-    assert names_of(params, units=["*"], bucket=36) == ["a to c"]
+    shared = torch.zeros(4, dtype=torch.float64)
+    params = {"a": [shared, torch.zeros(4)], "b": [shared, torch.zeros(4)], "c": [shared, torch.zeros(4)]}
+    assert names_of(params, units=["*"], bucket=80) == ["a to c"]
 
 
 def stack(num: int, numel: int = 2) -> list[Tensor]:
@@ -73,7 +74,7 @@ def test_many_small_units_are_joined_by_default() -> None:
     small = [torch.empty(1 << 16, device="meta") for _ in range(33)]  # 256 KiB each
     assert [len(unit.joined) for unit in fshard.make_plan(small, units=["*"]).units] == [4] * 8 + [0]
     assert len(fshard.make_plan(stack(40), units=2).units) == 40
-    assert len(fshard.make_plan(stack(40), units=2, bucket=16).units) == 20
+    assert len(fshard.make_plan(stack(40), units=2, bucket=32).units) == 20
 
 
 @pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("1", TypeError)])
@@ -207,7 +208,7 @@ def test_joined_units_are_one_message() -> None:
 def started_early(mesh: Any) -> list[str]:
     """The gathers of a loss that asks for one of the joined units, and nothing else."""
     whole = params(4)
-    plan = fshard.make_plan(whole, mesh, units=["layers.*"], bucket=500, prefetch=0)
+    plan = fshard.make_plan(whole, mesh, units=["layers.*"], bucket=512, prefetch=0)
     sharded = fshard.shard_params(whole, plan)
 
     def loss(p: Any, x: Tensor) -> Tensor:
@@ -236,3 +237,37 @@ def test_what_the_backward_gathers_again_is_joined_in_a_graph_too() -> None:
         return sorted(set(graphs.labels(lowered.graph)))
 
     assert simulated(fn, shard=2) == [["(last)", "blocks.0 to blocks.1", "blocks.2 to blocks.3"]] * 2
+
+
+def test_what_a_wire_encodes_together_is_joined_only_on_request() -> None:
+    """A wire has one scale, or one matrix, for several elements: of more layers it would lose other parts."""
+    for wires in ({"grad_wire": fshard.wire.LowRank(2)}, {"param_wire": fshard.wire.Int8()}):
+        assert len(fshard.make_plan(stack(33), units=["*"], **wires).units) == 33
+        assert len(fshard.make_plan(stack(33), units=["*"], bucket=1 << 20, **wires).units) == 1
+
+
+def in_turn(mesh: Any, graph: bool) -> tuple[int, list[str]]:
+    """The number of units, and the labels of the gathers of a loss that reads two stacks in turn."""
+    whole = {name: [rand(8, 8, seed=i) for i in range(40)] for name in ("attention", "mlp")}
+    plan = fshard.make_plan(whole, mesh, units=["attention.*", "mlp.*"], bucket=8 << 9)  # eight of 512 bytes
+    sharded = fshard.shard_params(whole, plan)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for a, b in zip(p["attention"], p["mlp"], strict=True):
+            x = torch.tanh(torch.tanh(x @ a) @ b)
+        return x.square().mean()
+
+    fn, x = fshard.value_and_grad(loss), rand(2, 8, seed=mesh.get_rank())
+    if graph:
+        return len(plan.units), graphs.labels(fshard.jit(fn, bucket=0).lower(sharded, x).graph)
+    with fshard.collectives.tally() as calls:
+        fn(sharded, x)
+    return len(plan.units), [call.label for call in calls if call.kind == "all_gather"]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_stacks_that_are_read_in_turn_are_not_gathered_for_each_layer(graph: bool) -> None:
+    """Of a tree of stacks, as in JAX, layers of two joined units are read in turn: each would gather eight layers."""
+    for num, gathers in simulated(in_turn, graph, shard=2):
+        assert num == 10
+        assert len(gathers) <= 4 * num  # by each layer it would be 16

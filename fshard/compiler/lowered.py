@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -148,12 +148,14 @@ class Options:
 class Setting:
     """What a pass may read besides the graph.
 
-    `units`: names of the units that plans gather again in the backward; `inputs`: as `Lowered.holds`.
+    `units`: names of the units that plans gather again in the backward; `inputs`: as `Lowered.holds`; `lasting`: names
+    of the units of `Plan.lasting`.
     """
 
     units: Sequence[str]
     inputs: Sequence[str]
     options: Options
+    lasting: Collection[str] = ()
 
 
 class Pass(NamedTuple):
@@ -169,7 +171,7 @@ PASSES = (
     Pass("drop_dead", lambda graph, _: passes.drop_dead(graph)),
     Pass("shorten", lambda graph, _: passes.shorten(graph)),
     Pass("keep_unread", lambda graph, _: passes.keep_unread(graph)),
-    Pass("regather", lambda graph, setting: passes.regather(graph, setting.units)),
+    Pass("regather", lambda graph, setting: passes.regather(graph, setting.units, setting.lasting)),
     Pass("sink", lambda graph, setting: passes.sink(graph, setting.options.in_flight)),
     Pass("bucket", lambda graph, setting: bucket(graph, setting.options.bucket)),
     Pass("recompute", lambda graph, setting: _within_budget(graph, setting)),
@@ -195,7 +197,8 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     lowered = Lowered(traced, key, options.donate)
     plans = [node.plan for node in tree.nodes(arguments, Sharded)]
     units = [unit.name for plan in plans for unit in plan.units if unit.kept is None and unit.name != ROOT]
-    setting = Setting(units, lowered.holds(), options)
+    lasting = {plan.units[unit].name for plan in plans for unit in plan.lasting}
+    setting = Setting(units, lowered.holds(), options, lasting)
     for each in PASSES:
         each.apply(lowered.graph, setting)
     lowered.graph.lint()

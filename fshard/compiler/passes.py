@@ -24,7 +24,7 @@ from __future__ import annotations
 import operator as python
 from bisect import bisect, bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -288,10 +288,10 @@ def _has_second_stage(start: fx.Node) -> bool:
     return not is_direct(values(by_name["x"])[0], MESHES.find(by_name["mesh"]).size(by_name["axis"]), by_name["op"])
 
 
-def regather(graph: fx.Graph, units: Iterable[str]) -> None:
+def regather(graph: fx.Graph, units: Iterable[str], lasting: Collection[str] = ENDS) -> None:
     """Gather a buffer of these units again where it is read after another unit was gathered, instead of keeping it.
 
-    An end of a plan that would be gathered again more than once stays: the units between read it, too.
+    A unit of `lasting` that would be gathered again more than once stays (`Plan.lasting`).
     """
     wanted, all_gathers = set(units), [gather for gather in gathers(graph) if not gather.fixed]
     nodes = index(graph)
@@ -304,7 +304,7 @@ def regather(graph: fx.Graph, units: Iterable[str]) -> None:
         if any(map(writes, gather.readers)) or nodes.first_write(sent, order[gather.start]) < end:
             continue  # a second gather would have other values
         groups = _apart([order[reader] for reader in gather.readers], heads)
-        if gather.unit in ENDS and len(groups) > 2:
+        if gather.unit in lasting and len(groups) > 2:
             continue
         for first, last in groups[1:]:
             _put_copies(graph, chain, {}, gather.readers[first:last])

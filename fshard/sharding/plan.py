@@ -150,9 +150,13 @@ class Plan:
         return 0 if self.units and self.units[0].name == ROOT else None
 
     @cached_property
-    def ends(self) -> frozenset[int]:
-        """The numbers of the units `(first)` and `(last)`: unclaimed leaves before and after all claimed ones."""
-        return frozenset(number for number, unit in enumerate(self.units) if unit.name in ENDS)
+    def lasting(self) -> frozenset[int]:
+        """The numbers of the units that stay from their second gather in a forward to its end.
+
+        These are the ends `(first)` and `(last)`, which units between may read, too, and joined units: a loss may read
+        parts of several of them in turn.
+        """
+        return frozenset(number for number, unit in enumerate(self.units) if unit.name in ENDS or unit.joined)
 
     def on(self, mesh: AnyMesh) -> Plan:
         """Return this plan on another mesh with the same axes (ValueError if the axes differ)."""

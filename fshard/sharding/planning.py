@@ -82,8 +82,9 @@ def make_plan(
       many are reduced behind it. The buffers of one unit more are in memory. By default one, and more where units are
       of unequal sizes: as many as fit into the memory of two of the largest (Note [Two units] in `ahead.py`).
     - `bucket`: neighbouring units travel as one while they have together at most so many bytes; 0: each by itself. By
-      default 1 MiB in plans of more than 32 units: of small units, what each costs is its message, not its bytes. The
-      unit of a number of elements has that number, unless a bucket is given.
+      default 1 MiB in plans of more than 32 units: what a small unit costs is its message, not its bytes. What several
+      joined units have in memory, two gathered and their gradients, is two to three times the bucket. With wires, whose
+      results depend on what is encoded together, and with units of a number of elements, the default is 0.
     - `slices`: a step with `reduction="tree"` cuts the batch of all ranks into this number of slices, a power
       of two.
 
@@ -110,19 +111,19 @@ def make_plan(
     origins = first_places(flat, paths)
     slot_of = {origin: number for number, origin in enumerate(dict.fromkeys(origins))}
     names, claims = claim_units(params, spec, flat, origins, units)
-    bucket = 0 if bucket is None and isinstance(units, int) else bucket
     kept = kept_over(names, regather, sizes, over[0])
     kind_of = _kinds(params, origins, {"whole": whole, "frozen": frozen, "host": host}, policy)
-    kinds = tuple(dict.fromkeys(kind_of.values()))
-    joined, claims = _join(names, kept, claims, flat, kind_of, bucket)
-    slots, lengths = _place(flat, paths, kind_of, kinds, claims, len(joined), num_ranks(mesh), block)
+    steps = {kind: math.lcm(kind.aligned, block) for kind in dict.fromkeys(kind_of.values())}
+    alone = isinstance(units, int) or param_wire is not None or grad_wire is not None
+    joined, claims = _join(names, kept, claims, flat, kind_of, steps, 0 if bucket is None and alone else bucket)
+    slots, lengths = _place(flat, paths, kind_of, steps, claims, len(joined), num_ranks(mesh))
     plan = Plan(
         spec,
         tuple(slot_of[i] for i in origins),
         tuple(claims),
         slots,
         tuple(replace(unit, lengths=tuple(row)) for unit, row in zip(joined, lengths, strict=True)),
-        kinds,
+        tuple(steps),
         tuple(sizes.items()),
         *over,
         block,
@@ -145,12 +146,13 @@ def _join(
     claims: Sequence[int],
     flat: Sequence[Tensor],
     kind_of: Mapping[int, Kind],
+    steps: Mapping[Kind, int],
     bucket: int | None,
 ) -> tuple[list[Unit], list[int]]:
     """Return the units, of which small ones are joined, without their lengths; and the number of every leaf's unit."""
     sizes = [0] * len(names)
     for i, kind in kind_of.items():
-        sizes[claims[i]] += flat[i].numel() * kind.precision.compute.itemsize
+        sizes[claims[i]] += _rounded_up(flat[i].numel(), steps[kind]) * kind.precision.compute.itemsize
     groups = join_units(names, kept, sizes, bucket)
     units, number_of = list[Unit](), dict[int, int]()
     for first, *others in groups:
@@ -204,24 +206,25 @@ def _place(
     flat: Sequence[Tensor],
     paths: Sequence[str],
     kind_of: dict[int, Kind],
-    kinds: Sequence[Kind],
+    steps: Mapping[Kind, int],
     claims: Sequence[int],
     num_units: int,
     mesh_size: int,
-    block: int,
 ) -> tuple[tuple[Slot, ...], list[list[int]]]:
     """Return the slot of each leaf, and the padded length of every unit and kind.
 
-    Leaves start at multiples of `block` and of 16 bytes; lengths are multiples of that times the number of ranks of the
-    whole mesh, so that an all-reduce over any axis divides evenly, too.
+    Leaves start at multiples of the `steps` of their kinds; lengths are multiples of that times the number of ranks of
+    the whole mesh, so that an all-reduce over any axis divides evenly, too.
     """
-    lengths = [[0] * len(kinds) for _ in range(num_units)]
-    slots, steps = [], [math.lcm(kind.aligned, block) for kind in kinds]
-    number_of = {kind: k for k, kind in enumerate(kinds)}
+    lengths, slots = [[0] * len(steps) for _ in range(num_units)], []
+    number_of = {kind: k for k, kind in enumerate(steps)}
     for i, kind in kind_of.items():
         unit, k = claims[i], number_of[kind]
         slots.append(Slot(paths[i], tuple(flat[i].shape), k, unit, lengths[unit][k]))
-        lengths[unit][k] += -(-flat[i].numel() // steps[k]) * steps[k]  # rounded up
-    multiples = [step * mesh_size for step in steps]
-    padded = [[-(-n // multiple) * multiple for n, multiple in zip(row, multiples, strict=True)] for row in lengths]
-    return tuple(slots), padded
+        lengths[unit][k] += _rounded_up(flat[i].numel(), steps[kind])
+    multiples = [step * mesh_size for step in steps.values()]
+    return tuple(slots), [[_rounded_up(n, step) for n, step in zip(row, multiples, strict=True)] for row in lengths]
+
+
+def _rounded_up(number: int, step: int) -> int:
+    return -(-number // step) * step

@@ -3,8 +3,8 @@
 Note [Tensors of a step]
     A `Tape` lives for one forward and one backward over one value of the parameters; every gather under way belongs to
     it and ends with it. Touching a unit gathers it into a flat buffer, of which the leaves are views. During the
-    forward the tape keeps the buffers of the root, of the unit touched last, and of an end of the plan (`Plan.ends`)
-    that was gathered a second time: what all units read may be declared before them. Other buffers live as long as the
+    forward the tape keeps the buffers of the root, of the unit touched last, and of a unit of `Plan.lasting` that was
+    gathered a second time: what all units read may be declared before them. Other buffers live as long as the
     user's function keeps a leaf of them. When autograd saves a view of a gathered buffer, the tape stores the place of
     the view instead (`SavedView`), so saving keeps no buffer alive. In the backward the first use of a place of a unit
     gathers the unit again, and the last use drops it. The backward begins with the unit that was saved last: if its
@@ -153,7 +153,7 @@ class Tape:
     def _gather(self, unit: int) -> Leaves:
         """The leaves of a unit that is not in memory; the others are let go of, but for those that stay."""
         staying = self._staying
-        if unit in self._touched and unit in self.plan.ends and not self._backward:
+        if unit in self._touched and unit in self.plan.lasting and not self._backward:
             staying.add(unit)  # units between may read it, too: else it is gathered for each
         self._gathered, self._bound = ({u: x[u] for u in x if u in staying} for x in (self._gathered, self._bound))
         # dropped before the next buffer is waited for, so that both are not in memory at once
@@ -175,7 +175,7 @@ class Tape:
 
     def prefetch(self, patterns: Sequence[str]) -> None:
         """Start the gathers of the units whose names fit the patterns, except of those in memory."""
-        units = select_units([unit.joined or (unit.name,) for unit in self.plan.units], patterns, "prefetch")
+        units = select_units([(*unit.joined, unit.name) for unit in self.plan.units], patterns, "prefetch")
         with func_levels.aside():
             for unit in (u for u in units if u not in self._full and u not in self._again):
                 self._check_open(unit)
