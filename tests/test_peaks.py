@@ -87,3 +87,21 @@ def test_an_eager_step(name, ranks, donate):
     before, most, _ = simulate(step, ranks)[0]
     used, most = before + live.peak / ranks, before + most + activations()
     assert used <= 1.05 * most, (used / 1e6, most / 1e6)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_gradients_are_free_before_new_parameters_are_gathered(name):
+    """A step that keeps its old state would have gradients, updated and gathered parameters in memory at once."""
+    live = Live()
+
+    def step(mesh: Any) -> Any:
+        plan = fshard.make_plan(params(), mesh, units=["layers.*"], **STRATEGIES[name])
+        state = fshard.init_state(fshard.shard_params(params("cpu"), plan), OPTIMIZERS["adamw"])
+        with live:
+            live.leave_out(t for t in tree.leaves(state) if isinstance(t, Tensor))
+            result = fshard.train_step(loss, OPTIMIZERS["adamw"])(state, torch.ones(ROWS, WIDTH))
+        return result, nbytes((state.params, state.opt_state))
+
+    ranks = simulate(step, 2)
+    # the new state, and this rank's part of the new parameters
+    assert live.peak / 2 <= 1.05 * (ranks[0][1] + nbytes(params()) / 2)

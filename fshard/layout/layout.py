@@ -49,7 +49,8 @@ class Derived:
     """
 
     layouts: dict[Hashable, Layout] = field(default_factory=dict)  # of a plan, by view
-    # The values of `routes`, `schedules` and `graphs` are of modules that import this one.
+    # The values of `routes`, `runs`, `schedules` and `graphs` are of modules that import this one.
+    runs: dict[Hashable, Any] = field(default_factory=dict)  # of a label's layout, by what a view holds
     routes: dict[Hashable, Any] = field(default_factory=dict)  # of a layout, by the `source` of the target layout
     containers: dict[Hashable, Container] = field(default_factory=dict)  # of a plan, by first leaf and number of nodes
     units: dict[Hashable, tuple[int, int]] = field(

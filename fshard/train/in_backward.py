@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ..comm.reduction import Reduction, TreeSums
 from ..core import tree
 from ..core.scalars import beside, wide
 from ..core.tree import Tree
+from ..layout.layout import Layout
 from ..layout.norms import square_sum
 from ..layout.pieces import Parts, Views
 from ..optim.base import Label, Transform, clip_factor
@@ -36,6 +37,9 @@ from ..sharding.view import View
 from . import feedback
 from .accumulate import Recipe, rank_of, run_each
 from .loss_scale import NoLossScale
+
+# by unit and kind: start and length of an interval in the unit's row, and the row and start of it in a state
+Runs: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]]
 
 # `state` is a `TrainState` throughout, whose module imports this one.
 
@@ -183,7 +187,7 @@ class Part:
 
     tx: Transform
     state: Tree
-    runs: Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]] | None = None
+    runs: Runs | None = None
 
     def update(self, params: Tensor, grads: Tensor, unit: int, kind: int) -> Tree:
         """Update the intervals of one unit and kind in place; returns a state of which only the 0-d tensors are new."""
@@ -224,17 +228,25 @@ def parts_of(tx: Transform, opt_state: Tree, params: Sharded | Views) -> dict[La
     """The parts of an optimizer: one, or for `by_label` one for each label; `params` are cut as its state is."""
     if tx.parts is None:
         return {None: Part(tx, opt_state)}
-    view: View = params.key
-    slots = [slot for slot in dict.fromkeys(view.slots()) if slot.kind in view.kinds]  # by the number of the leaf
-    parts = {}
-    for label, layout in opt_state.layouts:
+    return {
+        label: Part(tx.parts[label], opt_state.inner[label], _runs(layout, params.key))
+        for label, layout in opt_state.layouts
+    }
+
+
+def _runs(layout: Layout, view: View) -> Runs:
+    """The intervals of a view's rows that hold the leaves of one label, whose own layout this is; made once."""
+    known, key = layout.derived.runs, (view.plan.fingerprint, view.over, view.kinds)
+    if key not in known:
+        slots = [slot for slot in dict.fromkeys(view.slots()) if slot.kind in view.kinds]  # by the number of the leaf
         runs = dict[tuple[int, int], list[tuple[int, int, int, int]]]()
         for span in layout.mine:
             slot = slots[span.leaf]
             start = view.layout.span_of[span.leaf].start - view.plan.offset(slot.unit, slot.kind, view.over)
             runs.setdefault((slot.unit, slot.kind), []).append((start, span.numel, span.row, span.start))
-        parts[label] = Part(tx.parts[label], opt_state.inner[label], runs)
-    return parts
+        known[key] = runs
+    made: Runs = known[key]
+    return made
 
 
 class Updates:
