@@ -2,8 +2,9 @@
 
 Note [Lent memory]
     What a collective sends may be written to once this rank has waited for it: it was copied. Lent memory is sent
-    without a copy. Peers read it when they wait, which may be later than this rank's own wait, and nothing says when
-    all of them have read it. So lent memory is written to once, before it is sent, and never again until it is freed.
+    without a copy. Peers read it when they wait, which may be later than this rank's own wait, or, on one host, until
+    they free what they gathered, and nothing says when all of them have read it. So lent memory is written to once,
+    before it is sent, and never again until it is freed.
     Only memory that no code but ours can write to is lent:
     - the buffers that gradients are reduced from, if the reduction is one of ours and no wire encodes them;
     - messages that `swap` packs;
