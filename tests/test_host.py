@@ -209,7 +209,7 @@ def test_a_gather_maps_what_peers_have(shard):
         assert right
         assert mapped <= 2 * (shard - 1)  # of 4 gathers: mostly the segments meet that met before
         assert own < 1 / shard + 0.02
-        assert num_paired == 8
+        assert num_paired <= 8
 
 
 LARGE = 1 << 19  # elements of float32: 2 MiB, lent memory is 1 MiB or more

@@ -6,9 +6,9 @@ Note [Pages of peers]
     fit; the bytes of a page that belongs to two parts are copied. What costs time is not the call that maps pages but
     the faults of the pages that are touched first. So a segment in which a gather ends keeps its peers' pages, and only
     gathers of parts of the same size use it again. A rank that is behind takes the segment that has the pages that have
-    arrived, and they are not mapped anew: both segments are free, because their last gather was the same one. There are
-    `_MOST_PAIRED` such segments at most; beyond them, gathers of other sizes make one of them memory for anything, and
-    what arrives in it is copied.
+    arrived, and they are not mapped anew: both segments are free, because their last gather was the same one. At most
+    `_MOST_ALIKE` segments are kept so for a size, and `_MOST_PAIRED` in all, because they keep memory from other uses.
+    A gather that gets none copies what arrives; where all sizes have too many, one becomes memory for anything.
 
     A rank reads its peers' pages until its buffer is freed. The acknowledgement waits as long, and the peer uses the
     memory again only after it (Note [Lent memory] in `ranks.py`). A finalizer must not write to a socket, because it
@@ -36,7 +36,7 @@ from . import pages
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _LARGE = 1 << 20  # bytes
 _TOO_FEW = (errno.EMFILE, errno.ENFILE)
-_MOST_PAIRED = 8  # segments that gathers of one size alone use
+_MOST_ALIKE, _MOST_PAIRED = 3, 8  # segments that gathers of one size alone use: of a size, of all sizes
 
 
 class Segment:
@@ -127,18 +127,20 @@ class Memory:
         same = [s for s in idle if part and s.part == part]
         if same:
             return min(same, key=lambda s: sum(not s.has_pages(*place) for place in arrived))
+        num_alike, num_paired = self._paired(part)
+        if part and num_alike < _MOST_ALIKE and num_paired < _MOST_PAIRED:
+            return None
         # not a much larger one: a small buffer would keep its memory from large ones
-        fits = [s for s in idle if size <= s.data.numel() <= 2 * size]
-        if self._pairs_more():
-            fits = [] if part else [s for s in fits if not s.part]
+        fits = [s for s in idle if size <= s.data.numel() <= 2 * size and not (s.part and num_paired < _MOST_PAIRED)]
         smallest = min(fits, key=lambda s: (s.part > 0, s.data.numel()), default=None)
         if smallest is not None:
             smallest.give_back_pages()
         return smallest
 
-    def _pairs_more(self) -> bool:
-        """Whether gathers may have one more segment of their own."""
-        return sum(segment.part > 0 for segment in self.segments) < _MOST_PAIRED
+    def _paired(self, part: int) -> tuple[int, int]:
+        """The number of segments that gathers of parts of this size alone use, and that gathers of one size use."""
+        parts = [segment.part for segment in self.segments if segment.part]
+        return parts.count(part), len(parts)
 
     def new(self, size: int, part: int = 0) -> Segment:
         """Allocate a new segment, for gathers of such parts if they may have one. OSError if the system refuses it."""
@@ -146,7 +148,8 @@ class Memory:
             segment = _made(size, len(self.segments))
         except OSError as failure:
             raise OSError(failure.errno, f"no shared memory of {size:,} bytes: {reason(failure)}") from failure
-        segment.part = part if self._pairs_more() else 0
+        num_alike, num_paired = self._paired(part)
+        segment.part = part if num_alike < _MOST_ALIKE and num_paired < _MOST_PAIRED else 0
         self.segments.append(segment)
         return segment
 
