@@ -20,7 +20,7 @@ from fshard import DynamicLossScale, Sharded, optim, tree
 from fshard.layout.pieces import Parts, packed
 from fshard.optim.labels import LabelState
 from fshard.sharding.sharded import coarsen, refine
-from fshard.train.step import _update
+from fshard.train.step import _gathered, _update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,9 +77,15 @@ def by_update(tx: Any, grads: Sharded, state: Any, params: Sharded) -> tuple[Sha
     return coarsen(optim.apply_updates(mine, updates), params.plan.params_over), state
 
 
+def updated(tx: Any, grads: Sharded, state: Any, params: Sharded, skip: Any, donate: bool) -> tuple[Sharded, Any]:
+    """The parameters and the state after the update of a step."""
+    new, state = _update(tx, grads, state, params, skip, donate, exact_norms=False)
+    return _gathered(new, params, donate), state
+
+
 def by_step(tx: Any, grads: Sharded, state: Any, params: Sharded, donate: bool) -> tuple[Sharded, Any]:
     """The parameters and state that a training step computes from its gradients."""
-    new, state = _update(tx, tree.map(torch.clone, grads), state, params, None, donate, exact_norms=False)
+    new, state = updated(tx, tree.map(torch.clone, grads), state, params, None, donate)
     return new.trainable, state
 
 
@@ -182,7 +188,7 @@ def skipping(mesh: Any, tx: Any, strategy: dict[str, Any], bad: str, donate: boo
         state = fshard.init_state(params, tx).opt_state
         found = {label: torch.tensor(float(label == bad and gain != 1)) for label in "ab"}
         before = tree.map(torch.clone, (params, state))
-        results.append(_update(tx, grads, state, params, found, donate, exact_norms=False))
+        results.append(updated(tx, grads, state, params, found, donate))
     other = "b" if bad == "a" else "a"
     clean = of_label(*results[0], other)
     assert not same_bits(clean, of_label(*before, other))

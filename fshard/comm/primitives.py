@@ -258,7 +258,7 @@ def all_reduce(
     check_combines("all_reduce", op, x.dtype)
     x, size = x.contiguous(), ranks.size
     width = max(1, (x if out is None else out).dtype.itemsize // x.dtype.itemsize)
-    direct = out is not x and is_direct(x, size, op)
+    direct = not _is_place_of(out, x) and is_direct(x, size, op)
     part = -(-x.numel() // size) * x.itemsize  # bytes of one of the parts, padded to equal sizes
     nbytes = (size - 1) * (x.nbytes if direct else (1 + width) * part)
     call = _called("all_reduce", x, ranks, label, nbytes, op=op, more=more)
@@ -268,6 +268,11 @@ def all_reduce(
         if ranks.whole is not None:
             return Pending(ranks.whole.all_reduce(x, out, fast, call), _only)
         return algorithm(x, ranks, torch.empty_like(x) if out is None else out, call)
+
+
+def _is_place_of(out: Tensor | None, x: Tensor) -> bool:
+    """Whether `out` is `x`; a compiled graph makes other tensor objects of the same memory."""
+    return out is x or (out is not None and not is_tracing() and out.data_ptr() == x.data_ptr())
 
 
 def _summed_by_backend(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
@@ -290,7 +295,7 @@ def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pendi
     if gap:
         flat, into = torch.cat([flat, flat.new_zeros(gap)]), into.new_empty(into.numel() + gap)
     local = into.view(ranks.size, -1)[ranks.rank]  # into: (W n,), local: (n,)
-    if result is x:  # the sum reads this rank's part of `x`
+    if _is_place_of(result, x):  # the sum reads this rank's part of `x`
         local = torch.empty_like(local)
     scattered = _scatter(flat, ranks, local, call.of(flat), fast=False)
     gathered = scattered.then(lambda part: _gather(part, ranks, into, call.of(part)))

@@ -16,7 +16,6 @@ from ..comm.reduction import Reduction, Sums, TreeSums, only_reads, reduce_over
 from ..comm.wire import Wire
 from ..core.arguments import shown
 from ..core.flat import clear_outside_
-from ..core.tracing import is_tracing
 from . import offload
 from .plan import Plan
 from .schedule import schedule
@@ -94,8 +93,8 @@ def _route(reduced: Sharded, kind: int, by: Reduction, later: Axes) -> _Route:
     (axis,) = needed or summed[:1]
     collective = by.reduce_scatter if axis in axes else by.all_reduce
     sent = None if isinstance(by, TreeSums) else plan.kinds[kind].precision.reduce  # sums travel in their own dtype
-    # whole gradients are replaced by their sum; a node of a graph has another place than its input
-    in_place = is_last and type(by) is Sums and not several(plan, axes) and not is_tracing()
+    # whole gradients are replaced by their sum
+    in_place = is_last and type(by) is Sums and not several(plan, axes)
     least = _LARGE if in_place else None
     return _Route(like, room, lent, collective, primitives.along(mesh, axis), sent, least)
 
