@@ -109,7 +109,7 @@ def test_graphs(plan, step):
 
 
 def test_compiled_graphs_use_memory_again():
-    """A compiler may use a graph's memory again, while peers have not read it: it is not lent. Otherwise a compiled
+    """A compiler may use a graph's memory again: what is lent of it is settled before. Otherwise a compiled
     step between processes would send a peer other values than gradients, if two sizes in the graph are equal."""
     World(3, late=True).run(lambda mesh: trained(mesh, jit="inductor"))
 

@@ -263,3 +263,10 @@ def listen(links: Collection[Link], call: str) -> None:
     """Wait until something has arrived on one of the links, and read it. MismatchError after the shortest timeout."""
     for link in _poll(links, select.POLLIN, call):
         link.drain(call)
+
+
+def wait_for_readers(links: Collection[Link], segment: Segment) -> None:
+    """Wait until the peers have read what was sent in a segment. A peer that has gone reads nothing more."""
+    while segment.readers and (connected := [link for link in links if link.is_open]):
+        for link in _poll(connected, select.POLLIN, "reading a buffer that was gathered"):
+            link.drain()

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..core.bits import as_bytes, from_bytes
 from . import primitives
 from .consensus import rows_of_bytes
-from .links import SMALL, Link
+from .links import SMALL, Link, wait_for_readers
 from .log import Call
 from .mesh import AnyMesh, Mesh, ProcessMesh, adapted
 from .primitives import along
@@ -118,6 +118,11 @@ class _HostRanks:
         arrived = [(offset, message.data) for offset, message in coming if message and message.segment is not None]
         segment = self._memory.free(size, part, arrived) or self._memory.new(size, part)
         return from_bytes(tensor_in(segment, size, lent=True), like.dtype)
+
+    def settle(self, x: Tensor) -> None:
+        if lent := self._memory.find(as_bytes(x)):
+            wait_for_readers(self.links.values(), lent[0])
+            lent[0].lent = False  # what is written to it from now on is sent as a copy
 
     def _room(self, size: int) -> Segment:
         """Return a segment that is free, or a new one."""

@@ -11,8 +11,10 @@ Note [Lent memory]
     - the buffers that units are gathered into for a loss, if no wire decodes them. A loss that writes to its parameters
       is an error, and what it returns of them is copied.
     Not lent is what users get as a result (`gather_params`, `zero`, inside of a graph, too), and what their reductions,
-    gathers and wires are given. Nor is any memory of a graph, whose compiler may use it again after its last reader:
-    where a backend's own collectives run, they have read by the wait, and only the allocator differs.
+    gathers and wires are given. In a graph, a compiler may use memory again after the memory's last reader. So there a
+    buffer is lent only if one of its readers is `fshard.settle`, which waits until the peers have read (the pass
+    `settle` of `compiler/passes.py`). Where a backend's own collectives run, they have read by the wait, and only the
+    allocator differs.
     A late world (`testing/late.py`) raises an error for a write to lent memory that was sent.
 """
 
@@ -136,6 +138,9 @@ class Ranks(Protocol):
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
         """A flat tensor. With `lent` it is sent without a copy (Note [Lent memory])."""
+
+    def settle(self, x: Tensor) -> None:
+        """Wait until the peers have read what was sent of `x` if it is lent: then it is not lent any more."""
 
 
 def message_timeout(ranks: Ranks) -> timedelta:
