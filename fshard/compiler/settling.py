@@ -9,7 +9,8 @@ Note [Lending in a graph]
     Ranks that wait for each other must not do so in different orders. So memory is lent only in graphs in which each
     collective has a label: all ranks read their results in the same order (Note [What a pass must keep] in
     `passes.py`). A rank settles what it gathered after the last reader, and what it reduced before it starts the next
-    reduction; peers have usually read by then.
+    reduction; peers have usually read by then. A rank copies what its peers lend, and does not map their pages (Note
+    [Pages of peers] in `comm/shared_memory.py`): a compiler would write to these pages when it uses the memory again.
 """
 
 from __future__ import annotations
