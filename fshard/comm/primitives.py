@@ -298,7 +298,7 @@ def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pendi
     if _is_place_of(result, x):  # the sum reads this rank's part of `x`
         local = torch.empty_like(local)
     scattered = _scatter(flat, ranks, local, call.of(flat), fast=False)
-    gathered = scattered.then(lambda part: _gather(part, ranks, into, call.of(part)))
+    gathered = scattered.then(lambda part: _gather(part, ranks, into, call.of(part)).keeping(part))
     return gathered.then(lambda full: result.copy_(full[: x.numel()].view(x.shape)) if gap else result)
 
 

@@ -8,14 +8,13 @@ Note [Lending in a graph]
 
     Ranks that wait for each other must not do so in different orders. So memory is lent only in graphs in which each
     collective has a label: all ranks read their results in the same order (Note [What a pass must keep] in
-    `passes.py`). A rank settles what it gathered after the last reader, and what it reduced before it starts the next
-    reduction; peers have usually read by then. A rank copies what its peers lend, and does not map their pages (Note
-    [Pages of peers] in `comm/shared_memory.py`): a compiler would write to these pages when it uses the memory again.
+    `passes.py`). A rank settles what it gathered after the last reader, and what it reduced as soon as it has the
+    sum. A rank copies what its peers lend, and does not map their pages (Note [Pages of peers] in
+    `comm/shared_memory.py`): a compiler would write to these pages when it uses the memory again.
 """
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Iterator
 
 import torch
@@ -55,12 +54,10 @@ def _gathered(graph: fx.Graph) -> Iterator[_Lent]:
 def _reduced(graph: fx.Graph) -> Iterator[_Lent]:
     """Yield the buffers that are reduced and may be lent: those that only `put` writes to, before they are sent."""
     order = {node: i for i, node in enumerate(graph.nodes)}
-    all_starts = [node for node in order if is_call(node, *REDUCTIONS)]
-    numbers, ends = [order[start] for start in all_starts], [*all_starts, graph.output_node()]  # numbers: ascending
-    for start in all_starts:
+    for start in [node for node in order if is_call(node, *REDUCTIONS)]:
         room = arguments(start)["x"]
         (wait,) = (user for user in start.users if is_call(user, "fshard.wait"))
         is_ours = is_call(room, "fshard.room") and arguments(room)["lent"]
         others = [user for user in room.users if user not in (start, wait)]
         if is_ours and all(is_call(user, "fshard.put") and order[user] < order[start] for user in others):
-            yield room, room, start, ends[bisect(numbers, order[wait])]
+            yield room, room, start, wait.next
