@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.memory import resident
 from support.models import LM_UNITS, NARROW, STRATEGIES, lm_batch, lm_params, mean_loss, same_bits
 from support.worlds import gloo, simulated
 from torch import Tensor
@@ -135,17 +134,12 @@ def test_a_graph_sums_whole_gradients_where_they_lie():
         assert same_bits(result, expected)
 
 
-def shared(mesh: Any) -> tuple[int, list[tuple[Tensor, Tensor]]]:
-    """Bytes of shared memory that are resident after sums, whose terms and results are dropped."""
-    ranks = primitives.along(connected(mesh), "shard")
-    for _ in range(3):
-        primitives.reduce_scatter(ranks.empty(1 << 21, torch.empty(0), lent=True).fill_(1.0), ranks).wait()
-        primitives.all_reduce(torch.ones(1), ranks).wait()  # the peer has read its part
-    return resident("RssShmem"), in_place(connected(mesh))
+def in_processes(mesh: Any) -> list[tuple[Tensor, Tensor]]:
+    """`in_place` with messages through shared memory."""
+    return in_place(connected(mesh))
 
 
-def test_what_was_read_of_a_peer_is_not_resident():
-    """A rank would count the memory of its peers as resident, after it has read their messages."""
-    for nbytes, pairs in gloo(shared, shard=2):
-        assert nbytes < 10 << 20  # a buffer of 8 MiB; of the peer's, 4 MiB were read
+def test_sums_in_place_on_processes():
+    """A part would be overwritten while a peer reads it."""
+    for pairs in gloo(in_processes, shard=2):
         check_in_place(pairs)

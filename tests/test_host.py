@@ -1,10 +1,8 @@
 """Messages through shared memory between the processes of one host."""
 
-import errno
 import gc
 import os
 import weakref
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from support.writers import WRITERS
 from torch.distributed.device_mesh import DeviceMesh
 
 import fshard
-from fshard.comm import one_host, pages, primitives
+from fshard.comm import one_host, primitives
 from fshard.comm.mesh import adapted
 from fshard.testing import simulate
 
@@ -168,67 +166,6 @@ def test_messages_and_memory():
         assert "unit 'blocks.0'" in text
     assert "rank 1 of axis 'shard' has gone" in first[6]
     assert "all_gather(float32[3]" in first[6]
-
-
-ODD = [300_000, 299_996, 700_004, 262_147]  # elements: parts of whole pages, and parts that end inside of a page
-
-
-def _gather_in_turn(numel, ranks, number):
-    """Start a lent gather on one rank after another; it, and its expected result."""
-    parts = [_value(rank, numel, torch.float32) + number for rank in range(ranks.size)]
-    for turn in range(ranks.size):
-        if turn == ranks.rank:
-            pending = primitives.all_gather(parts[turn], ranks, lent=True)
-        dist.barrier()
-    return pending, torch.cat(parts)
-
-
-def _is_right(numels, ranks, number):
-    """Whether lent gathers of several sizes are right."""
-    started = [_gather_in_turn(numel, ranks, number) for numel in numels]
-    return all(torch.equal(pending.wait(), expected) for pending, expected in started)
-
-
-def _pages_of_peers(mesh):
-    """What of gathered memory a rank has, and whether it reads what it should."""
-    ranks = one_host.connect(mesh).ranks("shard")
-    segments, right, counts = ranks._memory.segments, [], []
-    with mock.patch.object(pages, "again", side_effect=pages.again) as again:
-        for number in range(5):
-            right.append(_is_right(ODD[:1] * 2, ranks, number))  # two at once, as with a prefetch
-            dist.barrier()
-            counts.append(again.call_count)
-    own = max(os.fstat(segment.fd).st_blocks * 512 for segment in segments) / (ODD[0] * ranks.size * 4)
-    # the last rank reads on while the others free theirs, and gather again
-    pending, expected = _gather_in_turn(ODD[3], ranks, 100)
-    late = pending.wait()
-    if ranks.rank != ranks.size - 1:
-        del late
-    right += [_is_right(ODD, ranks, number) for number in range(3)]
-    if ranks.rank == ranks.size - 1:
-        right.append(torch.equal(late, expected))
-        del late
-    # what was gathered is sent: this rank's memory has its own part alone
-    pending, expected = _gather_in_turn(ODD[0], ranks, 7)
-    twice = primitives.all_gather(pending.wait(), ranks, lent=True).wait()
-    right.append(torch.equal(twice, expected.repeat(ranks.size)))
-    # more sizes than gathers have segments for; then pages that cannot be mapped
-    right.append(_is_right([280_000 + 1000 * i for i in range(10)], ranks, 0))
-    with mock.patch.object(pages, "again", side_effect=OSError(errno.ENOMEM, "")):
-        right.append(_is_right([ODD[1], *ODD[:3], 500_000], ranks, 1))
-    right.append(_is_right(ODD, ranks, 2))
-    return all(right), counts[-1] - counts[2], own, sum(segment.part > 0 for segment in segments)
-
-
-@pytest.mark.parametrize("shard", [2, 3])
-def test_a_gather_maps_what_peers_have(shard):
-    """A rank reads its peers' parts in their memory, and reads them right whatever its peers free or gather: otherwise
-    every gather would copy the parts, or a loss would compute with those of another gather."""
-    for right, mapped, own, num_paired in gloo(_pages_of_peers, shard=shard):
-        assert right
-        assert mapped <= 2 * (shard - 1)  # of 4 gathers: mostly the segments meet that met before
-        assert own < 1 / shard + 0.02
-        assert num_paired <= 8
 
 
 LARGE = 1 << 19  # elements of float32: 2 MiB, lent memory is 1 MiB or more

@@ -55,7 +55,7 @@ DOORS = {
     "torch.autograd.graph": {"sharding.tape"},
     "torch.multiprocessing": {"sharding.saved"},
     "socket": {"comm.links", "comm.rendezvous"},
-    "mmap": {"comm.shared_memory", "comm.pages"},
+    "mmap": {"comm.shared_memory"},
     "fsspec": {"checkpoint.remote"},
     "threading": {"testing.scheduler", "comm.announce", "module.*", "checkpoint.saving", "checkpoint.writing"},
     "torch.nn.Module": {"module.*"},

@@ -84,6 +84,28 @@ def test_each_view_of_a_gathered_buffer_is_one_node():
     simulated(law)
 
 
+COMPLEX = {  # of a complex leaf c and a real one w, whose views are conjugated or negated, also in the backward
+    "product": lambda c, w: (c * c * w).abs().square().sum(),
+    "adjoint": lambda c, w: (c.view(2, 2).mH @ c.view(2, 2)).real.sum() + w.sum(),
+    "real and imaginary": lambda c, w: (torch.complex(w, 2 * w) * c).imag.square().sum(),
+    "negated": lambda c, w: (torch._neg_view(w).exp() * c.conj()).real.sum(),
+}
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+@pytest.mark.parametrize("name", COMPLEX)
+def test_views_that_are_conjugated_or_negated_stay_so(name: str, budget: int | None):
+    """Shape, strides and offset do not say that a view is conjugated: gradients of complex models would be wrong."""
+    params = {"c": torch.complex(rand(4, seed=1), rand(4, seed=2)), "w": rand(4, seed=3)}
+
+    def law(mesh: Any) -> None:
+        given = fshard.shard_params(params, fshard.make_plan(params, mesh, units=["*"]))
+        fn = fshard.value_and_grad(lambda p: COMPLEX[name](p["c"], p["w"]))
+        is_right(fshard.jit(fn, backend="eager", budget=budget).lower(given), fn, given)
+
+    simulated(law)
+
+
 def test_an_output_that_renames_an_input_stays():
     """A function that returns its argument detached would return a tensor that is the argument."""
     lowered = graph_of(lambda x: (x.detach(), x.detach() + 1), torch.ones(3))

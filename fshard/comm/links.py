@@ -50,7 +50,6 @@ class Link:
     arrived: dict[int, _Message] = field(default_factory=dict)
     mapped: dict[int, Segment] = field(default_factory=dict)
     shown: set[int] = field(default_factory=set)
-    due: deque[int] = field(default_factory=deque)  # segments to acknowledge with the next collective
     is_open: bool = True  # until this rank reads the end of the stream
     stream: bytearray = field(default_factory=bytearray)
     fds: deque[int] = field(default_factory=deque)
@@ -87,14 +86,8 @@ class Link:
 
     def acknowledge(self, segment: int) -> None:
         """Tell the peer that a message in one of its segments has been read."""
-        self.mapped[segment].leave()
         with suppress(MismatchError):  # a closed peer needs no acknowledgement: its data have arrived
             self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [], "an acknowledgement")
-
-    def acknowledge_due(self) -> None:
-        """Acknowledge the messages whose pages were read until a buffer was freed."""
-        while self.due:
-            self.acknowledge(self.due.popleft())
 
     def _write(self, data: bytes, fds: list[int], call: str) -> None:
         """Write bytes to the socket, the file descriptors with the first of them."""

@@ -8,8 +8,7 @@ Note [Messages on one host]
     ranks may start any number of messages and wait for them in any order. Every header contains the text of its call:
     if two ranks call different collectives, the error names both calls, and no rank hangs. Large flat buffers are
     allocated in segments (`empty`), so their memory is reused instead of being requested from the system in every step.
-    A lent buffer is sent without a copy (Note [Lent memory] in `ranks.py`), and a gathered one consists of its peers'
-    pages (Note [Pages of peers] in `shared_memory.py`).
+    A lent buffer is sent without a copy (Note [Lent memory] in `ranks.py`).
 
     Gloo's sockets need threads, which take processor time from the ranks: on two cores a 16 KiB message costs about
     0.3 ms with gloo and 0.05 ms here.
@@ -51,7 +50,6 @@ class _Exchange:
     recvs: list[Tensor | None]
     like: Tensor  # what this rank sends itself: its result, and the dtype and shape of what peers send without a place
     call: str
-    memory: Memory
     unread: list[tuple[Link, int]] = field(default_factory=list)  # segments that may be read until `done`
 
     def wait(self) -> list[Tensor]:
@@ -64,21 +62,11 @@ class _Exchange:
                 if message.segment is not None:
                     self.unread.append((link, message.segment))
                 continue
-            if message.segment is not None and self._is_mapped(link, message.segment, recv, message.data):
-                continue
             if recv.numel():
                 recv.copy_(from_bytes(message.data, recv.dtype).view(recv.shape))
             if message.segment is not None:
                 link.acknowledge(message.segment)
         return parts
-
-    def _is_mapped(self, link: Link, number: int, recv: Tensor, data: Tensor) -> bool:
-        """Whether a peer's pages were mapped instead of copied; they are acknowledged when the buffer is freed."""
-        place = self.memory.find(recv)
-        if place is None or not place[0].take_pages(place[1], data):
-            return False
-        place[0].owed.append((link.due, number))
-        return True
 
     def done(self) -> None:
         for link, segment in self.unread:
@@ -107,18 +95,6 @@ class _HostRanks:
         size = numel * like.itemsize
         return from_bytes(tensor_in(self._room(size), size, lent), like.dtype)
 
-    def to_gather(self, numel: int, like: Tensor) -> Tensor:
-        """A flat tensor, lent, in which the parts of all ranks are to arrive end to end, this rank's written first."""
-        size = numel * like.itemsize
-        if size < _LARGE:
-            return like.new_empty(numel)
-        part = size // self.size
-        self._drain()
-        coming = ((peer * part, link.arrived.get(link.num_expected)) for peer, link in self.links.items())
-        arrived = [(offset, message.data) for offset, message in coming if message and message.segment is not None]
-        segment = self._memory.free(size, part, arrived) or self._memory.new(size, part)
-        return from_bytes(tensor_in(segment, size, lent=True), like.dtype)
-
     def settle(self, x: Tensor) -> None:
         if lent := self._memory.find(as_bytes(x)):
             wait_for_readers(self.links.values(), lent[0])
@@ -128,20 +104,14 @@ class _HostRanks:
         """Return a segment that is free, or a new one."""
         segment = self._memory.free(size)
         if segment is None:
-            self._drain()
+            for link in self.links.values():
+                link.drain()  # acknowledgements that have arrived may free one
             segment = self._memory.free(size) or self._memory.new(size)
         return segment
 
-    def _drain(self) -> None:
-        """Send acknowledgements that are due, and read those that have arrived: they may free segments."""
-        for link in self.links.values():
-            link.acknowledge_due()
-            link.drain()
-
     def _place(self, data: Tensor) -> tuple[Segment, int]:
         """Return the segment and offset of the data: their own if they are lent, else those of a copy."""
-        lent = self._memory.find(data)
-        if lent and lent[0].is_own(lent[1], data.numel()):
+        if lent := self._memory.find(data):
             return lent
         segment = self._room(data.numel())
         segment.data[: data.numel()].copy_(data)
@@ -152,14 +122,13 @@ class _HostRanks:
         places: dict[int, tuple[Segment, int]] = {}  # by the id of a tensor: one sent to every peer is copied once
         numbers = {}
         for peer, link in self.links.items():
-            link.acknowledge_due()
             x = sends[peer]
             data = as_bytes(x)
             if data.numel() > SMALL and id(x) not in places:
                 places[id(x)] = self._place(data)
             link.send(text, data, places.get(id(x)))
             numbers[peer], link.num_expected = link.num_expected, link.num_expected + 1
-        return _Exchange(self.links, numbers, list(recvs), sends[self.rank], text, self._memory)
+        return _Exchange(self.links, numbers, list(recvs), sends[self.rank], text)
 
 
 class HostMesh(ProcessMesh):

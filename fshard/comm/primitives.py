@@ -153,7 +153,7 @@ def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = No
 def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent: bool = False) -> Pending:
     """All-gather (n, ...) on each rank -> (W n, ...), by the backend if it has a fast one, else by messages."""
     if out is None:
-        out = _to_gather(ranks, x, lent).view(ranks.size * x.shape[0], *x.shape[1:])
+        out = ranks.empty(ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])
     full = out
     if ranks.built_in is not None and ranks.device.type == "cpu":
         # gloo's all-gather takes W - 1 rounds one after another, and a copy and W views of the result
@@ -166,12 +166,6 @@ def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent: bool 
     if local.data_ptr() != x.data_ptr():
         local.copy_(x)
     return Pending(ranks.exchange([local] * ranks.size, parts, call), lambda _: full)
-
-
-def _to_gather(ranks: Ranks, x: Tensor, lent: bool) -> Tensor:
-    """Allocate the flat result of a gather; ranks that share memory have a way of their own if it is lent."""
-    numel, own_way = ranks.size * x.numel(), getattr(ranks, "to_gather", None)
-    return own_way(numel, x) if lent and own_way else ranks.empty(numel, x, lent)
 
 
 def reduce_scatter(

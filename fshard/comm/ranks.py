@@ -2,9 +2,8 @@
 
 Note [Lent memory]
     What a collective sends may be written to once this rank has waited for it: it was copied. Lent memory is sent
-    without a copy. Peers read it when they wait, which may be later than this rank's own wait, or, on one host, until
-    they free what they gathered, and nothing says when all of them have read it. So lent memory is written to once,
-    before it is sent, and never again until it is freed.
+    without a copy. Peers read it when they wait, which may be later than this rank's own wait, and nothing says when
+    all of them have read it. So lent memory is written to once, before it is sent, and never again until it is freed.
     Only memory that no code but ours can write to is lent:
     - the buffers that gradients are reduced from, if the reduction is one of ours and no wire encodes them;
     - messages that `swap` packs;
@@ -13,7 +12,7 @@ Note [Lent memory]
     Not lent is what users get as a result (`gather_params`, `zero`, inside of a graph, too), and what their reductions,
     gathers and wires are given. In a graph, a compiler may use memory again after the memory's last reader. So there a
     buffer is lent only if one of its readers is `fshard.settle`, which waits until the peers have read (the pass
-    `settle` of `compiler/passes.py`). Where a backend's own collectives run, they have read by the wait, and only the
+    `settle` of `compiler/settling.py`). Where a backend's own collectives run, they have read by the wait, and only the
     allocator differs.
     A late world (`testing/late.py`) raises an error for a write to lent memory that was sent.
 """

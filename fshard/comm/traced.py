@@ -80,7 +80,7 @@ class NodeRanks:
         return torch.ops.fshard.room(like, numel, self._mesh, self.axis, lent)
 
     def settle(self, x: Tensor) -> None:
-        """Do nothing: a pass over the graph decides where it waits for the peers (`compiler/passes.py`)."""
+        """Do nothing: a pass over the graph decides where it waits for the peers (`compiler/settling.py`)."""
 
     @property
     def whole(self) -> NodeRanks:

@@ -89,13 +89,18 @@ def shorten(graph: fx.Graph) -> None:
         (whole,) = values(buffer)
         for view in gather.views:
             value = view.meta["val"]
-            if view is not buffer and isinstance(value, torch.Tensor) and value.dtype == whole.dtype:
+            if view is not buffer and isinstance(value, torch.Tensor) and _is_plain(value, whole):
                 view.target, view.kwargs = _as_strided, {}
                 view.args = (buffer, list(value.shape), list(value.stride()), value.storage_offset())
     for node in list(graph.nodes):
         if is_call(node, "detach", "alias"):
             node.replace_all_uses_with(node.args[0], lambda user: user.op != "output")
     _drop_unread(graph)
+
+
+def _is_plain(value: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether a view of `whole` is determined by its shape, strides and offset: it is not conjugated or negated."""
+    return value.dtype == whole.dtype and not value.is_conj() and not value.is_neg()
 
 
 def keep_unread(graph: fx.Graph) -> None:
@@ -400,9 +405,9 @@ def _at_hand(graph: fx.Graph, x: fx.Node, reader: fx.Node, nodes: Index, order: 
     again = [g for g in gathers(graph) if sources and order.get(g.wait, 0) > order[x]]
     again = [g for g in again if is_same_value(sources[0].start, g.start, nodes)]
     fits = [g for g in again if order[g.wait] < order[reader] <= order[g.readers[-1]]]
-    if not fits:
-        return None
     (value,) = values(x)
+    if not fits or not _is_plain(value, values(fits[0].start)[0]):
+        return None
     with graph.inserting_before(fits[0].wait.next):
         # both buffers have the same values, so the shape, strides and offset of `x` select the same elements
         buffer = call(graph, _get, fits[0].start, 0)  # (n,)

@@ -9,8 +9,7 @@ Note [Lending in a graph]
     Ranks that wait for each other must not do so in different orders. So memory is lent only in graphs in which each
     collective has a label: all ranks read their results in the same order (Note [What a pass must keep] in
     `passes.py`). A rank settles what it gathered after the last reader, and what it reduced as soon as it has the
-    sum. A rank copies what its peers lend, and does not map their pages (Note [Pages of peers] in
-    `comm/shared_memory.py`): a compiler would write to these pages when it uses the memory again.
+    sum. All ranks must run the graph: a rank that runs the same step eagerly reads in another order.
 """
 
 from __future__ import annotations
