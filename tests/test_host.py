@@ -10,6 +10,7 @@ import torch.distributed as dist
 from support.worlds import gloo
 from support.writers import WRITERS
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
 from fshard.comm import one_host, primitives
@@ -108,6 +109,25 @@ def _settled_memory_may_be_written_to(mesh):
     return right
 
 
+class _Copied(TorchDispatchMode):
+    """Counts the bytes that are copied."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.nbytes += args[0].nbytes * (func is torch.ops.aten.copy_.default)
+        return func(*args, **(kwargs or {}))
+
+
+def _copies_of_a_sum_in_place(mesh):
+    """How many parts a rank copies in a sum in place: what it sends, and its own and its peer's part of the sum."""
+    ranks = one_host.connect(mesh).ranks("shard")
+    x = ranks.empty(2 * 400_000, torch.ones(1), lent=False).fill_(ranks.rank + 1.0)
+    with _Copied() as copied:
+        assert primitives.all_reduce(x, ranks, out=x).wait().eq(3.0).all()
+    return copied.nbytes / (4 * 400_000)
+
+
 def _gone(mesh):
     """The error of a rank whose peer has dropped its connection."""
     ranks = one_host.connect(mesh).ranks("shard")
@@ -151,6 +171,7 @@ def _all_of_it(mesh):
         _senders_may_write_again(mesh),
         _settled_memory_may_be_written_to(mesh),
         _closes(mesh),
+        _copies_of_a_sum_in_place(mesh) == 3,
         _different_calls(mesh),
         _gone(mesh),
     )
@@ -159,13 +180,13 @@ def _all_of_it(mesh):
 def test_messages_and_memory():
     """Memory is reused only after all ranks read it, and a lost peer is an error: otherwise data would be mixed up."""
     first, second = gloo(_all_of_it, shard=2)
-    assert first[:5] == second[:5] == (True, True, True, True, True)
-    for text in (first[5], second[5]):
+    assert first[:6] == second[:6] == (True, True, True, True, True, True)
+    for text in (first[6], second[6]):
         assert "all_gather(float32[4]" in text
         assert "reduce_scatter(float32[4]" in text
         assert "unit 'blocks.0'" in text
-    assert "rank 1 of axis 'shard' has gone" in first[6]
-    assert "all_gather(float32[3]" in first[6]
+    assert "rank 1 of axis 'shard' has gone" in first[7]
+    assert "all_gather(float32[3]" in first[7]
 
 
 LARGE = 1 << 19  # elements of float32: 2 MiB, lent memory is 1 MiB or more

@@ -162,10 +162,12 @@ def _gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent: bool 
     if ranks.built_in is not None:
         return Pending(_built_in(all_gather_single, ranks, call, as_sent(full), as_sent(x)), lambda _: full)
     parts = _parts(full, ranks)
-    local = parts[ranks.rank]  # (n, ...), a view of `full`
+    local = sent = parts[ranks.rank]  # (n, ...), a view of `full`
     if local.data_ptr() != x.data_ptr():
         local.copy_(x)
-    return Pending(ranks.exchange([local] * ranks.size, parts, call), lambda _: full)
+        sent = local if lent else x  # `x` may lie in lent memory, and then it is not copied once more
+    sends = [local if p == ranks.rank else sent for p in range(ranks.size)]
+    return Pending(ranks.exchange(sends, parts, call), lambda _: full)
 
 
 def reduce_scatter(
@@ -290,7 +292,7 @@ def _in_two_stages(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pendi
         flat, into = torch.cat([flat, flat.new_zeros(gap)]), into.new_empty(into.numel() + gap)
     local = into.view(ranks.size, -1)[ranks.rank]  # into: (W n,), local: (n,)
     if _is_place_of(result, x):  # the sum reads this rank's part of `x`
-        local = torch.empty_like(local)
+        local = ranks.empty(local.numel(), local, lent=True)
     scattered = _scatter(flat, ranks, local, call.of(flat), fast=False)
     gathered = scattered.then(lambda part: _gather(part, ranks, into, call.of(part)).keeping(part))
     return gathered.then(lambda full: result.copy_(full[: x.numel()].view(x.shape)) if gap else result)
