@@ -8,10 +8,10 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import memory
 import torch
 import torch.distributed as dist
 from jax_peer import JaxPeer
-from memory import reset_peak, resident
 from systems import SYSTEMS, Step
 from tasks import Task
 from timing import in_turn
@@ -86,7 +86,7 @@ def alone(task: Task, system: str, mesh: DeviceMesh, steps: int = 3) -> dict[str
     compiled, draws = SYSTEMS[system].compiled, generator()
     if compiled:
         torch.compile(torch.square)(torch.ones(2))  # loads the compiler, which is not counted
-    before = resident()
+    before = memory.resident()
     step, batch = make(task, system, mesh), task.batch(draws)
     dist.barrier()
     begin = time.perf_counter()
@@ -94,10 +94,10 @@ def alone(task: Task, system: str, mesh: DeviceMesh, steps: int = 3) -> dict[str
     dist.barrier()
     first = time.perf_counter() - begin
     if compiled:
-        reset_peak()
+        memory.reset_peak()
     for _ in range(steps):
         step(task.batch(draws))
-    peak = torch.tensor(step.peak() if isinstance(step, JaxPeer) else resident("VmHWM") - before)
+    peak = torch.tensor(step.peak() if isinstance(step, JaxPeer) else memory.peak() - before)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     close(step)
     return {"first": first, "peak": int(peak)}

@@ -16,12 +16,11 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import memory
 import torch
 import torch.distributed as dist
-from memory import resident
 from timing import in_turn, leave, on_two_ranks, ratio
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -164,19 +163,15 @@ ALL: dict[str, Callable[[str, AnyMesh, bool], Pass]] = {**UNSHARDED, **SHARDED}
 
 
 def peak(name: str, system: str, mesh: AnyMesh, step: bool) -> tuple[int, int]:
-    """Bytes that a rank has at the peak of three passes or steps: more than before the model is built, and than after.
-
-    Memory that both ranks have mapped is resident in both, and counts half.
-    """
-    bare = resident("VmRSS")
+    """Bytes that a rank has at the peak of three passes or steps: more than before the model is built, and than after."""
+    bare = memory.resident()
     run, batch = ALL[system](name, mesh, step), batch_of(name, dist.get_rank())
     gc.collect()
-    built = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current resident memory
+    built = memory.resident()
+    memory.reset_peak()
     for _ in range(3):
         run(batch)
-    rollup = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
-    most = resident("VmHWM") - resident("RssShmem") + int(rollup["Pss_Shmem"].split()[0]) * 1024
+    most = memory.peak()
     return most - bare, most - built
 
 

@@ -499,6 +499,10 @@ def test_the_graph_of_a_step(regather):
         )
         both = [g.unit for g in gathers(graph) if order[g.readers[0]] < turn < order[g.readers[-1]]]
         assert both == ["(last)"] if regather else len(both) > 1
+        # the loss's small sum is not behind the first gather of the backward
+        again = [order[g.start] for i, g in enumerate(gathers(graph)) if i > len(BLOCKS) and g.unit in BLOCKS]
+        assert len(again) == len(BLOCKS) * regather
+        assert all(turn < start for start in again)
         is_right(lowered, step, *args)
 
     simulated(law)
