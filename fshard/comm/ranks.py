@@ -7,6 +7,7 @@ Note [Lent memory]
     Only memory that no code but ours can write to is lent:
     - the buffers that gradients are reduced from, if the reduction is one of ours and no wire encodes them;
     - messages that `swap` packs;
+    - the part that a rank sums aside in an all-reduce in place;
     - the buffers that units are gathered into for a loss, if no wire decodes them. A loss that writes to its parameters
       is an error, and what it returns of them is copied.
     Not lent is what users get as a result (`gather_params`, `zero`, inside of a graph, too), and what their reductions,
