@@ -268,7 +268,8 @@ def all_reduce(
 
 def _is_place_of(out: Tensor | None, x: Tensor) -> bool:
     """Whether `out` is `x`; a compiled graph makes other tensor objects of the same memory."""
-    return out is x or (out is not None and not is_tracing() and out.data_ptr() == x.data_ptr())
+    # a tensor without memory (meta, or without elements) has the address 0
+    return out is x or (out is not None and not is_tracing() and out.data_ptr() == x.data_ptr() != 0)
 
 
 def _summed_by_backend(x: Tensor, ranks: Ranks, result: Tensor, call: Call) -> Pending:
