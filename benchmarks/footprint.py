@@ -12,10 +12,9 @@ import gc
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
-from memory import resident
+from memory import reset_peak, resident
 from models import task_of
 
 import fshard
@@ -34,7 +33,7 @@ def on_a_rank(name: str, mesh: AnyMesh) -> str:
     state, _ = step(state, batch)
     gc.collect()
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current resident memory
+    reset_peak()
     step(state, batch)
     measured = resident("VmHWM") - before + said.by["parameters"] + said.by["optimizer"]
     return f"{name}: said {said.peak / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB, ratio {said.peak / measured:.3f}"

@@ -12,10 +12,9 @@ import argparse
 import ctypes
 import gc
 import time
-from pathlib import Path
 
 import torch
-from memory import resident
+from memory import reset_peak, resident
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import fshard
@@ -51,7 +50,7 @@ def main() -> None:
     simulate(lambda mesh: on_a_rank(mesh, 1, 64), shard=2)
     gc.collect()
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current resident memory
+    reset_peak()
     ranks = simulate(lambda mesh: on_a_rank(mesh, args.layers, args.width), shard=args.ranks)
     peak, (whole, share, unit, _) = resident("VmHWM") - before, ranks[0]
     print(

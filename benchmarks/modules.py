@@ -163,7 +163,7 @@ ALL: dict[str, Callable[[str, AnyMesh, bool], Pass]] = {**UNSHARDED, **SHARDED}
 
 
 def peak(name: str, system: str, mesh: AnyMesh, step: bool) -> tuple[int, int]:
-    """Bytes at the peak of three passes or steps that a rank had not before the model was built, nor after that."""
+    """Bytes at the peak of three passes or steps, less those before the model is built, and less those after."""
     bare = memory.resident()
     run, batch = ALL[system](name, mesh, step), batch_of(name, dist.get_rank())
     gc.collect()

@@ -50,7 +50,7 @@ class Late:
     call: Call
     where: str  # the line of user code that started the collective
     sends: Sequence[Tensor]
-    reads: Sequence[Tensor]  # `sends`, except in a gather, which sends a part of what it writes
+    reads: Sequence[Tensor]  # `sends`, except in a gather what it sends this rank: a part of what it writes
     writes: Sequence[Tensor]
     results: Sequence[Tensor]
     parts: Sequence[Tensor]  # the result of `wait`

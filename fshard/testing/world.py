@@ -162,12 +162,11 @@ class _SimulatedRanks:
         if self._under_way is None:
             return self._meet(call, sends, into, _deliver)
         # What a gather sends this rank is in its output tensor: a backend that gets the whole output writes it, too.
-        to_itself = sends[self.rank]
-        gathers = recvs[self.rank] is to_itself
+        gathers = recvs[self.rank] is sends[self.rank]
         aside = [place.clone() if rank == self.rank else torch.empty_like(place) for rank, place in enumerate(into)]
         self._meet(call, sends, aside, _deliver)
         to, results = ([x for rank, x in enumerate(xs) if gathers or rank != self.rank] for xs in (into, aside))
-        reads = [x for x in sends if not (gathers and x is to_itself)]
+        reads = [x for x in sends if x is not recvs[self.rank]]
         return self._under_way.start(call, sends, reads, to, results, into)
 
     def _whole(self, call: Call, x: Tensor, place: Tensor, act: Callable[[list[Post]], None]) -> Exchange:
