@@ -66,7 +66,7 @@ class CallInBlocks(Protocol):
     """A function that runs another one in the blocks of `tally` and `announcing` of an earlier call."""
 
     def __call__(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return `fn(*args, **kwargs)`."""
+        """Run `fn(*args, **kwargs)` in these blocks, and return its result."""
 
 
 def kept() -> CallInBlocks:

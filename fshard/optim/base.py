@@ -42,11 +42,11 @@ class TransformLike(Protocol):
 
     @property
     def init(self) -> Callable[[Tree], Tree]:
-        """`init(params) -> state`."""
+        """The function `init(params) -> state`, which makes the state before the first update."""
 
     @property
     def update(self) -> Callable[..., tuple[Tree, Tree]]:
-        """`update(grads, state, params) -> (updates, state)`."""
+        """The function `update(grads, state, params) -> (updates, state)`: what is added to the parameters."""
 
 
 class Transform(NamedTuple):
