@@ -55,11 +55,34 @@ def test_parameters_do_not_depend_on_the_ranks(world, strategy):
 def test_seeds_and_paths_draw_other_numbers():
     """Two leaves of one shape would start equal, or two seeds alike; torch's generator would be used up."""
     before = torch.get_rng_state()
-    plan = fshard.make_plan({"a": torch.empty(4, device="meta"), "b": torch.empty(4, device="meta")})
-    first, second = (fshard.state_dict(fshard.init_params(plan, drawn, seed)) for seed in (0, 1))
-    values = [*first.values(), *second.values()]
-    assert len({tuple(x.tolist()) for x in values}) == 4
+
+    def values(mesh: Any) -> list[Tensor]:
+        plan = fshard.make_plan({name: torch.empty(4, device="meta") for name in "ab"}, mesh, units=["a"])
+        trees = [fshard.state_dict(fshard.init_params(plan, drawn, seed)) for seed in (0, 1)]
+        return [x for whole in trees for x in whole.values()]
+
+    for found in (values(None), *simulated(values, shard=2)):
+        assert len({x for leaf in found for x in leaf.tolist()}) == 16
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_leaves_have_the_values_that_fn_gives(strategy):
+    """An element would be another one's, zero, or that of another leaf."""
+
+    def numbered(path: str, form: Tensor) -> Tensor:
+        first = 100 * [*expected].index(path)
+        return torch.arange(first, first + form.numel()).reshape(form.shape)
+
+    def run(mesh: Any) -> dict[str, Tensor]:
+        plan = fshard.make_plan(like(), mesh, units=["a"], **STRATEGIES[strategy])
+        return fshard.state_dict(fshard.init_params(plan, numbered))
+
+    forms = like()
+    expected = {path: x for path, x in zip(tree.paths(tree.flatten(forms)[1]), tree.leaves(forms), strict=True)}
+    expected = {path: numbered(path, form).to(form.dtype) for path, form in expected.items()}
+    for found in simulated(run, shard=2, replicate=2):
+        assert same_bits(found, expected)
 
 
 def test_no_rank_holds_more_than_a_unit():

@@ -188,10 +188,16 @@ def test_leaves_that_share_storage_and_nothing_else(name: str) -> None:
 def test_leaves_that_share_a_part(name: str) -> None:
     """Leaves that overlap are an error that names both: otherwise an update of one would alter the other."""
     words = ["leaves ", "share memory", "shapes", ".clone()"]
-    for call in (lambda: fshard.make_plan(OVERLAP[name]), lambda: fshard.zero(optim.sgd(0.1)).init(OVERLAP[name])):
-        says(call, ValueError, *words)
-        with pytest.raises(ValueError, match=r"'a'.*'b'|'b'.*'a'"):
-            call()
+
+    def run(mesh: Any) -> None:
+        tx = fshard.zero(optim.sgd(0.1), mesh)
+        for call in (lambda: fshard.make_plan(OVERLAP[name], mesh), lambda: tx.init(OVERLAP[name])):
+            says(call, ValueError, *words)
+            with pytest.raises(ValueError, match=r"'a'.*'b'|'b'.*'a'"):
+                call()
+
+    run(None)
+    simulated(run, shard=2)
 
 
 def test_conjugates_are_no_ties() -> None:

@@ -191,6 +191,28 @@ def test_one_pass_is_the_reference(dtype, scale):
             assert same_bits(grads, found if own else kept)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])
+def test_one_pass_on_ranks_is_the_reference(dtype, bad):
+    """Sharded gradients are unscaled as whole ones are: otherwise a mesh would change what a scaler divides by, or an
+    overflow that one rank holds would be missed."""
+    whole = {name: (100 * rand(3, 5, seed=seed)).to(dtype) for seed, name in enumerate("ab")}
+    if bad is not None:
+        whole["b"][2, 4] = bad  # the last rank has it
+    want = tree.map(lambda g: kernels.unscaled(g, torch.tensor(3.0).double().reciprocal())[0], whole)
+
+    def run(mesh: Any) -> None:
+        params = tree.map(torch.ones_like, whole)
+        sharded = fshard.shard_params(whole, fshard.make_plan(params, mesh, units=["a"]))
+        for own in (False, True):
+            found, found_inf = StaticLossScale(3.0).unscale(tree.map(torch.clone, sharded), own=own)
+            assert found_inf == (bad is not None)
+            for x, expected in zip(tree.leaves(fshard.gather_params(found)), tree.leaves(want), strict=True):
+                assert torch.allclose(x, expected, rtol=torch.finfo(dtype).eps, atol=0, equal_nan=True)
+
+    simulated(run, shard=3)
+
+
 def test_sparse_gradients_are_coalesced():
     """Duplicates in a sparse gradient are summed before the check: otherwise an overflow of their sum would go
     unnoticed."""

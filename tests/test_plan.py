@@ -227,6 +227,23 @@ def test_units_by_pattern():
     assert [u.name for u in make_plan(params, units=["enc.*"]).units] == ["(first)", "enc.0", "enc.1", "(last)"]
 
 
+@pytest.mark.parametrize("units", ["*", ["enc", "enc.*"], 12, lambda path, _: path.startswith("enc.")], ids=str)
+def test_ranks_send_the_units_that_were_asked_for(units):
+    """A mesh would change which leaves are a unit, or ranks would send units that nobody asked for."""
+    params = {"embed": counting(7), "enc": [{"w": counting(2, 3), "b": counting(3)} for _ in range(2)]}
+
+    def run(mesh: Any) -> list[str]:
+        plan = make_plan(params, mesh, units=units)
+        assert names(plan) == names(make_plan(params, units=units))
+        with fshard.collectives.tally() as sent:
+            gather_params(shard_params(params, plan))
+        return [record.label for record in sent]
+
+    asked = [unit.name for unit in make_plan(params, units=units).units]
+    assert len(asked) > 1
+    assert simulated(run, shard=3) == [asked] * 3
+
+
 def test_a_predicate_sees_paths_and_subtrees():
     """A predicate of units would not be asked about some subtree."""
     params, seen = Pair([counting(2)], {"none": None, "x": counting(3)}), {}
@@ -255,11 +272,17 @@ def test_one_leaf_in_two_places():
     """A tied tensor would be stored twice, or two equal tensors once."""
     shared = counting(5)
     params = {"a": shared, "b": [shared, counting(5)]}
-    plan = make_plan(params, units="b")
-    assert (len(plan.slots), plan.leaves) == (2, (0, 0, 1))
-    back = gather_params(shard_params(params, plan))
-    assert back["a"] is back["b"][0]
-    assert back["a"] is not back["b"][1]
+
+    def run(mesh: Any) -> None:
+        plan = make_plan(params, mesh, units="b")
+        assert (len(plan.slots), plan.leaves) == (2, (0, 0, 1))
+        back = gather_params(shard_params(params, plan))
+        assert back["a"] is back["b"][0]
+        assert back["a"] is not back["b"][1]
+        assert same_bits(back, params)
+
+    run(None)
+    simulated(run, shard=3)
 
 
 def carry(mesh: Any) -> list[Any]:

@@ -52,9 +52,22 @@ def test_one_override_for_several_patterns():
     assert several == Policy(compute="bf16", overrides={("a", "b.1"): "compute=f32", "b.*": "compute=f16"})
     assert Policy(overrides=[([], "compute=f32")]) == Policy()
     params = {"a": torch.ones(1), "b": [torch.ones(1), torch.ones(1)], "c": torch.ones(1)}
-    plan = fshard.make_plan(params, policy=several)
-    f16, f32, bf16 = torch.float16, torch.float32, torch.bfloat16
-    assert [plan.kinds[slot.kind].precision.compute for slot in plan.slots] == [f32, f16, f32, bf16]
+    dtypes = [torch.float32, torch.float16, torch.float32, torch.bfloat16]
+
+    def run(mesh: Any) -> None:
+        plan = fshard.make_plan(params, mesh, policy=several)
+        assert [plan.kinds[slot.kind].precision.compute for slot in plan.slots] == dtypes
+        seen = []
+
+        def loss(p: Any) -> Tensor:
+            seen.extend(leaf.dtype for leaf in tree.leaves(fshard.gather_params(p)))
+            return p["c"].sum()
+
+        fshard.evaluate(loss)(fshard.shard_params(params, plan))
+        assert seen == dtypes
+
+    run(None)
+    simulated(run, shard=2)
 
 
 @pytest.mark.parametrize(

@@ -512,6 +512,26 @@ def test_every_unit_is_gathered_and_reduced_as_its_strategy_says(name: str, worl
         assert of(records, "all_reduce", "loss") == [2 * 16]
 
 
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_leaves_of_a_unit_are_views_of_one_buffer(name: str) -> None:
+    """A leaf would be copied out of what was gathered: the memory of a second unit, and the time of the copy."""
+
+    def job(mesh: Any) -> None:
+        sharded, storages = make(mesh, WIDE, **STRATEGIES[name]), dict[str, set[int]]()
+        plan = sharded.plan
+
+        def loss(p: Any, x: torch.Tensor) -> Any:
+            for slot, leaf in zip(plan.slots, tree.leaves(fshard.gather_params(p)), strict=True):
+                storages.setdefault(plan.units[slot.unit].name, set()).add(leaf.untyped_storage().data_ptr())
+            return chain(p, x)
+
+        fshard.evaluate(loss)(sharded, wide_batch(mesh.get_rank()))
+        assert {unit: len(found) for unit, found in storages.items()} == dict.fromkeys(storages, 1)
+        assert len(storages) == len(plan.units)
+
+    simulated(job, shard=2)
+
+
 def test_hybrid_reduces_over_the_replicas_what_it_has_scattered() -> None:
     """Hybrid sharding would all-reduce whole gradients over the replicas, not this rank's part."""
     for records, units in simulated(tally_of, {}, "value_and_grad", shard=2, replicate=2):
