@@ -344,28 +344,41 @@ def norms_by_hand(module: nn.Module) -> nn.Module:
     return module
 
 
-def test_batch_norms_stay_in_float32():
-    """Batch norms in bfloat16 lose running statistics, or do not run; the policy of a module would forget them."""
-    plain, batch = norms_by_hand(resnet()), data("ResNet", 0, 0)
-    batch["pixel_values"] = batch["pixel_values"].to(BF16)
+def images(rank: int) -> dict[str, Tensor]:
+    """The images of a rank, in bfloat16."""
+    batch = data("ResNet", 0, rank)
+    return {**batch, "pixel_values": batch["pixel_values"].to(BF16)}
+
+
+def resnets_gradients(mesh: Any) -> Any:
+    """Of a rank: the loss of all, its own new buffers, the gradients, and the dtypes in which norms are reduced."""
     apply, params, buffers = functionalize(resnet())
-    plan = fshard.make_plan(
-        params, units=apply.units(MODELS["ResNet"].units[0]), policy=apply.policy("compute=bf16,reduce=bf16")
-    )
+    policy = apply.policy("compute=bf16,reduce=bf16")
+    plan = fshard.make_plan(params, mesh, units=apply.units(MODELS["ResNet"].units[0]), policy=policy)
 
     def loss(p: Any) -> Any:
-        out, new = apply(p, buffers, **batch)
+        out, new = apply(p, buffers, **images(0 if mesh is None else mesh.get_rank()))
         return out.loss, new
 
     (value, new), grads = fshard.value_and_grad(loss, has_aux=True)(fshard.shard_params(params, plan))
-    expected = plain(**batch).loss
-    expected.backward()
-    assert torch.equal(value, expected)
-    assert same_bits(new, functionalize(plain)[2])
-    for got, x in zip(tree.leaves(fshard.gather_params(grads)), plain.parameters(), strict=True):
-        assert torch.equal(got, x.grad.float())
     kinds = {plan.kinds[slot.kind].precision.reduce for slot in plan.slots if "normalization" in slot.path}
-    assert kinds == {F32}
+    return value, new, tree.leaves(fshard.gather_params(grads)), kinds
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_batch_norms_stay_in_float32(shard):
+    """Batch norms in bfloat16 lose running statistics, or do not run; the policy of a module would forget them."""
+    plains = [norms_by_hand(resnet()) for _ in range(shard)]
+    losses = [plain(**images(rank)).loss for rank, plain in enumerate(plains)]
+    for loss in losses:
+        (loss / shard).backward()
+    for plain, (value, new, grads, kinds) in zip(plains, simulated(resnets_gradients, shard=shard), strict=True):
+        mean = sum(loss.detach().float() for loss in losses) / shard
+        torch.testing.assert_close(value.float(), mean, rtol=2**-8, atol=0)
+        assert same_bits(new, functionalize(plain)[2])
+        for got, *addends in zip(grads, *(plain.parameters() for plain in plains), strict=True):
+            assert torch.equal(got, sum(x.grad.float() for x in addends))
+        assert kinds == {F32}
 
 
 def test_overrides_of_the_user_come_first():
