@@ -39,6 +39,16 @@ def early_in_a_checkpoint(p: Any, x: torch.Tensor, start: Any = prefetch) -> fsh
     return mean(x * p["head"])
 
 
+def of_what_is_here(p: Any, x: torch.Tensor, start: Any = prefetch) -> fshard.Mean:
+    """Asked for while the unit is in memory, and twice while it travels."""
+    x = apply_block(p["blocks"][0], x)
+    start(p, "blocks.0")
+    x = apply_block(p["blocks"][0], x)
+    start(p, "blocks.2")
+    start(p, "blocks.2")
+    return mean(apply_block(p["blocks"][2], x))
+
+
 def fails(p: Any, x: torch.Tensor, start: Any = prefetch) -> fshard.Mean:
     """A loss that raises while gathers are under way."""
     start(p, "blocks.*")
@@ -50,7 +60,7 @@ def results(mesh: Any) -> list[bool]:
     same, x = [], batch_of(mesh.get_rank())
     for strategy in ({}, {"regather": False}, {"params_over": ()}):
         sharded = make(mesh, CHAIN, **strategy)
-        for loss in (early, early_and_unused, early_in_a_checkpoint):
+        for loss in (early, early_and_unused, early_in_a_checkpoint, of_what_is_here):
             with pytest.raises(RuntimeError, match="the user's own error"):
                 fshard.value_and_grad(fails)(sharded, x)
             value, grads = fshard.value_and_grad(loss)(sharded, x)
@@ -75,17 +85,21 @@ def test_a_gather_started_early_in_processes() -> None:
 def test_a_unit_is_gathered_when_the_loss_asks() -> None:
     """The gather would start one unit ahead, as without the call, or twice."""
 
-    def job(mesh: Any) -> list[Any]:
+    def job(mesh: Any, loss: Any) -> list[Any]:
         logged = Logged(mesh)
         params = chain_params()
         sharded = fshard.shard_params(params, fshard.make_plan(params, logged, units=["blocks.*"]))
         logged.log.clear()
-        fshard.evaluate(early)(sharded, batch_of(0))
+        fshard.evaluate(loss)(sharded, batch_of(0))
         return logged.log
 
-    for log in simulated(job, shard=2):
-        starts = [label for what, kind, label in log if (what, kind) == ("start", "all_gather")]
-        assert starts == ["blocks.1", "blocks.2", "(first)", "blocks.0", "(last)"]
+    def starts_of(log: list[Any]) -> list[str]:
+        return [label for what, kind, label in log if (what, kind) == ("start", "all_gather")]
+
+    for log in simulated(job, of_what_is_here, shard=2):
+        assert [starts_of(log).count(unit) for unit in ("blocks.0", "blocks.2")] == [1, 1]
+    for log in simulated(job, early, shard=2):
+        assert starts_of(log) == ["blocks.1", "blocks.2", "(first)", "blocks.0", "(last)"]
         assert at(log, "start", "all_gather", "blocks.2")[0] < at(log, "wait", "all_gather", "(first)")[0]
 
 
