@@ -120,7 +120,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", STEPS)
 def test_every_kind_of_step(name):
     """A jitted step of every kind has the eager numbers and skips the same updates: else training would change."""

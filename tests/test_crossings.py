@@ -88,6 +88,7 @@ def modules(found: Counter[tuple[str, str]]) -> set[tuple[str, str]]:
     return {(direction, place.partition(".")[0]) for direction, place in found}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_and_scalers(loss, scaler):

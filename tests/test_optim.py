@@ -209,6 +209,7 @@ def test_padding_stays_zero(name):
         assert sum(simulated(law, shard=size)) > 0
 
 
+@pytest.mark.sample(2)
 @over_all
 def test_the_number_of_ranks_makes_no_difference(name):
     """Training on another number of ranks would give other parameters; elementwise, other bits."""
@@ -247,6 +248,7 @@ def compiled_once(tx: Any, leaves: str = "w", states: Callable[[int, Any], Any] 
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in UNCOMPILED])
 def test_an_update_compiles_once(name):
     """A compiled training loop would compile again at later updates, or in pieces."""
@@ -330,6 +332,7 @@ def steps_alike(name: str, params: Any, grads: list[Any]) -> None:
         assert same_bits(new, old[::-1])
 
 
+@pytest.mark.sample(2)
 @over_all
 def test_a_step_is_an_update_and_its_application(name):
     """The fused kernel would train otherwise than the formula, or a skipped step would change the state."""

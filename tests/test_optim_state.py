@@ -68,6 +68,7 @@ def alike(a: Any, b: Any, tolerance: float = 1e-11) -> None:
     torch.testing.assert_close(xs, ys, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.sample(2)
 @over_all
 def test_a_whole_state_says_nothing_of_ranks(name):
     """The gathered state is the same for every partition and world: otherwise a saved state would fit only the run
@@ -112,6 +113,7 @@ def test_ranks_agree_on_which_has_a_state(world):
         world(gathered_to_others, shard=2)
 
 
+@pytest.mark.sample(2)
 @over_all
 def test_training_goes_on_elsewhere(name):
     """A state moves between partitions and numbers of ranks bit by bit: otherwise a run resumed on other hardware
