@@ -129,11 +129,26 @@ def test_the_collectives_of_a_product() -> None:
         assert log.count(("reduce_scatter", "layers.0")) == 1
 
 
-def test_a_linear_loss_has_no_curvature() -> None:
+LINEAR: dict[str, Any] = {  # the derivative of the first ones reads no parameter
+    "sum": lambda p, x: p["embed"].sum(),
+    "times data": lambda p, x: (p["embed"] * x.mean()).sum(),
+    "of data": lambda p, x: (x @ p["embed"]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_linear_loss_has_no_curvature(name: str) -> None:
     """The product of a linear loss is zero, not an error: otherwise a model with a linear part would fail."""
-    p = sharded(None)
-    out = fshard.hvp(lambda p, x: (x @ p["embed"]).sum())(p, p, torch.ones(2, 3, dtype=torch.float64))
-    assert all((x == 0).all() for x in out.tensors)
+
+    def job(mesh: Any) -> None:
+        p = sharded(mesh)
+        x = torch.ones(2 + rank_of(mesh), 3, dtype=torch.float64)
+        for kind in (torch.Tensor.clone, fshard.Sum, lambda total: fshard.Mean(total, 6)):
+            out = fshard.hvp(lambda p, x, kind=kind: kind(LINEAR[name](p, x)))(p, p, x)
+            assert all((x == 0).all() for x in out.tensors)
+
+    job(None)
+    simulated(job, shard=2)
 
 
 @pytest.mark.parametrize(
