@@ -2,10 +2,11 @@
 
 import functools
 import importlib.util
+import itertools
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -320,6 +321,61 @@ def test_what_cannot_be():
             simulated(partial(few, plan=wire), shard=2)
     with pytest.raises(ValueError, match="slices=6: expected a power of two"):
         fshard.make_plan(params(), slices=6)
+
+
+# --- where rows lie ---
+
+LENGTHS = range(1, 18)  # elements in a row
+
+
+def lying(x: Tensor, offset: int, turned: bool = False) -> Tensor:
+    """A tensor with these values that starts `offset` elements after a multiple of 64 bytes, its columns in a row."""
+    memory = x.new_empty(x.numel() + 64)
+    start = -memory.data_ptr() % 64 // x.itemsize + offset
+    place = memory[start : start + x.numel()]
+    return (place.view(x.T.shape).T if turned else place.view(x.shape)).copy_(x)
+
+
+def products(p: Any, batch: Any) -> fshard.Mean:
+    """Inner products, and products of a matrix with a vector and with a matrix."""
+    rows, total = len(batch["rows"][0]), torch.zeros((), dtype=p[0].dtype)
+    for w, *given in zip(p, batch["rows"], batch["turned"], strict=True):  # (n, 3), two of (rows, n)
+        for x in given:
+            total = total + (x @ w[:, 0]).tanh().sum() + (x @ w).square().sum() + torch.dot(x[0], w[:, 1].contiguous())
+    return fshard.Mean(total, rows)
+
+
+def from_anywhere(
+    mesh: Any, tx: optim.Transform, dtype: torch.dtype, shift: int, lengths: Sequence[int] = LENGTHS, jit: bool = False
+) -> Any:
+    """The state and the metrics after a step; every rank's rows lie at another address."""
+    weights = [rand(n, 3, seed=n).to(dtype) for n in lengths]
+    state = fshard.init_state(fshard.shard_params(weights, fshard.make_plan(weights, mesh)), tx)
+    step: Any = fshard.train_step(products, tx, reduction="tree")
+    step = fshard.jit(step, backend="eager") if jit else step
+    parts = [rand(64, n, seed=n).to(dtype).chunk(mesh.size())[mesh.get_rank()] for n in lengths]
+    offset = (mesh.get_rank() + shift) % 4
+    batch = {"rows": [lying(x, offset) for x in parts], "turned": [lying(x, offset, True) for x in parts]}
+    state, metrics = step(state, batch)
+    return all_of(state), metrics
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_bits_depend_on_no_address(name, dtype):
+    """Matrix products round otherwise where an operand starts at another address: a run on ranks that load their own
+    rows would have other bits than one that cuts them out of a batch of all."""
+    tx = {"sgd": optim.sgd(0.1), "adam": optim.adam(0.1)}[name]
+    (expected,) = simulated(from_anywhere, tx, dtype, 0, shard=1)
+    for num, shift in itertools.product((1, 2, 4, 8), (1, 2)):
+        assert all(same_bits(rank, expected) for rank in simulated(from_anywhere, tx, dtype, shift, shard=num))
+
+
+def test_bits_of_a_graph_depend_on_no_address():
+    """A graph would read the rows where they lie, as a step would that is not jitted."""
+    (expected,) = simulated(from_anywhere, optim.sgd(0.1), torch.float32, 0, (13,), shard=1)
+    found = simulated(from_anywhere, optim.sgd(0.1), torch.float32, 1, (13,), True, shard=2)
+    assert all(same_bits(rank, expected) for rank in found)
 
 
 # --- norms ---

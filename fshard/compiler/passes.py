@@ -32,7 +32,6 @@ from torch import fx
 
 from ..comm.mesh import MESHES
 from ..comm.traced import is_direct
-from ..core.tracing import define
 from ..sharding.units import ENDS
 from .dataflow import (
     PLACED,
@@ -414,6 +413,3 @@ def _at_hand(graph: fx.Graph, x: fx.Node, reader: fx.Node, nodes: Index, order: 
         new = call(graph, _as_strided, buffer, list(value.shape), list(value.stride()), value.storage_offset())
     order |= {buffer: order[fits[0].wait], new: order[fits[0].wait]}
     return new
-
-
-define("materialize(Tensor x) -> Tensor", torch.clone, torch.empty_like)
