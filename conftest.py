@@ -2,7 +2,6 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,17 +25,12 @@ def _names_in_docstrings(doctest_namespace: dict[str, Any]) -> None:
     doctest_namespace.update(torch=torch, shard_of=shard_of)
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """As in processes of tests; and small tensors are no work for two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    """The mark of slow tests."""
+    """The mark of slow tests; one thread in every test, whatever the machine has, as in simulated ranks and processes.
+
+    The bits of an operator depend on the number, and tests compare bits.
+    """
+    torch.set_num_threads(1)
     config.addinivalue_line("markers", "sample(n): a slow test, of which one case in n is run (CONTRIBUTING.md)")
 
 

@@ -25,8 +25,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR,
 import fshard
 from fshard import optim
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STEPS = 5
 CLOSE = 1e-11
 Make = Callable[..., Any]

@@ -13,8 +13,6 @@ import fshard
 from fshard import tree
 from fshard.module import functionalize
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Activated(nn.BatchNorm2d):
     """A batch norm with an activation, as timm's."""

@@ -17,7 +17,6 @@ from support.worlds import gloo, simulated
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = str(ROOT / "benchmarks")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

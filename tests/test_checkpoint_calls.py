@@ -19,8 +19,6 @@ from fshard import checkpoint, tree
 from fshard.checkpoint import CheckpointError
 from fshard.checkpoint.places import LocalPlace
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def save(mesh: Any, dir: Path, step: int, factor: float | None = None, **kw: Any) -> Any:
     """Save the state with a factor, which is the step if none is given."""

@@ -23,8 +23,6 @@ from fshard import checkpoint
 from fshard.checkpoint import CheckpointError, saving
 from fshard.checkpoint.writing import Writer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:

@@ -17,7 +17,6 @@ from fshard.checkpoint.index import read_index
 from fshard.checkpoint.safetensors_file import CHUNK
 from fshard.optim.state import gather_state
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PARAMS = {
     "w": rand(50, 7, seed=1).float(),
     "h": rand(33, seed=2).bfloat16(),

@@ -23,8 +23,6 @@ from fshard import checkpoint
 from fshard.checkpoint import CheckpointError
 from fshard.checkpoint.index import sealed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STEP = "step-000000000007"
 
 

@@ -16,8 +16,6 @@ from support.worlds import simulated
 import fshard
 from fshard import checkpoint, tree
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_no_values_are_needed_of_like(tmp_path):
     """A run would have to make a first state, with its memory, before it can read the one that it goes on from."""

@@ -14,7 +14,6 @@ import fshard
 from fshard import checkpoint, optim, tree
 from fshard.checkpoint.safetensors_file import CHUNK
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = 24  # of all ranks
 KINDS = {
     "sgd": (optim.sgd(0.1, momentum=0.9), {}),

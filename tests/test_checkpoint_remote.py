@@ -21,7 +21,6 @@ from fshard import checkpoint
 from fshard.checkpoint.places import LocalPlace, place_of
 from fshard.checkpoint.remote import OBJECT_STORES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 REMOTE = ["memory", "s3", "disk"]
 KINDS = ["local", *REMOTE]
 

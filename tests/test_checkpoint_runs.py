@@ -26,7 +26,6 @@ import fshard
 from fshard import checkpoint, tree
 from fshard.optim.state import gather_state, shard_state
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TXS = {name: row.make() for name, row in ROWS.items()}
 # Each takes up what the one before has left: ranks, and a strategy of a plan, or a partition of zero.
 WAYS = [("3", "full"), ("2", "flat"), ("2x2", "wide_state"), ("1", "ddp"), ("3", "leaf"), ("4", "keep"), ("2", "zero1"),

@@ -16,8 +16,6 @@ from torch import Tensor
 import fshard
 from fshard import DynamicLossScale, NoLossScale, StaticLossScale, optim, tree
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DTYPES = [torch.float64, torch.bfloat16, torch.float16]
 META = torch.device("meta")  # a tensor made there has no values, so it shows in all results
 DEFAULTS = [*DTYPES, META]

@@ -14,7 +14,7 @@ from torch import Tensor
 import fshard
 from fshard import gather_params, tree
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(QUIET)]
+pytestmark = pytest.mark.filterwarnings(QUIET)
 
 CASES = [(world, name) for world in WORLDS for name in (STRATEGIES if world == "2x2" else NARROW)]
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import fshard
 from fshard.sharding.elementary import Elementary
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(QUIET)]
+pytestmark = pytest.mark.filterwarnings(QUIET)
 EYE = torch.eye(4, dtype=torch.float64)
 INDEX = torch.tensor([[0, 1, 1, 2, 3, 3]] * 4)
 

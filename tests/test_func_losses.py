@@ -18,7 +18,7 @@ import fshard
 from fshard import tree
 from fshard.core import func_levels
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(QUIET)]
+pytestmark = pytest.mark.filterwarnings(QUIET)
 WORLDS = {"None": None, "2": (1, 2), "3": (1, 3), "2x2": (2, 2)}
 CASES = [(w, s) for w in WORLDS for s in (STRATEGIES if w == "2x2" else NARROW)]
 SGD = fshard.optim.sgd(0.1, momentum=0.9)

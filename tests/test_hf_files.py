@@ -17,8 +17,6 @@ import fshard
 from fshard.checkpoint import load_safetensors, save_safetensors
 from fshard.module import functionalize
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def there_and_back(mesh: Any, name: str, source: Path, target: Path, max_bytes: int = 10**9) -> dict[str, Tensor]:
     """A directory to shards of a model on meta, and to another directory."""

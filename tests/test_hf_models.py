@@ -15,8 +15,6 @@ import fshard
 from fshard import optim, tree
 from fshard.module import functionalize
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PAGE = Path(__file__).parent.parent / "docs" / "modules.md"
 STEPS = 5
 OPTIMIZERS = {

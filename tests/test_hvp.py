@@ -16,7 +16,7 @@ from torch import Tensor
 import fshard
 from fshard import tree
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(QUIET)]
+pytestmark = pytest.mark.filterwarnings(QUIET)
 
 
 def regression(p: Any, b: Any) -> fshard.Mean:

@@ -22,7 +22,6 @@ def _is_matrix(path: str, leaf: torch.Tensor) -> bool:
     return leaf.ndim > 1
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TRANSFORMS = TRANSFORMS | {
     "decay": lambda: optim.by_label(
         {True: optim.nadam(0.1, weight_decay=0.1), False: optim.nadam(0.1), "no leaf": optim.lion(0.1)}, _is_matrix

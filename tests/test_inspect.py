@@ -26,8 +26,6 @@ from fshard.checkpoint.index import sealed
 from fshard.checkpoint.places import place_of
 from fshard.checkpoint.safetensors_file import CHUNK, DTYPES, NAMES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def leaves(seed: int = 0) -> dict[str, torch.Tensor]:
     """Whole leaves by name, of sizes that no number of ranks divides."""

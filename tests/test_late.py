@@ -18,8 +18,6 @@ from fshard.comm.ranks import Pending
 from fshard.testing import InFlightError, World
 from fshard.testing.late import poison
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PLANS: dict[str, dict[str, Any]] = {
     **WIRED,
     "wide sums": {"policy": "compute=bf16, reduce=f32"},

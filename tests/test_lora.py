@@ -16,7 +16,6 @@ from fshard.module import functionalize
 # transformers and PEFT warn of each other, and of their own use of torch
 QUIET = {"module": "transformers|peft|torch"}
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
     *(pytest.mark.filterwarnings(f"ignore::{kind}:{QUIET['module']}") for kind in ("FutureWarning", "UserWarning")),
 ]
 

@@ -21,8 +21,6 @@ import fshard
 from fshard import optim, tree
 from fshard.module import functionalize
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # so that batch norm rounds alike here and on simulated ranks
-
 OPTIMIZERS = {
     "sgd": (optim.sgd(0.1), lambda ps: torch.optim.SGD(ps, 0.1)),
     # eps is large for biases before a norm, whose gradients are zero but for rounding

@@ -18,8 +18,6 @@ import fshard
 from fshard import Policy, optim, tree
 from fshard.module import functionalize
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 F32, BF16 = torch.float32, torch.bfloat16
 OPTIMIZERS = {"sgd": optim.sgd(0.1), "adamw": optim.adamw(1e-2, weight_decay=1e-2)}
 NAMES = ["Llama", "Qwen3", "BERT", "ViT", "GPT-2"]

@@ -12,8 +12,6 @@ import fshard
 from fshard import optim, tree
 from fshard.testing import assert_trees_equal, oracle, whole_state
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LOSSES = {"mean": mean_loss, "sum": sum_loss, "plain": plain_loss}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support import replayed
-from support.models import same_bits
+from support.models import rand, same_bits
 from support.worlds import gloo, simulated
 
 import fshard
@@ -66,6 +66,31 @@ def test_a_step_runs_again_with_the_same_bits(folder):
     assert (found.rank, found.what, found.path, found.unit) == (1, "gradients", "embed", "(root)")
     (found,) = [one.nonfinite for one in replay(folder, replayed.without_loss, at=replayed.BAD)]
     assert (found.rank, found.what, found.path) == (0, "metrics", "grad_norm")
+
+
+def inner_products(mesh: Any) -> Any:
+    """A step whose bits depend on where its batch starts (on AMD processors)."""
+    w, tx = rand(13, 3, seed=0).float(), fshard.optim.sgd(0.1)
+
+    def loss(p: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x @ p[:, 0]).tanh().sum() + (x @ p).square().sum() + torch.dot(y, p[:, 1].contiguous())
+
+    state = fshard.init_state(fshard.shard_params(w, fshard.make_plan(w, mesh)), tx)
+    return fshard.train_step(loss, tx), state, torch.ones(8, 13), None, torch.ones(13)
+
+
+@pytest.mark.parametrize("shift", range(4))
+def test_a_batch_lies_where_it_lay(shift, tmp_path):
+    """A replay would find other bits where the batch, or a further argument, was a view."""
+
+    def run(mesh: Any) -> None:
+        step, state, *_ = inner_products(mesh)
+        x, y = (rand(start + 8 * 13, seed=start).float()[start:] for start in (shift, 3 - shift))
+        record(step, tmp_path, steps={0})(state, x.view(8, 13), y[:13])
+
+    simulated(run, shard=2)
+    (found,) = replay(tmp_path, inner_products)
+    assert found.different is None
 
 
 def test_what_differs_is_found(folder):
@@ -274,10 +299,15 @@ EDITS = {
     "no text": (text_of(b"\xff\xfe\x00"), "expected what is known of a recorded step"),
     "deep words": (text_of(b"[" * 100_000), "expected what is known of a recorded step"),
     "a list": (text_of(b"[]"), "got a list"),
-    "another format": (about(format=1), "'format': expected format 2, got 1"),
-    "no format": (about(format=...), "'format': expected format 2, got nothing"),
+    "another format": (about(format=1), "'format': expected format 3, got 1"),
+    "no format": (about(format=...), "'format': expected format 3, got nothing"),
     "threads of a word": (about(threads="1"), "'threads': expected a number from 1 to 1024, got '1'"),
     "a million threads": (about(threads=10**6), "'threads': expected a number from 1 to 1024, got 1000000"),
+    "starts of a list": (about(starts=[4]), "'starts': expected numbers below 64 by tensor, got [4]"),
+    "a far start": (
+        about(starts={"batch 0": 64}),
+        "'starts': expected numbers below 64 by tensor, got {'batch 0': 64}",
+    ),
     "no rank": (about(rank=None), "'rank': expected the number of a rank, got None"),
     "a rank of true": (about(rank=True), "'rank': expected the number of a rank, got True"),
     "axes of a list": (about(axes=[2]), "'axes': expected sizes by axis, got [2]"),
@@ -345,8 +375,9 @@ def test_an_edited_file_is_one_error(name, alone, tmp_path, monkeypatch):
 
 
 def contents(rank: Path) -> Any:
-    """What the files of a rank hold, without the number of threads: any number gives these results the same bits."""
-    about = json.loads((rank / "about.json").read_bytes()) | {"threads": None}
+    """What the files of a rank hold, without the number of threads and addresses: any give these results the same
+    bits."""
+    about = json.loads((rank / "about.json").read_bytes()) | {"threads": None, "starts": None}
     return about, [torch.load(rank / name, weights_only=True) for name in ("before.pt", "after.pt")]
 
 

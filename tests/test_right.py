@@ -32,9 +32,6 @@ OPTIMIZERS = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 class Case(NamedTuple):
     """One training run."""
 

@@ -27,9 +27,6 @@ from fshard.checkpoint import hugging_face, load_safetensors, safetensors_file, 
 from fshard.checkpoint import params as params_of_files
 from fshard.testing import strategies
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- any tree ---
 
 # the library's module for torch does not know float8_e8m0fnu

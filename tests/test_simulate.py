@@ -11,7 +11,7 @@ from support.models import rand, same_bits
 from support.worlds import gloo, simulated
 
 import fshard
-from fshard.testing import SimulatedMesh, simulate
+from fshard.testing import SimulatedMesh, oracle, simulate
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -111,14 +111,48 @@ def test_the_callers_state_is_untouched(fails: bool) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
+    torch.set_num_threads(2)
     before = state()
-    if fails:
-        with pytest.raises(KeyError):
+    try:
+        if fails:
+            with pytest.raises(KeyError):
+                simulate(job, shard=3)
+        else:
             simulate(job, shard=3)
-    else:
-        simulate(job, shard=3)
-    assert torch.equal(torch.rand(3), expected)
-    assert state() == before
+        assert torch.equal(torch.rand(3), expected)
+        assert state() == before
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("callers", [1, 2, 4])
+def test_bits_do_not_depend_on_the_callers_threads(callers: int) -> None:
+    """A world and the reference run with as many threads as they are told: otherwise a test would pass on a machine of
+    one core, and fail on others, where operators add in another order."""
+    w, rows = rand(3, 513, seed=0).float(), rand(28, 3, seed=1).float()
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> fshard.Mean:
+        return fshard.Mean((x @ w).square().sum(), len(x))
+
+    def run(mesh: Any) -> Any:
+        state = fshard.init_state(fshard.shard_params(w, fshard.make_plan(w, mesh)), fshard.optim.sgd(0.1))
+        state, metrics = fshard.train_step(loss, fshard.optim.sgd(0.1))(state, rows.chunk(2)[mesh.get_rank()])
+        return torch.get_num_threads(), (fshard.gather_params(state.params), metrics["loss"])
+
+    def both(threads: int) -> list[Any]:
+        plain = oracle(loss, fshard.optim.sgd(0.1), threads=threads)
+        after, metrics = plain.step(plain.init(w), [*rows.chunk(2)])
+        found = simulate(run, shard=2, threads=threads)
+        assert [number for number, _ in found] == [threads] * 2
+        return [(after.params, metrics["loss"]), *(result for _, result in found)]
+
+    expected = {threads: both(threads) for threads in (1, 2)}
+    torch.set_num_threads(callers)
+    try:
+        for threads, results in expected.items():
+            assert all(same_bits(result, results[0]) for result in [*results, *both(threads)])
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

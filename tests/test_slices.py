@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor
 import fshard
 from fshard import optim, tree
 from fshard.layout.norms import leaf_norms
+from fshard.testing import MismatchError
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
 STEPS = 100 if os.environ.get("FSHARD_ALL") else 40
@@ -369,6 +371,19 @@ def test_bits_depend_on_no_address(name, dtype):
     (expected,) = simulated(from_anywhere, tx, dtype, 0, shard=1)
     for num, shift in itertools.product((1, 2, 4, 8), (1, 2)):
         assert all(same_bits(rank, expected) for rank in simulated(from_anywhere, tx, dtype, shift, shard=num))
+
+
+def test_ranks_have_as_many_threads(monkeypatch):
+    """A rank with another number of threads would have other bits in the same slices."""
+    ranks = threading.local()  # torch keeps one number for all simulated ranks
+    monkeypatch.setattr(torch, "get_num_threads", lambda: getattr(ranks, "number", 0) + 1)
+
+    def run(mesh: Any) -> Any:
+        ranks.number = mesh.get_rank()
+        return few(mesh, steps=1)
+
+    with pytest.raises(MismatchError, match=r"threads=1 \(reduction='tree': as many .*threads=2 \("):
+        simulated(run, shard=2)
 
 
 def test_bits_of_a_graph_depend_on_no_address():

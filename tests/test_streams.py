@@ -32,7 +32,6 @@ from fshard.sharding import gradients, offload
 from fshard.sharding.offload import crossings
 from fshard.wire import Int8, TopK
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 Clock = dict[Any, int]
 
 

@@ -20,7 +20,6 @@ from support.worlds import simulated
 import fshard
 from fshard import checkpoint
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # the bits depend on the number of threads
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
 TINY = "--steps=25 --d-model=16 --layers=2 --heads=2 --context=16 --batch=4 --warmup=5 --eval-every=10 --sample=20"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -113,7 +112,7 @@ def whole_run(example: ModuleType, text: Path, out: Path) -> tuple[Any, list[dic
 
 
 @pytest.fixture(scope="module")
-def undisturbed(one_thread: None, example: ModuleType, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def undisturbed(example: ModuleType, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What a run leaves that is never stopped."""
     out = tmp_path_factory.mktemp("undisturbed")
     assert example.main([*TINY.split(), f"--data={text}", f"--out={out}", "--reduction=tree"]) == 0

@@ -14,8 +14,6 @@ import fshard
 from fshard import optim, tree
 from fshard.reduction import unreduced
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CLIP, NOISE, STEPS = 0.3, 0.05, 3
 FROZEN = "tail"
 OPTIMIZERS = {

@@ -22,8 +22,6 @@ from fshard.optim.labels import LabelState
 from fshard.sharding.sharded import coarsen, refine
 from fshard.train.step import _gathered, _update
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # Compared to 1e-12, relative: torch's kernels round in another way than the reference, and from_torch computes an
 # update as the difference of new and old parameters.
 ROUNDED = KERNELS | {name for name in TRANSFORMS if name.startswith(("from_torch", "with_hyperparams"))}

@@ -42,6 +42,7 @@ class _Settings(TypedDict, total=False):
     axes: Mapping[str, int] | None
     faults: Sequence[Fault]
     late: bool
+    threads: int
 
 
 def simulate(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.arguments import wrong
+from ..core.arguments import check_whole, wrong
 from ..core.random import seeded
 from ..core.scalars import double
 from ..core.tree import Spec, Tree, detached, flatten, map, unflatten
@@ -26,6 +26,7 @@ from ..sharding.sharded import gather_params
 from ..sharding.units import Where, claim_leaves, claim_policies
 from ..train.loss_scale import LossScale, NoLossScale
 from ..train.step import TrainState
+from .rng import with_threads
 
 
 class Oracle(NamedTuple):
@@ -89,10 +90,12 @@ def oracle(
     skip_labels: Labels = None,
     has_aux: bool = False,
     with_extra: bool = False,
+    threads: int = 1,
 ) -> Oracle:
     """Return a reference for `train_step`, valid for any plan and mesh, without shards and collectives.
 
     `frozen` and `policy` are arguments of the plan, the others of the step; arguments missing here change no value.
+    `threads` is that of the `World` whose ranks it is compared with.
     Compare the resulting state with `whole_state` of the sharded state.
 
     Sums are in rank order, as in a step, but over all ranks at once and of whole tensors. So sums over two mesh axes,
@@ -105,6 +108,7 @@ def oracle(
     (tensor(2.), tensor([0.]))
     """
     check_loss(loss_fn)
+    check_whole("oracle: threads", threads, what="a number of threads")
     tx, policy = as_transform(tx), policy_of(policy)
 
     def init(params: Tree, loss_scale: LossScale | None = None, seed: int = 0, extra: Tree = None) -> TrainState:
@@ -115,6 +119,7 @@ def oracle(
         step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
         return TrainState(whole.tree(values), opt_state, scaler, step, rng, extra)
 
+    @with_threads(threads)
     def step(state: TrainState, batches: Sequence[Tree], *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         _check_batches(batches)
         whole = _whole(state.params, frozen, policy)

@@ -2,7 +2,8 @@
 
 Note [Recorded steps]
     DIR/step-00000012/rank-0/ has `before.pt` (tensors of state, batch and further arguments), `after.pt` (tensors of
-    the new state and metrics) and `about.json` (leaf paths, leaves that are not tensors, mesh axes, plan, threads).
+    the new state and metrics) and `about.json` (leaf paths, leaves that are not tensors, mesh axes, plan, and what the
+    bits of an operator depend on besides: the number of threads, and where the tensors of before.pt started in memory).
     Every rank writes its folder under a temporary name and renames the folder afterwards, so a folder `rank-N` is
     complete. A leaf is stored by its number in the order of `tree.flatten`. The tree structure is not stored, because
     the code that replays a step also builds the structure.
@@ -34,7 +35,8 @@ from ..train.step import TrainState
 Step = Callable[..., tuple[TrainState, dict[str, Tree]]]  # step(state, batch, *args) -> (state, metrics)
 Steps = Collection[int] | Callable[[int], bool] | None
 Json: TypeAlias = dict[str, Any]  # an object that json.loads gives: Python has no type for JSON
-_FORMAT = 2
+_FORMAT = 3
+_ALIGN = 64  # bytes: new tensors start at multiples of it
 _MOST = 1 << 20  # ranks
 _MOST_THREADS = 1 << 10
 _MOST_BYTES = 1 << 28  # of about.json
@@ -143,7 +145,8 @@ def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> Non
     for stale in (target, writing):  # left by an earlier run
         shutil.rmtree(stale, ignore_errors=True)
     writing.mkdir(parents=True)
-    about: Json = {"format": _FORMAT, "threads": torch.get_num_threads(), **vars(origin)}
+    starts = {key: x.data_ptr() % _ALIGN for what, tree in before.items() for key, x in _tensors_of(what, tree).items()}
+    about: Json = {"format": _FORMAT, "threads": torch.get_num_threads(), "starts": starts, **vars(origin)}
     for name, trees in {"before": before, "after": after}.items():
         tensors = dict[str, Tensor]()
         for what, x in trees.items():
@@ -164,11 +167,14 @@ def _filed(what: str, x: Tree) -> tuple[dict[str, Tensor], Json]:
                 f"record: {what} leaf {path!r}: expected a tensor, a number or a string, got {type(leaf).__name__}. "
                 "Leave it out of what is given to the step."
             )
-    tensors = {f"{what} {i}": x.detach().cpu() for i, x in enumerate(leaves) if isinstance(x, Tensor)}
     # Cloned, because for a view torch.save writes the whole storage that the view shares.
-    tensors = {name: x.clone() for name, x in tensors.items()}
+    tensors = {name: x.detach().cpu().clone() for name, x in _tensors_of(what, x).items()}
     plain = {str(i): x for i, x in enumerate(leaves) if not isinstance(x, Tensor)}
     return tensors, {"paths": paths, "plain": plain}
+
+
+def _tensors_of(what: str, x: Tree) -> dict[str, Tensor]:
+    return {f"{what} {i}": leaf for i, leaf in enumerate(tree.leaves(x)) if isinstance(leaf, Tensor)}
 
 
 @dataclass(frozen=True)
@@ -180,6 +186,8 @@ class Recorded:
 
     def tree(self, name: str, what: str, like: Tree) -> Tree:
         """Read a recorded tree, with the structure and the devices of `like`. Raises ValueError if leaf paths differ.
+
+        What was there before the step starts in memory as it did then, modulo 64 bytes.
 
         `name` is "before" or "after", and `what` is the kind of tree, such as "state" or "batch".
         """
@@ -199,7 +207,8 @@ class Recorded:
         recorded = [plain[str(i)] if str(i) in plain else tensors[key] for i, key in enumerate(keys)]
         if (name, what) == ("before", "state"):
             self._check_forms(paths, keys, recorded, leaves)
-        return unflatten(spec, [_placed(value, leaf) for value, leaf in zip(recorded, leaves, strict=True)])
+        starts = [self.about["starts"].get(key, 0) if name == "before" else 0 for key in keys]
+        return unflatten(spec, [_placed(*each) for each in zip(recorded, leaves, starts, strict=True)])
 
     def _check_forms(self, paths: list[str], keys: list[str], recorded: list[object], leaves: list[object]) -> None:
         """Raise ValueError if parameters or optimizer state do not have the dtypes and shapes that the step takes."""
@@ -216,8 +225,14 @@ def form(x: object) -> str:
     return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def _placed(value: object, like: object) -> object:
-    return value.to(like.device) if isinstance(value, Tensor) and isinstance(like, Tensor) else value
+def _placed(value: object, like: object, start: int) -> object:
+    if not isinstance(value, Tensor) or not isinstance(like, Tensor):
+        return value
+    x = value.to(like.device)
+    if not start:
+        return x
+    memory = x.new_empty(x.numel() + _ALIGN)
+    return memory.as_strided(x.shape, x.stride(), (start - memory.data_ptr()) % _ALIGN // x.itemsize).copy_(x)
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
@@ -268,6 +283,10 @@ def _is_filed(x: object) -> bool:
 _KEYS: dict[str, tuple[Callable[[object], bool], str]] = {
     "format": (lambda x: _is_number(x, _FORMAT, _FORMAT), f"format {_FORMAT}"),
     "threads": (lambda x: _is_number(x, 1, _MOST_THREADS), f"a number from 1 to {_MOST_THREADS}"),
+    "starts": (
+        lambda x: isinstance(x, dict) and all(_is_number(n, 0, _ALIGN - 1) for n in x.values()),
+        f"numbers below {_ALIGN} by tensor",
+    ),
     "rank": (lambda x: _is_number(x, 0, _MOST), "the number of a rank"),
     "axes": (lambda x: isinstance(x, dict) and all(_is_number(n, 1, _MOST) for n in x.values()), "sizes by axis"),
     "plan": (lambda x: isinstance(x, str), "a text"),

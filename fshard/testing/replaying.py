@@ -21,6 +21,7 @@ from ..sharding.sharded import Sharded
 from ..train.step import TrainState
 from .compare import Place, gap, places
 from .recording import Recorded, form, origin_of, read, step_folder
+from .rng import with_threads
 from .world import World
 
 # `make(mesh)` returns the step, a state, a batch, optionally the loss function (or None), and then any further
@@ -108,22 +109,18 @@ def _number(folder: Path) -> int:
 def _replayed(folder: Path, make: Make) -> Replayed:
     recorded = read(folder)
     about = recorded[0].about
-    threads = torch.get_num_threads()
-    torch.set_num_threads(about["threads"])  # the order of sums inside an operator may depend on the number of threads
-    try:
-        by_rank = _on_ranks(about["axes"], lambda mesh, rank: _again(mesh, make, recorded[rank]))
-    finally:
-        torch.set_num_threads(threads)
+    by_rank = _on_ranks(about["axes"], about["threads"], lambda mesh, rank: _again(mesh, make, recorded[rank]))
     different = [finding for findings, _ in by_rank for finding in findings]
     nonfinite = [pair for _, pairs in by_rank for pair in pairs]
     _, first = min(nonfinite, key=lambda pair: pair[0], default=(0, None))  # of the earliest stage, then rank
     return Replayed(_number(folder), len(recorded), next(iter(different), None), first)
 
 
-def _on_ranks(axes: dict[str, int], fn: Callable[[AnyMesh, int], T]) -> list[T]:
+def _on_ranks(axes: dict[str, int], threads: int, fn: Callable[[AnyMesh, int], T]) -> list[T]:
     if not axes:
-        return [fn(None, 0)]
-    return World(axes=axes).run(lambda mesh: fn(mesh, mesh.get_rank()))
+        with with_threads(threads):
+            return [fn(None, 0)]
+    return World(axes=axes, threads=threads).run(lambda mesh: fn(mesh, mesh.get_rank()))
 
 
 def _again(mesh: AnyMesh, make: Make, recorded: Recorded) -> tuple[list[Finding], list[tuple[int, Finding]]]:

@@ -1,11 +1,12 @@
-"""Save and restore the process-wide generators (python, numpy, torch) for each simulated rank."""
+"""What a process has once, for each simulated rank: random generators (python, numpy, torch); torch's threads."""
 
 from __future__ import annotations
 
 import ctypes
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any, Protocol
@@ -14,6 +15,17 @@ import torch
 from torch import Tensor
 
 _MT19937 = 2500  # bytes of its state: 624 words and a position
+
+
+@contextmanager
+def with_threads(number: int) -> Iterator[None]:
+    """Let torch's operators use this number of threads inside the block: the bits of their sums depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Python:

@@ -24,6 +24,7 @@ from ..comm.process_groups import places
 from ..comm.ranks import Exchange, MismatchError
 from ..core.arguments import check_flags, check_whole, wrong
 from .late import UnderWay
+from .rng import with_threads
 from .scheduler import Collective, Fault, Post, Run, Stopped, on_threads
 
 T = TypeVar("T")
@@ -209,13 +210,12 @@ def _on_ranks(
     """Run `fn(mesh, *args)` on every rank. Return the collectives, the results by rank, and any failure."""
     run = Run(world.axes, numbered(world.device), world.faults)
     results = dict[int, T]()
-    num_threads = torch.get_num_threads()
 
     def rank_main(rank: int) -> None:
         failure: BaseException | None = None
         try:
             run.begin(rank)
-            torch.set_num_threads(num_threads)
+            torch.set_num_threads(world.threads)
             if run.device.type != "cpu":  # the current device belongs to a thread; a new thread has device 0
                 torch.get_device_module(run.device).set_device(run.device)
             # CUDA has one backward thread per device: ranks would wait for each other inside this thread.
@@ -239,7 +239,8 @@ def _on_ranks(
         # Forward-mode levels belong to the process, so the end of one rank's jvp would end the levels of the others.
         # Inside this outer jvp, which no rank's tensors take part in, a rank's jvp opens no level.
         _load_forward_mode()
-        torch.func.jvp(all_ranks, (torch.zeros((), device="cpu"),), (torch.zeros((), device="cpu"),))
+        with with_threads(world.threads):
+            torch.func.jvp(all_ranks, (torch.zeros((), device="cpu"),), (torch.zeros((), device="cpu"),))
     finally:
         run.generators.restore()
     return run.log, results, run.failure
@@ -261,6 +262,9 @@ class World:
     raised for writing meanwhile to a tensor that a collective sends or receives, and for a collective that is never
     waited for. A gather or a sum is then logged as the messages that it consists of.
 
+    The operators of every rank use `threads` threads (`torch.set_num_threads`), because the order of sums inside them
+    depends on it: one, as torchrun sets, whatever the caller uses. The caller's number is restored after the run.
+
     For forward-mode AD use torch.func.jvp inside, not forward_ad.dual_level, which torch keeps once for all threads.
     Raises ValueError for an axis without ranks, and for a fault of a rank that does not exist.
 
@@ -280,6 +284,7 @@ class World:
         device: str = "cpu",
         faults: Sequence[Fault] = (),
         late: bool = False,
+        threads: int = 1,
     ):
         check_flags(**{"a simulated world: late": late})
         if axes is not None and not isinstance(axes, Mapping):
@@ -289,13 +294,14 @@ class World:
         self.axes = {"replicate": replicate, "shard": shard} if axes is None else dict(axes)
         for axis, number in self.axes.items():
             check_whole(f"a simulated world: {axis}", number, what="a number of ranks along this axis")
+        check_whole("a simulated world: threads", threads, what="a number of threads")
         num = math.prod(self.axes.values())
         for fault in faults:
             if not isinstance(fault, Fault):
                 raise TypeError(f"a simulated world: {wrong('faults', fault, 'Dies, Garbage or Slow of a rank')}")
             if not 0 <= fault.rank < num or getattr(fault, "at", 0) < 0:
                 raise ValueError(f"{fault}: expected one of the {num} ranks, from 0, and a collective from 0 on")
-        self.size, self.device, self.faults, self.late = num, device, tuple(faults), late
+        self.size, self.device, self.faults, self.late, self.threads = num, device, tuple(faults), late, threads
         self.log: list[Collective] = []
 
     def run(self, fn: Callable[..., T], *args: object) -> list[T]:

@@ -6,9 +6,9 @@ Note [Slices]
     of ranks, and each slice has its own random numbers. So a slice has the same gradient on any number of ranks, and
     the balanced tree over all slices gives the same bits (Note [The same bits on any number of ranks]).
 
-    A matrix product may round otherwise where an operand starts at another address modulo 64 or has other strides, as
-    MKL's does on AMD processors. So the loss is given each slice in memory of its own (`_apart`). The leaves of gathered
-    parameters start at multiples of 16 bytes (Note [Layout] in `sharding/plan.py`), which is enough there.
+    A matrix product may round otherwise where an operand starts at another address, as MKL's does on AMD processors:
+    what counts is the address modulo 16. So the loss is given each slice in memory of its own (`_apart`), which starts
+    at a multiple of 64 bytes. Leaves of parameters start at multiples of 16 (Note [Layout] in `sharding/plan.py`).
 
     A rank sums its slices like a binary counter, each digit of which is a tree of gradients (`_add_to_counter`). All
     totals are divided by the count of the first slice, and the sum is rescaled once every slice has been counted.
@@ -99,11 +99,13 @@ def _apart(x: Tensor | Sharded) -> Tensor | Sharded:
 def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Plan, rank: int) -> Tensor:
     """The count of rank 0's first micro-batch, on every rank; NaN if ranks have different numbers of rows.
 
-    One small collective, whose text says the rows: ranks that compare calls raise. Where none does, n ranks have equal
-    rows exactly if n times the sum of squares is the square of the sum.
+    One small collective, whose text says the rows and, on CPUs, the number of threads: ranks that compare calls raise.
+    Where none does, n ranks have equal rows exactly if n times the sum of squares is the square of the sum.
     """
     count = outcome.shared(1) if rank == 0 else torch.zeros_like(outcome.count)
-    words = f"{described(outcome.kind, recipe.built)}, rows={rows} (reduction='tree': as many on every rank)"
+    words = f"{described(outcome.kind, recipe.built)}, rows={rows}"
+    words += f", threads={torch.get_num_threads()}" * (outcome.count.device.type == "cpu")  # a GPU's bits are its own
+    words += " (reduction='tree': as many on every rank)"
     sent = torch.stack([count, count.new_full((), rows), count.new_full((), rows**2)])
     count, total, squares = primitives.total(sent, plan.live_mesh(), label="loss", more=words).unbind()
     return torch.where(squares * num_ranks(plan.live_mesh()) == total.square(), count, torch.nan)

@@ -130,10 +130,5 @@ def _received(pipe: Connection, seconds: float) -> tuple[object, str | None]:
 
 
 def simulated(fn: Callable[..., T], *args: object, shard: int = 2, replicate: int = 1) -> list[T]:
-    """`fn(mesh, *args)` on simulated ranks, with one thread as in the processes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return simulate(lambda mesh: fn(mesh, *args), shard=shard, replicate=replicate)
-    finally:
-        torch.set_num_threads(threads)
+    """`fn(mesh, *args)` on simulated ranks."""
+    return simulate(lambda mesh: fn(mesh, *args), shard=shard, replicate=replicate)
