@@ -1,8 +1,10 @@
 """What `save`, `restore`, `steps`, `latest` and `delete` promise: whole or not there, and alike on all ranks."""
 
+import json
 import re
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from support.worlds import gloo, simulated
 import fshard
 from fshard import checkpoint, tree
 from fshard.checkpoint import CheckpointError
+from fshard.checkpoint.index import sealed
 from fshard.checkpoint.places import LocalPlace
+from fshard.testing import World
 
 
 def save(mesh: Any, dir: Path, step: int, factor: float | None = None, **kw: Any) -> Any:
@@ -54,6 +58,31 @@ def test_a_save_replaces_the_one_of_its_step(tmp_path, wait):
         assert (restored(mesh, tmp_path), restored(mesh, tmp_path, 3)) == (3, 2)
 
     simulated(law)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_another_number_of_threads_is_told(tmp_path, threads):
+    """A run that goes on with another number of threads would differ in the last bits, and nobody would know why."""
+    World(2).run(save, tmp_path, 7)
+    told = pytest.warns(UserWarning, match=r"saved with 1 thread\(s\), and torch uses 2 now.*set_num_threads\(1\)")
+    with told if threads > 1 else nullcontext() as found:
+        assert World(2, threads=threads).run(restored, tmp_path) == [7, 7]
+    assert found is None or len(found) == 1  # of one rank
+
+    def part(mesh: Any) -> Any:  # with which no run goes on
+        return checkpoint.restore(tmp_path, {"factor": 0.0}, rename=lambda x: x if x == "factor" else None, mesh=mesh)
+
+    assert World(2, threads=threads).run(part) == [{"factor": 7}] * 2
+
+
+def test_a_checkpoint_that_does_not_say_its_threads(tmp_path):
+    """Checkpoints of older versions could not be restored, or would give a wrong warning."""
+    World(2).run(save, tmp_path, 7)
+    (index,) = tmp_path.glob("*/index.json")
+    raw = json.loads(index.read_bytes())
+    assert raw.pop("threads") == 1
+    index.write_bytes(sealed({key: x for key, x in raw.items() if key != "checksum"}))
+    assert World(2, threads=2).run(restored, tmp_path) == [7, 7]
 
 
 def test_the_state_of_one_device(tmp_path):

@@ -130,6 +130,7 @@ INDICES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no ranks": (put("ranks", 0), "ranks: expected at least 1"),
     "many ranks": (put("ranks", 2**62), "'pos': expected an entry for each of 4611686018427387904 ranks"),
     "more ranks": (put("ranks", 3), "'pos': expected an entry for each of 3 ranks"),
+    "threads of a word": (put("threads", "1"), "expected a number of at least 0, got '1'"),
     "ranks without an entry": (put("by_rank", ["tokens"]), "'tokens' comes twice"),
     "ranks of what is not there": (put("by_rank", ["x"]), "'x': expected an entry for each of 2 ranks"),
     "ranks in a string": (put("by_rank", "pos"), "by_rank: expected a list, got 'pos'"),
@@ -554,6 +555,7 @@ def right_or_error(folder: Path, right: list[Any], is_forged: bool) -> str:
 
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(80))
+@pytest.mark.filterwarnings("ignore:restore.*was saved with")  # a changed number of threads
 def test_a_changed_index_is_right_or_an_error(seed, folder, right):
     """A change of an index would end with an error that nobody meant, or with other numbers."""
     draw = random.Random(seed)

@@ -48,7 +48,7 @@ DOORS = {
     "torch.utils._pytree": {"core.tree", "train.dynamo"},
     "torch._dynamo": {"train.dynamo", "compiler.lowered"},
     "torch.library": {"core.tracing"},
-    "torch.ops.fshard": {"core.bits", "core.flat", "core.random", "comm.traced", "compiler.*"},
+    "torch.ops.fshard": {"core.bits", "core.flat", "core.tracing", "core.random", "comm.traced", "compiler.*"},
     "torch.utils._cxx_pytree": {"core.tree"},
     "torch.distributed": {"comm.dtensors", "comm.mesh", "comm.primitives", "comm.process_groups"},
     "torch.optim": {"optim.kernels", "optim.torch_optim"},

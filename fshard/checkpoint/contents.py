@@ -59,6 +59,7 @@ class Contents:
     values: dict[str, Json] = field(default_factory=dict)
     plans: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)  # other names of tied leaves
+    threads: int = field(default_factory=torch.get_num_threads)
 
     @property
     def rank(self) -> int:

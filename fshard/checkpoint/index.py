@@ -2,7 +2,8 @@
 
 An index is JSON that anyone can read:
 
-    {"checksum": 2596996162, "format": "fshard", "version": 1, "step": 100, "ranks": 2, "plans": ["5f0c..."],
+    {"checksum": 2596996162, "format": "fshard", "version": 1, "step": 100, "ranks": 2, "threads": 1,
+     "plans": ["5f0c..."],
      "files": {"9a41-rank-00000.safetensors": 4096, ...},
      "leaves": {"params.w": {"shape": [4, 8], "dtype": "F32",
                              "pieces": [["9a41-rank-00000.safetensors", 136, 0, 16, [3735928559]], ...]}},
@@ -11,7 +12,8 @@ An index is JSON that anyone can read:
 
 A piece is [file, offset of its first byte, begin, number of elements, `checksum` of each `CHUNK` bytes]: the elements
 [begin, begin + number) of the flattened leaf. A leaf or value of which ranks have others, such as the position of each
-rank in its data, is one of `by_rank`, and has an entry for each rank. "checksum" is the CRC-32 of the text without it.
+rank in its data, is one of `by_rank`, and has an entry for each rank. "threads" is the number that torch used when the
+state was saved. "checksum" is the CRC-32 of the text without it.
 """
 
 from __future__ import annotations
@@ -91,6 +93,7 @@ class Index:
     values: Mapping[str, Json]
     by_rank: frozenset[str] = frozenset()  # names of which each rank has its own entry
     left_out: Mapping[str, str] = field(default_factory=dict)  # what formats of others have besides, and why
+    threads: int = 0  # 0 where nothing says it
 
     @property
     def names(self) -> list[str]:
@@ -108,9 +111,9 @@ class Index:
             name: {"shape": [*x.shape], "dtype": NAMES[x.dtype], "pieces": [piece_to_json(piece) for piece in x.pieces]}
             for name, x in self.leaves.items()
         }
-        head = {"format": "fshard", "version": VERSION, "step": self.step, "ranks": self.ranks, "plans": self.plans}
+        head = {"format": "fshard", "version": VERSION, "step": self.step, "ranks": self.ranks, "threads": self.threads}
         rest = {"leaves": leaves, "values": dict(self.values), "by_rank": sorted(self.by_rank)}
-        return sealed({**head, "files": dict(self.files), **rest})
+        return sealed({**head, "plans": self.plans, "files": dict(self.files), **rest})
 
 
 def sealed(raw: Mapping[str, Json]) -> bytes:
@@ -156,7 +159,8 @@ def _index(raw: Json) -> Index:
         _require(isinstance(value, bool | int | float | str), f"{name!r}: expected a tensor, a number or a string")
     _check_apart(leaves)
     _check_names(by_rank, ranks, leaves, values)
-    return Index(step, ranks, tuple(plans), files, leaves, values, frozenset(by_rank))
+    threads = _count(raw.get("threads", 0))  # checkpoints of older versions do not say it
+    return Index(step, ranks, tuple(plans), files, leaves, values, frozenset(by_rank), threads=threads)
 
 
 _KINDS = {str: "a string", int: "a whole number", list: "a list", dict: "an object"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -90,6 +91,8 @@ def restore(
             source, origins = _matched(read, wanted, rename)
             like, donate = _into(like, source.index, origins, wanted, donate), True
             _read_state(source, origins, like, mesh)
+            if rename is None and wanted.rank == 0:
+                _tell_threads(source, like)
             return like
         except CheckpointError:  # what differs from `like` is another error
             if read is readers[-1]:
@@ -179,6 +182,19 @@ def _read_state(source: Source, origins: Mapping[str, Sequence[str]], into: Tree
             checks += _reads(part, index.leaves[other], _differ(first, other))
     consensus.together(contents.mesh, lambda: _read_all(source, reads), _REMEDY, CheckpointError)
     consensus.together(contents.mesh, lambda: _read_all(source, checks), _REMEDY, CheckpointError)
+
+
+def _tell_threads(source: Source, state: Tree) -> None:
+    """Warn if a run on CPUs goes on with another number of threads."""
+    devices = {x.device.type for x in tree.leaves(state) if isinstance(x, Tensor)}
+    saved, now = source.index.threads, torch.get_num_threads()
+    if saved not in (0, now) and devices == {"cpu"}:
+        warnings.warn(
+            f"restore: {source.what} was saved with {saved} thread(s), and torch uses {now} now. On CPUs the bits of "
+            "operators depend on the number, so a run that goes on is not to the bit the one that was saved, with "
+            f"reduction='tree' neither. For the same bits call torch.set_num_threads({saved}) before.",
+            stacklevel=3,
+        )
 
 
 def _origins(source: Source, wanted: Contents, rename: Rename | None) -> dict[str, list[str]]:

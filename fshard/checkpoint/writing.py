@@ -149,7 +149,8 @@ class Writer:
             values |= record.values
         files = {name: size for record in records for name, size in record.files.items()}
         plans, by_rank = (*self.contents.plans,), frozenset(self.by_rank)
-        return Index(self.step, len(records), plans, files, leaves, values, by_rank)
+        threads = self.contents.threads
+        return Index(self.step, len(records), plans, files, leaves, values, by_rank, threads=threads)
 
 
 def _form(leaf: str, forms: dict[str, Form]) -> Form:

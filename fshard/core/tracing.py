@@ -70,5 +70,10 @@ def define(schema: str, run: Callable[..., object], shapes: Callable[..., object
     torch.library.register_fake(f"fshard::{name}", shapes, lib=_LIBRARY)
 
 
-# a copy in memory of its own that no compiler leaves out, and whose elements it does not compute where they are read
 define("materialize(Tensor x) -> Tensor", torch.clone, torch.empty_like)
+
+
+def copied(x: Tensor) -> Tensor:
+    """A copy, dense, in memory of its own, which starts where torch's memory starts: at a multiple of 64 bytes."""
+    # a compiler would leave a clone out, and read `x` where it lies
+    return torch.ops.fshard.materialize(x) if is_tracing() else x.clone()

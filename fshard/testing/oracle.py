@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.arguments import check_whole, wrong
+from ..core.arguments import wrong
 from ..core.random import seeded
 from ..core.scalars import double
 from ..core.tree import Spec, Tree, detached, flatten, map, unflatten
@@ -108,7 +108,6 @@ def oracle(
     (tensor(2.), tensor([0.]))
     """
     check_loss(loss_fn)
-    check_whole("oracle: threads", threads, what="a number of threads")
     tx, policy = as_transform(tx), policy_of(policy)
 
     def init(params: Tree, loss_scale: LossScale | None = None, seed: int = 0, extra: Tree = None) -> TrainState:
@@ -119,7 +118,6 @@ def oracle(
         step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
         return TrainState(whole.tree(values), opt_state, scaler, step, rng, extra)
 
-    @with_threads(threads)
     def step(state: TrainState, batches: Sequence[Tree], *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         _check_batches(batches)
         whole = _whole(state.params, frozen, policy)
@@ -151,12 +149,11 @@ def oracle(
         metrics: dict[str, Tree] = {"loss": loss.to(outs[0][0].total.dtype), "grad_norm": norm, "found_inf": any_inf}
         if has_aux:
             metrics["aux"] = [[out.aux for out in row] if accumulate > 1 else row[0].aux for row in outs]
-        extra = state.extra
-        if with_extra and not (skip is not None and bool(any_found(skip))):
-            extra = [row[-1].extra for row in outs]
+        skipped = skip is not None and bool(any_found(skip))
+        extra = [row[-1].extra for row in outs] if with_extra and not skipped else state.extra
         return TrainState(params, opt_state, scaler, state.step + 1, state.rng, extra), metrics
 
-    return Oracle(init, step)
+    return Oracle(init, with_threads(threads)(step))
 
 
 def _check_batches(batches: object) -> None:

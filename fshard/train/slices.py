@@ -7,8 +7,8 @@ Note [Slices]
     the balanced tree over all slices gives the same bits (Note [The same bits on any number of ranks]).
 
     A matrix product may round otherwise where an operand starts at another address, as MKL's does on AMD processors:
-    what counts is the address modulo 16. So the loss is given each slice in memory of its own (`_apart`), which starts
-    at a multiple of 64 bytes. Leaves of parameters start at multiples of 16 (Note [Layout] in `sharding/plan.py`).
+    what counts is the address modulo 16. So the loss is given a copy of each slice, which starts at a multiple of 64
+    bytes. Leaves of parameters start at multiples of 16 (Note [Layout] in `sharding/plan.py`).
 
     A rank sums its slices like a binary counter, each digit of which is a tree of gradients (`_add_to_counter`). All
     totals are divided by the count of the first slice, and the sum is rescaled once every slice has been counted.
@@ -30,7 +30,7 @@ from ..comm import primitives
 from ..comm.mesh import num_ranks
 from ..comm.reduction import TREE, reduce_over, tree_sum
 from ..core import tree
-from ..core.tracing import is_tracing
+from ..core.tracing import copied
 from ..core.tree import Tree
 from ..sharding.grad import Outcome, described, later_grads, reduce_all
 from ..sharding.plan import Plan
@@ -62,7 +62,10 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
         reduced = grads if len(slices) == 1 else None
         destinations = summed_locally(reduced, local, len(micro_batches), TREE)
         stream = rank * len(slices) + number  # the slice's number among all ranks' slices
-        micro_batches = [tree.map_tops(_apart, Sharded, micro_batch) for micro_batch in micro_batches]
+        micro_batches = [
+            tree.map_tops(lambda x: x if isinstance(x, Sharded) else copied(x), Sharded, micro_batch)
+            for micro_batch in micro_batches
+        ]
         # `alone`, because a slice's outcome must not depend on the other ranks; `_over_ranks` sums the outcomes
         runs = run_each(recipe, state, micro_batches, args, destinations, stream, divisor, alone=True, whole=num == 1)
         outcomes.append(joined([outcome for outcome, _ in runs]))
@@ -86,14 +89,6 @@ def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree
             "many rows, a power of two times the same, or make_plan(..., slices=) more."
         )
     return [cut(part, min(accumulate, rows // num), rank) for part in cut(batch, num // ranks, rank)]
-
-
-def _apart(x: Tensor | Sharded) -> Tensor | Sharded:
-    """A leaf of a batch in memory of its own, dense, with its dimensions in the same order of strides."""
-    if isinstance(x, Sharded):
-        return x
-    # a compiler would leave a clone out, and read the view
-    return torch.ops.fshard.materialize(x) if is_tracing() else x.clone()
 
 
 def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Plan, rank: int) -> Tensor:
