@@ -600,6 +600,8 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "simulate(shard='2')": (lambda: testing.simulate(loss, shard="2"), T, ("shard='2'", "a number of ranks")),
     "simulate(True)": (lambda: testing.simulate(loss, shard=True), T, ("shard=True", "a number of ranks")),
     "simulate(3)": (lambda: testing.simulate(3), T, ("fn=3", "fn(mesh, *args), a function")),
+    "World(threads=0)": (lambda: testing.World(2, threads=0), V, ("threads=0", "a number of threads", "at least 1")),
+    "oracle(threads=True)": (lambda: testing.oracle(loss, TX, threads=True), T, ("threads=True", "number of threads")),
     "World(axes=2)": (lambda: testing.World(axes=2), T, ("axes=2", "a dict of the number of ranks by axis")),
     "World(faults)": (lambda: testing.World(2, faults=[3]), T, ("faults=3", "Dies, Garbage or Slow")),
 }

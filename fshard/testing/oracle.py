@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.arguments import wrong
+from ..core.arguments import check_whole, wrong
 from ..core.random import seeded
 from ..core.scalars import double
 from ..core.tree import Spec, Tree, detached, flatten, map, unflatten
@@ -108,15 +108,15 @@ def oracle(
     (tensor(2.), tensor([0.]))
     """
     check_loss(loss_fn)
+    check_whole("oracle: threads", threads, what="a number of threads")
     tx, policy = as_transform(tx), policy_of(policy)
 
     def init(params: Tree, loss_scale: LossScale | None = None, seed: int = 0, extra: Tree = None) -> TrainState:
         whole = _whole(params, frozen, policy)
         values = {path: x.detach().to(whole.precision[path].storage).clone() for path, x in whole.values.items()}
         opt_state = tx.init({path: values[path] for path in whole.trained})
-        scaler = NoLossScale() if loss_scale is None else loss_scale
         step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
-        return TrainState(whole.tree(values), opt_state, scaler, step, rng, extra)
+        return TrainState(whole.tree(values), opt_state, loss_scale or NoLossScale(), step, rng, extra)
 
     def step(state: TrainState, batches: Sequence[Tree], *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         _check_batches(batches)
