@@ -190,9 +190,9 @@ def _tell_threads(source: Source, state: Tree) -> None:
     saved, now = source.index.threads, torch.get_num_threads()
     if saved not in (0, now) and devices == {"cpu"}:
         warnings.warn(
-            f"restore: {source.what} was saved with {saved} thread(s), and torch uses {now} now. On CPUs the bits of "
-            "operators depend on the number, so a run that goes on is not to the bit the one that was saved, with "
-            f"reduction='tree' neither. For the same bits call torch.set_num_threads({saved}) before.",
+            f"restore: {source.what} was saved with {saved} thread(s), and torch uses {now} now. On CPUs the last bits "
+            "of sums depend on the number, so a run that goes on gives others than with the number before, also with "
+            f"reduction='tree'. For the same bits call torch.set_num_threads({saved}) first.",
             stacklevel=3,
         )
 

@@ -145,7 +145,8 @@ def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> Non
     for stale in (target, writing):  # left by an earlier run
         shutil.rmtree(stale, ignore_errors=True)
     writing.mkdir(parents=True)
-    starts = {key: x.data_ptr() % _ALIGN for what, tree in before.items() for key, x in _tensors_of(what, tree).items()}
+    given = {key: leaf for what, x in before.items() for key, leaf in _tensors_of(what, x).items()}
+    starts = {key: leaf.data_ptr() % _ALIGN for key, leaf in given.items() if leaf.layout is torch.strided}
     about: Json = {"format": _FORMAT, "threads": torch.get_num_threads(), "starts": starts, **vars(origin)}
     for name, trees in {"before": before, "after": after}.items():
         tensors = dict[str, Tensor]()
@@ -231,8 +232,8 @@ def _placed(value: object, like: object, start: int) -> object:
     x = value.to(like.device)
     if not start:
         return x
-    memory = x.new_empty(x.numel() + _ALIGN)
-    return memory.as_strided(x.shape, x.stride(), (start - memory.data_ptr()) % _ALIGN // x.itemsize).copy_(x)
+    memory, dense = x.new_empty(x.numel() + _ALIGN), torch.empty_like(x, device="meta")
+    return memory.as_strided(x.shape, dense.stride(), (start - memory.data_ptr()) % _ALIGN // x.itemsize).copy_(x)
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:
