@@ -8,7 +8,8 @@ from .comm.ranks import MismatchError
 from .compiler.jit import jit
 from .compiler.trace import TraceError, eval_shape
 from .core.donation import DonatedError
-from .sharding.grad import Mean, Sum, evaluate, reduce_grads, value_and_grad
+from .core.losses import Mean, Sum
+from .sharding.grad import evaluate, reduce_grads, value_and_grad
 from .sharding.hvp import hvp
 from .sharding.initial import init_params
 from .sharding.plan import Plan

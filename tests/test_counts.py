@@ -1,11 +1,11 @@
-"""Means whose count depends on the parameters: the derivative of the sum of totals over the sum of counts."""
+"""Totals and counts: those that depend on parameters, those in an aux, negative ones, and the dtype of a mean."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.worlds import simulated
+from support.worlds import gloo, simulated
 
 import fshard
 from fshard import tree
@@ -109,3 +109,182 @@ def test_a_count_of_parts_is_an_error(more: dict[str, Any]) -> None:
     """With micro-batches the gradient of such a count would be silently wrong."""
     with pytest.raises(ValueError, match=r"count of its fshard.Mean depends on parameters.* Detach the count"):
         steps(None, jitted=False, **more)
+
+
+HOWS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "jitted": {},
+    "accumulated": {"accumulate": 2},
+    "reduced once": {"accumulate": 2, "reduce_once": True},
+    "tree": {"accumulate": 2, "reduction": "tree"},
+    "in the backward": {"donate": True, "in_backward": True, "clip_norm": 1.0},
+}
+
+
+def rows_of(rank: int, rows: int) -> torch.Tensor:
+    """Different data on every rank."""
+    return torch.randn(rows, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def with_averages(p: Any, x: torch.Tensor) -> Any:
+    """A loss beside means of floats and of integers, sums, and what stays this rank's."""
+    right = x > 0
+    aux = {
+        "right": fshard.Mean(right[:, 0].sum(), len(x)),
+        "most": (fshard.Mean((x[:, 1] * right[:, 0]).sum(), right[:, 0].sum()), fshard.Sum(right.sum())),
+        "half": fshard.Sum(x.sum().bfloat16()),
+        "own": x.shape[0],
+    }
+    return fshard.Mean((x @ p["w"]).square().sum() * p["gate"].sum(), len(x)), aux
+
+
+def rows(how: str, rank: int) -> int:
+    """As many on each rank only where they must be."""
+    return 4 if how == "tree" else 4 + rank
+
+
+def averaged(mesh: Any, how: str) -> Any:
+    """The aux of two steps, and of the functions without a step."""
+    tx, rank = fshard.optim.sgd(0.1), mesh.get_rank()
+    step: Any = fshard.train_step(with_averages, tx, has_aux=True, **HOWS[how])
+    step = fshard.jit(step, backend="eager") if how == "jitted" else step
+    sharded = fshard.shard_params(parameters(), fshard.make_plan(parameters(), mesh, units=["gate"]))
+    x = rows_of(rank, rows(how, rank))
+    found = [fshard.value_and_grad(with_averages, has_aux=True)(sharded, x)[0][1]]
+    found.append(fshard.evaluate(with_averages, has_aux=True)(sharded, x)[1])
+    state = fshard.init_state(sharded, tx)
+    for _ in range(2):
+        state, metrics = step(state, x)
+        aux = metrics["aux"]
+        found += aux if isinstance(aux, list) else [aux]
+    return found
+
+
+def check_averaged(of_ranks: Any, how: str) -> None:
+    """Each rank has what all data say, whatever rank and micro-batch they were on."""
+    x = torch.cat([rows_of(rank, rows(how, rank)) for rank in range(len(of_ranks))])
+    right = x > 0
+    most = (x[:, 1] * right[:, 0]).sum() / right[:, 0].sum(), right.sum().double()
+    parts = [rows_of(rank, rows(how, rank)) for rank in range(len(of_ranks))]
+    for rank, found in enumerate(of_ranks):
+        for aux in found:
+            torch.testing.assert_close((aux["right"], aux["most"]), (right[:, 0].double().mean(), most))
+            assert aux["half"].dtype == torch.float32
+            torch.testing.assert_close(aux["half"].double(), x.sum(), rtol=0.05, atol=0.05)
+        assert {aux["own"] for aux in found} <= {len(parts[rank]), *range(1, 4)}
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_means_and_sums_in_an_aux_are_over_all_ranks(how: str) -> None:
+    """An accuracy would be one rank's, or a mean of means."""
+    check_averaged(simulated(averaged, how, shard=2), how)
+
+
+def test_means_in_an_aux_in_processes() -> None:
+    """The same over gloo."""
+    check_averaged(gloo(averaged, "accumulated", shard=2), "accumulated")
+
+
+def kinds_of_calls(mesh: Any) -> list[str]:
+    """The collectives of a step with averages in its aux, and without."""
+    found = []
+    for loss, has_aux in ((with_averages, True), (lambda p, x: with_averages(p, x)[0], False)):
+        step = fshard.train_step(loss, fshard.optim.sgd(0.1), has_aux=has_aux)
+        sharded = fshard.shard_params(parameters(), fshard.make_plan(parameters(), mesh, units=["gate"]))
+        state = fshard.init_state(sharded, fshard.optim.sgd(0.1))
+        lowered = fshard.jit(step).lower(state, rows_of(mesh.get_rank(), 4))
+        found.append([row.kind for row in lowered.collectives()])
+    return found
+
+
+def test_averages_take_no_collective_of_their_own() -> None:
+    """Every average would cost a message more."""
+    for with_them, without in simulated(kinds_of_calls, shard=2):
+        assert with_them == without
+
+
+@pytest.mark.parametrize(
+    ("aux", "words"),
+    [
+        ({"a": fshard.Mean(torch.ones(2), 1)}, r"aux leaf 'a': the total of a Mean or Sum: expected a real 0-d"),
+        ({"a": [fshard.Mean(torch.ones(()), -1)]}, r"aux leaf 'a.0': the count of a Mean: .* not negative, got -1"),
+    ],
+)
+def test_what_is_no_average(aux: Any, words: str) -> None:
+    """A wrong average would fail deep in a collective, or be summed silently."""
+    with pytest.raises(ValueError, match=words):
+        fshard.value_and_grad(lambda p: (p["w"].sum(), aux), has_aux=True)(fshard.shard_params(parameters(), PLAN))
+
+
+def test_micro_batches_with_other_averages() -> None:
+    """The averages of one micro-batch would be added to others of the next."""
+    calls: list[int] = []
+
+    def loss(p: Any, x: torch.Tensor) -> Any:
+        calls.append(len(x))
+        return (x @ p["w"]).sum(), [fshard.Sum(x.sum())] * len(calls)
+
+    step = fshard.train_step(loss, fshard.optim.sgd(0.1), has_aux=True, accumulate=2)
+    with pytest.raises(ValueError, match="aux must have as many Means and Sums in every micro-batch"):
+        step(fshard.init_state(fshard.shard_params(parameters(), PLAN), fshard.optim.sgd(0.1)), rows_of(0, 4))
+
+
+PLAN = fshard.make_plan(parameters())
+
+
+@pytest.mark.parametrize("how", ["eager", "jitted", "accumulated", "tree"])
+def test_a_negative_count_does_not_train_uphill(how: str) -> None:
+    """A count of the wrong sign, or one of several, would turn the gradient around."""
+
+    def loss(p: Any, x: torch.Tensor) -> fshard.Mean:
+        return fshard.Mean((x @ p["w"]).sum() + p["gate"].sum(), torch.where(x[0, 0] == x[0, 0], -1, 1) * len(x))
+
+    def of_number(p: Any, x: torch.Tensor) -> fshard.Mean:
+        return fshard.Mean((x @ p["w"]).sum(), -4)
+
+    tx = fshard.optim.sgd(0.1)
+    step: Any = fshard.train_step(loss, tx, **HOWS[how])
+    step = fshard.jit(step, backend="eager") if how == "jitted" else step
+    state = fshard.init_state(fshard.shard_params(parameters(), PLAN), tx, fshard.StaticLossScale(1.0))
+    new, metrics = step(state, rows_of(0, 4))
+    assert metrics["loss"].isnan()
+    assert metrics["found_inf"] == 1
+    torch.testing.assert_close(fshard.gather_params(new.params), parameters(), rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"expected a number that is not negative, got -4: training would go uphill"):
+        fshard.evaluate(of_number)(state.params, rows_of(0, 4))
+
+
+def half_loss(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """A total in the dtype of computation: 257 is none in bfloat16, and 1e5 none in float16."""
+    return fshard.Mean(p["w"].float().sum() * (257 * 512) + 0 * x.sum(), torch.tensor(257.0))
+
+
+@pytest.mark.parametrize("make", ["step", "value_and_grad", "evaluate"])
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [("compute=bf16", torch.float32), ("compute=f16,output=f16", torch.float16), ("output=bf16", torch.bfloat16)],
+)
+def test_a_policy_rounds_no_total(make: str, policy: str, dtype: torch.dtype) -> None:
+    """A loss would be rounded, or overflow, before it is divided, and be logged with three digits."""
+    whole, x = {"w": torch.ones(1)}, torch.ones(1)
+    sharded = fshard.shard_params(whole, fshard.make_plan(whole, policy=policy))
+    tx = fshard.optim.sgd(0.0)
+    loss = {
+        "step": lambda: fshard.train_step(half_loss, tx)(fshard.init_state(sharded, tx), x)[1]["loss"],
+        "value_and_grad": lambda: fshard.value_and_grad(half_loss)(sharded, x)[0],
+        "evaluate": lambda: fshard.evaluate(half_loss)(sharded, x),
+    }[make]()
+    assert (loss.dtype, loss) == (dtype, 512)
+
+
+def test_a_loss_in_half_precision_is_averaged_in_float32() -> None:
+    """The mean of ranks' losses would be rounded to bfloat16 once more."""
+
+    def one_rank(mesh: Any) -> torch.Tensor:
+        whole = {"w": torch.ones(1, dtype=torch.bfloat16)}
+        sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh))
+        return fshard.evaluate(lambda p, x: (p["w"] * x).sum())(sharded, x_of[mesh.get_rank()])
+
+    x_of = [torch.tensor([256.0], dtype=torch.bfloat16), torch.tensor([258.0], dtype=torch.bfloat16)]
+    for loss in fshard.testing.simulate(one_rank, shard=2):
+        assert (loss.dtype, loss.item()) == (torch.float32, 257.0)

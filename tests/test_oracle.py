@@ -50,7 +50,7 @@ def noisy(params: Any, batch: Any) -> Any:
     """Dropout; the mask is handed out."""
     kept = torch.nn.functional.dropout(torch.ones(8, dtype=torch.float64), 0.5)
     out = mean_loss(params, batch)
-    return fshard.Mean(out.total * kept.mean(), out.count), kept
+    return fshard.Mean(out.total * kept.mean(), out.count), [kept, fshard.Mean(kept.sum(), 8), fshard.Sum(out.count)]
 
 
 LABELS = {"blocks": "b", "**": "r"}

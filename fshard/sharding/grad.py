@@ -1,10 +1,9 @@
-"""Losses of sharded parameters: what a loss function may return, its value, and its gradients."""
+"""Losses of sharded parameters: their values, and their gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -16,8 +15,19 @@ from ..comm.mesh import AnyMesh, Axes, num_ranks
 from ..comm.ranks import MismatchError, Pending
 from ..comm.reduction import Reduction, is_idle, reduction_of
 from ..core import func_levels, tree
-from ..core.arguments import check_flags, check_function, is_number, shown
-from ..core.scalars import Number, on_device
+from ..core.arguments import check_flags, check_function
+from ..core.losses import (
+    Mean,
+    Outcome,
+    Sum,
+    averages,
+    check_averages,
+    described,
+    is_loss,
+    local_sums,
+    read_loss,
+    value_dtype,
+)
 from ..core.tree import Tree
 from ..layout.pieces import Unreduced
 from . import anchors, offload
@@ -25,78 +35,6 @@ from .gradients import Gradients, settle
 from .plan import Plan
 from .sharded import Sharded, local_numel, whole_view
 from .tape import Tape
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A loss that is a mean: the sum of all totals over the sum of all counts, across ranks and micro-batches.
-
-    `total` is a 0-d tensor, `count` a number or a 0-d tensor (of tokens, say). A rank or a micro-batch may have a count
-    of 0; where all have, loss and gradients are NaN (0 / 0), and a loss scaler skips the update. A count that depends
-    on the parameters is differentiated as well; with micro-batches, or slices, that is a ValueError.
-
-    >>> value_and_grad(lambda w: Mean((w * 3).sum(), 2))(shard_of(torch.ones(2)))[0]
-    tensor(3.)
-    """
-
-    total: Tensor
-    count: Number
-
-
-@dataclass(frozen=True)
-class Sum:
-    """A loss that is a sum: of all totals, across ranks and micro-batches.
-
-    >>> value_and_grad(lambda w: Sum((w * 3).sum()))(shard_of(torch.ones(2)))[0]
-    tensor(6.)
-    """
-
-    total: Tensor
-
-
-# as nodes of a tree: `Policy.cast` casts the totals that a loss function returns
-tree.register_fields(Mean, ("total", "count"))
-tree.register_fields(Sum, ("total",))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of one forward: the loss's total and count over all ranks (0-d, float64), its class and dtype.
-
-    `sums` gives both. Its first call waits for the other ranks; `weight` is the count where it is known before, which
-    is so for all losses but a `Mean`.
-    """
-
-    sums: Callable[[], Sequence[Tensor]]
-    weight: Tensor | None
-    kind: type  # Mean, Sum, or Tensor for a plain scalar
-    dtype: torch.dtype
-    extra: Tree
-    aux: Tree
-
-    @property
-    def total(self) -> Tensor:
-        """The sum of all ranks' totals."""
-        return self.sums()[0]
-
-    @property
-    def count(self) -> Tensor:
-        """The sum of all ranks' counts."""
-        return self.sums()[1] if self.weight is None else self.weight
-
-    @property
-    def divisor(self) -> Tensor:
-        """What the total is divided by: the count, NaN if that is 0, so that the loss is NaN; 1 for a Sum."""
-        return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, torch.nan, self.count)
-
-    def shared(self, num: int) -> Tensor:
-        """The divisor of each of `num` micro-batches that count as much as this one; a count of 0 is taken for 1."""
-        return torch.ones_like(self.count) if self.kind is Sum else torch.where(self.count == 0, 1.0, self.count) * num
-
-    @property
-    def value(self) -> Tensor:
-        """The loss over all ranks, in the dtype that the loss function returned."""
-        return (self.total / self.divisor).to(self.dtype)
 
 
 def _returned(out: Tree, has_aux: bool, with_extra: bool) -> tuple[Tree, Tree, Tree]:
@@ -108,32 +46,6 @@ def _returned(out: Tree, has_aux: bool, with_extra: bool) -> tuple[Tree, Tree, T
         raise ValueError(f"the loss function: expected ({', '.join(names)}), as {asked} says, got {got}")
     by_name = dict(zip(names, out if len(names) > 1 else [out], strict=True))
     return by_name["loss"], by_name.get("extra"), by_name.get("aux")
-
-
-def read_loss(loss: Tree) -> tuple[Mean | Sum, type]:
-    """Return a loss as a Mean or Sum, and its class: Mean, Sum, or Tensor for a plain scalar.
-
-    Raises ValueError for a total or a count that is not a 0-d tensor.
-    """
-    kind = type(loss) if isinstance(loss, Mean | Sum) else Tensor
-    loss = Mean(loss, 1) if kind is Tensor else loss
-    total, count = loss.total, loss.count if kind is not Sum else 1
-    if not is_number(count) and not (isinstance(count, Tensor) and not count.dim() and not count.is_complex()):
-        raise ValueError(
-            f"the loss function: the count of a Mean: expected a number or a 0-d tensor, got {shown(count)}"
-        )
-    if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point():
-        got = f"a {total.dtype} tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else repr(total)
-        raise ValueError(
-            f"the loss function: expected a 0-d floating tensor (or fshard.Mean or Sum of one), got {got}. Sum it, and "
-            "return fshard.Mean(losses.sum(), losses.numel()) for a mean."
-        )
-    return loss, kind
-
-
-def described(kind: type, built: str) -> str:
-    """Return the text that ranks compare with the loss's collective: the class of the loss, and a step's options."""
-    return f", loss={'a scalar' if kind is Tensor else kind.__name__}{built}"
 
 
 class _Returned(NamedTuple):
@@ -151,25 +63,24 @@ def _local(loss: Mean | Sum) -> list[Tensor]:
     return [loss.total, count] if isinstance(count, Tensor) and count.requires_grad else [loss.total]
 
 
-def _start_sums(loss: Mean | Sum, kind: type, mesh: AnyMesh, built: str = "") -> Pending:
-    """Start the small collective that sums the totals and counts (2,) of all ranks.
+def _start_sums(returned: _Returned, mesh: AnyMesh, built: str = "") -> Pending:
+    """Start the small collective that sums the totals and counts of all ranks: (2,), and 2 more for each in aux.
 
     With several axes those before the last have ended.
     """
-    count = loss.count if isinstance(loss, Mean) else 1
-    # float64, in which a count of tokens is exact and a sum over ranks rounds far below the loss's own dtype
-    total = loss.total.detach().double()
-    detached_count = count.detach() if isinstance(count, Tensor) else count
-    local = torch.stack([total, on_device(detached_count, total.device)])  # (2,)
-    return primitives.start_total(local, mesh, label="loss", more=described(kind, built))
+    loss, kind, _, aux = returned
+    local = torch.stack(local_sums([loss, *averages(aux)], loss.total.device))
+    return primitives.start_total(local, mesh, label="loss", more=described(kind, aux, built))
 
 
-def _outcome(returned: _Returned, sums: Pending, mesh: AnyMesh) -> Outcome:
+def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> Outcome:
     """The outcome of a forward whose sums over ranks were started."""
     loss, kind, extra, aux = returned
+    output = plan.policy.output if isinstance(plan.policy.output, torch.dtype) else None
     # every rank's loss that is no Mean counts 1
     weight = None if kind is Mean else loss.total.new_full((), num_ranks(mesh), dtype=torch.float64)
-    return Outcome(cache(lambda: sums.wait().unbind()), weight, kind, loss.total.dtype, extra, aux)
+    dtype = value_dtype(loss.total, output)
+    return Outcome(cache(lambda: sums.wait().unbind()), weight, kind, dtype, extra, aux, output)
 
 
 def _called(
@@ -186,9 +97,11 @@ def _called(
         views = (other_view for _, other_view in others)  # in the order of `args`, as the tape was made
         arguments = [next(views) if isinstance(x, Sharded) else x for x in tree.tops(args, Sharded)]
         loss, extra, aux = _returned(loss_fn(view, *tree.put_tops(args, Sharded, arguments)), has_aux, with_extra)
-        loss, aux = params.plan.policy.cast((loss, aux), "output")
         if not (has_aux or with_extra):
             return _Returned(*read_loss(loss), None, None)
+        check_averages(aux)
+        # totals are cast when they are summed
+        aux = tree.map_tops(lambda x: x if is_loss(x) else params.plan.policy.cast(x, "output"), is_loss, aux)
         inputs_read = [params, *(sharded for sharded, _ in others)]
         # an extra that contains the view of a `Sharded` means the `Sharded`: the view ends with the tape
         sharded_of = {id(other_view): sharded for sharded, other_view in others}
@@ -247,10 +160,10 @@ def run(
             returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
         mesh = None if alone else params.plan.live_mesh()
         # before `tape.end` starts the first gather of the backward, behind which this small collective would queue
-        sums = _start_sums(returned.loss, returned.kind, mesh, built)
+        sums = _start_sums(returned, mesh, built)
         with _dropped_on_error(sums):
             tape.end()
-            outs, outcome = _local(returned.loss), _outcome(returned, sums, mesh)
+            outs, outcome = _local(returned.loss), _outcome(returned, sums, params.plan, mesh)
             del returned
             _check_differentiable(outs, whole)
             seed = scale(divisor(outcome).reciprocal())  # 0-d, the gradient of the scaled loss in the total
@@ -382,7 +295,7 @@ def value_and_grad(
         into = Gradients(None, grads) if alone else Gradients(grads, by=by)
         outcome = run(loss_fn, params, inputs(plan, args), into, has_aux=has_aux)
         gradients = grads() if reduce else Unreduced(grads())
-        return ((outcome.value, outcome.aux) if has_aux else outcome.value), gradients
+        return ((outcome.value, outcome.metrics) if has_aux else outcome.value), gradients
 
     return fn
 
@@ -405,9 +318,8 @@ def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..
             tape.end()
         finally:
             tape.close()
-        sums = _start_sums(returned.loss, returned.kind, plan.live_mesh())
-        outcome = _outcome(returned, sums, plan.live_mesh())
-        return (outcome.value, outcome.aux) if has_aux else outcome.value
+        outcome = _outcome(returned, _start_sums(returned, plan.live_mesh()), plan, plan.live_mesh())
+        return (outcome.value, outcome.metrics) if has_aux else outcome.value
 
     return fn
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.autograd.forward_ad import make_dual
 
 from ..core import func_levels, tree
+from ..core.losses import Mean, Sum, read_loss
 from ..core.scalars import Number
 from ..core.tree import Tree
 from .elementary import Elementary
-from .grad import Mean, Sum, check_loss, check_sharded, inputs, later_grads, read_loss, run
+from .grad import check_loss, check_sharded, inputs, later_grads, run
 from .gradients import Gradients
 from .saved import SavedTensor
 from .schedule import schedule

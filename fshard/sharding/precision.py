@@ -31,7 +31,8 @@ class Policy:
     - `compute`: the dtype a leaf is gathered and computed in: the shard is cast, then gathered. By default `storage`.
     - `reduce`: the dtype a leaf's gradient is sent in (sums are taken in float32 at least). By default `compute`.
     - `grads`: the dtype of reduced gradients until the update. By default `storage`.
-    - `output`: the dtype that floating tensors returned by a loss function are cast to; by default they stay.
+    - `output`: the dtype of the loss over all ranks, and of floating tensors in an aux. Totals and counts are not cast.
+      By default a loss has float32 at least, and an aux stays.
     - `buffers`: the dtype that `policy.cast(buffers, "buffers")` casts to (running statistics, say).
     - `cast_inputs`: whether floating tensors among a loss function's arguments are cast to `compute`.
     - `overrides`: other dtypes for some leaves: pairs of a pattern, several patterns, or a predicate `(path, subtree)

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.arguments import check_whole, wrong
+from ..core.losses import Mean, Sum, averages, is_loss, local_sums, put_averages, value_dtype
 from ..core.random import seeded
 from ..core.scalars import double
-from ..core.tree import Spec, Tree, detached, flatten, map, unflatten
+from ..core.tree import Spec, Tree, detached, flatten, map, map_tops, unflatten
 from ..layout.layout import Leaf
 from ..optim.base import FoundInf, Label, Transform, any_found, as_transform, clip_factor
 from ..optim.labels import Labels, label_of
 from ..optim.state import gather_state
 from ..sharding.access import loss_of
-from ..sharding.grad import Mean, Sum, check_loss
+from ..sharding.grad import check_loss
 from ..sharding.leaves import first_places
 from ..sharding.precision import Policy, Precision, policy_of, precisions
 from ..sharding.sharded import gather_params
@@ -146,9 +147,9 @@ def oracle(
         new, opt_state = tx.step(grads, state.opt_state, trained, skip)
         params, scaler = whole.tree({**whole.values, **new}), state.loss_scale.adjust(found_inf)
         any_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
-        metrics: dict[str, Tree] = {"loss": loss.to(outs[0][0].total.dtype), "grad_norm": norm, "found_inf": any_inf}
+        metrics: dict[str, Tree] = {"loss": loss.to(_dtype(outs, policy)), "grad_norm": norm, "found_inf": any_inf}
         if has_aux:
-            metrics["aux"] = [[out.aux for out in row] if accumulate > 1 else row[0].aux for row in outs]
+            metrics["aux"] = _auxes(outs, policy)
         skipped = skip is not None and bool(any_found(skip))
         extra = [row[-1].extra for row in outs] if with_extra and not skipped else state.extra
         return TrainState(params, opt_state, scaler, state.step + 1, state.rng, extra), metrics
@@ -186,11 +187,23 @@ def _forward(
         out, (has_aux, with_extra) = loss_fn(whole.tree(live), *loss_args), returns
     loss, *more = out if has_aux or with_extra else (out,)  # (loss, extra, aux)
     extra = detached(more.pop(0)) if with_extra else None
-    loss, aux = policy.cast((loss, more[0] if has_aux else None), "output")
+    aux = map_tops(lambda x: x if is_loss(x) else policy.cast(x, "output"), is_loss, more[0] if has_aux else None)
     if isinstance(loss, Mean):
         return _Out(loss.total, double(loss.count), Mean, live, extra, aux)
     weight = torch.tensor(1.0, dtype=torch.float64, device="cpu")
     return _Out(loss.total if isinstance(loss, Sum) else loss, weight, type(loss), live, extra, aux)
+
+
+def _dtype(outs: Sequence[Sequence[_Out]], policy: Policy) -> torch.dtype:
+    return value_dtype(outs[0][0].total, policy.output)
+
+
+def _auxes(outs: Sequence[Sequence[_Out]], policy: Policy) -> list[Tree]:
+    """Return the aux of each rank, a list if there are several micro-batches; averages are over all of them."""
+    rows = [local_sums(averages(out.aux), torch.device("cpu")) for row in outs for out in row]
+    sums = [torch.stack(column).sum() for column in zip(*rows, strict=True)]
+    auxes = [[out.aux for out in row] if len(row) > 1 else row[0].aux for row in outs]
+    return [put_averages(aux, sums, policy.output) for aux in auxes]
 
 
 def _loss(outs: Sequence[Sequence[_Out]]) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..comm import consensus
 from ..comm.mesh import AnyMesh, mesh_device
+from ..core.losses import Mean, Sum
 from ..core.random import seeded
 from ..core.scalars import double
 from ..core.tree import Tree
-from ..sharding.grad import Mean, Sum, value_and_grad
+from ..sharding.grad import value_and_grad
 from ..sharding.sharded import Sharded
 from ..train.step import TrainState
 from .compare import Place, gap, places

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.lazy import Branch
+from ..core.losses import Mean, Sum
 from ..optim import base, labels, matrix, optimizers, schedules
 from ..optim.transforms import chain, every_k
-from ..sharding.grad import Mean, Sum
 from ..sharding.leaves import first_places
 from ..sharding.precision import Policy
 

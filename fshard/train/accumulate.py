@@ -14,12 +14,13 @@ from ..comm.mesh import Axes, coordinate
 from ..comm.reduction import Reduction, TreeSums, is_idle
 from ..core import tree
 from ..core.arguments import wrong
+from ..core.losses import Outcome, averages
 from ..core.random import seeded
 from ..core.tree import Tree
 from ..layout.pieces import device_of
 from ..optim.labels import Labels
 from ..sharding import reducing
-from ..sharding.grad import Outcome, inputs, later_grads, run
+from ..sharding.grad import inputs, later_grads, run
 from ..sharding.gradients import Gradients, settle
 from ..sharding.partitions import axes_of
 from ..sharding.plan import Plan
@@ -181,12 +182,11 @@ def _form(leaf: object) -> str:
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
     """The outcome of several micro-batches together: totals and counts summed, the last extra, a list of every aux."""
-    total = torch.stack([outcome.total for outcome in outcomes]).sum()  # (micro-batches,) -> ()
-    count = torch.stack([outcome.count for outcome in outcomes]).sum()
     first, last = outcomes[0], outcomes[-1]
-    return Outcome(
-        lambda: (total, count), None, first.kind, first.dtype, last.extra, [outcome.aux for outcome in outcomes]
-    )
+    if len({len(averages(outcome.aux)) for outcome in outcomes}) > 1:
+        raise ValueError("the loss function: aux must have as many Means and Sums in every micro-batch")
+    sums = [torch.stack(each).sum() for each in zip(*(outcome.sums() for outcome in outcomes), strict=True)]
+    return replace(first, sums=lambda: sums, weight=None, extra=last.extra, aux=[outcome.aux for outcome in outcomes])
 
 
 def check_reduce_once(reduce_once: object, by: Reduction) -> None:

@@ -22,6 +22,7 @@ from ..comm.mesh import coordinate
 from ..comm.ranks import Pending
 from ..comm.reduction import Reduction, TreeSums
 from ..core import tree
+from ..core.losses import Outcome
 from ..core.scalars import beside, wide
 from ..core.tree import Tree
 from ..layout.layout import Layout
@@ -29,7 +30,7 @@ from ..layout.norms import square_sum
 from ..layout.pieces import Parts, Views
 from ..optim.base import Label, Transform, clip_factor
 from ..optim.labels import LabelState
-from ..sharding.grad import Outcome, apart
+from ..sharding.grad import apart
 from ..sharding.gradients import Gradients
 from ..sharding.handing import Sums, Take
 from ..sharding.sharded import Sharded, refine

@@ -30,9 +30,10 @@ from ..comm import primitives
 from ..comm.mesh import num_ranks
 from ..comm.reduction import TREE, reduce_over, tree_sum
 from ..core import tree
+from ..core.losses import Outcome, described
 from ..core.tracing import copied
 from ..core.tree import Tree
-from ..sharding.grad import Outcome, described, later_grads, reduce_all
+from ..sharding.grad import later_grads, reduce_all
 from ..sharding.plan import Plan
 from ..sharding.sharded import Sharded
 from .accumulate import Recipe, StepGradients, joined, rank_of, run_each, summed_locally
@@ -98,7 +99,7 @@ def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Pla
     Where none does, n ranks have equal rows exactly if n times the sum of squares is the square of the sum.
     """
     count = outcome.shared(1) if rank == 0 else torch.zeros_like(outcome.count)
-    words = f"{described(outcome.kind, recipe.built)}, rows={rows}"
+    words = f"{described(outcome.kind, outcome.aux, recipe.built)}, rows={rows}"
     words += f", threads={torch.get_num_threads()}" * (outcome.count.device.type == "cpu")  # a GPU's bits are its own
     words += " (reduction='tree': as many on every rank)"
     sent = torch.stack([count, count.new_full((), rows), count.new_full((), rows**2)])
@@ -118,9 +119,9 @@ def _add_to_counter(counter: list[Sharded], number: int, grads: Sharded) -> None
 
 def _over_ranks(outcomes: Sequence[Outcome], plan: Plan) -> Outcome:
     """The outcome of all slices of all ranks, summed in the tree's order; aux is this rank's."""
-    pair = tree_sum([torch.stack([outcome.total, outcome.count]) for outcome in outcomes])  # (2,)
+    local = tree_sum([torch.stack([*outcome.sums()]) for outcome in outcomes])  # (2,), and 2 for each average in aux
     axes = plan.rest(())
-    sums = reduce_over(pair, plan.live_mesh(), (), axes, "loss", None, TREE).wait().unbind()
+    sums = reduce_over(local, plan.live_mesh(), (), axes, "loss", None, TREE).wait().unbind()
     return replace(
         outcomes[0], sums=lambda: sums, weight=None, aux=[aux for outcome in outcomes for aux in outcome.aux]
     )

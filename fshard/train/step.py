@@ -193,7 +193,8 @@ def train_step(
     What the loss takes and returns:
 
     - `has_aux`: it returns `(loss, aux)`; `metrics["aux"]` is this rank's aux (a list with one for each micro-batch if
-      there are several).
+      there are several). In place of each `Mean` and `Sum` in it is the value over all ranks and micro-batches, as of
+      the loss, from the loss's own collective.
     - `with_extra`: it is `loss_fn(params, extra, batch, *args) -> (loss, extra)`, or `(loss, extra, aux)`.
       `state.extra` goes from micro-batch to micro-batch, detached, and into the new state, and keeps structure, shapes
       and dtypes (ValueError). It is each rank's own, unless the loss makes it equal. A skipped update keeps the old
@@ -248,7 +249,7 @@ def train_step(
         new_state, outcome, norm, found_inf = make(recipe, transform, state, batch, args)
         metrics: dict[str, Tree] = {"loss": outcome.value, "grad_norm": norm, "found_inf": found_inf}
         if has_aux:
-            metrics["aux"] = outcome.aux
+            metrics["aux"] = outcome.metrics
         if donate:
             state.give_away()
         return new_state, metrics
