@@ -10,6 +10,7 @@ import optree
 import pytest
 import torch
 import torch.utils._pytree as pytree
+import torchopt
 from support.models import TREES, WORLDS, Linear, Norm, Pair, counting, reads_alike, same_bits
 from support.worlds import simulated
 
@@ -100,6 +101,90 @@ def test_sharded_and_lazy_trees_read_like_plain_ones(name, units):
 
     for shard in (1, 3):
         simulated(run, shard=shard)
+
+
+LIBRARIES = {
+    "fshard": tree.map,
+    "optree": optree.tree_map,
+    "torch": pytree.tree_map,
+    "torchopt": torchopt.pytree.tree_map,
+}
+
+
+def two_inner_steps(tree_map: Any, params: Any, plain: Any = lambda x: x) -> tuple[torch.Tensor, Any]:
+    """A loss after two steps by its own gradients, with torch.func and with autograd, and where they led."""
+
+    def inner(p: Any) -> torch.Tensor:
+        return sum((x.double() ** 3).sum() for x in tree.leaves(p))  # type: ignore[return-value]
+
+    fast = tree_map(lambda p, g: p - 0.01 * g, params, plain(torch.func.grad(inner)(params)))
+    leaves, spec = tree.flatten(fast)
+    grads = tree.unflatten(spec, torch.autograd.grad(inner(fast), leaves, create_graph=True))
+    fast = tree_map(lambda p, g: p - 0.01 * g, fast, grads)
+    return inner(tree_map(torch.add, plain(params), fast) if plain is fshard.gather_params else fast), fast
+
+
+KINDS: dict[str, Any] = {
+    **{name: TREES[name] for name in ("order", "integer_keys", "nested", "tuples", "named", "ordered", "tied")},
+    "classes": lambda: [Norm(counting(3, 4), [counting(3)]), {"n": Norm(counting(5), counting())}],
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", KINDS)
+def test_an_inner_step_maps_parameters_with_their_gradients(name, library):
+    """The step of MAML would need `gather_params`, a trap for programs written for one device."""
+    if name == "classes" and library in ("optree", "torchopt"):
+        pytest.skip("a dataclass that torch alone knows is a leaf to these")
+    whole = tree.map(torch.Tensor.double, KINDS[name]())
+    origins = {id(x): x.clone().requires_grad_() for x in tree.leaves(whole)}
+    value, where = two_inner_steps(LIBRARIES[library], tree.map(lambda x: origins[id(x)], whole))
+    expected = tree.map(lambda x: torch.autograd.grad(value, origins[id(x)], retain_graph=True)[0], whole)
+
+    def run(mesh: Any) -> None:
+        for units in ("**", 5):
+            sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=units))
+            make = fshard.value_and_grad(lambda p: two_inner_steps(LIBRARIES[library], p), has_aux=True)
+            (loss, aux), grads = make(sharded)
+            assert tree.flatten(aux)[1] == tree.flatten(whole)[1]
+            assert optree.tree_structure(aux) == optree.tree_structure(whole)
+            torch.testing.assert_close(tree.leaves([loss, aux]), tree.leaves([value, where]))
+            torch.testing.assert_close(tree.leaves(fshard.gather_params(grads)), tree.leaves(expected))
+
+    simulated(run, shard=2)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "tied"])
+def test_lazy_and_plain_trees_map_together(name):
+    """A velocity or a mask that is written down would not fit the parameters in a loss."""
+    whole = tree.map(torch.Tensor.double, KINDS[name]())
+    plain = tree.map(lambda x: x.clone().requires_grad_(), whole)
+    value, _ = two_inner_steps(tree.map, plain, fshard.gather_params)
+    expected = torch.autograd.grad(value, tree.leaves(plain))
+
+    def loss(p: Any) -> torch.Tensor:
+        assert isinstance(p, type(whole))
+        with pytest.raises(ValueError):  # noqa: PT011
+            tree.map(torch.add, p, [whole, whole])
+        return two_inner_steps(tree.map, p, fshard.gather_params)[0]
+
+    _, grads = fshard.value_and_grad(loss)(fshard.shard_params(whole, fshard.make_plan(whole, units="**")))
+    torch.testing.assert_close(tree.leaves(fshard.gather_params(grads)), list(expected))
+
+
+def test_a_module_is_called_with_parameters_of_a_loss():
+    """`functional_call` asks for a dict: parameters in units, and what a transform makes of them, are none."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)).double()
+    whole = {name: x.detach() for name, x in module.named_parameters()}
+
+    def loss(p: Any) -> torch.Tensor:
+        def call(p: Any) -> torch.Tensor:
+            return torch.func.functional_call(module, p, torch.ones(2).double()).square().sum()
+
+        return call(tree.map(torch.sub, p, torch.func.grad(call)(p)))
+
+    sharded = fshard.shard_params(whole, fshard.make_plan(whole, units="**"))
+    torch.testing.assert_close(fshard.evaluate(loss)(sharded), loss(whole).detach())
 
 
 def subtrees(part: Any) -> list[Any]:

@@ -8,6 +8,7 @@ Note [Order of use]
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, TypeVar
@@ -71,13 +72,19 @@ def leaves(tree: Tree) -> list[Tree]:
 
 def flatten_up_to(spec: Spec, tree: Tree) -> list[Tree]:
     """Return the subtrees of `tree` at the leaves of a structure; ValueError if they do not fit."""
-    return spec.flatten_up_to(tree)
+    try:
+        return spec.flatten_up_to(tree)
+    except ValueError:
+        whole = unflatten(spec, range(spec.num_leaves))
+        if not nodes([whole, tree], StandIn):
+            raise
+    return structure_above(plain(whole), int).flatten_up_to(plain(tree))
 
 
 def map(fn: Callable[..., Tree], tree: Tree, *rest: Tree) -> Tree:
     """Apply `fn` to the leaves of `tree`, and to the subtrees of `rest` at the same places."""
     first, spec = flatten(tree)
-    others = [spec.flatten_up_to(other) for other in rest]
+    others = [flatten_up_to(spec, other) for other in rest]
     return unflatten(spec, [fn(*args) for args in zip(first, *others, strict=True)])
 
 
@@ -136,6 +143,49 @@ def register(
     pytree.register_pytree_node(
         cls, lambda x: _listed(flatten(x)), lambda children, metadata: unflatten(metadata, children)
     )
+
+
+class StandIn:
+    """A node that stands for a container, and makes its children when they are read."""
+
+    @abstractmethod
+    def filled(self) -> Tree:
+        """Return the container with its children."""
+
+
+def plain(tree: Tree) -> Tree:
+    """Return the tree with containers in place of all nodes that stand for one, at every depth."""
+    return map_tops(lambda x: plain(x.filled()) if isinstance(x, StandIn) else x, StandIn, tree)
+
+
+def one_level(tree: Tree, namespace: str = _NAMESPACE) -> tuple[list[Tree], Spec]:
+    """Return the children of a node, and its structure without theirs."""
+    return optree.tree_flatten(tree, is_leaf=lambda x: x is not tree, namespace=namespace)
+
+
+def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
+    """Register a class of nodes that stand for containers; `of(container)` is one that has its children already.
+
+    What a library maps is of the class that it was given, so that it maps it again with such a node. Children come in
+    the order in which each library has those of the container itself: optree sorts keys (Note [Order of use]).
+    """
+
+    def flatten_in(namespace: str) -> Callable[[Tree], tuple[list[Tree], Metadata, tuple[Hashable, ...] | None]]:
+        def flatten(x: Tree) -> tuple[list[Tree], Metadata, tuple[Hashable, ...] | None]:
+            leaves, spec = one_level(x.filled(), namespace)
+            return leaves, spec, None if spec.is_leaf() else tuple(names(spec))
+
+        return flatten
+
+    def unflatten_in(spec: Any, children: Iterable[Tree]) -> Tree:
+        return of(optree.tree_unflatten(spec, children))
+
+    ordered = flatten_in(_NAMESPACE)
+    pytree.register_pytree_node(cls, lambda x: ordered(x)[:2], lambda children, spec: unflatten_in(spec, children))
+    optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # torch's, in which children have no names
+    optree.register_pytree_node(cls, ordered, unflatten_in, namespace=_NAMESPACE)
+    everywhere = optree.registry.__GLOBAL_NAMESPACE
+    optree.register_pytree_node(cls, flatten_in(""), unflatten_in, namespace=everywhere)
 
 
 def _listed(flat: tuple[Sequence[Tree], Metadata]) -> tuple[list[Tree], Metadata]:

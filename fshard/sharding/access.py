@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
@@ -17,7 +17,6 @@ from ..core.lazy import Branch, Container
 from ..core.tree import Tree
 from .plan import Plan
 from .precision import Policy
-from .sharded import gather_params
 
 # The policy and the mesh of the loss that runs, for what a loss calls with parameters that it has gathered itself.
 _LOSS: ContextVar[tuple[Policy, AnyMesh]] = ContextVar("fshard.sharding.access", default=(Policy(), None))
@@ -53,32 +52,73 @@ class Gathers(Protocol):
         """Start the gathers of the units whose names fit the patterns."""
 
 
-class Lazy(Branch):
-    """A container of a loss's parameters: touching a unit in it gathers the unit."""
+class Lazy(Branch, tree.StandIn):
+    """A container of a loss's parameters: touching a unit in it gathers the unit.
 
-    def __init__(self, tape: Gathers, spec: tree.Spec, first: int):
+    What a function of trees makes of one is another, which holds its children (`held`) and has no tape. So both fit
+    each other in every library of trees. `isinstance` takes it for what it stands for.
+    """
+
+    def __init__(self, tape: Gathers | None, spec: tree.Spec, first: int, held: Sequence[Tree] = ()):
         self._tape = tape
         self._spec = spec
         self._first = first
+        self._held = held
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return self._spec.type or Lazy
+
+    @staticmethod
+    def of(container: Tree) -> Tree:
+        """What stands for a container whose children are there; a leaf is returned as it is."""
+        children, spec = tree.one_level(container)
+        return container if spec.is_leaf() else Lazy(None, spec, 0, children)
 
     def _container(self) -> Container:
-        return self._tape.plan.container(self._spec, self._first)
+        return Container(self._spec) if self._tape is None else self._tape.plan.container(self._spec, self._first)
 
     def _child(self, spec: tree.Spec, first: int) -> Tree:
-        return self._tape.enter(spec, self._first + first)
+        return self._held[first] if self._tape is None else self._tape.enter(spec, self._first + first)
+
+    def filled(self) -> Tree:
+        """The container, with what reading each child gives."""
+        return tree.unflatten(self._level, [self._pick(i) for i in range(len(self))])
+
+    @property
+    def _level(self) -> tree.Spec:
+        level = self._spec.one_level()
+        assert level is not None  # a leaf has none
+        return level
+
+    def copy(self) -> Tree:
+        """As of a dict or a list: the container itself."""
+        return self.filled()
+
+    def update(self, children: Mapping[Hashable, Tree]) -> None:
+        """As of a dict (torch.func.functional_call writes what it has replaced): from now on the children are held."""
+        held = [children.get(name, child) for name, child in self.items()]
+        self._tape, self._spec, self._first, self._held = None, self._level, 0, held
 
     def placed(self) -> Tree:
         """The subtree as a plain tree, with the places of the leaves for leaves; no unit is gathered."""
+        if self._tape is None:
+            return placed(self.filled())
         return tree.unflatten(self._spec, [_At(self._tape, self._first + i) for i in range(self._spec.num_leaves)])
 
     def prefetch(self, patterns: Sequence[str]) -> None:
         """Start the gathers of the units whose names fit the patterns, also of units outside of this subtree."""
-        self._tape.prefetch(patterns)
+        if self._tape is not None:
+            self._tape.prefetch(patterns)
 
     def gathered(self) -> Tree:
         """The subtree as a plain tree, all its units gathered."""
-        parts = [self._child(child, at) for child, at in tree.children(self._spec)]
-        return tree.unflatten(self._spec, tree.leaves([gather_params(part) for part in parts]))
+        return tree.plain(self.filled())
+
+
+def placed(params: Tree) -> Tree:
+    """Parameters as a plain tree, with their places for those leaves that are not gathered."""
+    return tree.map_tops(lambda x: x.placed() if isinstance(x, Lazy) else x, Lazy, params)
 
 
 def prefetch(params: Tree, units: str | Sequence[str]) -> None:
@@ -107,7 +147,7 @@ def prefetch(params: Tree, units: str | Sequence[str]) -> None:
         params.prefetch(patterns)
 
 
-tree.register(Lazy, lambda x: ((x.gathered(),), None), lambda _, children: children[0])
+tree.register_stand_in(Lazy, Lazy.of)
 
 
 class _At:
@@ -133,12 +173,12 @@ class Leaves:
     """
 
     def __init__(self, params: Tree, spec: tree.Spec, what: str):
-        placed = tree.map_tops(lambda x: x.placed() if isinstance(x, Lazy) else x, Lazy, params)
+        without = placed(params)
         try:
-            self._sources: list[_At | Tensor] = tree.flatten_up_to(spec, placed)
+            self._sources: list[_At | Tensor] = tree.flatten_up_to(spec, without)
         except ValueError:
             expected = tree.unflatten(spec, [0] * spec.num_leaves)
-            raise ValueError(f"{what}: {tree.difference(expected, placed)}") from None
+            raise ValueError(f"{what}: {tree.difference(expected, without)}") from None
         plan = next((x.tape.plan for x in self._sources if isinstance(x, _At)), None)
         self.policy, self.mesh = _LOSS.get() if plan is None else (plan.policy, plan.mesh)
 

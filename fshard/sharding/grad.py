@@ -109,10 +109,18 @@ def _called(
         # A donated step overwrites the parameters, and an aux that is a view of them would change with them. Gathered
         # buffers are lent, and the user may write to an aux (Note [Lent memory] in `comm/ranks.py`).
         lent = tape.gathered_into()
-        extra, aux = (apart(tree.detached(x, Sharded), inputs_read, lent) for x in (extra, aux))
+        extra, aux = (apart(_plain(tree.detached(x, Sharded)), inputs_read, lent) for x in (extra, aux))
         return _Returned(*read_loss(loss), extra, aux)
 
     return tape.forward(call)
+
+
+def _plain(x: Tree) -> Tree:
+    """What a loss returned, with containers in place of those that end with the tape; each `Sharded` stays."""
+    either = (tree.StandIn, Sharded)
+    return tree.map_tops(
+        lambda n: tree.plain(n) if isinstance(n, tree.StandIn) else n, lambda n: isinstance(n, either), x
+    )
 
 
 def apart(x: Tree, held: Sequence[Tree], storages: Collection[int] = ()) -> Tree:
