@@ -169,6 +169,39 @@ def test_unscale_finds_what_is_not_finite(bad):
         assert NoLossScale().unscale(grads)[1] == 0
 
 
+def by_parts(x: torch.Tensor) -> bool:
+    """The path of bfloat16 on CUDA, where torch's kernel does not take it."""
+    return bool(kernels.unscale_by_parts_(x.clone(), torch.tensor(0.5).double()))
+
+
+SEEN: dict[str, Callable[[torch.Tensor], bool]] = {
+    "unscale": lambda x: bool(StaticLossScale(2.0).unscale({"w": x})[1]),
+    "labels": lambda x: bool(StaticLossScale(2.0).unscale({"w": x}, labels={"w": "a"})[1]["a"]),
+    "leaves": lambda x: bool(fshard.tree.nonfinite_leaves({"w": x})),
+    "sharded": lambda x: bool(fshard.tree.nonfinite_leaves(fshard.shard_params({"w": x}, fshard.make_plan({"w": x})))),
+    "by parts": by_parts,
+}
+
+
+HALF = [torch.bfloat16, torch.float16]
+DTYPES = [*HALF, torch.float64, torch.float32, torch.complex64]
+
+
+@pytest.mark.parametrize(("how", "dtype"), [(how, x) for how in SEEN for x in DTYPES if how != "by parts" or x in HALF])
+def test_whatever_is_not_finite_is_seen(how, dtype):
+    """One sign of infinity would pass, and be written to the parameters."""
+    numel = kernels.CACHED + 2  # more than one block
+    limit = torch.finfo(dtype).max
+    finite = torch.tensor([-limit, limit], dtype=torch.float64).to(dtype).repeat(numel // 2)
+    assert not SEEN[how](finite)
+    odd = [torch.inf, -torch.inf, torch.nan]
+    for bad in [complex(*x) for y in odd for x in ((y, 0), (0, y))] if dtype.is_complex else odd:
+        for place in (0, kernels.CACHED, numel - 1):
+            x = finite.clone()
+            x[place] = bad
+            assert SEEN[how](x), (bad, place)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
 @pytest.mark.parametrize("scale", [8.0, 3.0])
 def test_one_pass_is_the_reference(dtype, scale):

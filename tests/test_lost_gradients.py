@@ -1,5 +1,6 @@
 """Losses whose gradients do not reach the parameters, or reach them twice: errors instead of wrong gradients."""
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from support.worlds import simulated
 from torch.utils.checkpoint import checkpoint
 
 import fshard
+from fshard.testing import oracle
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -371,3 +373,55 @@ def test_what_is_read_without_gradients_may_be_used_with_them(how):
     expected = fshard.tree.map(lambda x: x.grad, leaves)
     for grads in [gradients(None), *simulated(gradients, shard=2)]:
         torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-14)
+
+
+HOWS: dict[str, dict[str, Any]] = {
+    "each": {},
+    "once": {"reduce_once": True},
+    "over replicas once": {"reduce_once": "replicate"},
+    "tree": {"reduction": "tree"},
+}
+
+
+def of_some(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """Reads those leaves of the unit whose bits are set in a number of the batch, which differs by micro-batch."""
+    bits = int(x[0, 0])
+    read = [w for i, w in enumerate(p["u"]) if bits >> i & 1]
+    return fshard.Mean(sum((w.square().sum() * x[:, 1].sum() for w in read), p["root"].sum()), len(x))
+
+
+def some_grads(mesh: Any, how: str, bits: tuple[int, int]) -> Any:
+    """The change of each leaf by a step of two micro-batches."""
+    whole = {"u": [rand(3, seed=1), rand(2, 2, seed=2), rand(5, seed=3)], "root": rand(seed=4)}
+    tx, rank = fshard.optim.sgd(1.0), 0 if mesh is None else mesh.get_rank()
+    x = torch.tensor([[b, 1.0 + 4 * rank + i] for i, b in enumerate(bits)], dtype=torch.float64)
+    if mesh is None:  # the oracle, of two ranks
+        plain = oracle(of_some, tx, accumulate=2)
+        state = plain.init(whole)
+        return plain.step(state, [x, x + torch.tensor([0.0, 4.0])])[0].params
+    step = fshard.train_step(of_some, tx, accumulate=2, **HOWS[how])
+    plan = fshard.make_plan(whole, mesh, units=["u"])
+    state = fshard.init_state(fshard.shard_params(whole, plan), tx)
+    return fshard.gather_params(step(state, x)[0].params)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_micro_batches_that_use_different_leaves_of_a_unit(how: str) -> None:
+    """What one micro-batch gave to a unit would be lost if the next leaves one of its leaves unused."""
+    for bits in itertools.product((7, 5, 0), repeat=2):
+        shape = {"replicate": 2, "shard": 1} if how == "over replicas once" else {"shard": 2}
+        for params in simulated(some_grads, how, bits, **shape):
+            torch.testing.assert_close(params, some_grads(None, how, bits), msg=str(bits))
+
+
+def test_micro_batches_of_one_device_that_use_different_leaves_of_a_unit() -> None:
+    """The same without ranks, where every backward adds to one buffer."""
+    whole = {"u": [rand(3, seed=1), rand(2, 2, seed=2), rand(5, seed=3)], "root": rand(seed=4)}
+    tx = fshard.optim.sgd(1.0)
+    for bits in itertools.product((7, 5, 0), repeat=2):
+        x = torch.tensor([[b, 1.0 + i] for i, b in enumerate(bits)], dtype=torch.float64)
+        plain = oracle(of_some, tx, accumulate=2)
+        expected = plain.step(plain.init(whole), [x])[0].params
+        state = fshard.init_state(fshard.shard_params(whole, fshard.make_plan(whole, units=["u"])), tx)
+        step = fshard.train_step(of_some, tx, accumulate=2)
+        torch.testing.assert_close(fshard.gather_params(step(state, x)[0].params), expected, msg=str(bits))
