@@ -265,6 +265,7 @@ CASES: dict[str, Case] = {
         optim.by_label({True: optim.lion(0.1), False: optim.sgd(0.1, 0.9)}, {"wide": True, "**": False}),
         by_optax(lambda o: o.multi_transform({True: o.lion(0.1), False: o.sgd(0.1, 0.9)}, WIDE)),
     ),
+    "resting": Case(optim.resting(optim.adamw(0.1)), by_torch(to.AdamW, lr=0.1)),
     "with_hyperparams": Case(
         optim.with_hyperparams(optim.lamb, lr=halving, b1=0.8, weight_decay=0.1),
         by_optax(lambda o: o.inject_hyperparams(o.lamb)(halving, b1=0.8, weight_decay=0.1)),

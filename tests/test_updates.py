@@ -540,3 +540,85 @@ def test_a_pair_of_any_signature_is_taken() -> None:
     ):
         pair = SimpleNamespace(init=lambda params: (), update=update)
         assert optim.chain(pair).step(torch.tensor(2.0), ((),), torch.tensor(3.0))[0] == 1
+
+
+REACHED = [("a", "b", "c"), ("b", "c"), ("a", "b"), ("b",), ("a", "b", "c")]  # by update
+
+
+def reaching(mesh: Any, name: str) -> Any:
+    """Parameters after updates that do not reach every leaf, and whether those of no update changed."""
+    whole = {"a": rand(4, 3, seed=1), "b": rand(8, seed=2), "c": rand(4, seed=3)}
+    plan = fshard.make_plan(whole, mesh, units=["a", "b"], block=ROWS[name].block)
+    tx, params = optim.resting(TRANSFORMS[name]()), fshard.shard_params(whole, plan)
+    state, found = tx.init(params), []
+    for number, paths in enumerate(REACHED):
+        grads = {
+            path: rand(*x.shape, seed=10 * number + i) * (path in paths) for i, (path, x) in enumerate(whole.items())
+        }
+        params, state = tx.step(fshard.shard_params(grads, plan), state, params)
+        found.append(fshard.gather_params(params))
+    return found
+
+
+def reached_alone(name: str) -> Any:
+    """The same, each leaf by an optimizer of its own that is called when it is reached."""
+    whole = {"a": rand(4, 3, seed=1), "b": rand(8, seed=2), "c": rand(4, seed=3)}
+    tx = TRANSFORMS[name]()
+    states, found = {path: tx.init({path: x}) for path, x in whole.items()}, []
+    for number, paths in enumerate(REACHED):
+        for i, path in enumerate(["a", "b", "c"]):
+            if path in paths:
+                grads = {path: rand(*whole[path].shape, seed=10 * number + i)}
+                new, states[path] = tx.step(grads, states[path], {path: whole[path]})
+                whole = whole | new
+        found.append(whole)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "resting"])
+def test_what_no_update_reaches_rests(name: str) -> None:
+    """Decay and momentum would move a leaf that the loss did not use, or an update would be counted for it."""
+    for found in [*simulated(reaching, name, shard=2), reaching(None, name)]:
+        for number, (got, want) in enumerate(zip(found, reached_alone(name), strict=True)):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11, msg=f"update {number}")
+            for path in {"a", "b", "c"} - {*REACHED[number]}:
+                assert same_bits(got[path], found[number - 1][path])
+
+
+def experts(p: Any, x: torch.Tensor) -> fshard.Mean:
+    """The expert that the first number of a batch says."""
+    return fshard.Mean((x[:, 1:] @ p["experts"][int(x[0, 0])]).square().sum() + p["scale"].sum(), len(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"donate": True}, {"clip_norm": 0.5}], ids=str)
+def test_experts_that_were_not_chosen_rest_as_with_torch(options: dict[str, Any]) -> None:
+    """A step's leaves without a gradient would decay, which torch's do not."""
+    whole = {"experts": [rand(3, seed=1), rand(3, seed=2)], "scale": rand(2, seed=3)}
+    chosen = [(0, 0), (0, 1), (1, 1), (0, 0)]  # by step, of both ranks
+
+    def data(step: int, rank: int) -> torch.Tensor:
+        x = rand(2 + rank, 4, seed=10 * step + rank)
+        x[:, 0] = chosen[step][rank]
+        return x
+
+    def run(mesh: Any) -> Any:
+        tx = optim.resting(optim.adamw(0.1, weight_decay=0.5))
+        plan = fshard.make_plan(whole, mesh, units=["experts"])
+        state = fshard.init_state(fshard.shard_params(whole, plan), tx, fshard.StaticLossScale(1.0))
+        step = fshard.train_step(experts, tx, **options)
+        for number in range(4):
+            state, _ = step(state, data(number, mesh.get_rank()))
+        return fshard.gather_params(state.params)
+
+    plain = fshard.tree.map(lambda x: torch.nn.Parameter(x.clone()), whole)
+    leaves = fshard.tree.leaves(plain)
+    reference = torch.optim.AdamW(leaves, 0.1, weight_decay=0.5)
+    for number in range(4):
+        reference.zero_grad()
+        outs = [experts(plain, data(number, rank)) for rank in range(2)]
+        (sum(out.total for out in outs) / sum(out.count for out in outs)).backward()  # type: ignore[union-attr]
+        if "clip_norm" in options:
+            torch.nn.utils.clip_grad_norm_(leaves, options["clip_norm"])
+        reference.step()
+    for params in simulated(run, shard=2):
+        torch.testing.assert_close(fshard.tree.leaves(params), [x.detach() for x in leaves])

@@ -21,7 +21,7 @@ from .base import (
     scale,
     scale_by_schedule,
 )
-from .labels import by_label, masked
+from .labels import by_label, masked, resting
 from .matrix import adafactor, lamb, muon, whole_leaves
 from .optimizers import (
     adadelta,
@@ -67,6 +67,7 @@ __all__ = [
     "masked",
     "muon",
     "nadam",
+    "resting",
     "rmsprop",
     "scale",
     "scale_by_schedule",

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..comm.mesh import OnMesh
+from ..comm import consensus
+from ..comm.mesh import AnyMesh, OnMesh, mesh_device
 from ..core import tree
 from ..core.arguments import wrong
 from ..core.tree import Tree
 from ..layout.layout import Layout, Leaf
-from ..layout.pieces import copied, layout_of, packed, pick, put, write
+from ..layout.pieces import Views, copied, layout_of, packed, pick, put, write
 from .base import FoundInf, Label, Needs, Transform, TransformLike, as_transform, checked, choose, identity
 
 # A function of a leaf's path and of an empty tensor of its shape and dtype; or a tree of labels, for leaves or for
@@ -96,6 +97,54 @@ def masked(tx: TransformLike, mask: Labels) -> Transform:
     {'w': tensor([-1.]), 's': tensor(1.)}
     """
     return by_label({True: tx, False: identity()}, mask)
+
+
+def resting(tx: TransformLike) -> Transform:
+    """Apply `tx` to each leaf by itself, and only at the updates that reach it: else the leaf and its state rest.
+
+    A leaf is reached if any element of its gradient is not zero, on any rank. torch rests where a gradient is None;
+    here a gradient that is exactly zero counts as none, also where the loss read the leaf. No host read, one small
+    collective. Each leaf has a state and a count of its own, so norms, means and schedules in `tx` are those of single
+    leaves; put what is meant for all leaves around this, in a `chain`.
+
+    >>> tx, params = resting(sgd(1.0, weight_decay=0.5)), {"a": torch.ones(1), "b": torch.ones(1)}
+    >>> tx.step({"a": torch.ones(1), "b": torch.zeros(1)}, tx.init(params), params)[0]
+    {'a': tensor([-0.5000]), 'b': tensor([1.])}
+    """
+    inner = as_transform(tx)
+
+    def of(paths: Iterable[Label]) -> Transform:
+        return by_label(dict.fromkeys(paths, inner), lambda path, leaf: path)
+
+    def init(params: Tree) -> LabelState:
+        layout = layout_of(params)
+        return of(layout.leaves[number].path for number in layout.numbers).init(params)
+
+    def update(grads: Tree, state: LabelState, params: Tree = None, **extra: object) -> tuple[Tree, LabelState]:
+        return of(state.inner).update(grads, state, params, found_inf=_unreached(grads, state), **extra)
+
+    def fused(
+        grads: Tree, state: LabelState, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
+    ) -> tuple[Tree, LabelState]:
+        skip = _unreached(grads, state)
+        if found_inf is not None:
+            skip = {path: torch.maximum(flag, found_inf.to(flag.device)) for path, flag in skip.items()}
+        return of(state.inner).step(grads, state, params, skip, donate, **extra)
+
+    return checked(Transform(init, update, fused, views=True), Needs("resting", LabelState))
+
+
+def _unreached(grads: Tree, state: LabelState) -> dict[Label, Tensor]:
+    """For each leaf 1 if its gradient is zero on all ranks, else 0: float32, 0-d."""
+    reached: dict[Label, Tensor] = {}
+    mesh: AnyMesh = None
+    for path, layout in state.layouts:
+        part, mesh = pick(grads, layout), layout.mesh
+        rows = [view for run in part.runs for view in run] if isinstance(part, Views) else part.tensors
+        device = rows[0].device if rows else mesh_device(mesh)  # `zero` may have given this rank no part of the leaf
+        nothing = torch.zeros((), dtype=torch.bool, device=device)
+        reached[path] = torch.stack([nothing, *((row != 0).any() for row in rows)]).any().float()
+    return tree.map(lambda flag: 1 - flag, consensus.any_rank(reached, mesh))
 
 
 def check_labelled(tx: Transform) -> None:

@@ -78,6 +78,7 @@ ROWS: dict[str, Row] = {
         kernel=True,
         asks="adamw",
     ),
+    "resting": Row(lambda: optim.resting(optim.adamw(0.1, weight_decay=0.1)), kernel=True, asks="adamw"),
     "with_hyperparams": Row(lambda: optim.with_hyperparams(optim.adamw, lr=0.1, b1=0.8), asks="adamw", any_state=True),
     "with_hyperparams-schedule": Row(
         lambda: optim.with_hyperparams(optim.sgd, lr=optim.schedules.cosine(0.1, 9), momentum=0.9), any_state=True
