@@ -187,6 +187,7 @@ HALF = [torch.bfloat16, torch.float16]
 DTYPES = [*HALF, torch.float64, torch.float32, torch.complex64]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("how", "dtype"), [(how, x) for how in SEEN for x in DTYPES if how != "by parts" or x in HALF])
 def test_whatever_is_not_finite_is_seen(how, dtype):
     """One sign of infinity would pass, and be written to the parameters."""
@@ -447,6 +448,20 @@ def test_every_rank_has_the_same_found_inf(replicate, shard, kind, own):
         hit = float(bad >= 0)
         want = [hit, {"w": hit, "b": 0.0}] * 2 + [0.0, 0.0], ["w2"] if hit else []
         assert simulated(agreed_on, kind, own, bad, replicate=replicate, shard=shard) == [want] * (replicate * shard)
+
+
+def of_two_meshes(mesh: Any) -> Any:
+    """found_inf and what is not finite, of gradients on one axis of a mesh, asked for on the other as well."""
+    grads = {"w": torch.full((8,), torch.inf if mesh.get_rank() == 3 else 1.0)}
+    sharded = fshard.shard_params(grads, fshard.make_plan(grads, mesh["shard"]))
+    other = mesh["replicate"]
+    whole, labelled = (StaticLossScale().unscale(sharded, labels=x, mesh=other)[1] for x in (None, {"**": "a"}))
+    return whole.item(), labelled["a"].item(), fshard.tree.nonfinite_leaves(sharded, other)
+
+
+def test_ranks_of_two_meshes_agree():
+    """Only the ranks of the first mesh would skip an update."""
+    assert gloo(of_two_meshes, shard=2, replicate=2) == [(1, 1, ["w"])] * 4
 
 
 def test_processes_agree_on_found_inf():

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import rand
 from support.worlds import gloo, simulated
 from test_tape import CASES, CHAIN, Probe, Watch, apply_block, batch_of, chain, chain_params, checkpointed, mean, randn
 
@@ -141,6 +142,29 @@ def test_hessian_vector_products_and_teachers() -> None:
             value, grads = fshard.value_and_grad(distil)(sharded, x, teacher)
             product = fshard.hvp(chain)(sharded, grads, x)
             runs[key] = [value, *grads.tensors, *product.tensors]
+        return runs
+
+    for runs in simulated(job, shard=2, replicate=2):
+        check_bits(runs)
+
+
+def test_a_forward_that_begins_again_drops_copies_that_are_cut() -> None:
+    """A part of a unit would be taken for the whole, after a transform inside the loss began the forward again."""
+    whole = {"a": rand(5, 5, seed=1), "b": rand(5, seed=2), "c": rand(5, seed=3)}
+
+    def loss(p: Any, x: torch.Tensor) -> fshard.Mean:
+        h = torch.tanh(x @ p["a"])
+        slope = torch.func.grad(lambda h: torch.sin(h * p["b"] * p["a"].sum()).sum())(h)
+        return fshard.Mean((slope * p["c"]).square().sum(), len(x))
+
+    def job(mesh: Any) -> dict[str, list[torch.Tensor]]:
+        runs: dict[str, list[torch.Tensor]] = {}
+        for key, choice in {"again": True, "cut": "shard", "mixed": {"a": "shard", "b": False, "c": True}}.items():
+            plan = fshard.make_plan(whole, mesh, units=["a", "b", "c"], regather=choice, **SLOW)
+            value, grads = fshard.value_and_grad(loss)(
+                fshard.shard_params(whole, plan), rand(2, 5, seed=mesh.get_rank())
+            )
+            runs[key] = [value, *grads.tensors]
         return runs
 
     for runs in simulated(job, shard=2, replicate=2):

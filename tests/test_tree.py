@@ -130,6 +130,7 @@ KINDS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", KINDS)
 def test_an_inner_step_maps_parameters_with_their_gradients(name, library):

@@ -575,6 +575,7 @@ def reached_alone(name: str) -> Any:
     return found
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "resting"])
 def test_what_no_update_reaches_rests(name: str) -> None:
     """Decay and momentum would move a leaf that the loss did not use, or an update would be counted for it."""
