@@ -97,8 +97,8 @@ class Lazy(Branch, tree.StandIn):
 
     def update(self, children: Mapping[Hashable, Tree]) -> None:
         """As of a dict (torch.func.functional_call writes what it has replaced): from now on the children are held."""
-        held = [children.get(name, child) for name, child in self.items()]
-        self._tape, self._spec, self._first, self._held = None, self._level, 0, held
+        new_children = [children.get(name, child) for name, child in self.items()]
+        self._tape, self._spec, self._first, self._held = None, self._level, 0, new_children
 
     def placed(self) -> Tree:
         """The subtree as a plain tree, with the places of the leaves for leaves; no unit is gathered."""
