@@ -58,6 +58,7 @@ class Signature(NamedTuple):
 
     spec: tree.Spec
     kinds: tuple[TensorKey | Key, ...]  # one for each leaf of the arguments
+    trained: tuple[tuple[object, ...], ...]  # how tensors that require a gradient are one, or views of one
     meshes: tuple[str, ...]
     ambient: Ambient
 
@@ -108,7 +109,18 @@ def signature(leaves: Sequence[object], spec: tree.Spec, nodes: Sequence[OnMesh]
     except (TypeError, RuntimeError) as failure:
         raise _incomparable(leaves, spec) from failure
     meshes = (node.home.mesh for node in nodes if node.home is not None)
-    return Signature(spec, kinds, tuple("" if mesh is None else MESHES.of(mesh) for mesh in meshes), ambient())
+    return Signature(spec, kinds, _trained(leaves), tuple("" if mesh is None else MESHES.of(mesh) for mesh in meshes), ambient())
+
+
+def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
+    """For each tensor that requires a gradient: the first leaf that is this tensor, the first in its memory, its place.
+
+    Autograd adds up the gradients of all places of a tensor, and those of its views. Other tensors may be one or not.
+    """
+    first: dict[int, int] = {}  # by the address of a tensor, or of a storage
+    numbered = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+    ones = [(first.setdefault(id(x), i), first.setdefault(x.untyped_storage()._cdata, i)) for i, x in numbered]
+    return tuple((*one, x.storage_offset(), x.is_leaf) for one, (_, x) in zip(ones, numbered, strict=True))
 
 
 def _kind(leaf: object) -> TensorKey | Key:
@@ -196,6 +208,8 @@ def difference(old: Signature, new: Signature) -> str:
     for path, before, now in zip(tree.paths(new.spec), old.kinds, new.kinds, strict=True):
         if before != now:
             return f"argument {path!r} was {_words(before)}, is {_words(now)}"
+    if old.trained != new.trained:
+        return "other arguments are one tensor that requires a gradient, or views of one"
     for name, was, value in zip(Ambient._fields, old.ambient, new.ambient, strict=True):
         if was != value:
             return f"torch's {name.replace('_', ' ')} was {was}, is {value}"

@@ -13,7 +13,7 @@ import random
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
@@ -105,7 +105,7 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec) ->
     # torch.func may leave keys of that transform set, and later transforms then fail. test_func_losses.py fails if
     # torch removes the guard.
     try:
-        fakes = [_fake(mode, leaf) for leaf in tensors(leaves)]
+        fakes = list(_fakes(mode, tensors(leaves)))
         with torch._C._PreserveDispatchKeyGuard():
             try:
                 module = make_fx(flat, tracing_mode="fake", record_stack_traces=True)(*fakes)
@@ -158,6 +158,19 @@ def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
         with mode:
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=torch.get_default_device())
     return mode.from_tensor(leaf, static_shapes=True)
+
+
+def _fakes(mode: FakeTensorMode, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield a fake tensor for each leaf. A tensor that is given twice is two of them, with one memory.
+
+    The tracer knows inputs by identity, and in a later call the two may differ. But autograd sums over all places of
+    one tensor, so a tensor that requires a gradient stays one: the signature says which are one.
+    """
+    seen = set[int]()
+    for leaf in leaves:
+        is_again = id(leaf) in seen and not leaf.requires_grad
+        seen.add(id(leaf))
+        yield _fake(mode, leaf.detach() if is_again else leaf)
 
 
 def _merged(leaves: Sequence[object], inputs: Sequence[Tensor]) -> list[object]:
