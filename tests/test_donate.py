@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import rand, same_bits
+from support.models import STRATEGIES, rand, same_bits
 from support.optimizers import TRANSFORMS
 from support.steps import QUIET, apart, batch, loss, params, rank_of, start
 from support.worlds import simulated
@@ -59,6 +59,30 @@ def test_a_donated_state(make):
         assert fast.explain() == "traced for the first call"
 
     law(None) if make is fshard.jit else simulated(law)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_that_donates_by_itself(strategy, in_backward, donate):
+    """A jitted step with `donate=True` of its own would be refused, or its graph would write to the caller's state."""
+
+    def law(mesh: Any) -> None:
+        kw = {"plan": STRATEGIES[strategy], "donate": True, "in_backward": in_backward, "clip_norm": 0.1}
+        given, own = start(mesh, extra=rand(3, seed=1), **kw)
+        # in a graph all updates come after the backward, and the sum of squares has the bits of that
+        state, step = start(mesh, extra=rand(3, seed=1), **{**kw, "in_backward": False})
+        fast = eager(own, donate=donate)
+        for i in range(3):
+            data = batch(i, rank_of(mesh))
+            old, kept = given, tree.map(torch.clone, given)
+            state, row = step(state, data)
+            given, row2 = fast(given, data)
+            assert same_bits((state, row), (given, row2))
+            assert donate or same_bits(old, kept)
+
+    simulated(law, replicate=2, shard=2)
 
 
 def test_donated_parameters_are_gone():

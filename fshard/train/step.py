@@ -239,18 +239,19 @@ def train_step(
     def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
-        if donate and not is_tracing():
+        in_place = donate and not is_tracing()  # a graph returns new tensors, for which `jit(donate=True)` finds a place
+        if in_place:
             _check_unshared((params.trainable, state.opt_state), (batch, *args))
         # made in here, so that `captures` finds the loss function among what this function reads
         recipe = Recipe(
-            loss_fn, accumulate, by, reduce_once, has_aux, with_extra, clip_norm, skip_labels, donate, built
+            loss_fn, accumulate, by, reduce_once, has_aux, with_extra, clip_norm, skip_labels, in_place, built
         )
-        make = step_in_backward if in_backward and not is_tracing() else _step_after_backward
+        make = step_in_backward if in_backward and in_place else _step_after_backward
         new_state, outcome, norm, found_inf = make(recipe, transform, state, batch, args)
         metrics: dict[str, Tree] = {"loss": outcome.value, "grad_norm": norm, "found_inf": found_inf}
         if has_aux:
             metrics["aux"] = outcome.metrics
-        if donate:
+        if in_place:
             state.give_away()
         return new_state, metrics
 
