@@ -9,6 +9,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -464,6 +465,57 @@ def test_a_generator_of_its_own(draw):
         eager(lambda x: draw(x, torch.Generator().manual_seed(3)))(torch.ones(3))
     with pytest.raises(TraceError, match=words):
         eager(draw)(torch.ones(3), torch.Generator())
+
+
+class Holder:
+    """An object that draws from a generator in an attribute."""
+
+    def __init__(self, rng: Any, normal: str):
+        self.parts = {"rng": [rng]}
+        self.normal = normal
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Scaled by a number drawn."""
+        return x * getattr(self.parts["rng"][0], self.normal)(0, 1)
+
+    def method(self, x: Tensor) -> Tensor:
+        """The same."""
+        return self(x)
+
+
+HOLDING: dict[str, Any] = {
+    "a closure": lambda h: lambda x: h(x),
+    "the object": lambda h: h,
+    "a method": lambda h: h.method,
+    "a partial": lambda h: partial(lambda h, x: h(x), h),
+    "a default": lambda h: lambda x, h=h: h(x),
+    "a list": lambda h: lambda x, hs=[h]: hs[0](x),
+    "a nested function": lambda h: (lambda inner: lambda x: inner(x))(lambda x: h(x)),
+    "a closure of an object": lambda h: (lambda it: lambda x: it.draw(x))(type("It", (), {"draw": staticmethod(h)})()),
+    "an argument": lambda h: partial(lambda x, h: h(x), h=h),
+}
+RNGS = {
+    "numpy.random.*Generator": lambda: Holder(np.random.default_rng(0), "normal"),
+    "numpy.random.*RandomState": lambda: Holder(np.random.RandomState(0), "normal"),
+    "random.Random": lambda: Holder(random.Random(0), "uniform"),
+}
+
+
+@pytest.mark.parametrize("rng", RNGS)
+@pytest.mark.parametrize("place", HOLDING)
+def test_generators_that_a_function_holds(place, rng):
+    """A graph would repeat the numbers that the first call drew from a generator of numpy or Python."""
+    with pytest.raises(TraceError, match=rf"draws from a {rng} that .* holds.*or pass drawn numbers as arguments"):
+        eager(HOLDING[place](RNGS[rng]()))(torch.ones(3))
+
+
+def test_generators_that_a_loss_holds_and_those_that_are_at_rest():
+    """A generator in a loss would be missed, or one that is not drawn from would be an error."""
+    numpys = RNGS["numpy.random.*Generator"]()
+    state, step = start(None, loss_fn=lambda p, b: loss(p, {**b, "gain": numpys(b["gain"])}))
+    with pytest.raises(TraceError, match=r"draws from a numpy.*'numpys' of .*<lambda> holds"):
+        eager(step)(state, batch(0, 0))
+    assert same_bits(eager(lambda x: 2 * x if numpys.parts else x)(torch.ones(3)), 2 * torch.ones(3))
 
 
 REFUSED = [

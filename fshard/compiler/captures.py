@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dis
+import gc
 import inspect
+import random
+import sys
 import sysconfig
 from collections.abc import Iterator
 from functools import partial
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.autograd import Function
 
 from ..core.callsite import NOT_THE_USER
@@ -92,3 +96,35 @@ def _globals_of(code: CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _globals_of(inner)
+
+
+def generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any: classes of numpy, if it is there
+    """Yield the random generators of Python and numpy that an object refers to, itself or through others.
+
+    `seen` are the objects looked at, by id: kept, so that no other object gets the id of one. Functions are followed as
+    by `captures`, and classes and modules if they are the user's.
+    """
+    np = sys.modules.get("numpy")
+    kinds = (random.Random, *(() if np is None else (np.random.Generator, np.random.RandomState)))
+    unseen = [root]
+    while unseen:
+        x = unseen.pop()
+        if id(x) in seen or not (isinstance(x, CellType) or gc.is_tracked(x)):
+            continue
+        seen[id(x)] = x
+        if issubclass(type(x), kinds):
+            yield x
+        elif isinstance(x, FunctionType):
+            unseen += [variable.read() for variable in _variables(x)]
+        elif isinstance(x, type | ModuleType):
+            unseen += [] if _is_of_library(x) else vars(x).values()
+        elif type(x).__module__.startswith("fshard."):
+            unseen += _functions(x)  # a step, an optimizer: not through meshes into the world
+        elif not issubclass(type(x), Tensor):
+            unseen += gc.get_referents(x)
+
+
+def _is_of_library(x: type | ModuleType) -> bool:
+    module = sys.modules.get(x.__module__) if isinstance(x, type) else x
+    file = getattr(module, "__file__", None)
+    return file is None or file.startswith(_LIBRARIES)

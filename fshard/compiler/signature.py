@@ -108,8 +108,9 @@ def signature(leaves: Sequence[object], spec: tree.Spec, nodes: Sequence[OnMesh]
         hash((spec, kinds))
     except (TypeError, RuntimeError) as failure:
         raise _incomparable(leaves, spec) from failure
-    meshes = (node.home.mesh for node in nodes if node.home is not None)
-    return Signature(spec, kinds, _trained(leaves), tuple("" if mesh is None else MESHES.of(mesh) for mesh in meshes), ambient())
+    homes = (node.home.mesh for node in nodes if node.home is not None)
+    meshes = tuple("" if mesh is None else MESHES.of(mesh) for mesh in homes)
+    return Signature(spec, kinds, _trained(leaves), meshes, ambient())
 
 
 def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
@@ -119,8 +120,15 @@ def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
     """
     first: dict[int, int] = {}  # by the address of a tensor, or of a storage
     numbered = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-    ones = [(first.setdefault(id(x), i), first.setdefault(x.untyped_storage()._cdata, i)) for i, x in numbered]
-    return tuple((*one, x.storage_offset(), x.is_leaf) for one, (_, x) in zip(ones, numbered, strict=True))
+    return tuple(
+        (
+            first.setdefault(id(x), i),
+            first.setdefault(x.untyped_storage()._cdata, i),  # private: the address of the storage
+            x.storage_offset(),
+            x.is_leaf,
+        )
+        for i, x in numbered
+    )
 
 
 def _kind(leaf: object) -> TensorKey | Key:

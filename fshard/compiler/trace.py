@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -34,7 +34,7 @@ from ..core.callsite import call_site, frame_of
 from ..core.random import draws
 from ..core.tracing import Marked, kind_of, mark
 from ..core.tree import Tree
-from .captures import captures
+from .captures import captures, generators
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,7 +90,7 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec) ->
             if isinstance(leaf, Marked):
                 mark(x, type(leaf))
         args, kwargs = tree.unflatten(spec, _merged(leaves, inputs))
-        with _without_random_state():
+        with _without_random_state(), _without_draws(fn, leaves, spec):
             out, out_spec = tree.flatten(fn(*args, **kwargs))
         _check_same(inputs, before, leaves, spec)
         _check_constants(out, out_spec, leaves)
@@ -303,6 +303,35 @@ def _without_random_state() -> Iterator[None]:
             )
     finally:
         torch.default_generator.set_state(saved)
+
+
+@contextmanager
+def _without_draws(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec) -> Iterator[None]:
+    """Raise TraceError if the block draws from a generator of Python or numpy that the function or an argument holds.
+
+    A graph would repeat the numbers of the first call.
+    """
+    # the innermost variable first, which tells most
+    roots: list[tuple[str, object]] = [("the function", fn), *((c.name, c.read()) for c in captures(fn))][::-1]
+    roots += [(repr(path), leaf) for path, leaf in zip(tree.paths(spec), leaves, strict=True)]
+    seen = dict[int, object]()
+    states = [(name, x, _state(x)) for name, root in roots for x in generators(root, seen)]
+    yield
+    for name, generator, before in states:
+        if _state(generator) != before:
+            raise TraceError(
+                f"jit: the function draws from a {type(generator).__module__}.{type(generator).__qualname__} that "
+                f"{name} holds{_REPEATED}"
+            )
+
+
+def _state(generator: Any) -> object:  # Any: numpy's classes have no common one
+    if isinstance(generator, random.SystemRandom):
+        return None  # it has none
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    # as text, because == of its arrays has no truth value; their position is in it, too
+    return str(generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state())
 
 
 def _let_go(failure: BaseException | None) -> None:

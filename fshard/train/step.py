@@ -239,7 +239,7 @@ def train_step(
     def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
-        in_place = donate and not is_tracing()  # a graph returns new tensors, for which `jit(donate=True)` finds a place
+        in_place = donate and not is_tracing()  # a graph returns new tensors: `jit(donate=True)` places them
         if in_place:
             _check_unshared((params.trainable, state.opt_state), (batch, *args))
         # made in here, so that `captures` finds the loss function among what this function reads
