@@ -129,6 +129,49 @@ def test_what_may_not_wait_does_not():
     simulated(law)
 
 
+KINDS = {"all_gather": fshard.all_gather, "all_reduce": fshard.all_reduce, "reduce_scatter": fshard.reduce_scatter}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bucket_is_as_large_as_it_may_be(kind):
+    """Collectives of every kind are merged up to the given bytes: else memory would be exceeded, or too many sent."""
+
+    def several(mesh: Any, x: Tensor) -> list[Tensor]:
+        return [KINDS[kind](i * x, mesh, "shard", label=f"a{i}") for i in range(6)]
+
+    def law(mesh: Any) -> None:
+        x = torch.arange(4.0) + mesh.get_rank()
+        each = max(x.nbytes, several(mesh, x)[0].nbytes)  # what is sent, or what it becomes
+        for size, num in ((0, 6), (2 * each - 1, 6), (2 * each, 3), (3 * each - 1, 3), (3 * each, 2), (6 * each, 1)):
+            lowered = eager(several, bucket=size).lower(mesh, x)
+            assert len(labels(lowered.graph, kind)) == num, size
+            is_right(lowered, several, mesh, x)
+
+    simulated(law)
+
+
+@pytest.mark.parametrize("at", ["what is sent", "a view of it", "its base", "what is sent later", "the result"])
+@pytest.mark.parametrize("reads", [False, True], ids=["", "reads"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_write_between_two_collectives(kind, reads, at):
+    """What is sent has the values of its place in the program: else a merged collective would send what was written
+    to its tensor before, or after."""
+
+    def rewritten(mesh: Any, x: Tensor) -> list[Tensor]:
+        base, other = torch.cat([2 * x, x]), 3 * x
+        sent = base[: len(x)]
+        first = KINDS[kind](sent, mesh, "shard", label="a")
+        places = {"what is sent": sent, "a view of it": sent[1:], "its base": base, "what is sent later": other}
+        (first if at == "the result" else places[at]).mul_(first.sum() if reads else 7)
+        return [first, KINDS[kind](other, mesh, "shard", label="a"), base]
+
+    def law(mesh: Any) -> None:
+        x = torch.arange(1.0, 5.0) + mesh.get_rank()
+        is_right(eager(rewritten, bucket=EVERYTHING).lower(mesh, x), rewritten, mesh, x)
+
+    simulated(law)
+
+
 def test_small_collectives_are_merged_without_being_asked():
     """Many small units would cost the start of a collective each, and a merged one would lose the bits."""
 
