@@ -36,6 +36,10 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "randint": lambda h: h * torch.randint(7, (4,)),
     "randint, from": lambda h: h * torch.randint(2, 7, (4,), dtype=torch.int32),
     "randint_like": lambda h: h * torch.randint_like(h, 5),
+    "randperm": lambda h: h * torch.randperm(50)[: len(h), None],
+    "randperm, int32": lambda h: (
+        h * torch.randperm(40, dtype=torch.int32)[:4] + torch.randperm(1) + torch.randperm(0).sum()
+    ),
     "bernoulli": lambda h: h * torch.bernoulli(torch.sigmoid(h.detach())),
     "bernoulli_": lambda h: h * torch.empty_like(h).bernoulli_(0.3),
     "bernoulli_, bool": lambda h: h * torch.empty(h.shape, dtype=torch.bool).bernoulli_(0.5),
@@ -62,7 +66,6 @@ NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 # Functions that a graph cannot draw for, and the operator that the error names.
 UNKNOWN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "randperm": (lambda h: h[torch.randperm(len(h))], "randperm"),
     "multinomial": (lambda h: h[torch.multinomial(torch.ones(4), 4)], "multinomial"),
     "poisson": (lambda h: h * torch.poisson(h.detach().abs()), "poisson"),
     "binomial": (lambda h: h * torch.binomial(h.detach().abs(), h.detach().abs()), "binomial"),

@@ -106,7 +106,7 @@ def drawn_like(how: str, like: Tensor) -> Tensor:
 def draw(
     state: Tensor, how: str, by: Sequence[Tensor], numbers: Sequence[float], like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return a tensor filled by the in-place random method `how`, and the generator's next state.
+    """Return a tensor filled by the in-place random method `how`, or "randperm", and the generator's next state.
 
     For "native_dropout" the tensor is the mask. That operator draws from the device's own generator, and on a GPU other
     numbers than `bernoulli_`: so the operator itself is run, and the generator restored.
@@ -120,6 +120,9 @@ def draw(
         return mask, after
     generator = torch.Generator(like.device)
     generator.set_state(state)
+    if how == "randperm":
+        x = torch.randperm(len(like), generator=generator, dtype=like.dtype, device=like.device)
+        return x, generator.get_state()
     # `random_` takes integers alone, and the schema of the operator `draw` makes them floats
     values: Sequence[float] = [int(n) for n in numbers] if how == "random_" else numbers
     x = getattr(torch.empty_like(like), how)(*by, *values, generator=generator)
@@ -175,6 +178,8 @@ class _Draws(TorchDispatchMode):
             return self._draw("uniform_", _room(name, args, options), [0, 1])
         if name in ("randn", "randn_like"):
             return self._draw("normal_", _room(name, args, options), [0, 1])
+        if name == "randperm":
+            return self._draw(name, torch.empty(args[0], **{"dtype": torch.int64, **options}))
         if name in ("randint", "randint_like"):
             *bounds, of = args if name == "randint" else (*args[1:], args[0])
             low, high = bounds if len(bounds) == 2 else (0, *bounds)
@@ -186,8 +191,8 @@ class _Draws(TorchDispatchMode):
 def _unknown(func: Operator) -> str:
     return (
         f"{func}: a graph knows no such random operator, or none with a generator of its own: use torch.rand, randn, "
-        "randint, bernoulli or dropout, or an in-place method such as uniform_ (attention with dropout: under "
-        "sdpa_kernel(SDPBackend.MATH))"
+        "randint, randperm, bernoulli or dropout, or an in-place method such as uniform_ (attention with dropout: "
+        "under sdpa_kernel(SDPBackend.MATH))"
     )
 
 
