@@ -238,7 +238,7 @@ def test_a_mesh_is_let_go():
 
 # --- what it refuses ---
 
-OUTSIDE = torch.ones(3)
+OUTSIDE = torch.ones(3, requires_grad=True)
 
 
 def uses_outside(x: Tensor) -> Tensor:
@@ -306,7 +306,7 @@ def test_a_loss_that_cannot_be_a_graph():
         eager(step)(state, batch(0, 0))
     good = start(None)[1]
     assert same_bits(eager(good)(state, batch(0, 0)), good(state, batch(0, 0)))  # and leaves nothing behind
-    outside = torch.ones(())
+    outside = torch.ones((), requires_grad=True)
     with pytest.raises(TraceError, match=r"'outside' of .*lambda"):
         eager(start(None, loss_fn=lambda p, b: outside * loss(p, b).total)[1])(state, batch(0, 0))
 

@@ -13,10 +13,17 @@ from functools import partial
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+# Private API: see `trace.py`.
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 
+from ..comm.mesh import OnMesh
+from ..core import tree
 from ..core.callsite import NOT_THE_USER
+from ..core.tracing import Marked
 
 _LIBRARIES = (*NOT_THE_USER, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
@@ -29,6 +36,17 @@ class Capture(NamedTuple):
     # a function that is read from a field for a bound method.
     place: Any
     key: str
+    is_input: bool = False  # whether a graph reads the tensors of its value at each run
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors in the value that can be inputs of a graph: dense plain ones without a gradient.
+
+        The value is a tensor, or a tree of dicts, lists, tuples and other plain nodes.
+        """
+        value = self.read()
+        if not isinstance(value, Tensor | dict | list | tuple) or tree.nodes(value, OnMesh):
+            return []
+        return [x for x in tree.leaves(value) if _is_plain(x)]
 
     def read(self) -> object:
         """Return the current value of the variable, or None if the variable is not assigned yet."""
@@ -41,6 +59,11 @@ class Capture(NamedTuple):
                 return None
         named = self.place.__kwdefaults__ or {}
         return *(self.place.__defaults__ or ()), *named, *named.values()
+
+
+def _is_plain(x: object) -> bool:
+    dense = isinstance(x, Tensor) and not isinstance(x, FakeTensor | Marked) and x.layout is torch.strided
+    return dense and not x.requires_grad  # type: ignore[attr-defined]  # mypy: `dense` is no proof
 
 
 def captures(fn: object, seen: set[int] | None = None) -> Iterator[Capture]:
@@ -73,9 +96,10 @@ def _functions(x: Any) -> Iterator[FunctionType]:  # Any: attributes of an unkno
             yield from _functions(getattr(x, name))
     elif inspect.ismethod(x):
         yield from _functions(x.__func__)
-    elif inspect.isfunction(x):
-        yield x
-        if hasattr(x, "__wrapped__"):
+    elif callable(x):
+        if inspect.isfunction(x):
+            yield x
+        if not inspect.isclass(x) and hasattr(x, "__wrapped__"):  # a jitted function has it, too
             yield from _functions(x.__wrapped__)
 
 

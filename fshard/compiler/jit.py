@@ -33,8 +33,10 @@ class Jitted(Generic[P, R]):
 
     def __init__(self, fn: Callable[P, R], backend: str, options: Options):
         self._fn, self._backend, self._options = fn, backend, options
+        self.__wrapped__ = fn  # where `captures` finds it
         self._graphs: dict[_CacheKey, Compiled] = {}  # graphs of calls in which no argument lies on a mesh
         self._captures: list[Capture] = []
+        self._inputs = set[tuple[int, str]]()  # place and key of variables whose tensors are inputs of any graph
         self._reasons: list[str] = []
         self._checked = is_wanted()
 
@@ -78,10 +80,12 @@ class Jitted(Generic[P, R]):
         variables = list(captures(self._fn))
         before = contents(variables)
         compiled = lower(self._fn, leaves, spec, self._options).compile(self._backend)
+        self._inputs |= {(id(variable.place), variable.key) for variable in compiled.lowered.captured}
         # Leave out variables that changed during the trace: a function that counts its own traces would otherwise be
         # traced in every call.
-        compared = zip(variables, before, contents(variables), strict=True)
-        self._captures = [variable for variable, old, new in compared if old == new]
+        compared = zip(variables, before, contents(variables), strict=False)
+        unchanged = [variable for variable, old, new in compared if old == new]
+        self._captures = [v._replace(is_input=(id(v.place), v.key) in self._inputs) for v in unchanged]
         return compiled, (called, contents(self._captures))
 
     def _reason(self, graphs: dict[_CacheKey, Compiled], key: _CacheKey) -> str:

@@ -19,12 +19,13 @@ from ..sharding.sharded import Sharded
 from ..sharding.units import ROOT
 from . import inspect, passes
 from .bucketing import bucket
+from .captures import Capture, captures
 from .dataflow import written_inputs
 from .donate import Input, donated
 from .inspect import Traffic
 from .memory import Footprint, footprint
 from .settling import settle
-from .signature import Signature, TensorKey, difference, flatten, on_meshes, signature
+from .signature import Contents, Signature, TensorKey, changed, contents, difference, flatten, on_meshes, signature
 from .trace import Output, Trace, TraceError, input_paths, tensors, trace
 
 _PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # by name of a field in the path of an input
@@ -41,6 +42,8 @@ class Lowered:
     traced: Trace
     signature: Signature
     donate: bool
+    captured: tuple[Capture, ...] = ()  # variables whose tensors are inputs of the graph, after the arguments
+    contents: Contents = ()  # of those variables
 
     @property
     def graph(self) -> fx.Graph:
@@ -69,7 +72,8 @@ class Lowered:
 
     def _paths(self) -> list[str]:
         paths, keys = tree.paths(self.traced.spec), self.signature.kinds
-        return [path for path, key in zip(paths, keys, strict=True) if isinstance(key, TensorKey)]
+        named = [path for path, key in zip(paths, keys, strict=True) if isinstance(key, TensorKey)]
+        return named + [variable.name for variable in self.captured for _ in variable.tensors()]
 
     def compile(self, backend: str = "inductor") -> Compiled:
         """Compile the graph with one of torch.compile's backends."""
@@ -105,11 +109,14 @@ class Compiled:
         called = signature(leaves, spec, on_meshes((args, kwargs)))
         if called != self.lowered.signature:
             raise ValueError(f"compiled for other arguments: {difference(self.lowered.signature, called)}")
+        if (now := contents(self.lowered.captured)) != self.lowered.contents:
+            raise ValueError(f"compiled for other values: {changed(self.lowered.contents, now)}")
         return self.run(leaves, args)
 
     def run(self, leaves: Sequence[object], args: Sequence[Tree]) -> Tree:
         """Call the compiled function with the leaves of arguments that are known to have the signature."""
-        inputs, traced = tensors(leaves), self.lowered.traced
+        traced, captured = self.lowered.traced, [x for v in self.lowered.captured for x in v.tensors()]
+        inputs = [*tensors(leaves), *(x.resolve_conj().resolve_neg() for x in captured)]
         if self.lowered.donate:
             _check_apart(inputs)
         with ExitStack() as stack:
@@ -192,11 +199,14 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     """Trace `fn(*args, **kwargs)` for arguments with these leaves and structure, and apply the passes."""
     arguments = tree.unflatten(spec, leaves)
     key = signature(leaves, spec, on_meshes(arguments))
-    traced = trace(fn, leaves, spec)
-    _check_unchanged(traced, leaves)  # before `donated`, which adds writes to arguments
+    captured = [(variable, variable.tensors()) for variable in captures(fn)]
+    traced = trace(fn, leaves, spec, [x for _, values in captured for x in values])
+    names = [variable.name for variable, values in captured for _ in values]
+    _check_unchanged(traced, leaves, names)  # before `donated`, which adds writes to arguments
+    variables = _used(traced, captured)
     if options.donate:
         traced = donated(traced, leaves)
-    lowered = Lowered(traced, key, options.donate)
+    lowered = Lowered(traced, key, options.donate, variables, contents(variables))
     plans = [node.plan for node in tree.nodes(arguments, Sharded)]
     units = [unit.name for plan in plans for unit in plan.units if unit.kept is None and unit.name != ROOT]
     lasting = {plan.units[unit].name for plan in plans for unit in plan.lasting}
@@ -207,13 +217,28 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     return lowered
 
 
-def _check_unchanged(traced: Trace, leaves: Sequence[object]) -> None:
-    """Raise TraceError if the function writes to one of its arguments in place."""
+def _used(traced: Trace, captured: Sequence[tuple[Capture, Sequence[Tensor]]]) -> tuple[Capture, ...]:
+    """Return the variables whose tensors the graph reads; the inputs for others are erased."""
+    graph, values = traced.module.graph, [x for _, of_one in captured for x in of_one]
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    places = dict(zip(map(id, reversed(values)), reversed(nodes), strict=False))  # the first place of each tensor
+    used = [(v, of_one, any(places[id(x)].users for x in of_one)) for v, of_one in captured]
+    unread = [is_used for _, of_one, is_used in used for _ in of_one]
+    for node, is_used in zip(nodes[len(nodes) - len(values) :], unread, strict=True):
+        if not is_used:
+            graph.erase_node(node)
+    for variable, of_one, is_used in used:
+        if is_used and list(map(id, variable.tensors())) != list(map(id, of_one)):
+            raise TraceError(f"jit: the function assigns to {variable.name}: return the new value instead")
+    return tuple(variable._replace(is_input=True) for variable, _, is_used in used if is_used)
+
+
+def _check_unchanged(traced: Trace, leaves: Sequence[object], captured: Sequence[str]) -> None:
+    """Raise TraceError if the function writes to one of its arguments, or to a captured tensor, in place."""
+    paths = [f"its argument {path!r}" for path in input_paths(leaves, traced.spec)]
     for number in written_inputs(traced.module.graph):
-        path = input_paths(leaves, traced.spec)[number]
-        raise TraceError(
-            f"jit: the function changes its argument {path!r} in place: make a new tensor instead, or a clone first"
-        )
+        what = [*paths, *captured][number]
+        raise TraceError(f"jit: the function changes {what} in place: make a new tensor instead, or a clone first")
 
 
 def _check_apart(inputs: Sequence[Tensor]) -> None:

@@ -174,9 +174,19 @@ class _Same:
 def contents(variables: Sequence[Capture]) -> Contents:
     """Return a key for the values of captured variables, one pair of name and content for each.
 
-    Numbers and strings are compared by value, tensors by shape, dtype and device, and other objects by identity.
+    Numbers and strings are compared by value, tensors by shape, dtype and device, and other objects by identity. Of
+    variables whose tensors are inputs of a graph, the structure is compared, and which tensors are one.
     """
-    return tuple((variable.name, _content(variable.read())) for variable in variables)
+    first: dict[int, int] = {}
+    inputs = [id(x) for variable in variables if variable.is_input for x in variable.tensors()]
+    same = tuple(first.setdefault(x, i) for i, x in enumerate(inputs))
+    known = ((v.name, (_tree_content if v.is_input else _content)(v.read())) for v in variables)
+    return *known, ("one of two tensors that were one, or the other way round,", same)
+
+
+def _tree_content(value: Tree) -> object:
+    leaves, spec = tree.flatten(value)
+    return spec, *(_content(leaf) if not isinstance(leaf, Tensor) else _kind(leaf) for leaf in leaves)
 
 
 def _content(value: Any) -> object:  # not `object`, as in `fixed`

@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any, ParamSpec, TypeVar
@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import tree
@@ -74,9 +75,10 @@ def tensors(leaves: Sequence[object]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec) -> Trace:
+def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, captured: Sequence[Tensor] = ()) -> Trace:
     """Trace `fn(*args, **kwargs)`, where `tree.flatten((args, kwargs))` gave `leaves` and `spec`.
 
+    `captured` are tensors that `fn` reads from its closures and globals: further inputs of the graph.
     Raises TraceError for a function that cannot become a graph.
     """
     out_spec: tree.Spec
@@ -85,14 +87,17 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec) ->
     def flat(*inputs: Tensor) -> list[Tensor]:
         """Call `fn` with the fake tensors `inputs`; make_fx, which accepts only tensors, calls this function once."""
         nonlocal out_spec
-        before = [_identity(x) for x in inputs]
+        inputs, more = inputs[: len(tensors(leaves))], inputs[len(tensors(leaves)) :]
+        fake_of = {id(x): fake for x, fake in reversed([*zip(captured, more, strict=True)])}
+        before = [_identity(x) for x in (*inputs, *more)]
         for x, leaf in zip(inputs, tensors(leaves), strict=True):
             if isinstance(leaf, Marked):
                 mark(x, type(leaf))
         args, kwargs = tree.unflatten(spec, _merged(leaves, inputs))
-        with _without_random_state(), _without_draws(fn, leaves, spec):
+        with _without_random_state(fake_of), _without_draws(fn, leaves, spec):
             out, out_spec = tree.flatten(fn(*args, **kwargs))
-        _check_same(inputs, before, leaves, spec)
+        out = [fake_of.get(id(leaf), leaf) for leaf in out]
+        _check_same([*inputs, *more], before, [*input_paths(leaves, spec), *("a captured tensor" for _ in more)])
         _check_constants(out, out_spec, leaves)
         outputs: list[Tensor] = []
         for leaf in out:
@@ -105,7 +110,7 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec) ->
     # torch.func may leave keys of that transform set, and later transforms then fail. test_func_losses.py fails if
     # torch removes the guard.
     try:
-        fakes = list(_fakes(mode, tensors(leaves)))
+        fakes = list(_fakes(mode, [*tensors(leaves), *captured]))
         with torch._C._PreserveDispatchKeyGuard():
             try:
                 module = make_fx(flat, tracing_mode="fake", record_stack_traces=True)(*fakes)
@@ -189,11 +194,9 @@ def _identity(x: Tensor) -> _Identity:
     return x.untyped_storage()._cdata, x.shape, id(x.grad) if x.is_leaf else None  # a non-leaf's .grad warns
 
 
-def _check_same(
-    inputs: Sequence[Tensor], before: Sequence[_Identity], leaves: Sequence[object], spec: tree.Spec
-) -> None:
+def _check_same(inputs: Sequence[Tensor], before: Sequence[_Identity], paths: Sequence[str]) -> None:
     """Raise TraceError if the function assigned to `.data` or `.grad` of an argument: no operator records this."""
-    for path, x, (*old_memory, old_grad) in zip(input_paths(leaves, spec), inputs, before, strict=True):
+    for path, x, (*old_memory, old_grad) in zip(paths, inputs, before, strict=True):
         *memory, grad = _identity(x)
         if memory != old_memory:
             raise TraceError(f"jit: the function assigns to .data of its argument {path!r}: make a new tensor instead")
@@ -220,6 +223,29 @@ def _check_constants(out: Sequence[object], spec: tree.Spec, leaves: Sequence[ob
             )
 
 
+def _put(fake_of: Mapping[int, Tensor], x: Tree) -> Tree:
+    """Return a tree of arguments with fake tensors in place of captured ones, which are given by their ids."""
+    return tree.map(lambda leaf: fake_of.get(id(leaf), leaf), x)
+
+
+class _Captured(TorchFunctionMode):
+    """Put fake tensors in place of captured ones, also where no operator is called: in `.tolist()`, `.data`."""
+
+    def __init__(self, fake_of: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self._fake_of = fake_of
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        args, kwargs = _put(self._fake_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
 class _Watch(TorchDispatchMode):
     """Raise TraceError for random numbers that the graph would repeat in every call, and for sparse tensors.
 
@@ -236,8 +262,9 @@ class _Watch(TorchDispatchMode):
         """Return True, so that a function that is compiled inside the traced one (flex_attention) still compiles."""
         return True
 
-    def __init__(self) -> None:
+    def __init__(self, fake_of: Mapping[int, Tensor]) -> None:
         super().__init__()
+        self._fake_of = fake_of
         self._seed = _UNLIKELY
         # A seed that user code is unlikely to set: a call of manual_seed with the old seed is then noticed, too.
         torch.default_generator.manual_seed(_UNLIKELY)
@@ -250,6 +277,8 @@ class _Watch(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
+        if self._fake_of:
+            args, kwargs = _put(self._fake_of, (args, kwargs))  # what was called without a name in Python, too
         if draws(func, args, kwargs):
             if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
                 raise TraceError(f"jit: {func} with a generator of its own at {call_site()}{_REPEATED}")
@@ -280,7 +309,7 @@ _REPEATED = (
 
 
 @contextmanager
-def _without_random_state() -> Iterator[None]:
+def _without_random_state(fake_of: Mapping[int, Tensor]) -> Iterator[None]:
     """Raise TraceError if the block seeds torch's generator, or draws numbers of `random` or numpy.
 
     A graph would repeat the numbers of the first call. The state of torch's generator is restored afterwards.
@@ -293,7 +322,7 @@ def _without_random_state() -> Iterator[None]:
 
     try:
         before = state()
-        with _Watch() as watch:
+        with _Watch(fake_of) as watch, _Captured(fake_of) if fake_of else nullcontext():
             yield
         watch.check()
         if state() != before:
@@ -357,7 +386,8 @@ def _explained(failure: Exception, fn: Callable[..., Tree]) -> TraceError:
         names = names or "a tensor"
         return TraceError(
             f"jit: the function uses a tensor that is not among its arguments ({names}) at {where}: pass it as one, "
-            "or in the state's `extra`"
+            "or in the state's `extra`. A graph reads tensors of closures and globals, also in dicts and lists, unless "
+            "they require a gradient, and none of other objects"
         )
     if any(word in text for word in ("data-dependent", "value out of a tracing tensor", "_local_scalar_dense")) or (
         type(failure).__name__ in ("DataDependentOutputException", "GuardOnDataDependentSymNode")
