@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.func_losses import EAGER, FROZEN, LOSSES, UNITS, batch, dropped, params
-from support.models import NARROW, STRATEGIES, same_bits
+from support.models import NARROW, STRATEGIES, rand, same_bits
 from support.steps import QUIET, apart
 from support.worlds import gloo, simulated
 from torch import Tensor, func
@@ -259,3 +259,38 @@ def traced_plainly() -> bool:
         traceback.clear_frames(failure.__traceback__)
         return False
     return True
+
+
+DIRECTIONS: dict[str, Any] = {
+    "jvp": lambda f, x: func.jvp(f, (x[0],), (x[1],))[1],
+    "jvp of grad": lambda f, x: func.jvp(func.grad(f), (x[0],), (x[1],))[1],
+    "jvp of jvp": lambda f, x: func.jvp(lambda y: func.jvp(f, (y,), (x[1],))[1], (x[0],), (x[1],))[1],
+    "grad of jvp": lambda f, x: func.grad(lambda y: func.jvp(f, (y,), (x[1],))[1])(x[0]),
+    "jacfwd of jacfwd": lambda f, x: func.jacfwd(func.jacfwd(f))(x[0]),
+    "hessian": lambda f, x: func.hessian(f)(x[0]),
+    "jacrev of jacfwd": lambda f, x: func.jacrev(func.jacfwd(f))(x[0]),
+    "vmap of jacfwd": lambda f, x: func.vmap(func.jacfwd(f))(x),
+    "vmap of jvp of grad": lambda f, x: func.vmap(lambda y: func.jvp(func.grad(f), (y,), (x[1],))[1])(x),
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", DIRECTIONS)
+def test_forward_mode_of_views_and_its_gradients(name: str) -> None:
+    """Forward mode at views of tensors is traced, alone and inside of gradients: otherwise the second operator of a
+    kind in a program would decide whether it can be jitted."""
+
+    def value(w: Tensor, x: Tensor) -> Tensor:
+        return DIRECTIONS[name](lambda y: torch.tanh(torch.tanh(y @ w + w[0]) @ w).sum(), x)
+
+    def total(w: Tensor, x: Tensor) -> Tensor:
+        return value(w, x).square().sum()
+
+    def taken(w: Tensor, x: Tensor) -> Tensor:
+        leaf = w.detach().requires_grad_()
+        return torch.autograd.grad(total(leaf, x), leaf)[0]
+
+    args = rand(3, 3, seed=1), rand(2, 3, seed=2)
+    for fn in (value, func.grad(total), taken):
+        for _ in range(2):  # torch keeps what it worked out of an operator for the next trace
+            assert apart(fshard.jit(fn, backend="eager")(*args), fn(*args)) < 1e-12

@@ -147,7 +147,10 @@ def eval_shape(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 def _mode_of(leaves: Sequence[object]) -> FakeTensorMode:
     # Fake tensors of two modes cannot meet in one operator, so arguments that are fake already decide the mode.
     fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
-    return fakes[0].fake_mode if fakes else FakeTensorMode(shape_env=_shapes())
+    mode = fakes[0].fake_mode if fakes else FakeTensorMode(shape_env=_shapes())
+    # A view that comes out of the mode's cache cannot be the primal of forward mode (torch 2.13: `has_fw_view`).
+    mode.cache_enabled = False
+    return mode
 
 
 def _shapes() -> ShapeEnv:
