@@ -2,46 +2,73 @@
 
 from __future__ import annotations
 
-import functools
+import gc
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from types import FunctionType
-from typing import Any
+from types import CodeType, FrameType, FunctionType, ModuleType
 
 import torch
 from torch import Tensor, nn
 
-from ..core import tree
+from ..core.tree import Tree
+from .current import nodes_of
+from .skeleton import Stand
+
+_AS_IT_IS = "which a copy does not replace: make it a method, or give it these as arguments"
 
 
-def check_copied(module: nn.Module, tensors: Mapping[int, object]) -> None:
-    """Raise if a copy of a module would compute with tensors of the module itself; `tensors` are known by identity.
+def check_parameters(params: Mapping[str, Tensor]) -> None:
+    """Raise for parameters of which a function of plain tensors would lose something: their class, or hooks."""
+    for path, x in params.items():
+        if type(x) not in (nn.Parameter, Tensor):
+            raise TypeError(
+                f"functionalize: {path!r} is of class {type(x).__name__}, and plans hold plain tensors: make it an "
+                "nn.Parameter (of the plain tensors in it, each by itself)"
+            )
+        # Private, both: no public function tells whether a tensor has hooks (test_module.py notices when they go)
+        if x._backward_hooks or x._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"functionalize: {path!r} has hooks on its gradient, which would not run: remove them, and change the "
+                "gradients that value_and_grad returns"
+            )
 
-    TypeError for modules that torch.jit compiled, and for functions on a module that hold the module or its tensors;
-    ValueError for buffers and other tensors that share memory with a parameter or a buffer.
+
+def check_references(skeleton: nn.Module, module: nn.Module) -> None:
+    """TypeError if functions, weak references and the like in the copy of a module still lead to the module itself."""
+    own: dict[int, str] = {id(part): path or "the module" for path, part in module.named_modules()}
+    own |= {id(x): path for named in (module.named_parameters(), module.named_buffers()) for path, x in named}
+    for where, name, x in _reached(skeleton):
+        if id(x) in own:
+            raise TypeError(
+                f"functionalize: {where!r}: the function or object {name!r} holds the module, a submodule or a tensor "
+                f"of it ({own[id(x)]}), {_AS_IT_IS}"
+            )
+
+
+def check_memory(module: nn.Module, tensors: Mapping[int, object]) -> None:
+    """Raise if tensors that a copy replaces one by one share elements; `tensors` are known by identity.
+
+    TypeError for modules that torch.jit compiled; ValueError for buffers and other tensors that share elements with a
+    parameter or a buffer.
     """
-    owned = {id(part) for part in module.modules()} | set(tensors)
-    memory = _memory(module)
     for path, part in module.named_modules():
-        where = f"functionalize: {path or type(module).__name__!r}"
         if isinstance(part, torch.jit.ScriptModule):
+            where = f"functionalize: {path or type(module).__name__!r}"
             raise TypeError(f"{where} was compiled by torch.jit, and reads its own tensors: functionalize it before")
-        if is_compiled(part):  # Note [Compiled submodules]
-            continue
-        for name, value in vars(part).items():
-            functions = list(value.values()) if name.endswith("_hooks") and isinstance(value, dict) else [value]
-            if any(id(x) in owned for function in functions for x in _contents(function, 3)):
-                raise TypeError(
-                    f"{where}: the function {name!r} holds the module, a submodule or a tensor of it, which a copy "
-                    "does not replace: make it a method, or give it these as arguments"
-                )
-            for x in tree.leaves(value) if isinstance(value, Tensor | list | tuple | dict) else []:
-                if isinstance(x, Tensor) and id(x) not in tensors and _has_memory(x) and _address(x) in memory:
-                    raise ValueError(
-                        f"{where}: {name!r} shares memory with {memory[_address(x)][0]!r}, and would not see the value "
-                        "of a call: compute it in forward, or .clone() it"
-                    )
+    memory: dict[int, list[tuple[str, Tensor]]] = {}
+    for path, parameter in module.named_parameters():
+        _take(memory, parameter, path)
+    for path, buffer in module.named_buffers():
+        if other := _take(memory, buffer, path):
+            raise ValueError(
+                f"functionalize: buffer {path!r} shares memory with {other!r}: .clone() it, or register one of them"
+            )
+    for where, name, x in _reached(module):
+        if isinstance(x, Tensor) and id(x) not in tensors and (other := _sharing(memory, x)):
+            raise ValueError(
+                f"functionalize: {where!r}: {name!r} shares memory with {other!r}, and would not see the value of a "
+                "call: compute it in forward, or .clone() it"
+            )
 
 
 def is_compiled(part: nn.Module) -> bool:
@@ -49,40 +76,87 @@ def is_compiled(part: nn.Module) -> bool:
     return "dynamo_ctx" in vars(part)
 
 
-def _memory(module: nn.Module) -> dict[int, tuple[str, Tensor]]:
-    """The parameters and buffers by address. ValueError for a buffer in the memory of another tensor."""
-    memory: dict[int, tuple[str, Tensor]]
-    memory = {_address(x): (path, x) for path, x in module.named_parameters() if _has_memory(x)}
-    for path, x in module.named_buffers():
-        if _has_memory(x):
-            other, tensor = memory.setdefault(_address(x), (path, x))
-            if tensor is not x:
-                raise ValueError(
-                    f"functionalize: buffer {path!r} shares memory with {other!r}: .clone() it, or register one of them"
-                )
-    return memory
+def check_graph(own: Mapping[int, str], given: Tree, results: Tree, name: str) -> None:
+    """ValueError if the graph of a call ends at one of the module's own parameters, known by identity.
+
+    No list is complete of the places where a function may find a tensor: a registry, a C extension. The graph tells,
+    between the results of a call and what it was given.
+    """
+    seen = nodes_of(given)
+    waiting = list(nodes_of(results) - seen)
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)  # where a gradient would be accumulated
+        path = own.get(id(leaf))
+        if path is not None:
+            raise ValueError(
+                f"{name}: the forward computed with the module's own {path!r}, not with that of the call: a function "
+                f"or object outside of the module holds it, {_AS_IT_IS}"
+            )
+        if isinstance(leaf, Stand):
+            raise ValueError(
+                f"{name}: an autograd function was given {leaf.path!r} from parameters(), a list or a closure, "
+                "where a copy holds no values: give it the attribute (self.weight)"
+            )
+        following = {after for after, _ in node.next_functions if after is not None} - seen
+        waiting += following
+        seen |= following
 
 
-def _address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+def _take(memory: dict[int, list[tuple[str, Tensor]]], x: Tensor, path: str) -> str | None:
+    """Note where a tensor lies; the path of one that was noted and shares elements with it."""
+    other = _sharing(memory, x)
+    if _has_memory(x):
+        memory.setdefault(x.untyped_storage().data_ptr(), []).append((path, x))
+    return other
+
+
+def _sharing(memory: Mapping[int, list[tuple[str, Tensor]]], x: Tensor) -> str | None:
+    if not _has_memory(x):
+        return None
+    others = memory.get(x.untyped_storage().data_ptr(), [])
+    return next((path for path, other in others if x is other or (_marked(x) & _marked(other)).any()), None)
 
 
 def _has_memory(x: Tensor) -> bool:
     return x.layout is torch.strided and x.numel() > 0 and not x.is_meta
 
 
-def _contents(function: object, depth: int) -> Iterator[object]:
-    """What a function holds in its closure, and what a cache or a weak reference refers to."""
-    if depth == 0:
-        return
-    if isinstance(function, weakref.ref):
-        yield function()
-    elif isinstance(function, FunctionType):
-        for cell in function.__closure__ or ():
-            with suppress(ValueError):  # an empty cell
-                yield cell.cell_contents
-                yield from _contents(cell.cell_contents, depth - 1)
-    elif isinstance(function, functools._lru_cache_wrapper):
-        wrapped: Any = function.__wrapped__
-        yield getattr(wrapped, "__self__", None)
-        yield from _contents(wrapped, depth - 1)
+def _marked(x: Tensor) -> Tensor:
+    """The bytes of a tensor's storage, true where its elements lie, (bytes,)."""
+    bytes_ = torch.zeros(x.untyped_storage().nbytes(), dtype=torch.bool)
+    n = x.itemsize
+    strides = [stride * n for stride in x.stride()]
+    bytes_.as_strided((*x.shape, n), (*strides, 1), x.storage_offset() * n).fill_(True)
+    return bytes_
+
+
+def _reached(module: nn.Module) -> Iterator[tuple[str, str, object]]:
+    """All objects that submodules refer to, also weakly, with the path of the submodule and the attribute's name."""
+    parts = {id(part) for part in module.modules()}
+    seen = set[int]()
+    for path, part in module.named_modules():
+        if is_compiled(part):  # Note [Compiled submodules]
+            continue
+        for name, value in vars(part).items():
+            waiting = [value]
+            while waiting:
+                x = waiting.pop()
+                if id(x) in seen or id(x) in parts or isinstance(x, _NOT_ENTERED):
+                    continue
+                seen.add(id(x))
+                yield path or type(module).__name__, name, x
+                if not isinstance(x, Tensor):
+                    waiting += _referents(x)
+
+
+# Globals of Python are not looked through: what of them is used, `check_graph` sees.
+_NOT_ENTERED = (ModuleType, type, CodeType, FrameType, str, bytes, int, float, type(None))
+
+
+def _referents(x: object) -> list[object]:
+    if isinstance(x, weakref.ref):
+        return [x()]
+    if isinstance(x, FunctionType):  # all but its globals
+        return [x.__closure__, x.__defaults__, x.__kwdefaults__, vars(x)]
+    return gc.get_referents(x)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..core.tracing import is_tracing
-from .skeleton import Stand
+from .skeleton import Stand, Weight, same_stands
 
 Tensors = dict[str, Tensor]
 
@@ -47,7 +47,9 @@ def compile_again(part: Any) -> None:
 
 
 def _read(stands: Mapping[str, Stand]) -> Tensors:
-    return {name: stand.read() for name, stand in stands.items()}
+    read = {name: stand.read() for name, stand in stands.items()}
+    # dynamo knows no classes of ours
+    return {name: x.as_subclass(Tensor) if isinstance(x, Weight) else x for name, x in read.items()}
 
 
 def _function_of(module: nn.Module) -> Any:
@@ -61,7 +63,7 @@ def _function_of(module: nn.Module) -> Any:
 
 def _without_stands(module: nn.Module) -> nn.Module:
     """A copy of a submodule with meta tensors, which torch can put others in the place of."""
-    copied = copy.deepcopy(module)
+    copied = copy.deepcopy(module, same_stands(module))
     for part in copied.modules():
         for kind in ("_parameters", "_buffers"):
             stands = vars(part)[kind].items()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ..core import func_levels, tree
+from ..core.lazy import Branch
 from ..core.tracing import is_tracing
+from ..core.tree import Tree
 from .batch_norm import BATCH_NORMS, synchronise
 from .casts import NO_CASTS, Casts, cast_around, casts_of
-from .checks import is_compiled
+from .checks import check_graph, check_memory, check_references, is_compiled
 from .compiled import compile_again
 from .current import Call, Calls
 from .skeleton import Stand, copy_of, in_eval_mode, skeleton
@@ -33,7 +38,10 @@ class Copies:
         sync_batch_norm: bool,
     ):
         # two skeletons, so that calls in both modes may run side by side; True is the mode in which the module is
+        check_memory(module, stands)
         self._skeletons = {True: skeleton(module, stands), False: in_eval_mode(skeleton(module, stands))}
+        check_references(self.skeleton, module)
+        self._own = {path: weakref.ref(x) for path, x in params.items()}
         self._calls = calls
         self._dtypes = [x.dtype for x in params.values()]  # by number, as in the module
         self._synchronised = BATCH_NORMS if sync_batch_norm else nn.SyncBatchNorm
@@ -54,6 +62,20 @@ class Copies:
         if (training, casts) not in copies:
             copies[training, casts] = self._made(training, casts)
         return copies[training, casts]
+
+    def check(self, copy: nn.Module, given: Tree, results: Tree) -> None:
+        """Raise ValueError if the first call of a copy that autograd records has computed with tensors of its own.
+
+        In `given`, the arguments of the call, its caller may have passed parameters of the module itself.
+        """
+        checked: set[int] = vars(self._of_thread).setdefault("checked", set())
+        if id(copy) in checked or not torch.is_grad_enabled() or func_levels.inside():
+            return
+        own = {id(x): path for path, ref in self._own.items() if (x := ref()) is not None}
+        passed = [path for x in tree.tops(given, Branch) if (path := own.pop(id(x), None)) is not None]
+        check_graph(own, given, results, self._calls.name)
+        if not passed and not is_tracing():
+            checked.add(id(copy))
 
     def _made(self, training: bool, casts: Casts) -> nn.Module:
         made = copy_of(self._skeletons[training], self._calls)

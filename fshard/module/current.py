@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from ..core import tree
+from ..core.lazy import Branch
 from ..core.tree import Tree
 from ..sharding.access import Leaves
 
@@ -34,7 +36,9 @@ class Call:
     def __init__(self, params: Leaves, buffers: Sequence[Tensor]):
         self.params = params
         self.buffers = buffers
+        self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # stands, and what the module put in their place
         self._copies: dict[int, Tensor] = {}  # of the buffers that were read
+        self._watched: list[tuple[str, Tensor, int]] = []
         self._nodes = (0, 0)  # the numbers of the first node made in the call, and of the first one after it
         self.thread = get_ident()  # nodes are numbered by thread
 
@@ -58,6 +62,16 @@ class Call:
         self._copies = {}
         return list(self.buffers)
 
+    def watch(self, path: str, x: Tensor) -> None:
+        """Remember the storage of a fake tensor, of which a class cannot refuse that its data are set."""
+        # `_cdata` is private: the address of a storage, which fake tensors have as well
+        self._watched.append((path, x, x.untyped_storage()._cdata))
+
+    def replaced(self) -> Iterator[str]:
+        """The paths of the parameters that the module has set."""
+        yield from (stand.path for stand, _ in self.put.values())
+        yield from (path for path, x, storage in self._watched if x.untyped_storage()._cdata != storage)
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Remember the numbers of the autograd nodes that are made in the block."""
@@ -72,12 +86,19 @@ class Call:
 
     def stay_alive_with(self, results: Tree) -> None:
         """Let the graph of the results refer to this call, for what runs again in the backward."""
-        leaves = tree.leaves(results)
-        # objects that are no nodes of a tree, as a user's dataclass
-        leaves += tree.leaves([vars(x) for x in leaves if not isinstance(x, Tensor) and hasattr(x, "__dict__")])
-        for node in {x.grad_fn for x in leaves if isinstance(x, Tensor) and x.grad_fn is not None}:
+        for node in nodes_of(results):
             metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]  # typed as a method
             metadata[self] = None
+
+
+def nodes_of(results: Tree) -> set[Node]:
+    """The last nodes of the graph of some results; parameters that are not gathered are left out."""
+    leaves = tree.tops(results, Branch)
+    # objects that are no nodes of a tree, as a user's dataclass
+    leaves += tree.leaves([vars(x) for x in leaves if not isinstance(x, Tensor) and hasattr(x, "__dict__")])
+    grad_fn: Any = Tensor.grad_fn  # the true one, also of a parameter that says it is a leaf
+    found = [grad_fn.__get__(x) for x in leaves if isinstance(x, Tensor)]
+    return {node for node in found if node is not None}
 
 
 class Calls:

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ..core import tree
 from ..core.arguments import check_flags, wrong
+from ..core.lazy import Branch
 from ..core.tree import Tree
 from ..layout.pieces import Parts
 from ..sharding.access import Leaves
@@ -19,12 +20,21 @@ from ..sharding.names import Rename
 from ..sharding.plan import Plan
 from ..sharding.precision import Policy
 from ..sharding.sharded import Sharded
+from .checks import check_parameters
 from .copies import Copies
 from .current import Call, Calls
 from .initialize import Initializer
 from .skeleton import in_tree_order, nested, stands_for
 from .state_dict import StateDict
 from .submodules import frozen_of, policy_for, units_of
+
+
+def _alias(x: Any) -> Any:
+    """A view of a caller's tensor, which a call may give another class; other objects stay."""
+    if not isinstance(x, Tensor):
+        return x
+    with torch.enable_grad():  # what is read under no_grad may be used outside of it
+        return x.view_as(x)
 
 
 class ModuleFunction:
@@ -48,23 +58,25 @@ class ModuleFunction:
             expected = "the parameters that a loss is given, or whole ones"
             remedy = "Call it in a loss (train_step, value_and_grad, evaluate), or gather_params first"
             raise TypeError(f"{name}: {wrong('params', params, expected, remedy)}")
-        leaves = Leaves(params, self._params, f"{name}: params")
+        leaves = Leaves(tree.map_tops(_alias, Branch, params), self._params, f"{name}: params")
         call, versions = Call(leaves, self._listed(buffers)), leaves.versions()
         module = self._copies.copy_for(call, self._training)
         with self._calls.during(call):
             out = module(*args, **kwargs)
-        self._check_unwritten(versions, leaves.versions())
+        self._check_unwritten(call, versions)
         after = call.new_buffers()
+        self._copies.check(module, (params, args, kwargs), (out, after))
         call.stay_alive_with((out, after))
         return out, tree.unflatten(self._buffers, after)
 
-    def _check_unwritten(self, before: list[int | None], after: list[int | None]) -> None:
-        """Raise ValueError if the forward wrote to whole parameters; a tape checks those that it gathers."""
-        if before != after:
-            named = zip(tree.paths(self._params), before, after, strict=True)
-            path = next(path for path, first, last in named if first != last)
+    def _check_unwritten(self, call: Call, before: list[int | None]) -> None:
+        """Raise ValueError if the forward set parameters, or wrote to whole ones; a tape checks those it gathers."""
+        named = zip(tree.paths(self._params), before, call.params.versions(), strict=True)
+        done = [("set", path) for path in call.replaced()]
+        done += [("wrote to", path) for path, first, last in named if first != last]
+        for did, path in done:
             raise ValueError(
-                f"{self._calls.name}: the module wrote to its parameter {path!r} in its forward, which is the caller's "
+                f"{self._calls.name}: the module {did} its parameter {path!r} in its forward, which is the caller's "
                 "tensor: return new values, or make the parameter a buffer"
             )
 
@@ -189,6 +201,7 @@ def functionalize(
     for path, x in (params | buffers).items():
         if is_lazy(x):
             raise ValueError(f"functionalize: {path!r} has no shape yet: run the module once")
+    check_parameters(params)
     calls = Calls(type(module).__name__)
     copies = Copies(module, stands_for(params, buffers, calls), params, calls, sync_batch_norm)
     trees = nested(params), nested(buffers)

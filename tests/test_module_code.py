@@ -1,0 +1,371 @@
+"""What the code of modules does in a forward: right in a function of the module, or an error that says what to do."""
+
+import collections
+import copy
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from support.worlds import simulated
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import fshard
+from fshard import tree
+from fshard.module import functionalize
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Forward = Callable[[Any, Tensor], Tensor]
+CONTEXT: ContextVar[Any] = ContextVar("a parameter")
+
+
+class Codes(nn.Module):
+    """A module with parameters of many kinds; a forward of its own, and what `setup` adds to it."""
+
+    registry: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.code = forward
+        self.linear, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.rows = nn.ParameterList([torch.randn(2) for _ in range(3)])
+        self.named = nn.ParameterDict({"gain": torch.randn(2)})
+        self.linear.weight.gain = 3.0
+        self.register_buffer("kept", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Whatever the code does."""
+        return self.code(self, x) + self.other(x)
+
+
+def made(forward: Forward, setup: Any = None) -> Codes:
+    """The module, the same in every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        module = Codes(forward).double()
+    if setup is not None:
+        setup(module)
+    return module
+
+
+def data(rank: int) -> Tensor:
+    """The rows of a rank, (3, 2)."""
+    return torch.randn(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def other(params: Any) -> Any:
+    """Other values than those of the module."""
+    return tree.map(lambda x: x.detach() * 1.5 + 0.25, params)
+
+
+def run(mesh: Any, module: nn.Module, how: str) -> Any:
+    """Values and gradients of a function of a module for other parameters than its own."""
+    apply, params, buffers = functionalize(module)
+    x, again = data(mesh.get_rank()), other(params)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return apply(p, buffers, x)[0].square().sum()
+
+    if how == "whole":
+        leaves = tree.map(lambda x: x.requires_grad_(), again)
+        value = loss(leaves, x)
+        grads = torch.autograd.grad(value, tree.leaves(leaves), allow_unused=True)
+        return value, [torch.zeros_like(p) if g is None else g for g, p in zip(grads, tree.leaves(again), strict=True)]
+    if how == "torch.func":
+        grads, value = torch.func.grad_and_value(loss)(again, x)
+        return value, tree.leaves(grads)
+    sharded = fshard.shard_params(again, fshard.make_plan(again, mesh, units=["linear", "other"]))
+    step = fshard.value_and_grad(loss)
+    step = fshard.jit(step, backend="eager") if how == "jitted" else step
+    value, grads = step(sharded, x)
+    return value, tree.leaves(fshard.gather_params(grads))
+
+
+def expected(forward: Forward, world: int) -> Any:
+    """The same of the module itself, with the other values written into it: the mean of all ranks."""
+    values, results = other(functionalize(made(forward))[1]), []
+    paths = tree.paths(tree.flatten(values)[1])
+    for rank in range(world):
+        module = made(forward)
+        named = dict(module.named_parameters())
+        with torch.no_grad():
+            for path, x in zip(paths, tree.leaves(values), strict=True):
+                named[path].copy_(x)
+        value = module(data(rank)).square().sum()
+        grads = torch.autograd.grad(value, [named[path] for path in paths], allow_unused=True)
+        grads = [torch.zeros_like(named[path]) if g is None else g for g, path in zip(grads, paths, strict=True)]
+        results.append([value.detach(), *grads])
+    value, *grads = [torch.stack(x).mean(0) for x in zip(*results, strict=True)]
+    return value, grads
+
+
+HOWS = ["whole", "torch.func", "sharded", "jitted"]
+
+
+def all_runs(module: nn.Module, how: str) -> Any:
+    """The results of all ranks: of two, if parameters are sharded."""
+    return simulated(run, module, how, shard=2 if how in ("sharded", "jitted") else 1)
+
+
+# --- what is right ---
+
+
+def hooked(self: Any, x: Tensor) -> Tensor:
+    """A hook on the gradient of a parameter, where the parameter is read."""
+    weight = self.linear.weight
+    if weight.requires_grad:
+        weight.register_hook(lambda grad: grad * 2)
+    return x @ weight
+
+
+RIGHT: dict[str, Forward] = {
+    "isinstance": lambda s, x: s.linear(x) * (2 if isinstance(s.linear.weight, nn.Parameter) else 5),
+    "is_leaf": lambda s, x: s.linear(x) * (2 if s.linear.weight.is_leaf and next(s.parameters()).is_leaf else 5),
+    "attribute": lambda s, x: s.linear(x) * s.linear.weight.gain * next(s.linear.parameters()).gain,
+    "slice of a list": lambda s, x: x * sum(s.rows[:2]),
+    "copy of a dict": lambda s, x: x * s.named.copy()["gain"],
+    "list in a list": lambda s, x: x * nn.ParameterList(s.rows)[2],
+    "data that is read": lambda s, x: s.linear(x) * s.linear.weight.data.sum() * next(s.parameters()).data.sum(),
+    "hook in a forward": hooked,
+    "the same again": lambda s, x: setattr(s.linear, "weight", s.linear.weight) or s.linear(x),
+    "functional_call": lambda s, x: functional_call(s.linear, {k: v * 2 for k, v in s.linear.named_parameters()}, x),
+    "functional_call of itself": lambda s, x: functional_call(s.linear, dict(s.linear.named_parameters()), x),
+    "functional_call of another": lambda s, x: (
+        functional_call(s.linear, {"weight": s.other.weight}, x) @ s.linear.weight
+    ),
+    "functional_call again": lambda s, x: checkpoint(
+        lambda x: functional_call(s.linear, {"bias": s.rows[0]}, x).exp(), x, use_reentrant=False
+    ),
+}
+# In a graph tensors have a class of torch: it refuses to make parameters of them, or knows no leaves.
+EAGER = {"is_leaf", "slice of a list", "copy of a dict", "list in a list", "the same again"}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("name", RIGHT)
+def test_code_computes_what_it_computes_in_the_module(name: str, how: str) -> None:
+    """A forward that asks what its parameters are, or puts them elsewhere, would give other values, or no gradient."""
+    if (how == "jitted" and name in EAGER) or (how == "torch.func" and name == "functional_call again"):
+        pytest.skip("torch cannot")
+    value, grads = expected(RIGHT[name], 2 if how in ("sharded", "jitted") else 1)
+    for got, got_grads in all_runs(made(RIGHT[name]), how):
+        torch.testing.assert_close(got, value)
+        torch.testing.assert_close(got_grads, grads)
+
+
+# --- what is an error ---
+
+
+def set_data(self: Any, x: Tensor) -> Tensor:
+    """Double the weight."""
+    self.linear.weight.data = self.linear.weight.data * 2
+    return self.linear(x)
+
+
+def write_data(self: Any, x: Tensor) -> Tensor:
+    """Double the weight in place."""
+    self.linear.weight.data.mul_(2)
+    return self.linear(x)
+
+
+def write_listed(self: Any, x: Tensor) -> Tensor:
+    """Double the weight in place, as `parameters` yields it."""
+    for p in self.linear.parameters():
+        p.data.mul_(2)
+    return self.linear(x)
+
+
+def replace(self: Any, x: Tensor) -> Tensor:
+    """Another parameter for the weight."""
+    self.linear.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
+    return self.linear(x)
+
+
+def delete(self: Any, x: Tensor) -> Tensor:
+    """No weight any more."""
+    weight = self.linear.weight
+    del self.linear.weight
+    return x @ weight
+
+
+class Twice(torch.autograd.Function):
+    """Twice its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """In another way than torch's."""
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Its gradient."""
+        return grads[0] * 2
+
+
+WRONG: dict[str, tuple[Forward, str]] = {
+    "data set": (set_data, r"the module set (the data of )?its parameter 'linear\.weight'"),
+    "data written to": (write_data, r"wrote .*'linear\.weight'"),
+    "data of listed ones written to": (write_listed, r"wrote .*'linear\.weight'"),
+    "replaced": (replace, r"the module set its parameter 'linear\.weight' in its forward"),
+    "deleted": (delete, r"the module set its parameter 'linear\.weight' in its forward"),
+    "copied": (lambda s, x: copy.deepcopy(s.linear)(x), r"copied \(copy\.deepcopy\) its parameter 'linear\.weight'"),
+    "given to an autograd function": (
+        lambda s, x: x * sum(Twice.apply(p).sum() for p in s.linear.parameters()),
+        r"an autograd function was given 'linear\.(weight|bias)' from parameters\(\).*: give it the attribute",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("name", WRONG)
+def test_code_that_a_function_cannot_run_is_an_error(name: str, how: str) -> None:
+    """The caller's parameters would change, a change would be lost, or a gradient would be zero."""
+    if (how, name) in UNNOTICED:
+        pytest.skip("not noticed")
+    forward, words = WRONG[name]
+    with pytest.raises(ValueError, match=words):
+        all_runs(made(forward), how)
+
+
+UNNOTICED = {
+    ("jitted", "data written to"),
+    ("jitted", "data of listed ones written to"),
+    ("torch.func", "given to an autograd function"),  # torch: a RuntimeError of its own
+}
+# --- functions that hold a module ---
+
+
+def keep(self: Any, fn: Any) -> None:
+    """Put a function on the module."""
+    self.fn = fn
+
+
+def default(self: Any) -> None:
+    """A weight as a default argument."""
+
+    def fn(x: Tensor, weight: Tensor = self.linear.weight) -> Tensor:
+        return x @ weight
+
+    self.fn = fn
+
+
+def attribute(self: Any) -> None:
+    """A weight as an attribute of a function."""
+
+    def fn(x: Tensor) -> Tensor:
+        return x @ fn.weight  # type: ignore[attr-defined]
+
+    fn.weight = self.linear.weight  # type: ignore[attr-defined]
+    self.fn = fn
+
+
+def wrapped(self: Any) -> None:
+    """A forward around the forward."""
+    forward = self.linear.forward
+    self.linear.forward = lambda x: forward(x)
+    self.fn = nn.Identity()
+
+
+HELD: dict[str, Callable[[Any], None]] = {
+    "bound method": wrapped,
+    "list in a closure": lambda s: keep(s, (lambda held: lambda x: x @ held[0])([s.linear.weight])),
+    "dict in a closure": lambda s: keep(s, (lambda held: lambda x: x @ held["w"])({"w": s.linear.weight})),
+    "function in a list": lambda s: keep(s, [(lambda w: lambda x: x @ w)(s.linear.weight)]),
+    "function in an object": lambda s: keep(s, SimpleNamespace(fn=(lambda w: lambda x: x @ w)(s.linear.weight))),
+    "default argument": default,
+    "attribute of a function": attribute,
+    "weak reference in an object": lambda s: keep(s, SimpleNamespace(fn=weakref.ref(s.linear))),
+    "weak dictionary": lambda s: keep(s, weakref.WeakValueDictionary({"w": s.linear})),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_holds_the_module_is_an_error(name: str) -> None:
+    """A copy would compute with the first weights for ever, wherever Python can keep a reference."""
+    words = (
+        r"'(fn|forward)' holds the module, a submodule or a tensor of it \(linear(\.weight)?\), .*: make it a method"
+    )
+    with pytest.raises(TypeError, match=words):
+        functionalize(made(lambda s, x: x, HELD[name]))
+
+
+VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "deque": lambda view: collections.deque([view]),
+    "object": lambda view: SimpleNamespace(view=view),
+    "closure": lambda view: lambda x: x @ view,
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_a_parameter_is_an_error_wherever_it_is(name: str) -> None:
+    """A view that was made in __init__ would keep its first value."""
+    with pytest.raises(ValueError, match=r"'fn' shares memory with 'linear\.weight', and would not see the value"):
+        functionalize(made(lambda s, x: x, lambda s: keep(s, VIEWS[name](s.linear.weight.detach().T))))
+
+
+# Places that no look at the module finds: how a weight is put there, and how it is found again.
+PLACES: dict[str, tuple[Callable[[Any], object], Forward]] = {
+    "class": (lambda s: Codes.registry.update(w=s.linear.weight), lambda s, x: x @ s.registry["w"]),
+    "context variable": (lambda s: CONTEXT.set(s.linear.weight), lambda s, x: x @ CONTEXT.get()),
+    "view in a class": (lambda s: Codes.registry.update(w=s.linear.weight.T), lambda s, x: x @ s.registry["w"]),
+    "module in a class": (
+        lambda s: Codes.registry.update(w=s.linear),
+        lambda s, x: checkpoint(s.registry["w"], x, use_reentrant=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ["whole", "sharded"])  # jit raises for every tensor that is no argument
+@pytest.mark.parametrize("name", PLACES)
+def test_the_first_call_tells_whether_it_computed_with_the_module(name: str, how: str) -> None:
+    """A weight from a registry would be the first one for ever, and its gradient zero."""
+    setup, forward = PLACES[name]
+    with pytest.raises(ValueError, match=r"Codes: the forward computed with the module's own 'linear\."):
+        simulated(lambda mesh: run(mesh, made(forward, setup), how))
+
+
+def test_calls_that_cannot_tell_leave_it_to_the_next() -> None:
+    """A first call without gradients, or with the module's own parameters, would be taken for a proof."""
+    setup, forward = PLACES["class"]
+    apply, params, buffers = functionalize(made(forward, setup))
+    with torch.no_grad():
+        apply(other(params), buffers, data(0))
+    torch.func.grad(lambda p: apply(p, buffers, data(0))[0].sum())(other(params))
+    apply(params, buffers, data(0))
+    with pytest.raises(ValueError, match="the module's own"):
+        apply(other(params), buffers, data(0))
+
+
+def test_what_the_caller_makes_of_the_parameters_is_no_error() -> None:
+    """A step inside a loss (MAML), and a call that is given a parameter of the module, would be refused."""
+    module = made(lambda s, x: s.linear(x))
+    apply, params, buffers = functionalize(Argument(module))
+    inner, weight = tree.map(lambda x: x - 0.1 * x, params), params["module"]["linear"]["weight"]
+    out, _ = apply(inner, buffers, data(0), weight)
+    (grad,) = torch.autograd.grad(out.sum(), [weight])
+
+    def again(w: Tensor) -> Tensor:
+        values = tree.map(lambda x: x.detach() * 0.9, params)
+        values["module"]["linear"]["weight"] = w * 0.9
+        return apply(values, buffers, data(0), w)[0].sum()
+
+    torch.testing.assert_close(grad, torch.func.grad(again)(weight.detach()))
+
+
+class Argument(nn.Module):
+    """A module that is given a tensor."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Both in one product."""
+        return self.module(x) @ weight
