@@ -38,7 +38,6 @@ class Call:
         self.buffers = buffers
         self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # stands, and what the module put in their place
         self._copies: dict[int, Tensor] = {}  # of the buffers that were read
-        self._watched: list[tuple[str, Tensor, int]] = []
         self._nodes = (0, 0)  # the numbers of the first node made in the call, and of the first one after it
         self.thread = get_ident()  # nodes are numbered by thread
 
@@ -62,15 +61,9 @@ class Call:
         self._copies = {}
         return list(self.buffers)
 
-    def watch(self, path: str, x: Tensor) -> None:
-        """Remember the storage of a fake tensor, of which a class cannot refuse that its data are set."""
-        # `_cdata` is private: the address of a storage, which fake tensors have as well
-        self._watched.append((path, x, x.untyped_storage()._cdata))
-
-    def replaced(self) -> Iterator[str]:
-        """The paths of the parameters that the module has set."""
-        yield from (stand.path for stand, _ in self.put.values())
-        yield from (path for path, x, storage in self._watched if x.untyped_storage()._cdata != storage)
+    def replaced(self) -> list[str]:
+        """The paths of the parameters that the module has put other tensors in the place of."""
+        return [stand.path for stand, _ in self.put.values()]
 
     @contextmanager
     def running(self) -> Iterator[None]:

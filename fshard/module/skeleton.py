@@ -11,6 +11,7 @@ Note [Stands]
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -55,15 +56,26 @@ class Weight(nn.Parameter):
         """RuntimeError of torch: no gradient is accumulated in it."""
         return self._as_tensor(Tensor.register_post_accumulate_grad_hook, hook)
 
+    def set_(self, source: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing for itself, as when a parametrization is registered; else ValueError."""
+        return self if source is self else self.stand.refuse("set the data of")
+
     def _as_tensor(self, method: Callable[..., Any], hook: Callable[..., Any]) -> Any:
-        self.__class__ = Tensor  # type: ignore[assignment] # torch asks for the true `grad_fn`
+        kind = type(self)
+        self.__class__ = kind.__mro__[kind.__mro__.index(nn.Parameter) + 1]  # torch asks for the true `grad_fn`
         try:
             return method(self, hook)
         finally:
-            self.__class__ = Weight
+            self.__class__ = kind
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.stand.refuse("copied (copy.deepcopy)")
+
+
+@functools.cache
+def _weights(kind: type[Tensor]) -> type[Weight]:
+    """The class of weights that are tensors of a class: while a graph is traced, of fake ones."""
+    return Weight if kind is Tensor else type(kind.__name__, (Weight, kind), {})
 
 
 class Stand(Tensor):
@@ -95,16 +107,14 @@ class Stand(Tensor):
     def read(self) -> Tensor:
         """The tensor of the current call; its unit is gathered."""
         call = self.calls.current()
-        return call.buffer(self.number) if self.is_buffer else self._worn(call.params.read(self.number), call)
+        return call.buffer(self.number) if self.is_buffer else self._worn(call.params.read(self.number))
 
-    def _worn(self, x: Any, call: Call) -> Tensor:
+    def _worn(self, x: Any) -> Tensor:
         """The same tensor, which says that it is this parameter."""
-        if type(x) is not Weight and not isinstance(x, Stand):
-            vars(x).update(self.attributes, stand=self, _is_param=True)
-            if type(x) is Tensor:
-                x.__class__ = Weight
-            else:  # a fake tensor must stay one
-                call.watch(self.path, x)
+        if not isinstance(x, Weight | Stand):
+            kind: Any = type(x)
+            x.__class__ = _weights(kind)
+            vars(x).update(self.attributes, stand=self)
         return x
 
     def refuse(self, done: str) -> NoReturn:
