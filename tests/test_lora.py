@@ -117,35 +117,61 @@ class ByPeft:
         return module.merge_and_unload()
 
 
+class OfParameters(ByHand):
+    """Adapters that PEFT registers as parametrizations while the forward runs, as for experts."""
+
+    units = "base_model.model.blocks.*"
+    rotates = False
+
+    @classmethod
+    def module(cls, again: bool) -> Any:
+        """The model, the same in every call."""
+        from peft import LoraConfig, OFTConfig, get_peft_model
+
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            lora = LoraConfig(r=2, target_modules=[], target_parameters=["up.weight"], init_lora_weights=False)
+            oft = OFTConfig(target_modules=["up"], oft_block_size=2, init_weights=False)
+            module = tied("checkpointed" if again else "plain")
+            return get_peft_model(module, oft if cls.rotates else lora).double()
+
+
+class Rotations(OfParameters):
+    """PEFT's OFT, whose buffers are views of one tensor without a common element."""
+
+    rotates = True
+
+
 KINDS: dict[str, Any] = {"by hand": ByHand, "PEFT": ByPeft}
+ALL: dict[str, Any] = {**KINDS, "PEFT, parameters": OfParameters, "PEFT, rotations": Rotations}
 
 
 def train(mesh: Any, kind: str, optimizer: str, again: bool = False, count: bool = False, **strategy: Any) -> Any:
     """Train adapters on a rank: whole parameters; with `count`, also what is held and sent."""
     warnings.filterwarnings("ignore", **QUIET)  # in a process of its own
-    apply, params, buffers = functionalize(KINDS[kind].module(again))
-    plan = fshard.make_plan(params, mesh, units=apply.units(KINDS[kind].units), frozen=apply.frozen, **strategy)
+    apply, params, buffers = functionalize(ALL[kind].module(again))
+    plan = fshard.make_plan(params, mesh, units=apply.units(ALL[kind].units), frozen=apply.frozen, **strategy)
     tx = OPTIMIZERS[optimizer][0]()
     state = fshard.init_state(fshard.shard_params(params, plan), tx)
 
     def loss(params: Any, batch: dict[str, Tensor]) -> Tensor:
-        return KINDS[kind].loss(lambda *args, **kwargs: apply(params, buffers, *args, **kwargs)[0], batch)
+        return ALL[kind].loss(lambda *args, **kwargs: apply(params, buffers, *args, **kwargs)[0], batch)
 
     if count:
-        return counted(state, tx, loss, KINDS[kind].batch(0, mesh.get_rank()))
+        return counted(state, tx, loss, ALL[kind].batch(0, mesh.get_rank()))
     step = fshard.train_step(loss, tx)
     for number in range(STEPS):
-        state, _ = step(state, KINDS[kind].batch(number, mesh.get_rank()))
+        state, _ = step(state, ALL[kind].batch(number, mesh.get_rank()))
     return fshard.state_dict(state.params)
 
 
 def trained(kind: str, optimizer: str, ranks: int) -> Any:
     """The same model, trained by torch on one device with all ranks' data."""
-    module = KINDS[kind].module(again=False)
+    module = ALL[kind].module(again=False)
     opt = OPTIMIZERS[optimizer][1]([x for x in module.parameters() if x.requires_grad])
     for step in range(STEPS):
         opt.zero_grad()
-        losses = [KINDS[kind].loss(module, KINDS[kind].batch(step, rank)) for rank in range(ranks)]
+        losses = [ALL[kind].loss(module, ALL[kind].batch(step, rank)) for rank in range(ranks)]
         torch.stack(losses).mean().backward()
         opt.step()
     return module
@@ -153,7 +179,7 @@ def trained(kind: str, optimizer: str, ranks: int) -> Any:
 
 def is_trained(results: list[dict[str, Tensor]], kind: str, optimizer: str) -> None:
     """Every rank has the adapters of the plain model, and the very base."""
-    expected, start = trained(kind, optimizer, len(results)), KINDS[kind].module(again=False).state_dict()
+    expected, start = trained(kind, optimizer, len(results)), ALL[kind].module(again=False).state_dict()
     for got in results:
         assert set(got) <= set(start)
         for name, x in expected.named_parameters():
@@ -180,6 +206,15 @@ def test_adapters_train_as_in_torch(kind, world, optimizer, again):
 def test_adapters_train_in_processes(kind):
     """Adapters would train in simulation alone."""
     is_trained(gloo(train, kind, "adamw", True), kind, "adamw")
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("again", [False, True], ids=["once", "checkpointed"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["PEFT, parameters", "PEFT, rotations"])
+def test_adapters_of_single_parameters_train(kind, optimizer, again):
+    """The model would be refused, or one rank would compute with the weight that torch keeps of another."""
+    is_trained(simulated(train, kind, optimizer, again, shard=2), kind, optimizer)
 
 
 # --- what a frozen base costs ---

@@ -4,6 +4,7 @@ import collections
 import copy
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ import torch
 from support.worlds import simulated
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fshard
@@ -230,6 +232,61 @@ def test_code_that_a_function_cannot_run_is_an_error(name: str, how: str) -> Non
     forward, words = WRONG[name]
     with pytest.raises(ValueError, match=words):
         all_runs(made(forward), how)
+
+
+@pytest.mark.parametrize("add", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_an_error(add: str) -> None:
+    """A hook that clips or masks a gradient would never run."""
+    with pytest.raises(ValueError, match=r"'linear\.weight' has hooks on its gradient, which would not run: remove"):
+        functionalize(made(lambda s, x: x, lambda s: getattr(s.linear.weight, add)(lambda grad: None)))
+
+
+class Scaled(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+def test_parameters_of_other_classes_are_an_error() -> None:
+    """What the class does would be lost."""
+    module = made(lambda s, x: x, lambda s: s.register_parameter("more", Scaled(torch.ones(2))))
+    with pytest.raises(TypeError, match=r"functionalize: 'more' is of class Scaled, and plans hold plain tensors"):
+        functionalize(module)
+
+
+class InsideCached(nn.Module):
+    """A forward that keeps the values of parametrizations while it runs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The module in the block."""
+        with parametrize.cached():
+            return self.module(x) + self.module(x)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_cached_parametrizations_are_an_error(inside: bool) -> None:
+    """A second set of parameters, or another rank, would compute with the weight of the first."""
+    module: nn.Module = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+    apply, params, buffers = functionalize(InsideCached(module) if inside else module)
+    words = r"parametrize\.cached\(\) keeps the weight of the first call.*: leave it out"
+    with nullcontext() if inside else parametrize.cached(), pytest.raises(ValueError, match=words):
+        apply(params, buffers, torch.ones(1, 2))
+    assert not parametrize._cache
+
+
+def test_buffers_may_lie_in_one_memory_side_by_side() -> None:
+    """Buffers that `chunk` made would be refused, or those with a common element taken."""
+    whole = torch.arange(8.0).view(4, 2)
+    module = nn.BatchNorm1d(2, affine=False)
+    for i, part in enumerate(whole.chunk(2, 1)):
+        module.register_buffer(f"part{i}", part)
+    _, _, buffers = functionalize(module)
+    assert torch.equal(buffers["part1"], whole[:, 1:])
+    module.register_buffer("last", whole[3])
+    with pytest.raises(ValueError, match="buffer 'last' shares memory with 'part0'"):
+        functionalize(module)
 
 
 # --- functions that hold a module ---

@@ -9,6 +9,7 @@ from types import CodeType, FrameType, FunctionType, ModuleType
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ..core.tree import Tree
 from .current import nodes_of
@@ -35,13 +36,13 @@ def check_parameters(params: Mapping[str, Tensor]) -> None:
 
 def check_references(skeleton: nn.Module, module: nn.Module) -> None:
     """TypeError if functions, weak references and the like in the copy of a module still lead to the module itself."""
-    own: dict[int, str] = {id(part): path or "the module" for path, part in module.named_modules()}
-    own |= {id(x): path for named in (module.named_parameters(), module.named_buffers()) for path, x in named}
+    paths: dict[int, str] = {id(part): path or "the module" for path, part in module.named_modules()}
+    paths |= {id(x): path for named in (module.named_parameters(), module.named_buffers()) for path, x in named}
     for where, name, x in _reached(skeleton):
-        if id(x) in own:
+        if id(x) in paths:
             raise TypeError(
                 f"functionalize: {where!r}: the function or object {name!r} holds the module, a submodule or a tensor "
-                f"of it ({own[id(x)]}), {_AS_IT_IS}"
+                f"of it ({paths[id(x)]}), {_AS_IT_IS}"
             )
 
 
@@ -76,7 +77,7 @@ def is_compiled(part: nn.Module) -> bool:
     return "dynamo_ctx" in vars(part)
 
 
-def check_graph(own: Mapping[int, str], given: Tree, results: Tree, name: str) -> None:
+def check_graph(paths: Mapping[int, str], given: Tree, results: Tree, name: str) -> None:
     """ValueError if the graph of a call ends at one of the module's own parameters, known by identity.
 
     No list is complete of the places where a function may find a tensor: a registry, a C extension. The graph tells,
@@ -87,7 +88,7 @@ def check_graph(own: Mapping[int, str], given: Tree, results: Tree, name: str) -
     while waiting:
         node = waiting.pop()
         leaf = getattr(node, "variable", None)  # where a gradient would be accumulated
-        path = own.get(id(leaf))
+        path = paths.get(id(leaf))
         if path is not None:
             raise ValueError(
                 f"{name}: the forward computed with the module's own {path!r}, not with that of the call: a function "
@@ -101,6 +102,24 @@ def check_graph(own: Mapping[int, str], given: Tree, results: Tree, name: str) -
         following = {after for after, _ in node.next_functions if after is not None} - seen
         waiting += following
         seen |= following
+
+
+def check_uncached(name: str) -> None:
+    """ValueError inside of torch.nn.utils.parametrize.cached(), where torch keeps one weight for all copies."""
+    # Private, as below: no public function tells (test_module_code.py notices when it goes)
+    if parametrize._cache_enabled:
+        raise ValueError(
+            f"{name}: torch.nn.utils.parametrize.cached() keeps the weight of the first call for all others, whatever "
+            "parameters they are given: leave it out"
+        )
+
+
+def drop_cached(copy: nn.Module) -> None:
+    """Let torch forget the weights that it keeps of parametrizations which a forward registered in a copy."""
+    if parametrize._cache:
+        parts = {id(part) for part in copy.modules()}
+        for key in [key for key in parametrize._cache if key[0] in parts]:
+            del parametrize._cache[key]
 
 
 def _take(memory: dict[int, list[tuple[str, Tensor]]], x: Tensor, path: str) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..core import func_levels, tree
 from ..core.lazy import Branch
@@ -16,7 +17,7 @@ from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from .batch_norm import BATCH_NORMS, synchronise
 from .casts import NO_CASTS, Casts, cast_around, casts_of
-from .checks import check_graph, check_memory, check_references, is_compiled
+from .checks import check_graph, check_memory, check_references, check_uncached, is_compiled
 from .compiled import compile_again
 from .current import Call, Calls
 from .skeleton import Stand, copy_of, in_eval_mode, skeleton
@@ -42,6 +43,7 @@ class Copies:
         self._skeletons = {True: skeleton(module, stands), False: in_eval_mode(skeleton(module, stands))}
         check_references(self.skeleton, module)
         self._own = {path: weakref.ref(x) for path, x in params.items()}
+        self._parametrized = any(isinstance(part, ParametrizationList) for part in module.modules())
         self._calls = calls
         self._dtypes = [x.dtype for x in params.values()]  # by number, as in the module
         self._synchronised = BATCH_NORMS if sync_batch_norm else nn.SyncBatchNorm
@@ -55,6 +57,8 @@ class Copies:
 
     def copy_for(self, call: Call, training: bool) -> nn.Module:
         """The copy on which a call runs in this thread."""
+        if self._parametrized:
+            check_uncached(self._calls.name)
         casts = self._casts_of(call)
         if is_tracing():
             return self._made(training, casts)
@@ -71,9 +75,9 @@ class Copies:
         checked: set[int] = vars(self._of_thread).setdefault("checked", set())
         if id(copy) in checked or not torch.is_grad_enabled() or func_levels.inside():
             return
-        own = {id(x): path for path, ref in self._own.items() if (x := ref()) is not None}
-        passed = [path for x in tree.tops(given, Branch) if (path := own.pop(id(x), None)) is not None]
-        check_graph(own, given, results, self._calls.name)
+        paths = {id(x): path for path, ref in self._own.items() if (x := ref()) is not None}
+        passed = [path for x in tree.tops(given, Branch) if (path := paths.pop(id(x), None)) is not None]
+        check_graph(paths, given, results, self._calls.name)
         if not passed and not is_tracing():
             checked.add(id(copy))
 
@@ -86,6 +90,8 @@ class Copies:
         for path, dtype in paths:
             cast_around(made.get_submodule(path), dtype, around)
         for part in made.modules():
+            if isinstance(part, ParametrizationList):
+                part.register_forward_pre_hook(lambda *_: check_uncached(self._calls.name))
             if is_compiled(part):
                 compile_again(part)
         return made

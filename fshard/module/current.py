@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from ..core import tree
 from ..core.lazy import Branch
@@ -80,18 +79,18 @@ class Call:
     def stay_alive_with(self, results: Tree) -> None:
         """Let the graph of the results refer to this call, for what runs again in the backward."""
         for node in nodes_of(results):
-            metadata: dict[Any, Any] = node.metadata  # type: ignore[assignment]  # typed as a method
+            metadata: dict[Any, Any] = node.metadata
             metadata[self] = None
 
 
-def nodes_of(results: Tree) -> set[Node]:
+def nodes_of(results: Tree) -> set[Any]:
     """The last nodes of the graph of some results; parameters that are not gathered are left out."""
     leaves = tree.tops(results, Branch)
     # objects that are no nodes of a tree, as a user's dataclass
     leaves += tree.leaves([vars(x) for x in leaves if not isinstance(x, Tensor) and hasattr(x, "__dict__")])
     grad_fn: Any = Tensor.grad_fn  # the true one, also of a parameter that says it is a leaf
-    found = [grad_fn.__get__(x) for x in leaves if isinstance(x, Tensor)]
-    return {node for node in found if node is not None}
+    nodes = [grad_fn.__get__(x) for x in leaves if isinstance(x, Tensor)]
+    return {node for node in nodes if node is not None}
 
 
 class Calls:

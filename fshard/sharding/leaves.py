@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ..layout.layout import Leaf
 
-_MODULE = "Give its parameters: dict(module.named_parameters())."
+_MODULE = "Give its parameters: apply, params, buffers = fshard.module.functionalize(module)."
 
 
 def check_tensors(flat: Sequence[object], paths: Sequence[str]) -> None:
