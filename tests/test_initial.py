@@ -521,6 +521,41 @@ def test_a_modules_own_state_dict(name):
     module_round_trip(None, name, {})
 
 
+class OldScale(nn.Linear):
+    """A layer whose older files hold half of its weight, under another name."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_load_state_dict_pre_hook(self.doubled)
+
+    def doubled(self, module: Any, state: Any, prefix: str, *rest: Any) -> None:
+        """Change the name and the value."""
+        if f"{prefix}half" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}half") * 2
+        if f"{prefix}nothing" in state:
+            rest[-1].append("nothing is no weight")
+
+
+@pytest.mark.parametrize("src", [None, 0])
+def test_hooks_change_what_is_loaded(src):
+    """A hook that changes values would be skipped: half of the weight would be loaded."""
+    module = nn.Sequential(OldScale())
+    saved = {"model.0.half": torch.ones(2, 2), "model.0.bias": torch.zeros(2)}
+
+    def load(mesh: Any, saved: Any) -> Any:
+        apply, params, buffers = functionalize(module)
+        sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
+        given = saved if src is None or mesh.get_rank() == src else {}
+        loaded, _ = apply.load_state_dict(sharded, buffers, given, lambda name: name.removeprefix("model."), src)
+        return fshard.gather_params(loaded)["0"]["weight"]
+
+    for weight in simulated(lambda mesh: load(mesh, saved)):
+        assert torch.equal(weight, torch.full((2, 2), 2.0))
+    assert "model.0.half" in saved
+    with pytest.raises(ValueError, match="a hook of the module reports: nothing is no weight"):
+        simulated(lambda mesh: load(mesh, saved | {"model.0.nothing": torch.ones(1)}))
+
+
 def test_what_a_modules_state_dict_lacks():
     """A buffer would keep its old value without a word; or the parameters alone take a module's dict without a word."""
     module = Kept()

@@ -213,7 +213,7 @@ def test_adapters_train_in_processes(kind):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["PEFT, parameters", "PEFT, rotations"])
 def test_adapters_of_single_parameters_train(kind, optimizer, again):
-    """The model would be refused, or one rank would compute with the weight that torch keeps of another."""
+    """The model would be refused."""
     is_trained(simulated(train, kind, optimizer, again, shard=2), kind, optimizer)
 
 

@@ -106,20 +106,12 @@ def check_graph(paths: Mapping[int, str], given: Tree, results: Tree, name: str)
 
 def check_uncached(name: str) -> None:
     """ValueError inside of torch.nn.utils.parametrize.cached(), where torch keeps one weight for all copies."""
-    # Private, as below: no public function tells (test_module_code.py notices when it goes)
+    # Private: no public function tells (test_module_code.py notices when it goes)
     if parametrize._cache_enabled:
         raise ValueError(
             f"{name}: torch.nn.utils.parametrize.cached() keeps the weight of the first call for all others, whatever "
             "parameters they are given: leave it out"
         )
-
-
-def drop_cached(copy: nn.Module) -> None:
-    """Let torch forget the weights that it keeps of parametrizations which a forward registered in a copy."""
-    if parametrize._cache:
-        parts = {id(part) for part in copy.modules()}
-        for key in [key for key in parametrize._cache if key[0] in parts]:
-            del parametrize._cache[key]
 
 
 def _take(memory: dict[int, list[tuple[str, Tensor]]], x: Tensor, path: str) -> str | None:

@@ -20,7 +20,7 @@ from ..sharding.names import Rename
 from ..sharding.plan import Plan
 from ..sharding.precision import Policy
 from ..sharding.sharded import Sharded
-from .checks import check_parameters, drop_cached
+from .checks import check_parameters
 from .copies import Copies
 from .current import Call, Calls
 from .initialize import Initializer
@@ -61,7 +61,6 @@ class ModuleFunction:
         leaves = Leaves(tree.map_tops(_alias, Branch, params), self._params, f"{name}: params")
         call, versions = Call(leaves, self._listed(buffers)), leaves.versions()
         module = self._copies.copy_for(call, self._training)
-        drop_cached(module)
         with self._calls.during(call):
             out = module(*args, **kwargs)
         self._check_unwritten(call, versions)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
+from ..comm.consensus import together
 from ..core import tree
 from ..core.tree import Tree
 from ..sharding.names import Rename, renamed
@@ -25,6 +27,10 @@ class StateDict:
         of_stand = {name: (x.is_buffer, paths[x.is_buffer][x.number]) for name, x in stands.items()}
         self.leaves = {n: (old, n if n in paths[old] else path) for n, (old, path) in of_stand.items()}
         self.buffers = buffers
+        # Private: no public name lists the hooks (test_initial.py notices when it goes)
+        self.hooks = [
+            (path, hook) for path, part in skeleton.named_modules() for hook in part._load_state_dict_pre_hooks.values()
+        ]
 
     def write(self, params: Sharded, buffers: Sequence[Tensor], rank: int | None, dtensors: bool) -> dict[str, Tensor]:
         """Return the tensors by the module's names; {} on ranks that receive nothing."""
@@ -58,6 +64,23 @@ class StateDict:
             (new,) = renamed([name], rename) or [None]
             return new if new is None or new not in self.leaves else self.leaves[new][1]
 
+        if self.hooks:
+            mapping, rename = together(params.plan.live_mesh(), partial(self._hooked, mapping, rename)), None
         values = dict(zip(tree.paths(self.buffers), buffers, strict=True))
         loaded, new = load_with_buffers(params, self.kept(buffers), mapping, to_path, src)
         return loaded, tree.unflatten(self.buffers, [*(values | new).values()])
+
+    def _hooked(self, mapping: Mapping[str, Tensor], rename: Rename | None) -> dict[str, Tensor]:
+        """The mapping under the module's names, as the hooks of `load_state_dict` leave it: with other names, values.
+
+        ValueError with what the hooks report. A rank that passes nothing runs none.
+        """
+        state = {new: mapping[name] for new, name in renamed(mapping, rename).items()}
+        reports = list[str]()
+        for path, hook in self.hooks if state else []:
+            prefix = f"{path}." if path else ""
+            metadata = getattr(mapping, "_metadata", {}).get(path, {})
+            hook(state, prefix, metadata, True, [], [], reports)
+        if reports:
+            raise ValueError(f"load_state_dict: a hook of the module reports: {'; '.join(reports)}")
+        return state
