@@ -521,6 +521,16 @@ def test_a_modules_own_state_dict(name):
     module_round_trip(None, name, {})
 
 
+def test_a_modules_state_dict_shares_no_memory():
+    """A step, or a write to a buffer, would change a state dict that was taken before it, or the other way round."""
+    apply, params, buffers = functionalize(Kept())
+    sharded = fshard.shard_params(params, fshard.make_plan(params))
+    storages = {x.untyped_storage().data_ptr() for x in [*tree.leaves(buffers), *sharded.tensors]}
+    for x in apply.state_dict(sharded, buffers).values():
+        assert x.untyped_storage().data_ptr() not in storages
+        assert not x.requires_grad
+
+
 class OldScale(nn.Linear):
     """A layer whose older files hold half of its weight, under another name."""
 

@@ -18,7 +18,7 @@ import fshard
 from fshard import Policy, optim, tree
 from fshard.module import functionalize
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 OPTIMIZERS = {"sgd": optim.sgd(0.1), "adamw": optim.adamw(1e-2, weight_decay=1e-2)}
 NAMES = ["Llama", "Qwen3", "BERT", "ViT", "GPT-2"]
 WAYS = {"plain": (False, False), "checkpointed": (True, False), "jitted": (False, True)}
@@ -206,6 +206,42 @@ def test_inputs_and_outputs_of_all_kinds_are_cast(pack, again):
     assert torch.equal(grads["first"]["weight"], module.first.weight.grad.float())
 
 
+class Echo(nn.Module):
+    """Returns what it is given, and notes its dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.seen = nn.Parameter(torch.ones(1)), list[torch.dtype]()
+
+    def forward(self, xs: list[Tensor]) -> list[Tensor]:
+        """The same, in another list."""
+        self.seen += [x.dtype for x in xs]
+        return [x * self.weight.detach().to(x.dtype) for x in xs]
+
+
+def test_real_floating_tensors_of_every_dtype_are_cast_and_no_others():
+    """Indices, masks and complex tensors would be cast, or inputs in float64 or float16 would not."""
+    floating, rest = [torch.float64, F32, F16, BF16], [torch.int64, torch.uint8, torch.complex64]
+    seen = list[torch.dtype]()
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.echo = nn.Linear(4, 4), Echo()
+
+        def forward(self) -> list[Tensor]:
+            out = self.echo([torch.ones(shape, dtype=dtype) for dtype in floating + rest for shape in ((), (2,))])
+            seen.extend(self.echo.seen)
+            return out
+
+    apply, params, buffers = functionalize(Around())
+    sharded = fshard.shard_params(params, fshard.make_plan(params, policy="compute=bf16; echo: compute=f32"))
+    outs = fshard.evaluate(lambda p: (torch.zeros(()), apply(p, buffers)[0]), has_aux=True)(sharded)[1]
+    kept = [dtype for dtype in rest for _ in range(2)]
+    assert seen == [F32] * 8 + kept
+    assert [x.dtype for x in outs] == [BF16] * 8 + kept
+
+
 class Lists(nn.Module):
     """Norms in a list, one of them in a sequence as well, and an embedding."""
 
@@ -316,7 +352,10 @@ def test_a_module_of_several_dtypes_keeps_its_own_casts():
 def test_one_function_with_several_policies():
     """A function that was called with one policy would go on with its casts."""
     apply, params, buffers = functionalize(Lists())
-    for policy, dtype in (("", F32), ("compute=bf16; norms: compute=f32", BF16), ("; norms: compute=bf16", F32)):
+    same = "**: storage=f32,compute=bf16"  # the parameters of two policies have the same dtypes
+    policies = {f"compute=f16; {same}": F16, f"compute=f32; {same}": F32, f"storage=f16; {same}": F16}
+    policies |= {"": F32, "compute=bf16; norms: compute=f32": BF16, "; norms: compute=bf16": F32}
+    for policy, dtype in [*policies.items(), *reversed(policies.items())]:
         sharded = fshard.shard_params(params, fshard.make_plan(params, policy=policy))
         fn = fshard.evaluate(lambda p: (torch.zeros(()), apply(p, buffers, torch.arange(3))[0]), has_aux=True)
         assert fn(sharded)[1].dtype == dtype
