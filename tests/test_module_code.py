@@ -21,8 +21,6 @@ import fshard
 from fshard import tree
 from fshard.module import functionalize
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Forward = Callable[[Any, Tensor], Tensor]
 CONTEXT: ContextVar[Any] = ContextVar("a parameter")
 
@@ -147,7 +145,7 @@ RIGHT: dict[str, Forward] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", RIGHT)
 def test_code_computes_what_it_computes_in_the_module(name: str, how: str) -> None:
@@ -223,6 +221,7 @@ WRONG: dict[str, tuple[Forward, str]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", WRONG)
 def test_code_that_a_function_cannot_run_is_an_error(name: str, how: str) -> None:
@@ -250,6 +249,12 @@ def test_parameters_of_other_classes_are_an_error() -> None:
     module = made(lambda s, x: x, lambda s: s.register_parameter("more", Scaled(torch.ones(2))))
     with pytest.raises(TypeError, match=r"functionalize: 'more' is of class Scaled, and plans hold plain tensors"):
         functionalize(module)
+
+
+def test_a_plan_of_a_module_is_an_error() -> None:
+    """The error would not say how a module becomes parameters."""
+    with pytest.raises(ValueError, match=r"apply, params, buffers = fshard\.module\.functionalize\(module\)"):
+        fshard.make_plan(nn.Linear(2, 2))
 
 
 class InsideCached(nn.Module):

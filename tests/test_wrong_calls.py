@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "params=module": (
         lambda: fshard.make_plan(MODULE),
         V,
-        ("leaf ''", "got Linear", "dict(module.named_parameters())"),
+        ("leaf ''", "got Linear", "fshard.module.functionalize(module)"),
     ),
     "params=class": (lambda: fshard.make_plan(nn.Linear), V, ("leaf ''", "expected a tensor", "got type")),
     "params=Sharded": (lambda: fshard.make_plan(SHARDED), T, ("params=", "Sharded", "whole tensors", "gather_params")),
@@ -465,7 +465,7 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "zero(block)": (lambda: fshard.zero(TX, block="1"), T, ("zero: block='1'", "a number of elements")),
     "zero(mesh, tx)": (lambda: fshard.zero(None, TX), T, ("tx: expected an optimizer", "got None")),
     "zero.init(sharded)": (lambda: fshard.zero(TX).init(SHARDED), T, ("zero: expected whole parameters", "use tx")),
-    "zero.init(module)": (lambda: fshard.zero(TX).init(MODULE), V, ("leaf ''", "got Linear", "named_parameters")),
+    "zero.init(module)": (lambda: fshard.zero(TX).init(MODULE), V, ("leaf ''", "got Linear", "functionalize")),
     # --- loss scales
     "DynamicLossScale('8')": (lambda: fshard.DynamicLossScale("8"), T, ("a loss scale='8'", "a number above 0")),
     "DynamicLossScale(-1)": (
