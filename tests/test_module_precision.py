@@ -353,12 +353,8 @@ def test_one_function_with_several_policies():
     """A function that was called with one policy would go on with its casts."""
     apply, params, buffers = functionalize(Lists())
     same = "**: storage=f32,compute=bf16"  # the parameters of two policies have the same dtypes
-    policies = {
-        f"compute=f16; {same}": F16,
-        f"compute=f32; {same}": F32,
-        f"storage=f16; {same}": F16,
-        f"storage=f32; {same}": F32,
-    }
+    fields, dtypes = ("compute", "storage"), {"f16": F16, "f32": F32}
+    policies = {f"{field}={name}; {same}": dtype for field in fields for name, dtype in dtypes.items()}
     policies |= {"": F32, "compute=bf16; norms: compute=f32": BF16, "; norms: compute=bf16": F32}
     for policy, dtype in [*policies.items(), *reversed(policies.items())]:
         sharded = fshard.shard_params(params, fshard.make_plan(params, policy=policy))
