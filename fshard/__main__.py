@@ -15,13 +15,15 @@ from .checkpoint.index import CheckpointError
 from .checkpoint.inspecting import contents_lines, overview, step_lines, verify
 from .checkpoint.other_formats import format_at, source_at
 from .checkpoint.places import Place
+from .core.foreign import printable
 from .testing.replaying import Make, replay
 
 SAME, DIFFERENT, WRONG, NONFINITE = range(4)
 
 
 def _say(text: str, style: str = "") -> None:
-    """Print, in colour where rich is installed."""
+    """Print, in colour where rich is installed; paths and errors may have codes for a terminal."""
+    text = "\n".join(printable(line, 10_000) for line in text.splitlines())
     try:
         from rich.console import Console
     except ImportError:

@@ -22,6 +22,7 @@ import fshard
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError
 from fshard.checkpoint.index import sealed
+from fshard.core import foreign
 
 STEP = "step-000000000007"
 
@@ -427,7 +428,7 @@ def test_names_of_leaves_are_no_names_of_files(name, tmp_path):
 
 def test_an_index_that_would_be_refused_is_not_put_in_place(folder, tmp_path, monkeypatch):
     """An index that is too long to be read would take the place of one that can be read."""
-    monkeypatch.setattr(fshard.checkpoint.index, "MAX_BYTES", 500)
+    monkeypatch.setattr(foreign, "MOST_BYTES", 500)
     with pytest.raises(
         CheckpointError, match=rf"{folder}/index.json: not an index .*: expected at most 500 bytes, got"
     ):
@@ -476,7 +477,7 @@ for what, make in texts.items():
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 """
 REFUSED = {
-    "tiny lists": "it has 10,000,001 lists in 30,000,003 bytes",
+    "tiny lists": "the text may take 1,690,000,425 bytes of memory: expected at most 1,073,741,824",
     "zeros": "it is not JSON: Expecting value",
     "deep": "it is not JSON: maximum recursion depth exceeded",
     "sizes": "'w': no tensor has the shape (4611686018427387904, ",

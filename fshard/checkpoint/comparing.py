@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..core.bits import as_bytes, from_bytes
+from ..core.foreign import printable
 from .directory import folder, index_at
 from .index import CheckpointError, Entry, Index
-from .inspecting import Line, printable
+from .inspecting import Line
 from .places import Place
 from .safetensors_file import NAMES
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import os
 import re
 
-from ..core.arguments import check_whole, wrong
-from .index import MAX_BYTES, CheckpointError, Index, read_index
+from ..core.arguments import check_path, check_whole
+from ..core.foreign import check_size
+from .index import CheckpointError, Index, read_index
 from .places import Place, place_of
 
 INDEX = "index.json"
@@ -25,8 +26,7 @@ _STEP = re.compile(r"step-([0-9]{12})")
 
 def at(directory: str | os.PathLike[str]) -> Place:
     """Return the place of a directory. TypeError for what is no path."""
-    if not isinstance(directory, str | os.PathLike):
-        raise TypeError(wrong("dir", directory, "the path of a directory"))
+    check_path("dir", directory, "the path of a directory")
     return place_of(directory)
 
 
@@ -114,8 +114,10 @@ def index_at(place: Place, step: int) -> tuple[Index, bytes]:
 def read_all(place: Place, name: str) -> bytes:
     """Return the bytes of a file. FileNotFoundError, or CheckpointError for one that is too long."""
     with place.open(name) as file:
-        if file.size > MAX_BYTES:
-            raise CheckpointError(f"{place}/{name}: expected at most {MAX_BYTES:,} bytes, got {file.size:,}")
+        try:
+            check_size(file.size, f"{place}/{name}")
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
         text = bytearray(file.size)
         file.read_into(0, memoryview(text))
     return bytes(text)

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..core.foreign import parsed, read_text
 from .places import flush, is_file_name, naming
-from .safetensors_file import PICKLES, Entry, header, laid_out, read_entries, read_json, write_tensor
+from .safetensors_file import PICKLES, Entry, header, laid_out, read_entries, write_tensor
 
 FILE, INDEX, PARTIAL = "model.safetensors", "model.safetensors.index.json", ".partial"
 
@@ -30,10 +31,11 @@ def entries_at(path: Path) -> dict[str, Entry]:
     if (path / FILE).exists():
         return read_entries(path / FILE)  # as transformers: not the index
     if (path / INDEX).exists():
-        return indexed(read_json(path / INDEX), path / INDEX, lambda file: read_entries(path / file))
+        raw = parsed(read_text(path / INDEX), path / INDEX)
+        return indexed(raw, path / INDEX, lambda file: read_entries(path / file))
     pickles = [x.name for x in sorted(path.iterdir()) if x.suffix in PICKLES]
     sentence = f"expected {FILE} or {INDEX} in it, or the path of one .safetensors file"
-    sentence += f", it has {pickles[0]}, a pickle, which may run any code when it is read" if pickles else ""
+    sentence += f", it has {pickles[0]!r}, a pickle, which may run any code when it is read" if pickles else ""
     raise FileNotFoundError(errno.ENOENT, sentence, str(path))
 
 

@@ -15,7 +15,8 @@ from io import BytesIO
 from pickletools import opcodes
 from typing import Any
 
-MOST_OPERATIONS = 1 << 25  # of one pickle: they take at most about 3 GB
+from ..core.foreign import MOST_MEMORY
+
 PERSISTENT = "a persistent id"  # the name of records of what lies outside of the pickle
 
 Plain = Any  # None, numbers, strings, lists, tuples, dicts, and records
@@ -49,16 +50,17 @@ def read_pickle(data: bytes, names: Set[str]) -> Plain:
     """
     machine = _Machine(names)
     file = BytesIO(data)
-    for _ in range(MOST_OPERATIONS):
-        code = file.read(1)
-        if code == b".":
-            return machine.end()
+    memory = 4 * len(data)  # of strings
+    while (code := file.read(1)) != b".":
         if code not in _BY_CODE:
             raise ValueError(_refusal(code, file.tell() - 1))
         # the argument is decoded only now: to decode those of other operations may warn, or take long
-        read, step = _BY_CODE[code]
+        read, step, num_bytes = _BY_CODE[code]
+        memory += num_bytes
+        if memory > MOST_MEMORY:
+            raise ValueError(f"a pickle that takes more than {MOST_MEMORY:,} bytes of memory")
         step(machine, None if read is None else read(file))
-    raise ValueError(f"a pickle of more than {MOST_OPERATIONS:,} operations")
+    return machine.end()
 
 
 def _refusal(code: bytes, position: int) -> str:
@@ -224,10 +226,20 @@ _STEPS: dict[str, Callable[[_Machine, Plain], None]] = {
     "NEWOBJ": _Machine.call,
     "BUILD": _Machine.build,
 }
-# what reads the argument of an operation, and what it does, by the operation's byte
-_BY_CODE: dict[bytes, tuple[Callable[[BytesIO], Plain] | None, Callable[[_Machine, Plain], None]]] = {
-    operation.code.encode("latin-1"): (operation.arg.reader if operation.arg else None, _STEPS[operation.name])
+# at most so many bytes are taken by an operation, and by what a dict or the memo adds for it; others push or fill
+_MEMORY = {
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ"), 160),
+    **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT"), 80),
+    **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "BINFLOAT", "BININT", "BININT2", "LONG1"), 80),
+}
+# what reads the argument of an operation, what it does, and the bytes that it takes, by the operation's byte
+_BY_CODE: dict[bytes, tuple[Callable[[BytesIO], Plain] | None, Callable[[_Machine, Plain], None], int]] = {
+    operation.code.encode("latin-1"): (
+        # pickletools would decode escapes in names, as Python does not
+        _name_in_lines if operation.name == "GLOBAL" else operation.arg.reader if operation.arg else None,
+        _STEPS[operation.name],
+        _MEMORY.get(operation.name, 16),
+    )
     for operation in opcodes
     if operation.name in _STEPS
 }
-_BY_CODE[b"c"] = (_name_in_lines, _Machine.name)  # pickletools would decode escapes in names, as Python does not

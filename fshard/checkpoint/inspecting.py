@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from ..core.foreign import printable
 from .checksum import read_block
 from .directory import INDEX, folder, index_at, numbers
 from .index import CheckpointError, Entry, Index, Piece
@@ -211,14 +212,3 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> Itera
             cell.rjust(w) if n in right else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()
-
-
-def printable(text: object, longest: int = 200) -> str:
-    r"""Return a text of one line, at most so long, without characters that do something to a terminal.
-
-    >>> printable("a\x1b[2J")
-    'a\\x1b[2J'
-    """
-    text = str(text)
-    cut = text if len(text) <= longest else text[:longest] + "..."
-    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in cut)

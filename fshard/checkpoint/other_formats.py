@@ -12,13 +12,14 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
+from ..core.foreign import parsed
 from .boxes import MOST_RUNS, num_runs, runs_of
 from .directory import finished, read_all
 from .hugging_face import FILE, indexed
 from .hugging_face import INDEX as FILES
 from .index import CheckpointError, Entry, Index, Piece, in_order
 from .places import Place, place_of
-from .safetensors_file import PICKLES, are_counts, parsed, read_header
+from .safetensors_file import PICKLES, are_counts, read_header
 from .safetensors_file import Entry as File
 from .torch_dcp import METADATA, index_of_dcp
 
@@ -64,7 +65,7 @@ def format_at(path: str | os.PathLike[str], place: Place) -> str:
         return SAFETENSORS
     if pickles := [name for name in names if name.endswith(PICKLES)]:
         raise CheckpointError(
-            f"{place}: no checkpoint; it has {pickles[0]}, a pickle, which may run any code when it is read. Let the "
+            f"{place}: no checkpoint; it has {pickles[0]!r}, a pickle, which may run any code when it is read. Let the "
             "library that wrote it write safetensors, or a checkpoint of torch.distributed.checkpoint"
         )
     return ""
@@ -100,7 +101,7 @@ def _files(path: Path, folder: Place) -> Iterator[list[_Chunk]]:
         yield [(x, None) for x in read(FILE).values()]  # as transformers: not the index
     elif folder.has(FILES):
         where = f"{folder}/{FILES}"
-        yield [(x, None) for x in indexed(parsed(read_all(folder, FILES), where, "it"), where, read).values()]
+        yield [(x, None) for x in indexed(parsed(read_all(folder, FILES), where), where, read).values()]
     else:
         for name in filter(_SHARD.fullmatch, folder.names()):
             yield [*_chunks(folder, name)]

@@ -18,17 +18,19 @@ from ..comm import consensus
 from ..comm.dtensors import is_sharded, sharding
 from ..comm.mesh import rank_in
 from ..core import tree
-from ..core.arguments import check_whole, shown, wrong
+from ..core.arguments import check_path, check_whole, shown, wrong
 from ..core.bits import as_bytes
+from ..core.foreign import legible, open_file
 from ..core.tree import Tree
 from ..sharding.names import Form, Rename, form_difference, name_differences, renamed, unreadable
 from ..sharding.plan import Plan, Slot, check_plain
 from ..sharding.sharded import Sharded, cut, empty_params, gather_unit, intervals
 from ..sharding.state_dict import check_sharded, check_whole_tree
 from .hugging_face import Leaf, entries_at, finish, new_files, put, remove_partial
-from .safetensors_file import METADATA, NAMES, Entry, open_file, read_chunks
+from .safetensors_file import METADATA, NAMES, Entry, read_chunks
 
 
+@legible()
 def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | None = None) -> Sharded:
     """Make sharded parameters from a .safetensors file, or from a directory as Hugging Face writes it.
 
@@ -63,13 +65,14 @@ def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | 
 
 
 _REMEDY = "give all ranks the same files"
+_FILE = "the path of a file or directory"
 
 
 def _entries(
     path: str | os.PathLike[str], plan: Plan, names: Mapping[Slot, Sequence[str]], rename: Rename | None
 ) -> tuple[dict[str, Entry], dict[str, Entry]]:
     """The tensors of the files by their names there, and those that the plan needs by its names."""
-    folder = _path("load_safetensors: path", path)
+    folder = check_path("load_safetensors: path", path, _FILE)
     there = entries_at(folder)
     given = {name: there[origin] for name, origin in renamed(there, rename).items()}
     if differences := [*_differences(plan, names, given)]:
@@ -186,7 +189,7 @@ def _checked(
     """The directory, the leaves of each file, and the buffers by name. TypeError or ValueError for what is wrong."""
     check_whole_tree("save_safetensors", params)
     check_whole("save_safetensors: max_bytes", max_bytes, what="a number of bytes")
-    folder, beside = _path("save_safetensors: dir", dir), _buffers(buffers)
+    folder, beside = check_path("save_safetensors: dir", dir, _FILE), _buffers(buffers)
     leaves = [*_leaves(params), *((name, tuple(x.shape), x.dtype) for name, x in beside)]
     _check_leaves(leaves)
     return folder, _groups(leaves, max_bytes), beside
@@ -267,9 +270,3 @@ def _groups(leaves: Sequence[Leaf], max_bytes: int) -> list[list[Leaf]]:
         groups[-1].append((name, shape, dtype))
         filled += num_bytes
     return groups
-
-
-def _path(name: str, value: object) -> Path:
-    if not isinstance(value, str | os.PathLike):
-        raise TypeError(wrong(name, value, "the path of a file or directory"))
-    return Path(value)

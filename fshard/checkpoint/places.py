@@ -19,7 +19,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
+from ..core.arguments import check_path
+from ..core.foreign import open_file
 from .remote import remote_place
+
+_LONGEST_NAME = 255  # of a file, on any file system
 
 
 class Reader(Protocol):
@@ -119,14 +123,8 @@ class LocalPlace:
     @contextmanager
     def open(self, name: str) -> Iterator[Reader]:
         """Open a file to read it. FileNotFoundError; OSError for what is no regular file."""
-        # O_NONBLOCK: a pipe would wait for a writer
-        number = os.open(self._path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            if not stat.S_ISREG(os.fstat(number).st_mode):
-                raise OSError(errno.EINVAL, "expected a regular file", str(self._path / name))
-            yield _LocalReader(number)
-        finally:
-            os.close(number)
+        with open_file(self._path / name, follow=False) as file:
+            yield _LocalReader(file.fileno())
 
     def remove(self, name: str) -> None:
         """Delete a file, if there is one."""
@@ -195,7 +193,7 @@ def is_file_name(name: str) -> bool:
     >>> is_file_name("model.safetensors"), is_file_name("../model.safetensors")
     (True, False)
     """
-    return name not in ("", ".", "..") and not {*name} & {"/", "\\", ":", "\0"}
+    return name not in ("", ".", "..") and len(name) <= _LONGEST_NAME and not {*name} & {"/", "\\", ":", "\0"}
 
 
 def place_of(directory: str | os.PathLike[str]) -> Place:
@@ -210,4 +208,5 @@ def place_of(directory: str | os.PathLike[str]) -> Place:
     scheme, is_url, path = text.partition("://")
     if not is_url:
         return LocalPlace(text)
-    return LocalPlace(path) if scheme in ("file", "local") else remote_place(text)
+    is_local = scheme in ("file", "local")
+    return LocalPlace(check_path("dir", path, f"a path after {scheme}://")) if is_local else remote_place(text)

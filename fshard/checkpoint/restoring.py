@@ -20,6 +20,7 @@ from ..comm.mesh import AnyMesh, mesh_device
 from ..core import tree
 from ..core.arguments import check_flags, is_number
 from ..core.bits import from_bytes
+from ..core.foreign import legible
 from ..core.tree import Tree
 from ..layout.pieces import Parts, mesh_of
 from ..sharding.names import Form, Rename, form_difference, name_differences
@@ -36,6 +37,7 @@ from .torch_dcp import located
 _REMEDY = "let all ranks see the same files"
 
 
+@legible()
 def restore(
     dir: str | os.PathLike[str],
     like: Tree,

@@ -6,11 +6,9 @@ writes files whose tensors are all in memory; here a rank reads its intervals, a
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from io import BufferedIOBase, FileIO
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.bits import as_bytes, from_bytes
+from ..core.foreign import open_file, parsed
 
 _LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
 CHUNK = 1 << 22  # bytes that are read, written and checked at a time
@@ -126,42 +125,6 @@ def read_header(read: Callable[[int], bytes], size: int, path: Path) -> tuple[di
     _check_data(entries, size - 8 - length, path)
     by_name = {x.name: replace(x, start=x.start + 8 + length) for x in entries}
     return by_name, metadata if isinstance(metadata, dict) else {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a file is. FileNotFoundError, or ValueError for another file."""
-    with open_file(path) as file:
-        if os.fstat(file.fileno()).st_size > _LONGEST_HEADER:
-            raise ValueError(f"{path}: expected at most {_LONGEST_HEADER:,} bytes")
-        return parsed(file.readall(), path, "it")
-
-
-def open_file(path: Path) -> FileIO:
-    """Open a regular file to read it. FileNotFoundError and ValueError name it; a pipe would wait for a writer."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ValueError(f"{path}: expected a regular file")
-    except FileNotFoundError:
-        raise FileNotFoundError(errno.ENOENT, "no such file", str(path)) from None
-    return open(path, "rb", buffering=0)
-
-
-def parsed(text: bytes, where: object, what: str) -> dict[str, Any]:
-    """Return a JSON object. ValueError for other text, and for a name that comes twice."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values = dict(pairs)
-        if len(values) < len(pairs):
-            raise ValueError("a name comes twice")
-        return values
-
-    try:
-        value = json.loads(text.decode(), object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: {what} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: {what} is not a JSON object, but a {type(value).__name__}")
-    return value
 
 
 def _entries(forms: Mapping[str, Any], path: Path) -> list[Entry]:

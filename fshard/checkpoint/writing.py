@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..core.foreign import parsed
 from ..sharding.names import Form
 from .checksum import checksum
 from .contents import Contents
@@ -43,9 +44,9 @@ class Record:
         return json.dumps({"files": self.files, "pieces": pieces, "values": self.values}).encode()
 
 
-def read_record(text: bytes) -> Record:
+def read_record(text: bytes, where: str) -> Record:
     """Return the record that a text is."""
-    raw = json.loads(text)
+    raw = parsed(text, where)
     pieces = {name: [read_piece(piece) for piece in of_leaf] for name, of_leaf in raw["pieces"].items()}
     return Record(raw["files"], pieces, raw["values"])
 
@@ -105,7 +106,7 @@ class Writer:
         """
         place, names = folder(self.directory, self.step), [f"{self._name(r)}.json" for r in range(self.contents.ranks)]
         _await(place, names, patience, stop)
-        records = [read_record(read_all(place, name)) for name in names]
+        records = [read_record(read_all(place, name), f"{place}/{name}") for name in names]
         index = self._index(records)
         for file, size in index.files.items():
             with place.open(file) as written:

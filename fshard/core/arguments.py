@@ -5,7 +5,9 @@ Wrong types are TypeErrors, wrong values ValueErrors. Nothing here runs in a ste
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeGuard
 
 import torch
@@ -36,6 +38,15 @@ def wrong(name: str, value: object, expected: str, remedy: str = "") -> str:
     'accumulate=1.5: expected a whole number, at least 1'
     """
     return f"{name}={shown(value)}: expected {expected}" + f". {remedy}" * bool(remedy)
+
+
+def check_path(name: str, value: object, what: str = "the path of a folder") -> Path:
+    """Return a path. TypeError for what is none, ValueError for "", which would be the working directory."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(wrong(name, value, what))
+    if not os.fspath(value):
+        raise ValueError(wrong(name, value, what, "The working directory is '.'"))
+    return Path(value)
 
 
 def check_flags(**flags: object) -> None:

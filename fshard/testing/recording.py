@@ -17,16 +17,19 @@ import shutil
 import zipfile
 from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ..comm import consensus
 from ..comm.mesh import coordinate
 from ..core import tree
-from ..core.arguments import check_function, wrong
+from ..core.arguments import check_function, check_path, wrong
 from ..core.donation import DonatedError
+from ..core.foreign import legible, open_file, parsed, read_text
 from ..core.scalars import double
 from ..core.tree import Tree, flatten, map, unflatten
 from ..sharding.sharded import Sharded
@@ -39,7 +42,8 @@ _FORMAT = 3
 _ALIGN = 64  # bytes: new tensors start at multiples of it
 _MOST = 1 << 20  # ranks
 _MOST_THREADS = 1 << 10
-_MOST_BYTES = 1 << 28  # of about.json
+_MOST_AXES = 16
+_MOST_BYTES = 1 << 22  # of a zip file's directory, and of its pickle
 _MOST_SHOWN = 60  # characters of a value in an error
 
 
@@ -78,11 +82,9 @@ def record(
     ['step-00000001']
     """
     check_function("record: step", step, "step(state, batch)")
-    if not isinstance(dir, str | Path):
-        raise TypeError(f"record: {wrong('dir', dir, 'the path of a folder')}")
     if not (steps is None or callable(steps) or (isinstance(steps, Container) and not isinstance(steps, str | bytes))):
         raise TypeError(f"record: {wrong('steps', steps, 'numbers of steps, or a predicate of one')}")
-    folder = Path(dir)
+    folder = check_path("record: dir", dir)
 
     def recorded(state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
         chosen = _chosen(steps, number := int(state.step))
@@ -185,6 +187,16 @@ class Recorded:
     folder: Path
     about: Json
 
+    @legible()
+    def check_plan(self, plan: str) -> None:
+        """Raise ValueError if the step was recorded with another plan than the one of this description."""
+        if plan != self.about["plan"]:
+            difference = consensus.first_difference(self.about["plan"], plan, "{}, got {}")
+            raise ValueError(
+                f"{self.folder}: recorded with another plan: expected {difference}. Give replay the code it had."
+            )
+
+    @legible()
     def tree(self, name: str, what: str, like: Tree) -> Tree:
         """Read a recorded tree, with the structure and the devices of `like`. Raises ValueError if leaf paths differ.
 
@@ -242,8 +254,8 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     Loading runs no code of the file, and allocates no more memory than the size of the file.
     """
     try:
-        with zipfile.ZipFile(file) as packed:
-            _check_packed(packed, file.stat().st_size)
+        with _Bounded(open_file(file)) as opened:
+            _check_packed(zipfile.ZipFile(opened), file.stat().st_size)
         tensors = torch.load(file, map_location="cpu", weights_only=True)
         if not isinstance(tensors, dict):
             raise ValueError(f"a {type(tensors).__name__} in place of tensors by name")
@@ -256,9 +268,21 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
+class _Bounded(BufferedReader):
+    """A file of which zipfile reads no directory that would fill the memory."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Return the next bytes. ValueError for a directory that is too long."""
+        if size is not None and size > _MOST_BYTES:
+            raise ValueError(f"expected at most {_MOST_BYTES:,} bytes at a time, got {size:,}")
+        return super().read(size)
+
+
 def _check_packed(packed: zipfile.ZipFile, size: int) -> None:
-    """Raise ValueError for a compressed file, entries larger than the file, or a wrong checksum."""
+    """Raise ValueError for a compressed file, a long pickle, entries larger than the file, or a wrong checksum."""
     entries = packed.infolist()
+    if long := [entry for entry in entries if "/data/" not in entry.filename and entry.file_size > _MOST_BYTES]:
+        raise ValueError(f"{long[0].filename!r}: expected at most {_MOST_BYTES:,} bytes, got {long[0].file_size:,}")
     if swollen := [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]:
         raise ValueError(f"{swollen[0]!r} is compressed, which torch.save does not do")
     if (unpacked := sum(entry.file_size for entry in entries)) > size:
@@ -269,6 +293,10 @@ def _check_packed(packed: zipfile.ZipFile, size: int) -> None:
 
 def _is_number(x: object, least: int, most: int) -> bool:
     return type(x) is int and least <= x <= most  # not isinstance: JSON's true is no number
+
+
+def _are_sizes(x: dict[str, object]) -> bool:
+    return len(x) <= _MOST_AXES and all(_is_number(n, 1, _MOST) for n in x.values())
 
 
 def _is_filed(x: object) -> bool:
@@ -289,7 +317,7 @@ _KEYS: dict[str, tuple[Callable[[object], bool], str]] = {
         f"numbers below {_ALIGN} by tensor",
     ),
     "rank": (lambda x: _is_number(x, 0, _MOST), "the number of a rank"),
-    "axes": (lambda x: isinstance(x, dict) and all(_is_number(n, 1, _MOST) for n in x.values()), "sizes by axis"),
+    "axes": (lambda x: isinstance(x, dict) and _are_sizes(x), f"the sizes of at most {_MOST_AXES} axes, by name"),
     "plan": (lambda x: isinstance(x, str), "a text"),
 } | {
     f"{name} {what}": (_is_filed, "the paths of a tree, and its values that are no tensors")
@@ -307,13 +335,9 @@ def _about(folder: Path) -> Json:
     """Read and validate the about.json of a rank. Raises ValueError, with file and key, for an invalid one."""
     file = folder / "about.json"
     try:
-        if file.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"{file.stat().st_size:,} bytes")
-        about = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as wrong:
+        about = parsed(read_text(file), "about.json")
+    except (OSError, ValueError) as wrong:
         raise ValueError(f"{file}: expected what is known of a recorded step: {wrong}") from wrong
-    if not isinstance(about, dict):
-        raise ValueError(f"{file}: expected what is known of a recorded step, got a {type(about).__name__}")
     for key, (is_good, expected) in _KEYS.items():
         if key not in about or not is_good(about[key]):
             got = repr(about[key])[:_MOST_SHOWN] if key in about else "nothing"
@@ -321,6 +345,7 @@ def _about(folder: Path) -> Json:
     return about
 
 
+@legible()
 def read(folder: Path) -> list[Recorded]:
     """Read what all ranks wrote for a step, in rank order.
 
@@ -338,6 +363,6 @@ def read(folder: Path) -> list[Recorded]:
                 )
     num_ranks = math.prod(by_rank[0].about["axes"].values())
     ranks = [recorded.about["rank"] for recorded in by_rank]
-    if ranks != list(range(num_ranks)):
+    if len(ranks) != num_ranks or ranks != list(range(len(ranks))):
         raise ValueError(f"{folder}: expected what {num_ranks} ranks wrote, got that of ranks {ranks}")
     return by_rank

@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..comm import consensus
 from ..comm.mesh import AnyMesh, mesh_device
+from ..core.arguments import check_path
 from ..core.losses import Mean, Sum
 from ..core.random import seeded
 from ..core.scalars import double
@@ -92,7 +92,7 @@ def replay(dir: str | Path, make: Make, at: int | None = None) -> list[Replayed]
     >>> print(*replay(folder, make))
     step 0 on 1 rank(s): same bits
     """
-    folder = Path(dir)
+    folder = check_path("replay: dir", dir)
     folders = sorted(folder.glob("step-*")) if at is None else [step_folder(folder, at)]
     if not folders:
         raise ValueError(f"{folder}: expected recorded steps (step-00000000, ...), found none")
@@ -128,12 +128,8 @@ def _again(mesh: AnyMesh, make: Make, recorded: Recorded) -> tuple[list[Finding]
     """Replay a step on one rank. Return the differing leaves, and the non-finite leaves with their stage number."""
     step, like, batch_like, *more = make(mesh)
     loss_fn, args_like = (more[0], tuple(more[1:])) if more else (None, ())
-    rank, plan = recorded.about["rank"], origin_of(like).plan
-    if plan != recorded.about["plan"]:
-        difference = consensus.first_difference(recorded.about["plan"], plan, "{}, got {}")
-        raise ValueError(
-            f"{recorded.folder}: recorded with another plan: expected {difference}. Give replay the code it had."
-        )
+    rank = recorded.about["rank"]
+    recorded.check_plan(origin_of(like).plan)
     likes = {"state": like, "batch": batch_like, "args": args_like}
     state, batch, args = (recorded.tree("before", what, tree) for what, tree in likes.items())
     stages = [("batch", (batch, *args) if args else batch), ("the state before", state)]

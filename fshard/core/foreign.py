@@ -1,0 +1,106 @@
+"""What others wrote: regular files, JSON that takes bounded memory, and errors that quote it as printable text."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
+from typing import Any
+
+MOST_BYTES = 1 << 27  # of a text that is read as a whole
+MOST_MEMORY = 1 << 30  # bytes that the objects of one text, or of one pickle, may take
+_LONGEST = 10_000  # characters of an error
+# At most so many bytes of memory for each byte of JSON of a kind: for a comma a number or a short string, for a colon
+# the key and its entries in tables. `test_foreign.py` measures them.
+_MEMORY = {b",": 64, b":": 200, b"[": 96, b"{": 160}
+
+
+def open_file(path: str | os.PathLike[str], follow: bool = True) -> FileIO:
+    """Open a regular file to read it; without `follow`, no link. OSError for others: a pipe would wait for a writer."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    number = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "expected a regular file", os.fspath(path))
+    return FileIO(number)
+
+
+def read_text(path: str | os.PathLike[str]) -> bytes:
+    """Return the bytes of a regular file. OSError, or ValueError for one that is too long."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        check_size(size, path)
+        return file.read(size)
+
+
+def check_size(size: int, where: object) -> None:
+    """Raise ValueError for a text that is too long to be read as a whole."""
+    if size > MOST_BYTES:
+        raise ValueError(f"{where}: expected at most {MOST_BYTES:,} bytes, got {size:,}")
+
+
+def parsed(text: bytes, where: object, what: str = "it") -> dict[str, Any]:
+    """Return a JSON object. ValueError for other text, for a name that comes twice, and for too many values.
+
+    >>> parsed(b'{"a": [1, 2]}', "x.json")
+    {'a': [1, 2]}
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            raise ValueError("a name comes twice")
+        return values
+
+    check_size(len(text), where)
+    if (memory := _memory(text)) > MOST_MEMORY:
+        raise ValueError(f"{where}: {what} may take {memory:,} bytes of memory: expected at most {MOST_MEMORY:,}")
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: {what} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: {what} is not a JSON object, but a {type(value).__name__}")
+    return value
+
+
+def _memory(text: bytes) -> int:
+    """More memory than the objects of a JSON text take, counted before it is parsed."""
+    # one wide character makes each of a string take 4 bytes
+    per_byte = 3 if text.isascii() and b"\\u" not in text else 9
+    return per_byte * len(text) + sum(number * text.count(kind) for kind, number in _MEMORY.items())
+
+
+def printable(text: object, longest: int = 200) -> str:
+    r"""Return a text of one line, at most so long, without characters that do something to a terminal.
+
+    >>> printable("a\x1b[2J")
+    'a\\x1b[2J'
+    """
+    text = str(text)
+    cut = text if len(text) <= longest else text[:longest] + "..."
+    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in cut)
+
+
+@contextmanager
+def legible() -> Iterator[None]:
+    r"""Make the ValueErrors that are raised inside, which quote names and values of others, printable and bounded.
+
+    >>> with legible():
+    ...     raise ValueError("a dtype \x1b[2J")
+    Traceback (most recent call last):
+    ValueError: a dtype \x1b[2J
+    """
+    try:
+        yield
+    except ValueError as error:
+        cause: BaseException | None = error  # tracebacks show those before it, too
+        while cause is not None:
+            if isinstance(cause, ValueError):
+                cause.args = (printable(cause, _LONGEST),)
+            cause = cause.__cause__ or cause.__context__
+        raise

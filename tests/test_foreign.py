@@ -1,0 +1,408 @@
+"""Every reader of files, given every kind of hostile file: an error in bounded memory, whose text is printable."""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import tracemalloc
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support import replayed
+
+import fshard
+from fshard import checkpoint
+from fshard.__main__ import main
+from fshard.checkpoint import inert_pickle
+from fshard.checkpoint.index import sealed
+from fshard.core import foreign
+from fshard.testing import record, recording, replay
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NAME = "\x1b[2J\n"  # it clears a terminal, and begins a new line
+
+
+def peak_of(run: Callable[[], object]) -> int:
+    """The most bytes that Python's objects took while a function ran."""
+    tracemalloc.start()
+    try:
+        run()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+# --- the readers ---
+
+
+class Reader(NamedTuple):
+    """A file of a good folder, what reads it, and how a JSON text of it is taken out and put in."""
+
+    file: str
+    read: Callable[[Path], object]
+    text: Callable[[bytes], bytes] = bytes
+    put: Callable[[bytes, bytes], bytes] = lambda good, text: text
+
+
+def header_of(data: bytes) -> bytes:
+    """The header of a safetensors file."""
+    return data[8 : 8 + int.from_bytes(data[:8], "little")]
+
+
+def with_header(good: bytes, text: bytes) -> bytes:
+    """The data of a safetensors file below another header."""
+    return len(text).to_bytes(8, "little") + text + good[8 + len(header_of(good)) :]
+
+
+def metadata_of(data: bytes) -> bytes:
+    """The JSON in the metadata of a file of torch's HuggingFaceStorageWriter."""
+    return json.loads(header_of(data))["__metadata__"]["DCP_SHARDING_INFO"].encode()
+
+
+def with_metadata(good: bytes, text: bytes) -> bytes:
+    """A file of torch's HuggingFaceStorageWriter with other metadata."""
+    header = json.loads(header_of(good)) | {"__metadata__": {"DCP_SHARDING_INFO": text.decode()}}
+    return with_header(good, json.dumps(header).encode())
+
+
+def resealed(good: bytes, text: bytes) -> bytes:
+    """An index with the checksum of its text, as somebody writes it who knows how; other text as it is."""
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return sealed({key: x for key, x in raw.items() if key != "checksum"}) if isinstance(raw, dict) else text
+
+
+LIKE = {"w": torch.zeros(2)}
+
+
+def loaded(path: Path) -> object:
+    """Load parameters of one leaf."""
+    return checkpoint.load_safetensors(path, fshard.make_plan(LIKE))
+
+
+def restored(path: Path) -> object:
+    """Restore a state of one leaf."""
+    return checkpoint.restore(path, LIKE)
+
+
+HEADER = (header_of, with_header)
+READERS = {
+    "index": Reader("own/step-000000000001/index.json", lambda path: restored(path / "own"), bytes, resealed),
+    "safetensors": Reader("x.safetensors", lambda path: loaded(path / "x.safetensors"), *HEADER),
+    "restored safetensors": Reader("x.safetensors", lambda path: restored(path / "x.safetensors"), *HEADER),
+    "weights": Reader("hf/model.safetensors.index.json", lambda path: loaded(path / "hf")),
+    "restored weights": Reader("hf/model.safetensors.index.json", lambda path: restored(path / "hf")),
+    "shards": Reader(
+        "dcp hf/shard-00001-model-00001-of-00001.safetensors",
+        lambda path: restored(path / "dcp hf"),
+        metadata_of,
+        with_metadata,
+    ),
+    "about": Reader("recorded/step-00000000/rank-0/about.json", lambda path: replay(path / "recorded", replayed.make)),
+}
+# files of which the text is no JSON
+OTHERS = {
+    "metadata": Reader("dcp/.metadata", lambda path: restored(path / "dcp")),
+    "item": Reader("dcp/__0_0.distcp", lambda path: restored(path / "dcp")),
+    "data": Reader("own/step-000000000001/data.safetensors", lambda path: restored(path / "own")),
+    "tensors": Reader("recorded/step-00000000/rank-0/before.pt", lambda path: replay(path / "recorded", replayed.make)),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder, whose name is hostile, with a good file for each reader."""
+    path = tmp_path_factory.mktemp("good") / f"a{NAME}b"
+    checkpoint.save(path / "own", {"w": torch.ones(2)}, 1)
+    index = path / "own" / "step-000000000001" / "index.json"
+    (data,) = index.parent.glob("*.safetensors")
+    text = index.read_bytes().replace(data.name.encode(), b"data.safetensors")
+    index.write_bytes(resealed(b"", text))
+    data.rename(data.with_name("data.safetensors"))
+    checkpoint.save_safetensors(path / "hf", fshard.shard_params({"w": torch.ones(2)}, fshard.make_plan(LIKE)))
+    model = (path / "hf" / "model.safetensors").rename(path / "hf" / "m.safetensors")
+    shutil.copy(model, path / "x.safetensors")
+    (path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "m.safetensors"}}))
+    shard = path / "dcp hf" / "shard-00001-model-00001-of-00001.safetensors"
+    shard.parent.mkdir()
+    shard.write_bytes(with_metadata(model.read_bytes(), json.dumps({"w": {"saved_offsets": [0]}}).encode()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that there is one process
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=path / "dcp", no_dist=True)
+    step, state, batch, *_ = replayed.make(None)
+    record(step, path / "recorded", steps={0})(state, batch)
+    return path
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it; texts may be of a MiB, and take 4 MiB of memory."""
+    monkeypatch.setattr(foreign, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(foreign, "MOST_MEMORY", 1 << 22)
+    monkeypatch.setattr(inert_pickle, "MOST_MEMORY", 1 << 22)
+    monkeypatch.setattr(recording, "_MOST_BYTES", 1 << 17)
+    return Path(shutil.copytree(good, tmp_path / good.name))
+
+
+@pytest.mark.parametrize("name", [*READERS, *OTHERS])
+def test_good_files_are_read(name, folder):
+    """A bound that refuses what is right would let each of the tests below pass."""
+    reader = (READERS | OTHERS)[name]
+    reader.read(folder)
+    path = folder / reader.file
+    path.write_bytes(reader.put(path.read_bytes(), reader.text(path.read_bytes())))
+    reader.read(folder)
+
+
+def check_refused(reader: Reader, folder: Path, capsys: Any) -> None:
+    """A reader raises a printable error, in bounded memory; so does the command line."""
+
+    def read() -> None:
+        with pytest.raises((ValueError, OSError)) as failure:
+            reader.read(folder)
+        causes: list[Any] = [failure.value]
+        while causes[-1] is not None:
+            assert str(causes[-1]).isprintable(), repr(causes[-1])[:300]
+            assert len(str(causes[-1])) < 12_000
+            causes.append(causes[-1].__cause__ or causes[-1].__context__)
+
+    assert peak_of(read) < 12 << 20
+    root = folder / Path(reader.file).parts[0]
+    main(
+        ["inspect", str(root)] if root.name != "recorded" else ["replay", str(root), "--step", "support.replayed:make"]
+    )
+    said = capsys.readouterr().out
+    assert said.replace("\n", "").isprintable(), repr(said)[:300]
+    assert len(said) < 20_000
+
+
+# --- texts ---
+
+MANY = 300_000
+TEXTS = {
+    "empty objects": b'{"a":[' + b"{}," * MANY + b"{}]}",
+    "empty lists": b'{"a":[' + b"[]," * MANY + b"[]]}",
+    "short keys": b"{" + b",".join(b'"%x":1' % n for n in range(MANY // 3)) + b"}",
+    "numbers": b'{"a":[' + b"1e9," * (MANY // 2) + b"1]}",
+    "long numbers": b'{"a":' + b"9" * 900_000 + b"}",
+    "deep": b'{"a":' * 100_000,
+    "deep lists": b"[" * 900_000,
+    "a wide string": b'{"a": "\\ud83d\\ude00' + b"a" * 900_000 + b'"}',
+    "wide text": '{"a": "\U0001f600'.encode() + b"a" * 900_000 + b'"}',
+    "a long name": b'{"' + b"a" * 900_000 + b'": 1}',
+    "too long": b" " * (1 << 21),
+    "a list": b"[" + b"1," * 1000 + b"1]",
+    "no text": bytes(range(256)),
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_hostile_json_is_an_error_in_bounded_memory(name, text, folder, capsys):
+    """A small file would fill the memory of every rank, or be quoted whole."""
+    reader, path = READERS[name], folder / READERS[name].file
+    if text == "no text" and name == "shards":
+        pytest.skip("it is a string in a header, which is text")
+    path.write_bytes(reader.put(path.read_bytes(), TEXTS[text]))
+    check_refused(reader, folder, capsys)
+
+
+def strings(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
+    """Where a JSON value has strings: keys that lead to them, the last one for a key itself (None: the value)."""
+    if isinstance(value, str):
+        yield *path, None
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        if isinstance(key, str):
+            yield *path, key
+        yield from strings(part, *path, key)
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: str) -> Any:
+    """A JSON value with another string at a place that `strings` gives."""
+    key, *rest = path
+    if key is None:
+        return new
+    if not rest:  # the key itself
+        return {new if name == key else name: part for name, part in value.items()}
+    parts = dict(value.items() if isinstance(value, dict) else enumerate(value))
+    parts[key] = replaced(parts[key], tuple(rest), new)
+    return parts if isinstance(value, dict) else [*parts.values()]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("new", [NAME, "a" * 300_000], ids=["a code", "a long string"])
+def test_what_others_wrote_is_quoted_in_printable_text(name, new, folder, capsys):
+    """A name or a dtype in a file would send codes to a terminal, or fill it."""
+    reader, path = READERS[name], folder / READERS[name].file
+    whole = path.read_bytes()
+    value, refused = json.loads(reader.text(whole)), 0
+    places = [*strings(value)]
+    for place in places[:: -(-len(places) // 16)]:
+        path.write_bytes(reader.put(whole, json.dumps(replaced(value, place, new)).encode()))
+        try:
+            reader.read(folder)
+        except (ValueError, OSError):
+            check_refused(reader, folder, capsys)
+            refused += 1
+    assert refused
+
+
+# --- memory ---
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("text", TEXTS)
+def test_json_takes_no_more_memory_than_is_counted(text):
+    """The bound on memory, which is counted before a text is parsed, would be none."""
+
+    def read() -> None:
+        with contextlib.suppress(ValueError):
+            foreign.parsed(TEXTS[text], "x")
+
+    assert peak_of(read) < foreign._memory(TEXTS[text]) + (1 << 16)
+
+
+OPERATIONS = {
+    "lists": (b"]", b""),
+    "lists that are remembered": (b"]\x94", b""),
+    "remembered once more": (b"]", b"r%c%c%c\0"),
+    "dicts": (b"}", b""),
+    "marks": (b"(", b""),
+    "tuples": (b"K\x01\x85", b""),
+    "nested tuples": (b"\x85", b""),
+    "tuples of marked": (b"(K\x01t", b""),
+    "numbers": (b"J\xff\xff\xff\x7f", b""),
+    "long numbers": (b"\x8a\x08" + b"\x7f" * 8, b""),
+    "fractions": (b"G" + b"\x7f" * 8, b""),
+    "strings": (b"\x8c\x02ab", b""),
+    "wide strings": (b"\x8c\x04\xf0\x9f\x98\x80", b""),
+    "names": (b"ctorch\nSize\n", b""),
+    "calls": (b"ctorch\nSize\n)R", b""),
+    "keys": (b"}", b"\x8c\x03%c%c%cNs"),
+}  # fmt: skip
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_pickle_takes_no_more_memory_than_is_counted(name, monkeypatch):
+    """A pickle of a few MiB of empty lists would fill the memory."""
+    monkeypatch.setattr(inert_pickle, "MOST_MEMORY", 1 << 23)
+    begin, more = OPERATIONS[name]
+    rest = b"".join(more % (n & 127, n >> 7 & 127, n >> 14) for n in range(100_000)) if more else b""
+    data = b"\x80\x04N" + begin + (rest or begin * MANY)
+
+    def read() -> None:
+        with pytest.raises(ValueError, match="a pickle that takes more than 8,388,608 bytes of memory"):
+            inert_pickle.read_pickle(data, {"torch.Size"})
+
+    assert peak_of(read) < (1 << 23) + (1 << 16)
+
+
+# --- files ---
+
+
+def zipped(*members: tuple[str, bytes]) -> bytes:
+    """A zip file."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as file:
+        for name, content in members:
+            file.writestr(name, content)
+    return data.getvalue()
+
+
+def a_pipe(path: Path) -> None:
+    """A pipe, which nobody writes to."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_device(path: Path) -> None:
+    """A device that never ends."""
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def a_folder(path: Path) -> None:
+    """A folder."""
+    path.unlink()
+    path.mkdir()
+
+
+FILES: dict[str, Callable[[Path], object]] = {
+    "a pipe": a_pipe,
+    "a device": a_device,
+    "a folder": a_folder,
+    "a terabyte": lambda path: os.truncate(path, 1 << 40),
+    "empty": lambda path: path.write_bytes(b""),
+    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "lists": lambda path: path.write_bytes(b"\x80\x02" + b"]" * 900_000 + b"."),
+    "many members": lambda path: path.write_bytes(zipped(*((f"a/{n}", b"") for n in range(3_000)))),
+    "a long pickle": lambda path: path.write_bytes(zipped(("a/data.pkl", b"\x80\x02" + b"]" * 900_000 + b"."))),
+    "names": lambda path: path.write_bytes(zipped((f"a/{NAME}", b""), ("a/data.pkl", NAME.encode()))),
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", [*READERS, *OTHERS])
+@pytest.mark.parametrize("file", FILES)
+def test_hostile_files_are_an_error(name, file, folder, capsys):
+    """A pipe in place of a file would wait for ever, and a long one fill the memory."""
+    if (name, file) == ("item", "a terabyte"):
+        pytest.skip("what follows the last item is not read")
+    reader = (READERS | OTHERS)[name]
+    FILES[file](folder / reader.file)
+    check_refused(reader, folder, capsys)
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({"shard": 1 << 20, "replicate": 1 << 5}, "expected what 33554432 ranks wrote"),
+        ({str(n): 1 << 20 for n in range(10_000)}, "'axes': expected the sizes of at most 16 axes"),
+    ],
+    ids=["large", "many"],
+)
+def test_a_recording_of_many_ranks_is_an_error(axes, words, folder, capsys):
+    """The product of a recording's axes would be a list in memory."""
+    reader = READERS["about"]
+    path = folder / reader.file
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"axes": axes}))
+    check_refused(reader, folder, capsys)
+    with pytest.raises(ValueError, match=words):
+        reader.read(folder)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda dir: checkpoint.save(dir, LIKE, 1),
+        lambda dir: checkpoint.restore(dir, LIKE),
+        lambda dir: checkpoint.save_safetensors(dir, fshard.shard_params(LIKE, fshard.make_plan(LIKE))),
+        lambda dir: checkpoint.load_safetensors(dir, fshard.make_plan(LIKE)),
+        checkpoint.steps,
+        checkpoint.latest,
+        lambda dir: checkpoint.delete(dir, 1),
+        lambda dir: record(lambda state, batch: None, dir),  # type: ignore[arg-type,return-value]
+        lambda dir: replay(dir, replayed.make),
+    ],
+)
+def test_no_path_is_an_error(call, tmp_path, monkeypatch):
+    """A path that was not set would be the working directory: checkpoints lie, or are deleted, where nobody looks."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"(dir|path)='': expected the path of a .*\. The working directory is '\.'"):
+        call("")
+    with pytest.raises(TypeError, match=r"(dir|path)=None: expected the path of a "):
+        call(None)
+    assert not [*tmp_path.iterdir()]
