@@ -420,7 +420,7 @@ def test_what_ranks_have_differs():
     chunk = "a DTensor torch.float64 [1] (Shard(dim=0),) over [2] ranks"
     sharded = [
         f"mapping differs between ranks: rank 0 has 'scale': {chunk}",
-        "Pass whole tensors on all ranks, or on no",
+        "whole tensors on all ranks or on no",
     ]
     states = [f"saved differs between ranks: rank 0 has 'mu.scale': {chunk}; rank 1 has 'mu.embed.weight'"]
     alone = f"'scale': {chunk}, which rank 1 alone cannot make whole: leave src out"

@@ -354,6 +354,26 @@ def test_what_rename_returns_is_checked():
         renamed(names, "module.")
 
 
+def test_a_dict_of_names_that_are_not_there_is_an_error(tmp_path):
+    """A name with a typo would be ignored: the leaf is not renamed, or not left out."""
+    module = nn.Linear(2, 3)
+    apply, params, buffers = functionalize(module)
+    x = fshard.shard_params(params, fshard.make_plan(params))
+    fshard.checkpoint.save(tmp_path, params, 1)
+    fshard.checkpoint.save_safetensors(tmp_path / "hf", x)
+    words = "rename: it has 1 names that are not there: 'biass'; there are '(bias|weight)', '"
+    for rename in ({"biass": None}, {"biass": "bias", "bias": "bias"}):
+        for read in (
+            lambda rename: fshard.load_state_dict(x, dict(sorted(params.items())), rename),
+            lambda rename: fshard.load_state_dict(x, dict(sorted(params.items())), rename, strict=False),
+            lambda rename: apply.load_state_dict(x, buffers, dict(sorted(params.items())), rename),
+            lambda rename: fshard.checkpoint.load_safetensors(tmp_path / "hf", x.plan, rename),
+            lambda rename: fshard.checkpoint.restore(tmp_path, params, rename=rename),
+        ):
+            with pytest.raises(ValueError, match=words):
+                read(rename)
+
+
 def test_tied_names_that_differ_are_an_error():
     """One of two values of a tied leaf would be lost."""
     _, params, _ = functionalize(tied("plain"))
@@ -391,6 +411,66 @@ def test_a_state_dict_of_one_rank(strategy):
     for src in range(2 * replicate):
         results = simulated(from_one_rank, STRATEGIES[strategy], src, shard=2, replicate=replicate)
         assert all(same_bits(loaded, results[src][1]) for loaded, _ in results)
+
+
+def in_parts(mesh: Any, plan: dict[str, Any], src: int | None) -> None:
+    """Load each leaf alone, and all leaves but one, over other values; names that are unknown besides."""
+    old = fshard.init_params(fshard.make_plan(like(), mesh, units=["a"], **plan), drawn)
+    before = fshard.state_dict(old)
+    new = {name: x + 1 for name, x in before.items()}
+    is_source = src is None or mesh.get_rank() == src
+    for name in new:
+        for part in ({name: new[name]}, {other: x for other, x in new.items() if other != name}):
+            given = {f"m.{other}": x for other, x in {**part, "unknown": torch.ones(1)}.items()} if is_source else {}
+            loaded = fshard.load_state_dict(old, given, lambda x: x.removeprefix("m."), src, strict=False)
+            assert same_bits(fshard.state_dict(loaded), before | part)
+    assert same_bits(fshard.state_dict(fshard.load_state_dict(old, {}, src=src, strict=False)), before)
+    assert same_bits(fshard.state_dict(old), before), "x is not changed"
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("src", [None, 1])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_part_of_a_state_dict(strategy, src):
+    """Leaves that a mapping lacks would be zeros, or those beside them in a shard overwritten."""
+    simulated(in_parts, STRATEGIES[strategy], src, shard=2, replicate=2 if strategy.startswith("wide") else 1)
+
+
+def test_a_part_of_a_modules_state_dict():
+    """A buffer or a tied leaf that is not in the mapping would be lost."""
+    module = Kept()
+    apply, params, buffers = functionalize(module)
+    sharded = fshard.shard_params(params, fshard.make_plan(params))
+    saved = apply.state_dict(sharded, buffers)
+    for name in saved:
+        tied_names = {"linear.bias", "other.bias"} if name.endswith("bias") else {name}
+        given = {name: saved[name] + 1, "unknown": torch.ones(1)}
+        loaded, new = apply.load_state_dict(sharded, buffers, given, strict=False)
+        expected = {other: x + (other in tied_names) for other, x in saved.items()}
+        assert same_bits(apply.state_dict(loaded, new), expected)
+
+
+def other_parts(mesh: Any) -> str:
+    """The error of ranks that pass other parts."""
+    params = Params.make(mesh, {})
+    saved = fshard.state_dict(params)
+    name = ["a.w", "a.b"][mesh.get_rank()]
+    with pytest.raises(fshard.MismatchError) as failure:
+        fshard.load_state_dict(params, {name: saved[name]}, strict=False)
+    return str(failure.value)
+
+
+def test_what_is_wrong_in_a_part_of_a_state_dict():
+    """A prefix that is wrong would load nothing without a word; ranks with other parts give leaves half of each."""
+    params = fshard.init_params(fshard.make_plan(like()), drawn)
+    saved = fshard.state_dict(params)
+    with pytest.raises(ValueError, match=r"it lacks \d names: .*; it has \d names that the plan has not.*removeprefix"):
+        fshard.load_state_dict(params, {f"model.{name}": x for name, x in saved.items()}, strict=False)
+    with pytest.raises(ValueError, match=r"load_state_dict: 'a.w': expected a tensor \[3, 5\], got one \[2\]"):
+        fshard.load_state_dict(params, {"a.w": torch.ones(2)}, strict=False)
+    with pytest.raises(TypeError, match="strict=1: expected True or False"):
+        fshard.load_state_dict(params, saved, strict=1)
+    assert all("'a.b' is not there" in text or "'a.w' is not there" in text for text in simulated(other_parts))
 
 
 def failing(mesh: Any, src: int | None) -> str:

@@ -202,7 +202,7 @@ def _tell_threads(source: Source, state: Tree) -> None:
 def _origins(source: Source, wanted: Contents, rename: Rename | None) -> dict[str, list[str]]:
     """The names in the checkpoint by those in `like`. ValueError lists all differences."""
     index = source.index
-    origins = names_by_new(index.names, rename)
+    origins = names_by_new(index.names, rename, index.left_out)
     for alias, name in wanted.aliases.items():
         if alias in origins:
             origins.setdefault(name, []).extend(origins.pop(alias))
@@ -213,7 +213,7 @@ def _origins(source: Source, wanted: Contents, rename: Rename | None) -> dict[st
                 differences += _differences(name, origin, index, wanted)
             differences += _unequal(name, of_name, index)
     lacking = [name for name in (*wanted.forms, *wanted.values) if name not in origins]
-    left_out = names_by_new(index.left_out, rename)
+    left_out = names_by_new(index.left_out, rename, index.names)
     differences += [f"{name!r}: {index.left_out[left_out[name][0]]}" for name in lacking if name in left_out]
     if differences:
         raise ValueError(f"restore: the checkpoint of {source.what} differs from `like`: " + "; ".join(differences))

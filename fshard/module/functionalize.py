@@ -139,14 +139,15 @@ class ModuleFunction:
         mapping: Mapping[str, Tensor],
         rename: Rename | None = None,
         src: int | None = None,
+        strict: bool = True,
     ) -> tuple[Sharded, Tree]:
         """Return parameters and buffers with the values of a module's state dict; these are not changed.
 
-        `mapping`, `rename` and `src` as for `fshard.load_state_dict`. A buffer that the module does not save stays as
-        it is. Dual: `state_dict`.
+        The other arguments are those of `fshard.load_state_dict`. A buffer that the module does not save stays as it
+        is. Dual: `state_dict`.
         """
         names = StateDict(self._skeleton, self._params, self._buffers)
-        return names.read(params, self._listed(buffers), mapping, rename, src)
+        return names.read(params, self._listed(buffers), mapping, rename, src, strict)
 
     def persistent(self, buffers: Tree) -> dict[str, Tensor]:
         """The buffers that the module saves (`persistent` of `register_buffer`), by dotted name."""

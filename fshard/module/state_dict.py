@@ -57,20 +57,17 @@ class StateDict:
         mapping: Mapping[str, Tensor],
         rename: Rename | None,
         src: int | None,
+        strict: bool,
     ) -> tuple[Sharded, Tree]:
         """Return parameters and buffers with the values of a mapping; buffers that are not saved stay as they are."""
-
-        def to_path(name: str) -> str | None:
-            (new,) = renamed([name], rename) or [None]
-            return new if new is None or new not in self.leaves else self.leaves[new][1]
-
         if self.hooks:
-            mapping, rename = together(params.plan.live_mesh(), partial(self._hooked, mapping, rename)), None
+            mapping, rename = together(params.plan.live_mesh(), partial(self._hooked, mapping, rename, strict)), None
+        paths = {name: path for name, (_, path) in self.leaves.items()}
         values = dict(zip(tree.paths(self.buffers), buffers, strict=True))
-        loaded, new = load_with_buffers(params, self.kept(buffers), mapping, to_path, src)
+        loaded, new = load_with_buffers(params, self.kept(buffers), mapping, rename, src, strict, paths)
         return loaded, tree.unflatten(self.buffers, [*(values | new).values()])
 
-    def _hooked(self, mapping: Mapping[str, Tensor], rename: Rename | None) -> dict[str, Tensor]:
+    def _hooked(self, mapping: Mapping[str, Tensor], rename: Rename | None, strict: bool) -> dict[str, Tensor]:
         """The mapping under the module's names, as the hooks of `load_state_dict` leave it: with other names, values.
 
         ValueError with what the hooks report. A rank that passes nothing runs none.
@@ -80,7 +77,7 @@ class StateDict:
         for path, hook in self.hooks if state else []:
             prefix = f"{path}." if path else ""
             metadata = getattr(mapping, "_metadata", {}).get(path, {})
-            hook(state, prefix, metadata, True, [], [], reports)
+            hook(state, prefix, metadata, strict, [], [], reports)
         if reports:
             raise ValueError(f"load_state_dict: a hook of the module reports: {'; '.join(reports)}")
         return state

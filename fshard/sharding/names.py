@@ -38,7 +38,8 @@ def renamed(names: Iterable[str], rename: Rename | None = None) -> dict[str, str
     """Return the names by what they are called in the plan, in their order.
 
     `rename` is a function from a name to the plan's name, or a dict that has the names that change; None in place of a
-    plan's name leaves the name out. TypeError for another `rename`, ValueError for two names of one leaf.
+    plan's name leaves the name out. TypeError for another `rename`, ValueError for two names of one leaf, and for names
+    in the dict that are not there.
 
     >>> renamed(["module.w", "module.step"], lambda name: name.removeprefix("module.") if "step" not in name else None)
     {'w': 'module.w'}
@@ -50,14 +51,22 @@ def renamed(names: Iterable[str], rename: Rename | None = None) -> dict[str, str
     return {new: name for new, (name,) in by_name.items()}
 
 
-def origins(names: Iterable[str], rename: Rename | None = None) -> dict[str, list[str]]:
+def origins(names: Iterable[str], rename: Rename | None = None, others: Iterable[str] = ()) -> dict[str, list[str]]:
     """Return the names by what they are called in the plan, as `renamed`, where several may be called the same.
+
+    A dict may also have the names `others`. ValueError for a name in it that is not there.
 
     >>> origins(["a.step", "b.step"], lambda name: "step")
     {'step': ['a.step', 'b.step']}
     """
+    names = [*names]
     if isinstance(rename, Mapping):
         changes = rename
+        if unknown := [name for name in changes if name not in {*names, *others}]:
+            raise ValueError(
+                f"rename: it has {len(unknown)} names that are not there: {_listed(unknown)}; "
+                f"there are {_listed([*names, *others]) or 'none'}"
+            )
         rename = lambda name: changes.get(name, name)  # noqa: E731
     if rename is not None:
         check_function("rename", rename, "a dict, or fn(name) -> the plan's name, or None to leave it out")

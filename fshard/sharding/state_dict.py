@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from ..core.arguments import check_flags, check_whole, wrong
 from .initial import filled
 from .names import Form, Rename, form_difference, name_differences, renamed, unreadable
 from .plan import Slot
-from .sharded import Sharded, cut, gather_unit
+from .sharded import Sharded, cut, gather_unit, intervals
 
 
 def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> dict[str, Tensor]:
@@ -60,7 +60,11 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
 
 
 def load_state_dict(
-    x: Sharded, mapping: Mapping[str, Tensor], rename: Rename | None = None, src: int | None = None
+    x: Sharded,
+    mapping: Mapping[str, Tensor],
+    rename: Rename | None = None,
+    src: int | None = None,
+    strict: bool = True,
 ) -> Sharded:
     """Return a `Sharded` like `x` with the values of `mapping`, tensors by dotted name; `x` is not changed.
 
@@ -73,11 +77,15 @@ def load_state_dict(
     ValueError lists every difference: names that are missing or unknown, shapes, dtypes, tied leaves that differ; and
     is raised for a subtree: `x` is of a whole plan. If one rank has an error, all ranks raise. Dual: `state_dict`.
 
+    With `strict=False` leaves that the mapping lacks keep the values of `x`, and unknown names are left out: they are
+    `set(plan.paths) - set(mapping)` and `set(mapping) - set(plan.paths)`. All other differences are errors, and so is
+    a mapping of which no name is known.
+
     >>> params = shard_params({"w": torch.ones(2)}, make_plan({"w": torch.ones(2)}))
     >>> gather_params(load_state_dict(params, {"module.w": torch.tensor([3.0, 4.0])}, {"module.w": "w"}))
     {'w': tensor([3., 4.])}
     """
-    return load_with_buffers(x, {}, mapping, rename, src)[0]
+    return load_with_buffers(x, {}, mapping, rename, src, strict)[0]
 
 
 def load_with_buffers(
@@ -86,8 +94,13 @@ def load_with_buffers(
     mapping: Mapping[str, Tensor],
     rename: Rename | None = None,
     src: int | None = None,
+    strict: bool = True,
+    paths: Mapping[str, str] | None = None,
 ) -> tuple[Sharded, dict[str, Tensor]]:
-    """`load_state_dict`, for the parameters and for whole tensors by name, each on the device where it is."""
+    """`load_state_dict`, for the parameters and for whole tensors by name, each on the device where it is.
+
+    `paths` has the names in the plan and in `buffers` of what is called otherwise when it has been renamed.
+    """
     check_sharded("load_state_dict: x", x)
     mesh, kinds = x.plan.live_mesh(), x.plan.kinds
     slots = {s: _Wanted(names, Form(s.shape, kinds[s.kind].dtype)) for s, names in x.view.names().items()}
@@ -96,18 +109,26 @@ def load_with_buffers(
 
     def checked() -> _Source:
         check_whole_tree("load_state_dict", x)
+        check_flags(strict=strict)
         if src is not None:
             check_whole("load_state_dict: src", src, least=0, below=num_ranks(mesh), what="a rank of the plan's mesh")
-        return _source(mapping, rename, wanted, src) if is_source else _Source({}, {}, "")
+        return _source(mapping, rename, wanted, src, strict, paths) if is_source else _Source({}, {}, "")
 
     source = together(mesh, checked)
-    check_same(mesh, source.sharded, "load_state_dict: mapping", "Pass whole tensors on all ranks, or on none")
+    remedy = "Pass the same names, and whole tensors on all ranks or on none"
+    check_same(mesh, source.described, "load_state_dict: mapping", remedy)
+    is_there = torch.tensor([*map(source.has, wanted)], dtype=torch.uint8, device=x.plan.device)
+    if src is not None and wanted:  # that rank alone knows
+        is_there = primitives.from_rank(is_there, mesh, src, "load_state_dict")
+    there = {leaf.names[0] for leaf, flag in zip(wanted, is_there.tolist(), strict=True) if flag}
     tied = [leaf for leaf in wanted if len(leaf.names) > 1]
     if tied:
         differences = [text for leaf in tied for text in source.differences(leaf, mesh)]
         together(mesh, partial(_raise_if_any, differences))
 
     def read(leaf: _Wanted) -> Tensor:
+        if leaf.names[0] not in there:
+            return torch.zeros((), dtype=leaf.form.dtype, device=x.plan.device).expand(leaf.form.shape)
         if is_source:
             value = source.read(leaf, mesh).to(x.plan.device, leaf.form.dtype)
         else:
@@ -116,8 +137,20 @@ def load_with_buffers(
 
     into = Sharded(x.view, [torch.zeros_like(row) for row in x.tensors])
     loaded = filled(into, lambda slot: read(slots[slot]))
+    _keep([slot for slot, leaf in slots.items() if leaf.names[0] not in there], x, loaded)
     pairs = zip(wanted[len(slots) :], buffers.values(), strict=True)
-    return loaded, {leaf.names[0]: read(leaf).to(old.device, copy=True) for leaf, old in pairs}
+    return loaded, {
+        leaf.names[0]: (read(leaf) if leaf.names[0] in there else old).to(old.device, copy=True) for leaf, old in pairs
+    }
+
+
+def _keep(absent: Collection[Slot], x: Sharded, into: Sharded) -> None:
+    """Copy this rank's parts of leaves that were not read."""
+    for unit, kind in x.plan.places if absent else ():
+        for slot, begin, end, start in intervals(x.plan, unit, kind, x.view.over) if kind in x.view.kinds else ():
+            if slot in absent:
+                part = slice(start, start + end - begin)
+                into.piece(unit, kind)[part] = x.piece(unit, kind)[part].detach()
 
 
 class _Wanted(NamedTuple):
@@ -128,11 +161,15 @@ class _Wanted(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """A mapping of tensors, its names by those of the leaves, and its sharded tensors, as lines of text."""
+    """A mapping of tensors, its names by those of the leaves, and what all ranks must have alike, as lines of text."""
 
     mapping: Mapping[str, Tensor]
     names: Mapping[str, str]
-    sharded: str
+    described: str
+
+    def has(self, leaf: _Wanted) -> bool:
+        """Whether a leaf is there, by any of its names."""
+        return any(name in self.names for name in leaf.names)
 
     def get(self, name: str) -> Tensor:
         """Return the value of a leaf, as it is in the mapping."""
@@ -158,13 +195,22 @@ class _Source(NamedTuple):
 
 
 def _source(
-    mapping: Mapping[str, Tensor], rename: Rename | None, wanted: Sequence[_Wanted], src: int | None
+    mapping: Mapping[str, Tensor],
+    rename: Rename | None,
+    wanted: Sequence[_Wanted],
+    src: int | None,
+    strict: bool,
+    paths: Mapping[str, str] | None,
 ) -> _Source:
     """Find leaves in a mapping. ValueError lists all differences of names and forms."""
     if not isinstance(mapping, Mapping):
         raise TypeError(f"load_state_dict: {wrong('mapping', mapping, 'a dict of tensors by dotted name')}")
-    names = renamed(mapping, rename)
-    differences, sharded = [*name_differences([leaf.names for leaf in wanted], names)], list[str]()
+    new = renamed(mapping, rename)
+    to_path = paths or {}
+    names = {path: new[name] for path, name in renamed(new, lambda name: to_path.get(name, name)).items()}
+    expected, sharded = [leaf.names for leaf in wanted], list[str]()
+    is_partial = not strict and (not names or any(name in names for of_leaf in expected for name in of_leaf))
+    differences = [] if is_partial else [*name_differences(expected, names)]
     for leaf in wanted:
         for name in (name for name in leaf.names if name in names):
             value = mapping[names[name]]
@@ -173,7 +219,9 @@ def _source(
     if sharded and src is not None:
         differences.append(f"{sharded[0]}, which rank {src} alone cannot make whole: leave src out")
     _raise_if_any(differences)
-    return _Source(mapping, names, "\n".join(sharded))
+    source = _Source(mapping, names, "")
+    absent = [f"{leaf.names[0]!r} is not there" for leaf in wanted if src is None and not source.has(leaf)]
+    return source._replace(described="\n".join([*sharded, *absent]))
 
 
 def _raise_if_any(differences: Sequence[str]) -> None:
