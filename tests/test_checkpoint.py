@@ -103,8 +103,8 @@ PLACES: list[Any] = [
     ({"shard": 3}, STRATEGIES["full"]),
     ({"replicate": 2, "shard": 2}, STRATEGIES["wide_state"]),
     ({"shard": 2}, STRATEGIES["zero1"]),
-    ({"replicate": 2, "shard": 2}, {**STRATEGIES["full"], "units": 9}),
-    ({"shard": 4}, STRATEGIES["keep"]),
+    ({"replicate": 2, "shard": 2}, {**STRATEGIES["full"], "units": 9, "whole": lambda path, _: len(path) % 2 == 1}),
+    ({"shard": 4}, {**STRATEGIES["keep"], "whole": lambda path, _: len(path) % 2 == 0}),
     ({"shard": 2}, STRATEGIES["zero2"]),
 ]
 

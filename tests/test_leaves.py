@@ -1,5 +1,6 @@
 """Leaves that are one tensor (tied), leaves that share memory in other ways, and leaves that are frozen."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -113,6 +114,15 @@ def in_processes(mesh: Any) -> None:
 def test_in_processes() -> None:
     """Two gloo processes train tied and frozen parameters as torch: otherwise only simulated ranks would be right."""
     gloo(in_processes)
+
+
+@pytest.mark.parametrize("places", [*product([True, False], repeat=3)])
+def test_a_tied_leaf_is_frozen_if_no_place_requires_a_gradient(places: tuple[bool, ...]) -> None:
+    """A leaf that is detached in one of its places trains: otherwise the order of the places would freeze it."""
+    w = torch.ones(2, requires_grad=True)
+    params = {"first": torch.ones(2, requires_grad=True)}
+    params |= {str(number): w if requires else w.detach() for number, requires in enumerate(places)}
+    assert _frozen(fshard.make_plan(params)) == (set() if any(places) else {"0"})
 
 
 def test_frozen_leaves_have_no_state() -> None:
