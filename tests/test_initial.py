@@ -646,6 +646,38 @@ def test_hooks_change_what_is_loaded(src):
         simulated(lambda mesh: load(mesh, saved | {"model.0.nothing": torch.ones(1)}))
 
 
+def from_rank_0(mesh: Any, loads: bool) -> None:
+    """Parameters and buffers of a module that differs on every rank become those of rank 0."""
+
+    def module_of(rank: int) -> nn.Module:
+        module = nn.Sequential(Kept(), nn.BatchNorm1d(3))
+        module[0].register_buffer("mask", torch.tensor([True, False]))
+        for number, x in enumerate([*module.parameters(), *module.buffers()]):
+            x.data.fill_((number + rank) % 2 if x.dtype == torch.bool else 10 * rank + number)
+        return module
+
+    module = module_of(mesh.get_rank())
+    apply, params, buffers = functionalize(module)
+    plan = fshard.make_plan(params, mesh)
+    sharded = fshard.shard_params(params, plan, src=None if loads else 0)
+    if loads:
+        saved = dict(module.state_dict()) if mesh.get_rank() == 0 else {}
+        sharded, buffers = apply.load_state_dict(sharded, buffers, saved, src=0)
+    else:
+        for axis in ("shard", "replicate"):
+            buffers = fshard.broadcast(buffers, mesh, axis)
+    expected = module_of(0)
+    assert same_bits(apply.state_dict(sharded, buffers), dict(expected.state_dict()))
+    if not loads:  # also those that the module does not save
+        assert same_bits(buffers, functionalize(expected)[2])
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_one_rank_gives_its_module_to_all(loads):
+    """Buffers would stay those of each rank: the running statistics of a batch norm, or a mask."""
+    simulated(from_rank_0, loads, shard=2, replicate=2)
+
+
 def test_what_a_modules_state_dict_lacks():
     """A buffer would keep its old value without a word; or the parameters alone take a module's dict without a word."""
     module = Kept()

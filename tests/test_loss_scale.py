@@ -343,6 +343,19 @@ def test_torchs_state_dict():
             ours.load_state_dict(bad)
 
 
+def test_states_of_disabled_scalers():
+    """A run whose scaler is off would not save, or not go on where torch does; one that is on, with another scale."""
+    off, on = torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", 64.0)
+    assert NoLossScale().state_dict() == off.state_dict()
+    for saved in (off.state_dict(), on.state_dict()):
+        off.load_state_dict(saved)
+        assert NoLossScale().load_state_dict(saved) == NoLossScale()
+    with pytest.raises(RuntimeError, match="disabled"):
+        on.load_state_dict(NoLossScale().state_dict())
+    with pytest.raises(ValueError, match=r"not enabled\. NoLossScale loads it"):
+        DynamicLossScale().load_state_dict(NoLossScale().state_dict())
+
+
 def test_a_scale_may_be_set():
     """`adjust(new_scale=)` sets the scale and keeps the count: otherwise a user's scale would be ignored, or growth
     delayed."""

@@ -363,7 +363,10 @@ class DynamicLossScale(StaticLossScale):
         8.0
         """
         if not saved:
-            raise ValueError("load_state_dict: the state dict is empty: it was saved by a scaler that was not enabled")
+            raise ValueError(
+                "load_state_dict: the state dict is empty: it was saved by a scaler that was not enabled. NoLossScale "
+                "loads it"
+            )
         names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
         if missing := [name for name in names if name not in saved]:
             raise ValueError(f"load_state_dict: the state dict lacks {missing[0]!r}; it has {', '.join(saved)}")
@@ -385,6 +388,14 @@ class NoLossScale:
     def value(self) -> Tensor:
         """The number 1, a 0-d float32 tensor."""
         return torch.ones((), dtype=torch.float32, device="cpu")
+
+    def state_dict(self) -> dict[str, float]:
+        """The state dict of a torch.amp.GradScaler that is not enabled: {}. Dual: `load_state_dict`."""
+        return {}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> NoLossScale:
+        """This scaler, whatever was saved, as for a torch.amp.GradScaler that is not enabled."""
+        return self
 
     def scale(self, x: Tree) -> Tree:
         """Return the tree times 1. TypeError for a leaf that is no floating tensor."""
