@@ -1,6 +1,10 @@
 """Ranks that call different collectives, fail or are killed: every other rank gets an error, and no process hangs."""
 
+import _thread
 import os
+import threading
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +171,108 @@ def test_a_plan_may_be_made_inside() -> None:
     """A checked function may make a plan: otherwise connecting its ranks would be taken for a mismatch, or hang."""
     for found in (*gloo(plan_inside), *simulated(plan_inside)):
         assert torch.equal(found["w"], torch.arange(5.0))
+
+
+def heard_in(run: Callable[[Callable[[], None]], object], job: Callable[[], object]) -> str:
+    """The error of a job that `run` runs, in a thread or a process of its own."""
+    reader, writer = os.pipe()
+
+    def told() -> None:
+        try:
+            job()
+            os.write(writer, b"no error")
+        except RuntimeError as failure:
+            os.write(writer, str(failure).encode())
+
+    run(told)
+    text = os.read(reader, 1 << 16).decode()
+    os.close(reader)
+    os.close(writer)
+    return text
+
+
+def in_thread(job: Callable[[], None]) -> None:
+    """Run in a second thread, beside which the first one does nothing."""
+    thread = threading.Thread(target=job, name="second")
+    thread.start()
+    thread.join()
+
+
+def in_child(job: Callable[[], None]) -> None:
+    """Run in a forked process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        child = os.fork()
+    if not child:
+        job()
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def intruded(mesh: Any, *more: Any) -> list[str]:
+    """What is heard in a second thread and a forked process, over links and process groups; the first goes on."""
+    whole, texts = {"w": torch.arange(5.0)}, list[str]()
+    plan = fshard.make_plan(whole, mesh)
+    shards = fshard.shard_params(whole, plan)
+
+    def gather(over: Any) -> torch.Tensor:
+        return fshard.all_gather(torch.tensor([mesh.get_rank()]), over, "shard")
+
+    calls: list[Callable[[], object]] = [
+        lambda: gather(plan.mesh),
+        lambda: gather(mesh),
+        lambda: fshard.gather_params(shards),
+        lambda: fshard.make_plan(whole, mesh),
+        lambda: fshard.check(lambda: None, mesh)(),
+    ]
+    fshard.check(lambda: None, mesh)()
+    for call in calls[: -1 if isinstance(mesh, fshard.testing.SimulatedMesh) else None]:
+        for run in (in_thread, in_child):
+            texts.append(heard_in(run, call))
+            assert gather(plan.mesh).tolist() == gather(mesh).tolist() == [0, 1]
+            assert torch.equal(fshard.gather_params(shards)["w"], whole["w"])
+    return texts
+
+
+def test_a_second_thread_and_a_forked_process() -> None:
+    """Both raise at once, and the first thread goes on: otherwise they would receive each other's messages."""
+    for texts in (*gloo(intruded), *simulated(intruded)):
+        assert all("'shard'" in text and ("second" in text or "forked process" in text) for text in texts), texts
+        assert len(texts) in (8, 10)
+
+
+def handed_on(mesh: Any) -> list[str]:
+    """Collectives of a thread that then ends, of the first thread after it, and of one that Python did not start."""
+
+    def gather() -> None:
+        fshard.all_gather(torch.ones(1), mesh, "shard")
+
+    def in_autograds(job: Callable[[], None]) -> None:
+        _thread.start_new_thread(job, ())
+
+    return [heard_in(run, gather) for run in (in_thread, lambda job: job(), in_autograds)]
+
+
+def test_threads_one_after_another() -> None:
+    """A mesh may be used after its thread has ended, and by autograd's threads: a GPU's backward would fail."""
+    assert gloo(handed_on) == [["no error"] * 3] * 2
+
+
+def plans_alone(mesh: Any) -> str:
+    """One rank makes a plan while the other gathers; then both make it."""
+    whole = {"w": torch.arange(5.0)}
+    plan = fshard.make_plan(whole, mesh)
+    shards, rank = fshard.shard_params(whole, plan), mesh.get_rank()
+    with pytest.raises(fshard.MismatchError) as caught:
+        fshard.gather_params(shards) if rank else fshard.make_plan(whole, mesh)
+    again = fshard.make_plan(whole, mesh)
+    assert torch.equal(fshard.gather_params(fshard.shard_params(whole, again))["w"], whole["w"])
+    return str(caught.value)
+
+
+def test_a_plan_on_one_rank() -> None:
+    """Ranks of which one makes a plan and the other trains both raise at once: they would wait for half an hour."""
+    for number, text in enumerate(gloo(plans_alone)):
+        gathers, peer = "all_gather(float32[4], axis='shard') for unit '(root)'", f"rank {1 - number} of axis 'shard'"
+        calls = ("make_plan", f"{peer} {gathers}") if number == 0 else (gathers, f"{peer} make_plan")
+        assert text.startswith(f"ranks called different collectives: this rank {calls[0]}, {calls[1]}. All"), text

@@ -57,7 +57,10 @@ DOORS = {
     "socket": {"comm.links", "comm.rendezvous"},
     "mmap": {"comm.shared_memory"},
     "fsspec": {"checkpoint.remote"},
-    "threading": {"testing.scheduler", "comm.announce", "module.*", "checkpoint.saving", "checkpoint.writing"},
+    "threading": {
+        *("testing.scheduler", "comm.announce", "comm.process_groups", "module.*"),
+        *("checkpoint.saving", "checkpoint.writing"),
+    },
     "torch.nn.Module": {"module.*"},
     "torch.compile": set(),
     "torch.fx": {"compiler.*", "core.tracing"},

@@ -314,6 +314,33 @@ def test_a_world_has_ranks(sizes: dict[str, int]) -> None:
         simulate(mesh_facts, **sizes)
 
 
+@pytest.mark.parametrize("num", [2, 3])
+def test_a_rank_that_meets_in_the_name_of_another(num: int) -> None:
+    """What ranks share, as a cache does, is an error on the rank that takes it: otherwise the world would hang."""
+    shared = list[SimulatedMesh]()
+
+    def job(mesh: SimulatedMesh) -> None:
+        shared.append(mesh)
+        fshard.all_gather(torch.ones(2), mesh, "shard")
+        fshard.all_gather(torch.ones(2), shared[0], "shard")
+
+    words = "simulated rank [12] communicates over the mesh of simulated rank 0: a rank's own thread alone"
+    with pytest.raises(RuntimeError, match=words):
+        simulate(job, shard=num)
+
+
+def test_a_world_that_has_ended() -> None:
+    """What uses a world's mesh after its end is an error that says so, each time: a notebook's cells go on with it."""
+    whole = {"w": torch.arange(5.0)}
+    shards = simulate(lambda mesh: fshard.shard_params(whole, fshard.make_plan(whole, mesh)), shard=2)
+    for _ in range(2):
+        for use in (lambda: fshard.gather_params(shards[0]), lambda: fshard.gather_params(shards[1])):
+            with pytest.raises(RuntimeError, match=r"all_gather\(.*the simulated world has ended.*World.gather"):
+                use()
+    with pytest.raises(RuntimeError, match="the simulated world has ended"):
+        simulate(lambda mesh: fshard.gather_params(shards[0]), shard=2)
+
+
 def test_a_tally_around_a_simulation_has_all_ranks() -> None:
     """A tally inside a rank counts that rank's collectives, one around the simulation all: otherwise traffic would
     be miscounted."""

@@ -58,7 +58,7 @@ class Lines:
 
     def __init__(self, mesh: ProcessMesh):
         # no reference to the mesh: the mesh keeps these lines, so that would be a cycle
-        self._likeness, self._me = mesh.likeness, mesh.get_rank()
+        self._likeness, self._me, self._owners = mesh.likeness, mesh.get_rank(), mesh.owners
         self._links: dict[str, dict[int, Link]] = {}
         self._data: dict[str, dict[int, Link]] = {}  # on which collectives send data, if their ranks have links
         for axis in mesh.mesh_dim_names:
@@ -82,6 +82,8 @@ class Lines:
 
         MismatchError if ranks call different collectives, or if a peer raises.
         """
+        for axis, owner in self._owners.items():
+            owner.check(axis)
         # the number of this call: messages that an earlier, failed call left unread have smaller ones
         self._last, self._ends = _Status(self._last.number + 1, _WAITS, "no collective", call_site()), {}
         try:

@@ -26,6 +26,8 @@ SMALL = 1 << 15  # most bytes of data that are sent in the socket itself
 _LONGEST = (1 << 16) - 1  # most bytes of a call's text
 _READ = 1 << 18
 _MOST_FDS = 16
+PLANS = "make_plan"  # the text of a message of a rank that makes a plan
+_REFUSES = "refuses: "  # before the collective of a rank that was waiting for something else than a plan
 _FOREVER = (1 << 31) - 1  # milliseconds, the longest timeout of poll
 _FD_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
@@ -117,6 +119,8 @@ class Link:
             if not self.drain(call):
                 self._wait(select.POLLIN, call)
         message = self.arrived.pop(number)
+        if message.call == PLANS:
+            self.say(_REFUSES + call)  # the peer waits for this rank's plan, and would wait for ever
         if message.call != call and message.call != _read(_sent(call)):
             raise MismatchError(
                 f"ranks called different collectives: this rank {call}, {self.peer} {message.call}. "
@@ -124,18 +128,34 @@ class Link:
             )
         return message
 
+    def plans(self) -> bool:
+        """Wait for the peer's `PLANS`; return whether it came next. False if the peer is gone.
+
+        MismatchError, which closes the link, if the peer waits for a collective instead.
+        """
+        number, self.num_expected = self.num_expected, self.num_expected + 1
+        try:
+            while not (numbers := [n for n, x in self.arrived.items() if x.call.startswith((PLANS, _REFUSES))]):
+                if not self.drain(PLANS):
+                    self._wait(select.POLLIN, PLANS)
+        except MismatchError:
+            if self.is_open:
+                raise
+            return False
+        call = self.arrived.pop(numbers[0]).call
+        if call != PLANS:
+            with suppress(OSError):  # what was sent must not be taken for an answer to a later plan
+                self.socket.shutdown(socket.SHUT_RDWR)
+            raise MismatchError(
+                f"ranks called different collectives: this rank {PLANS}, {self.peer} {call.removeprefix(_REFUSES)}. "
+                "All ranks must call the same ones in the same order."
+            )
+        return numbers[0] == number
+
     def is_ahead(self) -> bool:
         """Whether the peer has sent a message that this rank does not expect yet."""
         self.drain()
         return self.num_arrived > self.num_expected
-
-    def is_quiet(self) -> bool:
-        """Whether exactly the expected number of messages has arrived, and the connection is open."""
-        with suppress(MismatchError):
-            while self.drain():
-                pass
-            return self.is_open and self.num_arrived == self.num_expected
-        return False
 
     def drain(self, call: str = "") -> bool:
         """Read what has arrived, without waiting; return whether there was anything.

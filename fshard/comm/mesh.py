@@ -15,6 +15,7 @@ Note [One handle for each mesh]
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -22,13 +23,14 @@ from itertools import count
 from typing import Any, NoReturn, Protocol, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.arguments import check_whole, shown, wrong
 from .log import Call
-from .process_groups import GroupRanks
+from .process_groups import GroupRanks, Owner
 from .ranks import Ranks
 
 T = TypeVar("T")
@@ -203,6 +205,7 @@ class ProcessMesh(Grid):
         self.members = tuple(mesh.mesh.flatten().tolist())
         self._groups = [weakref.ref(mesh.get_group(axis)) for axis in names]
         self._ranks: dict[str, Ranks] = {axis: GroupRanks(axis, mesh.get_group(axis), device) for axis in names}
+        self.owners = {axis: MESHES.owner(mesh.get_group(axis)) for axis in names}
 
     def is_of(self, mesh: DeviceMesh) -> bool:
         """Whether `mesh` still has these process groups; after a new `init_process_group` the mesh has others."""
@@ -211,7 +214,8 @@ class ProcessMesh(Grid):
         )
 
     def ranks(self, axis: str) -> Ranks:
-        """Return the ranks of the axis's process group."""
+        """Return the ranks of the axis's process group. RuntimeError in a second thread (Note [One thread])."""
+        self.owners[axis].check(axis)
         return self._ranks[axis]
 
 
@@ -223,6 +227,7 @@ class Meshes:
 
     def __init__(self) -> None:
         self._handles: MutableMapping[DeviceMesh, ProcessMesh] = WeakIdKeyDictionary()
+        self._owners: MutableMapping[dist.ProcessGroup, Owner] = WeakIdKeyDictionary()
         self._names: MutableMapping[Mesh, str] = WeakIdKeyDictionary()
         self._meshes: weakref.WeakValueDictionary[str, Mesh] = weakref.WeakValueDictionary()
         self._numbers = count()  # never used twice, so a graph of a deleted mesh finds no other one
@@ -233,6 +238,15 @@ class Meshes:
         if handle is None or not handle.is_of(mesh):
             self._handles[mesh] = handle = ProcessMesh(mesh)
         return handle
+
+    def owner(self, group: dist.ProcessGroup) -> Owner:
+        """Return the owner of a process group, which meshes may share (Note [One thread] in `process_groups.py`)."""
+        return self._owners.setdefault(group, Owner())
+
+    def inherit(self) -> None:
+        """Note that this is a forked process, in which no mesh of its parent may be used."""
+        for owner in self._owners.values():
+            owner.inherit()
 
     def device_mesh(self, grid: Mesh) -> DeviceMesh | None:
         """Return a DeviceMesh with the axes and process groups of a mesh of processes; None if there is none now."""
@@ -258,6 +272,8 @@ class Meshes:
 
 
 MESHES = Meshes()
+if hasattr(os, "register_at_fork"):  # asking for the process's number at each collective would take longer
+    os.register_at_fork(after_in_child=MESHES.inherit)
 Axes = tuple[str, ...]
 
 

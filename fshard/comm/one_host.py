@@ -20,6 +20,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -28,13 +29,14 @@ from torch import Tensor
 
 from ..core.bits import as_bytes, from_bytes
 from . import primitives
+from .announce import Announced
 from .consensus import rows_of_bytes
-from .links import SMALL, Link, wait_for_readers
+from .links import PLANS, SMALL, Link, wait_for_readers
 from .log import Call
 from .mesh import AnyMesh, Mesh, ProcessMesh, adapted
 from .primitives import along
 from .process_groups import GroupRanks
-from .ranks import Ranks, message_timeout
+from .ranks import MismatchError, Ranks, message_timeout
 from .rendezvous import links_to
 from .shared_memory import Memory, Segment, refusal, tensor_in
 
@@ -139,10 +141,18 @@ class HostMesh(ProcessMesh):
         self.__dict__.update(vars(mesh))
         self._ranks, self._kept = ranks, {}
 
-    def is_quiet(self) -> bool:
-        """Whether exactly the messages that this rank expects have arrived, and all connections are open."""
+    def all_plan(self) -> bool:
+        """Wait until all peers make a plan; return whether their links are open, and no other message is unread.
+
+        MismatchError if a peer is in a collective instead.
+        """
         hosts = [ranks for ranks in self._ranks.values() if isinstance(ranks, _HostRanks)]
-        return all(link.is_quiet() for ranks in hosts for link in ranks.links.values())
+        links = [link for ranks in hosts for link in ranks.links.values()]
+        for link in links:
+            with suppress(MismatchError):  # a closed link is found below
+                link.say(PLANS)
+        are_quiet = [link.plans() for link in links]  # of all of them, also after one that is not
+        return all(are_quiet)
 
 
 class _Connection:
@@ -160,14 +170,19 @@ def _has_hosts(mesh: Mesh | None) -> TypeGuard[ProcessMesh]:
 def connected(mesh: AnyMesh) -> Mesh | None:
     """Return `connect(mesh)`, which is made once for a mesh and shared by all plans on it.
 
-    Every rank must call this function. If a failed call has left messages unread on any rank, all ranks connect again:
-    the ranks agree on this over their process groups.
+    Every rank must call this function; if a connected one is in a collective instead, both get a MismatchError. If a
+    failed call has left messages unread on any rank, all ranks connect again: the ranks agree on this over their
+    process groups.
     """
     grid = adapted(mesh)
     if not _has_hosts(grid):
         return grid
+    for axis in grid.mesh_dim_names:
+        ranks = along(grid, axis)  # an error in a second thread (Note [One thread])
+        if isinstance(ranks, Announced):
+            ranks.announce(PLANS)
     connection = grid.once(_Connection)
-    is_missing = connection.twin is None or not connection.twin.is_quiet()
+    is_missing = connection.twin is None or not connection.twin.all_plan()
     missing = torch.tensor(is_missing, dtype=torch.uint8, device=grid.device)
     if primitives.total(missing, grid, op="max", label="connections").item():
         connection.twin = None  # first, so that no rank keeps its old twin if `connect` fails on any rank

@@ -1,8 +1,17 @@
-"""Ranks of torch's process groups: messages between them, their timeouts, and the host where the ranks met."""
+"""Ranks of torch's process groups: messages between them, their timeouts, and the host where the ranks met.
+
+Note [One thread]
+    Messages between two ranks have no names: the first that is sent is the first that is received. If two threads of a
+    rank communicated over one process group, each would receive what was sent to the other. So a process group, and the
+    connections that are made for it, belong to the first thread that communicates over it, until this thread ends. Any
+    other thread raises at once, and so does a forked process, which has its parent's connections. Threads that Python
+    did not start are autograd's: they run the backward while the thread that called it waits.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +34,43 @@ _SENT = frozenset(
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     }
 )
+
+
+class Owner:
+    """The thread that communicates over a process group (Note [One thread])."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._lock, self._inherited = threading.Lock(), False
+
+    def inherit(self) -> None:
+        """Note that this is a forked process."""
+        self._thread, self._inherited = None, True
+
+    def check(self, axis: str) -> None:
+        """Raise RuntimeError unless the calling thread may communicate along `axis`."""
+        if threading.current_thread() is not self._thread:
+            self._admit(axis)
+
+    def _admit(self, axis: str) -> None:
+        if self._inherited:
+            raise RuntimeError(
+                f"axis {axis!r} of a mesh in a forked process: the mesh's connections are the parent's, which would "
+                "lose messages. Start processes that communicate with 'spawn', and make their own meshes in them."
+            )
+        thread = threading.current_thread()
+        # private to `threading`, which has no public way to ask: the class of threads that it did not start
+        if isinstance(thread, threading._DummyThread):
+            return
+        with self._lock:
+            if self._thread is not None and self._thread.is_alive():
+                raise RuntimeError(
+                    f"axis {axis!r} of a mesh in thread {thread.name!r}: thread {self._thread.name!r} has communicated "
+                    "over this process group, and has not ended: the messages of the two would be mixed. Make plans "
+                    "and communicate in one thread, or give each thread a mesh of a process group of its own: "
+                    "DeviceMesh.from_group(dist.new_group(), 'cpu', mesh_dim_names=('shard',))."
+                )
+            self._thread = thread
 
 
 FEW = 8  # processes of CPUs between which messages are faster than gloo's collectives

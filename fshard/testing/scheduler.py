@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextvars
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -132,6 +133,7 @@ class Run:
         self.log: list[Collective] = []
         self.failure: BaseException | None = None
         self.threads: list[threading.Thread] = []
+        self._process = os.getpid()
         self.over = threading.Event()
         self._batons = [threading.Lock() for _ in range(self.num_ranks)]
         for baton in self._batons:
@@ -190,6 +192,7 @@ class Run:
 
     def meet(self, group: tuple[int, ...], post: Post) -> Sequence[Tensor]:
         """Take part in a collective: wait for the other ranks of the group, and return the output tensors, filled."""
+        self._check_caller(post)
         if self.failure is not None:  # reached if user code calls a collective in a `finally` block
             raise Stopped
         rank = post.rank
@@ -207,6 +210,24 @@ class Run:
             self.hand_over(rank)
             self.begin(rank)  # returns after the last rank of the group has filled the output tensors
         return post.places
+
+    def _check_caller(self, post: Post) -> None:
+        """Raise RuntimeError unless the thread of the rank calls this, while the world runs."""
+        if self.over.is_set():
+            raise RuntimeError(
+                f"{post.call}: the simulated world has ended, and its ranks with it. Communicate inside the function "
+                "that it runs. `World.gather(results)` joins what the ranks have returned."
+            )
+        thread = threading.current_thread()
+        if thread is self.threads[post.rank] and os.getpid() == self._process:
+            return
+        is_rank = thread in self.threads
+        where = f"simulated rank {self.threads.index(thread)}" if is_rank else f"thread {thread.name!r}"
+        where = where if os.getpid() == self._process else "a forked process"
+        raise RuntimeError(
+            f"{post.call}: {where} communicates over the mesh of simulated rank {post.rank}: a rank's own thread alone "
+            "may do so. Ranks share this process: do they share a cache, or a module that keeps tensors?"
+        )
 
     def _fail(self, words: str) -> NoReturn:
         # Set before raising: a collective in the user's exception handlers must then raise Stopped, and not wait.
