@@ -5,6 +5,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,3 +277,57 @@ def test_a_plan_on_one_rank() -> None:
         gathers, peer = "all_gather(float32[4], axis='shard') for unit '(root)'", f"rank {1 - number} of axis 'shard'"
         calls = ("make_plan", f"{peer} {gathers}") if number == 0 else (gathers, f"{peer} make_plan")
         assert text.startswith(f"ranks called different collectives: this rank {calls[0]}, {calls[1]}. All"), text
+
+
+WAYS: list[dict[str, Any]] = [{}, {"accumulate": 2}, {"reduction": "tree"}, {"donate": True, "in_backward": True}]
+APART = [(way, "eager", "step") for way in WAYS] + [(WAYS[2], "jitted", "step")]
+APART += [(WAYS[0], how, what) for how, what in (("eager", "seed"), ("jitted", "step"), ("jitted", "seed"))]
+
+
+def apart(mesh: Any, over: str, way: dict[str, Any], how: str, what: str) -> str:
+    """What a rank hears of a step if one has an older state, or another seed."""
+    inner, rank = optim.sgd(0.1), mesh.get_rank()
+    step: Any = fshard.train_step(lambda p, x: (x @ p["w"]).square().sum(), inner, **way)
+    step = fshard.jit(step, backend="eager") if how == "jitted" else step
+    x = torch.ones(2, 5, dtype=torch.float64) + rank
+
+    def first() -> fshard.TrainState:
+        plan = fshard.make_plan(whole := {"w": x[0] - rank}, mesh)
+        plan = plan if over == "host" else replace(plan, mesh=mesh)
+        return fshard.init_state(fshard.shard_params(whole, plan), inner)
+
+    older, newer = first(), step(first(), x)[0]
+    state = replace(newer, rng=newer.rng + rank) if what == "seed" else (newer, older)[rank]
+    try:
+        step(state, x)
+    except RuntimeError as failure:
+        if isinstance(mesh, fshard.testing.SimulatedMesh) and isinstance(failure, fshard.MismatchError):
+            raise
+        return str(failure)
+    return "no error"
+
+
+def all_apart(mesh: Any) -> list[list[str]]:
+    """What a process hears, case by case, over links and over process groups."""
+    return [[apart(mesh, over, *case) for case in APART] for over in ("host", "gloo")]
+
+
+def apart_in_a_world(case: tuple[dict[str, Any], str, str]) -> list[str]:
+    """What simulated ranks hear: the first error ends all of them."""
+    try:
+        return simulated(apart, "host", *case)
+    except fshard.MismatchError as failure:
+        return [str(failure)]
+
+
+def test_states_of_different_steps() -> None:
+    """Ranks with states of different steps or seeds get an error: parameters would be half of each, silently."""
+    worlds = [[apart_in_a_world(case) for case in APART]]
+    worlds += [list(zip(*texts, strict=True)) for texts in zip(*gloo(all_apart), strict=True)]
+    for over, cases in zip(("simulated", "host", "gloo"), worlds, strict=True):
+        for (way, how, what), texts in zip(APART, cases, strict=True):
+            for text in texts:
+                if how == "jitted" or over == "gloo":
+                    assert "ranks have states of different steps or seeds: restore the same" in text, (over, way, text)
+                else:
+                    assert all(f"{what}={n}" in text for n in (0, 1)), (over, way, text)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core import tree
 from . import primitives
-from .mesh import AnyMesh, Axes, adapted, axis_sizes, mesh_device
+from .mesh import AnyMesh, Axes, adapted, axis_sizes, mesh_device, num_ranks
 from .primitives import all_gather, all_reduce, along
 from .ranks import MismatchError, Ranks
 
@@ -121,6 +121,16 @@ def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | Non
     # over all axes, so that ranks whose own replicas agree hear of the others
     unlike = primitives.total((most != ~least).long(), mesh, op="max", label="replicas")
     return next((number for number, differs in enumerate(unlike.tolist()) if differs), None)
+
+
+def without_place(sums: Tensor, local: Tensor, mesh: AnyMesh) -> Tensor:
+    """Return sums over ranks (n,) without the last: that of the ranks' places in the training, whole numbers.
+
+    RuntimeError if places differ. The host waits for no device, which stops with these words instead.
+    """
+    words = "step: ranks have states of different steps or seeds: restore the same state on all of them"
+    torch._assert_async(sums[-1] == local[-1] * num_ranks(mesh), words)  # private: torch has no public name for it
+    return sums[:-1]
 
 
 def any_rank(flags: T, mesh: AnyMesh) -> T:

@@ -56,12 +56,13 @@ class Pending:
         if self._error:  # some messages were received already: waiting for them again would never end
             raise MismatchError(self._error)
         try:
-            result = self._finish(self._exchange.wait())
+            received = self._exchange.wait()
+            self._taken = True  # also if `_finish` raises
+            result = self._finish(received)
         except MismatchError as failure:
             self._error = str(failure)
             raise
         self._exchange.done()
-        self._taken = True
         return result
 
     def advance(self) -> Pending:

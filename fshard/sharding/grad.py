@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import primitives
+from ..comm import consensus, primitives
 from ..comm.mesh import AnyMesh, Axes, num_ranks
 from ..comm.ranks import MismatchError, Pending
 from ..comm.reduction import Reduction, is_idle, reduction_of
@@ -28,6 +28,7 @@ from ..core.losses import (
     read_loss,
     value_dtype,
 )
+from ..core.scalars import Number, on_device
 from ..core.tree import Tree
 from ..layout.pieces import Unreduced
 from . import anchors, offload
@@ -63,14 +64,17 @@ def _local(loss: Mean | Sum) -> list[Tensor]:
     return [loss.total, count] if isinstance(count, Tensor) and count.requires_grad else [loss.total]
 
 
-def _start_sums(returned: _Returned, mesh: AnyMesh, built: str = "") -> Pending:
+def _start_sums(returned: _Returned, mesh: AnyMesh, built: str = "", place: Number | None = None) -> Pending:
     """Start the small collective that sums the totals and counts of all ranks: (2,), and 2 more for each in aux.
 
-    With several axes those before the last have ended.
+    With a `place` ranks compare it in the same collective. With several axes those before the last have ended.
     """
     loss, kind, _, aux = returned
-    local = torch.stack(local_sums([loss, *averages(aux)], loss.total.device))
-    return primitives.start_total(local, mesh, label="loss", more=described(kind, aux, built))
+    device = loss.total.device
+    places = [] if place is None else [on_device(place, device)]
+    local = torch.stack([*local_sums([loss, *averages(aux)], device), *places])
+    sums = primitives.start_total(local, mesh, label="loss", more=described(kind, aux, built))
+    return sums if place is None else sums.then(lambda x: consensus.without_place(x, local, mesh))
 
 
 def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> Outcome:
@@ -149,6 +153,7 @@ def run(
     has_aux: bool = False,
     with_extra: bool = False,
     built: str = "",
+    place: Number | None = None,
     divisor: Callable[[Outcome], Tensor] = lambda outcome: outcome.divisor,
     alone: bool = False,
     whole: bool = True,
@@ -158,7 +163,7 @@ def run(
     """Forward and backward: the gradients of `scale(total / divisor)` are written to `into`.
 
     `divisor` is a function of the outcome: that of all ranks, or with `alone` that of this rank. `whole` says that this
-    is the only micro-batch of the step.
+    is the only micro-batch of the step. `place` is a number that ranks compare.
     """
     _check_eager()
     tape = tape or Tape(params, into, tree.nodes(args, Sharded))
@@ -168,7 +173,7 @@ def run(
             returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
         mesh = None if alone else params.plan.live_mesh()
         # before `tape.end` starts the first gather of the backward, behind which this small collective would queue
-        sums = _start_sums(returned, mesh, built)
+        sums = _start_sums(returned, mesh, built, place if mesh else None)
         with _dropped_on_error(sums):
             tape.end()
             outs, outcome = _local(returned.loss), _outcome(returned, sums, params.plan, mesh)

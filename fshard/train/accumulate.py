@@ -16,6 +16,7 @@ from ..core import tree
 from ..core.arguments import wrong
 from ..core.losses import Outcome, averages
 from ..core.random import seeded
+from ..core.scalars import Number
 from ..core.tree import Tree
 from ..layout.pieces import device_of
 from ..optim.labels import Labels
@@ -36,7 +37,10 @@ Later = Callable[[], Sharded]  # gradients that are made when they are first ask
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a step was built: `train_step`'s arguments of these names; `built` describes all of them."""
+    """How a step was built: `train_step`'s arguments of these names; `built` describes all of them.
+
+    `built` also has the state's step and seed, as has the number `place` (Note [Built alike] in `describe.py`).
+    """
 
     loss_fn: Callable[..., Tree]
     accumulate: int
@@ -48,6 +52,7 @@ class Recipe:
     skip_labels: Labels
     donate: bool
     built: str
+    place: Number
 
 
 class StepGradients(NamedTuple):
@@ -134,6 +139,7 @@ def run_each(
                 has_aux=recipe.has_aux,
                 with_extra=recipe.with_extra,
                 built=recipe.built,
+                place=recipe.place,
                 divisor=divisor,
                 alone=alone,
                 whole=whole,

@@ -6,6 +6,10 @@ Note [Built alike]
     compare calls, they compare this. An optimizer consists of functions: its text is the plain values in their
     closures (numbers, strings, dtypes), by name. Only functions of this package are looked into; of others, which may
     hold values that rightly differ by rank (a rank, a path), the text is the name. Tensors are not read.
+
+    Ranks whose states are of different steps or seeds would compute with half of each. So the text contains both. Where
+    texts are not compared (over process groups; in a graph, which is made once for all steps), a number made of both is
+    summed in the same collective: the sum is as many times a rank's own number as there are ranks.
 """
 
 from __future__ import annotations
@@ -16,9 +20,14 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
+
+from ..core.scalars import Number
+from ..core.tracing import is_tracing
 
 _PACKAGE = __name__.partition(".")[0]
 _LONG = 16  # a list of more numbers is a table of this package, and left out
+_MOST, _SPREAD = 2**31, 0x9E3779B1  # any odd number of 32 bits: seeds next to each other get places far apart
 _LONGEST = 300  # characters; a longer text is cut, with a checksum of the whole
 
 
@@ -75,3 +84,14 @@ def _parts(value: object) -> list[tuple[str, object]]:
         return []
     cells = [cell.cell_contents for cell in value.__closure__ or ()]
     return list(zip(value.__code__.co_freevars, cells, strict=True))
+
+
+def place_of(step: Tensor, seed: Tensor) -> tuple[str, Number]:
+    """The step and the seed as text, empty in a graph; and as a whole number below 2**31, so that sums are exact.
+
+    >>> place_of(torch.tensor(3), torch.tensor(0))
+    (', step=3, seed=0', 3)
+    """
+    first, second = (step, seed) if is_tracing() else (int(step), int(seed))
+    text = "" if is_tracing() else f", step={first}, seed={second}"
+    return text, (first + second % _MOST * _SPREAD) % _MOST

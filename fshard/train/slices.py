@@ -26,11 +26,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..comm import primitives
+from ..comm import consensus, primitives
 from ..comm.mesh import num_ranks
 from ..comm.reduction import TREE, reduce_over, tree_sum
 from ..core import tree
 from ..core.losses import Outcome, described
+from ..core.scalars import on_device
 from ..core.tracing import copied
 from ..core.tree import Tree
 from ..sharding.grad import later_grads, reduce_all
@@ -102,8 +103,10 @@ def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Pla
     words = f"{described(outcome.kind, outcome.aux, recipe.built)}, rows={rows}"
     words += f", threads={torch.get_num_threads()}" * (outcome.count.device.type == "cpu")  # a GPU's bits are its own
     words += " (reduction='tree': as many on every rank)"
-    sent = torch.stack([count, count.new_full((), rows), count.new_full((), rows**2)])
-    count, total, squares = primitives.total(sent, plan.live_mesh(), label="loss", more=words).unbind()
+    numbers = [on_device(x, count.device) for x in (rows, rows**2, recipe.place)]
+    sent, mesh = torch.stack([count, *numbers]), plan.live_mesh()
+    sums = primitives.total(sent, mesh, label="loss", more=words)
+    count, total, squares = consensus.without_place(sums, sent, mesh).unbind()
     return torch.where(squares * num_ranks(plan.live_mesh()) == total.square(), count, torch.nan)
 
 

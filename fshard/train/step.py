@@ -30,7 +30,7 @@ from ..sharding.grad import check_loss, check_sharded
 from ..sharding.sharded import Sharded, coarsen, refine
 from . import dynamo, feedback
 from .accumulate import Recipe, check_reduce_once, gradients_of_micro_batches
-from .describe import describe
+from .describe import describe, place_of
 from .in_backward import Stepped, check_in_backward, own_extra, step_in_backward
 from .loss_scale import LossScale, NoLossScale
 from .slices import gradients_of_slices
@@ -243,8 +243,11 @@ def train_step(
         if in_place:
             _check_unshared((params.trainable, state.opt_state), (batch, *args))
         # made in here, so that `captures` finds the loss function among what this function reads
+        at, place = place_of(state.step, state.rng)
         recipe = Recipe(
-            loss_fn, accumulate, by, reduce_once, has_aux, with_extra, clip_norm, skip_labels, in_place, built
+            *(loss_fn, accumulate, by, reduce_once, has_aux, with_extra, clip_norm, skip_labels, in_place),
+            built + at,
+            place,
         )
         make = step_in_backward if in_backward and in_place else _step_after_backward
         new_state, outcome, norm, found_inf = make(recipe, transform, state, batch, args)
