@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import rand, same_bits
+from support.models import LM_UNITS, NARROW, STRATEGIES, lm_batch, lm_params, mean_loss, rand, same_bits
 from support.worlds import gloo, simulated
 
 import fshard
-from fshard.testing import SimulatedMesh, oracle, simulate
+from fshard.testing import SimulatedMesh, World, oracle, simulate
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -283,9 +283,26 @@ def mesh_facts(mesh: Any) -> list[Any]:
     return facts
 
 
+def parts_of(mesh: Any) -> list[Any]:
+    """What the meshes of some axes answer, and gradients over each of them."""
+    found, whole = mesh_facts(mesh), {"w": torch.arange(5.0)}
+    for names in ("shard", "replicate", ("replicate", "shard")):
+        part, axis = mesh[names], "replicate" if names == "replicate" else "shard"
+        plan = fshard.make_plan(whole, part, params_over=axis, grads_over=axis, state_over=axis)
+        shards = fshard.shard_params(whole, plan)
+        value, grads = fshard.value_and_grad(lambda p, x: (p["w"] * x).sum())(shards, 3.0 ** mesh.get_rank())
+        found.append(
+            [mesh_facts(part), shards.tensors[0].tolist(), value.item(), fshard.gather_params(grads)["w"].tolist()]
+        )
+    return found
+
+
 def test_a_simulated_mesh_reads_like_a_device_mesh() -> None:
-    """A simulated mesh answers like a DeviceMesh: otherwise code written for a DeviceMesh would fail in simulation."""
-    assert simulated(mesh_facts, shard=2, replicate=2) == gloo(mesh_facts, shard=2, replicate=2)
+    """A simulated mesh, and `mesh["shard"]` of it, would not run code that is written for a DeviceMesh."""
+    assert simulated(parts_of, shard=2, replicate=2) == gloo(parts_of, shard=2, replicate=2)
+    for names in ("model", ("shard", "replicate"), ()):
+        with pytest.raises(ValueError, match=r"mesh\[.*expected names of axes of \('replicate', 'shard'\), in this"):
+            simulate(lambda mesh, names=names: mesh[names], shard=2)
 
 
 def test_sizes_by_name() -> None:
@@ -339,6 +356,41 @@ def test_a_world_that_has_ended() -> None:
                 use()
     with pytest.raises(RuntimeError, match="the simulated world has ended"):
         simulate(lambda mesh: fshard.gather_params(shards[0]), shard=2)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_ranks_return_is_joined(strategy: str, late: bool) -> None:
+    """`World.gather` gives what `gather_params` gives inside: otherwise what ranks return could not be read."""
+    tx = fshard.optim.sgd(0.1, momentum=0.9)
+
+    def job(mesh: SimulatedMesh) -> Any:
+        plan = fshard.make_plan(lm_params(), mesh, units=LM_UNITS, **STRATEGIES[strategy])
+        state = fshard.init_state(fshard.shard_params(lm_params(), plan), tx)
+        state, metrics = fshard.train_step(mean_loss, tx)(state, lm_batch(0, mesh.get_rank()))
+        return (state, metrics), fshard.gather_params((state, metrics))
+
+    world = World(shard=2, replicate=1 if strategy in NARROW else 2, late=late)
+    results, wholes = zip(*world.run(job), strict=True)
+    for _ in range(2):
+        assert same_bits(world.gather(results), wholes[0])
+
+
+def test_what_cannot_be_joined() -> None:
+    """Other results than those of all ranks of such a world are an error: a part would be taken for the whole."""
+    world, whole = World(shard=2), {"w": torch.arange(5.0)}
+    shards = [world.run(lambda mesh: fshard.shard_params(whole, fshard.make_plan(whole, mesh))) for _ in range(2)]
+    with pytest.raises(ValueError, match=r"World.gather: results=.*: expected a list of what 2 ranks returned"):
+        world.gather(shards[0][:1])
+    for results in ([1, 2], [fshard.shard_params(whole, fshard.make_plan(whole))] * 2):
+        with pytest.raises(TypeError, match=r"World.gather: results: expected a Sharded of ranks over axes.*nothing"):
+            world.gather(results)
+    with pytest.raises(TypeError, match=r"got over axes \{'replicate': 1, 'shard': 2\}"):
+        World(axes={"data": 2}).gather(shards[0])
+    with pytest.raises(RuntimeError, match="the simulated world has ended"):  # of two runs
+        world.gather([shards[0][0], shards[1][1]])
+    with pytest.raises(RuntimeError, match=r"the world still runs: call fshard.gather_params in it"):
+        world.run(lambda mesh: world.gather([fshard.shard_params(whole, fshard.make_plan(whole, mesh))] * 2))
 
 
 def test_a_tally_around_a_simulation_has_all_ranks() -> None:

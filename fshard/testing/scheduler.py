@@ -146,6 +146,10 @@ class Run:
         self._meetings: dict[tuple[int, ...], list[Post]] = {}  # by group of ranks: the posts of those that arrived
         self._ended: set[int] = set()
 
+    def reopen(self) -> None:
+        """Make the meshes of this run, which has ended, usable in another one, without faults."""
+        Run.__init__(self, self.sizes, self.device, ())
+
     def begin(self, rank: int) -> None:
         """Wait for the baton, and restore the random states of the rank. Raises Stopped if another rank failed."""
         self._batons[rank].acquire()

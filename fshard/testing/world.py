@@ -12,17 +12,21 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from copy import copy
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..comm.log import Call
-from ..comm.mesh import Grid, digits, numbered
+from ..comm.mesh import Grid, axis_sizes, digits, numbered
 from ..comm.primitives import fold, sum_dtype
 from ..comm.process_groups import places
 from ..comm.ranks import Exchange, MismatchError
 from ..core.arguments import check_flags, check_whole, wrong
+from ..core.tree import Tree
+from ..layout.pieces import mesh_of
+from ..sharding.sharded import gather_params
 from .late import UnderWay
 from .rng import with_threads
 from .scheduler import Collective, Fault, Post, Run, Stopped, on_threads
@@ -95,13 +99,25 @@ class SimulatedMesh(Grid):
 
     def __init__(self, run: Run, rank: int, under_way: UnderWay | None = None):
         super().__init__(run.sizes, rank, digits(rank, [*run.sizes.values()]), run.device)
-        self._run, self.under_way = run, under_way  # `under_way` is None except in a late world
+        self.run, self.under_way = run, under_way  # `under_way` is None except in a late world
         self._ranks: dict[str, _SimulatedRanks] = {}
+        self._root: SimulatedMesh | None = None  # the mesh of which this one has some axes
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> SimulatedMesh:
+        """Return the mesh of some axes, in the order of this one: of the ranks that differ from this one along them."""
+        axes = (names,) if isinstance(names, str) else names
+        if not axes or tuple(axis for axis in self.mesh_dim_names if axis in axes) != axes:
+            raise ValueError(f"mesh[{names!r}]: expected names of axes of {self.mesh_dim_names}, in this order")
+        part = copy(self)
+        sizes = {axis: self.size(axis) for axis in axes}
+        Grid.__init__(part, sizes, self._rank, [self.get_local_rank(axis) for axis in axes], self.device)
+        part._root = self._root or self
+        return part
 
     def ranks(self, axis: str) -> _SimulatedRanks:
         """Return the ranks along one axis, through which `fshard.comm` runs its collectives."""
         if axis not in self._ranks:
-            self._ranks[axis] = _SimulatedRanks(self, self._run, axis)
+            self._ranks[axis] = _SimulatedRanks(self._root or self, self.run, axis)
         return self._ranks[axis]
 
 
@@ -205,10 +221,9 @@ def _on_rank(mesh: SimulatedMesh, fn: Callable[..., T], args: Sequence[object]) 
 
 
 def _on_ranks(
-    world: World, fn: Callable[..., T], args: Sequence[object]
-) -> tuple[list[Collective], dict[int, T], BaseException | None]:
-    """Run `fn(mesh, *args)` on every rank. Return the collectives, the results by rank, and any failure."""
-    run = Run(world.axes, numbered(world.device), world.faults)
+    run: Run, world: World, fn: Callable[..., T], args: Sequence[object]
+) -> tuple[dict[int, T], BaseException | None]:
+    """Run `fn(mesh, *args)` on every rank. Return the results by rank, and any failure."""
     results = dict[int, T]()
 
     def rank_main(rank: int) -> None:
@@ -243,7 +258,7 @@ def _on_ranks(
             torch.func.jvp(all_ranks, (torch.zeros((), device="cpu"),), (torch.zeros((), device="cpu"),))
     finally:
         run.generators.restore()
-    return run.log, results, run.failure
+    return results, run.failure
 
 
 class World:
@@ -308,7 +323,34 @@ class World:
         """Call `fn(mesh, *args)` once for every rank, and return the results in rank order."""
         if not callable(fn):
             raise TypeError(f"a simulated world: {wrong('fn', fn, 'fn(mesh, *args), a function')}")
-        self.log, results, failure = _on_ranks(self, fn, args)
+        run = Run(self.axes, numbered(self.device), self.faults)
+        results, failure = _on_ranks(run, self, fn, args)
+        self.log = run.log
         if failure is not None:
             raise failure
         return [results[rank] for rank in range(self.size)]
+
+    def gather(self, results: Sequence[Tree]) -> Tree:
+        """Return rank 0's result with each `Sharded` in it whole, joined of what all ranks returned.
+
+        `results` are those of one run of a world with these axes, in rank order. Optimizer states are joined as well.
+        All that is not sharded is rank 0's. ValueError for other results, TypeError if nothing in them is sharded.
+
+        >>> from fshard import make_plan, shard_params
+        >>> world, params = World(shard=2), {"w": torch.arange(3.0)}
+        >>> world.gather(world.run(lambda mesh: shard_params(params, make_plan(params, mesh))))
+        {'w': tensor([0., 1., 2.])}
+        """
+        if not isinstance(results, list | tuple) or len(results) != self.size:
+            raise ValueError(f"World.gather: {wrong('results', results, f'a list of what {self.size} ranks returned')}")
+        mesh = mesh_of(results)
+        if not isinstance(mesh, SimulatedMesh) or mesh.run.sizes != self.axes:
+            where = "in nothing that is sharded" if mesh is None else f"over axes {axis_sizes(mesh)}"
+            raise TypeError(f"World.gather: results: expected a Sharded of ranks over axes {self.axes}, got {where}")
+        if not mesh.run.over.is_set():
+            raise RuntimeError("World.gather: the world still runs: call fshard.gather_params in it, on every rank")
+        mesh.run.reopen()
+        wholes, failure = _on_ranks(mesh.run, self, lambda rank: gather_params(results[rank.get_rank()]), ())
+        if failure is not None:
+            raise failure
+        return wholes[0]
