@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.models import same_bits
 from support.worlds import gloo
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
 from fshard import checkpoint
@@ -35,12 +35,14 @@ def stages(mesh: Any, directory: str) -> None:
     checkpoint.save_safetensors(f"{place}/hf", state["params"])
     loaded = checkpoint.load_safetensors(f"{place}/hf", plan)
     assert same_bits(fshard.gather_params(loaded), params)
-    over_all = fshard.shard_params({"a": torch.ones(3)}, fshard.make_plan({"a": torch.ones(3)}, whole, params_over=()))
-    for call in (lambda x: checkpoint.save(place, x, 2), lambda x: checkpoint.restore(place, x)):
-        with pytest.raises(
-            ValueError, match=r"leaf 'params': expected all leaves on one mesh.*a directory of their own"
-        ):
-            call({"all": over_all, **state})
+    turned = DeviceMesh("cpu", whole.mesh.flip(1), mesh_dim_names=("stage", "shard"))  # the same ranks in another order
+    others = [fshard.shard_params(params, fshard.make_plan(params, other, params_over=())) for other in (whole, turned)]
+    for other in (state["params"], others[1]):
+        for call in (lambda x: checkpoint.save(place, x, 2), lambda x: checkpoint.restore(place, x)):
+            with pytest.raises(
+                ValueError, match=r"leaf 'params': expected all leaves on one mesh.*a directory of their own"
+            ):
+                call({"all": others[0], "params": other})
 
 
 def test_groups_of_ranks_save_their_own(tmp_path):

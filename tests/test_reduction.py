@@ -14,6 +14,7 @@ from fshard import gather_params, optim
 from fshard.comm import primitives
 from fshard.comm.ranks import Pending
 from fshard.comm.reduction import TREE, Sums
+from fshard.testing import World
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,29 @@ def test_micro_batches_are_scattered_each_and_reduced_over_replicas_once(replica
         assert set(num.values()) == {how_many * (kinds if strategy == "ddp" else 1) * (shard > 1)}
         num = {key: runs[key][0][1].count(("all_reduce", "replicate", unit)) for key in runs}
         assert num == {False: how_many * kinds * (replicate > 1), "replicate": kinds * (replicate > 1)}
+
+
+@pytest.mark.parametrize("strategy", ["full", "ddp"])
+@pytest.mark.parametrize("how", ["eager", "jit"])
+def test_several_axes_are_reduced_over_once(strategy: str, how: str) -> None:
+    """Gradients would be summed over the first of several axes of `reduce_once` alone."""
+
+    def run(once: Any) -> list[Any]:
+        return World(axes={"pod": 2, "replicate": 2, "shard": 2}).run(partly, strategy, once, 2, how)
+
+    (expected, plain), *_ = run(False)
+    wanted = [
+        ("pod",),
+        ("pod", "replicate"),
+        ("replicate", "pod"),
+        *[("pod", "replicate", "shard")] * (strategy == "ddp"),
+    ]
+    for once in wanted:
+        for params, records in run(once):
+            assert same_bits(params, expected)
+            for axis in ("pod", "replicate"):
+                num, each = (len([r for r in found if r[1] == axis]) for found in (records, plain))
+                assert num == (each // 2 if axis in once else each), (once, axis)
 
 
 def test_processes_scatter_each_micro_batch():

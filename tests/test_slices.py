@@ -424,6 +424,22 @@ def test_an_ordinary_norm_depends_on_the_order():
     assert not same_bits(leaf_norms([x]), leaf_norms([x.flip(0)]))
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("p", [1, 2, 3.5, math.inf])
+@pytest.mark.parametrize("value", [4.0, math.inf, -math.inf, math.nan])
+def test_norms_are_torchs(value: float, p: float, exact: bool) -> None:
+    """A norm of any power, of finite and other elements, cut over ranks or not, would not be that of torch."""
+    x = torch.tensor([1.0, -2.0, value, 0.5, -3.0])
+    expected = torch.linalg.vector_norm(x, p)
+
+    def norms(mesh: Any) -> list[torch.Tensor]:
+        shards = fshard.shard_params({"x": x}, fshard.make_plan({"x": x}, mesh))
+        return [fshard.optim.global_norm(shards, p, exact=exact), leaf_norms(shards, p, exact=exact)[0].float()]
+
+    for norm in (*norms(None), *(norm for found in simulated(norms, shard=2) for norm in found)):
+        torch.testing.assert_close(norm, expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_shows(value):
     """An exact norm of inf or NaN is not finite: otherwise an overflow would be clipped into a wrong update."""
