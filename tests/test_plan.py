@@ -227,7 +227,11 @@ def test_units_by_pattern():
     assert [u.name for u in make_plan(params, units=["enc.*"]).units] == ["(first)", "enc.0", "enc.1", "(last)"]
 
 
-@pytest.mark.parametrize("units", ["*", ["enc", "enc.*"], 12, lambda path, _: path.startswith("enc.")], ids=str)
+@pytest.mark.parametrize(
+    "units",
+    ["*", ["enc", "enc.*"], 12, lambda path, _: path.startswith("enc.")],
+    ids=["path", "paths", "size", "predicate"],
+)
 def test_ranks_send_the_units_that_were_asked_for(units):
     """A mesh would change which leaves are a unit, or ranks would send units that nobody asked for."""
     params = {"embed": counting(7), "enc": [{"w": counting(2, 3), "b": counting(3)} for _ in range(2)]}
