@@ -29,12 +29,10 @@ from .state_dict import StateDict
 from .submodules import frozen_of, policy_for, units_of
 
 
-def _alias(x: Any) -> Any:
-    """A view of a caller's tensor, which a call may give another class; other objects stay."""
-    if not isinstance(x, Tensor):
-        return x
+def _aliases(params: Tree) -> Tree:
+    """Views of a caller's tensors, which a call may give another class; containers that gather on access stay."""
     with torch.enable_grad():  # what is read under no_grad may be used outside of it
-        return x.view_as(x)
+        return tree.map_tops(lambda x: x.view_as(x) if isinstance(x, Tensor) else x, Branch, params)
 
 
 class ModuleFunction:
@@ -58,7 +56,7 @@ class ModuleFunction:
             expected = "the parameters that a loss is given, or whole ones"
             remedy = "Call it in a loss (train_step, value_and_grad, evaluate), or gather_params first"
             raise TypeError(f"{name}: {wrong('params', params, expected, remedy)}")
-        leaves = Leaves(tree.map_tops(_alias, Branch, params), self._params, f"{name}: params")
+        leaves = Leaves(_aliases(params), self._params, f"{name}: params")
         call, versions = Call(leaves, self._listed(buffers)), leaves.versions()
         module = self._copies.copy_for(call, self._training)
         with self._calls.during(call):
@@ -71,9 +69,10 @@ class ModuleFunction:
 
     def _check_unwritten(self, call: Call, before: list[int | None]) -> None:
         """Raise ValueError if the forward set parameters, or wrote to whole ones; a tape checks those it gathers."""
-        named = zip(tree.paths(self._params), before, call.params.versions(), strict=True)
-        done = [("set", path) for path in call.replaced()]
-        done += [("wrote to", path) for path, first, last in named if first != last]
+        done, after = [("set", path) for path in call.replaced()], call.params.versions()
+        if after != before:  # paths take longer than a small module's forward
+            named = zip(tree.paths(self._params), before, after, strict=True)
+            done += [("wrote to", path) for path, first, last in named if first != last]
         for did, path in done:
             raise ValueError(
                 f"{self._calls.name}: the module {did} its parameter {path!r} in its forward, which is the caller's "

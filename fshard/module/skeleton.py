@@ -106,7 +106,10 @@ class Stand(Tensor):
 
     def read(self) -> Tensor:
         """The tensor of the current call; its unit is gathered."""
-        call = self.calls.current()
+        return self.read_from(self.calls.current())
+
+    def read_from(self, call: Call) -> Tensor:
+        """The tensor of a call; its unit is gathered."""
         return call.buffer(self.number) if self.is_buffer else self._worn(call.params.read(self.number))
 
     def _worn(self, x: Any) -> Tensor:
@@ -166,9 +169,9 @@ class Slots(dict[str, Any]):
         stand = super().__getitem__(name)
         if stand is None:
             return None
-        put = stand.calls.current().put
-        value = put[id(self), name][1] if (id(self), name) in put else stand
-        return value.read() if isinstance(value, Stand) else value
+        call = stand.calls.current()
+        _, value = call.put.get((id(self), name), (stand, stand)) if call.put else (stand, stand)
+        return value.read_from(call) if isinstance(value, Stand) else value
 
     def __setitem__(self, name: str, value: Any) -> None:
         stand = self.get(name, self._deleted.get(name))
