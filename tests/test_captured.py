@@ -172,6 +172,11 @@ def test_donation_and_a_captured_tensor():
     with pytest.raises(ValueError, match="lie in the same memory"):
         eager(lambda y: y + x, donate=True)(x)
     assert same_bits(eager(lambda y: y + x, donate=True)(rand(3, seed=2)), rand(3, seed=2) + x)
+    # what is not donated may be in several places
+    also = lambda y: y + x  # noqa: E731
+    added = eager(lambda y, given: also(y) + x * given["a"] + given["b"], donate=True)
+    found = added(rand(3, seed=2), {"a": x, "b": x})
+    assert same_bits(found, rand(3, seed=2) + x + x * x + x)
 
 
 @pytest.mark.sample(2)

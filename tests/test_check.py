@@ -279,6 +279,31 @@ def test_a_plan_on_one_rank() -> None:
         assert text.startswith(f"ranks called different collectives: this rank {calls[0]}, {calls[1]}. All"), text
 
 
+def plans_after_an_error(mesh: Any) -> torch.Tensor:
+    """One rank's loss raises, and it makes a plan while the others are in the backward; then all go on."""
+    whole = {"w": torch.arange(5.0)}
+    shards, rank = fshard.shard_params(whole, fshard.make_plan(whole, mesh)), mesh.get_rank()
+
+    def loss(p: Any) -> torch.Tensor:
+        total = p["w"].sum()
+        return total if rank else total + {}["no such key"]
+
+    with pytest.raises(fshard.MismatchError if rank else KeyError):
+        fshard.value_and_grad(loss)(shards)
+    if not rank:
+        with pytest.raises(fshard.MismatchError, match="this rank make_plan, rank 1 of axis 'shard' reduce_scatter"):
+            fshard.make_plan(whole, mesh)
+    return fshard.gather_params(fshard.shard_params(whole, fshard.make_plan(whole, mesh)))["w"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_plan_after_an_error(ranks: int) -> None:
+    """The others would wait for half an hour for what the rank has left out; and an answer that stayed unread would
+    be taken for one to the next plan."""
+    for w in gloo(plans_after_an_error, shard=ranks):
+        assert torch.equal(w, torch.arange(5.0))
+
+
 WAYS: list[dict[str, Any]] = [{}, {"accumulate": 2}, {"reduction": "tree"}, {"donate": True, "in_backward": True}]
 APART = [(way, "eager", "step") for way in WAYS] + [(WAYS[2], "jitted", "step")]
 APART += [(WAYS[0], how, what) for how, what in (("eager", "seed"), ("jitted", "step"), ("jitted", "seed"))]

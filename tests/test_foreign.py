@@ -25,8 +25,6 @@ from fshard.checkpoint.index import sealed
 from fshard.core import foreign
 from fshard.testing import record, recording, replay
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NAME = "\x1b[2J\n"  # it clears a terminal, and begins a new line
 
 

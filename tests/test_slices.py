@@ -339,11 +339,12 @@ def lying(x: Tensor, offset: int, turned: bool = False) -> Tensor:
 
 
 def products(p: Any, batch: Any) -> fshard.Mean:
-    """Inner products, and products of a matrix with a vector and with a matrix."""
+    """Sums, inner products, and products of a matrix with a vector and with a matrix."""
     rows, total = len(batch["rows"][0]), torch.zeros((), dtype=p[0].dtype)
     for w, *given in zip(p, batch["rows"], batch["turned"], strict=True):  # (n, 3), two of (rows, n)
         for x in given:
-            total = total + (x @ w[:, 0]).tanh().sum() + (x @ w).square().sum() + torch.dot(x[0], w[:, 1].contiguous())
+            total = total + x.sum() * w[0, 0] + torch.dot(x[0], w[:, 1].contiguous())
+            total = total + (x @ w[:, 0]).tanh().sum() + (x @ w).square().sum()
     return fshard.Mean(total, rows)
 
 
@@ -357,7 +358,7 @@ def from_anywhere(
     step = fshard.jit(step, backend="eager") if jit else step
     parts = [rand(64, n, seed=n).to(dtype).chunk(mesh.size())[mesh.get_rank()] for n in lengths]
     offset = (mesh.get_rank() + shift) % 4
-    batch = {"rows": [lying(x, offset) for x in parts], "turned": [lying(x, offset, True) for x in parts]}
+    batch = {"rows": [lying(x, offset) for x in parts], "turned": [lying(x, offset, shift % 2 == 0) for x in parts]}
     state, metrics = step(state, batch)
     return all_of(state), metrics
 
@@ -365,8 +366,8 @@ def from_anywhere(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_bits_depend_on_no_address(name, dtype):
-    """Matrix products round otherwise where an operand starts at another address: a run on ranks that load their own
-    rows would have other bits than one that cuts them out of a batch of all."""
+    """Matrix products round otherwise where an operand starts at another address, and sums where it has other strides:
+    a run on ranks that load their own rows would have other bits than one that cuts them out of a batch of all."""
     tx = {"sgd": optim.sgd(0.1), "adam": optim.adam(0.1)}[name]
     (expected,) = simulated(from_anywhere, tx, dtype, 0, shard=1)
     for num, shift in itertools.product((1, 2, 4, 8), (1, 2)):

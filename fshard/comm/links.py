@@ -116,7 +116,9 @@ class Link:
     def take(self, number: int, call: str) -> _Message:
         """Wait for message `number`, and return it. MismatchError if it is of another call, or the peer is gone."""
         while number not in self.arrived:
-            if not self.drain(call):
+            if planning := [n for n, x in self.arrived.items() if x.call == PLANS]:
+                number = planning[0]  # the peer has left this call out, and perhaps others before it
+            elif not self.drain(call):
                 self._wait(select.POLLIN, call)
         message = self.arrived.pop(number)
         if message.call == PLANS:

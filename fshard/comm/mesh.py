@@ -228,6 +228,7 @@ class Meshes:
     def __init__(self) -> None:
         self._handles: MutableMapping[DeviceMesh, ProcessMesh] = WeakIdKeyDictionary()
         self._owners: MutableMapping[dist.ProcessGroup, Owner] = WeakIdKeyDictionary()
+        self._parents: dist.ProcessGroup | None = None  # in a forked process, the world of its parent
         self._names: MutableMapping[Mesh, str] = WeakIdKeyDictionary()
         self._meshes: weakref.WeakValueDictionary[str, Mesh] = weakref.WeakValueDictionary()
         self._numbers = count()  # never used twice, so a graph of a deleted mesh finds no other one
@@ -241,10 +242,13 @@ class Meshes:
 
     def owner(self, group: dist.ProcessGroup) -> Owner:
         """Return the owner of a process group, which meshes may share (Note [One thread] in `process_groups.py`)."""
-        return self._owners.setdefault(group, Owner())
+        if group not in self._owners:
+            self._owners[group] = Owner(self._parents is not None and dist.group.WORLD is self._parents)
+        return self._owners[group]
 
     def inherit(self) -> None:
         """Note that this is a forked process, in which no mesh of its parent may be used."""
+        self._parents = dist.group.WORLD if dist.is_initialized() else None
         for owner in self._owners.values():
             owner.inherit()
 

@@ -151,7 +151,14 @@ class HostMesh(ProcessMesh):
         for link in links:
             with suppress(MismatchError):  # a closed link is found below
                 link.say(PLANS)
-        are_quiet = [link.plans() for link in links]  # of all of them, also after one that is not
+        are_quiet, failures = list[bool](), list[MismatchError]()
+        for link in links:  # all of them, also after one that raises: else its answer would stay unread
+            try:
+                are_quiet.append(link.plans())
+            except MismatchError as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
         return all(are_quiet)
 
 

@@ -39,9 +39,9 @@ _SENT = frozenset(
 class Owner:
     """The thread that communicates over a process group (Note [One thread])."""
 
-    def __init__(self) -> None:
+    def __init__(self, inherited: bool) -> None:
         self._thread: threading.Thread | None = None
-        self._lock, self._inherited = threading.Lock(), False
+        self._lock, self._inherited = threading.Lock(), inherited  # whether the parent of this process made the group
 
     def inherit(self) -> None:
         """Note that this is a forked process."""

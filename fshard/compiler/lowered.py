@@ -118,7 +118,7 @@ class Compiled:
         traced, captured = self.lowered.traced, [x for v in self.lowered.captured for x in v.tensors()]
         inputs = [*tensors(leaves), *(x.resolve_conj().resolve_neg() for x in captured)]
         if self.lowered.donate:
-            _check_apart(inputs)
+            _check_apart(inputs, len(tensors(tree.leaves(args[0]))))
         with ExitStack() as stack:
             # the graph has the backward already: autograd would record it once more
             stack.enter_context(torch.no_grad())
@@ -241,13 +241,15 @@ def _check_unchanged(traced: Trace, leaves: Sequence[object], captured: Sequence
         raise TraceError(f"jit: the function changes {what} in place: make a new tensor instead, or a clone first")
 
 
-def _check_apart(inputs: Sequence[Tensor]) -> None:
-    """Raise ValueError if two tensors share memory: the graph writes to the donated ones."""
-    end = 0  # of the memory of all tensors before, in the order of addresses
-    for x in sorted((x for x in inputs if x.numel()), key=Tensor.data_ptr):
+def _check_apart(inputs: Sequence[Tensor], num_donated: int) -> None:
+    """Raise ValueError if one of the first inputs, which the graph writes to, shares memory with another input."""
+    ends = [0, 0]  # of the memory of all tensors before, in the order of addresses, and of the donated ones
+    numbered = [(x, number < num_donated) for number, x in enumerate(inputs) if x.numel()]
+    for x, is_donated in sorted(numbered, key=lambda pair: pair[0].data_ptr()):
         # `last` is the offset of the last element from the first, so tensors interleaved by strides overlap here, too
         start, last = x.data_ptr(), sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-        overlaps, end = start < end, max(end, start + (last + 1) * x.element_size())
+        overlaps, end = start < ends[not is_donated], start + (last + 1) * x.element_size()
+        ends = [max(ends[0], end), max(ends[1], end * is_donated)]
         if overlaps:
             raise ValueError(
                 f"jit(donate=True): two tensors of the arguments lie in the same memory, {x.dtype}{list(x.shape)}: "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,21 +59,26 @@ def value_dtype(total: Tensor, output: object) -> torch.dtype:
     return wide(total.dtype) if total.is_floating_point() else torch.float64
 
 
-def averages(aux: Tree) -> list[Mean | Sum]:
-    """Return the `Mean`s and `Sum`s in an aux, whose totals and counts are summed with those of the loss."""
-    return [x for x in tree.tops(aux, is_loss) if is_loss(x)]
+def averages(aux: Tree) -> dict[str, Mean | Sum]:
+    """Return the `Mean`s and `Sum`s in an aux by path, which are summed with the loss, in the order of the paths.
+
+    The order of the aux itself may differ between ranks and micro-batches: dicts are equal in any order.
+    """
+    return dict(sorted((path, x) for path, x in tree.paths_to(aux, is_loss) if is_loss(x)))
+
+
+def averaged(aux: Tree) -> str:
+    """Name the `Mean`s and `Sum`s in an aux, which must be the same on all ranks and in all micro-batches."""
+    return ", ".join(f"{path!r}: {type(x).__name__}" for path, x in averages(aux).items())
 
 
 def check_averages(aux: Tree) -> None:
     """Raise ValueError for a `Mean` or `Sum` in an aux whose total or count is no real 0-d tensor."""
-    for path, x in tree.paths_to(aux, is_loss):
-        if is_loss(x):
-            what = f"the loss function: aux leaf {path!r}"
-            _check_count(x, what)
-            if not isinstance(x.total, Tensor) or x.total.dim() or x.total.is_complex():
-                raise ValueError(
-                    f"{what}: the total of a Mean or Sum: expected a real 0-d tensor, got {shown(x.total)}"
-                )
+    for path, x in averages(aux).items():
+        what = f"the loss function: aux leaf {path!r}"
+        _check_count(x, what)
+        if not isinstance(x.total, Tensor) or x.total.dim() or x.total.is_complex():
+            raise ValueError(f"{what}: the total of a Mean or Sum: expected a real 0-d tensor, got {shown(x.total)}")
 
 
 def _check_count(loss: Mean | Sum, what: str) -> None:
@@ -108,24 +112,25 @@ def read_loss(loss: Tree) -> tuple[Mean | Sum, type]:
 
 def described(kind: type, aux: Tree, built: str) -> str:
     """Return the text that ranks compare with the loss's collective: what is summed, and a step's options."""
-    summed = ", ".join(type(x).__name__ for x in averages(aux))
-    return f", loss={'a scalar' if kind is Tensor else kind.__name__}{summed and f', aux={summed}'}{built}"
+    summed = averaged(aux)
+    return f", loss={'a scalar' if kind is Tensor else kind.__name__}{summed and f', aux={{{summed}}}'}{built}"
 
 
 def put_averages(aux: Tree, sums: Sequence[Tensor], output: object) -> Tree:
-    """An aux, or a list of auxes, with values in place of each `Mean` and `Sum`, by their totals and counts."""
-    pairs = itertools.cycle(zip(sums[::2], sums[1::2], strict=True))  # every aux of the list has the same
+    """An aux with values in place of each `Mean` and `Sum`: `sums` are their totals and counts, by `averages`."""
+    pairs = dict(zip(averages(aux), zip(sums[::2], sums[1::2], strict=True), strict=True))
 
-    def value(x: Tree) -> Tree:
-        if not is_loss(x):
+    def value(path: str, x: Tree) -> Tree:
+        if path not in pairs:
             return x
-        total, count = next(pairs)
-        return (total / count if isinstance(x, Mean) else total).to(value_dtype(x.total, output))
+        total, count = pairs[path]
+        value = total / torch.where(count == 0, torch.nan, count) if isinstance(x, Mean) else total
+        return value.to(value_dtype(x.total, output))
 
-    return tree.map_tops(value, is_loss, aux)
+    return tree.put_tops(aux, is_loss, [value(path, x) for path, x in tree.paths_to(aux, is_loss)])
 
 
-def local_sums(losses: Sequence[Mean | Sum], device: torch.device) -> list[Tensor]:
+def local_sums(losses: Iterable[Mean | Sum], device: torch.device) -> list[Tensor]:
     """This rank's total and count of each, 0-d.
 
     float64, in which a count of tokens is exact and a sum over ranks rounds far below the loss's own dtype.
@@ -156,6 +161,7 @@ class Outcome:
     extra: Tree
     aux: Tree
     output: torch.dtype | None = None  # the policy's, which Means and Sums in `aux` are cast to
+    several: bool = False  # whether `aux` is a list of one for each micro-batch
 
     @property
     def total(self) -> Tensor:
@@ -184,4 +190,5 @@ class Outcome:
     @property
     def metrics(self) -> Tree:
         """The aux, with the value over all ranks and micro-batches in place of each `Mean` and `Sum`."""
-        return put_averages(self.aux, self.sums()[2:], self.output)
+        auxes = [put_averages(aux, self.sums()[2:], self.output) for aux in (self.aux if self.several else [self.aux])]
+        return auxes if self.several else auxes[0]

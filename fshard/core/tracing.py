@@ -74,6 +74,8 @@ define("materialize(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 
 
 def copied(x: Tensor) -> Tensor:
-    """A copy, dense, in memory of its own, which starts where torch's memory starts: at a multiple of 64 bytes."""
+    """A contiguous copy in memory of its own, which starts where torch's memory starts: at a multiple of 64 bytes."""
     # a compiler would leave a clone out, and read `x` where it lies
-    return torch.ops.fshard.materialize(x) if is_tracing() else x.clone()
+    if is_tracing():
+        return torch.ops.fshard.materialize(x.contiguous())
+    return x.clone(memory_format=torch.contiguous_format)

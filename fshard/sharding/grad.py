@@ -72,7 +72,7 @@ def _start_sums(returned: _Returned, mesh: AnyMesh, built: str = "", place: Numb
     loss, kind, _, aux = returned
     device = loss.total.device
     places = [] if place is None else [on_device(place, device)]
-    local = torch.stack([*local_sums([loss, *averages(aux)], device), *places])
+    local = torch.stack([*local_sums([loss, *averages(aux).values()], device), *places])
     sums = primitives.start_total(local, mesh, label="loss", more=described(kind, aux, built))
     return sums if place is None else sums.then(lambda x: consensus.without_place(x, local, mesh))
 

@@ -61,8 +61,8 @@ def origins(names: Iterable[str], rename: Rename | None = None, others: Iterable
     """
     names = [*names]
     if isinstance(rename, Mapping):
-        changes = rename
-        if unknown := [name for name in changes if name not in {*names, *others}]:
+        changes, known = rename, {*names, *others}
+        if unknown := [name for name in changes if name not in known]:
             raise ValueError(
                 f"rename: it has {len(unknown)} names that are not there: {_listed(unknown)}; "
                 f"there are {_listed([*names, *others]) or 'none'}"

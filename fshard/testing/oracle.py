@@ -200,10 +200,10 @@ def _dtype(outs: Sequence[Sequence[_Out]], policy: Policy) -> torch.dtype:
 
 def _auxes(outs: Sequence[Sequence[_Out]], policy: Policy) -> list[Tree]:
     """Return the aux of each rank, a list if there are several micro-batches; averages are over all of them."""
-    rows = [local_sums(averages(out.aux), torch.device("cpu")) for row in outs for out in row]
+    rows = [local_sums(averages(out.aux).values(), torch.device("cpu")) for row in outs for out in row]
     sums = [torch.stack(column).sum() for column in zip(*rows, strict=True)]
-    auxes = [[out.aux for out in row] if len(row) > 1 else row[0].aux for row in outs]
-    return [put_averages(aux, sums, policy.output) for aux in auxes]
+    auxes = [[put_averages(out.aux, sums, policy.output) for out in row] for row in outs]
+    return [of_rank if len(of_rank) > 1 else of_rank[0] for of_rank in auxes]
 
 
 def _loss(outs: Sequence[Sequence[_Out]]) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from ..comm.mesh import Axes, coordinate
 from ..comm.reduction import Reduction, TreeSums, is_idle
 from ..core import tree
 from ..core.arguments import wrong
-from ..core.losses import Outcome, averages
+from ..core.losses import Outcome, averaged
 from ..core.random import seeded
 from ..core.scalars import Number
 from ..core.tree import Tree
@@ -104,7 +104,7 @@ def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: S
         settle(plan)
     outcome = joined(outcomes)
     if num == 1:
-        return StepGradients(grads(), replace(outcome, aux=outcome.aux[0]), None, lost)
+        return StepGradients(grads(), replace(outcome, aux=outcome.aux[0], several=False), None, lost)
     return StepGradients(grads(), outcome, outcomes[0].shared(num) / outcome.divisor, lost)
 
 
@@ -189,10 +189,14 @@ def _form(leaf: object) -> str:
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
     """The outcome of several micro-batches together: totals and counts summed, the last extra, a list of every aux."""
     first, last = outcomes[0], outcomes[-1]
-    if len({len(averages(outcome.aux)) for outcome in outcomes}) > 1:
-        raise ValueError("the loss function: aux must have as many Means and Sums in every micro-batch")
+    if len(names := list(dict.fromkeys(averaged(outcome.aux) for outcome in outcomes))) > 1:
+        raise ValueError(
+            f"the loss function: aux must have the same Means and Sums in every micro-batch, got {names[0] or 'none'} "
+            f"and {names[1] or 'none'}"
+        )
     sums = [torch.stack(each).sum() for each in zip(*(outcome.sums() for outcome in outcomes), strict=True)]
-    return replace(first, sums=lambda: sums, weight=None, extra=last.extra, aux=[outcome.aux for outcome in outcomes])
+    auxes = [outcome.aux for outcome in outcomes]
+    return replace(first, sums=lambda: sums, weight=None, extra=last.extra, aux=auxes, several=True)
 
 
 def check_reduce_once(reduce_once: object, by: Reduction) -> None:
