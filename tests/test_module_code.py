@@ -233,6 +233,117 @@ def test_code_that_a_function_cannot_run_is_an_error(name: str, how: str) -> Non
         all_runs(made(forward), how)
 
 
+# --- buffers that the backward touches ---
+
+
+def hook(fn: Any) -> Forward:
+    """A hook on the gradient of what a submodule returns."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.linear(x + self.kept)
+        y.register_hook(lambda grad: fn(self, grad))
+        return y
+
+    return forward
+
+
+def again(fn: Any, **how: Any) -> Forward:
+    """A checkpoint that touches a buffer, each time it runs."""
+
+    def part(self: Any, x: Tensor) -> Tensor:
+        fn(self, x)
+        return self.linear(x)
+
+    return lambda self, x: checkpoint(part, self, x, **how)
+
+
+@torch.no_grad()
+def count(self: Any, x: Any) -> None:
+    """One more, in place."""
+    self.kept.add_(1)
+
+
+@torch.no_grad()
+def count_listed(self: Any, x: Any) -> None:
+    """One more, in what `buffers` yields."""
+    for buffer in self.buffers():
+        buffer.add_(1)
+
+
+@torch.no_grad()
+def count_anew(self: Any, x: Any) -> None:
+    """One more, in a new tensor."""
+    self.kept = self.kept + 1
+
+
+class Counted(torch.autograd.Function):
+    """The identity, of which the backward counts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
+        """The same."""
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Its gradient."""
+        count(ctx.module, None)
+        return grads[0], None
+
+
+def on_module(fn: Any) -> Callable[[Any], None]:
+    """A hook of a backward on the module."""
+
+    def hook(module: Any, grads: Any) -> None:
+        fn(module, grads)
+
+    return lambda s: s.register_full_backward_pre_hook(hook)
+
+
+TOUCH = {"in place": count, "in place, listed": count_listed, "anew": count_anew}
+OF_HOOKS: dict[str, tuple[Forward, Any]] = {
+    "autograd function": (lambda s, x: Counted.apply(s.linear(x), s), None),
+    **{f"of a tensor, {name}": (hook(fn), None) for name, fn in TOUCH.items()},
+    **{f"of the module, {name}": (lambda s, x: s.linear(x), on_module(fn)) for name, fn in TOUCH.items()},
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("how", ["whole", "torch.func", "sharded", "jitted"])
+@pytest.mark.parametrize("name", OF_HOOKS)
+def test_a_buffer_that_a_hook_of_the_backward_writes_is_an_error(name: str, how: str) -> None:
+    """The buffers were returned before: what the hook writes would be lost."""
+    forward, setup = OF_HOOKS[name]
+    if how == "torch.func" and not name.startswith("of a tensor"):
+        pytest.skip("torch.func takes no such autograd functions, nor hooks of modules")
+    with pytest.raises(ValueError, match=r"a hook of the backward wrote to the buffer 'kept', .*: write .* in the for"):
+        all_runs(made(forward, setup), how)
+
+
+HARMLESS: dict[str, Forward] = {
+    "a hook reads": hook(lambda self, grad: grad * self.kept),
+    "a hook writes to what it keeps": hook(lambda self, grad: grad * self.kept.clone().add_(1)),
+    **{f"again, {name}": again(fn, use_reentrant=False) for name, fn in TOUCH.items()},
+    **{f"again, reentrant, {name}": again(fn, use_reentrant=True) for name, fn in TOUCH.items()},
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_reads_or_runs_again_may_touch_buffers(name: str) -> None:
+    """Hooks that read, and checkpoints, would be refused, or a buffer be counted twice."""
+    module, x = made(HARMLESS[name]), data(0).requires_grad_()
+    apply, params, buffers = functionalize(module)
+    out, after = apply(params, buffers, x)
+    out.square().sum().backward()
+    got = x.grad
+    assert torch.equal(after["kept"], torch.full((2,), 2.0 if "again" in name else 1.0, dtype=x.dtype))
+    x.grad = None
+    module(x).square().sum().backward()
+    torch.testing.assert_close(got, x.grad)
+
+
 @pytest.mark.parametrize("add", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_parameters_are_an_error(add: str) -> None:
     """A hook that clips or masks a gradient would never run."""

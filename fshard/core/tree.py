@@ -8,6 +8,7 @@ Note [Order of use]
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -26,6 +27,8 @@ Tree: TypeAlias = Any
 Spec = optree.PyTreeSpec
 Metadata: TypeAlias = Hashable | None  # of a node: part of the structure, which is compared
 T = TypeVar("T")
+# The code between a function that is given to `map_tops` and its caller.
+CODE = (__file__, os.path.dirname(optree.__file__))
 
 
 def _mirror(kind: type) -> None:

@@ -40,7 +40,7 @@ def compile_again(part: Any) -> None:
         out, after = compiled(_read(params), given, args, kwargs)
         for name, stand in buffers.items():
             if after[name] is not given[name]:
-                stand.calls.current().set_buffer(stand.number, after[name])
+                stand.calls.current().set_buffer(stand.number, stand.path, after[name])
         return out
 
     vars(part)["forward"] = forward

@@ -6,16 +6,24 @@ Note [The current call]
     backward, when the call has returned. The call is then found by the autograd node that runs: torch numbers the nodes
     of a thread in order, and a call remembers the numbers between which it made its nodes. A call lives as long as the
     graph of its results, whose nodes refer to it; the skeleton refers to it weakly.
+
+Note [Hooks of a backward]
+    What runs again in the backward may write to buffers: that is dropped, since the forward has written the same. What
+    a hook of the backward writes would be lost, so it is an error. A hook is told by its code: it touches a buffer, and
+    is none of the code that touched buffers in the forward.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import get_ident
-from typing import Any
+from types import CodeType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,18 +45,40 @@ class Call:
         self.buffers = buffers
         self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # stands, and what the module put in their place
         self._copies: dict[int, Tensor] = {}  # of the buffers that were read
+        self._touching = set[CodeType]()  # the code that read or wrote buffers in the forward
+        self._returned = False
         self._nodes = (0, 0)  # the numbers of the first node made in the call, and of the first one after it
         self.thread = get_ident()  # nodes are numbered by thread
 
-    def buffer(self, number: int) -> Tensor:
+    def buffer(self, number: int, path: str) -> Tensor:
         """A copy of a buffer, which the module may write to: the caller's buffer is not changed."""
+        if self._is_hook():
+            return self._read_only(number, path)
         if number not in self._copies:
             self._copies[number] = self.buffers[number].clone()
         return self._copies[number]
 
-    def set_buffer(self, number: int, value: Tensor) -> None:
+    def set_buffer(self, number: int, path: str, value: Tensor) -> None:
         """Replace a buffer: the caller finds it among the new buffers."""
+        if self._is_hook():
+            _refuse(path)
         self._copies[number] = value
+
+    def _is_hook(self) -> bool:
+        """Whether a hook of the backward touches a buffer now (Note [Hooks of a backward])."""
+        code = _touching_code()
+        if not self._returned:
+            self._touching.add(code)
+        return code not in self._touching
+
+    def _read_only(self, number: int, path: str) -> Tensor:
+        """A copy of a new buffer; ValueError at the end of the backward if it was written to."""
+        read = self.buffers[number].clone()
+        version = read._version  # private, as `Leaves.versions` says
+        # Private: nothing public runs at the end of a backward (test_module_code.py notices when it goes)
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: None if read._version == version else _refuse(path))
+        return read
 
     def new_buffers(self) -> list[Tensor]:
         """The buffers after the call: the caller's own tensors where the module read and wrote nothing.
@@ -57,7 +87,7 @@ class Call:
         runs again in the backward reads copies of the new buffers, as in a module, and what it writes is dropped.
         """
         self.buffers = [self._copies.get(number, old) for number, old in enumerate(self.buffers)]
-        self._copies = {}
+        self._copies, self._returned = {}, True
         return list(self.buffers)
 
     def replaced(self) -> list[str]:
@@ -81,6 +111,30 @@ class Call:
         for node in nodes_of(results):
             metadata: dict[Any, Any] = node.metadata
             metadata[self] = None
+
+
+# Code that touches buffers for other code: the dicts and stands of a copy, `__getattr__` of torch and of its tracer.
+_FOR_OTHERS = (
+    os.path.join(os.path.dirname(__file__), "current.py"),
+    os.path.join(os.path.dirname(__file__), "skeleton.py"),
+    torch.nn.modules.module.__file__,
+    os.path.join(os.path.dirname(torch.__file__), "fx"),
+    *tree.CODE,
+)
+
+
+def _touching_code() -> CodeType:
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOR_OTHERS):
+        frame = frame.f_back
+    return frame.f_code
+
+
+def _refuse(path: str) -> NoReturn:
+    raise ValueError(
+        f"a hook of the backward wrote to the buffer {path!r}, whose new value the function has returned before: write "
+        "to buffers in the forward, or let the hook collect in a list"
+    )
 
 
 def nodes_of(results: Tree) -> set[Any]:

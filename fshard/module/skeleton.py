@@ -110,7 +110,7 @@ class Stand(Tensor):
 
     def read_from(self, call: Call) -> Tensor:
         """The tensor of a call; its unit is gathered."""
-        return call.buffer(self.number) if self.is_buffer else self._worn(call.params.read(self.number))
+        return call.buffer(self.number, self.path) if self.is_buffer else self._worn(call.params.read(self.number))
 
     def _worn(self, x: Any) -> Tensor:
         """The same tensor, which says that it is this parameter."""
@@ -182,7 +182,7 @@ class Slots(dict[str, Any]):
             )
         call = stand.calls.current()
         if stand.is_buffer:
-            call.set_buffer(stand.number, value.read() if isinstance(value, Stand) else value)
+            call.set_buffer(stand.number, stand.path, value.read() if isinstance(value, Stand) else value)
             return
         super().__setitem__(name, stand)
         self._deleted.pop(name, None)
