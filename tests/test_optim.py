@@ -5,6 +5,7 @@ import functools
 import pickle
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ from support.models import STRATEGIES, TREES, WORLDS, padding, rand, same_bits
 from support.optimizers import KERNELS, ROWS, TRANSFORMS, VALUES, hyperparams, makers, returns_transform
 from support.worlds import simulated
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import fshard
 from fshard import Sharded, gather_params, optim, tree
 from fshard.core.arguments import check_hyperparams
 from fshard.layout.pieces import Parts, clear_padding_
-from fshard.optim import adam_8bit, apply_updates, base, matrix, optimizers, quasi_newton
+from fshard.optim import adam_8bit, apply_updates, base, kernels, matrix, optimizers, quasi_newton
 
 Place = Callable[[Any], Any]
 over_all = pytest.mark.parametrize("name", TRANSFORMS)
@@ -457,6 +459,42 @@ def test_rates_of_every_kind(make):
         first, *others = (train(run, make(rate), params, grads) for rate in rates)
         for other in others:
             close(other, first)
+
+
+def falling(count: Any) -> Any:
+    """A rate that no float32 holds."""
+    return 0.1 * 0.9 ** (count + 1) / 3
+
+
+@pytest.mark.parametrize("name", [name for name in TAKE_TENSORS if "lr" in values_of(name)])
+def test_a_schedule_counts_in_float64(name):
+    """A user's schedule would give float64 parameters a rate of 24 bits."""
+    params, *grads = (tree_of(100 * i) for i in range(4))
+
+    def last(rate):
+        p, state = params, TAKE_TENSORS[name](**values_of(name) | {"lr": falling(0)}).init(params)
+        for i, g in enumerate(grads):
+            p, state = TAKE_TENSORS[name](**values_of(name) | {"lr": rate(i)}).step(g, state, p)
+        return p
+
+    torch.testing.assert_close(last(lambda i: falling), last(falling), rtol=4e-15, atol=1e-15)
+
+
+def test_a_rate_on_an_accelerator_is_not_rounded():
+    """torch's fused kernels read the bytes of a float32 there: float64 parameters would get a rate of 24 bits."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, rate = (torch.zeros(shape, dtype=torch.float64, device="cuda") for shape in ((3,), ()))
+        for tensors, lr, fused in (([x], rate, False), ([x.float()], rate, True), ([x], 0.1, True)):
+            assert kernels.can_fuse(kernels.adam_, tensors, lr) == fused
+
+
+def test_optax_is_an_error_that_says_how():
+    """A pair of optax would fail in JAX, in the first step."""
+    pair = fshard.optim.Transform(lambda params: (), lambda grads, state, params=None: (grads, state))
+    of_optax = SimpleNamespace(init=pair.init, update=lambda updates, state, params=None: (updates, state))
+    of_optax.update.__module__ = "optax._src.base"
+    with pytest.raises(TypeError, match=r"of optax, whose functions take arrays of JAX: use the one of that name in"):
+        fshard.train_step(lambda params, batch: batch, of_optax)
 
 
 @over_all

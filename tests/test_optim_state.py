@@ -16,7 +16,7 @@ from support.worlds import gloo, simulated
 from torch import Tensor, nn
 
 import fshard
-from fshard import optim
+from fshard import optim, tree
 from fshard.optim import state
 from fshard.optim.state import gather_state, load_state_dict, shard_state, state_dict
 
@@ -599,6 +599,27 @@ def test_numbers_of_torchs_groups(labelled, frozen, groups):
         if (alike and not frozen and not order) or (order and strict and "b" not in order and not frozen):
             continue
         simulated(read_groups, labelled, frozen, groups, order, strict, shard=shard)
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize("frozen", ["", "b"])
+def test_groups_of_an_optimizer_that_keeps_nothing(labelled, frozen):
+    """torch would refuse the state of SGD without momentum, whose groups had no parameters, and fshard torch's."""
+
+    def run(mesh):
+        plain, adam = (optim.from_torch(cls, lr=0.1) for cls in (torch.optim.SGD, torch.optim.Adam))
+        tx = optim.by_label({"0": adam, "1": plain}, lambda path, leaf: str(int(path in "ace")))
+        params = fshard.shard_params(SIX, fshard.make_plan(SIX, mesh, frozen=list(frozen)))
+        state = (tx if labelled else plain).init(params.trainable)
+        saved = optim.state.state_dict(state, params, "index", groups=[{}, {}])
+        own = ["bdf".replace(frozen or "-", ""), "ace"] if labelled else ["abcdef"]
+        assert [len(group["params"]) for group in saved["param_groups"]] == [len(group) for group in own]
+        theirs = torch.optim.SGD([{"params": [torch.zeros(1) for _ in group]} for group in own], lr=0.1)
+        theirs.load_state_dict({**saved, "param_groups": [{**g, **theirs.defaults} for g in saved["param_groups"]]})
+        got = load_state_dict(saved, state, params)
+        assert tree.flatten(got)[1] == tree.flatten(state)[1]
+
+    simulated(run, shard=2)
 
 
 def test_an_order_that_does_not_fit():

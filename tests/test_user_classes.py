@@ -102,6 +102,30 @@ class Adam(torch.optim.Optimizer):
             p.sub_(p.grad.mean())
 
 
+class Given(Momentum):
+    """Needs an argument."""
+
+    def step(self, loss: Any) -> None:  # type: ignore[override]
+        """The step with a gain."""
+        super().step(gain=float(loss) / 4)
+
+
+class OfWords(Momentum):
+    """Needs an argument that is no number."""
+
+    def step(self, how: str) -> None:  # type: ignore[override]
+        """Look the gain up."""
+        super().step(gain={"slow": 0.1}[how])
+
+
+class Closed(Momentum):
+    """Needs a closure."""
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        """Never called."""
+        super().step(closure)
+
+
 def by_class(cls: Any, skipped: int | None = None, **extra: Any) -> dict[str, Tensor]:
     """The parameters by the class itself."""
     params = {name: x.clone().requires_grad_() for name, x in START.items()}
@@ -140,6 +164,7 @@ def test_a_class_of_ones_own_on_ranks(world: str, how: str) -> None:
         (Momentum, None, {}),
         (Momentum, 0, {}),
         (Momentum, 2, {"gain": 0.5}),
+        (Given, 1, {"loss": 2.0}),
         (Adam, None, {}),
         (Rebinding, None, {}),
     ):
@@ -152,7 +177,7 @@ def test_a_class_of_ones_own_on_ranks(world: str, how: str) -> None:
             assert same_bits(found, want)
             steps = {float(x) for key, x in state.items() if ".t." in f".{key}."}
             assert same_bits(GRADS, gradients)
-            assert steps == ({len(GRADS) - (skipped is not None)} if cls is Momentum else set())
+            assert steps == ({len(GRADS) - (skipped is not None)} if issubclass(cls, Momentum) else set())
 
 
 def test_in_processes() -> None:
@@ -169,6 +194,8 @@ def test_in_processes() -> None:
         (Together, "Together updates a parameter otherwise beside others than alone"),
         (torch.optim.LBFGS, "cannot run 'LBFGS' as a transformation: its step needs a closure. Use lbfgs"),
         (torch.optim.SparseAdam, "takes sparse gradients alone"),
+        (Closed, "cannot run 'Closed' as a transformation: its step needs a closure"),
+        (OfWords, r"step of OfWords failed with 1\.0 for 'how' \(KeyError.*: give 'how' a default, with which"),
         (dict, "it is no optimizer of torch.optim's kind"),
     ],
 )
@@ -184,3 +211,10 @@ def test_a_state_made_late_is_an_error() -> None:
     params, state = tx.step(GRADS[0], tx.init(START), START)
     with pytest.raises(ValueError, match="keeps 'before' of a parameter, which its first step"):
         tx.step(GRADS[1], state, params)
+
+
+def test_an_argument_that_is_not_given_is_an_error() -> None:
+    """A class would be called without the argument on the ranks that hold a leaf alone, and others would wait."""
+    tx = optim.from_torch(Given)
+    with pytest.raises(ValueError, match=r"Given needs 'loss': call update\(grads, state, params, loss=\.\.\.\)"):
+        tx.update(GRADS[0], tx.init(START), START)

@@ -27,7 +27,7 @@ from . import kernels
 
 T = TypeVar("T")
 
-# From the number of updates made (float32, 0-d) to the value of a hyper-parameter.
+# From the number of updates made (float64, 0-d) to the value of a hyper-parameter.
 Schedule = Callable[[Tensor], Number]
 
 # A label of leaves, any hashable value. `Hashable` would not do: a dict with keys str is no Mapping with keys Hashable.
@@ -162,6 +162,9 @@ def as_transform(tx: TransformLike) -> Transform:
             f"tx: expected an optimizer, a pair of functions init and update, got {shown(tx)}. "
             "For an optimizer class of torch.optim write fshard.optim.from_torch(torch.optim.X, ...)."
         )
+    if getattr(tx.update, "__module__", "").startswith("optax"):
+        remedy = "use the one of that name in fshard.optim, or in TorchOpt"
+        raise TypeError(f"tx: {shown(tx)} is of optax, whose functions take arrays of JAX: {remedy}")
     known = inspect.signature(tx.update).parameters
     # TorchOpt takes parameters by name alone, and updates in place unless it is told not to
     by_name = "params" in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
@@ -208,9 +211,9 @@ def start_count(params: Tree) -> Tensor:
 
 
 def at(value: Number | Schedule, count: Tensor) -> Number:
-    """The value of a hyper-parameter after `count` updates: a schedule is called with `count`."""
+    """The value of a hyper-parameter after `count` updates: a schedule is called with `count`, and so in float64."""
     if callable(value):
-        value = value(count)
+        value = value(count.double())
         check_rate(value)
     return value
 

@@ -246,7 +246,7 @@ def _run(
     grads = [g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
     count, skip = beside(count, params[0]), beside(found_inf, params[0])
     constants = constants_beside(constants, params[0])
-    if rule.fused_kernel and kernels.can_fuse(rule.fused_kernel, [*params, *grads]):
+    if rule.fused_kernel and kernels.can_fuse(rule.fused_kernel, [*params, *grads], constants["lr"]):
         rule.fused_kernel(params, grads, moments, count, skip, constants)
     else:
         # one tuple of moments for each row; empty tuples for a rule without moments, where zip() gives nothing

@@ -213,8 +213,10 @@ def in_blocks(
                 old.copy_(value if skip is None else where(skip, old, value))
 
 
-def can_fuse(kernel: Callable[..., None], tensors: Sequence[Tensor]) -> bool:
+def can_fuse(kernel: Callable[..., None], tensors: Sequence[Tensor], lr: Number = 0.0) -> bool:
     """Whether one of torch's fused kernels takes these tensors: dense, real, floating, on one device that has it."""
+    if _rate(lr) is not lr and any(x.dtype == torch.float64 for x in tensors):
+        return False  # the rate would be rounded
     devices = {x.device.type for x in tensors}
     dense = all(x.is_floating_point() and x.is_contiguous() for x in tensors)
     # torch 2.13's fused SGD on CPUs does not update half precision, except the elements that fill no vector register

@@ -17,6 +17,7 @@ from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.pieces import Parameters, Parts, layout_of
 from .labels import LabelState
+from .torch_optim import TorchState
 
 # torch.optim's names for the fields of fshard's states, where they differ.
 _TORCH = {
@@ -100,9 +101,18 @@ def _label_sets(state: Tree) -> Iterator[set[str]]:
             yield from _label_sets(node.inner[label])
 
 
+def _without_tensors(state: Tree, leaves: Sequence[str]) -> set[str]:
+    """The leaves of which a torch optimizer keeps nothing, as SGD without momentum: they are in its groups."""
+    nodes = tree.tops(state, lambda x: isinstance(x, TorchState | LabelState))
+    found = {leaf for node in nodes if isinstance(node, TorchState) and node == ({}, {}) for leaf in leaves}
+    labelled = [(node.inner[label], x) for node in nodes if isinstance(node, LabelState) for label, x in node.layouts]
+    return found.union(*(_without_tensors(inner, _paths(layout)) for inner, layout in labelled))
+
+
 def _groups(state: Tree, fields: Sequence[Field], leaves: Sequence[str]) -> list[list[str]]:
     """The leaves that have state, grouped by their labels: torch's parameter groups."""
     with_state, label_sets = {leaf for field in fields for leaf in field.leaves}, list(_label_sets(state))
+    with_state |= _without_tensors(state, leaves)
     # leaves in the same label sets make a group; False sorts first, so groups are in the order of the labels
     labels = {leaf: tuple(leaf not in of_label for of_label in label_sets) for leaf in leaves if leaf in with_state}
     return [[leaf for leaf in labels if labels[leaf] == group] for group in sorted(set(labels.values()))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -42,8 +42,8 @@ def from_torch(cls: type[Optimizer], **hyperparams: object) -> Transform:
     `step` gives exactly the parameters the class would. Every class works whose step needs no closure, takes dense
     gradients, and keeps tensors and numbers of each parameter (`self.state[p]`) and nothing else. Classes of yours, and
     those that look at whole leaves (Muon, Adafactor), are given whole leaves, wherever the parameters are cut. Further
-    arguments of `update` that the class's own `step` names are passed on to it. For parameter groups give `by_label`
-    one of these for each.
+    arguments of `update` that the class's own `step` names are passed on to it; one without a default is 1.0 in the
+    steps here that show which state the class keeps. For parameter groups give `by_label` one of these for each.
 
     Raises ValueError for a class that cannot be a pure function; for LBFGS use `lbfgs`.
 
@@ -233,7 +233,7 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
     first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
     # Python numbers are 0-d tensors in the state, and turned back into their types for the class
     numbers = {n: type(x) for n, x in first.items() if not isinstance(x, Tensor)}
-    known = inspect.signature(cls.step).parameters.keys() - {"self", "closure"}
+    known, needed = inspect.signature(cls.step).parameters.keys() - {"self", "closure"}, _needed(cls)
 
     def begin(row: Tensor) -> Entry:
         return {name: _value(x) for name, x in _first_step(cls, hyperparams, row).items()}
@@ -247,6 +247,11 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
         return TorchState(_by_name(layout, shapes, local_entries), {"begun": begun})
 
     def run(grads: Tree, state: TorchState, params: Tree, extra: Settings) -> TorchState:
+        if missing := [name for name in needed if name not in extra]:
+            raise ValueError(
+                f"from_torch: the step of {cls.__name__} needs {missing[0]!r}: call update(grads, state, params, "
+                f"{missing[0]}=...)"
+            )
         rows, layout = [row.detach() for row in tree.leaves(params)], layout_of(params)
         new_entries = dict[int, Numbers]()
         begun = bool(state.scalars["begun"])  # on the CPU: no wait for a device
@@ -272,6 +277,30 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
     return _adapted(init, run)
 
 
+def _needed(cls: type[Optimizer]) -> list[str]:
+    """The arguments of a class's step that have no default."""
+    _, *arguments = inspect.signature(cls.step).parameters.values()
+    needed = [a.name for a in arguments if a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
+    if "closure" in needed:
+        raise ValueError(f"from_torch: cannot run {cls.__name__!r} as a transformation: its step needs a closure")
+    return needed
+
+
+def _try_step(optimizer: Optimizer) -> None:
+    """One step, with 1.0 for each argument that has no default."""
+    cls, step = type(optimizer), cast("Callable[..., object]", optimizer.step)
+    needed = _needed(cls)
+    try:
+        step(**{name: torch.ones((), dtype=torch.float32, device="cpu") for name in needed})
+    except Exception as failure:
+        if not needed:
+            raise
+        raise ValueError(
+            f"from_torch: the step of {cls.__name__} failed with 1.0 for {needed[0]!r} ({type(failure).__name__}: "
+            f"{failure}): give {needed[0]!r} a default, with which a step shows what state the class keeps"
+        ) from failure
+
+
 def _check_apart(cls: type[Optimizer], hyperparams: Settings) -> None:
     """Raise ValueError if an update depends on the other parameters of the call: ranks hold different ones."""
 
@@ -280,7 +309,7 @@ def _check_apart(cls: type[Optimizer], hyperparams: Settings) -> None:
         optimizer = cls(rows, **hyperparams)
         for row, start in zip(rows, starts, strict=True):
             row.grad = start + 1
-        optimizer.step()
+        _try_step(optimizer)
         return rows
 
     starts = [torch.arange(1.0, 5.0, dtype=torch.float32, device="cpu").view(2, 2) * scale for scale in (1.0, -3.0)]
@@ -314,7 +343,7 @@ def _first_step(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Num
     row = row.detach().clone()
     optimizer = cls([row], **hyperparams)
     row.grad, before = torch.zeros_like(row), _of_all(optimizer)
-    optimizer.step()
+    _try_step(optimizer)
     if changed := [name for name, text in _of_all(optimizer).items() if before.get(name) != text]:
         raise ValueError(
             f"from_torch: {cls.__name__} changes its {changed[0]}, which belongs to no parameter, and would be lost: "
