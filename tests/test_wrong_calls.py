@@ -250,7 +250,7 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "lr=tensor": (lambda: optim.sgd(torch.ones(2)), T, ("optim.sgd: lr=a torch.float32 tensor", "0-d tensor")),
     "lr=class": (lambda: optim.sgd(torch.optim.lr_scheduler.StepLR), T, ("lr=the class StepLR", "a schedule")),
     "schedule of str": (lambda: scheduled(lambda n: "1e-3"), T, ("a schedule gave '1e-3'", "a number or a 0-d tensor")),
-    "schedule of row": (lambda: scheduled(lambda n: n.repeat(2)), T, ("a schedule gave a torch.float32", "0-d tensor")),
+    "schedule of row": (lambda: scheduled(lambda n: n.repeat(2)), T, ("a schedule gave a torch.float64", "0-d tensor")),
     "b1=2": (lambda: optim.adam(0.1, b1=2), V, ("optim.adam: b1=2", "at least 0, below 1")),
     "b2=1": (lambda: optim.adamw(0.1, b2=1.0), V, ("optim.adamw: b2=1.0", "below 1")),
     "b2=schedule": (lambda: optim.adam(0.1, b2=lambda n: 0.9), T, ("optim.adam: b2=", "a number")),
