@@ -451,3 +451,94 @@ def test_a_layer_of_torch_casts_in_both_modes(training: bool) -> None:
     loss = lambda params, x: function(params, buffers, x)[0].sum()  # noqa: E731
     value = fshard.evaluate(loss)(fshard.shard_params(params, plan), x)
     torch.testing.assert_close(value.float(), layer(x).sum(), rtol=1e-4, atol=1e-4)
+
+
+class Block(nn.Module):
+    """A linear layer of masked inputs, which casts by hand what it is given, or not."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.linear, self.by_hand = nn.Linear(3, 3), by_hand
+
+    def forward(self, x: Tensor, *, masks: dict[str, Tensor]) -> Tensor:
+        """W (x m)."""
+        mask = masks["float"]
+        x, mask = (x.to(BF16), mask.to(BF16)) if self.by_hand else (x, mask)
+        assert (x.dtype, mask.dtype, masks["int"].dtype) == (BF16, BF16, torch.int64)
+        return self.linear(x * mask)
+
+
+class Masked(nn.Module):
+    """An embedding in float32, and blocks that are given it and a mask that is made in the forward."""
+
+    def __init__(self, by_hand: bool = False, again: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.blocks, self.again = nn.ModuleList([Block(by_hand) for _ in range(2)]), again
+
+    def forward(self, n: Tensor) -> Tensor:
+        """x + block(x), twice."""
+        x, masks = self.embed(n), {"float": torch.linspace(0.1, 1, 3, dtype=F32), "int": n}
+        for block in self.blocks:
+            y = checkpoint(block, x, masks=masks, use_reentrant=False) if self.again else block(x, masks=masks)
+            x = x + y
+        return x
+
+
+def indices(rank: int) -> Tensor:
+    """The indices of a rank, (6,)."""
+    return torch.randint(5, (6,), generator=torch.Generator().manual_seed(rank))
+
+
+CHOSEN: dict[str, Any] = {
+    "class": lambda apply: Block,
+    "pattern": lambda apply: "blocks.*",
+    "units": lambda apply: apply.units(Block),
+    "submodules inside, too": lambda apply: [Block, nn.Linear],
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("chosen", CHOSEN)
+def test_chosen_submodules_cast_what_they_are_given(chosen, how):
+    """A mask or an embedding in float32 would meet weights in bfloat16, which FSDP casts at each wrapped module."""
+    again, jitted = WAYS[how]
+    torch.manual_seed(0)
+    initial = Masked().state_dict()
+
+    def run(mesh: Any) -> Any:
+        module = Masked(again=again)
+        module.load_state_dict(initial)
+        apply, params, buffers = functionalize(module)
+        policy = apply.policy("compute=bf16,reduce=f32,cast_inputs=no; embed: compute=f32", cast=CHOSEN[chosen](apply))
+        plan = fshard.make_plan(params, mesh, units=apply.units(Block), policy=fshard.Policy.parse(str(policy)))
+        step = fshard.value_and_grad(lambda p, n: apply(p, buffers, n)[0].square().sum())
+        step = fshard.jit(step, backend="eager") if jitted else step
+        value, grads = step(fshard.shard_params(params, plan), indices(mesh.get_rank()))
+        return value, fshard.gather_params(grads)
+
+    results = []
+    for rank in range(2):
+        module = Masked(by_hand=True)
+        module.load_state_dict(initial)
+        module.blocks.to(BF16)
+        value = module(indices(rank)).square().sum()
+        value.backward()
+        results.append([value.detach(), *(p.grad.float() for p in module.parameters())])
+    value, *grads = [(a + b) / 2 for a, b in zip(*results, strict=True)]
+    names = [name for name, _ in module.named_parameters()]
+    for got, found in simulated(run, shard=2):
+        torch.testing.assert_close(got, value)
+        flat = dict(zip(tree.paths(tree.flatten(found)[1]), tree.leaves(found), strict=True))
+        for name, grad in zip(names, grads, strict=True):
+            assert torch.equal(flat[name], grad), name
+
+
+def test_a_path_that_is_no_submodule_is_an_error():
+    """A typo would cast nothing."""
+    apply, params, buffers = functionalize(Masked())
+    sharded = fshard.shard_params(params, fshard.make_plan(params, policy="compute=bf16,cast_at=block.0"))
+    with pytest.raises(ValueError, match=r"cast_at: 'block\.0' is no submodule of Masked: give apply\.policy\(cast="):
+        fshard.value_and_grad(lambda p: apply(p, buffers, indices(0))[0].sum())(sharded)
+    with pytest.raises(TypeError, match="policy: cast_at='blocks': expected paths of submodules"):
+        fshard.Policy(cast_at="blocks")

@@ -6,7 +6,8 @@ Note [Casts]
     outermost submodules whose parameters are all computed in one dtype, which is not the policy's own, cast their
     floating inputs to it, and their floating outputs back. `forward` is wrapped, and not hooked: checkpoints of
     transformers call `forward` alone. A module whose parameters are computed in the dtypes that they have in the module
-    itself casts nothing: its code knows these.
+    itself casts nothing: its code knows these. The submodules of `cast_at` of a policy cast their inputs in any case,
+    and not their outputs, as modules do that FSDP wraps.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ from ..sharding.precision import Policy, precision
 from .batch_norm import BATCH_NORMS
 from .skeleton import stands_in
 
-# Pairs of a submodule's path and its dtype, and the dtype around all of these.
-Casts = tuple[tuple[tuple[str, torch.dtype], ...], torch.dtype | None]
-NO_CASTS: Casts = ((), None)
+# Paths of submodules, each with the dtype of its inputs, and that of its outputs if these are cast.
+Casts = tuple[tuple[str, torch.dtype, torch.dtype | None], ...]
 
 
 def casts_of(
@@ -36,29 +36,49 @@ def casts_of(
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
     buffers: Sequence[torch.dtype],
     policy: Policy,
+    unasked: bool,
 ) -> Casts:
     """The casts of a module whose parameters, by number, are stored and computed in pairs of dtypes.
 
     The dtype around is that of the policy without its overrides, of most elements. `buffers` are the dtypes of buffers.
-    ValueError for a batch norm that would be computed in another dtype than its running statistics have.
+    With `unasked` not only the submodules of `cast_at` cast; then ValueError for a batch norm that would be computed in
+    another dtype than its running statistics have.
     """
     computed = [dtype for _, dtype in dtypes]
-    _check_batch_norms(skeleton, computed, buffers)
+    if unasked:
+        _check_batch_norms(skeleton, computed, buffers)
     sizes = Counter[torch.dtype]()
     for stand in stands_in(skeleton):
         if stand.form.is_floating_point():
             sizes[precision(dtypes[stand.number][0], policy).compute] += 1 + stand.form.numel()
     if not sizes:
-        return NO_CASTS
+        return ()
     around = sizes.most_common(1)[0][0]
-    return tuple(_casting(skeleton, "", computed, around)), around
+    both_ways = dict(_casting(skeleton, "", computed, around)) if unasked else {}
+    chosen = {path: _asked(skeleton, path, computed, around) for path in policy.cast_at if path not in both_ways}
+    return *((path, dtype, around) for path, dtype in both_ways.items()), *((*pair, None) for pair in chosen.items())
+
+
+def _asked(skeleton: nn.Module, path: str, dtypes: Sequence[torch.dtype], around: torch.dtype) -> torch.dtype:
+    """The dtype of the inputs of a submodule of `cast_at`: that of all its parameters, or the one around."""
+    parts = dict(skeleton.named_modules())
+    if path not in parts:
+        remedy = "give apply.policy(cast=apply.units(...))"
+        raise ValueError(f"policy: cast_at: {path!r} is no submodule of {type(skeleton).__name__}: {remedy}")
+    used = _computed(parts[path], dtypes)
+    return used.pop() if len(used) == 1 else around
+
+
+def _computed(part: nn.Module, dtypes: Sequence[torch.dtype]) -> set[torch.dtype]:
+    """The floating dtypes in which the parameters of a submodule are computed."""
+    return {dtypes[stand.number] for stand in stands_in(part) if stand.form.is_floating_point()}
 
 
 def _casting(
     part: nn.Module, path: str, dtypes: Sequence[torch.dtype], around: torch.dtype
 ) -> Iterator[tuple[str, torch.dtype]]:
     """The paths and dtypes of the outermost submodules that are computed in one dtype, not `around`, and called."""
-    used = {dtypes[stand.number] for stand in stands_in(part) if stand.form.is_floating_point()}
+    used = _computed(part, dtypes)
     if len(used) == 1 and type(part).forward is not nn.Module.forward:  # lists of modules have no forward of their own
         (dtype,) = used
         if dtype != around:
@@ -83,20 +103,21 @@ def _check_batch_norms(skeleton: nn.Module, dtypes: Sequence[torch.dtype], buffe
 
 
 def cast_around(part: nn.Module, dtype: torch.dtype, around: torch.dtype | None) -> None:
-    """Let a submodule cast its floating inputs to `dtype`, and its floating outputs to `around`."""
+    """Let a submodule cast its floating inputs to `dtype`, and its floating outputs to `around`, if that is given."""
     forward = part.forward
 
     @functools.wraps(forward)
     def casting(*args: Any, **kwargs: Any) -> Any:
         kwargs = {name: _cast(x, dtype) for name, x in kwargs.items()}
-        return _cast(forward(*[_cast(x, dtype) for x in args], **kwargs), around)
+        out = forward(*[_cast(x, dtype) for x in args], **kwargs)
+        return out if around is None else _cast(out, around)
 
     vars(part)["forward"] = casting
     # torch's layers of transformers read parameters of submodules without a call of these, unless one has a hook
     part.register_forward_pre_hook(lambda module, args: None)
 
 
-def _cast(x: Any, dtype: torch.dtype | None) -> Any:
+def _cast(x: Any, dtype: torch.dtype) -> Any:
     """A tree with its real floating tensors in `dtype`, also those in dataclasses; the same object if all are."""
     if isinstance(x, Tensor):
         return x.to(dtype) if x.is_floating_point() else x

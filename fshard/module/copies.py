@@ -16,7 +16,7 @@ from ..core.lazy import Branch
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from .batch_norm import BATCH_NORMS, synchronise
-from .casts import NO_CASTS, Casts, cast_around, casts_of
+from .casts import Casts, cast_around, casts_of
 from .checks import check_graph, check_memory, check_references, check_uncached, is_compiled
 from .compiled import compile_again
 from .current import Call, Calls
@@ -86,8 +86,7 @@ class Copies:
         for path, part in made.named_modules():
             if isinstance(part, self._synchronised):
                 synchronise(part, path, self._calls)
-        paths, around = casts
-        for path, dtype in paths:
+        for path, dtype, around in casts:
             cast_around(made.get_submodule(path), dtype, around)
         for part in made.modules():
             if isinstance(part, ParametrizationList):
@@ -98,10 +97,11 @@ class Copies:
 
     def _casts_of(self, call: Call) -> Casts:
         dtypes, policy = call.params.dtypes(), call.params.policy
-        if not policy.cast_inputs or [computed for _, computed in dtypes] == self._dtypes:
-            return NO_CASTS
+        unasked = policy.cast_inputs and [computed for _, computed in dtypes] != self._dtypes
+        if not unasked and not policy.cast_at:
+            return ()
         buffers = tuple(x.dtype for x in call.buffers)
-        key = tuple(dtypes), buffers, policy.storage, policy.compute
+        key = tuple(dtypes), buffers, policy.storage, policy.compute, policy.cast_at, unasked
         if key not in self._casts:
-            self._casts[key] = casts_of(self.skeleton, dtypes, buffers, policy)
+            self._casts[key] = casts_of(self.skeleton, dtypes, buffers, policy, unasked)
         return self._casts[key]

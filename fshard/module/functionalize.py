@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from .current import Call, Calls
 from .initialize import Initializer
 from .skeleton import in_tree_order, nested, stands_for
 from .state_dict import StateDict
-from .submodules import frozen_of, policy_for, units_of
+from .submodules import Which, frozen_of, policy_for, units_of
 
 
 def _aliases(params: Tree) -> Tree:
@@ -152,17 +153,20 @@ class ModuleFunction:
         """The buffers that the module saves (`persistent` of `register_buffer`), by dotted name."""
         return StateDict(self._skeleton, self._params, self._buffers).kept(self._listed(buffers))
 
-    def policy(self, policy: Policy | str | None = None) -> Policy:
+    def policy(self, policy: Policy | str | None = None, cast: Which | Sequence[Which] = ()) -> Policy:
         """A policy for `make_plan(policy=)` that keeps batch norms in float32, as their running statistics are.
 
-        It is `policy` with overrides for the parameters of batch norms, after its own.
+        It is `policy` with overrides for the parameters of batch norms, after its own. `cast` is what `units` takes, or
+        gives: each of these submodules casts the floating tensors among its arguments to `compute` when it is called,
+        whatever was made inside the forward (`cast_forward_inputs` of FSDP).
 
         >>> import torch, fshard
         >>> apply, _, _ = fshard.module.functionalize(torch.nn.Sequential(torch.nn.BatchNorm1d(2, bias=False)))
         >>> apply.policy("compute=bf16")
         Policy('compute=bf16; 0.weight: compute=f32,reduce=f32')
         """
-        return policy_for(self._skeleton, policy)
+        which, made = cast if isinstance(cast, list | tuple) else [cast], policy_for(self._skeleton, policy)
+        return replace(made, cast_at=(*made.cast_at, *self.units(*which)))
 
     @property
     def frozen(self) -> list[str]:

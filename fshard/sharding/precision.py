@@ -35,6 +35,7 @@ class Policy:
       By default a loss has float32 at least, and an aux stays.
     - `buffers`: the dtype that `policy.cast(buffers, "buffers")` casts to (running statistics, say).
     - `cast_inputs`: whether floating tensors among a loss function's arguments are cast to `compute`.
+    - `cast_at`: paths of submodules that cast their floating inputs when they are called (`apply.policy(cast=)`).
     - `overrides`: other dtypes for some leaves: pairs of a pattern, several patterns, or a predicate `(path, subtree)
       -> bool`, and a policy whose dtypes replace these. The first pair that selects a leaf counts.
 
@@ -55,12 +56,16 @@ class Policy:
     buffers: Dtype = None
     grads: Dtype = None
     cast_inputs: bool = True
+    cast_at: tuple[str, ...] = ()
     overrides: tuple[tuple[Where, Policy], ...] = ()
 
     def __post_init__(self) -> None:
         for name in _DTYPES:
             object.__setattr__(self, name, _dtype(name, getattr(self, name)))
         check_flags(**{"policy: cast_inputs": self.cast_inputs})
+        if not isinstance(self.cast_at, list | tuple) or not all(isinstance(path, str) for path in self.cast_at):
+            raise TypeError(wrong("policy: cast_at", self.cast_at, "paths of submodules, as apply.units gives them"))
+        object.__setattr__(self, "cast_at", tuple(self.cast_at))
         # a dict is taken, too
         overrides = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
         if not _are_pairs(overrides):
@@ -81,12 +86,13 @@ class Policy:
             if not colon:
                 raise ValueError(f"policy: {override.strip()!r}: expected 'pattern: name=dtype, ...' after a semicolon")
             overrides.append((pattern.strip(), cls.parse(words)))
-        dtypes, cast_inputs = _settings(first)
-        return cls(**dtypes, cast_inputs=cast_inputs, overrides=tuple(overrides))
+        dtypes, cast_inputs, cast_at = _settings(first)
+        return cls(**dtypes, cast_inputs=cast_inputs, cast_at=cast_at, overrides=tuple(overrides))
 
     def __str__(self) -> str:
         words = [f"{name}={_name(getattr(self, name))}" for name in _DTYPES if getattr(self, name) is not None]
         words += ["cast_inputs=no"] * (not self.cast_inputs)
+        words += [f"cast_at={' '.join(self.cast_at)}"] if self.cast_at else []
         return "; ".join([",".join(words), *(f"{where}: {policy}" for where, policy in self.named().overrides)])
 
     def __repr__(self) -> str:
@@ -124,7 +130,7 @@ class Policy:
 
 
 _YES, _NO = ("yes", "true", "True", "1"), ("no", "false", "False", "0")
-_DTYPES = [f.name for f in fields(Policy) if f.name not in ("cast_inputs", "overrides")]
+_DTYPES = [f.name for f in fields(Policy) if f.name not in ("cast_inputs", "cast_at", "overrides")]
 
 
 def _each(where: Where | list[str] | tuple[str, ...]) -> Sequence[Where]:
@@ -137,19 +143,17 @@ def _are_pairs(x: object) -> bool:
     return all(isinstance(pair, tuple) and len(pair) == 2 for pair in x)
 
 
-def _settings(text: str) -> tuple[dict[str, str], bool]:
-    """The dtypes that a policy's text names, by field, and its `cast_inputs`."""
+def _settings(text: str) -> tuple[dict[str, str], bool, tuple[str, ...]]:
+    """The dtypes that a policy's text names, by field, its `cast_inputs` and its `cast_at`."""
     settings: dict[str, str] = {}
     for word in filter(None, (word.strip() for word in text.split(","))):
         name, value = (x.strip() for x in (*word.partition("=")[::2],))
-        if name not in (*_DTYPES, "cast_inputs") or not value:
-            raise ValueError(
-                f"policy: {word!r}: expected one of {', '.join(_DTYPES)}, cast_inputs, as in 'compute=bf16'"
-            )
+        if name not in (known := (*_DTYPES, "cast_inputs", "cast_at")) or not value:
+            raise ValueError(f"policy: {word!r}: expected one of {', '.join(known)}, as in 'compute=bf16'")
         settings[name] = value
-    cast_inputs = settings.pop("cast_inputs", "yes")
+    cast_inputs, cast_at = settings.pop("cast_inputs", "yes"), settings.pop("cast_at", "")
     check_word("policy: cast_inputs", cast_inputs, (*_YES, *_NO))
-    return settings, cast_inputs in _YES
+    return settings, cast_inputs in _YES, tuple(cast_at.split())
 
 
 def _dtype(field: str, value: Dtype) -> torch.dtype | None:
