@@ -168,17 +168,46 @@ def read_in_a_checkpoint(params: Any, batch: torch.Tensor) -> torch.Tensor:
     return (h @ layers[1] @ layers[2]).square().mean()
 
 
-@pytest.mark.parametrize("loss", [read_later, read_in_a_checkpoint])
-def test_a_unit_that_is_read_late(loss):
-    """A unit would be updated before the backward has read its old value."""
-    last, first = (simulated(three_layers, loss, how, shard=2) for how in (False, True))
+class Attribute(torch.autograd.Function):
+    """The identity, whose backward reads an attribute that autograd does not know."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
+        """The same."""
+        ctx.held = held
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The gradient times the sum of what is held now."""
+        return grads[0] * ctx.held[0].sum(), None
+
+
+def read_by_an_attribute(params: Any, batch: torch.Tensor) -> torch.Tensor:
+    """A loss in which an early node reads the last layer, whose gradient comes first."""
+    layers, held = params["layers"], list[torch.Tensor]()
+    h = Attribute.apply(batch @ layers[0], held)
+    for n in (1, 3, 4):  # the sums of the units before the last are under way
+        h = h @ layers[n]
+    last = layers[2]
+    held.append(last.detach())
+    return h.square().mean() + (torch.ones(1, 32) @ last).sum()
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+@pytest.mark.parametrize("whole", [[], ["layers.2"]])
+@pytest.mark.parametrize("loss", [read_later, read_in_a_checkpoint, read_by_an_attribute])
+def test_a_unit_that_is_read_late(loss, whole, shard):
+    """A unit would be updated before the backward has read its old value, also a leaf that a rank has whole."""
+    last, first = (simulated(five_layers, loss, how, whole, shard=shard) for how in (False, True))
     assert same_bits(last, first)
 
 
-def three_layers(mesh: Any, loss: Any, in_backward: bool) -> Any:
-    """Three steps of a stack of three layers: parameters."""
-    params, tx = stack(3), optim.lion(0.1)
-    state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, mesh, units="layers.*")), tx)
+def five_layers(mesh: Any, loss: Any, in_backward: bool, whole: list[str]) -> Any:
+    """Three steps of a stack of five layers, of which a loss may leave some: parameters."""
+    params, tx = stack(5), optim.sgd(0.1)
+    plan = fshard.make_plan(params, mesh, units="layers.*", whole=whole)
+    state = fshard.init_state(fshard.shard_params(params, plan), tx)
     step = fshard.train_step(loss, tx, donate=True, in_backward=in_backward)
     for _ in range(3):
         state, _ = step(state, torch.ones(1, 32))
