@@ -135,7 +135,7 @@ def _has_memory(x: Tensor) -> bool:
 
 def _marked(x: Tensor) -> Tensor:
     """The bytes of a tensor's storage, true where its elements lie, (bytes,)."""
-    bytes_ = torch.zeros(x.untyped_storage().nbytes(), dtype=torch.bool)
+    bytes_ = torch.zeros(x.untyped_storage().nbytes(), dtype=torch.bool, device="cpu")
     n = x.itemsize
     strides = [stride * n for stride in x.stride()]
     bytes_.as_strided((*x.shape, n), (*strides, 1), x.storage_offset() * n).fill_(True)
