@@ -183,9 +183,10 @@ def test_what_a_state_is_made_from_is_left_as_it_is(how, donate, shard):
     scaler, extra, _ = found[-1]
     assert scaler.value == 64
     assert same_bits(extra, tree.map(lambda x: 8 * x, given["extra"]))
-    expected = [partial(train, given=before, how="eager", donate=False)(None)] if shard is None else None
-    if expected:
-        assert same_bits(found, expected)
+    if shard is None:
+        assert same_bits(found, [train(None, before, how, donate=False)])
+        # a graph has the formula of an update, and eager steps run torch's fused kernel, which rounds once less
+        torch.testing.assert_close(found[0][2], train(None, before, "eager", donate=False)[2])
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
