@@ -104,9 +104,9 @@ def _label_sets(state: Tree) -> Iterator[set[str]]:
 def _without_tensors(state: Tree, leaves: Sequence[str]) -> set[str]:
     """The leaves of which a torch optimizer keeps nothing, as SGD without momentum: they are in its groups."""
     nodes = tree.tops(state, lambda x: isinstance(x, TorchState | LabelState))
-    found = {leaf for node in nodes if isinstance(node, TorchState) and node == ({}, {}) for leaf in leaves}
+    in_groups = {leaf for node in nodes if isinstance(node, TorchState) and node == ({}, {}) for leaf in leaves}
     labelled = [(node.inner[label], x) for node in nodes if isinstance(node, LabelState) for label, x in node.layouts]
-    return found.union(*(_without_tensors(inner, _paths(layout)) for inner, layout in labelled))
+    return in_groups.union(*(_without_tensors(inner, _paths(layout)) for inner, layout in labelled))
 
 
 def _groups(state: Tree, fields: Sequence[Field], leaves: Sequence[str]) -> list[list[str]]:
