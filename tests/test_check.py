@@ -202,7 +202,7 @@ def in_thread(job: Callable[[], None]) -> None:
 def in_child(job: Callable[[], None]) -> None:
     """Run in a forked process."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        warnings.simplefilter("ignore")  # of forks beside threads; of JAX, where another test has imported it
         child = os.fork()
     if not child:
         job()

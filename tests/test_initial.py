@@ -563,8 +563,8 @@ def renaming(module: nn.Module, state: dict[str, Any], prefix: str, metadata: An
 
 
 def renaming_back(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """`weight` in place of `w`."""
-    state[prefix + "weight"] = state.pop(prefix + "w")
+    """`weight` in place of `w`, if it is there."""
+    state |= {prefix + "weight": state.pop(prefix + "w")} if prefix + "w" in state else {}
 
 
 MODULES: dict[str, Any] = {**{name: lambda name=name: tied(name) for name in BLOCKS}, "kept": Kept}

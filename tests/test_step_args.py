@@ -577,7 +577,7 @@ def test_a_tree_of_unequal_rows_is_told(strategy):
         step = fshard.train_step(lambda p, b: fshard.Mean((b @ p["a"]["w"]).sum(), len(b)), TX, reduction="tree")
         step(state, rand(2 + 2 * mesh.get_rank(), 4, seed=1))
 
-    with pytest.raises(MismatchError, match=r"rows=2 .*rows=4"):
+    with pytest.raises(MismatchError, match=r"rows=2, .*rows=4, "):
         simulated(law)
 
 

@@ -181,7 +181,7 @@ def contents(variables: Sequence[Capture]) -> Contents:
     inputs = [id(x) for variable in variables if variable.is_input for x in variable.tensors()]
     same = tuple(first.setdefault(x, i) for i, x in enumerate(inputs))
     known = ((v.name, (_tree_content if v.is_input else _content)(v.read())) for v in variables)
-    return *known, ("one of two tensors that were one, or the other way round,", same)
+    return *known, *([("one of two tensors that were one, or the other way round,", same)] if same else [])
 
 
 def _tree_content(value: Tree) -> object:

@@ -86,12 +86,16 @@ def _parts(value: object) -> list[tuple[str, object]]:
     return list(zip(value.__code__.co_freevars, cells, strict=True))
 
 
-def place_of(step: Tensor, seed: Tensor) -> tuple[str, Number]:
+def place_of(step: Tensor, seed: Tensor, device: torch.device) -> tuple[str, Number]:
     """The step and the seed as text, empty in a graph; and as a whole number below 2**31, so that sums are exact.
 
-    >>> place_of(torch.tensor(3), torch.tensor(0))
+    In a graph for an accelerator the number is 0: every run would copy both there.
+
+    >>> place_of(torch.tensor(3), torch.tensor(0), torch.device("cpu"))
     (', step=3, seed=0', 3)
     """
+    if is_tracing() and device.type != "cpu":
+        return "", 0
     first, second = (step, seed) if is_tracing() else (int(step), int(seed))
     text = "" if is_tracing() else f", step={first}, seed={second}"
     return text, (first + second % _MOST * _SPREAD) % _MOST

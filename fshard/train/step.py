@@ -243,7 +243,7 @@ def train_step(
         if in_place:
             _check_unshared((params.trainable, state.opt_state), (batch, *args))
         # made in here, so that `captures` finds the loss function among what this function reads
-        at, place = place_of(state.step, state.rng)
+        at, place = place_of(state.step, state.rng, device_of(params))
         recipe = Recipe(
             *(loss_fn, accumulate, by, reduce_once, has_aux, with_extra, clip_norm, skip_labels, in_place),
             built + at,
