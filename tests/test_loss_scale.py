@@ -501,6 +501,7 @@ def by_hand(mesh: Any, partition: str, given: bool, tx: Any, labels: Any, jitted
     return params, scaler.value.item()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("partition", ["flat", "leaf"])
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (2, 2)])
@@ -587,6 +588,7 @@ BETWEEN: dict[str, tuple[Callable[[Any], Any], bool]] = {
 as_graph = functools.partial(fshard.jit, backend="eager")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_refuse_what_is_refused_eagerly(kind, between):
@@ -807,6 +809,7 @@ def emptied(mesh: Any, scale: Any, accumulate: int, reduction: str, masked: bool
     return rows, state.params.tensors[0].isnan().any().item(), state.loss_scale.value.item()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("reduction", ["exact", "tree"])
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -466,6 +466,7 @@ def falling(count: Any) -> Any:
     return 0.1 * 0.9 ** (count + 1) / 3
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name in TAKE_TENSORS if "lr" in values_of(name)])
 def test_a_schedule_counts_in_float64(name):
     """A user's schedule would give float64 parameters a rate of 24 bits."""

@@ -305,6 +305,7 @@ def test_a_bucket_travels_while_the_next_is_updated(mesh, grads, elementwise):
     assert seen == [[3 * (grads == "local"), i] for i in range(3 if elementwise else 1)]
 
 
+@pytest.mark.sample(3)
 @on_ranks(2, TXS, WAYS)
 def test_nothing_given_is_changed(mesh, name, way):
     """Inputs keep their bits unless donated, and a skipped step changes nothing: otherwise a user's tensors would be
