@@ -34,10 +34,26 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sample(n): a slow test, of which one case in n is run (CONTRIBUTING.md)")
 
 
+MOST_OF_REST = 64  # cases of one test: some have hundreds, and CI has half an hour
+
+
+def _evenly(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """At most `MOST_OF_REST` cases of each test, evenly chosen, and the other cases."""
+    totals, seen = Counter(item.nodeid.split("[")[0] for item in items), Counter[str]()
+    chosen, others = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        name = item.nodeid.split("[")[0]
+        number, most, total = seen[name], min(MOST_OF_REST, totals[name]), totals[name]
+        seen[name] += 1
+        (chosen if (number + 1) * most // total > number * most // total else others).append(item)
+    return chosen, others
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked `cuda` without a GPU; of tests marked `sample(n)` keep one case in n.
 
-    With FSHARD_REST=1 keep only the others; all if asked for by name.
+    With FSHARD_REST=1 keep only the others, and at most `MOST_OF_REST` of one test, evenly chosen; all if asked for by
+    name, or with FSHARD_ALL=1.
     """
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
@@ -53,6 +69,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         in_sample = mark is None or counts[name] % mark.args[0] == 0
         counts[name] += 1
         (kept if in_sample != rest else left_out).append(item)
+    if rest:
+        kept, others = _evenly(kept)
+        left_out += others
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
