@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sample(n): a slow test, of which one case in n is run (CONTRIBUTING.md)")
 
 
-MOST_OF_REST = 64  # cases of one test: some have hundreds, and CI has half an hour
+MOST_OF_REST = 16  # cases of one test: some have hundreds, and CI has half an hour
 
 
 def _evenly(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
