@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,7 +23,24 @@ from fshard import tree
 from fshard.module import functionalize
 
 Forward = Callable[[Any, Tensor], Tensor]
+# The ways in which code finds the weight of a submodule.
+READS: dict[str, Callable[[nn.Module], Any]] = {
+    "parameters()": lambda m: next(m.parameters()),
+    "named_parameters()": lambda m: dict(m.named_parameters())["weight"],
+    "get": lambda m: m._parameters.get("weight"),
+    "items": lambda m: dict(m._parameters.items())["weight"],
+    "values": lambda m: next(iter(m._parameters.values())),
+    "state_dict()": lambda m: m.state_dict(keep_vars=True)["weight"],
+}
 CONTEXT: ContextVar[Any] = ContextVar("a parameter")
+
+
+class Reader(nn.Linear):
+    """A submodule that finds its weight in another way."""
+
+    def forward(self, x: Tensor, read: Callable[[nn.Module], Any]) -> Tensor:  # type: ignore[override]
+        """The product."""
+        return x @ read(self)
 
 
 class Codes(nn.Module):
@@ -34,6 +52,7 @@ class Codes(nn.Module):
         super().__init__()
         self.code = forward
         self.linear, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.reader = Reader(2, 2, bias=False)
         self.rows = nn.ParameterList([torch.randn(2) for _ in range(3)])
         self.named = nn.ParameterDict({"gain": torch.randn(2)})
         self.linear.weight.gain = 3.0
@@ -116,12 +135,15 @@ def all_runs(module: nn.Module, how: str) -> Any:
 # --- what is right ---
 
 
-def hooked(self: Any, x: Tensor) -> Tensor:
-    """A hook on the gradient of a parameter, where the parameter is read."""
-    weight = self.linear.weight
-    if weight.requires_grad:
-        weight.register_hook(lambda grad: grad * 2)
-    return x @ weight
+def of_listed(fn: Callable[[Tensor], Any]) -> Forward:
+    """What a function makes of a weight that `parameters` yields, where nothing is differentiated."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            factor = torch.as_tensor(fn(next(self.linear.parameters()))).sum()
+        return self.linear(x) * factor
+
+    return forward
 
 
 RIGHT: dict[str, Forward] = {
@@ -132,7 +154,7 @@ RIGHT: dict[str, Forward] = {
     "copy of a dict": lambda s, x: x * s.named.copy()["gain"],
     "list in a list": lambda s, x: x * nn.ParameterList(s.rows)[2],
     "data that is read": lambda s, x: s.linear(x) * s.linear.weight.data.sum() * next(s.parameters()).data.sum(),
-    "hook in a forward": hooked,
+    "requires_grad": lambda s, x: s.linear(x) * (2 if s.linear.weight.requires_grad else 5),
     "the same again": lambda s, x: setattr(s.linear, "weight", s.linear.weight) or s.linear(x),
     "functional_call": lambda s, x: functional_call(s.linear, {k: v * 2 for k, v in s.linear.named_parameters()}, x),
     "functional_call of itself": lambda s, x: functional_call(s.linear, dict(s.linear.named_parameters()), x),
@@ -142,7 +164,21 @@ RIGHT: dict[str, Forward] = {
     "functional_call again": lambda s, x: checkpoint(
         lambda x: functional_call(s.linear, {"bias": s.rows[0]}, x).exp(), x, use_reentrant=False
     ),
+    **{
+        f"functional_call, {name}": lambda s, x, read=read: (
+            functional_call(s.reader, {"weight": s.linear.weight * 2}, (x, read)) + s.reader(x, read)
+        )
+        for name, read in READS.items()
+    },
+    # what asks no class of tensors
+    "Variable": of_listed(torch.autograd.Variable),
+    "legacy constructor": of_listed(lambda p: torch.DoubleTensor(p)),
+    "vmap": of_listed(torch.vmap(torch.sin)),
+    "list": of_listed(lambda p: p.tolist()),
+    "numpy": of_listed(lambda p: p.numpy().copy()),
 }
+NOT_IN = {"torch.func": ["functional_call again", "Variable", "legacy constructor", "vmap", "list", "numpy"]}
+NOT_IN["jitted"] = ["Variable", "legacy constructor", "vmap", "list", "numpy"]
 
 
 @pytest.mark.sample(6)
@@ -150,8 +186,8 @@ RIGHT: dict[str, Forward] = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_code_computes_what_it_computes_in_the_module(name: str, how: str) -> None:
     """A forward that asks what its parameters are, or puts them elsewhere, would give other values, or no gradient."""
-    if (how, name) == ("torch.func", "functional_call again"):
-        pytest.skip("torch.func takes no checkpoints")
+    if name in NOT_IN.get(how, ()):
+        pytest.skip("an error, of torch or of ours")
     value, grads = expected(RIGHT[name], 2 if how in ("sharded", "jitted") else 1)
     for got, got_grads in all_runs(made(RIGHT[name]), how):
         torch.testing.assert_close(got, value)
@@ -207,6 +243,17 @@ class Twice(torch.autograd.Function):
         return grads[0] * 2
 
 
+def registering(name: str, listed: bool) -> Forward:
+    """A hook on the gradient of a weight."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight = next(self.linear.parameters()) if listed else self.linear.weight
+        getattr(weight, name)(lambda grad: None)
+        return self.linear(x)
+
+    return forward
+
+
 WRONG: dict[str, tuple[Forward, str]] = {
     "data set": (set_data, r"the module set (the data of )?its parameter 'linear\.weight'"),
     "data written to": (write_data, r"wrote .*'linear\.weight'"),
@@ -214,6 +261,26 @@ WRONG: dict[str, tuple[Forward, str]] = {
     "replaced": (replace, r"the module set its parameter 'linear\.weight' in its forward"),
     "deleted": (delete, r"the module set its parameter 'linear\.weight' in its forward"),
     "copied": (lambda s, x: copy.deepcopy(s.linear)(x), r"copied \(copy\.deepcopy\) its parameter 'linear\.weight'"),
+    **{
+        f"{name}, {'listed' if listed else 'read'}": (
+            registering(name, listed),
+            r"registered a hook on its parameter 'linear\.weight' .*: change the gradients",
+        )
+        for name in ("register_hook", "register_post_accumulate_grad_hook")
+        for listed in (False, True)
+    },
+    "requires_grad set": (
+        lambda s, x: s.linear.weight.requires_grad_(False) @ x.T,
+        r"set requires_grad of its parameter 'linear\.weight'",
+    ),
+    "given to torch.func": (
+        lambda s, x: x * torch.func.grad(lambda w: w.sin().sum())(next(s.linear.parameters())).sum(),
+        r"was given 'linear\.weight' from parameters\(\).*: give it the attribute",
+    ),
+    "given to vmap": (
+        lambda s, x: x @ torch.vmap(torch.sin)(next(s.linear.parameters())),
+        r"was given 'linear\.weight' from parameters\(\).*: give it the attribute",
+    ),
     "given to an autograd function": (
         lambda s, x: x * sum(Twice.apply(p).sum() for p in s.linear.parameters()),
         r"an autograd function was given 'linear\.(weight|bias)' from parameters\(\).*: give it the attribute",
@@ -344,6 +411,29 @@ def test_what_reads_or_runs_again_may_touch_buffers(name: str) -> None:
     torch.testing.assert_close(got, x.grad)
 
 
+def test_a_backward_in_the_thread_of_another_call_is_an_error() -> None:
+    """Nodes are numbered by thread: what runs again would read the parameters of the other call."""
+    apply, params, buffers = functionalize(made(again(lambda self, x: None, use_reentrant=False)))
+    results: list[Any] = []
+
+    def forward(factor: float) -> Tensor:
+        leaves = tree.map(lambda x: (x.detach() * factor).requires_grad_(), params)
+        results.append(apply(leaves, buffers, data(0))[0].sum())
+        return results[-1]
+
+    def backward_of_the_first() -> None:
+        forward(2.0)
+        with pytest.raises(RuntimeError, match="in a backward of another thread, and 2 calls may be meant"):
+            results[0].backward()
+        results.append("ended")
+
+    for target in (lambda: forward(1.0), backward_of_the_first):  # each numbers its nodes from the same number on
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    assert results[-1] == "ended"
+
+
 @pytest.mark.parametrize("add", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_parameters_are_an_error(add: str) -> None:
     """A hook that clips or masks a gradient would never run."""
@@ -402,6 +492,116 @@ def test_buffers_may_lie_in_one_memory_side_by_side() -> None:
     assert torch.equal(buffers["part1"], whole[:, 1:])
     module.register_buffer("last", whole[3])
     with pytest.raises(ValueError, match="buffer 'last' shares memory with 'part0'"):
+        functionalize(module)
+
+
+class Tied(nn.Module):
+    """A batch norm under two names, and two buffers that are one tensor, of which the second is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.b = nn.BatchNorm1d(2)
+        self.register_buffer("first", torch.zeros(1))
+        self.register_buffer("second", self.first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Both names are used."""
+        self.second += 1
+        return self.b(self.a(x)) + self.first
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_tied_buffers_have_one_value_under_all_names(calls: int) -> None:
+    """The second name would keep its first value, in the buffers and in a state dict."""
+    module, x = Tied(), torch.randn(5, 2)
+    apply, params, buffers = functionalize(copy.deepcopy(module))
+    sharded = fshard.shard_params(params, fshard.make_plan(params))
+    for _ in range(calls):
+        out, buffers = apply(params, buffers, x)
+        torch.testing.assert_close(out, module(x))
+    torch.testing.assert_close(apply.state_dict(sharded, buffers), module.state_dict())
+
+
+class Caching(nn.Linear):
+    """A module that keeps a result of its weight in evaluation, and drops it in training, as LeViT of timm."""
+
+    kept: Tensor | None = None
+
+    def train(self, mode: bool = True) -> "Caching":
+        """Drop what was kept."""
+        self.kept = None
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product with the weight that is kept."""
+        if self.training:
+            return super().forward(x)
+        self.kept = self.weight * 2 if self.kept is None else self.kept
+        return x @ self.kept
+
+
+@pytest.mark.parametrize("evaluated", [False, True])  # the module itself, before it is made a function
+def test_what_evaluation_keeps_is_of_its_own_call(evaluated: bool) -> None:
+    """The second evaluation would compute with the weights of the first."""
+    module, x = Caching(2, 2), torch.randn(3, 2)
+    apply, params, buffers = functionalize(module.train(not evaluated))
+    for factor in (1.0, 2.0, 3.0):
+        scaled = tree.map(lambda p, factor=factor: p.detach() * factor, params)
+        for function in (apply.eval, apply) if evaluated else (apply.eval,):
+            torch.testing.assert_close(function(scaled, buffers, x)[0], x @ scaled["weight"] * 2)
+
+
+NAMES = ["number", "path", "trains", "form", "stand", "calls", "is_buffer", "place"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_keep_what_the_module_has_put_on_them(name: str) -> None:
+    """A name of ours would take the place of the module's, or a buffer on a parameter keep its first value."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        for p in (self.linear.weight, next(self.linear.parameters())):
+            x = x * getattr(p, name) * p.kept
+        return x * getattr(self.kept, name) * next(self.buffers()).more
+
+    def setup(self: Any) -> None:
+        setattr(self.linear.weight, name, 2.0)
+        self.linear.weight.kept = self.kept
+        setattr(self.kept, name, 3.0)
+        self.kept.more = 5.0
+
+    apply, params, buffers = functionalize(made(forward, setup))
+    x = torch.ones(1, 2, dtype=torch.float64)
+    out, _ = apply(params, {"kept": buffers["kept"] * 7}, x)
+    torch.testing.assert_close(out - made(lambda s, x: 0 * x).other(x), x * (2 * 7) ** 2 * 3 * 5)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("units", [(), ("linear", "other")])
+def test_a_loss_reads_plain_tensors_beside_a_module(units: Any, jitted: bool) -> None:
+    """What the module's code is told of a parameter would be told to the loss: that it is a leaf without hooks."""
+    apply, params, buffers = functionalize(made(lambda s, x: s.linear(x)))
+    seen = []
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        out = apply(p, buffers, x)[0].sum()
+        weight = p["other"]["weight"]
+        seen.append(isinstance(weight, nn.Parameter))
+        weight.register_hook(lambda grad: grad * 2)
+        return out + weight.sum()
+
+    grads = fshard.value_and_grad(loss)
+    sharded = fshard.shard_params(params, fshard.make_plan(params, units=list(units) or None))
+    _, got = (fshard.jit(grads, backend="eager") if jitted else grads)(sharded, data(0))
+    assert not any(seen)
+    got_weight = fshard.gather_params(got)["other"]["weight"]
+    torch.testing.assert_close(got_weight, 2 * (data(0).sum(0).expand(2, 2) + 1))
+
+
+def test_parameters_with_common_elements_are_an_error() -> None:
+    """Two parameters that are views of one tensor would be two leaves, which an update moves apart."""
+    module = nn.Linear(2, 2)
+    module.register_parameter("first", nn.Parameter(module.weight.detach()[0]))
+    with pytest.raises(ValueError, match=r"parameter 'first' shares memory with 'weight': \.clone"):
         functionalize(module)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 # Private, here and below: torch has no public way to ask whether a transform is running, nor to leave it temporarily
 # (test_func_losses.py fails if torch removes these).
@@ -27,6 +28,15 @@ def inside() -> bool:
     (False, [1.0, 1.0])
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Whether a tensor is one of a transform that runs, and means nothing outside of it.
+
+    >>> torch.func.vmap(lambda x: x + is_wrapped(x))(torch.zeros(2)).tolist()
+    [1.0, 1.0]
+    """
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def aside() -> AbstractContextManager[Sequence[object]]:

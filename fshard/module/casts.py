@@ -25,7 +25,7 @@ from ..core import tree
 from ..core.lazy import Branch
 from ..sharding.precision import Policy, precision
 from .batch_norm import BATCH_NORMS
-from .skeleton import stands_in
+from .skeleton import place_of, stands_in
 
 # Paths of submodules, each with the dtype of its inputs, and that of its outputs if these are cast.
 Casts = tuple[tuple[str, torch.dtype, torch.dtype | None], ...]
@@ -49,8 +49,8 @@ def casts_of(
         _check_batch_norms(skeleton, computed, buffers)
     sizes = Counter[torch.dtype]()
     for stand in stands_in(skeleton):
-        if stand.form.is_floating_point():
-            sizes[precision(dtypes[stand.number][0], policy).compute] += 1 + stand.form.numel()
+        if place_of(stand).form.is_floating_point():
+            sizes[precision(dtypes[place_of(stand).number][0], policy).compute] += 1 + place_of(stand).form.numel()
     if not sizes:
         return ()
     around = sizes.most_common(1)[0][0]
@@ -71,7 +71,7 @@ def _asked(skeleton: nn.Module, path: str, dtypes: Sequence[torch.dtype], around
 
 def _computed(part: nn.Module, dtypes: Sequence[torch.dtype]) -> set[torch.dtype]:
     """The floating dtypes in which the parameters of a submodule are computed."""
-    return {dtypes[stand.number] for stand in stands_in(part) if stand.form.is_floating_point()}
+    return {dtypes[place_of(stand).number] for stand in stands_in(part) if place_of(stand).form.is_floating_point()}
 
 
 def _casting(
@@ -94,11 +94,13 @@ def _check_batch_norms(skeleton: nn.Module, dtypes: Sequence[torch.dtype], buffe
             continue
         tensors: dict[str, Any] = dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
         weight, mean = (tensors.get(name) for name in ("weight", "running_mean"))  # stands
-        if weight is not None and mean is not None and dtypes[weight.number] != buffers[mean.number]:
+        if weight is None or mean is None:
+            continue
+        computed, kept = dtypes[place_of(weight).number], buffers[place_of(mean).number]
+        if computed != kept:
             raise ValueError(
-                f"batch norm {path!r} would be computed in {dtypes[weight.number]}, and its running statistics are "
-                f"{buffers[mean.number]}: make_plan(policy=apply.policy(...)) keeps batch norms in float32; or cast "
-                "the buffers"
+                f"batch norm {path!r} would be computed in {computed}, and its running statistics are {kept}: "
+                "make_plan(policy=apply.policy(...)) keeps batch norms in float32; or cast the buffers"
             )
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from ..core.tree import Tree
 from .current import nodes_of
-from .skeleton import Stand
+from .skeleton import Stand, place_of
 
 _AS_IT_IS = "which a copy does not replace: make it a method, or give it these as arguments"
 
@@ -57,12 +57,12 @@ def check_memory(module: nn.Module, tensors: Mapping[int, object]) -> None:
             where = f"functionalize: {path or type(module).__name__!r}"
             raise TypeError(f"{where} was compiled by torch.jit, and reads its own tensors: functionalize it before")
     memory: dict[int, list[tuple[str, Tensor]]] = {}
-    for path, parameter in module.named_parameters():
-        _take(memory, parameter, path)
-    for path, buffer in module.named_buffers():
-        if other := _take(memory, buffer, path):
+    held: list[tuple[str, str, Tensor]] = [("parameter", *pair) for pair in module.named_parameters()]
+    for kind, path, tensor in [*held, *(("buffer", *pair) for pair in module.named_buffers())]:
+        if other := _take(memory, tensor, path):
             raise ValueError(
-                f"functionalize: buffer {path!r} shares memory with {other!r}: .clone() it, or register one of them"
+                f"functionalize: {kind} {path!r} shares memory with {other!r}: .clone() it, or register one of them, "
+                "under both names"
             )
     for where, name, x in _reached(module):
         if isinstance(x, Tensor) and id(x) not in tensors and (other := _sharing(memory, x)):
@@ -96,8 +96,8 @@ def check_graph(paths: Mapping[int, str], given: Tree, results: Tree, name: str)
             )
         if isinstance(leaf, Stand):
             raise ValueError(
-                f"{name}: an autograd function was given {leaf.path!r} from parameters(), a list or a closure, "
-                "where a copy holds no values: give it the attribute (self.weight)"
+                f"{name}: an autograd function was given {place_of(leaf).path!r} from parameters(), a list or a "
+                "closure, where a copy holds no values: give it the attribute (self.weight)"
             )
         following = {after for after, _ in node.next_functions if after is not None} - seen
         waiting += following
@@ -157,8 +157,7 @@ def _reached(module: nn.Module) -> Iterator[tuple[str, str, object]]:
                     continue
                 seen.add(id(x))
                 yield path or type(module).__name__, name, x
-                if not isinstance(x, Tensor):
-                    waiting += _referents(x)
+                waiting += [vars(x)] if isinstance(x, Tensor) else _referents(x)
 
 
 # Globals of Python are not looked through: what of them is used, `check_graph` sees.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..core.tracing import is_tracing
-from .skeleton import Stand, Weight, same_stands
+from .skeleton import Stand, Weight, place_of, same_stands
 
 Tensors = dict[str, Tensor]
 
@@ -40,14 +40,15 @@ def compile_again(part: Any) -> None:
         out, after = compiled(_read(params), given, args, kwargs)
         for name, stand in buffers.items():
             if after[name] is not given[name]:
-                stand.calls.current().set_buffer(stand.number, stand.path, after[name])
+                place = place_of(stand)
+                place.calls.current().set_buffer(place.number, place.path, after[name])
         return out
 
     vars(part)["forward"] = forward
 
 
 def _read(stands: Mapping[str, Stand]) -> Tensors:
-    read = {name: stand.read() for name, stand in stands.items()}
+    read = {name: place_of(stand).read() for name, stand in stands.items()}
     # dynamo knows no classes of ours
     return {name: x.as_subclass(Tensor) if isinstance(x, Weight) else x for name, x in read.items()}
 
@@ -66,6 +67,6 @@ def _without_stands(module: nn.Module) -> nn.Module:
     copied = copy.deepcopy(module, same_stands(module))
     for part in copied.modules():
         for kind in ("_parameters", "_buffers"):
-            stands = vars(part)[kind].items()
-            vars(part)[kind] = {name: x.form if isinstance(x, Stand) else x for name, x in stands}
+            stands = vars(part)[kind].stands.items()
+            vars(part)[kind] = {name: None if x is None else place_of(x).form for name, x in stands}
     return copied

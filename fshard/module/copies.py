@@ -27,7 +27,8 @@ class Copies:
     """Copies of a module without its tensors, each made when a call first needs it.
 
     What a forward assigns to attributes stays in the copy of its thread. While a graph is traced a call gets a new
-    copy, because it may keep fake tensors. Batch norms are synchronised: all, or those that torch's function converted.
+    copy, because it may keep fake tensors; so it does in evaluation, if a submodule has a `train()` of its own. Batch
+    norms are synchronised: all, or those that torch's function converted.
     """
 
     def __init__(
@@ -42,6 +43,11 @@ class Copies:
         check_memory(module, stands)
         self._skeletons = {True: skeleton(module, stands), False: in_eval_mode(skeleton(module, stands))}
         check_references(self.skeleton, module)
+        # an own `train()` may drop in training what a forward keeps in evaluation: results of one call's parameters
+        self._forgets = {
+            mode: any(type(part).train is not nn.Module.train and not part.training for part in copied.modules())
+            for mode, copied in self._skeletons.items()
+        }
         self._own = {path: weakref.ref(x) for path, x in params.items()}
         self._parametrized = any(isinstance(part, ParametrizationList) for part in module.modules())
         self._calls = calls
@@ -60,7 +66,7 @@ class Copies:
         if self._parametrized:
             check_uncached(self._calls.name)
         casts = self._casts_of(call)
-        if is_tracing():
+        if is_tracing() or self._forgets[training]:
             return self._made(training, casts)
         copies: dict[tuple[bool, Casts], nn.Module] = vars(self._of_thread).setdefault("copies", {})
         if (training, casts) not in copies:

@@ -43,12 +43,12 @@ class Call:
     def __init__(self, params: Leaves, buffers: Sequence[Tensor]):
         self.params = params
         self.buffers = buffers
-        self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # stands, and what the module put in their place
+        self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # places, and what the module put there
         self._copies: dict[int, Tensor] = {}  # of the buffers that were read
         self._touching = set[CodeType]()  # the code that read or wrote buffers in the forward
         self._returned = False
         self._nodes = (0, 0)  # the numbers of the first node made in the call, and of the first one after it
-        self.thread = get_ident()  # nodes are numbered by thread
+        self.thread = get_ident()  # nodes are numbered by thread; in a backward, that of the backward
 
     def buffer(self, number: int, path: str) -> Tensor:
         """A copy of a buffer, which the module may write to: the caller's buffer is not changed."""
@@ -80,19 +80,21 @@ class Call:
         engine.queue_callback(lambda: None if read._version == version else _refuse(path))
         return read
 
-    def new_buffers(self) -> list[Tensor]:
+    def new_buffers(self, ties: Sequence[int]) -> list[Tensor]:
         """The buffers after the call: the caller's own tensors where the module read and wrote nothing.
+
+        `ties` has for each buffer the number of the first that is the same tensor in the module: that one is read.
 
         A copy that was read counts as written to: batch norm writes without counting the version of a tensor up. What
         runs again in the backward reads copies of the new buffers, as in a module, and what it writes is dropped.
         """
-        self.buffers = [self._copies.get(number, old) for number, old in enumerate(self.buffers)]
+        self.buffers = [self._copies.get(number, old) for number, old in zip(ties, self.buffers, strict=True)]
         self._copies, self._returned = {}, True
         return list(self.buffers)
 
     def replaced(self) -> list[str]:
         """The paths of the parameters that the module has put other tensors in the place of."""
-        return [stand.path for stand, _ in self.put.values()]
+        return [place.path for place, _ in self.put.values()]
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -111,6 +113,10 @@ class Call:
         for node in nodes_of(results):
             metadata: dict[Any, Any] = node.metadata
             metadata[self] = None
+            node.register_prehook(self._begin_backward)
+
+    def _begin_backward(self, grads: object) -> None:
+        self.thread = get_ident()
 
 
 # Code that touches buffers for other code: the dicts and stands of a copy, `__getattr__` of torch and of its tracer.
@@ -148,10 +154,10 @@ def nodes_of(results: Tree) -> set[Any]:
 
 
 class Calls:
-    """The calls of one skeleton whose graphs are alive."""
+    """The calls of one skeleton whose graphs are alive; `ties` are those of its buffers."""
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, ties: Sequence[int]):
+        self.name, self.ties = name, ties
         self._alive: weakref.WeakSet[Call] = weakref.WeakSet()
 
     @contextmanager
@@ -168,26 +174,31 @@ class Calls:
 
     def current(self) -> Call:
         """The call that runs, or, in a backward that runs a part of a forward again, the call of that forward."""
+        call = self.found()
+        if call is None:
+            raise RuntimeError(
+                f"{self.name}: parameters were read outside of a call: those of the module are arguments of the "
+                "function that functionalize returned. Call that, and keep no submodule, parameter or generator of it; "
+                "with activation checkpointing, return a tensor, or a tree or object that holds one."
+            )
+        return call
+
+    def found(self) -> Call | None:
+        """As `current`; None outside of calls."""
         # Private: no public function tells which node a hook on saved tensors runs for, nor its number
         # (test_module.py notices when these go).
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         running = (_RUNNING.get() or {}).get(self)
+        if node is None:
+            return running
         # a forward may contain a backward: of another call, perhaps
-        made = [] if node is None else [call for call in list(self._alive) if call.made(node._sequence_nr())]
+        made = [call for call in list(self._alive) if call.made(node._sequence_nr())]
         # a backward on a GPU runs in a thread of its own, unless multithreading is off, as in `value_and_grad`
         calls = [call for call in made if call.thread == get_ident()] or made
-        if len(calls) == 1:
-            return calls[0]
-        if running is not None:
-            return running
-        if calls:
+        if len(calls) > 1 and running is None:
             raise RuntimeError(
                 f"{self.name}: a part of the forward runs again in a backward of another thread, and {len(calls)} "
                 "calls may be meant. Run the backward in the thread of the forward: with "
                 "torch.autograd.set_multithreading_enabled(False)"
             )
-        raise RuntimeError(
-            f"{self.name}: parameters were read outside of a call: those of the module are arguments of the function "
-            "that functionalize returned. Call that, and keep no submodule, parameter or generator of it; with "
-            "activation checkpointing, return a tensor, or a tree or object that holds one."
-        )
+        return calls[0] if len(calls) == 1 else running

@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from ..core import tree
 from ..core.arguments import check_flags, wrong
-from ..core.lazy import Branch
 from ..core.tree import Tree
 from ..layout.pieces import Parts
 from ..sharding.access import Leaves
@@ -25,15 +24,9 @@ from .checks import check_parameters
 from .copies import Copies
 from .current import Call, Calls
 from .initialize import Initializer
-from .skeleton import in_tree_order, nested, stands_for
+from .skeleton import in_tree_order, nested, stands_for, ties
 from .state_dict import StateDict
 from .submodules import Which, frozen_of, policy_for, units_of
-
-
-def _aliases(params: Tree) -> Tree:
-    """Views of a caller's tensors, which a call may give another class; containers that gather on access stay."""
-    with torch.enable_grad():  # what is read under no_grad may be used outside of it
-        return tree.map_tops(lambda x: x.view_as(x) if isinstance(x, Tensor) else x, Branch, params)
 
 
 class ModuleFunction:
@@ -57,13 +50,13 @@ class ModuleFunction:
             expected = "the parameters that a loss is given, or whole ones"
             remedy = "Call it in a loss (train_step, value_and_grad, evaluate), or gather_params first"
             raise TypeError(f"{name}: {wrong('params', params, expected, remedy)}")
-        leaves = Leaves(_aliases(params), self._params, f"{name}: params")
+        leaves = Leaves(params, self._params, f"{name}: params")
         call, versions = Call(leaves, self._listed(buffers)), leaves.versions()
         module = self._copies.copy_for(call, self._training)
         with self._calls.during(call):
             out = module(*args, **kwargs)
         self._check_unwritten(call, versions)
-        after = call.new_buffers()
+        after = call.new_buffers(self._calls.ties)
         self._copies.check(module, (params, args, kwargs), (out, after))
         call.stay_alive_with((out, after))
         return out, tree.unflatten(self._buffers, after)
@@ -206,7 +199,7 @@ def functionalize(
         if is_lazy(x):
             raise ValueError(f"functionalize: {path!r} has no shape yet: run the module once")
     check_parameters(params)
-    calls = Calls(type(module).__name__)
+    calls = Calls(type(module).__name__, ties(buffers))
     copies = Copies(module, stands_for(params, buffers, calls), params, calls, sync_batch_norm)
     trees = nested(params), nested(buffers)
     return ModuleFunction(copies, True, calls, *(tree.flatten(x)[1] for x in trees)), *trees

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.random import seeded_by
-from .skeleton import Slots, Stand
+from .skeleton import Slots, Stand, place_of
 
 
 class Initializer:
@@ -50,8 +50,8 @@ class Initializer:
         """A submodule with initialized tensors of its own, as the modules around it leave them."""
 
         def empty(stand: Stand) -> Tensor:
-            fill = start if _counts(stand.form) else torch.nan
-            return torch.full(stand.form.shape, fill, dtype=stand.form.dtype, device=self._device)
+            fill = start if _counts(place_of(stand).form) else torch.nan
+            return torch.full(place_of(stand).form.shape, fill, dtype=place_of(stand).form.dtype, device=self._device)
 
         part = _with_tensors(self._skeleton.get_submodule(path), empty)
         with seeded_by(self._seed, path, self._device), torch.no_grad():
@@ -93,7 +93,9 @@ def _with_tensors(part: nn.Module, make: Callable[[Stand], Tensor]) -> nn.Module
     vars(made).update(vars(part))
     for kind in ("_parameters", "_buffers"):
         stands: Slots = vars(part)[kind]
-        vars(made)[kind] = {name: stand if stand is None else _made(stand, make) for name, stand in stands.items()}
+        vars(made)[kind] = {
+            name: stand if stand is None else _made(stand, make) for name, stand in stands.stands.items()
+        }
     inside = {name: child if child is None else _with_tensors(child, _form) for name, child in part._modules.items()}
     vars(made)["_modules"] = inside
     return made
@@ -101,8 +103,8 @@ def _with_tensors(part: nn.Module, make: Callable[[Stand], Tensor]) -> nn.Module
 
 def _made(stand: Stand, make: Callable[[Stand], Tensor]) -> Tensor:
     x = make(stand)
-    return x if stand.is_buffer else nn.Parameter(x, requires_grad=stand.trains)
+    return x if place_of(stand).is_buffer else nn.Parameter(x, requires_grad=place_of(stand).trains)
 
 
 def _form(stand: Stand) -> Tensor:
-    return stand.form
+    return place_of(stand).form

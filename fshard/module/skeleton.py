@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ..core import tree
+from ..core import func_levels, tree
+from ..core.tracing import is_tracing
 from ..sharding.access import Leaves
 from .current import Call, Calls
 
@@ -26,13 +27,74 @@ from .current import Call, Calls
 _ATTRIBUTES = ("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta")
 _METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex")
 _FORM = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES} | {getattr(Tensor, name) for name in _METHODS}
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_FORM |= {torch.is_floating_point, torch.is_complex, torch.numel}
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
-_FORM |= {torch.is_floating_point, torch.is_complex, torch.numel}
 # Parameters are leaves of autograd in the module itself.
 _OF_LEAVES = {getattr(Tensor, name).__get__: value for name, value in (("is_leaf", True), ("grad_fn", None))}
+_REFUSED: dict[Any, str] = {
+    Tensor.data.__set__: "set the data of",  # type: ignore[attr-defined]
+    Tensor.register_hook: "registered a hook on",
+    Tensor.register_post_accumulate_grad_hook: "registered a hook on",
+}
+
+_NEW_VALUES = "return new values, or make it a buffer"
+
+
+class Place:
+    """Which parameter or buffer of a call a tensor of the copy stands for, and what the module knew of it."""
+
+    def __init__(self, calls: Calls, path: str, number: int, is_buffer: bool, x: Tensor):
+        self.calls, self.path, self.number, self.is_buffer = calls, path, number, is_buffer
+        self.form = torch.empty_like(x, device="meta")  # with the shape and dtype in the module
+        self.trains = x.requires_grad
+        self.attributes: dict[str, Any] = {}  # those that the module's code has put on it
+
+    def read(self) -> Tensor:
+        """The tensor of the current call; its unit is gathered."""
+        return self.read_from(self.calls.current())
+
+    def read_from(self, call: Call) -> Tensor:
+        """The tensor of a call; its unit is gathered."""
+        if self.is_buffer:
+            x = call.buffer(self.number, self.path)
+            vars(x).update(self.attributes)
+            return x
+        x = call.params.read(self.number)
+        for known in (x, vars(x).get("_worn", x)):
+            if vars(known).get("_place") is self:
+                return known
+        return self._worn(x, call.params.is_gathered(self.number))
+
+    def _worn(self, x: Any, is_gathered: bool) -> Tensor:
+        """What says that it is this parameter: a gathered leaf's view, which lives with it, or the call's own alias."""
+        worn = x
+        if is_gathered:  # whoever else reads the leaf reads a plain tensor
+            with func_levels.aside(), torch.enable_grad():
+                worn = x._worn = x.view_as(x)
+        kind: Any = type(x)
+        worn.__class__ = _weights(kind)
+        vars(worn).update(self.attributes, _place=self)
+        return worn
+
+    def like(self) -> Tensor:
+        """A tensor of the same form as that of the current call."""
+        call = self.calls.current()
+        return call.buffers[self.number] if self.is_buffer else call.params.like(self.number)
+
+    def train(self, x: Tensor, requires_grad: bool = True) -> Tensor:
+        """`x` itself, as when a parametrization is registered; ValueError for another `requires_grad` than it has."""
+        return x if requires_grad is self.trains else self.refuse("set requires_grad of")
+
+    def refuse(self, done: str) -> NoReturn:
+        """Raise ValueError for what a forward has done to the parameter."""
+        remedy = "change the gradients that value_and_grad returns" if "hook" in done else _NEW_VALUES
+        raise ValueError(f"{self.calls.name}: the module {done} its parameter {self.path!r} in its forward: {remedy}")
+
+
+def _refusing(done: str) -> Any:
+    return lambda self, *args, **kwargs: self._place.refuse(done)
 
 
 class Weight(nn.Parameter):
@@ -42,34 +104,23 @@ class Weight(nn.Parameter):
     it into other modules (a slice of a ParameterList). `.data` counts writes, so that they are noticed.
     """
 
-    stand: Stand
+    _place: Place
 
     is_leaf = property(lambda self: True)
     grad_fn = property(lambda self: None)
-    data = property(Tensor.detach, lambda self, value: self.stand.refuse("set the data of"))
+    data = property(Tensor.detach, _refusing("set the data of"))
+    requires_grad = property(lambda self: self._place.trains, lambda self, trains: self._place.train(self, trains))
+    register_hook = _refusing("registered a hook on")
+    register_post_accumulate_grad_hook = _refusing("registered a hook on")
+    __deepcopy__ = _refusing("copied (copy.deepcopy)")
 
-    def register_hook(self, hook: Callable[..., Any]) -> Any:
-        """Register a hook on the gradient with respect to what is read."""
-        return self._as_tensor(Tensor.register_hook, hook)
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
-        """RuntimeError of torch: no gradient is accumulated in it."""
-        return self._as_tensor(Tensor.register_post_accumulate_grad_hook, hook)
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Itself, or ValueError."""
+        return self._place.train(self, requires_grad)
 
     def set_(self, source: Any, *args: Any, **kwargs: Any) -> Any:
         """Do nothing for itself, as when a parametrization is registered; else ValueError."""
-        return self if source is self else self.stand.refuse("set the data of")
-
-    def _as_tensor(self, method: Callable[..., Any], hook: Callable[..., Any]) -> Any:
-        kind = type(self)
-        self.__class__ = kind.__mro__[kind.__mro__.index(nn.Parameter) + 1]  # torch asks for the true `grad_fn`
-        try:
-            return method(self, hook)
-        finally:
-            self.__class__ = kind
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.stand.refuse("copied (copy.deepcopy)")
+        return self if source is self else self._place.refuse("set the data of")
 
 
 @functools.cache
@@ -79,80 +130,83 @@ def _weights(kind: type[Tensor]) -> type[Weight]:
 
 
 class Stand(Tensor):
-    """Stands for a parameter or buffer of the current call (Note [Stands])."""
+    """Stands for a parameter or buffer of the current call (Note [Stands]); it has a shape and no memory."""
 
-    calls: Calls
-    path: str
-    number: int
-    is_buffer: bool
-    form: Tensor  # on meta, with the shape and dtype in the module
-    trains: bool
-    attributes: dict[str, Any]  # those that the module's code has put on its parameter
+    _place: Place
 
     @staticmethod
-    def of(calls: Calls, path: str, number: int, is_buffer: bool, x: Tensor) -> Stand:
-        """Stand for the parameter or buffer of this path and number, which is `x` in the module."""
-        stand = torch.empty(0, dtype=torch.float32, device="cpu").as_subclass(Stand)
-        stand.attributes = {} if is_buffer else dict(vars(x))
-        vars(stand).update(stand.attributes)
-        stand.calls, stand.path, stand.number, stand.is_buffer = calls, path, number, is_buffer
-        stand.form, stand.trains = torch.empty_like(x, device="meta"), x.requires_grad
+    def of(place: Place, x: Tensor) -> Stand:
+        """Stand for a place, where the module has `x`."""
+        # An autograd function takes a stand as it is: then the graph of its result ends at this one (`checks.py`)
+        requires_grad = place.trains and not place.is_buffer
+        # Private: no public function makes a tensor without memory (test_module.py notices when it goes)
+        stand: Stand = Tensor._make_wrapper_subclass(
+            Stand, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device, requires_grad=requires_grad
+        )
+        stand._place = place
         # Private: what isinstance(x, nn.Parameter) asks for (test_module.py notices when it goes)
-        stand._is_param = not is_buffer
-        with torch._C.DisableTorchFunctionSubclass():
-            # An autograd function takes a stand as it is: then the graph of its result ends at this one (`checks.py`)
-            stand.requires_grad_(stand.trains and not is_buffer)
+        stand._is_param = not place.is_buffer
         return stand
 
-    def read(self) -> Tensor:
-        """The tensor of the current call; its unit is gathered."""
-        return self.read_from(self.calls.current())
-
-    def read_from(self, call: Call) -> Tensor:
-        """The tensor of a call; its unit is gathered."""
-        return call.buffer(self.number, self.path) if self.is_buffer else self._worn(call.params.read(self.number))
-
-    def _worn(self, x: Any) -> Tensor:
-        """The same tensor, which says that it is this parameter."""
-        if not isinstance(x, Weight | Stand):
-            kind: Any = type(x)
-            x.__class__ = _weights(kind)
-            vars(x).update(self.attributes, stand=self)
-        return x
-
-    def refuse(self, done: str) -> NoReturn:
-        """Raise ValueError for what a forward has done to the parameter."""
-        raise ValueError(
-            f"{self.calls.name}: the module {done} its parameter {self.path!r} in its forward: return new values, or "
-            "make it a buffer"
-        )
-
-    def like(self) -> Tensor:
-        """A tensor of the same form as that of the current call."""
-        call = self.calls.current()
-        return call.buffers[self.number] if self.is_buffer else call.params.like(self.number)
+    def know(self, attributes: Mapping[str, Any], stands: Mapping[int, Stand]) -> None:
+        """Take over what the module's code has put on the tensor, with stands for tensors of the module."""
+        self._place.attributes = copy.deepcopy(dict(attributes), dict(stands))
+        vars(self).update(self._place.attributes)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func` with what the stands stand for."""
-        if func == _REQUIRES_GRAD:
-            return args[0].trains
-        if func in _OF_LEAVES and not args[0].is_buffer:
-            return _OF_LEAVES[func]
-        if func == _SET_DATA:
-            args[0].refuse("set the data of")
-        if func in _SET_REQUIRES_GRAD:
-            args[0].refuse("set requires_grad of")
+        place = args[0]._place if args and isinstance(args[0], Stand) else None
+        if place is not None and func == _REQUIRES_GRAD:
+            return place.trains
+        if place is not None and not place.is_buffer:
+            if func in _OF_LEAVES:
+                return _OF_LEAVES[func]
+            if func in _SET_REQUIRES_GRAD:
+                return place.train(*args, **(kwargs or {}))
+            if func in _REFUSED:
+                place.refuse(_REFUSED[func])
         form = func in _FORM
-
-        def current(x: Any) -> Any:
-            return (x.like() if form else x.read()) if isinstance(x, Stand) else x
-
-        args, kwargs = tree.map_tops(current, Stand, (args, kwargs or {}))
+        args, kwargs = tree.map_tops(lambda x: _current(x, form), Stand, (args, kwargs or {}))
         return args[0].data if func == _DATA else func(*args, **kwargs)  # `Weight.data` is not torch's
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """The same for what asks no class of tensors, as torch.vmap: right where nothing is differentiated."""
+        differentiated = torch.is_grad_enabled() and func is not torch.ops.aten.detach.default
+
+        def current(x: Any) -> Any:
+            if not isinstance(x, Stand):
+                return x
+            place = x._place
+            lost = differentiated and place.trains and not place.is_buffer
+            with torch.overrides.enable_reentrant_dispatch():  # a gather is recorded, if this is the first read
+                read = place.read()
+            if lost or is_tracing() or func_levels.is_wrapped(read):
+                raise ValueError(
+                    f"{place.calls.name}: an operator that asks no class of tensors (torch.func, torch.jit) was given "
+                    f"{place.path!r} from parameters(), a list or a closure, and would take it for a constant: give "
+                    "it the attribute (self.weight)"
+                )
+            return read
+
+        args, kwargs = tree.map_tops(current, Stand, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.refuse("copied (copy.deepcopy)")
+        self._place.refuse("copied (copy.deepcopy)")
+
+
+def place_of(stand: Any) -> Place:
+    """What a stand stands for."""
+    place: Place = stand._place
+    return place
+
+
+def _current(x: Any, form: bool) -> Any:
+    if not isinstance(x, Stand):
+        return x
+    return x._place.like() if form else x._place.read()
 
 
 class Slots(dict[str, Any]):
@@ -165,39 +219,63 @@ class Slots(dict[str, Any]):
         super().__init__(stands)
         self._deleted: dict[str, Stand] = {}
 
+    @property
+    def stands(self) -> dict[str, Stand | None]:
+        """The stands, whatever was put in their place."""
+        return dict(super().items())
+
     def __getitem__(self, name: str) -> Tensor | None:
         stand = super().__getitem__(name)
         if stand is None:
             return None
-        call = stand.calls.current()
-        _, value = call.put.get((id(self), name), (stand, stand)) if call.put else (stand, stand)
-        return value.read_from(call) if isinstance(value, Stand) else value
+        place = stand._place
+        call = place.calls.current()
+        value = call.put.get((id(self), name), (place, stand))[1] if call.put else stand
+        return place.read_from(call) if value is stand else _current(value, False)
+
+    def _listed(self, name: str, stand: Stand | None) -> Tensor | None:
+        """What stands in a place now, without a read."""
+        call = None if stand is None else stand._place.calls.found()
+        return stand if call is None else call.put.get((id(self), name), (stand, stand))[1]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dict: a stand, or what was put in its place."""
+        return self._listed(name, super().get(name)) if name in self else default
+
+    def items(self) -> Any:
+        """As of a dict: stands, or what was put in their place."""
+        return [(name, self._listed(name, stand)) for name, stand in super().items()]
+
+    def values(self) -> Any:
+        """As of a dict: stands, or what was put in their place."""
+        return [x for _, x in self.items()]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        stand = self.get(name, self._deleted.get(name))
+        stand = super().get(name, self._deleted.get(name))
         if stand is None or not isinstance(value, Tensor):
             raise ValueError(
                 f"the module set {name!r} in its forward, which was not there when it was made a function, or is no "
                 "tensor now: make buffers in __init__ (register_buffer), and return new values of parameters"
             )
-        call = stand.calls.current()
-        if stand.is_buffer:
-            call.set_buffer(stand.number, stand.path, value.read() if isinstance(value, Stand) else value)
+        place = stand._place
+        call = place.calls.current()
+        if place.is_buffer:
+            call.set_buffer(place.number, place.path, value._place.read() if isinstance(value, Stand) else value)
             return
         super().__setitem__(name, stand)
         self._deleted.pop(name, None)
-        call.put[id(self), name] = stand, value
-        if value is stand or getattr(value, "stand", None) is stand:
+        call.put[id(self), name] = place, value
+        if getattr(value, "_place", None) is place:
             del call.put[id(self), name]
 
     def __delitem__(self, name: str) -> None:
         stand = self.pop(name)
         if stand is not None:
             self._deleted[name] = stand
-            stand.calls.current().put[id(self), name] = stand, stand
+            stand._place.calls.current().put[id(self), name] = stand._place, stand
 
     def __deepcopy__(self, memo: Any) -> Slots:
-        return Slots({name: copy.deepcopy(stand, memo) for name, stand in self.items()})
+        return Slots({name: copy.deepcopy(stand, memo) for name, stand in super().items()})
 
 
 def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], calls: Calls) -> dict[int, Stand]:
@@ -205,8 +283,16 @@ def stands_for(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], call
     stands: dict[int, Stand] = {}
     for tensors, is_buffer in ((params, False), (buffers, True)):
         for number, (path, x) in enumerate(tensors.items()):
-            stands.setdefault(id(x), Stand.of(calls, path, number, is_buffer, x))
+            stands.setdefault(id(x), Stand.of(Place(calls, path, number, is_buffer, x), x))
+    for x in (*params.values(), *buffers.values()):
+        stands[id(x)].know(vars(x), stands)
     return stands
+
+
+def ties(tensors: Mapping[str, Tensor]) -> list[int]:
+    """For each tensor the number of the first that is the same."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(x), number) for number, x in enumerate(tensors.values())]
 
 
 def stands_in(part: nn.Module) -> list[Stand]:
@@ -259,7 +345,7 @@ class _Stands(Leaves):
     """The stands of a skeleton's parameters, by number, each for itself."""
 
     def __init__(self, skeleton: nn.Module):
-        self._stands = {stand.number: stand for stand in stands_in(skeleton)}
+        self._stands = {place_of(stand).number: stand for stand in stands_in(skeleton)}
 
     def read(self, number: int) -> Tensor:
         """The stand itself, which the copy has as well."""
@@ -267,7 +353,7 @@ class _Stands(Leaves):
 
     def like(self, number: int) -> Tensor:
         """A meta tensor with the form of the parameter."""
-        return self._stands[number].form
+        return place_of(self._stands[number]).form
 
 
 def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ..core.tree import Tree
 from ..sharding.names import Rename, renamed
 from ..sharding.sharded import Sharded
 from ..sharding.state_dict import load_with_buffers, state_dict
-from .skeleton import Stand
+from .skeleton import Stand, place_of
 
 
 class StateDict:
@@ -22,9 +22,10 @@ class StateDict:
     def __init__(self, skeleton: nn.Module, params: tree.Spec, buffers: tree.Spec):
         paths = tree.paths(params), tree.paths(buffers)
         # the module's own method: it knows which buffers are not kept, and its hooks may change names
-        stands = {name: x for name, x in skeleton.state_dict(keep_vars=True).items() if isinstance(x, Stand)}
-        # tied leaves have one stand, and names of their own
-        of_stand = {name: (x.is_buffer, paths[x.is_buffer][x.number]) for name, x in stands.items()}
+        state = skeleton.state_dict(keep_vars=True)
+        places = {name: place_of(x) for name, x in state.items() if isinstance(x, Stand)}
+        # tied leaves have one place, and names of their own
+        of_stand = {name: (x.is_buffer, paths[x.is_buffer][x.number]) for name, x in places.items()}
         self.leaves = {n: (old, n if n in paths[old] else path) for n, (old, path) in of_stand.items()}
         self.buffers = buffers
         # Private: no public name lists the hooks (test_initial.py notices when it goes)

@@ -168,6 +168,8 @@ def _dtypes(place: _At) -> tuple[torch.dtype, torch.dtype]:
 class Leaves:
     """The leaves of a loss's parameters by number: a read gathers the unit of that leaf, and no other unit.
 
+    Of tensors that a caller gave it returns views of its own, which may get another class.
+
     `policy` and `mesh` are those of the leaves that are not gathered yet, else those of the loss that runs.
     ValueError, which begins with `what` and says how they differ, for a tree that has not the structure `spec`.
     """
@@ -175,10 +177,12 @@ class Leaves:
     def __init__(self, params: Tree, spec: tree.Spec, what: str):
         without = placed(params)
         try:
-            self._sources: list[_At | Tensor] = tree.flatten_up_to(spec, without)
+            given: list[_At | Tensor] = tree.flatten_up_to(spec, without)
         except ValueError:
             expected = tree.unflatten(spec, [0] * spec.num_leaves)
             raise ValueError(f"{what}: {tree.difference(expected, without)}") from None
+        with torch.enable_grad():  # what is read under no_grad may be used outside of it
+            self._sources = [x if isinstance(x, _At) else x.view_as(x) for x in given]
         plan = next((x.tape.plan for x in self._sources if isinstance(x, _At)), None)
         self.policy, self.mesh = _LOSS.get() if plan is None else (plan.policy, plan.mesh)
 
@@ -186,6 +190,10 @@ class Leaves:
         """Return a leaf, gathered with its unit."""
         source = self._sources[number]
         return source.tape.leaf(source.number) if isinstance(source, _At) else source
+
+    def is_gathered(self, number: int) -> bool:
+        """Whether a read gathers: the tensor is then one that others read, too."""
+        return isinstance(self._sources[number], _At)
 
     def like(self, number: int) -> Tensor:
         """Return a tensor with a leaf's shape, dtype and device, whose values mean nothing; no unit is gathered."""
