@@ -57,8 +57,8 @@ def check_memory(module: nn.Module, tensors: Mapping[int, object]) -> None:
             where = f"functionalize: {path or type(module).__name__!r}"
             raise TypeError(f"{where} was compiled by torch.jit, and reads its own tensors: functionalize it before")
     memory: dict[int, list[tuple[str, Tensor]]] = {}
-    held: list[tuple[str, str, Tensor]] = [("parameter", *pair) for pair in module.named_parameters()]
-    for kind, path, tensor in [*held, *(("buffer", *pair) for pair in module.named_buffers())]:
+    parameters: list[tuple[str, str, Tensor]] = [("parameter", *pair) for pair in module.named_parameters()]
+    for kind, path, tensor in [*parameters, *(("buffer", *pair) for pair in module.named_buffers())]:
         if other := _take(memory, tensor, path):
             raise ValueError(
                 f"functionalize: {kind} {path!r} shares memory with {other!r}: .clone() it, or register one of them, "
