@@ -41,7 +41,7 @@ def loss(p: Tree, tokens: Tensor, dropout: float = 0.0) -> fshard.Mean:
     """Cross-entropy of predicting `(token + 1) % VOCAB` from each token: a `Mean` over tokens."""
     x = p["embed"][tokens]
     for b in p["blocks"]:
-        h = F.layer_norm(x, (x.shape[-1],), b["norm"])
+        h = F.layer_norm(x.to(b["norm"].dtype), (x.shape[-1],), b["norm"]).to(x.dtype)  # CUDA refuses two dtypes
         h = F.gelu(h @ b["w"] + b["b"]) @ b["v"]
         x = x + (F.dropout(h, dropout) if dropout else h) * b["gate"]
     losses = F.cross_entropy((x @ p["head"]).float().flatten(0, 1), ((tokens + 1) % VOCAB).flatten(), reduction="sum")

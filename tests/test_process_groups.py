@@ -222,6 +222,39 @@ def test_a_backend_without_memory_of_its_own() -> None:
         assert callable(getattr(torch._C._distributed_c10d.Backend, name))
 
 
+def test_memory_is_registered_when_there_is_a_communicator() -> None:
+    """NCCL refuses the memory before the first collective, and would never register it afterwards."""
+    done = list[str]()
+    backend = mock.Mock()
+    backend.allocate_tensor.side_effect = lambda *args, **kwargs: done.append("memory")
+    with (
+        mock.patch.object(process_groups, "dist") as stand_in,
+        mock.patch.object(process_groups, "_backend", return_value=backend),
+    ):
+        stand_in.get_rank.return_value, stand_in.get_world_size.return_value = 0, 9
+        stand_in.all_reduce.side_effect = lambda *args, **kwargs: done.append("collective")
+        ranks = process_groups.GroupRanks("shard", mock.Mock(), torch.device("cpu"))
+        for _ in range(2):
+            ranks.empty(3, torch.empty(0), lent=True)
+    assert done == ["collective", "memory", "memory"]
+
+
+FAULTS = {
+    "device": (torch.AcceleratorError, "device-side assert"),
+    "memory": (torch.OutOfMemoryError, "out of memory"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_of_the_device_is_no_lost_peer(kind: str) -> None:
+    """An index out of range in an embedding would be reported as a rank that has gone."""
+    error, words = FAULTS[kind]
+    work = mock.Mock()
+    work.wait.side_effect = error(words)
+    with pytest.raises(error, match=words):
+        process_groups.Works([work], []).wait()
+
+
 def same(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
     """Whether two lists of tensors are equal to the bit."""
     return all(x.dtype == y.dtype and torch.equal(bytes_of(x), bytes_of(y)) for x, y in zip(xs, ys, strict=True))

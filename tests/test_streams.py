@@ -391,6 +391,19 @@ def test_no_sum_overtakes_or_is_overtaken(name):
     assert found(name, DynamicLossScale(8.0)) == set()
 
 
+PLANS = {**STRATEGIES, "cast": {"policy": "compute=bf16", "whole": "**.b"}, "whole": {"whole": "**.b"}}
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_update_in_the_backward_overtakes_nothing(plan, clip_norm):
+    """The norm of the gradients would be read while it is overwritten, also that by which they are clipped."""
+    with streams() as ordered:
+        tx = optim.adamw(0.1)
+        train(made(HYBRID, PLANS[plan], tx), tx, {"donate": True, "in_backward": True, "clip_norm": clip_norm})
+    assert ordered.hazards == set()
+
+
 @pytest.mark.parametrize("name", ["two", "full", "int8", "fast"])
 def test_the_computation_waits_for_no_reduction(name):
     """A side stream waits for reductions and adds, the computation does not: otherwise the backward would wait for

@@ -128,9 +128,14 @@ class Works:
 
 @contextmanager
 def _answering(call: Call | str) -> Iterator[None]:
-    """Raise a MismatchError that names the collective where torch raises a RuntimeError."""
+    """Raise a MismatchError that names the collective where torch raises a RuntimeError.
+
+    Not for an error of the device, which any call raises that waits for it: no peer has gone.
+    """
     try:
         yield
+    except (torch.AcceleratorError, torch.OutOfMemoryError):
+        raise
     except RuntimeError as failure:
         reason = "a peer has gone, or did not answer within the process group's timeout"
         raise MismatchError(f"{reason}, in {call}: {failure}") from failure
@@ -192,7 +197,11 @@ class GroupRanks:
             return None
         backend = _backend(self._group, self.device)
         supports = getattr(backend, "supports_tensor_alloc", None)
-        return backend.allocate_tensor if supports is not None and supports(self.device) else None
+        if supports is None or not supports(self.device):
+            return None
+        # NCCL registers memory with a communicator, which the first collective makes
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self._group)
+        return backend.allocate_tensor
 
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Works:
         """Send `sends[p]` to rank p: by point-to-point messages on CPUs, by one all-to-all on other devices.

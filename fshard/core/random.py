@@ -225,4 +225,5 @@ define(
     "draw(Tensor state, str how, Tensor[] by, float[] numbers, Tensor like) -> (Tensor, Tensor)",
     draw,
     lambda state, how, by, numbers, like: (drawn_like(how, like), torch.empty_like(state)),
+    exact=True,  # the order in which a tensor is filled follows its strides
 )

@@ -58,13 +58,16 @@ def _node_of(x: Tensor) -> Node | None:
 _LIBRARY = torch.library.Library("fshard", "DEF")
 
 
-def define(schema: str, run: Callable[..., object], shapes: Callable[..., object]) -> None:
+def define(schema: str, run: Callable[..., object], shapes: Callable[..., object], exact: bool = False) -> None:
     """Define the operator `torch.ops.fshard.<name>`: `run` implements it, `shapes` returns fake results.
 
-    The tags tell compilers not to merge two calls with equal arguments, not to run a call while compiling, and not to
-    change the layout of an argument: they would copy it for each node, and `wait` would keep a copy of what is sent.
+    The tags tell compilers not to merge two calls with equal arguments, not to run a call while compiling, not to put
+    it into a CUDA graph, which would repeat a collective without its Python, and not to change the layout of an
+    argument: they would copy it for each node, and `wait` would keep a copy of what is sent. With `exact` they give
+    every argument the strides that it has in the trace.
     """
-    _LIBRARY.define(schema, tags=[torch.Tag.nondeterministic_seeded, torch.Tag.flexible_layout])
+    layout = torch.Tag.needs_exact_strides if exact else torch.Tag.flexible_layout
+    _LIBRARY.define(schema, tags=[torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe, layout])
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fshard::{name}", shapes, lib=_LIBRARY)

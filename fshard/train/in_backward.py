@@ -161,21 +161,22 @@ class Squares:
     def __init__(self, params: Sharded):
         self._plan = params.plan
         self._dtype = max((wide(row.dtype) for row in params.trainable.tensors), key=lambda dtype: dtype.itemsize)
-        # float64, 0-d: of leaves that every rank holds, which count once, and of others
-        self._shared = self._cut = torch.zeros((), dtype=torch.float64, device=self._plan.device)
+        # float64, 0-d: of leaves that every rank holds, which count once, and of others. On GPUs a square sum is made
+        # on the stream of sums: one that was dropped there would be overwritten by the computation while it is read.
+        self._shared, self._cut = list[Tensor](), list[Tensor]()
 
     def add(self, unit: int, kind: int, total: Tensor) -> None:
         """Add the squares of the gradients of one unit and kind."""
-        if self._plan.over(self._plan.grads_over, kind):
-            self._cut = self._cut + square_sum(total)
-        else:
-            self._shared = self._shared + square_sum(total)
+        is_cut = self._plan.over(self._plan.grads_over, kind)
+        (self._cut if is_cut else self._shared).append(square_sum(total))
 
     def norm(self) -> Tensor:
         """The 2-norm over all ranks: 0-d, from one collective."""
         plan = self._plan
-        cut = primitives.total(self._cut, plan.live_mesh(), plan.grads_over, label="norm")
-        return (self._shared + cut).sqrt().to(self._dtype)
+        none = torch.zeros((), dtype=torch.float64, device=plan.device)
+        shared, mine = (torch.stack([none, *squares]).sum() for squares in (self._shared, self._cut))
+        cut = primitives.total(mine, plan.live_mesh(), plan.grads_over, label="norm")
+        return (shared + cut).sqrt().to(self._dtype)
 
 
 @dataclass(frozen=True)
