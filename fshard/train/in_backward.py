@@ -174,8 +174,8 @@ class Squares:
         """The 2-norm over all ranks: 0-d, from one collective."""
         plan = self._plan
         none = torch.zeros((), dtype=torch.float64, device=plan.device)
-        shared, mine = (torch.stack([none, *squares]).sum() for squares in (self._shared, self._cut))
-        cut = primitives.total(mine, plan.live_mesh(), plan.grads_over, label="norm")
+        shared, cut = (torch.stack([none, *squares]).sum() for squares in (self._shared, self._cut))
+        cut = primitives.total(cut, plan.live_mesh(), plan.grads_over, label="norm")
         return (shared + cut).sqrt().to(self._dtype)
 
 
