@@ -130,3 +130,37 @@ def test_what_cannot_be_started_early() -> None:
             fshard.evaluate(lambda p, x: prefetch(p, "experts"))(sharded, batch_of(0))
 
     simulated(job, shard=2)
+
+
+WHICH = {"all": range(5), "none": (), "every other": (0, 2, 4), "the last": (4,), "the first": (0,)}
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+@pytest.mark.parametrize("which", WHICH)
+def test_the_backward_gathers_ahead_also_under_checkpoints(which: str, prefetch: int | None) -> None:
+    """Each gather of the backward would begin when the computation needs it."""
+
+    def loss(p: Any, x: torch.Tensor) -> fshard.Mean:
+        x = x * p["scale"].sin()
+        for i in range(5):
+            block = partial(lambda x, i: apply_block(p["blocks"][i], x), i=i)
+            x = checkpoint(block, x, use_reentrant=False) if i in WHICH[which] else block(x)
+        return mean(x * p["head"])
+
+    def job(mesh: Any) -> list[Any]:
+        logged, params = Logged(mesh), chain_params(5)
+        plan = fshard.make_plan(params, logged, units=["blocks.*"], prefetch=prefetch)
+        sharded = fshard.shard_params(params, plan)
+        logged.log.clear()
+        fshard.value_and_grad(loss)(sharded, batch_of(0))
+        return logged.log[at(logged.log, "start", "all_reduce", "loss")[0] :]
+
+    for log in simulated(job, shard=2):
+        again = [label for what, kind, label in log if (what, kind) == ("start", "all_gather") and "blocks" in label]
+        assert again == [f"blocks.{i}" for i in reversed(range(5))]
+        for i in range(4):
+            assert at(log, "start", "all_gather", f"blocks.{i}") < at(log, "start", "reduce_scatter", f"blocks.{i + 1}")
+        held = 0  # gathers that were started, and whose unit has no gradients yet
+        for what, kind, label in log:
+            held += (what == "start") * ("blocks" in label) * ((kind == "all_gather") - (kind == "reduce_scatter"))
+            assert held <= 1 + (prefetch or 1)

@@ -7,10 +7,11 @@ Note [Tensors of a step]
     gathered a second time: what all units read may be declared before them. Other buffers live as long as the
     user's function keeps a leaf of them. When autograd saves a view of a gathered buffer, the tape stores the place of
     the view instead (`SavedView`), so saving keeps no buffer alive. In the backward the first use of a place of a unit
-    gathers the unit again, and the last use drops it. The backward begins with the unit that was saved last: if its
-    buffer is in memory when the forward ends, it stays. Of units with another `Unit.kept` more stays (Note [What stays
-    of a unit] in `kept.py`). Which collectives run depends on the program alone, never on when memory is freed, so
-    ranks that run the same function issue the same collectives.
+    gathers the unit again, and the last use drops it. A unit that is read in an activation checkpoint is gathered again
+    when that runs again. The backward begins with the unit that was saved, or read in a checkpoint, last: if its buffer
+    is in memory when the forward ends, it stays. Of units with another `Unit.kept` more stays (Note [What stays of a
+    unit] in `kept.py`). Which collectives run depends on the program alone, never on when memory is freed, so ranks
+    that run the same function issue the same collectives.
 
 Note [Reverse mode inside a loss]
     torch.func.grad, vjp, jacrev and hessian refuse to start while hooks on saved tensors are on. Nothing tells
@@ -42,7 +43,7 @@ from .arrivals import Arrivals
 from .gradients import Gradients, Reductions, settle
 from .handing import Handing
 from .kept import Buffers, Kept
-from .saved import Owners, SavedTensor, SavedView
+from .saved import Owners, SavedTensor, SavedView, in_checkpoint
 from .schedule import Reads, schedule
 from .sharded import Sharded
 from .units import select_units
@@ -76,7 +77,7 @@ class Tape:
         self._touched: set[int] = set()
         self._staying = {self.plan.root}  # units whose buffers stay until the forward ends
         self._owners = Owners()
-        self._saved: dict[int, int] = {}  # the number of saved places of each unit, the unit saved last at the end
+        self._saved: dict[int, int] = {}  # the number of saved places of each unit
         self._again: dict[int, Buffers] = {}  # gathered again for the backward
         self._to_come: dict[int, None] = {}  # the units that the backward will gather again, the next one last
         self._reductions = Reductions(self.plan)
@@ -140,6 +141,10 @@ class Tape:
         leaves = self._gathered.get(unit)
         if leaves is None:
             leaves = self._gather(unit)
+        # without a unit that trains, this or an earlier one, a checkpoint has nothing to run again for
+        trains = self._anchors.units() or self._schedule.entries[unit].trained
+        if trains and self._regather and not self._backward and in_checkpoint():
+            self._comes_last(unit)
         if self._into is None:
             return leaves
         self._gradless |= not torch.is_grad_enabled()
@@ -163,6 +168,9 @@ class Tape:
         self._touched.add(unit)
         if self._into is None:
             self._keep(unit)
+        if self._backward and unit == next(reversed(self._to_come), None):  # a checkpoint runs again, in order
+            del self._to_come[unit]
+            self._arrivals.ahead(unit, self._before())
         if self._makes_buffers and not self._backward:
             following = range(unit + 1, min(unit + 1 + self._arrivals.most, self._params.view.units[1]))
             self._arrivals.ahead(unit, [u for u in following if u not in self._touched])
@@ -241,6 +249,7 @@ class Tape:
             tape._regather = False
             tape._kept.keep_all()
             tape._saved.clear()
+            tape._to_come.clear()
             tape._touched.clear()
         return self.forward_once(loss)
 
@@ -263,9 +272,8 @@ class Tape:
         self._arrivals.drop()
         self._kept.end(self._saved)
         self._backward = True
-        first = next(reversed(self._saved), None)
+        first = next(reversed(self._to_come), None)
         self._full = {unit: x for unit, x in self._full.items() if unit == first}
-        self._to_come = dict.fromkeys(self._saved)
         # a unit that is in memory takes the place of one of several stages
         self._arrivals.ahead(first, islice(self._before(), self._arrivals.stages - len(self._full) or None))
 
@@ -289,8 +297,14 @@ class Tape:
         if place is None:
             return SavedTensor.of(x)
         unit = place[0]
-        self._saved[unit] = self._saved.pop(unit, 0) + 1  # moved to the end: the unit saved last
+        self._saved[unit] = self._saved.get(unit, 0) + 1
+        self._comes_last(unit)
         return SavedView(self, *place)
+
+    def _comes_last(self, unit: int) -> None:
+        """Note that the backward gathers a unit again before those that were noted earlier."""
+        self._to_come.pop(unit, None)
+        self._to_come[unit] = None
 
     def unpack(self, saved: object) -> Tensor:
         """Return the tensor that `pack` was given. Dual: `pack`."""
@@ -328,6 +342,8 @@ class Tape:
         self._reached[unit] = all(grad is not None for grad in grads)
         if unit not in self._saved:
             self._kept.drop(unit)
+            for by_unit in (self._gathered, self._bound, self._full):  # of a checkpoint that ran again
+                by_unit.pop(unit, None)
         self._reductions.make_room(unit)
         self._reductions.join()  # what the sums before have read is free for the next buffer
         for part, begin, end in self._schedule.entries[unit].reduced:
