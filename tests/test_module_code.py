@@ -522,6 +522,89 @@ def test_tied_buffers_have_one_value_under_all_names(calls: int) -> None:
     torch.testing.assert_close(apply.state_dict(sharded, buffers), module.state_dict())
 
 
+OLD: dict[str, Callable[[nn.Module], Any]] = {
+    "attribute": lambda m: m.k,
+    "_buffers": lambda m: m._buffers["k"],
+    "buffers()": lambda m: next(m.buffers()),
+    "named_buffers()": lambda m: dict(m.named_buffers())["k"],
+    "state_dict()": lambda m: m.state_dict()["k"],
+    "in place": lambda m: next(m.buffers()).add_(1),
+}
+
+
+class Replaced(nn.Module):
+    """A module that reads a buffer, puts another tensor in its place, and computes with both."""
+
+    def __init__(self, read: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.read = read
+        self.register_buffer("k", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The difference is lost if the first is the second."""
+        old = self.read(self)
+        self.k = self.k * 3
+        return x * old - self.k * next(self.buffers())
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_what_was_read_of_a_buffer_stays_when_another_is_put_in_its_place(name: str) -> None:
+    """What `buffers()` gave before would have the value of the new buffer."""
+    module, x = Replaced(OLD[name]), torch.randn(3, 2)
+    apply, params, buffers = functionalize(copy.deepcopy(module))
+    for _ in range(2):
+        out, buffers = apply(params, buffers, x)
+        torch.testing.assert_close(out, module(x))
+        torch.testing.assert_close(buffers, dict(module.named_buffers()))
+
+
+class Pair(nn.Module):
+    """Two submodules with one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+        self.b.running_mean = self.a.running_mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Both in evaluation, so that the running mean counts."""
+        return self.b.eval()(x) + 2 * self.a.eval()(x)
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("path", ["a.running_mean", "b.running_mean"])
+def test_functional_call_with_another_tied_buffer(path: str, ties: bool) -> None:
+    """The buffer would keep the value that it had for a while, under all its names."""
+
+    class Outer(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            given = {path.replace("a.", "0.").replace("b.", "1."): torch.full((2,), 5.0)}
+            pair = nn.Sequential(self.a.eval(), self.b.eval())
+            return functional_call(pair, given, (x,), tie_weights=ties) + super().forward(x)
+
+    module, x = Outer(), torch.randn(3, 2)
+    apply, params, buffers = functionalize(copy.deepcopy(module))
+    for _ in range(2):
+        out, buffers = apply(params, buffers, x)
+        torch.testing.assert_close(out, module(x))
+    sharded = fshard.shard_params(params, fshard.make_plan(params))
+    torch.testing.assert_close(apply.state_dict(sharded, buffers), module.state_dict())
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_tied_buffer_that_becomes_two_is_an_error(name: str) -> None:
+    """Both names would have the new value, or at the next call one value again."""
+
+    class Unties(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            self.get_submodule(name).running_mean = x.mean(0)
+            return super().forward(x)
+
+    apply, params, buffers = functionalize(Unties())
+    with pytest.raises(ValueError, match=r"'b\.running_mean' are one tensor in the module"):
+        apply(params, buffers, torch.randn(3, 2))
+
+
 class Caching(nn.Linear):
     """A module that keeps a result of its weight in evaluation, and drops it in training, as LeViT of timm."""
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..core.tracing import is_tracing
-from .skeleton import Stand, Weight, place_of, same_stands
+from .skeleton import Slots, Stand, Weight, place_of, same_stands
 
 Tensors = dict[str, Tensor]
 
@@ -30,21 +30,25 @@ def compile_again(part: Any) -> None:
         vars(part)["forward"] = original
         return
     params = {name: x for name, x in original.named_parameters(remove_duplicate=False) if isinstance(x, Stand)}
-    buffers = {name: x for name, x in original.named_buffers(remove_duplicate=False) if isinstance(x, Stand)}
+    slots = {name: _slots_of(original, name) for name, _ in original.named_buffers(remove_duplicate=False)}
     compiled = part.dynamo_ctx(_function_of(_without_stands(original)))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if is_tracing():
             return original(*args, **kwargs)
-        given = _read(buffers)
+        given = {name: buffers[last] for name, (buffers, last) in slots.items()}
         out, after = compiled(_read(params), given, args, kwargs)
-        for name, stand in buffers.items():
+        for name, (buffers, last) in slots.items():
             if after[name] is not given[name]:
-                place = place_of(stand)
-                place.calls.current().set_buffer(place.number, place.path, after[name])
+                buffers[last] = after[name]
         return out
 
     vars(part)["forward"] = forward
+
+
+def _slots_of(module: nn.Module, name: str) -> tuple[Slots, str]:
+    path, _, last = name.rpartition(".")
+    return vars(module.get_submodule(path))["_buffers"], last
 
 
 def _read(stands: Mapping[str, Stand]) -> Tensors:

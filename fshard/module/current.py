@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import get_ident
@@ -44,25 +44,29 @@ class Call:
         self.params = params
         self.buffers = buffers
         self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # places, and what the module put there
-        self._copies: dict[int, Tensor] = {}  # of the buffers that were read
+        self._copies: dict[object, Tensor] = {}  # of the buffers that were read
+        self._after: dict[object, Tensor] = {}  # what was put in the place of buffers, once the call has returned
         self._touching = set[CodeType]()  # the code that read or wrote buffers in the forward
         self._returned = False
         self._nodes = (0, 0)  # the numbers of the first node made in the call, and of the first one after it
         self.thread = get_ident()  # nodes are numbered by thread; in a backward, that of the backward
 
-    def buffer(self, number: int, path: str) -> Tensor:
+    def buffer(self, number: int, path: str, where: tuple[int, str] | None = None) -> Tensor:
         """A copy of a buffer, which the module may write to: the caller's buffer is not changed."""
+        key, old = (where, self._after[where]) if where in self._after else (number, self.buffers[number])
         if self._is_hook():
-            return self._read_only(number, path)
-        if number not in self._copies:
-            self._copies[number] = self.buffers[number].clone()
-        return self._copies[number]
+            return self._read_only(old, path)
+        if key not in self._copies:
+            self._copies[key] = old.clone()
+        return self._copies[key]
 
-    def set_buffer(self, number: int, path: str, value: Tensor) -> None:
-        """Replace a buffer: the caller finds it among the new buffers."""
+    def set_buffer(self, where: tuple[int, str], place: Any, value: Tensor) -> None:
+        """Put a tensor in a place of a buffer, and nothing in the other places of a tied one."""
         if self._is_hook():
-            _refuse(path)
-        self._copies[number] = value
+            _refuse(place.path)
+        self.put[where] = place, value
+        if value is self._copies.get(place.number):  # functional_call puts back what it has replaced
+            del self.put[where]
 
     def _is_hook(self) -> bool:
         """Whether a hook of the backward touches a buffer now (Note [Hooks of a backward])."""
@@ -71,30 +75,34 @@ class Call:
             self._touching.add(code)
         return code not in self._touching
 
-    def _read_only(self, number: int, path: str) -> Tensor:
+    def _read_only(self, buffer: Tensor, path: str) -> Tensor:
         """A copy of a new buffer; ValueError at the end of the backward if it was written to."""
-        read = self.buffers[number].clone()
+        read = buffer.clone()
         version = read._version  # private, as `Leaves.versions` says
         # Private: nothing public runs at the end of a backward (test_module_code.py notices when it goes)
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: None if read._version == version else _refuse(path))
         return read
 
-    def new_buffers(self, ties: Sequence[int]) -> list[Tensor]:
+    def new_buffers(self, ties: Sequence[int], replaced: Mapping[int, Tensor]) -> list[Tensor]:
         """The buffers after the call: the caller's own tensors where the module read and wrote nothing.
 
         `ties` has for each buffer the number of the first that is the same tensor in the module: that one is read.
+        `replaced` are tensors that the module put in the places of buffers.
 
         A copy that was read counts as written to: batch norm writes without counting the version of a tensor up. What
         runs again in the backward reads copies of the new buffers, as in a module, and what it writes is dropped.
         """
-        self.buffers = [self._copies.get(number, old) for number, old in zip(ties, self.buffers, strict=True)]
-        self._copies, self._returned = {}, True
+        kept = [self._copies.get(number, old) for number, old in zip(ties, self.buffers, strict=True)]
+        self.buffers = [replaced.get(number, x) for number, x in enumerate(kept)]
+        self._after = {where: value for where, (place, value) in self.put.items() if place.is_buffer}
+        self.put, self._copies, self._returned = {}, {}, True
         return list(self.buffers)
 
     def replaced(self) -> list[str]:
-        """The paths of the parameters that the module has put other tensors in the place of."""
-        return [place.path for place, _ in self.put.values()]
+        """The paths of parameters in whose places the module has put other tensors, and of what it has deleted."""
+        put = self.put.values()
+        return [place.path for place, x in put if not place.is_buffer or getattr(x, "_place", None) is place]
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from .checks import check_parameters
 from .copies import Copies
 from .current import Call, Calls
 from .initialize import Initializer
-from .skeleton import in_tree_order, nested, stands_for, ties
+from .skeleton import Stand, in_tree_order, nested, stands_for, ties
 from .state_dict import StateDict
 from .submodules import Which, frozen_of, policy_for, units_of
 
@@ -55,11 +55,24 @@ class ModuleFunction:
         module = self._copies.copy_for(call, self._training)
         with self._calls.during(call):
             out = module(*args, **kwargs)
+            replaced = self._replaced(module) if call.put else {}
         self._check_unwritten(call, versions)
-        after = call.new_buffers(self._calls.ties)
+        after = call.new_buffers(self._calls.ties, replaced)
         self._copies.check(module, (params, args, kwargs), (out, after))
         call.stay_alive_with((out, after))
         return out, tree.unflatten(self._buffers, after)
+
+    def _replaced(self, module: nn.Module) -> dict[int, Tensor]:
+        """What the forward has put in the places of buffers, by number; ValueError if a tied buffer is two now."""
+        now, paths = dict(module.named_buffers(remove_duplicate=False)), tree.paths(self._buffers)
+        new = {i: now[path] for i, path in enumerate(paths) if path in now and not isinstance(now[path], Stand)}
+        for i, first in enumerate(self._calls.ties):
+            if new.get(i) is not new.get(first):
+                raise ValueError(
+                    f"{self._calls.name}: buffers {paths[first]!r} and {paths[i]!r} are one tensor in the module, and "
+                    "its forward set one of them to another: set both, or write to it in place"
+                )
+        return new
 
     def _check_unwritten(self, call: Call, before: list[int | None]) -> None:
         """Raise ValueError if the forward set parameters, or wrote to whole ones; a tape checks those it gathers."""

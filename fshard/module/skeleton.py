@@ -55,10 +55,10 @@ class Place:
         """The tensor of the current call; its unit is gathered."""
         return self.read_from(self.calls.current())
 
-    def read_from(self, call: Call) -> Tensor:
-        """The tensor of a call; its unit is gathered."""
+    def read_from(self, call: Call, where: tuple[int, str] | None = None) -> Tensor:
+        """The tensor of a call; its unit is gathered. `where` tells apart the places of a buffer."""
         if self.is_buffer:
-            x = call.buffer(self.number, self.path)
+            x = call.buffer(self.number, self.path, where)
             vars(x).update(self.attributes)
             return x
         x = call.params.read(self.number)
@@ -231,7 +231,7 @@ class Slots(dict[str, Any]):
         place = stand._place
         call = place.calls.current()
         value = call.put.get((id(self), name), (place, stand))[1] if call.put else stand
-        return place.read_from(call) if value is stand else _current(value, False)
+        return place.read_from(call, (id(self), name)) if value is stand else _current(value, False)
 
     def _listed(self, name: str, stand: Stand | None) -> Tensor | None:
         """What stands in a place now, without a read."""
@@ -259,11 +259,11 @@ class Slots(dict[str, Any]):
             )
         place = stand._place
         call = place.calls.current()
-        if place.is_buffer:
-            call.set_buffer(place.number, place.path, value._place.read() if isinstance(value, Stand) else value)
-            return
         super().__setitem__(name, stand)
         self._deleted.pop(name, None)
+        if place.is_buffer:
+            call.set_buffer((id(self), name), place, _current(value, False))
+            return
         call.put[id(self), name] = place, value
         if getattr(value, "_place", None) is place:
             del call.put[id(self), name]
