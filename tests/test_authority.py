@@ -430,6 +430,15 @@ def test_schedule_free_params_are_averaged():
         agree(got, want, "averaged")
 
 
+@pytest.mark.parametrize("b1", [0, -0.5, 1.5, float("nan"), "0.9"])
+def test_an_average_needs_a_number_above_zero(b1):
+    """A division by 0 would give NaN, or the average be one of the other side."""
+    params = torch.tensor(1.0)
+    with pytest.raises(ValueError, match=r"schedule_free_params: b1=.*: expected a number above 0, at most 1"):
+        optim.schedule_free_params(optim.schedule_free_adamw(0.1).init(params), params, b1)
+    assert optim.schedule_free_params(optim.schedule_free_adamw(0.1).init(params), params, 1) == 1
+
+
 def by_scheduler(cls: Make, lr: float, *args: Any, **kw: Any) -> Make:
     """The learning rate of a class of torch.optim.lr_scheduler, as a function of the number of updates."""
     optimizer, rates = to.SGD([torch.zeros(1)], lr, momentum=0.9), list[float]()

@@ -191,6 +191,7 @@ def test_passes_keep_what_random_programs_compute(program):
 COLLECTIVES: dict[str, Callable[..., Tensor]] = {
     "gather": fshard.all_gather,
     "reduce": fshard.all_reduce,
+    "max": partial(fshard.all_reduce, op="max"),
     "scatter": fshard.reduce_scatter,
     "swap": fshard.all_to_all,
     "broadcast": partial(fshard.broadcast, src=1),
@@ -219,6 +220,7 @@ readings = st.lists(st.tuples(st.sampled_from([*COLLECTIVES]), when, when), min_
 @example([("gather", 1, 2), ("gather", 0, 0), ("swap", NEVER, NEVER)])  # two results are read in either order
 @example([("gather", 1, NEVER), ("gather", NEVER, 0)])  # each rank reads one
 @example([("reduce", 2, NEVER), ("reduce", 0, 1), ("gather", NEVER, 0)])  # one rank's sums can be merged
+@example([("reduce", 2, 2), ("max", 1, 1), ("reduce", 0, 0)])  # a sum and a maximum cannot be merged
 @settings(max_examples=6, deadline=None)
 def test_ranks_may_read_results_in_any_order_or_not_at_all(program):
     """A graph would drop or reorder collectives by what its own rank reads, and exchange two results without an
@@ -232,7 +234,24 @@ def test_ranks_may_read_results_in_any_order_or_not_at_all(program):
 
 
 KINDS = {"gather": "fshard.all_gather", "reduce": "fshard.all_reduce", "scatter": "fshard.reduce_scatter"}
+KINDS["max"] = KINDS["reduce"]
 KINDS |= dict.fromkeys(["swap", "broadcast"], "fshard.exchange")
+
+
+@pytest.mark.parametrize("ops", [("sum", "max"), ("max", "min"), ("min", "sum")])
+def test_reductions_of_two_kinds_are_not_merged(ops):
+    """Both would be sums, or both maxima."""
+
+    def both(mesh: Any, x: Tensor) -> list[Tensor]:
+        return [fshard.all_reduce(x * n, mesh, "shard", op, label=op) for n, op in enumerate(ops, start=2)]
+
+    def law(mesh: Any) -> None:
+        fn, x = partial(both, mesh), rand(3, seed=mesh.get_rank())
+        lowered = fshard.jit(fn, backend="eager", bucket=EVERYTHING, in_flight=EVERYTHING).lower(x)
+        assert [label for _, label, *_ in collectives_of(lowered)] == list(ops)
+        assert same_bits(lowered.compile("eager")(x), fn(x))
+
+    simulated(law)
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

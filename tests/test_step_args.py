@@ -565,6 +565,9 @@ def test_what_is_described():
     long = [describe(tx=optim.chain(*[optim.scale(x) for x in xs])) for xs in ([0.1] * 99, [0.1] * 98 + [0.2])]
     assert long[0] != long[1]
     assert max(map(len, long)) < 400
+    ring: list[Any] = [1.5]
+    ring.append(ring)
+    assert describe(x=[ring, ring]) == "x=1.5"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "full"])
