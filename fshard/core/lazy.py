@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, ItemsView, Iterator, KeysView, Sequence, ValuesView
 from typing import Any
 
 from .tree import Spec, Tree, children, names
@@ -16,7 +16,8 @@ class Container:
         self.names = names(spec)
         self.positions = {name: position for position, name in enumerate(self.names)}
         self.children = list(children(spec))  # the structure, and the number of the first leaf in this container
-        self.is_mapping = spec.type is not None and issubclass(spec.type, dict)
+        kind = spec.type or tuple
+        self.is_mapping, self.sliced = issubclass(kind, dict), tuple if issubclass(kind, tuple) else list
 
 
 class Branch:
@@ -45,7 +46,7 @@ class Branch:
                 raise KeyError(f"{key!r}: there is {', '.join(map_repr(container.names))}")
             return self._pick(container.positions[key])
         numbers = range(len(container.names))[key]
-        return self._pick(numbers) if isinstance(numbers, int) else [self._pick(i) for i in numbers]
+        return self._pick(numbers) if isinstance(numbers, int) else container.sliced(map(self._pick, numbers))
 
     def __getattr__(self, name: str) -> Tree:
         # `_container` reads private attributes: to look for one that is not set yet with its help would never end
@@ -58,26 +59,45 @@ class Branch:
         return len(self._container().children)
 
     def __iter__(self) -> Iterator[Tree]:
-        return iter(self.keys()) if self._container().is_mapping else self.values()
+        return iter(self.keys() if self._container().is_mapping else self.values())
 
     def __contains__(self, key: object) -> bool:
-        return self._container().is_mapping and key in self._container().positions
+        container = self._container()
+        return key in (container.positions if container.is_mapping else list(self))
 
-    def keys(self) -> list[Hashable]:
+    def keys(self) -> KeysView[Hashable]:
         """Return the keys, in the order of use."""
-        return list(self._container().names)
+        return self._container().positions.keys()
 
-    def values(self) -> Iterator[Tree]:
-        """Return an iterator over the children in the order of use, each created when reached."""
-        return (self._pick(i) for i in range(len(self)))
+    def values(self) -> ValuesView[Tree]:
+        """Return the children in the order of use, each created when reached."""
+        return _Values(self)
 
-    def items(self) -> Iterator[tuple[Hashable, Tree]]:
-        """Return an iterator over pairs of a key and its child, each child created when reached."""
-        return zip(self.keys(), self.values(), strict=True)
+    def items(self) -> ItemsView[Hashable, Tree]:
+        """Return pairs of a key and its child, each child created when reached."""
+        return _Items(self)
 
     def get(self, key: Hashable, default: Tree = None) -> Tree:
         """Return the child of a key, or `default` if there is none."""
         return self[key] if key in self else default  # noqa: SIM401
+
+
+class _Values(ValuesView[Tree]):
+    """As of a dict: may be iterated again."""
+
+    _mapping: Any  # a Branch
+
+    def __iter__(self) -> Iterator[Tree]:
+        return map(self._mapping._pick, range(len(self)))
+
+
+class _Items(ItemsView[Hashable, Tree]):
+    """As of a dict: may be iterated again."""
+
+    _mapping: Any  # a Branch
+
+    def __iter__(self) -> Iterator[tuple[Hashable, Tree]]:
+        return zip(self._mapping.keys(), self._mapping.values(), strict=True)
 
 
 def map_repr(items: Sequence[object]) -> list[str]:

@@ -183,12 +183,27 @@ def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
     def unflatten_in(spec: Any, children: Iterable[Tree]) -> Tree:
         return of(optree.tree_unflatten(spec, children))
 
+    def flatten_with_keys(x: Tree) -> tuple[list[tuple[pytree.KeyEntry, Tree]], Metadata]:
+        children, spec, names = ordered(x)
+        keys: Any = pytree.MappingKey if isinstance(x, dict) else _key
+        return [*zip(map(keys, names or ()), children, strict=True)], spec
+
     ordered = flatten_in(_NAMESPACE)
-    pytree.register_pytree_node(cls, lambda x: ordered(x)[:2], lambda children, spec: unflatten_in(spec, children))
+    pytree.register_pytree_node(
+        cls,
+        lambda x: ordered(x)[:2],
+        lambda children, spec: unflatten_in(spec, children),
+        flatten_with_keys_fn=flatten_with_keys,
+    )
     optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # torch's, in which children have no names
     optree.register_pytree_node(cls, ordered, unflatten_in, namespace=_NAMESPACE)
     everywhere = optree.registry.__GLOBAL_NAMESPACE
     optree.register_pytree_node(cls, flatten_in(""), unflatten_in, namespace=everywhere)
+
+
+def _key(name: Any) -> pytree.KeyEntry:
+    """As torch names a child that is not a dict's: by its position, or its attribute."""
+    return pytree.SequenceKey(name) if isinstance(name, int) else pytree.GetAttrKey(name)
 
 
 def _listed(flat: tuple[Sequence[Tree], Metadata]) -> tuple[list[Tree], Metadata]:

@@ -31,7 +31,7 @@ from torch import Tensor
 from ..core import tree
 from ..core.lazy import Branch
 from ..core.tree import Tree
-from ..sharding.access import Leaves
+from ..sharding.access import Leaves, placed
 
 # The calls that run in this context, by skeleton: those of other threads and of other simulated ranks are not seen.
 _RUNNING: ContextVar[dict[Calls, Call] | None] = ContextVar("fshard.module", default=None)
@@ -153,7 +153,7 @@ def _refuse(path: str) -> NoReturn:
 
 def nodes_of(results: Tree) -> set[Any]:
     """The last nodes of the graph of some results; parameters that are not gathered are left out."""
-    leaves = tree.tops(results, Branch)
+    leaves = tree.tops(placed(results), Branch)
     # objects that are no nodes of a tree, as a user's dataclass
     leaves += tree.leaves([vars(x) for x in leaves if not isinstance(x, Tensor) and hasattr(x, "__dict__")])
     grad_fn: Any = Tensor.grad_fn  # the true one, also of a parameter that says it is a leaf

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import copy
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from types import MethodDescriptorType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,18 +56,39 @@ class Gathers(Protocol):
         """Start the gathers of the units whose names fit the patterns."""
 
 
+def _reading(name: str) -> Callable[..., Any]:
+    """A reading method of `Branch`; the container's own once its children are held."""
+    lazily = getattr(Branch, name)
+    return lambda self, *args: getattr(self._held, name)(*args) if self._tape is None else lazily(self, *args)
+
+
+def _operator(run: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator of containers, with their children in place of lazy ones."""
+    return lambda *args: run(*(x.filled() if isinstance(x, Lazy) else x for x in args))
+
+
+def _in_place(run: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that changes a container, or makes another if its class cannot be changed."""
+
+    def changed(self: Lazy, other: Tree) -> Tree:
+        result = run(self._settled(), other)
+        return self if result is self._held else result
+
+    return changed
+
+
 class Lazy(Branch, tree.StandIn):
     """A container of a loss's parameters: touching a unit in it gathers the unit.
 
-    What a function of trees makes of one is another, which holds its children (`held`) and has no tape. So both fit
-    each other in every library of trees. `isinstance` takes it for what it stands for.
+    What a function of trees makes of one is another, around a plain container (`held`), and has no tape. So both fit
+    each other in every library of trees. `isinstance` takes it for what it stands for. A program that changes a
+    container, or calls a method of its class that is not written in Python, makes it hold all of its children.
     """
 
-    def __init__(self, tape: Gathers | None, spec: tree.Spec, first: int, held: Sequence[Tree] = ()):
-        self._tape = tape
-        self._spec = spec
-        self._first = first
-        self._held = held
+    def __init__(self, tape: Gathers | None, spec: tree.Spec, first: int, held: Tree = None):
+        self._tape, self._held = tape, held
+        self._spec, self._first = spec, first
+        self._inside: dict[int, Lazy] = {}  # the lazy children that were read, by position
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -72,39 +97,90 @@ class Lazy(Branch, tree.StandIn):
     @staticmethod
     def of(container: Tree) -> Tree:
         """What stands for a container whose children are there; a leaf is returned as it is."""
-        children, spec = tree.one_level(container)
-        return container if spec.is_leaf() else Lazy(None, spec, 0, children)
+        spec = tree.one_level(container)[1]
+        return container if spec.is_leaf() else lazy(None, spec, 0, container)
 
     def _container(self) -> Container:
-        return Container(self._spec) if self._tape is None else self._tape.plan.container(self._spec, self._first)
+        assert self._tape is not None  # else `_held` answers
+        return self._tape.plan.container(self._spec, self._first)
 
     def _child(self, spec: tree.Spec, first: int) -> Tree:
-        return self._held[first] if self._tape is None else self._tape.enter(spec, self._first + first)
+        assert self._tape is not None
+        return self._tape.enter(spec, self._first + first)
+
+    def _pick(self, index: int) -> Tree:
+        if index in self._inside:
+            return self._inside[index]
+        child = super()._pick(index)
+        if isinstance(child, Lazy):  # a change of it is a change of this one
+            self._inside[index] = child
+        return child
 
     def filled(self) -> Tree:
         """The container, with what reading each child gives."""
-        return tree.unflatten(self._level, [self._pick(i) for i in range(len(self))])
+        return self._held if self._tape is None else self._of_children([*map(self._pick, range(len(self)))])
 
-    @property
-    def _level(self) -> tree.Spec:
+    def _of_children(self, children: Sequence[Tree]) -> Tree:
         level = self._spec.one_level()
         assert level is not None  # a leaf has none
-        return level
+        return tree.unflatten(level, children)
+
+    def _settled(self) -> Tree:
+        """The container, which this one holds from now on."""
+        self._held, self._tape = self.filled(), None
+        return self._held
+
+    def __getattr__(self, name: str) -> Tree:
+        if vars(self).get("_tape") is None:  # `copy` looks for methods before there is any
+            return getattr(vars(self).get("_held"), name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            of_class = inspect.getattr_static(self._spec.type, name, None)
+            if of_class is None:
+                raise
+        if isinstance(of_class, MethodDescriptorType):
+            return getattr(self._settled(), name)
+        return of_class.__get__(self, self._spec.type) if hasattr(of_class, "__get__") else of_class
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in ("_tape", "_held", "_spec", "_first", "_inside"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._settled(), name, value)
+
+    def __setitem__(self, key: Any, value: Tree) -> None:
+        self._settled()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._settled()[key]
+
+    def __bool__(self) -> bool:
+        return not hasattr(self._spec.type, "__len__") or len(self) > 0
 
     def copy(self) -> Tree:
         """As of a dict or a list: the container itself."""
-        return self.filled()
+        return copy.copy(self.filled())
 
-    def update(self, children: Mapping[Hashable, Tree]) -> None:
-        """As of a dict (torch.func.functional_call writes what it has replaced): from now on the children are held."""
-        new_children = [children.get(name, child) for name, child in self.items()]
-        self._tape, self._spec, self._first, self._held = None, self._level, 0, new_children
+    __copy__ = copy
+    __getitem__, __len__, __iter__, __contains__ = map(_reading, ("__getitem__", "__len__", "__iter__", "__contains__"))
+    keys, values, items, get = map(_reading, ("keys", "values", "items", "get"))
+    __eq__, __or__, __add__ = map(_operator, (operator.eq, operator.or_, operator.add))
+    __ior__, __iadd__ = map(_in_place, (operator.ior, operator.iadd))
+    __ror__, __radd__ = map(_operator, (lambda x, y: y | x, lambda x, y: y + x))
 
     def placed(self) -> Tree:
         """The subtree as a plain tree, with the places of the leaves for leaves; no unit is gathered."""
-        if self._tape is None:
-            return placed(self.filled())
-        return tree.unflatten(self._spec, [_At(self._tape, self._first + i) for i in range(self._spec.num_leaves)])
+        tape, first = self._tape, self._first
+        if tape is None:
+            return placed(self._held)
+
+        def at(child: tree.Spec, start: int) -> Tree:
+            return tree.unflatten(child, [_At(tape, first + start + i) for i in range(child.num_leaves)])
+
+        children = enumerate(self._container().children)
+        parts = [self._inside[i].placed() if i in self._inside else at(*child) for i, child in children]
+        return self._of_children(parts)
 
     def prefetch(self, patterns: Sequence[str]) -> None:
         """Start the gathers of the units whose names fit the patterns, also of units outside of this subtree."""
@@ -114,6 +190,23 @@ class Lazy(Branch, tree.StandIn):
     def gathered(self) -> Tree:
         """The subtree as a plain tree, all its units gathered."""
         return tree.plain(self.filled())
+
+
+@Mapping.register
+class _LazyMapping(Lazy):
+    """One that stands for a dict: `match` asks the class."""
+
+
+@Sequence.register
+class _LazySequence(Lazy):
+    """One that stands for a list or a tuple."""
+
+
+def lazy(tape: Gathers | None, spec: tree.Spec, first: int, held: Tree = None) -> Lazy:
+    """What stands for a container: of a tape, or one that is there already."""
+    kind = spec.type or Lazy
+    made = _LazyMapping if issubclass(kind, Mapping) else _LazySequence if issubclass(kind, Sequence) else Lazy
+    return made(tape, spec, first, held)
 
 
 def placed(params: Tree) -> Tree:
@@ -147,7 +240,8 @@ def prefetch(params: Tree, units: str | Sequence[str]) -> None:
         params.prefetch(patterns)
 
 
-tree.register_stand_in(Lazy, Lazy.of)
+for _kind in (Lazy, _LazyMapping, _LazySequence):
+    tree.register_stand_in(_kind, Lazy.of)
 
 
 class _At:

@@ -37,7 +37,7 @@ from ..core import func_levels, tree
 from ..core.random import bookmark
 from ..core.tree import Tree
 from . import anchors, reducing, transfer
-from .access import Lazy, loss_of
+from .access import lazy, loss_of
 from .anchors import has_reentrant
 from .arrivals import Arrivals
 from .gradients import Gradients, Reductions, settle
@@ -104,7 +104,7 @@ class Tape:
         """A leaf, or a subtree of one unit, gathered; of a subtree of several units a lazy container."""
         reads = self._schedule.reads(first, spec.num_leaves)
         if reads.is_shared:
-            return Lazy(self, spec, first)
+            return lazy(self, spec, first)
         if not func_levels.inside():
             return tree.unflatten(spec, self._read(reads))
         with func_levels.aside():  # Note [Gathers inside transforms] in `func_levels`

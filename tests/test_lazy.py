@@ -1,0 +1,168 @@
+"""Containers of a loss's parameters, and what is made of them: programs do with both what they do with plain ones."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.utils._pytree as pytree
+import torchopt
+from support.models import Norm, Pair, counting, same_bits
+
+import fshard
+from fshard import tree
+from fshard.core.tree import plain
+
+
+def dicts() -> Any:
+    """Leaves, and a container inside."""
+    return {"w": counting(3), "b": counting(2), "inside": [counting(1), counting(4)]}
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "dict": dicts,
+    "list": lambda: [counting(2), dicts(), counting(3)],
+    "tuple": lambda: (counting(2), counting(3), dicts()),
+    "NamedTuple": lambda: Pair(counting(2), dicts()),
+    "dataclass": lambda: Norm(counting(3), [counting(2), counting(1)]),
+}
+NEW = torch.tensor([7.0, 8.0])
+
+
+def matched(p: Any) -> Any:
+    """What a match statement takes out of it."""
+    match p:
+        case {"w": w, **rest}:
+            return "mapping", w, sorted(rest)
+        case Pair(left=left):
+            return "Pair", left
+        case Norm(scale):
+            return "Norm", scale
+        case [first, *rest]:
+            return "sequence", first, len(rest)
+    return "nothing"
+
+
+def changed(*names: str) -> Callable[[Any], Any]:
+    """The container after a change of it: of the child at the end of a path."""
+
+    def change(p: Any) -> Any:
+        at = p
+        for name in names[:-1]:
+            at = at[name]
+        at[names[-1]] = NEW
+        return p
+
+    return change
+
+
+def did(method: str, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+    """What a method returns, and the container after it."""
+    return lambda p: (getattr(p, method)(*args, **kwargs), p)
+
+
+def deleted(p: Any) -> Any:
+    """Without one of its children."""
+    del p["w"]
+    return p
+
+
+def joined(p: Any) -> Any:
+    """The container joined in place."""
+    other = p
+    p |= {"new": NEW}
+    return p, other
+
+
+def extended(p: Any) -> Any:
+    """The container added to in place."""
+    other = p
+    p += p[:1]
+    return p, other
+
+
+def assigned(p: Any) -> Any:
+    """With another attribute."""
+    p.scale = NEW
+    return p
+
+
+DONE: dict[str, Callable[[Any], Any]] = {
+    "assigned": changed("w"),
+    "assigned new": changed("new"),
+    "assigned inside": changed("inside", 1),
+    "assigned in a list": changed(1, "w"),
+    "assigned an attribute": assigned,
+    "deleted": deleted,
+    "update": did("update", w=NEW),
+    "update new": did("update", {"new": NEW, "b": 2 * NEW}),
+    "setdefault": did("setdefault", "new", NEW),
+    "pop": did("pop", "w"),
+    "append": did("append", NEW),
+    "insert": did("insert", 0, NEW),
+    "clear": did("clear"),
+    "copy": lambda p: (p.copy(), copy.copy(p), p),
+    "a changed copy": lambda p: (changed("w")(p.copy()), changed("w")(copy.copy(p)), p),
+    "keys": lambda p: (p.keys() == dicts().keys(), dicts().keys() == p.keys(), p.keys() - {"w"}, list(p.keys())),
+    "values twice": lambda p: [[list(v), list(v), len(v)] for v in [p.values()]],
+    "items twice": lambda p: [[list(v), list(v), len(v)] for v in [p.items()]],
+    "joined": lambda p: (p | {"new": NEW}, {"new": NEW} | p, {**p, "w": NEW}),
+    "joined in place": joined,
+    "added in place": extended,
+    "added": lambda p: (p + p[:1], p[:1] + p),
+    "slices": lambda p: (p[1:], p[::-1], type(p[1:]).__name__, type(p[:0]).__name__),
+    "equal": lambda p: (p == [], p == {}, p != (), p != {**p, "more": 0} if isinstance(p, dict) else 0),
+    "match": matched,
+    "_fields": lambda p: p._fields,
+    "_replace": lambda p: p._replace(left=NEW),
+    "_asdict": lambda p: p._asdict(),
+    "_make": lambda p: p._make([NEW, NEW]),
+    "fields": lambda p: [f.name for f in dataclasses.fields(p)],
+    "truth": lambda p: (bool(p), not p),
+    "kind": lambda p: (isinstance(p, Mapping), isinstance(p, Sequence), p.__class__.__name__),
+    "contains": lambda p: "w" in p,
+    "paths": lambda p: [str(path) for path, _ in pytree.tree_flatten_with_path(p)[0]],
+    "mapped with paths": lambda p: pytree.tree_map_with_path(lambda path, x: len(path) * x, p),
+    "what is not there": lambda p: p.no_such_name,
+}
+MADE: dict[str, Callable[[Any], Any]] = {
+    "a tape": lambda p: p,
+    "fshard": lambda p: tree.map(torch.clone, p),
+    "optree": lambda p: optree.tree_map(torch.clone, p),
+    "torch": lambda p: pytree.tree_map(torch.clone, p),
+    "torchopt": lambda p: torchopt.pytree.tree_map(torch.clone, p),
+    "torch.func": lambda p: torch.func.vjp(lambda p: p, p)[0],
+}
+
+
+def outcome(do: Callable[[Any], Any], p: Any) -> Any:
+    """What an operation returns, as a plain tree, or its error."""
+    try:
+        return tree.map(lambda x: x, plain(do(p)))
+    except (TypeError, AttributeError, LookupError, RuntimeError) as failure:
+        return failure
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("done", DONE)
+def test_a_container_of_a_loss_does_what_a_plain_one_does(done, kind):
+    """A change would be lost without a word, or a program that runs on plain trees would fail in a loss."""
+    whole = tree.map(torch.Tensor.double, KINDS[kind]())
+    expected = outcome(DONE[done], tree.map(torch.clone, whole))
+    if isinstance(expected, Exception):
+        pytest.skip("a plain one does not")
+    for library, make in MADE.items():
+        if kind == "dataclass" and library in ("optree", "torchopt"):
+            continue  # it is a leaf to these
+
+        def loss(p: Any, make: Any = make, library: str = library) -> Any:
+            found = outcome(DONE[done], make(p))
+            assert type(found) is type(expected), (library, found)
+            assert tree.flatten(found)[1] == tree.flatten(expected)[1], library
+            assert same_bits(found, expected), library
+            return sum((x.sum() for x in tree.leaves(p)), torch.zeros(()))
+
+        fshard.evaluate(loss)(fshard.shard_params(whole, fshard.make_plan(whole, units="**")))
