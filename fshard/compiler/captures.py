@@ -1,4 +1,4 @@
-"""The variables that a function reads besides its arguments: closures, globals of its module, defaults."""
+"""The variables that a function reads besides its arguments: closures, globals, attributes of modules, defaults."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import random
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ from torch import Tensor
 
 # Private API: see `trace.py`.
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import Function
 
 from ..comm.mesh import OnMesh
 from ..core import tree
@@ -32,11 +31,17 @@ class Capture(NamedTuple):
     """A variable that a function reads: its name in error messages, and the place that stores its value."""
 
     name: str
-    # A closure cell, the globals of a module (a dict), or a function (for its default values). Any, because mypy takes
-    # a function that is read from a field for a bound method.
+    # A closure cell, the globals of a module (a dict), a module or a class (for an attribute), or a function (for its
+    # default values). Any, because mypy takes a function that is read from a field for a bound method.
     place: Any
     key: str
     is_input: bool = False  # whether a graph reads the tensors of its value at each run
+    of_tensors: bool = False  # whether only its tensors are compared, because tracing itself changes the rest
+
+    @property
+    def identity(self) -> tuple[int, str]:
+        """What two captures of one variable have in common."""
+        return id(self.place), self.key
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors in the value that can be inputs of a graph: dense plain ones without a gradient.
@@ -57,6 +62,8 @@ class Capture(NamedTuple):
                 return self.place.cell_contents
             except ValueError:  # the cell is empty: the variable is assigned later
                 return None
+        if isinstance(self.place, type | ModuleType):
+            return getattr(self.place, self.key, None)
         named = self.place.__kwdefaults__ or {}
         return *(self.place.__defaults__ or ()), *named, *named.values()
 
@@ -82,44 +89,75 @@ def captures(fn: object, seen: set[int] | None = None) -> Iterator[Capture]:
 
 
 def _functions(x: Any) -> Iterator[FunctionType]:  # Any: attributes of an unknown object are read
-    """Yield the Python functions that a call of `x` runs; of a tuple, the functions of each item."""
+    """Yield the Python functions that a program with `x` may run; of a container, the functions of each item."""
     while hasattr(x, "run") and not inspect.isclass(x):  # a train step, possibly wrapped by a check, wraps a function
         x = x.run
     if isinstance(x, partial):
         for part in (x.func, *x.args, *x.keywords.values()):
             yield from _functions(part)
-    elif isinstance(x, tuple):
-        for part in x:
+    elif isinstance(x, dict | list | tuple | set | frozenset):
+        for part in x.values() if isinstance(x, dict) else x:
             yield from _functions(part)
-    elif inspect.isclass(x) and issubclass(x, Function):
-        for name in ("forward", "setup_context", "backward", "jvp", "vmap"):
-            yield from _functions(getattr(x, name))
     elif inspect.ismethod(x):
-        yield from _functions(x.__func__)
-    elif callable(x):
-        if inspect.isfunction(x):
-            yield x
+        yield from (*_functions(x.__func__), *_methods(x.__self__))
+    elif x is not None:
+        yield from [x] if inspect.isfunction(x) else _methods(x)
         if not inspect.isclass(x) and hasattr(x, "__wrapped__"):  # a jitted function has it, too
             yield from _functions(x.__wrapped__)
 
 
+def _methods(x: object) -> Iterator[FunctionType]:
+    """Yield the functions in the user's classes among an object's: its own if it is one, a module's and its parts'."""
+    parts: Any = x.modules() if hasattr(type(x), "named_modules") else [x]  # type: ignore[attr-defined]
+    kinds = dict.fromkeys(base for part in parts for base in (part if isinstance(part, type) else type(part)).__mro__)
+    for kind in kinds:
+        for method in () if _is_of_library(kind) else vars(kind).values():
+            fn = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
+            if inspect.isfunction(fn):
+                yield from _functions(fn)
+
+
 def _variables(fn: FunctionType) -> Iterator[Capture]:
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+    cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+    for name, cell in cells.items():
         yield Capture(f"{name!r} of {fn.__qualname__}", cell, name)
     if not fn.__code__.co_filename.startswith(_LIBRARIES):
         yield Capture(f"a default of {fn.__qualname__}", fn, "")
-        for name in dict.fromkeys(_globals_of(fn.__code__)):
-            if name in fn.__globals__:
-                yield Capture(f"{name!r} of {fn.__qualname__}", fn.__globals__, name)
+        for name, *attributes in dict.fromkeys(_names_in(fn.__code__)):
+            place = cells.get(name, fn.__globals__)
+            variable = Capture(f"{name!r} of {fn.__qualname__}", place, name)
+            if place is fn.__globals__ and name in place:
+                yield variable
+            yield from _attributes(variable, name, attributes, fn)
 
 
-def _globals_of(code: CodeType) -> Iterator[str]:
+def _attributes(variable: Capture, path: str, names: Sequence[str], fn: FunctionType) -> Iterator[Capture]:
+    """Yield the attributes that a path of names reads, of modules and classes of the user's."""
+    for name in names:
+        value, path = variable.read(), f"{path}.{name}"
+        if not isinstance(value, type | ModuleType) or _is_of_library(value):
+            return
+        variable = Capture(f"{path!r} of {fn.__qualname__}", value, name)
+        yield variable
+
+
+# Instructions that load a variable which outlives the call, and an attribute. LOAD_NAME is in bodies of classes.
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS")
+
+
+def _names_in(code: CodeType) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of names that code reads, as `("module", "attribute")`."""
+    path: tuple[str, ...] = ()
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_GLOBAL":
-            yield instruction.argval
+        if path and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            path += (instruction.argval,)
+            continue
+        if path:
+            yield path
+        path = (instruction.argval,) if instruction.opname in _LOADS else ()
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _globals_of(inner)
+            yield from _names_in(inner)
 
 
 def generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any: classes of numpy, if it is there
@@ -151,4 +189,6 @@ def generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any: 
 def _is_of_library(x: type | ModuleType) -> bool:
     module = sys.modules.get(x.__module__) if isinstance(x, type) else x
     file = getattr(module, "__file__", None)
-    return file is None or file.startswith(_LIBRARIES)
+    if file is None:  # as of `__main__` in a notebook, and of what is not imported
+        return module is not None and module.__name__ != "__main__"
+    return file.startswith(_LIBRARIES)

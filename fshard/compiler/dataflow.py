@@ -22,6 +22,9 @@ VIEWS = (
     *("unbind", "as_strided", "expand", "t", "transpose", "permute", "unsqueeze", "squeeze"),
 )
 
+# Operators that write to running statistics, of which their schemas say nothing.
+_UNMARKED = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+
 
 def is_call(node: fx.Node, *names: str) -> bool:
     """Whether a node calls one of these operators."""
@@ -72,12 +75,12 @@ def has_effect(node: fx.Node) -> bool:
         return node.is_impure()
     # `is_impure` alone goes by a tag that attention without dropout and all operators of fshard have
     is_random = draws(target, node.args, node.kwargs)
-    return is_random or not target._schema.returns or node.is_impure(impure_random=False)
+    return is_random or writes(node) or not target._schema.returns or node.is_impure(impure_random=False)
 
 
 def writes(node: fx.Node) -> bool:
     """Whether a node writes to an argument in place."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, torch._ops.OpOverload) and bool(_written_by(node))
 
 
 def written_inputs(graph: fx.Graph) -> list[int]:
@@ -89,8 +92,10 @@ def written_inputs(graph: fx.Graph) -> list[int]:
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node writes to, also those inside of lists."""
-    marked = [a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]  # type: ignore[union-attr]
-    by_name = arguments(node)
+    by_name, schema = arguments(node), node.target._schema  # type: ignore[union-attr]
+    marked = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    if is_call(node, *_UNMARKED) and by_name["training"]:
+        marked += ["running_mean", "running_var"]
     written: list[fx.Node] = []
     fx.node.map_arg([by_name[name] for name in marked if name in by_name], written.append)
     return written

@@ -17,7 +17,7 @@ from ..sharding.sharded import Sharded
 from .captures import Capture, captures
 from .lowered import Compiled, Lowered, Options, lower
 from .passes import is_cheap
-from .signature import Contents, Signature, changed, contents, difference, flatten, on_meshes, signature
+from .signature import Contents, Signature, changed, contents, difference, flatten, inputs_of, on_meshes, signature
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,13 +59,16 @@ class Jitted(Generic[P, R]):
         _check_outermost()
         (leaves, spec), nodes = flatten(args, kwargs), on_meshes((args, kwargs))
         graphs = self._graphs_for(nodes)
-        called = signature(leaves, spec, nodes)
-        compiled = graphs.get((called, contents(self._captures)))
+        called, variables = signature(leaves, spec, nodes), self._captures
+        inputs = inputs_of(variables)
+        compiled = graphs.get((called, contents(variables, inputs)))
         if compiled is None:
-            compiled, key = self._compiled(leaves, spec, called)
+            compiled, variables = self._compiled(leaves, spec)
+            inputs = inputs_of(variables)
+            key = called, contents(variables, inputs)
             self._reasons.append(self._reason(graphs, key))
             graphs[key] = compiled
-        return compiled.run(leaves, args)
+        return compiled.run(leaves, args, inputs)
 
     def _graphs_for(self, nodes: list[OnMesh]) -> dict[_CacheKey, Compiled]:
         """Return the cached graphs, by key, for arguments with these nodes.
@@ -75,18 +78,18 @@ class Jitted(Generic[P, R]):
         homes = [node.home for node in nodes if node.home is not None]
         return homes[0].derived.graphs.setdefault(self, {}) if homes else self._graphs
 
-    def _compiled(self, leaves: list[object], spec: tree.Spec, called: Signature) -> tuple[Compiled, _CacheKey]:
-        """Trace and compile a graph for these arguments. Return the graph and its cache key."""
+    def _compiled(self, leaves: list[object], spec: tree.Spec) -> tuple[Compiled, list[Capture]]:
+        """Trace and compile a graph for these arguments. Return it, and the variables that the function reads."""
         variables = list(captures(self._fn))
-        before = contents(variables)
+        before = contents(variables, {})
         compiled = lower(self._fn, leaves, spec, self._options).compile(self._backend)
-        self._inputs |= {(id(variable.place), variable.key) for variable in compiled.lowered.captured}
-        # Leave out variables that changed during the trace: a function that counts its own traces would otherwise be
-        # traced in every call.
-        compared = zip(variables, before, contents(variables), strict=False)
-        unchanged = [variable for variable, old, new in compared if old == new]
-        self._captures = [v._replace(is_input=(id(v.place), v.key) in self._inputs) for v in unchanged]
-        return compiled, (called, contents(self._captures))
+        self._inputs |= {variable.identity for variable in compiled.lowered.captured}
+        # Of a variable that changed during the trace only the tensors are compared, if they are inputs: a function that
+        # counts its own traces would otherwise be traced in every call.
+        compared = zip(variables, before, contents(variables, {}), strict=True)
+        known = [v._replace(is_input=v.identity in self._inputs, of_tensors=old != new) for v, old, new in compared]
+        self._captures = [variable for variable in known if variable.is_input or not variable.of_tensors]
+        return compiled, self._captures
 
     def _reason(self, graphs: dict[_CacheKey, Compiled], key: _CacheKey) -> str:
         if not self._reasons:
@@ -124,7 +127,8 @@ def jit(
     - structure, shapes, strides, dtypes, devices, mesh or rank of the arguments, or a value that is not a tensor;
     - torch's settings: autocast, default dtype and device, grad mode, deterministic algorithms, precision of matrix
       products, enabled attention kernels;
-    - a number, string or function that `fn` reads from a closure, a global or a default.
+    - a number, string or function that `fn` reads from a closure, a global, an attribute of a module or class, or a
+      default, also in dicts, lists, tuples and sets there.
 
     Arguments:
 

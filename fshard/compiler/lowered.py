@@ -25,8 +25,20 @@ from .donate import Input, donated
 from .inspect import Traffic
 from .memory import Footprint, footprint
 from .settling import settle
-from .signature import Contents, Signature, TensorKey, changed, contents, difference, flatten, on_meshes, signature
-from .trace import Output, Trace, TraceError, input_paths, tensors, trace
+from .signature import (
+    Contents,
+    Inputs,
+    Signature,
+    TensorKey,
+    changed,
+    contents,
+    difference,
+    flatten,
+    inputs_of,
+    on_meshes,
+    signature,
+)
+from .trace import Output, Trace, TraceError, input_paths, resolved, tensors, trace
 
 _PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # by name of a field in the path of an input
 
@@ -109,16 +121,22 @@ class Compiled:
         called = signature(leaves, spec, on_meshes((args, kwargs)))
         if called != self.lowered.signature:
             raise ValueError(f"compiled for other arguments: {difference(self.lowered.signature, called)}")
-        if (now := contents(self.lowered.captured)) != self.lowered.contents:
+        inputs = inputs_of(self.lowered.captured)
+        if (now := contents(self.lowered.captured, inputs)) != self.lowered.contents:
             raise ValueError(f"compiled for other values: {changed(self.lowered.contents, now)}")
-        return self.run(leaves, args)
+        return self.run(leaves, args, inputs)
 
-    def run(self, leaves: Sequence[object], args: Sequence[Tree]) -> Tree:
-        """Call the compiled function with the leaves of arguments that are known to have the signature."""
-        traced, captured = self.lowered.traced, [x for v in self.lowered.captured for x in v.tensors()]
-        inputs = [*tensors(leaves), *(x.resolve_conj().resolve_neg() for x in captured)]
+    def run(self, leaves: Sequence[object], args: Sequence[Tree], captured: Inputs) -> Tree:
+        """Call the compiled function with the leaves of arguments that are known to have the signature.
+
+        `captured` has the tensors of the captured variables.
+        """
+        traced = self.lowered.traced
+        more = (x for variable in self.lowered.captured for x in captured[variable.identity])
+        inputs = [*tensors(leaves), *map(resolved, more)]
         if self.lowered.donate:
-            _check_apart(inputs, len(tensors(tree.leaves(args[0]))))
+            (donated_spec, *_), _ = (part.children() for part in traced.spec.children())
+            _check_apart(inputs, len(tensors(leaves[: donated_spec.num_leaves])))
         with ExitStack() as stack:
             # the graph has the backward already: autograd would record it once more
             stack.enter_context(torch.no_grad())
@@ -206,7 +224,7 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     variables = _used(traced, captured)
     if options.donate:
         traced = donated(traced, leaves)
-    lowered = Lowered(traced, key, options.donate, variables, contents(variables))
+    lowered = Lowered(traced, key, options.donate, variables, contents(variables, inputs_of(variables)))
     plans = [node.plan for node in tree.nodes(arguments, Sharded)]
     units = [unit.name for plan in plans for unit in plan.units if unit.kept is None and unit.name != ROOT]
     lasting = {plan.units[unit].name for plan in plans for unit in plan.lasting}

@@ -4,16 +4,17 @@ Note [What a graph depends on]
     A traced function reads its arguments, their defaults, torch's global state, and variables of closures and modules.
     A graph reads the values of tensor arguments each time it runs. Everything else is fixed during tracing, so it
     belongs to the cache key: tree structures, shapes, marks (`core.tracing.Marked`), numbers, meshes (each rank has its
-    own), global settings such as autocast, and the numbers, strings and functions in closures, globals and defaults.
-    The contents of other objects in those variables (a list, a dict, an attribute) are not compared.
+    own), global settings such as autocast, and the numbers, strings and functions in closures, globals and defaults,
+    in dicts, lists, tuples and sets there, and the shapes of tensors. Attributes of other objects are not compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from numbers import Number
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ from ..core import tree
 from ..core.tracing import Marked
 from ..core.tree import Tree
 from .captures import Capture
+from .dependence import depends
+from .trace import resolved
 
 Key = tuple[type, *tuple[object, ...]]  # the type of a value, and what is compared of the value
 Contents = tuple[tuple[str, object], ...]  # of captured variables: name, and what is compared of the value
@@ -86,11 +89,7 @@ def flatten(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> tuple[list[obje
     A graph reads the memory of its inputs, in which neither bit is applied.
     """
     leaves, spec = tree.flatten((args, kwargs))
-    return [leaf.resolve_conj().resolve_neg() if _is_lazy(leaf) else leaf for leaf in leaves], spec
-
-
-def _is_lazy(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_conj() or leaf.is_neg())
+    return [resolved(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
 
 
 def on_meshes(x: Tree) -> list[OnMesh]:
@@ -117,10 +116,12 @@ def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
     """For each tensor that requires a gradient: the first leaf that is this tensor, the first in its memory, its place.
 
     Autograd adds up the gradients of all places of a tensor, and those of its views. Other tensors may be one or not.
+    The last entry says which tensors depend on which others.
     """
     first: dict[int, int] = {}  # by the address of a tensor, or of a storage
     numbered = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-    return tuple(
+    depend = depends([x for _, x in numbered])
+    places = tuple(
         (
             first.setdefault(id(x), i),
             first.setdefault(x.untyped_storage()._cdata, i),  # private: the address of the storage
@@ -129,6 +130,7 @@ def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
         )
         for i, x in numbered
     )
+    return (*places, tuple(depend.items())) if depend else places
 
 
 def _kind(leaf: object) -> TensorKey | Key:
@@ -171,33 +173,41 @@ class _Same:
         return id(self.value)
 
 
-def contents(variables: Sequence[Capture]) -> Contents:
+Inputs = dict[tuple[int, str], list[Tensor]]  # the tensors of captured variables, by `Capture.identity`
+
+
+def inputs_of(variables: Sequence[Capture]) -> Inputs:
+    """Return the tensors in variables whose tensors are inputs of a graph."""
+    return {variable.identity: variable.tensors() for variable in variables if variable.is_input}
+
+
+def contents(variables: Sequence[Capture], inputs: Inputs) -> Contents:
     """Return a key for the values of captured variables, one pair of name and content for each.
 
-    Numbers and strings are compared by value, tensors by shape, dtype and device, and other objects by identity. Of
-    variables whose tensors are inputs of a graph, the structure is compared, and which tensors are one.
+    Numbers and strings are compared by value, tensors as arguments are, dicts, lists, tuples and sets by what is in
+    them, and other objects by identity. Of variables whose tensors are inputs of a graph, it is compared which are one.
     """
     first: dict[int, int] = {}
-    inputs = [id(x) for variable in variables if variable.is_input for x in variable.tensors()]
-    same = tuple(first.setdefault(x, i) for i, x in enumerate(inputs))
-    known = ((v.name, (_tree_content if v.is_input else _content)(v.read())) for v in variables)
+    same = tuple(first.setdefault(id(x), i) for i, x in enumerate(chain(*inputs.values())))
+    known = ((v.name, tuple(map(_content, v.tensors())) if v.of_tensors else _content(v.read())) for v in variables)
     return *known, *([("one of two tensors that were one, or the other way round,", same)] if same else [])
 
 
-def _tree_content(value: Tree) -> object:
-    leaves, spec = tree.flatten(value)
-    return spec, *(_content(leaf) if not isinstance(leaf, Tensor) else _kind(leaf) for leaf in leaves)
-
-
 def _content(value: Any) -> object:  # not `object`, as in `fixed`
-    if type(value) is FunctionType:  # functions already compare by identity; most captured values are functions
+    if type(value) in (FunctionType, ModuleType):  # they compare by identity already; most captured values are these
         return value
     if value is None or isinstance(value, Number | str | bytes):
         return type(value), repr(value)
     if isinstance(value, Tensor):
-        return Tensor, value.shape, value.dtype, value.device
-    if isinstance(value, tuple):
-        return type(value), *map(_content, value)
+        key = _kind(value) if value.layout is torch.strided else (Tensor, value.shape, value.dtype, value.device)
+        return key, value.is_conj(), value.is_neg()  # which say how it is laid out when they are resolved
+    if isinstance(value, dict | list | tuple):
+        leaves, spec = tree.flatten(value)
+        if not spec.is_leaf():
+            return spec, *map(_content, leaves)
+        return type(value), *map(_content, value.items() if isinstance(value, dict) else value)  # a subclass
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(map(_content, value))
     return MESHES.of(value) if is_mesh(value) else _Same(value)
 
 

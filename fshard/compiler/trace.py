@@ -9,15 +9,13 @@ Note [Traced functions]
 
 from __future__ import annotations
 
-import random
 import re
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -35,7 +33,9 @@ from ..core.callsite import call_site, frame_of
 from ..core.random import draws
 from ..core.tracing import Marked, kind_of, mark
 from ..core.tree import Tree
-from .captures import captures, generators
+from .captures import captures
+from .dependence import depends, linked
+from .draws import OfAnyThread, watched
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,6 +75,11 @@ def tensors(leaves: Sequence[object]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
+def resolved(x: Tensor) -> Tensor:
+    """Return the tensor without a conjugate or negative bit, which a graph would not see: it reads the memory."""
+    return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+
+
 def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, captured: Sequence[Tensor] = ()) -> Trace:
     """Trace `fn(*args, **kwargs)`, where `tree.flatten((args, kwargs))` gave `leaves` and `spec`.
 
@@ -83,21 +88,26 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
     """
     out_spec: tree.Spec
     results: list[object] = []
+    of_this_thread = False
 
     def flat(*inputs: Tensor) -> list[Tensor]:
-        """Call `fn` with the fake tensors `inputs`; make_fx, which accepts only tensors, calls this function once."""
+        """Call `fn` with the fake tensors `inputs`; make_fx, which accepts only tensors, calls this function."""
         nonlocal out_spec
         inputs, more = inputs[: len(tensors(leaves))], inputs[len(tensors(leaves)) :]
+        given = linked(
+            inputs, depend, [_between(paths[number], paths[first]) for number, (first, *_) in depend.items()]
+        )
         fake_of = {id(x): fake for x, fake in reversed([*zip(captured, more, strict=True)])}
         before = [_identity(x) for x in (*inputs, *more)]
-        for x, leaf in zip(inputs, tensors(leaves), strict=True):
+        for x, leaf in zip(given, tensors(leaves), strict=True):
             if isinstance(leaf, Marked):
                 mark(x, type(leaf))
-        args, kwargs = tree.unflatten(spec, _merged(leaves, inputs))
-        with _without_random_state(fake_of), _without_draws(fn, leaves, spec):
+        args, kwargs = tree.unflatten(spec, _merged(leaves, given))
+        with watched(fn, leaves, spec, of_this_thread) as drawn, _without_random_state(fake_of):
             out, out_spec = tree.flatten(fn(*args, **kwargs))
+        _check_undrawn(drawn)
         out = [fake_of.get(id(leaf), leaf) for leaf in out]
-        _check_same([*inputs, *more], before, [*input_paths(leaves, spec), *("a captured tensor" for _ in more)])
+        _check_same([*inputs, *more], before, [*paths, *("a captured tensor" for _ in more)])
         _check_constants(out, out_spec, leaves)
         outputs: list[Tensor] = []
         for leaf in out:
@@ -105,15 +115,20 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
             outputs += [leaf] * isinstance(leaf, Tensor)
         return outputs
 
-    mode = _mode_of(leaves)
+    depend, paths = depends(tensors(leaves)), input_paths(leaves, spec)
     # Private API: torch has no public way to save and restore a thread's dispatch keys. An error inside a transform of
     # torch.func may leave keys of that transform set, and later transforms then fail. test_func_losses.py fails if
     # torch removes the guard.
     try:
-        fakes = list(_fakes(mode, [*tensors(leaves), *captured]))
-        with torch._C._PreserveDispatchKeyGuard():
+        with _mode_of(leaves) as mode, torch._C._PreserveDispatchKeyGuard():
+            fakes = list(_fakes(mode, [*tensors(leaves), *map(resolved, captured)]))
+            make = make_fx(flat, tracing_mode="fake", record_stack_traces=True)
             try:
-                module = make_fx(flat, tracing_mode="fake", record_stack_traces=True)(*fakes)
+                module = make(*fakes)
+            except OfAnyThread as failure:
+                _let_go(failure)
+                of_this_thread = True
+                module = make(*fakes)
             except Exception as failure:
                 _let_go(failure)
                 raise
@@ -128,7 +143,8 @@ def eval_shape(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Return the result of `fn(*args, **kwargs)` with fake tensors: shapes, dtypes and devices without values.
 
     No value is computed, sent to another rank or stored. A meta tensor among the arguments stands for a tensor on the
-    default device. `lower` accepts the returned fake tensors as arguments.
+    default device, and tensors in closures and globals for their shapes. `lower` accepts the returned fake tensors as
+    arguments.
 
     >>> eval_shape(lambda x: x @ x, torch.empty(3, 3, device="meta")).shape
     torch.Size([3, 3])
@@ -137,20 +153,30 @@ def eval_shape(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """
     check_function("eval_shape: fn", fn, "fn(*args)")
     leaves, spec = tree.flatten((args, kwargs))
-    mode = _mode_of(leaves)
-    fakes = [_fake(mode, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    with mode:
-        fake_args, fake_kwargs = tree.unflatten(spec, fakes)
-        return fn(*fake_args, **fake_kwargs)
+
+    def fake(x: object) -> object:
+        return _fake(mode, x) if isinstance(x, Tensor) else x
+
+    with _mode_of(leaves, takes_real=True) as mode, mode:
+        fake_args, fake_kwargs = tree.unflatten(spec, [*map(fake, leaves)])
+        out = fn(*fake_args, **fake_kwargs)
+        captured = [x for x in tree.leaves(out) if isinstance(x, Tensor) and not isinstance(x, FakeTensor)]
+        return tree.map(fake, out) if captured else out
 
 
-def _mode_of(leaves: Sequence[object]) -> FakeTensorMode:
+@contextmanager
+def _mode_of(leaves: Sequence[object], takes_real: bool = False) -> Iterator[FakeTensorMode]:
+    """The mode of fake tensors for a run with these arguments; `takes_real`: other tensors become fake where read."""
     # Fake tensors of two modes cannot meet in one operator, so arguments that are fake already decide the mode.
     fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
     mode = fakes[0].fake_mode if fakes else FakeTensorMode(shape_env=_shapes())
     # A view that comes out of the mode's cache cannot be the primal of forward mode (torch 2.13: `has_fw_view`).
-    mode.cache_enabled = False
-    return mode
+    before = mode.cache_enabled, mode.allow_non_fake_inputs
+    mode.cache_enabled, mode.allow_non_fake_inputs = False, takes_real
+    try:
+        yield mode
+    finally:
+        mode.cache_enabled, mode.allow_non_fake_inputs = before
 
 
 def _shapes() -> ShapeEnv:
@@ -190,6 +216,13 @@ def _merged(leaves: Sequence[object], inputs: Sequence[Tensor]) -> list[object]:
 def input_paths(leaves: Sequence[object], spec: tree.Spec) -> list[str]:
     """Return the paths of the leaves that are tensors, in order. The inputs of a graph are named by these paths."""
     return [path for path, leaf in zip(tree.paths(spec), leaves, strict=True) if isinstance(leaf, Tensor)]
+
+
+def _between(path: str, other: str) -> TraceError:
+    return TraceError(
+        f"jit: the function takes a gradient that leads from its argument {path!r} to its argument {other!r}, from "
+        "which it was computed before the call: detach it, or compute it inside of the function"
+    )
 
 
 def _identity(x: Tensor) -> _Identity:
@@ -313,57 +346,27 @@ _REPEATED = (
 
 @contextmanager
 def _without_random_state(fake_of: Mapping[int, Tensor]) -> Iterator[None]:
-    """Raise TraceError if the block seeds torch's generator, or draws numbers of `random` or numpy.
+    """Raise TraceError if the block seeds torch's generator: a graph would repeat the numbers of the first call.
 
-    A graph would repeat the numbers of the first call. The state of torch's generator is restored afterwards.
+    The state of that generator is restored afterwards.
     """
-    saved, np = torch.default_generator.get_state(), sys.modules.get("numpy")
-
-    def state() -> list[object]:
-        # numpy's state as text, because == of its array has no truth value
-        return [random.getstate(), *([] if np is None else [str(np.random.get_state()[1:])])]
-
+    saved = torch.default_generator.get_state()
     try:
-        before = state()
         with _Watch(fake_of) as watch, _Captured(fake_of) if fake_of else nullcontext():
             yield
         watch.check()
-        if state() != before:
-            raise TraceError(
-                "jit: the function draws Python's or numpy's random numbers, which a graph would repeat: draw torch's "
-                "inside (a step's come from its state), or pass drawn numbers as arguments"
-            )
     finally:
         torch.default_generator.set_state(saved)
 
 
-@contextmanager
-def _without_draws(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec) -> Iterator[None]:
-    """Raise TraceError if the block draws from a generator of Python or numpy that the function or an argument holds.
-
-    A graph would repeat the numbers of the first call.
-    """
-    # the innermost variable first, which tells most
-    roots: list[tuple[str, object]] = [("the function", fn), *((c.name, c.read()) for c in captures(fn))][::-1]
-    roots += [(repr(path), leaf) for path, leaf in zip(tree.paths(spec), leaves, strict=True)]
-    seen = dict[int, object]()
-    states = [(name, x, _state(x)) for name, root in roots for x in generators(root, seen)]
-    yield
-    for name, generator, before in states:
-        if _state(generator) != before:
-            raise TraceError(
-                f"jit: the function draws from a {type(generator).__module__}.{type(generator).__qualname__} that "
-                f"{name} holds{_REPEATED}"
-            )
-
-
-def _state(generator: Any) -> object:  # Any: numpy's classes have no common one
-    if isinstance(generator, random.SystemRandom):
-        return None  # it has none
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    # as text, because == of its arrays has no truth value; their position is in it, too
-    return str(generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state())
+def _check_undrawn(drawn: Sequence[str]) -> None:
+    for text in drawn:
+        if text:
+            raise TraceError(f"jit: the function, or another thread meanwhile, draws from {text}{_REPEATED}")
+        raise TraceError(
+            "jit: the function draws Python's or numpy's random numbers, which a graph would repeat: draw torch's "
+            "inside (a step's come from its state), or pass drawn numbers as arguments"
+        )
 
 
 def _let_go(failure: BaseException | None) -> None:

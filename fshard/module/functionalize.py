@@ -42,6 +42,7 @@ class ModuleFunction:
     def __init__(self, copies: Copies, training: bool, calls: Calls, params: tree.Spec, buffers: tree.Spec):
         self._copies, self._training, self._calls = copies, training, calls
         self._skeleton, self._params, self._buffers = copies.skeleton, params, buffers
+        self.__wrapped__ = copies.skeleton  # where `captures` of `compiler` finds the code
 
     def __call__(self, params: Tree, buffers: Tree, /, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         """The output of the module, and its buffers afterwards."""
