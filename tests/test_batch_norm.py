@@ -152,3 +152,18 @@ def test_without_it_norms_are_those_of_a_rank():
     """A norm would be synchronised, at the price of a collective, without having been asked to be."""
     (_, _, first), (_, _, second) = simulated(run, "plain", False, False, False)
     assert not torch.equal(first["norms"]["0"]["running_mean"], second["norms"]["0"]["running_mean"])
+
+
+@pytest.mark.parametrize("wanted", [[1], [0, 1], [0]])
+@pytest.mark.parametrize("again", [False, True])
+def test_running_statistics_that_a_graph_alone_computes(again, wanted):
+    """A pass would remove a batch norm whose output nothing reads, and statistics would stay as they were."""
+    apply, params, buffers = functionalize(net("plain", again))
+    params = tree.detached(params)
+
+    def fn(p: Any, extra: Any, x: Tensor) -> Any:
+        results = apply(p, extra, x)
+        return [results[i] for i in wanted]
+
+    for x in (images(0, 0), images(1, 1)):
+        assert same_bits(fshard.jit(fn, backend="eager")(params, buffers, x), tree.detached(fn(params, buffers, x)))

@@ -80,7 +80,9 @@ def has_effect(node: fx.Node) -> bool:
 
 def writes(node: fx.Node) -> bool:
     """Whether a node writes to an argument in place."""
-    return isinstance(node.target, torch._ops.OpOverload) and bool(_written_by(node))
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target._schema.is_mutable or (is_call(node, *_UNMARKED) and bool(_written_by(node)))
 
 
 def written_inputs(graph: fx.Graph) -> list[int]:
