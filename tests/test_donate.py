@@ -197,3 +197,33 @@ def test_the_leaves_of_a_state_lie_apart(name):
     state = start(None, TRANSFORMS[name](), scaler, {"units": None}, whole=given, extra=given)[0]
     leaves = [x for x in tree.leaves((state, given, scaler)) if isinstance(x, torch.Tensor) and x.numel()]
     assert len({x.untyped_storage().data_ptr() for x in leaves}) == len(leaves)
+
+
+ONE: dict[str, Callable[[Any], Any]] = {
+    "in two places": lambda x: ({"a": x, "b": x}, rand(4, seed=3)),
+    "views": lambda x: ({"a": x, "b": x.view(2, 2).view(4)}, rand(4, seed=3)),
+    "parts": lambda x: ({"a": (y := x.repeat(2))[:4], "b": y[4:]}, rand(4, seed=3)),
+    "parts of a larger one": lambda x: ({"a": (y := x.repeat(2))[1:5], "b": y[2:6]}, rand(4, seed=3)),
+    "given twice": lambda x: ({"a": x, "b": rand(4, seed=2)}, x),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("one", ONE)
+def test_a_graph_of_arguments_that_were_one(one, backend):
+    """A graph made for arguments in one memory, which is an error, would leave results unwritten in later calls."""
+
+    def fn(state: Any, x: Any) -> Any:
+        return tree.map(lambda y: 2 * y, state), x + 1
+
+    def apart() -> Any:
+        return {"a": rand(4, seed=4), "b": rand(4, seed=5)}, rand(4, seed=6)
+
+    run = fshard.jit(fn, donate=True, backend=backend)
+    if one == "parts":
+        assert same_bits(run(*ONE[one](rand(4, seed=1))), fn(*ONE[one](rand(4, seed=1))))
+    else:
+        with pytest.raises(ValueError, match="lie in the same memory"):
+            run(*ONE[one](rand(4, seed=1)))
+    for _ in range(2):
+        assert same_bits(run(*apart()), fn(*apart()))

@@ -184,27 +184,33 @@ def _shapes() -> ShapeEnv:
     return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
 
 
-def _fake(mode: FakeTensorMode, leaf: Tensor) -> Tensor:
-    """Return a fake tensor with the metadata of `leaf`. A meta tensor becomes a fake one on the default device."""
+def _fake(mode: FakeTensorMode, leaf: Tensor, apart: bool = False) -> Tensor:
+    """Return a fake tensor with the metadata of `leaf`. A meta tensor becomes a fake one on the default device.
+
+    `apart`: in memory of its own, and not in that of another fake tensor.
+    """
+    is_meta = leaf.device.type == "meta"
+    if apart or is_meta:
+        device = torch.get_default_device() if is_meta else leaf.device
+        with mode:
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
     if isinstance(leaf, FakeTensor):
         return leaf
-    if leaf.device.type == "meta":
-        with mode:
-            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=torch.get_default_device())
     return mode.from_tensor(leaf, static_shapes=True)
 
 
 def _fakes(mode: FakeTensorMode, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield a fake tensor for each leaf. A tensor that is given twice is two of them, with one memory.
+    """Yield a fake tensor for each leaf. A tensor that is given twice is two of them, and so are views of one.
 
-    The tracer knows inputs by identity, and in a later call the two may differ. But autograd sums over all places of
-    one tensor, so a tensor that requires a gradient stays one: the signature says which are one.
+    The tracer knows inputs by identity, and compilers by their memory; in a later call the two may differ. But autograd
+    sums over all places of one tensor, and its views, so those that require a gradient stay one: the signature says
+    which are one.
     """
-    seen = set[int]()
+    seen = set[int]()  # addresses of storages
     for leaf in leaves:
-        is_again = id(leaf) in seen and not leaf.requires_grad
-        seen.add(id(leaf))
-        yield _fake(mode, leaf.detach() if is_again else leaf)
+        memory = leaf.untyped_storage()._cdata
+        yield _fake(mode, leaf, apart=memory in seen and not leaf.requires_grad)
+        seen.add(memory)
 
 
 def _merged(leaves: Sequence[object], inputs: Sequence[Tensor]) -> list[object]:
