@@ -708,6 +708,9 @@ BEFORE: dict[str, Any] = {
     "apart": lambda x: (x, x.detach().sin().requires_grad_()),
     "a view": lambda x: (x, x[:], x.view(3, 1).squeeze(1)),
     "of a view": lambda x: (x[:], 2 * x),
+    "a view of a view": lambda x: (h := (2 * x)[:], h.view(3, 1).squeeze(1)),
+    "a view of what was computed": lambda x: (x, h := 2 * x, h[:]),
+    "a view of an output": lambda x: ((h := torch.stack([x, x]).unbind()[1]), h.view(3, 1).view(3)),
     "a view of a value": lambda x: (x, (2 * x)[:]),
 }
 

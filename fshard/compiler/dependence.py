@@ -15,16 +15,16 @@ Depends = Mapping[int, tuple[int, ...]]  # numbers of tensors, and of those that
 def depends(tensors: Sequence[Tensor]) -> Depends:
     """Return which tensors were computed from which others, as autograd recorded it.
 
-    Views of one tensor are left out: fake tensors have the same views.
+    A view of another tensor is left out if that one was computed from none: fake tensors have the same view.
     """
     edges = {i: tuple(get_gradient_edge(x))[:2] for i, x in enumerate(tensors) if x.requires_grad}
     if len(edges) < 2 or all(tensors[i].is_leaf for i in edges):
         return {}
-    # private: the address of the storage
-    memory = {i: tensors[i].untyped_storage()._cdata for i in edges}
-    reached = {i: _before(tensors[i]) for i in edges if not tensors[i].is_leaf}
-    others = {i: tuple(j for j in edges if edges[j] in reached[i] and memory[j] != memory[i]) for i in reached}
-    return {i: numbers for i, numbers in others.items() if numbers}
+    reached = {i: _before(tensors[i]) for i in edges}
+    others = {i: [j for j in edges if edges[j] in reached[i]] for i in edges}
+    # private: torch shows the tensor that a view is of by no other name
+    apart = {i: tuple(j for j in others[i] if others[j] or tensors[i]._base is not tensors[j]) for i in edges}
+    return {i: numbers for i, numbers in apart.items() if numbers}
 
 
 def _before(x: Tensor) -> set[tuple[Node | None, int]]:
