@@ -17,6 +17,7 @@ from support.worlds import Fate, fates, gloo, simulated
 
 import fshard
 from fshard import optim
+from fshard.train.describe import place_of
 
 # The number of random faults; `FSHARD_FAULTS=50` tries more of them, which takes too long for every day.
 NUM = int(os.environ.get("FSHARD_FAULTS", "3"))
@@ -356,3 +357,40 @@ def test_states_of_different_steps() -> None:
                     assert "ranks have states of different steps or seeds: restore the same" in text, (over, way, text)
                 else:
                     assert all(f"{what}={n}" in text for n in (0, 1)), (over, way, text)
+
+
+def between_others(mesh: Any, what: str) -> str:
+    """What a rank hears in a graph if its step, or seed, is the mean of its neighbours'."""
+    inner, whole = optim.sgd(0.1), {"w": torch.ones(5)}
+    step = fshard.jit(fshard.train_step(lambda p, x: (x * p["w"]).sum(), inner), backend="eager")
+    state = fshard.init_state(fshard.shard_params(whole, fshard.make_plan(whole, mesh)), inner)
+    try:
+        step(replace(state, **{what: getattr(state, what) + 1 + mesh.get_rank()}), torch.ones(5))
+    except fshard.MismatchError:
+        raise
+    except RuntimeError as failure:
+        return str(failure)
+    return "no error"
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+@pytest.mark.parametrize("what", ["step", "rng"])
+def test_a_rank_between_others_hears_of_them(what: str, ranks: int) -> None:
+    """The mean of the ranks' steps may be one rank's own: it would go on, with an update that the others lack."""
+    for text in simulated(between_others, what, shard=ranks):
+        assert "ranks have states of different steps or seeds" in text
+
+
+@pytest.mark.parametrize("far", [1, 1000, 2**16, 2**31 // 3])
+@pytest.mark.parametrize("what", ["step", "seed"])
+def test_the_place_of_no_rank_is_the_mean_of_others(what: str, far: int) -> None:
+    """As above, for all threes of 200 steps or seeds that are equally far apart."""
+    places = [places_of(what, number * far) for number in range(200)]
+    for gap in range(1, 100):
+        for before, place, after in zip(places, places[gap:], places[2 * gap :], strict=False):
+            assert before + after != 2 * place
+
+
+def places_of(what: str, number: int) -> int:
+    x, zero = torch.tensor(number), torch.tensor(0)
+    return int(place_of(*((x, zero) if what == "step" else (zero, x)), torch.device("cpu"))[1])
