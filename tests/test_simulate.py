@@ -387,10 +387,43 @@ def test_what_cannot_be_joined() -> None:
             world.gather(results)
     with pytest.raises(TypeError, match=r"got over axes \{'replicate': 1, 'shard': 2\}"):
         World(axes={"data": 2}).gather(shards[0])
-    with pytest.raises(RuntimeError, match="the simulated world has ended"):  # of two runs
-        world.gather([shards[0][0], shards[1][1]])
     with pytest.raises(RuntimeError, match=r"the world still runs: call fshard.gather_params in it"):
         world.run(lambda mesh: world.gather([fshard.shard_params(whole, fshard.make_plan(whole, mesh))] * 2))
+
+
+RETURNED: dict[str, Callable[[fshard.Sharded], Any]] = {
+    "parameters": lambda params: params,
+    "state": lambda params: fshard.init_state(params, fshard.optim.sgd(0.1, momentum=0.9)).opt_state,
+    "gradients": lambda params: [1, {"grads": fshard.value_and_grad(lambda p: p["w"].sum())(params)[1]}],
+    "labels": lambda params: fshard.optim.by_label({"a": fshard.optim.adamw(0.1)}, {"**": "a"}).init(params),
+}
+
+
+@pytest.mark.parametrize("form", RETURNED)
+@pytest.mark.parametrize("order", ["of another run", "reversed", "one twice"])
+def test_results_of_several_runs_are_not_joined(form: str, order: str) -> None:
+    """Results that are not of one run, in rank order, are an error that says so: it named `World.gather` itself."""
+    world, whole = World(shard=2), {"w": torch.arange(5.0)}
+
+    def job(mesh: SimulatedMesh) -> Any:
+        return RETURNED[form](fshard.shard_params(whole, fshard.make_plan(whole, mesh)))
+
+    (first, second), (_, other) = world.run(job), world.run(job)
+    got = {"of another run": [first, other], "reversed": [second, first], "one twice": [first, first]}[order]
+    with pytest.raises(ValueError, match=r"World.gather: results\[.\]: expected what rank . returned.* in its order"):
+        world.gather(got)
+
+
+def test_unreduced_gradients_are_not_joined() -> None:
+    """Gradients of each rank alone are an error: rank 0's would be taken for the sum."""
+    world, whole = World(shard=2), {"w": torch.arange(5.0)}
+
+    def job(mesh: SimulatedMesh) -> Any:
+        params = fshard.shard_params(whole, fshard.make_plan(whole, mesh))
+        return params, fshard.value_and_grad(lambda p: p["w"].sum(), reduce=False)(params)
+
+    with pytest.raises(TypeError, match=r"World.gather: results\[0\]: expected reduced gradients.*reduce_grads"):
+        world.gather(world.run(job))
 
 
 def test_a_tally_around_a_simulation_has_all_ranks() -> None:

@@ -23,9 +23,10 @@ from ..comm.mesh import Grid, axis_sizes, digits, numbered
 from ..comm.primitives import fold, sum_dtype
 from ..comm.process_groups import places
 from ..comm.ranks import Exchange, MismatchError
+from ..core import tree
 from ..core.arguments import check_flags, check_whole, wrong
 from ..core.tree import Tree
-from ..layout.pieces import mesh_of
+from ..layout.pieces import Parts, Unreduced, mesh_of
 from ..sharding.sharded import gather_params
 from .late import UnderWay
 from .rng import with_threads
@@ -261,6 +262,21 @@ def _on_ranks(
     return results, run.failure
 
 
+def _check_result(result: Tree, rank: int, run: Run) -> None:
+    if tree.nodes(result, Unreduced):
+        raise TypeError(
+            f"World.gather: results[{rank}]: expected reduced gradients, got Unreduced, each rank's own: call "
+            "fshard.reduce_grads inside the world"
+        )
+    for mesh in (part.mesh for part in tree.nodes(result, Parts)):
+        if isinstance(mesh, SimulatedMesh) and (mesh.run is not run or mesh.get_rank() != rank):
+            raise ValueError(
+                f"World.gather: results[{rank}]: expected what rank {rank} returned in the first one's run, got what "
+                f"rank {mesh.get_rank()} of {'this' if mesh.run is run else 'another'} run returned. Give the list "
+                "that one run returned, in its order"
+            )
+
+
 class World:
     """Simulated ranks: `run(fn, *args)` calls `fn(mesh, *args)` once per rank in this process; returns the results.
 
@@ -334,7 +350,8 @@ class World:
         """Return rank 0's result with each `Sharded` in it whole, joined of what all ranks returned.
 
         `results` are those of one run of a world with these axes, in rank order. Optimizer states are joined as well.
-        All that is not sharded is rank 0's. ValueError for other results, TypeError if nothing in them is sharded.
+        All that is not sharded is rank 0's. ValueError for other results, TypeError if nothing in them is sharded, or
+        gradients are not reduced.
 
         >>> from fshard import make_plan, shard_params
         >>> world, params = World(shard=2), {"w": torch.arange(3.0)}
@@ -349,6 +366,8 @@ class World:
             raise TypeError(f"World.gather: results: expected a Sharded of ranks over axes {self.axes}, got {where}")
         if not mesh.run.over.is_set():
             raise RuntimeError("World.gather: the world still runs: call fshard.gather_params in it, on every rank")
+        for rank, result in enumerate(results):
+            _check_result(result, rank, mesh.run)
         mesh.run.reopen()
         wholes, failure = _on_ranks(mesh.run, self, lambda rank: gather_params(results[rank.get_rank()]), ())
         if failure is not None:
