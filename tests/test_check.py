@@ -394,3 +394,71 @@ def test_the_place_of_no_rank_is_the_mean_of_others(what: str, far: int) -> None
 def places_of(what: str, number: int) -> int:
     x, zero = torch.tensor(number), torch.tensor(0)
     return int(place_of(*((x, zero) if what == "step" else (zero, x)), torch.device("cpu"))[1])
+
+
+class Net(torch.nn.Module):
+    """Two layers, and a dropout between them, which draws nothing in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One number for each row."""
+        return self.last(self.drop(self.first(x)))
+
+
+def part_of(apply: Any) -> Any:
+    """The function of a module of which one submodule is in evaluation mode."""
+    net = Net()
+    net.drop.eval()
+    return fshard.module.functionalize(net)[0]
+
+
+MODES: dict[str, Callable[[Any], Any]] = {
+    "training": lambda apply: apply,
+    "evaluation": lambda apply: apply.eval,
+    "training in part": part_of,
+}
+CALLS: dict[str, Callable[[Any, fshard.Sharded, torch.Tensor], Any]] = {
+    "gradient": lambda loss, params, x: fshard.value_and_grad(loss)(params, x),
+    "loss": lambda loss, params, x: fshard.evaluate(loss)(params, x),
+    "step": lambda loss, params, x: fshard.train_step(loss, optim.sgd(0.1))(
+        fshard.init_state(params, optim.sgd(0.1)), x
+    ),
+    "jitted": lambda loss, params, x: fshard.jit(fshard.value_and_grad(loss), backend="eager")(params, x),
+    "beside": lambda loss, params, x: fshard.value_and_grad(
+        lambda p, other, x: sum(w.sum() for w in p["last"].values()) + loss(other, x)
+    )(params, params, x),
+}
+
+
+def in_modes(mesh: Any, call: str, modes: list[list[str]], over: str = "shard") -> None:
+    """A loss that calls its module in this rank's modes, one after the other."""
+    apply, params, buffers = fshard.module.functionalize(Net())
+    functions = [MODES[mode](apply) for mode in modes[mesh.get_rank()]]
+    params = fshard.tree.map(torch.ones_like, params)
+    plan = fshard.make_plan(params, mesh, units=["first", "last"], params_over=over, grads_over=over)
+
+    def loss(p: Any, x: torch.Tensor) -> Any:
+        return sum(function(p, buffers, x)[0].sum() for function in functions)
+
+    CALLS[call](loss, fshard.shard_params(params, plan), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("other", ["evaluation", "training in part"])
+def test_a_module_in_another_mode(other: str, call: str) -> None:
+    """A module that one rank alone evaluates would train on otherwise there, without a word."""
+    for run in (simulated, gloo) if call == "gradient" else (simulated,):
+        with pytest.raises(
+            fshard.MismatchError, match=rf"Net in training(?! in).*Net in {other}|Net in {other}.*Net in"
+        ):
+            run(in_modes, call, [["training"], [other]])
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_modes_that_ranks_share(call: str) -> None:
+    """Modules in several modes, in any order, are no error; nor is what a rank does with whole parameters."""
+    simulated(in_modes, call, [["training", "evaluation"], ["evaluation", "training"]])
+    simulated(in_modes, call, [["training"], ["evaluation"]], ())

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,13 @@ from .checks import check_graph, check_memory, check_references, check_uncached,
 from .compiled import compile_again
 from .current import Call, Calls
 from .skeleton import Stand, copy_of, in_eval_mode, skeleton
+
+
+def _mode(module: nn.Module, name: str) -> str:
+    """In which mode a module is, as words that ranks compare."""
+    flags = bytes(part.training for part in module.modules())
+    mode = "training" if all(flags) else f"training in part ({crc32(flags):08x})" if any(flags) else "evaluation"
+    return f"{name} in {mode}"
 
 
 class Copies:
@@ -42,6 +50,7 @@ class Copies:
         # two skeletons, so that calls in both modes may run side by side; True is the mode in which the module is
         check_memory(module, stands)
         self._skeletons = {True: skeleton(module, stands), False: in_eval_mode(skeleton(module, stands))}
+        self.modes = {training: _mode(part, calls.name) for training, part in self._skeletons.items()}
         check_references(self.skeleton, module)
         # an own `train()` may drop in training what a forward keeps in evaluation: results of one call's parameters
         self._forgets = {

@@ -53,6 +53,7 @@ class ModuleFunction:
             raise TypeError(f"{name}: {wrong('params', params, expected, remedy)}")
         leaves = Leaves(params, self._params, f"{name}: params")
         call, versions = Call(leaves, self._listed(buffers)), leaves.versions()
+        leaves.remark(self._copies.modes[self._training])
         module = self._copies.copy_for(call, self._training)
         with self._calls.during(call):
             out = module(*args, **kwargs)

@@ -22,18 +22,25 @@ from ..core.tree import Tree
 from .plan import Plan
 from .precision import Policy
 
-# The policy and the mesh of the loss that runs, for what a loss calls with parameters that it has gathered itself.
-_LOSS: ContextVar[tuple[Policy, AnyMesh]] = ContextVar("fshard.sharding.access", default=(Policy(), None))
+# The policy and the mesh of the loss that runs, for what a loss calls with parameters that it has gathered itself; and
+# words that ranks compare, or None outside of a loss.
+_Loss = tuple[Policy, AnyMesh, set[str] | None]
+_LOSS: ContextVar[_Loss] = ContextVar("fshard.sharding.access", default=(Policy(), None, None))
 
 
 @contextmanager
 def loss_of(policy: Policy, mesh: AnyMesh) -> Iterator[None]:
     """The block in which a loss runs, whose parameters are on this mesh and have this policy."""
-    token = _LOSS.set((policy, mesh))
+    token = _LOSS.set((policy, mesh, set()))
     try:
         yield
     finally:
         _LOSS.reset(token)
+
+
+def remarks() -> str:
+    """What `Leaves.remark` was given in the loss that runs, in an order that does not depend on that of the calls."""
+    return "".join(f", {words}" for words in sorted(_LOSS.get()[2] or ()))
 
 
 class Gathers(Protocol):
@@ -278,7 +285,9 @@ class Leaves:
         with torch.enable_grad():  # what is read under no_grad may be used outside of it
             self._sources = [x if isinstance(x, _At) else x.view_as(x) for x in given]
         plan = next((x.tape.plan for x in self._sources if isinstance(x, _At)), None)
-        self.policy, self.mesh = _LOSS.get() if plan is None else (plan.policy, plan.mesh)
+        policy, mesh, self._remarks = _LOSS.get()
+        self.policy, self.mesh = (policy, mesh) if plan is None else (plan.policy, plan.mesh)
+        self._is_cut = plan is not None and plan.num_parts(plan.params_over) > 1
 
     def read(self, number: int) -> Tensor:
         """Return a leaf, gathered with its unit."""
@@ -302,6 +311,11 @@ class Leaves:
         """For each leaf that is a tensor, the number of writes to it; None where torch does not count them."""
         # `_version` is private: a tensor's number of writes has no public name (test_tape.py notices when it goes)
         return [None if isinstance(x, _At) or x.is_inference() else x._version for x in self._sources]
+
+    def remark(self, words: str) -> None:
+        """Let ranks compare these words, if leaves are gathered: each rank may do as it likes with whole ones."""
+        if self._is_cut and self._remarks is not None:
+            self._remarks.add(words)
 
     def key(self, number: int) -> tuple[int, int]:
         """Return a value that is equal for two reads of the same leaf, while both are alive."""

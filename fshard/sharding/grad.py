@@ -32,6 +32,7 @@ from ..core.scalars import Number, on_device
 from ..core.tree import Tree
 from ..layout.pieces import Unreduced
 from . import anchors, offload
+from .access import remarks
 from .gradients import Gradients, settle
 from .plan import Plan
 from .sharded import Sharded, local_numel, whole_view
@@ -50,12 +51,16 @@ def _returned(out: Tree, has_aux: bool, with_extra: bool) -> tuple[Tree, Tree, T
 
 
 class _Returned(NamedTuple):
-    """What a loss function returned: the loss and its class, as `read_loss` gives them, the new extra, and aux."""
+    """What a loss function returned: the loss and its class, as `read_loss` gives them, the new extra, and aux.
+
+    `remarks` are words of what it called.
+    """
 
     loss: Mean | Sum
     kind: type
     extra: Tree
     aux: Tree
+    remarks: str
 
 
 def _local(loss: Mean | Sum) -> list[Tensor]:
@@ -69,17 +74,17 @@ def _start_sums(returned: _Returned, mesh: AnyMesh, built: str = "", place: Numb
 
     With a `place` ranks compare it in the same collective. With several axes those before the last have ended.
     """
-    loss, kind, _, aux = returned
+    loss, kind, _, aux, words = returned
     device = loss.total.device
     places = [] if place is None else [on_device(place, device)]
     local = torch.stack([*local_sums([loss, *averages(aux).values()], device), *places])
-    sums = primitives.start_total(local, mesh, label="loss", more=described(kind, aux, built))
+    sums = primitives.start_total(local, mesh, label="loss", more=described(kind, aux, words + built))
     return sums if place is None else sums.then(lambda x: consensus.without_place(x, local, mesh))
 
 
 def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> Outcome:
     """The outcome of a forward whose sums over ranks were started."""
-    loss, kind, extra, aux = returned
+    loss, kind, extra, aux, _ = returned
     output = plan.policy.output if isinstance(plan.policy.output, torch.dtype) else None
     # every rank's loss that is no Mean counts 1
     weight = None if kind is Mean else loss.total.new_full((), num_ranks(mesh), dtype=torch.float64)
@@ -102,7 +107,7 @@ def _called(
         arguments = [next(views) if isinstance(x, Sharded) else x for x in tree.tops(args, Sharded)]
         loss, extra, aux = _returned(loss_fn(view, *tree.put_tops(args, Sharded, arguments)), has_aux, with_extra)
         if not (has_aux or with_extra):
-            return _Returned(*read_loss(loss), None, None)
+            return _Returned(*read_loss(loss), None, None, remarks())
         check_averages(aux)
         # totals are cast when they are summed
         aux = tree.map_tops(lambda x: x if is_loss(x) else params.plan.policy.cast(x, "output"), is_loss, aux)
@@ -114,7 +119,7 @@ def _called(
         # buffers are lent, and the user may write to an aux (Note [Lent memory] in `comm/ranks.py`).
         lent = tape.gathered_into()
         extra, aux = (apart(_plain(tree.detached(x, Sharded)), inputs_read, lent) for x in (extra, aux))
-        return _Returned(*read_loss(loss), extra, aux)
+        return _Returned(*read_loss(loss), extra, aux, remarks())
 
     return tape.forward(call)
 
