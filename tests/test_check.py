@@ -17,6 +17,7 @@ from support.worlds import Fate, fates, gloo, simulated
 
 import fshard
 from fshard import optim
+from fshard.comm.consensus import check_same
 from fshard.train.describe import place_of
 
 # The number of random faults; `FSHARD_FAULTS=50` tries more of them, which takes too long for every day.
@@ -462,3 +463,17 @@ def test_modes_that_ranks_share(call: str) -> None:
     """Modules in several modes, in any order, are no error; nor is what a rank does with whole parameters."""
     simulated(in_modes, call, [["training", "evaluation"], ["evaluation", "training"]])
     simulated(in_modes, call, [["training"], ["evaluation"]], ())
+
+
+@pytest.mark.parametrize("after", [0, 10, 10**6])
+@pytest.mark.parametrize("before", [0, 10, 10**6])
+def test_a_long_description_is_quoted_where_it_differs(before: int, after: int) -> None:
+    """An error that quotes a line of megabytes would hide what differs, and fill the log of every rank."""
+
+    def compare(mesh: Any) -> None:
+        check_same(mesh, "same\n" + before * "a" + f"rank={mesh.get_rank()}" + after * "b", "the text")
+
+    with pytest.raises(fshard.MismatchError) as failure:
+        simulated(compare)
+    assert all(f"rank={rank}" in str(failure.value) for rank in (0, 1))
+    assert len(str(failure.value)) < 2000

@@ -19,6 +19,7 @@ from .ranks import MismatchError, Ranks
 
 T = TypeVar("T")
 _SAME_TREE = "Build the same tree, in the same order, on all of them"
+_NEAR = 200  # most characters that are quoted before and after the first that differs
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element; else int64
 
 
@@ -169,4 +170,12 @@ def first_difference(a: str, b: str, sentence: str) -> str:
     """`sentence`, which has two `{}`, filled with the first lines in which two descriptions differ."""
     end = "nothing more"
     pairs = zip_longest(a.splitlines(), b.splitlines(), fillvalue=end)
-    return sentence.format(*next(((x, y) for x, y in pairs if x != y), (end, end)))
+    x, y = next(((x, y) for x, y in pairs if x != y), (end, end))
+    at = next((number for number, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
+    return sentence.format(_near(x, at), _near(y, at))
+
+
+def _near(line: str, at: int) -> str:
+    """The part of a long line that lies around a place."""
+    begin, end = max(0, at - _NEAR), at + _NEAR
+    return "..." * (begin > 0) + line[begin:end] + "..." * (end < len(line))
