@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import pickletools
 import shutil
 import tracemalloc
 import warnings
@@ -16,12 +17,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support import replayed
+from support.costs import cost
 
 import fshard
 from fshard import checkpoint
 from fshard.__main__ import main
-from fshard.checkpoint import inert_pickle
+from fshard.checkpoint import hugging_face, inert_pickle
 from fshard.checkpoint.index import sealed
+from fshard.checkpoint.safetensors_file import Entry
 from fshard.core import foreign
 from fshard.testing import record, recording, replay
 
@@ -306,6 +309,37 @@ def test_a_pickle_takes_no_more_memory_than_is_counted(name, monkeypatch):
             inert_pickle.read_pickle(data, {"torch.Size"})
 
     assert peak_of(read) < (1 << 23) + (1 << 16)
+
+
+@pytest.mark.parametrize("operation", [b"N", b"\x88", b")", b"h\0", b"\x80\x04"])
+def test_a_pickle_has_bounded_operations(operation, monkeypatch):
+    """Operations that take next to no memory would keep a reader busy for minutes: a file may have 128 MiB of them."""
+    monkeypatch.setattr(inert_pickle, "_MOST_OPERATIONS", 1000)
+    begin = b"\x80\x04Nq\0"  # three of them
+    assert inert_pickle.read_pickle(begin + b"\x80\x04" * 997 + b".", set()) is None
+    with pytest.raises(ValueError, match="a pickle that takes more than 1,000 operations"):
+        inert_pickle.read_pickle(begin + operation * 998 + b".", set())
+
+
+def test_metadata_is_bounded_by_memory_first(tmp_path):
+    """The bound on operations would refuse what torch wrote, and what takes less memory than it may."""
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({f"layers.{n}.weight": torch.ones(2) for n in range(200)}, checkpoint_id=tmp_path, no_dist=True)
+    data = (tmp_path / ".metadata").read_bytes()
+    codes = [op.code.encode("latin-1") for op, _, _ in pickletools.genops(data)][:-1]
+    memory = 4 * len(data) + sum(inert_pickle._BY_CODE[code][2] for code in codes)
+    assert len(codes) / inert_pickle._MOST_OPERATIONS < memory / foreign.MOST_MEMORY
+
+
+def test_an_index_is_read_in_linear_time():
+    """An index of as many files as tensors would keep a reader busy for the square of their number."""
+
+    def read(num: int) -> int:
+        entries = {f"{n}.safetensors": {f"w{n}": Entry(f"w{n}", "F32", (), 0, 4, Path())} for n in range(num)}
+        raw = {"weight_map": {name: file for file, there in entries.items() for name in there}}
+        return cost(lambda: hugging_face.indexed(raw, "an index", entries.__getitem__))
+
+    assert read(400) < 5 * read(100)
 
 
 # --- files ---

@@ -42,9 +42,10 @@ def entries_at(path: Path) -> dict[str, Entry]:
 def indexed(raw: Mapping[str, object], index: object, read: Callable[[str], dict[str, Entry]]) -> dict[str, Entry]:
     """Return the tensors of the files that an index lists; errors call it `index`, and `read` reads one file."""
     file_of = _weight_map(raw, index)
-    entries: dict[str, Entry] = {}
-    for file in dict.fromkeys(file_of.values()):
-        listed = {name for name, other in file_of.items() if other == file}
+    entries, names_of = dict[str, Entry](), dict[str, set[str]]()
+    for name, file in file_of.items():
+        names_of.setdefault(file, set()).add(name)
+    for file, listed in names_of.items():
         there = read(file)
         if there.keys() != listed:
             lacks, more = (sorted(map(repr, names))[:8] for names in (listed - there.keys(), there.keys() - listed))

@@ -17,6 +17,8 @@ from typing import Any
 
 from ..core.foreign import MOST_MEMORY
 
+# torch's `.metadata` has 70 operations a chunk, and takes MOST_MEMORY before it has so many
+_MOST_OPERATIONS = 1 << 24
 PERSISTENT = "a persistent id"  # the name of records of what lies outside of the pickle
 
 Plain = Any  # None, numbers, strings, lists, tuples, dicts, and records
@@ -50,15 +52,16 @@ def read_pickle(data: bytes, names: Set[str]) -> Plain:
     """
     machine = _Machine(names)
     file = BytesIO(data)
-    memory = 4 * len(data)  # of strings
+    memory, left = 4 * len(data), _MOST_OPERATIONS  # of strings
     while (code := file.read(1)) != b".":
         if code not in _BY_CODE:
             raise ValueError(_refusal(code, file.tell() - 1))
         # the argument is decoded only now: to decode those of other operations may warn, or take long
         read, step, num_bytes = _BY_CODE[code]
-        memory += num_bytes
-        if memory > MOST_MEMORY:
-            raise ValueError(f"a pickle that takes more than {MOST_MEMORY:,} bytes of memory")
+        memory, left = memory + num_bytes, left - 1
+        if memory > MOST_MEMORY or left < 0:
+            most = f"{_MOST_OPERATIONS:,} operations" if left < 0 else f"{MOST_MEMORY:,} bytes of memory"
+            raise ValueError(f"a pickle that takes more than {most}")
         step(machine, None if read is None else read(file))
     return machine.end()
 

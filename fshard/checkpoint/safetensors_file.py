@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import BufferedIOBase, FileIO
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -121,20 +121,19 @@ def read_header(read: Callable[[int], bytes], size: int, path: Path) -> tuple[di
         )
     forms = parsed(read(length), path, "its header")
     metadata = forms.pop(METADATA, {})
-    entries = _entries(forms, path)
-    _check_data(entries, size - 8 - length, path)
-    by_name = {x.name: replace(x, start=x.start + 8 + length) for x in entries}
-    return by_name, metadata if isinstance(metadata, dict) else {}
+    entries = _entries(forms, 8 + length, path)
+    _check_data(entries, 8 + length, size - 8 - length, path)
+    return {x.name: x for x in entries}, metadata if isinstance(metadata, dict) else {}
 
 
-def _entries(forms: Mapping[str, Any], path: Path) -> list[Entry]:
+def _entries(forms: Mapping[str, Any], begin: int, path: Path) -> list[Entry]:
     entries = []
     for name, form in forms.items():
         fields = form if isinstance(form, dict) else {}
         kind, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
         if not isinstance(kind, str) or not are_counts(shape) or not are_counts(offsets) or len(offsets) != 2:
             raise ValueError(f"{path}: {name!r}: expected its dtype, shape and data_offsets, got {str(form)[:200]}")
-        entries.append(Entry(name, kind, tuple(shape), offsets[0], offsets[1] - offsets[0], path))
+        entries.append(Entry(name, kind, tuple(shape), begin + offsets[0], offsets[1] - offsets[0], path))
     return entries
 
 
@@ -144,8 +143,8 @@ def are_counts(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and len(values) <= 64 and all(type(x) is int and 0 <= x < 1 << 63 for x in values)
 
 
-def _check_data(entries: Iterable[Entry], size: int, path: Path) -> None:
-    """Raise ValueError unless the tensors fill the data, one after the other."""
+def _check_data(entries: Iterable[Entry], begin: int, size: int, path: Path) -> None:
+    """Raise ValueError unless the tensors fill the data, one after the other, from byte `begin` of the file on."""
     end = 0
     for x in sorted(entries, key=lambda x: (x.start, x.num_bytes)):
         if x.dtype is not None and x.num_bytes != math.prod(x.shape) * x.dtype.itemsize:
@@ -153,8 +152,8 @@ def _check_data(entries: Iterable[Entry], size: int, path: Path) -> None:
                 f"{path}: {x.name!r}: {x.kind}{list(x.shape)} has {math.prod(x.shape) * x.dtype.itemsize:,} bytes, "
                 f"and its offsets say {x.num_bytes:,}"
             )
-        if x.start != end:
-            raise ValueError(f"{path}: {x.name!r} begins at byte {x.start:,}, and the tensor before it ends at {end:,}")
+        if (start := x.start - begin) != end:
+            raise ValueError(f"{path}: {x.name!r} begins at byte {start:,}, and the tensor before it ends at {end:,}")
         end += x.num_bytes
     if end != size:
         raise ValueError(
