@@ -58,6 +58,7 @@ def trained(*x: Tensor) -> Any:
     return torch.autograd.grad(weighted(*x).sum(), x, retain_graph=True)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, of its own access
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("fn", [results, slopes, gradients, trained])

@@ -89,6 +89,7 @@ TRANSFORMED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("transform", TRANSFORMED)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_captured_tensor_is_read_at_each_run(place, transform):

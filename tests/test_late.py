@@ -109,7 +109,19 @@ def test_graphs(plan, step):
 def test_compiled_graphs_use_memory_again():
     """A compiler may use a graph's memory again: what is lent of it is settled before. Otherwise a compiled
     step between processes would send a peer other values than gradients, if two sizes in the graph are equal."""
-    World(3, late=True).run(lambda mesh: trained(mesh, jit="inductor"))
+    params, tx = {"blocks": [{"w": rand(4, 4, seed=i)} for i in range(3)]}, optim.sgd(0.1)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for block in p["blocks"]:
+            x = torch.tanh(x @ block["w"])
+        return x.square().mean()
+
+    def job(mesh: Any) -> None:
+        plan = fshard.make_plan(params, mesh, units=["blocks.*"])
+        state = fshard.init_state(fshard.shard_params(params, plan), tx)
+        fshard.jit(fshard.train_step(loss, tx), donate=True)(state, rand(4, 4, seed=mesh.get_rank()))
+
+    World(2, late=True).run(job)
 
 
 def test_graphs_without_dead_code():

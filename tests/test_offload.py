@@ -272,6 +272,7 @@ def check_step(tx: Any, how: dict[str, Any], step: dict[str, Any]) -> None:
     optim.state.shard_state({path: x.cpu() for path, x in whole.items()}, state.opt_state)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("name", MORE)
 def test_every_optimizer_runs_where_its_state_is(name):

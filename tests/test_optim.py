@@ -212,7 +212,7 @@ def test_padding_stays_zero(name):
         assert sum(simulated(law, shard=size)) > 0
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @over_all
 def test_the_number_of_ranks_makes_no_difference(name):
     """Training on another number of ranks would give other parameters; elementwise, other bits."""
@@ -251,7 +251,7 @@ def compiled_once(tx: Any, leaves: str = "w", states: Callable[[int, Any], Any] 
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in UNCOMPILED])
 def test_an_update_compiles_once(name):
     """A compiled training loop would compile again at later updates, or in pieces."""

@@ -68,7 +68,7 @@ def alike(a: Any, b: Any, tolerance: float = 1e-11) -> None:
     torch.testing.assert_close(xs, ys, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @over_all
 def test_a_whole_state_says_nothing_of_ranks(name):
     """The gathered state is the same for every partition and world: otherwise a saved state would fit only the run

@@ -341,7 +341,7 @@ def test_bytes_in_flight(widths):
 
     def law(mesh: Any) -> None:
         args, before = given_to(gradient, mesh, widths=widths), list[int]()
-        for in_flight in (0, 500, 700, 1500, 2500, EVERYTHING):
+        for in_flight in (0, 700, 1500, EVERYTHING):
             lowered = fshard.jit(gradient, backend="eager", bucket=0, in_flight=in_flight).lower(*args)
             order, found = places(lowered.graph), gathers(lowered.graph)
             heads = [order[g.readers[0]] for g in found]

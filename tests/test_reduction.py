@@ -201,6 +201,7 @@ PARTLY = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("replicate", "shard", "strategy", "how"), PARTLY.values(), ids=PARTLY)
 def test_micro_batches_are_scattered_each_and_reduced_over_replicas_once(replicate, shard, strategy, how):
     """`reduce_once="replicate"` keeps the bits with one all-reduce per step: otherwise users would get wrong

@@ -140,6 +140,7 @@ def gathers(mesh: Any, name: str, strategy: str) -> None:
     assert same_bits(whole, gather_params(flat))
 
 
+@pytest.mark.sample(3)
 @over_wires
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_loss_sees_what_arrived(name, world):
@@ -190,6 +191,7 @@ def gathered_flat(x: fshard.Sharded, unit: int, kind: int) -> Tensor:
     return flat
 
 
+@pytest.mark.sample(4)
 @over_wires
 @pytest.mark.parametrize("strategy", ["full", "zero2", "ddp"])
 @pytest.mark.parametrize("shard", [1, 2, 3])
