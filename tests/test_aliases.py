@@ -60,6 +60,35 @@ def trained(*x: Tensor) -> Any:
 
 @pytest.mark.sample(5)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, of its own access
+def leaf(numel: int, seed: int) -> Tensor:
+    """A tensor that requires a gradient."""
+    return rand(numel, seed=seed).requires_grad_()
+
+
+# A tensor, and what has its elements, or another tensor's.
+VIEWED: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "view": lambda x, y: (x, x.view(2, 4)),
+    "view of another": lambda x, y: (x, y.view(2, 4)),
+    "the same": lambda x, y: (x, x),
+    "another": lambda x, y: (x, y),
+    "first half": lambda x, y: (x, x[:4]),
+    "second half": lambda x, y: (x, x[4:]),
+}
+
+
+@pytest.mark.parametrize("first", VIEWED)
+def test_a_gradient_goes_through_views_of_the_call(first):
+    """A view of another tensor would be taken for one of this: its gradient would be added."""
+
+    def slope(x: Tensor, y: Tensor) -> Tensor:
+        return torch.autograd.grad(x.square().sum() + (3 * y * y).sum(), x)[0]
+
+    jitted = eager(slope)
+    for name in (first, *VIEWED):
+        args = VIEWED[name](leaf(8, 1), leaf(8, 2))
+        torch.testing.assert_close(jitted(*args), slope(*args), msg=name)
+
+
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("fn", [results, slopes, gradients, trained])
 def test_places_of_a_call(fn, name):

@@ -165,6 +165,23 @@ def test_gathering_is_differentiable():
     simulated(law, shard=2)
 
 
+@pytest.mark.parametrize("plan", ["full", "ddp", "whole", "frozen"])
+@pytest.mark.parametrize("host", [None, AWAY])
+@pytest.mark.parametrize("shard", [1, 2])
+def test_what_is_gathered_is_of_the_caller(shard, host, plan):
+    """A donated step would write to the parameters that were gathered before it."""
+
+    def law(mesh: Any) -> None:
+        made = fshard.make_plan(lm_params(), mesh, units=LM_UNITS, host=host, **PLANS[plan])
+        sharded = fshard.shard_params(lm_params(), made)
+        whole = gather_params(sharded)
+        for row in sharded.tensors:
+            row.zero_()
+        assert same_bits(whole, lm_params())
+
+    simulated(law, shard=shard)
+
+
 def test_a_plan_says_so():
     """Host leaves are part of a plan's text and fingerprint: otherwise ranks could disagree on them, or a typo pass
     unnoticed."""

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fshard
-from fshard.compiler.dataflow import VIEWS
+from fshard.compiler.dataflow import VIEWS, index, is_same_value
 from fshard.compiler.inspect import arguments, operator, starts, values
 from fshard.compiler.lowered import PASSES, Lowered, Options, Pass, Setting
 from fshard.compiler.memory import storages_of
@@ -236,6 +236,29 @@ def test_ranks_may_read_results_in_any_order_or_not_at_all(program):
 KINDS = {"gather": "fshard.all_gather", "reduce": "fshard.all_reduce", "scatter": "fshard.reduce_scatter"}
 KINDS["max"] = KINDS["reduce"]
 KINDS |= dict.fromkeys(["swap", "broadcast"], "fshard.exchange")
+
+
+CALLS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "slice": lambda x, i: x[i : i + 2],
+    "number": lambda x, i: x + i,
+    "keyword": lambda x, i: torch.sub(x, x, alpha=i),
+    "dtype": lambda x, i: x.to([torch.float16, torch.float64][i]),
+    "argument": lambda x, i: torch.atan2(*[(x, x[:1]), (x[:1], x)][i]),
+    "operator": lambda x, i: [x.sin, x.cos][i](),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_two_calls_are_the_same_value_only_with_equal_arguments(name):
+    """One of two gathers of other parts of a tensor would be left out."""
+    x, call = torch.arange(6.0), CALLS[name]
+    graph = make_fx(lambda x: (call(x, 0), call(x, 0) + 0, call(x, 1)))(x).graph
+    nodes = index(graph)
+    (outs,) = next(node for node in graph.nodes if node.op == "output").args
+    first, again, another = outs[0], outs[1].args[0], outs[2]
+    assert first is not again
+    assert is_same_value(first, again, nodes)
+    assert not is_same_value(first, another, nodes)
 
 
 @pytest.mark.parametrize("ops", [("sum", "max"), ("max", "min"), ("min", "sum")])
