@@ -76,6 +76,7 @@ VIEWED: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, unless warnings are errors
 @pytest.mark.parametrize("first", VIEWED)
 def test_a_gradient_goes_through_views_of_the_call(first):
     """A view of another tensor would be taken for one of this: its gradient would be added."""
