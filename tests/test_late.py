@@ -106,24 +106,6 @@ def test_graphs(plan, step):
     same_when_late(lambda mesh: trained(mesh, plan, step, jit="eager"), **axes_for(plan, step))
 
 
-def test_compiled_graphs_use_memory_again():
-    """A compiler may use a graph's memory again: what is lent of it is settled before. Otherwise a compiled
-    step between processes would send a peer other values than gradients, if two sizes in the graph are equal."""
-    params, tx = {"blocks": [{"w": rand(4, 4, seed=i)} for i in range(3)]}, optim.sgd(0.1)
-
-    def loss(p: Any, x: Tensor) -> Tensor:
-        for block in p["blocks"]:
-            x = torch.tanh(x @ block["w"])
-        return x.square().mean()
-
-    def job(mesh: Any) -> None:
-        plan = fshard.make_plan(params, mesh, units=["blocks.*"])
-        state = fshard.init_state(fshard.shard_params(params, plan), tx)
-        fshard.jit(fshard.train_step(loss, tx), donate=True)(state, rand(4, 4, seed=mesh.get_rank()))
-
-    World(2, late=True).run(job)
-
-
 def test_graphs_without_dead_code():
     """Removing dead code keeps the waits, also of what is only sent: otherwise a buffer would be freed too early."""
 

@@ -11,19 +11,25 @@ from torch import Tensor
 import fshard
 from fshard import optim
 from fshard.comm import primitives
-from fshard.compiler.dataflow import is_call
+from fshard.compiler.dataflow import gathers, is_call
 from fshard.compiler.inspect import arguments, starts
 
 WIDE = 600  # a block's buffer has 2.9 MB, so it lies in shared memory
 
 
 def lent_starts(graph: Any) -> list[str]:
-    """The labels of the collectives whose buffers are lent, each of which the graph settles and returns."""
+    """The labels of the collectives whose buffers are lent.
+
+    Each is settled once, after all that reads it, and the graph returns this: a compiler uses the memory after that.
+    """
     rooms = [node for node in graph.nodes if node.kwargs.get("settled")]
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    read = {x: gather.readers for gather in gathers(graph) for x in gather.views}
     for room in rooms:
         buffer = room if is_call(room, "fshard.room") else next(n for n in room.users if n.args == (room, 0))
         (settled,) = (user for user in buffer.users if is_call(user, "fshard.settle"))
         assert settled in graph.output_node().all_input_nodes
+        assert all(order[x] <= order[settled] for x in (*buffer.users, *read.get(buffer, ())))
     return [
         arguments(start)["label"]
         for start in starts(graph)
