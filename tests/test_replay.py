@@ -69,11 +69,12 @@ def test_a_step_runs_again_with_the_same_bits(folder):
 
 
 def inner_products(mesh: Any) -> Any:
-    """A step whose bits depend on where its batch starts (on AMD processors)."""
+    """A step whose bits depend on where its batch starts: by the products on AMD processors, by the number on all."""
     w, tx = rand(13, 3, seed=0).float(), fshard.optim.sgd(0.1)
 
     def loss(p: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (x @ p[:, 0]).tanh().sum() + (x @ p).square().sum() + torch.dot(y, p[:, 1].contiguous())
+        products = (x @ p[:, 0]).tanh().sum() + (x @ p).square().sum() + torch.dot(y, p[:, 1].contiguous())
+        return products * (1 + x.data_ptr() % 64 + 64 * (y.data_ptr() % 64))
 
     state = fshard.init_state(fshard.shard_params(w, fshard.make_plan(w, mesh)), tx)
     return fshard.train_step(loss, tx), state, torch.ones(8, 13), None, torch.ones(13)
