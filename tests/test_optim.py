@@ -499,6 +499,15 @@ def test_optax_is_an_error_that_says_how():
         fshard.train_step(lambda params, batch: batch, of_optax)
 
 
+@pytest.mark.parametrize("tx", [optim.identity(), optim.scale(-0.5)], ids=["identity", "scale"])
+def test_what_changes_no_structure_takes_sparse_gradients(tx):
+    """A chain that begins with one would refuse what `sgd` alone takes."""
+    sparse = torch.sparse_coo_tensor([[0, 4]], rand(2, 3, seed=1), (5, 3), check_invariants=True)
+    got, dense = (tx.update({"w": x}, tx.init({"w": x}))[0]["w"] for x in (sparse, sparse.to_dense()))
+    assert got.is_sparse
+    assert torch.equal(got.to_dense(), dense)
+
+
 @over_all
 def test_a_sparse_gradient_is_taken_or_refused(name):
     """A sparse embedding's gradient would be applied wrongly, or fail with an error that does not say which leaf."""
