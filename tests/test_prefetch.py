@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -135,10 +136,8 @@ def test_what_cannot_be_started_early() -> None:
 WHICH = {"all": range(5), "none": (), "every other": (0, 2, 4), "the last": (4,), "the first": (0,)}
 
 
-@pytest.mark.parametrize("prefetch", [None, 2])
-@pytest.mark.parametrize("which", WHICH)
-def test_the_backward_gathers_ahead_also_under_checkpoints(which: str, prefetch: int | None) -> None:
-    """Each gather of the backward would begin when the computation needs it."""
+def under_checkpoints(which: str) -> Any:
+    """The loss of a chain of which some blocks run again in the backward."""
 
     def loss(p: Any, x: torch.Tensor) -> fshard.Mean:
         x = x * p["scale"].sin()
@@ -147,20 +146,47 @@ def test_the_backward_gathers_ahead_also_under_checkpoints(which: str, prefetch:
             x = checkpoint(block, x, use_reentrant=False) if i in WHICH[which] else block(x)
         return mean(x * p["head"])
 
+    return loss
+
+
+@pytest.mark.parametrize("prefetch", [None, 2])
+@pytest.mark.parametrize("which", WHICH)
+def test_the_backward_gathers_ahead_also_under_checkpoints(which: str, prefetch: int | None) -> None:
+    """Each gather of the backward would begin when the computation needs it."""
+
     def job(mesh: Any) -> list[Any]:
         logged, params = Logged(mesh), chain_params(5)
         plan = fshard.make_plan(params, logged, units=["blocks.*"], prefetch=prefetch)
         sharded = fshard.shard_params(params, plan)
         logged.log.clear()
-        fshard.value_and_grad(loss)(sharded, batch_of(0))
+        fshard.value_and_grad(under_checkpoints(which))(sharded, batch_of(0))
         return logged.log[at(logged.log, "start", "all_reduce", "loss")[0] :]
 
     for log in simulated(job, shard=2):
-        again = [label for what, kind, label in log if (what, kind) == ("start", "all_gather") and "blocks" in label]
-        assert again == [f"blocks.{i}" for i in reversed(range(5))]
-        for i in range(4):
-            assert at(log, "start", "all_gather", f"blocks.{i}") < at(log, "start", "reduce_scatter", f"blocks.{i + 1}")
         held = 0  # gathers that were started, and whose unit has no gradients yet
         for what, kind, label in log:
             held += (what == "start") * ("blocks" in label) * ((kind == "all_gather") - (kind == "reduce_scatter"))
             assert held <= 1 + (prefetch or 1)
+        check_ahead([(kind, label) for what, kind, label in log if what == "start"])
+
+
+@pytest.mark.parametrize("which", WHICH)
+def test_a_graph_gathers_ahead_also_under_checkpoints(which: str) -> None:
+    """As in the eager step."""
+
+    def job(mesh: Any) -> None:
+        plan = fshard.make_plan(chain_params(5), mesh, units=["blocks.*"])
+        args = fshard.shard_params(chain_params(5), plan), batch_of(0)
+        step = fshard.jit(fshard.value_and_grad(under_checkpoints(which)), backend="eager", bucket=0)
+        started = [(kind.removeprefix("fshard."), label) for kind, label, *_ in step.lower(*args).collectives()]
+        check_ahead(started[started.index(("all_gather", "(last)")) :])
+
+    simulated(job, shard=2)
+
+
+def check_ahead(backward: list[tuple[str, str]]) -> None:
+    """Each block is gathered once, before the gradients of the one after it are sent."""
+    blocks = [f"blocks.{i}" for i in range(5)]
+    assert [label for kind, label in backward if kind == "all_gather" and label in blocks] == blocks[::-1]
+    for block, after in pairwise(blocks):
+        assert backward.index(("all_gather", block)) < backward.index(("reduce_scatter", after))
