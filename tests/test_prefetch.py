@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard
 from fshard.collectives import prefetch
+from fshard.compiler.inspect import arguments, operator, starts
 
 
 def early(p: Any, x: torch.Tensor, start: Any = prefetch) -> fshard.Mean:
@@ -178,7 +179,8 @@ def test_a_graph_gathers_ahead_also_under_checkpoints(which: str) -> None:
         plan = fshard.make_plan(chain_params(5), mesh, units=["blocks.*"])
         args = fshard.shard_params(chain_params(5), plan), batch_of(0)
         step = fshard.jit(fshard.value_and_grad(under_checkpoints(which)), backend="eager", bucket=0)
-        started = [(kind.removeprefix("fshard."), label) for kind, label, *_ in step.lower(*args).collectives()]
+        nodes = starts(step.lower(*args).graph)
+        started = [(operator(node).removeprefix("fshard."), arguments(node)["label"]) for node in nodes]
         check_ahead(started[started.index(("all_gather", "(last)")) :])
 
     simulated(job, shard=2)
