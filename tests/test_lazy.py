@@ -166,3 +166,49 @@ def test_a_container_of_a_loss_does_what_a_plain_one_does(done, kind):
             return sum((x.sum() for x in tree.leaves(p)), torch.zeros(()))
 
         fshard.evaluate(loss)(fshard.shard_params(whole, fshard.make_plan(whole, units="**")))
+
+
+def swap(p: Any) -> None:
+    """One block in the place of another."""
+    p[0] = p[-1]
+
+
+def multiply(p: Any) -> None:
+    """All blocks twice, in place."""
+    p *= 2
+
+
+OF_BLOCKS: dict[str, Callable[[Any], object]] = {
+    "reverse": lambda p: p.reverse(),
+    "append": lambda p: p.append(p[1]),
+    "pop": lambda p: p.pop(0),
+    "insert": lambda p: p.insert(0, p[2]),
+    "swap": swap,
+    "slice": lambda p: p.__setitem__(slice(0, 2), [p[2]]),
+    "delete": lambda p: p.__delitem__(0),
+    "multiply": multiply,
+    "update": lambda p: p[0].update(w=p[1]["w"]) or p.__setitem__(0, {**p[0], "w": p[1]["w"]}),
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("bucket", [None, 0, 10**6])
+@pytest.mark.parametrize("depth", [4, 40])
+@pytest.mark.parametrize("name", OF_BLOCKS)
+def test_what_a_loss_changes_does_not_depend_on_which_units_travel_together(name: str, depth: int, bucket: Any) -> None:
+    """A change would be lost in a deep model, whose small units are joined, and kept in a shallow one."""
+    whole = {"emb": torch.ones(2), "blocks": [{"w": torch.full((2,), 1 + i / 100)} for i in range(depth)]}
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        OF_BLOCKS[name](p["blocks"])
+        for block in p["blocks"]:
+            x = (x * block["w"]).sin() + p["emb"]
+        return x.sum()
+
+    leaves = tree.map(lambda x: x.clone().requires_grad_(), whole)
+    out = loss(tree.map(lambda x: x, leaves), torch.ones(2))
+    slopes = torch.autograd.grad(out, tree.leaves(leaves), allow_unused=True, materialize_grads=True)
+    expected = tree.map(lambda x: slopes[[x is leaf for leaf in tree.leaves(leaves)].index(True)], leaves)
+    plan = fshard.make_plan(whole, units=["blocks.*"], bucket=bucket)
+    value, grads = fshard.value_and_grad(loss)(fshard.shard_params(whole, plan), torch.ones(2))
+    torch.testing.assert_close((fshard.gather_params(grads), value), (expected, out.detach()))

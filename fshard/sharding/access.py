@@ -172,8 +172,8 @@ class Lazy(Branch, tree.StandIn):
     __copy__ = copy
     __getitem__, __len__, __iter__, __contains__ = map(_reading, ("__getitem__", "__len__", "__iter__", "__contains__"))
     keys, values, items, get = map(_reading, ("keys", "values", "items", "get"))
-    __eq__, __or__, __add__ = map(_operator, (operator.eq, operator.or_, operator.add))
-    __ior__, __iadd__ = map(_in_place, (operator.ior, operator.iadd))
+    __eq__, __or__, __add__, __mul__ = map(_operator, (operator.eq, operator.or_, operator.add, operator.mul))
+    __ior__, __iadd__, __imul__ = map(_in_place, (operator.ior, operator.iadd, operator.imul))
     __ror__, __radd__ = map(_operator, (lambda x, y: y | x, lambda x, y: y + x))
 
     def placed(self) -> Tree:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..comm.mesh import Axes
 from ..core.flat import Places
-from .plan import Slot
+from .plan import Plan, Slot
 from .view import View
 
 
@@ -74,7 +74,8 @@ class Schedule:
         place_of = {slot: (e.unit, number) for e in self.entries.values() for number, slot in enumerate(e.slots)}
         # by the number of the leaf in the whole tree: the unit that claimed it, the unit that it lies in, its number
         # there; leaves of kinds that the view lacks are not there
-        self._claims, self._slots = plan.claims, [place_of.get(plan.slots[number]) for number in plan.leaves]
+        self._slots = [place_of.get(plan.slots[number]) for number in plan.leaves]
+        self._claims = _claims(plan)
         self._reads: dict[tuple[int, int], Reads] = {}
 
     def leaf(self, number: int) -> tuple[int, int]:
@@ -94,6 +95,20 @@ class Schedule:
             in_order = unit is not None and leaves == tuple((unit, n) for n in range(len(self.entries[unit].slots)))
             known = self._reads[first, num] = Reads(is_shared, leaves, unit if in_order else None)
         return known
+
+
+def _claims(plan: Plan) -> list[tuple[int, str]]:
+    """For each leaf the unit in which it travels, and if that one was joined the unit that claimed the leaf.
+
+    Which containers of a loss are lazy depends on the units that were asked for, and not on which are joined.
+    """
+    joined = [set(unit.joined) for unit in plan.units]
+
+    def part(path: str, unit: int) -> str:
+        names = accumulate(path.split("."), lambda above, name: f"{above}.{name}") if joined[unit] else ()
+        return next((name for name in names if name in joined[unit]), "")
+
+    return [(unit, part(path, unit)) for path, unit in zip(plan.paths, plan.claims, strict=True)]
 
 
 def schedule(view: View) -> Schedule:
