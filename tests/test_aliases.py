@@ -58,8 +58,6 @@ def trained(*x: Tensor) -> Any:
     return torch.autograd.grad(weighted(*x).sum(), x, retain_graph=True)
 
 
-@pytest.mark.sample(5)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, of its own access
 def leaf(numel: int, seed: int) -> Tensor:
     """A tensor that requires a gradient."""
     return rand(numel, seed=seed).requires_grad_()
@@ -90,6 +88,8 @@ def test_a_gradient_goes_through_views_of_the_call(first):
         torch.testing.assert_close(jitted(*args), slope(*args), msg=name)
 
 
+@pytest.mark.sample(5)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's, of its own access
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("fn", [results, slopes, gradients, trained])
 def test_places_of_a_call(fn, name):
