@@ -25,7 +25,7 @@ from ..core import tree
 from ..core.lazy import Branch
 from ..sharding.precision import Policy, precision
 from .batch_norm import BATCH_NORMS
-from .skeleton import place_of, stands_in
+from .skeleton import place_of, places_in
 
 # Paths of submodules, each with the dtype of its inputs, and that of its outputs if these are cast.
 Casts = tuple[tuple[str, torch.dtype, torch.dtype | None], ...]
@@ -48,9 +48,9 @@ def casts_of(
     if unasked:
         _check_batch_norms(skeleton, computed, buffers)
     sizes = Counter[torch.dtype]()
-    for stand in stands_in(skeleton):
-        if place_of(stand).form.is_floating_point():
-            sizes[precision(dtypes[place_of(stand).number][0], policy).compute] += 1 + place_of(stand).form.numel()
+    for place in places_in(skeleton):
+        if place.form.is_floating_point():
+            sizes[precision(dtypes[place.number][0], policy).compute] += 1 + place.form.numel()
     if not sizes:
         return ()
     around = sizes.most_common(1)[0][0]
@@ -71,7 +71,7 @@ def _asked(skeleton: nn.Module, path: str, dtypes: Sequence[torch.dtype], around
 
 def _computed(part: nn.Module, dtypes: Sequence[torch.dtype]) -> set[torch.dtype]:
     """The floating dtypes in which the parameters of a submodule are computed."""
-    return {dtypes[place_of(stand).number] for stand in stands_in(part) if place_of(stand).form.is_floating_point()}
+    return {dtypes[place.number] for place in places_in(part) if place.form.is_floating_point()}
 
 
 def _casting(

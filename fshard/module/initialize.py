@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.random import seeded_by
-from .skeleton import Slots, Stand, place_of
+from .skeleton import Place, Slots, place_of
 
 
 class Initializer:
@@ -49,9 +49,9 @@ class Initializer:
     def _owner(self, path: str, start: int) -> nn.Module:
         """A submodule with initialized tensors of its own, as the modules around it leave them."""
 
-        def empty(stand: Stand) -> Tensor:
-            fill = start if _counts(place_of(stand).form) else torch.nan
-            return torch.full(place_of(stand).form.shape, fill, dtype=place_of(stand).form.dtype, device=self._device)
+        def empty(place: Place) -> Tensor:
+            fill = start if _counts(place.form) else torch.nan
+            return torch.full(place.form.shape, fill, dtype=place.form.dtype, device=self._device)
 
         part = _with_tensors(self._skeleton.get_submodule(path), empty)
         with seeded_by(self._seed, path, self._device), torch.no_grad():
@@ -87,24 +87,22 @@ def _counts(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex())
 
 
-def _with_tensors(part: nn.Module, make: Callable[[Stand], Tensor]) -> nn.Module:
+def _with_tensors(part: nn.Module, make: Callable[[Place], Tensor]) -> nn.Module:
     """A shallow copy of a submodule with tensors of its own; those of the submodules inside are on meta."""
     made = object.__new__(type(part))
     vars(made).update(vars(part))
     for kind in ("_parameters", "_buffers"):
-        stands: Slots = vars(part)[kind]
-        vars(made)[kind] = {
-            name: stand if stand is None else _made(stand, make) for name, stand in stands.stands.items()
-        }
+        slots: Slots = vars(part)[kind]
+        vars(made)[kind] = {name: x if x is None else _made(place_of(x), make) for name, x in slots.stands.items()}
     inside = {name: child if child is None else _with_tensors(child, _form) for name, child in part._modules.items()}
     vars(made)["_modules"] = inside
     return made
 
 
-def _made(stand: Stand, make: Callable[[Stand], Tensor]) -> Tensor:
-    x = make(stand)
-    return x if place_of(stand).is_buffer else nn.Parameter(x, requires_grad=place_of(stand).trains)
+def _made(place: Place, make: Callable[[Place], Tensor]) -> Tensor:
+    x = make(place)
+    return x if place.is_buffer else nn.Parameter(x, requires_grad=place.trains)
 
 
-def _form(stand: Stand) -> Tensor:
-    return place_of(stand).form
+def _form(place: Place) -> Tensor:
+    return place.form

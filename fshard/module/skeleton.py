@@ -115,7 +115,7 @@ class Weight(nn.Parameter):
     __deepcopy__ = _refusing("copied (copy.deepcopy)")
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Itself, or ValueError."""
+        """Return the parameter itself; ValueError for another setting than the module has."""
         return self._place.train(self, requires_grad)
 
     def set_(self, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -295,9 +295,9 @@ def ties(tensors: Mapping[str, Tensor]) -> list[int]:
     return [first.setdefault(id(x), number) for number, x in enumerate(tensors.values())]
 
 
-def stands_in(part: nn.Module) -> list[Stand]:
-    """The stands for the parameters of a submodule of a copy, and of all submodules inside it; tied ones once."""
-    return [x for x in part.parameters() if isinstance(x, Stand)]
+def places_in(part: nn.Module) -> list[Place]:
+    """The places of the parameters of a submodule of a copy, and of all submodules inside it; tied ones once."""
+    return [place_of(x) for x in part.parameters() if isinstance(x, Stand)]
 
 
 def skeleton(module: nn.Module, stands: Mapping[int, Stand]) -> nn.Module:
@@ -345,7 +345,7 @@ class _Stands(Leaves):
     """The stands of a skeleton's parameters, by number, each for itself."""
 
     def __init__(self, skeleton: nn.Module):
-        self._stands = {place_of(stand).number: stand for stand in stands_in(skeleton)}
+        self._stands = {place_of(stand).number: stand for stand in skeleton.parameters()}
 
     def read(self, number: int) -> Tensor:
         """The stand itself, which the copy has as well."""

@@ -141,9 +141,9 @@ class Tape:
         leaves = self._gathered.get(unit)
         if leaves is None:
             leaves = self._gather(unit)
+        inside = self._regather and not self._backward and in_checkpoint()
         # without a unit that trains, this or an earlier one, a checkpoint has nothing to run again for
-        trains = self._anchors.units() or self._schedule.entries[unit].trained
-        if trains and self._regather and not self._backward and in_checkpoint():
+        if inside and (self._anchors.units() or self._schedule.entries[unit].trained):
             self._comes_last(unit)
         if self._into is None:
             return leaves
