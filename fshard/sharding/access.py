@@ -96,6 +96,7 @@ class Lazy(Branch, tree.StandIn):
         self._tape, self._held = tape, held
         self._spec, self._first = spec, first
         self._inside: dict[int, Lazy] = {}  # the lazy children that were read, by position
+        self._listed = tape and tape.plan.container(spec, first)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -108,17 +109,17 @@ class Lazy(Branch, tree.StandIn):
         return container if spec.is_leaf() else lazy(None, spec, 0, container)
 
     def _container(self) -> Container:
-        assert self._tape is not None  # else `_held` answers
-        return self._tape.plan.container(self._spec, self._first)
+        assert self._listed  # else `_held` answers
+        return self._listed
 
     def _child(self, spec: tree.Spec, first: int) -> Tree:
-        assert self._tape is not None
+        assert self._tape
         return self._tape.enter(spec, self._first + first)
 
     def _pick(self, index: int) -> Tree:
         if index in self._inside:
             return self._inside[index]
-        child = super()._pick(index)
+        child = self._child(*self._container().children[index])
         if isinstance(child, Lazy):  # a change of it is a change of this one
             self._inside[index] = child
         return child
@@ -151,7 +152,7 @@ class Lazy(Branch, tree.StandIn):
         return of_class.__get__(self, self._spec.type) if hasattr(of_class, "__get__") else of_class
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in ("_tape", "_held", "_spec", "_first", "_inside"):
+        if name in ("_tape", "_held", "_spec", "_first", "_inside", "_listed"):
             object.__setattr__(self, name, value)
         else:
             setattr(self._settled(), name, value)

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+# private: nothing public tells which hooks are on (test_prefetch.py notices when it goes)
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
 
 def in_checkpoint() -> bool:
     """Whether a checkpoint of torch runs, which will run again in the backward: its hooks on saved tensors are on."""
-    # private: nothing public tells which hooks are on (test_prefetch.py notices when it goes)
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = _top_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 

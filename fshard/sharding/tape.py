@@ -77,7 +77,8 @@ class Tape:
         self._touched: set[int] = set()
         self._staying = {self.plan.root}  # units whose buffers stay until the forward ends
         self._owners = Owners()
-        self._saved: dict[int, int] = {}  # the number of saved places of each unit
+        # the number of saved places of each unit, 0 of one that only checkpoints read; the unit saved last is the last
+        self._saved: dict[int, int] = {}
         self._again: dict[int, Buffers] = {}  # gathered again for the backward
         self._to_come: dict[int, None] = {}  # the units that the backward will gather again, the next one last
         self._reductions = Reductions(self.plan)
@@ -144,7 +145,7 @@ class Tape:
         inside = self._regather and not self._backward and in_checkpoint()
         # without a unit that trains, this or an earlier one, a checkpoint has nothing to run again for
         if inside and (self._anchors.units() or self._schedule.entries[unit].trained):
-            self._comes_last(unit)
+            self._saved[unit] = self._saved.pop(unit, 0)  # moved to the end, as by `pack`
         if self._into is None:
             return leaves
         self._gradless |= not torch.is_grad_enabled()
@@ -249,7 +250,6 @@ class Tape:
             tape._regather = False
             tape._kept.keep_all()
             tape._saved.clear()
-            tape._to_come.clear()
             tape._touched.clear()
         return self.forward_once(loss)
 
@@ -270,6 +270,8 @@ class Tape:
         self._gathered.clear()
         self._bound.clear()
         self._arrivals.drop()
+        self._to_come = dict.fromkeys(self._saved)
+        self._saved = {unit: count for unit, count in self._saved.items() if count}
         self._kept.end(self._saved)
         self._backward = True
         first = next(reversed(self._to_come), None)
@@ -297,14 +299,8 @@ class Tape:
         if place is None:
             return SavedTensor.of(x)
         unit = place[0]
-        self._saved[unit] = self._saved.get(unit, 0) + 1
-        self._comes_last(unit)
+        self._saved[unit] = self._saved.pop(unit, 0) + 1  # moved to the end: the unit saved last
         return SavedView(self, *place)
-
-    def _comes_last(self, unit: int) -> None:
-        """Note that the backward gathers a unit again before those that were noted earlier."""
-        self._to_come.pop(unit, None)
-        self._to_come[unit] = None
 
     def unpack(self, saved: object) -> Tensor:
         """Return the tensor that `pack` was given. Dual: `pack`."""
