@@ -349,6 +349,10 @@ def odd_leaves(mesh: Any) -> None:
             assert chunk.untyped_storage().nbytes() == chunk.nbytes, "a chunk keeps no whole unit in memory"
         zeros = fshard.init_params(plan, lambda path, like: torch.zeros(like.shape, dtype=like.dtype))
         assert same_bits(fshard.load_state_dict(zeros, written).tensors, sharded.tensors)
+    state = optim.adamw(0.1).init(fshard.shard_params({"w": w}, fshard.make_plan({"w": w}, mesh, **axes)))
+    entry = optim.state.state_dict(state, {"w": w}, dtensors=True)["state"]["w"]  # the parameters have no mesh
+    replicated = distribute_tensor(torch.zeros_like(w), mesh, [Replicate() for _ in names])
+    same_dtensors({"exp_avg": entry["exp_avg"]}, {"exp_avg": replicated})
 
 
 @pytest.mark.sample(3)
@@ -359,6 +363,20 @@ def test_dtensors_of_leaves_of_every_kind(shard, replicate):
     In other worlds chunks along two axes, or with no element for the last rank, would be other ones than torch's.
     """
     gloo(odd_leaves, shard=shard, replicate=replicate)
+
+
+def of_an_ended_group(mesh: Any) -> None:
+    """DTensors would refer to process groups that have ended; another group has begun since."""
+    sharded = fshard.shard_params({"w": torch.ones(3)}, fshard.make_plan({"w": torch.ones(3)}, mesh))
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    with pytest.raises(ValueError, match=r"a DeviceMesh that is still there"):
+        fshard.state_dict(sharded, dtensors=True)
+
+
+def test_no_dtensors_of_an_ended_group():
+    """torch's own error names a group that cannot be resolved, when the tensors are used."""
+    gloo(of_an_ended_group, shard=1)
 
 
 class Unreadable(dict[str, Any]):

@@ -351,6 +351,10 @@ EDITS = {
         "expected 'state 0' (",
     ),
     "another dtype": (tensors(lambda x: x | {"state 0": x["state 0"].float()}), "'state 0', leaf 'params"),
+    "another dtype of a moment": (
+        tensors(lambda x: x | {"state 2": x["state 2"].float()}),
+        "leaf 'opt_state.inner.m.mu.0': expected torch.float64[195], got torch.float32[195]",
+    ),
     "another shape": (tensors(lambda x: x | {"state 0": torch.ones(3).double()}), "expected torch.float64["),
 }
 

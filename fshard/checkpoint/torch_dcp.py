@@ -125,7 +125,7 @@ def _naming(where: str) -> Iterator[None]:
 def _fields(record: Plain, name: str) -> dict[str, Plain]:
     """Return the fields of an object of a class."""
     _require(type(record) is Record and record.name == name, f"expected {name}, got {_kind(record)}")
-    return _expect(record.state if record.state is not None else {}, dict, name)
+    return _expect(record.state, dict, name)
 
 
 def _expect(x: Plain, kind: type, name: str) -> Any:
