@@ -1,13 +1,19 @@
 """Checkpoints of tensors on a GPU: copies are made before the memory changes, and come back to the device."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from support.accelerator import DEVICE, on_accelerator
 from support.models import same_bits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
 from fshard import checkpoint
+from fshard.checkpoint import host_copies, saving
+from fshard.checkpoint.safetensors_file import CHUNK
+from fshard.core.bits import as_bytes
 from fshard.testing import simulate
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -52,3 +58,57 @@ def test_a_donated_state_is_saved_as_it_was(device, tmp_path):
             assert restored.step.device.type == "cpu"
 
     simulate(on_a_rank, shard=2, device=device)
+
+
+class Copies(TorchDispatchMode):
+    """The copies from the device, and the waits of the host for it, in their order; stands in for torch.cuda, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def synchronize(self, device: torch.device) -> None:
+        """The host waits for the device."""
+        assert device == DEVICE
+        self.seen.append("wait")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].device != args[0].device:
+            self.seen.append("copy" if kwargs == {"non_blocking": True} or args[2:] == (True,) else "copy and wait")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("wait", "waits"), [(False, 1), (True, 4)])
+def test_the_host_waits_for_many_copies_at_once(wait, waits, tmp_path, monkeypatch):
+    """The device would be idle between the copies of a checkpoint, thousands of times where leaves are small."""
+    monkeypatch.setattr(saving, "check_has_values", lambda contents: None)
+    state: dict[str, Any] = {f"{i:02}": torch.ones(1000 + i, device=DEVICE) for i in range(66)}
+    state["large"] = torch.ones(2 * CHUNK // 4 + 5, device=DEVICE)
+    state["near"] = torch.arange(9)
+    copies = Copies()
+    with on_accelerator():
+        monkeypatch.setattr(torch, "get_device_module", lambda x: copies)
+        with copies:
+            checkpoint.save(tmp_path, state, 1, wait=wait).wait()
+    assert copies.seen.count("copy and wait") == 0
+    assert copies.seen.count("copy") == (66 + 3 if wait else 67)
+    assert copies.seen.count("wait") <= waits
+    assert copies.seen[-1] == "wait"
+
+
+def test_what_is_written_through_host_memory_has_its_bits(tmp_path, monkeypatch):
+    """Small leaves that share a buffer, or a large one that fills it, would be written over, or not in their order."""
+    monkeypatch.setattr(host_copies, "HOST", torch.device("meta"))  # as if all were on a device
+    monkeypatch.setattr(host_copies, "empty", lambda numel, dtype, device: torch.full((numel,), 7, dtype=dtype))
+    monkeypatch.setattr(host_copies, "CHUNK", 64)
+    generator = torch.Generator().manual_seed(0)
+    sizes = [0, 1, 5, 16, 17, 3, 100, 1, 15, 33]
+    dtypes = [torch.float32, torch.uint8, torch.complex64, torch.int16, torch.bool]
+    tensors = [
+        (str(i), torch.randn(n, generator=generator).to(dtype)) for i, (n, dtype) in enumerate(product(sizes, dtypes))
+    ]
+    found: dict[str, bytes] = {}
+    for name, data in host_copies.in_host_memory(tensors):
+        assert data.numel() <= 64
+        found[name] = found.get(name, b"") + bytes(data.tolist())
+    assert found == {name: bytes(as_bytes(x).tolist()) for name, x in tensors}

@@ -188,5 +188,10 @@ def chunks(x: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor, at most `CHUNK` at a time, each of them until the next one."""
     buffer = bytearray(min(x.nbytes, CHUNK))
     for part in as_bytes(x).split(CHUNK) if buffer else ():
-        torch.frombuffer(buffer, dtype=torch.uint8)[: part.numel()].copy_(part)
-        yield memoryview(buffer)[: part.numel()]
+        yield copied_into(buffer, part)
+
+
+def copied_into(buffer: bytearray, data: Tensor) -> memoryview:
+    """Copy bytes (n,) to the beginning of a buffer, and return a view of them there."""
+    torch.frombuffer(buffer, dtype=torch.uint8)[: data.numel()].copy_(data)
+    return memoryview(buffer)[: data.numel()]

@@ -25,11 +25,12 @@ from torch import Tensor
 from ..comm import consensus
 from ..comm.mesh import AnyMesh, Mesh, adapted
 from ..core.arguments import check_flags, check_whole
-from ..core.bits import STEP, from_bytes
 from ..core.tree import Tree
 from ..layout.pieces import mesh_of
+from ..sharding.offload import empty
 from .contents import Contents, check_has_values, check_same_call, contents_of, differing, own_pieces
 from .directory import at, folder, prune
+from .host_copies import aligned, copied, device_of
 from .index import CheckpointError
 from .places import Place
 from .writing import Named, Record, Writer
@@ -229,20 +230,14 @@ def _snapshot(
     pieces: Sequence[Named], snapshot_bytes: int | None, memory: Tensor
 ) -> tuple[list[Named], list[Named], Tensor]:
     """Copy pieces to host memory, up to a number of bytes: the copies, the pieces that are not copied, the memory."""
-    places, rest, size = list[tuple[int, Named]](), list[Named](), 0
+    fitting, rest, size = list[Named](), list[Named](), 0
     for piece in pieces:
-        end = size - size % -STEP + piece[2].nbytes  # begins at a multiple of STEP
-        if snapshot_bytes is None or end <= snapshot_bytes:
-            places.append((end - piece[2].nbytes, piece))
-            size = end
-        else:
-            rest.append(piece)
+        end = aligned(size) + piece[2].nbytes
+        fits = snapshot_bytes is None or end <= snapshot_bytes
+        (fitting if fits else rest).append(piece)
+        size = end if fits else size
+    names, begins, tensors = zip(*fitting, strict=True) if fitting else ((), (), ())
     if size > len(memory):
-        # copies from a GPU to pinned memory are several times faster
-        is_pinned = any(x.is_cuda for _, (_, _, x) in places)
-        memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-    copies = list[Named]()
-    for start, (name, begin, x) in places:
-        copies.append((name, begin, from_bytes(memory[start : start + x.nbytes], x.dtype)))
-        copies[-1][2].copy_(x.reshape(-1))
-    return copies, rest, memory
+        # copies from a GPU to pinned memory are several times faster, and the host need not wait for each
+        memory = empty(size, torch.uint8, device_of(tensors))
+    return [*zip(names, begins, copied(tensors, memory), strict=True)], rest, memory

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ..core.foreign import parsed
@@ -18,9 +17,10 @@ from ..sharding.names import Form
 from .checksum import checksum
 from .contents import Contents
 from .directory import INDEX, folder, index_at, read_all
+from .host_copies import in_host_memory
 from .index import CheckpointError, Entry, Index, Json, Piece, in_order, piece_to_json, rank_key, read_index, read_piece
 from .places import Place
-from .safetensors_file import chunks, header, laid_out
+from .safetensors_file import CHUNK, copied_into, header, laid_out
 
 _PAUSES = 0.01, 1.0  # seconds between two looks for the records of other ranks, the first and the longest
 _AFTER_THE_PROGRAM = (
@@ -73,14 +73,17 @@ class Writer:
         shapes = [(name, _shape(x, _form(leaf, forms)), x.dtype) for name, (leaf, _, x) in by_name.items()]
         entries = laid_out(shapes, Path(file))
         head = header(entries)
+        size = sum(entry.num_bytes for entry in entries)
         checksums: dict[str, list[int]] = {entry.name: [] for entry in entries}
 
         def stream() -> Iterator[memoryview]:
             yield memoryview(head)
-            for entry in entries:
-                for chunk in chunks(by_name[entry.name][2]):
-                    checksums[entry.name].append(checksum(torch.frombuffer(chunk, dtype=torch.uint8)))
-                    yield chunk
+            buffer = bytearray(min(size, CHUNK))
+            for name, data in in_host_memory(
+                (entry.name, by_name[entry.name][2]) for entry in entries if entry.num_bytes
+            ):
+                checksums[name].append(checksum(data))
+                yield copied_into(buffer, data)
 
         folder(self.directory, self.step).write(file, stream())
         by_leaf = {leaf: [*of_leaf] for leaf, of_leaf in record.pieces.items()}
@@ -88,8 +91,7 @@ class Writer:
             leaf, begin, x = by_name[entry.name]
             piece = Piece(file, len(head) + entry.start, begin, x.numel(), tuple(checksums[entry.name]))
             by_leaf.setdefault(leaf, []).append(piece)
-        size = len(head) + sum(entry.num_bytes for entry in entries)
-        return Record({**record.files, file: size}, by_leaf, record.values)
+        return Record({**record.files, file: len(head) + size}, by_leaf, record.values)
 
     def put(self, record: Record) -> None:
         """Write the record of this rank, which says that its files are written."""
