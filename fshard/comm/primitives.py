@@ -62,9 +62,11 @@ def _called(kind: str, x: Tensor, ranks: Ranks, label: str, nbytes: int, **more:
 
 
 def _built_in(collective: Callable[..., dist.Work], ranks: Ranks, call: Call, *args: Tensor) -> Works:
-    """Start a collective of the backend."""
+    """Start a collective of the backend; tensors without elements are not sent, because they have no address."""
     if isinstance(ranks, Announced):
         ranks.announce(str(call))
+    if not args[0].numel():
+        return Works([], [], call)
     # on a device `wait` must not block the host, as it would with a timeout (`GroupRanks.exchange`)
     timeout = message_timeout(ranks) if ranks.device.type == "cpu" else None
     return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call, timeout)

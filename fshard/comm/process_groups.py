@@ -203,6 +203,14 @@ class GroupRanks:
         dist.all_reduce(torch.zeros(1, device=self.device), group=self._group)
         return backend.allocate_tensor
 
+    @cached_property
+    def _spare(self) -> Tensor:
+        """Two places (2, bytes) of which one element is received and sent where there is nothing to send.
+
+        Tensors without elements have no address, which NCCL refuses under NCCL_CHECK_POINTERS=1.
+        """
+        return torch.zeros(2, 16, dtype=torch.uint8, device=self.device)  # kept: messages may be under way
+
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Works:
         """Send `sends[p]` to rank p: by point-to-point messages on CPUs, by one all-to-all on other devices.
 
@@ -219,8 +227,11 @@ class GroupRanks:
         """Start sending `sends[p]` to rank p, and receiving into `parts[p]` from it."""
         sends, parts = [as_sent(x) for x in sends], [as_sent(x) for x in parts]
         if not self._in_pairs:
-            nothing = sends[self.rank].new_empty(0)  # for this rank itself
-            outs, ins = ([nothing if p == self.rank else xs[p] for p in range(self.size)] for xs in (parts, sends))
+            spare = self._spare.view(sends[0].dtype)
+            outs, ins = (
+                [x[:1] if p == self.rank or not xs[p].numel() else xs[p] for p in range(self.size)]
+                for x, xs in zip(spare, (parts, sends), strict=True)
+            )
             return [dist.all_to_all(outs, ins, group=self._group, async_op=True)]
         ops = []
         for peer in (p for p in range(self.size) if p != self.rank):
