@@ -9,6 +9,7 @@ computation's stream, and buffers that are kept for longer than a unit.
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -215,7 +216,7 @@ def streams() -> Iterator[Ordered]:
             return works if self.size == 1 else Sent(ordered, list(sends), to, works.parts, self.axis, str(call))
 
         def built_in(collective: Any, ranks: Ranks, call: Any, *args: Tensor) -> Sent:
-            return Sent(ordered, [*args[1:]], [args[0]], [], ranks.axis, call.kind)
+            return Sent(ordered, [*args[1:]], [args[0]], [], ranks.axis, f"{call.kind} {ranks.axis}")
 
         patch.setattr(Ranks, "exchange", sent)
         patch.setattr(Ranks, "built_in", property(lambda self: "NCCL" if self.size > 1 else None))
@@ -340,6 +341,28 @@ class Careless(Sums):
         )
 
 
+@dataclass(frozen=True)
+class Adding:
+    """A gather that makes a tensor while its collective is under way, and adds it."""
+
+    def all_gather(self, x: Tensor, ranks: Any, label: str) -> Pending:
+        """Gather, make zeros of what was sent, and add them."""
+        pending = primitives.all_gather(x, ranks, label)
+        zeros = (x * 0).repeat(ranks.size)
+        return pending.then(lambda full: full + zeros)
+
+
+WIDE = dict.fromkeys(("params_over", "grads_over", "state_over"), ("replicate", "shard"))
+GATHERS: dict[str, dict[str, Any]] = {  # in two stages
+    "plain": {},
+    "bf16": {"policy": "compute=bf16", "whole": "**.b"},
+    "int8": {"param_wire": Int8(16)},
+    "together": {"together": True, "policy": "compute=bf16; **.b: compute=f32"},
+    "kept": {"regather": {"blocks.1": "shard", "blocks.2": False}},
+    "host": {"host": "blocks.*"},
+    "three": {"prefetch": 3},
+    "adding": {"gather": Adding()},
+}
 SUMS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     **{name: (HYBRID, how, {}) for name, how in STRATEGIES.items()},
     **{f"{name}-few": (FEW, how, MICRO) for name, how in STRATEGIES.items()},
@@ -361,6 +384,7 @@ SUMS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "reading": (THREE, {}, {"reduction": Reading()}),
     "careless": (THREE, {}, {"reduction": Careless()}),
     "host": (HYBRID, {"host": "blocks.1"}, MICRO),
+    **{f"wide-{name}": (HYBRID, WIDE | how, {}) for name, how in GATHERS.items()},
 }
 
 
@@ -465,6 +489,31 @@ def test_what_is_sent_lives_until_the_computation_has_waited(name, monkeypatch):
     assert found(name) == set()
     monkeypatch.setattr(Pending, "keeping", lambda self, *sent: self)
     assert "memory is used again while a collective runs" in found(name)
+
+
+def test_the_computation_waits_for_no_stage_of_a_gather():
+    """A side stream waits for the first stage of a gather and starts the second, also where two units travel ahead: a
+    link between hosts that is slower than a unit would be waited for earlier than needed."""
+    with streams() as ordered:
+        state = made(HYBRID, WIDE, optim.sgd(0.1))
+        fshard.value_and_grad(loss)(state.params, torch.ones(4, 8, device=DEVICE))
+    side = state.params.plan.crossings.stages._stream
+    first = [stream for stream, call in ordered.waited if call == "all_gather shard"]
+    assert {stream for stream, call in ordered.waited if call == "all_gather replicate"} == {ordered.main}
+    assert first[:2] == [ordered.main] * 2  # there is nothing to compute with beside
+    assert set(first[2:]) == {side}
+
+
+@pytest.mark.parametrize(("name", "words"), [("plain", "is done"), ("bf16", "memory is used again while")])
+def test_stages_are_waited_for(name, words, monkeypatch):
+    """If the next stage did not wait, or what was sent were freed early, a hazard is reported: otherwise the check
+    would miss both."""
+    assert found(f"wide-{name}") == set()
+    if name == "plain":
+        monkeypatch.setattr(Pending, "advance", lambda self: vars(self._exchange).update(wait=list) or self.step())
+    else:
+        monkeypatch.setattr(Pending, "keeping", lambda self, *sent: self)
+    assert any(words in word for word in found(f"wide-{name}"))
 
 
 class Broken(torch.autograd.Function):

@@ -391,7 +391,7 @@ def gather_over(
     pending = all_gather(x, along(mesh, last), label, None if outer else out, lent=lent)
     if not outer:
         return pending
-    return pending.then(lambda full: gather_over(full, mesh, tuple(outer), label, out, lent=lent))
+    return pending.keeping(x).then(lambda full: gather_over(full, mesh, tuple(outer), label, out, lent=lent))
 
 
 def buffer(mesh: AnyMesh, axes: Sequence[str], numel: int, like: Tensor, *, lent: bool) -> Tensor:

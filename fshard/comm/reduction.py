@@ -183,7 +183,7 @@ def gather_over(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, by: Gather | N
             )
         return full
 
-    pending = by.all_gather(x, ranks, label).then(checked)
+    pending = by.all_gather(x, ranks, label).keeping(x).then(checked)
     return pending.then(lambda full: gather_over(full, mesh, tuple(outer), label, by, lent=lent)) if outer else pending
 
 

@@ -105,11 +105,12 @@ class Crossing:
 
 
 class Crossings(NamedTuple):
-    """The three streams beside the computation, on the device of a mesh."""
+    """The streams beside the computation, on the device of a mesh."""
 
     up: Crossing  # to the device
     down: Crossing  # to host memory
     sums: Crossing  # for sums of gradients (Note [Sums beside the computation] in `gradients`)
+    stages: Crossing  # for gathers over several axes, which wait there for one stage before the next one starts
 
 
 def crossings(mesh: Mesh) -> Crossings:
