@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import same_bits
+from support.models import LM_UNITS, STRATEGIES, WIRED, lm_batch, lm_params, mean_loss, same_bits
 from support.worlds import gloo, simulated
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +20,7 @@ from fshard.core.flat import MOST, put
 from fshard.layout import norms
 from fshard.optim import kernels
 from fshard.testing import scheduler
+from fshard.testing.world import _SimulatedRanks
 
 ODD = [*(torch.int16, torch.uint16, torch.uint32, torch.uint64), *(torch.float8_e4m3fn, torch.float8_e5m2)]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -304,3 +305,45 @@ def test_leaves_are_put_one_by_one_where_lists_are_too_long(add: bool) -> None:
         assert len(calls.found) == num_calls
     assert same_bits(*places)
     assert places[0][:4].tolist() == ([0.0, 1.0, 2.0, 3.0] if add else [0.0] * 4)
+
+
+SENT: dict[str, dict[str, Any]] = {name: WIRED[name] for name in (*STRATEGIES, "together", "bf16", "half")}
+HOW: list[dict[str, Any]] = [{}, {"accumulate": 2, "clip_norm": 0.1}, {"reduction": "tree"}, {"reduce_once": True}]
+
+
+def steps(plan: str, how: dict[str, Any]) -> Any:
+    """A job of a rank: two steps, and a gather of the parameters."""
+
+    def job(mesh: Any) -> None:
+        params, tx = lm_params(torch.float32), optim.muon(0.1)
+        made = fshard.make_plan(params, mesh, units=LM_UNITS, **SENT[plan])
+        state, step = fshard.init_state(fshard.shard_params(params, made), tx), fshard.train_step(mean_loss, tx, **how)
+        for i in range(2):
+            state, _ = step(state, lm_batch(i, 0))
+        fshard.gather_params(state.params)
+
+    return job
+
+
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("plan", SENT)
+def test_no_nan_is_sent(plan: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """TORCH_NCCL_NAN_CHECK=1 would stop a healthy run: what lies between leaves is sent with them. Memory is filled
+    with NaN here before it is used, as that of a GPU may be."""
+    meet, found = _SimulatedRanks._meet, list[bool]()
+
+    def watched(self: Any, call: Any, sends: Any, into: Any, act: Any) -> Any:
+        found.extend(bool(x.isnan().any()) for x in sends if x.is_floating_point())
+        return meet(self, call, sends, into, act)
+
+    monkeypatch.setattr(_SimulatedRanks, "_meet", watched)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        fshard.testing.simulate(steps(plan, how), replicate=2, shard=2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found
+    assert not any(found)

@@ -182,7 +182,8 @@ def _sent(params: Sharded, unit: int, kind: int) -> Tensor:
     if wire is None:
         return _cast(params, unit, kind)
     lengths = sizes(plan, unit, kind, plan.num_parts(axes), plan.index(axes))
-    # the elements between leaves may be anything, NaN too, and a wire has one scale for several elements
+    # the elements between leaves are zeros unless a user's function of elements made NaN of those, and a wire has one
+    # scale for several elements
     return wire.encode(cleared_outside(_brought(params, unit, kind), filled(params, unit, kind)), lengths)
 
 
