@@ -22,7 +22,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # time limits in seconds
-PARTS = {"tests": 100, "crashes": 60, "reads": 30, "bits": 40, "late": 60, "nccl": 90, "overlap": 40, "speed": 160}
+PARTS = {"tests": 100, "crashes": 60, "reads": 30, "bits": 40, "late": 60, "collectives": 20, "nccl": 95}
+PARTS |= {"overlap": 40, "speed": 155}
 MAY_FAIL = {"nccl of 2 ranks", "nccl of 4 ranks"}  # NCCL may refuse several ranks on one GPU
 NEEDED = ("optree", "typing_extensions", "pytest")
 Row = dict[str, Any]

@@ -17,17 +17,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu_cases import CUDA, DEVICE, FROZEN, KINDS, OPTIMIZERS, alternatives, batch, frozen, loss, same, start, trained
+from gpu_primitives import of_one_rank
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
 from fshard import optim
 from fshard.comm.mesh import Mesh
+from fshard.comm.process_groups import GroupRanks
 from fshard.core.tree import Tree
 from fshard.testing import World, scheduler
 from fshard.testing.world import _SimulatedRanks
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_GPU = "no GPU"
+_LONGEST = 45  # seconds that a rank has for all kinds of steps
 
 
 class Rows:
@@ -235,9 +238,18 @@ def late(rows: Rows) -> None:
         _SimulatedRanks._meet = plain  # type: ignore[method-assign]
 
 
+def collectives(rows: Rows) -> None:
+    """Call the backend's own collectives on one rank, which else sends nothing: NCCL's, gloo's without a GPU."""
+    mesh = one_rank()
+    group: Any = mesh.get_group("shard")  # torch's stubs lack the number of its calls
+    ranks = GroupRanks("shard", group, DEVICE)
+    ranks.built_in, ranks._in_pairs = group, False
+    of_one_rank(rows, ranks, group._get_sequence_number_for_group)
+
+
 def nccl(rows: Rows) -> None:
     """Compare processes with NCCL (gloo without a GPU), several on one GPU, with simulated ranks, to the bit."""
-    for size in (1, 2, 4) if CUDA else (2,):
+    for size in (2, 4) if CUDA else (2,):
         name = f"{'nccl' if CUDA else 'gloo'} of {size} ranks"
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, str(ROOT / "benchmarks" / "gpu_ranks.py"), folder, str(size)]
@@ -245,7 +257,7 @@ def nccl(rows: Rows) -> None:
             for rank in range(size):
                 # each rank claims to be on its own host, because NCCL refuses two ranks of one host on one GPU
                 own = {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-                environment = {**os.environ, **(own if size > 1 else {})}
+                environment = {**os.environ, **own}
                 ranks.append(
                     subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
                 )
@@ -260,12 +272,12 @@ def _ended(ranks: Sequence[Any]) -> str:
     said = []
     for rank in ranks:
         try:
-            _, errors = rank.communicate(timeout=28)
+            _, errors = rank.communicate(timeout=_LONGEST)
         except subprocess.TimeoutExpired:
             for one in ranks:
                 one.kill()
             _, errors = rank.communicate()
-            errors += "\nkilled after 28 s"
+            errors += f"\nkilled after {_LONGEST} s"
         said += [] if rank.returncode == 0 else [errors.strip().splitlines()[-1:]]
     return " ".join(said[0]) if said else ""
 
@@ -276,7 +288,7 @@ def main() -> None:
 
     part, path = sys.argv[1:]
     parts = {"tests": tests, "crashes": crashes, "reads": reads, "bits": bits, "late": late, "nccl": nccl}
-    {**parts, "speed": speed, "overlap": overlap}[part](Rows(part, path))
+    {**parts, "collectives": collectives, "speed": speed, "overlap": overlap}[part](Rows(part, path))
     sys.stdout.flush()
     os._exit(0)  # a process that used FSDP2 may abort at its regular end (torch 2.13)
 

@@ -30,15 +30,43 @@ def ran(*command: str) -> Any:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
 @pytest.mark.sample(8)
-@pytest.mark.parametrize("part", ["reads", "tests", "overlap", "crashes", "bits", "late", "nccl", "speed"])
+@pytest.mark.parametrize(
+    "part", ["reads", "tests", "overlap", "crashes", "bits", "late", "collectives", "nccl", "speed"]
+)
 def test_dry_run(part, tmp_path):
     """Every part runs or is skipped with a reason, and is in the JSON: otherwise its first run on a GPU would fail."""
     done = ran("gpu.py", "--parts", part, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "gpu.json").read_text())
-    assert {(row["part"], row["state"]) for row in rows} == {(part, STATES.get(part, "right"))}
+    calls = [row["what"] for row in rows if row["case"] == "calls of the backend" and row["state"] == "measured"]
+    assert len(calls) == (part == "collectives")
+    states = {(row["part"], row["state"]) for row in rows if row["what"] not in calls}
+    assert states == {(part, STATES.get(part, "right"))}
     assert all(row["what"].startswith("no GPU") for row in rows if row["state"] == "skipped")
     assert f"| {part} |" in (tmp_path / "gpu.md").read_text()
+
+
+SILENT = """
+import gpu_parts, gpu_primitives, sys
+one_rank, sys.argv = gpu_parts.of_one_rank, ["", "collectives", sys.argv[1]]
+
+def silent(rows, ranks, calls):
+    ranks.built_in = None
+    one_rank(rows, ranks, calls)
+
+gpu_parts.of_one_rank = silent
+gpu_parts.main()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
+def test_a_run_without_a_collective_of_the_backend_fails(tmp_path):
+    """If no collective of NCCL ran, nothing would say so: on one rank fshard sends nothing."""
+    assert ran("-c", SILENT, str(tmp_path / "rows")).returncode == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    (last,) = (row for row in rows if row["case"] == "calls of the backend")
+    assert (last["state"], last["what"]) == ("failed", "0 calls")
+    assert {row["what"] for row in rows if row["state"] == "failed"} == {"0 calls", "no call of the backend for [6]"}
 
 
 def test_what_dies_is_a_row(tmp_path):
