@@ -89,3 +89,38 @@ def test_a_folder_of_an_earlier_run(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads((tmp_path / "gpu.json").read_text())
     assert (row["part"], row["state"]) == ("overlap", "skipped")
+
+
+LIKE_CUDA = """
+import torch, torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from gpu_cases import alternatives, trained
+from fshard.testing import simulate
+
+class Norms(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.layer_norm:
+            x, weight = args[0], kwargs["weight"]
+            assert x.dtype == weight.dtype, f"expected scalar type {x.dtype} but found {weight.dtype}"
+            seen.append(x.dtype)
+        return func(*args, **(kwargs or {}))
+
+def job(mesh, kind):
+    with Norms():
+        trained(mesh, steps=1, **kind)
+
+for name, kind in alternatives():
+    if name.startswith("step"):
+        seen = []
+        simulate(lambda mesh: job(mesh, kind), shard=1)
+        assert seen, name
+        print(name, *{str(dtype) for dtype in seen})
+"""
+
+
+def test_cases_have_no_norm_of_two_dtypes():
+    """A case of `make gpu` would fail on GPUs, where layer_norm refuses activations and weights of two dtypes."""
+    done = ran("-c", LIKE_CUDA)
+    assert done.returncode == 0, done.stderr
+    assert "step bf16 torch.bfloat16" in done.stdout
+    assert "step together torch.float32" in done.stdout
