@@ -272,3 +272,9 @@ def test_no_operator_is_put_into_a_cuda_graph() -> None:
     operators = [getattr(torch.ops.fshard, name.split("::")[1].split(".")[0]).default for name in names]
     assert len(operators) > 10
     assert [str(x) for x in operators if torch.Tag.cudagraph_unsafe not in x.tags] == []
+
+
+def test_what_is_drawn_has_the_layout_of_the_trace() -> None:
+    """A compiler that may choose the strides would change which number an element gets: they are drawn in memory's
+    order."""
+    assert torch.Tag.needs_exact_strides in torch.ops.fshard.draw.default.tags

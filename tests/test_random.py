@@ -126,11 +126,11 @@ def test_what_is_drawn_depends_on_the_state(name):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_graph_draws_them_too(backend):
-    """Compiled steps with micro-batches draw the eager numbers: otherwise torch.compile's backends would change
-    dropout."""
+    """Compiled steps with micro-batches draw the eager numbers, also of a tensor that is transposed: otherwise
+    torch.compile's backends would change dropout."""
 
     def draw(h: Tensor) -> Tensor:
-        return F.dropout(h, 0.5) + torch.randn_like(h)
+        return F.dropout((h @ h.t() @ h).t() * 2, 0.5).t() + torch.randn_like(h)
 
     law = partial(two_steps, draw=draw, backend=backend, accumulate=2)
     for rows in simulated(law, shard=2 if backend == "aot_eager" else 1):
