@@ -336,6 +336,17 @@ def test_errors_of_the_function_stay_what_they_are():
         eager(partial(fails, ZeroDivisionError))(torch.ones(1))
 
 
+def test_a_step_for_gpus_where_there_is_none(monkeypatch):
+    """The error would name an internal check of torch's, which a CUDA build makes without a GPU, and no way out."""
+
+    def backward(*args: Any) -> Any:
+        raise RuntimeError("hasPrimaryContext expects a valid device index, but got device_index=0")
+
+    monkeypatch.setattr(torch.autograd, "grad", backward)
+    with pytest.raises(TraceError, match=r"^jit: torch's backward .* none: lower .* or for AbstractMesh\(shard=...\)"):
+        fshard.jit(lambda x: torch.autograd.grad(x.sum(), x)[0], backend="eager")(torch.ones(2))
+
+
 # --- what of torch's it uses ---
 
 

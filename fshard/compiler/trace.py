@@ -408,6 +408,12 @@ def _explained(failure: Exception, fn: Callable[..., Tree]) -> TraceError:
             f"jit: the function asks for the value of a tensor (if, while, int, float, .item(), .tolist(), print) at "
             f"{where}, which a graph does not know: use torch.where or fshard.select, or do it outside"
         )
+    if "hasPrimaryContext" in text:  # autograd's engine asks for the stream of a GPU that is not there
+        return TraceError(
+            "jit: torch's backward asks for the stream of a GPU, and this machine has none: lower the function on one "
+            "that has, or for AbstractMesh(shard=...), without a device, whose graph has the same collectives. A "
+            "function without a backward needs no GPU"
+        )
     # In a vmap of forward mode, torch makes zeros on the meta device for what does not vary along the direction.
     if "device" in text and re.search(r"\bmeta\b", text):
         return _forward_mode(where)
