@@ -393,7 +393,7 @@ def made(sizes: dict[str, int], how: dict[str, Any], tx: Any, scaler: Any = None
     block = {"w": torch.ones(8, 8), "b": torch.ones(8)}
     blocks = [tree.map(torch.clone, block) for _ in range(4)]
     params = {"blocks": blocks, "norm": torch.ones(8), "head": torch.ones(8, 4)}
-    plan = fshard.make_plan(params, Mesh(**sizes), units=["blocks.*"], block=4, **how)
+    plan = fshard.make_plan(params, Mesh(**sizes), **{"units": ["blocks.*"], "block": 4} | how)
     return fshard.init_state(fshard.shard_params(tree.map(lambda x: x.to(DEVICE), params), plan), tx, scaler)
 
 
@@ -559,24 +559,26 @@ def test_nothing_is_left_behind_after_an_error(monkeypatch):
     assert any(word.startswith("memory is used again while") for word in after_an_error(TWO))
 
 
-def test_buffers_are_kept_for_a_unit_at_most(monkeypatch):
-    """When a gradient buffer is made, at most one other is alive: otherwise memory would grow with the number of
-    units."""
-    alive, most, make = list[StorageWeakRef](), list[int](), gradients.Gradients.buffer
+@pytest.mark.parametrize(("sizes", "reduction", "most"), [(TWO, "fast", 1), (TWO, "exact", 2), (HYBRID, "fast", 2)])
+@pytest.mark.parametrize("units", [["blocks.*"], ["blocks.*", "head"]])  # equal ones, and two small ones besides
+def test_buffers_are_kept_for_a_unit_at_most(units, sizes, reduction, most, monkeypatch):
+    """When a gradient buffer is made, at most one other is alive, and none where the backend adds, but small ones that
+    fit in its place: otherwise memory would grow with the number of units, or be more than FSDP2 needs."""
+    alive, found, make = list[tuple[StorageWeakRef, int]](), list[int](), gradients.Gradients.buffer
 
     def buffer(*args: Any) -> Tensor:
-        most.append(sum(not ref.expired() for ref in alive))
+        before = sum(nbytes for ref, nbytes in alive if not ref.expired())
         flat = make(*args)
-        alive.append(StorageWeakRef(flat.untyped_storage()))
+        alive.append((StorageWeakRef(flat.untyped_storage()), flat.nbytes))
+        found.append(before + flat.nbytes)
         return flat
 
     monkeypatch.setattr(gradients.Gradients, "buffer", buffer)
-    for sizes in (TWO, HYBRID):
-        with streams():
-            params = made(sizes, {}, optim.sgd(0.1)).params
-            fshard.value_and_grad(loss)(params, torch.ones(4, 8, device=DEVICE))
-    assert len(most) == 10
-    assert max(most) == 1
+    with streams():
+        params = made(sizes, {"units": units}, optim.sgd(0.1)).params
+        fshard.value_and_grad(loss, reduction=reduction)(params, torch.ones(4, 8, device=DEVICE))
+    assert len(found) == 4 + len(units)
+    assert max(found) == most * max(params.plan.ahead.sizes)
 
 
 def test_where_there_are_no_streams_none_are_made():

@@ -4,7 +4,8 @@ Note [Sums beside the computation]
     On an accelerator a reduction's waits for messages, its sums, and the stages and hooks that follow run on a stream
     of their own, `Plan.crossings.sums`. Work on that stream first waits for the computation so far. The computation
     waits for the stream once for each unit, before the buffer of the next unit's gradients is allocated (those sums
-    were started one unit earlier), and after the last reduction: nothing reads the sums before.
+    were started one unit earlier), and after the last reduction: nothing reads the sums before. If nothing is left to
+    add when the messages have arrived, it waits for those of the unit before, whose buffer is free then.
 
     The buffers that a reduction sends and receives belong to the computation's stream. When the host drops them, the
     allocator may give their memory to the computation again while the other stream still reads it. So each reduction
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from ..comm.mesh import Axes
 from ..comm.ranks import Pending
-from ..comm.reduction import DEFAULT, Reduction
+from ..comm.reduction import DEFAULT, Reduction, Sums
 from ..core.flat import put
 from ..core.tracing import is_tracing
 from . import reducing
@@ -92,10 +93,12 @@ class Gradients:
 
 
 class Reductions:
-    """The reductions of one backward that are under way, in the order in which they started."""
+    """The reductions of one backward into `into` that are under way, in the order in which they started."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, into: Gradients | None = None):
         self._side = None if plan.device == HOST or is_tracing() else plan.crossings.sums
+        by = None if into is None or plan.grad_wire is not None else into.by
+        self._adds = not (type(by) is Sums and by.is_fast(plan.device))  # after the messages, beside the computation
         self._ahead, self._stages = plan.ahead, sum(size > 1 for _, size in plan.axes)
         self._under_way: list[tuple[int, Pending]] = []  # and the unit of each
         self._stepped: list[Pending] = []  # what the side stream may still be reading
@@ -124,14 +127,28 @@ class Reductions:
             while num and self._under_way[num - 1][0] == self._under_way[-1][0]:
                 num -= 1
             return self._step(num)
-        units = list(dict.fromkeys(unit for unit, _ in self._under_way))
-        older = units[: max(0, len(units) - self._ahead.reductions(following, units, self._stages))]
+        self._leave(self._ahead.reductions(following, self._units(), self._stages))
+
+    def _units(self) -> list[int]:
+        return list(dict.fromkeys(unit for unit, _ in self._under_way))
+
+    def _leave(self, number: int) -> None:
+        """Take all reductions one stage further but those of so many units, the last ones."""
+        units = self._units()
+        older = units[: max(0, len(units) - number)]
         self._step(sum(unit in older for unit, _ in self._under_way))
 
     def make_room(self, unit: int) -> None:
-        """Wait for reductions until the gradients of a unit that has come have room beside those under way."""
-        if self._ahead.number is None and self._stages <= 1:
+        """Wait for reductions until the gradients of a unit that has come have room beside those under way.
+
+        Sums that the backend takes have had a unit's time, and their buffers are free; others are still to be added.
+        """
+        if self._stages > 1:
+            return
+        if self._ahead.number is None:
             self.move_on(unit)
+        if self._side is not None and not self._adds:  # as after this unit, so that its buffer takes their place
+            self._leave(max(0, self._ahead.reductions(unit - 1, [*self._units(), unit], self._stages) - 1))
 
     def _step(self, num: int) -> None:
         """Take the first `num` reductions one stage further, and drop those that are done.

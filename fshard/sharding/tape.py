@@ -81,7 +81,7 @@ class Tape:
         self._saved: dict[int, int] = {}
         self._again: dict[int, Buffers] = {}  # gathered again for the backward
         self._to_come: dict[int, None] = {}  # the units that the backward will gather again, the next one last
-        self._reductions = Reductions(self.plan)
+        self._reductions = Reductions(self.plan, into)
         take = None if into is None else into.take
         copied = take is not None  # what is read is not what `take` writes to
         views = [k for k in params.view.kinds if not transfer.is_buffer(params, k, copied)]
