@@ -40,6 +40,7 @@ from timing import in_turn, leave, on_two_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import fshard
 
@@ -79,19 +80,28 @@ def weights(name: str) -> list[Tensor]:
     return [torch.randn(WIDTH * size, WIDTH, generator=generator) / WIDTH for size, _ in MODELS[name]]
 
 
+def again(fn: Callable[..., Tensor], *args: object) -> Tensor:
+    """Call `fn` in an activation checkpoint: the backward computes it once more."""
+    out: Tensor = checkpoint(fn, *args, use_reentrant=False)
+    return out
+
+
 class _Unit(nn.Module):
-    def __init__(self, w: Tensor, pause: Pause, seconds: float):
+    def __init__(self, w: Tensor, pause: Pause, seconds: float, checkpoints: bool):
         super().__init__()
-        self.w, self.pause, self.seconds = nn.Parameter(w), pause, seconds
+        self.w, self.pause, self.seconds, self.checkpoints = nn.Parameter(w), pause, seconds, checkpoints
 
     def forward(self, x: Tensor) -> Tensor:
-        return unit(self.w, x, self.pause, self.seconds)
+        args = self.w, x, self.pause, self.seconds
+        return again(unit, *args) if self.checkpoints else unit(*args)
 
 
-def fsdp2(name: str, mesh: DeviceMesh, pause: Pause, seconds: float, ahead: bool = False) -> Step:
+def fsdp2(
+    name: str, mesh: DeviceMesh, pause: Pause, seconds: float, ahead: bool = False, checkpoints: bool = False
+) -> Step:
     """A step of FSDP2, each unit by itself; with `ahead` gathers are asynchronous and start one unit ahead."""
-    sizes = MODELS[name]
-    model = nn.Sequential(*(_Unit(w, pause, seconds * t) for w, (_, t) in zip(weights(name), sizes, strict=True)))
+    pairs = zip(weights(name), MODELS[name], strict=True)
+    model = nn.Sequential(*(_Unit(w, pause, seconds * t, checkpoints) for w, (_, t) in pairs))
     for part in model:
         fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -113,13 +123,18 @@ def fsdp2(name: str, mesh: DeviceMesh, pause: Pause, seconds: float, ahead: bool
     return step
 
 
-def fshard_step(name: str, mesh: DeviceMesh, pause: Pause, seconds: float, **how: Any) -> Step:
+def fshard_step(
+    name: str, mesh: DeviceMesh, pause: Pause, seconds: float, checkpoints: bool = False, **how: Any
+) -> Step:
     """A step of fshard, each unit by itself; `how` are arguments of `make_plan`."""
     params, times = weights(name), [t for _, t in MODELS[name]]
 
     def loss_fn(p: Any, x: Tensor) -> Tensor:
-        for i, t in enumerate(times):
-            x = unit(p[i], x, pause, seconds * t)
+        def part(x: Tensor, i: int) -> Tensor:  # the unit is gathered inside
+            return unit(p[i], x, pause, seconds * times[i])
+
+        for i in range(len(times)):
+            x = again(part, x, i) if checkpoints else part(x, i)
         return x.square().mean()
 
     plan = fshard.make_plan(params, mesh, units=["*"], **how)
@@ -142,6 +157,11 @@ SYSTEMS: dict[str, Callable[..., Step]] = {
 }
 # fshard with this number of units ahead
 DEPTHS: dict[str, Callable[..., Step]] = {f"prefetch={n}": partial(fshard_step, prefetch=n) for n in range(4)}
+CHECKPOINTS: dict[str, Callable[..., Step]] = {
+    "checkpoints": partial(fshard_step, checkpoints=True),
+    "prefetch=0, checkpoints": partial(fshard_step, checkpoints=True, prefetch=0),
+    "FSDP2, ahead, checkpoints": partial(fsdp2, ahead=True, checkpoints=True),
+}
 
 
 def sent(name: str) -> int:
@@ -172,7 +192,7 @@ def measure(name: str, clock: Clock, args: argparse.Namespace, mesh: DeviceMesh)
     assert isinstance(group, DelayingGroup)
     computing = 3 * args.seconds * sum(t for _, t in MODELS[name])
     batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
-    systems = SYSTEMS | DEPTHS if isinstance(clock, Counted) else SYSTEMS
+    systems = SYSTEMS | DEPTHS | CHECKPOINTS if isinstance(clock, Counted) else SYSTEMS
     steps = {system: make(name, mesh, group.pause, args.seconds) for system, make in systems.items()}
     for factor in FACTORS:
         link = Link(LATENCY, sent(name) / (factor * computing))
@@ -204,7 +224,7 @@ def show(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
         shares, middle = row["shares"], {s: statistics.median(xs) for s, xs in row["shares"].items()}
         cells = [f"{middle[s]:.3f}" if len(xs) == 1 else _spread(middle[s], xs) for s, xs in shares.items()]
         table.add_row(f"{row['factor']:g}", *cells, f"{middle['fshard'] / middle['FSDP2']:.2f}")
-    Console(width=140).print(table)
+    Console(width=200).print(table)
     if args.json:
         with args.json.open("a") as out:
             out.writelines(json.dumps(row) + "\n" for row in rows)
