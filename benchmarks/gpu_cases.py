@@ -118,7 +118,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "bf16": {"plan": {"policy": "compute=bf16, reduce=f32"}},
     "int8": {"plan": {"param_wire": wire.Int8(), "grad_wire": wire.Int8()}},
     "float8": {"plan": {"param_wire": wire.Float8(), "grad_wire": wire.Float8()}},
-    "topk": {"plan": {"grad_wire": wire.TopK(0.1)}},
     "together": {"plan": {"together": True, "policy": "compute=bf16; **.norm: compute=f32"}},
     "muon": {"tx": OPTIMIZERS["muon"], "donate": True},
     "host": {"plan": {"host": "blocks.*"}, "donate": True},

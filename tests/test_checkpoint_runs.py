@@ -19,7 +19,6 @@ from support.models import (
 )
 from support.optimizers import ROWS
 from support.steps import batch, params, start
-from support.wires import LOSSY
 from support.worlds import simulated
 
 import fshard
@@ -129,29 +128,6 @@ def stopped(mesh: Any, dir: Path, plan: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", WIRED)
 def test_a_run_that_was_stopped(tmp_path, name):
-    """A checkpoint would lack something that a run goes on from: a moment, the scale, the seed, what a wire has lost,
-    or what a rank has of its own."""
+    """A checkpoint would lack something that a run goes on from: a moment, the scale, the seed, or what
+    a rank has of its own."""
     simulated(stopped, tmp_path, WIRED[name], **sizes("2x2" if name.startswith("wide") else "3"))
-
-
-def lost_elsewhere(mesh: Any, dir: Path, plan: dict[str, Any]) -> None:
-    """What a wire has lost belongs to a number of ranks: the way that the documentation says to do without."""
-    state, step = language_model(mesh, plan)
-    drop = ("lost.", "extra.")
-    with pytest.raises(
-        ValueError, match=r"'lost\..*': it differs between the 3 ranks .* and there are 2 now: leave it"
-    ):
-        checkpoint.restore(dir, state)
-    like = replace(state, lost=(), extra=None)
-    again = checkpoint.restore(dir, like, rename=lambda name: None if name.startswith(drop) else name)
-    again = replace(again, lost=state.lost, extra=state.extra)
-    assert not same_bits(again.params, state.params)
-    _, metrics = step(again, lm_batch(2, mesh.get_rank()))
-    assert metrics["loss"].isfinite()
-
-
-@pytest.mark.parametrize("name", LOSSY)
-def test_what_a_wire_has_lost_elsewhere(tmp_path, name):
-    """What one rank's wire has lost would be given to another rank, or the way to go on without it would not work."""
-    simulated(stopped, tmp_path, WIRED[name], shard=3)
-    simulated(lost_elsewhere, tmp_path, WIRED[name], shard=2)

@@ -11,7 +11,7 @@ import torch._dynamo.testing
 from support.models import STRATEGIES, rand
 from support.optimizers import KERNELS, ROWS, TRANSFORMS, _decay
 from support.steps import EXACT, QUIET, alike, apart, batch, loss, params, rank_of, same_shapes, start
-from support.wires import LOSSY, WIRES
+from support.wires import WIRES
 from support.worlds import gloo, simulated
 
 import fshard
@@ -43,7 +43,7 @@ def by(backend: str) -> Any:
 
 # These run through functionalization (aot_eager), which takes twice the time; the others run as they were traced.
 FUNCTIONALIZED = {"adamw", "muon", "by_label", "adafactor", "clip_by_global_norm", "every_k"}
-FUNCTIONALIZED |= {"plan-wide-2x2", "plan-keep", "int8, keep", "feedback", "accumulate", "tied leaves", "bf16"}
+FUNCTIONALIZED |= {"plan-wide-2x2", "plan-keep", "int8, keep", "wires", "accumulate", "tied leaves", "bf16"}
 
 
 @pytest.mark.sample(8)
@@ -95,7 +95,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "dtypes together": {**BF16, "plan": {"policy": "compute=bf16; a.b: storage=f64,compute=bf16", "together": True}},
     **{f"params by {name}": {**BF16, "plan": {"param_wire": wire}} for name, wire in WIRES.items()},
     **{f"grads by {name}": {**BF16, "plan": {"grad_wire": wire}} for name, wire in WIRES.items()},
-    "feedback": {**BF16, "plan": {"grad_wire": LOSSY["topk"]}, "scale": DynamicLossScale(4.0), "overflow": 1},
+    "wires": {**BF16, "plan": {"grad_wire": WIRES["float8"]}, "scale": DynamicLossScale(4.0), "overflow": 1},
     "int8, keep": {
         **BF16,
         "plan": {"param_wire": WIRES["int8"], "grad_wire": WIRES["int8"], "regather": False},
@@ -138,7 +138,7 @@ def test_every_kind_of_step(name):
 
 def test_a_graph_as_it_is():
     """A graph that is run without functionalization keeps the eager bits: otherwise backend="eager" would be wrong."""
-    for name in ("accumulate", "feedback"):
+    for name in ("accumulate", "wires"):
         assert all(bits for bits, _, _ in run(by("eager"), **STEPS[name]))
 
 
@@ -269,7 +269,7 @@ OWN: dict[str, dict[str, Any]] = {
     "extra": {"extra": {"n": torch.ones(2), "none": None}},
     "scale": {"scale": DynamicLossScale(8.0, growth_interval=1), "overflow": 1, "clip_norm": 0.1, "accumulate": 2},
     "skip labels": STEPS["skip labels"],
-    "wires": STEPS["feedback"],
+    "wires": STEPS["wires"],
     "ddp": {"plan": STRATEGIES["ddp"]},
 }
 

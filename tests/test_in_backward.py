@@ -15,7 +15,6 @@ import fshard
 from fshard import optim
 from fshard.core.donation import DonatedError
 from fshard.train import in_backward
-from fshard.wire import TopK
 
 
 def _is_matrix(path: str, leaf: torch.Tensor) -> bool:
@@ -337,21 +336,6 @@ def test_a_state_that_must_see_all_gradients_is_an_error():
             step(state, torch.ones(1, 32))
 
     simulated(on_the_host)
-
-
-def test_clipping_with_a_wire_that_has_feedback_is_an_error():
-    """The backward for the norm would keep what the wire loses, and the second one would keep it again."""
-
-    def clipped(mesh: Any) -> None:
-        plan = fshard.make_plan(stack(2), mesh, grad_wire=TopK(0.3))
-        state = fshard.init_state(fshard.shard_params(stack(2), plan), tx := optim.sgd(0.1))
-        step = fshard.train_step(stack_loss, tx, donate=True, in_backward=True, clip_norm=1.0)
-        with pytest.raises(ValueError, match=r"clip_norm=1.0\): the backward runs twice, and TopK.* would keep twice"):
-            step(state, torch.ones(1, 32))
-        # nothing was updated, so the state is still there
-        fshard.train_step(stack_loss, tx, donate=True, in_backward=True)(state, torch.ones(1, 32))
-
-    simulated(clipped)
 
 
 def test_where_labels_lie_is_worked_out_once():

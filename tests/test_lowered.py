@@ -25,7 +25,6 @@ WORLDS = {"2": (1, 2), "3": (1, 3), "2x2": (2, 2)}
 PLANS: dict[str, dict[str, Any]] = {
     **{name: STRATEGIES[name] for name in ("full", "keep", "zero1", "zero2", "ddp")},
     "int8": {"grad_wire": WIRES["int8"], "param_wire": WIRES["int8"]},
-    "topk": {"grad_wire": WIRES["topk"]},
 }
 
 

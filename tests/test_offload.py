@@ -16,7 +16,7 @@ import fshard
 from fshard import DynamicLossScale, gather_params, optim, tree
 from fshard.comm.reduction import Sums
 from fshard.sharding import offload
-from fshard.wire import Int8, TopK
+from fshard.wire import Int8
 
 AWAY = ["blocks.*", "tail.left"]  # of these units, one only in part
 OPTIMIZERS = {"sgd": lambda: optim.sgd(0.1, momentum=0.9), "adamw": lambda: optim.adamw(0.05)}
@@ -28,7 +28,6 @@ PLAIN = {
 PLANS: dict[str, dict[str, Any]] = {
     **STRATEGIES,
     "wires": {"param_wire": Int8(16), "grad_wire": Int8(16)},
-    "feedback": {"grad_wire": TopK(0.3)},
     "together": {"together": True, "policy": "compute=bf16; blocks.*.scale: compute=f32"},
     "whole": {"whole": ["blocks.0", "tail.left"]},
     "frozen": {"frozen": "blocks.1"},
@@ -64,13 +63,11 @@ def trained(
     for i in range(3):
         state, metrics = run(state, lm_batch(i, mesh.get_rank()))
         losses.append((metrics["loss"], metrics["grad_norm"], metrics["found_inf"]))
-    grads = ()
-    if made.grad_wire is None or not made.grad_wire.feedback:
-        local = fshard.value_and_grad(mean_loss, reduce=False)(state.params, lm_batch(9, mesh.get_rank()))[1]
-        grads = gather_params(fshard.reduce_grads(local))
-        assert same_bits(
-            grads, gather_params(fshard.value_and_grad(mean_loss)(state.params, lm_batch(9, mesh.get_rank()))[1])
-        )
+    local = fshard.value_and_grad(mean_loss, reduce=False)(state.params, lm_batch(9, mesh.get_rank()))[1]
+    grads = gather_params(fshard.reduce_grads(local))
+    assert same_bits(
+        grads, gather_params(fshard.value_and_grad(mean_loss)(state.params, lm_batch(9, mesh.get_rank()))[1])
+    )
     return losses, gather_params(state.params), optim.state.gather_state(state.opt_state), grads
 
 
@@ -92,7 +89,7 @@ def test_where_leaves_lie_changes_no_bit(plan, world):
     replicate, shard = WORLDS[world]
     if "replicate" in str(PLANS[plan]) and replicate == 1:
         pytest.skip("it needs two axes")
-    blockwise = plan in ("wires", "feedback")  # whose blocks other leaves come to lie in
+    blockwise = plan == "wires"  # whose blocks other leaves come to lie in
     for step, tx in zip(STEPS, [*OPTIMIZERS] * 2, strict=True):
         for host, make in (("**", OPTIMIZERS[tx]), *([] if blockwise else [(AWAY, PLAIN[tx])])):
             runs = [
@@ -130,7 +127,7 @@ def test_processes():
     alike(gloo(trained, AWAY, *args, shard=2), simulated(trained, None, *args, shard=2))
 
 
-@pytest.mark.parametrize("plan", ["full", "zero1", "ddp", "wires", "feedback", "keep"])
+@pytest.mark.parametrize("plan", ["full", "zero1", "ddp", "wires", "keep"])
 @pytest.mark.parametrize("step", STEPS)
 def test_what_is_staged_arrives(plan, step, monkeypatch):
     """Gradients staged in device buffers are copied to host memory in full: otherwise an update would read garbage
@@ -248,7 +245,6 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero1": (STRATEGIES["zero1"], {}),
     "zero2": (STRATEGIES["zero2"], {"donate": True}),
     "wires": ({"param_wire": Int8(16), "grad_wire": Int8(16)}, {}),
-    "feedback": ({"grad_wire": TopK(0.3)}, {"accumulate": 2}),
     "together": ({"together": True}, {}),
     "half": ({"policy": "compute=f16"}, {"clip_norm": 1.0}),
     "whole": ({"whole": "blocks.0"}, {"accumulate": 2}),

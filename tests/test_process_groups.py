@@ -18,7 +18,7 @@ import fshard
 from fshard import optim, tree
 from fshard.comm import mesh as mesh_module
 from fshard.comm import primitives, process_groups
-from fshard.wire import Int8, TopK
+from fshard.wire import Int8
 
 POISON = 0xA5
 
@@ -131,7 +131,6 @@ PLANS: dict[str, dict[str, Any]] = {
     **{name: STRATEGIES[name] for name in ("full", "ddp", "zero1")},
     "bf16": {"policy": "compute=bf16"},
     "wires": {"param_wire": Int8(16), "grad_wire": Int8(16)},
-    "feedback": {"grad_wire": TopK(0.3)},
 }
 STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "exact": (lambda: optim.adamw(0.05), {"clip_norm": 0.1}),
@@ -169,7 +168,7 @@ def others(mesh: Any) -> list[Tensor]:
 
 
 CASES = [("full", "exact"), ("full", "tree"), ("full", "moves"), ("ddp", "sgd"), ("zero1", "exact"), ("bf16", "sgd")]
-CASES += [("wires", "exact"), ("feedback", "sgd")]
+CASES += [("wires", "exact"), ("wires", "sgd")]
 
 
 def everything(mesh: Any) -> list[list[Tensor]]:

@@ -31,7 +31,7 @@ from fshard.comm.ranks import Pending
 from fshard.comm.reduction import Sums
 from fshard.sharding import gradients, offload
 from fshard.sharding.offload import crossings
-from fshard.wire import Int8, TopK
+from fshard.wire import Int8
 
 Clock = dict[Any, int]
 
@@ -378,7 +378,6 @@ SUMS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "half": (HYBRID, {"policy": "compute=f32, reduce=f16"}, MICRO),
     "int8": (HYBRID, {"param_wire": Int8(16), "grad_wire": Int8(16)}, MICRO),
     "int8-ddp": (THREE, {"grad_wire": Int8(16)} | STRATEGIES["ddp"], {}),
-    "topk": (HYBRID, {"grad_wire": TopK(0.3)}, MICRO),
     "together": (THREE, {"together": True}, MICRO),
     "hook": (THREE, {}, {"reduction": Doubling()}),
     "reading": (THREE, {}, {"reduction": Reading()}),

@@ -439,7 +439,6 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "Policy.parse(None)": (lambda: fshard.Policy.parse(None), T, ("Policy.parse: text=None", "words")),
     "eval_shape(3)": (lambda: fshard.eval_shape(3), T, ("eval_shape: fn=3", "a function")),
     "nonfinite_leaves(str)": (lambda: fshard.tree.nonfinite_leaves({"a": "x"}), T, ("leaf 'a'", "a tensor", "got 'x'")),
-    "feedback='no'": (lambda: wire.Int8(feedback="no"), T, ("Int8: feedback='no'", "True or False")),
     "oracle(3)": (lambda: testing.oracle(3, TX), T, ("loss_fn=3", "a function")),
     "oracle(one batch)": (
         lambda: testing.oracle(loss, TX).step(testing.oracle(loss, TX).init(params()), X),
@@ -590,9 +589,6 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     # --- wires
     "Int8(0)": (lambda: wire.Int8(0), V, ("Int8: block=0", "at least 1")),
     "Int8('8')": (lambda: wire.Int8("8"), T, ("Int8: block='8'", "a number of elements")),
-    "TopK(2)": (lambda: wire.TopK(2), V, ("TopK: share=2", "above 0, at most 1")),
-    "TopK('x')": (lambda: wire.TopK("x"), V, ("TopK: share='x'", "above 0, at most 1")),
-    "LowRank(1.5)": (lambda: wire.LowRank(1.5), T, ("LowRank: rank=1.5", "a number of columns")),
     "Cast('bf16')": (lambda: wire.Cast("bf16"), T, ("Cast: dtype='bf16'", "a floating dtype")),
     "Float8(f16)": (lambda: wire.Float8(torch.float16), T, ("Float8: dtype=torch.float16", "8 bits")),
     # --- testing

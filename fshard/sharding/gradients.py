@@ -54,14 +54,13 @@ class Gradients:
     local: Callable[[], Sharded] | None = None
     add: bool = False
     by: Reduction = DEFAULT
-    lost: reducing.Lost = ()  # a wire with feedback writes to it
     later: Axes = ()  # the axes that this backward does not reduce over
     take: Take | None = None  # is handed each sum in `reduced` (Note [Updates in a backward])
 
     @cached_property
     def _reducer(self) -> reducing.Reducer:
         assert self.reduced is not None
-        return reducing.Reducer(self.reduced(), self.by, self.lost, self.later)
+        return reducing.Reducer(self.reduced(), self.by, self.later)
 
     @cached_property
     def _local(self) -> tuple[Mapping[tuple[int, int], Part], Sequence[Tensor]] | None:

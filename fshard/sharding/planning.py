@@ -175,12 +175,7 @@ def _check_arguments(host: Where, mesh: AnyMesh, block: int, slices: int, togeth
     check_flags(together=together)
     for name, wire in wires.items():
         if wire is not None:
-            check_has(name, wire, ("encode", "decode", "feedback"), "a wire, as fshard.wire.Int8() is")
-            if wire.feedback and name == "param_wire":
-                raise ValueError(
-                    f"param_wire={wire}: expected a wire without feedback, got one that has much of what it is given "
-                    "sent later: parameters are sent anew each time, so that never arrives. Use it as grad_wire."
-                )
+            check_has(name, wire, ("encode", "decode"), "a wire, as fshard.wire.Int8() is")
 
 
 def _kinds(params: Tree, origins: Sequence[int], chosen: Mapping[str, Where], policy: Policy) -> dict[int, Kind]:

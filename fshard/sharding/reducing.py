@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,18 +23,16 @@ from .sharded import Sharded
 from .transfer import arrived, decode, filled, several, sizes
 
 _LARGE = 1 << 20  # bytes of gradients that are summed in place: a second message is worth the memory
-Lost: TypeAlias = Sharded | tuple[()]  # what wires with feedback have not sent of gradients; () for other wires
 
 
 class Reducer:
     """The reductions of one backward into `reduced`; what they have in common is worked out once.
 
-    A wire with feedback adds `lost` to the gradients, and writes to it, in place, what it does not send. The sum is not
-    taken over the axes `later`: `reduce_rest` does that.
+    The sum is not taken over the axes `later`: `reduce_rest` does that.
     """
 
-    def __init__(self, reduced: Sharded, by: Reduction, lost: Lost, later: Axes):
-        self._reduced, self._by, self._lost, self._later = reduced, by, lost, later
+    def __init__(self, reduced: Sharded, by: Reduction, later: Axes):
+        self._reduced, self._by, self._later = reduced, by, later
         self._parts, self._rows, self._units = schedule(reduced.view).parts, reduced.tensors, reduced.plan.units
         self._routes = {kind: _route(reduced, kind, by, later) for kind in reduced.view.kinds}
         self._landed: dict[tuple[int, int], Tensor] = {}  # by unit and kind: buffers that are intervals of `reduced`
@@ -58,7 +56,7 @@ class Reducer:
         if route.along is None and landed is flat:  # nobody to add to, and nothing to cast
             return arrived(flat)
         if route.collective is None:
-            return reduce(flat, self._reduced, unit, kind, self._by, self._lost, self._later)
+            return reduce(flat, self._reduced, unit, kind, self._by, self._later)
         out = self._interval(unit, kind) if landed is None else landed
         sent = flat if route.dtype is None else flat.to(route.dtype)
         return route.collective(sent, route.along, self._units[unit].name, out).keeping(sent)
@@ -99,14 +97,14 @@ def _route(reduced: Sharded, kind: int, by: Reduction, later: Axes) -> _Route:
     return _Route(like, room, lent, collective, primitives.along(mesh, axis), sent, least)
 
 
-def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, lost: Lost, later: Axes) -> Pending:
+def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, later: Axes) -> Pending:
     """Start the sum over ranks of a flat buffer of gradients (n,), into this rank's interval of `reduced`, (n / W,).
 
-    `by`, `lost` and `later` are as of `Reducer`.
+    `by` and `later` are as of `Reducer`.
     """
     plan, out = reduced.plan, _landing(reduced, unit, kind)
     if plan.grad_wire is not None and plan.axes and flat.is_floating_point():
-        pending = _reduce_encoded(flat, reduced, unit, kind, out, by, lost, later)
+        pending = _reduce_encoded(flat, reduced, unit, kind, out, by, later)
         pending = pending.then(lambda total: _unpadded(total, reduced, unit, kind))
     else:
         pending = _reduce_cast(flat, reduced, unit, kind, out, by, later)
@@ -183,20 +181,19 @@ def _reduce_cast(
 
 
 def _reduce_encoded(
-    flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction, lost: Lost, later: Axes
+    flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction, later: Axes
 ) -> Pending:
     """Start the sum of (n,) into `out`, (n / W,), encoded by the plan's `grad_wire` along one axis."""
     plan, axes = reduced.plan, reduced.view.axes(kind)
     mesh, name, wire = plan.live_mesh(), plan.units[unit].name, plan.grad_wire
     other_axes = plan.rest(axes + later)
     assert wire is not None  # `reduce` has looked
-    if wire.feedback and not isinstance(lost, Sharded):
-        raise ValueError(f"{wire} keeps what it loses in the state of a step: use it with train_step")
     # encoded along one axis: the first that gradients are cut over, else the longest
     axis = _first(plan, axes) if axes else max(other_axes, key=dict(plan.axes).__getitem__)
     ranks = primitives.along(mesh, axis)
     lengths = [sizes(plan, unit, kind, ranks.size, part) for part in range(ranks.size)]  # of each rank's part
-    sends = _encoded(wire, flat, lengths, lost.piece(unit, kind) if isinstance(lost, Sharded) else None)
+    parts = flat.chunk(len(lengths))  # (n / W,) for each rank
+    sends = [wire.encode(part, part_lengths) for part, part_lengths in zip(parts, lengths, strict=True)]
     added = primitives.scatter(sends, ranks, lambda received: _added(wire, received, lengths[ranks.rank]), name)
     # a sum travels on in its own dtype, not encoded again, along the other axes of several ranks
     if axes:
@@ -219,17 +216,6 @@ def _unpadded(total: Tensor, reduced: Sharded, unit: int, kind: int) -> Tensor:
 def _first(plan: Plan, axes: Axes) -> str:
     """The first axis of several ranks; the first axis if none has."""
     return next((axis for axis in axes if dict(plan.axes)[axis] > 1), axes[0])
-
-
-def _encoded(wire: Wire, flat: Tensor, lengths: Sequence[Sequence[int]], lost: Tensor | None) -> list[Tensor]:
-    """What is sent to each rank. With `lost`, that is added first, and what is not sent is written to it."""
-    to_send = flat if lost is None else lost + flat  # (n,), a new tensor: a wire may send views of what it is given
-    parts = to_send.chunk(len(lengths))  # (n / W,) for each rank
-    sends = [wire.encode(part, part_lengths) for part, part_lengths in zip(parts, lengths, strict=True)]
-    if lost is not None:
-        for lost_part, part, data, part_lengths in zip(lost.chunk(len(lengths)), parts, sends, lengths, strict=True):
-            lost_part.copy_(part - decode(wire, data, part_lengths))
-    return sends
 
 
 def _added(wire: Wire, received: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:

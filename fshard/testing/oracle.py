@@ -262,8 +262,7 @@ def _norm(grads: Mapping[str, Tensor], whole: _Whole) -> Tensor:
 def whole_state(state: TrainState) -> TrainState:
     """Gather a sharded state: return it with whole parameters and whole optimizer state (by field and leaf path).
 
-    Every rank must call this function. States of an oracle are converted to the same form. The error feedback of a
-    lossy wire format is left out, because each rank has its own.
+    Every rank must call this function. States of an oracle are converted to the same form.
 
     >>> tx = sgd(0.1, momentum=0.9)
     >>> whole_state(init_state(shard_of({"w": torch.ones(2)}), tx)).opt_state

@@ -26,7 +26,6 @@ from ..sharding.gradients import Gradients, settle
 from ..sharding.partitions import axes_of
 from ..sharding.plan import Plan
 from ..sharding.sharded import Sharded
-from . import feedback
 from .data import cut
 from .loss_scale import NoLossScale
 
@@ -59,14 +58,12 @@ class StepGradients(NamedTuple):
     """The results of the forwards and backwards of one step.
 
     `grads` are multiplied by the loss scale, and divided as if every micro-batch counted as much as the first;
-    multiplying them by `share` (a 0-d tensor, or None for 1) corrects this. `lost` is what the plan's gradient wire has
-    lost of them (Note [What a wire loses] in `feedback.py`).
+    multiplying them by `share` (a 0-d tensor, or None for 1) corrects this.
     """
 
     grads: Sharded
     outcome: Outcome
     share: Tensor | None
-    lost: Tree
 
 
 def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree]) -> StepGradients:
@@ -76,24 +73,14 @@ def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: S
     micro_batches = cut(batch, num, rank)
     outcomes: list[Outcome] = []
 
-    lost = feedback.scaled(state)
-    # the last micro-batch alone adds what was lost before: only then is it known what `share` will be
-    put_back = feedback.set_aside(lost) if num > 1 and isinstance(lost, Sharded) else None
-
     def divisor(outcome: Outcome) -> Tensor:
-        if num == 1:
-            return outcome.divisor
-        so_far = [*outcomes, outcome]
-        shared = so_far[0].shared(num)  # one divisor for all micro-batches, known at the first; `share` corrects it
-        if put_back is not None and len(so_far) == num:
-            # the sum will be multiplied by `share`, and what was lost before must not be: divide that by it
-            put_back(joined(so_far).divisor / shared)
-        return shared
+        # one divisor for all micro-batches, known at the first; `share` corrects it
+        return outcome.divisor if num == 1 else (outcomes or [outcome])[0].shared(num)
 
     grads = later_grads(params, plan.grads_over)
     reduced_last = _reduced_last(recipe.reduce_once, plan)
     sums = later_grads(params, plan.grads_over) if reduced_last else grads
-    destinations = _destinations(sums, params, recipe, lost, reduced_last)
+    destinations = _destinations(sums, params, recipe, reduced_last)
     runs = run_each(recipe, state, micro_batches, args, destinations, rank, divisor, whole=num == 1)
     for outcome, into in runs:
         outcomes.append(outcome)
@@ -104,8 +91,8 @@ def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: S
         settle(plan)
     outcome = joined(outcomes)
     if num == 1:
-        return StepGradients(grads(), replace(outcome, aux=outcome.aux[0], several=False), None, lost)
-    return StepGradients(grads(), outcome, outcomes[0].shared(num) / outcome.divisor, lost)
+        return StepGradients(grads(), replace(outcome, aux=outcome.aux[0], several=False), None)
+    return StepGradients(grads(), outcome, outcomes[0].shared(num) / outcome.divisor)
 
 
 def run_each(
@@ -229,23 +216,21 @@ def _reduced_last(reduce_once: bool | str | tuple[str, ...], plan: Plan) -> Axes
     return tuple(axes) if plan.axes else ()
 
 
-def _destinations(sums: Later, params: Sharded, recipe: Recipe, lost: Tree, reduced_last: Axes) -> Iterator[Gradients]:
+def _destinations(sums: Later, params: Sharded, recipe: Recipe, reduced_last: Axes) -> Iterator[Gradients]:
     """Where each micro-batch's gradients go: into `sums`, or into new buffers that the caller adds to `sums`."""
     over, num, by = params.plan.grads_over, recipe.accumulate, recipe.by
     if is_idle(by, params.plan.axes):  # one device: nothing to reduce, so every backward adds to one buffer
         yield from (Gradients(None, sums, add=number > 0) for number in range(num))
     elif recipe.reduce_once and not reduced_last:
-        yield from summed_locally(sums, later_grads(params, (), local=True), num, by, lost)
+        yield from summed_locally(sums, later_grads(params, (), local=True), num, by)
     else:
         buffers = (sums if number == 0 else later_grads(params, over) for number in range(num))
-        yield from (Gradients(reduced, by=by, lost=lost, later=reduced_last) for reduced in buffers)
+        yield from (Gradients(reduced, by=by, later=reduced_last) for reduced in buffers)
 
 
-def summed_locally(
-    reduced: Later | None, local: Later, num: int, by: Reduction, lost: Tree = ()
-) -> Iterator[Gradients]:
+def summed_locally(reduced: Later | None, local: Later, num: int, by: Reduction) -> Iterator[Gradients]:
     """Destinations of `num` micro-batches whose whole gradients are added in `local`, and reduced with the last."""
-    return (Gradients(reduced if number == num - 1 else None, local, number > 0, by, lost) for number in range(num))
+    return (Gradients(reduced if number == num - 1 else None, local, number > 0, by) for number in range(num))
 
 
 def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree]) -> None:

@@ -35,7 +35,6 @@ from ..sharding.gradients import Gradients
 from ..sharding.handing import Sums, Take
 from ..sharding.sharded import Sharded, refine
 from ..sharding.view import View
-from . import feedback
 from .accumulate import Recipe, rank_of, run_each
 from .loss_scale import NoLossScale
 
@@ -59,7 +58,7 @@ def step_in_backward(recipe: Recipe, tx: Transform, state: Tree, batch: Tree, ar
 
     After an error the state is given away, if an update was made.
     """
-    _check_state(state, recipe.clip_norm)
+    _check_state(state)
     given, state = state, replace(state, extra=own_extra(state.extra, [state.params.trainable, state.opt_state]))
     factor = None
     if recipe.clip_norm is not None:
@@ -73,7 +72,7 @@ def step_in_backward(recipe: Recipe, tx: Transform, state: Tree, batch: Tree, ar
         updates.make(unit, kind, total)
 
     try:
-        outcome, lost = _run(recipe, state, batch, args, take)
+        outcome = _run(recipe, state, batch, args, take)
         opt_state, norm = updates.finish(), squares.norm()
     except BaseException as failure:
         if updates.begun:
@@ -84,7 +83,6 @@ def step_in_backward(recipe: Recipe, tx: Transform, state: Tree, batch: Tree, ar
             )
         raise
     new = {"params": Sharded(state.params.view, state.params.tensors), "opt_state": opt_state, "step": state.step + 1}
-    new["lost"] = feedback.after_update(state, lost, None, None, None)
     new["extra"] = outcome.extra if recipe.with_extra else state.extra
     return Stepped(replace(state, **new), outcome, norm, (~norm.isfinite()).float())
 
@@ -120,7 +118,7 @@ def check_in_backward(
             raise ValueError(f"train_step(in_backward=True) with {reason}.")
 
 
-def _check_state(state: Tree, clip_norm: float | None) -> None:
+def _check_state(state: Tree) -> None:
     """Raise ValueError for a state whose gradients must all be there before the first update."""
     plan = state.params.plan
     if not isinstance(state.loss_scale, NoLossScale):
@@ -129,11 +127,6 @@ def _check_state(state: Tree, clip_norm: float | None) -> None:
             f"{type(state.loss_scale).__name__}, which skips the whole update if any gradient overflows. Use "
             "in_backward=False, or bfloat16 without a loss scale."
         )
-    if clip_norm is not None and isinstance(state.lost, Sharded):
-        raise ValueError(
-            f"train_step(in_backward=True, clip_norm={clip_norm}): the backward runs twice, and {plan.grad_wire} would "
-            "keep twice what it loses. Use a wire without feedback, or no clip_norm."
-        )
     if any(kind.host and kind.trainable for kind in plan.kinds):
         raise ValueError(
             "train_step(in_backward=True): the plan has trainable leaves in host memory, whose updates wait for the "
@@ -141,18 +134,18 @@ def _check_state(state: Tree, clip_norm: float | None) -> None:
         )
 
 
-def _run(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: Take) -> tuple[Outcome, Tree]:
+def _run(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: Take) -> Outcome:
     """Forward and backward of the batch; `take` is handed the sum of each unit and kind, (n / W_grads,)."""
-    sums, lost = Sums(state.params), feedback.scaled(state)
+    sums = Sums(state.params)
 
     def taken(unit: int, kind: int, total: Tensor) -> None:
         sums.drop(unit, kind)
         take(unit, kind, total)
 
-    into = Gradients(lambda: sums, by=recipe.by, lost=lost, take=taken)
+    into = Gradients(lambda: sums, by=recipe.by, take=taken)
     rank = rank_of(state.params)
     ((outcome, _),) = run_each(recipe, state, [batch], args, [into], rank, lambda x: x.divisor, whole=True)
-    return outcome, lost
+    return outcome
 
 
 class Squares:

@@ -75,7 +75,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
     if len(slices) > 1:
         reduce_all(counter[0], grads(), TREE)
     outcome = _over_ranks(outcomes, plan)
-    return StepGradients(grads(), outcome, first[0].shared(num) / outcome.divisor, state.lost)
+    return StepGradients(grads(), outcome, first[0].shared(num) / outcome.divisor)
 
 
 def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree]]:

@@ -28,7 +28,7 @@ from ..optim.labels import Labels, check_labelled, check_labels
 from ..sharding import offload
 from ..sharding.grad import check_loss, check_sharded
 from ..sharding.sharded import Sharded, coarsen, refine
-from . import dynamo, feedback
+from . import dynamo
 from .accumulate import Recipe, check_reduce_once, gradients_of_micro_batches
 from .describe import describe, place_of
 from .in_backward import Stepped, check_in_backward, own_extra, step_in_backward
@@ -46,7 +46,6 @@ class TrainState:
     - `step`: the number of steps made, skipped updates included (int64, on the host).
     - `rng`: the seed that all random numbers come from (int64, on the host).
     - `extra`: any tree of yours; with `train_step(with_extra=True)` what the loss returned last.
-    - `lost`: what a `grad_wire` with feedback has lost of this rank's whole gradients; () without one.
     """
 
     params: Sharded
@@ -55,7 +54,6 @@ class TrainState:
     step: Tensor
     rng: Tensor
     extra: Tree
-    lost: Tree = ()
 
     def give_away(self) -> None:
         """Make every use of the state, and of what is sharded in it, a DonatedError."""
@@ -73,7 +71,7 @@ class TrainState:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-tree.register_fields(TrainState, ("params", "opt_state", "loss_scale", "step", "rng", "extra", "lost"))
+tree.register_fields(TrainState, ("params", "opt_state", "loss_scale", "step", "rng", "extra"))
 
 
 def init_state(
@@ -103,13 +101,12 @@ def init_state(
     # on the device of the loss: a scaler elsewhere would make every step wait for the device
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device, copy=True), loss_scale)
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
-    lost = feedback.nothing_lost(sharded)
     several = any(size > 1 for _, size in sharded.plan.axes)  # one rank has nothing to compare, and reads no scale
     if several and not is_tracing() and not present(sharded.plan.live_mesh()).abstract:
         _check_alike(sharded, seed, scaler)
     # int64 on the host, because random numbers of a step are seeded there, without waiting for a device
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
-    return TrainState(sharded, transform.init(trained), scaler, step, rng, extra, lost)
+    return TrainState(sharded, transform.init(trained), scaler, step, rng, extra)
 
 
 def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
@@ -268,7 +265,7 @@ def _step_after_backward(
     """Update all parameters when all gradients are there."""
     params, in_slices = state.params, isinstance(recipe.by, TreeSums)
     gradients = gradients_of_slices if in_slices else gradients_of_micro_batches
-    grads, outcome, share, lost = gradients(recipe, state, batch, args)
+    grads, outcome, share = gradients(recipe, state, batch, args)
     grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=recipe.skip_labels)
     nothing_counted = outcome.divisor.isnan().float()  # 1 if the loss is 0 / 0
     found_inf = tree.map(lambda flag: torch.maximum(flag, nothing_counted), found_inf)
@@ -282,8 +279,7 @@ def _step_after_backward(
     del grads  # their memory is free for the gathers of new parameters
     new_params = _gathered(updated, params, recipe.donate)
     scaler = state.loss_scale.adjust(found_inf)
-    lost = feedback.after_update(state, lost, share, skip, recipe.skip_labels)
-    new_state = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, extra, lost)
+    new_state = TrainState(new_params, opt_state, scaler, state.step + 1, state.rng, extra)
     found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
     return Stepped(new_state, outcome, norm, found_inf)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import fshard
 from fshard.core.tree import Tree
 
-from .wires import FIRST, LOSSY
+from .wires import FIRST
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"params_over": (), "grads_over": (), "state_over": ()},
@@ -27,8 +27,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 # and what travels as something else than it is kept as
 WIRED: dict[str, dict[str, Any]] = {
     **STRATEGIES,
-    **{name: {"param_wire": wire, "grad_wire": wire} for name, wire in FIRST.items() if name not in LOSSY},
-    **{name: {"grad_wire": wire} for name, wire in LOSSY.items()},
+    **{name: {"param_wire": wire, "grad_wire": wire} for name, wire in FIRST.items()},
     "together": {"together": True, "policy": "compute=bf16; blocks.*.scale: compute=f32"},
     "half": {"policy": "compute=f16"},
     "bf16": {"policy": "compute=bf16"},

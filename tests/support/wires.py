@@ -1,6 +1,5 @@
 """The registry of wires: tests of wires run over its rows; a new wire gets all of them by one row."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,22 +8,21 @@ import torch
 from torch import Tensor
 
 from fshard import wire
-from fshard.wire import Cast, Float8, Identity, Int8, LowRank, TopK
+from fshard.wire import Cast, Float8, Identity, Int8
 
 Sizes = Sequence[int]
 
 
 class Row(NamedTuple):
-    """A wire without feedback, and what tests must know of it.
+    """A wire, and what tests must know of it.
 
     `nbytes(sizes)` is what it sends of float32 elements, `bound(x, sizes)` how far each element may be off on arrival,
-    besides a float32 rounding. With `mixes` one element that is not finite makes all of a message NaN, beyond its leaf.
+    besides a float32 rounding.
     """
 
     wire: Any
     nbytes: Callable[[Sizes], int]
     bound: Callable[[Tensor, Sizes], Tensor]
-    mixes: bool = False
 
 
 def _padded(nbytes: int) -> int:
@@ -54,30 +52,6 @@ def _float8(dtype: torch.dtype) -> Row:
     return Row(Float8(dtype), lambda sizes: _padded(4 * len(sizes)) + _padded(sum(sizes)), bound)
 
 
-def _topk(share: float) -> Row:
-    def num(n: int) -> int:
-        return max(1, round(share * n)) if n else 0
-
-    def bound(x: Tensor, sizes: Sizes) -> Tensor:  # what is not sent is below all that is
-        smallest = x.abs().sort(descending=True).values[: num(len(x))][-1:]
-        return torch.minimum(x.abs(), smallest.expand(len(x)))
-
-    return Row(TopK(share, feedback=False), lambda sizes: 2 * _padded(4 * num(sum(sizes))), bound)
-
-
-def _lowrank(rank: int) -> Row:
-    def nbytes(sizes: Sizes) -> int:
-        n = sum(sizes)
-        rows = max(1, math.ceil(math.sqrt(n)))
-        cols = math.ceil(n / rows)
-        return min(4 * n, sum(_padded(4 * side * min(rank, cols)) for side in (rows, cols)))
-
-    def bound(x: Tensor, sizes: Sizes) -> Tensor:
-        return x.norm().expand(len(x)) if nbytes(sizes) < 4 * len(x) else 0 * x
-
-    return Row(LowRank(rank, feedback=False), nbytes, bound, mixes=True)
-
-
 # A new wire is one row here; a further row of the same class is another setting of it.
 ROWS: dict[str, Row] = {
     "identity": Row(Identity(), lambda sizes: 4 * sum(sizes), lambda x, sizes: 0 * x),
@@ -87,12 +61,6 @@ ROWS: dict[str, Row] = {
     "int8-usual": _int8(),
     "float8": _float8(torch.float8_e4m3fn),
     "float8-range": _float8(torch.float8_e5m2),
-    "topk": _topk(0.2),
-    "topk-half": _topk(0.5),
-    "topk-most": _topk(0.9),
-    "lowrank": _lowrank(1),
-    "lowrank-more": _lowrank(3),
-    "lowrank-full": _lowrank(4),
 }
 WIRES: dict[str, Any] = {name: row.wire for name, row in ROWS.items()}
 # The first row of each class, for tests that take longer.
@@ -100,12 +68,6 @@ FIRST: dict[str, Any] = {}
 for _name, _wire in WIRES.items():
     if type(_wire) not in map(type, FIRST.values()):
         FIRST[_name] = _wire
-# Those that usually have feedback, with it: what is not sent of gradients is sent later.
-LOSSY: dict[str, Any] = {
-    name: dataclasses.replace(x, feedback=True)
-    for name, x in FIRST.items()
-    if next(field.default for field in dataclasses.fields(x) if field.name == "feedback")
-}
 
 
 def codecs() -> dict[str, type]:

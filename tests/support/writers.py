@@ -41,7 +41,6 @@ class InPlace:
     """A wire that overwrites what it was given; with `direct` it sends the very tensor that it is given."""
 
     written: Written = field(default=print, compare=False, repr=False)
-    feedback: bool = False
     direct: bool = False
     given: list[Tensor] = field(default_factory=list, compare=False, repr=False)
     arrived: list[Tensor] = field(default_factory=list, compare=False, repr=False)
