@@ -1,6 +1,6 @@
 """The cost of `fshard.check`: the same step without and with checks, in turn, on two gloo ranks.
 
-    make bench-check
+    make bench-checking
 
 Measured with two kinds of messages: through shared memory, as between processes of one host, and through gloo's own
 sockets, as between hosts.

@@ -1,4 +1,4 @@
-"""What is left of checkpoints when ranks are killed, disks are full and files are damaged: `make crashes`.
+"""What is left of checkpoints when ranks are killed, disks are full and files are damaged: `make bench-crashes`.
 
 Two ranks save checkpoint after checkpoint of a state that tells its step and version, until one rank or both are killed
 with SIGKILL, at a random moment of a save. The next run saves into the same directory, with what the killed one left.

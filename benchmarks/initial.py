@@ -1,6 +1,6 @@
 """Start a model of 20 GB from `meta` on 8 simulated ranks, one after the other, and measure the peak of memory.
 
-    make bench-init ARGS="--layers 62 --width 2560"
+    make bench-initial ARGS="--layers 62 --width 2560"
 
 The model is GPT-2 of transformers in float32. No rank needs more than its share and the largest unit; the figure is the
 growth of the peak of resident memory over what the process holds before.

@@ -1,6 +1,6 @@
 """Compare optimizers with torch's: ZeRO updates, whole ZeRO-1 steps, clipping; and the balance of partitions.
 
-    make bench-optim ARGS="--model M"
+    make bench-optimizers ARGS="--model M"
 
 Two gloo ranks with one thread each run three comparisons, the systems of each in turn:
 
