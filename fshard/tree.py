@@ -1,55 +1,18 @@
 """Trees of tensors, in the order of use."""
 
-from .core.tree import (
-    children,
-    constant,
-    detached,
-    difference,
-    flatten,
-    flatten_up_to,
-    leaves,
-    map,
-    map_tops,
-    matches,
-    names,
-    nodes,
-    pairs,
-    paths,
-    paths_to,
-    put_tops,
-    register,
-    register_fields,
-    structure_above,
-    tops,
-    unflatten,
-    walk,
-)
+from .core.tree import detached, flatten, leaves, map, paths, register, register_fields, unflatten
 from .layout.norms import dot
 from .train.loss_scale import nonfinite_leaves
 
 __all__ = [
-    "children",
-    "constant",
     "detached",
-    "difference",
     "dot",
     "flatten",
-    "flatten_up_to",
     "leaves",
     "map",
-    "map_tops",
-    "matches",
-    "names",
-    "nodes",
     "nonfinite_leaves",
-    "pairs",
     "paths",
-    "paths_to",
-    "put_tops",
     "register",
     "register_fields",
-    "structure_above",
-    "tops",
     "unflatten",
-    "walk",
 ]

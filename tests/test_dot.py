@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fshard
 from fshard import gather_params, tree
+from fshard.core.tree import nodes
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
@@ -82,7 +83,7 @@ def gradients(mesh: Any) -> Any:
     grads = fshard.value_and_grad(mean_loss)(params, lm_batch(0, mesh.get_rank()))[1]
     tx = fshard.optim.adamw(1e-2)
     opt_state = tx.update(grads, tx.init(params.trainable), params.trainable)[1]
-    moments = tree.nodes(opt_state, fshard.Sharded)[0]
+    moments = nodes(opt_state, fshard.Sharded)[0]
     plain = {"g": gather_params(grads), "m": gather_params(moments)}
     pairs = [(grads, grads, plain["g"], plain["g"]), (moments, grads, plain["m"], plain["g"])]
     nested = ({"a": x, "b": [torch.ones(2), moments], "c": None} for x in (grads, moments))

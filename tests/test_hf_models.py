@@ -12,7 +12,8 @@ from support.worlds import gloo, simulated
 from torch import Tensor
 
 import fshard
-from fshard import optim, tree
+from fshard import optim
+from fshard.core import tree
 from fshard.module import functionalize
 
 PAGE = Path(__file__).parent.parent / "docs" / "modules.md"

@@ -13,7 +13,7 @@ from support.worlds import gloo, simulated
 from torch import Tensor, nn
 
 import fshard
-from fshard import tree
+from fshard.core import tree
 from fshard.module import functionalize
 from fshard.sharding.names import name_differences, renamed
 

@@ -13,7 +13,7 @@ from support.models import padding, same_bits
 from support.worlds import simulated
 
 import fshard
-from fshard import tree
+from fshard.core import tree
 from fshard.testing import assert_trees_equal, oracle, strategies, whole_state
 
 ROLES = ("storage", "compute", "reduce", "grads")

@@ -13,8 +13,9 @@ from support.worlds import gloo, simulated
 from torch import Tensor
 
 import fshard
-from fshard import DynamicLossScale, gather_params, optim, tree
+from fshard import DynamicLossScale, gather_params, optim
 from fshard.comm.reduction import Sums
+from fshard.core import tree
 from fshard.sharding import offload
 from fshard.wire import Int8
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fshard
-from fshard import Sharded, gather_params, optim, tree
+from fshard import Sharded, gather_params, optim
+from fshard.core import tree
 from fshard.core.arguments import check_hyperparams
 from fshard.layout.pieces import Parts, clear_padding_
 from fshard.optim import adam_8bit, apply_updates, base, kernels, matrix, optimizers, quasi_newton

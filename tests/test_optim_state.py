@@ -16,7 +16,8 @@ from support.worlds import gloo, simulated
 from torch import Tensor, nn
 
 import fshard
-from fshard import optim, tree
+from fshard import optim
+from fshard.core import tree
 from fshard.optim import state
 from fshard.optim.state import gather_state, load_state_dict, shard_state, state_dict
 
@@ -30,7 +31,7 @@ TXS = {name: make() for name, make in TRANSFORMS.items()}
 def tree_of(seed: int) -> Any:
     """Matrices, vectors, a scalar, in float64."""
     seeds = itertools.count(100 * seed)
-    return fshard.tree.map_tops(lambda shape: rand(*shape, seed=next(seeds)), tuple, SHAPES)
+    return tree.map_tops(lambda shape: rand(*shape, seed=next(seeds)), tuple, SHAPES)
 
 
 START, *GRADS = (tree_of(i) for i in range(6))

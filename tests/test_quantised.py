@@ -12,8 +12,9 @@ from support.models import WORLDS, rand, same_bits
 from support.worlds import simulated
 
 import fshard
-from fshard import optim, tree
+from fshard import optim
 from fshard.comm.mesh import axis_sizes
+from fshard.core import tree
 from fshard.layout.pieces import Parts, clear_padding_
 from fshard.optim import adam_8bit, adamw_8bit
 from fshard.optim.state import gather_state

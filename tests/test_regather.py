@@ -12,6 +12,7 @@ from test_tape import CASES, CHAIN, Probe, Watch, apply_block, batch_of, chain, 
 
 import fshard
 from fshard.comm import primitives
+from fshard.core.tree import matches
 from fshard.testing import simulate
 
 ALL = ("replicate", "shard")
@@ -41,7 +42,7 @@ def planned(mesh: Any, name: str, regather: Any, **options: Any) -> fshard.Shard
     chosen = {key: case[key] for key in ("units", "frozen", "whole") if key in case} | options
     if isinstance(regather, dict):
         names = [unit.name.split(".") for unit in fshard.make_plan(case["params"](), units=chosen.get("units")).units]
-        regather = {p: x for p, x in regather.items() if any(fshard.tree.matches(path, p) for path in names)}
+        regather = {p: x for p, x in regather.items() if any(matches(path, p) for path in names)}
     params = case["params"]()
     return fshard.shard_params(params, fshard.make_plan(params, mesh, regather=regather, **chosen))
 

@@ -23,10 +23,11 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import fshard
-from fshard import DynamicLossScale, optim, tree
+from fshard import DynamicLossScale, optim
 from fshard.comm.mesh import MESHES
 from fshard.compiler.signature import fixed
 from fshard.compiler.trace import TraceError
+from fshard.core import tree
 
 eager = partial(fshard.jit, backend="eager")
 

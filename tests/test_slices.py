@@ -21,7 +21,8 @@ from support.worlds import gloo, simulated
 from torch import Tensor
 
 import fshard
-from fshard import optim, tree
+from fshard import optim
+from fshard.core import tree
 from fshard.layout.norms import leaf_norms
 from fshard.testing import MismatchError
 

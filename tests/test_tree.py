@@ -15,7 +15,7 @@ from support.models import TREES, WORLDS, Linear, Norm, Pair, counting, reads_al
 from support.worlds import simulated
 
 import fshard
-from fshard import tree
+from fshard.core import tree
 
 PATHS = {
     "leaf": [""],

@@ -16,7 +16,8 @@ from support.optimizers import KERNELS, ROWS, TRANSFORMS
 from support.worlds import simulated
 
 import fshard
-from fshard import DynamicLossScale, Sharded, optim, tree
+from fshard import DynamicLossScale, Sharded, optim
+from fshard.core import tree
 from fshard.layout.pieces import Parts, packed
 from fshard.optim.labels import LabelState
 from fshard.sharding.sharded import coarsen, refine

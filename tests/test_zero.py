@@ -16,7 +16,8 @@ from support.worlds import gloo, simulated
 from torch import Tensor, nn
 
 import fshard
-from fshard import optim, tree, zero
+from fshard import optim, zero
+from fshard.core import tree
 from fshard.layout.reshard import assign
 
 SHAPES = {"w": (5, 3), "v": (7,), "s": (), "blocks": [{"c": (2, 3, 2), "m": (4, 6)}, {"one": (1,)}]}
