@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ..core import tree
+from ..core.storage import address
 from .dataflow import Index, call, computed, index
 from .trace import Output, Trace
 
@@ -157,8 +158,7 @@ def _check_fit(moves: Sequence[_Move], inputs: Sequence[fx.Node], outputs: Seque
 
 
 def _storage(node: fx.Node) -> int:
-    # Private API: the identity of a storage, also of a fake tensor. test_donate.py fails if torch removes it.
-    return node.meta["val"].untyped_storage()._cdata
+    return address(node.meta["val"])
 
 
 def _cloned(graph: fx.Graph, node: fx.Node) -> fx.Node:

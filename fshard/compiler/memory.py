@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from ..comm.mesh import MESHES
 from ..comm.process_groups import FEW
 from ..comm.traced import is_direct
+from ..core.storage import address
 from .inspect import arguments, operator, values
 
 
@@ -177,8 +178,7 @@ def _what(node: fx.Node) -> str:
 
 def storages_of(node: fx.Node) -> Iterator[int]:
     """Yield a number for each tensor that a node produces, equal for tensors that share a storage."""
-    # Private API, for the reason given in Tape._register: the address of the storage itself.
-    return (value.untyped_storage()._cdata for value in values(node))
+    return map(address, values(node))
 
 
 def _next(barriers: Sequence[int], i: int, end: int) -> int:

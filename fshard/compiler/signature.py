@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..comm.mesh import MESHES, OnMesh, is_mesh
 from ..core import tree
+from ..core.storage import address
 from ..core.tracing import Marked
 from ..core.tree import Tree
 from .captures import Capture
@@ -124,7 +125,7 @@ def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
     places = tuple(
         (
             first.setdefault(id(x), i),
-            first.setdefault(x.untyped_storage()._cdata, i),  # private: the address of the storage
+            first.setdefault(address(x), i),
             x.storage_offset(),
             x.is_leaf,
         )

@@ -31,6 +31,7 @@ from ..core import tree
 from ..core.arguments import check_function
 from ..core.callsite import call_site, frame_of
 from ..core.random import draws
+from ..core.storage import address
 from ..core.tracing import Marked, kind_of, mark
 from ..core.tree import Tree
 from .captures import captures
@@ -208,7 +209,7 @@ def _fakes(mode: FakeTensorMode, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
     """
     seen = set[int]()  # addresses of storages
     for leaf in leaves:
-        memory = leaf.untyped_storage()._cdata
+        memory = address(leaf)
         yield _fake(mode, leaf, apart=memory in seen and not leaf.requires_grad)
         seen.add(memory)
 
@@ -233,7 +234,7 @@ def _between(path: str, other: str) -> TraceError:
 
 def _identity(x: Tensor) -> _Identity:
     """Return storage, shape and gradient of a tensor. Only assignments to `x.data` or `x.grad` change this result."""
-    return x.untyped_storage()._cdata, x.shape, id(x.grad) if x.is_leaf else None  # a non-leaf's .grad warns
+    return address(x), x.shape, id(x.grad) if x.is_leaf else None  # a non-leaf's .grad warns
 
 
 def _check_same(inputs: Sequence[Tensor], before: Sequence[_Identity], paths: Sequence[str]) -> None:

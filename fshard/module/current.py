@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.lazy import Branch
+from ..core.storage import writes
 from ..core.tree import Tree
 from ..sharding.access import Leaves, placed
 
@@ -78,10 +79,10 @@ class Call:
     def _read_only(self, buffer: Tensor, path: str) -> Tensor:
         """A copy of a new buffer; ValueError at the end of the backward if it was written to."""
         read = buffer.clone()
-        version = read._version  # private, as `Leaves.versions` says
+        version = writes(read)
         # Private: nothing public runs at the end of a backward (test_module_code.py notices when it goes)
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: None if read._version == version else _refuse(path))
+        engine.queue_callback(lambda: None if writes(read) == version else _refuse(path))
         return read
 
     def new_buffers(self, ties: Sequence[int], replaced: Mapping[int, Tensor]) -> list[Tensor]:

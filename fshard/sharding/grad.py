@@ -29,6 +29,7 @@ from ..core.losses import (
     value_dtype,
 )
 from ..core.scalars import Number, on_device
+from ..core.storage import address, addresses
 from ..core.tree import Tree
 from ..layout.pieces import Unreduced
 from . import anchors, offload
@@ -135,14 +136,13 @@ def _plain(x: Tree) -> Tree:
 def apart(x: Tree, held: Sequence[Tree], storages: Collection[int] = ()) -> Tree:
     """Return a tree with copies of the leaves that share memory with `held`, which a step may write to.
 
-    So are leaves that lie in `storages`, which are addresses (`_cdata`). Each `Sharded` in the tree stays as it is.
+    So are leaves that lie in `storages`, which are addresses. Each `Sharded` in the tree stays as it is.
     """
-    # `_cdata` is private: the address of a storage, which fake ones have too (test_step_args.py notices when it goes)
-    memory = {row.untyped_storage()._cdata for row in tree.leaves(held) if isinstance(row, Tensor)} | {*storages}
+    memory = addresses(held) | {*storages}
 
     def copied(leaf: object) -> object:
         # a sparse tensor has no storage of its own to ask for
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.untyped_storage()._cdata in memory:
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and address(leaf) in memory:
             return leaf.detach().clone()
         return leaf
 

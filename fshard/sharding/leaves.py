@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from ..core.storage import address, byte_range, share_elements
 from ..layout.layout import Leaf
 
 _MODULE = "Give its parameters: apply, params, buffers = fshard.module.functionalize(module)."
@@ -49,16 +50,10 @@ def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
     by_storage: dict[int, list[int]] = defaultdict(list)  # untied leaves: only those may overlap
     for i in dict.fromkeys(places):
         if flat[i].numel():
-            by_storage[_storage(flat[i])].append(i)
+            by_storage[address(flat[i])].append(i)
     for numbers in by_storage.values():
         _check_apart([(flat[i], paths[i]) for i in numbers])
     return places
-
-
-def _storage(leaf: Tensor) -> int:
-    # `_cdata` is private: the address of the storage, which meta and fake tensors have as well (test_leaves.py
-    # notices when it goes)
-    return leaf.untyped_storage()._cdata
 
 
 def identity(leaf: Tensor) -> Hashable:
@@ -67,47 +62,24 @@ def identity(leaf: Tensor) -> Hashable:
         return id(leaf)
     # lazy bits: a conjugated view has the same memory and other values
     bits = leaf.is_conj(), leaf.is_neg()
-    return _storage(leaf), leaf.dtype, leaf.storage_offset(), leaf.shape, leaf.stride(), bits
-
-
-def _bytes(leaf: Tensor) -> tuple[int, int]:
-    """The first byte of its storage that a leaf uses, and one past the last byte."""
-    begin = int(leaf.storage_offset()) * leaf.itemsize
-    steps = zip(leaf.shape, leaf.stride(), strict=True)
-    return begin, begin + (1 + sum((size - 1) * stride for size, stride in steps)) * leaf.itemsize
+    return address(leaf), leaf.dtype, leaf.storage_offset(), leaf.shape, leaf.stride(), bits
 
 
 def _check_apart(leaves: Sequence[tuple[Tensor, str]]) -> None:
     """Raise ValueError if two leaves of one storage have a byte in common."""
     # `cluster`: leaves whose spans of bytes overlap one after the other, up to `end`; others need not be compared
     cluster, end = list[tuple[Tensor, str]](), 0
-    for leaf, path in sorted(leaves, key=lambda pair: _bytes(pair[0])):
-        begin, leaf_end = _bytes(leaf)
-        cluster = [*cluster, (leaf, path)] if begin < end else [(leaf, path)]
+    for leaf, path in sorted(leaves, key=lambda pair: (byte_range(pair[0]).start, byte_range(pair[0]).stop)):
+        bytes_ = byte_range(leaf)
+        cluster = [*cluster, (leaf, path)] if bytes_.start < end else [(leaf, path)]
         for other, other_path in cluster[:-1]:
-            if _overlap(leaf, other):
+            if share_elements(leaf, other):
                 raise ValueError(
                     f"leaves {other_path!r} and {path!r} share memory, but are not the same tensor (shapes "
                     f"{list(other.shape)} and {list(leaf.shape)}): keep one, and make the other of it in the loss, "
                     "or .clone() one"
                 )
-        end = max(end, leaf_end)
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two leaves of one storage share a byte. Their spans may interleave without, as columns of a matrix do."""
-    low, high = max(_bytes(a)[0], _bytes(b)[0]), min(_bytes(a)[1], _bytes(b)[1])
-    if low >= high:
-        return False
-    start, end = min(_bytes(a)[0], _bytes(b)[0]), max(_bytes(a)[1], _bytes(b)[1])
-    used = torch.zeros(end - start, dtype=torch.bool, device="cpu")  # one for each byte
-
-    def bytes_of(x: Tensor) -> Tensor:  # the view of `used` that has the leaf's strides: (*shape, itemsize)
-        sizes, strides = (*x.shape, x.itemsize), (*(stride * x.itemsize for stride in x.stride()), 1)
-        return used.as_strided(sizes, strides, _bytes(x)[0] - start)
-
-    bytes_of(a).fill_(True)
-    return bool(bytes_of(b).any())
+        end = max(end, bytes_.stop)
 
 
 def is_differentiable(leaf: Tensor | Leaf) -> bool:

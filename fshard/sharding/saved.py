@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..core.storage import address
+
 # private: nothing public tells which hooks are on (test_prefetch.py notices when it goes)
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -55,7 +57,7 @@ class SavedTensor(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> SavedTensor:
         """The tensor without its node: a result that its own node saves would form a cycle with it."""
-        # `_version` is private: a tensor's number of writes has no public name (test_tape.py notices when it goes)
+        # private, as in `storage.writes`; not by a call, because every saved tensor comes here
         return cls(x.detach() if x.requires_grad else x, x._version)
 
     def unchanged(self) -> Tensor:
@@ -80,21 +82,19 @@ class Owners:
     def add(self, full: Tensor, unit: int, kind: int, regathers: bool) -> None:
         """Note whose buffer this is; `regathers` says whether the backward gathers the unit again."""
         storage = full.untyped_storage()
-        # `_cdata` is private: the address of the storage. No other storage gets this address while a weak reference to
-        # it is held, as might happen with the address of its data (test_tape.py notices when it goes)
         if regathers:
             first_byte = int(full.storage_offset()) * full.itemsize
-            self._owners[storage._cdata] = StorageWeakRef(storage), unit, kind, first_byte
+            self._owners[address(full)] = StorageWeakRef(storage), unit, kind, first_byte
         else:
-            self._kept[storage._cdata] = StorageWeakRef(storage)
+            self._kept[address(full)] = StorageWeakRef(storage)
 
     def addresses(self) -> set[int]:
-        """The addresses of the storages of all buffers, as `_cdata` gives them."""
+        """The addresses of the storages of all buffers."""
         return {*self._owners, *self._kept}
 
     def place(self, x: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...], int, torch.dtype, bool, bool] | None:
         """The fields of the `SavedView` of a tensor, after `tape`; None if it is no view of a buffer to be gathered."""
-        owner = self._owners.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
+        owner = self._owners.get(address(x)) if x.layout is torch.strided else None
         if owner is None:
             return None
         _, unit, kind, first_byte = owner

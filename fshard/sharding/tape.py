@@ -35,6 +35,7 @@ from torch import Tensor
 from ..comm.ranks import MismatchError, Pending
 from ..core import func_levels, tree
 from ..core.random import bookmark
+from ..core.storage import address
 from ..core.tree import Tree
 from . import anchors, reducing, transfer
 from .access import lazy, loss_of
@@ -89,7 +90,7 @@ class Tape:
         self._filled: set[tuple[int, int]] = set()  # units and kinds whose gradients have come
         self._backward = self._closed = False
         self._writes = Writes()
-        self._rows = {row.untyped_storage()._cdata for row in params.tensors}
+        self._rows = {address(row) for row in params.tensors}
         self._gradless = False  # whether a unit was touched where gradients are off
         self._reached: dict[int, bool] = {}  # units whose gradients have come, and whether those of all their leaves
         self._kept = Kept(params, into is not None)
@@ -207,7 +208,7 @@ class Tape:
         leaves = list[Tensor]()
         for part in self._schedule.entries[unit].parts:
             full = buffers[part.kind]
-            is_callers = full.untyped_storage()._cdata in self._rows  # nothing was gathered: memory of the parameters
+            is_callers = address(full) in self._rows  # nothing was gathered: memory of the parameters
             if not is_callers:
                 self._owners.add(full, unit, part.kind, self.plan.units[unit].kept != ())
             if part.trainable:
@@ -217,8 +218,8 @@ class Tape:
         return leaves
 
     def gathered_into(self) -> set[int]:
-        """The addresses of the storages of gathered buffers, as `_cdata` gives them."""
-        return {address for tape in self._tapes for address in tape._owners.addresses()}
+        """The addresses of the storages of gathered buffers."""
+        return {x for tape in self._tapes for x in tape._owners.addresses()}
 
     def _bind(self, unit: int, leaves: Leaves) -> Leaves:
         """A unit's leaves, the trainable ones bound to its anchor (Note [Anchors])."""

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import tree
+from ..core.storage import address, ranges_meet, writes
 from ..core.tracing import Operator, is_tracing
 from ..core.tree import Tree
 from .plan import Slot
@@ -83,27 +84,14 @@ class _RefusingWrites(TorchDispatchMode):
         written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         for x in tree.leaves([by_name.get(name) for name in written]):
             for leaf, slot in self._frozen if isinstance(x, Tensor) else []:
-                if _overlap(x, leaf):
+                if ranges_meet(x, leaf):
                     raise _written([([slot], False)])
         return func(*args, **(kwargs or {}))
 
 
-def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether the memory of two tensors, from the first element to the last, has common bytes."""
-    if _place(x)[0] != _place(y)[0] or not x.numel() or not y.numel():
-        return False
-    ends = []
-    for z in (x, y):
-        last = sum((n - 1) * stride for n, stride in zip(z.shape, z.stride(), strict=True))
-        first = int(z.storage_offset())
-        ends.append((first * z.itemsize, (first + last + 1) * z.itemsize))
-    return max(first for first, _ in ends) < min(end for _, end in ends)
-
-
 def _place(x: Tensor) -> tuple[int, int]:
     """The storage of a tensor and its offset there, by which a leaf is known again in an operator's arguments."""
-    # `_cdata` is private: the address of the storage, which fake tensors have as well
-    return x.untyped_storage()._cdata, int(x.storage_offset())
+    return address(x), int(x.storage_offset())
 
 
 def _statistics(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
@@ -200,10 +188,8 @@ class Writes:
 
     def _counted(self) -> list[Written]:
         """The leaves, or groups of leaves with one counter, that were written to."""
-        counted = [
-            row for row in self._watched if not row[0].is_inference()
-        ]  # under inference_mode torch counts nothing
-        return [(slots, is_callers) for counter, slots, is_callers in counted if counter._version]
+        # under inference_mode torch counts nothing
+        return [(slots, is_callers) for counter, slots, is_callers in self._watched if writes(counter)]
 
 
 def _changed(now: Tensor, before: Tensor, slots: Sequence[Slot]) -> list[Written]:

@@ -17,6 +17,7 @@ from ..core.arguments import wrong
 from ..core.losses import Outcome, averaged
 from ..core.random import seeded
 from ..core.scalars import Number
+from ..core.storage import writes
 from ..core.tree import Tree
 from ..layout.pieces import device_of
 from ..optim.labels import Labels
@@ -141,8 +142,7 @@ def run_each(
 
 def _versions(extra: Tree) -> list[int | None]:
     """How often each leaf was written to in place; None for inference tensors, which do not count it."""
-    # private: a tensor's number of writes has no public name (test_step_args.py notices when it goes)
-    return [x._version if isinstance(x, Tensor) and not x.is_inference() else None for x in tree.leaves(extra)]
+    return [writes(x) if isinstance(x, Tensor) else None for x in tree.leaves(extra)]
 
 
 def _check_extra(old: Tree, new: Tree, versions: Sequence[int | None]) -> None:

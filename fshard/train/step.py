@@ -18,6 +18,7 @@ from ..core import tree
 from ..core.arguments import check_flags, check_has, check_positive, check_whole, shown
 from ..core.donation import Life
 from ..core.scalars import beside, wide
+from ..core.storage import addresses
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.norms import global_norm
@@ -369,15 +370,15 @@ def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharde
 
 def _check_unshared(donated: Tree, given: Sequence[Tree]) -> None:
     """Raise ValueError if a tensor of the batch or of an argument lies in memory that a donated step writes to."""
-    written = _storages(donated)
-    if written.isdisjoint(_storages(given)):
+    written = addresses(donated)
+    if written.isdisjoint(addresses(given)):
         return
     named = dict[str, Tree]()
     for path, node in tree.paths_to(given, Sharded):
         pieces = node.local_views() if isinstance(node, Sharded) else {}
         # its leaves first, then the whole: a rank may have nothing but padding
         named.update({f"{path}.{leaf}": piece for leaf, piece in pieces.items()} | {path: node})
-    path = next(path for path, x in named.items() if not written.isdisjoint(_storages(x)))
+    path = next(path for path, x in named.items() if not written.isdisjoint(addresses(x)))
     number, _, leaf = path.partition(".")
     name = f"args[{int(number) - 1}]" if int(number) else "batch"
     raise ValueError(
@@ -385,13 +386,6 @@ def _check_unshared(donated: Tree, given: Sequence[Tree]) -> None:
         "got one in the memory of the state's parameters or optimizer state, which the step overwrites. Pass a clone "
         "(fshard.tree.map(torch.clone, ...)), or build the step with donate=False."
     )
-
-
-def _storages(x: Tree) -> set[int]:
-    # `_cdata` is private: the address of a storage. A sparse tensor has no storage to ask for; a view of no elements
-    # (the row of a kind that a subtree lacks) reads nothing.
-    rows = (leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
-    return {row.untyped_storage()._cdata for row in rows if row.numel()}
 
 
 def _check_opt_state(opt_state: Tree, params: Sharded) -> None:
