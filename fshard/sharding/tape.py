@@ -95,7 +95,7 @@ class Tape:
         self._reached: dict[int, bool] = {}  # units whose gradients have come, and whether those of all their leaves
         self._kept = Kept(params, into is not None)
         self._makes_buffers = len(views) < len(params.view.kinds)
-        self._regather = self._makes_buffers and self._schedule.regathers
+        self._regather = self._makes_buffers and self._schedule.regathers  # in the forward: places are saved
         self._arrivals = Arrivals(params, self._kept, copied)
 
     def view(self) -> Tree:
@@ -143,9 +143,8 @@ class Tape:
         leaves = self._gathered.get(unit)
         if leaves is None:
             leaves = self._gather(unit)
-        inside = self._regather and not self._backward and in_checkpoint()
         # without a unit that trains, this or an earlier one, a checkpoint has nothing to run again for
-        if inside and (self._anchors.units() or self._schedule.entries[unit].trained):
+        if self._regather and in_checkpoint() and (self._anchors.units() or self._schedule.entries[unit].trained):
             self._saved[unit] = self._saved.pop(unit, 0)  # moved to the end, as by `pack`
         if self._into is None:
             return leaves
@@ -274,7 +273,7 @@ class Tape:
         self._to_come = dict.fromkeys(self._saved)
         self._saved = {unit: count for unit, count in self._saved.items() if count}
         self._kept.end(self._saved)
-        self._backward = True
+        self._backward, self._regather = True, False
         first = next(reversed(self._to_come), None)
         self._full = {unit: x for unit, x in self._full.items() if unit == first}
         # a unit that is in memory takes the place of one of several stages
