@@ -1,0 +1,30 @@
+/* What the parts of the stub share: the log, and the blocks of memory that it gave out. */
+#pragma once
+#define _GNU_SOURCE
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef void *Stream;
+typedef void *Event;
+typedef int Status; /* 0 is success in every one of NVIDIA's libraries */
+
+/* Append a line to the file that FAKEGPU_LOG names; nothing without it. */
+void fake_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+typedef struct Block {
+    char *begin;
+    size_t size;
+    bool host; /* pinned memory of the host, else memory of the device */
+    int device;
+    struct Block *next;
+} Block;
+
+/* The block that an address lies in; NULL for memory that the stub did not give out: pageable memory of the host. */
+const Block *fake_block(const void *address);
+/* Memory filled with zeros, as a block; NULL if there is none. */
+void *fake_allocate(size_t size, bool host);
+/* Give back what `fake_allocate` returned. */
+void fake_release(void *begin);
+/* A new handle of a stream, an event or whatever a library makes: a number that was not used before. */
+void *fake_handle(void);
