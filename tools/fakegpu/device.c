@@ -43,6 +43,17 @@ void fake_log(const char *format, ...) {
 /* A program's own line: what an operator reads and writes, where a step begins. */
 void fakegpu_mark(const char *words) { fake_log("%s", words); }
 
+static __thread unsigned long waits; /* of this thread of the host for the device */
+
+/* How often the calling thread has waited for the device. */
+unsigned long fakegpu_waits(void) { return waits; }
+
+static Status waited(const char *what, const void *handle) {
+    waits++;
+    fake_log("sync %s=%p", what, handle);
+    return 0;
+}
+
 /* ---- memory ---- */
 
 static Block *blocks;
@@ -113,10 +124,11 @@ Status cudaMalloc(void **to, size_t size) {
 Status cudaMallocAsync(void **to, size_t size, Stream stream) { return cudaMalloc(to, size); }
 
 Status cudaFree(void *begin) {
-    if (begin)
-        fake_log("free at=%p", begin);
+    if (!begin)
+        return 0;
+    fake_log("free at=%p", begin);
     fake_release(begin);
-    return 0;
+    return waited("device", NULL);
 }
 
 Status cudaFreeAsync(void *begin, Stream stream) { return cudaFree(begin); }
@@ -171,9 +183,8 @@ Status cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, Stream
 
 Status cudaMemcpy(void *to, const void *from, size_t size, int kind) {
     fake_log("copy from=%s to=%s n=%zu blocking=1", kind_of_memory(from), kind_of_memory(to), size);
-    fake_log("sync device=all");
     memmove(to, from, size);
-    return 0;
+    return waited("device", NULL);
 }
 
 Status cudaMemcpyPeerAsync(void *to, int device, const void *from, int peer, size_t size, Stream stream) {
@@ -217,20 +228,9 @@ Status cudaStreamGetPriority(Stream stream, int *priority) {
     return 0;
 }
 
-Status cudaStreamSynchronize(Stream stream) {
-    fake_log("sync stream=%p", stream);
-    return 0;
-}
-
-Status cudaDeviceSynchronize(void) {
-    fake_log("sync device=all");
-    return 0;
-}
-
-Status cudaEventSynchronize(Event event) {
-    fake_log("sync event=%p", event);
-    return 0;
-}
+Status cudaStreamSynchronize(Stream stream) { return waited("stream", stream); }
+Status cudaDeviceSynchronize(void) { return waited("device", NULL); }
+Status cudaEventSynchronize(Event event) { return waited("event", event); }
 
 Status cudaStreamWaitEvent(Stream stream, Event event, unsigned flags) {
     fake_log("wait stream=%p event=%p", stream, event);
@@ -270,7 +270,7 @@ Status cudaEventQuery(Event event) {
 }
 
 Status cudaStreamQuery(Stream stream) {
-    fake_log("sync stream=%p", stream);
+    fake_log("query stream=%p", stream);
     return 0;
 }
 

@@ -149,6 +149,17 @@ Status cublasLtMatmul(void *handle, void *what, const void *alpha, const void *a
     return 0;
 }
 
+/* Sizes of workspaces, which torch allocates. */
+Status cusolverDnXgeqrf_bufferSize(void *handle, void *how, int64_t m, int64_t n, int type, void *a, int64_t lda,
+                                   int tau_type, void *tau, int computed, size_t *on_device, size_t *on_host) {
+    *on_device = *on_host = 0;
+    return 0;
+}
+
+Status cusolverDnSorgqr_bufferSize(void *handle, int m, int n, int k, void *a, int lda, void *tau, int *to) {
+    return *to = 0;
+}
+
 /* ---- the driver (libcuda), which torch asks for by name, and Triton links with ---- */
 
 Status fake_attribute(int *to, int attribute, int device);

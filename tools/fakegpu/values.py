@@ -1,0 +1,82 @@
+"""What the kernels of a GPU that is not there would have computed: the CPU's operator, on the same bytes.
+
+Memory of the device is memory of the host, so a tensor of the device has a twin on the CPU that shares its bytes. After
+an operator has run as it does on a GPU (torch's checks, memory from its allocator, launches that do nothing), the
+CPU's runs on the twins and leaves its result in the device's memory. What is computed has the CPU's bits, not a GPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+SEEDED = torch.Tag.nondeterministic_seeded
+CPU = torch.device("cpu")
+
+
+def twin(x: Any) -> Any:
+    """A tensor of the CPU with the bytes of one of the device; anything else as it is."""
+    if isinstance(x, torch.device):
+        return CPU
+    if isinstance(x, torch.Generator) and x.device.type == "cuda":
+        return drawn_by(x)
+    if not isinstance(x, Tensor) or not x.is_cuda:
+        return x
+    storage = x.untyped_storage()
+    # private: torch's own CUDA graphs make tensors of an address so
+    bytes_there = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), CPU, storage.nbytes())
+    there = torch.empty(0, dtype=x.dtype).set_(bytes_there, x.storage_offset(), x.shape, x.stride())
+    there = torch._conj(there) if x.is_conj() else there
+    return torch._neg_view(there) if x.is_neg() else there
+
+
+def single(x: Any) -> Any:
+    """A tensor in half precision as one in single precision; anything else as it is."""
+    return x.float() if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def drawn_by(generator: torch.Generator) -> torch.Generator:
+    """A generator of the CPU whose numbers follow from the state of a device's."""
+    seed = generator.initial_seed() + 7919 * generator.get_offset()
+    return torch.Generator().manual_seed(seed % 2**63)
+
+
+def on_the_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on the twins of its arguments; what it writes to is written."""
+    if not {arg.name for arg in func._schema.arguments} >= {"generator"} and SEEDED in func.tags:
+        with torch.random.fork_rng(devices=[]):  # an operator that draws from the default generator
+            torch.set_rng_state(drawn_by(torch.cuda.default_generators[0]).get_state())
+            return func(*pytree.tree_map(twin, args), **pytree.tree_map(twin, kwargs))
+    if SEEDED in func.tags and kwargs.get("generator") is None:
+        kwargs = {**kwargs, "generator": torch.cuda.default_generators[0]}
+    args, kwargs = pytree.tree_map(twin, (args, {**kwargs, **dict.fromkeys({"pin_memory"} & {*kwargs}, False)}))
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:  # the CPU has no such kernel in half precision, or not of these dtypes together
+        if func._schema.is_mutable:
+            raise
+        return func(*pytree.tree_map(single, args), **pytree.tree_map(single, kwargs))
+
+
+def filled(out: Any, computed: Any) -> Any:
+    """Put what was computed into an operator's new tensors. Returns the operator's result.
+
+    Numbers and flags are those that were computed.
+    """
+    if not isinstance(out, Tensor):
+        return computed
+    there = twin(out)
+    if there is not computed and there.data_ptr() != computed.data_ptr():
+        there.copy_(computed)
+    return out
+
+
+def compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    """Compute what an operator returned and wrote. Returns `out`, or what replaces it."""
+    computed, form = pytree.tree_flatten(on_the_host(func, args, kwargs))
+    leaves = pytree.tree_leaves(out)
+    return pytree.tree_unflatten([filled(x, y) for x, y in zip(leaves, computed, strict=True)], form)
