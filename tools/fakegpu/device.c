@@ -327,6 +327,7 @@ Status cudaGetDeviceProperties(struct cudaDeviceProp *of, int device) {
     of->maxThreadsPerBlock = of->maxThreadsDim[0] = of->maxThreadsDim[1] = 1024;
     of->maxThreadsDim[2] = 64;
     of->maxThreadsPerMultiProcessor = 2048;
+    of->maxBlocksPerMultiProcessor = 32;
     of->maxGridSize[0] = 2147483647;
     of->maxGridSize[1] = of->maxGridSize[2] = 65535;
     of->sharedMemPerBlock = 48 << 10;

@@ -34,10 +34,14 @@ def tensors(*of: Any) -> list[Tensor]:
 
 
 def spans(xs: Iterable[Tensor]) -> str:
-    """Where tensors lie: `begin+size` of each that has elements, separated by commas."""
+    """Where tensors lie: `begin+size` of each that has elements, separated by commas.
+
+    Not of pageable memory of the host: a copy has read or written it when the call returns, and a number is an
+    argument of the kernel.
+    """
     places = []
     for x in xs:
-        if x.numel() and x.layout is torch.strided:
+        if x.numel() and x.layout is torch.strided and (x.is_cuda or x.is_pinned()):
             last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
             places.append(f"{x.data_ptr()}+{(last + 1) * x.itemsize}")
     return ",".join(places)
@@ -61,19 +65,18 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.namespace == "fshard" and any(x.is_cuda for x in tensors(args, kwargs)):
             with self:  # an operator that is written in Python: what it calls is what runs
-                return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
+                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         if func.namespace == "c10d":
             return self._sent(func, args, kwargs)
-        if torch.Tag.dynamic_output_shape in func.tags and any(x.is_cuda for x in tensors(args, kwargs)):
+        if is_counted(func, args) and any(x.is_cuda for x in tensors(args, kwargs)):
             return self._counted(func, args, kwargs)
         waits = STUB.fakegpu_waits()
         out = func(*args, **kwargs)
-        if any(x.is_cuda for x in tensors(args, kwargs, out)) and not is_view(func):
-            record(func, args, kwargs, out, STUB.fakegpu_waits() != waits)
-            name = func.overloadpacket.__name__
-            if self._values and name not in EMPTY and name not in ("_local_scalar_dense", "record_stream"):
-                out = compute(func, args, kwargs, out)
-        return out
+        if is_view(func) or func.overloadpacket.__name__ in EMPTY:
+            return out
+        record(func, args, kwargs, out, STUB.fakegpu_waits() != waits)
+        on_device = any(x.is_cuda for x in tensors(args, kwargs, out))
+        return compute(func, args, kwargs, out) if on_device and self._values and not is_real(func) else out
 
     def _counted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator whose result's shape depends on values: the host waits for their number."""
@@ -88,21 +91,32 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def is_counted(func: Any, args: Any) -> bool:
+    """Whether the shape of an operator's result depends on values."""
+    if func.overloadpacket.__name__ == "index":
+        return any(x.dtype in (torch.bool, torch.uint8) for x in tensors(args[1]))
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
 def is_view(func: Any) -> bool:
     """Whether an operator returns a view of an argument, and writes nothing."""
     return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
 
 
+def is_real(func: Any) -> bool:
+    """Whether an operator needs no kernel: it reads a number, or tells the allocator of a stream."""
+    return func.overloadpacket.__name__ in ("_local_scalar_dense", "record_stream")
+
+
 def record(func: Any, args: Any, kwargs: Any, out: Any, waited: bool) -> None:
     """Write a line with what an operator read and wrote, on which stream, and whether the host waited for it."""
     name = func.overloadpacket.__name__
-    if name in EMPTY:
-        return
     schema = func._schema.arguments
     named = dict(zip((arg.name for arg in schema), args, strict=False)) | kwargs
     written = tensors([named.get(arg.name) for arg in schema if arg.alias_info is not None and arg.alias_info.is_write])
     given = tensors(args, kwargs)
     read = [x for x in given if not any(x is y for y in written)]
     made = [x for x in tensors(out) if not any(x is y for y in given)]
-    stream = torch.cuda.current_stream().cuda_stream
-    mark(f"op name={name} stream={stream:#x} waited={int(waited)} reads={spans(read)} writes={spans(written + made)}")
+    on_device = any(x.is_cuda for x in (*given, *made))
+    stream = f"{torch.cuda.current_stream().cuda_stream:#x}" if on_device else "host"
+    mark(f"op name={name} stream={stream} waited={int(waited)} reads={spans(read)} writes={spans(written + made)}")
