@@ -27,7 +27,7 @@ def counts_of(path: str | Path) -> dict[str, Counter[str]]:
     result, name, inside = dict[str, Counter[str]](), "", False
     for line in lines(path):
         if line.word == "case":
-            name = line.says["name"]
+            name, inside = line.says["name"], False
         elif line.word in ("step", "peak"):
             inside = line.word == "step"
             result[name] = Counter() if inside else result[name]

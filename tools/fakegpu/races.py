@@ -76,7 +76,9 @@ class Races:
     def _name(self, stream: str) -> str:
         return self._names.get(stream, "a side stream")
 
-    def access(self, stream: str, name: str, reads: Iterable[tuple[int, int]], writes: Iterable[tuple[int, int]]) -> None:
+    def access(
+        self, stream: str, name: str, reads: Iterable[tuple[int, int]], writes: Iterable[tuple[int, int]]
+    ) -> None:
         """Note an operator of a stream by the places that it reads and writes: pairs of an address and a size."""
         self._see(stream, self.clocks[HOST])  # the host has launched it
         self.clocks[stream][stream] += 1

@@ -1,6 +1,6 @@
 """One rank of many trains on a GPU that is not there: every kind of step, for the log. `table.py` starts it.
 
-    python tools/fakegpu/run.py FAKEGPU_ALONE=1 FAKEGPU_LOG=log tools/fakegpu/steps.py 2x4 fast eager [KIND,...]
+python tools/fakegpu/run.py FAKEGPU_ALONE=1 FAKEGPU_LOG=log tools/fakegpu/steps.py 2x4 fast eager [KIND,...]
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def kinds(shape: tuple[int, ...], reduction: str, backend: str) -> dict[str, dic
     every = {**KINDS, **MORE, **(HYBRID if len(shape) == 2 else {})}
     if reduction != "fast":
         every = {name: kind for name, kind in every.items() if "reduction" not in kind}
-    return {name: kind for name, kind in every.items() if backend == "off" or "in_backward" not in kind}
+    eager_only = {"host", *(name for name, kind in every.items() if "in_backward" in kind)}
+    return {name: kind for name, kind in every.items() if backend == "off" or name not in eager_only}
 
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
@@ -68,22 +69,35 @@ def size(x: Any) -> int:
     return sum(leaf.nbytes for leaf in tree.leaves(x) if isinstance(leaf, Tensor) and leaf.is_cuda)
 
 
-def activations() -> int:
-    """The bytes that a backward over whole parameters needs beside them and their gradients."""
-    whole = tree.map(lambda x: x.requires_grad_(), gpu_cases.params())
-    tokens = batch(0)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(loss(whole, tokens).total, tree.leaves(whole))
-    return torch.cuda.max_memory_allocated() - before - size(whole)
+class Model:
+    """The sizes in bytes of the model of `gpu_cases`: all parameters, the largest unit, and activations of a backward.
+
+    Activations are what a backward over whole parameters needs beside them; some gradients are among them.
+    """
+
+    def __init__(self) -> None:
+        whole = tree.map(lambda x: x.requires_grad_(), gpu_cases.params())
+        self.whole, self.unit = size(whole), max(size(x) for x in (whole["embed"], whole["head"], *whole["blocks"]))
+        for _ in range(2):  # the first one makes cuBLAS's workspace as well
+            tokens = batch(0)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            torch.autograd.grad(loss(whole, tokens).total, tree.leaves(whole))
+        self.activations = torch.cuda.max_memory_allocated() - before
+
+    def estimate(self, state: fshard.TrainState, donate: bool, regather: bool) -> int:
+        """The bytes that a step may need, about: the state, a new one if the old one stays, gradients, five units (two that
+        are gathered, three of gradients: docs/gpus.md; all that are gathered, if they stay) and activations."""
+        stays = size(state.params) < self.whole and not regather
+        units = 5 * self.unit + (self.whole if stays else 0)
+        return (2 - donate) * size(state) + size(state.params) + units + self.activations
 
 
 class Runs:
     """Runs of kinds of steps on one mesh; every run is a case of the log."""
 
     def __init__(self, mesh: DeviceMesh, backend: str):
-        self.mesh, self.backend = mesh, backend
+        self.mesh, self.backend, self._model = mesh, backend, Model()
 
     def run(
         self,
@@ -110,7 +124,9 @@ class Runs:
             torch.cuda.reset_peak_memory_stats()
             mark("step")
             state, metrics = step(state, tokens)
-            mark(f"peak bytes={torch.cuda.max_memory_allocated()} state={size(state)} before={before}")
+            peak = torch.cuda.max_memory_allocated() - before + size(state)  # without what the case before left
+            about = self._model.estimate(state, donate, (plan or {}).get("regather", True))
+            mark(f"peak bytes={peak} estimate={about}")
             fshard.gather_params(state.params)
         finally:
             torch.cuda.set_sync_debug_mode("default")
