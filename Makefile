@@ -3,8 +3,9 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 WHEELS ?=
+CUDA_VENV ?= .venv-cuda
 
-.PHONY: train test lint bench gpu mutants clean
+.PHONY: train test lint bench gpu fakegpu mutants clean
 
 train: .venv/train
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_lm.py $(ARGS)
@@ -37,6 +38,15 @@ bench: .venv/ready
 gpu:
 	FSHARD_WHEELS=$(WHEELS) $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(ARGS)
 
+fakegpu: $(CUDA_VENV)/ready
+	$(CUDA_VENV)/bin/python tools/fakegpu/check.py $(ARGS)
+
+# torch for CUDA (4.6 GB), from the package index alone: what else pip is told to look at may have the build for CPUs
+$(CUDA_VENV)/ready:
+	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
+	PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch optree numpy pytest
+	touch $@
+
 # each of the other benchmarks: bench-optimizers is benchmarks/optimizers.py
 bench-%: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$*.py $(ARGS)
@@ -46,4 +56,4 @@ mutants: .venv/ready
 	$(BIN)/python benchmarks/mutants.py $(ARGS)
 
 clean:
-	rm -rf .venv runs mutants .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-cuda tools/fakegpu/stub/build runs mutants .pytest_cache .mypy_cache .ruff_cache

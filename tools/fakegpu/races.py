@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 Clock = dict[str, int]
+Place = tuple[int, int]  # an address, and a number of bytes
 HOST = "host"
 PAGE = 14  # bits of an address inside a page: accesses are looked up by page
 
@@ -79,7 +80,7 @@ class Races:
     def access(
         self, stream: str, name: str, reads: Iterable[tuple[int, int]], writes: Iterable[tuple[int, int]]
     ) -> None:
-        """Note an operator of a stream by the places that it reads and writes: pairs of an address and a size."""
+        """Note an operator of a stream by the places that it reads and writes."""
         self._see(stream, self.clocks[HOST])  # the host has launched it
         self.clocks[stream][stream] += 1
         time = self.clocks[stream][stream]
@@ -152,7 +153,7 @@ class Races:
         self.access(stream, kind, [] if reads == writes else reads, writes)  # one in place only writes
 
 
-def _places(text: str) -> list[tuple[int, int]]:
+def _places(text: str) -> list[Place]:
     return [(int(begin), int(size)) for begin, _, size in (part.partition("+") for part in text.split(",") if part)]
 
 

@@ -18,8 +18,9 @@ from fshard.core.tracing import is_tracing
 
 STUB = ctypes.CDLL(next(path for path in os.environ["LD_PRELOAD"].split(":") if Path(path).name == "libfakegpu.so"))
 STUB.fakegpu_waits.restype = ctypes.c_ulong
-# they make a tensor, and write nothing into it
+# they make a tensor and write nothing into it, or tell the allocator of a stream
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "lift_fresh", "set_", "resize_"}
+EMPTY |= {"record_stream"}
 REDUCES = {"allreduce_", "reduce_scatter_", "_reduce_scatter_base_", "allreduce_coalesced_", "reduce_"}
 
 
@@ -76,7 +77,8 @@ class Recorder(TorchDispatchMode):
             return out
         record(func, args, kwargs, out, STUB.fakegpu_waits() != waits)
         on_device = any(x.is_cuda for x in tensors(args, kwargs, out))
-        return compute(func, args, kwargs, out) if on_device and self._values and not is_real(func) else out
+        is_real = func.overloadpacket.__name__ == "_local_scalar_dense"  # a number is copied, by no kernel
+        return compute(func, args, kwargs, out) if on_device and self._values and not is_real else out
 
     def _counted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator whose result's shape depends on values: the host waits for their number."""
@@ -101,11 +103,6 @@ def is_counted(func: Any, args: Any) -> bool:
 def is_view(func: Any) -> bool:
     """Whether an operator returns a view of an argument, and writes nothing."""
     return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
-
-
-def is_real(func: Any) -> bool:
-    """Whether an operator needs no kernel: it reads a number, or tells the allocator of a stream."""
-    return func.overloadpacket.__name__ in ("_local_scalar_dense", "record_stream")
 
 
 def record(func: Any, args: Any, kwargs: Any, out: Any, waited: bool) -> None:

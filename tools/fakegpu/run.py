@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from build import built
+from stub.build import built
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

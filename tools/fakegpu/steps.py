@@ -86,8 +86,10 @@ class Model:
         self.activations = torch.cuda.max_memory_allocated() - before
 
     def estimate(self, state: fshard.TrainState, donate: bool, regather: bool) -> int:
-        """The bytes that a step may need, about: the state, a new one if the old one stays, gradients, five units (two that
-        are gathered, three of gradients: docs/gpus.md; all that are gathered, if they stay) and activations."""
+        """The bytes that a step needs, about: the state, a new one if the old one stays, gradients, units, activations.
+
+        Two units are gathered, and three have gradients (docs/gpus.md); all are gathered if they stay.
+        """
         stays = size(state.params) < self.whole and not regather
         units = 5 * self.unit + (self.whole if stays else 0)
         return (2 - donate) * size(state) + size(state.params) + units + self.activations

@@ -1,4 +1,4 @@
-"""Build the stub for the torch of this Python: `python tools/fakegpu/build.py` prints the folder of the libraries.
+"""Build the stub for the torch of this Python: `python tools/fakegpu/stub/build.py` prints the folder of the libraries.
 
 The hand-written files define what matters. All other functions that torch's libraries need of NVIDIA's are made by a
 rule: what `nm` lists as undefined in torch's libraries (or Triton's driver) and as defined in NVIDIA's, less what the

@@ -1,0 +1,134 @@
+"""Several processes on GPUs that are not there: values, what NCCL refuses, and fshard's own protection.
+
+`make fakegpu` runs this file, with a Python whose torch is built for CUDA.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run import environment
+
+HERE = Path(__file__).resolve().parent
+WAIT = "4"  # seconds after which a rank that waits gives up
+
+
+def ran(program: str, folder: Path, size: int = 2, **env: str) -> list[tuple[int, str]]:
+    """Run a program on `size` processes. Returns the exit status and the words of each, errors after the rest."""
+    command = [sys.executable, str(HERE / "processes.py"), program, str(folder)]
+    env = environment(FAKEGPU_WAIT=WAIT, **env)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank), str(size)], env=env, **pipes) for rank in range(size)]
+    words = [rank.communicate(timeout=240) for rank in ranks]
+    return [(rank.returncode, "".join(said)) for rank, said in zip(ranks, words, strict=True)]
+
+
+def well(program: str, folder: Path, size: int = 2) -> list[list[str]]:
+    """Run a program that must end well. Returns the lines of each rank."""
+    ended = ran(program, folder, size)
+    assert [code for code, _ in ended] == [0] * size, ended
+    return [words.splitlines() for _, words in ended]
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_values(size: int, tmp_path: Path) -> None:
+    """All collectives move and add up what they should."""
+    well("numbers", tmp_path, size)
+
+
+def test_groups(tmp_path: Path) -> None:
+    """Groups that are split from the first have the right ranks."""
+    well("groups", tmp_path, 4)
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("other_order", "rank 0 calls all_reduce by sum of 8 f32, root 0, rank 1 calls all_gather of 8 f32, root 0"),
+        ("two_communicators", "does not come: it has called something else, or waits elsewhere"),
+        ("other_count", "rank 0 calls all_reduce by sum of 8 f32, root 0, rank 1 calls all_reduce by sum of 7 f32"),
+        ("other_dtype", "rank 0 calls all_reduce by sum of 8 f32, root 0, rank 1 calls all_reduce by sum of 8 i32"),
+        ("death", "rank 0 waits for rank 1, which is gone"),
+    ],
+)
+def test_what_would_hang(program: str, words: str, tmp_path: Path) -> None:
+    """Ranks that call other collectives end with an error that shows what both called."""
+    code, said = ran(program, tmp_path)[0]
+    assert code == 1
+    assert words in said
+    assert "the last calls of rank 0:\n    communicator 1: all_reduce" in said
+    assert "the last calls of rank 1:\n    communicator 1: all_reduce" in said
+
+
+def test_the_logs_of_two_communicators(tmp_path: Path) -> None:
+    """Both logs show on which communicator each rank was: it is all that tells a reader what was out of order."""
+    for rank, (_, said) in enumerate(ran("two_communicators", tmp_path)):
+        _, *logs = said.split("fakegpu: ")[1].split("  the last calls of rank ")
+        ends = {int(log[0]): [line for line in log.splitlines() if "communicator" in line][-1] for log in logs}
+        assert "communicator 1: all_reduce" in ends[0], rank
+        assert "communicator 2: all_reduce" in ends[1], rank
+
+
+def test_a_message_of_another_size(tmp_path: Path) -> None:
+    """A message is not cut off."""
+    code, said = ran("other_message", tmp_path)[1]
+    assert code == 1
+    assert "receives 32 bytes of type 7, rank 0 sends 16 of type 7" in said
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_kinds_of_steps(size: int, tmp_path: Path) -> None:
+    """Processes with ProcessGroupNCCL train as simulated ranks of CPUs do."""
+    lines = [line.split("; ") for line in well("kinds", tmp_path, size)[0] if ";" in line]
+    assert len(lines) == 15
+    assert [line for line in lines if line[1] != "right"] == []
+    assert {name for name, _, exactly in lines if exactly != "to the bit"} <= {"fast"}  # NCCL adds in its own order
+
+
+def test_plans_are_compared(tmp_path: Path) -> None:
+    """Ranks whose parameters differ are told so when the plan is made, on all of them."""
+    for code, said in ran("plans", tmp_path):
+        assert code == 1
+        assert "MismatchError: the plan differs between ranks" in said
+
+
+def test_a_checked_call(tmp_path: Path) -> None:
+    """`check` tells all ranks that they call different collectives, before NCCL hears of them."""
+    for code, said in ran("checked", tmp_path):
+        assert code == 1
+        assert "MismatchError" in said
+        assert "fakegpu: communicator" not in said
+
+
+def test_a_death_in_a_checked_step(tmp_path: Path) -> None:
+    """`check` tells the others that a rank has died."""
+    (code, said), (other, _) = ran("checked_death", tmp_path)
+    assert (code, other) == (1, 7)
+    assert "MismatchError" in said
+
+
+def test_a_checkpoint_goes_to_another_number_of_ranks(tmp_path: Path) -> None:
+    """What four ranks saved while they trained on, two restore: the third loss is the same, to the bit."""
+    saved = well("saves", tmp_path, 4)[0]
+    restored = well("restores", tmp_path, 2)[0]
+    assert saved[-2:] == restored[-2:]
+    assert saved[-2].startswith("2 ")
+
+
+def test_an_elastic_restart(tmp_path: Path) -> None:
+    """A rank dies, torchrun starts all again, and they go on from the checkpoint."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [sys.executable, *torchrun, str(HERE / "processes.py"), "elastic", str(tmp_path)]
+    env = environment(FAKEGPU_WAIT=WAIT)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
+    assert [step for step, _ in steps] == ["0", "1", "2", "2", "3"]
+    assert steps[2] == steps[3]
+
+
+def test_nothing_is_left_behind() -> None:
+    """The memory in which processes met is gone, also of those that died."""
+    assert [name for name in os.listdir("/dev/shm") if name.startswith("fakegpu-")] == []
