@@ -220,6 +220,8 @@ def restores(job: Job) -> None:
 
 def elastic(job: Job) -> None:
     """Train four steps, saving after each; rank 1 dies in the third, once. torchrun starts all ranks again."""
+    os.environ["LOCAL_RANK"] = "0"  # a process has its first GPU, as in the other programs
+    torch.cuda.set_device(0)
     dist.init_process_group("nccl")
     mesh = init_device_mesh("cuda", (job.size,), mesh_dim_names=("shard",))
     tx, folder = optim.adamw(1e-3), job.folder / "checkpoint"

@@ -11,7 +11,9 @@ import hashlib
 import importlib.metadata
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -56,20 +58,26 @@ def built() -> Path:
     version = importlib.metadata.version("torch")
     name = hashlib.sha256(b"".join([*texts, Path(__file__).read_bytes(), version.encode()])).hexdigest()[:12]
     folder = HERE / "build" / name
-    library = folder / "libfakegpu.so"
-    if library.exists():
+    if folder.exists():
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as other:  # several processes may build at once
+        build(Path(other))
+        with suppress(OSError):  # another process was first
+            Path(other).rename(folder)
+        Path(other).mkdir(exist_ok=True)  # for its removal
+    return folder
+
+
+def build(folder: Path) -> None:
+    """Make the libraries in a folder."""
     first = folder / "first.so"  # to see what the files define
     compiled([HERE / name for name in FILES], first)
     rest = sorted(needed() - symbols(first, "defined"))
     (folder / "rest.c").write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in rest))
-    compiled([*(HERE / name for name in FILES), folder / "rest.c"], first)
+    compiled([*(HERE / name for name in FILES), folder / "rest.c"], folder / "libfakegpu.so")
     for name in ("libcuda.so.1", "libcuda.so"):
-        (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to("libfakegpu.so")
-    first.rename(library)
-    return folder
 
 
 if __name__ == "__main__":

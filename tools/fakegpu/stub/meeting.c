@@ -53,9 +53,10 @@ static double now(void) {
     return time.tv_sec + time.tv_nsec * 1e-9;
 }
 
-static double limit(void) {
+/* A process that is about to come may still be importing torch, or making what the others have made. */
+static double limit(bool to_come) {
     const char *wish = getenv("FAKEGPU_WAIT");
-    return wish ? atof(wish) : 20;
+    return (wish ? atof(wish) : 20) + (to_come ? 60 : 0);
 }
 
 static bool is_gone(const Comm *comm, int rank) {
@@ -91,9 +92,11 @@ static Status missing(const Comm *comm, int rank, const char *why) {
 
 typedef bool Ready(const Comm *comm, int rank, unsigned long number);
 
+static bool has_come(const Comm *comm, int rank, unsigned long number) { return seat_of(comm, rank)->here; }
+
 /* Wait until a rank is ready. */
 static Status wait_for(const Comm *comm, int rank, Ready *ready, unsigned long number) {
-    double end = now() + limit();
+    double end = now() + limit(ready == has_come);
     for (long pause = 10000; !ready(comm, rank, number); pause = pause < 500000 ? 2 * pause : pause) {
         if (comm->aborted)
             return refuse(REMOTE_ERROR, "communicator %d: aborted", comm->number);
@@ -113,7 +116,6 @@ static Status wait_for_all(const Comm *comm, Ready *ready, unsigned long number)
     return status;
 }
 
-static bool has_come(const Comm *comm, int rank, unsigned long number) { return seat_of(comm, rank)->here; }
 static bool has_posted(const Comm *comm, int rank, unsigned long number) {
     return atomic_load(&seat_of(comm, rank)->posted) >= number;
 }
