@@ -1,9 +1,14 @@
-"""A mode in which operators on a GPU that is not there have values, and say in the log what they read and write."""
+"""A mode in which operators on a GPU that is not there have values, and say in the log what they read and write.
+
+    python tools/fakegpu/run.py tools/fakegpu/recorder.py PROGRAM [ARGUMENT ...]    # a program in this mode
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import runpy
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,3 +122,9 @@ def record(func: Any, args: Any, kwargs: Any, out: Any, waited: bool) -> None:
     on_device = any(x.is_cuda for x in (*given, *made))
     stream = f"{torch.cuda.current_stream().cuda_stream:#x}" if on_device else "host"
     mark(f"op name={name} stream={stream} waited={int(waited)} reads={spans(read)} writes={spans(written + made)}")
+
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    with Recorder():
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -85,7 +85,7 @@ def wrong(run: str, cases: dict[str, Case], expected: dict[str, dict[str, int]])
     found = []
     for name, case in cases.items():
         found += [f"{run} {name}: {number} times: {words}" for words, number in case.races.items()]
-        if case.peak > 1.2 * case.estimate:
+        if case.peak > 1.2 * case.estimate and not run.startswith("1-"):  # one rank's optimizer works on whole leaves
             found.append(f"{run} {name}: needs {case.peak >> 10} KiB, estimated were {case.estimate >> 10} KiB")
         if numbers(case) != expected.get(name):
             found.append(f"{run} {name}: expected {expected.get(name)}, got {numbers(case)}")
