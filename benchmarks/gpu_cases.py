@@ -27,7 +27,7 @@ def params(d: int = 64 if CUDA else 16, layers: int = 4 if CUDA else 2) -> Any:
     generator = torch.Generator().manual_seed(0)
 
     def matrix(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator) / shape[0] ** 0.5
+        return torch.randn(*shape, generator=generator, device="cpu") / shape[0] ** 0.5
 
     def block() -> Any:
         bias, norm = torch.zeros(4 * d), torch.ones(d)
@@ -51,7 +51,8 @@ def loss(p: Tree, tokens: Tensor, dropout: float = 0.0) -> fshard.Mean:
 def batch(step: int, rank: int = 0, rows: int = 8) -> Tensor:
     """Random tokens (rows, length) of one rank in one step."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randint(0, VOCAB, (rows, 32 if CUDA else 8), generator=generator).to(DEVICE)
+    tokens = torch.randint(0, VOCAB, (rows, 32 if CUDA else 8), generator=generator, device="cpu")
+    return tokens.to(DEVICE)
 
 
 def start(
