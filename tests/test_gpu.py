@@ -124,3 +124,26 @@ def test_cases_have_no_norm_of_two_dtypes():
     assert done.returncode == 0, done.stderr
     assert "step bf16 torch.bfloat16" in done.stdout
     assert "step together torch.float32" in done.stdout
+
+
+DRAWS = """
+import torch, gpu_cases
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Draws(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if kwargs and kwargs.get("generator") is not None:
+            assert kwargs["device"].type == kwargs["generator"].device.type, f"a {kwargs['device']} generator"
+        return func(*args, **(kwargs or {}))
+
+gpu_cases.DEVICE = torch.device("meta")
+torch.set_default_device(gpu_cases.DEVICE)
+with Draws():
+    gpu_cases.params(), gpu_cases.batch(0)
+"""
+
+
+def test_cases_draw_on_the_cpu():
+    """The case of `make gpu` with a default device would fail on GPUs, which take generators of their own alone."""
+    done = ran("-c", DRAWS)
+    assert done.returncode == 0, done.stderr
