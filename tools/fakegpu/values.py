@@ -7,7 +7,7 @@ CPU's runs on the twins and leaves its result in the device's memory. What is co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +34,29 @@ def twin(x: Any) -> Any:
     return torch._neg_view(there) if x.is_neg() else there
 
 
+HALF = (torch.float16, torch.bfloat16)
+
+
+def in_half(x: Any, half: torch.dtype) -> Any:
+    """A tensor in single precision as one in `half`; anything else as it is."""
+    return x.to(half) if isinstance(x, Tensor) and x.dtype == torch.float32 else x
+
+
 def single(x: Any) -> Any:
     """A tensor in half precision as one in single precision; anything else as it is."""
-    return x.float() if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if isinstance(x, Tensor) and x.dtype in HALF else x
+
+
+def attempts(args: Any) -> Iterator[Any]:
+    """Arguments as they are, then in half precision if they are mixed, then in single precision.
+
+    A GPU's norms keep statistics in single precision where the CPU's have the dtype of what they normalise.
+    """
+    yield args
+    found = {x.dtype for x in pytree.tree_leaves(args) if isinstance(x, Tensor)}
+    for half in found.intersection(HALF) if torch.float32 in found else ():
+        yield pytree.tree_map(lambda x, half=half: in_half(x, half), args)
+    yield pytree.tree_map(single, args)
 
 
 def drawn_by(generator: torch.Generator) -> torch.Generator:
@@ -54,12 +74,15 @@ def on_the_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if SEEDED in func.tags and kwargs.get("generator") is None:
         kwargs = {**kwargs, "generator": torch.cuda.default_generators[0]}
     args, kwargs = pytree.tree_map(twin, (args, {**kwargs, **dict.fromkeys({"pin_memory"} & {*kwargs}, False)}))
-    try:
-        return func(*args, **kwargs)
-    except RuntimeError:  # the CPU has no such kernel in half precision, or not of these dtypes together
-        if func._schema.is_mutable:
-            raise
-        return func(*pytree.tree_map(single, args), **pytree.tree_map(single, kwargs))
+    failures = []
+    for some, named in attempts((args, kwargs)):
+        try:
+            return func(*some, **named)
+        except RuntimeError as failure:  # the CPU has no such kernel for these dtypes
+            failures.append(failure)
+            if func._schema.is_mutable:
+                break
+    raise failures[0]
 
 
 def filled(out: Any, computed: Any) -> Any:
