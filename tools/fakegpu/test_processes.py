@@ -83,7 +83,8 @@ def test_kinds_of_steps(tmp_path: Path) -> None:
     lines = [line.split("; ") for line in well("kinds", tmp_path)[0] if ";" in line]
     assert len(lines) == 15
     assert [line for line in lines if line[1] != "right"] == []
-    assert {name for name, _, exactly in lines if exactly != "to the bit"} <= {"fast"}  # NCCL adds in its own order
+    # NCCL adds in its own order, and the norm for `clip_norm` is added up in another one on GPUs
+    assert {name for name, _, exactly in lines if exactly != "to the bit"} <= {"fast", "donate"}
 
 
 def test_plans_are_compared(tmp_path: Path) -> None:
