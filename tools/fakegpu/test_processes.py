@@ -81,7 +81,7 @@ def test_a_message_of_another_size(tmp_path: Path) -> None:
 def test_kinds_of_steps(tmp_path: Path) -> None:
     """Processes with ProcessGroupNCCL train as simulated ranks of CPUs do."""
     lines = [line.split("; ") for line in well("kinds", tmp_path)[0] if ";" in line]
-    assert len(lines) == 15
+    assert len(lines) == 14
     assert [line for line in lines if line[1] != "right"] == []
     # NCCL adds in its own order, and the norm for `clip_norm` is added up in another one on GPUs
     assert {name for name, _, exactly in lines if exactly != "to the bit"} <= {"fast", "donate"}
