@@ -5,6 +5,7 @@ python tools/fakegpu/run.py FAKEGPU_ALONE=1 FAKEGPU_LOG=log tools/fakegpu/steps.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import sys
@@ -111,6 +112,8 @@ class Runs:
         **how: Any,
     ) -> None:
         """Three steps, the last two in the log and with host waits as errors; the last one is counted."""
+        gc.collect()
+        torch.cuda.empty_cache()  # cudaMallocs do not depend on the case before
         transform, donate = tx(), how.pop("donate", False)
         graph = self.backend != "off"
         step: Any = fshard.train_step(fn, transform, donate=donate and not graph, **how)
