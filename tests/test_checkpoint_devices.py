@@ -86,8 +86,8 @@ def test_the_host_waits_for_many_copies_at_once(wait, waits, tmp_path, monkeypat
     state["large"] = torch.ones(2 * CHUNK // 4 + 5, device=DEVICE)
     state["near"] = torch.arange(9)
     copies = Copies()
-    with on_accelerator():
-        monkeypatch.setattr(torch, "get_device_module", lambda x: copies)
+    with on_accelerator(), monkeypatch.context() as patch:  # undone before what `on_accelerator` has put there
+        patch.setattr(torch, "get_device_module", lambda x: copies)
         with copies:
             checkpoint.save(tmp_path, state, 1, wait=wait).wait()
     assert copies.seen.count("copy and wait") == 0
