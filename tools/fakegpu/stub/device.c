@@ -49,6 +49,8 @@ static __thread unsigned long waits; /* of this thread of the host for the devic
 unsigned long fakegpu_waits(void) { return waits; }
 
 static Status waited(const char *what, const void *handle) {
+    if (fake_captures())
+        return cudaErrorStreamCaptureUnsupported;
     waits++;
     fake_log("sync %s=%p", what, handle);
     return 0;
@@ -116,6 +118,8 @@ void fake_release(void *begin) {
 Status cudaMalloc(void **to, size_t size) {
     if (used + size > TOTAL)
         return cudaErrorMemoryAllocation;
+    if (fake_captures())
+        return cudaErrorStreamCaptureUnsupported;
     *to = fake_allocate(size, false);
     fake_log("malloc at=%p n=%zu", *to, size);
     return *to ? 0 : cudaErrorMemoryAllocation;
@@ -279,17 +283,6 @@ Status cudaEventElapsedTime(float *to, Event from, Event until) {
     return 0;
 }
 
-Status cudaStreamIsCapturing(Stream stream, int *to) {
-    *to = cudaStreamCaptureStatusNone;
-    return 0;
-}
-
-Status cudaStreamGetCaptureInfo(Stream stream, int *to, unsigned long long *id) {
-    if (id)
-        *id = 0;
-    return cudaStreamIsCapturing(stream, to);
-}
-
 Status cudaLaunchHostFunc(Stream stream, void (*run)(void *), void *data) {
     run(data);
     return 0;
@@ -415,5 +408,9 @@ Status cudaFuncGetAttributes(struct cudaFuncAttributes *of, const void *kernel) 
     return 0;
 }
 
-const char *cudaGetErrorName(Status status) { return status == cudaErrorMemoryAllocation ? "out of memory" : "error"; }
+const char *cudaGetErrorName(Status status) {
+    return status == cudaErrorMemoryAllocation           ? "out of memory"
+           : status == cudaErrorStreamCaptureUnsupported ? "not permitted while a stream is captured"
+                                                         : "error";
+}
 const char *cudaGetErrorString(Status status) { return cudaGetErrorName(status); }
