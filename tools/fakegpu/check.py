@@ -1,7 +1,8 @@
 """All checks on GPUs that are not there: `make fakegpu`, or `python tools/fakegpu/check.py [PART ...]`.
 
 Needs a CUDA build of torch, gcc, and no GPU. The parts are `detectors` (each is seen to fire), `processes` (several,
-with values between them) and `table` (kinds of steps; its arguments follow it: `table 8-fast --update`).
+with values between them), `table` (kinds of steps; its arguments follow it: `table 8-fast --update`) and `compiled`
+(what Inductor makes of a step).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from run import environment
 
 HERE = Path(__file__).resolve().parent
-PARTS = ("detectors", "processes", "table")
+PARTS = ("detectors", "processes", "table", "compiled")
 # without the repository's conftest.py, which needs packages that the CUDA environment does not have
 PYTEST = [
     "-m",
@@ -37,6 +38,7 @@ def ran(part: str, arguments: list[str]) -> bool:
             "detectors": ([*PYTEST, "-W", "error", f"{HERE}/test_detectors.py"], alone),
             "processes": ([*PYTEST, f"{HERE}/test_processes.py"], None),
             "table": ([f"{HERE}/table.py", *arguments], None),
+            "compiled": ([*PYTEST, "-W", "error", f"{HERE}/test_compiled.py", *arguments], alone),
         }
         command, env = commands[part]
         print(f"--- {part}", flush=True)

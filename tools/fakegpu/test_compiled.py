@@ -1,0 +1,234 @@
+"""What Inductor makes of a step for GPUs that are not there: `make fakegpu` runs this file.
+
+It runs on the stub, alone, with a log (check.py says how). Inductor and Triton generate code as for an H100; compiled
+kernels compute nothing. The order of collectives is read off the generated code, and what a CUDA graph captures off
+the log as well.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch._functorch.config
+import torch.distributed as dist
+from gpu_cases import batch, loss, params
+from recorder import mark
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import init_device_mesh
+
+import fshard
+from fshard import optim, tree
+
+TX = optim.adamw(1e-3)
+CALL = re.compile(r"(?:(buf\d+) = )?torch\.ops\.fshard\.(\w+)\.default\((.*)\)")
+pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:.*torch.jit.script")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _caches() -> Iterator[None]:
+    """Inductor compiles anew: its caches do not ask for the tags of operators. Triton's cache is used."""
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
+
+
+@pytest.fixture(scope="module")
+def begun() -> Any:
+    """Returns a function that makes a state of three blocks, on rank 0 of 8."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=8)
+    mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("shard",))
+    whole = params(layers=3)
+    plan = fshard.make_plan(whole, mesh, units=["blocks.*"], bucket=0)
+    return lambda: fshard.init_state(fshard.shard_params(whole, plan), TX)
+
+
+class Run(NamedTuple):
+    """A compiled step: its generated code, and of each run the addresses of the state and the lines of the log."""
+
+    code: str
+    addresses: list[list[int]]
+    logs: list[list[str]]
+
+
+def lines_since(words: str) -> list[str]:
+    """The lines of the log after a mark."""
+    lines = Path(os.environ["FAKEGPU_LOG"]).read_text().splitlines()
+    return lines[lines.index(words) + 1 :]
+
+
+def tensors(x: Any) -> list[Tensor]:
+    return [leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor)]
+
+
+def ran(step: Any, state: Any, name: str, steps: int = 4, keep: Any = lambda state: state) -> Run:
+    """Compile and run a step."""
+    tokens, addresses, logs, code = batch(0), [], [], ""
+    for number in range(steps):
+        mark(f"{name} {number}")
+        if number:
+            state, _ = step(keep(state), tokens)
+        else:
+            (state, _), (code, *_) = run_and_get_code(step, state, tokens)
+        logs.append(lines_since(f"{name} {number}"))
+        addresses.append([x.data_ptr() for x in tensors(state)])
+    return Run(code, addresses, logs)
+
+
+@pytest.fixture(scope="module")
+def jitted(begun: Any) -> Run:
+    step = fshard.train_step(loss, TX, reduction="fast")
+    return ran(fshard.jit(step, donate=True, bucket=0), begun(), "jit")
+
+
+@pytest.fixture(scope="module")
+def donated(begun: Any) -> Run:
+    """A jitted step whose parts between collectives are CUDA graphs."""
+    step = fshard.train_step(loss, TX, reduction="fast")
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        return ran(fshard.jit(step, donate=True, bucket=0), begun(), "donated")
+
+
+@pytest.fixture(scope="module")
+def captured(begun: Any) -> Run:
+    step = fshard.train_step(loss, TX, reduction="fast")
+
+    def cloned(state: Any) -> Any:  # a graph's results are overwritten when it runs again
+        return tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
+
+    return ran(torch.compile(step, fullgraph=True, mode="reduce-overhead"), begun(), "captured", keep=cloned)
+
+
+class Call(NamedTuple):
+    """A call of one of fshard's operators in generated code."""
+
+    line: int
+    operator: str
+    result: str | None
+    arguments: str
+
+    @property
+    def buffer(self) -> str:
+        """The buffer that a wait waits for."""
+        return self.arguments.split(",")[0]
+
+
+def code_of(run: Run) -> list[str]:
+    """The lines of the function that calls everything; kernels are before it."""
+    lines = run.code.splitlines()
+    return lines[next(number for number, line in enumerate(lines) if line.lstrip().startswith("def call(")) :]
+
+
+def calls(lines: Sequence[str]) -> list[Call]:
+    """What generated code calls of fshard, in order."""
+    found = ((number, CALL.search(line)) for number, line in enumerate(lines))
+    return [Call(number, hit[2], hit[1], hit[3]) for number, hit in found if hit]
+
+
+def gathers(lines: Sequence[str]) -> list[tuple[str, int, int, str]]:
+    """The unit of each gather, the lines where it starts and is waited for, and its buffer."""
+    every, made = calls(lines), {}
+    for call in every:
+        if call.operator == "all_gather":
+            made[call.result] = call
+    names = {f"{hit[2]}": hit[1] for hit in (re.search(r"(buf\d+) = (buf\d+)\[0\]", line) for line in lines) if hit}
+    waits = {call.buffer: call.line for call in every if call.operator == "wait"}
+    units = {result: re.findall(r"'([^']*)'", call.arguments)[2] for result, call in made.items()}
+    return [(units[r], call.line, waits[names[r]], names[r]) for r, call in made.items()]
+
+
+def test_units_are_gathered_in_order_and_again(jitted: Run) -> None:
+    blocks = [f"blocks.{number}" for number in range(3)]
+    assert [unit for unit, *_ in gathers(code_of(jitted))] == ["(first)", *blocks, "(last)", *reversed(blocks)]
+
+
+def test_a_gather_starts_one_unit_ahead(jitted: Run) -> None:
+    """After the wait for the unit before, and before the first kernel that reads that unit."""
+    lines = code_of(jitted)
+    every = gathers(lines)
+    for (unit, _, waited, buffer), (_, start, *_) in pairwise(every):
+        if unit != "(last)":  # the backward begins with it: the next gather starts when the loss is there
+            assert waited < start < first_use(lines, buffer), unit
+
+
+def first_use(lines: Sequence[str], buffer: str) -> int:
+    """The line of the first kernel or product that reads a buffer."""
+    calls = (number for number, line in enumerate(lines) if re.search(rf"(\.run\(|extern_kernels).*\b{buffer}\b", line))
+    return next(calls)
+
+
+def test_waits_come_before_uses(jitted: Run) -> None:
+    lines = code_of(jitted)
+    assert all(start < waited < first_use(lines, buffer) for _, start, waited, buffer in gathers(lines))
+
+
+def test_gathered_buffers_are_aligned(jitted: Run) -> None:
+    """Kernels read 16 bytes at once, so Inductor asks for a multiple of that, of each buffer that is gathered."""
+    assert [b for *_, b in gathers(code_of(jitted)) if f"assert_alignment({b}, 16" not in jitted.code] == []
+
+
+def test_each_step_starts_the_same_kernels(jitted: Run) -> None:
+    """Nothing is compiled, allocated or measured after the first step, and the host waits for nothing."""
+    later = [[line.split()[0] for line in log] for log in jitted.logs[1:]]
+    assert later[0] == later[1] == later[2]
+    assert not {"malloc", "sync"} & {*later[0]}
+
+
+def test_number_of_kernels(jitted: Run) -> None:
+    """Of torch 2.13's Inductor, for three blocks: more of them would be something that is not fused any more."""
+    assert jitted.code.count("async_compile.triton(") <= 31
+
+
+def test_donated_state_stays_where_it_is(jitted: Run) -> None:
+    """What a CUDA graph of the whole step needs of its inputs and outputs."""
+    assert all(addresses == jitted.addresses[0] for addresses in jitted.addresses)
+
+
+def captured_collectives(logs: Sequence[list[str]]) -> list[str]:
+    """The collectives between begin and end of captures; AssertionError if nothing was captured."""
+    inside, bad, captures = False, list[str](), 0
+    for line in (line for log in logs for line in log):
+        captures += line.startswith("capture begin")
+        inside = line.startswith("capture begin") or (inside and not line.startswith("capture end"))
+        bad += [line] if inside and line.startswith("nccl") else []
+    assert captures, "no graph was captured"
+    return bad
+
+
+def test_no_collective_is_in_a_cuda_graph(captured: Run) -> None:
+    assert captured_collectives(captured.logs) == []
+    before, _ = captured.code.split("class Runner")
+    assert calls(before.splitlines()) == []  # the captured parts
+
+
+def test_parts_between_collectives_are_graphs(captured: Run) -> None:
+    """In the last step each graph is launched once, and no kernel of Inductor's runs by itself."""
+    last = captured.logs[-1]
+    assert sum(line.startswith("graph") for line in last) == captured.code.count("\ndef partition_")
+    assert [line for line in last if line.startswith("kernel") and line.endswith("of a module")] == []
+
+
+def test_a_donated_state_beside_cuda_graphs(donated: Run) -> None:
+    """The state needs no copy. Inductor captures all but the two parts that write to it, which are inputs to it."""
+    assert captured_collectives(donated.logs) == []
+    assert all(addresses == donated.addresses[0] for addresses in donated.addresses)
+    parts = donated.code.count("\ndef partition_")
+    assert [sum(line.startswith("graph") for line in log) for log in donated.logs[2:]] == [parts - 2] * 2
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+def test_the_tag_keeps_collectives_out_of_graphs(begun: Any, monkeypatch: pytest.MonkeyPatch, tagged: bool) -> None:
+    if not tagged:
+        monkeypatch.setattr("torch._inductor.scheduler.is_cudagraph_unsafe_op", lambda node: False)
+    mesh = begun().params.mesh
+    step = fshard.jit(lambda x: fshard.all_gather(x * 2, mesh, "shard") + 1)
+    for number in range(3):
+        mark(f"tagged {tagged} {number}")
+        with torch._inductor.config.patch({"triton.cudagraphs": True}):
+            step(torch.ones(64, device="cuda"))
+    assert bool(captured_collectives([lines_since(f"tagged {tagged} 0")])) == (not tagged)
