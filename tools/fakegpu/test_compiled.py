@@ -8,6 +8,7 @@ the log as well.
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -229,6 +230,7 @@ def test_the_tag_keeps_collectives_out_of_graphs(begun: Any, monkeypatch: pytest
     step = fshard.jit(lambda x: fshard.all_gather(x * 2, mesh, "shard") + 1)
     for number in range(3):
         mark(f"tagged {tagged} {number}")
-        with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        refused = nullcontext() if tagged else suppress(AssertionError)  # Inductor's, once the capture is over
+        with torch._inductor.config.patch({"triton.cudagraphs": True}), refused:
             step(torch.ones(64, device="cuda"))
     assert bool(captured_collectives([lines_since(f"tagged {tagged} 0")])) == (not tagged)
