@@ -26,7 +26,7 @@ def main() -> None:
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=size)
     mesh = init_device_mesh(DEVICE.type, (size,), mesh_dim_names=("shard",))
     rows = Rows("nccl", f"{folder}/rows")
-    kinds = KINDS if CUDA else {name: KINDS[name] for name in ("full", "donate", "wires")}
+    kinds = KINDS if CUDA else {name: KINDS[name] for name in ("full", "donate", "int8")}
     for name, kind in kinds.items():
         got = trained(mesh, **kind)
         if rank == 0:  # the other ranks wait in the barrier
