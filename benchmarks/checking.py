@@ -26,7 +26,7 @@ def systems(name: str, shared: bool) -> dict[str, Callable[[], object]]:
     """A step of model `name` without checks and one with checks; with `shared`, ranks use shared memory."""
     task, mesh = task_of(name), init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     torch.manual_seed(0)
-    plan = fshard.make_plan(task.init(), mesh, units=task.units)
+    plan = fshard.make_plan(task.init(), mesh, units=task.units, bucket=task.bucket)
     if not shared:
         plan = replace(plan, mesh=mesh)
     tx = fshard.optim.adamw(1e-3)

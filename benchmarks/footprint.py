@@ -26,7 +26,7 @@ def on_a_rank(name: str, mesh: AnyMesh) -> str:
     """Predicted and measured bytes of one model, and their ratio, as text."""
     task = task_of(name)
     torch.manual_seed(0)
-    plan, tx = fshard.make_plan(task.init(), mesh, units=task.units), fshard.optim.adamw(1e-3)
+    plan, tx = fshard.make_plan(task.init(), mesh, units=task.units, bucket=task.bucket), fshard.optim.adamw(1e-3)
     state = fshard.init_state(fshard.shard_params(task.init(), plan), tx)
     batch, step = task.batch(torch.Generator()), fshard.jit(fshard.train_step(task.loss, tx), donate=True)
     said = step.lower(state, batch).memory()

@@ -121,7 +121,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "float8": {"plan": {"param_wire": wire.Float8(), "grad_wire": wire.Float8()}},
     "together": {"plan": {"together": True, "policy": "compute=bf16; **.norm: compute=f32"}},
     "muon": {"tx": OPTIMIZERS["muon"], "donate": True},
-    "host": {"plan": {"host": "blocks.*"}, "donate": True},
+    "host": {"plan": {"offload": "blocks.*"}, "donate": True},
     "keep": {"plan": {"regather": False}},
 }
 POLICIES = ("compute=bf16", "compute=f16", "storage=bf16", "compute=bf16, grads=bf16")

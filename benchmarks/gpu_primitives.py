@@ -13,7 +13,7 @@ from torch import Tensor
 from fshard.comm import primitives
 from fshard.comm.process_groups import GroupRanks
 from fshard.comm.reduction import TREE
-from fshard.core.bits import as_bytes
+from fshard.core.storage import as_bytes
 
 if TYPE_CHECKING:
     from gpu_parts import Rows

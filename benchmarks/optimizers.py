@@ -116,7 +116,7 @@ def clipping(name: str, mesh: DeviceMesh) -> dict[str, Call]:
         fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model(task.batch(torch.Generator().manual_seed(1))).backward()
-    plan = fshard.make_plan(params, mesh, units=task.units)
+    plan = fshard.make_plan(params, mesh, units=task.units, bucket=task.bucket)
     grads, tx = fshard.shard_params(_like(params), plan), fshard.optim.clip_by_global_norm(1.0)
 
     def clip() -> Tensor:

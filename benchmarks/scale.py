@@ -27,9 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # private: th
 import fshard
 from fshard import reduction
 from fshard.comm import primitives
-from fshard.comm.log import Call
 from fshard.comm.mesh import ProcessMesh
-from fshard.comm.ranks import Ranks
+from fshard.comm.ranks import Call, Ranks
 from fshard.comm.reduction import reduction_of
 
 NUMEL = 1 << 16

@@ -41,7 +41,7 @@ def on_a_rank(mesh: Mesh, rounds: int) -> tuple[float, float]:
     task, tx = task_of("T"), fshard.optim.adamw(1e-3)
     torch.manual_seed(0)
     params = task.init()
-    plan = fshard.make_plan(params, mesh, units=task.units)
+    plan = fshard.make_plan(params, mesh, units=task.units, bucket=task.bucket)
     state = fshard.init_state(fshard.shard_params(params, plan), tx)
     step = fshard.train_step(task.loss, tx, donate=True)
     batch = task.batch(torch.Generator().manual_seed(mesh.get_rank()))

@@ -110,7 +110,7 @@ def ours(
 ) -> Step:
     """A donated step of fshard; `over` goes to the plan, `how` to `train_step`, `jit`, if given, to `fshard.jit`."""
     params = task.init()
-    plan = fshard.make_plan(params, mesh, units=task.units, **(over or {}))
+    plan = fshard.make_plan(params, mesh, **{"units": task.units, "bucket": task.bucket, **(over or {})})
     tx = fshard.optim.adamw(LR)
     state = fshard.init_state(fshard.shard_params(params, plan), tx)
     step: Any = fshard.train_step(task.loss, tx, donate=jit is None, **(how or {}))

@@ -44,6 +44,11 @@ class Task:
         """The patterns of units for `make_plan`."""
         return [f"{self.repeated}.*"]
 
+    @property
+    def bucket(self) -> int:
+        """The bytes up to which neighbouring units are joined: T has a hundred of 16 KiB."""
+        return 1 << 20 if self.name == "T" else 0
+
     def module(self) -> nn.Module:
         """A module whose forward computes the loss of a batch, with the numbers of `init`."""
         return self.build() if self.build else Reference(self, self.init())

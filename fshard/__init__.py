@@ -1,25 +1,31 @@
 """fshard: functional sharding for PyTorch. A training step is a pure function over trees of parameters."""
 
-from . import checkpoint, collectives, module, optim, reduction, testing, tree, wire
-from .comm.check import check
+import importlib
+from typing import TYPE_CHECKING
+
+from . import collectives, module, optim, reduction, tree, wire
 from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from .comm.mesh import AbstractMesh
 from .comm.ranks import MismatchError
-from .compiler.jit import jit
-from .compiler.trace import TraceError, eval_shape
 from .core.donation import DonatedError
 from .core.losses import Mean, Sum
-from .sharding.grad import evaluate, reduce_grads, value_and_grad
-from .sharding.hvp import hvp
+from .grad.grad import evaluate, reduce_grads, value_and_grad
+from .grad.hvp import hvp
+from .hosts.check import check
+from .plan.plan import Plan
+from .plan.planning import make_plan
+from .plan.precision import Policy
 from .sharding.initial import init_params
-from .sharding.plan import Plan
-from .sharding.planning import make_plan
-from .sharding.precision import Policy
 from .sharding.sharded import Sharded, gather_params, shard_params
 from .sharding.state_dict import load_state_dict, state_dict
 from .train.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale, select
 from .train.step import TrainState, init_state, train_step
 from .zero_optimizer.zero import zero
+
+if TYPE_CHECKING:
+    from . import checkpoint, testing
+    from .compiler.jit import jit
+    from .compiler.trace import TraceError, eval_shape
 
 __version__ = "0.1.0"
 
@@ -68,3 +74,19 @@ __all__ = [
     "wire",
     "zero",
 ]
+
+# what is imported when it is first used: the compiler takes torch half a second of imports
+_LAZY = {"TraceError": "compiler.trace", "eval_shape": "compiler.trace", "jit": "compiler.jit"}
+
+
+def __getattr__(name: str) -> object:
+    if name in ("checkpoint", "testing"):
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .checkpoint.comparing import compare
-from .checkpoint.directory import at, finished, no_checkpoint, numbers
-from .checkpoint.index import CheckpointError
 from .checkpoint.inspecting import contents_lines, overview, step_lines, verify
-from .checkpoint.other_formats import format_at, source_at
-from .checkpoint.places import Place
 from .core.foreign import printable
+from .files.directory import at, finished, no_checkpoint, numbers
+from .files.index import CheckpointError
+from .files.other_formats import format_at, source_at
+from .files.places import Place
 from .testing.replaying import Make, replay
 
 SAME, DIFFERENT, WRONG, NONFINITE = range(4)

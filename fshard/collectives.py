@@ -1,7 +1,7 @@
 """Differentiable collectives over a mesh axis, gathers started early, the tally, and batches of unequal number."""
 
 from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
-from .comm.log import Call, Tally, tally
+from .comm.ranks import Call, Tally, tally
 from .sharding.access import prefetch
 from .train.data import join_batches
 

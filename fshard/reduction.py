@@ -3,8 +3,8 @@
 from .comm.primitives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, scatter
 from .comm.ranks import Pending, Ranks
 from .comm.reduction import Gather, Reduction, Sums
+from .grad.unreduced import unreduced
 from .layout.pieces import Unreduced
-from .sharding.unreduced import unreduced
 
 __all__ = [
     "Gather",

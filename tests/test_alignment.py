@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fshard
 from fshard import optim, tree
 from fshard.comm import primitives, reduction
-from fshard.core import bits
+from fshard.core import storage
+from fshard.grad import gradients
 from fshard.layout import norms
 from fshard.layout.pieces import pieces
-from fshard.sharding import reducing
 from fshard.testing import strategies
 
 
@@ -34,7 +34,7 @@ def odd_params() -> Any:
 
 def held_in(plan: fshard.Plan, kind: int) -> set[torch.dtype]:
     """Every dtype that a flat buffer of a kind is ever held in."""
-    dtypes = {reducing.buffer_dtype(plan, kind), *vars(plan.kinds[kind].precision).values()}
+    dtypes = {gradients.buffer_dtype(plan, kind), *vars(plan.kinds[kind].precision).values()}
     return dtypes | {primitives.sum_dtype(dtype) for dtype in dtypes}
 
 
@@ -88,7 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
     "wires": {"param_wire": fshard.wire.Int8(), "grad_wire": fshard.wire.Float8()},
     **{f"by {name}": {"param_wire": wire} for name, wire in FIRST.items()},
     "blocks": {"block": 3},
-    "host": {"host": "**.odd"},
+    "host": {"offload": "**.odd"},
 }
 
 
@@ -264,8 +264,8 @@ def test_the_watch_over_starts_can_fail():
 def test_packed_tensors_start_at_16_bytes(held):
     """A message of several dtypes would lose bits, have a wrong size, or be decoded from odd addresses."""
     tensors = [torch.arange(numel).to(dtype) for dtype, numel in held]
-    data = bits.pack(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
-    assert data.nbytes == bits.packed_size(held)
-    found = bits.unpack(data, held)
+    data = storage.pack(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
+    assert data.nbytes == storage.packed_size(held)
+    found = storage.unpack(data, held)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, tensors, strict=True))
     assert pointers([x for x in found if len(x)]) <= {0}

@@ -11,8 +11,8 @@ from torch import Tensor
 import fshard
 from fshard import gather_params, optim, tree
 from fshard.comm import primitives
-from fshard.comm.one_host import connected
-from fshard.sharding import reducing
+from fshard.grad import gradients
+from fshard.hosts.one_host import connected
 from fshard.testing import World
 
 POLICIES = {"f32": None, "bf16": "compute=bf16, reduce=bf16", "f16": "compute=f16"}
@@ -105,14 +105,14 @@ def whole_gradients(mesh: Any, strategy: str, apart: bool, jitted: bool = False)
     state = fshard.init_state(fshard.shard_params(params, plan), optim.adamw(0.01))
     step: Any = fshard.train_step(loss, optim.adamw(0.01), donate=not jitted)
     step = fshard.jit(step, donate=True, backend="eager") if jitted else step
-    before, reducing._LARGE = reducing._LARGE, 1 << 40 if apart else reducing._LARGE
+    before, gradients._LARGE = gradients._LARGE, 1 << 40 if apart else gradients._LARGE
     try:
         for _ in range(2):
             batch = torch.randn(3, 515, generator=generator)
             grads = gather_params(fshard.value_and_grad(loss)(state.params, batch)[1])
             state, metrics = step(state, batch)
     finally:
-        reducing._LARGE = before
+        gradients._LARGE = before
     return gather_params(state.params), grads, metrics
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fshard
 from fshard import checkpoint, tree
-from fshard.checkpoint.safetensors_file import DTYPES
+from fshard.files.safetensors_file import DTYPES
 from fshard.testing import strategies
 
 SHAPES = ((), (0,), (3, 0), (1,), (7,), (2, 5))

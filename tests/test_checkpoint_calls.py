@@ -19,8 +19,8 @@ from support.worlds import gloo, simulated
 import fshard
 from fshard import checkpoint, tree
 from fshard.checkpoint import CheckpointError
-from fshard.checkpoint.index import sealed
-from fshard.checkpoint.places import LocalPlace
+from fshard.files.index import sealed
+from fshard.files.places import LocalPlace
 from fshard.testing import World
 
 

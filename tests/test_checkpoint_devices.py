@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fshard
 from fshard import checkpoint
 from fshard.checkpoint import host_copies, saving
-from fshard.checkpoint.safetensors_file import CHUNK
-from fshard.core.bits import as_bytes
+from fshard.core.storage import as_bytes
+from fshard.files.safetensors_file import CHUNK
 from fshard.testing import simulate
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]

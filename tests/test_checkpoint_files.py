@@ -13,8 +13,8 @@ from torch import Tensor
 
 import fshard
 from fshard import checkpoint, optim
-from fshard.checkpoint.index import read_index
-from fshard.checkpoint.safetensors_file import CHUNK
+from fshard.files.index import read_index
+from fshard.files.safetensors_file import CHUNK
 from fshard.optim.state import gather_state
 
 PARAMS = {

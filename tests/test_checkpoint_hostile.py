@@ -21,8 +21,8 @@ from support.worlds import simulated
 import fshard
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError
-from fshard.checkpoint.index import sealed
 from fshard.core import foreign
+from fshard.files.index import sealed
 
 STEP = "step-000000000007"
 
@@ -442,7 +442,7 @@ import json, os, resource, sys, time
 from pathlib import Path
 import torch
 from fshard import checkpoint
-from fshard.checkpoint.index import sealed
+from fshard.files.index import sealed
 
 folder = Path(sys.argv[1]) / "step-000000000001"
 checkpoint.save(sys.argv[1], {"w": torch.ones(2)}, 1)

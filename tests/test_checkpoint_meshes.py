@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
 from fshard import checkpoint
-from fshard.checkpoint.places import LocalPlace
+from fshard.files.places import LocalPlace
 from fshard.testing import simulate
 
 

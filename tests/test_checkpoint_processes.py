@@ -12,7 +12,7 @@ from support.worlds import gloo, simulated
 
 import fshard
 from fshard import checkpoint, optim, tree
-from fshard.checkpoint.safetensors_file import CHUNK
+from fshard.files.safetensors_file import CHUNK
 
 ROWS = 24  # of all ranks
 KINDS = {

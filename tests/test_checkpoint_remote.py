@@ -18,8 +18,8 @@ from support.worlds import gloo, simulated
 
 import fshard
 from fshard import checkpoint
-from fshard.checkpoint.places import LocalPlace, place_of
-from fshard.checkpoint.remote import OBJECT_STORES
+from fshard.files.places import LocalPlace, place_of
+from fshard.files.remote import OBJECT_STORES
 
 REMOTE = ["memory", "s3", "disk"]
 KINDS = ["local", *REMOTE]

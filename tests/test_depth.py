@@ -10,7 +10,7 @@ from test_overlap import Event, Logged, Mark, at
 from torch.utils.checkpoint import checkpoint
 
 import fshard
-from fshard.sharding.ahead import Ahead
+from fshard.plan.ahead import Ahead
 
 DEPTHS = (None, 0, 1, 2, 3)
 EQUAL, UNEQUAL = (6,) * 6, (48, 6, 6, 6, 6, 6, 48, 6)

@@ -15,8 +15,8 @@ from fshard import optim
 from fshard.comm import primitives
 from fshard.comm.mesh import mesh_device
 from fshard.comm.process_groups import as_sent, first_of
-from fshard.core.bits import as_bytes
 from fshard.core.flat import MOST, put
+from fshard.core.storage import as_bytes
 from fshard.layout import norms
 from fshard.optim import kernels
 from fshard.testing import scheduler

@@ -120,15 +120,15 @@ def test_the_files_and_notes_that_texts_name_exist() -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("Note [Lines] in `compare_calls.py`, `Plan` in `sharding/plan.py`", 0),
-        ("Notes [Lines] in `compare_calls`, [Anchors] in `anchors.py`", 0),
+        ("Note [Lines] in `compare_calls.py`, `Plan` in `plan/plan.py`", 0),
+        ("Notes [Lines] in `compare_calls`, [Anchors] in `autograd.py`", 0),
         ("Note [Lines]\n    # in `lines`", 1),
         ("Note [Lines] in `calls.py`", 2),
         ("Note [No such note]", 1),
-        ("Notes [Anchors] in `anchors.py`, [Lines] in `tape.py`", 1),
+        ("Notes [Anchors] in `autograd.py`, [Lines] in `tape.py`", 1),
         ("`nodes.py`", 1),
-        ("`sharding/planning.py` `make_plan`, `comm/ranks.py` `Ranks.exchange`", 0),
-        ("`sharding/planning.py`\n  `make_plans`", 1),
+        ("`plan/planning.py` `make_plan`, `comm/ranks.py` `Ranks.exchange`", 0),
+        ("`plan/planning.py`\n  `make_plans`", 1),
     ],
 )
 def test_the_check_of_references_can_fail(text: str, wrong: int) -> None:

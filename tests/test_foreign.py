@@ -22,10 +22,10 @@ from support.costs import cost
 import fshard
 from fshard import checkpoint
 from fshard.__main__ import main
-from fshard.checkpoint import hugging_face, inert_pickle
-from fshard.checkpoint.index import sealed
-from fshard.checkpoint.safetensors_file import Entry
 from fshard.core import foreign
+from fshard.files import hugging_face, inert_pickle
+from fshard.files.index import sealed
+from fshard.files.safetensors_file import Entry
 from fshard.testing import record, recording, replay
 
 NAME = "\x1b[2J\n"  # it clears a terminal, and begins a new line

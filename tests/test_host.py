@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
-from fshard.comm import one_host, primitives
+from fshard.comm import primitives
 from fshard.comm.mesh import adapted
+from fshard.hosts import one_host
 from fshard.testing import simulate
 
 SIZES = [0, 1, 7, 1000, 20_000, 300_000]  # elements: sent in the socket, copied to a segment, made in a segment

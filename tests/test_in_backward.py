@@ -331,7 +331,7 @@ def test_a_state_that_must_see_all_gradients_is_an_error():
         step(state, torch.ones(1, 32))
 
     def on_the_host(mesh: Any) -> None:
-        state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, mesh, host="**")), tx)
+        state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, mesh, offload="**")), tx)
         with pytest.raises(ValueError, match="trainable leaves in host memory"):
             step(state, torch.ones(1, 32))
 

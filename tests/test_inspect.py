@@ -22,9 +22,9 @@ import fshard
 from fshard import checkpoint
 from fshard.__main__ import main
 from fshard.checkpoint.comparing import compare
-from fshard.checkpoint.index import sealed
-from fshard.checkpoint.places import place_of
-from fshard.checkpoint.safetensors_file import CHUNK, DTYPES, NAMES
+from fshard.files.index import sealed
+from fshard.files.places import place_of
+from fshard.files.safetensors_file import CHUNK, DTYPES, NAMES
 
 
 def leaves(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fshard
 from fshard import DynamicLossScale, gather_params, optim, tree
 from fshard.compiler.trace import TraceError
-from fshard.core.bits import as_bytes
+from fshard.core.storage import as_bytes
 from fshard.core.tracing import is_tracing
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
@@ -367,6 +367,7 @@ def test_private_parts_of_torch():
     assert [n.op for n in graph.graph.nodes] == ["placeholder", "call_function", "output"]
     assert torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
     assert all(callable(torch._dynamo.lookup_backend(name)) for name in ("eager", "aot_eager", "inductor"))
+    assert torch._inductor.config.triton.cudagraphs is False
     torch._dynamo.reset()
     opaque = torch._dynamo.nonstrict_trace(fn)
     counter = torch._dynamo.testing.CompileCounter()

@@ -63,16 +63,13 @@ def stack(num: int, numel: int = 2) -> list[Tensor]:
     return [torch.zeros(numel) for _ in range(num)]
 
 
-def test_many_small_units_are_joined_by_default() -> None:
-    """A hundred messages of some bytes each take longer than their bytes. Few units are taken as they are, and so are
-    large ones, and parts of a size that was asked for."""
-    assert len(fshard.make_plan(stack(32), units=["*"]).units) == 32
-    assert names_of(stack(33), units=["*"]) == ["0 to 32"]
-    assert len(fshard.make_plan(stack(33), units=["*"], bucket=0).units) == 33
-    large = [torch.empty(3 << 17, device="meta") for _ in range(34)]  # 1.5 MiB each
-    assert len(fshard.make_plan(large, units=["*"]).units) == 34
+def test_units_are_joined_on_request_alone() -> None:
+    """Memory and the names of units would change at a number of layers that nobody set."""
+    for num in (2, 33, 400):
+        assert len(fshard.make_plan(stack(num), units=["*"]).units) == num
+        assert names_of(stack(num), units=["*"], bucket=1 << 20) == [f"0 to {num - 1}"]
     small = [torch.empty(1 << 16, device="meta") for _ in range(33)]  # 256 KiB each
-    assert [len(unit.joined) for unit in fshard.make_plan(small, units=["*"]).units] == [4] * 8 + [0]
+    assert [len(unit.joined) for unit in fshard.make_plan(small, units=["*"], bucket=1 << 20).units] == [4] * 8 + [0]
     assert len(fshard.make_plan(stack(40), units=2).units) == 40
     assert len(fshard.make_plan(stack(40), units=2, bucket=32).units) == 20
 
@@ -80,7 +77,7 @@ def test_many_small_units_are_joined_by_default() -> None:
 @pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError), ("1", TypeError)])
 def test_a_bucket_is_a_number_of_bytes(value: Any, error: type[Exception]) -> None:
     """Anything else is refused, before ranks differ by it."""
-    with pytest.raises(error, match=re.escape(f"bucket={value!r}: expected a number of bytes, or None")):
+    with pytest.raises(error, match=re.escape(f"bucket={value!r}: expected a number of bytes")):
         fshard.make_plan(stack(2), units=["*"], bucket=value)
 
 
@@ -108,7 +105,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(mesh: Any, bucket: int | None, tx: Any, strategy: dict[str, Any], **options: Any) -> tuple[Any, Any, int]:
+def trained(mesh: Any, bucket: int, tx: Any, strategy: dict[str, Any], **options: Any) -> tuple[Any, Any, int]:
     """The parameters and metrics after three steps, and the number of units."""
     whole = params(7)
     plan = fshard.make_plan(whole, mesh, units=["layers.*"], bucket=bucket, **strategy)
@@ -185,7 +182,7 @@ def test_joined_units_train_alike_on_processes(size: int) -> None:
     assert gloo(in_processes, shard=size) == [[]] * size
 
 
-def messages(mesh: Any, bucket: int | None) -> dict[str, int]:
+def messages(mesh: Any, bucket: int) -> dict[str, int]:
     """How many collectives one value and gradient of 40 layers consist of."""
     whole = params(40)
     sharded = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["layers.*"], bucket=bucket))
@@ -197,7 +194,7 @@ def messages(mesh: Any, bucket: int | None) -> dict[str, int]:
 
 def test_joined_units_are_one_message() -> None:
     """What joining is for: without it, there were a gather, another and a reduction for each of 40 layers."""
-    for counts in simulated(messages, None, shard=2):
+    for counts in simulated(messages, 1 << 20, shard=2):
         assert counts["all_gather"] <= 5
         assert counts["reduce_scatter"] == 3
     for counts in simulated(messages, 0, shard=2):
@@ -237,13 +234,6 @@ def test_what_the_backward_gathers_again_is_joined_in_a_graph_too() -> None:
         return sorted(set(graphs.labels(lowered.graph)))
 
     assert simulated(fn, shard=2) == [["(last)", "blocks.0 to blocks.1", "blocks.2 to blocks.3"]] * 2
-
-
-def test_what_a_wire_encodes_together_is_joined_only_on_request() -> None:
-    """A wire has one scale for several elements: those of more layers would be rounded otherwise."""
-    for wires in ({"grad_wire": fshard.wire.Int8()}, {"param_wire": fshard.wire.Int8()}):
-        assert len(fshard.make_plan(stack(33), units=["*"], **wires).units) == 33
-        assert len(fshard.make_plan(stack(33), units=["*"], bucket=1 << 20, **wires).units) == 1
 
 
 def in_turn(mesh: Any, graph: bool) -> tuple[int, list[str]]:

@@ -13,15 +13,14 @@ from torch import Tensor
 import fshard
 from fshard import DynamicLossScale, gather_params, optim, tree
 from fshard.comm import primitives
-from fshard.comm.log import Call
-from fshard.comm.ranks import Pending
+from fshard.comm.ranks import Call, Pending
 from fshard.testing import InFlightError, World
 from fshard.testing.late import poison
 
 PLANS: dict[str, dict[str, Any]] = {
     **WIRED,
     "wide sums": {"policy": "compute=bf16, reduce=f32"},
-    "host": {"host": ["blocks.*", "tail.left"]},
+    "host": {"offload": ["blocks.*", "tail.left"]},
     "frozen": {"frozen": "blocks.1"},
     "whole": {"whole": ["blocks.0", "tail.left"]},
 }

@@ -1,17 +1,22 @@
 """Leaves that are one tensor (tied), leaves that share memory in other ways, and leaves that are frozen."""
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.models import same_bits
 from support.worlds import gloo, simulated
 from test_errors import says
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import fshard
 from fshard import optim, tree
+from fshard.core.storage import share_elements
 
 F = nn.functional
 
@@ -210,6 +215,36 @@ def test_leaves_that_share_a_part(name: str) -> None:
     simulated(run, shard=2)
 
 
+shapes = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 7)), max_size=3)
+
+
+@given(shapes, st.integers(0, 9), shapes, st.integers(0, 9))
+def test_views_share_elements_if_they_have_an_element_in_common(
+    dims: Sequence[tuple[int, int]], begin: int, other_dims: Sequence[tuple[int, int]], other_begin: int
+) -> None:
+    """Two leaves would be updated in one place, or an error would refuse two that have nothing in common."""
+    row = torch.arange(60)
+    views = (dims, begin), (other_dims, other_begin)
+    x, y = (row.as_strided([size for size, _ in d], [stride for _, stride in d], b) for d, b in views)
+    expected = bool(set(x.flatten().tolist()) & set(y.flatten().tolist()))
+    assert share_elements(x, y) == expected
+    with FakeTensorMode():  # where tensors have no values
+        assert share_elements(x, y) == expected
+
+
+def test_columns_of_a_large_matrix_have_no_common_element() -> None:
+    """A plan on the meta device would take a byte of memory for each byte of a matrix: here 256 GiB."""
+    columns = torch.empty(4, 2**34, device="meta").chunk(2, dim=1)
+    assert len(fshard.make_plan({"a": columns[0], "b": columns[1]}).slots) == 2
+
+
+def test_a_dimension_of_size_1_has_any_stride() -> None:
+    """Two views of the same elements would be refused for strides that mean nothing."""
+    x = torch.ones(3, 1)
+    y = x.as_strided((3, 1), (1, 7))
+    assert fshard.make_plan({"a": x, "b": y}).leaves == (0, 0)
+
+
 def test_conjugates_are_no_ties() -> None:
     """A tensor and its conjugate are an error, not a tie: otherwise both leaves would get the same values."""
     x = torch.ones(2, dtype=torch.complex64)
@@ -217,7 +252,7 @@ def test_conjugates_are_no_ties() -> None:
 
 
 @pytest.mark.parametrize("place", ["first", "second"])
-@pytest.mark.parametrize("option", ["frozen", "whole", "host", "policy", "by_label"])
+@pytest.mark.parametrize("option", ["frozen", "whole", "offload", "policy", "by_label"])
 def test_what_selects_one_place_of_a_tied_leaf_selects_the_leaf(option: str, place: str) -> None:
     """The option would do nothing without a word where it names the second place: a frozen leaf would train."""
     weight = torch.ones(3, 2)
@@ -239,7 +274,7 @@ def test_what_selects_one_place_of_a_tied_leaf_selects_the_leaf(option: str, pla
         assert {
             "frozen": not kind.trainable,
             "whole": kind.whole,
-            "host": kind.host,
+            "offload": kind.host,
             "policy": kind.precision.compute == torch.bfloat16,
         }[option]
 

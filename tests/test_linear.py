@@ -35,7 +35,7 @@ class Case:
     @cached_property
     def one(self) -> fshard.Plan:
         """A plan on one device."""
-        return fshard.make_plan(self.params, units=["blocks.*"], bucket=0)
+        return fshard.make_plan(self.params, units=["blocks.*"])
 
     @cached_property
     def sharded(self) -> fshard.Sharded:
@@ -50,7 +50,7 @@ class Case:
     @cached_property
     def fresh(self) -> fshard.Sharded:
         """Parameters on one device whose plan has derived nothing yet."""
-        return fshard.shard_params(self.params, fshard.make_plan(self.params, units=["blocks.*"], bucket=0))
+        return fshard.shard_params(self.params, fshard.make_plan(self.params, units=["blocks.*"]))
 
     @property
     def names(self) -> list[str]:

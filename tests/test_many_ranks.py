@@ -23,7 +23,7 @@ from fshard.comm import primitives
 from fshard.comm.mesh import ProcessMesh
 from fshard.comm.process_groups import GroupRanks
 from fshard.comm.reduction import TREE, tree_sum
-from fshard.core.bits import as_bytes
+from fshard.core.storage import as_bytes
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SUMMED = (*FLOATS, torch.int16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)

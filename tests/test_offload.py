@@ -16,7 +16,7 @@ import fshard
 from fshard import DynamicLossScale, gather_params, optim
 from fshard.comm.reduction import Sums
 from fshard.core import tree
-from fshard.sharding import offload
+from fshard.plan import offload
 from fshard.wire import Int8
 
 AWAY = ["blocks.*", "tail.left"]  # of these units, one only in part
@@ -55,7 +55,7 @@ def trained(
 ) -> tuple[Any, ...]:
     """Losses, parameters, optimizer state and gradients of three steps, all whole, by path."""
     params = lm_params(torch.float32)
-    made = fshard.make_plan(params, mesh, units=LM_UNITS, host=host, **PLANS[plan])
+    made = fshard.make_plan(params, mesh, units=LM_UNITS, offload=host, **PLANS[plan])
     assert any(kind.host for kind in made.kinds) == (host is not None)
     transform = tx()
     scaler = None if scale is None else DynamicLossScale(scale, growth_interval=1)
@@ -152,7 +152,7 @@ def test_gathering_is_differentiable():
     def law(mesh: Any) -> Any:
         params, found = lm_params(), []
         for host in (None, AWAY):
-            sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=LM_UNITS, host=host))
+            sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=LM_UNITS, offload=host))
 
             def loss(x: Any) -> Tensor:
                 return mean_loss(gather_params(x), lm_batch(0, mesh.get_rank())).total
@@ -170,7 +170,7 @@ def test_what_is_gathered_is_of_the_caller(shard, host, plan):
     """A donated step would write to the parameters that were gathered before it."""
 
     def law(mesh: Any) -> None:
-        made = fshard.make_plan(lm_params(), mesh, units=LM_UNITS, host=host, **PLANS[plan])
+        made = fshard.make_plan(lm_params(), mesh, units=LM_UNITS, offload=host, **PLANS[plan])
         sharded = fshard.shard_params(lm_params(), made)
         whole = gather_params(sharded)
         for row in sharded.tensors:
@@ -186,15 +186,15 @@ def test_a_plan_says_so():
     params = {"a": torch.ones(2), "b": torch.ones(2)}
 
     def law(mesh: Any) -> None:
-        plans = [fshard.make_plan(params, mesh, host=host) for host in (None, "a")]
+        plans = [fshard.make_plan(params, mesh, offload=host) for host in (None, "a")]
         assert plans[0].fingerprint != plans[1].fingerprint
         assert "'a' float32 host[2]" in plans[1].describe()
 
     simulated(law, shard=1)
-    with pytest.raises(ValueError, match=re.escape("host='a': expected a mesh")):
-        fshard.make_plan(params, host="a")
-    with pytest.raises(ValueError, match=re.escape("host: the pattern 'c' matches nothing")):
-        simulated(lambda mesh: fshard.make_plan(params, mesh, host="c"), shard=1)
+    with pytest.raises(ValueError, match=re.escape("offload='a': expected a mesh")):
+        fshard.make_plan(params, offload="a")
+    with pytest.raises(ValueError, match=re.escape("offload: the pattern 'c' matches nothing")):
+        simulated(lambda mesh: fshard.make_plan(params, mesh, offload="c"), shard=1)
 
 
 # On which device every row lies: the accelerator is the meta device, which torch does not mix with the CPU.
@@ -256,7 +256,7 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def state_of(tx: Any, scale: Any, **how: Any) -> fshard.TrainState:
     """A train state on the simulated accelerator, made of leaves on both devices."""
     params, host = model(), ["blocks.*", "norm"]
-    plan = fshard.make_plan(params, Mesh(), units=["blocks.*"], host=host, block=4, **how)
+    plan = fshard.make_plan(params, Mesh(), units=["blocks.*"], offload=host, block=4, **how)
     given = tree.map(lambda x: x.to(DEVICE), params) | {"norm": params["norm"]}
     state = fshard.init_state(fshard.shard_params(given, plan), tx, scale)
     assert placed(state.params) == RIGHT
@@ -331,7 +331,7 @@ def big(dtype: torch.dtype = torch.float32) -> Any:
 def twenty(mesh: Any, host: Any, **kw: Any) -> tuple[Any, fshard.TrainState]:
     """Losses and the state after twenty steps with a fused AdamW on a GPU."""
     params, tx = tree.map(lambda x: x.cuda(), big()), optim.adamw(optim.schedules.linear(1e-4, 1e-3, 9))
-    plan = fshard.make_plan(params, mesh, units=["blocks.*"], host=host)
+    plan = fshard.make_plan(params, mesh, units=["blocks.*"], offload=host)
     state, losses = fshard.init_state(fshard.shard_params(params, plan), tx, DynamicLossScale(64.0)), []
     step = fshard.train_step(loss, tx, **kw)
     for i in range(20):

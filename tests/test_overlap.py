@@ -10,8 +10,8 @@ from support.worlds import simulated
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fshard
-from fshard.comm.log import Call
 from fshard.comm.mesh import Grid
+from fshard.comm.ranks import Call
 
 Event = tuple[str, str, str]  # what happens, to which collective, of which unit
 

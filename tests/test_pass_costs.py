@@ -53,7 +53,7 @@ def loss(params: Any, x: Tensor) -> Tensor:
 def traced(units: int) -> tuple[Lowered, Any]:
     """The graph of a step before any pass, of a model with this many units, and the state."""
     params = {"layers": [{"w": torch.empty(4, 4), "b": torch.empty(4)} for _ in range(units)]}
-    plan = fshard.make_plan(params, fshard.AbstractMesh(shard=2), units=["layers.*"], bucket=0)
+    plan = fshard.make_plan(params, fshard.AbstractMesh(shard=2), units=["layers.*"])
     tx = fshard.optim.adamw(1e-3)
     state = fshard.eval_shape(lambda p: fshard.init_state(fshard.shard_params(p, plan), tx), params)
     return graph_of(fshard.train_step(loss, tx), state, torch.empty(3, 4)), state

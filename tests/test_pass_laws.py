@@ -22,6 +22,7 @@ from fshard.compiler.dataflow import VIEWS, index, is_same_value
 from fshard.compiler.inspect import arguments, operator, starts, values
 from fshard.compiler.lowered import PASSES, Lowered, Options, Pass, Setting
 from fshard.compiler.memory import storages_of
+from fshard.compiler.passes import fix_places
 from fshard.testing import World
 
 # Options that let every pass do as much as it can.
@@ -29,6 +30,9 @@ BUSY = Options(in_flight=EVERYTHING, budget=1, bucket=EVERYTHING)
 # Everything that can be computed again is.
 AGAIN = Options(budget=1, recompute=lambda node: True)
 SETTINGS = {"default": Options(), "in flight": Options(in_flight=EVERYTHING), "busy": BUSY, "again": AGAIN}
+
+# `fix_places` runs where Inductor makes CUDA graphs.
+EVERY = (*PASSES, Pass("fix_places", lambda graph, _: fix_places(graph)))
 
 Program = Sequence[tuple[str, int, int]]
 
@@ -99,13 +103,13 @@ def function(name: str, mesh: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("number", range(len(PASSES)), ids=[each.name for each in PASSES])
+@pytest.mark.parametrize("number", range(len(EVERY)), ids=[each.name for each in EVERY])
 def test_each_pass_alone_keeps_what_functions_compute(number, name):
     """A pass would need the passes before it to be right, or change a value, without an error."""
 
     def law(mesh: Any) -> list[Any]:
         fn, args = function(name, mesh)
-        return keeps(PASSES[number : number + 1], BUSY, fn, *args)
+        return keeps(EVERY[number : number + 1], BUSY, fn, *args)
 
     first, *others = simulated(law)
     assert others == [first] * len(others)
@@ -180,7 +184,8 @@ def test_passes_keep_what_random_programs_compute(program):
 
     def law(mesh: Any) -> list[Any]:
         fn, x = partial(run, mesh, program), rand(4, seed=mesh.get_rank())
-        return [keeps(PASSES, options, fn, x) for options in SETTINGS.values()]
+        every = [(PASSES, options) for options in SETTINGS.values()] + [(EVERY, BUSY)]
+        return [keeps(chosen, options, fn, x) for chosen, options in every]
 
     first, *others = simulated(law)
     assert others == [first] * len(others)

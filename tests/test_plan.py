@@ -349,8 +349,8 @@ def test_ranks_compare_every_argument():
     said = {
         "whole": {"whole": "b"},
         "frozen": {"frozen": "b"},
-        "host": {"host": "b"},
-        "frozen whole host": {"whole": "b", "frozen": "b", "host": "b"},
+        "host": {"offload": "b"},
+        "frozen whole host": {"whole": "b", "frozen": "b", "offload": "b"},
         "unit 'b'": {"units": "b"},
         "regather=False": {"regather": False},
         "block=2": {"block": 2},

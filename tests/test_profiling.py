@@ -10,7 +10,7 @@ from test_tape import chain, chain_params, randn
 from torch.profiler import ProfilerActivity, profile
 
 import fshard
-from fshard.core.profiling import named
+from fshard.core.tracing import named
 
 UNITS = ["(first)", "blocks.0", "blocks.1", "blocks.2", "(last)"]
 

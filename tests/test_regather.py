@@ -103,7 +103,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bfloat16": {"policy": "compute=bf16,reduce=f32"},
     "together": {"policy": "compute=bf16; head: compute=f32", "together": True},
     "a user's gather": {"gather": ByBroadcasts()},
-    "host": {"host": "blocks.*.w"},
+    "host": {"offload": "blocks.*.w"},
     "whole, cast": {"whole": "blocks.*.b", "policy": "compute=bf16"},
     "frozen": {"frozen": ["blocks.0.*", "blocks.1.w"]},
 }

@@ -22,7 +22,7 @@ from support.models import (
 from support.worlds import gloo, simulated
 
 import fshard
-from fshard.sharding.gradients import Gradients
+from fshard.grad.gradients import Gradients
 
 STEPS = 20
 LOSSES = {"mean": mean_loss, "sum": sum_loss, "plain": plain_loss}

@@ -23,8 +23,9 @@ from torch import Tensor
 
 import fshard
 from fshard import tree
-from fshard.checkpoint import hugging_face, load_safetensors, safetensors_file, save_safetensors
+from fshard.checkpoint import load_safetensors, save_safetensors
 from fshard.checkpoint import params as params_of_files
+from fshard.files import hugging_face, safetensors_file
 from fshard.testing import strategies
 
 # --- any tree ---

@@ -16,7 +16,7 @@ from torch import Tensor
 import fshard
 from fshard import DonatedError, MismatchError, gather_params, optim, tree
 from fshard.comm import primitives
-from fshard.comm.log import tally
+from fshard.comm.ranks import tally
 from fshard.testing import oracle, record
 from fshard.train.describe import describe
 

@@ -38,7 +38,7 @@ REACHED = {
     "four ranks": (strategies.meshes(), lambda x: x == {"shard": 2, "replicate": 2}),
     "three ranks": (strategies.meshes(3), lambda x: x == {"shard": 3, "replicate": 1}),
     **{f"plan {name}": (strategies.plans(PARAMS, strategies.policies()), lambda x, name=name: name in x)
-       for name in ("units", "whole", "host", "frozen", "together", "block", "policy", "regather", "state_over")},
+       for name in ("units", "whole", "offload", "frozen", "together", "block", "policy", "regather", "state_over")},
     "patterns": (strategies.plans(PARAMS), lambda x: "blocks.1" in str(x.get("units"))),
     "an override": (strategies.policies(), lambda x: x.overrides and x.storage),
     "uneven batches": (strategies.batches(2), lambda x: len(x[0][0]["x"]) != len(x[0][1]["x"])),

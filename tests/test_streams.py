@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fshard
 from fshard import DynamicLossScale, optim, tree
 from fshard.comm import primitives
-from fshard.comm.log import Call
-from fshard.comm.ranks import Pending
+from fshard.comm.ranks import Call, Pending
 from fshard.comm.reduction import Sums
-from fshard.sharding import gradients, offload
-from fshard.sharding.offload import crossings
+from fshard.grad import gradients
+from fshard.plan import offload
+from fshard.plan.offload import crossings
 from fshard.wire import Int8
 
 Clock = dict[Any, int]
@@ -359,7 +359,7 @@ GATHERS: dict[str, dict[str, Any]] = {  # in two stages
     "int8": {"param_wire": Int8(16)},
     "together": {"together": True, "policy": "compute=bf16; **.b: compute=f32"},
     "kept": {"regather": {"blocks.1": "shard", "blocks.2": False}},
-    "host": {"host": "blocks.*"},
+    "host": {"offload": "blocks.*"},
     "three": {"prefetch": 3},
     "adding": {"gather": Adding()},
 }
@@ -382,7 +382,7 @@ SUMS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "hook": (THREE, {}, {"reduction": Doubling()}),
     "reading": (THREE, {}, {"reduction": Reading()}),
     "careless": (THREE, {}, {"reduction": Careless()}),
-    "host": (HYBRID, {"host": "blocks.1"}, MICRO),
+    "host": (HYBRID, {"offload": "blocks.1"}, MICRO),
     **{f"wide-{name}": (HYBRID, WIDE | how, {}) for name, how in GATHERS.items()},
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import fshard
 from fshard import MismatchError, gather_params, optim, tree
 from fshard.comm import wire as comm_wire
-from fshard.sharding import transfer
+from fshard.grad.gathers import sizes as sizes_of
 from fshard.wire import Float8, Identity, Int8, pack, unpack
 
 over_wires = pytest.mark.parametrize("name", WIRES)
@@ -114,7 +114,7 @@ def gathers(mesh: Any, name: str, strategy: str) -> None:
         for slot in slots:
             buffer[slot.start : slot.start + slot.numel] = leaves[slot.path].reshape(-1)
         num = plan.num_parts(axes)
-        held = [transfer.sizes(plan, unit, kind, num, part) for part in range(num)]
+        held = [sizes_of(plan, unit, kind, num, part) for part in range(num)]
         parts = list(zip(buffer.chunk(num), held, strict=True))
         assert all(sum(own) == len(x) for x, own in parts)
         if axes:
@@ -145,7 +145,7 @@ def reduces(mesh: Any, name: str, strategy: str) -> tuple[Any, Any, Any]:
     again = fshard.reduce_grads(fshard.value_and_grad(mean_loss, reduce=False)(sharded, lm_batch(0, rank))[1])
     assert same_bits(gather_params(grads), gather_params(again))
     plan, num = sharded.plan, mesh.size()
-    held = {(u, k): [transfer.sizes(plan, u, k, num, part) for part in range(num)] for u, k in plan.places}
+    held = {(u, k): [sizes_of(plan, u, k, num, part) for part in range(num)] for u, k in plan.places}
     flat = {key: local.piece(*key).clone() for key in held}
     return flat, held, {key: gathered_flat(grads, *key) for key in held}
 

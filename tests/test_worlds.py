@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
 from fshard.comm import primitives
-from fshard.core.bits import as_bytes
+from fshard.core.storage import as_bytes
 from fshard.testing import Collective, Dies, Garbage, RankDied, Slow, World, simulate
 
 # --- axes ---

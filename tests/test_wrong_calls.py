@@ -100,7 +100,7 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "units=class": (lambda: plan(units=nn.Linear), T, ("units=the class Linear", "path patterns", "predicate")),
     "whole=True": (lambda: plan(whole=True), T, ("whole=True", "path patterns", "predicate")),
     "frozen=dict": (lambda: plan(frozen={"w": True}), T, ("frozen=an object of type dict", "path patterns")),
-    "host=1": (lambda: plan(fshard.AbstractMesh(shard=2), host=1), T, ("host=1", "path patterns")),
+    "offload=1": (lambda: plan(fshard.AbstractMesh(shard=2), offload=1), T, ("offload=1", "path patterns")),
     "regather='no'": (lambda: plan(regather="no"), V, ("regather='no'", "no axis 'no'")),
     "regather=dict": (lambda: plan(regather={"a": 1}), T, ("regather['a']=1", "True, False, or names")),
     "together=1": (lambda: plan(together=1), T, ("together=1", "True or False")),

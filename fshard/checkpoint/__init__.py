@@ -1,7 +1,7 @@
 """State to files and back: checkpoints of whole runs, and parameters in Hugging Face's safetensors files."""
 
-from .directory import delete, latest, steps
-from .index import CheckpointError
+from ..files.directory import delete, latest, steps
+from ..files.index import CheckpointError
 from .params import load_safetensors, save_safetensors
 from .restoring import restore
 from .saving import Saving, save

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.bits import as_bytes, from_bytes
 from ..core.foreign import printable
-from .directory import folder, index_at
-from .index import CheckpointError, Entry, Index
+from ..core.storage import as_bytes, from_bytes
+from ..files.directory import folder, index_at
+from ..files.index import CheckpointError, Entry, Index
+from ..files.places import Place
+from ..files.safetensors_file import NAMES
 from .inspecting import Line
-from .places import Place
-from .safetensors_file import NAMES
 
 _WINDOW = 1 << 18  # elements that are read and compared at a time
 

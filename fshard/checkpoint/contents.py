@@ -15,15 +15,15 @@ from ..comm.dtensors import is_sharded, sharding
 from ..comm.mesh import AnyMesh, adapted, axis_sizes, coordinate, num_ranks, rank_in
 from ..core import tree
 from ..core.arguments import shown
-from ..core.bits import as_bytes
+from ..core.storage import as_bytes
 from ..core.tree import Tree
+from ..files.checksum import checksum
+from ..files.index import Json, rank_key
+from ..files.safetensors_file import CHUNK, METADATA, NAMES
 from ..layout.cuts import EVERYONE
 from ..layout.pieces import Parts, pieces, typed
 from ..sharding.names import Form
 from ..sharding.sharded import Sharded
-from .checksum import checksum
-from .index import Json, rank_key
-from .safetensors_file import CHUNK, METADATA, NAMES
 
 _SMALL = 1 << 18  # elements: larger parts that several ranks have are split between them, others written by one
 

@@ -7,14 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..core.bits import STEP, as_bytes, from_bytes
-from ..sharding.offload import HOST, empty
-from .safetensors_file import CHUNK
-
-
-def aligned(end: int) -> int:
-    """Where a tensor begins after one that ends here: at a multiple of STEP."""
-    return -(-end // STEP) * STEP
+from ..core.storage import aligned, as_bytes, from_bytes
+from ..files.safetensors_file import CHUNK
+from ..plan.offload import HOST, empty
 
 
 def copied(tensors: Sequence[Tensor], memory: Tensor) -> list[Tensor]:

@@ -19,15 +19,15 @@ from ..comm.dtensors import is_sharded, sharding
 from ..comm.mesh import rank_in
 from ..core import tree
 from ..core.arguments import check_path, check_whole, shown, wrong
-from ..core.bits import as_bytes
 from ..core.foreign import legible, open_file
+from ..core.storage import as_bytes
 from ..core.tree import Tree
+from ..files.hugging_face import Leaf, entries_at, finish, new_files, put, remove_partial
+from ..files.safetensors_file import METADATA, NAMES, Entry, read_chunks
+from ..plan.plan import Plan, Slot, check_plain
 from ..sharding.names import Form, Rename, form_difference, name_differences, renamed, unreadable
-from ..sharding.plan import Plan, Slot, check_plain
 from ..sharding.sharded import Sharded, cut, empty_params, gather_unit, intervals
 from ..sharding.state_dict import check_sharded, check_whole_tree
-from .hugging_face import Leaf, entries_at, finish, new_files, put, remove_partial
-from .safetensors_file import METADATA, NAMES, Entry, read_chunks
 
 
 @legible()

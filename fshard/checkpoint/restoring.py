@@ -19,20 +19,20 @@ from ..comm import consensus
 from ..comm.mesh import AnyMesh, mesh_device
 from ..core import tree
 from ..core.arguments import check_flags, is_number
-from ..core.bits import from_bytes
 from ..core.foreign import legible
+from ..core.storage import from_bytes
 from ..core.tree import Tree
+from ..files.checksum import read_block
+from ..files.directory import at, finished, folder, index_at, no_checkpoint
+from ..files.index import CheckpointError, Entry, Index, Piece
+from ..files.other_formats import Source, format_at, source_at
+from ..files.places import Place, Reader
+from ..files.safetensors_file import CHUNK
+from ..files.torch_dcp import located
 from ..layout.pieces import Parts, mesh_of
 from ..sharding.names import Form, Rename, form_difference, name_differences
 from ..sharding.names import origins as names_by_new
-from .checksum import read_block
 from .contents import Contents, Part, check_same_call, contents_of
-from .directory import at, finished, folder, index_at, no_checkpoint
-from .index import CheckpointError, Entry, Index, Piece
-from .other_formats import Source, format_at, source_at
-from .places import Place, Reader
-from .safetensors_file import CHUNK
-from .torch_dcp import located
 
 _REMEDY = "let all ranks see the same files"
 

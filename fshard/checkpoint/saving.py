@@ -25,14 +25,15 @@ from torch import Tensor
 from ..comm import consensus
 from ..comm.mesh import AnyMesh, Mesh, adapted
 from ..core.arguments import check_flags, check_whole
+from ..core.storage import aligned
 from ..core.tree import Tree
+from ..files.directory import at, folder, prune
+from ..files.index import CheckpointError
+from ..files.places import Place
 from ..layout.pieces import mesh_of
-from ..sharding.offload import empty
+from ..plan.offload import empty
 from .contents import Contents, check_has_values, check_same_call, contents_of, differing, own_pieces
-from .directory import at, folder, prune
-from .host_copies import aligned, copied, device_of
-from .index import CheckpointError
-from .places import Place
+from .host_copies import copied, device_of
 from .writing import Named, Record, Writer
 
 _SEEN = 60.0  # seconds after which every rank must see a file that is written: network file systems look again so late

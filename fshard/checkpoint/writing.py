@@ -13,14 +13,25 @@ from pathlib import Path
 from torch import Tensor
 
 from ..core.foreign import parsed
+from ..files.checksum import checksum
+from ..files.directory import INDEX, folder, index_at, read_all
+from ..files.index import (
+    CheckpointError,
+    Entry,
+    Index,
+    Json,
+    Piece,
+    in_order,
+    piece_to_json,
+    rank_key,
+    read_index,
+    read_piece,
+)
+from ..files.places import Place
+from ..files.safetensors_file import CHUNK, copied_into, header, laid_out
 from ..sharding.names import Form
-from .checksum import checksum
 from .contents import Contents
-from .directory import INDEX, folder, index_at, read_all
 from .host_copies import in_host_memory
-from .index import CheckpointError, Entry, Index, Json, Piece, in_order, piece_to_json, rank_key, read_index, read_piece
-from .places import Place
-from .safetensors_file import CHUNK, copied_into, header, laid_out
 
 _PAUSES = 0.01, 1.0  # seconds between two looks for the records of other ranks, the first and the longest
 _AFTER_THE_PROGRAM = (

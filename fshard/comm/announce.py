@@ -11,9 +11,8 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
 
-from .log import Call, is_tallying
 from .mesh import Mesh
-from .ranks import Exchange, Ranks, message_timeout
+from .ranks import Call, Exchange, Ranks, is_tallying, message_timeout
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..core.bits import as_bytes, from_bytes
+from ..core.storage import as_bytes, from_bytes
 from . import primitives
 from .mesh import MESHES, AnyMesh, Axes, adapted, axis_sizes, mesh_device
 

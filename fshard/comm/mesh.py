@@ -29,9 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.arguments import check_whole, shown, wrong
-from .log import Call
 from .process_groups import GroupRanks, Owner
-from .ranks import Ranks
+from .ranks import Call, Ranks
 
 T = TypeVar("T")
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ..core.tracing import define
 from . import primitives
-from .log import Call, note
 from .mesh import MESHES
-from .ranks import Pending, Ranks
+from .ranks import Call, Pending, Ranks, note
 
 _AT = "str mesh, str axis, str label, int nbytes"
 Started = tuple[Tensor, Tensor]
@@ -84,6 +83,16 @@ def _settle(place: Tensor, mesh: str, axis: str) -> Tensor:
 
 
 define("settle(Tensor place, str mesh, str axis) -> Tensor", _settle, _ticket_of)
+
+
+def _place(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    place = torch.empty(shape, dtype=dtype, device=device)
+    place.view(-1)[:1].zero_()  # torch warns of a CUDA graph without a kernel
+    return place
+
+
+# compilers move the allocation of aten's own operators to the first use, which may be in no CUDA graph
+define("place(int[] shape, ScalarType dtype, Device device) -> Tensor", _place, _place, captured=True)
 
 
 def _all_gather_into(place: Tensor, x: Tensor, mesh: str, axis: str, label: str, nbytes: int) -> Tensor:

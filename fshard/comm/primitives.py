@@ -23,14 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.bits import Held, as_bytes, pack, packed_size, unpack
-from ..core.profiling import named
-from ..core.tracing import is_tracing
+from ..core.storage import Held, as_bytes, pack, packed_size, unpack
+from ..core.tracing import is_tracing, named
 from .announce import Announced, announced
-from .log import Call, note
 from .mesh import AnyMesh, Axes, adapted, axis_sizes
 from .process_groups import Works, all_gather_single, as_real, as_sent, reduce_scatter_single
-from .ranks import Pending, Ranks, message_timeout
+from .ranks import Call, Pending, Ranks, message_timeout, note
 from .traced import NodeRanks, is_direct
 
 GROUP = 8  # consecutive ranks whose contributions are added before those of others

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from .log import Call
-from .ranks import MismatchError
+from .ranks import Call, MismatchError
 
 # Dtypes that every backend sends: NCCL lacks int16, unsigned integers of more than 8 bits and, on some devices, float8.
 _SENT = frozenset(

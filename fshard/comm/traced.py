@@ -15,10 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .log import Call
 from .mesh import MESHES, Mesh
 from .process_groups import FEW
-from .ranks import Ranks
+from .ranks import Call, Ranks
 
 _LARGE = 1 << 20  # bytes
 

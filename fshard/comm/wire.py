@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core import bits
+from ..core import storage
 from ..core.arguments import check_whole, wrong
 
 Sizes = Sequence[int]
@@ -41,7 +41,7 @@ def pack(*tensors: Tensor) -> Tensor:
     >>> unpack(pack(torch.ones(1), torch.tensor([2, 3])), (torch.float32, 1), (torch.int64, 2))
     [tensor([1.]), tensor([2, 3])]
     """
-    return bits.pack(tensors)
+    return storage.pack(tensors)
 
 
 def unpack(data: Tensor, *held: tuple[torch.dtype, int]) -> list[Tensor]:
@@ -50,7 +50,7 @@ def unpack(data: Tensor, *held: tuple[torch.dtype, int]) -> list[Tensor]:
     >>> unpack(pack(torch.tensor([True])), (torch.bool, 1))
     [tensor([True])]
     """
-    return bits.unpack(data, held)
+    return storage.unpack(data, held)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..comm.mesh import OnMesh
 from ..core import tree
-from ..core.callsite import NOT_THE_USER
+from ..core.arguments import NOT_THE_USER
 from ..core.tracing import Marked
 
 _LIBRARIES = (*NOT_THE_USER, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))

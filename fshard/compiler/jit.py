@@ -8,11 +8,11 @@ from typing import Generic, ParamSpec, TypeVar
 import torch
 from torch import fx
 
-from ..comm.check import Checked, is_wanted
 from ..comm.mesh import OnMesh
 from ..core import func_levels, tree
 from ..core.arguments import check_flags, check_whole, wrong
 from ..core.tracing import is_tracing
+from ..hosts.check import Checked, is_wanted
 from ..sharding.sharded import Sharded
 from .captures import Capture, captures
 from .lowered import Compiled, Lowered, Options, lower

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from ..core import tree
 from ..core.tracing import mark
 from ..core.tree import Tree
+from ..plan.units import ROOT
 from ..sharding.sharded import Sharded
-from ..sharding.units import ROOT
 from . import inspect, passes
 from .bucketing import bucket
 from .captures import Capture, captures
@@ -94,7 +94,11 @@ class Lowered:
         from torch._dynamo import lookup_backend
 
         # a copy, because backends change the graph that they compile, and this one stays for inspection
-        module = fx.GraphModule(self.traced.module, copy.deepcopy(self.graph))
+        graph = copy.deepcopy(self.graph)
+        # private, as Inductor has no public place for its options (test_jit.py notices when it goes)
+        if backend == "inductor" and torch._inductor.config.triton.cudagraphs:
+            passes.fix_places(graph)
+        module = fx.GraphModule(self.traced.module, graph)
         fakes = [node.meta["val"] for node in self.graph.nodes if node.op == "placeholder"]
         with torch.no_grad(), warnings.catch_warnings():
             # torch 2.13 scripts a few functions when inductor is first used, and warns about its own call

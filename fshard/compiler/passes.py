@@ -32,7 +32,7 @@ from torch import fx
 
 from ..comm.mesh import MESHES
 from ..comm.traced import is_direct
-from ..sharding.units import ENDS
+from ..plan.units import ENDS
 from .dataflow import (
     PLACED,
     REDUCTIONS,
@@ -100,6 +100,34 @@ def shorten(graph: fx.Graph) -> None:
 def _is_plain(value: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether a view of `whole` is determined by its shape, strides and offset: it is not conjugated or negated."""
     return value.dtype == whole.dtype and not value.is_conj() and not value.is_neg()
+
+
+def fix_places(graph: fx.Graph) -> None:
+    """Let each gather fill memory that the computation before it allocates, as a part of a CUDA graph.
+
+    So the memory has the same address in each run, and the graphs that read it do not copy it first.
+    """
+    before = next(iter(graph.nodes))
+    for node in list(graph.nodes):
+        if is_call(node, "fshard.all_gather"):
+            _fix_place(graph, node, before)
+        elif node.op == "placeholder" or not (operator(node).startswith("fshard.") or is_call(node, *VIEWS)):
+            before = node
+
+
+def _fix_place(graph: fx.Graph, start: fx.Node, before: fx.Node) -> None:
+    (whole, _), by_name = values(start), arguments(start)
+    with graph.inserting_after(before):
+        place = graph.call_function(torch.ops.fshard.place.default, (list(whole.shape), whole.dtype, whole.device))
+    place.meta["val"] = whole
+    sent = [by_name[name] for name in ("x", "mesh", "axis", "label", "nbytes")]
+    with graph.inserting_before(start):
+        new = call(graph, torch.ops.fshard.all_gather_into.default, place, *sent)
+    new.update_kwarg("after", by_name.get("after"))
+    for part in list(start.users):
+        part.replace_all_uses_with(place if part.args[1] == 0 else new)
+        graph.erase_node(part)
+    graph.erase_node(start)
 
 
 def keep_unread(graph: fx.Graph) -> None:

@@ -26,7 +26,7 @@ from ..core.storage import address
 from ..core.tracing import Marked
 from ..core.tree import Tree
 from .captures import Capture
-from .dependence import depends
+from .dataflow import depends
 from .trace import resolved
 
 Key = tuple[type, *tuple[object, ...]]  # the type of a value, and what is compared of the value

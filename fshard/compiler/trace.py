@@ -28,14 +28,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import tree
-from ..core.arguments import check_function
-from ..core.callsite import call_site, frame_of
+from ..core.arguments import call_site, check_function, frame_of
 from ..core.random import draws
 from ..core.storage import address
 from ..core.tracing import Marked, kind_of, mark
 from ..core.tree import Tree
 from .captures import captures
-from .dependence import depends, linked
+from .dataflow import depends, linked
 from .draws import OfAnyThread, watched
 
 P = ParamSpec("P")

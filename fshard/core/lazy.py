@@ -23,6 +23,8 @@ class Container:
 class Branch:
     """A container that creates its children on access, with the reading methods of the container that it represents."""
 
+    __slots__ = ()
+
     @abstractmethod
     def _container(self) -> Container:
         """Return the children of the container that this object represents."""
@@ -59,7 +61,14 @@ class Branch:
         return len(self._container().children)
 
     def __iter__(self) -> Iterator[Tree]:
-        return iter(self.keys() if self._container().is_mapping else self.values())
+        container = self._container()
+        return iter(container.positions) if container.is_mapping else self._children()
+
+    def _children(self) -> Iterator[Tree]:
+        number = 0
+        while number < len(self):  # which may change meanwhile, as a list's
+            yield self._pick(number)
+            number += 1
 
     def __contains__(self, key: object) -> bool:
         container = self._container()
@@ -67,7 +76,7 @@ class Branch:
 
     def keys(self) -> KeysView[Hashable]:
         """Return the keys, in the order of use."""
-        return self._container().positions.keys()
+        return KeysView(self)
 
     def values(self) -> ValuesView[Tree]:
         """Return the children in the order of use, each created when reached."""
@@ -83,21 +92,22 @@ class Branch:
 
 
 class _Values(ValuesView[Tree]):
-    """As of a dict: may be iterated again."""
+    """As of a dict: may be iterated again, and shows what a program puts there meanwhile."""
 
     _mapping: Any  # a Branch
 
     def __iter__(self) -> Iterator[Tree]:
-        return map(self._mapping._pick, range(len(self)))
+        return (child for _, child in _Items(self._mapping))
 
 
 class _Items(ItemsView[Hashable, Tree]):
-    """As of a dict: may be iterated again."""
+    """As of a dict: may be iterated again, and shows what a program puts there meanwhile."""
 
     _mapping: Any  # a Branch
 
     def __iter__(self) -> Iterator[tuple[Hashable, Tree]]:
-        return zip(self._mapping.keys(), self._mapping.values(), strict=True)
+        keys = [*self._mapping] if self._mapping._container().is_mapping else range(len(self))
+        return ((key, self._mapping[key]) for key in keys)
 
 
 def map_repr(items: Sequence[object]) -> list[str]:

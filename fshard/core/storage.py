@@ -1,11 +1,14 @@
-"""The memory of tensors: their storage, the bytes of it that they use, and how often they were written to."""
+"""The memory of tensors: their storage, the bytes of it that they use, and tensors as bytes."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from . import tree
+from .tracing import define, is_tracing
 from .tree import Tree
 
 
@@ -46,13 +49,85 @@ def share_elements(x: Tensor, y: Tensor) -> bool:
     """Return whether two tensors have a byte in common. The ranges of columns of a matrix meet, and they have none."""
     if not ranges_meet(x, y):
         return False
-    first, second = byte_range(x), byte_range(y)
-    start = min(first.start, second.start)
-    used = torch.zeros(max(first.stop, second.stop) - start, dtype=torch.bool, device="cpu")  # one for each byte
+    ends = [0, 0]  # of the runs so far: those of each tensor, which may meet one another
+    for start, stop, number in sorted((*run, number) for number, z in enumerate((x, y)) for run in _runs(z)):
+        if start < ends[1 - number]:
+            return True
+        ends[number] = max(ends[number], stop)
+    return False
 
-    def bytes_of(z: Tensor, begin: int) -> Tensor:  # the view of `used` with the tensor's strides: (*shape, itemsize)
-        sizes, strides = (*z.shape, z.itemsize), (*(stride * z.itemsize for stride in z.stride()), 1)
-        return used.as_strided(sizes, strides, begin - start)
 
-    bytes_of(x, first.start).fill_(True)
-    return bool(bytes_of(y, second.start).any())
+def _runs(x: Tensor) -> list[tuple[int, int]]:
+    """Return where the runs of neighbouring bytes begin and end that a tensor uses; of integers alone, for any mode."""
+    starts, length = [byte_range(x).start], x.itemsize
+    for stride, size in sorted((stride * x.itemsize, size) for size, stride in zip(x.shape, x.stride(), strict=True)):
+        if stride == length and len(starts) == 1:
+            length *= size
+        elif stride and size > 1:
+            starts = [start + i * stride for start in starts for i in range(size)]
+    return [(start, start + length) for start in starts]
+
+
+STEP = 16  # packed tensors begin at multiples of so many bytes, because kernels load 16 bytes at once
+Held = Sequence[tuple[torch.dtype, int]]  # dtype and number of elements of each packed tensor
+
+
+def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Pack tensors of any dtypes into one flat uint8 tensor, with zeros between them. Dual: `unpack`.
+
+    >>> unpack(pack([torch.ones(1), torch.tensor([2, 3])]), [(torch.float32, 1), (torch.int64, 2)])
+    [tensor([1.]), tensor([2, 3])]
+    """
+    parts = list[Tensor]()
+    for data in map(as_bytes, tensors):
+        gap = -data.numel() % STEP  # bytes to the next multiple of STEP
+        parts += [data, data.new_zeros(gap)] if gap else [data]
+    return torch.cat(parts, out=out)
+
+
+def aligned(end: int) -> int:
+    """Where a tensor begins after one that ends here: at a multiple of STEP."""
+    return -(-end // STEP) * STEP
+
+
+def packed_size(held: Held) -> int:
+    """The number of bytes of a packed tensor."""
+    return sum(aligned(dtype.itemsize * numel) for dtype, numel in held)
+
+
+def unpack(data: Tensor, held: Held) -> list[Tensor]:
+    """Return the packed tensors, flat, as views of `data`. Dual: `pack`."""
+    tensors = list[Tensor]()
+    for dtype, numel in held:
+        tensors.append(from_bytes(data[: dtype.itemsize * numel], dtype))  # (numel,)
+        data = data[packed_size([(dtype, numel)]) :]
+    return tensors
+
+
+def bitcast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Reinterpret the bits of a tensor as another dtype."""
+    # an operator of its own, because Inductor fuses casts of bits wrongly on CPUs (torch 2.13, test_compile.py)
+    return torch.ops.fshard.bitcast(x, dtype) if is_tracing() and x.dtype != dtype else x.view(dtype)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor as a flat uint8 tensor."""
+    flat = x.detach().reshape(-1)
+    if flat.numel() == 1 and flat.stride() != (1,):  # a compiler may give one element any stride
+        flat = flat.as_strided((1,), (1,))
+    return bitcast(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat, torch.uint8)
+
+
+def from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Reinterpret a flat uint8 tensor as a flat tensor of `dtype`."""
+    if dtype.is_complex:
+        return torch.view_as_complex(bitcast(data, dtype.to_real()).view(-1, 2))
+    return bitcast(data, dtype)
+
+
+define(
+    "bitcast(Tensor x, ScalarType dtype) -> Tensor",
+    # a copy, so that the last stride is 1: a compiler may give one element any stride
+    lambda x, dtype: x.new_empty(x.numel()).copy_(x).view(dtype),
+    lambda x, dtype: x.new_empty(x.nbytes // dtype.itemsize, dtype=dtype),
+)

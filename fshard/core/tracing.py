@@ -1,12 +1,14 @@
-"""Whether operators are being traced, marks on traced tensors, and how fshard defines operators of its own."""
+"""Whether torch traces, operators that it traces, and names in the traces of torch.profiler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
@@ -58,16 +60,23 @@ def _node_of(x: Tensor) -> Node | None:
 _LIBRARY = torch.library.Library("fshard", "DEF")
 
 
-def define(schema: str, run: Callable[..., object], shapes: Callable[..., object], exact: bool = False) -> None:
+def define(
+    schema: str,
+    run: Callable[..., object],
+    shapes: Callable[..., object],
+    exact: bool = False,
+    captured: bool = False,
+) -> None:
     """Define the operator `torch.ops.fshard.<name>`: `run` implements it, `shapes` returns fake results.
 
     The tags tell compilers not to merge two calls with equal arguments, not to run a call while compiling, not to put
     it into a CUDA graph, which would repeat a collective without its Python, and not to change the layout of an
     argument: they would copy it for each node, and `wait` would keep a copy of what is sent. With `exact` they give
-    every argument the strides that it has in the trace.
+    every argument the strides that it has in the trace. With `captured` it may be a part of a CUDA graph.
     """
     layout = torch.Tag.needs_exact_strides if exact else torch.Tag.flexible_layout
-    _LIBRARY.define(schema, tags=[torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe, layout])
+    unsafe = [] if captured else [torch.Tag.cudagraph_unsafe]
+    _LIBRARY.define(schema, tags=[torch.Tag.nondeterministic_seeded, *unsafe, layout])
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fshard::{name}", shapes, lib=_LIBRARY)
@@ -82,3 +91,19 @@ def copied(x: Tensor) -> Tensor:
     if is_tracing():
         return torch.ops.fshard.materialize(x.contiguous())
     return x.clone(memory_format=torch.contiguous_format)
+
+
+_NOTHING = nullcontext()
+
+
+def named(what: str, label: str) -> AbstractContextManager[object]:
+    """A block that a running profiler shows as `fshard.<what> <label>`; nothing is recorded in graphs.
+
+    >>> with named("all_gather", "blocks.0"):
+    ...     pass
+    """
+    # `_is_profiler_enabled` is private: a `record_function` takes 2 us where no profiler runs, and there is no public
+    # way to ask (test_profiling.py notices when it goes)
+    if not profiler._is_profiler_enabled or is_tracing():
+        return _NOTHING
+    return profiler.record_function(f"fshard.{what} {label}".rstrip())

@@ -8,6 +8,8 @@ Note [Order of use]
 
 from __future__ import annotations
 
+import builtins
+import operator
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -91,6 +93,12 @@ def map(fn: Callable[..., Tree], tree: Tree, *rest: Tree) -> Tree:
     return unflatten(spec, [fn(*args) for args in zip(first, *others, strict=True)])
 
 
+def consists_of(tree: Tree, spec: Spec, leaves: Sequence[Tree]) -> bool:
+    """Return whether a tree has this structure, in the order of use, and these very leaves."""
+    now, form = optree.tree_flatten(tree, namespace=_NAMESPACE)
+    return len(now) == len(leaves) and all(builtins.map(operator.is_, now, leaves)) and form == spec
+
+
 # Which nodes to treat as leaves: those of one type, or those for which a predicate holds.
 Stop = type | Callable[[Tree], bool]
 
@@ -150,6 +158,8 @@ def register(
 
 class StandIn:
     """A node that stands for a container, and makes its children when they are read."""
+
+    __slots__ = ()
 
     @abstractmethod
     def filled(self) -> Tree:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..core import tree
 from ..core.lazy import Branch
-from ..sharding.precision import Policy, precision
+from ..plan.precision import Policy, precision
 from .batch_norm import BATCH_NORMS
 from .skeleton import place_of, places_in
 

@@ -14,11 +14,11 @@ from ..core import tree
 from ..core.arguments import check_flags, wrong
 from ..core.tree import Tree
 from ..layout.pieces import Parts
+from ..plan.plan import Plan
+from ..plan.precision import Policy
 from ..sharding.access import Leaves
 from ..sharding.initial import init_params
 from ..sharding.names import Rename
-from ..sharding.plan import Plan
-from ..sharding.precision import Policy
 from ..sharding.sharded import Sharded
 from .checks import check_parameters
 from .copies import Copies

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..core import tree
 from ..core.arguments import check_whole, wrong
-from ..sharding.precision import Policy, policy_of
+from ..plan.precision import Policy, policy_of
 from .batch_norm import BATCH_NORMS
 from .skeleton import place_of
 

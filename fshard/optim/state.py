@@ -21,7 +21,7 @@ from ..comm.dtensors import check_no_rank, device_mesh, dtensor_of, is_sharded, 
 from ..comm.mesh import AnyMesh, axis_sizes, mesh_device, num_ranks, rank_in
 from ..core import tree
 from ..core.arguments import check_flags, check_whole, check_word, wrong
-from ..core.bits import as_bytes
+from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..layout.cuts import EVERYONE, Span
 from ..layout.layout import Layout

@@ -1,1 +1,1 @@
-"""Plans, sharded trees, and one forward and backward over them."""
+"""Sharded trees: their rows, names and values, and how a loss reads them."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MethodDescriptorType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from ..core.arguments import wrong
 from ..core.lazy import Branch, Container
 from ..core.storage import writes
 from ..core.tree import Tree
-from .plan import Plan
-from .precision import Policy
+from ..plan.plan import Plan
+from ..plan.precision import Policy
 
 # The policy and the mesh of the loss that runs, for what a loss calls with parameters that it has gathered itself; and
 # words that ranks compare, or None outside of a loss.
@@ -54,6 +55,10 @@ class Gathers(Protocol):
     def enter(self, spec: tree.Spec, first: int) -> Tree:
         """Return the subtree of this structure whose first leaf has the number `first`."""
 
+    @property
+    def shown(self) -> Shown | None:
+        """The plain containers that were read of units in memory; None in the backward."""
+
     def leaf(self, number: int) -> Tensor:
         """Return a leaf, gathered with its unit."""
 
@@ -62,6 +67,71 @@ class Gathers(Protocol):
 
     def prefetch(self, patterns: Sequence[str]) -> None:
         """Start the gathers of the units whose names fit the patterns."""
+
+
+class _Read(NamedTuple):
+    """A plain container that a loss read: where, and the structure and leaves that it came with."""
+
+    inside: dict[int, Tree]  # the children of the lazy container that it lies in, by position
+    position: int
+    spec: tree.Spec
+    container: Tree
+    leaves: list[Tree]
+
+
+class Shown:
+    """The plain containers that a loss reads of units: it reads the same one again, with what it changed.
+
+    A container that was changed stays with the lazy one that it lies in. Others are forgotten as soon as a unit is let
+    go, but for those that the program still has, and may change. Which gathers run does not depend on it.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[tuple[int, int], _Read] = {}  # by the identity of `inside`, and the position
+        self.lingers = False  # whether containers of units that were let go may be here
+
+    def at(self, inside: dict[int, Tree], index: int, spec: tree.Spec, read: Tree) -> Tree:
+        """The container that was read at this place before, else this one."""
+        new = _Read(inside, index, spec, read, spec.flatten_up_to(read))
+        return self._read.setdefault((id(inside), index), new).container
+
+    def let_go(self) -> None:
+        """Forget the containers, but for those that were changed, and those that the program has."""
+        for key, read in [*self._read.items()]:
+            # those of leaves alone have no others inside
+            nests = read.spec.num_nodes > read.spec.num_leaves + 1
+            if sys.getrefcount(read.container) > _ALONE or (nests and _has_inside(read.container)):
+                continue
+            if not tree.consists_of(read.container, read.spec, read.leaves):
+                read.inside[read.position] = read.container
+            del self._read[key]
+        self.lingers = bool(self._read)
+
+    def drop(self) -> None:
+        """Forget what the program has given up since its unit was let go, so that no memory waits for another unit."""
+        self.let_go()
+        self.lingers = False
+
+    def settle(self) -> None:
+        """Put the containers that were changed where they lie."""
+        for read in self._read.values():
+            if not tree.consists_of(read.container, read.spec, read.leaves):
+                read.inside[read.position] = read.container
+
+
+# The references to a container that nobody has but a list and the call, or but its parent, a list and the call. More
+# would keep a unit in memory for longer, fewer would lose a change that comes after another unit was read.
+_EXAMPLE: list[Tree] = [{}]
+_ALONE = sys.getrefcount(_EXAMPLE[0])
+_INSIDE = _ALONE + 1
+
+
+def _has_inside(container: Tree) -> bool:
+    """Whether the program has a container inside of this one."""
+    children = tree.one_level(container)[0]
+    # by number: a variable would be a reference, too
+    containers = [i for i, x in enumerate(children) if not (isinstance(x, Tensor) or x is None or x == ())]
+    return any(sys.getrefcount(children[i]) > _INSIDE or _has_inside(children[i]) for i in containers)
 
 
 def _reading(name: str) -> Callable[..., Any]:
@@ -93,15 +163,21 @@ class Lazy(Branch, tree.StandIn):
     container, or calls a method of its class that is not written in Python, makes it hold all of its children.
     """
 
+    __slots__ = ("_first", "_held", "_inside", "_listed", "_spec", "_tape")  # `vars` gives what the container has
+
     def __init__(self, tape: Gathers | None, spec: tree.Spec, first: int, held: Tree = None):
         self._tape, self._held = tape, held
         self._spec, self._first = spec, first
-        self._inside: dict[int, Lazy] = {}  # the lazy children that were read, by position
+        self._inside: dict[int, Tree] = {}  # the lazy children that were read and the changed ones, by position
         self._listed = tape and tape.plan.container(spec, first)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return self._spec.type or Lazy
+
+    @property
+    def __dict__(self) -> dict[str, Tree]:  # type: ignore[override]
+        return self._settled().__dict__
 
     @staticmethod
     def of(container: Tree) -> Tree:
@@ -118,11 +194,18 @@ class Lazy(Branch, tree.StandIn):
         return self._tape.enter(spec, self._first + first)
 
     def _pick(self, index: int) -> Tree:
+        if self._tape is None:  # since a loop over this list began
+            return self._held[index]
         if index in self._inside:
             return self._inside[index]
-        child = self._child(*self._container().children[index])
+        spec, first = self._container().children[index]
+        child = self._child(spec, first)
+        if index in self._inside:  # to gather it, its unit was let go, in which it was changed
+            return self._inside[index]
         if isinstance(child, Lazy):  # a change of it is a change of this one
             self._inside[index] = child
+        elif (shown := self._tape.shown) and not isinstance(child, Tensor):
+            child = shown.at(self._inside, index, spec, child)
         return child
 
     def filled(self) -> Tree:
@@ -136,24 +219,29 @@ class Lazy(Branch, tree.StandIn):
 
     def _settled(self) -> Tree:
         """The container, which this one holds from now on."""
-        self._held, self._tape = self.filled(), None
+        if self._tape is not None:
+            self._held, self._tape = self.filled(), None
         return self._held
 
     def __getattr__(self, name: str) -> Tree:
-        if vars(self).get("_tape") is None:  # `copy` looks for methods before there is any
-            return getattr(vars(self).get("_held"), name)
+        if name in Lazy.__slots__:  # `copy` looks for methods before there is any
+            raise AttributeError(name)
+        of_class = inspect.getattr_static(self._spec.type, name, None)
+        if isinstance(of_class, MethodDescriptorType):
+            method = getattr(self._settled(), name)
+            # a list that is extended by what stands for it would grow for ever
+            return lambda *args, **more: method(*(self._held if x is self else x for x in args), **more)
+        if self._tape is None:
+            return getattr(self._held, name)
         try:
             return super().__getattr__(name)
         except AttributeError:
-            of_class = inspect.getattr_static(self._spec.type, name, None)
             if of_class is None:
                 raise
-        if isinstance(of_class, MethodDescriptorType):
-            return getattr(self._settled(), name)
         return of_class.__get__(self, self._spec.type) if hasattr(of_class, "__get__") else of_class
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in ("_tape", "_held", "_spec", "_first", "_inside", "_listed"):
+        if name in Lazy.__slots__:
             object.__setattr__(self, name, value)
         else:
             setattr(self._settled(), name, value)
@@ -176,7 +264,10 @@ class Lazy(Branch, tree.StandIn):
     keys, values, items, get = map(_reading, ("keys", "values", "items", "get"))
     __eq__, __or__, __add__, __mul__ = map(_operator, (operator.eq, operator.or_, operator.add, operator.mul))
     __ior__, __iadd__, __imul__ = map(_in_place, (operator.ior, operator.iadd, operator.imul))
-    __ror__, __radd__ = map(_operator, (lambda x, y: y | x, lambda x, y: y + x))
+    __ror__, __radd__, __rmul__ = map(_operator, (lambda x, y: y | x, lambda x, y: y + x, lambda x, y: y * x))
+
+    def __reversed__(self) -> Iterator[Tree]:
+        return reversed([*self])
 
     def placed(self) -> Tree:
         """The subtree as a plain tree, with the places of the leaves for leaves; no unit is gathered."""
@@ -187,8 +278,10 @@ class Lazy(Branch, tree.StandIn):
         def at(child: tree.Spec, start: int) -> Tree:
             return tree.unflatten(child, [_At(tape, first + start + i) for i in range(child.num_leaves)])
 
+        if tape.shown:
+            tape.shown.settle()  # what was changed is in `_inside` now
         children = enumerate(self._container().children)
-        parts = [self._inside[i].placed() if i in self._inside else at(*child) for i, child in children]
+        parts = [placed(self._inside[i]) if i in self._inside else at(*child) for i, child in children]
         return self._of_children(parts)
 
     def prefetch(self, patterns: Sequence[str]) -> None:
@@ -205,10 +298,14 @@ class Lazy(Branch, tree.StandIn):
 class _LazyMapping(Lazy):
     """One that stands for a dict: `match` asks the class."""
 
+    __slots__ = ()
+
 
 @Sequence.register
 class _LazySequence(Lazy):
     """One that stands for a list or a tuple."""
+
+    __slots__ = ()
 
 
 def lazy(tape: Gathers | None, spec: tree.Spec, first: int, held: Tree = None) -> Lazy:

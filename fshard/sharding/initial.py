@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.arguments import check_function, check_whole, shown, wrong
 from ..core.random import seeded_by
-from .plan import Plan, Slot
+from ..plan.plan import Plan, Slot
 from .sharded import Sharded, empty_params, pack
 
 Initialize = Callable[[str, Tensor], Tensor]

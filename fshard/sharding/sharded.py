@@ -21,10 +21,10 @@ from ..core.tree import Tree
 from ..layout import reshard
 from ..layout.layout import Layout
 from ..layout.pieces import Parameters, Parts, Pieces, Views
-from . import offload
-from .leaves import check_tensors, identity
-from .plan import Plan, Slot, check_plain
-from .view import View
+from ..plan import offload
+from ..plan.leaves import check_tensors, identity
+from ..plan.plan import Plan, Slot, check_plain
+from .schedule import View
 
 
 class Sharded(Parameters, Branch):

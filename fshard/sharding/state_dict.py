@@ -14,9 +14,9 @@ from ..comm import primitives
 from ..comm.consensus import check_same, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
 from ..core.arguments import check_flags, check_whole, wrong
+from ..plan.plan import Slot
 from .initial import filled
 from .names import Form, Rename, form_difference, name_differences, renamed, unreadable
-from .plan import Slot
 from .sharded import Sharded, cut, gather_unit, intervals
 
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..comm.log import Call
-from ..core.bits import as_bytes, from_bytes
-from ..core.callsite import call_site
+from ..comm.ranks import Call
+from ..core.arguments import call_site
+from ..core.storage import as_bytes, from_bytes
 
 _ALIGNED = 64  # bytes: torch aligns its own memory so, and the bits of a matrix product may depend on it
 

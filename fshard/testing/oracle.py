@@ -15,16 +15,16 @@ from ..core.losses import Mean, Sum, averages, is_loss, local_sums, put_averages
 from ..core.random import seeded
 from ..core.scalars import double
 from ..core.tree import Spec, Tree, detached, flatten, map, map_tops, unflatten
+from ..grad.grad import check_loss
 from ..layout.layout import Leaf
 from ..optim.base import FoundInf, Label, Transform, any_found, as_transform, clip_factor
 from ..optim.labels import Labels, label_of
 from ..optim.state import gather_state
+from ..plan.leaves import first_places
+from ..plan.precision import Policy, Precision, policy_of, precisions
+from ..plan.units import Where, claim_leaves, claim_policies
 from ..sharding.access import loss_of
-from ..sharding.grad import check_loss
-from ..sharding.leaves import first_places
-from ..sharding.precision import Policy, Precision, policy_of, precisions
 from ..sharding.sharded import gather_params
-from ..sharding.units import Where, claim_leaves, claim_policies
 from ..train.loss_scale import LossScale, NoLossScale
 from ..train.step import TrainState
 from .rng import with_threads

@@ -17,7 +17,7 @@ from ..core.losses import Mean, Sum
 from ..core.random import seeded
 from ..core.scalars import double
 from ..core.tree import Tree
-from ..sharding.grad import value_and_grad
+from ..grad.grad import value_and_grad
 from ..sharding.sharded import Sharded
 from ..train.step import TrainState
 from .compare import Place, gap, places

@@ -23,10 +23,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ..comm.log import Call
-from ..comm.ranks import MismatchError
-from ..core.bits import as_bytes, from_bytes
-from ..core.callsite import call_site
+from ..comm.ranks import Call, MismatchError
+from ..core.arguments import call_site
+from ..core.storage import as_bytes, from_bytes
 from .rng import Generators
 
 

@@ -19,8 +19,8 @@ from ..core.lazy import Branch
 from ..core.losses import Mean, Sum
 from ..optim import base, labels, matrix, optimizers, schedules
 from ..optim.transforms import chain, every_k
-from ..sharding.leaves import first_places
-from ..sharding.precision import Policy
+from ..plan.leaves import first_places
+from ..plan.precision import Policy
 
 try:
     from hypothesis import strategies as st
@@ -127,7 +127,7 @@ def plans(draw: Any, params: Any, policies: st.SearchStrategy[Any] | None = None
     kept = dict(draw(st.sampled_from(PARTITIONS)))
     units = draw(st.none() | st.integers(1, 20) | _some(subtrees))
     chosen: dict[str, Any] = {"units": units or None}
-    chosen |= {name: draw(_some(leaves)) for name in ("whole", "host")}
+    chosen |= {name: draw(_some(leaves)) for name in ("whole", "offload")}
     chosen["frozen"] = draw(_some([path for path in leaves if origins[path] != trained]))
     chosen |= {"together": draw(st.booleans()), "block": draw(st.sampled_from([None, 2, 3]))}
     chosen["bucket"] = draw(st.sampled_from([None, 40, 400]))  # bytes

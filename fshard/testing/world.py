@@ -18,11 +18,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..comm.log import Call
 from ..comm.mesh import Grid, axis_sizes, digits, numbered
 from ..comm.primitives import fold, sum_dtype
 from ..comm.process_groups import places
-from ..comm.ranks import Exchange, MismatchError
+from ..comm.ranks import Call, Exchange, MismatchError
 from ..core import tree
 from ..core.arguments import check_flags, check_whole, wrong
 from ..core.tree import Tree

@@ -19,13 +19,13 @@ from ..core.random import seeded
 from ..core.scalars import Number
 from ..core.storage import writes
 from ..core.tree import Tree
+from ..grad import gradients
+from ..grad.grad import inputs, later_grads, run
+from ..grad.gradients import Gradients, settle
 from ..layout.pieces import device_of
 from ..optim.labels import Labels
-from ..sharding import reducing
-from ..sharding.grad import inputs, later_grads, run
-from ..sharding.gradients import Gradients, settle
-from ..sharding.partitions import axes_of
-from ..sharding.plan import Plan
+from ..plan.partitions import axes_of
+from ..plan.plan import Plan
 from ..sharding.sharded import Sharded
 from .data import cut
 from .loss_scale import NoLossScale
@@ -88,7 +88,7 @@ def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: S
         if into.reduced is not None and into.reduced is not sums:
             tree.map(lambda total, more: total.add_(more), sums(), into.reduced())
     if reduced_last:
-        reducing.reduce_rest(sums(), grads(), reduced_last, recipe.by)
+        gradients.reduce_rest(sums(), grads(), reduced_last, recipe.by)
         settle(plan)
     outcome = joined(outcomes)
     if num == 1:
@@ -110,7 +110,7 @@ def run_each(
 ) -> Iterator[tuple[Outcome, Gradients]]:
     """Forward and backward of each micro-batch in turn, with random numbers of this stream.
 
-    `divisor`, `alone` and `whole` are arguments of `fshard.sharding.grad.run`.
+    `divisor`, `alone` and `whole` are arguments of `fshard.grad.grad.run`.
     """
     scaler = state.loss_scale
     scale = (lambda seed: seed) if isinstance(scaler, NoLossScale) else scaler.scale

@@ -1,7 +1,7 @@
 """A step that updates each unit in its backward, as soon as the unit's gradients are reduced.
 
 Note [Steps that update in the backward]
-    `Updates` is handed the sum of each unit (Note [Updates in a backward] in `sharding/handing.py`), and runs the
+    `Updates` is handed the sum of each unit (Note [Updates in a backward] in `grad/gradients.py`), and runs the
     optimizer on that unit alone: on its flat parameters, and on the same interval of every tree in the optimizer's
     state. This is the same update, because the optimizer is elementwise. The 0-d tensors of the state (counts) are
     those before the step for every unit. Clipping must know the norm of all gradients first, so the
@@ -25,16 +25,15 @@ from ..core import tree
 from ..core.losses import Outcome
 from ..core.scalars import beside, wide
 from ..core.tree import Tree
+from ..grad.grad import apart
+from ..grad.gradients import Gradients, Take, UnitSums
 from ..layout.layout import Layout
 from ..layout.norms import square_sum
 from ..layout.pieces import Parts, Views
 from ..optim.base import Label, Transform, clip_factor
 from ..optim.labels import LabelState
-from ..sharding.grad import apart
-from ..sharding.gradients import Gradients
-from ..sharding.handing import Sums, Take
+from ..sharding.schedule import View
 from ..sharding.sharded import Sharded, refine
-from ..sharding.view import View
 from .accumulate import Recipe, rank_of, run_each
 from .loss_scale import NoLossScale
 
@@ -136,7 +135,7 @@ def _check_state(state: Tree) -> None:
 
 def _run(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: Take) -> Outcome:
     """Forward and backward of the batch; `take` is handed the sum of each unit and kind, (n / W_grads,)."""
-    sums = Sums(state.params)
+    sums = UnitSums(state.params)
 
     def taken(unit: int, kind: int, total: Tensor) -> None:
         sums.drop(unit, kind)

@@ -8,7 +8,7 @@ Note [Slices]
 
     A matrix product may round otherwise where an operand starts at another address, as MKL's does on AMD processors:
     what counts is the address modulo 16. So the loss is given a copy of each slice, which starts at a multiple of 64
-    bytes. Leaves of parameters start at multiples of 16 (Note [Layout] in `sharding/plan.py`).
+    bytes. Leaves of parameters start at multiples of 16 (Note [Layout] in `plan/plan.py`).
 
     A rank sums its slices like a binary counter, each digit of which is a tree of gradients (`_add_to_counter`). All
     totals are divided by the count of the first slice, and the sum is rescaled once every slice has been counted.
@@ -34,8 +34,8 @@ from ..core.losses import Outcome, described
 from ..core.scalars import on_device
 from ..core.tracing import copied
 from ..core.tree import Tree
-from ..sharding.grad import later_grads, reduce_all
-from ..sharding.plan import Plan
+from ..grad.grad import later_grads, reduce_all
+from ..plan.plan import Plan
 from ..sharding.sharded import Sharded
 from .accumulate import Recipe, StepGradients, joined, rank_of, run_each, summed_locally
 from .data import cut, num_rows

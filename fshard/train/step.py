@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.check import Checked, is_wanted
 from ..comm.mesh import present
 from ..comm.ranks import MismatchError
 from ..comm.reduction import Reduction, TreeSums, reduction_of
@@ -21,13 +20,14 @@ from ..core.scalars import beside, wide
 from ..core.storage import addresses
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
+from ..grad.grad import check_loss, check_sharded
+from ..hosts.check import Checked, is_wanted
 from ..layout.norms import global_norm
 from ..layout.pieces import Views, device_of, packed
 from ..optim.base import FoundInf, Transform, TransformLike, any_found, as_transform, clip_factor
 from ..optim.kernels import where
 from ..optim.labels import Labels, check_labelled, check_labels
-from ..sharding import offload
-from ..sharding.grad import check_loss, check_sharded
+from ..plan import offload
 from ..sharding.sharded import Sharded, coarsen, refine
 from . import dynamo
 from .accumulate import Recipe, check_reduce_once, gradients_of_micro_batches

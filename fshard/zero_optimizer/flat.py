@@ -15,8 +15,8 @@ from ..comm.reduction import reduce_over
 from ..core import tree
 from ..core.tree import Tree
 from ..optim.base import FoundInf, Transform
-from ..sharding.plan import Plan, Slot
-from ..sharding.planning import make_plan
+from ..plan.plan import Plan, Slot
+from ..plan.planning import make_plan
 from ..sharding.sharded import Sharded, cut, intervals, local_numel, pack, whole_view
 from .leaf import ZeroState, check_zero_state, leaves_of
 

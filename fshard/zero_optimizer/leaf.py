@@ -10,20 +10,21 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..comm import consensus, one_host, primitives
+from ..comm import consensus, primitives
 from ..comm.mesh import AnyMesh, Axes, OnMesh, axis_sizes, coordinate
 from ..comm.ranks import Ranks
 from ..comm.reduction import DEFAULT
-from ..core import bits, tree
+from ..core import storage, tree
 from ..core.flat import put
 from ..core.tree import Tree
+from ..hosts import one_host
 from ..layout.cuts import EVERYONE
 from ..layout.layout import Layout
 from ..layout.pieces import Pieces, layout_of, packed, pick
 from ..layout.reshard import collect, on_rank, owned
 from ..optim.base import FoundInf, Transform
-from ..sharding.leaves import is_differentiable, read_frozen
-from ..sharding.plan import Plan
+from ..plan.leaves import is_differentiable, read_frozen
+from ..plan.plan import Plan
 
 P = TypeVar("P", Plan, Layout)
 
@@ -148,7 +149,7 @@ def _all_reduced(leaves: dict[int, Tensor], ranks: Ranks) -> dict[int, Tensor]:
     sums = dict[int, Tensor]()
     # in the order of the leaves: that of a set of dtypes depends on the process, and ranks would not meet
     for dtype in dict.fromkeys(x.dtype for x in leaves.values()):
-        of_dtype, step = {n: x for n, x in leaves.items() if x.dtype == dtype}, -(-bits.STEP // dtype.itemsize)
+        of_dtype, step = {n: x for n, x in leaves.items() if x.dtype == dtype}, -(-storage.STEP // dtype.itemsize)
         *starts, end = accumulate((-(-x.numel() // step) * step for x in of_dtype.values()), initial=0)
         flat = next(iter(of_dtype.values())).new_empty(end)
         put(flat, [*of_dtype.values()], starts)

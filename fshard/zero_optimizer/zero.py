@@ -21,8 +21,8 @@ from ..core.arguments import check_whole, check_word
 from ..core.tree import Tree
 from ..layout.pieces import Parts
 from ..optim.base import Transform, TransformLike, as_transform
-from ..sharding.leaves import check_tensors, first_places
-from ..sharding.partitions import axes_of
+from ..plan.leaves import check_tensors, first_places
+from ..plan.partitions import axes_of
 from .flat import flat_init, flat_step, flat_update
 from .leaf import ZeroState, leaf_init, leaf_step, leaf_update
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
 from fshard.comm import consensus, process_groups
-from fshard.comm.log import Call
 from fshard.comm.mesh import Grid
+from fshard.comm.ranks import Call
 
 DEVICE = torch.device("meta")
 _CROSS = (torch.ops.aten.copy_, torch.ops.aten._to_copy)

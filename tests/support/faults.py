@@ -15,9 +15,10 @@ from torch import Tensor
 
 import fshard
 from fshard import optim
-from fshard.comm import compare_calls, one_host, process_groups, rendezvous
+from fshard.comm import process_groups
 from fshard.comm.mesh import Mesh, present
 from fshard.core.tree import Tree
+from fshard.hosts import compare_calls, one_host, rendezvous
 from fshard.testing.recording import Step
 
 from .models import same_bits

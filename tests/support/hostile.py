@@ -24,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
 from fshard import optim
-from fshard.comm import compare_calls, one_host, primitives, rendezvous
+from fshard.comm import primitives
 from fshard.comm.mesh import Mesh
+from fshard.hosts import compare_calls, one_host, rendezvous
 
 from . import faults
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fshard.checkpoint import places
+from fshard.files import places
 
 
 def seen(root: Path) -> list[tuple[str, int, int]]:

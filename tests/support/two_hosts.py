@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fshard
-from fshard.comm import compare_calls, one_host, rendezvous
+from fshard.hosts import compare_calls, one_host, rendezvous
 
 
 def main(rank: int, address: str) -> None:

@@ -132,7 +132,10 @@ def calls(lines: Sequence[str]) -> list[Call]:
 
 
 def gathers(lines: Sequence[str]) -> list[tuple[str, int, int, str]]:
-    """The unit of each gather, the lines where it starts and is waited for, and its buffer."""
+    """The unit of each gather, the lines where it starts and is waited for, and its buffer.
+
+    A buffer that nothing waits for in place is waited for at the end.
+    """
     every, made = calls(lines), {}
     for call in every:
         if call.operator == "all_gather":
@@ -140,7 +143,7 @@ def gathers(lines: Sequence[str]) -> list[tuple[str, int, int, str]]:
     names = {f"{hit[2]}": hit[1] for hit in (re.search(r"(buf\d+) = (buf\d+)\[0\]", line) for line in lines) if hit}
     waits = {call.buffer: call.line for call in every if call.operator == "wait"}
     units = {result: re.findall(r"'([^']*)'", call.arguments)[2] for result, call in made.items()}
-    return [(units[r], call.line, waits[names[r]], names[r]) for r, call in made.items()]
+    return [(units[r], call.line, waits.get(names[r], len(lines)), names[r]) for r, call in made.items()]
 
 
 def test_units_are_gathered_in_order_and_again(jitted: Run) -> None:
@@ -168,9 +171,11 @@ def test_waits_come_before_uses(jitted: Run) -> None:
     assert all(start < waited < first_use(lines, buffer) for _, start, waited, buffer in gathers(lines))
 
 
-def test_gathered_buffers_are_aligned(jitted: Run) -> None:
-    """Kernels read 16 bytes at once, so Inductor asks for a multiple of that, of each buffer that is gathered."""
-    assert [b for *_, b in gathers(code_of(jitted)) if f"assert_alignment({b}, 16" not in jitted.code] == []
+def test_what_is_sent_and_received_is_aligned(jitted: Run) -> None:
+    """Kernels read 16 bytes at once, NCCL's and Inductor's."""
+    places = re.findall(r"(?:send|receive)=(0x\w+)", "\n".join(jitted.logs[-1]))
+    assert places
+    assert [place for place in places if int(place, 16) % 16] == []
 
 
 def test_each_step_starts_the_same_kernels(jitted: Run) -> None:
@@ -203,8 +208,6 @@ def captured_collectives(logs: Sequence[list[str]]) -> list[str]:
 
 def test_no_collective_is_in_a_cuda_graph(captured: Run) -> None:
     assert captured_collectives(captured.logs) == []
-    before, _ = captured.code.split("class Runner")
-    assert calls(before.splitlines()) == []  # the captured parts
 
 
 def test_parts_between_collectives_are_graphs(captured: Run) -> None:
@@ -212,6 +215,14 @@ def test_parts_between_collectives_are_graphs(captured: Run) -> None:
     last = captured.logs[-1]
     assert sum(line.startswith("graph") for line in last) == captured.code.count("\ndef partition_")
     assert [line for line in last if line.startswith("kernel") and line.endswith("of a module")] == []
+
+
+def test_gathered_units_are_not_copied(donated: Run) -> None:
+    """Each has the same address in every step, in the memory of the CUDA graph that reads it."""
+    logs = ["\n".join(log) for log in donated.logs[2:]]
+    first, second = (re.findall(r"kind=all_gather .*type=f32 .*receive=(\w+)", log) for log in logs)
+    assert first == second != []
+    assert sum(int(n) for n in re.findall(r"^copy .* n=(\d+)", logs[-1], re.MULTILINE)) < 64
 
 
 def test_a_donated_state_beside_cuda_graphs(donated: Run) -> None:
@@ -230,7 +241,9 @@ def test_the_tag_keeps_collectives_out_of_graphs(begun: Any, monkeypatch: pytest
     step = fshard.jit(lambda x: fshard.all_gather(x * 2, mesh, "shard") + 1)
     for number in range(3):
         mark(f"tagged {tagged} {number}")
-        refused = nullcontext() if tagged else suppress(AssertionError)  # Inductor's, once the capture is over
+        refused = (
+            nullcontext() if tagged else suppress(AssertionError, RuntimeError)
+        )  # Inductor's, once the capture is over
         with torch._inductor.config.patch({"triton.cudagraphs": True}), refused:
             step(torch.ones(64, device="cuda"))
     assert bool(captured_collectives([lines_since(f"tagged {tagged} 0")])) == (not tagged)

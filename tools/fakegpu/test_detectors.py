@@ -7,6 +7,7 @@ it did not ask for the fault's words; and for one that always fires, if it did n
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -182,6 +183,22 @@ def test_what_is_sent_is_overwritten(waits: bool) -> None:
 
     words = "zero_ on the computation writes what all_gather on communicator 1 still reads"
     assert set(races(program)) == (set() if waits else {words})
+
+
+def test_what_the_watchdog_learns() -> None:
+    """A thread of ProcessGroupNCCL learns that a collective is done once the host has waited for the device.
+
+    It drops what was sent when it learns that. If it learned it at once, that memory would be written to while, by the
+    log, it is read: a race that no GPU has.
+    """
+    event = torch.cuda.Event()
+    # torch has no public name for it; a thread of another name is one of the program, and sees another answer here
+    with ThreadPoolExecutor(1, initializer=torch._C._set_thread_name, initargs=("pt_nccl_watchdg",)) as watchdog:
+        event.record()
+        assert not watchdog.submit(event.query).result()
+        assert event.query()  # of the program: it has an order from it, so it is in the log
+        torch.cuda.synchronize()
+        assert watchdog.submit(event.query).result()
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

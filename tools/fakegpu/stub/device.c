@@ -44,6 +44,7 @@ void fake_log(const char *format, ...) {
 void fakegpu_mark(const char *words) { fake_log("%s", words); }
 
 static __thread unsigned long waits; /* of this thread of the host for the device */
+static unsigned long device_waits;   /* of all threads for all streams of a device */
 
 /* How often the calling thread has waited for the device. */
 unsigned long fakegpu_waits(void) { return waits; }
@@ -52,6 +53,8 @@ static Status waited(const char *what, const void *handle) {
     if (fake_captures())
         return cudaErrorStreamCaptureUnsupported;
     waits++;
+    if (!strcmp(what, "device"))
+        __atomic_add_fetch(&device_waits, 1, __ATOMIC_SEQ_CST);
     fake_log("sync %s=%p", what, handle);
     return 0;
 }
@@ -241,8 +244,9 @@ Status cudaStreamWaitEvent(Stream stream, Event event, unsigned flags) {
     return 0;
 }
 
+/* An event is the number of the first wait for the device after it was recorded; 0 if it was not. */
 Status cudaEventCreateWithFlags(Event *to, unsigned flags) {
-    *to = fake_handle();
+    *to = calloc(1, sizeof device_waits);
     return 0;
 }
 
@@ -250,13 +254,16 @@ Status cudaEventCreate(Event *to) { return cudaEventCreateWithFlags(to, 0); }
 
 Status cudaEventRecord(Event event, Stream stream) {
     fake_log("record stream=%p event=%p", stream, event);
+    *(unsigned long *)event = device_waits + 1;
     return 0;
 }
 
 Status cudaEventRecordWithFlags(Event event, Stream stream, unsigned flags) { return cudaEventRecord(event, stream); }
 
-/* ProcessGroupNCCL's own threads ask all the time whether collectives are done. What they learn is no order for the
- * program, which learns nothing of it: its own questions alone are in the log. */
+/* ProcessGroupNCCL's own threads ask all the time whether collectives are done, and drop what was sent when they are.
+ * They are told what a network does that is slow: a collective is done when the host has waited for the device. With
+ * "done" at once the memory of what was sent would be free while, by the log, it is still read. What they learn is no
+ * order for the program: its own questions alone are in the log, and to these the answer is "done". */
 static bool is_of_nccl(void) {
     static __thread int known; /* 1: a thread of the program, 2: one of ProcessGroupNCCL */
     char name[16] = "";
@@ -268,8 +275,9 @@ static bool is_of_nccl(void) {
 }
 
 Status cudaEventQuery(Event event) {
-    if (!is_of_nccl())
-        fake_log("query event=%p", event);
+    if (is_of_nccl())
+        return *(unsigned long *)event > device_waits ? cudaErrorNotReady : 0;
+    fake_log("query event=%p", event);
     return 0;
 }
 

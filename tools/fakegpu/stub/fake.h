@@ -28,5 +28,7 @@ void *fake_allocate(size_t size, bool host);
 void fake_release(void *begin);
 /* A new handle of a stream, an event or whatever a library makes: a number that was not used before. */
 void *fake_handle(void);
+/* Wait for all that the device was given: it is done. */
+Status cudaDeviceSynchronize(void);
 /* Whether the calling thread captures a stream into a graph: it must not wait for the device, nor allocate. */
 bool fake_captures(void);

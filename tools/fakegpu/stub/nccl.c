@@ -104,8 +104,9 @@ Status ncclCommDestroy(Comm *comm) {
     return 0;
 }
 
-Status ncclCommAbort(Comm *comm) { return ncclCommDestroy(comm); }
-Status ncclCommFinalize(Comm *comm) { return 0; }
+/* What was under way has ended: ProcessGroupNCCL asks until it has. */
+Status ncclCommFinalize(Comm *comm) { return cudaDeviceSynchronize(); }
+Status ncclCommAbort(Comm *comm) { return ncclCommDestroy(comm) || ncclCommFinalize(comm); }
 
 Status ncclCommCount(Comm *comm, int *to) {
     *to = comm->size;

@@ -1,0 +1,166 @@
+"""Pickles read as data: nothing is imported, called or built, but a record of what the pickle says of each object.
+
+The standard library's unpickler is a machine with a stack, whose program may import any function and call it. Here the
+program is first rewritten to one of the operations that plain data needs, or refused. It imports nothing: each name
+that is expected is a `Record`, whose call is a `Record` with arguments. Every operation takes constant time and memory
+beyond the bytes that it reads. What is read may refer to one object from many places, or to itself: a walk over it must
+count its steps.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from io import BytesIO
+from pickletools import opcodes
+from typing import Any
+
+from ..core.foreign import MOST_MEMORY
+
+# torch's `.metadata` has 70 operations a chunk, and takes MOST_MEMORY before it has so many
+_MOST_OPERATIONS = 1 << 24
+PERSISTENT = "a persistent id"  # the name of records of what lies outside of the pickle
+_DICT = "..."  # the name of `_Dict` in programs
+
+Plain = Any  # None, numbers, strings, lists, tuples, dicts, and records
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """What a pickle says of an object: its class or function, the arguments of the call, the state it is given.
+
+    `args` is None for a class or function itself. Two records are equal if they are one.
+    """
+
+    name: str
+    args: tuple[Plain, ...] | None = None
+    state: Plain = None
+
+    def __call__(self, *args: Plain) -> Plain:
+        """The record of a call, where the unpickler would call the function; of the name _DICT, a dict."""
+        _require(self.args is None, "calls what is no name")
+        return _Dict(*args) if self.name == _DICT else Record(self.name, args)
+
+    def __setstate__(self, state: Plain) -> None:
+        _require(self.args is not None and self.state is None, "fills what is no object")
+        self.state = state
+
+
+class _Dict(dict[Plain, Plain]):
+    """A dict whose keys are strings and records: hashes of nested tuples take exponential time."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __setitem__(self, key: Plain, value: Plain) -> None:
+        _require(type(key) in (str, Record), "has a dict with keys that are no strings")
+        super().__setitem__(key, value)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, program: bytes, names: Set[str]):
+        super().__init__(BytesIO(program))
+        self._names = names
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The record of a name: nothing is imported."""
+        full_name = f"{module}.{name}"
+        if full_name not in self._names and full_name != _DICT:
+            raise ValueError(
+                f"a pickle that names {full_name[:80]!r}, which plain data does not need: nothing of it was run"
+            )
+        return Record(full_name)
+
+    def persistent_load(self, pid: Plain) -> Record:
+        """The record of what lies outside of the pickle."""
+        _require(PERSISTENT in self._names, "refers to what lies outside of it")
+        return Record(PERSISTENT, (pid,))
+
+
+def read_pickle(data: bytes, names: Set[str]) -> Plain:
+    """Return what a pickle has: plain data, and records for these dotted names of classes and functions.
+
+    ValueError names any other operation or name.
+
+    >>> import pickle
+    >>> read_pickle(pickle.dumps({"lr": [0.5, None]}), set())
+    {'lr': [0.5, None]}
+    >>> read_pickle(pickle.dumps(slice(1, 3)), {"builtins.slice"})
+    Record(name='builtins.slice', args=(1, 3, None), state=None)
+    >>> read_pickle(pickle.dumps(exec), set())
+    Traceback (most recent call last):
+    ValueError: a pickle that names 'builtins.exec', which plain data does not need: nothing of it was run
+    """
+    program = _inert(data)
+    try:
+        return _Unpickler(program, names).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"a pickle that is damaged, or was made to do harm ({error}): nothing of it was run") from None
+
+
+def _inert(data: bytes) -> bytes:
+    """Return the program of a pickle with the operations of `_BY_CODE`. ValueError for others, and for too many."""
+    file, program = BytesIO(data), bytearray()
+    memory, left, num_remembered = 4 * len(data), _MOST_OPERATIONS, 0  # memory of strings
+    while (code := file.read(1)) != b".":
+        begin = file.tell()
+        if code not in _BY_CODE:
+            raise ValueError(_refusal(code, begin - 1))
+        # the argument is decoded only now: to decode those of other operations may warn, or take long
+        read, instead, num_bytes = _BY_CODE[code]
+        argument = read(file) if read else None
+        memory, left = memory + num_bytes, left - 1
+        if memory > MOST_MEMORY or left < 0:
+            most = f"{_MOST_OPERATIONS:,} operations" if left < 0 else f"{MOST_MEMORY:,} bytes of memory"
+            raise ValueError(f"a pickle that takes more than {most}")
+        # the unpickler has a list of what is remembered, as long as the largest number
+        if isinstance(argument, int):
+            most_number = num_remembered if code in b"qr" else (1 << 63) - 1
+            _require(-(1 << 63) <= argument <= most_number, f"has a number above {most_number}")
+        num_remembered += code in b"qr\x94"
+        program += code + data[begin : file.tell()] if instead is None else instead
+    return bytes(program + code)
+
+
+def _refusal(code: bytes, position: int) -> str:
+    if not code:
+        return "a pickle without an end"
+    names = [f"the operation {operation.name}" for operation in opcodes if operation.code.encode("latin-1") == code]
+    name = names[0] if names else f"the byte {code[0]:#x}, which is no operation,"
+    return f"a pickle with {name} at byte {position:,}, which plain data does not need: nothing of it was run"
+
+
+def _skip_name(file: BytesIO) -> None:
+    """Skip a module and a name in it, a line each: pickletools would decode escapes in them, as Python does not."""
+    file.readline()
+    file.readline()
+
+
+def _require(condition: object, otherwise: str) -> None:
+    if not condition:
+        raise ValueError(f"a pickle that {otherwise}: it is damaged, or was made to do harm. Nothing of it was run")
+
+
+# at most so many bytes are taken by an operation, and by what a dict or the memo adds for it
+_MEMORY = {
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ"), 160),
+    **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT"), 80),
+    **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "BINFLOAT", "BININT", "BININT2", "LONG1"), 80),
+    **dict.fromkeys(("PROTO", "FRAME", "NONE", "NEWTRUE", "NEWFALSE", "BININT1", "BINGET", "LONG_BINGET"), 16),
+    **dict.fromkeys(("EMPTY_TUPLE", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "BINPERSID", "BUILD"), 16),
+}
+# what takes their place: a call of the name _DICT; a call; and nothing, because lengths differ
+_INSTEAD = {"EMPTY_DICT": b"c.\n.\n)R", "NEWOBJ": b"R", "FRAME": b""}
+# what reads the argument of an operation, what takes its place, and the bytes that it takes, by the operation's byte
+_BY_CODE: dict[bytes, tuple[Callable[[BytesIO], Plain] | None, bytes | None, int]] = {
+    operation.code.encode("latin-1"): (
+        _skip_name if operation.name == "GLOBAL" else operation.arg.reader if operation.arg else None,
+        _INSTEAD.get(operation.name),
+        _MEMORY[operation.name],
+    )
+    for operation in opcodes
+    if operation.name in _MEMORY
+}

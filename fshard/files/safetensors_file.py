@@ -1,0 +1,197 @@
+"""The safetensors format: 8 bytes with the length of a header, the header in JSON, then the data of all tensors.
+
+It is read and written here, and not by the library of that name, because that one reads whole rows of a tensor and
+writes files whose tensors are all in memory; here a rank reads its intervals, and writes one leaf at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from io import BufferedIOBase, FileIO
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ..core.foreign import open_file, parsed
+from ..core.storage import as_bytes, from_bytes
+
+_LONGEST_HEADER = 100_000_000  # bytes; the library's own limit
+CHUNK = 1 << 22  # bytes that are read, written and checked at a time
+METADATA = "__metadata__"  # a name that no tensor has
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: `start` is the offset of its first byte, counted from the first byte of all data."""
+
+    name: str
+    kind: str  # the format's name of the dtype
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+    file: Path
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype; None for one that torch lacks."""
+        return DTYPES.get(self.kind)
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {self.kind}{list(self.shape)} at {self.start} in {self.file.name}"
+
+
+def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: Path) -> list[Entry]:
+    """Return the entries of a file of tensors, those of the largest elements first, so that each is aligned."""
+    entries, start = [], 0
+    for name, shape, dtype in sorted(leaves, key=lambda leaf: -leaf[2].itemsize):
+        entries.append(Entry(name, NAMES[dtype], shape, start, math.prod(shape) * dtype.itemsize, file))
+        start += entries[-1].num_bytes
+    return entries
+
+
+def header(entries: Iterable[Entry]) -> bytes:
+    """Return what stands before the data. Dual: `read_entries`."""
+    forms = {
+        x.name: {"dtype": x.kind, "shape": list(x.shape), "data_offsets": [x.start, x.start + x.num_bytes]}
+        for x in entries
+    }
+    # transformers refuses files without this metadata
+    text = json.dumps({METADATA: {"format": "pt"}, **forms}, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_entries(path: Path) -> dict[str, Entry]:
+    """Return the tensors of a file by name, `start` counted from the first byte of the file; nothing else is read.
+
+    FileNotFoundError, or ValueError for a file that is not in this format or not whole.
+    """
+    with open_file(path) as file:
+        return read_header(file.read, os.fstat(file.fileno()).st_size, path)[0]
+
+
+def read_header(read: Callable[[int], bytes], size: int, path: Path) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """Return the tensors and the metadata of a file of `size` bytes; `read` gives its next bytes.
+
+    ValueError for a file that is not in this format or not whole.
+    """
+    first = read(8)
+    length = int.from_bytes(first, "little")
+    is_wrong = len(first) < 8 or length > min(_LONGEST_HEADER, size - 8)
+    # torch.save writes zip files, and did write plain pickles; as lengths, their first bytes are absurd
+    is_pickle = length > _LONGEST_HEADER and (first[:4] == b"PK\x03\x04" or first[:1] == b"\x80")
+    if path.suffix in PICKLES or is_pickle:
+        raise ValueError(
+            f"{path}: expected a .safetensors file, got a pickle, which may run any code when it is read. "
+            "Let the library that wrote it write safetensors"
+        )
+    if is_wrong:
+        raise ValueError(
+            f"{path}: not a safetensors file, or cut off: a header of {length:,} bytes in a file of {size:,}"
+        )
+    forms = parsed(read(length), path, "its header")
+    metadata = forms.pop(METADATA, {})
+    entries = _entries(forms, 8 + length, path)
+    _check_data(entries, 8 + length, size - 8 - length, path)
+    return {x.name: x for x in entries}, metadata if isinstance(metadata, dict) else {}
+
+
+def _entries(forms: Mapping[str, Any], begin: int, path: Path) -> list[Entry]:
+    entries = []
+    for name, form in forms.items():
+        fields = form if isinstance(form, dict) else {}
+        kind, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not isinstance(kind, str) or not are_counts(shape) or not are_counts(offsets) or len(offsets) != 2:
+            raise ValueError(f"{path}: {name!r}: expected its dtype, shape and data_offsets, got {str(form)[:200]}")
+        entries.append(Entry(name, kind, tuple(shape), begin + offsets[0], offsets[1] - offsets[0], path))
+    return entries
+
+
+def are_counts(values: object) -> TypeGuard[list[int]]:
+    """Whether a value of JSON is a list of whole numbers, as a shape."""
+    # few and small, so that products of them take no time
+    return isinstance(values, list) and len(values) <= 64 and all(type(x) is int and 0 <= x < 1 << 63 for x in values)
+
+
+def _check_data(entries: Iterable[Entry], begin: int, size: int, path: Path) -> None:
+    """Raise ValueError unless the tensors fill the data, one after the other, from byte `begin` of the file on."""
+    end = 0
+    for x in sorted(entries, key=lambda x: (x.start, x.num_bytes)):
+        if x.dtype is not None and x.num_bytes != math.prod(x.shape) * x.dtype.itemsize:
+            raise ValueError(
+                f"{path}: {x.name!r}: {x.kind}{list(x.shape)} has {math.prod(x.shape) * x.dtype.itemsize:,} bytes, "
+                f"and its offsets say {x.num_bytes:,}"
+            )
+        if (start := x.start - begin) != end:
+            raise ValueError(f"{path}: {x.name!r} begins at byte {start:,}, and the tensor before it ends at {end:,}")
+        end += x.num_bytes
+    if end != size:
+        raise ValueError(
+            f"{path}: its tensors need {end:,} bytes, and it has {size:,}: it is cut off, or not whole yet"
+        )
+
+
+def read_chunks(file: FileIO, path: Path, start: int, num_bytes: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield flat tensors in host memory that have these bytes of a file, each of them until the next one."""
+    buffer = bytearray(min(num_bytes, CHUNK))
+    file.seek(start)
+    while num_bytes:
+        view = memoryview(buffer)[: min(num_bytes, CHUNK)]
+        filled = 0
+        while filled < len(view):  # a read may return fewer bytes
+            count = file.readinto(view[filled:])
+            if not count:
+                raise ValueError(f"{path}: it ended while it was read")
+            filled += count
+        yield from_bytes(torch.frombuffer(buffer, dtype=torch.uint8)[: len(view)], dtype)
+        num_bytes -= len(view)
+
+
+def write_tensor(file: BufferedIOBase, start: int, value: Tensor) -> None:
+    """Write the elements of a tensor to a file, from an offset on. Dual: `read_chunks`."""
+    file.seek(start)
+    for chunk in chunks(value):
+        file.write(chunk)
+
+
+def chunks(x: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor, at most `CHUNK` at a time, each of them until the next one."""
+    buffer = bytearray(min(x.nbytes, CHUNK))
+    for part in as_bytes(x).split(CHUNK) if buffer else ():
+        yield copied_into(buffer, part)
+
+
+def copied_into(buffer: bytearray, data: Tensor) -> memoryview:
+    """Copy bytes (n,) to the beginning of a buffer, and return a view of them there."""
+    torch.frombuffer(buffer, dtype=torch.uint8)[: data.numel()].copy_(data)
+    return memoryview(buffer)[: data.numel()]

@@ -1,0 +1,303 @@
+"""What torch.distributed.checkpoint wrote, read as data: `.metadata`, and the items of its files.
+
+Note [A checkpoint of torch]
+    `.metadata` is a pickle: the shape and dtype of each tensor, the boxes that ranks wrote of it (chunks), and where
+    each chunk lies: a file, an offset, a length. There lies what `torch.save` wrote of the chunk, a zip file of a
+    pickle and of the elements as they are in memory. So a chunk is runs of elements of the flattened tensor. All
+    pickles are read as data (`inert_pickle`). Names and shapes come from `.metadata` alone; the item of a chunk is
+    opened by the ranks that need its elements.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+
+from ..core.arguments import shown
+from .boxes import MOST_RUNS, check_box, num_runs, runs_of
+from .directory import read_all
+from .index import CheckpointError, Entry, Index, Json, Piece, in_order
+from .inert_pickle import PERSISTENT, Plain, Record, read_pickle
+from .places import Place, is_file_name
+from .safetensors_file import NAMES
+from .zip_item import ZipItem
+
+METADATA = ".metadata"
+_MOST_VALUES = 1 << 18  # numbers and strings of all items
+_MOST_DIMS = 64  # of a tensor, as in torch
+_DEEPEST = 32  # lists within lists
+_LONGEST = 4096  # characters of a name
+
+_OURS = "torch.distributed.checkpoint.metadata."
+_STORAGES = {
+    "Double": torch.float64,
+    "Float": torch.float32,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Long": torch.int64,
+    "Int": torch.int32,
+    "Short": torch.int16,
+    "Char": torch.int8,
+    "Byte": torch.uint8,
+    "Bool": torch.bool,
+    "ComplexFloat": torch.complex64,
+}
+_STORAGE_DTYPES = {f"torch.{name}Storage": dtype for name, dtype in _STORAGES.items()}
+_DTYPES = {str(dtype): dtype for dtype in NAMES}  # "torch.float32"
+# what torch's pickles name; private names are a part of the format
+_OF_METADATA = {
+    *(f"{_OURS}{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+    *(f"{_OURS}{name}" for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    *(f"{_OURS}{name}" for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+    "torch.Size",
+    *(f"pathlib.{module}{kind}Path" for module in ("", "_local.") for kind in ("Posix", "Windows")),
+    *_DTYPES,
+}
+_OF_TENSOR = {
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",  # of dtypes that have no class of storages
+    "torch.storage.UntypedStorage",
+    "collections.OrderedDict",
+    PERSISTENT,
+    *_STORAGE_DTYPES,
+    *_DTYPES,
+}
+
+
+@dataclass(frozen=True)
+class Run(Piece):
+    """A run of elements of a chunk: `offset` and `length` are of the item that has the chunk, not of the elements."""
+
+    leaf: str
+    dtype: torch.dtype
+    length: int
+    sizes: tuple[int, ...]  # of the chunk
+    first: int  # the run begins so many elements after the chunk
+
+
+def index_of_dcp(place: Place) -> tuple[Index, bytes]:
+    """Return the index of a checkpoint of torch.distributed.checkpoint, whose pieces are of class `Run`, and its text.
+
+    Numbers and strings, which torch pickles one by one, are values; those in lists and tuples by name and number.
+    What is something else is left out. CheckpointError for what is no such checkpoint.
+    """
+    where = f"{place}/{METADATA}"
+    try:
+        text = read_all(place, METADATA)
+    except OSError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    with _naming(where):
+        fields = _fields(read_pickle(text, _OF_METADATA), f"{_OURS}Metadata")
+        items = _items(fields.get("storage_data"))
+        leaves, others = _leaves(fields["state_dict_metadata"], items)
+    values, left_out = dict[str, Json](), dict[str, str]()
+    for name in others:
+        try:
+            values |= _flat(name, _value(place, *items[name, None]), _MOST_VALUES - len(values))
+        except CheckpointError as error:
+            left_out[name] = str(error)
+    return Index(0, 0, (), {}, leaves, values, left_out=left_out), text
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Turn the errors of damaged data into CheckpointErrors that begin with `where`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except KeyError as error:
+        raise CheckpointError(f"{where}: it lacks {str(error)[:200]}") from None
+    except (ValueError, TypeError, OSError, struct.error, OverflowError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def _fields(record: Plain, name: str) -> dict[str, Plain]:
+    """Return the fields of an object of a class."""
+    _require(type(record) is Record and record.name == name, f"expected {name}, got {_kind(record)}")
+    return _expect(record.state, dict, name)
+
+
+def _expect(x: Plain, kind: type, name: str) -> Any:
+    _require(isinstance(x, kind), f"{name}: expected {kind.__name__}, got {_kind(x)}")
+    return x
+
+
+def _kind(x: Plain) -> str:
+    if type(x) is Record:
+        return x.name
+    # what nested lists and tuples look like may be of exponential length
+    return f"an object of type {type(x).__name__}" if isinstance(x, list | tuple | dict) else shown(x)[:80]
+
+
+def _require(condition: object, otherwise: str) -> None:
+    if not condition:
+        raise ValueError(otherwise)
+
+
+def _counts(x: Plain, name: str) -> tuple[int, ...]:
+    """Return the numbers of a torch.Size, or of a tuple."""
+    if type(x) is Record and x.name == "torch.Size" and x.args is not None and len(x.args) == 1:
+        x = x.args[0]
+    counts = tuple(_expect(x, tuple, name))
+    is_plain = len(counts) <= _MOST_DIMS and all(type(n) is int and n >= 0 for n in counts)
+    _require(is_plain, f"{name}: expected up to {_MOST_DIMS} numbers of at least 0")
+    return counts
+
+
+_Item = tuple[str, int, int]  # a file, the offset and the length of what torch.save wrote
+
+
+def _items(storage_data: Plain) -> dict[tuple[str, tuple[int, ...] | None], _Item]:
+    """The item of each name and each offset of a chunk; None in place of the offset for what is no tensor."""
+    items, by_file = dict[tuple[str, tuple[int, ...] | None], _Item](), dict[str, list[tuple[int, int]]]()
+    for key, info in _expect(storage_data, dict, "storage_data").items():
+        index = _fields(key, f"{_OURS}MetadataIndex")
+        name = _expect(index["fqn"], str, "a name")
+        fields = _fields(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
+        file = _file_name(_expect(fields["relative_path"], str, f"{name!r}: relative_path"))
+        offset, length = _counts((fields["offset"], fields["length"]), f"{name!r}: offset and length")
+        if fields.get("transform_descriptors"):
+            raise ValueError(f"{name!r}: its bytes were transformed when they were written, as by compression")
+        offsets = index.get("offset")
+        items[name, None if offsets is None else _counts(offsets, name)] = file, offset, length
+        by_file.setdefault(file, []).append((offset, offset + length))
+    for file, intervals in by_file.items():
+        for (_, end), (begin, _) in pairwise(sorted(intervals)):
+            _require(end <= begin, f"items of {file} overlap: one ends at byte {end:,}, the next begins at {begin:,}")
+    return items
+
+
+def _file_name(name: str) -> str:
+    _require(is_file_name(name), f"expected the name of a file beside {METADATA}, got {name[:80]!r}")
+    return name
+
+
+def _leaves(forms: Plain, items: dict[tuple[str, tuple[int, ...] | None], _Item]) -> tuple[dict[str, Entry], list[str]]:
+    """The tensors by name, and the names of what is no tensor."""
+    leaves, others, left = dict[str, Entry](), list[str](), MOST_RUNS
+    for name, form in _expect(forms, dict, "state_dict_metadata").items():
+        if _expect(form, Record, f"{name!r}").name == f"{_OURS}BytesStorageMetadata":
+            _require((name, None) in items, f"{name!r}: no file has it")
+            others.append(name)
+            continue
+        fields = _fields(form, f"{_OURS}TensorStorageMetadata")
+        shape, dtype = _counts(fields["size"], f"{name!r}: size"), _dtype(name, fields["properties"])
+        runs = list[Run]()
+        for chunk in _expect(fields["chunks"], list, f"{name!r}: chunks"):
+            box = _fields(chunk, f"{_OURS}ChunkStorageMetadata")
+            offsets, sizes = (_counts(box[key], f"{name!r}: {key}") for key in ("offsets", "sizes"))
+            if not math.prod(sizes):
+                continue  # of a rank without elements
+            check_box(name, shape, offsets, sizes)
+            _require((name, offsets) in items, f"{name!r}: no file has the chunk at {offsets}")
+            left -= num_runs(shape, sizes)
+            _require(left >= 0, f"{name!r}: its chunks are cut so that there are more than {MOST_RUNS:,} runs")
+            file, offset, length = items[name, offsets]
+            for first, begin, numel in runs_of(shape, offsets, sizes):
+                runs.append(Run(file, offset, begin, numel, (), name, dtype, length, sizes, first))
+        leaves[name] = Entry(shape, dtype, in_order(runs, math.prod(shape), repr(name)))
+    return leaves, others
+
+
+def _dtype(name: str, properties: Plain) -> torch.dtype:
+    record = _expect(properties, Record, f"{name!r}: properties")
+    state = _expect(record.state, tuple, f"{name!r}: properties")
+    _require(record.name == f"{_OURS}TensorProperties" and len(state) == 5, f"{name!r}: properties of another form")
+    dtype = _expect(state[0], Record, f"{name!r}: dtype")
+    _require(dtype.name in _DTYPES, f"{name!r}: expected one of the dtypes of safetensors, got {dtype.name}")
+    return _DTYPES[dtype.name]
+
+
+def located(place: Place, pieces: Sequence[Piece]) -> list[Piece]:
+    """Return pieces with the offsets of their elements in place of those of items, which are opened here.
+
+    CheckpointError names the file and the leaf of an item that is not what `.metadata` says.
+    """
+    items = {(piece.file, piece.offset): piece for piece in pieces if isinstance(piece, Run)}
+    starts = dict[tuple[str, int], int]()
+    for file, of_file in groupby(sorted(items), key=lambda item: item[0]):
+        first, *others = of_file
+        with _naming(f"{place}/{file}: leaf {items[first].leaf!r}"), place.open(file) as reader:
+            for item in (first, *others):
+                run = items[item]
+                with _naming(f"{place}/{file}: leaf {run.leaf!r}"):
+                    starts[item] = _start(ZipItem(reader, run.offset, run.length), run)
+    return [_at(piece, starts[piece.file, piece.offset]) if isinstance(piece, Run) else piece for piece in pieces]
+
+
+def _at(run: Run, start: int) -> Piece:
+    return Piece(run.file, start + run.first * run.dtype.itemsize, run.begin, run.numel, ())
+
+
+def _start(item: ZipItem, run: Run) -> int:
+    """The offset in the file of the first element of a chunk."""
+    key, dtype, first, sizes, strides = _tensor(read_pickle(item.read("data.pkl"), _OF_TENSOR))
+    _require((dtype, sizes) == (run.dtype, run.sizes), f"expected {run.dtype} {[*run.sizes]}, got {dtype} {[*sizes]}")
+    order = item.read("byteorder") if item.has("byteorder") else b"little"
+    _require(order == b"little", f"expected little-endian numbers, got {str(order)[:40]}")
+    expected, step = list[int](), 1
+    for size in reversed(sizes):
+        expected.insert(0, step)
+        step *= size
+    is_plain = all(size == 1 or a == b for size, a, b in zip(sizes, expected, strides, strict=True))
+    _require(is_plain, f"a chunk {[*sizes]} with strides {[*strides]}: expected {expected}; save x.contiguous()")
+    start, num_bytes = item.data(f"data/{key}")
+    needed = (first + math.prod(sizes)) * dtype.itemsize
+    _require(needed <= num_bytes, f"expected {needed:,} bytes, got {num_bytes:,}")
+    return start + first * dtype.itemsize
+
+
+def _tensor(record: Plain) -> tuple[str, torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
+    """The key of the storage, the dtype, the first element in the storage, the sizes and the strides of a tensor."""
+    _require(type(record) is Record and record.args is not None, f"expected a tensor, got {_kind(record)}")
+    args, is_typed = record.args, record.name == "torch._utils._rebuild_tensor_v2"
+    _require(is_typed or record.name == "torch._utils._rebuild_tensor_v3", f"expected a tensor, got {record.name}")
+    fewest = 6 if is_typed else 7
+    _require(len(args) >= fewest and not any(args[fewest:]), "a tensor that is conjugated, or has attributes")
+    _require(type(args[0]) is Record and args[0].name == PERSISTENT, "a tensor without a storage")
+    storage = _expect(args[0].args[0], tuple, "a storage")
+    kind, key = _expect(storage[1], Record, "a storage").name, _expect(storage[2], str, "the key of a storage")
+    dtype = _STORAGE_DTYPES.get(kind) if is_typed else _DTYPES.get(_expect(args[6], Record, "the dtype").name)
+    _require(dtype is not None, f"a storage of another kind: {kind}")
+    assert dtype is not None
+    (first,) = _counts((args[1],), "the first element")
+    sizes, strides = _counts(args[2], "the shape"), _counts(args[3], "the strides")
+    _require(len(sizes) == len(strides), "a tensor with strides of other dimensions")
+    return key, dtype, first, sizes, strides
+
+
+def _value(place: Place, file: str, offset: int, length: int) -> Plain:
+    """What an item that is no tensor has."""
+    with _naming(f"{place}/{file}: the item at byte {offset:,}"), place.open(file) as reader:
+        return read_pickle(ZipItem(reader, offset, length).read("data.pkl"), set())
+
+
+def _flat(name: str, value: Plain, most: int) -> dict[str, Json]:
+    """Numbers and strings by dotted name. CheckpointError for what has something else, or refers to itself."""
+    values, waiting, steps = dict[str, Json](), [(name, value, 0)], 0
+    while waiting:
+        path, x, depth = waiting.pop()
+        steps += 1
+        # one list may be in it many times, and in itself
+        if steps > most or depth > _DEEPEST or len(path) > _LONGEST:
+            raise CheckpointError(f"{name[:80]!r} has too many numbers, lists within lists, or too long names")
+        if type(x) in (list, tuple):
+            waiting += [(f"{path}.{number}", part, depth + 1) for number, part in enumerate(x)]
+        elif isinstance(x, dict):
+            waiting += [(f"{path}.{key}", part, depth + 1) for key, part in x.items()]
+        elif isinstance(x, bool | int | float | str):
+            values[path] = x
+        else:
+            raise CheckpointError(f"{path!r} is {_kind(x)}, neither a number nor a string")
+    return values

@@ -1,0 +1,227 @@
+"""What autograd keeps of a tape: anchors of units, and places in place of saved views.
+
+Note [Anchors]
+    The first touch of a unit in a tape makes an autograd node, the anchor, of which the gathered leaves are outputs.
+    Another touch, after the unit was let go of, makes another node, which takes an output of the anchor as its input.
+    So autograd runs the anchor last, and the anchor starts the one reduction of the unit, of the gradients of all
+    touches. Of earlier outputs the tape keeps none but that one, of one element, so that no node keeps a buffer alive.
+    The tape waits for the reductions at the end of the backward.
+
+Note [One root]
+    A backward runs only the nodes on the way to the tensor that it differentiates with respect to. Here that is the
+    root, a constant that all anchors take as input. So a backward also reaches leaves of an earlier call or
+    micro-batch that a loss has kept, and their tape, which is closed, raises; otherwise the gradient would silently
+    lack a part. Only a loss inside another loss has a root of its own: to it the outer loss's parameters are constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..core.storage import address
+
+Take = Callable[[int, Sequence[Tensor | None]], None]  # of a unit's gradients
+Ctx = Any  # torch's context of a function, on which forward sets any attributes for backward
+
+
+def _new_root() -> Tensor:
+    # dtype and device are given: a user may have set other defaults
+    return torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+
+
+_OUTERMOST = _new_root()
+_root: ContextVar[Tensor] = ContextVar("fshard_root", default=_OUTERMOST)
+
+
+def root() -> Tensor:
+    """The 0-d tensor that backwards differentiate with respect to (Note [One root])."""
+    return _root.get()
+
+
+@contextmanager
+def another_root() -> Iterator[None]:
+    """A block in which the root is another tensor: for a loss inside a loss."""
+    token = _root.set(_new_root())
+    try:
+        yield
+    finally:
+        _root.reset(token)
+
+
+class Anchor(torch.autograd.Function):
+    """The node of a touch of a unit: its backward gets the gradients of all leaves and calls `take(unit, gradients)`.
+
+    `before` is the root for the first touch of a unit, for others the last output of the first (Note [Anchors]).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Ctx,
+        before: Tensor,
+        touch: tuple[Take, int, Sequence[Tensor]],
+    ) -> tuple[Tensor, ...]:
+        """Return views of the leaves, and a 0-d tensor."""
+        ctx.take, ctx.unit, leaves = touch  # one argument: torch looks at each in Python
+        # None, not zeros, for a leaf that the loss does not use: the tape zeroes its place in the flat buffer
+        ctx.set_materialize_grads(False)
+        return (*[leaf.view_as(leaf) for leaf in leaves], leaves[0].new_empty(()))
+
+    @staticmethod
+    def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[None, ...]:
+        """Hand the gradients on; what the node depends on gets none."""
+        ctx.take(ctx.unit, grads[:-1])
+        return None, None
+
+
+class Anchors:
+    """The anchors of a tape's units, and the gradients of later touches until their anchor runs (Note [Anchors])."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, Tensor] = {}  # the last output of each unit's anchor
+        self._added: dict[int, Sequence[Tensor | None]] = {}
+
+    def bind(self, root: Tensor, take: Take, unit: int, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """The leaves of a touch of a unit, whose gradients, summed with those of other touches, `take` gets once."""
+        before = self._last.get(unit)
+        if before is None:
+            *bound, self._last[unit] = Anchor.apply(root, (take, unit, leaves))
+        else:
+            *bound, _ = Anchor.apply(before, (self._add, unit, leaves))
+        return bound
+
+    def _add(self, unit: int, grads: Sequence[Tensor | None]) -> None:
+        self._added[unit] = self.total(unit, grads)
+
+    def total(self, unit: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The sum of these gradients and those of later touches, which are dropped; by leaf, None for none."""
+        added = self._added.pop(unit, None)
+        return grads if added is None else [_sum(x, y) for x, y in zip(added, grads, strict=True)]
+
+    def units(self) -> Set[int]:
+        """The units that have an anchor."""
+        return self._last.keys()
+
+    def clear(self) -> None:
+        """Drop all nodes and gradients."""
+        self._last.clear()
+        self._added.clear()
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    if x is None or y is None:
+        return y if x is None else x
+    # a dense tensor plus a sparse one is dense; torch does not add them the other way round
+    return x + y if x.layout is torch.strided else y + x
+
+
+def has_reentrant(outs: Sequence[Tensor]) -> bool:
+    """Whether a reentrant checkpoint is anywhere in the graph of these tensors."""
+    seen, waiting = set[object](), [x.grad_fn for x in outs]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        waiting += [earlier for earlier, _ in node.next_functions]
+    return False
+
+
+# private: nothing public tells which hooks are on (test_prefetch.py notices when it goes)
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def in_checkpoint() -> bool:
+    """Whether a checkpoint of torch runs, which will run again in the backward: its hooks on saved tensors are on."""
+    hooks = _top_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+class Unpacks(Protocol):
+    """What gives saved tensors back: a `Tape`."""
+
+    def unpack(self, saved: object) -> Tensor:
+        """Return the tensor for which autograd saved this."""
+
+
+class SavedView(NamedTuple):
+    """The place of a view of a gathered buffer, which autograd holds instead of the view."""
+
+    tape: Unpacks  # which gathers the unit again
+    unit: int
+    kind: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # from the buffer's first element, in elements of `dtype`
+    dtype: torch.dtype  # a view may have another dtype than its buffer
+    conj: bool  # whether torch conjugates, or negates, the elements when they are read
+    neg: bool
+
+    def view_of(self, full: Tensor) -> Tensor:
+        """The same view of another buffer of the unit."""
+        buffer = full if full.dtype == self.dtype else full.view(self.dtype)
+        view = buffer.as_strided(self.size, self.stride, buffer.storage_offset() + self.offset)
+        view = view.conj() if self.conj else view
+        return view.neg() if self.neg else view  # a copy: torch has no public way to set the negative bit
+
+
+class SavedTensor(NamedTuple):
+    """A saved tensor that is no view of a gathered buffer, and how often it had been written to by then."""
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> SavedTensor:
+        """The tensor without its node: a result that its own node saves would form a cycle with it."""
+        # private, as in `storage.writes`; not by a call, because every saved tensor comes here
+        return cls(x.detach() if x.requires_grad else x, x._version)
+
+    def unchanged(self) -> Tensor:
+        """The tensor. RuntimeError if it was written to since, which torch does not check where there are hooks."""
+        x = self.tensor
+        if x._version != self.version:
+            raise RuntimeError(
+                f"the loss function: a {x.dtype} tensor of shape {list(x.shape)}, needed for the gradient, was "
+                "written to in place after it was used. Make a new tensor instead, or a clone first."
+            )
+        return x
+
+
+class Owners:
+    """The gathered buffers of a tape, by which a tensor that autograd saves is known to be a view of one."""
+
+    def __init__(self) -> None:
+        # by the address of a storage: a reference that keeps the address taken, unit, kind, the buffer's first byte
+        self._owners: dict[int, tuple[StorageWeakRef, int, int, int]] = {}
+        self._kept: dict[int, StorageWeakRef] = {}  # of buffers that stay, of which a saved tensor is no place
+
+    def add(self, full: Tensor, unit: int, kind: int, regathers: bool) -> None:
+        """Note whose buffer this is; `regathers` says whether the backward gathers the unit again."""
+        storage = full.untyped_storage()
+        if regathers:
+            first_byte = int(full.storage_offset()) * full.itemsize
+            self._owners[address(full)] = StorageWeakRef(storage), unit, kind, first_byte
+        else:
+            self._kept[address(full)] = StorageWeakRef(storage)
+
+    def addresses(self) -> set[int]:
+        """The addresses of the storages of all buffers."""
+        return {*self._owners, *self._kept}
+
+    def place(self, x: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...], int, torch.dtype, bool, bool] | None:
+        """The fields of the `SavedView` of a tensor, after `tape`; None if it is no view of a buffer to be gathered."""
+        owner = self._owners.get(address(x)) if x.layout is torch.strided else None
+        if owner is None:
+            return None
+        _, unit, kind, first_byte = owner
+        offset = int(x.storage_offset()) - first_byte // x.itemsize
+        return unit, kind, x.size(), x.stride(), offset, x.dtype, x.is_conj(), x.is_neg()

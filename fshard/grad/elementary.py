@@ -1,0 +1,88 @@
+"""Operators whose second derivatives are wrong in torch: a loss of `hvp` computes layer norm from others, or fails.
+
+Note [Second derivatives that torch lacks]
+    `hvp` differentiates a directional derivative. torch's directional derivatives of some operators read what the
+    operator saved: the mean and rstd of layer_norm and batch_norm, the decomposition in det and linalg.solve. These
+    saved values carry no derivative, so the second derivative lacks terms, and torch says nothing. Inside a loss of
+    `hvp`, layer_norm, which transformers need, is therefore made of others, whose derivatives are right to any order;
+    the rest are errors. A function mode sees the calls of Python, in modules and under other transforms too. It does
+    not see what a graph that was compiled before runs. test_elementary.py fails when torch mends one of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+_Outputs = Tensor | tuple[Tensor, ...]
+_aten = torch.ops.aten  # the operators that graphs call
+_LAYER_NORMS = {
+    *(functional.layer_norm, torch.layer_norm, _aten.layer_norm, _aten.layer_norm.default),
+    *(torch.native_layer_norm, _aten.native_layer_norm, _aten.native_layer_norm.default),
+}
+_WRONG = re.compile(
+    r"(layer|instance)_norm|batch_norm(?!.*no_training)|(linalg_|^)(det|slogdet|logdet|solve)$"
+    r"|linalg_(solve_ex|tensorsolve|householder)|orgqr|cholesky_inverse"
+)
+# those that may use running statistics: their sixth argument says so
+_OF_STATISTICS = ("batch_norm", "native_batch_norm", "instance_norm")
+
+
+class Elementary(TorchFunctionMode):
+    """While it is active, layer norms are made of other operators; others with wrong second derivatives are errors."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Call `func`, or what computes the same with derivatives that are right."""
+        if func in _LAYER_NORMS:
+            return _layer_norm(func, *args, **(kwargs or {}))  # type: ignore[arg-type]
+        name, options = str(getattr(func, "__name__", "")).partition(".")[0], kwargs or {}
+        module = str(getattr(func, "__module__", None))
+        others = module.startswith("torch._ops.") and module != "torch._ops.aten"  # operators of other libraries
+        product = name.startswith("scatter_reduce") and "prod" in (*args[3:4], options.get("reduce"))
+        if not others and (product or _WRONG.search(name)) and not _uses_running_statistics(name, args, options):
+            raise ValueError(
+                f"hvp: the second derivatives of {name}{' with prod' * product} are wrong in torch: compute it from "
+                "other operators in the loss"
+            )
+        return func(*args, **options)
+
+
+def _uses_running_statistics(name: str, args: Sequence[object], options: Mapping[str, object]) -> bool:
+    """Whether a norm of batches or instances uses no statistics of its input: it is then linear in the input."""
+    default = options.get("training", options.get("use_input_stats", name == "instance_norm"))
+    return name in _OF_STATISTICS and not [*args[5:6], default][0]
+
+
+def _layer_norm(
+    func: Callable[..., _Outputs],
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> _Outputs:
+    # torch's own runs as well, on the values alone: it checks the arguments, and gives the dtype and the statistics
+    with torch.no_grad():
+        values = [None if x is None else x.detach() for x in (weight, bias)]
+        torchs = func(input.detach(), normalized_shape, *values, eps)
+    dims = list(range(-len(normalized_shape), 0))
+    x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input  # as in torch's kernels
+    x = x - x.mean(dims, keepdim=True)
+    x = x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
+    x = x if weight is None else x * weight
+    x = x if bias is None else x + bias
+    if isinstance(torchs, Tensor):
+        return x.to(torchs.dtype).contiguous()
+    return x.to(torchs[0].dtype).contiguous(), *torchs[1:]

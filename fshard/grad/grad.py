@@ -1,0 +1,374 @@
+"""Losses of sharded parameters: their values, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import consensus, primitives
+from ..comm.mesh import AnyMesh, Axes, num_ranks
+from ..comm.ranks import MismatchError, Pending
+from ..comm.reduction import Reduction, is_idle, reduction_of
+from ..core import func_levels, tree
+from ..core.arguments import check_flags, check_function
+from ..core.losses import (
+    Mean,
+    Outcome,
+    Sum,
+    averages,
+    check_averages,
+    described,
+    is_loss,
+    local_sums,
+    read_loss,
+    value_dtype,
+)
+from ..core.scalars import Number, on_device
+from ..core.storage import address, addresses
+from ..core.tree import Tree
+from ..layout.pieces import Unreduced
+from ..plan import offload
+from ..plan.plan import Plan
+from ..sharding.access import remarks
+from ..sharding.sharded import Sharded, local_numel, whole_view
+from . import autograd
+from .gradients import Gradients, settle
+from .tape import Tape
+
+
+def _returned(out: Tree, has_aux: bool, with_extra: bool) -> tuple[Tree, Tree, Tree]:
+    """The loss, the new extra and the aux of what a loss function returned; None for those it does not return."""
+    names = ["loss", *["extra"] * with_extra, *["aux"] * has_aux]
+    if len(names) > 1 and not (isinstance(out, tuple) and len(out) == len(names)):
+        asked = " and ".join(["with_extra=True"] * with_extra + ["has_aux=True"] * has_aux)
+        got = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
+        raise ValueError(f"the loss function: expected ({', '.join(names)}), as {asked} says, got {got}")
+    by_name = dict(zip(names, out if len(names) > 1 else [out], strict=True))
+    return by_name["loss"], by_name.get("extra"), by_name.get("aux")
+
+
+class _Returned(NamedTuple):
+    """What a loss function returned: the loss and its class, as `read_loss` gives them, the new extra, and aux.
+
+    `remarks` are words of what it called.
+    """
+
+    loss: Mean | Sum
+    kind: type
+    extra: Tree
+    aux: Tree
+    remarks: str
+
+
+def _local(loss: Mean | Sum) -> list[Tensor]:
+    """The tensors to differentiate: this rank's total, and its count if that requires a gradient."""
+    count = loss.count if isinstance(loss, Mean) else None
+    return [loss.total, count] if isinstance(count, Tensor) and count.requires_grad else [loss.total]
+
+
+def _start_sums(returned: _Returned, mesh: AnyMesh, built: str = "", place: Number | None = None) -> Pending:
+    """Start the small collective that sums the totals and counts of all ranks: (2,), and 2 more for each in aux.
+
+    With a `place` ranks compare it in the same collective. With several axes those before the last have ended.
+    """
+    loss, kind, _, aux, words = returned
+    device = loss.total.device
+    places = [] if place is None else [on_device(place, device)]
+    local = torch.stack([*local_sums([loss, *averages(aux).values()], device), *places])
+    sums = primitives.start_total(local, mesh, label="loss", more=described(kind, aux, words + built))
+    return sums if place is None else sums.then(lambda x: consensus.without_place(x, local, mesh))
+
+
+def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> Outcome:
+    """The outcome of a forward whose sums over ranks were started."""
+    loss, kind, extra, aux, _ = returned
+    output = plan.policy.output if isinstance(plan.policy.output, torch.dtype) else None
+    # every rank's loss that is no Mean counts 1
+    weight = None if kind is Mean else loss.total.new_full((), num_ranks(mesh), dtype=torch.float64)
+    dtype = value_dtype(loss.total, output)
+    return Outcome(cache(lambda: sums.wait().unbind()), weight, kind, dtype, extra, aux, output)
+
+
+def _called(
+    tape: Tape, params: Sharded, loss_fn: Callable[..., Tree], args: Tree, has_aux: bool, with_extra: bool
+) -> _Returned:
+    """Call the loss function.
+
+    It gets a view of each `Sharded` among the arguments, which gathers a unit when it is touched. ValueError for what
+    is no loss.
+    """
+
+    def call(view: Tree) -> _Returned:
+        others = [(sharded, other.view()) for sharded, other in tape.beside]
+        views = (other_view for _, other_view in others)  # in the order of `args`, as the tape was made
+        arguments = [next(views) if isinstance(x, Sharded) else x for x in tree.tops(args, Sharded)]
+        loss, extra, aux = _returned(loss_fn(view, *tree.put_tops(args, Sharded, arguments)), has_aux, with_extra)
+        if not (has_aux or with_extra):
+            return _Returned(*read_loss(loss), None, None, remarks())
+        check_averages(aux)
+        # totals are cast when they are summed
+        aux = tree.map_tops(lambda x: x if is_loss(x) else params.plan.policy.cast(x, "output"), is_loss, aux)
+        inputs_read = [params, *(sharded for sharded, _ in others)]
+        # an extra that contains the view of a `Sharded` means the `Sharded`: the view ends with the tape
+        sharded_of = {id(other_view): sharded for sharded, other_view in others}
+        extra = tree.map_tops(lambda x: sharded_of.get(id(x), x), lambda x: id(x) in sharded_of, extra)
+        # A donated step overwrites the parameters, and an aux that is a view of them would change with them. Gathered
+        # buffers are lent, and the user may write to an aux (Note [Lent memory] in `comm/ranks.py`).
+        lent = tape.gathered_into()
+        extra, aux = (apart(_plain(tree.detached(x, Sharded)), inputs_read, lent) for x in (extra, aux))
+        return _Returned(*read_loss(loss), extra, aux, remarks())
+
+    return tape.forward(call)
+
+
+def _plain(x: Tree) -> Tree:
+    """What a loss returned, with containers in place of those that end with the tape; each `Sharded` stays."""
+    either = (tree.StandIn, Sharded)
+    return tree.map_tops(
+        lambda n: tree.plain(n) if isinstance(n, tree.StandIn) else n, lambda n: isinstance(n, either), x
+    )
+
+
+def apart(x: Tree, held: Sequence[Tree], storages: Collection[int] = ()) -> Tree:
+    """Return a tree with copies of the leaves that share memory with `held`, which a step may write to.
+
+    So are leaves that lie in `storages`, which are addresses. Each `Sharded` in the tree stays as it is.
+    """
+    memory = addresses(held) | {*storages}
+
+    def copied(leaf: object) -> object:
+        # a sparse tensor has no storage of its own to ask for
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and address(leaf) in memory:
+            return leaf.detach().clone()
+        return leaf
+
+    return tree.map_tops(copied, Sharded, x)
+
+
+def run(
+    loss_fn: Callable[..., Tree],
+    params: Sharded,
+    args: Sequence[Tree],
+    into: Gradients,
+    *,
+    has_aux: bool = False,
+    with_extra: bool = False,
+    built: str = "",
+    place: Number | None = None,
+    divisor: Callable[[Outcome], Tensor] = lambda outcome: outcome.divisor,
+    alone: bool = False,
+    whole: bool = True,
+    scale: Callable[[Tensor], Tensor] = lambda seed: seed,
+    tape: Tape | None = None,
+) -> Outcome:
+    """Forward and backward: the gradients of `scale(total / divisor)` are written to `into`.
+
+    `divisor` is a function of the outcome: that of all ranks, or with `alone` that of this rank. `whole` says that this
+    is the only micro-batch of the step. `place` is a number that ranks compare.
+    """
+    _check_eager()
+    tape = tape or Tape(params, into, tree.nodes(args, Sharded))
+    # the tape has taken its root already: the new one is for losses inside this loss (Note [One root] in `autograd`)
+    with autograd.another_root(), closing(tape):
+        with torch.enable_grad():
+            returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
+        mesh = None if alone else params.plan.live_mesh()
+        # before `tape.end` starts the first gather of the backward, behind which this small collective would queue
+        sums = _start_sums(returned, mesh, built, place if mesh else None)
+        with _dropped_on_error(sums):
+            tape.end()
+            outs, outcome = _local(returned.loss), _outcome(returned, sums, params.plan, mesh)
+            del returned
+            _check_differentiable(outs, whole)
+            seed = scale(divisor(outcome).reciprocal())  # 0-d, the gradient of the scaled loss in the total
+            seeds = [seed]
+            if len(outs) > 1:  # d(T / C) = dT / C - (T / C) dC / C
+                seeds.append(-seed * (outcome.total / outcome.divisor))
+            _backward(tape, outs, seeds)
+            outcome.sums()  # nothing of this forward is under way any more
+    return outcome
+
+
+@contextmanager
+def _dropped_on_error(pending: Pending) -> Iterator[None]:
+    """A block after whose error nobody waits for a collective: the messages are waited for, and dropped."""
+    try:
+        yield
+    except BaseException:
+        with suppress(MismatchError):  # the first error says more
+            pending.drop()
+        raise
+
+
+def _backward(tape: Tape, outs: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+    """The gradients of `outs`, times `seeds`, into the tape's destination, reduced."""
+    pairs = [(out, seed.to(out.dtype)) for out, seed in zip(outs, seeds, strict=True) if out.requires_grad]
+    differentiated = [out for out, _ in pairs]
+    # on this thread: the tally and simulated ranks belong to it
+    with torch.autograd.set_multithreading_enabled(False):
+        # the root gets no gradient: the anchors on the way to it hand the leaves' gradients to the tape
+        torch.autograd.grad(differentiated, [tape.root], [seed for _, seed in pairs], allow_unused=True)
+    tape.check_reached(differentiated)
+    tape.finish()
+
+
+def _check_differentiable(outs: Sequence[Tensor], whole: bool) -> None:
+    if not any(x.requires_grad for x in outs):
+        raise ValueError("the loss function: the loss depends on no trainable parameter (was it detached?)")
+    if len(outs) > 1 and not whole:
+        raise ValueError(
+            "the loss function: the count of its fshard.Mean depends on parameters. Its derivative takes the totals "
+            "and counts of all micro-batches (or slices, with reduction='tree'), which are not known yet. Detach the "
+            "count, or use accumulate=1 and another reduction."
+        )
+
+
+def inputs(plan: Plan, args: Tree) -> Tree:
+    """Cast the arguments of a loss as the plan's policy says; each `Sharded` has a policy of its own."""
+    return tree.map_tops(lambda x: x if isinstance(x, Sharded) else plan.policy.inputs(x), Sharded, args)
+
+
+def _check_eager() -> None:
+    if func_levels.inside():
+        raise TypeError(
+            "value_and_grad and train_step are eager: they cannot run inside torch.func.grad, jvp or vmap. Transform a "
+            "function that calls fshard.gather_params instead."
+        )
+    if torch.is_inference_mode_enabled():
+        raise TypeError(
+            "value_and_grad and train_step: torch.inference_mode is on, in which nothing has a gradient. Leave the "
+            "block, or call fshard.evaluate for the loss alone."
+        )
+
+
+def check_loss(loss_fn: object) -> None:
+    """Raise TypeError unless `loss_fn` is a function: for a module, a class, an optimizer."""
+    remedy = "Of a module write lambda params, x: torch.func.functional_call(module, params, (x,)), and a loss of that."
+    check_function("loss_fn", loss_fn, "loss_fn(params, *args)", remedy)
+
+
+def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
+    """Allocate the gradients of a whole tree, cut over some axes; with `local` all of them on the device."""
+    plan, trained, axes = params.plan, params.trainable, params.plan.rest(())
+    rows = []  # one of (n / W,) for each trainable kind, W the number of ranks along `over`
+    for kind, param_row in zip(trained.view.kinds, trained.tensors, strict=True):
+        dtype, numel, host = plan.kinds[kind].precision.grads, local_numel(plan, kind, over), plan.kinds[kind].host
+        if host and not local:
+            rows.append(offload.empty(numel, dtype, plan.device))
+        else:
+            like = torch.empty(0, dtype=dtype, device=plan.device if host else param_row.device)
+            # the mesh allocates it: processes of one host exchange large tensors through memory that they share
+            rows.append(primitives.buffer(plan.live_mesh(), axes, numel, like, lent=False))
+    return Sharded(whole_view(plan, over, trained.view.kinds), rows)
+
+
+def later_grads(params: Sharded, over: Axes, local: bool = False) -> Callable[[], Sharded]:
+    """Return a function that calls `empty_grads` at its first call, and returns the same result at every call."""
+    return cache(partial(empty_grads, params, over, local))
+
+
+def check_sharded(params: object) -> Sharded:
+    """Return `params`. TypeError unless it is a `Sharded` of a whole tree."""
+    if not isinstance(params, Sharded):
+        raise TypeError(
+            f"params: expected a Sharded, got {type(params).__name__}: call fshard.shard_params(params, plan) first "
+            "(with fshard.make_plan(params) on one device)"
+        )
+    if params.view.spec != params.plan.spec:
+        raise TypeError("expected the whole Sharded, got a subtree of one: pass the whole and index it inside the loss")
+    return params
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Tree],
+    has_aux: bool = False,
+    *,
+    reduce: bool = True,
+    reduction: str | Reduction | None = None,
+) -> Callable[..., tuple[Tree, Tree]]:
+    """`fn(sharded, *args) -> (value, grads)`, or `((value, aux), grads)`: the loss over all ranks, and its gradient.
+
+    `loss_fn(params, *args)` is written for one device. Touching a unit of `params` gathers it; so does touching a unit
+    of any `Sharded` among `args` (a teacher's, say), which gets no gradient. The loss is `Mean(total, count)`,
+    `Sum(total)`, or a plain 0-d tensor, which means the mean of equally weighted ranks. Gradients are cut as the plan's
+    `grads_over` says; with `reduce=False` they are this rank's own, as `Unreduced`. A leaf that the loss does not use
+    gets zeros. This is eager: inside torch.func's transforms call `gather_params` in the differentiated function.
+
+    >>> value, grads = value_and_grad(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
+    >>> value, gather_params(grads)
+    (tensor(5.), tensor([2., 4.]))
+    """
+    check_loss(loss_fn)
+    check_flags(has_aux=has_aux, reduce=reduce)
+    by = reduction_of(reduction)
+
+    def fn(params: Sharded, *args: Tree) -> tuple[Tree, Tree]:
+        plan = check_sharded(params).plan
+        grads = later_grads(params, plan.grads_over if reduce else (), local=not reduce)
+        alone = is_idle(by, plan.axes) or not reduce
+        into = Gradients(None, grads) if alone else Gradients(grads, by=by)
+        outcome = run(loss_fn, params, inputs(plan, args), into, has_aux=has_aux)
+        gradients = grads() if reduce else Unreduced(grads())
+        return ((outcome.value, outcome.metrics) if has_aux else outcome.value), gradients
+
+    return fn
+
+
+def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..., Tree]:
+    """`fn(sharded, *args) -> value`, or `(value, aux)`: the loss over all ranks, without a gradient.
+
+    >>> evaluate(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
+    tensor(5.)
+    """
+    check_loss(loss_fn)
+    check_flags(has_aux=has_aux)
+
+    def fn(params: Sharded, *args: Tree) -> Tree:
+        plan = check_sharded(params).plan
+        tape = Tape(params, beside=tree.nodes(args, Sharded))
+        try:
+            with torch.no_grad():
+                returned = _called(tape, params, loss_fn, inputs(plan, args), has_aux, with_extra=False)
+            tape.end()
+        finally:
+            tape.close()
+        outcome = _outcome(returned, _start_sums(returned, plan.live_mesh()), plan, plan.live_mesh())
+        return (outcome.value, outcome.metrics) if has_aux else outcome.value
+
+    return fn
+
+
+def reduce_grads(grads: Unreduced, reduction: str | Reduction | None = None) -> Sharded:
+    """Sum every rank's own gradients; the result is cut as the plan's `grads_over` says. TypeError for reduced ones.
+
+    >>> _, own = value_and_grad(lambda w: (w * w).sum(), reduce=False)(shard_of(torch.tensor([1.0, 2.0])))
+    >>> gather_params(reduce_grads(own))
+    tensor([2., 4.])
+    """
+    if not isinstance(grads, Unreduced):
+        raise TypeError(
+            f"reduce_grads: expected Unreduced gradients (value_and_grad(..., reduce=False)), got "
+            f"{type(grads).__name__}: gradients are reduced once"
+        )
+    local: Sharded = grads.local
+    plan = local.plan
+    reduced = empty_grads(local, plan.grads_over)
+    reduce_all(local, reduced, reduction_of(reduction))
+    return reduced
+
+
+def reduce_all(local: Sharded, reduced: Sharded, by: Reduction) -> None:
+    """Sum every rank's own whole gradients `local` into `reduced`, all units at once."""
+    plan, into = local.plan, Gradients(lambda: reduced, lambda: local, by=by)
+    # in the order of units and kinds: every rank must start the same collectives in the same order
+    places = [(u, k) for u in range(len(plan.units)) for k in local.view.kinds if plan.units[u].lengths[k]]
+    started = [into.emit(unit, kind, local.piece(unit, kind)) for unit, kind in places]  # of (n,) buffers
+    for pending in started:
+        if pending is not None:
+            pending.wait()
+    settle(plan)

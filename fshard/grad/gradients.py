@@ -1,0 +1,459 @@
+"""The gradients of a forward and backward: reduced unit by unit, added up, and handed on.
+
+Note [Updates in a backward]
+    With `Gradients.take` a backward hands each unit's sum over ranks to a function, which may write to the parameters
+    of that unit: an optimizer that updates them. Then the memory of the sum is free, so gradients of two units are in
+    memory, not of all.
+
+    A unit must not be written to while the backward still reads it. Gathered buffers are memory of their own, so what
+    counts is whether the unit will be gathered again. It will not: autograd runs the nodes that were made last first,
+    and a unit's anchor is made when the unit is read first (Note [Anchors] in `autograd.py`), so every node that reads
+    the unit, and every checkpoint that reads it again, comes before its gradients. If a program finds another way, the
+    tape raises an error. Leaves that this rank has whole are read where they are, also by what autograd does not know
+    of (attributes of a user's function), so their sums wait for the end of the backward.
+
+Note [Sums beside the computation]
+    On an accelerator a reduction's waits for messages, its sums, and the stages and hooks that follow run on a stream
+    of their own, `Plan.crossings.sums`. Work on that stream first waits for the computation so far. The computation
+    waits for the stream once for each unit, before the buffer of the next unit's gradients is allocated (those sums
+    were started one unit earlier), and after the last reduction: nothing reads the sums before. If nothing is left to
+    add when the messages have arrived, it waits for those of the unit before, whose buffer is free then.
+
+    The buffers that a reduction sends and receives belong to the computation's stream. When the host drops them, the
+    allocator may give their memory to the computation again while the other stream still reads it. So each reduction
+    (`Pending`) is kept, and with it these buffers, until the computation has waited. `Tensor.record_stream` would make
+    the wait unnecessary, but memory would then come back when the device has passed an event, not at a point of the
+    program, and the peak would depend on timing. Memory allocated on the other stream is used there in order.
+
+    On a CPU, and while a graph is traced, there are no streams, and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import primitives
+from ..comm.mesh import Axes, num_ranks
+from ..comm.ranks import Pending, Ranks
+from ..comm.reduction import DEFAULT, Reduction, Sums, TreeSums, only_reads, reduce_over
+from ..comm.wire import Wire
+from ..core.arguments import shown
+from ..core.flat import clear_outside_, put
+from ..core.tracing import is_tracing
+from ..plan import offload
+from ..plan.offload import HOST
+from ..plan.plan import Plan
+from ..sharding.schedule import Part, schedule
+from ..sharding.sharded import Sharded, whole_view
+from .gathers import arrived, decode, filled, several, sizes
+
+_LARGE = 1 << 20  # bytes of gradients that are summed in place: a second message is worth the memory
+
+
+class Reducer:
+    """The reductions of one backward into `reduced`; what they have in common is worked out once.
+
+    The sum is not taken over the axes `later`: `reduce_rest` does that.
+    """
+
+    def __init__(self, reduced: Sharded, by: Reduction, later: Axes):
+        self._reduced, self._by, self._later = reduced, by, later
+        self._parts, self._rows, self._units = schedule(reduced.view).parts, reduced.tensors, reduced.plan.units
+        self._routes = {kind: _route(reduced, kind, by, later) for kind in reduced.view.kinds}
+        self._landed: dict[tuple[int, int], Tensor] = {}  # by unit and kind: buffers that are intervals of `reduced`
+
+    def _interval(self, unit: int, kind: int) -> Tensor:
+        """This rank's interval (n / W,) of `reduced`, a view."""
+        # `UnitSums` has no rows, but makes pieces
+        return self._parts[unit, kind].of(self._rows) if self._rows else self._reduced.piece(unit, kind)
+
+    def buffer(self, unit: int, kind: int) -> Tensor:
+        """A flat buffer (n,) for a unit's gradients before they are reduced: their interval of `reduced` if it can."""
+        route, numel = self._routes[kind], self._parts[unit, kind].numel
+        if route.least is not None and numel * route.like.itemsize >= route.least:
+            self._landed[unit, kind] = self._interval(unit, kind)
+            return self._landed[unit, kind]
+        return route.like.new_empty(numel) if route.room is None else route.room(numel, route.like, route.lent)
+
+    def start(self, unit: int, kind: int, flat: Tensor) -> Pending:
+        """Start the sum over ranks of a filled buffer (n,), into this rank's interval of `reduced`, (n / W,)."""
+        route, landed = self._routes[kind], self._landed.pop((unit, kind), None)
+        if route.along is None and landed is flat:  # nobody to add to, and nothing to cast
+            return arrived(flat)
+        if route.collective is None:
+            return reduce(flat, self._reduced, unit, kind, self._by, self._later)
+        out = self._interval(unit, kind) if landed is None else landed
+        sent = flat if route.dtype is None else flat.to(route.dtype)
+        return route.collective(sent, route.along, self._units[unit].name, out).keeping(sent)
+
+
+class _Route(NamedTuple):
+    """How the gradients of one kind travel."""
+
+    like: Tensor  # (0,), with the device and dtype of their buffers
+    room: Callable[[int, Tensor, bool], Tensor] | None  # allocates the buffers, which peers may read if `lent`
+    lent: bool
+    collective: Callable[..., Pending] | None  # if one collective is all that a reduction consists of, over these ranks
+    along: Ranks | None
+    dtype: torch.dtype | None  # in which gradients are sent; None for their own
+    least: int | None  # bytes of a buffer from which on it is the interval of the sum itself; None: none is
+
+
+def _route(reduced: Sharded, kind: int, by: Reduction, later: Axes) -> _Route:
+    plan, axes, mesh = reduced.plan, reduced.view.axes(kind), reduced.plan.live_mesh()
+    like = torch.empty(0, dtype=buffer_dtype(plan, kind), device=plan.device)
+    lent = plan.grad_wire is None and only_reads(by)
+    # the first axis that the buffer is sent over: the mesh may allocate it where peers can read
+    room = next((primitives.along(mesh, axis).empty for axis in axes + plan.rest(axes)), None)
+    summed = axes + plan.rest(axes + later)
+    needed = several(plan, summed)
+    is_last = like.dtype == plan.kinds[kind].precision.grads and only_reads(by)  # what is put is what is kept
+    special = plan.grad_wire or plan.kinds[kind].host or _is_split(plan, kind) or hasattr(by, "after")
+    if not special and not needed and is_last:
+        return _Route(like, room, lent, None, None, None, least=0)
+    if special or len(needed or summed[:1]) != 1:
+        return _Route(like, room, lent, None, None, None, least=None)
+    (axis,) = needed or summed[:1]
+    collective = by.reduce_scatter if axis in axes else by.all_reduce
+    sent = None if isinstance(by, TreeSums) else plan.kinds[kind].precision.reduce  # sums travel in their own dtype
+    # whole gradients are replaced by their sum
+    in_place = is_last and type(by) is Sums and not several(plan, axes)
+    least = _LARGE if in_place else None
+    return _Route(like, room, lent, collective, primitives.along(mesh, axis), sent, least)
+
+
+def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, later: Axes) -> Pending:
+    """Start the sum over ranks of a flat buffer of gradients (n,), into this rank's interval of `reduced`, (n / W,).
+
+    `by` and `later` are as of `Reducer`.
+    """
+    plan, out = reduced.plan, _landing(reduced, unit, kind)
+    if plan.grad_wire is not None and plan.axes and flat.is_floating_point():
+        pending = _reduce_encoded(flat, reduced, unit, kind, out, by, later)
+        pending = pending.then(lambda total: _unpadded(total, reduced, unit, kind))
+    else:
+        pending = _reduce_cast(flat, reduced, unit, kind, out, by, later)
+    return _landed(pending, out, reduced, unit, kind, None if later else by)
+
+
+def nothing(reduced: Sharded, unit: int, kind: int, by: Reduction, later: Axes) -> Pending:
+    """The sum of a unit that got no gradient on any rank: zeros, which `by.after` is given like any sum."""
+    out = _landing(reduced, unit, kind).zero_()
+    return _landed(Pending(None, lambda _: out), out, reduced, unit, kind, None if later else by)
+
+
+def reduce_rest(sums: Sharded, reduced: Sharded, later: Axes, by: Reduction) -> None:
+    """All-reduce `sums` over the axes `later` into `reduced`: one collective for each unit, all started at once."""
+    plan, started = reduced.plan, list[Pending]()
+    for unit, kind in ((u, k) for u in range(len(plan.units)) for k in sums.view.kinds if plan.units[u].lengths[k]):
+        x, out = sums.piece(unit, kind).to(plan.device), _landing(reduced, unit, kind)
+        pending = reduce_over(x, plan.live_mesh(), (), later, plan.units[unit].name, out, by)
+        started.append(_landed(pending, out, reduced, unit, kind, by))
+    for pending in started:
+        pending.wait()
+
+
+def _landing(reduced: Sharded, unit: int, kind: int) -> Tensor:
+    """Where a sum is written: this rank's interval; if that is in host memory, a buffer on the device."""
+    row = reduced.piece(unit, kind)
+    return offload.landing(row, reduced.plan.device) if reduced.plan.kinds[kind].host else row
+
+
+def _landed(pending: Pending, out: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction | None) -> Pending:
+    """A sum after the reduction's hook `after`, in this rank's interval, copied to host memory if that is there."""
+    plan, row, name = reduced.plan, reduced.piece(unit, kind), reduced.plan.units[unit].name
+    after = getattr(by, "after", None)
+    if after is not None:
+
+        def hooked(total: Tensor) -> Tensor:
+            result = after(total, name)
+            if not isinstance(result, Tensor) or result.shape != total.shape:
+                raise TypeError(
+                    f"{by}: after: expected the sum to go on with, of shape {list(total.shape)}, got {shown(result)}"
+                )
+            return _unpadded(out.copy_(result), reduced, unit, kind)
+
+        pending = pending.then(hooked)
+    return pending.then(lambda total: plan.crossings.down.copied(total, row)) if plan.kinds[kind].host else pending
+
+
+def buffer_dtype(plan: Plan, kind: int) -> torch.dtype:
+    """The dtype of the flat buffer that a unit's gradients are written to before they are reduced."""
+    precision = plan.kinds[kind].precision
+    return torch.float32 if _is_split(plan, kind) else precision.reduce
+
+
+def _is_split(plan: Plan, kind: int) -> bool:
+    """Whether gradients are computed in a wider dtype and sent as float16."""
+    precision = plan.kinds[kind].precision
+    return precision.reduce == torch.float16 and precision.compute != torch.float16
+
+
+def _reduce_cast(
+    flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction, later: Axes
+) -> Pending:
+    """Start the sum of (n,) into `out`, (n / W,), sent in the dtype that the plan's policy says."""
+    plan, axes = reduced.plan, reduced.view.axes(kind)
+    mesh, other_axes, name = plan.live_mesh(), plan.rest(axes + later), plan.units[unit].name
+    if isinstance(by, TreeSums):  # sums travel in the dtype they are taken in
+        return reduce_over(flat, mesh, axes, other_axes, name, out, by)
+    # Each gradient was divided by the number of ranks W. Multiplied by about sqrt(W), neither small gradients nor sums
+    # of large ones leave the range of float16. A power of two rounds nothing.
+    factor = 2.0 ** round(math.log2(num_ranks(mesh)) / 2) if _is_split(plan, kind) else 1
+    scaled = (flat if factor == 1 else flat * factor).to(plan.kinds[kind].precision.reduce)
+    pending = reduce_over(scaled, mesh, axes, other_axes, name, out, by)
+    return pending if factor == 1 else pending.then(lambda total: total.mul_(1 / factor))
+
+
+def _reduce_encoded(
+    flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction, later: Axes
+) -> Pending:
+    """Start the sum of (n,) into `out`, (n / W,), encoded by the plan's `grad_wire` along one axis."""
+    plan, axes = reduced.plan, reduced.view.axes(kind)
+    mesh, name, wire = plan.live_mesh(), plan.units[unit].name, plan.grad_wire
+    other_axes = plan.rest(axes + later)
+    assert wire is not None  # `reduce` has looked
+    # encoded along one axis: the first that gradients are cut over, else the longest
+    axis = _first(plan, axes) if axes else max(other_axes, key=dict(plan.axes).__getitem__)
+    ranks = primitives.along(mesh, axis)
+    lengths = [sizes(plan, unit, kind, ranks.size, part) for part in range(ranks.size)]  # of each rank's part
+    parts = flat.chunk(len(lengths))  # (n / W,) for each rank
+    sends = [wire.encode(part, part_lengths) for part, part_lengths in zip(parts, lengths, strict=True)]
+    added = primitives.scatter(sends, ranks, lambda received: _added(wire, received, lengths[ranks.rank]), name)
+    # a sum travels on in its own dtype, not encoded again, along the other axes of several ranks
+    if axes:
+        further, other_axes = (several(plan, names) for names in (axes[axes.index(axis) + 1 :], other_axes))
+        return added.then(lambda part: reduce_over(part, mesh, further, other_axes, name, out, by))
+    # every rank needs the whole sum: what `scatter` has cut is gathered again before the other axes
+    remaining = several(plan, [other for other in other_axes if other != axis])
+    whole = added.then(lambda part: primitives.gather_over(part, mesh, (axis,), name))
+    return whole.then(lambda full: reduce_over(full, mesh, (), remaining, name, out, by))
+
+
+def _unpadded(total: Tensor, reduced: Sharded, unit: int, kind: int) -> Tensor:
+    """Set the padding of a rank's interval to zero, in place.
+
+    A wire may decode anything there, and so may a hook return, which unscaling would take for an overflow.
+    """
+    return clear_outside_(total, filled(reduced, unit, kind))
+
+
+def _first(plan: Plan, axes: Axes) -> str:
+    """The first axis of several ranks; the first axis if none has."""
+    return next((axis for axis in axes if dict(plan.axes)[axis] > 1), axes[0])
+
+
+def _added(wire: Wire, received: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    """The sum of what all ranks sent, decoded, in rank order, in float32 at least."""
+    first, *others = (decode(wire, data, lengths) for data in received)  # (n / W,) each
+    total = first.to(primitives.sum_dtype(first.dtype), copy=True)
+    for part in others:
+        total += part
+    return total
+
+
+Take = Callable[[int, int, Tensor], None]  # of a unit's and kind's sum over ranks, (n / W,)
+
+
+class UnitSums(Sharded):
+    """Gradients of parameters as a backward writes them, of which only the pieces exist that are asked for."""
+
+    def __init__(self, params: Sharded):
+        plan, trained = params.plan, params.trainable.view.kinds
+        super().__init__(whole_view(plan, plan.grads_over, trained), [])
+        self._pieces: dict[tuple[int, int], Tensor] = {}  # by unit and kind
+
+    def piece(self, unit: int, kind: int) -> Tensor:
+        """This rank's interval (n / W,) of one unit and kind: the same tensor at every call, until it is dropped."""
+        if (unit, kind) not in self._pieces:
+            plan, over = self.plan, self.view.over
+            like = torch.empty(0, dtype=plan.kinds[kind].precision.grads, device=plan.device)
+            numel = plan.length(unit, kind, over)
+            self._pieces[unit, kind] = primitives.buffer(plan.live_mesh(), plan.rest(()), numel, like, lent=False)
+        return self._pieces[unit, kind]
+
+    def drop(self, unit: int, kind: int) -> None:
+        """Drop one piece: whoever holds the tensor has it alone."""
+        del self._pieces[unit, kind]
+
+
+class Handing:
+    """The sums of one backward: `take` gets each when it is there, those of the kinds `late` at the end."""
+
+    def __init__(self, take: Take, late: Collection[int]):
+        self._take, self._late = take, late
+        self._waiting: list[tuple[int, int, Tensor]] = []
+        self.taken: set[int] = set()  # units
+
+    def after(self, pending: Pending, unit: int, kind: int) -> Pending:
+        """A reduction whose result is handed on."""
+        return pending.then(partial(self._arrived, unit, kind))
+
+    def _arrived(self, unit: int, kind: int, total: Tensor) -> Tensor:
+        if kind in self._late:
+            self._waiting.append((unit, kind, total))
+        else:
+            self.taken.add(unit)
+            self._take(unit, kind, total)
+        return total
+
+    def finish(self) -> None:
+        """Hand on the sums that waited for the end of the backward."""
+        for unit, kind, total in self._waiting:
+            self._take(unit, kind, total)
+        self._waiting.clear()
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Where a backward writes its gradients.
+
+    Each unit's gradients are written to (with `add`, added to) a flat buffer: that of `local`, or a new one. If
+    `reduced` is given, the buffer is then summed over ranks into `reduced`.
+
+    `reduced` and `local` return the same value at every call, and allocate it at the first: there are no gradients in
+    memory before the backward has one, while activations take the most.
+    """
+
+    reduced: Callable[[], Sharded] | None
+    local: Callable[[], Sharded] | None = None
+    add: bool = False
+    by: Reduction = DEFAULT
+    later: Axes = ()  # the axes that this backward does not reduce over
+    take: Take | None = None  # is handed each sum in `reduced` (Note [Updates in a backward])
+
+    @cached_property
+    def _reducer(self) -> Reducer:
+        assert self.reduced is not None
+        return Reducer(self.reduced(), self.by, self.later)
+
+    @cached_property
+    def _local(self) -> tuple[Mapping[tuple[int, int], Part], Sequence[Tensor]] | None:
+        local = None if self.local is None else self.local()
+        return None if local is None else (schedule(local.view).parts, local.tensors)
+
+    def buffer(self, unit: int, kind: int) -> Tensor:
+        """The flat buffer (n,) that a unit's gradients are written to."""
+        if self._local is None:
+            return self._reducer.buffer(unit, kind)
+        parts, rows = self._local
+        return parts[unit, kind].of(rows)
+
+    def filled(self, unit: int, part: Part, grads: Sequence[Tensor | None]) -> Tensor:
+        """The flat buffer (n,) with the gradients of the leaves of a part; zeros for leaves that have none."""
+        flat = self.buffer(unit, part.kind)
+        # embedding(sparse=True) gives a sparse gradient
+        dense = [g if g.layout is torch.strided else g.to_dense() for g in grads if g is not None]
+        if len(dense) == len(grads):
+            part.places.put(flat, dense, self.add)
+        else:
+            starts = [start for start, grad in zip(part.places.starts, grads, strict=True) if grad is not None]
+            put(flat, dense, starts, self.add)
+        return flat
+
+    def emit(self, unit: int, kind: int, flat: Tensor) -> Pending | None:
+        """Start the reduction of a filled buffer; None if gradients stay local."""
+        return None if self.reduced is None else self._reducer.start(unit, kind, flat)
+
+
+class Reductions:
+    """The reductions of one backward into `into` that are under way, in the order in which they started."""
+
+    def __init__(self, plan: Plan, into: Gradients | None = None):
+        self._side = None if plan.device == HOST or is_tracing() else plan.crossings.sums
+        by = None if into is None or plan.grad_wire is not None else into.by
+        self._adds = not (type(by) is Sums and by.is_fast(plan.device))  # after the messages, beside the computation
+        self._ahead, self._stages = plan.ahead, sum(size > 1 for _, size in plan.axes)
+        self._under_way: list[tuple[int, Pending]] = []  # and the unit of each
+        self._stepped: list[Pending] = []  # what the side stream may still be reading
+
+    def add(self, unit: int, pending: Pending) -> None:
+        """Keep a reduction of a unit that was started."""
+        self._under_way.append((unit, pending))
+
+    def _beside(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._side is None else self._side.ahead()
+
+    def join(self) -> None:
+        """Make the computation wait for the sums so far, and drop the buffers that they read."""
+        if self._side is not None and self._stepped:
+            self._side.join()
+            self._stepped.clear()
+
+    def move_on(self, following: int) -> None:
+        """Take older reductions one stage further, so that the gradients of the unit `following` have room next.
+
+        Those stay as they are that `Ahead.reductions` names.
+        """
+        number = self._ahead.number
+        if number == 1:  # as where units are equal
+            num = len(self._under_way)
+            while num and self._under_way[num - 1][0] == self._under_way[-1][0]:
+                num -= 1
+            return self._step(num)
+        self._leave(self._ahead.reductions(following, self._units(), self._stages))
+
+    def _units(self) -> list[int]:
+        return list(dict.fromkeys(unit for unit, _ in self._under_way))
+
+    def _leave(self, number: int) -> None:
+        """Take all reductions one stage further but those of so many units, the last ones."""
+        units = self._units()
+        older = units[: max(0, len(units) - number)]
+        self._step(sum(unit in older for unit, _ in self._under_way))
+
+    def make_room(self, unit: int) -> None:
+        """Wait for reductions until the gradients of a unit that has come have room beside those under way.
+
+        Sums that the backend takes have had a unit's time, and their buffers are free; others are still to be added.
+        """
+        if self._stages > 1:
+            return
+        if self._ahead.number is None:
+            self.move_on(unit)
+        if self._side is not None and not self._adds:  # as after this unit, so that its buffer takes their place
+            self._leave(max(0, self._ahead.reductions(unit - 1, [*self._units(), unit], self._stages) - 1))
+
+    def _step(self, num: int) -> None:
+        """Take the first `num` reductions one stage further, and drop those that are done.
+
+        The youngest goes first: its next stage is under way while the host waits for the others.
+        """
+        if not num:
+            return
+        units, older = zip(*self._under_way[:num], strict=True)
+        if self._side is not None:  # kept before a step can raise: the device may be reading them even then
+            self._stepped += older
+        with self._beside():
+            stepped = [pending.step() for pending in reversed(older)]
+        pairs = zip(units, reversed(stepped), strict=True)
+        self._under_way[:num] = [(unit, pending) for unit, pending in pairs if isinstance(pending, Pending)]
+
+    def finish(self) -> None:
+        """Wait for every reduction."""
+        while self._under_way:
+            self._step(len(self._under_way))
+        self.join()
+
+    def drop(self) -> None:
+        """Wait for the messages under way, and drop all reductions; no next stage starts."""
+        try:
+            for _, pending in self._under_way:
+                pending.drop()
+        finally:
+            self.join()
+            self._under_way.clear()
+
+
+def settle(plan: Plan) -> None:
+    """Make the host wait for the device, if the plan has trainable leaves in host memory: the host updates them."""
+    if any(kind.host and kind.trainable for kind in plan.kinds):
+        plan.crossings.down.settle()

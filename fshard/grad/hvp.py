@@ -1,0 +1,155 @@
+"""Hessian-vector products of losses of sharded parameters.
+
+Note [Reverse over forward]
+    The loss runs in forward mode along the tangent v. Its derivative in that direction, <gradient, v>, is then
+    differentiated as the loss of a step is, and the gradient of it is the product. Touching a unit gathers the unit
+    and its tangent, and the backward gathers both again. Forward mode is torch.func.jvp, so a loss may use other
+    transforms inside; tangents belong to the level of that jvp, whichever level is on top when a unit is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import make_dual
+
+from ..core import func_levels, tree
+from ..core.losses import Mean, Sum, read_loss
+from ..core.scalars import Number
+from ..core.tree import Tree
+from ..sharding.schedule import schedule
+from ..sharding.sharded import Sharded
+from .autograd import SavedTensor
+from .elementary import Elementary
+from .grad import check_loss, check_sharded, inputs, later_grads, run
+from .gradients import Gradients
+from .tape import Leaves, Tape
+
+
+@dataclass(frozen=True)
+class _OfTangents:
+    saved: object  # what `pack` of the tape of tangents returned
+
+
+class _Duals(Tape):
+    """A tape whose trainable leaves have tangents; a second tape gathers those."""
+
+    def __init__(self, params: Sharded, tangents: Sharded, into: Gradients, beside: Sequence[Sharded]):
+        super().__init__(params, into, beside)
+        self._tangents = Tape(tangents)
+        self._levels: Sequence[object] = ()  # of torch.func, innermost first: those inside which tangents are made
+
+    def view(self) -> Tree:
+        """This tape: the loss asks for `duals` at the level that tangents belong to."""
+        return self
+
+    def duals(self) -> Tree:
+        """The parameters, with tangents of the torch.func level in which this is called."""
+        with func_levels.aside() as levels:
+            self._levels = levels
+        return super().view()
+
+    def touch(self, unit: int) -> Leaves:
+        """The leaves of a unit: the trainable ones with their tangents."""
+        leaves, tangents = list(super().touch(unit)), self._tangents.touch(unit)
+        trained = schedule(self._params.view).entries[unit].trained
+        with func_levels.again(self._levels):
+            for number, tangent in zip(trained, tangents, strict=True):
+                leaves[number] = make_dual(leaves[number], tangent)
+        return leaves
+
+    def pack(self, x: Tensor) -> object:
+        """The place of a gathered value or tangent in a buffer of its tape."""
+        saved = super().pack(x)
+        return _OfTangents(self._tangents.pack(x)) if isinstance(saved, SavedTensor) else saved
+
+    def unpack(self, saved: object) -> Tensor:
+        """The value or tangent that `pack` was given."""
+        return self._tangents.unpack(saved.saved) if isinstance(saved, _OfTangents) else super().unpack(saved)
+
+    def end(self) -> None:
+        """End the forward of both tapes."""
+        super().end()
+        self._tangents.end()
+
+    def close(self) -> None:
+        """Close the tape of the values and that of the tangents."""
+        super().close()
+        self._tangents.close()
+
+
+def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
+    """`fn(params, v, *args) -> product`: the Hessian of the loss over all ranks, times `v`.
+
+    `loss_fn(params, *args)` is a loss as of `value_and_grad`. `params` and `v` are `Sharded` of one plan, `v` cut like
+    the parameters or like gradients; the product is cut like gradients, so it can be the next `v`. Touching a unit
+    gathers it and its tangent, and both again in the backward. The operators in the loss need forward
+    derivatives (attention: under sdpa_kernel(SDPBackend.MATH)). LayerNorm is computed from other operators, because
+    torch's second derivatives of it are wrong. ValueError for other operators with wrong second derivatives (BatchNorm
+    in training, det, solve), for a `v` of another plan, for a count that depends on parameters, and where a
+    `param_wire` would round the tangent.
+
+    >>> params, v = (shard_of(torch.tensor(x)) for x in ([1.0, 2.0], [1.0, 0.0]))
+    >>> gather_params(hvp(lambda w: (w ** 3).sum())(params, v))
+    tensor([6., 0.])
+
+    Source: Pearlmutter, Fast exact multiplication by the Hessian, 1994.
+    """
+    check_loss(loss_fn)
+
+    def along(tape: _Duals, *args: Tree) -> Tree:
+        """The derivative of the loss in the direction of the tape's tangents, as a loss."""
+        returned: list[tuple[Mean | Sum, type]] = []
+
+        def total(_: Tensor) -> tuple[Tensor, list[Tensor]]:
+            with Elementary():
+                returned.append(read_loss(loss_fn(tape.duals(), *args)))
+            loss = returned[-1][0]
+            # the count goes out as jvp's aux, which torch.func unwraps
+            return loss.total, [loss.count] if isinstance(loss, Mean) and isinstance(loss.count, Tensor) else []
+
+        # jvp only opens a level of forward mode: the tangents come from the tape, not from this number
+        number = torch.zeros((), dtype=torch.float32, device="cpu")
+        # 0-d: the loss's total, and its derivative
+        value, change, counts = torch.func.jvp(total, (number,), (number,), has_aux=True)  # type: ignore[misc]
+        ((loss, kind),) = returned
+        if not change.requires_grad:  # a linear loss: the product is zero, and the loss must still depend on them
+            change = change + 0 * value
+        if isinstance(loss, Sum):
+            return Sum(change)
+        return Mean(change, _constant(*counts or [loss.count])) if kind is Mean else change
+
+    def fn(params: Sharded, v: Sharded, *args: Tree) -> Sharded:
+        params, v = check_sharded(params), check_sharded(v)
+        _check_tangent(params, v)
+        product = later_grads(params, params.plan.grads_over)
+        into = Gradients(product) if params.plan.axes else Gradients(None, product)
+        tape = _Duals(params, v.trainable, into, tree.nodes(args, Sharded))
+        run(along, params, inputs(params.plan, args), into, tape=tape)
+        return product()
+
+    return fn
+
+
+def _constant(count: Number) -> Number:
+    """Return a count. ValueError if it depends on parameters: its own derivative would be missing."""
+    if isinstance(count, Tensor) and count.requires_grad:
+        raise ValueError(
+            "hvp: the count of the loss's fshard.Mean depends on parameters: detach it, or return fshard.Sum"
+        )
+    return count
+
+
+def _check_tangent(params: Sharded, v: Sharded) -> None:
+    plan = params.plan
+    if v.plan != plan:
+        raise ValueError(f"hvp: v was made for other parameters: expected {plan.first_difference(v.plan)}")
+    if not set(params.trainable.view.kinds) <= set(v.view.kinds):
+        raise ValueError(
+            "hvp: v has not all trainable leaves: expected a Sharded like the parameters, or like gradients"
+        )
+    if plan.param_wire is not None:
+        raise ValueError(f"hvp: {plan.param_wire} would round the tangent on its way: use a plan without param_wire")

@@ -1,0 +1,79 @@
+"""Whole gradients that a program computed by itself on each rank, as the unreduced gradients of sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from ..core.tree import Tree
+from ..layout.pieces import Unreduced
+from ..plan.plan import check_plain
+from ..sharding.names import Form, form_difference
+from ..sharding.sharded import Sharded, pack
+from .grad import check_sharded, empty_grads
+
+
+def unreduced(grads: Tree, params: Sharded) -> Unreduced:
+    """This rank's own gradients of the whole `params`, so that `reduce_grads` sums them over ranks, once.
+
+    `grads` is a tree of whole tensors with the paths of the parameters. A rank that summed the clipped gradients of its
+    own samples passes the sum: what `reduce_grads` returns is the sum over all ranks' samples, and is divided by no
+    count. A frozen leaf is None, or is left out. The gradients of a tied leaf are summed over its places, of which some
+    may be None or left out. Values are copied, one unit after the other, and cast to the dtype of gradients. ValueError
+    lists every leaf that is missing, unknown or frozen, and each wrong shape or dtype.
+
+    >>> import fshard
+    >>> params, x = shard_of({"w": torch.ones(2)}), torch.tensor([[3.0, 4.0], [0.3, 0.4]])
+    >>> per_sample = torch.func.vmap(torch.func.grad(lambda p, x: (p["w"] * x).sum()), (None, 0))
+    >>> rows = per_sample(gather_params(params), x)["w"]
+    >>> clipped = rows / rows.norm(dim=1, keepdim=True).clamp(min=1.0)
+    >>> own = fshard.reduction.unreduced({"w": clipped.sum(0)}, params)
+    >>> gather_params(reduce_grads(own))
+    {'w': tensor([0.9000, 1.2000])}
+
+    Source of the example: Abadi et al., Deep learning with differential privacy, 2016.
+    """
+    plan, names = check_sharded(params).plan, params.trainable.view.names()
+    check_plain("grads", grads)
+    flat, spec = tree.flatten(grads)
+    by_name = dict(zip(tree.paths(spec), flat, strict=True))
+    if differences := [*_differences(params, by_name)]:
+        raise ValueError("unreduced: " + "; ".join(differences))
+    local = empty_grads(params, (), local=True)  # (n,) for each trainable kind
+    for (unit, kind), slots in plan.places.items():
+        if kind in local.view.kinds:
+            row = local.piece(unit, kind)
+            sums = {
+                slot: _sum([by_name[name].to(row.dtype) for name in names[slot] if name in by_name]) for slot in slots
+            }
+            pack(sums, plan, unit, kind, (), row)
+    return Unreduced(local)
+
+
+def _sum(grads: Sequence[Tensor]) -> Tensor:
+    total, *others = grads
+    for grad in others:
+        total = total + grad
+    return total
+
+
+def _differences(params: Sharded, grads: Mapping[str, object]) -> Iterator[str]:
+    """Say how gradients by name differ from what the trainable leaves of parameters need."""
+    names = params.trainable.view.names()
+    known, trained = ({name for tied in x.view.names().values() for name in tied} for x in (params, params.trainable))
+    if missing := [tied[0] for tied in names.values() if not any(name in grads for name in tied)]:
+        yield f"{len(missing)} leaves have no gradient: {', '.join(map(repr, missing[:8]))}. One that is 0 is zeros"
+    if unknown := [name for name in grads if name not in known]:
+        yield f"{len(unknown)} gradients are of no parameter: {', '.join(map(repr, unknown[:8]))}"
+    if frozen := [name for name in grads if name in known - trained]:
+        yield f"{len(frozen)} gradients are of frozen leaves: {', '.join(map(repr, frozen[:8]))}. Pass None, or nothing"
+    for slot, tied in names.items():
+        form = Form(slot.shape, params.plan.kinds[slot.kind].dtype)
+        for name, grad in ((name, grads[name]) for name in tied if name in grads):
+            if difference := form_difference(name, form, grad):
+                yield difference + ". Sum over the samples first" * (getattr(grad, "shape", ())[1:] == slot.shape)
+            elif isinstance(grad, Tensor) and (grad.is_meta or grad.layout is not torch.strided):
+                yield f"{name!r}: expected a dense tensor with values, got one on {grad.device}, {grad.layout}"

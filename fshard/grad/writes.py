@@ -1,0 +1,217 @@
+"""Checks that a loss does not write in place to the parameters it is given: the new value would be lost.
+
+Note [Writes in place]
+    torch counts the in-place operations on a tensor and its views. Each gathered buffer of trainable leaves, and each
+    frozen leaf, gets a counter of its own, which tells what was written to. The tape keeps an alias without memory that
+    shares the counter, so watching keeps no buffer alive. But `batch_norm` updates running statistics without counting.
+    Frozen leaves as small as such statistics are therefore copies, which are compared with their old values after the
+    loss: any write is noticed, and the caller's tensors stay as they were. A write through `.data` to a larger leaf, or
+    to a trainable one, is not noticed. While a graph is traced there are no values to compare: instead the arguments of
+    every operator that writes are looked at, and a write to any frozen leaf is noticed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..core import tree
+from ..core.storage import address, ranges_meet, writes
+from ..core.tracing import Operator, is_tracing
+from ..core.tree import Tree
+from ..plan.plan import Slot
+from ..sharding.schedule import Entry
+
+# Leaves that share a version counter (one of them was written to, if it counted), and whether their memory is the
+# caller's: then the write has changed the parameters that were passed.
+Written: TypeAlias = tuple[Sequence[Slot], bool]
+_SMALL = 1 << 16  # elements: running statistics and counters have fewer
+_REMEDY = (
+    "A loss changes nothing that it is given: work on a clone, and return its new value, as aux (has_aux=True) or, to "
+    "have it in the next step, as extra (train_step(..., with_extra=True))."
+)
+
+# torch's own words for a write to a view that an autograd function returned, as `anchors.Anchor` does
+_VIEWS = ("was created inside a custom Function", "is the output of a function that returns multiple views")
+_OF_LEAVES = re.compile(r"Output (\d+) of _?Anchor(?:Backward)? is")
+_CHANGED = " The parameters that were passed are changed by it: do not use them again."
+
+
+class _Refusing(TorchFunctionMode):
+    """ValueError if batch_norm would write to a leaf: for tracing, where there are no values to compare."""
+
+    def __init__(self, frozen: dict[tuple[int, int], str]):
+        super().__init__()
+        self._frozen = frozen
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        for x in _statistics(func, args, kwargs or {}):
+            if isinstance(x, Tensor) and _place(x) in self._frozen:
+                path = self._frozen[_place(x)]
+                raise ValueError(f"the loss function: batch_norm would write to leaf {path!r} in place. {_REMEDY}")
+        return func(*args, **(kwargs or {}))
+
+
+class _RefusingWrites(TorchDispatchMode):
+    """ValueError if an operator writes to the memory of a frozen leaf: for tracing, where there are no values."""
+
+    def __init__(self, frozen: Sequence[tuple[Tensor, Slot]]):
+        super().__init__()
+        self._frozen = frozen
+
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: Sequence[type],
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
+    ) -> Tree:
+        by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs or {})
+        written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        for x in tree.leaves([by_name.get(name) for name in written]):
+            for leaf, slot in self._frozen if isinstance(x, Tensor) else []:
+                if ranges_meet(x, leaf):
+                    raise _written([([slot], False)])
+        return func(*args, **(kwargs or {}))
+
+
+def _place(x: Tensor) -> tuple[int, int]:
+    """The storage of a tensor and its offset there, by which a leaf is known again in an operator's arguments."""
+    return address(x), int(x.storage_offset())
+
+
+def _statistics(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
+    """The running statistics that this call would update, if it is a batch_norm in training mode."""
+    if getattr(func, "__name__", "").removeprefix("native_") != "batch_norm":
+        return []
+    first = 1 if func is F.batch_norm else 3  # torch.batch_norm and its kin take weight and bias before them
+    training = kwargs.get("training", args[5] if len(args) > 5 else False)
+    return [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")] if training else []
+
+
+class Writes:
+    """Watches the tensors that a loss is given, and raises if it wrote to them."""
+
+    def __init__(self) -> None:
+        # aliases without memory that have the version counters, with the leaves that share the counter
+        self._watched: list[tuple[Tensor, Sequence[Slot], bool]] = []
+        # small frozen leaves end to end, (n,): as the loss sees them, and as they were
+        self._copies: list[tuple[Tensor, Tensor, Sequence[Slot]]] = []
+        self.bound: list[Entry] = []  # the units with anchors
+        self._nothing: Tensor | None = None  # (0,), made once: the memory of all aliases
+        self._tracing = is_tracing()
+        self._frozen_leaves: list[tuple[Tensor, Slot]] = []  # while a graph is traced
+        self._frozen: dict[tuple[int, int], str] = {}  # while a graph is traced: paths of small frozen leaves, by place
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """The block in which the loss runs: torch's errors about writes in place become errors that name the leaf."""
+        with (
+            _Refusing(self._frozen) if self._tracing else nullcontext(),
+            _RefusingWrites(self._frozen_leaves) if self._tracing else nullcontext(),
+        ):
+            try:
+                yield
+            except RuntimeError as failure:
+                if not any(words in str(failure) for words in _VIEWS):
+                    raise
+                raise self._refused(str(failure)) from failure
+
+    def _refused(self, words: str) -> ValueError:
+        """The error for a write that torch refused with these words."""
+        if written := self._counted():
+            return _written(written)
+        number = _OF_LEAVES.search(words)
+        if number is None:
+            return ValueError(
+                "the loss function: it wrote in place to a view of a leaf it was given, or of one of several results "
+                f"of an operator. {_REMEDY}"
+            )
+        # torch names the output of an `Anchor`, not which unit's: the error names the leaf that each unit has there
+        output = int(number[1])
+        slots = [entry.slots[entry.trained[output]] for entry in self.bound if output < len(entry.trained)]
+        leaves = {slot.path: slot for slot in slots}
+        return _written([(list(leaves.values()), False)])
+
+    def watch(self, x: Tensor, slots: Sequence[Slot], is_callers: bool) -> Tensor:
+        """Return an alias of `x` with a version counter of its own, which is read in `check`.
+
+        `x` holds the leaves `slots`; `is_callers` says that its memory is that of the parameters passed.
+        """
+        x = x.data  # unlike `detach`, this starts a new counter
+        counter = x.detach()  # shares the counter of the new `x`
+        if not self._tracing:  # fake tensors have no memory to keep alive
+            if self._nothing is None:
+                self._nothing = x.new_empty(0)
+            counter.data = self._nothing
+        self._watched.append((counter, slots, is_callers))
+        return x
+
+    def frozen(self, leaves: Sequence[Tensor], slots: Sequence[Slot], is_callers: bool) -> list[Tensor]:
+        """Return the frozen leaves of one unit and kind, each watched by itself; small ones are copies."""
+        visible, small = list(leaves), [n for n, x in enumerate(leaves) if x.dim() < 2 and x.numel() <= _SMALL]
+        if self._tracing:
+            self._frozen_leaves += zip(visible, slots, strict=True)
+            self._frozen.update((_place(visible[n]), slots[n].path) for n in small)
+        elif small:
+            flat = torch.cat([leaves[n].reshape(-1) for n in small])  # (the sum of the small leaves' numels,)
+            self._copies.append((flat, flat.clone(), [slots[n] for n in small]))
+            for n, copy in zip(small, flat.split([leaves[n].numel() for n in small]), strict=True):
+                visible[n] = copy.view(leaves[n].shape)
+        copied = () if self._tracing else small
+        return [self.watch(x, [slots[n]], is_callers and n not in copied) for n, x in enumerate(visible)]
+
+    def check(self) -> None:
+        """Raise ValueError if anything was written to since it was watched."""
+        written = self._counted()
+        for flat, before, slots in self._copies:
+            # as bytes: NaN is equal to itself
+            written += _changed(flat.detach().view(torch.uint8), before.view(torch.uint8), slots)
+        if written:
+            raise _written(written)
+        self._watched.clear()
+        self._copies.clear()
+
+    def _counted(self) -> list[Written]:
+        """The leaves, or groups of leaves with one counter, that were written to."""
+        # under inference_mode torch counts nothing
+        return [(slots, is_callers) for counter, slots, is_callers in self._watched if writes(counter)]
+
+
+def _changed(now: Tensor, before: Tensor, slots: Sequence[Slot]) -> list[Written]:
+    """The leaves whose bytes differ, of (bytes,) tensors. On an accelerator a device-side assertion instead."""
+    if now.device.type != "cpu":  # the host does not wait: the device stops with these words if they differ
+        torch._assert_async((now == before).all(), str(_written([(slots, False)])))
+        return []
+    if torch.equal(now, before):
+        return []
+    itemsize = now.numel() // sum(slot.numel for slot in slots)
+    sizes = [slot.numel * itemsize for slot in slots]
+    pairs = zip(now.split(sizes), before.split(sizes), slots, strict=True)
+    return [([slot], False) for new, old, slot in pairs if not torch.equal(new, old)]
+
+
+def _written(writes: Sequence[Written]) -> ValueError:
+    """The error for leaves that were written to, or for groups of leaves of which one was."""
+    names = dict.fromkeys(_named(slots) for slots, _ in writes)
+    changed = _CHANGED if any(is_callers for _, is_callers in writes) and not is_tracing() else ""
+    return ValueError(f"the loss function: it wrote in place to leaf {' and '.join(names)}.{changed} {_REMEDY}")
+
+
+def _named(slots: Sequence[Slot]) -> str:
+    names = ", ".join(repr(slot.path) for slot in slots[:4]) + ", ..." * (len(slots) > 4)
+    return names if len(slots) == 1 else f"(one of {names})"

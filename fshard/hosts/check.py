@@ -1,0 +1,77 @@
+"""Checked calls: where ranks call different collectives, every rank raises (Note [Lines] in `compare_calls.py`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from types import EllipsisType
+from typing import Generic, ParamSpec, TypeVar
+
+from ..comm.announce import is_announcing
+from ..comm.mesh import AnyMesh, OnMesh, adapted
+from ..core import tree
+from ..core.arguments import wrong
+from ..core.tracing import is_tracing
+from ..core.tree import Tree
+from .compare_calls import lines_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Checked(Generic[P, R]):
+    """A function returned by `check`. Its calls take the arguments of `run`, the original function."""
+
+    def __init__(self, run: Callable[P, R], mesh: AnyMesh | EllipsisType = ...):
+        self.run, self._mesh = run, mesh
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call `run(*args, **kwargs)`, with every collective compared between ranks."""
+        call = partial(self.run, *args, **kwargs)
+        if is_tracing() or is_announcing():  # a graph's collectives are announced when it runs
+            return call()
+        mesh = adapted(_mesh_of(args, kwargs) if self._mesh is ... else self._mesh)
+        lines = None if mesh is None else mesh.once(lines_of)
+        return call() if lines is None else lines.run(call)
+
+
+def _mesh_of(*args: Tree) -> AnyMesh:
+    """Return the mesh of the first argument that has one."""
+    for node in tree.nodes(args, OnMesh):
+        if node.home is not None:
+            return node.home.live_mesh()
+    raise TypeError(
+        "check: expected a Sharded (or a TrainState) among the arguments, whose plan has the mesh, got none. "
+        "Say which one: fshard.check(fn, mesh)"
+    )
+
+
+def check(fn: Callable[P, R], mesh: AnyMesh | EllipsisType = ...) -> Checked[P, R]:
+    """Return `fn`, a step or any function, with every collective compared between ranks before it starts.
+
+    If a rank calls another collective, returns early or raises, the call raises a MismatchError on every rank, which
+    names that rank, what both ranks did and where in your code. So the call returns on all ranks or on none. The ranks
+    are those of `mesh`, by default of the mesh of the first `Sharded` among the arguments; collectives over other
+    meshes are not compared. Each collective waits until all ranks of its axis begin it. Check the outermost function:
+    `check(jit(step))`. Nothing is added on one device, nor on simulated ranks, which always compare their calls. With
+    FSHARD_CHECK=1 in the environment, every function that `train_step` and `jit` return is checked.
+
+    Raises TypeError if there is no mesh and no `Sharded`.
+
+    >>> check(evaluate(lambda w, x: (w * x).sum()))(shard_of(torch.ones(2)), torch.tensor([1.0, 2.0]))
+    tensor(3.)
+    """
+    if not callable(fn) or isinstance(fn, type):
+        raise TypeError(f"check: {wrong('fn', fn, 'a step, or any function')}")
+    if mesh is not ...:
+        adapted(mesh)  # raises for what is no mesh here, and not at the first call
+    return Checked(fn, mesh)
+
+
+def is_wanted() -> bool:
+    """Whether the environment asks for every step to be checked."""
+    value = os.environ.get("FSHARD_CHECK", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"FSHARD_CHECK: expected 1 (check every step), 0 or nothing, got {value!r}")
+    return value == "1"

@@ -1,0 +1,210 @@
+"""How ranks compare collectives during a checked call: each announces the next one, and how its call ended.
+
+Note [Lines]
+    Each rank has a separate connection to every peer along every axis. Before a collective, a rank sends a message with
+    the collective and its source line to the ranks of that axis, and reads their messages: data are sent only if all
+    messages are equal. When the call ends, a rank tells all its peers that the call has returned, or what it has
+    raised, and reads how the peers ended. On meshes of several axes this is repeated, axis by axis, so that a checked
+    call returns on all ranks or on none. A rank blocked on a peer is told when that peer's call ends, raises, and so
+    unblocks the ranks waiting for it.
+
+    The connections are sockets because a socket wakes a rank that waits for any of several peers, and closes when a
+    process dies. A torch `Store` would have to be polled and does not report a dead process. Messages through a
+    separate process group cannot be received in order of arrival, nor left unread. Every message has the number of the
+    checked call, so a call skips messages that an earlier, failed call has left unread.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
+
+from ..comm.announce import Announced, announcing
+from ..comm.consensus import rows_of_bytes
+from ..comm.mesh import AnyMesh, Mesh, ProcessMesh, adapted
+from ..comm.primitives import along
+from ..comm.ranks import MismatchError, Ranks, tally
+from ..core.arguments import call_site, frame_of
+from .links import Link, listen
+from .rendezvous import links_to
+
+T = TypeVar("T")
+_LONGEST = 2000  # most characters in the text of an exception or a call
+_WAITS, _RETURNED, _RAISED = "waits in", "has returned, having last called", "raised"
+
+
+class _Status(NamedTuple):
+    """What a rank tells its peers: the number of the checked call, what the rank does (`verb`), in which collective or
+    with which exception (`what`), and at which source line."""
+
+    number: int
+    verb: str
+    what: str
+    site: str
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.what} at {self.site}"
+
+
+class Lines:
+    """A rank's connections to its peers along every axis of a mesh. All ranks must construct it together."""
+
+    def __init__(self, mesh: ProcessMesh):
+        # no reference to the mesh: the mesh keeps these lines, so that would be a cycle
+        self._likeness, self._me, self._owners = mesh.likeness, mesh.get_rank(), mesh.owners
+        self._links: dict[str, dict[int, Link]] = {}
+        self._data: dict[str, dict[int, Link]] = {}  # on which collectives send data, if their ranks have links
+        for axis in mesh.mesh_dim_names:
+            self._link(along(mesh, axis))
+        self._last = _Status(0, _WAITS, "", "")
+        self._ends: dict[int, _Status] = {}  # how this call ended on each peer that has ended
+
+    def _link(self, ranks: Ranks) -> None:
+        """Connect to the peers along one axis."""
+        # `links_to` counts ranks along this axis; errors and `_ends` name ranks of the whole mesh
+        numbers = [int(row) for row in rows_of_bytes(str(self._me).encode(), ranks)]
+        links = links_to(ranks, anywhere=True) or {}
+        for peer, link in links.items():
+            link.peer = f"rank {numbers[peer]}"
+            weakref.finalize(self, link.socket.close)
+        self._links[ranks.axis] = {numbers[peer]: link for peer, link in links.items()}
+        self._data[ranks.axis] = {numbers[peer]: link for peer, link in getattr(ranks, "links", {}).items()}
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Return `call()`, with its collectives announced to the peers.
+
+        MismatchError if ranks call different collectives, or if a peer raises.
+        """
+        for axis, owner in self._owners.items():
+            owner.check(axis)
+        # the number of this call: messages that an earlier, failed call left unread have smaller ones
+        self._last, self._ends = _Status(self._last.number + 1, _WAITS, "no collective", call_site()), {}
+        try:
+            with announcing(self._around):
+                result = call()
+        except BaseException as failure:
+            self._end(_raised(self._last.number, failure))
+            raise
+        self._return(self._last._replace(verb=_RETURNED))
+        return result
+
+    def _return(self, status: _Status) -> None:
+        """Tell the peers that the call has returned; raise MismatchError unless it has returned on all peers."""
+        self._end(status)
+        try:
+            for links in self._links.values():
+                self._compare(links, status)
+            if sum(map(bool, self._links.values())) > 1:
+                # second round, axis by axis: an error on one rank reaches ranks that share no axis with it
+                self._ends = {}
+                for links in self._links.values():
+                    _say(links, status)
+                    self._compare(links, status)
+        except MismatchError as failure:
+            self._end(_raised(status.number, failure))
+            raise
+
+    def _around(self, ranks: Ranks, mesh: Mesh) -> Ranks:
+        """Return ranks that announce their collectives."""
+        # a mesh with other ranks has no connections here, so its collectives are not compared
+        if mesh.likeness != self._likeness:
+            return ranks
+        return Announced(ranks, partial(self._announce, ranks.axis))
+
+    def _announce(self, axis: str, call: str) -> None:
+        """Tell the ranks of an axis which collective comes next, and wait until they announce the same one."""
+        self._last = self._last._replace(what=call[:_LONGEST], site=call_site())
+        _say(self._links[axis], self._last)
+        self._compare(self._links[axis], self._last, self._data[axis])
+
+    def _end(self, status: _Status) -> None:
+        """Tell all peers how this call has ended."""
+        for links in self._links.values():
+            _say(links, status)
+
+    def _compare(
+        self, links: Mapping[int, Link], local: _Status, data: Mapping[int, Link] = MappingProxyType({})
+    ) -> None:
+        """Read a message of every peer; raise MismatchError unless all agree with `local`, this rank's own."""
+        statuses, awaited = {self._me: local}, dict(links)
+        while True:
+            # look for data before reading messages: a peer that announces a collective does so before it sends data
+            ahead = [peer for peer in awaited if peer in data and data[peer].is_ahead()]
+            for peer in ahead:
+                awaited[peer].drain()
+            for peer, link in links.items():
+                if peer in awaited and (status := self._next(peer, link)):
+                    statuses[peer] = status
+                    del awaited[peer]
+            # Stop if a call has ended: the peers still waited for may never announce anything. Stop also if a peer has
+            # sent data unannounced, outside a checked call: the data messages then raise an error with both calls.
+            if not awaited or awaited.keys() & ahead or any(status.verb != local.verb for status in statuses.values()):
+                break
+            listen([*awaited.values(), *data.values()], f"{local.what} at {local.site}")
+        if difference := _difference(dict(sorted(statuses.items()))):
+            raise MismatchError(f"{difference}. All ranks must call the same collectives in the same order.")
+
+    def _next(self, peer: int, link: Link) -> _Status | None:
+        """Return a peer's next message in this call; None if it has not arrived; its last one if its call has ended."""
+        while peer not in self._ends and (text := link.hear()) is not None:
+            status = _read(text, peer)
+            if status.number < self._last.number:
+                continue  # left unread by a call that failed
+            if status.verb == _WAITS:
+                return status
+            self._ends[peer] = status
+        return self._ends.get(peer)
+
+
+def _say(links: Mapping[int, Link], status: _Status) -> None:
+    for link in links.values():
+        with suppress(MismatchError):  # a closed peer may have sent its reason, which is read next
+            link.say(json.dumps(status))
+
+
+def _read(text: str, peer: int) -> _Status:
+    """Parse a peer's message. MismatchError for what no rank sends."""
+    with suppress(ValueError, TypeError, RecursionError):
+        number, *words = json.loads(text)
+        if isinstance(number, int) and [type(word) for word in words] == [str] * 3:
+            return _Status(number, *words)
+    raise MismatchError(f"rank {peer} sent what no rank says of its calls: {text[:100]!r}")
+
+
+def _raised(number: int, failure: BaseException) -> _Status:
+    frame, text = frame_of(failure), f"{type(failure).__name__}: {failure}"
+    return _Status(number, _RAISED, text[:_LONGEST], f"{frame.filename}:{frame.lineno}")
+
+
+def _difference(statuses: Mapping[int, _Status]) -> str | None:
+    """Describe how the messages of the ranks differ; None if they agree."""
+    ended = [rank for rank, status in statuses.items() if status.verb != _WAITS]
+    if ended:
+        blame = min(ended, key=lambda rank: statuses[rank].verb != _RAISED)
+        others = [rank for rank, status in statuses.items() if status.verb != statuses[blame].verb]
+        return f"rank {blame} {statuses[blame]}; rank {others[0]} {statuses[others[0]]}" if others else None
+    usual = Counter(status.what for status in statuses.values()).most_common(1)[0][0]
+    odd = [rank for rank, status in statuses.items() if status.what != usual]
+    if not odd:
+        return None
+    pair = sorted([odd[0], next(rank for rank, status in statuses.items() if status.what == usual)])
+    return "ranks called different collectives: " + "; ".join(f"rank {r} {_call(statuses[r])}" for r in pair)
+
+
+def _call(status: _Status) -> str:
+    return f"{status.what} at {status.site}"
+
+
+def lines_of(mesh: AnyMesh) -> Lines | None:
+    """Return new `Lines` along a mesh of processes; None for one device, simulated ranks and abstract meshes."""
+    grid = adapted(mesh)
+    if not isinstance(grid, ProcessMesh):
+        return None
+    with tally():  # keep the messages that make connections out of the user's counts
+        return Lines(grid)

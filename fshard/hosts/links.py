@@ -1,0 +1,407 @@
+"""Direct links between the ranks of one host: sockets and shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import resource
+import select
+import socket
+import struct
+import weakref
+from collections import deque
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..comm.ranks import MismatchError
+
+# If a mapped segment were truncated, a process reading it would die of SIGBUS: the seals forbid truncation.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_TOO_FEW = (errno.EMFILE, errno.ENFILE)
+
+
+class Segment:
+    """A memory segment, mapped into this process and any number of others."""
+
+    def __init__(self, fd: int, number: int):
+        self.fd, self.number = fd, number
+        self.map = mmap.mmap(fd, os.fstat(fd).st_size)  # duplicates the descriptor
+        self.data = torch.frombuffer(self.map, dtype=torch.uint8)  # (bytes,)
+        self.used = False  # whether a tensor of this rank lies in it
+        self.lent = False  # whether peers may read this tensor until it is freed
+        self.readers = 0  # number of messages in it that are not acknowledged yet
+
+    def release(self) -> None:
+        """Mark the segment as unused by tensors of this rank, so that its memory can be reused."""
+        self.used = False
+
+
+class Memory:
+    """The segments of this rank. Segments with no tensor and no unacknowledged message are reused."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+
+    def free(self, size: int) -> Segment | None:
+        """Return the smallest free segment of `size` to `2 * size` bytes, or None."""
+        # not a much larger one: a small buffer would keep its memory from large ones
+        fits = [s for s in self.segments if not (s.used or s.readers) and size <= s.data.numel() <= 2 * size]
+        return min(fits, key=lambda s: s.data.numel(), default=None)
+
+    def new(self, size: int) -> Segment:
+        """Allocate a new segment. OSError if the system refuses it."""
+        try:
+            segment = _made(size, len(self.segments))
+        except OSError as failure:
+            raise OSError(failure.errno, f"no shared memory of {size:,} bytes: {reason(failure)}") from failure
+        self.segments.append(segment)
+        return segment
+
+    def find(self, data: Tensor) -> tuple[Segment, int] | None:
+        """Return the lent segment in which `data` lies, and its offset there; None if it lies in none."""
+        begin = data.data_ptr()
+        for segment in (s for s in self.segments if s.used and s.lent):
+            offset = begin - segment.data.data_ptr()
+            if 0 <= offset < segment.data.numel():
+                return segment, offset
+        return None
+
+
+def tensor_in(segment: Segment, size: int, lent: bool) -> Tensor:
+    """Return a (size,) byte tensor at the start of a segment; the segment is in use until the tensor is freed."""
+    segment.used, segment.lent = True, lent
+    # torch drops its reference to the array when it frees the storage
+    array = (ctypes.c_char * size).from_buffer(segment.map)
+    weakref.finalize(array, segment.release).atexit = False
+    return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def _made(size: int, number: int) -> Segment:
+    """Allocate a segment, whose file descriptor is closed when the segment is freed."""
+    fd = _sealed(size)
+    try:
+        segment = Segment(fd, number)
+    except OSError:
+        os.close(fd)
+        raise
+    weakref.finalize(segment, os.close, fd)
+    return segment
+
+
+def _sealed(size: int) -> int:
+    """Return the file descriptor of new memory whose size cannot change."""
+    fd = os.memfd_create("fshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def received(fd: int, number: int) -> Segment:
+    """Map a peer's segment and close `fd`. ValueError if `fd` is not a sealed memfd or cannot be mapped."""
+    try:
+        seals, size = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
+        if seals & _SEALS != _SEALS or not size:
+            raise ValueError(f"memory that may change its size under its readers (seals {seals}, {size} bytes)")
+        return Segment(fd, number)
+    except OSError as failure:  # the descriptor is not a memfd, or cannot be mapped
+        raise ValueError(f"a descriptor that cannot be mapped ({reason(failure)})") from failure
+    finally:
+        os.close(fd)
+
+
+def refusal() -> str:
+    """Return why this process cannot allocate segments; empty if it can, or lacks only file descriptors."""
+    if not hasattr(os, "memfd_create"):
+        return "this system has no memfd_create"
+    try:
+        os.close(_sealed(mmap.PAGESIZE))
+    except OSError as failure:
+        return "" if failure.errno in _TOO_FEW else f"memfd_create: {failure}"
+    return ""
+
+
+def reason(failure: Exception) -> str:
+    """Return the text of an error; where file descriptors have run out, with advice to raise the limit."""
+    text = str(failure)
+    if isinstance(failure, OSError) and failure.errno in _TOO_FEW:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        text += f". A process may have {most} open files: raise the limit (ulimit -n)"
+    return text
+
+
+_HEADER = struct.Struct("<BHIQQ")  # kind, length of the call's text, segment, offset in the segment, bytes of data
+_INLINE, _SEGMENT, _NEW_SEGMENT, _ACKNOWLEDGED = range(4)
+SMALL = 1 << 15  # most bytes of data that are sent in the socket itself
+_LONGEST = (1 << 16) - 1  # most bytes of a call's text
+_READ = 1 << 18
+_MOST_FDS = 16
+PLANS = "make_plan"  # the text of a message of a rank that makes a plan
+_REFUSES = "refuses: "  # before the collective of a rank that was waiting for something else than a plan
+_FOREVER = (1 << 31) - 1  # milliseconds, the longest timeout of poll
+_FD_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+@dataclass
+class _Message:
+    call: str
+    data: Tensor
+    segment: int | None
+
+
+@dataclass
+class Link:
+    """The socket to one peer, and the messages received on it. Without `memory` all messages must be small."""
+
+    socket: socket.socket
+    peer: str
+    timeout: float  # seconds
+    memory: Memory | None = None
+    num_expected: int = 0
+    num_arrived: int = 0
+    arrived: dict[int, _Message] = field(default_factory=dict)
+    mapped: dict[int, Segment] = field(default_factory=dict)
+    shown: set[int] = field(default_factory=set)
+    is_open: bool = True  # until this rank reads the end of the stream
+    stream: bytearray = field(default_factory=bytearray)
+    fds: deque[int] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _close_all, self.fds)
+
+    def send(self, call: str, data: Tensor, place: tuple[Segment, int] | None) -> None:
+        """Send a call's data in the socket, or only their `place`: a segment and an offset in it."""
+        text, size = _sent(call), data.numel()
+        if place is None:
+            payload = ctypes.string_at(data.data_ptr(), size) if size else b""
+            self._write(_HEADER.pack(_INLINE, len(text), 0, 0, size) + text + payload, [], call)
+            return
+        segment, offset = place
+        segment.readers += 1
+        # a peer gets the descriptor of a segment once, and keeps the segment mapped
+        is_shown = segment.number in self.shown
+        kind, fds = (_SEGMENT, []) if is_shown else (_NEW_SEGMENT, [segment.fd])
+        self.shown.add(segment.number)
+        self._write(_HEADER.pack(kind, len(text), segment.number, offset, size) + text, fds, call)
+
+    def say(self, text: str) -> None:
+        """Send a text without tensors."""
+        self.send(text, torch.empty(0, dtype=torch.uint8, device="cpu"), None)
+
+    def hear(self) -> str | None:
+        """Return the text of the next expected message, or None if it has not arrived."""
+        message = self.arrived.pop(self.num_expected, None)
+        if message is None:
+            return None
+        self.num_expected += 1
+        return message.call
+
+    def acknowledge(self, segment: int) -> None:
+        """Tell the peer that a message in one of its segments has been read."""
+        with suppress(MismatchError):  # a closed peer needs no acknowledgement: its data have arrived
+            self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [], "an acknowledgement")
+
+    def _write(self, data: bytes, fds: list[int], call: str) -> None:
+        """Write bytes to the socket, the file descriptors with the first of them."""
+        view = memoryview(data)
+        while view:
+            try:
+                sent = socket.send_fds(self.socket, [view], fds) if fds else self.socket.send(view)
+            except BlockingIOError:
+                self._wait(select.POLLIN | select.POLLOUT, call)
+                self.drain()  # the peer may be blocked until this rank reads
+            except (BrokenPipeError, ConnectionResetError):
+                raise self._gone(call) from None
+            else:
+                view, fds = view[sent:], []
+
+    def _wait(self, events: int, call: str) -> None:
+        _poll([self], events, call)
+
+    def _gone(self, call: str) -> MismatchError:
+        return MismatchError(
+            f"{self.peer} has gone (its process ended, or it let go of its plan) before it took part in {call}"
+        )
+
+    def take(self, number: int, call: str) -> _Message:
+        """Wait for message `number`, and return it. MismatchError if it is of another call, or the peer is gone."""
+        while number not in self.arrived:
+            if planning := [n for n, x in self.arrived.items() if x.call == PLANS]:
+                number = planning[0]  # the peer has left this call out, and perhaps others before it
+            elif not self.drain(call):
+                self._wait(select.POLLIN, call)
+        message = self.arrived.pop(number)
+        if message.call == PLANS:
+            self.say(_REFUSES + call)  # the peer waits for this rank's plan, and would wait for ever
+        if message.call != call and message.call != _read(_sent(call)):
+            raise MismatchError(
+                f"ranks called different collectives: this rank {call}, {self.peer} {message.call}. "
+                "All ranks must call the same ones in the same order."
+            )
+        return message
+
+    def plans(self) -> bool:
+        """Wait for the peer's `PLANS`; return whether it came next. False if the peer is gone.
+
+        MismatchError, which closes the link, if the peer waits for a collective instead.
+        """
+        number, self.num_expected = self.num_expected, self.num_expected + 1
+        try:
+            while not (numbers := [n for n, x in self.arrived.items() if x.call.startswith((PLANS, _REFUSES))]):
+                if not self.drain(PLANS):
+                    self._wait(select.POLLIN, PLANS)
+        except MismatchError:
+            if self.is_open:
+                raise
+            return False
+        call = self.arrived.pop(numbers[0]).call
+        if call != PLANS:
+            with suppress(OSError):  # what was sent must not be taken for an answer to a later plan
+                self.socket.shutdown(socket.SHUT_RDWR)
+            raise MismatchError(
+                f"ranks called different collectives: this rank {PLANS}, {self.peer} {call.removeprefix(_REFUSES)}. "
+                "All ranks must call the same ones in the same order."
+            )
+        return numbers[0] == number
+
+    def is_ahead(self) -> bool:
+        """Whether the peer has sent a message that this rank does not expect yet."""
+        self.drain()
+        return self.num_arrived > self.num_expected
+
+    def drain(self, call: str = "") -> bool:
+        """Read what has arrived, without waiting; return whether there was anything.
+
+        MismatchError for what no rank sends, and, if a `call` is given, if the peer has closed the link.
+        """
+        try:
+            data, fds, flags, _ = socket.recv_fds(self.socket, _READ, _MOST_FDS, _FD_FLAGS)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            data, fds, flags = b"", [], 0
+        self.fds.extend(fds)
+        if flags & socket.MSG_CTRUNC:
+            raise self._refused(f"descriptors that this process has no room for ({reason(OSError(errno.EMFILE, ''))})")
+        if not data:
+            self.is_open = False
+            if call:
+                raise self._gone(call)
+            return False
+        self.stream += data
+        while self._parse():
+            pass
+        # the descriptor of a segment comes with the first byte of its header, so it may arrive before the rest of it
+        if len(self.fds) > (_MOST_FDS if self.stream and self.memory is not None else 0):
+            raise self._refused(f"{len(self.fds)} descriptors of no segment")
+        return True
+
+    def _refused(self, what: str) -> MismatchError:
+        """Close a link on which something arrived that no rank sends; return the error to raise."""
+        self.stream.clear()
+        _close_all(self.fds)
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        return MismatchError(f"{self.peer} sent {what}, which no rank does: the link to it is closed")
+
+    def _parse(self) -> bool:
+        """Take one message off the received bytes; return False if it has not arrived in full."""
+        if len(self.stream) < _HEADER.size:
+            return False
+        kind, length, number, offset, size = _HEADER.unpack_from(self.stream)
+        if wrong := self._fault(kind, number, offset, size):
+            raise self._refused(wrong)
+        begin = _HEADER.size + length
+        end = begin + (size if kind == _INLINE else 0)
+        if len(self.stream) < end:
+            return False
+        call, payload = _read(self.stream[_HEADER.size : begin]), self.stream[begin:end]
+        del self.stream[:end]
+        if kind == _ACKNOWLEDGED:
+            self.memory.segments[number].readers -= 1  # type: ignore[union-attr]  # checked by _fault
+            return True
+        if kind == _INLINE:
+            nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+            data = torch.frombuffer(payload, dtype=torch.uint8) if size else nothing
+            message = _Message(call, data, None)
+        else:
+            message = _Message(call, self._part(number, offset, size), number)
+        self.arrived[self.num_arrived] = message
+        self.num_arrived += 1
+        return True
+
+    def _fault(self, kind: int, number: int, offset: int, size: int) -> str:
+        """Describe what is wrong with a header, before memory of its size is allocated; empty if nothing is wrong."""
+        if kind == _INLINE:
+            return f"a message of {size:,} bytes (at most {SMALL:,})" if size > SMALL else ""
+        if self.memory is None or kind > _ACKNOWLEDGED:
+            return f"a message of kind {kind}"
+        if kind == _ACKNOWLEDGED:
+            segments = self.memory.segments
+            has_readers = number < len(segments) and segments[number].readers > 0
+            return "" if has_readers else f"an acknowledgement of segment {number}, of which nothing was sent"
+        if (kind == _NEW_SEGMENT) == (number in self.mapped):
+            return f"segment {number} " + ("twice" if number in self.mapped else "without having shown it")
+        if kind == _NEW_SEGMENT and not self.fds:
+            return f"segment {number} without its descriptor"
+        return ""
+
+    def _part(self, number: int, offset: int, size: int) -> Tensor:
+        """Return the bytes of a message that lies in a segment; maps a new segment."""
+        try:
+            if number not in self.mapped:
+                self.mapped[number] = received(self.fds.popleft(), number)
+            data = self.mapped[number].data
+            if offset + size > data.numel():
+                raise ValueError(f"bytes {offset:,} to {offset + size:,} of segment {number}, of {data.numel():,}")
+        except ValueError as wrong:
+            raise self._refused(str(wrong)) from wrong
+        return data[offset : offset + size]
+
+
+def _sent(call: str) -> bytes:
+    return call.encode(errors="replace")[:_LONGEST]
+
+
+def _read(text: bytes | bytearray) -> str:
+    return text.decode(errors="ignore")  # `_sent` may have cut a character in two
+
+
+def _close_all(fds: deque[int]) -> None:
+    while fds:
+        os.close(fds.popleft())
+
+
+def _poll(links: Collection[Link], events: int, call: str) -> list[Link]:
+    """Wait until the system reports one of `events` (masks of `poll`) on some links; return these links."""
+    poll, by = select.poll(), {link.socket.fileno(): link for link in links}
+    for number in by:
+        poll.register(number, events)
+    seconds = min(link.timeout for link in links)
+    if ready := poll.poll(min(seconds * 1000, _FOREVER)):
+        return [by[number] for number, _ in ready]
+    peers = ", ".join(link.peer for link in links)
+    raise MismatchError(f"{peers} did not answer within {seconds:.0f} s in {call}: it is stuck or stopped")
+
+
+def listen(links: Collection[Link], call: str) -> None:
+    """Wait until something has arrived on one of the links, and read it. MismatchError after the shortest timeout."""
+    for link in _poll(links, select.POLLIN, call):
+        link.drain(call)
+
+
+def wait_for_readers(links: Collection[Link], segment: Segment) -> None:
+    """Wait until the peers have read what was sent in a segment. A peer that has gone reads nothing more."""
+    while segment.readers and (connected := [link for link in links if link.is_open]):
+        for link in _poll(connected, select.POLLIN, "reading a buffer that was gathered"):
+            link.drain()

@@ -1,0 +1,1 @@
+"""Plans: which leaves are gathered together, over which axes they are cut, and in which dtype."""

@@ -1,0 +1,121 @@
+"""Checks of the leaves of a tree of parameters; which leaves are tied, and which are frozen."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from ..core.storage import address, byte_range, share_elements
+from ..layout.layout import Leaf
+
+_MODULE = "Give its parameters: apply, params, buffers = fshard.module.functionalize(module)."
+
+
+def check_tensors(flat: Sequence[object], paths: Sequence[str]) -> None:
+    """Raise ValueError for leaves that are not dense plain tensors, and for two leaves of the same path."""
+    if twice := [path for path, number in Counter(paths).items() if number > 1]:
+        raise ValueError(
+            f"two leaves have the path {twice[0]!r}: keys with dots, or 1 and '1', look alike. Rename one."
+        )
+    for path, leaf in zip(paths, flat, strict=True):
+        if not isinstance(leaf, Tensor):
+            known = _MODULE if hasattr(leaf, "named_parameters") else "Make it a tensor, or register its type "
+            more = "" if known is _MODULE else "as a pytree node (optree, or torch.utils._pytree.register_dataclass)."
+            raise ValueError(f"leaf {path!r}: expected a tensor, got {type(leaf).__name__}. {known}{more}")
+        if hasattr(leaf, "__tensor_flatten__"):  # the protocol of tensors that hold others: DTensor, for one
+            raise ValueError(
+                f"leaf {path!r}: expected a plain tensor, got a {type(leaf).__name__}, which holds other tensors. "
+                "Give the whole tensor (of a DTensor: .full_tensor())."
+            )
+        if is_lazy(leaf):
+            raise ValueError(f"leaf {path!r}: expected a tensor with a shape, got a lazy one. Run its module once.")
+        if leaf.layout is not torch.strided:
+            raise ValueError(f"leaf {path!r}: expected a dense tensor, got layout {leaf.layout}. Use .to_dense().")
+        if leaf.is_quantized:
+            raise ValueError(f"leaf {path!r}: expected no quantised tensor, got {leaf.dtype}. Use .dequantize().")
+
+
+def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
+    """Return for every leaf the number of the first leaf that is tied to it: the same elements of the same memory.
+
+    Tied leaves are one object, or one is the `.data` or `.detach()` of another, as in a module's `state_dict()`.
+    ValueError for two leaves that share memory in another way.
+    """
+    first: dict[Hashable, int] = {}
+    places = [first.setdefault(identity(leaf), i) for i, leaf in enumerate(flat)]
+    by_storage: dict[int, list[int]] = defaultdict(list)  # untied leaves: only those may overlap
+    for i in dict.fromkeys(places):
+        if flat[i].numel():
+            by_storage[address(flat[i])].append(i)
+    for numbers in by_storage.values():
+        _check_apart([(flat[i], paths[i]) for i in numbers])
+    return places
+
+
+def identity(leaf: Tensor) -> Hashable:
+    """Return a key that is equal for leaves with the same elements of the same memory, while both are alive."""
+    if not leaf.numel():  # all empty tensors may have one storage
+        return id(leaf)
+    # lazy bits: a conjugated view has the same memory and other values
+    bits = leaf.is_conj(), leaf.is_neg()
+    # the stride of a dimension of size 1 means nothing
+    strides = tuple(stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True) if size > 1)
+    return address(leaf), leaf.dtype, leaf.storage_offset(), leaf.shape, strides, bits
+
+
+def _check_apart(leaves: Sequence[tuple[Tensor, str]]) -> None:
+    """Raise ValueError if two leaves of one storage have a byte in common."""
+    # `cluster`: leaves whose spans of bytes overlap one after the other, up to `end`; others need not be compared
+    cluster, end = list[tuple[Tensor, str]](), 0
+    for leaf, path in sorted(leaves, key=lambda pair: (byte_range(pair[0]).start, byte_range(pair[0]).stop)):
+        bytes_ = byte_range(leaf)
+        cluster = [*cluster, (leaf, path)] if bytes_.start < end else [(leaf, path)]
+        for other, other_path in cluster[:-1]:
+            if share_elements(leaf, other):
+                raise ValueError(
+                    f"leaves {other_path!r} and {path!r} share memory, but are not the same tensor (shapes "
+                    f"{list(other.shape)} and {list(leaf.shape)}): keep one, and make the other of it in the loss, "
+                    "or .clone() one"
+                )
+        end = max(end, bytes_.stop)
+
+
+def is_differentiable(leaf: Tensor | Leaf) -> bool:
+    """Whether a leaf can have a gradient, by its dtype."""
+    return leaf.dtype.is_floating_point or leaf.dtype.is_complex
+
+
+def read_frozen(flat: Sequence[Tensor], places: Sequence[int]) -> list[bool]:
+    """Return for every leaf whether the tree itself says that it is frozen.
+
+    If any floating leaf requires a gradient, the tree is taken for a module's, and floating leaves that require none
+    are frozen (a tied leaf if none of its places requires one). Otherwise no leaf is. Integer leaves never train.
+    """
+    trains: dict[int, bool] = defaultdict(bool)  # by the first place of a leaf
+    for leaf, place in zip(flat, places, strict=True):
+        trains[place] |= is_differentiable(leaf) and leaf.requires_grad
+    if not any(trains.values()):
+        return [False] * len(flat)
+    return [is_differentiable(leaf) and not trains[place] for leaf, place in zip(flat, places, strict=True)]
+
+
+def join_frozen(
+    picked: Sequence[bool], flat: Sequence[Tensor], places: Sequence[int], paths: Sequence[str]
+) -> list[bool]:
+    """Return for every leaf whether `frozen=` selects it or the tree says that it is frozen.
+
+    ValueError for a leaf that `frozen=` selects and that requires a gradient while others do not.
+    """
+    is_frozen = read_frozen(flat, places)  # as the tree says
+    for i, path in enumerate(paths) if any(is_frozen) else []:
+        if picked[i] and is_differentiable(flat[i]) and not is_frozen[i]:
+            raise ValueError(
+                f"frozen: leaf {path!r} requires a gradient, while leaf {paths[is_frozen.index(True)]!r} of the same "
+                "tree does not and is frozen for that: the tree says which leaves train, and frozen= says otherwise. "
+                "Set requires_grad of the leaf to False, or give a tree of plain tensors (x.detach())."
+            )
+    return [selected or frozen for selected, frozen in zip(picked, is_frozen, strict=True)]

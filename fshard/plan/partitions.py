@@ -1,0 +1,88 @@
+"""The mesh axes over which parameters, gradients and optimizer state are partitioned, and copies that stay of units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+from ..comm.mesh import Axes
+from ..core.arguments import wrong
+from .units import fitting, no_unit
+
+Regather = bool | str | Sequence[str]  # whether a unit is gathered again, or the axes over which a copy of it stays cut
+
+
+def partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> dict[str, Axes]:
+    """Return the axes of each partition, by argument; each must contain the axes of the one before (ValueError)."""
+    result = dict[str, Axes]()
+    before: Axes = ()
+    for name, over in zip(("params_over", "grads_over", "state_over"), overs, strict=True):
+        wanted = axes_of(name, over, sizes)
+        if len(set(wanted)) < len(wanted) or not set(before) <= set(wanted):
+            raise ValueError(
+                f"{name}={over!r} must name each axis once and contain the axes {before} of the partition before it: "
+                "what is sharded stays sharded from parameters to gradients to optimizer state"
+            )
+        before = before + tuple(axis for axis in wanted if axis not in before)
+        result[name] = before
+    return result
+
+
+def axes_of(name: str, over: object, sizes: Mapping[str, int]) -> Axes:
+    """Return the axes that an argument (one name or several) names; on one device "shard" and "replicate" give ().
+
+    Raises TypeError if `over` is neither a name nor several, ValueError for an axis that the mesh does not have.
+    """
+    names = (over,) if isinstance(over, str) else over
+    if not isinstance(names, list | tuple) or not all(isinstance(axis, str) for axis in names):
+        raise TypeError(wrong(name, over, "the name of an axis of the mesh, a tuple of names, or ()"))
+    known = list(sizes) or ["shard", "replicate"]
+    if unknown := [axis for axis in names if axis not in known]:
+        where = "the mesh has no axis" if sizes else "one device has no axis"
+        raise ValueError(
+            f"{name}={over!r}: {where} {unknown[0]!r}, it has {', '.join(map(repr, known))}. "
+            "Name one of those, or give init_device_mesh other mesh_dim_names."
+        )
+    return tuple(names) if sizes else ()
+
+
+def kept_over(
+    names: Sequence[str], regather: Regather | Mapping[str, Regather], sizes: Mapping[str, int], params_over: Axes
+) -> list[Axes | None]:
+    """Return what stays of each unit between forward and backward: `Unit.kept`.
+
+    Raises TypeError for a value of another type, ValueError for wrong axes and for a pattern that chooses no unit.
+    """
+    if not isinstance(regather, Mapping):
+        return [_kept("regather", regather, sizes, params_over)] * len(names)
+    for pattern in regather:
+        if not isinstance(pattern, str):
+            raise TypeError(wrong("regather: a key", pattern, "the name of a unit, or a pattern such as 'blocks.*'"))
+    kept = [_kept(f"regather[{pattern!r}]", x, sizes, params_over) for pattern, x in regather.items()]
+    fits = fitting([name.split(".") for name in names], list(regather))
+    matched, chosen = set(chain.from_iterable(fits)), {row[0] for row in fits if row}
+    for number, pattern in enumerate(regather):
+        if number not in matched:
+            raise ValueError(f"regather: {no_unit(pattern, names)}")
+        if number not in chosen:
+            raise ValueError(
+                f"regather: the pattern {pattern!r} chooses no unit: the patterns before it match all of its units, "
+                "and the first that matches counts. Put it before them."
+            )
+    return [kept[row[0]] if row else None for row in fits]
+
+
+def _kept(name: str, value: object, sizes: Mapping[str, int], params_over: Axes) -> Axes | None:
+    """What `regather` says of one unit: None (nothing stays), () (all of it), or the axes of the copy that stays."""
+    if isinstance(value, bool):
+        return None if value else ()
+    if not isinstance(value, str | list | tuple):
+        raise TypeError(wrong(name, value, "True, False, or names of the last axes of params_over"))
+    axes = axes_of(name, value, sizes)
+    if axes != params_over[len(params_over) - len(axes) :]:
+        raise ValueError(
+            f"{name}={value!r}: expected the last axes of params_over={params_over}, in this order: a copy of the unit "
+            "stays cut over them, and is gathered over them alone in the backward"
+        )
+    # a copy that is cut as the parameters are would be no more than these
+    return None if value and axes == params_over else axes

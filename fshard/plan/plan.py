@@ -1,0 +1,337 @@
+"""Plans: which rank owns which interval of which flat buffer, computed once, from shapes alone.
+
+Note [Layout]
+    The leaves of a tree are grouped in *units* (leaves that are gathered together) and, inside a unit, by *kind*
+    (dtype, trainable or frozen, sharded or whole, on the device or in host memory). The leaves of one unit and kind lie
+    in one flat buffer, in the order of the tree. Every leaf starts at a multiple of 16 bytes in each dtype of the
+    buffer, because kernels load 16 bytes at once, and multiply a matrix that starts elsewhere more slowly. The end of
+    the buffer is padded with zeros so that the length of the smallest interval of a rank is such a multiple, too.
+    Rank r along the axes of a partition owns the r-th of equal intervals. A rank holds one tensor per kind: its
+    intervals of all units, one after the other.
+    Each of the three partitions (params, grads, state) has the axes of the one before and possibly more, and the first
+    axis varies slowest. So an interval of a finer partition lies inside one interval of a coarser partition.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import accumulate
+from operator import mul
+
+import torch
+
+from ..comm import consensus
+from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, mesh_device, present
+from ..comm.reduction import Gather
+from ..comm.wire import Wire
+from ..core import tree
+from ..core.arguments import wrong
+from ..core.lazy import Branch, Container
+from ..core.tree import Tree
+from ..hosts.one_host import connected
+from ..layout.layout import Derived
+from ..layout.pieces import Parts
+from .ahead import Ahead
+from .offload import Crossings, crossings
+from .precision import Policy, Precision
+from .units import ENDS, ROOT
+
+_ALIGN = 16  # bytes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The properties that all leaves of one flat buffer have in common."""
+
+    precision: Precision
+    trainable: bool
+    whole: bool
+    host: bool  # stored in host memory
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the leaves are stored."""
+        return self.precision.storage
+
+    @property
+    def aligned(self) -> int:
+        """The alignment in elements: a multiple of 16 bytes in each dtype in which the flat buffer is held."""
+        return max(1, _ALIGN // self.precision.itemsize)
+
+    def __str__(self) -> str:
+        words = ["frozen"] * (not self.trainable) + ["whole"] * self.whole + ["host"] * self.host
+        return " ".join([str(self.precision), *words])
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The position of a leaf: elements [start, start + numel) of the flat buffer of its unit and kind."""
+
+    path: str
+    shape: tuple[int, ...]
+    kind: int
+    unit: int
+    start: int
+
+    def __hash__(self) -> int:
+        return hash((self.unit, self.kind, self.start))  # slots are keys in a step: that of all fields takes longer
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the leaf."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Leaves that are gathered together: `lengths[k]` elements, padding included, in the flat buffer of kind k.
+
+    `kept` says what stays of the gathered buffers from the forward to the backward: nothing (None), all of them (()),
+    or copies that are cut over these axes, the last of `params_over`. `joined` has the names of small units that are
+    one unit here, if there are several.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    kept: Axes | None = None
+    joined: tuple[str, ...] = ()
+
+    @property
+    def regather(self) -> str:
+        """The argument of `make_plan`, as text."""
+        return ", ".join(self.kept) if self.kept else str(self.kept is None)
+
+
+@tree.constant
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A layout of a tree over the axes of a mesh: immutable, hashable, picklable, the same on every rank.
+
+    `slots[leaves[i]]` is the position of leaf i, and `claims[i]` the unit that claimed it. A tied leaf has the slot of
+    its first occurrence, which may be in another unit. Pickling drops the mesh: `plan.on(mesh)` sets it again.
+    """
+
+    spec: tree.Spec
+    leaves: tuple[int, ...]
+    claims: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    units: tuple[Unit, ...]
+    kinds: tuple[Kind, ...]
+    axes: tuple[tuple[str, int], ...]
+    params_over: Axes
+    grads_over: Axes
+    state_over: Axes
+    block: int = 1
+    policy: Policy = field(default_factory=Policy)
+    param_wire: Wire | None = None
+    grad_wire: Wire | None = None
+    together: bool = False
+    slices: int = 8
+    gather: Gather | None = None
+    prefetch: int | None = None
+    mesh: AnyMesh = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, object]:
+        # the fields alone: a cached index is this rank's, and the mesh has process groups
+        return {**{f.name: getattr(self, f.name) for f in fields(self)}, "mesh": None}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Plan:
+        return self  # immutable; a copied state keeps its mesh
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    @property
+    def root(self) -> int | None:
+        """The number of the unit of the leaves that no other unit and no end has; None if there are none."""
+        return 0 if self.units and self.units[0].name == ROOT else None
+
+    @cached_property
+    def lasting(self) -> frozenset[int]:
+        """The numbers of the units that stay from their second gather in a forward to its end.
+
+        These are the ends `(first)` and `(last)`, which units between may read, too, and joined units: a loss may read
+        parts of several of them in turn.
+        """
+        return frozenset(number for number, unit in enumerate(self.units) if unit.name in ENDS or unit.joined)
+
+    def on(self, mesh: AnyMesh) -> Plan:
+        """Return this plan on another mesh with the same axes (ValueError if the axes differ)."""
+        sizes = axis_sizes(mesh)
+        if tuple(sizes.items()) != self.axes:
+            raise ValueError(
+                f"the plan was made for a mesh with axes {dict(self.axes)}, this one has {sizes}: "
+                "make the plan again for this mesh, and shard whole parameters with it"
+            )
+        return replace(self, mesh=connected(mesh))
+
+    def live_mesh(self) -> AnyMesh:
+        """Return the mesh. ValueError for an unpickled plan, which has none."""
+        if self.mesh is None and self.axes:
+            raise ValueError(f"this plan has no mesh (it was unpickled): call plan.on(mesh), axes {dict(self.axes)}")
+        return self.mesh
+
+    def over(self, axes: Axes, kind: int) -> Axes:
+        """Return the axes over which a kind is partitioned: `axes`, or none for leaves kept whole."""
+        return () if self.kinds[kind].whole else axes
+
+    def rest(self, axes: Axes) -> Axes:
+        """Return the axes of the mesh that are not in `axes`."""
+        return tuple(name for name, _ in self.axes if name not in axes)
+
+    def num_parts(self, axes: Axes) -> int:
+        """Return the number of intervals of a partition over these axes."""
+        sizes = dict(self.axes)
+        return math.prod(sizes[axis] for axis in axes)
+
+    def length(self, unit: int, kind: int, axes: Axes) -> int:
+        """Return the number of elements of a unit and kind in one interval over these axes."""
+        return self.units[unit].lengths[kind] // self.num_parts(self.over(axes, kind))
+
+    def offset(self, unit: int, kind: int, axes: Axes) -> int:
+        """Return where a unit begins in a rank's tensor of one kind; one past the last unit: where the tensor ends."""
+        return self._offsets[self.over(axes, kind)][kind][unit]
+
+    def index(self, axes: Axes) -> int:
+        """Return the number of this rank's interval; `axes` are those of a partition, or of copies that stay."""
+        return self._indices[axes]
+
+    @cached_property
+    def _indices(self) -> dict[Axes, int]:
+        mesh = self.live_mesh()
+        partitions = {(), self.params_over, self.grads_over, self.state_over}
+        return {axes: coordinate(mesh, axes) for axes in partitions | {unit.kept or () for unit in self.units}}
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The dotted path of every leaf, in the order of use; tied leaves have several."""
+        return tuple(tree.paths(self.spec))
+
+    def container(self, spec: tree.Spec, first: int) -> Container:
+        """The children of the container of structure `spec` whose first leaf has the number `first`."""
+        if torch.compiler.is_compiling():  # a graph must not change what belongs to a plan
+            return Container(spec)
+        # of containers with one first leaf each lies inside another, which has more nodes
+        known, key = self.derived.containers, (first, spec.num_nodes)
+        if key not in known:
+            known[key] = Container(spec)
+        return known[key]
+
+    def units_of(self, first: int, num_leaves: int) -> tuple[int, int]:
+        """The first unit of some consecutive leaves, and one past the last."""
+        if torch.compiler.is_compiling():
+            return self._units_of(first, num_leaves)
+        known, key = self.derived.units, (first, num_leaves)
+        if key not in known:
+            known[key] = self._units_of(first, num_leaves)
+        return known[key]
+
+    def _units_of(self, first: int, num_leaves: int) -> tuple[int, int]:
+        # tied leaves may be in units far from the others
+        units = [self.slots[n].unit for n in self.leaves[first : first + num_leaves]]
+        return min(units), max(units) + 1
+
+    @cached_property
+    def places(self) -> dict[tuple[int, int], list[Slot]]:
+        """The slots by (unit, kind), in the order in which they lie in the flat buffer."""
+        by_place: dict[tuple[int, int], list[Slot]] = {}
+        for slot in self.slots:
+            by_place.setdefault((slot.unit, slot.kind), []).append(slot)
+        return by_place
+
+    @cached_property
+    def derived(self) -> Derived:
+        """Memoized results computed from this plan, which are freed with the plan."""
+        return Derived()
+
+    @cached_property
+    def ahead(self) -> Ahead:
+        """How many units travel beside the one that is computed with."""
+        by_kind = [kind.precision.compute.itemsize for kind in self.kinds]
+        return Ahead(tuple(sum(map(mul, unit.lengths, by_kind)) for unit in self.units), self.prefetch)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device on which this rank computes."""
+        return mesh_device(self.live_mesh())
+
+    @property
+    def crossings(self) -> Crossings:
+        """The streams beside the computation (Note [Crossing over] in `offload`), made once for the mesh."""
+        return present(self.live_mesh()).once(crossings)
+
+    @cached_property
+    def _offsets(self) -> dict[Axes, list[list[int]]]:
+        def ends(axes: Axes, kind: int) -> list[int]:
+            lengths = (unit.lengths[kind] // self.num_parts(axes) for unit in self.units)
+            return list(accumulate(lengths, initial=0))  # one more than there are units
+
+        # () is the partition of leaves kept whole, and of gathered buffers
+        partitions = {(), self.params_over, self.grads_over, self.state_over}
+        return {axes: [ends(axes, kind) for kind in range(len(self.kinds))] for axes in partitions}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A SHA-256 digest of everything that must be equal on all ranks."""
+        return hashlib.sha256(self.describe().encode()).hexdigest()
+
+    def first_difference(self, other: Plan) -> str:
+        """Describe the first difference between this plan and another one."""
+        return consensus.first_difference(self.describe(), other.describe(), "{}, there is {}")
+
+    def describe(self) -> str:
+        """Return everything that must be equal on all ranks, as lines of text."""
+        lines = [f"leaf {p}" for p in self._leaf_lines()]
+        lines += [f"unit {u.name!r} of {u.lengths} elements, regather={u.regather}" for u in self.units]
+        lines.append(f"params_over={self.params_over} grads_over={self.grads_over} state_over={self.state_over}")
+        lines.append(f"block={self.block} policy={self.policy}")
+        lines.append(f"param_wire={self.param_wire} grad_wire={self.grad_wire} together={self.together}")
+        lines.append(f"slices={self.slices} gather={self.gather} prefetch={self.prefetch}")
+        return "\n".join([*lines, f"tree {self.spec}"])
+
+    def _leaf_lines(self) -> list[str]:
+        lines = []
+        for path, number in zip(self.paths, self.leaves, strict=True):
+            slot = self.slots[number]
+            tied = f" (the tensor of {slot.path!r})" if path != slot.path else ""
+            lines.append(
+                f"{path!r} {self.kinds[slot.kind]}{list(slot.shape)} in unit {self.units[slot.unit].name!r}{tied}"
+            )
+        return lines
+
+    def __str__(self) -> str:
+        over = {name: ", ".join(axes) or "-" for name, axes in _strategy(self).items()}
+        head = " ".join(f"{name}={axes}" for name, axes in over.items())
+        width = max([len(u.name) for u in self.units] + [4])
+        choices = list(dict.fromkeys(unit.regather for unit in self.units))
+        head += f" regather={' '.join(choices)}" * (len(choices) == 1)
+        lines = [f"Plan on {dict(self.axes) or 'one device'}: {head}"]
+        lines.append(f"{'unit':<{width}}  {'leaves':>6}  {'elements':>12}  {'bytes':>14}  {'bytes per rank':>14}")
+        lines[1] += "  regather" * (len(choices) > 1)
+        slots_of: list[list[Slot]] = [[] for _ in self.units]
+        for slot in self.slots:
+            slots_of[slot.unit].append(slot)
+        for number, (unit, slots) in enumerate(zip(self.units, slots_of, strict=True)):
+            sizes = [k.dtype.itemsize for k in self.kinds]
+            total = sum(length * size for length, size in zip(unit.lengths, sizes, strict=True))
+            on_rank = sum(self.length(number, k, self.params_over) * size for k, size in enumerate(sizes))
+            numel = sum(s.numel for s in slots)
+            lines.append(f"{unit.name:<{width}}  {len(slots):>6}  {numel:>12,}  {total:>14,}  {on_rank:>14,}")
+            lines[-1] += f"  {unit.regather}" * (len(choices) > 1)
+        return "\n".join(lines)
+
+
+def _strategy(plan: Plan) -> dict[str, Axes]:
+    return {"params_over": plan.params_over, "grads_over": plan.grads_over, "state_over": plan.state_over}
+
+
+def check_plain(name: str, params: Tree) -> None:
+    """Raise TypeError if `params` contains sharded tensors or a plan instead of whole tensors."""
+    for node in tree.tops(params, lambda x: isinstance(x, Parts | Branch | Plan)):
+        if isinstance(node, Parts | Branch):
+            raise TypeError(wrong(name, node, "a tree of whole tensors", "fshard.gather_params gives them"))
+        if isinstance(node, Plan):
+            raise TypeError(wrong(name, node, "a tree of whole tensors", "Are the arguments in the call's order?"))

@@ -1,0 +1,224 @@
+"""How a plan is made: arguments are checked, leaves claimed by units, and placed in flat buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from ..comm import consensus
+from ..comm.mesh import AnyMesh, Axes, axis_sizes, num_ranks
+from ..comm.reduction import Gather
+from ..comm.wire import Wire
+from ..core import tree
+from ..core.arguments import check_flags, check_has, check_whole
+from ..core.tree import Tree
+from ..hosts.one_host import connected
+from .leaves import check_tensors, first_places, is_differentiable, join_frozen
+from .partitions import Regather, kept_over, partitions
+from .plan import Kind, Plan, Slot, Unit, check_plain
+from .precision import Policy, policy_of, precisions
+from .units import Where, claim_leaves, claim_policies, claim_units, join_units
+
+
+def make_plan(
+    params: Tree,
+    mesh: AnyMesh = None,
+    *,
+    units: Where | int = None,
+    params_over: str | Sequence[str] = "shard",
+    grads_over: str | Sequence[str] = "shard",
+    state_over: str | Sequence[str] = "shard",
+    regather: Regather | Mapping[str, Regather] = True,
+    whole: Where = None,
+    frozen: Where = None,
+    offload: Where = None,
+    block: int = 1,
+    policy: Policy | str | None = None,
+    param_wire: Wire | None = None,
+    grad_wire: Wire | None = None,
+    together: bool = False,
+    slices: int = 8,
+    gather: Gather | None = None,
+    prefetch: int | None = None,
+    bucket: int = 0,
+) -> Plan:
+    """Lay a tree of tensors (real, meta or fake) out over the axes of a mesh.
+
+    Which leaves are gathered together, and over which axes:
+
+    - `units`: the subtrees that are gathered together: dotted path patterns (`*` one component, `**` any number), a
+      predicate `(path, subtree) -> bool`, or a number of elements at which a unit is full. Of the other leaves, those
+      before the first selected one are the unit `(first)`, those after the last are the unit `(last)`, and the rest is
+      the unit `(root)`, which is gathered once for a forward: leaves between, leaves tied across these units, and all
+      leaves if none is selected.
+    - `params_over`, `grads_over`, `state_over`: the names of the axes over which parameters, gradients and optimizer
+      state are partitioned, each extending the one before.
+    - `regather`: gathered parameters are freed after the forward and gathered again in the backward (True), or stay
+      (False). With the last axis of `params_over` (or several), a copy stays that is cut over this axis alone, and the
+      backward gathers it over this axis: inside a host, say. A dict gives one of these to each unit: its keys are
+      names or patterns of units (`"(last)"`, say), the first that matches counts; other units have True.
+
+    Leaves with another treatment; `whole`, `frozen` and `offload` are each a pattern, several patterns, or a predicate.
+    Integer leaves are always frozen. If some leaves of a tree require a gradient, as in a module, leaves that do not
+    are frozen. Leaves that are the same elements of the same memory (one tensor, its `.detach()` or `.data`) are tied:
+    they are stored once, and what selects one of their places selects the leaf.
+
+    - `whole`: these leaves stay whole on every rank.
+    - `frozen`: these leaves get no gradient and no optimizer state.
+    - `offload`: parameters, gradients and optimizer state of these leaves lie in host memory, where the optimizer
+      updates them; the device of the mesh computes with them.
+    - `block`: leaves start at multiples of `block` elements, and shard boundaries fall on them (for state in blocks).
+
+    Dtypes, and what is sent:
+
+    - `policy`: the dtypes in which floating leaves are stored, computed with and reduced (a `Policy`, or its text).
+    - `param_wire`, `grad_wire`: how shards and gradients are encoded to be sent (`fshard.wire`).
+    - `together`: all dtypes of a unit are gathered in one message.
+    - `gather`: an object whose `all_gather` gathers the shards of parameters (`fshard.reduction.Gather`).
+    - `prefetch`: how many units are gathered ahead of the one that is computed with, in forward and backward, and how
+      many are reduced behind it. The buffers of one unit more are in memory. By default one, and more where units are
+      of unequal sizes: as many as fit into the memory of two of the largest (Note [Two units] in `ahead.py`).
+    - `bucket`: neighbouring units travel as one while they have together at most so many bytes; 0: each by itself.
+      What a small unit costs is its message, not its bytes: of many units of some kilobytes join 1 MiB (`1 << 20`).
+      What joined units have in memory, two gathered and their gradients, is two to three times the bucket.
+    - `slices`: a step with `reduction="tree"` cuts the batch of all ranks into this number of slices, a power
+      of two.
+
+    On a mesh of processes the plans of all ranks are compared.
+
+    Raises TypeError (an argument of a wrong type), ValueError (wrong axes or patterns, leaves that are not plain dense
+    tensors or share part of their memory, `frozen` that contradicts `requires_grad`) and MismatchError (plans of ranks
+    differ).
+
+    >>> plan = make_plan({"embed": torch.zeros(4, 2), "blocks": [torch.zeros(3), torch.zeros(3)]}, units=["blocks.*"])
+    >>> [unit.name for unit in plan.units]
+    ['(first)', 'blocks.0', 'blocks.1']
+
+    Source: the flat parameter of Zhao et al., PyTorch FSDP (2023); the partitions of Rajbhandari et al., ZeRO (2020).
+    """
+    _check_arguments(offload, mesh, block, slices, together, param_wire=param_wire, grad_wire=grad_wire)
+    _check_travel(gather, prefetch, bucket)
+    sizes, policy = axis_sizes(mesh), policy_of(policy)
+    over = partitions(sizes, params_over, grads_over, state_over)
+    check_plain("params", params)
+    flat, spec = tree.flatten(params)
+    paths = tree.paths(spec)
+    check_tensors(flat, paths)
+    origins = first_places(flat, paths)
+    slot_of = {origin: number for number, origin in enumerate(dict.fromkeys(origins))}
+    names, claims = claim_units(params, spec, flat, origins, units)
+    kept = kept_over(names, regather, sizes, over["params_over"])
+    kind_of = _kinds(params, origins, {"whole": whole, "frozen": frozen, "offload": offload}, policy)
+    steps = {kind: math.lcm(kind.aligned, block) for kind in dict.fromkeys(kind_of.values())}
+    joined, claims = _join(names, kept, claims, flat, kind_of, steps, bucket)
+    slots, lengths = _place(flat, paths, kind_of, steps, claims, len(joined), num_ranks(mesh))
+    plan = Plan(
+        spec=spec,
+        leaves=tuple(slot_of[i] for i in origins),
+        claims=tuple(claims),
+        slots=slots,
+        units=tuple(replace(unit, lengths=tuple(row)) for unit, row in zip(joined, lengths, strict=True)),
+        kinds=tuple(steps),
+        axes=tuple(sizes.items()),
+        **over,
+        block=block,
+        policy=policy.named(),
+        param_wire=param_wire,
+        grad_wire=grad_wire,
+        together=together,
+        slices=slices,
+        gather=gather,
+        prefetch=prefetch,
+        mesh=connected(mesh),
+    )
+    consensus.check_same(plan.mesh, plan.describe(), "the plan")
+    return plan
+
+
+def _join(
+    names: Sequence[str],
+    kept: Sequence[Axes | None],
+    claims: Sequence[int],
+    flat: Sequence[Tensor],
+    kind_of: Mapping[int, Kind],
+    steps: Mapping[Kind, int],
+    bucket: int,
+) -> tuple[list[Unit], list[int]]:
+    """Return the units, of which small ones are joined, without their lengths; and the number of every leaf's unit."""
+    sizes = [0] * len(names)
+    for i, kind in kind_of.items():
+        sizes[claims[i]] += _rounded_up(flat[i].numel(), steps[kind]) * kind.precision.compute.itemsize
+    groups = join_units(names, kept, sizes, bucket)
+    units, number_of = list[Unit](), dict[int, int]()
+    for first, *others in groups:
+        name = f"{names[first]} to {names[others[-1]]}" if others else names[first]
+        number_of |= dict.fromkeys((first, *others), len(units))
+        units.append(Unit(name, (), kept[first], tuple(names[unit] for unit in (first, *others)) if others else ()))
+    return units, [number_of[unit] for unit in claims]
+
+
+def _check_arguments(
+    offload: Where, mesh: AnyMesh, block: int, slices: int, together: bool, **wires: Wire | None
+) -> None:
+    if offload is not None and mesh is None:
+        raise ValueError(
+            f"offload={offload!r}: expected a mesh, which says where to compute, got None. Give a mesh of one rank: "
+            "init_device_mesh('cuda', (1,), mesh_dim_names=('shard',))"
+        )
+    check_whole("block", block, what="a number of elements")
+    check_whole("slices", slices, what="a power of two")
+    if slices.bit_count() > 1:
+        raise ValueError(f"slices={slices}: expected a power of two, the most ranks a run may ever have")
+    check_flags(together=together)
+    for name, wire in wires.items():
+        if wire is not None:
+            check_has(name, wire, ("encode", "decode"), "a wire, as fshard.wire.Int8() is")
+
+
+def _kinds(params: Tree, origins: Sequence[int], chosen: Mapping[str, Where], policy: Policy) -> dict[int, Kind]:
+    """The kind of each leaf, by its number; only of first occurrences: tied leaves have the kind of the first."""
+    flat, spec = tree.flatten(params)
+    is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in chosen.items())
+    is_frozen = join_frozen(is_frozen, flat, origins, tree.paths(spec))
+    dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
+    trains = [is_differentiable(leaf) and not still for leaf, still in zip(flat, is_frozen, strict=True)]
+    return {i: Kind(dtypes[i], trains[i], is_whole[i], is_host[i]) for i in dict.fromkeys(origins)}
+
+
+def _check_travel(gather: Gather | None, prefetch: int | None, bucket: int) -> None:
+    if gather is not None:
+        check_has("gather", gather, ("all_gather",), "an object that gathers, a fshard.reduction.Gather")
+    if prefetch is not None:
+        check_whole("prefetch", prefetch, 0, what="a number of units, or None")
+    check_whole("bucket", bucket, 0, what="a number of bytes")
+
+
+def _place(
+    flat: Sequence[Tensor],
+    paths: Sequence[str],
+    kind_of: dict[int, Kind],
+    steps: Mapping[Kind, int],
+    claims: Sequence[int],
+    num_units: int,
+    mesh_size: int,
+) -> tuple[tuple[Slot, ...], list[list[int]]]:
+    """Return the slot of each leaf, and the padded length of every unit and kind.
+
+    Leaves start at multiples of the `steps` of their kinds; lengths are multiples of that times the number of ranks of
+    the whole mesh, so that an all-reduce over any axis divides evenly, too.
+    """
+    lengths, slots = [[0] * len(steps) for _ in range(num_units)], []
+    number_of = {kind: k for k, kind in enumerate(steps)}
+    for i, kind in kind_of.items():
+        unit, k = claims[i], number_of[kind]
+        slots.append(Slot(paths[i], tuple(flat[i].shape), k, unit, lengths[unit][k]))
+        lengths[unit][k] += _rounded_up(flat[i].numel(), steps[kind])
+    multiples = [step * mesh_size for step in steps.values()]
+    return tuple(slots), [[_rounded_up(n, step) for n, step in zip(row, multiples, strict=True)] for row in lengths]
+
+
+def _rounded_up(number: int, step: int) -> int:
+    return -(-number // step) * step

@@ -1,0 +1,218 @@
+"""Which leaves patterns, a predicate or a size select: for units, for `frozen` and `whole`, and for policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+
+from torch import Tensor
+
+from ..core import tree
+from ..core.arguments import check_whole, wrong
+from ..core.tree import Tree
+from .precision import Policy
+
+Where = str | Sequence[str] | Callable[[str, Tree], bool] | None
+ROOT = "(root)"
+ENDS = FIRST, LAST = "(first)", "(last)"  # what no unit claims before the first claimed leaf, and after the last one
+_WILD = set("*?[")
+_SHOWN = 8  # names in an error
+
+
+def _selector(params: Tree, spec: tree.Spec, where: Where, name: str) -> list[tuple[str, int, int]]:
+    """The subtrees that patterns or a predicate select, outer before inner: path, first leaf, number of leaves."""
+    _check_where(name, where)
+    if where is None:
+        return []
+    nodes = list(tree.walk(spec))
+    picked: Sequence[object]
+    if callable(where):
+        flat = tree.leaves(params)
+        picked = [
+            node.num_leaves and where(".".join(path), tree.unflatten(node, flat[first : first + node.num_leaves]))
+            for path, node, first in nodes
+        ]
+    else:
+        patterns = [where] if isinstance(where, str) else list(where)
+        picked = fits = fitting([path for path, _, _ in nodes], patterns)
+        matched = set(chain.from_iterable(fits))
+        for number, pattern in enumerate(patterns):
+            if number not in matched:  # subtrees without leaves match, too
+                raise ValueError(f"{name}: the pattern {pattern!r} matches nothing; {_top(spec)}")
+    pairs = zip(nodes, picked, strict=True)
+    return [
+        (".".join(path), first, node.num_leaves) for (path, node, first), is_in in pairs if is_in and node.num_leaves
+    ]
+
+
+def fitting(paths: Iterable[Sequence[str]], patterns: Sequence[str]) -> list[list[int]]:
+    """For each path the numbers of the patterns that it matches, in order.
+
+    Plain paths among the patterns are looked up: there may be one for each unit.
+
+    >>> fitting([("a",), ("a", "b")], ["a.*", "a", "**"])
+    [[1, 2], [0, 2]]
+    """
+    plain: dict[tuple[str, ...], list[int]] = {}
+    wild = [(number, pattern) for number, pattern in enumerate(patterns) if _WILD & set(pattern)]
+    for number, pattern in enumerate(patterns):
+        if not _WILD & set(pattern):
+            plain.setdefault(tuple(pattern.split(".")), []).append(number)
+    return [
+        sorted([*plain.get(tuple(path), ()), *(number for number, p in wild if tree.matches(path, p))])
+        for path in paths
+    ]
+
+
+def _top(spec: tree.Spec) -> str:
+    """What is at the top of a tree, for an error."""
+    if spec.is_leaf():
+        return "the tree's top level is a leaf"
+    names = [str(name) for name in tree.names(spec)]
+    top = ", ".join(map(repr, names[:_SHOWN])) + f", ... ({len(names)} in all)" * (len(names) > _SHOWN)
+    dotted = any("." in name for name in names)
+    return f"the tree's top level is {top}" + (
+        ". It is flat: a pattern matches nested containers. fshard.module.functionalize(module) returns nested "
+        "parameters; else write {'a': {'b': x}} for {'a.b': x}" * dotted
+    )
+
+
+def _check_where(name: str, where: object) -> None:
+    sequence = isinstance(where, list | tuple | set | frozenset) and all(isinstance(p, str) for p in where)
+    predicate = callable(where) and not isinstance(where, type)
+    if not (where is None or isinstance(where, str) or sequence or predicate):
+        expected = "path patterns such as 'blocks.*' (one, or a list), or a predicate (path, subtree) -> bool"
+        expected += ", or a whole number of elements" * (name == "units")
+        raise TypeError(wrong(name, where, expected))
+
+
+def claim_leaves(params: Tree, spec: tree.Spec, origins: Sequence[int], where: Where, name: str) -> list[bool]:
+    """Return for every leaf whether `where` selects it; a tied leaf is selected in all its places, or in none.
+
+    `origins` are the first places of the leaves.
+    """
+    selected = set[int]()
+    for _, first, count in _selector(params, spec, where, name):
+        selected.update(origins[first : first + count])
+    return [origin in selected for origin in origins]
+
+
+def claim_policies(params: Tree, spec: tree.Spec, origins: Sequence[int], policy: Policy) -> list[Policy | None]:
+    """Return for every leaf the policy of the first override that selects it; None if none does.
+
+    An override selects a tied leaf if it selects one of its places.
+    """
+    chosen: dict[int, Policy] = {}  # by the first place of a leaf
+    dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.paths(spec)
+    for where, override in reversed(_grouped(policy)):  # so that the first that selects a leaf is set last
+        for path, first, count in _selector(params, spec, where, "policy"):
+            # a leaf that is named by itself; in a subtree, leaves that cannot be cast are left as they are
+            if path == paths[first] and not dtypes[first].is_floating_point:
+                patterns = where if isinstance(where, list) else []
+                named = next((x for x in patterns if tree.matches(path.split("."), x)), where)
+                raise ValueError(
+                    f"policy: leaf {path!r} is {dtypes[first]} and cannot be cast: leave it out of {named!r}"
+                )
+            chosen |= dict.fromkeys(origins[first : first + count], override)
+    return [chosen.get(origin) for origin in origins]
+
+
+def _grouped(policy: Policy) -> list[tuple[Where, Policy]]:
+    """The overrides of a policy; the patterns that have the same dtypes one after the other are one list."""
+    groups = list[tuple[Where, Policy]]()
+    for where, override in policy.overrides:
+        patterns = groups[-1][0] if groups and groups[-1][1] == override else None
+        if isinstance(where, str) and isinstance(patterns, list):
+            patterns.append(where)
+        else:
+            groups.append(([where] if isinstance(where, str) else where, override))
+    return groups
+
+
+def claim_units(
+    params: Tree, spec: tree.Spec, flat: Sequence[Tensor], origins: Sequence[int], units: Where | int
+) -> tuple[list[str], list[int]]:
+    """Return the names of the units in the order of use, the root first, and the number of every leaf's unit.
+
+    A leaf belongs to the innermost subtree that `units` selects. Of the others, those before the first such leaf are
+    the unit `(first)`, those after the last the unit `(last)`, and the rest is the root: leaves between, leaves tied
+    across units, and all leaves if nothing is selected. Tied leaves count once in a size.
+    """
+    owner = [ROOT] * spec.num_leaves
+    if isinstance(units, int):
+        owner = _fill_units(flat, origins, units)
+    else:
+        for path, first, count in _selector(params, spec, units, "units"):
+            owner[first : first + count] = [path or ROOT] * count  # inner subtrees come later, and win
+        owner = _with_ends(owner, origins)
+    names = list(dict.fromkeys([ROOT, *owner] if ROOT in owner else owner))
+    numbers = {name: number for number, name in enumerate(names)}
+    return names, [numbers[name] for name in owner]
+
+
+def _with_ends(owner: Sequence[str], origins: Sequence[int]) -> list[str]:
+    """Cut the root at the first and at the last leaf that a unit claims.
+
+    The root stays gathered from its first use to the end of the forward, and its gradient is complete at the end of the
+    backward: an embedding and a head in it are in memory all along, though each is used at one end. A tied leaf that is
+    used on both sides, or beside a unit, stays in the root, which is gathered once.
+    """
+    claimed = [i for i, name in enumerate(owner) if name != ROOT]
+    last_place = {origin: i for i, origin in enumerate(origins)}
+
+    def part(i: int) -> str:
+        if owner[i] != ROOT or not claimed:
+            return owner[i]
+        before, after = last_place[origins[i]] < claimed[0], origins[i] > claimed[-1]
+        return FIRST if before else LAST if after else ROOT
+
+    return [part(i) for i in range(len(owner))]
+
+
+def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> list[str]:
+    """For every leaf the name of its unit: leaves in order, a new unit whenever one has `size` elements or more."""
+    check_whole("units", size, what="path patterns, a predicate, or the number of elements at which a unit is full")
+    owner, number, filled = [], 0, 0
+    for i, leaf in enumerate(flat):
+        if filled >= size:
+            number, filled = number + 1, 0
+        filled += leaf.numel() if origins[i] == i else 0  # a tied leaf is stored with its first occurrence
+        owner.append(f"part.{number}")
+    return owner
+
+
+def join_units(names: Sequence[str], kept: Sequence[object], sizes: Sequence[int], bucket: int) -> list[list[int]]:
+    """Return the numbers of the units that are joined into each unit: neighbours of at most `bucket` bytes together.
+
+    The root and the ends stay as they are, and so do units of which something else stays in memory (`kept`).
+
+    >>> join_units(["(first)", "a", "b", "c", "d"], [None] * 5, [1, 2, 3, 2, 9], 5)
+    [[0], [1, 2], [3], [4]]
+    """
+    groups, filled = list[list[int]](), 0
+    for number, size in enumerate(sizes):
+        before = number - 1
+        alone = {names[number], *names[max(0, before) : number]} & {ROOT, *ENDS}
+        if not groups or alone or kept[number] != kept[before] or filled + size > bucket:
+            groups.append([])
+            filled = 0
+        groups[-1].append(number)
+        filled += size
+    return groups
+
+
+def select_units(units: Sequence[Sequence[str]], patterns: Sequence[str], what: str) -> list[int]:
+    """Return the numbers of the units of which a name fits a pattern. ValueError for a pattern that no name fits."""
+    owners, names = zip(*((unit, name) for unit, names in enumerate(units) for name in names), strict=True)
+    fits = fitting([name.split(".") for name in names], patterns)
+    matched = set(chain.from_iterable(fits))
+    for number, pattern in enumerate(patterns):
+        if number not in matched:
+            raise ValueError(f"{what}: {no_unit(pattern, names)}")
+    return list(dict.fromkeys(unit for unit, numbers in zip(owners, fits, strict=True) if numbers))
+
+
+def no_unit(pattern: str, names: Sequence[str]) -> str:
+    """Return the error sentence for a pattern that no unit fits."""
+    shown = [*map(repr, names[:4]), *["..."] * (len(names) > 5), *map(repr, names[4:][-1:])]
+    return f"the pattern {pattern!r} matches no unit; the units are {', '.join(shown) or 'none'}"
