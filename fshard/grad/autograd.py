@@ -16,7 +16,7 @@ Note [One root]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.storage import address
 
-Take = Callable[[int, Sequence[Tensor | None]], None]  # of a unit's gradients
+Take = Callable[[Any, Sequence[Tensor | None]], None]  # of a `Unit`, and its gradients
 Ctx = Any  # torch's context of a function, on which forward sets any attributes for backward
 
 
@@ -65,7 +65,7 @@ class Anchor(torch.autograd.Function):
     def forward(
         ctx: Ctx,
         before: Tensor,
-        touch: tuple[Take, int, Sequence[Tensor]],
+        touch: tuple[Take, object, Sequence[Tensor]],
     ) -> tuple[Tensor, ...]:
         """Return views of the leaves, and a 0-d tensor."""
         ctx.take, ctx.unit, leaves = touch  # one argument: torch looks at each in Python
@@ -78,47 +78,6 @@ class Anchor(torch.autograd.Function):
         """Hand the gradients on; what the node depends on gets none."""
         ctx.take(ctx.unit, grads[:-1])
         return None, None
-
-
-class Anchors:
-    """The anchors of a tape's units, and the gradients of later touches until their anchor runs (Note [Anchors])."""
-
-    def __init__(self) -> None:
-        self._last: dict[int, Tensor] = {}  # the last output of each unit's anchor
-        self._added: dict[int, Sequence[Tensor | None]] = {}
-
-    def bind(self, root: Tensor, take: Take, unit: int, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """The leaves of a touch of a unit, whose gradients, summed with those of other touches, `take` gets once."""
-        before = self._last.get(unit)
-        if before is None:
-            *bound, self._last[unit] = Anchor.apply(root, (take, unit, leaves))
-        else:
-            *bound, _ = Anchor.apply(before, (self._add, unit, leaves))
-        return bound
-
-    def _add(self, unit: int, grads: Sequence[Tensor | None]) -> None:
-        self._added[unit] = self.total(unit, grads)
-
-    def total(self, unit: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The sum of these gradients and those of later touches, which are dropped; by leaf, None for none."""
-        added = self._added.pop(unit, None)
-        return grads if added is None else [_sum(x, y) for x, y in zip(added, grads, strict=True)]
-
-    def units(self) -> Set[int]:
-        """The units that have an anchor."""
-        return self._last.keys()
-
-    def clear(self) -> None:
-        """Drop all nodes and gradients."""
-        self._last.clear()
-        self._added.clear()
-
-
-def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    if x is None or y is None:
-        return y if x is None else x
-    # a dense tensor plus a sparse one is dense; torch does not add them the other way round
-    return x + y if x.layout is torch.strided else y + x
 
 
 def has_reentrant(outs: Sequence[Tensor]) -> bool:

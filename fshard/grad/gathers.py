@@ -14,6 +14,7 @@ Note [What stays of a unit]
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 
 from torch import Tensor
@@ -27,8 +28,9 @@ from ..core.flat import cleared_outside
 from ..core.tracing import is_tracing, named
 from ..plan.offload import HOST
 from ..plan.plan import Plan
-from ..sharding.schedule import Entry, Part, schedule
+from ..sharding.schedule import Entry, Part
 from ..sharding.sharded import Sharded, intervals
+from .unit import Buffers, Unit
 
 
 def is_buffer(params: Sharded, kind: int, copied: bool) -> bool:
@@ -238,130 +240,84 @@ def several(plan: Plan, axes: Sequence[str]) -> Axes:
     return tuple(axis for axis in axes if dict(plan.axes)[axis] > 1)
 
 
-Buffers = dict[int, Tensor]  # a unit's gathered flat buffers (n,), or copies (n / W,) that are cut, by kind
-
-
-class Kept:
-    """The buffers, or the copies of buffers, that one forward keeps for its backward.
-
-    `differentiates` says whether the backward gives gradients of these parameters.
-    """
-
-    def __init__(self, params: Sharded, differentiates: bool):
-        self._params, self._plan, self._differentiates = params, params.plan, differentiates
-        self._parts: dict[int, Buffers] = {}  # by unit
-        self._keeps_all = False
-        self.keeps_any = schedule(params.view).keeps  # whether there is anything to ask this object for
-
-    def keep_all(self) -> None:
-        """From now on keep all of each unit, whatever the plan says; copies that were cut are dropped."""
-        self._keeps_all = self.keeps_any = True
-        self._parts = {unit: parts for unit, parts in self._parts.items() if self._plan.units[unit].kept == ()}
-
-    def _axes(self, unit: int) -> Axes | None:
-        return () if self._keeps_all else self._plan.units[unit].kept
-
-    def keep(self, unit: int, buffers: Buffers) -> None:
-        """Keep of a unit's buffers what the plan says; what is kept already stays."""
-        axes = self._axes(unit)
-        if axes is None or unit in self._parts or not (axes or self._trains(unit)):
-            return
-        cut = [kind for kind, full in buffers.items() if self._params.view.axes(kind) and full.numel()]
-        self._parts[unit] = {kind: self._copy(buffers[kind], axes) for kind in cut} if axes else buffers
-
-    def _copy(self, full: Tensor, axes: Axes) -> Tensor:
-        """This rank's part (n / W,) of a buffer (n,)."""
-        part = full.chunk(self._plan.num_parts(axes))[self._plan.index(axes)]
-        return primitives.buffer(self._plan.live_mesh(), axes, part.numel(), part, lent=False).copy_(part)
-
-    def gather(self, unit: int) -> dict[int, Pending]:
-        """Start the gathers of a unit's buffers from what was kept, by kind; none if nothing was."""
-        axes = self._axes(unit)
-        if unit not in self._parts or axes is None:
-            return {}
-        if axes:
-            return gather_copies(self._plan, unit, self._parts[unit], axes)
-        return {kind: arrived(full) for kind, full in self._parts[unit].items()}
-
-    def stages(self, unit: int, default: int) -> int:
-        """Return the number of stages of a gather from what was kept, one for each axis; `default` if nothing was."""
-        if unit not in self._parts:
-            return default
-        axes = self._axes(unit)
-        return stages(self._plan, axes) if axes else 0
-
-    def _trains(self, unit: int) -> bool:
-        """Whether gradients of leaves of the unit will come to the tape."""
-        kinds = ((k, self._plan.units[unit].lengths[k]) for k in self._params.view.kinds)
-        return self._differentiates and any(length and self._plan.kinds[k].trainable for k, length in kinds)
-
-    def drop(self, unit: int) -> None:
-        """Drop what was kept of a unit."""
-        self._parts.pop(unit, None)
-
-    def end(self, saved: Collection[int]) -> None:
-        """End the forward: if there are no gradients to come, only units with saved places stay."""
-        if not self._differentiates:
-            self._parts = {unit: parts for unit, parts in self._parts.items() if unit in saved}
-
-    def clear(self) -> None:
-        """Drop what was kept of all units."""
-        self._parts.clear()
-
-
 class Arrivals:
-    """The gathers of one value of the parameters, of a unit from what `kept` has of it if there is anything.
+    """The gathers of one value of the parameters, of a unit from what was kept of it if there is anything.
 
     A gather has a stage for each axis. With several stages, one unit more is under way for each, one stage behind the
     unit before it. On an accelerator a stream beside the computation waits for a stage, and starts the next one. What
     was sent is kept until the computation has waited for that stream. `copied` is as of `is_buffer`.
     """
 
-    def __init__(self, params: Sharded, kept: Kept, copied: bool):
-        self._kept, self._gathers = kept, Gathers(params, copied)
-        self._entries, self._ahead = schedule(params.view).entries, params.plan.ahead
-        self._coming: dict[int, dict[int, Pending]] = {}  # by unit, then by kind
-        self._stage: dict[int, int] = {}  # by unit: how many stages of its gather have started
+    def __init__(self, params: Sharded, units: Mapping[int, Unit], copied: bool):
+        self._plan, self._units, self._gathers = params.plan, units, Gathers(params, copied)
+        self._ahead = params.plan.ahead
         self._stepped: list[Pending] = []  # what may still be sent of earlier stages
         self.stages = stages(params.plan, params.view.over)  # of a gather
         self.most = self._ahead.most(self.stages)  # units whose gathers are under way at once
         has_streams = self.stages > 1 and params.plan.device != HOST and not is_tracing()
         self._side = params.plan.crossings.stages if has_streams else None
 
-    def start(self, unit: int) -> None:
-        """Start the gather of a unit, unless it is under way."""
-        if unit not in self._coming:
-            kept = self._kept.gather(unit) if self._kept.keeps_any else {}
-            started = self._gathers.start(self._entries[unit], kept)
-            self._coming[unit] = started | kept if kept else started
-            self._stage[unit] = 1
+    def keep(self, unit: Unit) -> None:
+        """Keep of a unit's buffers what `unit.keeps` says; what is kept already stays."""
+        assert unit.buffers is not None
+        if unit.keeps:
+            cut = [part.kind for part in unit.entry.parts if part.axes and part.numel]
+            unit.kept = {kind: self._copy(unit.buffers[kind], unit.keeps) for kind in cut}
+        else:
+            unit.kept = unit.buffers
 
-    def ahead(self, current: int | None, following: Iterable[int]) -> None:
+    def _copy(self, full: Tensor, axes: Axes) -> Tensor:
+        """This rank's part (n / W,) of a buffer (n,)."""
+        part = full.chunk(self._plan.num_parts(axes))[self._plan.index(axes)]
+        return primitives.buffer(self._plan.live_mesh(), axes, part.numel(), part, lent=False).copy_(part)
+
+    def _from_kept(self, unit: Unit) -> dict[int, Pending]:
+        """Start the gathers of a unit's buffers from what was kept, by kind; none if nothing was."""
+        if unit.kept is None:
+            return {}
+        if unit.keeps:
+            return gather_copies(self._plan, unit.number, unit.kept, unit.keeps)
+        return {kind: arrived(full) for kind, full in unit.kept.items()}
+
+    def _stages(self, unit: Unit) -> int:
+        """The number of stages of a unit's gather, one for each axis; none if all of it was kept."""
+        if unit.kept is None:
+            return self.stages
+        return stages(self._plan, unit.keeps) if unit.keeps else 0
+
+    def start(self, unit: Unit) -> None:
+        """Start the gather of a unit, unless it is under way."""
+        if unit.coming is None:
+            kept = self._from_kept(unit)
+            started = self._gathers.start(unit.entry, kept)
+            unit.coming = started | kept if kept else started
+            unit.stages = 1
+
+    def ahead(self, current: Unit | None, following: Iterable[int]) -> None:
         """Gather as many of the units that follow on the current one as the plan says.
 
         Gathers under way go on to their next stage, the others start.
         """
-        units = self._ahead.gathers(current, following, self.stages)
+        units = self._ahead.gathers(None if current is None else current.number, following, self.stages)
         last = max(0, len(units) - self.stages)  # of those whose stages may all start; each after it is one behind
-        for number, unit in enumerate(units):
-            stages = self._kept.stages(unit, self.stages) if self._kept.keeps_any else self.stages
+        for number, unit in enumerate(self._units[n] for n in units):
+            stages = self._stages(unit)
             if number > last:
                 stages -= number - last
-            if unit not in self._coming and stages > 0:
+            if unit.coming is None and stages > 0:
                 self.start(unit)
-            elif unit in self._coming and self._stage[unit] < stages:
+            elif unit.coming is not None and unit.stages < stages:
                 self._advance(unit)
 
-    def _advance(self, unit: int) -> None:
+    def _advance(self, unit: Unit) -> None:
         """Start the next stage of the gather of a unit."""
-        older = self._coming[unit]
-        self._stage[unit] += 1
-        if self._side is None:
-            self._coming[unit] = {kind: pending.advance() for kind, pending in older.items()}
-            return
-        self._stepped += older.values()
-        with self._side.ahead():
-            self._coming[unit] = {kind: pending.advance() for kind, pending in older.items()}
+        older = unit.coming
+        assert older is not None
+        unit.stages += 1
+        if self._side is not None:
+            self._stepped += older.values()
+        with nullcontext() if self._side is None else self._side.ahead():
+            unit.coming = {kind: pending.advance() for kind, pending in older.items()}
 
     def _join(self) -> None:
         """Make the computation wait for the stages that have ended, and drop what they sent."""
@@ -369,22 +325,25 @@ class Arrivals:
             self._side.join()
             self._stepped.clear()
 
-    def take(self, unit: int) -> Buffers:
+    def take(self, unit: Unit) -> Buffers:
         """Wait for the gather of a unit, which starts now if it is not under way."""
+        unit.check("gather")
         self.start(unit)
-        with named("wait", self._entries[unit].name):
+        coming, unit.coming = unit.coming, None
+        assert coming is not None
+        with named("wait", unit.entry.name):
             self._join()
-            return {kind: pending.wait() for kind, pending in self._coming.pop(unit).items()}
+            return {kind: pending.wait() for kind, pending in coming.items()}
 
     def drop(self) -> None:
         """Wait for the gathers that were started and not used."""
-        for pendings in self._coming.values():
-            for pending in pendings.values():
-                pending.drop()
-        self._join()
-        self._coming.clear()
-
-    def clear(self) -> None:
-        """Drop all gathers, without waiting."""
-        self._coming.clear()
-        self._stepped.clear()
+        under_way = [unit for unit in self._units.values() if unit.coming is not None]
+        try:
+            for unit in under_way:
+                for pending in (unit.coming or {}).values():
+                    pending.drop()
+            self._join()
+        finally:
+            self._stepped.clear()
+            for unit in under_way:
+                unit.coming = None

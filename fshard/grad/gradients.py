@@ -54,6 +54,7 @@ from ..plan.plan import Plan
 from ..sharding.schedule import Part, schedule
 from ..sharding.sharded import Sharded, whole_view
 from .gathers import arrived, decode, filled, several, sizes
+from .unit import Unit
 
 _LARGE = 1 << 20  # bytes of gradients that are summed in place: a second message is worth the memory
 
@@ -291,18 +292,17 @@ class Handing:
     def __init__(self, take: Take, late: Collection[int]):
         self._take, self._late = take, late
         self._waiting: list[tuple[int, int, Tensor]] = []
-        self.taken: set[int] = set()  # units
 
-    def after(self, pending: Pending, unit: int, kind: int) -> Pending:
+    def after(self, pending: Pending, unit: Unit, kind: int) -> Pending:
         """A reduction whose result is handed on."""
         return pending.then(partial(self._arrived, unit, kind))
 
-    def _arrived(self, unit: int, kind: int, total: Tensor) -> Tensor:
+    def _arrived(self, unit: Unit, kind: int, total: Tensor) -> Tensor:
         if kind in self._late:
-            self._waiting.append((unit, kind, total))
+            self._waiting.append((unit.number, kind, total))
         else:
-            self.taken.add(unit)
-            self._take(unit, kind, total)
+            unit.gradients = "taken"
+            self._take(unit.number, kind, total)
         return total
 
     def finish(self) -> None:

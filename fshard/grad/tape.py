@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import islice
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -43,12 +43,12 @@ from ..sharding.schedule import Reads, schedule
 from ..sharding.sharded import Sharded
 from . import autograd, gathers, gradients
 from .autograd import Owners, SavedTensor, SavedView, has_reentrant, in_checkpoint
-from .gathers import Arrivals, Buffers, Kept
+from .gathers import Arrivals
 from .gradients import Gradients, Handing, Reductions, settle
+from .unit import Buffers, Leaves, Unit
 from .writes import Writes
 
 T = TypeVar("T")
-Leaves: TypeAlias = Sequence[Tensor]  # of a unit, in the order of its `Entry.slots`
 
 
 class Tape:
@@ -66,34 +66,25 @@ class Tape:
         self._into = into
         self.root = autograd.root()
         self._schedule = schedule(params.view)
-        # by unit: the gathered leaves, the flat buffers that they are views of, and the leaves bound to their anchors
-        self._gathered: dict[int, Leaves] = {}
-        self._full: dict[int, Buffers] = {}  # after the forward: of the unit saved last
-        self._bound: dict[int, Leaves] = {}
-        self._anchors = autograd.Anchors()
+        self._units = {n: Unit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
+        self._here: list[Unit] = []  # whose buffers stay at least until another unit is read
+        # with places that were saved, or read in a checkpoint, the last one last; after the forward: those that the
+        # backward will gather again
+        self._saved: dict[Unit, None] = {}
         self.shown: Shown | None = Shown()  # until the forward ends
-        self._touched: set[int] = set()
-        self._staying = {self.plan.root}  # units whose buffers stay until the forward ends
         self._owners = Owners()
-        # the number of saved places of each unit, 0 of one that only checkpoints read; the unit saved last is the last
-        self._saved: dict[int, int] = {}
-        self._again: dict[int, Buffers] = {}  # gathered again for the backward
-        self._to_come: dict[int, None] = {}  # the units that the backward will gather again, the next one last
         self._reductions = Reductions(self.plan, into)
         take = None if into is None else into.take
         copied = take is not None  # what is read is not what `take` writes to
         views = [k for k in params.view.kinds if not gathers.is_buffer(params, k, copied)]
         self._handing = None if take is None else Handing(take, views)
-        self._filled: set[tuple[int, int]] = set()  # units and kinds whose gradients have come
-        self._backward = self._closed = False
+        self._backward = False
         self._writes = Writes()
         self._rows = {address(row) for row in params.tensors}
-        self._gradless = False  # whether a unit was touched where gradients are off
-        self._reached: dict[int, bool] = {}  # units whose gradients have come, and whether those of all their leaves
-        self._kept = Kept(params, into is not None)
+        self._gradless = self._binds = False  # whether a unit was touched where gradients are off; bound to an anchor
         self._makes_buffers = len(views) < len(params.view.kinds)
         self._regather = self._makes_buffers and self._schedule.regathers  # in the forward: places are saved
-        self._arrivals = Arrivals(params, self._kept, copied)
+        self._arrivals = Arrivals(params, self._units, copied)
 
     def view(self) -> Tree:
         """The parameters as the loss sees them."""
@@ -135,80 +126,88 @@ class Tape:
         rows = self._params.tensors
         return self.plan.device if self.plan.axes or not rows else rows[0].device
 
-    def touch(self, unit: int) -> Leaves:
+    def touch(self, number: int) -> Leaves:
         """The leaves of a unit, gathered if they are not in memory; the gathers of the units after it are started."""
-        leaves = self._gathered.get(unit)
+        unit = self._units[number]
+        leaves = unit.leaves
         if leaves is None:
             leaves = self._gather(unit)
         # without a unit that trains, this or an earlier one, a checkpoint has nothing to run again for
-        if self._regather and in_checkpoint() and (self._anchors.units() or self._schedule.entries[unit].trained):
-            self._saved[unit] = self._saved.pop(unit, 0)  # moved to the end, as by `pack`
+        if self._regather and in_checkpoint() and (self._binds or unit.entry.trained):
+            self._save(unit)
         if self._into is None:
             return leaves
         self._gradless |= not torch.is_grad_enabled()
-        bound = self._bound.get(unit)
-        if bound is None:
+        if unit.bound is None:
             with torch.enable_grad():  # what is read under no_grad may be used outside of it
                 self._keep(unit)
-                bound = self._bound[unit] = self._bind(unit, leaves)
-        return bound
+                unit.bound = self._bind(unit, leaves)
+        return unit.bound
 
-    def _gather(self, unit: int) -> Leaves:
+    def _save(self, unit: Unit) -> None:
+        """Note that the backward will gather a unit again, before those that were noted before."""
+        self._saved.pop(unit, None)
+        self._saved[unit] = None
+
+    def _gather(self, unit: Unit) -> Leaves:
         """The leaves of a unit that is not in memory; the others are let go of, but for those that stay."""
-        staying = self._staying
-        if unit in self._touched and unit in self.plan.lasting and not self._backward:
-            staying.add(unit)  # units between may read it, too: else it is gathered for each
+        if unit.is_touched and unit.number in self.plan.lasting and not self._backward:
+            unit.stays = True  # units between may read it, too: else it is gathered for each
         if self.shown:
             self.shown.let_go()
-        self._gathered, self._bound = ({u: x[u] for u in x if u in staying} for x in (self._gathered, self._bound))
         # dropped before the next buffer is waited for, so that both are not in memory at once
-        self._full = {u: x for u, x in self._full.items() if u in staying or u == unit}
-        self._full[unit] = self._buffers(unit)
-        leaves = self._gathered[unit] = self._leaves(unit, self._full[unit])
-        self._touched.add(unit)
+        for other in self._here:
+            if other is not unit and not other.stays:
+                other.let_go()
+        self._here = [*(other for other in self._here if other is not unit and other.stays), unit]
+        leaves = unit.leaves = self._leaves(unit, self._buffers(unit))
+        unit.is_touched = True
         if self._into is None:
             self._keep(unit)
-        if self._backward and unit == next(reversed(self._to_come), None):  # a checkpoint runs again, in order
-            del self._to_come[unit]
-            self._arrivals.ahead(unit, self._before())
-        if self._makes_buffers and not self._backward:
-            following = range(unit + 1, min(unit + 1 + self._arrivals.most, self._params.view.units[1]))
-            self._arrivals.ahead(unit, [u for u in following if u not in self._touched])
+        if self._backward:
+            if unit is next(reversed(self._saved), None):  # a checkpoint runs again, in order
+                del self._saved[unit]
+                self._arrivals.ahead(unit, self._before())
+        elif self._makes_buffers:
+            last = min(unit.number + 1 + self._arrivals.most, self._params.view.units[1])
+            following = [n for n in range(unit.number + 1, last) if not self._units[n].is_touched]
+            self._arrivals.ahead(unit, following)
         return leaves
 
-    def _keep(self, unit: int) -> None:
+    def _keep(self, unit: Unit) -> None:
         """Keep what the plan says of a unit that was just gathered, if there will be a backward."""
-        if self._kept.keeps_any and not self._backward and torch.is_grad_enabled():
-            self._kept.keep(unit, self._full[unit])
+        if unit.keeps is None or unit.kept is not None or self._backward or not torch.is_grad_enabled():
+            return
+        if unit.keeps or (self._into is not None and unit.entry.reduced):
+            self._arrivals.keep(unit)
 
     def prefetch(self, patterns: Sequence[str]) -> None:
         """Start the gathers of the units whose names fit the patterns, except of those in memory."""
         units = select_units([(*unit.joined, unit.name) for unit in self.plan.units], patterns, "prefetch")
         with func_levels.aside():
-            for unit in (u for u in units if u not in self._full and u not in self._again):
-                self._check_open(unit)
-                self._arrivals.start(unit)
+            for unit in (self._units[n] for n in units):
+                if unit.buffers is None:
+                    unit.check("gather")
+                    self._arrivals.start(unit)
 
     def _before(self) -> Iterator[int]:
         """The units that the backward will gather again, the next one first."""
-        return (unit for unit in reversed(self._to_come) if unit not in self._full)
+        return (unit.number for unit in reversed(self._saved) if unit.buffers is None)
 
-    def _buffers(self, unit: int) -> Buffers:
+    def _buffers(self, unit: Unit) -> Buffers:
         """A unit's flat buffers: those in memory, or gathered now."""
-        buffers = self._full.get(unit) or self._again.get(unit)
-        if buffers:
-            return buffers
-        self._check_open(unit)
-        return self._arrivals.take(unit)
+        if unit.buffers is None:
+            unit.buffers = self._arrivals.take(unit)
+        return unit.buffers
 
-    def _leaves(self, unit: int, buffers: Buffers) -> Leaves:
+    def _leaves(self, unit: Unit, buffers: Buffers) -> Leaves:
         """A unit's leaves, views of its buffers, without derivatives, and watched for writes in place."""
         leaves = list[Tensor]()
-        for part in self._schedule.entries[unit].parts:
+        for part in unit.entry.parts:
             full = buffers[part.kind]
             is_callers = address(full) in self._rows  # nothing was gathered: memory of the parameters
             if not is_callers:
-                self._owners.add(full, unit, part.kind, self.plan.units[unit].kept != ())
+                self._owners.add(full, unit.number, part.kind, unit.entry.kept != ())
             if part.trainable:
                 leaves += part.places.views(self._writes.watch(full, part.slots, is_callers))
             else:
@@ -219,17 +218,17 @@ class Tape:
         """The addresses of the storages of gathered buffers."""
         return {x for tape in self._tapes for x in tape._owners.addresses()}
 
-    def _bind(self, unit: int, leaves: Leaves) -> Leaves:
+    def _bind(self, unit: Unit, leaves: Leaves) -> Leaves:
         """A unit's leaves, the trainable ones bound to its anchor (Note [Anchors])."""
-        entry = self._schedule.entries[unit]
+        entry = unit.entry
         if not entry.trained:
             return leaves
+        self._binds = True
         self._writes.bound.append(entry)
-        trainable = leaves if len(entry.trained) == len(leaves) else [leaves[number] for number in entry.trained]
-        bound = self._anchors.bind(self.root, self.reduce, unit, trainable)
-        if trainable is leaves:
-            return bound
+        if len(entry.trained) == len(leaves):
+            return unit.bind(self.root, self.reduce, leaves)
         both = list(leaves)
+        bound = unit.bind(self.root, self.reduce, [leaves[number] for number in entry.trained])
         for number, leaf in zip(entry.trained, bound, strict=True):
             both[number] = leaf
         return both
@@ -247,9 +246,9 @@ class Tape:
         rewind()  # Note [Reverse mode inside a loss]
         for tape in self._tapes:
             tape._regather = False
-            tape._kept.keep_all()
             tape._saved.clear()
-            tape._touched.clear()
+            for unit in tape._units.values():
+                unit.keep_all()
         return self.forward_once(loss)
 
     @property
@@ -269,17 +268,20 @@ class Tape:
         if self.shown:
             self.shown.settle()
         self.shown = None
-        self._gathered.clear()
-        self._bound.clear()
+        first = next(reversed(self._saved), None)
+        for unit in self._here:
+            unit.leaves = unit.bound = None
+            if unit is not first:
+                unit.let_go()
+        self._here = [unit for unit in self._here if unit is first]
         self._arrivals.drop()
-        self._to_come = dict.fromkeys(self._saved)
-        self._saved = {unit: count for unit, count in self._saved.items() if count}
-        self._kept.end(self._saved)
+        for unit in self._units.values():
+            unit.gradients = "due"
+            if self._into is None and not unit.saved:  # no gradients will come
+                unit.kept = None
         self._backward, self._regather = True, False
-        first = next(reversed(self._to_come), None)
-        self._full = {unit: x for unit, x in self._full.items() if unit == first}
         # a unit that is in memory takes the place of one of several stages
-        self._arrivals.ahead(first, islice(self._before(), self._arrivals.stages - len(self._full) or None))
+        self._arrivals.ahead(first, islice(self._before(), self._arrivals.stages - len(self._here) or None))
 
     def _hooks(self) -> AbstractContextManager[None]:
         """The block in which what autograd saves of gathered buffers is replaced by places."""
@@ -302,8 +304,9 @@ class Tape:
             return SavedTensor.of(x)
         if self.shown and self.shown.lingers:
             self.shown.drop()
-        unit = place[0]
-        self._saved[unit] = self._saved.pop(unit, 0) + 1  # moved to the end: the unit saved last
+        unit = self._units[place[0]]
+        self._save(unit)
+        unit.saved += 1
         return SavedView(self, *place)
 
     def unpack(self, saved: object) -> Tensor:
@@ -311,88 +314,54 @@ class Tape:
         if isinstance(saved, SavedTensor):
             return saved.unchanged()
         assert isinstance(saved, SavedView)
-        full = self._regathered(saved.unit)[saved.kind]
-        self._count_use(saved.unit)
+        unit = self._units[saved.unit]
+        full = self._regathered(unit)[saved.kind]
+        unit.use()
+        if not (unit.saved or self._backward):
+            self._saved.pop(unit, None)
         return saved.view_of(full)
 
-    def _regathered(self, unit: int) -> Buffers:
+    def _regathered(self, unit: Unit) -> Buffers:
         """A unit's buffers in the backward: the first use gathers them, and starts the units that follow."""
-        if unit not in self._again:
-            self._again[unit] = self._buffers(unit)
-            self._to_come.pop(unit, None)
-            if unit not in self._gathered:  # a checkpoint that runs its function again may hold the unit
-                self._full.pop(unit, None)
+        if unit.is_again and unit.buffers is not None:
+            return unit.buffers
+        buffers, unit.is_again = self._buffers(unit), True
+        if self._backward:
+            self._saved.pop(unit, None)
             self._arrivals.ahead(unit, self._before())
-        return self._again[unit]
+        return buffers
 
-    def _count_use(self, unit: int) -> None:
-        """Count one saved place of a unit as used; after the last one the tape drops the unit's buffers."""
-        self._saved[unit] = self._saved.get(unit, 1) - 1
-        if not self._saved[unit]:
-            del self._saved[unit], self._again[unit]
-            if unit in self._reached or unit not in self._anchors.units():
-                self._kept.drop(unit)
-
-    def reduce(self, unit: int, grads: Sequence[Tensor | None]) -> None:
+    def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Put a unit's gradients into flat buffers and start their reduction."""
         into = self._into
         assert into is not None
-        self._check_once(unit)
-        grads = self._anchors.total(unit, grads)
-        self._reached[unit] = all(grad is not None for grad in grads)
-        if unit not in self._saved:
-            self._kept.drop(unit)
-            for by_unit in (self._gathered, self._bound, self._full):  # of a checkpoint that ran again
-                by_unit.pop(unit, None)
-        self._reductions.make_room(unit)
+        unit.check("reduce")
+        grads = unit.total(grads)
+        unit.gradients, unit.is_complete = "summed", all(grad is not None for grad in grads)
+        if not unit.saved:
+            unit.kept = None
+            unit.let_go()  # of a checkpoint that ran again
+        self._reductions.make_room(unit.number)
         self._reductions.join()  # what the sums before have read is free for the next buffer
-        for part, begin, end in self._schedule.entries[unit].reduced:
-            flat = into.filled(unit, part, grads[begin:end])  # (n,)
-            self._filled.add((unit, part.kind))
-            if pending := into.emit(unit, part.kind, flat):
+        for part, begin, end in unit.entry.reduced:
+            flat = into.filled(unit.number, part, grads[begin:end])  # (n,)
+            if pending := into.emit(unit.number, part.kind, flat):
                 self._add(pending, unit, part.kind)
-        self._reductions.move_on(unit - 1)
+        self._reductions.move_on(unit.number - 1)
 
-    def _add(self, pending: Pending, unit: int, kind: int) -> None:
+    def _add(self, pending: Pending, unit: Unit, kind: int) -> None:
         """Keep a reduction that was started, and hand its sum on if that is asked for."""
-        self._reductions.add(unit, self._handing.after(pending, unit, kind) if self._handing else pending)
-
-    def _check_open(self, unit: int) -> None:
-        if self._handing and unit in self._handing.taken:
-            raise ValueError(
-                f"train_step(in_backward=True): unit {self.plan.units[unit].name!r} was read again after it was "
-                "updated. Use in_backward=False."
-            )
-        if self._closed:
-            raise ValueError(
-                f"the loss function: unit {self.plan.units[unit].name!r} of the parameters of an earlier call or "
-                "micro-batch was used: parameters given to a loss are good until it returns. Use those it is given now."
-            )
-
-    def _check_once(self, unit: int) -> None:
-        self._check_open(unit)
-        if self._backward and unit not in self._reached:
-            return
-        name = f"the loss function: unit {self.plan.units[unit].name!r}"
-        if not self._backward:
-            raise ValueError(
-                f"{name} was given gradients before the loss was returned, by a backward() inside it. Use "
-                "torch.autograd.grad(y, x, create_graph=True), or return what is to be differentiated."
-            )
-        raise ValueError(
-            f"{name} was given gradients twice in one backward, by an autograd function that runs a backward of its "
-            "own, as checkpoints do that are reentrant. Use torch.utils.checkpoint with use_reentrant=False."
-        )
+        self._reductions.add(unit.number, self._handing.after(pending, unit, kind) if self._handing else pending)
 
     def check_reached(self, outs: Sequence[Tensor]) -> None:
         """ValueError if the backward of what a loss returned has not reached parameters it depends on."""
-        complete = not self._gradless and self._reached.keys() == self._anchors.units() and all(self._reached.values())
-        if not complete and has_reentrant(outs):
+        bound = [unit for unit in self._units.values() if unit.is_bound]
+        if (self._gradless or not all(unit.is_complete for unit in bound)) and has_reentrant(outs):
             raise ValueError(
                 "the loss function: torch.utils.checkpoint(use_reentrant=True) hides the parameters it uses from the "
                 "gradient of the loss. Pass use_reentrant=False."
             )
-        if not self._reached:
+        if not any(unit.gradients != "due" for unit in bound):
             raise ValueError(
                 "the loss function: the loss depends on no trainable parameter, though on other tensors that require "
                 "a gradient (were the parameters touched under no_grad, or detached?)"
@@ -401,24 +370,26 @@ class Tape:
     def finish(self) -> None:
         """Reduce the units that no gradient reached in this backward, and wait for every reduction."""
         assert self._into is not None
-        for entry in self._schedule.entries.values():
-            for part, _, _ in entry.reduced:
-                if (entry.unit, part.kind) not in self._filled:
-                    self._finish_untouched(self._into, entry.unit, part.kind)
+        for unit in self._units.values():
+            if unit.gradients == "due":
+                for part, _, _ in unit.entry.reduced:
+                    self._finish_untouched(self._into, unit, part.kind)
         self._reductions.finish()
         if self._handing:
             self._handing.finish()
         settle(self.plan)
 
-    def _finish_untouched(self, into: Gradients, unit: int, kind: int) -> None:
+    def _finish_untouched(self, into: Gradients, unit: Unit, kind: int) -> None:
         """Zeros for a unit and kind that got no gradient; the sum so far, if gradients are added up."""
         if not into.add:
             if into.local is not None:
-                into.local().piece(unit, kind).zero_()
+                into.local().piece(unit.number, kind).zero_()
             if into.reduced is not None:
-                self._add(gradients.nothing(into.reduced(), unit, kind, into.by, into.later), unit, kind)
-        elif into.local is not None and (pending := into.emit(unit, kind, into.local().piece(unit, kind))):
-            self._add(pending, unit, kind)  # the sum of earlier micro-batches
+                self._add(gradients.nothing(into.reduced(), unit.number, kind, into.by, into.later), unit, kind)
+            return
+        local = None if into.local is None else into.local().piece(unit.number, kind)  # the sum so far
+        if local is not None and (pending := into.emit(unit.number, kind, local)):
+            self._add(pending, unit, kind)
 
     def close(self) -> None:
         """Drop all tensors, and wait for all collectives under way; after an error too.
@@ -431,16 +402,10 @@ class Tape:
         with suppress(MismatchError):  # raised here only after another error, which says more
             self._reductions.drop()
             self._arrivals.drop()
-        self._arrivals.clear()
-        self._again.clear()
-        self._kept.clear()
-        # these hold autograd nodes that hold this tape: a cycle that Python's garbage collector cannot see
-        self._gathered.clear()
-        self._full.clear()
-        self._bound.clear()
-        self._anchors.clear()
+        self._here.clear()
+        for unit in self._units.values():
+            unit.close()
         self.shown = None
-        self._closed = True
 
 
 def _saved_by(tapes: Sequence[Tape], x: Tensor) -> object:

@@ -1,0 +1,133 @@
+"""One unit in one forward and backward: what of it is in memory, and how far its gradients have come.
+
+Note [A unit's life]
+    In memory a unit is absent, coming, or here. It is here while the program reads its leaves, and in the backward
+    until its last saved place was used. `kept` is what stays of it even then (Note [What stays of a unit] in
+    `gathers.py`): from that it comes back with fewer messages, or with none.
+
+    Its gradients come once, after the forward, and are then summed over ranks. With `Gradients.take` an optimizer takes
+    the sum, and writes to the parameters. What a program may do to break this order is an error:
+
+    | gradients | are reduced      | the unit is gathered |
+    |-----------|------------------|----------------------|
+    | forward   | error            | allowed              |
+    | due       | become summed    | allowed              |
+    | summed    | error            | allowed              |
+    | taken     | error            | error                |
+    | closed    | error            | error                |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..comm.ranks import Pending
+from ..sharding.schedule import Entry
+from .autograd import Anchor, Take
+
+Leaves: TypeAlias = Sequence[Tensor]  # of a unit, in the order of its `Entry.slots`
+Buffers: TypeAlias = dict[int, Tensor]  # gathered flat buffers (n,), or copies (n / W,) that are cut, by kind
+
+_UPDATED = "train_step(in_backward=True): unit {!r} was read again after it was updated. Use in_backward=False."
+_CLOSED = (
+    "the loss function: unit {!r} of the parameters of an earlier call or micro-batch was used: parameters given to a "
+    "loss are good until it returns. Use those it is given now."
+)
+_REFUSED = {
+    ("forward", "reduce"): "the loss function: unit {!r} was given gradients before the loss was returned, by a "
+    "backward() inside it. Use torch.autograd.grad(y, x, create_graph=True), or return what is to be differentiated.",
+    ("summed", "reduce"): "the loss function: unit {!r} was given gradients twice in one backward, by an autograd "
+    "function that runs a backward of its own, as checkpoints do that are reentrant. Use torch.utils.checkpoint with "
+    "use_reentrant=False.",
+    **{("taken", event): _UPDATED for event in ("reduce", "gather")},
+    **{("closed", event): _CLOSED for event in ("reduce", "gather")},
+}
+
+
+class Unit:
+    """One unit of a tape (Note [A unit's life])."""
+
+    buffers: Buffers | None = None  # while it is here
+    leaves: Leaves | None = None  # views of them, while the program reads these
+    bound: Leaves | None = None  # the leaves, those that train as outputs of an anchor
+    coming: dict[int, Pending] | None = None  # its gathers, by kind
+    stages = 0  # how many stages of them have started
+    kept: Buffers | None = None
+    is_touched = False
+    is_again = False  # whether the buffers stay until the last saved place was used
+    saved = 0  # the number of saved places that were not used yet
+    gradients: Literal["forward", "due", "summed", "taken", "closed"] = "forward"
+    is_complete = False  # whether gradients of all leaves that train have come
+    _anchor: Tensor | None = None  # the last output of its anchor (Note [Anchors] in `autograd.py`)
+    _added: Sequence[Tensor | None] | None = None  # the gradients of later touches until the anchor runs
+
+    def __init__(self, entry: Entry, stays: bool):
+        self.entry = entry
+        self.number = entry.unit
+        self.keeps = entry.kept  # as of the plan's `Unit.kept`
+        self.stays = stays  # until the forward ends
+
+    def check(self, event: Literal["reduce", "gather"]) -> None:
+        """ValueError if the unit may not be gathered, or given gradients, any more, or not yet."""
+        if (self.gradients, event) in _REFUSED:
+            raise ValueError(_REFUSED[self.gradients, event].format(self.entry.name))
+
+    def let_go(self) -> None:
+        """Drop the leaves, and the buffers unless saved places are still to be used."""
+        self.leaves = self.bound = None
+        if not self.is_again:
+            self.buffers = None
+
+    def use(self) -> None:
+        """Count one saved place as used; after the last one drop what the backward needed."""
+        self.saved = max(self.saved - 1, 0)
+        if not self.saved:
+            self.is_again = False
+            if self.leaves is None:
+                self.buffers = None
+            if not (self.is_bound and self.gradients in ("forward", "due")):
+                self.kept = None
+
+    def keep_all(self) -> None:
+        """Before a second forward: from now on keep all of the unit; nothing is saved yet."""
+        if self.keeps != ():
+            self.kept = None
+        self.keeps, self.saved, self.is_touched = (), 0, False
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether gradients may come to it."""
+        return self._anchor is not None
+
+    def bind(self, root: Tensor, take: Take, leaves: Leaves) -> list[Tensor]:
+        """The leaves of a touch, whose gradients, summed with those of other touches, `take` gets once."""
+        if self._anchor is None:
+            *bound, self._anchor = Anchor.apply(root, (take, self, leaves))
+        else:
+            *bound, _ = Anchor.apply(self._anchor, (Unit._add, self, leaves))
+        return bound
+
+    def _add(self, grads: Sequence[Tensor | None]) -> None:
+        self._added = self.total(grads)
+
+    def total(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The sum of these gradients and those of later touches, which are dropped; by leaf, None for none."""
+        added, self._added = self._added, None
+        return grads if added is None else [_sum(x, y) for x, y in zip(added, grads, strict=True)]
+
+    def close(self) -> None:
+        """Drop all tensors: nodes of autograd hold this unit, in a cycle that Python's garbage collector cannot see."""
+        self.let_go()
+        self.buffers = self.kept = self.coming = self._anchor = self._added = None
+        self.gradients = "closed"
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    if x is None or y is None:
+        return y if x is None else x
+    # a dense tensor plus a sparse one is dense; torch does not add them the other way round
+    return x + y if x.layout is torch.strided else y + x
