@@ -13,7 +13,7 @@ Note [What stays of a unit]
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 
@@ -55,63 +55,120 @@ def stages(plan: Plan, axes: Axes) -> int:
 
 
 class Gathers:
-    """The gathers of one value of the parameters; what they have in common is worked out once.
-
-    `copied` is as of `is_buffer`.
-    """
+    """How the units of one value of the parameters are gathered. `copied` is as of `is_buffer`."""
 
     def __init__(self, params: Sharded, copied: bool):
         plan, axes = params.plan, several(params.plan, params.view.over)
-        self._params, self._rows, self._copied = params, params.tensors, copied
-        plain = not (plan.gather or plan.param_wire or plan.together or any(kind.host for kind in plan.kinds))
+        self._params, self._plan, self._rows, self._copied = params, plan, params.tensors, copied
         # whether each kind of a unit is one collective, or none, after a cast at most
-        self._is_plain = plain and len(axes) <= 1
+        special = plan.gather or plan.param_wire or plan.together or any(kind.host for kind in plan.kinds)
+        self._is_plain = not special and len(axes) <= 1
         self._ranks = primitives.along(plan.live_mesh(), axes[0]) if self._is_plain and axes else None
 
-    def start(self, entry: Entry, kept: Collection[int]) -> dict[int, Pending]:
-        """Start the gather of a unit's flat buffers, except those of kinds in `kept`: on the device, in the dtype of
-        computation, by kind."""
-        if kept or not self._is_plain:
-            kinds = [part.kind for part in entry.parts if part.kind not in kept]
-            return _brought_up(self._params, entry.unit, kinds, self._copied)
-        return {part.kind: self._start(entry, part) for part in entry.parts}
+    def start(self, entry: Entry, parts: Sequence[Part]) -> dict[int, Pending]:
+        """Start the gathers of some parts of a unit: on the device, in the dtype of computation, by kind."""
+        if self._is_plain:
+            return {part.kind: self._plain(entry.name, part) for part in parts}
+        if not any(self._plan.kinds[part.kind].host for part in parts):
+            return self._each(entry, parts)
+        up = self._plan.crossings.up  # shards in host memory go to the device beside the computation
+        with up.ahead():
+            started = self._each(entry, parts)
+        return {kind: up.joined(pending) for kind, pending in started.items()}
 
-    def _start(self, entry: Entry, part: Part) -> Pending:
-        shard, ranks = part.of(self._rows), self._ranks  # (n / W,)
-        if ranks is None or not (part.axes and part.numel):
-            needs_more = self._copied or part.cast is not None
-            return _have_whole(self._params, entry.unit, part.kind, self._copied) if needs_more else arrived(shard)
-        if part.cast is not None:
-            like = shard.new_empty(0, dtype=part.cast)
-            shard = ranks.empty(shard.numel(), like, lent=False).copy_(shard)
-        return primitives.all_gather(shard, ranks, entry.name, lent=True)
+    def _plain(self, name: str, part: Part) -> Pending:
+        if self._ranks is None or not (part.axes and part.numel):
+            return self._whole(part)
+        return primitives.all_gather(self._cast(part), self._ranks, name, lent=True)
 
+    def _each(self, entry: Entry, parts: Sequence[Part]) -> dict[int, Pending]:
+        sent = {part.kind: part for part in parts if part.numel and _travels(self._params, part.kind)}
+        whole = {part.kind: self._whole(part) for part in parts if part.kind not in sent}
+        if not (self._plan.together and len(sent) > 1):
+            return whole | {kind: self._gather(entry, part) for kind, part in sent.items()}
+        encoded, messages = self._plan.param_wire is not None, {k: self._sent(entry, part) for k, part in sent.items()}
+        return whole | self._in_one_message(entry, messages, self._params.view.over, encoded)
 
-def _brought_up(params: Sharded, unit: int, kinds: Sequence[int], copied: bool) -> dict[int, Pending]:
-    """Start the gathers of some kinds of a unit; shards in host memory go up to the device beside the computation."""
-    plan = params.plan
-    if not any(plan.kinds[kind].host for kind in kinds):
-        return _gathers(params, unit, kinds, copied)
-    up = plan.crossings.up
-    with up.ahead():
-        started = _gathers(params, unit, kinds, copied)
-    return {kind: up.joined(pending) for kind, pending in started.items()}
+    def _whole(self, part: Part) -> Pending:
+        """The flat buffer of leaves that this rank has whole: nothing is sent."""
+        full = self._cast(part)
+        is_view = self._copied and part.axes and not is_buffer(self._params, part.kind, copied=False)
+        return arrived(full.clone() if is_view else full)
 
+    def _brought(self, part: Part) -> Tensor:
+        """A shard (n / W,) on the device; from host memory it is copied without waiting."""
+        shard = part.of(self._rows)
+        return shard.to(self._plan.device, non_blocking=True) if self._plan.kinds[part.kind].host else shard
 
-def _gathers(params: Sharded, unit: int, kinds: Sequence[int], copied: bool) -> dict[int, Pending]:
-    plan = params.plan
-    sent = [kind for kind in kinds if _travels(params, kind) and plan.units[unit].lengths[kind]]
-    whole = {kind: _have_whole(params, unit, kind, copied) for kind in kinds if kind not in sent}
-    if plan.together and len(sent) > 1:
-        return whole | _together(params, unit, sent)
-    return whole | {kind: _gather(params, unit, kind) for kind in sent}
+    def _cast(self, part: Part) -> Tensor:
+        """A shard (n / W,) on the device, in the dtype of computation: the shard itself if it is both already."""
+        shard = self._brought(part)
+        if shard.dtype == part.compute:
+            return shard
+        axes, like = part.axes or self._plan.rest(()), shard.new_empty(0, dtype=part.compute)
+        return primitives.buffer(self._plan.live_mesh(), axes, shard.numel(), like, lent=False).copy_(shard)
 
+    def _sent(self, entry: Entry, part: Part) -> Tensor:
+        """What this rank sends of its shard: cast, or encoded by the plan's `param_wire`."""
+        plan, wire = self._plan, _wire(self._plan, part.kind)
+        if wire is None:
+            return self._cast(part)
+        lengths = sizes(plan, entry.unit, part.kind, plan.num_parts(part.axes), plan.index(part.axes))
+        # the elements between leaves are zeros unless a user's function of elements made NaN of those, and a wire has
+        # one scale for several elements
+        return wire.encode(cleared_outside(self._brought(part), filled(self._params, entry.unit, part.kind)), lengths)
 
-def _have_whole(params: Sharded, unit: int, kind: int, copied: bool) -> Pending:
-    """The flat buffer of leaves that this rank has whole: nothing is sent."""
-    full = _cast(params, unit, kind)
-    is_view = not is_buffer(params, kind, copied=False)
-    return arrived(full.clone() if copied and is_view and params.view.axes(kind) else full)
+    def _gather(self, entry: Entry, part: Part) -> Pending:
+        """Start the gather of one flat buffer: (n / W,) on each rank -> (n,)."""
+        lent = _wire(self._plan, part.kind) is None  # a wire may decode in place
+        whole = self._over(self._sent(entry, part), part.axes, entry.name, lent)
+        if lent:
+            return whole
+        num = self._plan.num_parts(part.axes)
+        return whole.then(lambda full: self._arrived(entry, part.kind, part.axes, full.chunk(num), encoded=True))
+
+    def from_copies(self, entry: Entry, copies: Mapping[int, Tensor], axes: Axes) -> dict[int, Pending]:
+        """Start the gathers of a unit from copies that are cut over `axes`, by kind: (n / W,) on each rank -> (n,)."""
+        if self._plan.together and len(copies) > 1:
+            return self._in_one_message(entry, copies, axes, encoded=False)
+        return {kind: self._over(copy, axes, entry.name, lent=True) for kind, copy in copies.items()}
+
+    def _over(self, x: Tensor, axes: Axes, name: str, lent: bool) -> Pending:
+        """Start a gather over axes: (n / W,) on each rank -> (n,). Along an axis of one rank only the user's runs."""
+        needed = axes if self._plan.gather else several(self._plan, axes)
+        return gather_over(x, self._plan.live_mesh(), needed, name, self._plan.gather, lent=lent)
+
+    def _in_one_message(
+        self, entry: Entry, sent: Mapping[int, Tensor], axes: Axes, encoded: bool
+    ) -> dict[int, Pending]:
+        """Start one gather, as bytes, of what this rank sends of several kinds; `encoded`: by the plan's wire."""
+        kinds, packed = list(sent), pack(*sent.values())  # (bytes,), of the same length on every rank
+        # not lent if there is a wire, which may decode in place
+        whole = self._over(packed, axes, entry.name, lent=not encoded)
+        sizes_of_kinds = [(x.dtype, x.numel()) for x in sent.values()]
+        buffers = dict[int, Tensor]()
+
+        def split(full: Tensor) -> Tensor:
+            rows = [unpack(data, *sizes_of_kinds) for data in full.chunk(self._plan.num_parts(axes))]  # of each rank
+            for kind, parts in zip(kinds, zip(*rows, strict=True), strict=True):
+                buffers[kind] = self._arrived(entry, kind, axes, parts, encoded)
+            return buffers[kinds[0]]
+
+        def after(kind: int) -> Pending:
+            return Pending(None, lambda _: buffers[kind])
+
+        # the message belongs to the first kind; the tape waits for that before it waits for the others
+        return {kinds[0]: whole.then(split)} | {kind: after(kind) for kind in kinds[1:]}
+
+    def _arrived(self, entry: Entry, kind: int, axes: Axes, parts: Sequence[Tensor], encoded: bool) -> Tensor:
+        """The flat buffer (n,) made of what every rank along `axes` sent."""
+        plan, wire = self._plan, _wire(self._plan, kind) if encoded else None
+        like = parts[0].new_empty(0, dtype=plan.kinds[kind].precision.compute)
+        out = primitives.buffer(plan.live_mesh(), axes, plan.units[entry.unit].lengths[kind], like, lent=False)
+        for number, (part, data) in enumerate(zip(out.chunk(len(parts)), parts, strict=True)):  # (n / W,) each
+            lengths = [] if wire is None else sizes(plan, entry.unit, kind, len(parts), number)
+            part.copy_(data if wire is None else decode(wire, data, lengths))
+        return out
 
 
 def arrived(full: Tensor) -> Pending:
@@ -119,97 +176,8 @@ def arrived(full: Tensor) -> Pending:
     return Pending(None, lambda _: full)
 
 
-def _brought(params: Sharded, unit: int, kind: int) -> Tensor:
-    """A shard (n / W,) on the device; from host memory it is copied without waiting."""
-    plan, shard = params.plan, params.piece(unit, kind)
-    return shard.to(plan.device, non_blocking=True) if plan.kinds[kind].host else shard
-
-
-def _cast(params: Sharded, unit: int, kind: int) -> Tensor:
-    """A shard (n / W,) on the device, in the dtype of computation: the shard itself if it is both already."""
-    plan, shard = params.plan, _brought(params, unit, kind)
-    dtype = plan.kinds[kind].precision.compute
-    if dtype == shard.dtype:
-        return shard
-    axes, like = params.view.axes(kind) or plan.rest(()), shard.new_empty(0, dtype=dtype)
-    return primitives.buffer(plan.live_mesh(), axes, shard.numel(), like, lent=False).copy_(shard)
-
-
-def _gather(params: Sharded, unit: int, kind: int) -> Pending:
-    """Start the gather of one flat buffer: (n / W,) on each rank -> (n,)."""
-    plan, axes, name = params.plan, params.view.axes(kind), params.plan.units[unit].name
-    lent = _wire(plan, kind) is None  # a wire may decode in place
-    whole = _gathered_over(plan, _sent(params, unit, kind), axes, name, lent)
-    if lent:
-        return whole
-    return whole.then(lambda full: _arrived(plan, axes, unit, kind, full.chunk(plan.num_parts(axes)), encoded=True))
-
-
-def gather_copies(plan: Plan, unit: int, copies: Mapping[int, Tensor], axes: Axes) -> dict[int, Pending]:
-    """Start the gather of a unit's flat buffers from copies that are cut over `axes`: (n / W,) on each rank -> (n,)."""
-    if plan.together and len(copies) > 1:
-        return _in_one_message(plan, unit, copies, axes, encoded=False)
-    name = plan.units[unit].name
-    return {kind: _gathered_over(plan, copy, axes, name, lent=True) for kind, copy in copies.items()}
-
-
-def _gathered_over(plan: Plan, x: Tensor, axes: Axes, name: str, lent: bool) -> Pending:
-    """Start a gather over axes: (n / W,) on each rank -> (n,). Along an axis of one rank only the user's own runs."""
-    needed = axes if plan.gather else several(plan, axes)
-    return gather_over(x, plan.live_mesh(), needed, name, plan.gather, lent=lent)
-
-
-def _together(params: Sharded, unit: int, kinds: Sequence[int]) -> dict[int, Pending]:
-    """One gather for all kinds of a unit, as bytes."""
-    sent = {kind: _sent(params, unit, kind) for kind in kinds}
-    return _in_one_message(params.plan, unit, sent, params.view.over, encoded=params.plan.param_wire is not None)
-
-
-def _in_one_message(plan: Plan, unit: int, sent: Mapping[int, Tensor], axes: Axes, encoded: bool) -> dict[int, Pending]:
-    """Start one gather of what this rank sends of several kinds; `encoded` says whether the plan's wire encoded it."""
-    kinds, name = list(sent), plan.units[unit].name
-    packed = pack(*sent.values())  # (bytes,), of the same length on every rank
-    # not lent if there is a wire, which may decode in place
-    whole = _gathered_over(plan, packed, axes, name, lent=not encoded)
-    sizes_of_kinds = [(x.dtype, x.numel()) for x in sent.values()]
-    buffers = dict[int, Tensor]()
-
-    def split(full: Tensor) -> Tensor:
-        rows = [unpack(data, *sizes_of_kinds) for data in full.chunk(plan.num_parts(axes))]  # one for each rank
-        for kind, parts in zip(kinds, zip(*rows, strict=True), strict=True):
-            buffers[kind] = _arrived(plan, axes, unit, kind, parts, encoded)
-        return buffers[kinds[0]]
-
-    def after(kind: int) -> Pending:
-        return Pending(None, lambda _: buffers[kind])
-
-    # the message belongs to the first kind; the tape waits for that before it waits for the others
-    return {kinds[0]: whole.then(split)} | {kind: after(kind) for kind in kinds[1:]}
-
-
 def _wire(plan: Plan, kind: int) -> Wire | None:
     return plan.param_wire if plan.kinds[kind].dtype.is_floating_point else None
-
-
-def _sent(params: Sharded, unit: int, kind: int) -> Tensor:
-    """What this rank sends of its shard: cast, or encoded by the plan's `param_wire`."""
-    plan, axes, wire = params.plan, params.view.axes(kind), _wire(params.plan, kind)
-    if wire is None:
-        return _cast(params, unit, kind)
-    lengths = sizes(plan, unit, kind, plan.num_parts(axes), plan.index(axes))
-    # the elements between leaves are zeros unless a user's function of elements made NaN of those, and a wire has one
-    # scale for several elements
-    return wire.encode(cleared_outside(_brought(params, unit, kind), filled(params, unit, kind)), lengths)
-
-
-def _arrived(plan: Plan, axes: Axes, unit: int, kind: int, parts: Sequence[Tensor], encoded: bool) -> Tensor:
-    """The flat buffer (n,) made of what every rank along `axes` sent."""
-    wire = _wire(plan, kind) if encoded else None
-    like = parts[0].new_empty(0, dtype=plan.kinds[kind].precision.compute)
-    out = primitives.buffer(plan.live_mesh(), axes, plan.units[unit].lengths[kind], like, lent=False)
-    for number, (part, data) in enumerate(zip(out.chunk(len(parts)), parts, strict=True)):  # (n / W,) each
-        part.copy_(data if wire is None else decode(wire, data, sizes(plan, unit, kind, len(parts), number)))
-    return out
 
 
 def decode(wire: Wire, data: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -262,22 +230,14 @@ class Arrivals:
         assert unit.buffers is not None
         if unit.keeps:
             cut = [part.kind for part in unit.entry.parts if part.axes and part.numel]
-            unit.kept = {kind: self._copy(unit.buffers[kind], unit.keeps) for kind in cut}
+            unit.keep({kind: self._copy(unit.buffers[kind], unit.keeps) for kind in cut})
         else:
-            unit.kept = unit.buffers
+            unit.keep(unit.buffers)
 
     def _copy(self, full: Tensor, axes: Axes) -> Tensor:
         """This rank's part (n / W,) of a buffer (n,)."""
         part = full.chunk(self._plan.num_parts(axes))[self._plan.index(axes)]
         return primitives.buffer(self._plan.live_mesh(), axes, part.numel(), part, lent=False).copy_(part)
-
-    def _from_kept(self, unit: Unit) -> dict[int, Pending]:
-        """Start the gathers of a unit's buffers from what was kept, by kind; none if nothing was."""
-        if unit.kept is None:
-            return {}
-        if unit.keeps:
-            return gather_copies(self._plan, unit.number, unit.kept, unit.keeps)
-        return {kind: arrived(full) for kind, full in unit.kept.items()}
 
     def _stages(self, unit: Unit) -> int:
         """The number of stages of a unit's gather, one for each axis; none if all of it was kept."""
@@ -286,12 +246,18 @@ class Arrivals:
         return stages(self._plan, unit.keeps) if unit.keeps else 0
 
     def start(self, unit: Unit) -> None:
-        """Start the gather of a unit, unless it is under way."""
-        if unit.coming is None:
-            kept = self._from_kept(unit)
-            started = self._gathers.start(unit.entry, kept)
-            unit.coming = started | kept if kept else started
-            unit.stages = 1
+        """Start the gather of a unit, from what was kept of it if anything was, unless it is under way."""
+        if unit.coming is not None:
+            return
+        entry, kept, parts = unit.entry, unit.kept, unit.entry.parts
+        if kept is None:
+            unit.coming = self._gathers.start(entry, parts)
+        elif unit.keeps:
+            copied = self._gathers.from_copies(entry, kept, unit.keeps)
+            unit.coming = self._gathers.start(entry, [part for part in parts if part.kind not in kept]) | copied
+        else:
+            unit.coming = {kind: arrived(full) for kind, full in kept.items()}
+        unit.stages = 1
 
     def ahead(self, current: Unit | None, following: Iterable[int]) -> None:
         """Gather as many of the units that follow on the current one as the plan says.

@@ -39,6 +39,7 @@ from ..sharding.sharded import Sharded, local_numel, whole_view
 from . import autograd
 from .gradients import Gradients, settle
 from .tape import Tape
+from .unit import Gathered
 
 
 def _returned(out: Tree, has_aux: bool, with_extra: bool) -> tuple[Tree, Tree, Tree]:
@@ -165,14 +166,15 @@ def run(
     whole: bool = True,
     scale: Callable[[Tensor], Tensor] = lambda seed: seed,
     tape: Tape | None = None,
+    gathered: Gathered | None = None,
 ) -> Outcome:
     """Forward and backward: the gradients of `scale(total / divisor)` are written to `into`.
 
     `divisor` is a function of the outcome: that of all ranks, or with `alone` that of this rank. `whole` says that this
-    is the only micro-batch of the step. `place` is a number that ranks compare.
+    is the only micro-batch of the step. `place` is a number that ranks compare. `gathered` is as of `Tape`.
     """
     _check_eager()
-    tape = tape or Tape(params, into, tree.nodes(args, Sharded))
+    tape = tape or Tape(params, into, tree.nodes(args, Sharded), gathered)
     # the tape has taken its root already: the new one is for losses inside this loss (Note [One root] in `autograd`)
     with autograd.another_root(), closing(tape):
         with torch.enable_grad():

@@ -45,7 +45,7 @@ from . import autograd, gathers, gradients
 from .autograd import Owners, SavedTensor, SavedView, has_reentrant, in_checkpoint
 from .gathers import Arrivals
 from .gradients import Gradients, Handing, Reductions, settle
-from .unit import Buffers, Leaves, Unit
+from .unit import Buffers, Gathered, Leaves, Unit
 from .writes import Writes
 
 T = TypeVar("T")
@@ -57,9 +57,16 @@ class Tape:
     A subclass may extend `view`, `touch`, `pack`, `unpack`, `end` and `close`.
 
     `beside` are the other `Sharded` that the loss reads: without gradients, each with a tape that gathers for this one.
+    With `gathered` all units stay there, for the next tape over these parameters.
     """
 
-    def __init__(self, params: Sharded, into: Gradients | None = None, beside: Sequence[Sharded] = ()):
+    def __init__(
+        self,
+        params: Sharded,
+        into: Gradients | None = None,
+        beside: Sequence[Sharded] = (),
+        gathered: Gathered | None = None,
+    ):
         self.beside = [(x, Tape(x)) for x in beside]
         self._params = params
         self.plan = params.plan
@@ -83,7 +90,12 @@ class Tape:
         self._rows = {address(row) for row in params.tensors}
         self._gradless = self._binds = False  # whether a unit was touched where gradients are off; bound to an anchor
         self._makes_buffers = len(views) < len(params.view.kinds)
-        self._regather = self._makes_buffers and self._schedule.regathers  # in the forward: places are saved
+        # in the forward: places are saved
+        self._regather = self._makes_buffers and self._schedule.regathers and gathered is None
+        self._keeps_on = gathered is not None
+        if gathered is not None:
+            for unit in self._units.values():
+                unit.keep_in(gathered)
         self._arrivals = Arrivals(params, self._units, copied)
 
     def view(self) -> Tree:
@@ -178,7 +190,7 @@ class Tape:
         """Keep what the plan says of a unit that was just gathered, if there will be a backward."""
         if unit.keeps is None or unit.kept is not None or self._backward or not torch.is_grad_enabled():
             return
-        if unit.keeps or (self._into is not None and unit.entry.reduced):
+        if unit.keeps or self._keeps_on or (self._into is not None and unit.entry.reduced):
             self._arrivals.keep(unit)
 
     def prefetch(self, patterns: Sequence[str]) -> None:
@@ -207,7 +219,7 @@ class Tape:
             full = buffers[part.kind]
             is_callers = address(full) in self._rows  # nothing was gathered: memory of the parameters
             if not is_callers:
-                self._owners.add(full, unit.number, part.kind, unit.entry.kept != ())
+                self._owners.add(full, unit.number, part.kind, unit.keeps != ())
             if part.trainable:
                 leaves += part.places.views(self._writes.watch(full, part.slots, is_callers))
             else:
@@ -278,7 +290,7 @@ class Tape:
         for unit in self._units.values():
             unit.gradients = "due"
             if self._into is None and not unit.saved:  # no gradients will come
-                unit.kept = None
+                unit.drop_kept()
         self._backward, self._regather = True, False
         # a unit that is in memory takes the place of one of several stages
         self._arrivals.ahead(first, islice(self._before(), self._arrivals.stages - len(self._here) or None))
@@ -339,7 +351,7 @@ class Tape:
         grads = unit.total(grads)
         unit.gradients, unit.is_complete = "summed", all(grad is not None for grad in grads)
         if not unit.saved:
-            unit.kept = None
+            unit.drop_kept()
             unit.let_go()  # of a checkpoint that ran again
         self._reductions.make_room(unit.number)
         self._reductions.join()  # what the sums before have read is free for the next buffer

@@ -26,11 +26,13 @@ import torch
 from torch import Tensor
 
 from ..comm.ranks import Pending
+from ..core.tracing import is_tracing
 from ..sharding.schedule import Entry
 from .autograd import Anchor, Take
 
 Leaves: TypeAlias = Sequence[Tensor]  # of a unit, in the order of its `Entry.slots`
 Buffers: TypeAlias = dict[int, Tensor]  # gathered flat buffers (n,), or copies (n / W,) that are cut, by kind
+Gathered: TypeAlias = dict[int, Buffers]  # of units that stay gathered from one micro-batch of a step to the next
 
 _UPDATED = "train_step(in_backward=True): unit {!r} was read again after it was updated. Use in_backward=False."
 _CLOSED = (
@@ -70,6 +72,13 @@ class Unit:
         self.number = entry.unit
         self.keeps = entry.kept  # as of the plan's `Unit.kept`
         self.stays = stays  # until the forward ends
+        self._gathered: Gathered | None = None
+
+    def keep_in(self, gathered: Gathered) -> None:
+        """Keep all of the unit in `gathered`, beyond this tape; what is there already is not gathered again."""
+        self._gathered, self.keeps, self.kept = gathered, (), gathered.get(self.number)
+        if is_tracing():  # another label than that of units which a graph may gather again
+            self.entry = self.entry._replace(name=f"{self.entry.name} (kept)")
 
     def check(self, event: Literal["reduce", "gather"]) -> None:
         """ValueError if the unit may not be gathered, or given gradients, any more, or not yet."""
@@ -90,7 +99,18 @@ class Unit:
             if self.leaves is None:
                 self.buffers = None
             if not (self.is_bound and self.gradients in ("forward", "due")):
-                self.kept = None
+                self.drop_kept()
+
+    def keep(self, kept: Buffers) -> None:
+        """Keep these of its buffers, or copies of them."""
+        self.kept = kept
+        if self._gathered is not None:
+            self._gathered[self.number] = kept
+
+    def drop_kept(self) -> None:
+        """Drop what was kept, unless it outlives the tape."""
+        if self._gathered is None:
+            self.kept = None
 
     def keep_all(self) -> None:
         """Before a second forward: from now on keep all of the unit; nothing is saved yet."""

@@ -108,7 +108,7 @@ class Part(NamedTuple):
     row: int  # the number of the tensor in which the interval lies, and where
     start: int
     stop: int
-    cast: torch.dtype | None  # the dtype of computation if it is not that in which the leaves are stored
+    compute: torch.dtype  # in which the leaves are computed with
 
     def of(self, rows: Sequence[Tensor]) -> Tensor:
         """This rank's interval (n / W,), a view."""
@@ -207,7 +207,7 @@ def _entry(view: View, unit: int) -> Entry:
 
 
 def _part(view: View, unit: int, kind: int) -> Part:
-    plan, over, precision = view.plan, view.over, view.plan.kinds[kind].precision
+    plan, over = view.plan, view.over
     slots, numel = tuple(plan.places[unit, kind]), plan.units[unit].lengths[kind]
     # the row of a subtree begins with the subtree's first unit
     start = plan.offset(unit, kind, over) - plan.offset(view.units[0], kind, over)
@@ -221,5 +221,5 @@ def _part(view: View, unit: int, kind: int) -> Part:
         view.kinds.index(kind),
         start,
         start + plan.length(unit, kind, over),
-        None if precision.compute == precision.storage else precision.compute,
+        plan.kinds[kind].precision.compute,
     )

@@ -22,6 +22,7 @@ from ..core.tree import Tree
 from ..grad import gradients
 from ..grad.grad import inputs, later_grads, run
 from ..grad.gradients import Gradients, settle
+from ..grad.unit import Gathered
 from ..layout.pieces import device_of
 from ..optim.labels import Labels
 from ..plan.partitions import axes_of
@@ -39,7 +40,8 @@ Later = Callable[[], Sharded]  # gradients that are made when they are first ask
 class Recipe:
     """How a step was built: `train_step`'s arguments of these names; `built` describes all of them.
 
-    `built` also has the state's step and seed, as has the number `place` (Note [Built alike] in `describe.py`).
+    `built` also has the state's step and seed, as has the number `place` (Note [Built alike] in `describe.py`). With
+    `keep_gathered` units stay in `gathered` until the last micro-batch has ended; else that is None.
     """
 
     loss_fn: Callable[..., Tree]
@@ -53,6 +55,7 @@ class Recipe:
     donate: bool
     built: str
     place: Number
+    gathered: Gathered | None
 
 
 class StepGradients(NamedTuple):
@@ -132,6 +135,7 @@ def run_each(
                 alone=alone,
                 whole=whole,
                 scale=scale,
+                gathered=recipe.gathered,
             )
         _check_equal_parts(outcome, micro_batches)
         if recipe.with_extra:

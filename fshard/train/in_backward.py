@@ -98,13 +98,21 @@ def own_extra(extra: Tree, overwritten: Sequence[Tree]) -> Tree:
 
 
 def check_in_backward(
-    tx: Transform, by: Reduction, *, donate: bool, accumulate: int, reduce_once: object, skip_labels: object
+    tx: Transform,
+    by: Reduction,
+    *,
+    donate: bool,
+    accumulate: int,
+    reduce_once: object,
+    skip_labels: object,
+    keep_gathered: bool,
 ) -> None:
     """Raise ValueError for arguments of `train_step` with which all gradients must be there before an update."""
     reasons = {
         "donate=False: the state is updated in place. Use donate=True": not donate,
         f"accumulate={accumulate}: gradients of micro-batches are added up first. Use accumulate=1": accumulate > 1,
         f"reduce_once={reduce_once!r}: there is one micro-batch. Leave reduce_once out": reduce_once is not False,
+        "keep_gathered=True: there is one micro-batch. Leave keep_gathered out": keep_gathered,
         "reduction='tree': gradients of slices are added up first. Use another reduction": isinstance(by, TreeSums),
         "skip_labels: whether a label is skipped is known last. Leave skip_labels out": skip_labels is not None,
         "tx: expected a transformation with elementwise=True (adamw, sgd, lion, a chain of such), or optim.by_label of "

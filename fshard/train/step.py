@@ -168,6 +168,7 @@ def train_step(
     with_extra: bool = False,
     donate: bool = False,
     in_backward: bool = False,
+    keep_gathered: bool = False,
 ) -> Step:
     """`step(state, batch, *args) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
 
@@ -208,6 +209,8 @@ def train_step(
       loss scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves that a rank holds
       whole are updated after the backward. An error in the backward gives the state away. In a graph of `jit` the
       passes place the updates.
+    - `keep_gathered`: a gathered unit stays in memory until the last micro-batch: each unit is gathered once a step,
+      and the memory of all gathered parameters is taken. Results have the same bits.
 
     `metrics` has 0-d tensors, equal on all ranks: `loss`, `grad_norm` (before clipping) and `found_inf`. Random numbers
     drawn in the loss come from the state alone, differ by rank, step and micro-batch, and leave torch's own generator
@@ -220,16 +223,24 @@ def train_step(
     (tensor(3.), tensor([0.5000, 0.0000]))
     """
     check_loss(loss_fn)
-    check_flags(has_aux=has_aux, with_extra=with_extra, donate=donate, in_backward=in_backward)
+    check_flags(
+        has_aux=has_aux, with_extra=with_extra, donate=donate, in_backward=in_backward, keep_gathered=keep_gathered
+    )
     transform, by = as_transform(tx), reduction_of(reduction)
     check_reduce_once(reduce_once, by)
     _check_built(transform, accumulate, clip_norm, skip_labels, with_extra, by)
     if in_backward:
         check_in_backward(
-            transform, by, donate=donate, accumulate=accumulate, reduce_once=reduce_once, skip_labels=skip_labels
+            transform,
+            by,
+            donate=donate,
+            accumulate=accumulate,
+            reduce_once=reduce_once,
+            skip_labels=skip_labels,
+            keep_gathered=keep_gathered,
         )
     how = {"accumulate": accumulate, "reduce_once": reduce_once, "with_extra": with_extra, "skip_labels": skip_labels}
-    how |= {"in_backward": in_backward} if in_backward else {}
+    how |= {name: True for name, on in {"in_backward": in_backward, "keep_gathered": keep_gathered}.items() if on}
     named = reduction if isinstance(reduction, str | None) else type(reduction).__qualname__
     built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=transform)}"
     if isinstance(by, TreeSums):  # fused kernels compute the last elements of a row otherwise than the rest
@@ -247,6 +258,7 @@ def train_step(
             *(loss_fn, accumulate, by, reduce_once, has_aux, with_extra, clip_norm, skip_labels, in_place),
             built + at,
             place,
+            {} if keep_gathered else None,
         )
         make = step_in_backward if in_backward and in_place else _step_after_backward
         new_state, outcome, norm, found_inf = make(recipe, transform, state, batch, args)
@@ -267,6 +279,8 @@ def _step_after_backward(
     params, in_slices = state.params, isinstance(recipe.by, TreeSums)
     gradients = gradients_of_slices if in_slices else gradients_of_micro_batches
     grads, outcome, share = gradients(recipe, state, batch, args)
+    if recipe.gathered is not None:
+        recipe.gathered.clear()  # the update needs the memory
     grads, found_inf = state.loss_scale.unscale(grads, own=True, labels=recipe.skip_labels)
     nothing_counted = outcome.divisor.isnan().float()  # 1 if the loss is 0 / 0
     found_inf = tree.map(lambda flag: torch.maximum(flag, nothing_counted), found_inf)
