@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ..comm import consensus
@@ -19,15 +20,15 @@ from ..hosts.one_host import connected
 from .leaves import check_tensors, first_places, is_differentiable, join_frozen
 from .partitions import Regather, kept_over, partitions
 from .plan import Kind, Plan, Slot, Unit, check_plain
-from .precision import Policy, policy_of, precisions
-from .units import Where, claim_leaves, claim_policies, claim_units, join_units
+from .precision import Policy, Precision, policy_of, precisions
+from .units import Units, Where, claim_leaves, claim_policies, claim_units, join_units
 
 
 def make_plan(
     params: Tree,
     mesh: AnyMesh = None,
     *,
-    units: Where | int = None,
+    units: Units = None,
     params_over: str | Sequence[str] = "shard",
     grads_over: str | Sequence[str] = "shard",
     state_over: str | Sequence[str] = "shard",
@@ -50,7 +51,9 @@ def make_plan(
     Which leaves are gathered together, and over which axes:
 
     - `units`: the subtrees that are gathered together: dotted path patterns (`*` one component, `**` any number), a
-      predicate `(path, subtree) -> bool`, or a number of elements at which a unit is full. Of the other leaves, those
+      predicate `(path, subtree) -> bool`, or a number of elements at which a unit is full. What a tuple of patterns in
+      the list selects is one unit, whether neighbours or not (`[("embed", "head"), "blocks.*"]`); it stays in memory
+      from its second gather in a forward to the end of that. Of the other leaves, those
       before the first selected one are the unit `(first)`, those after the last are the unit `(last)`, and the rest is
       the unit `(root)`, which is gathered once for a forward: leaves between, leaves tied across these units, and all
       leaves if none is selected.
@@ -110,7 +113,7 @@ def make_plan(
     origins = first_places(flat, paths)
     slot_of = {origin: number for number, origin in enumerate(dict.fromkeys(origins))}
     names, claims = claim_units(params, spec, flat, origins, units)
-    kept = kept_over(names, regather, sizes, over["params_over"])
+    kept = kept_over([*names], regather, sizes, over["params_over"])
     kind_of = _kinds(params, origins, {"whole": whole, "frozen": frozen, "offload": offload}, policy)
     steps = {kind: math.lcm(kind.aligned, block) for kind in dict.fromkeys(kind_of.values())}
     joined, claims = _join(names, kept, claims, flat, kind_of, steps, bucket)
@@ -139,7 +142,7 @@ def make_plan(
 
 
 def _join(
-    names: Sequence[str],
+    parts: Mapping[str, tuple[str, ...]],
     kept: Sequence[Axes | None],
     claims: Sequence[int],
     flat: Sequence[Tensor],
@@ -148,15 +151,16 @@ def _join(
     bucket: int,
 ) -> tuple[list[Unit], list[int]]:
     """Return the units, of which small ones are joined, without their lengths; and the number of every leaf's unit."""
-    sizes = [0] * len(names)
+    names, sizes = [*parts], [0] * len(parts)
     for i, kind in kind_of.items():
         sizes[claims[i]] += _rounded_up(flat[i].numel(), steps[kind]) * kind.precision.compute.itemsize
-    groups = join_units(names, kept, sizes, bucket)
+    groups = join_units(parts, kept, sizes, bucket)
     units, number_of = list[Unit](), dict[int, int]()
     for first, *others in groups:
         name = f"{names[first]} to {names[others[-1]]}" if others else names[first]
         number_of |= dict.fromkeys((first, *others), len(units))
-        units.append(Unit(name, (), kept[first], tuple(names[unit] for unit in (first, *others)) if others else ()))
+        joined = tuple(names[unit] for unit in (first, *others)) if others else parts[name]
+        units.append(Unit(name, (), kept[first], joined))
     return units, [number_of[unit] for unit in claims]
 
 
@@ -222,3 +226,27 @@ def _place(
 
 def _rounded_up(number: int, step: int) -> int:
     return -(-number // step) * step
+
+
+def with_policy(plan: Plan, policy: Policy | str | None) -> Plan:
+    """The plan of the same shards under another policy.
+
+    ValueError for a policy that stores a leaf in another dtype, or has two of them for leaves of one flat buffer.
+    """
+    policy = policy_of(policy)
+    slots, first = [plan.slots[n] for n in plan.leaves], dict[int, int]()
+    origins = [first.setdefault(number, i) for i, number in enumerate(plan.leaves)]
+    likes = [torch.empty(slot.shape, dtype=plan.kinds[slot.kind].dtype, device="meta") for slot in slots]
+    chosen = claim_policies(tree.unflatten(plan.spec, likes), plan.spec, origins, policy)
+    by_kind = dict[int, tuple[Precision, str]]()
+    for slot, new in zip(slots, precisions([like.dtype for like in likes], chosen, policy), strict=True):
+        before, path = by_kind.setdefault(slot.kind, (new, slot.path))
+        stored = plan.kinds[slot.kind].dtype
+        if new.storage != stored or new != before:
+            raise ValueError(
+                f"with_policy: leaf {slot.path!r}: expected "
+                + (f"storage={stored}, as it is" if new == before else f"the dtypes of {path!r}, with which it lies")
+                + f" in the shards, got {new}. Make a plan with this policy, and shard whole parameters with it."
+            )
+    kinds = tuple(replace(kind, precision=by_kind[number][0]) for number, kind in enumerate(plan.kinds))
+    return replace(plan, kinds=kinds, policy=policy.named())

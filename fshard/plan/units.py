@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from ..core.tree import Tree
 from .precision import Policy
 
 Where = str | Sequence[str] | Callable[[str, Tree], bool] | None
+Units = Where | int | Sequence[str | tuple[str, ...]]  # a tuple of patterns: what they select is one unit
 ROOT = "(root)"
 ENDS = FIRST, LAST = "(first)", "(last)"  # what no unit claims before the first claimed leaf, and after the last one
 _WILD = set("*?[")
@@ -130,24 +131,49 @@ def _grouped(policy: Policy) -> list[tuple[Where, Policy]]:
 
 
 def claim_units(
-    params: Tree, spec: tree.Spec, flat: Sequence[Tensor], origins: Sequence[int], units: Where | int
-) -> tuple[list[str], list[int]]:
-    """Return the names of the units in the order of use, the root first, and the number of every leaf's unit.
+    params: Tree, spec: tree.Spec, flat: Sequence[Tensor], origins: Sequence[int], units: Units
+) -> tuple[dict[str, tuple[str, ...]], list[int]]:
+    """Return the units in the order of use, the root first, by name, and the number of every leaf's unit.
 
     A leaf belongs to the innermost subtree that `units` selects. Of the others, those before the first such leaf are
     the unit `(first)`, those after the last the unit `(last)`, and the rest is the root: leaves between, leaves tied
-    across units, and all leaves if nothing is selected. Tied leaves count once in a size.
+    across units, and all leaves if nothing is selected. Tied leaves count once in a size. A unit of several subtrees,
+    selected by a tuple of patterns, has the subtrees' names.
     """
-    owner = [ROOT] * spec.num_leaves
+    owner, parts = [ROOT] * spec.num_leaves, dict[str, tuple[str, ...]]()
     if isinstance(units, int):
         owner = _fill_units(flat, origins, units)
     else:
-        for path, first, count in _selector(params, spec, units, "units"):
+        where, tuples = _without_tuples(units)
+        for path, first, count in _selector(params, spec, where, "units"):
             owner[first : first + count] = [path or ROOT] * count  # inner subtrees come later, and win
         owner = _with_ends(owner, origins)
+        parts = _together(list(dict.fromkeys(owner)), tuples)
+    name_of = {part: name for name, names in parts.items() for part in names}
+    owner = [name_of.get(name, name) for name in owner]
     names = list(dict.fromkeys([ROOT, *owner] if ROOT in owner else owner))
     numbers = {name: number for number, name in enumerate(names)}
-    return names, [numbers[name] for name in owner]
+    return {name: parts.get(name, ()) for name in names}, [numbers[name] for name in owner]
+
+
+def _without_tuples(units: Where | Sequence[str | tuple[str, ...]]) -> tuple[Where, list[tuple[str, ...]]]:
+    """All patterns in one list, and the tuples of patterns among them."""
+    if units is None or isinstance(units, str) or callable(units):
+        return units, []
+    tuples = [patterns for patterns in units if isinstance(patterns, tuple)]
+    return [p for patterns in units for p in (patterns if isinstance(patterns, tuple) else (patterns,))], tuples
+
+
+def _together(names: Sequence[str], tuples: Sequence[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The names of units that are one unit, by its name. ValueError for a name that fits patterns of two tuples."""
+    parts, paths = list[tuple[str, ...]](), [name.split(".") for name in names]
+    for patterns in tuples:
+        fits = fitting(paths, patterns)
+        parts.append(tuple(name for name, numbers in zip(names, fits, strict=True) if numbers))
+    for name in chain.from_iterable(parts):
+        if sum(name in names for names in parts) > 1:
+            raise ValueError(f"units: {name!r} fits two tuples of patterns: expected it in one unit. Name it in one")
+    return {" and ".join(names): names for names in parts if len(names) > 1}
 
 
 def _with_ends(owner: Sequence[str], origins: Sequence[int]) -> list[str]:
@@ -181,18 +207,22 @@ def _fill_units(flat: Sequence[Tensor], origins: Sequence[int], size: int) -> li
     return owner
 
 
-def join_units(names: Sequence[str], kept: Sequence[object], sizes: Sequence[int], bucket: int) -> list[list[int]]:
+def join_units(
+    names: Mapping[str, Sequence[str]], kept: Sequence[object], sizes: Sequence[int], bucket: int
+) -> list[list[int]]:
     """Return the numbers of the units that are joined into each unit: neighbours of at most `bucket` bytes together.
 
-    The root and the ends stay as they are, and so do units of which something else stays in memory (`kept`).
+    The root, the ends and units of several subtrees stay as they are, and so do units of which something else stays in
+    memory (`kept`).
 
-    >>> join_units(["(first)", "a", "b", "c", "d"], [None] * 5, [1, 2, 3, 2, 9], 5)
+    >>> join_units(dict.fromkeys(["(first)", "a", "b", "c", "d"], ()), [None] * 5, [1, 2, 3, 2, 9], 5)
     [[0], [1, 2], [3], [4]]
     """
     groups, filled = list[list[int]](), 0
+    stays = [name in (ROOT, *ENDS) or bool(parts) for name, parts in names.items()]
     for number, size in enumerate(sizes):
         before = number - 1
-        alone = {names[number], *names[max(0, before) : number]} & {ROOT, *ENDS}
+        alone = any(stays[max(0, before) : number + 1])
         if not groups or alone or kept[number] != kept[before] or filled + size > bucket:
             groups.append([])
             filled = 0

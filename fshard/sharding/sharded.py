@@ -24,6 +24,8 @@ from ..layout.pieces import Parameters, Parts, Pieces, Views
 from ..plan import offload
 from ..plan.leaves import check_tensors, identity
 from ..plan.plan import Plan, Slot, check_plain
+from ..plan.planning import with_policy
+from ..plan.precision import Policy
 from .schedule import View
 
 
@@ -89,6 +91,18 @@ class Sharded(Parameters, Branch):
     def with_trained(self, fine: Sharded | Views) -> Sharded:
         """Return these parameters with the trainable kinds gathered from `fine`, which is cut over `state_over`."""
         return self.updated(coarsen(fine, self.plan.params_over))
+
+    def with_policy(self, policy: Policy | str | None) -> Sharded:
+        """Return the same tensors under another policy, with which a loss computes: full precision to evaluate, say.
+
+        ValueError for a policy that stores leaves in other dtypes, or has several for leaves that lie together.
+
+        >>> plan = fshard.make_plan(torch.tensor([0.1]), policy="compute=bf16")
+        >>> params = shard_params(torch.tensor([0.1]), plan)
+        >>> [fshard.evaluate(lambda w: w.double().sum())(x) for x in (params, params.with_policy(None))]
+        [tensor(0.1001, dtype=torch.float64), tensor(0.1000, dtype=torch.float64)]
+        """
+        return Sharded(replace(self.view, plan=with_policy(self.plan, policy)), self.tensors, self._life)
 
     def only(self, kinds: Iterable[int]) -> Sharded:
         """Return some of the kinds: the same tensors, given away together with these."""
