@@ -97,24 +97,19 @@ def own_extra(extra: Tree, overwritten: Sequence[Tree]) -> Tree:
     return tree.map_tops(copied, Sharded, extra)
 
 
-def check_in_backward(
-    tx: Transform,
-    by: Reduction,
-    *,
-    donate: bool,
-    accumulate: int,
-    reduce_once: object,
-    skip_labels: object,
-    keep_gathered: bool,
-) -> None:
-    """Raise ValueError for arguments of `train_step` with which all gradients must be there before an update."""
+def check_in_backward(tx: Transform, by: Reduction, donate: bool, how: Mapping[str, object]) -> None:
+    """Raise ValueError for arguments of `train_step` with which all gradients must be there before an update.
+
+    `how` are others of its arguments, by name.
+    """
+    accumulate, reduce_once = how["accumulate"], how["reduce_once"]
     reasons = {
         "donate=False: the state is updated in place. Use donate=True": not donate,
-        f"accumulate={accumulate}: gradients of micro-batches are added up first. Use accumulate=1": accumulate > 1,
+        f"accumulate={accumulate}: gradients of micro-batches are added up first. Use accumulate=1": accumulate != 1,
         f"reduce_once={reduce_once!r}: there is one micro-batch. Leave reduce_once out": reduce_once is not False,
-        "keep_gathered=True: there is one micro-batch. Leave keep_gathered out": keep_gathered,
+        "keep_gathered=True: there is one micro-batch. Leave keep_gathered out": "keep_gathered" in how,
         "reduction='tree': gradients of slices are added up first. Use another reduction": isinstance(by, TreeSums),
-        "skip_labels: whether a label is skipped is known last. Leave skip_labels out": skip_labels is not None,
+        "skip_labels: whether a label is skipped is known last. Leave skip_labels out": how["skip_labels"] is not None,
         "tx: expected a transformation with elementwise=True (adamw, sgd, lion, a chain of such), or optim.by_label of "
         "such alone, got another one, which may look at whole leaves or at norms. Use in_backward=False": not all(
             part.elementwise for part in (tx.parts or {None: tx}).values()

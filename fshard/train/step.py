@@ -223,24 +223,15 @@ def train_step(
     (tensor(3.), tensor([0.5000, 0.0000]))
     """
     check_loss(loss_fn)
-    check_flags(
-        has_aux=has_aux, with_extra=with_extra, donate=donate, in_backward=in_backward, keep_gathered=keep_gathered
-    )
+    flags = {"in_backward": in_backward, "keep_gathered": keep_gathered}
+    check_flags(has_aux=has_aux, with_extra=with_extra, donate=donate, **flags)
     transform, by = as_transform(tx), reduction_of(reduction)
     check_reduce_once(reduce_once, by)
     _check_built(transform, accumulate, clip_norm, skip_labels, with_extra, by)
-    if in_backward:
-        check_in_backward(
-            transform,
-            by,
-            donate=donate,
-            accumulate=accumulate,
-            reduce_once=reduce_once,
-            skip_labels=skip_labels,
-            keep_gathered=keep_gathered,
-        )
     how = {"accumulate": accumulate, "reduce_once": reduce_once, "with_extra": with_extra, "skip_labels": skip_labels}
-    how |= {name: True for name, on in {"in_backward": in_backward, "keep_gathered": keep_gathered}.items() if on}
+    how |= {name: on for name, on in flags.items() if on}
+    if in_backward:
+        check_in_backward(transform, by, donate, how)
     named = reduction if isinstance(reduction, str | None) else type(reduction).__qualname__
     built = f", {describe(clip_norm=clip_norm, reduction=named, **how, tx=transform)}"
     if isinstance(by, TreeSums):  # fused kernels compute the last elements of a row otherwise than the rest
