@@ -70,6 +70,15 @@ def size(x: Any) -> int:
     return sum(leaf.nbytes for leaf in tree.leaves(x) if isinstance(leaf, Tensor) and leaf.is_cuda)
 
 
+def requested(when: str) -> int:
+    """The bytes that tensors asked for, now ("current") or at most ("peak").
+
+    The allocator gives a block that is up to 1 MiB larger, where one is free: so its own count depends on what ran
+    before.
+    """
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{when}"])
+
+
 class Model:
     """The sizes in bytes of the model of `gpu_cases`: all parameters, the largest unit, and activations of a backward.
 
@@ -81,10 +90,10 @@ class Model:
         self.whole, self.unit = size(whole), max(size(x) for x in (whole["embed"], whole["head"], *whole["blocks"]))
         for _ in range(2):  # the first one makes cuBLAS's workspace as well
             tokens = batch(0)
-            before = torch.cuda.memory_allocated()
+            before = requested("current")
             torch.cuda.reset_peak_memory_stats()
             torch.autograd.grad(loss(whole, tokens).total, tree.leaves(whole))
-        self.activations = torch.cuda.max_memory_allocated() - before
+        self.activations = requested("peak") - before
 
     def estimate(self, state: fshard.TrainState, donate: bool, regather: bool) -> int:
         """The bytes that a step needs, about: the state, a new one if the old one stays, gradients, units, activations.
@@ -125,11 +134,11 @@ class Runs:
         torch.cuda.set_sync_debug_mode("default" if name in WAITS else "error")
         try:
             state, metrics = step(state, tokens)
-            before = torch.cuda.memory_allocated()
+            before = requested("current")
             torch.cuda.reset_peak_memory_stats()
             mark("step")
             state, metrics = step(state, tokens)
-            peak = torch.cuda.max_memory_allocated() - before + size(state)  # without what the case before left
+            peak = requested("peak") - before + size(state)  # without what the case before left
             about = self._model.estimate(state, donate, (plan or {}).get("regather", True))
             mark(f"peak bytes={peak} estimate={about}")
             fshard.gather_params(state.params)
