@@ -134,6 +134,7 @@ class Runs:
         torch.cuda.set_sync_debug_mode("default" if name in WAITS else "error")
         try:
             state, metrics = step(state, tokens)
+            gc.collect()  # else what steps before left, and Python frees in this one, would be missing from its peak
             before = requested("current")
             torch.cuda.reset_peak_memory_stats()
             mark("step")
