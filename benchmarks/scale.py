@@ -84,11 +84,11 @@ def again(call: Call, ranks: Ranks) -> Callable[[], Tensor]:
     assert call.dtype is not None
     x = torch.zeros(tuple(call.shape), dtype=call.dtype)
     if call.kind == "all_reduce":
-        return lambda: reduction.all_reduce(x, ranks, op=call.op).wait()
+        return lambda: reduction.start_all_reduce(x, ranks, op=call.op).wait()
     if call.kind == "reduce_scatter":
-        return lambda: reduction.reduce_scatter(x, ranks).wait()
+        return lambda: reduction.start_reduce_scatter(x, ranks).wait()
     assert call.kind == "all_gather", call
-    return lambda: reduction.all_gather(x, ranks).wait()
+    return lambda: reduction.start_all_gather(x, ranks).wait()
 
 
 def reduce_scatter(name: str, x: Tensor, ranks: Ranks) -> Tensor:
@@ -103,10 +103,10 @@ def row(size: int, rounds: int) -> dict[str, float]:
         part = torch.zeros(NUMEL // size)
         steps = [again(call, ranks) for call in calls_of_a_step(mesh)]
         columns: dict[str, Callable[[], object]] = {
-            "gather": lambda: reduction.all_gather(part, ranks).wait(),
+            "gather": lambda: reduction.start_all_gather(part, ranks).wait(),
             **{name: partial(reduce_scatter, name, x, ranks) for name in ("exact", "fast", "tree")},
-            "of 4": lambda: reduction.all_reduce(x[:4], ranks).wait(),
-            "of x": lambda: reduction.all_reduce(x, ranks).wait(),
+            "of 4": lambda: reduction.start_all_reduce(x[:4], ranks).wait(),
+            "of x": lambda: reduction.start_all_reduce(x, ranks).wait(),
         }
         times = {name: best([call], rounds) for name, call in columns.items()}
         return times | {f"a step ({len(steps)})": best(steps, rounds)}

@@ -1,6 +1,15 @@
-"""How gradients are summed across ranks, and parameters gathered: protocols for your own, and what they are made of."""
+"""How gradients are summed across ranks, and parameters gathered: protocols for your own, and what they are made of.
 
-from .comm.primitives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, scatter
+`start_all_gather(x, ranks)` and its like start a collective along one axis, and return a `Pending`, whose `wait()` is
+the result; they have no derivative. `fshard.all_gather(x, mesh, axis)` and its like wait, and have one.
+"""
+
+from .comm.primitives import all_gather as start_all_gather
+from .comm.primitives import all_reduce as start_all_reduce
+from .comm.primitives import all_to_all as start_all_to_all
+from .comm.primitives import broadcast as start_broadcast
+from .comm.primitives import reduce_scatter as start_reduce_scatter
+from .comm.primitives import scatter as start_scatter
 from .comm.ranks import Pending, Ranks
 from .comm.reduction import Gather, Reduction, Sums
 from .grad.unreduced import unreduced
@@ -13,11 +22,11 @@ __all__ = [
     "Reduction",
     "Sums",
     "Unreduced",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "reduce_scatter",
-    "scatter",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_all_to_all",
+    "start_broadcast",
+    "start_reduce_scatter",
+    "start_scatter",
     "unreduced",
 ]
