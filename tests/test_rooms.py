@@ -1,0 +1,96 @@
+"""How much of the house one has to read: the files that a unit and a step enter, the lines that a step runs, and all
+lines.
+
+A change that is no feature raises none of these numbers; a feature says in its commit which it raises, and by what it
+is paid for.
+"""
+
+import ast
+import io
+import sys
+import tokenize
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from support.worlds import simulated
+from torch import Tensor
+from torch.nn import functional as F
+
+import fshard
+from fshard import optim
+
+HOUSE = Path(fshard.__file__).parent
+TESTING = HOUSE / "testing"  # simulated ranks are the machine, not the house
+
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+Line = tuple[str, int]  # of a file
+
+
+def loss(p: Any, x: Tensor) -> Tensor:
+    """A stack of small linear layers."""
+    for layer in p["layers"]:
+        x = F.linear(x, layer["w"], layer["b"])
+    return x.square().mean()
+
+
+def entered(fn: Callable[[], object], within: str = "") -> list[set[Line]]:
+    """The lines of the house that a call runs; with `within`, those of each call in it of a function of that name."""
+    calls, depth = list[set[Line]](), 0
+
+    def traced(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal depth
+        path = Path(frame.f_code.co_filename)
+        if HOUSE not in path.parents or TESTING in path.parents:
+            return None
+        if frame.f_code.co_qualname.startswith(within) and event in ("call", "return"):
+            depth += 1 if event == "call" else -1
+            if event == "call" and depth == 1:
+                calls.append(set())
+        if event == "line" and depth:
+            calls[-1].add((str(path.relative_to(HOUSE)), frame.f_lineno))
+        return traced
+
+    before = sys.gettrace()
+    sys.settrace(traced)
+    try:
+        fn()
+    finally:
+        sys.settrace(before)
+    return calls
+
+
+def walks(mesh: Any) -> dict[str, set[Line]]:
+    """A unit touched and a unit's gradients reduced, in the middle of five, and a step."""
+    params = {"layers": [{"w": torch.ones(4, 4), "b": torch.ones(4)} for _ in range(5)]}
+    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=["layers.*"]))
+    fn, tx, x = fshard.value_and_grad(loss), optim.adamw(lr=0.1), torch.ones(2, 4)
+    step, state = fshard.train_step(loss, tx), fshard.init_state(sharded, tx)
+    for _ in range(2):
+        fn(sharded, x)
+        state, _ = step(state, x)
+    touched, reduced = (entered(lambda: fn(sharded, x), f"Tape.{name}") for name in ("touch", "reduce"))
+    assert len(touched) == len(reduced) == 5
+    return {"touched": touched[2], "reduced": reduced[2], "step": set().union(*entered(lambda: step(state, x)))}
+
+
+def code_lines(path: Path) -> int:
+    """The lines of a module that are code: not blank, no comment, no docstring."""
+    source, documented = path.read_text(), set[int]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in NO_CODE]
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documented)
+
+
+def test_the_house_is_no_larger_than_it_was() -> None:
+    """Each feature fits, and one after the other they grow over the heads of those who keep them."""
+    lines = simulated(walks)[0]
+    rooms = {name: len({file for file, _ in entered}) for name, entered in lines.items()}
+    assert rooms == {"touched": 13, "reduced": 9, "step": 41}, {n: sorted({f for f, _ in x}) for n, x in lines.items()}
+    assert len(lines["step"]) <= 1_120, len(lines["step"])
+    assert sum(map(code_lines, HOUSE.rglob("*.py"))) <= 18_910
