@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 from torch import Tensor
 
@@ -156,12 +157,12 @@ def claim_units(
     return {name: parts.get(name, ()) for name in names}, [numbers[name] for name in owner]
 
 
-def _without_tuples(units: Where | Sequence[str | tuple[str, ...]]) -> tuple[Where, list[tuple[str, ...]]]:
+def _without_tuples(units: Any) -> tuple[Where, list[tuple[str, ...]]]:
     """All patterns in one list, and the tuples of patterns among them."""
-    if units is None or isinstance(units, str) or callable(units):
+    if not isinstance(units, list | tuple):
         return units, []
     tuples = [patterns for patterns in units if isinstance(patterns, tuple)]
-    return [p for patterns in units for p in (patterns if isinstance(patterns, tuple) else (patterns,))], tuples
+    return [p for patterns in units for p in (patterns if isinstance(patterns, tuple) else [patterns])], tuples
 
 
 def _together(names: Sequence[str], tuples: Sequence[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

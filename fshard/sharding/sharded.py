@@ -97,9 +97,9 @@ class Sharded(Parameters, Branch):
 
         ValueError for a policy that stores leaves in other dtypes, or has several for leaves that lie together.
 
-        >>> plan = fshard.make_plan(torch.tensor([0.1]), policy="compute=bf16")
+        >>> plan = make_plan(torch.tensor([0.1]), policy="compute=bf16")
         >>> params = shard_params(torch.tensor([0.1]), plan)
-        >>> [fshard.evaluate(lambda w: w.double().sum())(x) for x in (params, params.with_policy(None))]
+        >>> [evaluate(lambda w: w.double().sum())(x) for x in (params, params.with_policy(None))]
         [tensor(0.1001, dtype=torch.float64), tensor(0.1000, dtype=torch.float64)]
         """
         return Sharded(replace(self.view, plan=with_policy(self.plan, policy)), self.tensors, self._life)
