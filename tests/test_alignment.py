@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.models import same_bits
 from support.optimizers import TRANSFORMS
 from support.wires import FIRST, WIRES
 from support.worlds import simulated
-from test_laws import examples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard

@@ -13,15 +13,13 @@ import pytest
 import torch
 from support import faults
 from support.faults import ALIVE, PLACES, Fault
-from support.worlds import Fate, fates, gloo, simulated
+from support.heard import NUM, values
+from support.worlds import fates, gloo, simulated
 
 import fshard
 from fshard import optim
 from fshard.comm.consensus import check_same
 from fshard.train.describe import place_of
-
-# The number of random faults; `FSHARD_FAULTS=50` tries more of them, which takes too long for every day.
-NUM = int(os.environ.get("FSHARD_FAULTS", "3"))
 
 
 def names_both(text: str, fault: Fault) -> bool:
@@ -79,12 +77,6 @@ def test_a_rank_is_killed(place: str, over: str) -> None:
 def test_a_random_fault(seed: int) -> None:
     """A random fault at a random place ends all ranks with an error: otherwise a rare failure would hang the job."""
     ended_well(faults.drawn(seed))
-
-
-def values(ranks: list[Fate]) -> list[Any]:
-    """What ranks returned; none of them may have failed."""
-    assert [rank.error for rank in ranks] == [None] * len(ranks)
-    return [rank.value for rank in ranks]
 
 
 def test_who_waits_for_several_ranks_hears_whoever_comes_first(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.logged import Event, Logged, Mark, at
 from support.worlds import gloo, simulated
-from test_overlap import Event, Logged, Mark, at
 from torch.utils.checkpoint import checkpoint
 
 import fshard

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.says import says
 from support.worlds import gloo, simulated
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -30,16 +31,6 @@ def sharded(mesh: Any = None, **kwargs: Any) -> fshard.Sharded:
     """`params()` on a mesh."""
     whole = params()
     return fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["blocks.*"], **kwargs))
-
-
-def says(call: Callable[[], Any], kind: type[Exception], *words: str) -> None:
-    """`call` raises an error of class `kind` whose message has `words` in this order."""
-    with pytest.raises(kind) as caught:
-        call()
-    text, at = str(caught.value), 0
-    for word in words:
-        assert word in text[at:], f"{word!r} is not (any more) in: {text}"
-        at = text.index(word, at) + len(word)
 
 
 # --- trees that are not the plan's ---

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.func_losses import EAGER, FROZEN, LOSSES, UNITS, batch, dropped, params
-from support.models import NARROW, STRATEGIES, rand, same_bits
+from support.func_cases import CASES, num_ranks, on_ranks, rank_of, sharded
+from support.func_losses import EAGER, FROZEN, LOSSES, batch, dropped, params
+from support.models import rand, same_bits
 from support.steps import QUIET, apart
 from support.worlds import gloo, simulated
 from torch import Tensor, func
@@ -19,32 +20,7 @@ from fshard import tree
 from fshard.core import func_levels
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
-WORLDS = {"None": None, "2": (1, 2), "3": (1, 3), "2x2": (2, 2)}
-CASES = [(w, s) for w in WORLDS for s in (STRATEGIES if w == "2x2" else NARROW)]
 SGD = fshard.optim.sgd(0.1, momentum=0.9)
-
-
-def sharded(mesh: Any, strategy: str = "full", **kw: Any) -> fshard.Sharded:
-    """The network's parameters, sharded by a strategy."""
-    plan = fshard.make_plan(params(), mesh, units=UNITS, frozen=FROZEN, **STRATEGIES[strategy], **kw)
-    return fshard.shard_params(params(), plan)
-
-
-def num_ranks(world: str) -> int:
-    """The number of ranks of a world."""
-    shape = WORLDS[world]
-    return 1 if shape is None else shape[0] * shape[1]
-
-
-def on_ranks(world: str, job: Any) -> list[Any]:
-    """The results of `job(mesh)` on each rank of a world."""
-    shape = WORLDS[world]
-    return [job(None)] if shape is None else simulated(job, replicate=shape[0], shard=shape[1])
-
-
-def rank_of(mesh: Any) -> int:
-    """This rank's number; 0 without a mesh."""
-    return 0 if mesh is None else mesh.get_rank()
 
 
 @cache

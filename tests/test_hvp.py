@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.func_cases import CASES, num_ranks, on_ranks, rank_of, sharded
 from support.func_losses import EAGER, FROZEN, LOSSES, batch, net, params
 from support.models import rand, same_bits
 from support.steps import QUIET, apart
 from support.worlds import gloo, simulated
-from test_func_losses import CASES, num_ranks, on_ranks, rank_of, sharded
 from torch import Tensor
 
 import fshard

@@ -14,13 +14,13 @@ import torch
 import torch._dynamo
 import torch._dynamo.testing
 import torch.nn.functional as F
+from support.closed import MORE, double_backward
+from support.closed import loss as plain_loss
+from support.closed import params as closed_params
 from support.models import STRATEGIES, Pair, rand, same_bits
 from support.steps import QUIET, alike, apart, batch, loss, params, rank_of, start
 from support.wires import WIRES
 from support.worlds import simulated
-from test_closed import MORE, double_backward
-from test_closed import loss as plain_loss
-from test_closed import params as closed_params
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.models import same_bits
+from support.says import says
 from support.worlds import gloo, simulated
-from test_errors import says
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from support import hostile
+from support.heard import NUM, values
 from support.worlds import fates, gloo
-from test_check import NUM, values
 
 import fshard
 from fshard.hosts import compare_calls, links, rendezvous

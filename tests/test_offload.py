@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.accelerator import DEVICE, Mesh, on_accelerator
+from support.accelerator import DEVICE, on_accelerator
 from support.models import LM_UNITS, STRATEGIES, WORLDS, lm_batch, lm_params, mean_loss, rand, same_bits
+from support.offloaded import RIGHT, Doubling, loss, placed, state_of
 from support.optimizers import TRANSFORMS
 from support.worlds import gloo, simulated
 from torch import Tensor
 
 import fshard
 from fshard import DynamicLossScale, gather_params, optim
-from fshard.comm.reduction import Sums
 from fshard.core import tree
 from fshard.plan import offload
 from fshard.wire import Int8
@@ -42,14 +42,6 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-class Doubling(Sums):
-    """A reduction with a hook after it."""
-
-    def after(self, grads: Tensor, unit: str) -> Tensor:
-        """Twice the sum."""
-        return 2 * grads
-
-
 def trained(
     mesh: Any, host: Any, plan: str, step: str, tx: Any, scale: float | None = None, **more: Any
 ) -> tuple[Any, ...]:
@@ -75,8 +67,8 @@ def trained(
 def alike(runs: list[Any], others: list[Any]) -> None:
     """Two lists of runs are equal to the bit, except for the gradient norm, which sums other rows."""
     for (losses, *rest), (expected, *wanted) in zip(runs, others, strict=True):
-        for (loss, norm, found), (loss_, norm_, found_) in zip(losses, expected, strict=True):
-            assert same_bits((loss, found), (loss_, found_))
+        for (value, norm, found), (value_, norm_, found_) in zip(losses, expected, strict=True):
+            assert same_bits((value, found), (value_, found_))
             torch.testing.assert_close(norm, norm_, rtol=1e-6, atol=0)
         assert same_bits(rest, wanted)
 
@@ -207,35 +199,6 @@ def device() -> Iterator[None]:
         yield
 
 
-def model() -> Any:
-    """Two blocks of a matrix and a vector, a float64 norm and a head; the rest is float32."""
-    block = {"w": torch.ones(8, 8), "b": torch.ones(8)}
-    return {
-        "blocks": [dict(block), tree.map(torch.clone, block)],
-        "norm": torch.ones(8).double(),
-        "head": torch.ones(8, 4),
-    }
-
-
-def loss(params: Any, batch: Tensor) -> fshard.Mean:
-    """The mean of the outputs of a small network."""
-    x = batch
-    for block in params["blocks"]:
-        x = torch.tanh(x @ block["w"] + block["b"])
-    losses = (x * params["norm"].to(x.dtype)) @ params["head"]
-    return fshard.Mean(losses.sum(), losses.numel())
-
-
-def placed(x: Any) -> dict[bool, set[str]]:
-    """The device types of rows, by whether the plan keeps their leaves in host memory."""
-    found: dict[bool, set[str]] = {True: set(), False: set()}
-    for part in tree.nodes(x, fshard.Sharded):
-        for kind, row in zip(part.view.kinds, part.tensors, strict=True):
-            found[part.plan.kinds[kind].host].add(row.device.type)
-    return found
-
-
-RIGHT = {True: {"cpu"}, False: {"meta"}}
 MORE = {**TRANSFORMS, "muon-schedule": lambda: optim.muon(optim.schedules.linear(0.1, 0.2, 3))}
 HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
@@ -251,16 +214,6 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "whole": ({"whole": "blocks.0"}, {"accumulate": 2}),
     "hook": ({}, {"reduction": Doubling()}),
 }
-
-
-def state_of(tx: Any, scale: Any, **how: Any) -> fshard.TrainState:
-    """A train state on the simulated accelerator, made of leaves on both devices."""
-    params, host = model(), ["blocks.*", "norm"]
-    plan = fshard.make_plan(params, Mesh(), units=["blocks.*"], offload=host, block=4, **how)
-    given = tree.map(lambda x: x.to(DEVICE), params) | {"norm": params["norm"]}
-    state = fshard.init_state(fshard.shard_params(given, plan), tx, scale)
-    assert placed(state.params) == RIGHT
-    return state
 
 
 def check_step(tx: Any, how: dict[str, Any], step: dict[str, Any]) -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.chains import CHAIN, apply_block, assert_near, batch_of, by_path, chain_params, make, randn
 from support.worlds import simulated
-from test_tape import CHAIN, apply_block, assert_near, batch_of, by_path, chain_params, make, randn
 
 import fshard
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.chains import CHAIN, apply_block, batch_of, chain, chain_params, make, mean, randn
+from support.logged import Logged, at
 from support.worlds import gloo, simulated
-from test_overlap import Logged, at
-from test_tape import CHAIN, apply_block, batch_of, chain, chain_params, make, mean, randn
 from torch.utils.checkpoint import checkpoint
 
 import fshard

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.chains import chain, chain_params, randn
 from support.worlds import simulated
-from test_tape import chain, chain_params, randn
 from torch.profiler import ProfilerActivity, profile
 
 import fshard

@@ -6,9 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from support.chains import (
+    CASES,
+    CHAIN,
+    Probe,
+    Watch,
+    apply_block,
+    batch_of,
+    chain,
+    chain_params,
+    checkpointed,
+    mean,
+    randn,
+)
 from support.models import rand
 from support.worlds import gloo, simulated
-from test_tape import CASES, CHAIN, Probe, Watch, apply_block, batch_of, chain, chain_params, checkpointed, mean, randn
 
 import fshard
 from fshard.comm import primitives

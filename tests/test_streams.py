@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.accelerator import DEVICE, Mesh, Ranks, on_accelerator
 from support.models import STRATEGIES
-from test_offload import Doubling, loss, state_of
+from support.offloaded import Doubling, loss, state_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.says import says
 from support.worlds import gloo, simulated
-from test_errors import says
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
