@@ -139,7 +139,7 @@ class Map:
 def learn(tree: Path, folder: Path) -> None:
     """Run every file of tests once."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in [tree / "fshard", *sorted((tree / "tests").glob("test_*.py"))]:
+    for path in [tree / "fshard", *sorted((tree / "tests").rglob("test_*.py"))]:
         out = folder / f"{path.stem}.jsonl"
         if path.name not in LEFT_OUT and not out.exists():
             part = out.with_suffix(".part")

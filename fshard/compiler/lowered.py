@@ -195,7 +195,7 @@ class Pass(NamedTuple):
     apply: Callable[[fx.Graph, Setting], None]
 
 
-# All passes, in the order in which they run. `tests/test_pass_laws.py` applies each of them to graphs of many functions
+# All passes, in the order in which they run. `test_pass_laws.py` applies each of them to graphs of many functions
 # and checks Note [What a pass must keep] of `passes.py`.
 PASSES = (
     Pass("drop_dead", lambda graph, _: passes.drop_dead(graph)),

@@ -34,7 +34,7 @@ def place() -> str:
         code = frame.f_code
         if code.co_filename.startswith(_PACKAGE):
             return f"{Path(code.co_filename).stem}.{code.co_qualname.replace('.<locals>', '')}"
-        if first is None and "/tests/test_" in code.co_filename:
+        if first is None and "/tests/" in code.co_filename and "/test_" in code.co_filename:
             first = f"{Path(code.co_filename).stem}.{code.co_qualname.replace('.<locals>', '')}"
         frame = frame.f_back
     return first or "?"

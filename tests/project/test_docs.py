@@ -11,7 +11,7 @@ import torch
 
 from fshard.testing import simulate
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITHOUT_PYTHON = {f"{name}.md" for name in ("architecture", "benchmarks", "benchmarks_history", "from_fsdp", "mutants")}
 WITHOUT_PYTHON |= {"parity.md"}
@@ -68,13 +68,14 @@ def test_the_files_and_tests_a_page_names_exist(page: Path) -> None:
     for named, test, short in re.findall(NAMED_TEST, text):
         file = named or file  # a test without a file is in the file that was named last
         name = test or rf"test_(\w+_)?{short}"
-        assert re.search(rf"def {name}\(", (ROOT / "tests" / file).read_text()), (file, name)
+        (source,) = (ROOT / "tests").rglob(file)
+        assert re.search(rf"def {name}\(", source.read_text()), (file, name)
 
 
 SOURCES = {path: path.read_text() for path in sorted((ROOT / "fshard").rglob("*.py"))}
 FOLDERS = [ROOT / "fshard", *(path for path in (ROOT / "fshard").iterdir() if path.is_dir())]
 TORCH = Path(torch.__file__).parent / "distributed"  # whose files docs/parity.md names
-PLACES = [ROOT, *(ROOT / name for name in ("tests", "tests/support", "benchmarks", "examples")), *FOLDERS, TORCH]
+PLACES = [ROOT, *(ROOT / "tests").iterdir(), *(ROOT / name for name in ("benchmarks", "examples")), *FOLDERS, TORCH]
 
 
 def joined(text: str) -> str:

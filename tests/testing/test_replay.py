@@ -241,7 +241,7 @@ runpy.run_module("fshard", run_name="__main__")
 
 def test_the_command_line(folder):
     """The command line works in a process without the package rich: otherwise users without it could not replay."""
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
     args = [sys.executable, "-c", BARE, "replay", folder, "--step", "support.replayed:make", "--at", "1"]
     done = subprocess.run(args, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
     assert (done.returncode, done.stdout) == (0, "step 1 on 3 rank(s): same bits\n"), done.stderr

@@ -23,7 +23,7 @@ import fshard
 from fshard import checkpoint
 from fshard.checkpoint import writing
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def loses_a_rank_that_saves(mesh: Any, dir: str) -> None:

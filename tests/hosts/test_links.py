@@ -266,7 +266,7 @@ def namespaces(request: pytest.FixtureRequest) -> Iterator[tuple[list[str], tupl
 def test_two_hosts(namespaces: Any) -> None:
     """Two hosts connect by a named interface, by the route, or as copies of one machine: otherwise jobs would hang."""
     names, addresses = namespaces
-    script = [sys.executable, str(Path(__file__).parent / "support" / "two_hosts.py")]
+    script = [sys.executable, str(Path(__file__).parents[1] / "support" / "two_hosts.py")]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
     runs = [
         subprocess.Popen(

@@ -399,7 +399,7 @@ def test_every_transformation_has_a_row():
     families = {name.split("/")[0] for name in CASES}
     for name in {x.split("-")[0] for x in TRANSFORMS} - {"adamw_8bit"}:  # its moments are rounded
         assert name in {x.split("-")[0] for x in families}, (
-            f"optim.{name}: add a row to CASES of tests/test_authority.py: **torch_cases({name!r}, ...) if torch has "
+            f"optim.{name}: add a row to CASES of test_authority.py: **torch_cases({name!r}, ...) if torch has "
             f"it, {name!r}: both(lambda o: o.{name}(0.1)) if optax has it, or Case(ours, a reference of your own)"
         )
     classes = {x.__name__ for x in vars(to).values() if isinstance(x, type) and issubclass(x, to.Optimizer)}

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.worlds import gloo, simulated
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "from_fsdp.md"
 
 
@@ -140,7 +140,7 @@ def table() -> str:
 
 def test_the_page_shows_the_example():
     """The page would show other lines than those that were compared."""
-    assert table() in PAGE.read_text(), "run: python tests/test_examples.py"
+    assert table() in PAGE.read_text(), "run: python tests/project/test_examples.py"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STATES = {"tests": "skipped", "reads": "skipped", "overlap": "skipped", "speed": "measured"}  # the other parts: right
 
 

@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fshard
 from fshard import tree
 
-DOCS = Path(__file__).parent.parent / "docs" / "closed.md"
+DOCS = Path(__file__).parents[2] / "docs" / "closed.md"
 
 
 def batch(rank: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import pytest
 
 import fshard
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fshard"
 PAGE = ROOT / "docs" / "architecture.md"
 
@@ -480,9 +480,18 @@ def test_the_check_of_private_names_can_fail(source: str, what: str) -> None:
     assert unlisted({"core.made": source}, row.format(what).replace("::test_x", ""))[0].startswith("no test notices")
 
 
+def test_tests_lie_in_the_folders_of_the_house_and_import_no_other_test() -> None:
+    """A newcomer looks for the tests of a folder in the folder of its name, and what tests share in tests/support."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        folder = path.relative_to(ROOT / "tests").parts[0]
+        assert folder in {*FOLDERS, "project", "support"}, path
+        assert path.name.startswith("test_") != (folder == "support"), path
+        assert not re.search(r"(?m)^\s*(from|import) (\w+\.)?test_", path.read_text()), path
+
+
 def test_every_test_says_what_it_is_for() -> None:
     """Every test has a docstring: otherwise whoever sees a test fail would have to guess what is wrong."""
-    files = {path.name: ast.parse(path.read_text()) for path in sorted((ROOT / "tests").glob("test_*.py"))}
+    files = {path.name: ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("test_*.py"))}
     functions = [(file, x) for file, page in files.items() for x in page.body if isinstance(x, ast.FunctionDef)]
     bare = [f"{file}::{x.name}" for file, x in functions if x.name.startswith("test_") and not ast.get_docstring(x)]
     assert bare == []
@@ -517,7 +526,7 @@ def with_files(page: str) -> str:
 
 def test_the_page_lists_all_files() -> None:
     """docs/architecture.md lists every file with its purpose: otherwise readers would look for files that moved."""
-    assert PAGE.read_text() == with_files(PAGE.read_text()), "write it anew: python tests/test_layers.py"
+    assert PAGE.read_text() == with_files(PAGE.read_text()), "write it anew: python tests/project/test_layers.py"
 
 
 if __name__ == "__main__":

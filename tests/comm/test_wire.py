@@ -21,7 +21,7 @@ from fshard.grad.gathers import sizes as sizes_of
 from fshard.wire import Float8, Identity, Int8, pack, unpack
 
 over_wires = pytest.mark.parametrize("name", WIRES)
-PAGE = Path(__file__).parent.parent / "docs" / "precision.md"
+PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
 
 
 def test_every_wire_is_registered():

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fshard
 
-BENCHMARKS = str(Path(__file__).parent.parent / "benchmarks")
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 LATENCY, BANDWIDTH, NUMEL = 0.015625, 1024.0, 24  # float32 numbers
 
 

@@ -71,7 +71,7 @@ def test_a_wrong_mark_is_an_error(pytester, mark, argument, text):
 
 def test_the_tests_of_the_page_on_testing_pass(pytester):
     """The tests in docs/testing.md pass as they stand: otherwise a user who copies them would start with failures."""
-    page = (Path(__file__).parent.parent / "docs" / "testing.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     pytester.makepyfile("\n".join(blocks))
     pytester.runpytest(*PLUGIN[:4]).assert_outcomes(passed=7)

@@ -16,7 +16,7 @@ from fshard import optim
 from fshard.core import tree
 from fshard.module import functionalize
 
-PAGE = Path(__file__).parent.parent / "docs" / "modules.md"
+PAGE = Path(__file__).parents[2] / "docs" / "modules.md"
 STEPS = 5
 OPTIMIZERS = {
     "sgd": (optim.sgd(0.1), lambda ps: torch.optim.SGD(ps, 0.1)),
@@ -157,7 +157,7 @@ def table() -> str:
 
 def test_the_page_lists_the_models():
     """The page would promise models that no test trains."""
-    assert table() in PAGE.read_text(), "run: python tests/test_hf_models.py"
+    assert table() in PAGE.read_text(), "run: python tests/module/test_hf_models.py"
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def test_each_pass_alone_keeps_what_functions_compute(number, name):
 
 def test_the_page_lists_all_passes_in_order():
     """The table of docs/compile.md would leave out a pass, or tell another order."""
-    page = (Path(__file__).parent.parent / "docs" / "compile.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "compile.md").read_text()
     table = page[page.index("| pass | what it does |") :].split("\n\n")[0]
     assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == [each.name for each in PASSES]
 

@@ -20,7 +20,7 @@ from support.worlds import simulated
 import fshard
 from fshard import checkpoint
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lm.py"
 TINY = "--steps=25 --d-model=16 --layers=2 --heads=2 --context=16 --batch=4 --warmup=5 --eval-every=10 --sample=20"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 

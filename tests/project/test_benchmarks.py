@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.worlds import gloo, simulated
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BENCHMARKS = str(ROOT / "benchmarks")
 
 

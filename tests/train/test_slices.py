@@ -26,7 +26,7 @@ from fshard.core import tree
 from fshard.layout.norms import leaf_norms
 from fshard.testing import MismatchError
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lm.py"
 STEPS = 100 if os.environ.get("FSHARD_ALL") else 24
 ROWS = 16  # of all ranks
 
