@@ -105,9 +105,7 @@ def crashes(rows: Rows) -> None:
 def reads(rows: Rows) -> None:
     """Run steps in a mode of torch in which waits of the host for the device raise errors."""
     if not CUDA:
-        return rows.add(
-            "set_sync_debug_mode", "skipped", f"{NO_GPU}: test_crossings.py counts without one"
-        )
+        return rows.add("set_sync_debug_mode", "skipped", f"{NO_GPU}: test_crossings.py counts without one")
     mesh = one_rank()
     kinds = {**KINDS, "scaled": {"scale": lambda: fshard.DynamicLossScale(8.0)}}
     kinds |= {f"optimizer {name}": {"tx": tx} for name, tx in OPTIMIZERS.items() if "torch" not in name}
