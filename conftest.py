@@ -26,12 +26,13 @@ def _names_in_docstrings(doctest_namespace: dict[str, Any]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The mark of slow tests; one thread in every test, whatever the machine has, as in simulated ranks and processes.
+    """The marks of slow tests; one thread in every test, whatever the machine has, as in simulated ranks and processes.
 
     The bits of an operator depend on the number, and tests compare bits.
     """
     torch.set_num_threads(1)
     config.addinivalue_line("markers", "sample(n): a slow test, of which one case in n is run (CONTRIBUTING.md)")
+    config.addinivalue_line("markers", "slow: a test that CI alone runs (CONTRIBUTING.md)")
 
 
 MOST_OF_REST = 16  # cases of one test: some have hundreds, and CI has half an hour
@@ -50,7 +51,7 @@ def _evenly(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.It
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked `cuda` without a GPU; of tests marked `sample(n)` keep one case in n.
+    """Skip tests marked `cuda` without a GPU; of tests marked `sample(n)` keep one case in n, and none marked `slow`.
 
     With FSHARD_REST=1 keep only the others, and at most `MOST_OF_REST` of one test, evenly chosen; all if asked for by
     name, or with FSHARD_ALL=1.
@@ -66,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         mark = item.get_closest_marker("sample")
         name = item.nodeid.split("[")[0]
-        in_sample = mark is None or counts[name] % mark.args[0] == 0
+        in_sample = not item.get_closest_marker("slow") and (mark is None or counts[name] % mark.args[0] == 0)
         counts[name] += 1
         (kept if in_sample != rest else left_out).append(item)
     if rest:

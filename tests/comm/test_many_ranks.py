@@ -202,8 +202,8 @@ def everything(mesh: Any, many: bool) -> list[Any]:
     return [(str(x.dtype), x.shape, as_bytes(x).numpy().tobytes()) for x in results]  # torch cannot pickle some dtypes
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.slow
 def test_processes_have_the_bits_of_simulated_ranks(size: int) -> None:
     """A collective that is one call of the backend would have other bits than messages: many processes could not be
     reproduced by simulated ranks."""

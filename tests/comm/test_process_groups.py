@@ -276,6 +276,7 @@ def one_reduction(mesh: Any) -> list[tuple[int, list[int], bool]]:
 
 
 @pytest.mark.parametrize("world", ["3", "2x2"])
+@pytest.mark.sample(2)
 def test_late_exchanges_have_the_bits_of_simulated_ranks(world: str) -> None:
     """Late exchanges give the bits of simulated ranks, one call for all peers: otherwise a step with NCCL would read
     garbage or send too many messages."""

@@ -179,6 +179,7 @@ def autoencoder(mesh: Any, jit: Any, **plan: Any) -> Any:
 
 @pytest.mark.parametrize("strategy", ["full", "zero1"])
 @pytest.mark.parametrize("train", [dpo, ema, autoencoder])
+@pytest.mark.sample(3)
 def test_training_with_parameters_that_are_one_at_first(train, strategy):
     """The reference, or the average, would be the parameters of every step: a DPO loss of 0.6931 for ever."""
     for mesh_of in (lambda job: [job(None)], simulated):

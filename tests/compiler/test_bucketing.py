@@ -30,6 +30,7 @@ EVERYTHING = 10**6
 eager = partial(fshard.jit, backend="eager")
 
 
+@pytest.mark.slow
 def test_a_step_of_small_units():
     """Collectives share buckets up to the given size, with the same bits: otherwise many small units would be slow."""
 

@@ -219,6 +219,7 @@ BITS = (Z, Z.conj(), Z.imag, Z.conj().imag, Z.mH, Z.mH[:, :1], Z.conj()[::2], Z.
 
 
 @pytest.mark.parametrize("first", range(len(BITS)))
+@pytest.mark.sample(3)
 def test_captured_tensors_with_a_conjugate_or_negative_bit(first):
     """Values of captured tensors would have wrong signs, or a compiler be told of strides that they have not."""
     for second in range(len(BITS)):

@@ -174,8 +174,8 @@ def long_run(mesh: Any, shard: int) -> float:
     return alike(mesh, by("inductor"), scale=DynamicLossScale(4.0), overflow=3, **kw)[1]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("shard", LONG)
+@pytest.mark.slow
 def test_twenty_steps_in_processes(shard):
     """Twenty steps compiled by inductor stay within 1e-10 of eager ones: otherwise small errors would add up."""
     assert max(gloo(long_run, shard, shard=shard)) <= 1e-10
@@ -284,6 +284,7 @@ def test_a_step_under_torch_compile(name, shard):
         simulated(partial(compiles, **OWN[name]), shard=2)
 
 
+@pytest.mark.slow
 def test_a_step_under_torch_compile_by_inductor():
     """torch.compile with inductor gives the eager numbers: otherwise users who compile would train another model."""
     simulated(partial(compiles, backend="inductor", tx=SCHEDULED, clip_norm=1.0), shard=2)

@@ -39,6 +39,7 @@ def test_what_was_given_away_is_not_copied(jitted):
 
 
 @pytest.mark.parametrize("make", [eager, aot, fshard.jit])
+@pytest.mark.sample(2)
 def test_a_donated_state(make):
     """Donation would copy, leave the old state usable, or change results over ten steps."""
 
@@ -168,6 +169,7 @@ def train(mesh: Any, given: Any, how: str, donate: bool, num_steps: int = 3) -> 
 @pytest.mark.parametrize("shard", [None, 1, 2])
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("how", ["eager", "jit"])
+@pytest.mark.sample(2)
 def test_what_a_state_is_made_from_is_left_as_it_is(how, donate, shard):
     """Donating a state would write to the scaler, `extra` or rates that the caller made it from."""
     given = {

@@ -65,6 +65,7 @@ def test_derivatives_of_a_loss_that_gathers(name):
     simulated(partial(derivatives, names=[name], backend="aot_eager" if simple else "eager"))
 
 
+@pytest.mark.slow
 def test_derivatives_by_inductor():
     """Inductor would compile some derivative wrongly."""
 
@@ -81,6 +82,7 @@ def test_derivatives_by_inductor():
     assert apart(fshard.jit(run)(*args), run(*args)) <= 1e-10
 
 
+@pytest.mark.slow
 def test_a_compilation_is_kept():
     """A second process would compile the same step again."""
     mesh = fshard.AbstractMesh(shard=2)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from support.graphs import EVERYTHING, graph_of
 from torch import Tensor
@@ -73,6 +74,7 @@ def costs(units: int) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.slow
 def test_four_times_the_units_cost_four_times_as_much():
     """A pass would look at all nodes for each collective: 400 units took minutes."""
     few, many = (costs(units) for units in (FEW, 4 * FEW))

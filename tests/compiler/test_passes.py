@@ -336,6 +336,7 @@ def test_gathers_start_one_unit_ahead(name):
 
 
 @pytest.mark.parametrize("widths", [(8, 8, 8, 8), (4, 40, 4, 12)], ids=["alike", "unlike"])
+@pytest.mark.sample(2)
 def test_bytes_in_flight(widths):
     """More gathers would be under way than `in_flight` bytes allow."""
 

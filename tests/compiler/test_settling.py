@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from support.graphs import state_of
 from support.models import rand
@@ -84,6 +85,7 @@ def steps(mesh: Any) -> list[int]:
     return [s.data.numel() for s in primitives.along(plan.live_mesh(), "shard")._memory.segments]
 
 
+@pytest.mark.slow
 def test_compiled_steps_between_processes():
     """A peer would read memory that the graph uses for other values already, or get copies of each part."""
     for sizes in gloo(steps):

@@ -719,6 +719,7 @@ BEFORE: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # by torch, where it makes fake tensors of others than leaves
 @pytest.mark.parametrize("graded", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.sample(4)
 def test_gradients_between_arguments(before, graded):
     """A gradient that leads from one argument to another would be left out, without a word."""
     make = BEFORE[before]

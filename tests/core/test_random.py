@@ -125,6 +125,7 @@ def test_what_is_drawn_depends_on_the_state(name):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.slow
 def test_a_compiled_graph_draws_them_too(backend):
     """Compiled steps with micro-batches draw the eager numbers, also of a tensor that is transposed: otherwise
     torch.compile's backends would change dropout."""

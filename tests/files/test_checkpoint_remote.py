@@ -342,11 +342,11 @@ def test_a_process_that_is_forked_after_a_save(kind, url):
     assert checkpoint.steps(url) == ([1, 2] if kind == "s3" else [1])  # memory is a process's own
 
 
-@pytest.mark.sample(7)
 @pytest.mark.filterwarnings("ignore:.*fork")  # Python's own, and that of JAX, which other tests import
 @pytest.mark.parametrize(
     ("kind", "number"), [*(("disk", number) for number in range(13)), *(("s3", number) for number in range(10))]
 )
+@pytest.mark.slow
 def test_a_process_that_dies_at_any_request(kind, url, number, monkeypatch):
     """Between two requests there would be no checkpoint of the step, or a mixture of two; or the next save failed."""
     simulated(saves, url, 1, 2, shard=2)

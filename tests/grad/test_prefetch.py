@@ -172,6 +172,7 @@ def test_the_backward_gathers_ahead_also_under_checkpoints(which: str, prefetch:
 
 
 @pytest.mark.parametrize("which", WHICH)
+@pytest.mark.sample(2)
 def test_a_graph_gathers_ahead_also_under_checkpoints(which: str) -> None:
     """As in the eager step."""
 

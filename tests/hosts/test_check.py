@@ -339,6 +339,7 @@ def apart_in_a_world(case: tuple[dict[str, Any], str, str]) -> list[str]:
         return [str(failure)]
 
 
+@pytest.mark.slow
 def test_states_of_different_steps() -> None:
     """Ranks with states of different steps or seeds get an error: parameters would be half of each, silently."""
     worlds = [[apart_in_a_world(case) for case in APART]]

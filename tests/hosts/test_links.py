@@ -226,6 +226,7 @@ def test_data_that_end_early_on_one_rank(tmp_path: Path) -> None:
         assert "ranks called different collectives" in text, texts
 
 
+@pytest.mark.slow
 def test_the_users_timeout(tmp_path: Path) -> None:
     """The timeout of `init_process_group` holds for every wait: otherwise ranks would give up too early or too late."""
     (found, texts), *others = values(fates(hostile.timeouts, str(tmp_path), shard=2, replicate=2))
@@ -263,6 +264,7 @@ def namespaces(request: pytest.FixtureRequest) -> Iterator[tuple[list[str], tupl
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
+@pytest.mark.slow
 def test_two_hosts(namespaces: Any) -> None:
     """Two hosts connect by a named interface, by the route, or as copies of one machine: otherwise jobs would hang."""
     names, addresses = namespaces

@@ -100,8 +100,8 @@ def train_each(mesh: Any, cases: list[tuple[str, bool]]) -> list[Any]:
     return [train(mesh, name, "adamw", "full", again) for name, again in cases]
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("first", range(5))
+@pytest.mark.slow
 def test_processes_train_models_as_torch_does(first):
     """A model would be trained rightly in simulation alone."""
     cases = CASES[first::5]

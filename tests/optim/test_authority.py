@@ -370,6 +370,7 @@ def test_ranks_change_nothing(world, name):
             agree(got, expected(name), where)
 
 
+@pytest.mark.slow
 def test_processes_change_nothing():
     """Real processes move parameters as in the reference: otherwise only simulated ranks would train correctly."""
     for found in gloo(cases_through, LAST, ["turns"]):

@@ -188,6 +188,7 @@ def on_one(mesh: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "from_torch-Adafactor"])
+@pytest.mark.sample(2)
 def test_one_rank_alone_has_it(name):
     """With `rank=` one rank alone gets the whole state, and can shard it back: otherwise every host would need
     memory for all of it."""

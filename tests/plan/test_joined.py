@@ -177,6 +177,7 @@ def in_processes(mesh: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.slow
 def test_joined_units_train_alike_on_processes(size: int) -> None:
     """Simulated ranks share memory that processes do not."""
     assert gloo(in_processes, shard=size) == [[]] * size

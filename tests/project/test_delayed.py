@@ -158,6 +158,7 @@ def shares(mesh: Any) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_at_most_half_of_fsdp2s_communication_is_exposed():
     """Where communication takes as long as the computation, fshard would wait for more than half of what FSDP2 waits
     for, also if FSDP2 gathers ahead; or several small units would not travel beside one that computes."""

@@ -48,8 +48,8 @@ def fine_tune(mesh: Any, out: Path, model: Path | None) -> None:
     example("finetune_hf").run(mesh, Namespace(out=out, model=model, steps=4))
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("start", ["gloo", "torchrun"])
+@pytest.mark.slow
 def test_fine_tuning_is_the_same_simulated_and_in_processes(start, tmp_path, capsys):
     """The example would fail, not learn, or have other results in processes, or from a base it reads."""
     simulated(fine_tune, tmp_path / "simulated", None)
@@ -96,8 +96,8 @@ def _agree(losses: list[float], old_losses: list[float], tolerance: float) -> No
     assert losses[-2] < 0.9 * losses[0]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("start", ["gloo", "torchrun"])
+@pytest.mark.slow
 def test_the_script_of_fsdp2_and_its_port_agree(start):
     """A line of the page would not do what the line beside it does."""
     if start == "torchrun":

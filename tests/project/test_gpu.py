@@ -29,10 +29,10 @@ def ran(*command: str) -> Any:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
-@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     "part", ["reads", "tests", "overlap", "crashes", "bits", "late", "collectives", "nccl", "speed"]
 )
+@pytest.mark.slow
 def test_dry_run(part, tmp_path):
     """Every part runs or is skipped with a reason, and is in the JSON: otherwise its first run on a GPU would fail."""
     done = ran("gpu.py", "--parts", part, "--out", str(tmp_path))

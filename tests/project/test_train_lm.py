@@ -60,6 +60,7 @@ def records(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_it_ends_well_and_says_what_came_of_it(trained: Any) -> None:
     """The example would fail, warn, or not print its comparison."""
     ranks, done, _ = trained

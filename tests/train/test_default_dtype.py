@@ -108,6 +108,7 @@ def _in_a_graph() -> list[Tensor]:
     return [*tree.leaves(state), *metrics.values()]
 
 
+@pytest.mark.slow
 def test_nor_in_a_graph() -> None:
     """A graph that is traced under any default keeps its bits: otherwise it would hold tensors of that dtype or
     device."""

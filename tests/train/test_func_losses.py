@@ -108,6 +108,7 @@ def several(mesh: Any) -> list[Any]:
     return tree.map(Tensor.detach, [found, trained(mesh, "laplacian", "full", jitted=True)])
 
 
+@pytest.mark.slow
 def test_processes_have_the_bits_of_the_simulation() -> None:
     """Gloo processes give the bits of simulated ranks: otherwise a simulation would say nothing about a real job."""
     assert same_bits(gloo(several, shard=2), simulated(several, shard=2))

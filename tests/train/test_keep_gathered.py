@@ -114,6 +114,7 @@ def test_each_unit_is_gathered_once_a_step(loss: Any, strategy: str, options: st
 
 @pytest.mark.parametrize("strategy", ["full", "half", "wire"])
 @pytest.mark.parametrize("loss", [stack, repeated], ids=lambda loss: loss.__name__)
+@pytest.mark.sample(4)
 def test_a_graph_gathers_each_unit_once(loss: Any, strategy: str) -> None:
     """The passes would gather the unit again for each backward, as the plan says of units that do not stay."""
     several, once = (simulated(train, loss, STRATEGIES[strategy][0], {}, True, keep)[0] for keep in (False, True))

@@ -106,6 +106,7 @@ def train(mesh: Any, begin: int, end: int, left: Any = None) -> Any:
     return all_of(state), metrics
 
 
+@pytest.mark.slow
 def test_many_steps():
     """Many steps on 1 to 8 ranks, simulated or in processes, give the same bits: otherwise a run would depend on the
     number of GPUs."""
@@ -366,6 +367,7 @@ def from_anywhere(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.sample(2)
 def test_bits_depend_on_no_address(name, dtype):
     """Matrix products round otherwise where an operand starts at another address, and sums where it has other strides:
     a run on ranks that load their own rows would have other bits than one that cuts them out of a batch of all."""

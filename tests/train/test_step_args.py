@@ -119,6 +119,7 @@ def test_a_teacher_gathers_in_every_strategy(strategy, backend):
         close(found, planned(mean_loss, 2))
 
 
+@pytest.mark.slow
 def test_real_processes_and_torch_compile():
     """Steps with a teacher run in processes and under torch.compile: otherwise distillation would work in simulation
     alone."""
@@ -282,6 +283,7 @@ def test_extra_goes_through_the_micro_batches(how, given, accumulate, scaled):
     same_extra(job(None), planned_extra(1, accumulate, scale))
 
 
+@pytest.mark.slow
 def test_extra_in_real_processes_and_torch_compile():
     """Extra works in processes and under torch.compile: otherwise running statistics would work in simulation alone."""
     job = partial(train_extra, accumulate=2, donate=True)
@@ -392,6 +394,7 @@ def auxes(mesh: Any, jit: bool, **plan: Any) -> list[Any]:
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "keep", "full"])
+@pytest.mark.sample(2)
 def test_aux_is_plain_values(strategy, jit):
     """Parameters in aux come out as plain values without a graph: otherwise aux would keep activations or gathered
     units alive."""

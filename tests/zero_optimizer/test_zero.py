@@ -207,6 +207,7 @@ def runs(mesh: Any) -> Any:
     return [trained(mesh, *case) for case in CASES], [large(mesh, way) for way in WAYS], parts
 
 
+@pytest.mark.slow
 def test_processes_change_nothing():
     """Processes give the bits of simulated ranks and torch's ZeRO the same partition: otherwise simulated tests
     would prove little."""
