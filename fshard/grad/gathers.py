@@ -230,13 +230,13 @@ class Arrivals:
         assert unit.buffers is not None
         if unit.keeps:
             cut = [part.kind for part in unit.entry.parts if part.axes and part.numel]
-            unit.keep({kind: self._copy(unit.buffers[kind], unit.keeps) for kind in cut})
+            unit.keep({kind: self._copy(unit.buffers[kind], kind, unit.keeps) for kind in cut})
         else:
             unit.keep(unit.buffers)
 
-    def _copy(self, full: Tensor, axes: Axes) -> Tensor:
+    def _copy(self, full: Tensor, kind: int, axes: Axes) -> Tensor:
         """This rank's part (n / W,) of a buffer (n,)."""
-        part = full.chunk(self._plan.num_parts(axes))[self._plan.index(axes)]
+        part = self._plan.within(full, kind, axes)
         return primitives.buffer(self._plan.live_mesh(), axes, part.numel(), part, lent=False).copy_(part)
 
     def _stages(self, unit: Unit) -> int:
@@ -266,10 +266,9 @@ class Arrivals:
         """
         units = self._ahead.gathers(None if current is None else current.number, following, self.stages)
         last = max(0, len(units) - self.stages)  # of those whose stages may all start; each after it is one behind
-        for number, unit in enumerate(self._units[n] for n in units):
-            stages = self._stages(unit)
-            if number > last:
-                stages -= number - last
+        for place, number in enumerate(units):
+            unit = self._units[number]
+            stages = self._stages(unit) - max(0, place - last)
             if unit.coming is None and stages > 0:
                 self.start(unit)
             elif unit.coming is not None and unit.stages < stages:

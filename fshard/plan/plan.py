@@ -22,6 +22,7 @@ from itertools import accumulate
 from operator import mul
 
 import torch
+from torch import Tensor
 
 from ..comm import consensus
 from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, mesh_device, present
@@ -196,14 +197,21 @@ class Plan:
         return self._offsets[self.over(axes, kind)][kind][unit]
 
     def index(self, axes: Axes) -> int:
-        """Return the number of this rank's interval; `axes` are those of a partition, or of copies that stay."""
+        """Return the number of this rank's interval of a partition over `axes`."""
         return self._indices[axes]
+
+    def within(self, x: Tensor, kind: int, axes: Axes) -> Tensor:
+        """This rank's interval (n / W,) of a buffer (n,) of one kind that is cut further, over these axes: a view."""
+        axes = self.over(axes, kind)
+        length = x.numel() // self.num_parts(axes)
+        begin = coordinate(self.live_mesh(), axes) * length
+        return x[begin : begin + length]
 
     @cached_property
     def _indices(self) -> dict[Axes, int]:
         mesh = self.live_mesh()
         partitions = {(), self.params_over, self.grads_over, self.state_over}
-        return {axes: coordinate(mesh, axes) for axes in partitions | {unit.kept or () for unit in self.units}}
+        return {axes: coordinate(mesh, axes) for axes in partitions}
 
     @cached_property
     def paths(self) -> tuple[str, ...]:

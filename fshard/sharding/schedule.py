@@ -143,7 +143,6 @@ class Schedule:
         plan = view.plan
         self.entries = {unit: _entry(view, unit) for unit in range(*view.units)}
         self.parts = {(e.unit, part.kind): part for e in self.entries.values() for part in e.parts}
-        self.keeps = any(unit.kept is not None for unit in plan.units)
         self.regathers = any(unit.kept != () for unit in plan.units)
         place_of = {slot: (e.unit, number) for e in self.entries.values() for number, slot in enumerate(e.slots)}
         # by the number of the leaf in the whole tree: the unit that claimed it, the unit that it lies in, its number

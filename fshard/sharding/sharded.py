@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -379,15 +379,10 @@ def refine(x: Sharded, over: Axes) -> Sharded | Views:
     plan, further = x.plan, over[len(x.view.over) :]
     if plan.num_parts(further) == 1:  # this rank has all of what it cuts
         return Sharded(view, x.tensors, x._life)
-    index = coordinate(plan.live_mesh(), further)
-
-    def views(kind: int) -> Iterator[Tensor]:  # of each unit (n / W,), W the number of ranks along `over`
-        for unit in range(len(plan.units)):
-            length = plan.length(unit, kind, over)
-            begin = 0 if plan.kinds[kind].whole else index * length
-            yield x.piece(unit, kind)[begin : begin + length]
-
-    return Views(Sharded, view, [list(views(kind)) for kind in view.kinds])
+    # for each kind the views of all units, (n / W,) each, W the number of ranks along `over`
+    units = range(len(plan.units))
+    runs = [[plan.within(x.piece(unit, kind), kind, further) for unit in units] for kind in view.kinds]
+    return Views(Sharded, view, runs)
 
 
 def coarsen(x: Sharded | Views, over: Axes, into: Sharded | None = None) -> Sharded:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..comm import primitives
-from ..comm.mesh import coordinate
 from ..comm.ranks import Pending
 from ..comm.reduction import Reduction, TreeSums
 from ..core import tree
@@ -260,7 +259,7 @@ class Updates:
     def make(self, unit: int, kind: int, total: Tensor) -> None:
         """Update one unit and kind by the sum of its gradients, (n / W_grads,)."""
         self.begun = True
-        params, grads = self._interval(unit, kind), self._own(total, unit, kind)  # (n / W_state,)
+        params, grads = self._interval(unit, kind), self._own(total, kind)  # (n / W_state,)
         self._new = {label: part.update(params, grads, unit, kind) for label, part in self._parts.items()}
         plan = self._params.plan
         further = () if plan.kinds[kind].whole else plan.state_over[len(plan.params_over) :]
@@ -274,12 +273,10 @@ class Updates:
             return self._fine.runs[self._fine.key.kinds.index(kind)][unit]
         return self._fine.piece(unit, kind)
 
-    def _own(self, total: Tensor, unit: int, kind: int) -> Tensor:
+    def _own(self, total: Tensor, kind: int) -> Tensor:
         """The gradients (n / W_state,) that this rank updates with, in the dtype of the parameters."""
         plan = self._params.plan
-        length, further = plan.length(unit, kind, plan.state_over), plan.state_over[len(plan.grads_over) :]
-        begin = 0 if plan.kinds[kind].whole else coordinate(plan.live_mesh(), further) * length
-        grads = total[begin : begin + length]
+        grads = plan.within(total, kind, plan.state_over[len(plan.grads_over) :])
         if self._factor is not None:
             grads.mul_(beside(self._factor.to(wide(grads.dtype)), grads))
         return grads.to(plan.kinds[kind].dtype)

@@ -135,9 +135,7 @@ class _Buckets:
 
     def interval(self, place: tuple[int, int]) -> Tensor:
         """This rank's interval (n / W,) of a bucket, a view."""
-        length = self.plan.length(*place, self.plan.state_over)
-        index = self.plan.index(self.plan.state_over)
-        return self.whole[place][index * length : (index + 1) * length]
+        return self.plan.within(self.whole[place], place[1], self.plan.state_over)
 
     def gather(self, parts: Mapping[tuple[int, int], Tensor]) -> None:
         """Start the all-gather of some buckets."""
