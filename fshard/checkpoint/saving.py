@@ -34,7 +34,7 @@ from ..layout.pieces import mesh_of
 from ..plan.offload import empty
 from .contents import Contents, check_has_values, check_same_call, contents_of, differing, own_pieces
 from .host_copies import copied, device_of
-from .writing import Named, Record, Writer
+from .writing import Named, Writer
 
 _SEEN = 60.0  # seconds after which every rank must see a file that is written: network file systems look again so late
 _WRITTEN = 3600.0  # seconds that rank 0 waits in the background for ranks that write slower
@@ -118,7 +118,6 @@ def save(
     wait: bool = True,
     keep_last: int | None = None,
     keep_every: int | None = None,
-    snapshot_bytes: int | None = None,
     mesh: AnyMesh = None,
 ) -> Saving:
     """Save a state as the checkpoint of a step in a directory that all ranks see; every rank must call this.
@@ -130,7 +129,6 @@ def save(
 
     - `wait=False`: copy this rank's part to host memory, and write it while the training goes on. `wait()` of what is
       returned waits for it. One save is under way at a time: the next `save` waits for it first.
-    - `snapshot_bytes`: copy at most so many bytes; the rest is written before this function returns.
     - `keep_last`: then delete checkpoints of earlier steps but for the last ones (this one counts), and those of steps
       that are multiples of `keep_every`.
     - `mesh`: the ranks that save together, of a state in which nothing is sharded. Without it a process saves such a
@@ -146,7 +144,7 @@ def save(
     {'w': tensor([1., 1.]), 'epoch': 3}
     """
     mesh = mesh_of(state) if mesh is None else mesh
-    consensus.together(mesh, lambda: _check_arguments(wait, keep_last, keep_every, snapshot_bytes))
+    consensus.together(mesh, lambda: _check_arguments(wait, keep_last, keep_every))
     place = consensus.together(mesh, lambda: at(dir))
     contents = consensus.together(mesh, lambda: _contents(place, state, step, mesh))
     grid = adapted(mesh)
@@ -158,12 +156,8 @@ def save(
     # without the parts: a save in the background must not keep the state in memory
     contents = replace(contents, parts=[])
     writer = Writer(place, step, consensus.of_first(secrets.token_hex(4), mesh), contents, by_rank)
-    now, later = pieces, list[Named]()
     if not wait:
-        later, now, in_flight.memory = _snapshot(pieces, snapshot_bytes, in_flight.memory)
-
-    def write(record: Record) -> None:
-        writer.put(writer.write(later, record))
+        pieces, in_flight.memory = _snapshot(pieces, in_flight.memory)
 
     def finish(patience: float, stop: threading.Event) -> None:
         writer.finish(patience, stop)
@@ -172,12 +166,12 @@ def save(
 
     is_first, stop = contents.rank == 0, threading.Event()
     try:
-        record = consensus.together(mesh, lambda: writer.write(now, Record(), suffix="" if wait else "-0"))
         if wait:
-            consensus.together(mesh, lambda: write(record))
+            record = consensus.together(mesh, lambda: writer.write(pieces))
+            consensus.together(mesh, lambda: writer.put(record))
             consensus.together(mesh, lambda: finish(_SEEN, stop) if is_first else None)
             return Saving(mesh, None)
-        written = _in_a_thread(lambda: write(record))
+        written = _in_a_thread(lambda: writer.put(writer.write(pieces)))
         finished = _in_a_thread(lambda: finish(_WRITTEN, stop)) if is_first else None
     except BaseException:
         stop.set()
@@ -213,7 +207,7 @@ def _contents(place: Place, state: Tree, step: int, mesh: AnyMesh) -> Contents:
     return contents
 
 
-def _check_arguments(wait: bool, keep_last: int | None, keep_every: int | None, snapshot_bytes: int | None) -> None:
+def _check_arguments(wait: bool, keep_last: int | None, keep_every: int | None) -> None:
     check_flags(wait=wait)
     if keep_last is not None:
         check_whole("save: keep_last", keep_last, what="a number of checkpoints")
@@ -221,24 +215,13 @@ def _check_arguments(wait: bool, keep_last: int | None, keep_every: int | None, 
         check_whole("save: keep_every", keep_every, what="a number of steps")
         if keep_last is None:
             raise ValueError(f"save: keep_every={keep_every}: expected keep_last besides: without it all are kept")
-    if snapshot_bytes is not None:
-        check_whole("save: snapshot_bytes", snapshot_bytes, 0, what="a number of bytes")
-        if wait:
-            raise ValueError("save: snapshot_bytes: expected wait=False besides: with wait=True nothing is copied")
 
 
-def _snapshot(
-    pieces: Sequence[Named], snapshot_bytes: int | None, memory: Tensor
-) -> tuple[list[Named], list[Named], Tensor]:
-    """Copy pieces to host memory, up to a number of bytes: the copies, the pieces that are not copied, the memory."""
-    fitting, rest, size = list[Named](), list[Named](), 0
-    for piece in pieces:
-        end = aligned(size) + piece[2].nbytes
-        fits = snapshot_bytes is None or end <= snapshot_bytes
-        (fitting if fits else rest).append(piece)
-        size = end if fits else size
-    names, begins, tensors = zip(*fitting, strict=True) if fitting else ((), (), ())
+def _snapshot(pieces: Sequence[Named], memory: Tensor) -> tuple[list[Named], Tensor]:
+    """Copy pieces to host memory; returns the copies, and the memory."""
+    names, begins, tensors = zip(*pieces, strict=True) if pieces else ((), (), ())
+    size = sum(aligned(x.nbytes) for x in tensors)
     if size > len(memory):
         # copies from a GPU to pinned memory are several times faster, and the host need not wait for each
         memory = empty(size, torch.uint8, device_of(tensors))
-    return [*zip(names, begins, copied(tensors, memory), strict=True)], rest, memory
+    return [*zip(names, begins, copied(tensors, memory), strict=True)], memory

@@ -75,11 +75,11 @@ class Writer:
     def _name(self, rank: int) -> str:
         return f"{self.token}-rank-{rank:05}"
 
-    def write(self, pieces: Sequence[Named], record: Record, suffix: str = "") -> Record:
-        """Write pieces to a file of this rank, and return the record with the file added; no pieces make no file."""
+    def write(self, pieces: Sequence[Named]) -> Record:
+        """Write pieces to the file of this rank, and return the record of it; no pieces make no file."""
         if not pieces:
-            return record
-        file, forms = f"{self._name(self.contents.rank)}{suffix}.safetensors", self.contents.forms
+            return Record()
+        file, forms = f"{self._name(self.contents.rank)}.safetensors", self.contents.forms
         by_name = _by_name_in_file(pieces, forms)
         shapes = [(name, _shape(x, _form(leaf, forms)), x.dtype) for name, (leaf, _, x) in by_name.items()]
         entries = laid_out(shapes, Path(file))
@@ -97,12 +97,12 @@ class Writer:
                 yield copied_into(buffer, data)
 
         folder(self.directory, self.step).write(file, stream())
-        by_leaf = {leaf: [*of_leaf] for leaf, of_leaf in record.pieces.items()}
+        by_leaf = dict[str, list[Piece]]()
         for entry in entries:
             leaf, begin, x = by_name[entry.name]
             piece = Piece(file, len(head) + entry.start, begin, x.numel(), tuple(checksums[entry.name]))
             by_leaf.setdefault(leaf, []).append(piece)
-        return Record({**record.files, file: len(head) + size}, by_leaf, record.values)
+        return Record({file: len(head) + size}, by_leaf)
 
     def put(self, record: Record) -> None:
         """Write the record of this rank, which says that its files are written."""

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.checkpoints import state_of
-from support.models import rand, same_bits
+from support.models import same_bits
 from support.steps import batch, rank_of, start
 from support.worlds import gloo, simulated
 
@@ -165,26 +164,6 @@ def test_a_state_may_be_changed_at_once(tmp_path, monkeypatch, how, shard):
     simulated(trained, tmp_path, how, is_changed, shard=shard)
 
 
-def test_a_snapshot_is_bounded(tmp_path):
-    """`snapshot_bytes` would not bound the copy that `save` makes, or what is not copied would be lost."""
-    whole = {f"w{n}": rand(1000, seed=n) for n in range(8)}  # 8,000 bytes each
-
-    def law(mesh: Any) -> None:
-        plan = fshard.make_plan(whole, mesh)
-        for number, limit in enumerate((None, 0, 7_999, 8_000, 17_000, 10**9)):
-            state = fshard.shard_params(whole, plan)
-            saving = checkpoint.save(tmp_path, state, number, wait=False, snapshot_bytes=limit)
-            tree.map(torch.Tensor.zero_, state)
-            saving.wait()
-            later = (tmp_path / f"step-{number:012}").glob(f"*rank-{mesh.get_rank():05}.safetensors")
-            copied = sum(x.nbytes for path in later for x in load_file(path).values())
-            assert copied == (32_000 if limit is None else min(limit // 8_000 * 8_000, 32_000))
-            like = fshard.shard_params(tree.map(torch.zeros_like, whole), plan)
-            assert same_bits(fshard.gather_params(checkpoint.restore(tmp_path, like)), whole)
-
-    simulated(law)
-
-
 def fails_on(rank: int, monkeypatch: Any) -> Callable[[bool], None]:
     """A switch: files of a rank cannot be written."""
     write, is_on = LocalPlace.write, [False]
@@ -230,13 +209,12 @@ def test_an_error_on_the_spot_is_raised_on_all_ranks(tmp_path, monkeypatch, rank
 
     def law(mesh: Any) -> None:
         save(mesh, tmp_path, 1, 1)
-        for kw in ({}, {"wait": False, "snapshot_bytes": 0}):
-            turn(True)
-            with pytest.raises(OSError, match="No space left on device") as error:
-                save(mesh, tmp_path, 1, 2, **kw)
-            assert error.value.errno == 28
-            turn(False)
-            assert (checkpoint.steps(tmp_path), restored(mesh, tmp_path)) == ([1], 1)
+        turn(True)
+        with pytest.raises(OSError, match="No space left on device") as error:
+            save(mesh, tmp_path, 1, 2)
+        assert error.value.errno == 28
+        turn(False)
+        assert (checkpoint.steps(tmp_path), restored(mesh, tmp_path)) == ([1], 1)
         save(mesh, tmp_path, 1, 3, wait=False).wait()
         assert restored(mesh, tmp_path) == 3
 
