@@ -146,7 +146,8 @@ class Lines:
             # sent data unannounced, outside a checked call: the data messages then raise an error with both calls.
             if not awaited or awaited.keys() & ahead or any(status.verb != local.verb for status in statuses.values()):
                 break
-            listen([*awaited.values(), *data.values()], f"{local.what} at {local.site}")
+            # a peer that has ended has closed its data, too, but said before what it called, or why it ended
+            listen(awaited.values(), f"{local.what} at {local.site}", beside=data.values())
         if difference := _difference(dict(sorted(statuses.items()))):
             raise MismatchError(f"{difference}. All ranks must call the same collectives in the same order.")
 

@@ -394,10 +394,14 @@ def _poll(links: Collection[Link], events: int, call: str) -> list[Link]:
     raise MismatchError(f"{peers} did not answer within {seconds:.0f} s in {call}: it is stuck or stopped")
 
 
-def listen(links: Collection[Link], call: str) -> None:
-    """Wait until something has arrived on one of the links, and read it. MismatchError after the shortest timeout."""
-    for link in _poll(links, select.POLLIN, call):
-        link.drain(call)
+def listen(links: Collection[Link], call: str, beside: Collection[Link] = ()) -> None:
+    """Wait until something has arrived on one of the links, or of those beside, and read it.
+
+    MismatchError after the shortest timeout, and if a peer has closed one of `links`; not of those beside.
+    """
+    still_open = [link for link in beside if link.is_open]
+    for link in _poll([*links, *still_open], select.POLLIN, call):
+        link.drain(call if link in links else "")
 
 
 def wait_for_readers(links: Collection[Link], segment: Segment) -> None:

@@ -118,6 +118,13 @@ def test_a_jitted_step() -> None:
             assert names_both(text, fault)
 
 
+def test_a_rank_that_listens_when_the_other_has_ended() -> None:
+    """It would hear that the other has gone, and not which collective the other called, as the message says that is
+    still to be read."""
+    for text in values(fates(faults.listens_last)):
+        assert "ranks called different collectives: rank 0 all_reduce" in text
+
+
 def test_every_step_of_a_job() -> None:
     """FSHARD_CHECK=1 checks every step, and 0 opens no connection: otherwise users would edit code, or pay for it."""
     fault = Fault("label", "backward", 1)

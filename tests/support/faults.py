@@ -2,6 +2,7 @@
 
 import os
 import random
+import select
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,8 +18,10 @@ import fshard
 from fshard import optim
 from fshard.comm import process_groups
 from fshard.comm.mesh import Mesh, present
+from fshard.comm.primitives import along
 from fshard.core.tree import Tree
 from fshard.hosts import compare_calls, one_host, rendezvous
+from fshard.hosts.links import Link
 from fshard.testing.recording import Step
 
 from .models import same_bits
@@ -290,3 +293,26 @@ def by_environment(mesh: Mesh, fault: Fault) -> list[str]:
         handle: Any = state.params.plan.mesh
         assert (compare_calls.lines_of in handle._kept) == (wanted == "1")
     return texts
+
+
+def listens_last(mesh: Mesh) -> str:
+    """What rank 1 hears of another collective on rank 0 if it listens when the process of rank 0 has ended."""
+    params = {"w": torch.ones(4)}
+    connected: Any = fshard.make_plan(params, mesh).mesh
+    ranks: Any = along(connected, "shard")
+    (data,) = ranks.links.values()
+    hear, has_ended = Link.hear, list[bool]()
+
+    def late(link: Link) -> str | None:
+        if has_ended or mesh.get_local_rank() == 0:
+            return hear(link)
+        while data.is_open:
+            select.select([data.socket], [], [])
+            data.drain()
+        data.is_open = True  # as before somebody looked
+        has_ended.append(True)
+        return None
+
+    with mock.patch.object(Link, "hear", late), pytest.raises(fshard.MismatchError) as caught:
+        fshard.check(lambda: DEEDS["collective"](connected, mesh.get_local_rank() == 0), connected)()
+    return str(caught.value)
