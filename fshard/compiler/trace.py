@@ -33,9 +33,8 @@ from ..core.random import draws
 from ..core.storage import address
 from ..core.tracing import Marked, kind_of, mark
 from ..core.tree import Tree
-from .captures import captures
+from .captures import OfAnyThread, captures, watched
 from .dataflow import depends, linked
-from .draws import OfAnyThread, watched
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -21,7 +21,6 @@ from .base import (
     scale,
     scale_by_schedule,
 )
-from .labels import by_label, masked, resting
 from .matrix import adafactor, lamb, muon, whole_leaves
 from .optimizers import (
     adadelta,
@@ -38,7 +37,7 @@ from .optimizers import (
 )
 from .quasi_newton import lbfgs
 from .torch_optim import from_torch
-from .transforms import chain, every_k, with_hyperparams
+from .transforms import by_label, chain, every_k, masked, resting, with_hyperparams
 
 __all__ = [
     "Transform",

@@ -28,7 +28,7 @@ from ..layout.pieces import Pieces, device_of, layout_of, packed, pick, pieces, 
 from ..layout.reshard import collect, owned, spread
 from .base import Needs, Transform, TransformLike, as_transform, at, checked, start_count
 from .elementwise import AdamState, Rate, adam_transform
-from .labels import by_label
+from .transforms import by_label
 
 
 def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, weight_decay: Number = 0.0) -> Transform:

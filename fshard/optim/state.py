@@ -27,8 +27,8 @@ from ..layout.cuts import EVERYONE, Span
 from ..layout.layout import Layout
 from ..layout.pieces import Parts, layout_of, mesh_of, packed, pick, pieces, typed
 from ..layout.reshard import collect, on_rank
-from .labels import LabelState
 from .torch_format import check_tensor, joined, known, read_saved
+from .transforms import LabelState
 
 _CHUNK = 1 << 24  # elements on their way at a time
 _LABEL = "optimizer state"

@@ -16,8 +16,8 @@ from ..core.scalars import double
 from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.pieces import Parameters, Parts, layout_of
-from .labels import LabelState
 from .torch_optim import TorchState
+from .transforms import LabelState
 
 # torch.optim's names for the fields of fshard's states, where they differ.
 _TORCH = {

@@ -1,20 +1,25 @@
-"""Transformations made of others: in sequence, every k-th time, with hyper-parameters in the state."""
+"""Transformations made of others: in sequence, every k-th time, hyper-parameters in the state, one for each label."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
+from ..comm import consensus
+from ..comm.mesh import AnyMesh, OnMesh, mesh_device
 from ..core import tree
-from ..core.arguments import check_whole, shown
+from ..core.arguments import check_whole, shown, wrong
 from ..core.scalars import beside, double
 from ..core.tree import Tree
-from ..layout.pieces import packed
+from ..layout.layout import Layout, Leaf
+from ..layout.pieces import Views, copied, layout_of, packed, pick, put, write
 from .base import (
     FoundInf,
+    Label,
     Needs,
     Schedule,
     Transform,
@@ -202,3 +207,240 @@ def with_hyperparams(make: Callable[..., TransformLike], **hyperparams: object) 
     # a schedule counts the updates of all labels as one
     tx = Transform(init, update, fused, sample.elementwise, sample.labelled and not schedules, sample.mesh, views=True)
     return checked(tx, Needs("with_hyperparams", HyperState, sparse=True))
+
+
+# A function of a leaf's path and of an empty tensor of its shape and dtype; or a tree of labels, for leaves or for
+# whole subtrees, whose keys may be patterns ("blocks.*.bias"): the first that fits a leaf is its label.
+Labels = Callable[[str, Tensor], Label] | Tree
+
+
+@dataclass(frozen=True)
+class LabelState(OnMesh):
+    """The state of each label's transformation, and the layout of each label's leaves."""
+
+    inner: dict[Label, Tree]
+    layouts: tuple[tuple[Label, Layout], ...]
+
+    @property
+    def home(self) -> Layout | None:
+        """The layout of the first label's leaves."""
+        return self.layouts[0][1] if self.layouts else None
+
+
+tree.register_fields(LabelState, ("inner",), ("layouts",))
+
+
+def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Transform:
+    """Apply to every leaf the transformation of its label.
+
+    `labels` is a function `(path, tensor) -> label` (the tensor is a meta tensor of the leaf's shape and dtype), or a
+    tree of labels, for leaves or for subtrees, whose keys may be patterns of `make_plan`'s kind; the first that fits a
+    leaf counts. ValueError names a leaf without a label, and a label without a transformation.
+
+    >>> tx = by_label({"fast": sgd(1.0), "slow": sgd(0.1)}, {"head": "fast", "**": "slow"})
+    >>> params = {"body": torch.ones(1), "head": torch.ones(1)}
+    >>> tx.update(params, tx.init(params), params)[0]
+    {'body': tensor([-0.1000]), 'head': tensor([-1.])}
+    """
+    if not isinstance(transforms, Mapping):
+        raise TypeError(f"by_label: {wrong('transforms', transforms, 'a dict of an optimizer for each label')}")
+    check_labels("by_label: labels", labels)
+    txs = {label: as_transform(tx) for label, tx in transforms.items()}
+
+    def init(params: Tree) -> LabelState:
+        layouts = tuple(_split(layout_of(params), txs, labels).items())
+        return LabelState({label: txs[label].init(packed(pick(params, part))) for label, part in layouts}, layouts)
+
+    def update(
+        grads: Tree, state: LabelState, params: Tree = None, found_inf: FoundInf | None = None, **extra: object
+    ) -> tuple[Tree, LabelState]:
+        updates, inner = tree.map(torch.zeros_like, grads), {}
+        for label, part in _layouts(state, txs):
+            picked = None if params is None else packed(pick(params, part))
+            new, new_state = txs[label].update(packed(pick(grads, part)), state.inner[label], picked, **extra)
+            skip = _of_label(found_inf, label)
+            # p + -0.0 has the bits of p even if p is -0.0, which p + 0.0 has not
+            updates = put(updates, choose(skip, tree.map(lambda u: -torch.zeros_like(u), new), new), part)
+            inner[label] = choose(skip, state.inner[label], new_state)
+        return updates, LabelState(inner, state.layouts)
+
+    def fused(
+        grads: Tree, state: LabelState, params: Tree, found_inf: FoundInf | None, donate: bool, **extra: object
+    ) -> tuple[Tree, LabelState]:
+        params, states = (params, state.inner) if donate else (copied(params), tree.map(torch.clone, state.inner))
+        inner = {}
+        for label, part in _layouts(state, txs):
+            picked, skip = pick(params, part), _of_label(found_inf, label)
+            new, inner[label] = txs[label].step(pick(grads, part), states[label], picked, skip, donate=True, **extra)
+            write(picked, new)  # into `params`; nothing to do if the step has written to `picked` itself
+        return params, LabelState(inner, state.layouts)
+
+    return checked(Transform(init, update, fused, labelled=True, views=True, parts=txs), Needs("by_label", LabelState))
+
+
+def masked(tx: TransformLike, mask: Labels) -> Transform:
+    """Apply `tx` to the leaves for which `mask` is true; the gradients of the others are returned unchanged.
+
+    `mask` is a function or a tree as `by_label`'s labels are, of truth values.
+
+    >>> tx = masked(scale(-1.0), lambda path, leaf: leaf.ndim > 0)
+    >>> grads = {"w": torch.ones(1), "s": torch.tensor(1.0)}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([-1.]), 's': tensor(1.)}
+    """
+    return by_label({True: tx, False: identity()}, mask)
+
+
+def resting(tx: TransformLike) -> Transform:
+    """Apply `tx` to each leaf by itself, and only at the updates that reach it: else the leaf and its state rest.
+
+    A leaf is reached if any element of its gradient is not zero, on any rank. torch rests where a gradient is None;
+    here a gradient that is exactly zero counts as none, also where the loss read the leaf. No host read, one small
+    collective. Each leaf has a state and a count of its own, so norms, means and schedules in `tx` are those of single
+    leaves; put what is meant for all leaves around this, in a `chain`.
+
+    >>> tx, params = resting(sgd(1.0, weight_decay=0.5)), {"a": torch.ones(1), "b": torch.ones(1)}
+    >>> tx.step({"a": torch.ones(1), "b": torch.zeros(1)}, tx.init(params), params)[0]
+    {'a': tensor([-0.5000]), 'b': tensor([1.])}
+    """
+    inner = as_transform(tx)
+
+    def of(paths: Iterable[Label]) -> Transform:
+        return by_label(dict.fromkeys(paths, inner), lambda path, leaf: path)
+
+    def init(params: Tree) -> LabelState:
+        layout = layout_of(params)
+        return of(layout.leaves[number].path for number in layout.numbers).init(params)
+
+    def update(grads: Tree, state: LabelState, params: Tree = None, **extra: object) -> tuple[Tree, LabelState]:
+        return of(state.inner).update(grads, state, params, found_inf=_unreached(grads, state), **extra)
+
+    def fused(
+        grads: Tree, state: LabelState, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
+    ) -> tuple[Tree, LabelState]:
+        skip = _unreached(grads, state)
+        if found_inf is not None:
+            skip = {path: torch.maximum(flag, found_inf.to(flag.device)) for path, flag in skip.items()}
+        return of(state.inner).step(grads, state, params, skip, donate, **extra)
+
+    return checked(Transform(init, update, fused, views=True), Needs("resting", LabelState))
+
+
+def _unreached(grads: Tree, state: LabelState) -> dict[Label, Tensor]:
+    """For each leaf 1 if its gradient is zero on all ranks, else 0: float32, 0-d."""
+    reached: dict[Label, Tensor] = {}
+    mesh: AnyMesh = None
+    for path, layout in state.layouts:
+        part, mesh = pick(grads, layout), layout.mesh
+        rows = [view for run in part.runs for view in run] if isinstance(part, Views) else part.tensors
+        device = rows[0].device if rows else mesh_device(mesh)  # `zero` may have given this rank no part of the leaf
+        nothing = torch.zeros((), dtype=torch.bool, device=device)
+        reached[path] = torch.stack([nothing, *((row != 0).any() for row in rows)]).any().float()
+    return tree.map(lambda flag: 1 - flag, consensus.any_rank(reached, mesh))
+
+
+def check_labelled(tx: Transform) -> None:
+    """Raise ValueError if a transformation cannot skip the leaves of one label alone."""
+    if not tx.labelled:
+        raise ValueError(
+            "skip_labels: this transformation does not keep labels apart: they share a norm, a mean or a count, so one "
+            "label's overflow would change or skip the others. Expected optim.by_label, alone, in with_hyperparams "
+            "without schedules, or last in a chain of what acts on elements and has no state. Clip by norm, count and "
+            "average inside: by_label({'a': chain(clip_by_global_norm(1.0), adamw(lr)), ...}, labels)"
+        )
+
+
+def _split(layout: Layout, transforms: Mapping[Label, TransformLike], labels: Labels) -> dict[Label, Layout]:
+    """The layout of each label's leaves, for the labels that have any."""
+    _check_patterns(layout, labels)
+    _check_ties(layout, labels)
+    of_label: dict[Label, list[int]] = {}
+    for number in layout.numbers:
+        leaf = layout.leaves[number]
+        label = label_of(leaf, labels)
+        if label not in transforms:
+            raise ValueError(
+                f"by_label: leaf {leaf.path!r} has the label {label!r}, but there are transformations only for "
+                f"{', '.join(map(repr, transforms))}"
+            )
+        of_label.setdefault(label, []).append(number)
+    return {label: layout.pick(of_label[label]).prepared() for label in transforms if label in of_label}
+
+
+def _check_patterns(layout: Layout, labels: Labels) -> None:
+    """Raise ValueError for a pattern that matches no leaf of the tree, trained or not."""
+    if callable(labels):
+        return
+    leaves = [path.split(".") for path in tree.paths(layout.spec)]
+    for pattern in tree.paths(tree.flatten(labels)[1]):
+        if pattern and pattern != "**" and not any(_fits(path, pattern) for path in leaves):
+            raise ValueError(
+                f"by_label: the pattern {pattern!r} of the labels matches no leaf; the tree has "
+                f"{', '.join(map(repr, tree.paths(layout.spec)[:6]))}"
+            )
+
+
+def _check_ties(layout: Layout, labels: Labels) -> None:
+    """Raise ValueError if a pattern for a later place of a tied leaf has another label than the first place.
+
+    The label is that of the first place, which is also what a function is given; "**" says nothing of later places.
+    """
+    for path, number in zip(tree.paths(layout.spec), layout.places, strict=True):
+        leaf = None if callable(labels) or number is None else layout.leaves[number]
+        if leaf is None or path == leaf.path:
+            continue
+        match, first = _match(path, labels), label_of(leaf, labels)
+        if match is not None and match[0] != "**" and match[1] != first:
+            raise ValueError(
+                f"by_label: leaf {path!r} is tied to {leaf.path!r}, and their labels are {match[1]!r} and {first!r}: "
+                "give both the same"
+            )
+
+
+def _fits(path: Sequence[str], pattern: str) -> bool:
+    """Whether a pattern matches a leaf's path, or the path of a subtree that contains the leaf."""
+    return any(tree.matches(path[:end], pattern) for end in range(len(path) + 1))
+
+
+def check_labels(name: str, labels: Labels) -> None:
+    """Raise TypeError unless `labels` is a function or a tree of labels."""
+    if isinstance(labels, type | str | bool | int | float | Tensor) or hasattr(labels, "named_parameters"):
+        expected = "a function (path, tensor) -> label, or a tree of labels whose keys may be patterns"
+        raise TypeError(wrong(name, labels, expected))
+
+
+def label_of(leaf: Leaf, labels: Labels) -> Label:
+    """Return the label of a leaf; ValueError if it has none."""
+    if callable(labels):
+        return labels(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+    match = _match(leaf.path, labels)
+    if match is None:
+        patterns = ", ".join(map(repr, tree.paths(tree.flatten(labels)[1])))
+        raise ValueError(
+            f"by_label: the labels miss the leaf {leaf.path!r}: they are for {patterns}. "
+            'A last key "**" is for all the rest.'
+        )
+    return match[1]
+
+
+def _match(path: str, labels: Tree) -> tuple[str, Label] | None:
+    """The first pattern in a tree of labels that fits a path, and its label."""
+    flat, spec = tree.flatten(labels)
+    parts = path.split(".") if path else []
+    pairs = zip(tree.paths(spec), flat, strict=True)
+    return next(((pattern, label) for pattern, label in pairs if not pattern or _fits(parts, pattern)), None)
+
+
+def _of_label(found_inf: FoundInf | None, label: Label) -> Tensor | None:
+    """Whether to skip the update of one label (0-d, 1 or 0); None if no update is skipped."""
+    if not isinstance(found_inf, Mapping):
+        return found_inf
+    if label not in found_inf:
+        raise ValueError(f"optim.by_label: found_inf is for {', '.join(map(repr, found_inf))}, not for {label!r}")
+    return found_inf[label]
+
+
+def _layouts(state: LabelState, transforms: Mapping[Label, TransformLike]) -> tuple[tuple[Label, Layout], ...]:
+    if strange := [label for label, _ in state.layouts if label not in transforms]:
+        raise ValueError(f"optim.by_label: the state was made by another one: it has the label {strange[0]!r}")
+    return state.layouts

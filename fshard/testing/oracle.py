@@ -18,8 +18,8 @@ from ..core.tree import Spec, Tree, detached, flatten, map, map_tops, unflatten
 from ..grad.grad import check_loss
 from ..layout.layout import Leaf
 from ..optim.base import FoundInf, Label, Transform, any_found, as_transform, clip_factor
-from ..optim.labels import Labels, label_of
 from ..optim.state import gather_state
+from ..optim.transforms import Labels, label_of
 from ..plan.leaves import first_places
 from ..plan.precision import Policy, Precision, policy_of, precisions
 from ..plan.units import Where, claim_leaves, claim_policies

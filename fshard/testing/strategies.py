@@ -17,8 +17,8 @@ from torch import Tensor
 from ..core import tree
 from ..core.lazy import Branch
 from ..core.losses import Mean, Sum
-from ..optim import base, labels, matrix, optimizers, schedules
-from ..optim.transforms import chain, every_k
+from ..optim import base, matrix, optimizers, schedules
+from ..optim.transforms import by_label, chain, every_k
 from ..plan.leaves import first_places
 from ..plan.precision import Policy
 
@@ -159,7 +159,7 @@ _CHOSEN = (
     ),
     Named(
         "by_label(matrices: adamw(0.01), others: sgd(0.1))",
-        lambda: labels.by_label(
+        lambda: by_label(
             {"matrix": optimizers.adamw(0.01), "other": optimizers.sgd(0.1)},
             lambda path, leaf: "matrix" if leaf.ndim > 1 else "other",
         ),

@@ -24,7 +24,7 @@ from ..grad.grad import inputs, later_grads, run
 from ..grad.gradients import Gradients, settle
 from ..grad.unit import Gathered
 from ..layout.pieces import device_of
-from ..optim.labels import Labels
+from ..optim.transforms import Labels
 from ..plan.partitions import axes_of
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded

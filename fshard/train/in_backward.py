@@ -30,7 +30,7 @@ from ..layout.layout import Layout
 from ..layout.norms import square_sum
 from ..layout.pieces import Parts, Views
 from ..optim.base import Label, Transform, clip_factor
-from ..optim.labels import LabelState
+from ..optim.transforms import LabelState
 from ..sharding.schedule import View
 from ..sharding.sharded import Sharded, refine
 from .accumulate import Recipe, rank_of, run_each

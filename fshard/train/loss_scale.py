@@ -27,7 +27,7 @@ from ..layout.layout import Leaf
 from ..layout.pieces import Parts, device_of, layout_of, mesh_of, pieces
 from ..optim import kernels
 from ..optim.base import FoundInf, Label, any_found, check_found
-from ..optim.labels import Labels, label_of
+from ..optim.transforms import Labels, label_of
 
 # The fields of DynamicLossScale that torch.amp.GradScaler lacks, with the values at which both do the same.
 _BOUNDS = {"min_scale": 0.0, "max_scale": math.inf, "hysteresis": 1}

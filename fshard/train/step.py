@@ -26,7 +26,7 @@ from ..layout.norms import global_norm
 from ..layout.pieces import Views, device_of, packed
 from ..optim.base import FoundInf, Transform, TransformLike, any_found, as_transform, clip_factor
 from ..optim.kernels import where
-from ..optim.labels import Labels, check_labelled, check_labels
+from ..optim.transforms import Labels, check_labelled, check_labels
 from ..plan import offload
 from ..sharding.sharded import Sharded, coarsen, refine
 from . import dynamo

@@ -19,7 +19,7 @@ import fshard
 from fshard import DynamicLossScale, Sharded, optim
 from fshard.core import tree
 from fshard.layout.pieces import Parts, packed
-from fshard.optim.labels import LabelState
+from fshard.optim.transforms import LabelState
 from fshard.sharding.sharded import coarsen, refine
 from fshard.train.step import _gathered, _update
 

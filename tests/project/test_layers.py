@@ -66,7 +66,7 @@ DOORS = {
     "fsspec": {"files.remote"},
     "threading": {
         *("testing.scheduler", "comm.announce", "comm.process_groups", "module.*"),
-        *("checkpoint.saving", "checkpoint.writing", "compiler.draws"),
+        *("checkpoint.saving", "checkpoint.writing", "compiler.captures"),
     },
     "torch.nn.Module": {"module.*"},
     "torch.compile": set(),
@@ -381,9 +381,9 @@ def test_options_are_lists(name: str) -> None:
 
 
 def test_files_and_functions_are_small() -> None:
-    """Folders have at most 13 files, files 500 lines, functions 60: otherwise a reader could not understand one."""
+    """Folders have at most 12 files, files 500 lines, functions 60: otherwise a reader could not understand one."""
     for name in FOLDERS:
-        assert len([x for x in SOURCES if folder(x) == name and x != name]) <= 13, name
+        assert len([x for x in SOURCES if folder(x) == name and x != name]) <= 12, name
     for module, source in SOURCES.items():
         assert len(source.splitlines()) <= 500, module
         for name, node in definitions(source):
