@@ -333,6 +333,7 @@ def waits_for_rank_1(mesh: Any, dir: str) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_processes_hear_of_an_error(tmp_path):
     """A process whose peer could not write would wait for the peer's record for an hour."""
     texts = gloo(waits_for_rank_1, str(tmp_path))

@@ -282,6 +282,7 @@ def trained(mesh: Any, wires: tuple[str, str], num_steps: int = 3, scale: Any = 
     return losses, gather_params(state.params)
 
 
+@pytest.mark.slow
 def test_processes_give_the_same_bits():
     """Training with wires in simulated ranks would not be what processes do."""
     for wires in (("int8", "float8"), ("cast", "int8")):

@@ -512,6 +512,7 @@ def test_the_graph_of_a_step(regather):
 # --- recompute ---
 
 
+@pytest.mark.slow
 def test_cheap_values_are_made_again():
     """A `budget` would not lower the peak, or would change bits."""
 

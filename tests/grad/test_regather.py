@@ -303,6 +303,7 @@ def traffic_and_bits(mesh: Any) -> tuple[dict[str, Any], dict[str, list[torch.Te
     return axes, {key: two_steps(mesh, "chain", choice, tx, **SLOW) for key, choice in CHOICES.items()}
 
 
+@pytest.mark.slow
 def test_processes_gather_and_compute_what_simulated_ranks_do() -> None:
     """In processes, whose buffers peers may read late, a copy would have other values."""
     ranks = [job(traffic_and_bits, shard=2, replicate=2) for job in (gloo, simulated)]

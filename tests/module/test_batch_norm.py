@@ -136,6 +136,7 @@ def test_norms_that_run_again_or_in_a_graph(again, jitted):
     is_near(simulated(run, "plain", again, jitted), "plain")
 
 
+@pytest.mark.slow
 def test_norms_of_processes():
     """Statistics would be those of all ranks in simulation alone."""
     args = run, "plain", True

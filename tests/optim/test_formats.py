@@ -148,8 +148,8 @@ def values(kind: str, model: nn.Module) -> dict[str, Tensor]:
     return dcp.get_model_state_dict(model, options=dcp.StateDictOptions(full_state_dict=True))
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", ["FSDP2", "FSDP1", "FSDP1 sharded", "FSDP2 sharded", "ZeRO"])
+@pytest.mark.slow
 def test_there_and_back(kind):
     """Optimizer state of FSDP, FSDP2 or ZeroRedundancyOptimizer would lose or swap a tensor on its way in or out."""
     gloo(there_and_back, kind)

@@ -735,6 +735,7 @@ def test_ranks_that_load_what_differs(how):
         simulated(unlike_ranks, how, replicate=replicate, shard=shard)
 
 
+@pytest.mark.slow
 def test_processes_that_load_what_differs():
     """Processes raise on both sides, and none waits."""
     gloo(unlike_ranks, "src of load_state_dict")

@@ -162,8 +162,8 @@ def train_all(mesh: Any, some: list[Case]) -> list[Run]:
     return [train(mesh, case) for case in some]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", ["2x2", "3", "4"])
+@pytest.mark.slow
 def test_processes_and_simulated_ranks_agree_to_the_bit(world):
     """Simulated ranks would prove nothing about real processes."""
     replicate, shard = WORLDS[world]

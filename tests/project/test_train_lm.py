@@ -70,6 +70,7 @@ def test_it_ends_well_and_says_what_came_of_it(trained: Any) -> None:
         assert done.stdout.count(words) == 1, done.stdout
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_every_measurement_is_finite(trained: Any) -> None:
     """The example would not learn, or report other figures than it measured."""
     *steps, result = records(trained[2])
