@@ -26,7 +26,7 @@ class Announced:
     def __init__(self, ranks: Ranks, announce: Callable[[str], None]):
         self.axis, self.rank, self.size, self.device = ranks.axis, ranks.rank, ranks.size, ranks.device
         # `whole` is None, so that every collective is an `exchange` or `built_in`: both announce
-        self.built_in, self.whole, self.empty, self.settle = ranks.built_in, None, ranks.empty, ranks.settle
+        self.built_in, self.whole, self.empty = ranks.built_in, None, ranks.empty
         self._ranks, self._exchange, self.announce = ranks, ranks.exchange, announce
 
     @property

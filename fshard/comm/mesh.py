@@ -185,9 +185,6 @@ class _AbstractRanks:
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
         return like.new_empty(numel)
 
-    def settle(self, x: Tensor) -> None:
-        pass
-
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> NoReturn:
         raise RuntimeError(
             f"{call}: an abstract mesh has no ranks. Use fshard.eval_shape, or jit(...).lower, to look at it"

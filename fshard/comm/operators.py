@@ -53,36 +53,25 @@ def _define_start(schema: str, run: Callable[..., object], shapes: Callable[...,
     define(schema, lambda *args, after=None, **rest: run(*args, **rest), lambda *args, after=None, **_: shapes(*args))
 
 
-def _room(ranks: Ranks, numel: int, like: Tensor, lent: bool, settled: bool) -> Tensor:
-    """A flat tensor, which is lent only if `settle` reads it, or if collectives have read it when they are waited for.
+def _room(ranks: Ranks, numel: int, like: Tensor, lent: bool) -> Tensor:
+    """A flat tensor, which is lent only if collectives have read it when they are waited for.
 
     A compiler may write other values to memory as soon as no node reads it any more (Note [Lent memory] in `ranks.py`).
     """
-    return ranks.empty(numel, like, lent and (settled or ranks.built_in is not None))
+    return ranks.empty(numel, like, lent and ranks.built_in is not None)
 
 
-def _all_gather(x: Tensor, mesh: str, axis: str, label: str, nbytes: int, lent: bool, settled: bool = False) -> Started:
+def _all_gather(x: Tensor, mesh: str, axis: str, label: str, nbytes: int, lent: bool) -> Started:
     ranks = _ranks(mesh, axis)
-    place = _room(ranks, ranks.size * x.numel(), x, lent, settled).view(
-        ranks.size * x.shape[0], *x.shape[1:]
-    )  # (W n, ...)
-    return _started(place, primitives.all_gather(x, ranks, label, place, lent=lent))
+    place = _room(ranks, ranks.size * x.numel(), x, lent).view(ranks.size * x.shape[0], *x.shape[1:])  # (W n, ...)
+    return _started(place, primitives.all_gather(x, ranks, label, place))
 
 
 def _gathered(x: Tensor, mesh: str, axis: str, *rest: object) -> Started:
     return x.new_empty(_ranks(mesh, axis).size * x.shape[0], *x.shape[1:]), _ticket()
 
 
-_define_start(f"all_gather(Tensor x, {_AT}, bool lent, bool settled=False) -> (Tensor, Tensor)", _all_gather, _gathered)
-
-
-def _settle(place: Tensor, mesh: str, axis: str) -> Tensor:
-    """Wait until the peers have read what was sent of lent memory. Returns a tensor that is not read."""
-    _ranks(mesh, axis).settle(place)
-    return _ticket()
-
-
-define("settle(Tensor place, str mesh, str axis) -> Tensor", _settle, _ticket_of)
+_define_start(f"all_gather(Tensor x, {_AT}, bool lent) -> (Tensor, Tensor)", _all_gather, _gathered)
 
 
 def _place(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -119,8 +108,8 @@ _define_start(
     _ticket_of,
 )
 define(
-    "room(Tensor like, int numel, str mesh, str axis, bool lent, bool settled=False) -> Tensor",
-    lambda like, numel, mesh, axis, lent, settled=False: _room(_ranks(mesh, axis), numel, like, lent, settled),
+    "room(Tensor like, int numel, str mesh, str axis, bool lent) -> Tensor",
+    lambda like, numel, mesh, axis, lent: _room(_ranks(mesh, axis), numel, like, lent),
     lambda like, numel, *rest, **more: like.new_empty(numel),
 )
 

@@ -183,9 +183,6 @@ class GroupRanks:
         maker = self._maker if lent and numel and like.device == self.device else None
         return like.new_empty(numel) if maker is None else maker(numel, dtype=like.dtype, device=self.device)
 
-    def settle(self, x: Tensor) -> None:
-        """Do nothing: messages are read by the end of the collective."""
-
     @cached_property
     def _maker(self) -> Callable[..., Tensor] | None:
         """The backend's allocator of registered memory, or None; NCCL's collectives then occupy fewer units of the GPU.

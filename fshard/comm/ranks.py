@@ -10,11 +10,9 @@ Note [Lent memory]
     - the part that a rank sums aside in an all-reduce in place;
     - the buffers that units are gathered into for a loss, if no wire decodes them. A loss that writes to its parameters
       is an error, and what it returns of them is copied.
-    Not lent is what users get as a result (`gather_params`, `zero`, inside of a graph, too), and what their reductions,
-    gathers and wires are given. In a graph, a compiler may use memory again after the memory's last reader. So there a
-    buffer is lent only if one of its readers is `fshard.settle`, which waits until the peers have read (the pass
-    `settle` of `compiler/settling.py`). Where a backend's own collectives run, they have read by the wait, and only the
-    allocator differs.
+    Not lent is what users get as a result (`gather_params`, `zero`), and what their reductions, gathers and wires are
+    given. In a graph nothing is lent: a compiler may use memory again after the memory's last reader. Where a backend's
+    own collectives run, they have read by the wait, and only the allocator differs.
     A late world (`testing/late.py`) raises an error for a write to lent memory that was sent.
 """
 
@@ -239,9 +237,6 @@ class Ranks(Protocol):
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
         """A flat tensor. With `lent` it is sent without a copy (Note [Lent memory])."""
-
-    def settle(self, x: Tensor) -> None:
-        """Wait until the peers have read what was sent of `x` if it is lent: then it is not lent any more."""
 
 
 def message_timeout(ranks: Ranks) -> timedelta:

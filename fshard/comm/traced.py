@@ -78,9 +78,6 @@ class NodeRanks:
             return like.new_empty(numel)
         return torch.ops.fshard.room(like, numel, self._mesh, self.axis, lent)
 
-    def settle(self, x: Tensor) -> None:
-        """Do nothing: a pass over the graph decides where it waits for the peers (`compiler/settling.py`)."""
-
     @property
     def whole(self) -> NodeRanks:
         """These ranks: each collective is one node."""

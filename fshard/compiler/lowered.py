@@ -24,7 +24,6 @@ from .dataflow import written_inputs
 from .donate import Input, donated
 from .inspect import Traffic
 from .memory import Footprint, footprint
-from .settling import settle
 from .signature import (
     Contents,
     Inputs,
@@ -206,7 +205,6 @@ PASSES = (
     Pass("bucket", lambda graph, setting: bucket(graph, setting.options.bucket)),
     Pass("recompute", lambda graph, setting: _within_budget(graph, setting)),
     Pass("materialize", lambda graph, _: passes.materialize(graph)),
-    Pass("settle", lambda graph, _: settle(graph)),
     Pass("chain", lambda graph, _: passes.chain(graph)),
 )
 

@@ -402,10 +402,3 @@ def listen(links: Collection[Link], call: str, beside: Collection[Link] = ()) ->
     still_open = [link for link in beside if link.is_open]
     for link in _poll([*links, *still_open], select.POLLIN, call):
         link.drain(call if link in links else "")
-
-
-def wait_for_readers(links: Collection[Link], segment: Segment) -> None:
-    """Wait until the peers have read what was sent in a segment. A peer that has gone reads nothing more."""
-    while segment.readers and (connected := [link for link in links if link.is_open]):
-        for link in _poll(connected, select.POLLIN, "reading a buffer that was gathered"):
-            link.drain()

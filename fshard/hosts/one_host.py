@@ -35,7 +35,7 @@ from ..comm.primitives import along
 from ..comm.process_groups import GroupRanks
 from ..comm.ranks import Call, MismatchError, Ranks, message_timeout
 from ..core.storage import as_bytes, from_bytes
-from .links import PLANS, SMALL, Link, Memory, Segment, refusal, tensor_in, wait_for_readers
+from .links import PLANS, SMALL, Link, Memory, Segment, refusal, tensor_in
 from .rendezvous import links_to
 
 _LARGE = 1 << 20  # buffers of at least so many bytes are allocated in a segment
@@ -94,11 +94,6 @@ class _HostRanks:
             return like.new_empty(numel)
         size = numel * like.itemsize
         return from_bytes(tensor_in(self._room(size), size, lent), like.dtype)
-
-    def settle(self, x: Tensor) -> None:
-        if lent := self._memory.find(as_bytes(x)):
-            wait_for_readers(self.links.values(), lent[0])
-            lent[0].lent = False  # what is written to it from now on is sent as a copy
 
     def _room(self, size: int) -> Segment:
         """Return a segment that is free, or a new one."""

@@ -121,12 +121,6 @@ class Lent:
                 if 0 <= begin < len(memory.bytes):
                     memory.sent.append((str(work), begin, bytes(memory.bytes[begin : begin + x.nbytes])))
 
-    def settle(self, x: Tensor) -> None:
-        """Compare what was sent of `x` now, and allow writes to it from now on."""
-        if memory := self._memories.get(x.data_ptr()):
-            self._changed += memory.changed()
-            memory.sent.clear()
-
     def _freed(self, address: int) -> None:
         self._changed += self._memories.pop(address).changed()
 

@@ -155,10 +155,6 @@ class _SimulatedRanks:
             return like.new_empty(numel)
         return self._under_way.lent.empty(numel, like)
 
-    def settle(self, x: Tensor) -> None:
-        if self._under_way is not None:
-            self._under_way.lent.settle(x)
-
     def _meet(
         self, call: Call, sends: Sequence[Tensor], into: Sequence[Tensor], act: Callable[[list[Post]], None]
     ) -> Exchange:

@@ -92,24 +92,6 @@ def _senders_may_write_again(mesh):
     return right
 
 
-def _settled_memory_may_be_written_to(mesh):
-    """A rank that has settled lent memory may write to it: a peer that reads late has read it."""
-    ranks = one_host.connect(mesh).ranks("shard")
-    right = True
-    for i in range(6):
-        place = ranks.empty(2 * 400_000, torch.ones(1), lent=True)
-        x = torch.full((400_000,), float(i + ranks.rank))
-        pending = primitives.all_gather(x, ranks, out=place, lent=True)
-        if i % 2 == ranks.rank:
-            torch.ones(3_000_000).sin()  # the peer is here first
-        right &= pending.wait()[::400_000].tolist() == [i, i + 1]
-        ranks.settle(place)
-        right &= not any(segment.readers for segment in ranks._memory.segments)
-        right &= ranks._memory.find(place.view(torch.uint8)) is None
-        place.fill_(-1.0)
-    return right
-
-
 class _Copied(TorchDispatchMode):
     """Counts the bytes that are copied."""
 
@@ -170,7 +152,6 @@ def _all_of_it(mesh):
         _many_before_any_wait(mesh),
         _memory_is_used_again(mesh),
         _senders_may_write_again(mesh),
-        _settled_memory_may_be_written_to(mesh),
         _closes(mesh),
         _copies_of_a_sum_in_place(mesh) == 3,
         _different_calls(mesh),
@@ -181,13 +162,13 @@ def _all_of_it(mesh):
 def test_messages_and_memory():
     """Memory is reused only after all ranks read it, and a lost peer is an error: otherwise data would be mixed up."""
     first, second = gloo(_all_of_it, shard=2)
-    assert first[:6] == second[:6] == (True, True, True, True, True, True)
-    for text in (first[6], second[6]):
+    assert first[:5] == second[:5] == (True, True, True, True, True)
+    for text in (first[5], second[5]):
         assert "all_gather(float32[4]" in text
         assert "reduce_scatter(float32[4]" in text
         assert "unit 'blocks.0'" in text
-    assert "rank 1 of axis 'shard' has gone" in first[7]
-    assert "all_gather(float32[3]" in first[7]
+    assert "rank 1 of axis 'shard' has gone" in first[6]
+    assert "all_gather(float32[3]" in first[6]
 
 
 LARGE = 1 << 19  # elements of float32: 2 MiB, lent memory is 1 MiB or more

@@ -112,9 +112,6 @@ class Ranks:
         """A tensor."""
         return like.new_empty(numel)
 
-    def settle(self, x: Tensor) -> None:
-        """Do nothing."""
-
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> process_groups.Works:
         """What travels is on the device."""
         assert all(x.device == self.device for x in (*sends, *(r for r in recvs if r is not None))), call
