@@ -379,19 +379,6 @@ def from_rank(x: Tensor, mesh: AnyMesh, src: int, label: str = "") -> Tensor:
     return x
 
 
-def gather_over(
-    x: Tensor, mesh: AnyMesh, axes: Axes, label: str = "", out: Tensor | None = None, *, lent: bool = False
-) -> Pending:
-    """All-gather over several axes, of which the first varies slowest; without axes the result is the tensor itself."""
-    if not axes:
-        return Pending(None, lambda _: x if out is None else out.copy_(x))
-    *outer, last = axes
-    pending = all_gather(x, along(mesh, last), label, None if outer else out, lent=lent)
-    if not outer:
-        return pending
-    return pending.keeping(x).then(lambda full: gather_over(full, mesh, tuple(outer), label, out, lent=lent))
-
-
 def buffer(mesh: AnyMesh, axes: Sequence[str], numel: int, like: Tensor, *, lent: bool) -> Tensor:
     """Allocate a flat buffer on the ranks of the first axis. `lent`: it is filled once, then sent along this axis."""
     return along(mesh, axes[0]).empty(numel, like, lent) if axes else like.new_empty(numel)

@@ -10,16 +10,14 @@ Note [The same bits on any number of ranks]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from . import primitives
-from .mesh import AnyMesh, Axes, axis_sizes
 from .ranks import Pending, Ranks
 
 
@@ -101,90 +99,6 @@ class TreeSums:
 
 
 DEFAULT, TREE = Sums(), TreeSums()
-
-
-def reduce_over(
-    x: Tensor,
-    mesh: AnyMesh,
-    axes: Axes,
-    rest: Axes,
-    label: str = "",
-    out: Tensor | None = None,
-    by: Reduction = DEFAULT,
-) -> Pending:
-    """Reduce-scatter over `axes`, then all-reduce over `rest`: the transpose of gathering over `axes` on all ranks.
-
-    A sum along one axis is sent along the next in the dtype it was taken in.
-    """
-    sizes = axis_sizes(mesh)  # of all axes, in the order of the mesh
-    stages = _stages(sizes, axes, rest, innermost_first=isinstance(by, TreeSums))
-    if not stages:
-        return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
-
-    def start(stage: _Stage, x: Tensor) -> Pending:  # (n,) -> (n / W,) if the stage scatters, else (n,)
-        ranks, reduce = primitives.along(mesh, stage.axis), by.reduce_scatter if stage.scatters else by.all_reduce
-        into = out
-        if stage is not stages[-1]:  # `TreeSums` chooses the dtype of its sums
-            numel = x.numel() // ranks.size if stage.scatters else x.numel()
-            into = None if isinstance(by, TreeSums) else x.new_empty(numel, dtype=primitives.sum_dtype(x.dtype))
-        return reduce(_in_order(x, stage, sizes), ranks, label, into).keeping(x)
-
-    pending = start(stages[0], x)
-    for stage in stages[1:]:
-        pending = pending.then(partial(start, stage))
-    return pending
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """A collective along `axis`; when it starts, the tensor is still to be scattered over `to_scatter`."""
-
-    axis: str
-    to_scatter: Axes
-
-    @property
-    def scatters(self) -> bool:
-        """Whether it is a reduce-scatter; else an all-reduce."""
-        return self.axis in self.to_scatter
-
-
-def _stages(sizes: dict[str, int], axes: Axes, rest: Axes, innermost_first: bool) -> list[_Stage]:
-    """The collectives that `reduce_over` consists of, in order."""
-    # an axis of one rank adds nothing, but a stage along it would have the next stage send a sum in a wider dtype
-    needed = [axis for axis in axes + rest if sizes[axis] > 1] or (axes + rest)[:1]
-    order = [axis for axis in reversed(sizes) if axis in needed] if innermost_first else needed
-    scattered = [axis for axis in axes if axis in needed]
-    done = [order[:number] for number in range(len(order))]
-    return [
-        _Stage(axis, tuple(a for a in scattered if a not in before)) for axis, before in zip(order, done, strict=True)
-    ]
-
-
-def _in_order(x: Tensor, stage: _Stage, sizes: Mapping[str, int]) -> Tensor:
-    """`x` with the parts for the ranks along the axis of a stage end to end."""
-    if not stage.scatters or stage.axis == stage.to_scatter[0]:
-        return x
-    parts = x.view(*(sizes[axis] for axis in stage.to_scatter), -1)  # (ranks along each axis, numel of a part)
-    return parts.movedim(stage.to_scatter.index(stage.axis), 0).reshape(-1)
-
-
-def gather_over(x: Tensor, mesh: AnyMesh, axes: Axes, label: str, by: Gather | None = None, *, lent: bool) -> Pending:
-    """All-gather over `axes`, the first the slowest, by an object or (None) by `all_gather`. Dual: `reduce_over`."""
-    if by is None:
-        return primitives.gather_over(x, mesh, axes, label, lent=lent)
-    *outer, last = axes
-    ranks = primitives.along(mesh, last)
-
-    def checked(full: Tensor) -> Tensor:
-        if full.shape != (ranks.size * x.numel(),) or full.dtype != x.dtype:
-            raise ValueError(
-                f"{by}: all_gather gave {full.dtype}{list(full.shape)}, expected {x.dtype}"
-                f"[{ranks.size * x.numel()}]: the tensors of {ranks.size} ranks end to end"
-            )
-        return full
-
-    pending = by.all_gather(x, ranks, label).keeping(x).then(checked)
-    return pending.then(lambda full: gather_over(full, mesh, tuple(outer), label, by, lent=lent)) if outer else pending
 
 
 def only_reads(by: Reduction) -> bool:

@@ -22,10 +22,10 @@ from torch import Tensor
 from ..comm import primitives
 from ..comm.mesh import Axes
 from ..comm.ranks import Pending
-from ..comm.reduction import gather_over
 from ..comm.wire import Wire, pack, unpack
 from ..core.flat import cleared_outside
 from ..core.tracing import is_tracing, named
+from ..layout.rows import COPIES, Rule, reshard
 from ..plan.offload import HOST
 from ..plan.plan import Plan
 from ..sharding.schedule import Entry, Part
@@ -135,8 +135,8 @@ class Gathers:
 
     def _over(self, x: Tensor, axes: Axes, name: str, lent: bool) -> Pending:
         """Start a gather over axes: (n / W,) on each rank -> (n,). Along an axis of one rank only the user's runs."""
-        needed = axes if self._plan.gather else several(self._plan, axes)
-        return gather_over(x, self._plan.live_mesh(), needed, name, self._plan.gather, lent=lent)
+        plan, along = self._plan, axes if self._plan.gather else None
+        return reshard(x, Rule(axes), COPIES, plan.live_mesh(), name, gather=plan.gather, along=along, lent=lent)
 
     def _in_one_message(
         self, entry: Entry, sent: Mapping[int, Tensor], axes: Axes, encoded: bool

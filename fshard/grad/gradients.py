@@ -43,11 +43,12 @@ from torch import Tensor
 from ..comm import primitives
 from ..comm.mesh import Axes, num_ranks
 from ..comm.ranks import Pending, Ranks
-from ..comm.reduction import DEFAULT, Reduction, Sums, TreeSums, only_reads, reduce_over
+from ..comm.reduction import DEFAULT, Reduction, Sums, TreeSums, only_reads
 from ..comm.wire import Wire
 from ..core.arguments import shown
 from ..core.flat import clear_outside_, put
 from ..core.tracing import is_tracing
+from ..layout.rows import COPIES, Rule, reshard, route
 from ..plan import offload
 from ..plan.offload import HOST
 from ..plan.plan import Plan
@@ -110,25 +111,34 @@ class _Route(NamedTuple):
 
 def _route(reduced: Sharded, kind: int, by: Reduction, later: Axes) -> _Route:
     plan, axes, mesh = reduced.plan, reduced.view.axes(kind), reduced.plan.live_mesh()
+    summed, needed = _summed(reduced, kind, later)
     like = torch.empty(0, dtype=buffer_dtype(plan, kind), device=plan.device)
     lent = plan.grad_wire is None and only_reads(by)
     # the first axis that the buffer is sent over: the mesh may allocate it where peers can read
     room = next((primitives.along(mesh, axis).empty for axis in axes + plan.rest(axes)), None)
-    summed = axes + plan.rest(axes + later)
-    needed = several(plan, summed)
     is_last = like.dtype == plan.kinds[kind].precision.grads and only_reads(by)  # what is put is what is kept
     special = plan.grad_wire or plan.kinds[kind].host or _is_split(plan, kind) or hasattr(by, "after")
-    if not special and not needed and is_last:
+    if not special and not several(plan, needed) and is_last:
         return _Route(like, room, lent, None, None, None, least=0)
-    if special or len(needed or summed[:1]) != 1:
+    steps = route(*summed, needed)
+    if special or len(steps) != 1:
         return _Route(like, room, lent, None, None, None, least=None)
-    (axis,) = needed or summed[:1]
-    collective = by.reduce_scatter if axis in axes else by.all_reduce
+    collective = by.reduce_scatter if steps[0].kind == "scatter" else by.all_reduce
     sent = None if isinstance(by, TreeSums) else plan.kinds[kind].precision.reduce  # sums travel in their own dtype
     # whole gradients are replaced by their sum
     in_place = is_last and type(by) is Sums and not several(plan, axes)
     least = _LARGE if in_place else None
-    return _Route(like, room, lent, collective, primitives.along(mesh, axis), sent, least)
+    return _Route(like, room, lent, collective, primitives.along(mesh, steps[0].axis), sent, least)
+
+
+def _summed(reduced: Sharded, kind: int, later: Axes) -> tuple[tuple[Rule, Rule], Axes]:
+    """The rules of a kind's gradients before and after their reduction, and the axes along which it has a step.
+
+    On one rank it has one, too, which casts, and is the user's if the reduction is.
+    """
+    plan, new = reduced.plan, Rule(reduced.view.axes(kind), later)
+    summed = new.over + plan.rest(new.over + later)
+    return (COPIES.dual(plan.rest(())), new), several(plan, summed) or summed[:1]
 
 
 def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, later: Axes) -> Pending:
@@ -156,7 +166,8 @@ def reduce_rest(sums: Sharded, reduced: Sharded, later: Axes, by: Reduction) -> 
     plan, started = reduced.plan, list[Pending]()
     for unit, kind in ((u, k) for u in range(len(plan.units)) for k in sums.view.kinds if plan.units[u].lengths[k]):
         x, out = sums.piece(unit, kind).to(plan.device), _landing(reduced, unit, kind)
-        pending = reduce_over(x, plan.live_mesh(), (), later, plan.units[unit].name, out, by)
+        axes = reduced.view.axes(kind)
+        pending = reshard(x, Rule(axes, later), Rule(axes), plan.live_mesh(), plan.units[unit].name, out, by=by)
         started.append(_landed(pending, out, reduced, unit, kind, by))
     for pending in started:
         pending.wait()
@@ -202,15 +213,15 @@ def _reduce_cast(
     flat: Tensor, reduced: Sharded, unit: int, kind: int, out: Tensor, by: Reduction, later: Axes
 ) -> Pending:
     """Start the sum of (n,) into `out`, (n / W,), sent in the dtype that the plan's policy says."""
-    plan, axes = reduced.plan, reduced.view.axes(kind)
-    mesh, other_axes, name = plan.live_mesh(), plan.rest(axes + later), plan.units[unit].name
+    plan, mesh, name = reduced.plan, reduced.plan.live_mesh(), reduced.plan.units[unit].name
+    summed, needed = _summed(reduced, kind, later)
     if isinstance(by, TreeSums):  # sums travel in the dtype they are taken in
-        return reduce_over(flat, mesh, axes, other_axes, name, out, by)
+        return reshard(flat, *summed, mesh, name, out, by=by, along=needed)
     # Each gradient was divided by the number of ranks W. Multiplied by about sqrt(W), neither small gradients nor sums
     # of large ones leave the range of float16. A power of two rounds nothing.
     factor = 2.0 ** round(math.log2(num_ranks(mesh)) / 2) if _is_split(plan, kind) else 1
     scaled = (flat if factor == 1 else flat * factor).to(plan.kinds[kind].precision.reduce)
-    pending = reduce_over(scaled, mesh, axes, other_axes, name, out, by)
+    pending = reshard(scaled, *summed, mesh, name, out, by=by, along=needed)
     return pending if factor == 1 else pending.then(lambda total: total.mul_(1 / factor))
 
 
@@ -230,13 +241,11 @@ def _reduce_encoded(
     sends = [wire.encode(part, part_lengths) for part, part_lengths in zip(parts, lengths, strict=True)]
     added = primitives.scatter(sends, ranks, lambda received: _added(wire, received, lengths[ranks.rank]), name)
     # a sum travels on in its own dtype, not encoded again, along the other axes of several ranks
-    if axes:
-        further, other_axes = (several(plan, names) for names in (axes[axes.index(axis) + 1 :], other_axes))
-        return added.then(lambda part: reduce_over(part, mesh, further, other_axes, name, out, by))
-    # every rank needs the whole sum: what `scatter` has cut is gathered again before the other axes
-    remaining = several(plan, [other for other in other_axes if other != axis])
-    whole = added.then(lambda part: primitives.gather_over(part, mesh, (axis,), name))
-    return whole.then(lambda full: reduce_over(full, mesh, (), remaining, name, out, by))
+    over = axes[: axes.index(axis) + 1] if axes else ()
+    old, new = Rule(over, plan.rest((axis, *over))), Rule(axes, later)
+    if not axes:  # every rank needs the whole sum: what `scatter` has cut is gathered again before the other axes
+        added = added.then(lambda part: reshard(part, Rule((axis,)), COPIES, mesh, name))
+    return added.then(lambda total: reshard(total, old, new, mesh, name, out, by=by))
 
 
 def _unpadded(total: Tensor, reduced: Sharded, unit: int, kind: int) -> Tensor:

@@ -35,6 +35,7 @@ from ..core.tree import Tree
 from ..hosts.one_host import connected
 from ..layout.layout import Derived
 from ..layout.pieces import Parts
+from ..layout.rows import interval
 from .ahead import Ahead
 from .offload import Crossings, crossings
 from .precision import Policy, Precision
@@ -202,10 +203,7 @@ class Plan:
 
     def within(self, x: Tensor, kind: int, axes: Axes) -> Tensor:
         """This rank's interval (n / W,) of a buffer (n,) of one kind that is cut further, over these axes: a view."""
-        axes = self.over(axes, kind)
-        length = x.numel() // self.num_parts(axes)
-        begin = coordinate(self.live_mesh(), axes) * length
-        return x[begin : begin + length]
+        return interval(x, self.live_mesh(), self.over(axes, kind))
 
     @cached_property
     def _indices(self) -> dict[Axes, int]:

@@ -18,9 +18,10 @@ from ..core.donation import Life, Source
 from ..core.flat import Places
 from ..core.lazy import Branch, Container
 from ..core.tree import Tree
-from ..layout import reshard
+from ..layout import reshard, rows
 from ..layout.layout import Layout
 from ..layout.pieces import Parameters, Parts, Pieces, Views
+from ..layout.rows import COPIES, Rule
 from ..plan import offload
 from ..plan.leaves import check_tensors, identity
 from ..plan.plan import Plan, Slot, check_plain
@@ -405,7 +406,7 @@ def coarsen(x: Sharded | Views, over: Axes, into: Sharded | None = None) -> Shar
                 row = into.piece(unit, kind)
                 piece = x.runs[view.kinds.index(kind)][unit] if isinstance(x, Views) else x.piece(unit, kind)
                 out = offload.landing(row, plan.device) if axes and plan.kinds[kind].host else row
-                pending = primitives.gather_over(piece.to(out.device), plan.live_mesh(), axes, name, out)
+                pending = rows.reshard(piece.to(out.device), Rule(axes), COPIES, plan.live_mesh(), name, out)
                 if out is row:
                     started.append(pending)
                 else:  # host memory: one after the other, as the device may have no room for all

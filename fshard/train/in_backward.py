@@ -29,6 +29,7 @@ from ..grad.gradients import Gradients, Take, UnitSums
 from ..layout.layout import Layout
 from ..layout.norms import square_sum
 from ..layout.pieces import Parts, Views
+from ..layout.rows import Rule, reshard
 from ..optim.base import Label, Transform, clip_factor
 from ..optim.transforms import LabelState
 from ..sharding.schedule import View
@@ -264,8 +265,8 @@ class Updates:
         plan = self._params.plan
         further = () if plan.kinds[kind].whole else plan.state_over[len(plan.params_over) :]
         if plan.num_parts(further) > 1:  # the optimizer's state is cut further than parameters are
-            row, name = self._params.piece(unit, kind), plan.units[unit].name
-            self._gathers.append(primitives.gather_over(params, plan.live_mesh(), further, name, row))
+            row, rules = self._params.piece(unit, kind), (Rule(plan.state_over), Rule(plan.params_over))
+            self._gathers.append(reshard(params, *rules, plan.live_mesh(), plan.units[unit].name, row))
 
     def _interval(self, unit: int, kind: int) -> Tensor:
         """The parameters (n / W_state,) that this rank updates, a view."""

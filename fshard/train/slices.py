@@ -28,13 +28,14 @@ from torch import Tensor
 
 from ..comm import consensus, primitives
 from ..comm.mesh import num_ranks
-from ..comm.reduction import TREE, reduce_over, tree_sum
+from ..comm.reduction import TREE, tree_sum
 from ..core import tree
 from ..core.losses import Outcome, described
 from ..core.scalars import on_device
 from ..core.tracing import copied
 from ..core.tree import Tree
 from ..grad.grad import later_grads, reduce_all
+from ..layout.rows import COPIES, reshard
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded
 from .accumulate import Recipe, StepGradients, joined, rank_of, run_each, summed_locally
@@ -123,8 +124,8 @@ def _add_to_counter(counter: list[Sharded], number: int, grads: Sharded) -> None
 def _over_ranks(outcomes: Sequence[Outcome], plan: Plan) -> Outcome:
     """The outcome of all slices of all ranks, summed in the tree's order; aux is this rank's."""
     local = tree_sum([torch.stack([*outcome.sums()]) for outcome in outcomes])  # (2,), and 2 for each average in aux
-    axes = plan.rest(())
-    sums = reduce_over(local, plan.live_mesh(), (), axes, "loss", None, TREE).wait().unbind()
+    old = COPIES.dual(plan.rest(()))
+    sums = reshard(local, old, COPIES, plan.live_mesh(), "loss", by=TREE).wait().unbind()
     return replace(
         outcomes[0], sums=lambda: sums, weight=None, aux=[aux for outcome in outcomes for aux in outcome.aux]
     )

@@ -11,9 +11,9 @@ from torch import Tensor
 from ..comm import primitives
 from ..comm.mesh import AnyMesh, Axes, mesh_device
 from ..comm.ranks import Pending
-from ..comm.reduction import reduce_over
 from ..core import tree
 from ..core.tree import Tree
+from ..layout.rows import COPIES, Rule, reshard
 from ..optim.base import FoundInf, Transform
 from ..plan.plan import Plan, Slot
 from ..plan.planning import make_plan
@@ -76,7 +76,8 @@ def _grads_part(
         if local:
             whole = primitives.buffer(mesh, plan.rest(()), plan.length(unit, kind, ()), like, lent=True)  # (n,)
             pack(leaves, plan, unit, kind, (), whole)
-            pending = reduce_over(whole, mesh, axes, plan.rest(axes), plan.units[unit].name, out)
+            old = COPIES.dual(plan.rest(()))
+            pending = reshard(whole, old, Rule(axes), mesh, plan.units[unit].name, out)
         else:
             pending = Pending(None, partial(_read, leaves, plan, unit, kind, out))
         started[unit, kind] = pending
@@ -143,7 +144,7 @@ class _Buckets:
         for (unit, kind), interval in parts.items():
             out, name = self.whole[unit, kind], plan.units[unit].name
             # not lent: the user gets the bucket, and may write to it (Note [Lent memory])
-            self.started.append(primitives.gather_over(interval, plan.live_mesh(), plan.state_over, name, out))
+            self.started.append(reshard(interval, Rule(plan.state_over), COPIES, plan.live_mesh(), name, out))
 
     def leaves(self) -> dict[Slot, Tensor]:
         """Wait for all gathers; return the whole leaves, views of the buckets."""

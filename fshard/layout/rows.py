@@ -1,0 +1,174 @@
+"""Rows: how a flat buffer lies on the ranks of a mesh, by a rule, and the collectives that take it to another rule.
+
+Note [Rules]
+    A row is a flat buffer (n,) of the leaves of one unit and kind. A `Rule` says one of three things of every axis of
+    the mesh: the row is *cut* over the axis into equal intervals (`over`, the first axis varies slowest), a *sum* over
+    the axis is outstanding (`sums`), or its ranks have *copies*. A strategy is the choice of four rules for one row:
+    parameters, what a loss computes with (copies), gradients, and optimizer state. What a backward gives is the dual of
+    what the loss computes with.
+
+Note [Duals]
+    A linear map from one rule to another has a transpose, from the dual of the second to the dual of the first: copies
+    and sums change places, what is cut stays cut. Values of a rule and of its dual are paired by the sum over all ranks
+    of their dot products. So the transpose of a gather (cut -> copies) is a sum that is cut (sum -> cut).
+
+Note [Routes]
+    A row gets from one rule to another by one step along each axis where they differ:
+
+    | of an axis, from | to     | step      |                                |
+    |------------------|--------|-----------|--------------------------------|
+    | copies           | cut    | `view`    | this rank's interval, no copy  |
+    | sum              | cut    | `scatter` | reduce-scatter                 |
+    | sum              | copies | `add`     | all-reduce                     |
+    | cut              | copies | `gather`  | all-gather                     |
+
+    Intervals lie inside each other, so an axis is cut after those before it and gathered before them: a route exists if
+    one of the two lists of axes begins with the other. Sums come before gathers, when a rank has the least. All other
+    moves, of single leaves, are those of `reshard.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from ..comm import primitives
+from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate
+from ..comm.ranks import Pending, Ranks
+from ..comm.reduction import DEFAULT, Gather, Reduction, TreeSums
+
+
+class Rule(NamedTuple):
+    """How a row lies on the ranks (Note [Rules])."""
+
+    over: Axes = ()
+    sums: Axes = ()
+
+    def dual(self, axes: Axes) -> Rule:
+        """The rule of gradients of a row that lies by this rule, on a mesh of these axes.
+
+        >>> Rule(("shard",)).dual(("replicate", "shard"))
+        Rule(over=('shard',), sums=('replicate',))
+        """
+        return Rule(self.over, tuple(axis for axis in axes if axis not in self.over + self.sums))
+
+
+COPIES = Rule()
+
+
+class Step(NamedTuple):
+    """One step of a route; before a `view` or a `scatter` the row is still to be cut over `to_cut`."""
+
+    kind: Literal["view", "scatter", "add", "gather"]
+    axis: str
+    to_cut: Axes = ()
+
+
+def route(old: Rule, new: Rule, order: Sequence[str], innermost_first: bool = False) -> list[Step]:
+    """Return the steps from one rule to another along the axes in `order`, those of the mesh (Note [Routes]).
+
+    Sums are taken along the axes of `new.over`, then along the others; or, innermost axis first, from the last in
+    `order`. ValueError if there is no route.
+
+    >>> route(Rule((), ("replicate", "shard")), Rule(("shard",)), ("replicate", "shard"))
+    [Step(kind='scatter', axis='shard', to_cut=('shard',)), Step(kind='add', axis='replicate', to_cut=())]
+    """
+    common = min(len(old.over), len(new.over))
+    if old.over[:common] != new.over[:common] or not set(new.sums) <= set(old.sums):
+        raise ValueError(f"a row has no route from {old} to {new}")
+    to_cut = tuple(axis for axis in new.over[common:] if axis in order)
+    due = [axis for axis in old.sums if axis in order and axis not in to_cut + new.sums]
+    narrowed = [*to_cut, *due]
+    if innermost_first:
+        narrowed.sort(key=order.index, reverse=True)
+    steps = list[Step]()
+    for axis in narrowed:
+        left = tuple(other for other in to_cut if other in narrowed[len(steps) :])
+        steps.append(Step("add" if axis in due else "scatter" if axis in old.sums else "view", axis, left))
+    return steps + [Step("gather", axis) for axis in reversed(old.over[common:]) if axis in order]
+
+
+def reshard(
+    x: Tensor,
+    old: Rule,
+    new: Rule,
+    mesh: AnyMesh,
+    label: str = "",
+    out: Tensor | None = None,
+    *,
+    by: Reduction = DEFAULT,
+    gather: Gather | None = None,
+    along: Axes | None = None,
+    lent: bool = False,
+) -> Pending:
+    """Start to move this rank's part of a row from one rule to another, into `out` if given.
+
+    The last step writes to `out`, which may have another dtype if that step is a sum. A sum along one axis is sent
+    along the next in the dtype it was taken in. `along` has the axes that need a step (None: those of several ranks).
+    `lent` is as in `primitives.all_gather`.
+    """
+    sizes, innermost_first = axis_sizes(mesh), isinstance(by, TreeSums)
+    needed = [axis for axis, size in sizes.items() if (size > 1 if along is None else axis in along)]
+    steps = route(old, new, needed, innermost_first)
+
+    def start(number: int, x: Tensor) -> Pending:  # (n,) -> (n / W,), (n,) or (W n,)
+        step, is_last = steps[number], number == len(steps) - 1
+        ranks = primitives.along(mesh, step.axis)
+        if step.kind == "view":
+            part = interval(_parts_first(x, step, sizes), mesh, (step.axis,))
+            return _arrived(part, out if is_last else None)
+        if step.kind == "gather":
+            full = _gathered(x, ranks, label, out if is_last else None, gather, lent)
+            return full if is_last else full.keeping(x)
+        into = out
+        if not is_last:  # `TreeSums` chooses the dtype of its sums
+            numel = x.numel() // ranks.size if step.kind == "scatter" else x.numel()
+            into = None if innermost_first else x.new_empty(numel, dtype=primitives.sum_dtype(x.dtype))
+        act = by.reduce_scatter if step.kind == "scatter" else by.all_reduce
+        return act(_parts_first(x, step, sizes), ranks, label, into).keeping(x)
+
+    pending = start(0, x) if steps else _arrived(x, out)
+    for number in range(1, len(steps)):
+        pending = pending.then(partial(start, number))
+    return pending
+
+
+def interval(x: Tensor, mesh: AnyMesh, axes: Axes) -> Tensor:
+    """This rank's interval (n / W,) of a row (n,) that is cut over these axes: a view."""
+    sizes = axis_sizes(mesh)
+    length = x.numel() // math.prod(sizes[axis] for axis in axes)
+    begin = coordinate(mesh, axes) * length
+    return x[begin : begin + length]
+
+
+def _arrived(x: Tensor, out: Tensor | None) -> Pending:
+    """What needs no message, as a collective that has ended."""
+    return Pending(None, lambda _: x if out is None or out is x else out.copy_(x))
+
+
+def _parts_first(x: Tensor, step: Step, sizes: Mapping[str, int]) -> Tensor:
+    """`x` with the parts for the ranks along the axis of a step end to end."""
+    if not step.to_cut or step.axis == step.to_cut[0] or step.kind == "add":
+        return x
+    parts = x.view(*(sizes[axis] for axis in step.to_cut), -1)  # (ranks along each axis, numel of a part)
+    return parts.movedim(step.to_cut.index(step.axis), 0).reshape(-1)
+
+
+def _gathered(x: Tensor, ranks: Ranks, label: str, out: Tensor | None, by: Gather | None, lent: bool) -> Pending:
+    """All-gather by the user's object, whose result is checked, or (None) by `primitives`."""
+    if by is None:
+        return primitives.all_gather(x, ranks, label, out, lent=lent)
+
+    def checked(full: Tensor) -> Tensor:
+        if full.shape != (ranks.size * x.numel(),) or full.dtype != x.dtype:
+            raise ValueError(
+                f"{by}: all_gather gave {full.dtype}{list(full.shape)}, expected {x.dtype}"
+                f"[{ranks.size * x.numel()}]: the tensors of {ranks.size} ranks end to end"
+            )
+        return full
+
+    return by.all_gather(x, ranks, label).keeping(x).then(checked)
