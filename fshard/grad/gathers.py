@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from torch import Tensor
 
@@ -79,7 +79,9 @@ class Gathers:
     def _plain(self, name: str, part: Part) -> Pending:
         if self._ranks is None or not (part.axes and part.numel):
             return self._whole(part)
-        return primitives.all_gather(self._cast(part), self._ranks, name, lent=True)
+        shard = part.of(self._rows)
+        sent = shard if shard.dtype == part.compute else self._cast(part)
+        return primitives.all_gather(sent, self._ranks, name, lent=True)
 
     def _each(self, entry: Entry, parts: Sequence[Part]) -> dict[int, Pending]:
         sent = {part.kind: part for part in parts if part.numel and _travels(self._params, part.kind)}
@@ -264,6 +266,11 @@ class Arrivals:
 
         Gathers under way go on to their next stage, the others start.
         """
+        if self.most == 1:  # as where units are equal
+            for number in islice(following, 1):
+                if self._stages(unit := self._units[number]):
+                    self.start(unit)
+            return
         units = self._ahead.gathers(None if current is None else current.number, following, self.stages)
         last = max(0, len(units) - self.stages)  # of those whose stages may all start; each after it is one behind
         for place, number in enumerate(units):

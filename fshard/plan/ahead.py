@@ -53,8 +53,6 @@ class Ahead:
         >>> Ahead((6, 1, 1, 6), None).gathers(1, [2, 3], 1), Ahead((6, 1, 1, 6), 1).gathers(1, [2, 3], 1)
         ([2, 3], [2])
         """
-        if self.number == stages == 1:  # as where units are equal
-            return list(islice(following, 1))
         fits = self.number is None and stages == 1
         return list(self._fitting(unit, following) if fits else islice(following, self.most(stages)))
 
