@@ -36,11 +36,10 @@ from .unit import Buffers, Unit
 def is_buffer(params: Sharded, kind: int, copied: bool) -> bool:
     """Whether leaves of a kind come in buffers of their own; else they are views of the parameters themselves.
 
-    With `copied` so do those that are cut over axes of one rank each, of which this rank has all.
+    With `copied` so do all that train: an optimizer writes to the parameters while the backward runs.
     """
     row = params.plan.kinds[kind]
-    is_cut = copied and bool(params.view.axes(kind))
-    return is_cut or _travels(params, kind) or row.host or row.precision.compute != row.dtype
+    return (copied and row.trainable) or _travels(params, kind) or row.host or row.precision.compute != row.dtype
 
 
 def _travels(params: Sharded, kind: int) -> bool:
@@ -94,7 +93,7 @@ class Gathers:
     def _whole(self, part: Part) -> Pending:
         """The flat buffer of leaves that this rank has whole: nothing is sent."""
         full = self._cast(part)
-        is_view = self._copied and part.axes and not is_buffer(self._params, part.kind, copied=False)
+        is_view = self._copied and part.trainable and not is_buffer(self._params, part.kind, copied=False)
         return arrived(full.clone() if is_view else full)
 
     def _brought(self, part: Part) -> Tensor:

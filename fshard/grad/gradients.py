@@ -9,8 +9,8 @@ Note [Updates in a backward]
     counts is whether the unit will be gathered again. It will not: autograd runs the nodes that were made last first,
     and a unit's anchor is made when the unit is read first (Note [Anchors] in `autograd.py`), so every node that reads
     the unit, and every checkpoint that reads it again, comes before its gradients. If a program finds another way, the
-    tape raises an error. Leaves that this rank has whole are read where they are, also by what autograd does not know
-    of (attributes of a user's function), so their sums wait for the end of the backward.
+    tape raises an error. Leaves that this rank has whole are copied when they are read, as if they were gathered: else
+    the loss, and what autograd does not know of (attributes of a user's function), would read them where they are.
 
 Note [Sums beside the computation]
     On an accelerator a reduction's waits for messages, its sums, and the stages and hooks that follow run on a stream
@@ -31,10 +31,10 @@ Note [Sums beside the computation]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -55,7 +55,6 @@ from ..plan.plan import Plan
 from ..sharding.schedule import Part, schedule
 from ..sharding.sharded import Sharded, whole_view
 from .gathers import arrived, decode, filled, several, sizes
-from .unit import Unit
 
 _LARGE = 1 << 20  # bytes of gradients that are summed in place: a second message is worth the memory
 
@@ -293,32 +292,6 @@ class UnitSums(Sharded):
     def drop(self, unit: int, kind: int) -> None:
         """Drop one piece: whoever holds the tensor has it alone."""
         del self._pieces[unit, kind]
-
-
-class Handing:
-    """The sums of one backward: `take` gets each when it is there, those of the kinds `late` at the end."""
-
-    def __init__(self, take: Take, late: Collection[int]):
-        self._take, self._late = take, late
-        self._waiting: list[tuple[int, int, Tensor]] = []
-
-    def after(self, pending: Pending, unit: Unit, kind: int) -> Pending:
-        """A reduction whose result is handed on."""
-        return pending.then(partial(self._arrived, unit, kind))
-
-    def _arrived(self, unit: Unit, kind: int, total: Tensor) -> Tensor:
-        if kind in self._late:
-            self._waiting.append((unit.number, kind, total))
-        else:
-            unit.gradients = "taken"
-            self._take(unit.number, kind, total)
-        return total
-
-    def finish(self) -> None:
-        """Hand on the sums that waited for the end of the backward."""
-        for unit, kind, total in self._waiting:
-            self._take(unit, kind, total)
-        self._waiting.clear()
 
 
 @dataclass(frozen=True)

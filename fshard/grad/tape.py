@@ -44,7 +44,7 @@ from ..sharding.sharded import Sharded
 from . import autograd, gathers, gradients
 from .autograd import Owners, SavedTensor, SavedView, has_reentrant, in_checkpoint
 from .gathers import Arrivals
-from .gradients import Gradients, Handing, Reductions, settle
+from .gradients import Gradients, Reductions, settle
 from .unit import Buffers, Gathered, Leaves, Unit
 from .writes import Writes
 
@@ -81,15 +81,13 @@ class Tape:
         self.shown: Shown | None = Shown()  # until the forward ends
         self._owners = Owners()
         self._reductions = Reductions(self.plan, into)
-        take = None if into is None else into.take
-        copied = take is not None  # what is read is not what `take` writes to
-        views = [k for k in params.view.kinds if not gathers.is_buffer(params, k, copied)]
-        self._handing = None if take is None else Handing(take, views)
+        self._take = None if into is None else into.take
+        copied = self._take is not None  # what is read is not what `take` writes to
         self._backward = False
         self._writes = Writes()
         self._rows = {address(row) for row in params.tensors}
         self._gradless = self._binds = False  # whether a unit was touched where gradients are off; bound to an anchor
-        self._makes_buffers = len(views) < len(params.view.kinds)
+        self._makes_buffers = any(gathers.is_buffer(params, kind, copied) for kind in params.view.kinds)
         # in the forward: places are saved
         self._regather = self._makes_buffers and self._schedule.regathers and gathered is None
         self._keeps_on = gathered is not None
@@ -363,7 +361,15 @@ class Tape:
 
     def _add(self, pending: Pending, unit: Unit, kind: int) -> None:
         """Keep a reduction that was started, and hand its sum on if that is asked for."""
-        self._reductions.add(unit.number, self._handing.after(pending, unit, kind) if self._handing else pending)
+        if self._take is not None:
+            pending = pending.then(partial(self._taken, unit, kind))
+        self._reductions.add(unit.number, pending)
+
+    def _taken(self, unit: Unit, kind: int, total: Tensor) -> Tensor:
+        assert self._take is not None
+        unit.gradients = "taken"
+        self._take(unit.number, kind, total)
+        return total
 
     def check_reached(self, outs: Sequence[Tensor]) -> None:
         """ValueError if the backward of what a loss returned has not reached parameters it depends on."""
@@ -387,8 +393,6 @@ class Tape:
                 for part, _, _ in unit.entry.reduced:
                     self._finish_untouched(self._into, unit, part.kind)
         self._reductions.finish()
-        if self._handing:
-            self._handing.finish()
         settle(self.plan)
 
     def _finish_untouched(self, into: Gradients, unit: Unit, kind: int) -> None:

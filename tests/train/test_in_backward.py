@@ -105,10 +105,10 @@ def stack_loss(params: Any, batch: torch.Tensor) -> torch.Tensor:
     return batch.square().mean()
 
 
-def peak_of_step(mesh: Any, num: int, **how: Any) -> int:
+def peak_of_step(mesh: Any, num: int, strategy: str = "full", **how: Any) -> int:
     """The most bytes alive in a step, above those of the state."""
     params, tx = stack(num), optim.sgd(0.1)
-    plan = fshard.make_plan(params, mesh, units="layers.*")
+    plan = fshard.make_plan(params, mesh, units="layers.*", **STRATEGIES[strategy])
     state = fshard.init_state(fshard.shard_params(params, plan), tx)
     step = fshard.train_step(stack_loss, tx, donate=True, **how)
     state, _ = step(state, torch.ones(1, 32))
@@ -117,20 +117,39 @@ def peak_of_step(mesh: Any, num: int, **how: Any) -> int:
     return live.peak
 
 
-def grown(mesh: Any, clip: float | None, in_backward: bool) -> int:
+def grown(mesh: Any, strategy: str, clip: float | None, in_backward: bool) -> int:
     """What twelve more layers add to the peak of a step."""
-    how = {"clip_norm": clip, "in_backward": in_backward}
+    how = {"strategy": strategy, "clip_norm": clip, "in_backward": in_backward}
     return peak_of_step(mesh, 24, **how) - peak_of_step(mesh, 12, **how)
 
 
+@pytest.mark.parametrize("strategy", ["full", "ddp"])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_gradients_of_few_units_are_in_memory(clip):
+def test_gradients_of_few_units_are_in_memory(clip, strategy):
     """All gradients would be kept until the end of the backward, or for the norm."""
     for shard in (2, 3):
-        of_last, of_first = (simulated(grown, clip, how, shard=shard) for how in (False, True))
-        own = 12 * 4 * 32 * 32 // shard  # bytes of twelve layers on a rank: those of the parameters count as well
+        of_last, of_first = (simulated(grown, strategy, clip, how, shard=shard) for how in (False, True))
+        parts = shard if strategy == "full" else 1
+        own = 12 * 4 * 32 * 32 // parts  # bytes of twelve layers on a rank: those of the parameters count as well
         assert min(of_last) >= 2 * own
         assert max(of_first) < 1.25 * own
+
+
+def test_whole_parameters_travel_in_the_backward():
+    """ZeRO's update would wait for the whole backward, and the gather of new parameters for the update."""
+
+    def law(mesh: Any) -> None:
+        params, tx = stack(4), optim.adamw(0.1)
+        plan = fshard.make_plan(params, mesh, units="layers.*", **STRATEGIES["zero1"])
+        state = fshard.init_state(fshard.shard_params(params, plan), tx)
+        step = fshard.train_step(stack_loss, tx, donate=True, in_backward=True)
+        with fshard.collectives.tally() as calls:
+            step(state, torch.ones(1, 32))
+        order = [(call.kind, call.label) for call in calls if call.label.startswith("layers")]
+        assert {kind for kind, _ in order} == {"all_reduce", "all_gather"}
+        assert order.index(("all_gather", "layers.3")) < order.index(("all_reduce", "layers.1"))
+
+    simulated(law, shard=2)
 
 
 def read_later(params: Any, batch: torch.Tensor) -> torch.Tensor:
