@@ -68,8 +68,8 @@ class _Collective:
         """Return the collective's result for one leaf. This rank waits for its peers here."""
         ranks = primitives.along(self.mesh, self.axis)
         if self.kind == "vary":
-            return x.view_as(x)  # not `x` itself, of which autograd would make no result of this function
-        x = x.resolve_conj().resolve_neg()  # lazy views keep other bits in the memory that is sent
+            return x.view_as(x)  # not `x` itself: autograd would not make that a result of this function
+        x = x.resolve_conj().resolve_neg()  # the memory of lazy views has different bits, and memory is sent
         if self.kind == "broadcast":
             return primitives.broadcast(x, ranks, self.src, self.label).wait()
         if self.kind == "reduce":
@@ -158,7 +158,7 @@ def _check_parts(x: Tree, collective: _Collective) -> None:
         if isinstance(part, Branch) and (resizes or (axis in over and kind != "vary")):
             raise TypeError(
                 f"{kind}: {f'leaf {path!r}' if path else 'x'}: expected tensors that are whole along {axis!r}, got a "
-                f"{type(part).__name__}, of which each rank holds a part. fshard.gather_params gives whole ones; "
+                f"{type(part).__name__}: each rank holds a part of it. fshard.gather_params gives whole ones; "
                 "fshard.reduce_grads reduces gradients."
             )
 

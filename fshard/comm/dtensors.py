@@ -32,7 +32,7 @@ def sharding(x: Any) -> str:  # a DTensor or ShardedTensor
 def whole_tensor(x: Any, mesh: AnyMesh, label: str) -> Tensor:
     """Return a tensor whole and without a graph; for a DTensor or ShardedTensor every rank must call this.
 
-    ValueError, which begins with `label`, for a ShardedTensor of which ranks outside the mesh hold a part.
+    ValueError, prefixed with `label`, if ranks outside the mesh hold a part of a ShardedTensor.
     """
     if _is_dtensor(x):
         # on the mesh's device, because its group may not send what lies in host memory
@@ -79,7 +79,7 @@ def check_no_rank(name: str, rank: int | None) -> None:
 
 
 def dtensor_of(x: Tensor, on: DeviceMesh, axes: Axes) -> Tensor:
-    """Return a DTensor of a whole tensor: `Shard(0)` along `axes`, chunks as of `torch.chunk`, else `Replicate`.
+    """Return a DTensor of a whole tensor: `Shard(0)` along `axes`, in chunks of `torch.chunk`, else `Replicate`.
 
     A tensor without dimensions is replicated along every axis. This rank's chunk is copied; nothing is sent.
     """

@@ -340,7 +340,7 @@ def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks,
             size = packed_size([(x.dtype, x.numel()) for x in xs])
             # lent, because nobody writes to it again: shared memory then sends it without a copy
             data[peer] = pack([x.to(ranks.device) for x in xs], ranks.empty(size, nothing, lent=True))  # (bytes,)
-    # the sizes differ between ranks, so they are no part of the text that ranks compare
+    # the sizes differ between ranks, so the text that ranks compare does not have them
     text = f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"
     call = _called("all_to_all", nothing, ranks, label, sum(x.numel() for x in data), text=text)
     places = [ranks.empty(packed_size(row), nothing, lent=False) for row in recvs]

@@ -122,7 +122,7 @@ class Works:
         return self.parts
 
     def done(self) -> None:
-        """Do nothing: the output tensors share no memory with another rank."""
+        """Do nothing: the output tensors do not share memory with another rank."""
 
 
 @contextmanager
@@ -201,7 +201,7 @@ class GroupRanks:
 
     @cached_property
     def _spare(self) -> Tensor:
-        """Two places (2, bytes) of which one element is received and sent where there is nothing to send.
+        """Two places (2, bytes): where there is nothing to send, one element of them is sent and received.
 
         Tensors without elements have no address, which NCCL refuses under NCCL_CHECK_POINTERS=1.
         """

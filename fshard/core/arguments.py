@@ -45,7 +45,7 @@ def wrong(name: str, value: object, expected: str, remedy: str = "") -> str:
 
 
 def check_path(name: str, value: object, what: str = "the path of a folder") -> Path:
-    """Return a path. TypeError for what is none, ValueError for "", which would be the working directory."""
+    """Return a path. TypeError unless it is one, ValueError for "", which would be the working directory."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(wrong(name, value, what))
     if not os.fspath(value):

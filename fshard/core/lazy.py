@@ -51,7 +51,7 @@ class Branch:
         return self._pick(numbers) if isinstance(numbers, int) else container.sliced(map(self._pick, numbers))
 
     def __getattr__(self, name: str) -> Tree:
-        # `_container` reads private attributes: to look for one that is not set yet with its help would never end
+        # Do not call `_container` for private names: it reads private attributes itself, and would recurse without end
         container = None if name.startswith("_") else self._container()
         if container is None or container.is_mapping or name not in container.positions:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -73,7 +73,7 @@ def averaged(aux: Tree) -> str:
 
 
 def check_averages(aux: Tree) -> None:
-    """Raise ValueError for a `Mean` or `Sum` in an aux whose total or count is no real 0-d tensor."""
+    """Raise ValueError for a `Mean` or `Sum` in an aux whose total or count is not a real 0-d tensor."""
     for path, x in averages(aux).items():
         what = f"the loss function: aux leaf {path!r}"
         _check_count(x, what)

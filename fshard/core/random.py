@@ -138,7 +138,7 @@ class _Draws(TorchDispatchMode):
         torch.default_generator.manual_seed(0)  # the index of the next state
 
     def _draw(self, how: str, like: Tensor, numbers: Sequence[float] = (), by: Sequence[Tensor] = ()) -> Tensor:
-        """Return what the in-place method `how` draws from the next state; arguments as of the function `draw`."""
+        """Return what the in-place method `how` draws from the next state; arguments as in the function `draw`."""
         number = torch.default_generator.initial_seed()  # the index of the next state, unless the user has set a seed
         if number >= len(self._states):
             raise RuntimeError("a seed was set (torch.manual_seed) inside the loss: a graph draws from the state alone")

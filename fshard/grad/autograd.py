@@ -1,7 +1,7 @@
 """What autograd keeps of a tape: anchors of units, and places in place of saved views.
 
 Note [Anchors]
-    The first touch of a unit in a tape makes an autograd node, the anchor, of which the gathered leaves are outputs.
+    The first touch of a unit in a tape makes an autograd node, the anchor. The gathered leaves are its outputs.
     Another touch, after the unit was let go of, makes another node, which takes an output of the anchor as its input.
     So autograd runs the anchor last, and the anchor starts the one reduction of the unit, of the gradients of all
     touches. Of earlier outputs the tape keeps none but that one, of one element, so that no node keeps a buffer alive.
@@ -133,7 +133,7 @@ class SavedView(NamedTuple):
 
 
 class SavedTensor(NamedTuple):
-    """A saved tensor that is no view of a gathered buffer, and how often it had been written to by then."""
+    """A saved tensor that is not a view of a gathered buffer, and how often it had been written to by then."""
 
     tensor: Tensor
     version: int
@@ -161,7 +161,7 @@ class Owners:
     def __init__(self) -> None:
         # by the address of a storage: a reference that keeps the address taken, unit, kind, the buffer's first byte
         self._owners: dict[int, tuple[StorageWeakRef, int, int, int]] = {}
-        self._kept: dict[int, StorageWeakRef] = {}  # of buffers that stay, of which a saved tensor is no place
+        self._kept: dict[int, StorageWeakRef] = {}  # of buffers that stay: their saved tensors have no place
 
     def add(self, full: Tensor, unit: int, kind: int, regathers: bool) -> None:
         """Note whose buffer this is; `regathers` says whether the backward gathers the unit again."""
@@ -177,7 +177,7 @@ class Owners:
         return {*self._owners, *self._kept}
 
     def place(self, x: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...], int, torch.dtype, bool, bool] | None:
-        """The fields of the `SavedView` of a tensor, after `tape`; None if it is no view of a buffer to be gathered."""
+        """The fields of the `SavedView` of a tensor, after `tape`; None if it is in no buffer to be gathered."""
         owner = self._owners.get(address(x)) if x.layout is torch.strided else None
         if owner is None:
             return None

@@ -54,7 +54,7 @@ def stages(plan: Plan, axes: Axes) -> int:
 
 
 class Gathers:
-    """How the units of one value of the parameters are gathered. `copied` is as of `is_buffer`."""
+    """How the units of one value of the parameters are gathered. `copied` is as in `is_buffer`."""
 
     def __init__(self, params: Sharded, copied: bool):
         plan, axes = params.plan, several(params.plan, params.view.over)
@@ -210,11 +210,11 @@ def several(plan: Plan, axes: Sequence[str]) -> Axes:
 
 
 class Arrivals:
-    """The gathers of one value of the parameters, of a unit from what was kept of it if there is anything.
+    """Gathers of one `Sharded` in flight; a unit that a copy was kept of is gathered from the copy.
 
     A gather has a stage for each axis. With several stages, one unit more is under way for each, one stage behind the
     unit before it. On an accelerator a stream beside the computation waits for a stage, and starts the next one. What
-    was sent is kept until the computation has waited for that stream. `copied` is as of `is_buffer`.
+    was sent is kept until the computation has waited for that stream. `copied` is as in `is_buffer`.
     """
 
     def __init__(self, params: Sharded, units: Mapping[int, Unit], copied: bool):

@@ -171,7 +171,7 @@ def run(
     """Forward and backward: the gradients of `scale(total / divisor)` are written to `into`.
 
     `divisor` is a function of the outcome: that of all ranks, or with `alone` that of this rank. `whole` says that this
-    is the only micro-batch of the step. `place` is a number that ranks compare. `gathered` is as of `Tape`.
+    is the only micro-batch of the step. `place` is a number that ranks compare. `gathered` is as in `Tape`.
     """
     _check_eager()
     tape = tape or Tape(params, into, tree.nodes(args, Sharded), gathered)

@@ -102,10 +102,10 @@ class _Route(NamedTuple):
     like: Tensor  # (0,), with the device and dtype of their buffers
     room: Callable[[int, Tensor, bool], Tensor] | None  # allocates the buffers, which peers may read if `lent`
     lent: bool
-    collective: Callable[..., Pending] | None  # if one collective is all that a reduction consists of, over these ranks
+    collective: Callable[..., Pending] | None  # set if the reduction is a single collective; then `along` are its ranks
     along: Ranks | None
     dtype: torch.dtype | None  # in which gradients are sent; None for their own
-    least: int | None  # bytes of a buffer from which on it is the interval of the sum itself; None: none is
+    least: int | None  # buffers of at least this many bytes are summed in place; None: never
 
 
 def _route(reduced: Sharded, kind: int, by: Reduction, later: Axes) -> _Route:
@@ -143,7 +143,7 @@ def _summed(reduced: Sharded, kind: int, later: Axes) -> tuple[tuple[Rule, Rule]
 def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, later: Axes) -> Pending:
     """Start the sum over ranks of a flat buffer of gradients (n,), into this rank's interval of `reduced`, (n / W,).
 
-    `by` and `later` are as of `Reducer`.
+    `by` and `later` are as in `Reducer`.
     """
     plan, out = reduced.plan, _landing(reduced, unit, kind)
     if plan.grad_wire is not None and plan.axes and flat.is_floating_point():
@@ -155,7 +155,7 @@ def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, 
 
 
 def nothing(reduced: Sharded, unit: int, kind: int, by: Reduction, later: Axes) -> Pending:
-    """The sum of a unit that got no gradient on any rank: zeros, which `by.after` is given like any sum."""
+    """Zeros for a unit without a gradient on any rank; `by.after` is still called."""
     out = _landing(reduced, unit, kind).zero_()
     return _landed(Pending(None, lambda _: out), out, reduced, unit, kind, None if later else by)
 
@@ -273,7 +273,7 @@ Take = Callable[[int, int, Tensor], None]  # of a unit's and kind's sum over ran
 
 
 class UnitSums(Sharded):
-    """Gradients of parameters as a backward writes them, of which only the pieces exist that are asked for."""
+    """Gradients of parameters as a backward writes them; a piece is allocated when it is asked for."""
 
     def __init__(self, params: Sharded):
         plan, trained = params.plan, params.trainable.view.kinds
@@ -373,7 +373,7 @@ class Reductions:
     def move_on(self, following: int) -> None:
         """Take older reductions one stage further, so that the gradients of the unit `following` have room next.
 
-        Those stay as they are that `Ahead.reductions` names.
+        The reductions that `Ahead.reductions` counts are not advanced.
         """
         number = self._ahead.number
         if number == 1:  # as where units are equal

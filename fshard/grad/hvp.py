@@ -84,7 +84,7 @@ class _Duals(Tape):
 def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
     """`fn(params, v, *args) -> product`: the Hessian of the loss over all ranks, times `v`.
 
-    `loss_fn(params, *args)` is a loss as of `value_and_grad`. `params` and `v` are `Sharded` of one plan, `v` cut like
+    `loss_fn(params, *args)` is a loss as in `value_and_grad`. `params` and `v` are `Sharded` of one plan, `v` cut like
     the parameters or like gradients; the product is cut like gradients, so it can be the next `v`. Touching a unit
     gathers it and its tangent, and both again in the backward. The operators in the loss need forward
     derivatives (attention: under sdpa_kernel(SDPBackend.MATH)). LayerNorm is computed from other operators, because

@@ -2,7 +2,7 @@
 
 Note [Tensors of a step]
     A `Tape` lives for one forward and one backward over one value of the parameters; every gather under way belongs to
-    it and ends with it. Touching a unit gathers it into a flat buffer, of which the leaves are views. During the
+    it and ends with it. Touching a unit gathers it into a flat buffer; the leaves are views of it. During the
     forward the tape keeps the buffers of the root, of the unit touched last, and of a unit of `Plan.lasting` that was
     gathered a second time: what all units read may be declared before them. Other buffers live as long as the
     user's function keeps a leaf of them. When autograd saves a view of a gathered buffer, the tape stores the place of

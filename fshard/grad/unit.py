@@ -70,7 +70,7 @@ class Unit:
     def __init__(self, entry: Entry, stays: bool):
         self.entry = entry
         self.number = entry.unit
-        self.keeps = entry.kept  # as of the plan's `Unit.kept`
+        self.keeps = entry.kept  # as in the plan's `Unit.kept`
         self.stays = stays  # until the forward ends
         self._gathered: Gathered | None = None
 

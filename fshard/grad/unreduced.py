@@ -21,7 +21,7 @@ def unreduced(grads: Tree, params: Sharded) -> Unreduced:
 
     `grads` is a tree of whole tensors with the paths of the parameters. A rank that summed the clipped gradients of its
     own samples passes the sum: what `reduce_grads` returns is the sum over all ranks' samples, and is divided by no
-    count. A frozen leaf is None, or is left out. The gradients of a tied leaf are summed over its places, of which some
+    count. A frozen leaf is None, or is left out. The gradients of a tied leaf are summed over its places; some of them
     may be None or left out. Values are copied, one unit after the other, and cast to the dtype of gradients. ValueError
     lists every leaf that is missing, unknown or frozen, and each wrong shape or dtype.
 

@@ -206,7 +206,7 @@ def _changed(now: Tensor, before: Tensor, slots: Sequence[Slot]) -> list[Written
 
 
 def _written(writes: Sequence[Written]) -> ValueError:
-    """The error for leaves that were written to, or for groups of leaves of which one was."""
+    """The error for leaves that were written to, or for groups of leaves with one that was."""
     names = dict.fromkeys(_named(slots) for slots, _ in writes)
     changed = _CHANGED if any(is_callers for _, is_callers in writes) and not is_tracing() else ""
     return ValueError(f"the loss function: it wrote in place to leaf {' and '.join(names)}.{changed} {_REMEDY}")

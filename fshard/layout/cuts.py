@@ -66,7 +66,7 @@ class Cut:
 
 
 class Interval(NamedTuple):
-    """A leaf at `start` in a flat buffer, of which each rank holds `length` elements, at `base` in its row."""
+    """A leaf at `start` in a flat buffer. Each rank holds `length` elements of the buffer, at `base` in its row."""
 
     row: int
     base: int
@@ -90,7 +90,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Intervals(Cut):
-    """Leaves in flat buffers, of which rank r holds the r-th of equal intervals."""
+    """Leaves in flat buffers: rank r holds the r-th of equal intervals of each."""
 
     intervals: dict[int, Interval]  # by leaf
 

@@ -122,7 +122,7 @@ class Layout:
 
     @memo
     def span_of(self) -> dict[int, Span]:
-        """The span of each leaf of which this rank holds elements."""
+        """The span of each leaf that this rank holds elements of."""
         return {span.leaf: span for span in self.mine}
 
     @memo

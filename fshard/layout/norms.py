@@ -186,7 +186,7 @@ def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
 
 
 def _check_floating(x: Tree) -> None:
-    """Raise TypeError for a leaf that is no floating tensor, and for unreduced gradients."""
+    """Raise TypeError for a leaf that is not a floating tensor, and for unreduced gradients."""
     if tree.nodes(x, Unreduced):
         raise TypeError("global_norm: these gradients are each rank's own: fshard.reduce_grads gives the mesh's")
     for number, leaf in enumerate([x] if x is None else tree.tops(x, Parts)):
@@ -249,7 +249,7 @@ def _products(x: Tensor, y: Tensor) -> Iterator[Tensor]:
 
 
 def _check_alike(x: Tree, y: Tree) -> None:
-    """Raise TypeError for a leaf that is no tensor, ValueError for trees of other structures, shapes or layouts."""
+    """Raise TypeError unless each leaf is a tensor, ValueError if structures, shapes or layouts of the trees differ."""
     if tree.nodes((x, y), Unreduced):
         raise TypeError("dot: these gradients are each rank's own: fshard.reduce_grads gives the mesh's")
     (named, spec), (others, other_spec) = ((tree.paths_to(z, Parts), tree.structure_above(z, Parts)) for z in (x, y))
@@ -304,7 +304,7 @@ def _worlds(x: Tree) -> dict[tuple[int, Axes], _World]:
 def _rows(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
     """The filled intervals of a node's rows, each with mesh and axes; the padding between may hold any values.
 
-    A row of which this rank holds nothing has an empty one: under vmap the results of all ranks have one shape.
+    A row that this rank holds nothing of has an empty one: under vmap the results of all ranks have one shape.
     """
     if not isinstance(node, Parts):
         yield node, None, ()

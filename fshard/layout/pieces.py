@@ -103,7 +103,7 @@ tree.register(Pieces, lambda x: (x.tensors, x.layout), Pieces)
 class Views(Generic[Key]):
     """Parts that lie in rows of another tree: `runs` has, for each row, the views that make it up, in order.
 
-    It is no pytree node and has no rows: a function over leaves raises an error instead of reading or writing a copy.
+    It is not a pytree node and has no rows: a function over leaves raises an error, and reads or writes no copy.
     `packed` copies the elements into rows, `write` writes to the views.
     """
 
@@ -193,7 +193,7 @@ def pick(x: Tree, layout: Layout) -> Pieces | Views:
         return Pieces(layout, [rows[row] for ((row, _, _),) in layout.runs])
     views = _runs(x)  # of each row of the origin
     picked = [[view for row, *run in runs for view in _between(views[row], *run)] for runs in layout.runs]
-    # a row of which this rank holds nothing still has a view, which says its dtype and device
+    # a row that this rank holds nothing of still has a view, which says its dtype and device
     empty = [views[row][0][:0] for row in layout.origin_rows]
     return Views(Pieces, layout, [runs or [nothing] for runs, nothing in zip(picked, empty, strict=True)])
 

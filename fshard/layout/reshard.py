@@ -151,7 +151,7 @@ def _stage(k: int, axis: str, size: int, local: list[int], moves: Sequence[tuple
 
 
 def _moved(x: Tree, new: Layout, label: str) -> dict[int, list[tuple[int, Tensor]]]:
-    """Move elements; return, for each leaf of which this rank has a span of `new`, pairs of begin and elements."""
+    """Move elements; return pairs of begin and elements, for each leaf that this rank has a span of in `new`."""
     old, rows = typed(x), tree.leaves(x)
     route = _route(old, new)
     held_items = {i: _elements(rows, old.span_of[i.leaf], i) for i in route.items if i.source == route.rank}  # views

@@ -84,5 +84,5 @@ def _kept(name: str, value: object, sizes: Mapping[str, int], params_over: Axes)
             f"{name}={value!r}: expected the last axes of params_over={params_over}, in this order: a copy of the unit "
             "stays cut over them, and is gathered over them alone in the backward"
         )
-    # a copy that is cut as the parameters are would be no more than these
+    # a copy cut like the parameters would equal the shard itself
     return None if value and axes == params_over else axes

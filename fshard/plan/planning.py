@@ -150,7 +150,7 @@ def _join(
     steps: Mapping[Kind, int],
     bucket: int,
 ) -> tuple[list[Unit], list[int]]:
-    """Return the units, of which small ones are joined, without their lengths; and the number of every leaf's unit."""
+    """Return the units without their lengths, small ones joined; and the number of every leaf's unit."""
     names, sizes = [*parts], [0] * len(parts)
     for i, kind in kind_of.items():
         sizes[claims[i]] += _rounded_up(flat[i].numel(), steps[kind]) * kind.precision.compute.itemsize

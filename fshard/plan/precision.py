@@ -162,7 +162,7 @@ def _dtype(field: str, value: Dtype) -> torch.dtype | None:
     dtype = (_SHORT.get(value) or getattr(torch, value, None)) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(
-            f"policy: {field}={value!r} is no floating dtype: expected {', '.join(_SHORT)}, or torch's name of one"
+            f"policy: {field}={value!r} is not a floating dtype: expected {', '.join(_SHORT)}, or torch's name of one"
         )
     return dtype
 

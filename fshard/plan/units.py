@@ -213,7 +213,7 @@ def join_units(
 ) -> list[list[int]]:
     """Return the numbers of the units that are joined into each unit: neighbours of at most `bucket` bytes together.
 
-    The root, the ends and units of several subtrees stay as they are, and so do units of which something else stays in
+    The root, the ends and units of several subtrees stay as they are, and so do units that keep something else in
     memory (`kept`).
 
     >>> join_units(dict.fromkeys(["(first)", "a", "b", "c", "d"], ()), [None] * 5, [1, 2, 3, 2, 9], 5)
@@ -233,7 +233,7 @@ def join_units(
 
 
 def select_units(units: Sequence[Sequence[str]], patterns: Sequence[str], what: str) -> list[int]:
-    """Return the numbers of the units of which a name fits a pattern. ValueError for a pattern that no name fits."""
+    """Return the numbers of the units with a name that fits a pattern. ValueError for a pattern that no name fits."""
     owners, names = zip(*((unit, name) for unit, names in enumerate(units) for name in names), strict=True)
     fits = fitting([name.split(".") for name in names], patterns)
     matched = set(chain.from_iterable(fits))

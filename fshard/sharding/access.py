@@ -371,7 +371,7 @@ class Leaves:
     Of tensors that a caller gave it returns views of its own, which may get another class.
 
     `policy` and `mesh` are those of the leaves that are not gathered yet, else those of the loss that runs.
-    ValueError, which begins with `what` and says how they differ, for a tree that has not the structure `spec`.
+    ValueError, prefixed with `what`, if `params` does not have the structure `spec`; it says how they differ.
     """
 
     def __init__(self, params: Tree, spec: tree.Spec, what: str):

@@ -16,7 +16,7 @@ Initialize = Callable[[str, Tensor], Tensor]
 
 
 def init_params(plan: Plan, fn: Initialize, seed: int = 0) -> Sharded:
-    """Make sharded parameters: `fn(path, like)` returns the whole tensor of a leaf, of which each rank keeps its part.
+    """Make sharded parameters: `fn(path, like)` returns the whole tensor of a leaf; each rank keeps its part.
 
     `like` is a meta tensor with the shape of the leaf and the dtype in which it is stored. `fn` is called for the
     leaves in the order of the plan, once for tied ones, under torch's generators seeded by (seed, path), so that it

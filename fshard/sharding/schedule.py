@@ -1,8 +1,8 @@
 """What a loss reads of a sharded tree: leaves and units by number, where they lie, and in which order.
 
 Note [Computed once]
-    A step asks the same of a unit whenever it gathers the unit, cuts it into leaves, or puts its gradients together:
-    which kinds it has, where its leaves and this rank's interval lie, which of them a subtree of the tree reads. For
+    Gathering, splitting and reducing a unit always need the same facts: its kinds, where its leaves and this rank's
+    interval lie, which of them a subtree of the tree reads. For
     small units the answers would cost more than the work on tensors. So they are computed once for each `View` of a
     plan, and kept in `plan.derived`. A schedule has integers, names and slots; it refers to no plan, mesh or tensor.
 """
@@ -120,7 +120,7 @@ class Entry(NamedTuple):
 
     unit: int
     name: str
-    kept: Axes | None  # as of `Unit`
+    kept: Axes | None  # as in `Unit`
     parts: tuple[Part, ...]
     slots: tuple[Slot, ...]  # of all leaves, part by part
     trained: tuple[int, ...]  # the numbers of the trainable leaves among them

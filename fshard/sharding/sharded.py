@@ -1,4 +1,4 @@
-"""`Sharded`, a tree of which every rank holds intervals; how it is made, gathered, cut further and less far."""
+"""`Sharded`, a tree that lies on ranks in intervals; how it is made, gathered, cut further and less far."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .schedule import View
 
 
 class Sharded(Parameters, Branch):
-    """A tree of parameters, gradients or optimizer state of which this rank holds intervals: a pytree node.
+    """A tree of parameters, gradients or optimizer state, of this rank's intervals alone: a pytree node.
 
     Its leaves are flat 1-D tensors, one for each kind (dtype, trainable or frozen, sharded or whole). Each consists of
     this rank's intervals of all units, end to end, with their padding (zeros). `x["blocks"][3]` is a subtree, still

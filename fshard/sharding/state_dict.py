@@ -79,7 +79,7 @@ def load_state_dict(
 
     With `strict=False` leaves that the mapping lacks keep the values of `x`, and unknown names are left out: they are
     `set(plan.paths) - set(mapping)` and `set(mapping) - set(plan.paths)`. All other differences are errors, and so is
-    a mapping of which no name is known.
+    a mapping without any known name.
 
     >>> params = shard_params({"w": torch.ones(2)}, make_plan({"w": torch.ones(2)}))
     >>> gather_params(load_state_dict(params, {"module.w": torch.tensor([3.0, 4.0])}, {"module.w": "w"}))

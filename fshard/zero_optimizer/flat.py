@@ -119,7 +119,7 @@ def _whole_part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool) -> Shard
 
 
 class _Buckets:
-    """Whole flat buckets, of which each rank updates its interval and gathers the others."""
+    """Whole flat buckets: each rank updates its interval and gathers the others."""
 
     def __init__(self, plan: Plan, device: torch.device, given_away: Mapping[Slot, Tensor] | None = None):
         self.plan, self.started = plan, list[Pending]()

@@ -75,9 +75,9 @@ def test_one_override_for_several_patterns():
     [
         (
             lambda: Policy.parse("compute=f31"),
-            "policy: compute='f31' is no floating dtype: expected f64, f32, bf16, f16",
+            "policy: compute='f31' is not a floating dtype: expected f64, f32, bf16, f16",
         ),
-        (lambda: Policy(storage="int8"), "policy: storage='int8' is no floating dtype"),
+        (lambda: Policy(storage="int8"), "policy: storage='int8' is not a floating dtype"),
         (lambda: Policy.parse("dtype=f32"), "policy: 'dtype=f32': expected one of storage, compute, reduce"),
         (lambda: Policy.parse("compute"), "policy: 'compute': expected one of"),
         (lambda: Policy.parse("compute=f32; norm"), "policy: 'norm': expected 'pattern: name=dtype, ...'"),
