@@ -7,8 +7,8 @@ from . import collectives, module, optim, reduction, tree, wire
 from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from .comm.mesh import AbstractMesh
 from .comm.ranks import MismatchError
-from .core.donation import DonatedError
 from .core.losses import Mean, Sum
+from .core.storage import DonatedError
 from .grad.grad import evaluate, reduce_grads, value_and_grad
 from .grad.hvp import hvp
 from .hosts.check import check

@@ -3,7 +3,7 @@
 from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, vary
 from .comm.ranks import Call, Tally, tally
 from .sharding.access import prefetch
-from .train.data import join_batches
+from .train.accumulate import join_batches
 
 __all__ = [
     "Call",

@@ -27,11 +27,13 @@ from ..core.storage import Held, as_bytes, pack, packed_size, unpack
 from ..core.tracing import is_tracing, named
 from .announce import Announced, announced
 from .mesh import AnyMesh, Axes, adapted, axis_sizes
-from .process_groups import Works, all_gather_single, as_real, as_sent, reduce_scatter_single
+from .process_groups import FEW, Works, all_gather_single, as_real, as_sent, reduce_scatter_single
 from .ranks import Call, Pending, Ranks, message_timeout, note
-from .traced import NodeRanks, is_direct
+from .traced import NodeRanks
 
 GROUP = 8  # consecutive ranks whose contributions are added before those of others
+# A smaller tensor is sent whole to every rank in an all-reduce: one message instead of two, and the same bits.
+_SMALL = 1 << 14  # bytes
 _only = itemgetter(0)  # of the list of one tensor that `Whole` gives
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -264,6 +266,15 @@ def all_reduce(
         if ranks.whole is not None:
             return Pending(ranks.whole.all_reduce(x, out, fast, call), _only)
         return algorithm(x, ranks, torch.empty_like(x) if out is None else out, call)
+
+
+def is_direct(x: Tensor, size: int, op: str) -> bool:
+    """Whether an all-reduce over `size` ranks sends the whole tensor to each, instead of scattering and gathering."""
+    # between two ranks a whole tensor is as many bytes as the two halves of a scatter and a gather
+    if size <= 2 or x.nbytes * max(size, FEW) <= _SMALL * FEW:
+        return True
+    # between many ranks, one that does not divide is padded: copies of it could fill the memory
+    return size <= FEW and (op != "sum" or x.numel() % size != 0)
 
 
 def _is_place_of(out: Tensor | None, x: Tensor) -> bool:

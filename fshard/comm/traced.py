@@ -16,22 +16,9 @@ import torch
 from torch import Tensor
 
 from .mesh import MESHES, Mesh
-from .process_groups import FEW
 from .ranks import Call, Ranks
 
 _LARGE = 1 << 20  # bytes
-
-# A smaller tensor is sent whole to every rank in an all-reduce: one message instead of two, and the same bits.
-_SMALL = 1 << 14  # bytes
-
-
-def is_direct(x: Tensor, size: int, op: str) -> bool:
-    """Whether an all-reduce over `size` ranks sends the whole tensor to each, instead of scattering and gathering."""
-    # between two ranks a whole tensor is as many bytes as the two halves of a scatter and a gather
-    if size <= 2 or x.nbytes * max(size, FEW) <= _SMALL * FEW:
-        return True
-    # between many ranks, one that does not divide is padded: copies of it could fill the memory
-    return size <= FEW and (op != "sum" or x.numel() % size != 0)
 
 
 class Started:

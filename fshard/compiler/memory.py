@@ -22,8 +22,8 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..comm.mesh import MESHES
+from ..comm.primitives import is_direct
 from ..comm.process_groups import FEW
-from ..comm.traced import is_direct
 from ..core.storage import address
 from .inspect import arguments, operator, values
 

@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from ..comm.mesh import MESHES
-from ..comm.traced import is_direct
+from ..comm.primitives import is_direct
 from ..plan.units import ENDS
 from .dataflow import (
     PLACED,

@@ -1,8 +1,11 @@
-"""The memory of tensors: their storage, the bytes of it that they use, and tensors as bytes."""
+"""The memory of tensors: their storage, the bytes of it that they use, tensors as bytes, and values given away."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +13,8 @@ from torch import Tensor
 from . import tree
 from .tracing import define, is_tracing
 from .tree import Tree
+
+Static = TypeVar("Static", bound=Hashable)
 
 
 def address(x: Tensor) -> int:
@@ -131,3 +136,44 @@ define(
     lambda x, dtype: x.new_empty(x.numel()).copy_(x).view(dtype),
     lambda x, dtype: x.new_empty(x.nbytes // dtype.itemsize, dtype=dtype),
 )
+
+
+class DonatedError(RuntimeError):
+    """A value was used after a call that was allowed to take it over."""
+
+
+@dataclass
+class Life:
+    """Whether a value may still be used; shared by all values that share its tensors."""
+
+    given_away: bool = False
+
+    def check(self, name: str, touched: str) -> None:
+        """Raise DonatedError if the value was given away; `touched` is the attribute that was read."""
+        if self.given_away:
+            raise DonatedError(
+                f"this {name} was given away: a step, or another call, with donate=True wrote to its tensors in place "
+                f"(touched: .{touched}). Use the state which that call returned, or donate=False."
+            )
+
+    def __getstate__(self) -> dict[str, object]:
+        self.check("value", "__getstate__")  # the memory now holds another state, which a copy or a file would take
+        return vars(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Source(Generic[Static]):
+    """Metadata of a node that can be given away: `static` is compared, `of` refers to the node weakly."""
+
+    static: Static
+    of: weakref.ref[Tree]
+
+    # `of` is left out, so that structures of two equal nodes are equal, and each node's own can be told apart
+    def __eq__(self, other: object) -> bool:
+        return self.static == (other.static if isinstance(other, Source) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.static)
+
+    def __repr__(self) -> str:
+        return repr(self.static)

@@ -14,9 +14,9 @@ from ..comm import collectives, primitives
 from ..comm.mesh import AnyMesh, Axes, coordinate, mesh_device
 from ..core import tree
 from ..core.arguments import check_whole, wrong
-from ..core.donation import Life, Source
 from ..core.flat import Places
 from ..core.lazy import Branch, Container
+from ..core.storage import Life, Source
 from ..core.tree import Tree
 from ..layout import reshard, rows
 from ..layout.layout import Layout

@@ -28,9 +28,9 @@ from ..comm import consensus
 from ..comm.mesh import coordinate
 from ..core import tree
 from ..core.arguments import check_function, check_path, wrong
-from ..core.donation import DonatedError
 from ..core.foreign import legible, open_file, parsed, read_text
 from ..core.scalars import double
+from ..core.storage import DonatedError
 from ..core.tree import Tree, flatten, map, unflatten
 from ..sharding.sharded import Sharded
 from ..train.step import TrainState

@@ -38,8 +38,7 @@ from ..grad.grad import later_grads, reduce_all
 from ..layout.rows import COPIES, reshard
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded
-from .accumulate import Recipe, StepGradients, joined, rank_of, run_each, summed_locally
-from .data import cut, num_rows
+from .accumulate import Recipe, StepGradients, cut, joined, num_rows, rank_of, run_each, summed_locally
 
 
 def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree]) -> StepGradients:

@@ -15,9 +15,8 @@ from ..comm.ranks import MismatchError
 from ..comm.reduction import Reduction, TreeSums, reduction_of
 from ..core import tree
 from ..core.arguments import check_flags, check_has, check_positive, check_whole, shown
-from ..core.donation import Life
 from ..core.scalars import beside, wide
-from ..core.storage import addresses
+from ..core.storage import Life, addresses
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..grad.grad import check_loss, check_sharded

@@ -121,7 +121,11 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "policy=unknown": (lambda: plan(policy="compute=bf17"), V, ("policy: compute='bf17'", "not a floating dtype")),
     "policy=maybe": (lambda: plan(policy="cast_inputs=maybe"), V, ("cast_inputs='maybe'", "'yes'", "'no'")),
     "Policy(cast_inputs)": (lambda: fshard.Policy(cast_inputs="no"), T, ("cast_inputs='no'", "True or False")),
-    "Policy(int)": (lambda: fshard.Policy(compute=torch.int8), V, ("policy: compute=torch.int8", "not a floating dtype")),
+    "Policy(int)": (
+        lambda: fshard.Policy(compute=torch.int8),
+        V,
+        ("policy: compute=torch.int8", "not a floating dtype"),
+    ),
     "Policy(overrides)": (lambda: fshard.Policy(overrides=5), T, ("overrides=5", "pairs of a pattern")),
     "Policy.cast": (lambda: fshard.Policy().cast(params(), "bf16"), V, ("policy.cast: to='bf16'", "'storage'")),
     "param_wire=5": (lambda: plan(param_wire=5), T, ("param_wire=5", "a wire", "Int8()", "encode, decode")),

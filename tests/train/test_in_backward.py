@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard
 from fshard import optim
-from fshard.core.donation import DonatedError
+from fshard.core.storage import DonatedError
 from fshard.train import in_backward
 
 
