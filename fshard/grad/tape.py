@@ -347,7 +347,7 @@ class Tape:
         assert into is not None
         unit.check("reduce")
         grads = unit.total(grads)
-        unit.gradients, unit.is_complete = "summed", all(grad is not None for grad in grads)
+        unit.gradients, unit.is_complete = "summing", all(grad is not None for grad in grads)
         if not unit.saved:
             unit.drop_kept()
             unit.let_go()  # of a checkpoint that ran again

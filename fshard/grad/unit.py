@@ -5,14 +5,15 @@ Note [A unit's life]
     until its last saved place was used. `kept` is what stays of it even then (Note [What stays of a unit] in
     `gathers.py`): from that it comes back with fewer messages, or with none.
 
-    Its gradients come once, after the forward, and are then summed over ranks. With `Gradients.take` an optimizer takes
-    the sum, and writes to the parameters. What a program may do to break this order is an error:
+    Its gradients come once, after the forward, and are then given to a reduction. The sum is there about one unit
+    later (`Reductions.move_on`). With `Gradients.take` an optimizer takes the sum, and writes to the parameters. What a
+    program may do to break this order is an error:
 
     | gradients | are reduced      | the unit is gathered |
     |-----------|------------------|----------------------|
     | forward   | error            | allowed              |
-    | due       | become summed    | allowed              |
-    | summed    | error            | allowed              |
+    | due       | become summing   | allowed              |
+    | summing   | error            | allowed              |
     | taken     | error            | error                |
     | closed    | error            | error                |
 """
@@ -42,7 +43,7 @@ _CLOSED = (
 _REFUSED = {
     ("forward", "reduce"): "the loss function: unit {!r} was given gradients before the loss was returned, by a "
     "backward() inside it. Use torch.autograd.grad(y, x, create_graph=True), or return what is to be differentiated.",
-    ("summed", "reduce"): "the loss function: unit {!r} was given gradients twice in one backward, by an autograd "
+    ("summing", "reduce"): "the loss function: unit {!r} was given gradients twice in one backward, by an autograd "
     "function that runs a backward of its own, as checkpoints do that are reentrant. Use torch.utils.checkpoint with "
     "use_reentrant=False.",
     **{("taken", event): _UPDATED for event in ("reduce", "gather")},
@@ -62,7 +63,7 @@ class Unit:
     is_touched = False
     is_again = False  # whether the buffers stay until the last saved place was used
     saved = 0  # the number of saved places that were not used yet
-    gradients: Literal["forward", "due", "summed", "taken", "closed"] = "forward"
+    gradients: Literal["forward", "due", "summing", "taken", "closed"] = "forward"
     is_complete = False  # whether gradients of all leaves that train have come
     _anchor: Tensor | None = None  # the last output of its anchor (Note [Anchors] in `autograd.py`)
     _added: Sequence[Tensor | None] | None = None  # the gradients of later touches until the anchor runs

@@ -149,7 +149,9 @@ def _settings(text: str) -> tuple[dict[str, str], bool, tuple[str, ...]]:
     for word in filter(None, (word.strip() for word in text.split(","))):
         name, value = (x.strip() for x in (*word.partition("=")[::2],))
         if name not in (known := (*_DTYPES, "cast_inputs", "cast_at")) or not value:
-            raise ValueError(f"policy: {word!r}: expected one of {', '.join(known)}, as in 'compute=bf16'")
+            raise ValueError(
+                f"policy: {word!r}: expected one of {', '.join(known)}, as in 'compute=bf16'; leaves follow a semicolon"
+            )
         settings[name] = value
     cast_inputs, cast_at = settings.pop("cast_inputs", "yes"), settings.pop("cast_at", "")
     check_word("policy: cast_inputs", cast_inputs, (*_YES, *_NO))
