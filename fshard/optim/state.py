@@ -69,8 +69,9 @@ def _chunks(layout: Layout) -> Iterator[list[int]]:
 def gather_state(state: Tree, rank: int | None = None) -> dict[str, Tensor]:
     """An optimizer's whole state, by field and leaf path: on every rank, or on one in host memory; the others get {}.
 
-    To one rank the leaves travel a few at a time, and no device holds more than those. Every rank must call it. A state
-    of numbers alone (of `sgd` without momentum) names no mesh: every rank gets it. Dual: `shard_state`.
+    With `rank` that rank of the mesh alone receives it: leaves travel a few at a time, and no device holds more than
+    those. Every rank must call it. A state of numbers alone (of `sgd` without momentum) names no mesh: every rank gets
+    it. Dual: `shard_state`.
 
     >>> params = {"w": torch.ones(2)}
     >>> optim.state.gather_state(sgd(0.1, momentum=0.9).init(params))
@@ -296,8 +297,8 @@ def state_dict(
     A parameter group for every label of `by_label`, in order; `groups` adds to each what torch is to find there (its
     hyper-parameters; those of `with_hyperparams` are there already). Frozen leaves of `params` have a number and no
     state, as in torch; with `params.trainable`, and with `by_label`, which labels trained leaves alone, they have none:
-    then give torch's optimizer the trained leaves. On every rank, or on one. With `dtensors=True` tensors of a leaf's
-    shape are DTensors, cut as the parameters are, as FSDP2's optimizers have them. Dual: `load_state_dict`.
+    then give torch's optimizer the trained leaves. `rank` as for `gather_state`. With `dtensors=True` tensors of a
+    leaf's shape are DTensors, cut as the parameters are, as FSDP2's optimizers have them. Dual: `load_state_dict`.
 
     >>> params = {"w": torch.ones(1)}
     >>> optim.state.state_dict(adamw(0.1).init(params), params)["state"]
