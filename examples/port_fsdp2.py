@@ -105,7 +105,7 @@ def with_fshard(mesh: Any, weights: Any, data: list[Any], compute: torch.dtype, 
         model = Model()
     apply, shapes, _ = fshard.module.functionalize(model)
     # sharding by block, mixed precision
-    policy = fshard.Policy(compute=compute, reduce=reduce, cast_inputs=False)
+    policy = fshard.Policy(compute=compute, reduce=reduce)
     units = apply.units(Block)
     plan = fshard.make_plan(shapes, mesh, units=units, policy=policy)
     # initial values
@@ -119,7 +119,7 @@ def with_fshard(mesh: Any, weights: Any, data: list[Any], compute: torch.dtype, 
 
     # loss
     def loss_of(params: Any, buffers: Any, batch: Any) -> Any:
-        out, buffers = apply(params, buffers, batch["x"].to(compute))
+        out, buffers = apply(params, buffers, batch["x"])
         return mse_loss(out, batch["y"]), buffers
 
     # steps: two micro-batches, clipping, update
@@ -130,7 +130,7 @@ def with_fshard(mesh: Any, weights: Any, data: list[Any], compute: torch.dtype, 
 
     # evaluation
     def valid_loss(params: Any, buffers: Any, batch: Any) -> Any:
-        out, _ = apply.eval(params, buffers, batch["x"].to(compute))
+        out, _ = apply.eval(params, buffers, batch["x"])
         return mse_loss(out, batch["y"])
 
     mean = fshard.evaluate(valid_loss)(state.params, state.extra, data[0])

@@ -230,11 +230,6 @@ def _check_differentiable(outs: Sequence[Tensor], whole: bool) -> None:
         )
 
 
-def inputs(plan: Plan, args: Tree) -> Tree:
-    """Cast the arguments of a loss as the plan's policy says; each `Sharded` has a policy of its own."""
-    return tree.map_tops(lambda x: x if isinstance(x, Sharded) else plan.policy.inputs(x), Sharded, args)
-
-
 def _check_eager() -> None:
     if func_levels.inside():
         raise TypeError(
@@ -314,7 +309,7 @@ def value_and_grad(
         grads = later_grads(params, plan.grads_over if reduce else (), local=not reduce)
         alone = is_idle(by, plan.axes) or not reduce
         into = Gradients(None, grads) if alone else Gradients(grads, by=by)
-        outcome = run(loss_fn, params, inputs(plan, args), into, has_aux=has_aux)
+        outcome = run(loss_fn, params, args, into, has_aux=has_aux)
         gradients = grads() if reduce else Unreduced(grads())
         return ((outcome.value, outcome.metrics) if has_aux else outcome.value), gradients
 
@@ -335,7 +330,7 @@ def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..
         tape = Tape(params, beside=tree.nodes(args, Sharded))
         try:
             with torch.no_grad():
-                returned = _called(tape, params, loss_fn, inputs(plan, args), has_aux, with_extra=False)
+                returned = _called(tape, params, loss_fn, args, has_aux, with_extra=False)
             tape.end()
         finally:
             tape.close()

@@ -24,7 +24,7 @@ from ..sharding.schedule import schedule
 from ..sharding.sharded import Sharded
 from .autograd import SavedTensor
 from .elementary import Elementary
-from .grad import check_loss, check_sharded, inputs, later_grads, run
+from .grad import check_loss, check_sharded, later_grads, run
 from .gradients import Gradients
 from .tape import Leaves, Tape
 
@@ -128,7 +128,7 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
         product = later_grads(params, params.plan.grads_over)
         into = Gradients(product) if params.plan.axes else Gradients(None, product)
         tape = _Duals(params, v.trainable, into, tree.nodes(args, Sharded))
-        run(along, params, inputs(params.plan, args), into, tape=tape)
+        run(along, params, args, into, tape=tape)
         return product()
 
     return fn

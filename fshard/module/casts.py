@@ -1,13 +1,14 @@
-"""Casts of what goes into and comes out of submodules that compute in another dtype than the module around them.
+"""Casts of what goes into a module, and into and out of submodules that compute in another dtype than the rest.
 
 Note [Casts]
-    A policy may have submodules compute in another dtype than the rest, as norms in float32. The code of a module knows
-    nothing of that: it gives a norm what has the dtype of the rest, and goes on with what the norm returns. So the
-    outermost submodules whose parameters are all computed in one dtype, which is not the policy's own, cast their
-    floating inputs to it, and their floating outputs back. `forward` is wrapped, and not hooked: checkpoints of
-    transformers call `forward` alone. A module whose parameters are computed in the dtypes that they have in the module
-    itself casts nothing: its code knows these. The submodules of `cast_at` of a policy cast their inputs in any case,
-    and not their outputs, as modules do that FSDP wraps.
+    A module casts its floating inputs when it is called, as one that FSDP wraps: a loss gives it inputs, and keeps its
+    targets, in the dtypes of the batch. A policy may have submodules compute in another dtype than the rest, as norms
+    in float32. The code of a module knows nothing of that: it gives a norm what has the dtype of the rest, and goes on
+    with what the norm returns. So the outermost submodules whose parameters are all computed in one dtype, which is not
+    the policy's own, cast their floating inputs to it, and their floating outputs back. `forward` is wrapped, and not
+    hooked: checkpoints of transformers call `forward` alone. A module whose parameters are computed in the dtypes that
+    they have in the module itself casts nothing: its code knows these. The submodules of `cast_at` of a policy cast
+    their inputs in any case, and not their outputs, as modules do that FSDP wraps.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def casts_of(
     """The casts of a module whose parameters, by number, are stored and computed in pairs of dtypes.
 
     The dtype around is that of the policy without its overrides, of most elements. `buffers` are the dtypes of buffers.
-    With `unasked` not only the submodules of `cast_at` cast; then ValueError for a batch norm that would be computed in
-    another dtype than its running statistics have.
+    With `unasked` the module itself casts, and not only the submodules of `cast_at`; then ValueError for a batch norm
+    that would be computed in another dtype than its running statistics have.
     """
     computed = [dtype for _, dtype in dtypes]
     if unasked:
@@ -55,7 +56,8 @@ def casts_of(
         return ()
     around = sizes.most_common(1)[0][0]
     both_ways = dict(_casting(skeleton, "", computed, around)) if unasked else {}
-    chosen = {path: _asked(skeleton, path, computed, around) for path in policy.cast_at if path not in both_ways}
+    paths = (*[""] * unasked, *policy.cast_at)
+    chosen = {path: _asked(skeleton, path, computed, around) for path in paths if path not in both_ways}
     return *((path, dtype, around) for path, dtype in both_ways.items()), *((*pair, None) for pair in chosen.items())
 
 

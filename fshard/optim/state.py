@@ -1,4 +1,4 @@
-"""Optimizer state in and out: whole, by leaf path, on all ranks or on one; torch's own formats; other partitions.
+"""Optimizer state in and out: whole, by leaf path, on all ranks or on one; torch's formats; partitions; new leaves.
 
 A whole state is a dict of tensors, by the path of the state's field and of the leaf: {"count": ..., "mu.head.w": ...}.
 It says nothing of ranks, plans or partitions, so it is read into any other: `gather_state` and `shard_state` are each
@@ -25,8 +25,9 @@ from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..layout.cuts import EVERYONE, Span
 from ..layout.layout import Layout
-from ..layout.pieces import Parts, layout_of, mesh_of, packed, pick, pieces, typed
+from ..layout.pieces import Parameters, Parts, layout_of, mesh_of, packed, pick, pieces, typed
 from ..layout.reshard import collect, on_rank
+from .base import TransformLike, as_transform
 from .torch_format import check_tensor, joined, known, read_saved
 from .transforms import LabelState
 
@@ -68,8 +69,9 @@ def _chunks(layout: Layout) -> Iterator[list[int]]:
 def gather_state(state: Tree, rank: int | None = None) -> dict[str, Tensor]:
     """An optimizer's whole state, by field and leaf path: on every rank, or on one in host memory; the others get {}.
 
-    To one rank the leaves travel a few at a time, and no device holds more than those. Every rank must call it. A state
-    of numbers alone (of `sgd` without momentum) names no mesh: every rank gets it. Dual: `shard_state`.
+    With `rank` that rank of the mesh alone receives it: leaves travel a few at a time, and no device holds more than
+    those. Every rank must call it. A state of numbers alone (of `sgd` without momentum) names no mesh: every rank gets
+    it. Dual: `shard_state`.
 
     >>> params = {"w": torch.ones(2)}
     >>> optim.state.gather_state(sgd(0.1, momentum=0.9).init(params))
@@ -232,6 +234,56 @@ def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, mesh: AnyMesh, src
     return out
 
 
+def extend(state: Tree, tx: TransformLike, params: Tree) -> Tree:
+    """The state of `tx` over `params`, in which leaves of `state` go on and those that are new begin.
+
+    As torch's `add_param_group`. `tx` gives new leaves a label of their own, and so a count: then their bias correction
+    begins at 1, while that of the others goes on. Leaves have the paths that they had; plan, partition and labels may
+    be others. In `resting` and `from_torch` each leaf has its own count, and no label is needed. Every rank must call
+    it; the state passes through the host of rank 0. ValueError for new leaves that would share a count with others.
+
+    >>> state = adamw(0.1).init({"w": torch.ones(1)})
+    >>> tx = by_label({"old": adamw(0.1), "new": adamw(0.1)}, {"lora": "new", "**": "old"})
+    >>> [*optim.state.gather_state(optim.state.extend(state, tx, {"w": torch.ones(1), "lora": torch.ones(1)}))][:2]
+    ['inner.old.count', 'inner.old.mu.w']
+    """
+    begun = as_transform(tx).init(packed(params.for_state) if isinstance(params, Parameters) else params)
+    mesh, origins = _mesh(begun, params), _origins(state, begun, params)
+    src = None if mesh is None else 0
+    old = gather_state(state, src)
+    plain = {path: x for path, x in tree.paths_to(begun, Parts) if isinstance(x, Tensor)}
+    whole = plain | {key: old[origin] for key, origin in origins.items() if origin in old}
+    return _sharded(whole, begun, mesh, src, {key for key, *_ in _forms(begun)} - origins.keys())
+
+
+def _origins(state: Tree, begun: Tree, params: Tree) -> dict[str, str]:
+    """The keys of the tensors of `begun` that go on from `state`, with the keys that they have there."""
+    before, fields = known(state, params).fields, known(begun, params).fields
+    keys = {field.place: field.key for field in before}
+    origins = {field.key: keys[field.place] for field in fields if not field.lone and field.place in keys}
+    old = {leaf for field in fields if field.key in origins for leaf in field.leaves}
+    new = {leaf for field in fields if not field.lone for leaf in field.leaves} - old
+    for field in (field for field in fields if field.lone):
+        leaves = set(field.leaves)
+        beside = {x.leaves[0] for x in fields if not x.lone and x.parent == field.parent} & leaves
+        if beside & new and beside & old:
+            raise ValueError(
+                f"extend: {min(beside & new)!r} is new, and would share {field.key!r} with {min(beside & old)!r}: give "
+                "new leaves a label of their own (by_label)"
+            )
+        sources = [x.key for x in before if x.lone and x.path == field.path and leaves & set(x.leaves)]
+        if len(sources) > 1:
+            raise ValueError(
+                f"extend: {field.key!r} would go on from {' and '.join(map(repr, sources))}: keep the labels"
+            )
+        if sources and (leaves & old or not leaves & new):
+            origins[field.key] = sources[0]
+    if keys and not origins:
+        have, want = (", ".join(map(repr, [x.key for x in row][:3])) for row in (before, fields))
+        raise ValueError(f"extend: nothing of the state goes on: it has {have}, and tx over params has {want}")
+    return origins
+
+
 def state_dict(
     state: Tree,
     params: Tree,
@@ -245,8 +297,8 @@ def state_dict(
     A parameter group for every label of `by_label`, in order; `groups` adds to each what torch is to find there (its
     hyper-parameters; those of `with_hyperparams` are there already). Frozen leaves of `params` have a number and no
     state, as in torch; with `params.trainable`, and with `by_label`, which labels trained leaves alone, they have none:
-    then give torch's optimizer the trained leaves. On every rank, or on one. With `dtensors=True` tensors of a leaf's
-    shape are DTensors, cut as the parameters are, as FSDP2's optimizers have them. Dual: `load_state_dict`.
+    then give torch's optimizer the trained leaves. `rank` as for `gather_state`. With `dtensors=True` tensors of a
+    leaf's shape are DTensors, cut as the parameters are, as FSDP2's optimizers have them. Dual: `load_state_dict`.
 
     >>> params = {"w": torch.ones(1)}
     >>> optim.state.state_dict(adamw(0.1).init(params), params)["state"]

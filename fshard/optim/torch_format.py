@@ -43,6 +43,16 @@ class Field(NamedTuple):
     lone: bool  # one tensor for all these leaves, as `count` is
 
     @property
+    def place(self) -> str:
+        """The key in a state without labels."""
+        return self.path if self.lone else joined(self.path, *self.leaves)
+
+    @property
+    def parent(self) -> str:
+        """The path of the node of which this is a field."""
+        return self.path.rpartition(".")[0]
+
+    @property
     def hyperparam(self) -> str | None:
         """The name of a hyper-parameter of `with_hyperparams`, or None for any other field."""
         *parents, name = self.path.split(".")

@@ -34,7 +34,8 @@ class Policy:
     - `output`: the dtype of the loss over all ranks, and of floating tensors in an aux. Totals and counts are not cast.
       By default a loss has float32 at least, and an aux stays.
     - `buffers`: the dtype that `policy.cast(buffers, "buffers")` casts to (running statistics, say).
-    - `cast_inputs`: whether floating tensors among a loss function's arguments are cast to `compute`.
+    - `cast_inputs`: whether a module casts floating tensors among its arguments to `compute` (`functionalize`). What a
+      loss function is given, a batch and other arguments, keeps its dtypes: `x.to(w.dtype)` casts in a loss.
     - `cast_at`: paths of submodules that cast their floating inputs when they are called (`apply.policy(cast=)`).
     - `overrides`: other dtypes for some leaves: pairs of a pattern, several patterns, or a predicate `(path, subtree)
       -> bool`, and a policy whose dtypes replace these. The first pair that selects a leaf counts.
@@ -123,10 +124,6 @@ class Policy:
         if dtype is None:
             return x
         return tree.map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, x)
-
-    def inputs(self, args: Tree) -> Tree:
-        """The arguments of a loss function, cast to `compute` if `cast_inputs`."""
-        return self.cast(args, "compute") if self.cast_inputs else args
 
 
 _YES, _NO = ("yes", "true", "True", "1"), ("no", "false", "False", "0")

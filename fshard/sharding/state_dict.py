@@ -23,7 +23,7 @@ from .sharded import Sharded, cut, gather_unit, intervals
 def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> dict[str, Tensor]:
     """Return the whole leaves in host memory by their dotted names; one unit at a time is whole on the device.
 
-    With `rank` only that rank of the mesh receives them, and the others an empty dict; every rank must call it. Tied
+    With `rank` that rank of the mesh alone receives them, and the others an empty dict; every rank must call it. Tied
     leaves are one tensor under each of their names. Dual: `load_state_dict`.
 
     `dtensors=True` returns DTensors on the plan's DeviceMesh instead, as FSDP2's `model.state_dict()` does: `Shard(0)`
@@ -70,8 +70,8 @@ def load_state_dict(
 
     Each rank reads all names, one unit at a time, and keeps its part; a mapping may read a tensor when it is asked for
     it. Values are whole tensors, DTensors or ShardedTensors, and are moved to the device and cast among floating
-    dtypes. A tied leaf may be under one of its names or under all. With `src` that rank alone passes whole tensors,
-    and the others an empty mapping. Every rank must call it.
+    dtypes. A tied leaf may be under one of its names or under all. With `src` that rank of the mesh alone passes
+    whole tensors, and the others an empty mapping. Every rank must call it.
 
     `rename` is a function from a name to the plan's name, or a dict of the names that change; None leaves a name out.
     ValueError lists every difference: names that are missing or unknown, shapes, dtypes, tied leaves that differ; and

@@ -126,7 +126,7 @@ def oracle(
         def forwards(rank: int, batch: Tree) -> list[_Out]:
             row, extra = list[_Out](), state.extra[rank] if with_extra else None
             for i, part in enumerate(_cut(batch, accumulate)):
-                loss_args = [*[extra] * with_extra, *policy.inputs([part]), *args]
+                loss_args = [*[extra] * with_extra, part, *args]
                 row.append(_forward(loss_fn, whole, loss_args, state, rank, i, policy, (has_aux, with_extra)))
                 extra = row[-1].extra
             return row

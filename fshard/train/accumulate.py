@@ -21,7 +21,7 @@ from ..core.scalars import Number
 from ..core.storage import writes
 from ..core.tree import Tree
 from ..grad import gradients
-from ..grad.grad import inputs, later_grads, run
+from ..grad.grad import later_grads, run
 from ..grad.gradients import Gradients, settle
 from ..grad.unit import Gathered
 from ..layout.pieces import device_of
@@ -120,7 +120,7 @@ def run_each(
     scale = (lambda seed: seed) if isinstance(scaler, NoLossScale) else scaler.scale
     extra = state.extra
     for number, (micro_batch, into) in enumerate(zip(micro_batches, destinations, strict=True)):
-        arguments = [*[extra] * recipe.with_extra, inputs(state.params.plan, micro_batch), *args]
+        arguments = [*[extra] * recipe.with_extra, micro_batch, *args]
         versions = _versions(extra) if recipe.with_extra else []
         with seeded(state.rng, state.step, stream, number, device_of(state.params)):
             outcome = run(

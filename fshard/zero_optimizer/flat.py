@@ -15,6 +15,7 @@ from ..core import tree
 from ..core.tree import Tree
 from ..layout.rows import COPIES, Rule, reshard
 from ..optim.base import FoundInf, Transform
+from ..plan.leaves import is_differentiable
 from ..plan.plan import Plan, Slot
 from ..plan.planning import make_plan
 from ..sharding.sharded import Sharded, cut, intervals, local_numel, pack, whole_view
@@ -25,7 +26,10 @@ _LARGE = 1 << 16  # mean elements of pieces from which reading them in place bea
 
 def flat_init(tx: Transform, mesh: AnyMesh, axes: Axes, bucket: int, block: int, params: Tree) -> ZeroState:
     """Make the plan of buckets, and the optimizer's state for this rank's intervals of them."""
-    plan = make_plan(params, mesh, units=bucket, params_over=(), grads_over=(), state_over=axes, block=block)
+    trained = [x for x in tree.leaves(params) if is_differentiable(x)]
+    # a plan counts elements: a bucket has as many as `bucket` bytes have in the mean of the trained leaves' dtypes
+    size = max(1, bucket * sum(x.numel() for x in trained) // max(1, sum(x.nbytes for x in trained)))
+    plan = make_plan(params, mesh, units=size, params_over=(), grads_over=(), state_over=axes, block=block)
     return ZeroState(tx.init(_part(plan, _by_slot(plan, params, "parameters"))), plan)
 
 

@@ -26,7 +26,7 @@ from ..plan.partitions import axes_of
 from .flat import flat_init, flat_step, flat_update
 from .leaf import ZeroState, leaf_init, leaf_step, leaf_update
 
-BUCKET = 1 << 22  # elements
+BUCKET = 1 << 24  # bytes: 4 Mi elements of float32
 
 
 def zero(
@@ -47,14 +47,15 @@ def zero(
 
     Arguments:
 
-    - `partition`: "flat" partitions buckets of about `bucket` elements into equal intervals (up to 16 bytes), for
+    - `partition`: "flat" partitions buckets of about `bucket` bytes into equal intervals (up to 16 bytes), for
       elementwise optimizers and all optimizers of fshard.optim. "leaf" assigns whole leaves, the largest first, to the
       rank with the least so far, for any optimizer.
     - `grads`: "reduced" for gradients that are equal on all ranks (ZeRO-1). "local" for each rank's own gradients,
       which are summed over the whole mesh into each rank's part (ZeRO-2); an update is then skipped on all ranks if
       `found_inf` is 1 on any rank.
     - `over`: the mesh axes to partition along; by default "shard", or all axes if the mesh has no such axis.
-    - `bucket`, `block`: numbers of elements; `block` as in `make_plan`.
+    - `bucket`: a number of bytes (the mean, if leaves have several dtypes). A bucket ends with the leaf that fills it.
+    - `block`: a number of elements, as in `make_plan`.
 
     Do not wrap an optimizer of `Sharded` parameters: its state is partitioned already, and `init` raises TypeError.
 
@@ -67,7 +68,7 @@ def zero(
     """
     check_word("zero: partition", partition, ("flat", "leaf"))
     check_word("zero: grads", grads, ("reduced", "local"))
-    check_whole("zero: bucket", bucket, what="a number of elements")
+    check_whole("zero: bucket", bucket, what="a number of bytes")
     check_whole("zero: block", block, what="a number of elements")
     inner, axes, local = as_transform(tx), _axes(mesh, over), grads == "local"
     make_state: Callable[[Tree], ZeroState]

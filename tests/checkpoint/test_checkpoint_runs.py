@@ -47,7 +47,7 @@ class Run:
             self.first, self.train = start(mesh, TXS[name], plan={**STRATEGIES[how], "block": block})
             self.state = {"params": self.first.params, "opt": self.first.opt_state, "ranks": ranks}
         else:
-            self.tx = fshard.zero(TXS[name], mesh, how, bucket=20, block=block)
+            self.tx = fshard.zero(TXS[name], mesh, how, bucket=8 * 20, block=block)
             self.state = {"params": params(), "opt": self.tx.init(params()), "ranks": ranks}
 
     def step(self, state: Any, number: int) -> Any:

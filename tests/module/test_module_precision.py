@@ -326,6 +326,63 @@ def test_whole_tensors_are_cast_alike():
     assert dtypes_of(None, cast) == (called(INDEXED, F32S, BF16S), BF16)
 
 
+def entered(mesh: Any, policy: str, jitted: bool) -> Any:
+    """The dtypes of a module's arguments in it, those of its output and of a target beside it; gradients."""
+    torch.manual_seed(0)
+    apply, params, buffers = functionalize(Scaled())
+    batch = {"x": torch.randn(4, 2), "n": torch.arange(4), "masks": [torch.rand(4, 2)], "target": torch.randn(4, 2)}
+    found = list[Any]()
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        seen.clear()
+        out = apply(p, buffers, batch["x"], batch["n"], masks=batch["masks"])[0]
+        found[:] = [*seen, out.dtype, batch["target"].dtype]
+        return (out.float() - batch["target"]).square().mean()
+
+    step: Any = fshard.value_and_grad(loss)
+    step = fshard.jit(step, backend="eager") if jitted else step
+    sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, policy=policy))
+    value, grads = step(sharded, batch)
+    want = mse_by_hand(params, batch) if mesh.size() == 1 and "f32" not in policy else value
+    assert torch.equal(value, want)
+    return found, tree.leaves(fshard.gather_params(grads))[0].dtype
+
+
+seen = list[torch.dtype]()
+
+
+class Scaled(nn.Module):
+    """A linear layer of scaled inputs, which has to be given inputs in the dtype of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, n: Tensor, masks: list[Tensor]) -> Tensor:
+        """W (x m) + n."""
+        seen.extend([x.dtype, n.dtype, masks[0].dtype])
+        return self.linear(x * masks[0].to(x.dtype)) + n[:, None]
+
+
+def mse_by_hand(params: Any, batch: Any) -> Tensor:
+    """The loss of `Scaled` in bfloat16, with the casts of FSDP2 written out: the input's, and no other."""
+    p = tree.map(lambda x: x.detach().to(BF16), params)
+    out = nn.functional.linear(
+        batch["x"].to(BF16) * batch["masks"][0].to(BF16), p["linear"]["weight"], p["linear"]["bias"]
+    )
+    return (((out + batch["n"][:, None]).float() - batch["target"]).square().mean()).detach()
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_module_casts_what_it_is_given_and_nothing_else(jitted, shard):
+    """A module casts the floating tensors among its arguments, as with FSDP2; a target beside it would be rounded."""
+    cast = [BF16, torch.int64, BF16, BF16, F32]
+    assert simulated(entered, "compute=bf16", jitted, shard=shard) == [(cast, F32)] * shard
+    same = [F32, torch.int64, F32, F32, F32]
+    assert simulated(entered, "compute=f32", jitted, shard=shard) == [(same, F32)] * shard
+
+
 def test_without_cast_inputs_nothing_is_cast():
     """A module that casts by itself would be given other dtypes than it asked for."""
     with pytest.raises(RuntimeError, match="dtype"):

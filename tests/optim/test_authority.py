@@ -340,7 +340,7 @@ def through(mesh: Any, tx: Any, hows: list[str], start: Any, grads: list[Any]) -
         params = run(own, how, fshard.shard_params(start, plan), [fshard.shard_params(g, plan) for g in grads])[1]
         found[f"Sharded, {how}, {over}"] = fshard.gather_params(params)
         for partition, kind in itertools.product(("flat", "leaf"), ("local",) if over else ("local", "reduced")):
-            zero = fshard.zero(tx, mesh, partition, kind, over=over, bucket=40)
+            zero = fshard.zero(tx, mesh, partition, kind, over=over, bucket=8 * 40)
             found[f"zero, {partition}, {kind}, {how}, {over}"] = run(zero, how, start, given[kind])[1]
     return {where: displacement(params, start) for where, params in found.items()}
 

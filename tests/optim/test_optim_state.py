@@ -43,7 +43,7 @@ def parted(tx: Any, how: str, mesh: Any, start: Any = START) -> tuple[Any, Make]
     if how in ("sharded", "units"):
         plan = fshard.make_plan(start, mesh, units=["blocks.*"] if how == "sharded" else 12, block=block)
         return tx, lambda x: fshard.shard_params(x, plan)
-    return (tx if how == "plain" else fshard.zero(tx, mesh, how, bucket=20, block=block)), lambda x: x
+    return (tx if how == "plain" else fshard.zero(tx, mesh, how, bucket=8 * 20, block=block)), lambda x: x
 
 
 def go(mesh: Any, tx: Any, how: str, steps: Any, start: Any = START, load: Make | None = None) -> tuple[Any, Any]:
@@ -96,7 +96,7 @@ def test_a_rank_that_holds_nothing_counts_updates(name, how):
         return gather_state(state), params
 
     plain = stepped(tx)
-    for found in simulated(lambda mesh: stepped(fshard.zero(tx, mesh, how, bucket=20, block=20)), shard=3):
+    for found in simulated(lambda mesh: stepped(fshard.zero(tx, mesh, how, bucket=8 * 20, block=20)), shard=3):
         alike(found, plain)
 
 

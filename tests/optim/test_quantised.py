@@ -43,7 +43,7 @@ def parted(mesh: Any, how: str, like: Any, block: int, **hyperparams: Any) -> tu
     """The optimizer over one of the partitions, and a function that places trees for it."""
     tx = adamw_8bit(**{"lr": 0.1, "block": block} | hyperparams)
     if how not in ("sharded", "units"):
-        return (tx if how == "plain" else fshard.zero(tx, mesh, how, bucket=20, block=block)), lambda x: x
+        return (tx if how == "plain" else fshard.zero(tx, mesh, how, bucket=8 * 20, block=block)), lambda x: x
     plan = fshard.make_plan(like, mesh, units=None if how == "sharded" else 20, block=block)
     return tx, lambda x: fshard.shard_params(x, plan)
 
@@ -137,7 +137,7 @@ def held_blocks(mesh: Any, how: str, block: int, shapes: list[tuple[int, ...]]) 
     axes = tuple(axis_sizes(mesh))
     params = [torch.arange(1.0, 1 + math.prod(s)).reshape(s) + 1000 * i for i, s in enumerate(shapes)]
     if how == "flat":  # this state begins as a copy of the parameters
-        zero = fshard.zero(optim.schedule_free_adamw(0.1), mesh, over=axes, bucket=20, block=block)
+        zero = fshard.zero(optim.schedule_free_adamw(0.1), mesh, over=axes, bucket=8 * 20, block=block)
         rows = zero.init(params).inner.z.tensors
     else:
         over = dict.fromkeys(("params_over", "grads_over", "state_over"), axes)

@@ -128,15 +128,58 @@ def seen(mesh: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("shard", [1, 2])
 def test_every_tensor_has_its_dtype(shard):
-    """Parameters, inputs, outputs and gradients have the policy's dtypes: otherwise training would lose precision
-    unnoticed."""
+    """Parameters, outputs and gradients have the policy's dtypes, inputs their own: otherwise training would lose
+    precision unnoticed."""
     f32, bf16, i64, c128 = torch.float32, torch.bfloat16, torch.int64, torch.complex128
     for found, value, aux, grads, whole in simulated(seen, shard=shard):
         assert found["params"] == {"w": bf16, "norm": [f32], "n": i64, "c": c128}
-        assert found["batch"] == {"x": bf16, "i": i64}
+        assert found["batch"] == {"x": f32, "i": i64}
         assert (value, aux) == (torch.float16, torch.float16)
         assert grads == {"w": f32, "norm": [f32], "n": None, "c": None}
         assert whole == {"w": f32, "norm": [f32], "n": i64, "c": c128}
+
+
+def given(mesh: Any) -> list[list[tuple[torch.dtype, bool]]]:
+    """What a loss gets of a batch and of other arguments, by each way to call it: dtypes, and whether values stayed."""
+    plan = fshard.make_plan(rand(3, seed=1), mesh, policy="storage=f32,compute=bf16")
+    sharded, tx = fshard.shard_params(rand(3, seed=1), plan), optim.sgd(0.1)
+    batch = {"x": rand(2, 3, seed=2), "target": rand(2, seed=3), "class": torch.tensor([4, 1])}
+    weights, found = rand(3, seed=4), list[Any]()
+
+    def loss(p: Any, batch: Any, weights: Tensor) -> Any:
+        found.append([(a.dtype, torch.equal(a, b)) for a, b in zip(tree.leaves([batch, weights]), want, strict=True)])
+        return (p.float() * batch["x"] * weights).square().sum() - batch["target"].sum()
+
+    want = tree.leaves([batch, weights])
+    fshard.value_and_grad(loss)(sharded, batch, weights)
+    fshard.evaluate(loss)(sharded, batch, weights)
+    fshard.hvp(loss)(sharded, sharded, batch, weights)
+    fshard.train_step(loss, tx)(fshard.init_state(sharded, tx), batch, weights)
+    return found
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_a_policy_casts_parameters_alone(shard):
+    """A policy leaves a loss's batch and arguments as they are: targets and weights of a regression would be rounded,
+    which neither FSDP2 nor a function of JAX does, and a step and `value_and_grad` would do it to different ones."""
+    f64, i64 = (torch.float64, True), (torch.int64, True)
+    assert simulated(given, shard=shard) == [[[f64, f64, i64, f64]] * 4] * shard
+
+
+@pytest.mark.parametrize("output", ["", ",output=f16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_loss_has_the_dtype_of_its_sum(dtype, output):
+    """A loss that was summed in float32 or float64 is reported so: a curve in bfloat16 would have steps of 1/256."""
+    total = torch.tensor(1 + 2.0**-7 + 2.0**-20 + 2.0**-40, dtype=torch.float64).to(dtype)
+    reported = torch.float16 if output else max(dtype, torch.float32, key=lambda d: d.itemsize)
+    for loss_of in (lambda x: fshard.Mean(x, 1), lambda x: fshard.Sum(x), lambda x: x):
+        fn = lambda p, x, loss_of=loss_of: loss_of(total * x + (p * 0).sum().to(dtype))  # noqa: E731
+        plan = fshard.make_plan(torch.ones(2), policy=f"compute=bf16{output}")
+        sharded, tx, one = fshard.shard_params(torch.ones(2), plan), optim.sgd(0.1), torch.ones(1, dtype=dtype)
+        scalar = lambda p, x, fn=fn: fn(p, x[0])  # noqa: E731
+        values = [fshard.value_and_grad(scalar)(sharded, one)[0], fshard.evaluate(scalar)(sharded, one)]
+        values.append(fshard.train_step(scalar, tx)(fshard.init_state(sharded, tx), one)[1]["loss"])
+        assert same_bits(values, [total.to(reported)] * 3)
 
 
 def gradients(mesh: Any, policy: str, strategy: str, how: str = "grad") -> Any:
@@ -161,8 +204,7 @@ def by_hand(policy: str, replicate: int, shard: int) -> Any:
     for rank in range(replicate * shard):
         mine = {n: flat[paths.index(n)].to(dtypes[n].compute).requires_grad_() for n in names}
         held = [mine[resolved.slots[number].path] for number in resolved.leaves]
-        batch = resolved.policy.inputs(lm_batch(0, rank))
-        out = resolved.policy.cast(mean_loss(tree.unflatten(spec, held), batch), "output")
+        out = resolved.policy.cast(mean_loss(tree.unflatten(spec, held), lm_batch(0, rank)), "output")
         totals.append(out.total)
         counts.append(out.count.double())
         leaves.append(mine)
@@ -300,7 +342,7 @@ def test_a_step_reads_nothing():
 
 def overflowing(p: Any, batch: Any) -> Any:
     """A small network in float16; `bad` in the batch makes the gradient of one leaf inf or NaN."""
-    x, y, bad = batch["x"], batch["y"], batch["bad"]
+    x, y, bad = (batch[key].to(p["w"].dtype) for key in ("x", "y", "bad"))
     hidden = torch.tanh(x @ p["w"] + p["b"])
     loss = (hidden @ p["out"] - y).float().square()
     loss = loss + (p["b"].float() * bad.float()).sum() * (bad[0] != 0)
@@ -343,7 +385,7 @@ def torch_run(num_ranks: int, num_steps: int, micro: int, clip: float | None) ->
         parts = [{k: x.chunk(micro)[m] for k, x in b.items()} for m in range(micro) for b in batches]
         for part in parts:
             half = {name: x.to(torch.float16) for name, x in leaves.items()}
-            out = overflowing(half, tree.map(lambda x: x.to(torch.float16), part))
+            out = overflowing(half, part)
             scaler.scale(out.total / (4 * num_ranks)).backward()
         scaler.unscale_(optimizer)
         found_inf = float(sum(scaler._found_inf_per_device(optimizer).values()) > 0)

@@ -37,7 +37,7 @@ def batch(step: int, rank: int, gain: float = 1.0, dtype: torch.dtype = torch.fl
 
 def loss(p: Tree, b: dict[str, Tensor]) -> fshard.Mean:
     """The mean over all rows; a large gain overflows."""
-    h = torch.tanh(b["x"] @ p["a"]["w"] + p["a"]["b"])
+    h = torch.tanh(b["x"].to(p["a"]["w"].dtype) @ p["a"]["w"] + p["a"]["b"])
     y = torch.tanh(h @ p["c"]["w"]).square().sum(1)
     return fshard.Mean((y * b["gain"]).sum(), len(y))
 

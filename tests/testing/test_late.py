@@ -146,7 +146,7 @@ def test_zero(partition, grads):
     """ZeRO waits for a bucket's gather before it reads the bucket: otherwise ranks would get unfinished parameters."""
 
     def job(mesh: Any) -> Any:
-        tx = fshard.zero(TRANSFORMS["adamw"](), mesh, partition, grads, bucket=30)
+        tx = fshard.zero(TRANSFORMS["adamw"](), mesh, partition, grads, bucket=4 * 30)
         params = tree.map(torch.clone, lm_params(torch.float32))  # clones: no leaves are tied
         state = tx.init(params)
         for i in range(3):

@@ -21,7 +21,7 @@ UNITS = 3
 
 def layer(p: Any, x: Tensor) -> Tensor:
     """One layer."""
-    return F.linear(x, p["w"], p["b"]).tanh()
+    return F.linear(x.to(p["w"].dtype), p["w"], p["b"]).tanh()
 
 
 def stack(p: Any, x: Tensor) -> Tensor:

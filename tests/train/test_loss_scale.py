@@ -486,7 +486,7 @@ def test_processes_agree_on_found_inf():
 def by_hand(mesh: Any, partition: str, given: bool, tx: Any, labels: Any, jitted: bool) -> Any:
     """The parameters and the scale after three ZeRO updates; rank 1's gradients overflow in the second."""
     params = {"w1": torch.ones(5), "w2": torch.ones(2, 3), "b1": torch.ones(4)}
-    zero = fshard.zero(tx, mesh, partition, "local", bucket=4)
+    zero = fshard.zero(tx, mesh, partition, "local", bucket=4 * 4)
     state, scaler = zero.init(params), DynamicLossScale(8.0)
 
     def one(params: Any, state: Any, scaler: Any, grads: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import re
 import warnings
 from collections import Counter
@@ -23,7 +24,7 @@ from fshard.layout.reshard import assign
 SHAPES = {"w": (5, 3), "v": (7,), "s": (), "blocks": [{"c": (2, 3, 2), "m": (4, 6)}, {"one": (1,)}]}
 NUMELS = [15, 7, 1, 12, 24, 1]
 EVEN = [16, 8, 2, 12, 24, 2]  # each even to 16 bytes
-BUCKETS, BUCKET = [24, 38, 2], 20  # w and v, then s, c and m, then one
+BUCKETS, BUCKET = [24, 38, 2], 8 * 20  # w and v, then s, c and m, then one; bytes of 20 elements
 THIRDS = [8, 14, 2]  # what each of three ranks has of them, even to 16 bytes
 WAYS = [(partition, grads) for partition in ("flat", "leaf") for grads in ("reduced", "local")]
 NAMES = ["sgd", "sgd-all", "adamw", "lion", "every_k", "muon", "lamb", "adafactor", "by_label", "clip_by_global_norm"]
@@ -184,7 +185,7 @@ def large(mesh: Any, way: tuple[str, str]) -> list[int]:
     ranks = range(mesh.size() if way[1] == "local" else 1)
     rows = [[tree.map(lambda x, n=i + rank: x.roll(n), params) for rank in ranks] for i in range(4)]
     grads = [row[mesh.get_rank() % len(row)] for row in rows]
-    tx, kept, copies = zero(LION, mesh, *way, bucket=250_000), [params], []
+    tx, kept, copies = zero(LION, mesh, *way, bucket=8 * 250_000), [params], []
     state = tx.init(params)
     for each in grads:
         after, state = tx.step(each, state, kept[-1])
@@ -307,6 +308,31 @@ def test_a_bucket_travels_while_the_next_is_updated(mesh, grads, elementwise):
     assert seen == [[3 * (grads == "local"), i] for i in range(3 if elementwise else 1)]
 
 
+def units_of(params: Any, **options: Any) -> list[list[int]]:
+    """The elements of the leaves of each bucket."""
+    plan = zero(optim.sgd(0.1), **options).init(params).parting
+    return [[math.prod(s.shape) for s in plan.slots if s.unit == u] for u in range(len(plan.units))]
+
+
+def test_a_bucket_is_a_number_of_bytes():
+    """A bucket is full at so many bytes, as in make_plan and jit: else half precision would get buckets of half the
+    bytes. The default cuts float32 at 4 Mi elements; other cuts would give fused kernels different bits."""
+    for dtype, numels in ((torch.float64, [4, 4, 4, 1]), (torch.float32, [4, 4, 4, 4]), (torch.bfloat16, [13, 3, 7])):
+        for bucket in (32, 64):
+            groups, full = [[]], bucket // dtype.itemsize
+            for n in numels:
+                groups = groups if sum(groups[-1]) < full else [*groups, []]
+                groups[-1].append(n)
+            params = [torch.ones(n, dtype=dtype) for n in numels]
+            assert units_of(params, bucket=bucket) == groups
+            assert units_of([*params, torch.arange(9)], bucket=bucket)[: len(groups) - 1] == groups[:-1]
+    mixed = [torch.ones(n, dtype=dtype) for dtype in (torch.float32, torch.bfloat16) for n in (8, 8)]
+    assert units_of(mixed, bucket=48) == [[8, 8], [8, 8]]  # of 3 bytes an element, on average
+    assert units_of(mixed, bucket=1) == [[8]] * 4
+    meta = [torch.empty(n, device="meta") for n in ((1 << 22) - 1, 1, (1 << 22) + 1, 5)]
+    assert units_of(meta) == [[(1 << 22) - 1, 1], [(1 << 22) + 1], [5]]
+
+
 @pytest.mark.sample(3)
 @on_ranks(2, TXS, WAYS)
 def test_nothing_given_is_changed(mesh, name, way):
@@ -380,7 +406,7 @@ def test_updates_need_no_parameters(mesh, way):
         part = zero(tx, mesh, *way, bucket=BUCKET)
         grads, state = given(way, mesh, 1)[0], part.init(START)
         assert same_bits(part.update(grads, state), part.update(grads, state, START))
-    usual, named = zero(ADAMW, mesh), zero(ADAMW, mesh, "flat", "reduced", over="shard", bucket=1 << 22, block=1)
+    usual, named = zero(ADAMW, mesh), zero(ADAMW, mesh, "flat", "reduced", over="shard", bucket=1 << 24, block=1)
     assert same_bits(usual.update(grads, usual.init(START), START), named.update(grads, named.init(START), START))
     assert same_bits(usual.init(START), named.init(START))
     meta = tree.map(lambda x: x.to("meta"), START)
