@@ -23,16 +23,11 @@ from .base import (
 )
 from .matrix import adafactor, lamb, muon, whole_leaves
 from .optimizers import (
-    adadelta,
     adagrad,
     adam,
     adamw,
-    amsgrad,
     lion,
-    nadam,
     rmsprop,
-    schedule_free_adamw,
-    schedule_free_params,
     sgd,
 )
 from .quasi_newton import lbfgs
@@ -41,14 +36,12 @@ from .transforms import by_label, chain, every_k, masked, resting, with_hyperpar
 
 __all__ = [
     "Transform",
-    "adadelta",
     "adafactor",
     "adagrad",
     "adam",
     "adamw",
     "adamw_8bit",
     "add_decayed_weights",
-    "amsgrad",
     "apply_updates",
     "by_label",
     "chain",
@@ -65,13 +58,10 @@ __all__ = [
     "lion",
     "masked",
     "muon",
-    "nadam",
     "resting",
     "rmsprop",
     "scale",
     "scale_by_schedule",
-    "schedule_free_adamw",
-    "schedule_free_params",
     "schedules",
     "sgd",
     "state",

@@ -24,7 +24,6 @@ _TORCH = {
     "count": "step",
     "mu": "exp_avg",
     "nu": "exp_avg_sq",
-    "nu_max": "max_exp_avg_sq",
     "momentum": "momentum_buffer",
 }
 
