@@ -175,36 +175,6 @@ def gathers(graph: fx.Graph) -> list[Gather]:
     return sorted(result, key=lambda gather: order[gather.readers[0]] if gather.readers else -1)
 
 
-def is_same_value(a: fx.Node, b: fx.Node, nodes: Index) -> bool:
-    """Whether two nodes surely have the same value: equal operators of the same nodes, which nothing writes between."""
-    shared: list[fx.Node] = []
-    if not _is_alike(a, b, shared):
-        return False
-    first, last = sorted((nodes.order[a], nodes.order[b]))
-    return nodes.first_write(shared, first) > last
-
-
-def _is_alike(a: fx.Node, b: fx.Node, shared: list[fx.Node]) -> bool:
-    """Whether two nodes call equal operators on equal arguments. Adds the nodes that both read to `shared`."""
-    if a is b:
-        shared.append(a)
-        return True
-    if a.op != "call_function" or a.target is not b.target:
-        return False
-    if is_call(a, "copy_"):  # its value is that of its source in the dtype of the buffer, whichever buffer that is
-        same_dtype = values(a)[0].dtype == values(b)[0].dtype
-        return same_dtype and _is_alike(a.args[1], b.args[1], shared)  # type: ignore[arg-type]
-    # the tag of operators that draw random numbers; those of fshard have it for other reasons (`core.tracing.define`)
-    is_random = torch.Tag.nondeterministic_seeded in getattr(a.target, "tags", ())
-    if writes(a) or (is_random and not is_call(a, "fshard.all_gather")):
-        return False
-    # Arguments that are not nodes are compared with every node replaced by its number among the inputs.
-    numbers = [{x: i for i, x in enumerate(node.all_input_nodes)} for node in (a, b)]
-    constants = [fx.node.map_arg((node.args, node.kwargs), numbers[i].__getitem__) for i, node in enumerate((a, b))]
-    inputs = zip(a.all_input_nodes, b.all_input_nodes, strict=False)  # equal in number if the constants are equal
-    return constants[0] == constants[1] and all(_is_alike(x, y, shared) for x, y in inputs)
-
-
 def _read_by(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node reads: of a collective not the place of its result, of a wait none."""
     if is_call(node, "fshard.wait"):

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import fx
@@ -57,20 +56,6 @@ class Footprint:
     @property
     def _top(self) -> int:
         return max(range(len(self.bytes)), key=lambda i: sum(self.bytes[i].values()))
-
-    def draw(self, path: str | Path) -> None:
-        """Write a plot of the bytes by purpose over the nodes to `path`. Needs matplotlib."""
-        from matplotlib.figure import Figure
-
-        kinds = list(dict.fromkeys(kind for row in self.bytes for kind in row))
-        figure = Figure(figsize=(9, 4), layout="constrained")
-        axes = figure.subplots()
-        axes.stackplot(
-            range(len(self.nodes)), [[row.get(k, 0) / 2**20 for row in self.bytes] for k in kinds], labels=kinds
-        )
-        axes.set(xlabel="node", ylabel="MiB", title=f"peak {self.peak / 2**20:.1f} MiB at {self.at}")
-        axes.legend(loc="upper left", fontsize="small")
-        figure.savefig(path)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..comm import consensus
 from ..comm.mesh import AnyMesh
 from ..core import tree
-from ..core.arguments import check_flags, check_function, check_hyperparams, check_positive, check_rate, shown, wrong
+from ..core.arguments import check_function, check_hyperparams, check_positive, check_rate, shown, wrong
 from ..core.scalars import Number, beside
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
@@ -417,33 +417,3 @@ def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
 
     _check_norm("clip_by_leaf_norm", max_norm, p)
     return checked(Transform(lambda params: (), update), Needs("clip_by_leaf_norm"))
-
-
-class EmaState(NamedTuple):
-    """Number of updates made (float32, 0-d) and their running mean."""
-
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    mean: Tree
-
-
-def ema(decay: float, debias: bool = True) -> Transform:
-    """m <- decay m + (1 - decay) g; u = m, or with `debias` m / (1 - decay^t), t counting from 1.
-
-    >>> tx = ema(0.9)
-    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)))[0]
-    tensor(2.)
-    """
-    check_hyperparams("ema", decay=decay)
-    check_flags(**{"optim.ema: debias": debias})
-
-    def init(params: Tree) -> EmaState:
-        return EmaState(start_count(params), tree.map(torch.zeros_like, params))
-
-    def update(grads: Tree, state: EmaState, params: Tree = None, **extra: object) -> tuple[Tree, EmaState]:
-        mean = tree.map(lambda m, g: (decay * m + (1 - decay) * g).to(m.dtype), state.mean, grads)
-        count = state.count + 1
-        # the weights of the gradients so far sum to 1 - decay^t: in float64, because in float32 it cancels
-        total_weight = 1 - decay ** count.double() if debias else 1.0
-        return tree.map(lambda m: (m / beside(total_weight, m)).to(m.dtype), mean), EmaState(count, mean)
-
-    return checked(Transform(init, update, elementwise=True), Needs("ema", EmaState))

@@ -584,7 +584,6 @@ WORLDS = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)]
 PASSES: list[dict[str, Any]] = [
     {"bucket": 10**6},
     {"in_flight": 10**6},
-    {"budget": 1},
     {"bucket": 300, "in_flight": 500},
 ]
 

@@ -20,7 +20,7 @@ from support.optimizers import TRANSFORMS
 from support.worlds import gloo, simulated
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, MultiStepLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, MultiStepLR
 
 import fshard
 from fshard import optim
@@ -240,8 +240,6 @@ CASES: dict[str, Case] = {
     "scale": both(lambda o: o.scale(-0.1)),
     "scale_by_schedule": both(lambda o: o.chain(o.scale_by_schedule(halving), o.scale(-1.0))),
     "add_decayed_weights": both(lambda o: o.chain(o.add_decayed_weights(0.1), o.scale(-0.1))),
-    "ema/0": both(lambda o: o.chain(o.ema(0.5, False), o.adam(0.1))),
-    "ema/1": both(lambda o: o.chain(o.ema(0.9), o.scale(-0.1))),
     "every_k": Case(
         optim.every_k(optim.lamb(0.1), 2), by_optax(lambda o: o.MultiSteps(o.lamb(0.1), 2, True, None, float))
     ),
@@ -417,7 +415,6 @@ def optax_rate(make: Make) -> Make:
     return lambda count: float(make(libraries()[1])(np.float64(count)))
 
 
-SLOW = {"pct_start": 0.5, "div_factor": 5.0, "final_div_factor": 3.0}
 SCHEDULES: dict[str, tuple[Make, Make]] = {
     "constant": (optim.schedules.constant(0.1), lambda count: 0.1),
     "linear": (optim.schedules.linear(0.1, 0.7, 5), optax_rate(lambda o: o.linear_schedule(0.1, 0.7, 5))),
@@ -427,11 +424,6 @@ SCHEDULES: dict[str, tuple[Make, Make]] = {
     "warmup_cosine": (
         optim.schedules.warmup_cosine(0.5, 3, 9, 0.1, 0.2),
         optax_rate(lambda o: o.warmup_cosine_decay_schedule(0.1, 0.5, 3, 9, 0.2)),
-    ),
-    "one_cycle": (optim.schedules.one_cycle(0.5, 13), by_scheduler(OneCycleLR, 1.0, 0.5, 13)),
-    "one_cycle-slow": (
-        optim.schedules.one_cycle(0.5, 20, 0.5, 5.0, 3.0),
-        by_scheduler(OneCycleLR, 1.0, 0.5, 20, **SLOW),
     ),
     "piecewise": (
         optim.schedules.piecewise(0.5, {6: 0.5}),

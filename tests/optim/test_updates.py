@@ -255,7 +255,7 @@ def test_a_step_skips_a_label_alone(reduction, jitted):
 
 SHARED: dict[str, Callable[[], Any]] = {
     "a norm": lambda: optim.chain(optim.clip_by_global_norm(1.0), TRANSFORMS["by_label"]()),
-    "a mean": lambda: optim.chain(optim.ema(0.9), TRANSFORMS["by_label"]()),
+    "norms": lambda: optim.chain(optim.clip_by_leaf_norm(1.0), TRANSFORMS["by_label"]()),
     "a count": lambda: optim.every_k(TRANSFORMS["by_label"](), 2),
     "a schedule": lambda: optim.with_hyperparams(
         lambda f: optim.chain(optim.scale(f), TRANSFORMS["by_label"]()), f=optim.schedules.cosine(0.1, 9)

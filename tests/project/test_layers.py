@@ -59,7 +59,7 @@ DOORS = {
     "torch.utils._cxx_pytree": {"core.tree"},
     "torch.distributed": {"comm.dtensors", "comm.mesh", "comm.primitives", "comm.process_groups"},
     "torch.optim": {"optim.kernels", "optim.torch_optim"},
-    "torch.autograd.graph": {"grad.tape", "compiler.dataflow"},
+    "torch.autograd.graph": {"grad.tape"},
     "torch.multiprocessing": {"grad.autograd"},
     "socket": {"hosts.links", "hosts.rendezvous"},
     "mmap": {"hosts.links"},

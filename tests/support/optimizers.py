@@ -62,7 +62,6 @@ ROWS: dict[str, Row] = {
     "clip_by_leaf_norm": Row(
         lambda: optim.chain(optim.clip_by_leaf_norm(0.5, p=3), optim.sgd(0.1, momentum=0.5)), kernel=True
     ),
-    "ema": Row(lambda: optim.chain(optim.ema(0.9), optim.scale(-0.1))),
     "every_k": Row(lambda: optim.every_k(optim.adamw(0.1), 2), asks="adamw", any_state=True),
     "every_k-clip": Row(
         lambda: optim.every_k(optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1)), 2), any_state=True
