@@ -68,7 +68,7 @@ class Capture(NamedTuple):
 
 def _is_plain(x: object) -> bool:
     dense = isinstance(x, Tensor) and not isinstance(x, FakeTensor | Marked) and x.layout is torch.strided
-    return dense and not x.requires_grad  # type: ignore[attr-defined]  # mypy: `dense` is no proof
+    return dense and not x.requires_grad  # type: ignore[attr-defined]  # mypy does not see what `dense` implies
 
 
 def captures(fn: object, seen: set[int] | None = None) -> Iterator[Capture]:
@@ -161,6 +161,6 @@ def _names_in(code: CodeType) -> Iterator[tuple[str, ...]]:
 def _is_of_library(x: type | ModuleType) -> bool:
     module = sys.modules.get(x.__module__) if isinstance(x, type) else x
     file = getattr(module, "__file__", None)
-    if file is None:  # as of `__main__` in a notebook, and of what is not imported
+    if file is None:  # such as `__main__` in a notebook, or a module that is not imported
         return module is not None and module.__name__ != "__main__"
     return file.startswith(_LIBRARIES)

@@ -22,7 +22,7 @@ VIEWS = (
     *("unbind", "as_strided", "expand", "t", "transpose", "permute", "unsqueeze", "squeeze"),
 )
 
-# Operators that write to running statistics, of which their schemas say nothing.
+# Operators that write to running statistics, although their schemas do not say so.
 _UNMARKED = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 
 

@@ -54,7 +54,11 @@ class Jitted(Generic[P, R]):
         return (Checked(self._run) if checked else self._run)(*args, **kwargs)
 
     def _run(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        _check_outermost()
+        if func_levels.inside():
+            raise TypeError(
+                "jit: a jitted function cannot run inside torch.func.grad, jvp or vmap, which would not see through "
+                "its graph: jit the outermost function, as in jit(torch.func.grad(fn))"
+            )
         (leaves, spec), nodes = flatten(args, kwargs), on_meshes((args, kwargs))
         graphs = self._graphs_for(nodes)
         called, variables = signature(leaves, spec, nodes), self._captures
@@ -98,14 +102,6 @@ class Jitted(Generic[P, R]):
         if old_signature == new_signature:
             return f"traced again: {changed(old_contents, new_contents)}"
         return f"traced again: {difference(old_signature, new_signature)}"
-
-
-def _check_outermost() -> None:
-    if func_levels.inside():
-        raise TypeError(
-            "jit: a jitted function cannot run inside torch.func.grad, jvp or vmap, which would not see through its "
-            "graph: jit the outermost function, as in jit(torch.func.grad(fn))"
-        )
 
 
 def jit(

@@ -174,7 +174,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a pass may read besides the graph.
+    """What a pass may read in addition to the graph.
 
     `units`: names of the units that plans gather again in the backward; `lasting`: those of `Plan.lasting`.
     """

@@ -12,6 +12,7 @@ Note [Memory of a graph]
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -72,8 +73,9 @@ def footprint(graph: fx.Graph, inputs: Sequence[str]) -> Footprint:
     """Estimate the memory of a graph. `inputs` gives the purpose of each input, such as "parameters"."""
     nodes = list(graph.nodes)
     storages = _storages(nodes, inputs)
-    barriers = [i for i, node in enumerate(nodes) if node.op == "call_function" and _is_barrier(node)]
-    counted = [s for s in storages.values() if not (s.fusible and s.last <= _next(barriers, s.first, len(nodes)))]
+    barriers = [i for i, node in enumerate(nodes) if node.op == "call_function" and _is_barrier(node)] + [len(nodes)]
+    # what is read up to the next barrier alone is computed inside its readers
+    counted = [s for s in storages.values() if not s.fusible or s.last > barriers[bisect(barriers, s.first)]]
     # changes[i]: bytes by purpose that appear at node i, or were last needed at node i - 1
     changes: list[Counter[str]] = [Counter() for _ in range(len(nodes) + 2)]
     for s in counted:
@@ -164,10 +166,6 @@ def _what(node: fx.Node) -> str:
 def storages_of(node: fx.Node) -> Iterator[int]:
     """Yield a number for each tensor that a node produces, equal for tensors that share a storage."""
     return map(address, values(node))
-
-
-def _next(barriers: Sequence[int], i: int, end: int) -> int:
-    return next((b for b in barriers if b > i), end)
 
 
 def _is_barrier(node: fx.Node) -> bool:

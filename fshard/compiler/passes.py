@@ -128,8 +128,8 @@ def _fix_place(graph: fx.Graph, start: fx.Node, before: fx.Node) -> None:
 def keep_unread(graph: fx.Graph) -> None:
     """Keep a compiler from dropping what must run though nothing reads its result: return one element of the result.
 
-    That are collectives, for which peers wait, and operators of other libraries. A caller of the graph reads only the
-    outputs that it knows, which come first.
+    These are collectives (peers wait for them) and operators of other libraries (they may have side effects). A caller
+    of the graph reads only the outputs that it knows, which come first.
     """
     output, read = graph.output_node(), _read_storages(graph)
     kept: list[fx.Node] = []
@@ -334,7 +334,7 @@ def regather(graph: fx.Graph, units: Iterable[str], lasting: Collection[str] = E
         if gather.unit in lasting and len(groups) > 2:
             continue
         for first, last in groups[1:]:
-            _put_copies(graph, chain, gather.readers[first:last])
+            _copy_before(graph, chain, gather.readers[first:last])
 
 
 def _apart(readers: Sequence[int], heads: Sequence[int]) -> list[tuple[int, int]]:
@@ -346,12 +346,12 @@ def _apart(readers: Sequence[int], heads: Sequence[int]) -> list[tuple[int, int]
     return list(pairwise([0, *cuts, len(readers)]))
 
 
-def _put_copies(graph: fx.Graph, nodes: Iterable[fx.Node], readers: list[fx.Node]) -> None:
+def _copy_before(graph: fx.Graph, nodes: Iterable[fx.Node], readers: Sequence[fx.Node]) -> None:
     """Copy nodes to before the first of `readers`, which then read the copies."""
-    new_of: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(readers[0]):
         for node in nodes:
-            new_of[node] = copy(graph, node, new_of)
+            copies[node] = copy(graph, node, copies)
     for reader in readers:
-        for old, new in new_of.items():
-            reader.replace_input_with(old, new)
+        for node, new in copies.items():
+            reader.replace_input_with(node, new)

@@ -159,7 +159,9 @@ def _mode_of(leaves: Sequence[object], takes_real: bool = False) -> Iterator[Fak
     """The mode of fake tensors for a run with these arguments; `takes_real`: other tensors become fake where read."""
     # Fake tensors of two modes cannot meet in one operator, so arguments that are fake already decide the mode.
     fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
-    mode = fakes[0].fake_mode if fakes else FakeTensorMode(shape_env=_shapes())
+    # Shapes that depend on values are refused. Inductor uses its cache only if there is a ShapeEnv.
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    mode = fakes[0].fake_mode if fakes else FakeTensorMode(shape_env=shapes)
     # A view that comes out of the mode's cache cannot be the primal of forward mode (torch 2.13: `has_fw_view`).
     before = mode.cache_enabled, mode.allow_non_fake_inputs
     mode.cache_enabled, mode.allow_non_fake_inputs = False, takes_real
@@ -167,11 +169,6 @@ def _mode_of(leaves: Sequence[object], takes_real: bool = False) -> Iterator[Fak
         yield mode
     finally:
         mode.cache_enabled, mode.allow_non_fake_inputs = before
-
-
-def _shapes() -> ShapeEnv:
-    """Return a ShapeEnv that refuses shapes that depend on values. Inductor uses its cache only if there is one."""
-    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
 
 
 def _fake(mode: FakeTensorMode, leaf: Tensor, apart: bool = False) -> Tensor:

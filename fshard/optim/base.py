@@ -1,7 +1,7 @@
 """Gradient transformations: pairs of pure functions over trees, as in optax.
 
 `init(params) -> state`; `update(grads, state, params, **extra) -> (updates, state)`; `apply_updates(params, updates)`.
-They do not use ranks directly: a tree may be plain, or `Parts`, of which other ranks hold the rest (`fshard.layout`).
+They do not use ranks directly: a tree may be plain, or `Parts`: then other ranks hold the rest (`fshard.layout`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ T = TypeVar("T")
 # From the number of updates made (float64, 0-d) to the value of a hyper-parameter.
 Schedule = Callable[[Tensor], Number]
 
-# A label of leaves, any hashable value. `Hashable` would not do: a dict with keys str is no Mapping with keys Hashable.
+# A label of leaves, any hashable value. `Hashable` would not do: a dict with keys str is not a Mapping with keys
+# Hashable.
 Label: TypeAlias = Any
 
 # Whether to skip an update (0-d, 1 or 0), or a dict that says so for each label.
@@ -182,8 +183,8 @@ def as_transform(tx: TransformLike) -> Transform:
 def apply_updates(params: Tree, updates: Tree) -> Tree:
     """params + updates, leaf by leaf, in the dtype of params; a leaf whose update is None stays.
 
-    ValueError for updates of another structure, and for an update that is no tensor, has another shape than its
-    parameter, or is complex where the parameter is real.
+    ValueError for updates of another structure, and for an update that is not a tensor, differs from its parameter in
+    shape, or is complex where the parameter is real.
 
     >>> apply_updates({"w": torch.tensor(1.0)}, {"w": torch.tensor(-0.5)})
     {'w': tensor(0.5000)}
@@ -369,9 +370,22 @@ def clip_factor(norm: Tensor, max_norm: Number) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _check_norm(name: str, max_norm: object, p: object) -> None:
+def _clip_by(name: str, max_norm: Number, p: float, clipped: Callable[[Tree, bool, bool], Tree]) -> Transform:
+    """The transformation `clipped(grads, own_grads, exact_norms)`, which clips to a p-norm of at most `max_norm`."""
     check_positive(f"optim.{name}: max_norm", max_norm)
     check_positive(f"optim.{name}: p", p, tensors=False)
+
+    def update(
+        grads: Tree,
+        state: Tree,
+        params: Tree = None,
+        own_grads: bool = False,
+        exact_norms: bool = False,
+        **extra: object,
+    ) -> tuple[Tree, Tree]:
+        return clipped(grads, own_grads, exact_norms), state
+
+    return checked(Transform(lambda params: (), update), Needs(name))
 
 
 def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
@@ -383,18 +397,10 @@ def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
     tensor([0.6000, 0.8000])
     """
 
-    def update(
-        grads: Tree,
-        state: Tree,
-        params: Tree = None,
-        own_grads: bool = False,
-        exact_norms: bool = False,
-        **extra: object,
-    ) -> tuple[Tree, Tree]:
-        return scaled(grads, clip_factor(global_norm(grads, p, exact_norms), max_norm), own_grads), state
+    def clipped(grads: Tree, own_grads: bool, exact_norms: bool) -> Tree:
+        return scaled(grads, clip_factor(global_norm(grads, p, exact_norms), max_norm), own_grads)
 
-    _check_norm("clip_by_global_norm", max_norm, p)
-    return checked(Transform(lambda params: (), update), Needs("clip_by_global_norm"))
+    return _clip_by("clip_by_global_norm", max_norm, p, clipped)
 
 
 def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
@@ -404,16 +410,8 @@ def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
     {'a': tensor([0.6000, 0.8000]), 'b': tensor(0.5000)}
     """
 
-    def update(
-        grads: Tree,
-        state: Tree,
-        params: Tree = None,
-        own_grads: bool = False,
-        exact_norms: bool = False,
-        **extra: object,
-    ) -> tuple[Tree, Tree]:
+    def clipped(grads: Tree, own_grads: bool, exact_norms: bool) -> Tree:
         factors = clip_factor(leaf_norms(grads, p, exact=exact_norms), max_norm)  # (leaves,)
-        return scale_leaves_(grads if own_grads else tree.map(torch.clone, grads), factors), state
+        return scale_leaves_(grads if own_grads else tree.map(torch.clone, grads), factors)
 
-    _check_norm("clip_by_leaf_norm", max_norm, p)
-    return checked(Transform(lambda params: (), update), Needs("clip_by_leaf_norm"))
+    return _clip_by("clip_by_leaf_norm", max_norm, p, clipped)

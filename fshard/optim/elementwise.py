@@ -15,7 +15,7 @@ from ..core.scalars import Number, beside, is_zero
 from ..core.tree import Tree
 from ..layout.pieces import Parts, aligned, copied, pieces
 from . import kernels
-from .base import Needs, Schedule, Transform, apply_updates, at, checked, choose, start_count
+from .base import Needs, Schedule, Transform, apply_updates, at, checked, choose, num_made, start_count
 from .kernels import constants_beside
 
 Rate = Number | Schedule
@@ -178,8 +178,7 @@ def _fused(
     for device in dict.fromkeys(p.device for p in columns[0]):
         on_device = [n for n, p in enumerate(columns[0]) if p.device == device]
         _run(rule, [[column[n] for n in on_device] for column in columns], state.count, found_inf, constants)
-    count = state.count + (1 if found_inf is None else 1 - found_inf)
-    return params, _next_state(rule, state, count, moments)
+    return params, _next_state(rule, state, state.count + num_made(found_inf), moments)
 
 
 def _run(
@@ -205,7 +204,7 @@ def all_numbers(*hyperparams: object) -> bool:
 
 
 def with_rate(lr: Rate, **constants: object) -> Callable[[Tensor], kernels.Constants]:
-    """What gives the constants of an update where the rate alone depends on the number of updates made."""
+    """Return the function from the number of updates made to the constants; the rate alone depends on it."""
     return lambda count: {"lr": at(lr, count), **constants}
 
 

@@ -37,7 +37,7 @@ K = TypeVar("K")
 
 
 class LossScale(Protocol):
-    """What a step asks of a loss scaler, which is a pytree node."""
+    """The methods of a loss scaler that a step calls; a scaler is a pytree node."""
 
     @property
     def value(self) -> Tensor:
@@ -69,8 +69,8 @@ class Unscaled(Marked):
     """A gradient that was divided by the loss scale: `unscale` refuses to divide it again.
 
     What torch computes from it is a plain tensor, and so is what is pickled: files can be loaded without this class. A
-    copy, and what `detach` returns, is unscaled as well. Sparse gradients, of which torch makes no other class, stay
-    plain.
+    copy, and what `detach` returns, is unscaled as well. Sparse gradients stay plain, because torch cannot give them
+    another class.
     """
 
     @classmethod
@@ -123,25 +123,17 @@ def _unscale(grads: Tree, scale: Tensor, own: bool, labels: Labels, mesh: AnyMes
     _check_grads(grads)
     sparse = any(row.layout is torch.sparse_coo for row in tree.leaves(grads))
     if not own or sparse:  # `coalesce` in `_values` makes a new tensor of one that is not coalesced
-        grads = tree.map(_copy, grads)
+        grads = tree.map(lambda row: (row.coalesce() if row.layout is torch.sparse_coo else row).clone(), grads)
     meshes, by_label = _meshes(grads, mesh), dict[Label, Tensor]()
     if labels is not None:  # before the division: a scale below 1 may make what is finite overflow
         by_label = _not_finite_by(lambda leaf: label_of(leaf, labels), grads, meshes)
     found_inf = kernels.unscale_([_values(row) for row in tree.leaves(grads)], scale.double().reciprocal())
-    return _marked(grads), by_label if labels is not None else _agreed(found_inf, meshes)
-
-
-def _copy(row: Tensor) -> Tensor:
-    return row.coalesce().clone() if row.layout is torch.sparse_coo else row.clone()
+    grads = tree.map(lambda row: row if row.layout is torch.sparse_coo else mark(row, Unscaled), grads)
+    return grads, by_label if labels is not None else _agreed(found_inf, meshes)
 
 
 def _values(row: Tensor) -> Tensor:
     return row.coalesce().values() if row.layout is torch.sparse_coo else row
-
-
-def _marked(grads: Tree) -> Tree:
-    """The gradients as `Unscaled`, in the same memory."""
-    return tree.map(lambda row: row if row.layout is torch.sparse_coo else mark(row, Unscaled), grads)
 
 
 def _check_grads(grads: Tree) -> None:
@@ -158,7 +150,7 @@ def _check_grads(grads: Tree) -> None:
 
 def _meshes(x: Tree, mesh: AnyMesh) -> list[AnyMesh]:
     """The meshes whose ranks agree on what is finite: that of sharded gradients, and `mesh`."""
-    axis_sizes(mesh)  # raises for what is no mesh
+    axis_sizes(mesh)  # raises unless it is a mesh
     return [present for present in (mesh_of(x), mesh) if present is not None]
 
 
@@ -225,7 +217,7 @@ class StaticLossScale:
         vars(self).update(value=_as_scale(scale))
 
     def scale(self, x: Tree) -> Tree:
-        """A tree times the scale, each leaf in its own dtype. TypeError for a leaf that is no floating tensor."""
+        """A tree times the scale, each leaf in its own dtype. TypeError for a leaf that is not a floating tensor."""
         return _times(x, self.value)
 
     def unscale(
@@ -398,7 +390,7 @@ class NoLossScale:
         return self
 
     def scale(self, x: Tree) -> Tree:
-        """Return the tree times 1. TypeError for a leaf that is no floating tensor."""
+        """Return the tree times 1. TypeError for a leaf that is not a floating tensor."""
         return _times(x, self.value)
 
     def unscale(
