@@ -99,7 +99,6 @@ OPTIMIZERS: dict[str, Make] = {
     "adafactor": optim.adafactor,
     "muon": lambda: optim.muon(1e-3),
     "chain": lambda: optim.chain(optim.clip_by_leaf_norm(1.0), optim.scale(-0.1)),
-    "every k": lambda: optim.every_k(optim.adamw(1e-3), 2),
     "torch's RAdam": lambda: optim.from_torch(torch.optim.RAdam, lr=1e-3),
     "labels": lambda: optim.by_label({"a": optim.sgd(0.1), "b": optim.adamw(1e-3)}, {"embed": "a", "**": "b"}),
 }

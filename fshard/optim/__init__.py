@@ -31,7 +31,7 @@ from .optimizers import (
 )
 from .quasi_newton import lbfgs
 from .torch_optim import from_torch
-from .transforms import by_label, chain, every_k, masked, resting, with_hyperparams
+from .transforms import by_label, chain, masked, resting, with_hyperparams
 
 __all__ = [
     "Transform",
@@ -47,7 +47,6 @@ __all__ = [
     "clip",
     "clip_by_global_norm",
     "clip_by_leaf_norm",
-    "every_k",
     "from_torch",
     "global_norm",
     "identity",

@@ -7,7 +7,7 @@ usual ones. Sources: torch.optim.lr_scheduler and optax.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -76,31 +76,6 @@ def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end:
     _check("warmup_cosine", warmup, peak=peak, start=start, end=end)
     check_whole("schedule warmup_cosine: steps", steps, warmup + 1, what="a number of steps, warm-up included")
     return join([linear(start, peak, warmup), cosine(peak, steps - warmup, end)], [warmup])
-
-
-def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
-    """Return a schedule that begins with `start`, and multiplies the value by `factors[n]` from step `n` on.
-
-    As optax.piecewise_constant_schedule and torch's MultiStepLR.
-
-    >>> piecewise(1.0, {2: 0.5, 4: 0.5})(torch.tensor(4.0)).item()
-    0.25
-    """
-    _check("piecewise", start=start)
-    if not isinstance(factors, Mapping):
-        raise TypeError(f"schedule piecewise: {wrong('factors', factors, 'a dict of a factor for each step')}")
-    for step, factor in factors.items():
-        check_whole("schedule piecewise: a step", step, least=0)
-        _check("piecewise", factor=factor)
-
-    def schedule(count: Tensor) -> Tensor:
-        t = double(count)
-        value = torch.full((), start, dtype=torch.float64, device=t.device)
-        for step, factor in sorted(factors.items()):
-            value = torch.where(t >= step, value * factor, value)
-        return value
-
-    return schedule
 
 
 def join(schedules: Sequence[Callable[[Tensor], Tensor]], boundaries: Sequence[int]) -> Schedule:

@@ -155,7 +155,8 @@ def torch_cases(name: str, make: Make, cls: Make, kws: list[dict[str, Any]], **f
     """A transformation over a grid of hyper-parameters, then with a tensor and with a schedule as learning rate."""
     cases = [Case(make(**our_names(kw)), by_torch(cls, **kw, **fixed)) for kw in kws]
     last, lr = our_names(kws[-1]), kws[-1]["lr"]
-    tensor, schedule = torch.tensor(lr, dtype=torch.float64), optim.schedules.piecewise(lr, {2: 0.5, 4: 0.5})
+    tensor, constant = torch.tensor(lr, dtype=torch.float64), optim.schedules.constant
+    schedule = optim.schedules.join([constant(lr), constant(lr * 0.5), constant(lr * 0.25)], [2, 4])
     scheduled = by_torch(cls, rate=STEPPED, **kws[-1], **fixed)
     rates = [Case(make(**last | {"lr": tensor}), cases[-1].authority), Case(make(**last | {"lr": schedule}), scheduled)]
     return named(name, cases + rates)
@@ -240,9 +241,6 @@ CASES: dict[str, Case] = {
     "scale": both(lambda o: o.scale(-0.1)),
     "scale_by_schedule": both(lambda o: o.chain(o.scale_by_schedule(halving), o.scale(-1.0))),
     "add_decayed_weights": both(lambda o: o.chain(o.add_decayed_weights(0.1), o.scale(-0.1))),
-    "every_k": Case(
-        optim.every_k(optim.lamb(0.1), 2), by_optax(lambda o: o.MultiSteps(o.lamb(0.1), 2, True, None, float))
-    ),
     "masked": both(lambda o: o.masked(o.lamb(0.1), MATRICES)),
     "by_label": Case(
         optim.by_label({True: optim.lion(0.1), False: optim.sgd(0.1, 0.9)}, {"wide": True, "**": False}),
@@ -425,11 +423,6 @@ SCHEDULES: dict[str, tuple[Make, Make]] = {
         optim.schedules.warmup_cosine(0.5, 3, 9, 0.1, 0.2),
         optax_rate(lambda o: o.warmup_cosine_decay_schedule(0.1, 0.5, 3, 9, 0.2)),
     ),
-    "piecewise": (
-        optim.schedules.piecewise(0.5, {6: 0.5}),
-        optax_rate(lambda o: o.piecewise_constant_schedule(0.5, {6: 0.5})),
-    ),
-    "piecewise-torch": (optim.schedules.piecewise(0.5, {2: 0.1, 7: 0.1}), by_scheduler(MultiStepLR, 0.5, [2, 7], 0.1)),
     "join": (
         optim.schedules.join([optim.schedules.linear(0.1, 0.5, 3), optim.schedules.cosine(0.5, 4)], [5]),
         optax_rate(lambda o: o.join_schedules([o.linear_schedule(0.1, 0.5, 3), o.cosine_decay_schedule(0.5, 4)], [5])),

@@ -196,7 +196,7 @@ def skipping(mesh: Any, tx: Any, strategy: dict[str, Any], bad: str, donate: boo
         assert same_bits(of_label(*result, other), clean)
 
 
-SKIPPED = ["sgd-all", "adamw", "rmsprop", "lamb", "muon", "clip_by_global_norm", "every_k", "from_torch-Adam", "masked"]
+SKIPPED = ["sgd-all", "adamw", "rmsprop", "lamb", "muon", "clip_by_global_norm", "from_torch-Adam", "masked"]
 
 
 @pytest.mark.sample(5)
@@ -256,7 +256,6 @@ def test_a_step_skips_a_label_alone(reduction, jitted):
 SHARED: dict[str, Callable[[], Any]] = {
     "a norm": lambda: optim.chain(optim.clip_by_global_norm(1.0), TRANSFORMS["by_label"]()),
     "norms": lambda: optim.chain(optim.clip_by_leaf_norm(1.0), TRANSFORMS["by_label"]()),
-    "a count": lambda: optim.every_k(TRANSFORMS["by_label"](), 2),
     "a schedule": lambda: optim.with_hyperparams(
         lambda f: optim.chain(optim.scale(f), TRANSFORMS["by_label"]()), f=optim.schedules.cosine(0.1, 9)
     ),
@@ -427,7 +426,6 @@ def clipped() -> optim.Transform:
 OF_ALL = {
     "clip": clipped,
     "clip by label": lambda: optim.by_label({"x": clipped(), "y": clipped()}, {"a": "x", "b": "y"}),
-    "every_k": lambda: optim.every_k(clipped(), 2),
     "masked": lambda: optim.masked(clipped(), {"a": True, "b": False}),
     "lbfgs by label": lambda: optim.by_label({"x": optim.lbfgs(0.1), "y": optim.lbfgs(0.1)}, {"a": "x", "b": "y"}),
 }

@@ -66,7 +66,7 @@ DOORS = {
     "fsspec": {"files.remote"},
     "threading": {
         *("testing.scheduler", "comm.announce", "comm.process_groups", "module.*"),
-        *("checkpoint.saving", "checkpoint.writing", "compiler.captures"),
+        *("checkpoint.saving", "checkpoint.writing"),
     },
     "torch.nn.Module": {"module.*"},
     "torch.compile": set(),
@@ -75,7 +75,7 @@ DOORS = {
     "hypothesis": {"testing.strategies"},
     "pytest": set(),
     "argparse": {"__main__"},
-    "matplotlib": {"compiler.memory"},
+    "matplotlib": set(),
     "numpy": set(),
     "safetensors": set(),
 }

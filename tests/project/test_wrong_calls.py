@@ -275,8 +275,6 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "scale('x')": (lambda: optim.scale("x"), T, ("optim.scale: factor='x'", "a number")),
     "scale_by_schedule(0.1)": (lambda: optim.scale_by_schedule(0.1), T, ("schedule=0.1", "a function")),
     "add_decayed_weights": (lambda: optim.add_decayed_weights(None), T, ("weight_decay=None", "a number")),
-    "every_k(1.5)": (lambda: optim.every_k(TX, 1.5), T, ("optim.every_k: k=1.5", "a number of gradients")),
-    "every_k(3, tx)": (lambda: optim.every_k(3, TX), T, ("tx: expected an optimizer", "got 3")),
     "chain(loss)": (lambda: optim.chain(TX, loss), T, ("tx: expected an optimizer", "of type function")),
     "whole_leaves(3)": (lambda: optim.whole_leaves(3), T, ("tx: expected an optimizer", "got 3")),
     "with_hyperparams(tx)": (lambda: optim.with_hyperparams(TX, lr=0.1), T, ("make: expected a function", "Transform")),
@@ -307,16 +305,6 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "cosine(steps)": (lambda: optim.schedules.cosine(1.0, 2.5), T, ("schedule cosine: steps=2.5", "a number of steps")),
     "constant(None)": (lambda: optim.schedules.constant(None), T, ("schedule constant: value=None", "a finite number")),
     "warmup_cosine": (lambda: optim.schedules.warmup_cosine(1.0, 5, 5), V, ("warmup_cosine: steps=5", "at least 6")),
-    "piecewise(list)": (
-        lambda: optim.schedules.piecewise(1.0, [0.5]),
-        T,
-        ("piecewise: factors=[0.5]", "a dict of a factor"),
-    ),
-    "piecewise(factor)": (
-        lambda: optim.schedules.piecewise(1.0, {2: "x"}),
-        T,
-        ("piecewise: factor='x'", "a finite number"),
-    ),
     "join(number)": (
         lambda: optim.schedules.join([0.1, 0.2], [3]),
         T,

@@ -62,10 +62,6 @@ ROWS: dict[str, Row] = {
     "clip_by_leaf_norm": Row(
         lambda: optim.chain(optim.clip_by_leaf_norm(0.5, p=3), optim.sgd(0.1, momentum=0.5)), kernel=True
     ),
-    "every_k": Row(lambda: optim.every_k(optim.adamw(0.1), 2), asks="adamw", any_state=True),
-    "every_k-clip": Row(
-        lambda: optim.every_k(optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1)), 2), any_state=True
-    ),
     "masked": Row(lambda: optim.masked(optim.lamb(0.1), lambda path, leaf: leaf.ndim > 1), asks="lamb"),
     "by_label": Row(
         lambda: optim.by_label({"matrix": optim.adamw(0.1), "rest": optim.sgd(0.1, momentum=0.9)}, _decay),
