@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,25 +34,6 @@ _BOUNDS = {"min_scale": 0.0, "max_scale": math.inf, "hysteresis": 1}
 
 T = TypeVar("T")
 K = TypeVar("K")
-
-
-class LossScale(Protocol):
-    """The methods of a loss scaler that a step calls; a scaler is a pytree node."""
-
-    @property
-    def value(self) -> Tensor:
-        """The scale (0-d, float32)."""
-
-    def scale(self, x: Tree) -> Tree:
-        """A tree times the scale, each leaf in its own dtype."""
-
-    def unscale(
-        self, grads: Tree, *, own: bool = False, labels: Labels = None, mesh: AnyMesh = None
-    ) -> tuple[Tree, Tree]:
-        """`(grads, found_inf)`: gradients divided by the scale, and 1 if any rank's are not finite, else 0."""
-
-    def adjust(self, found_inf: FoundInf) -> LossScale:
-        """The scaler of the next step."""
 
 
 def _times(x: Tree, scale: Tensor) -> Tree:
@@ -412,6 +393,9 @@ tree.register_fields(
     ("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale", "hysteresis"),
 )
 tree.register_fields(NoLossScale, ())
+
+
+LossScale = StaticLossScale | NoLossScale
 
 
 def select(found_inf: Tensor, if_inf: Tree, if_finite: Tree) -> Tree:
