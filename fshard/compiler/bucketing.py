@@ -66,7 +66,7 @@ class _Bucket:
 def bucket(graph: fx.Graph, nbytes: int) -> None:
     """Merge consecutive labelled collectives of one kind, of flat tensors, into ones of up to `nbytes` bytes."""
     nodes = index(graph)
-    order = dict(nodes.order)  # with the nodes that are inserted, each of which has the number of the node after it
+    order = dict(nodes.order)  # with the nodes that are inserted: each has the number of the node after it
     dead = [x for group in _early(_gathers(graph, nodes), nodes, nbytes) for x in _merge_gathers(graph, group, order)]
     _erase(graph, dead)
     nodes = index(graph)  # anew: a merged gather may read what a reduction wrote

@@ -1,4 +1,4 @@
-"""The variables that a function reads besides its arguments, and the random numbers of Python and numpy it draws."""
+"""The variables that a function reads in addition to its arguments, and the random generators that it may draw from."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import inspect
 import random
 import sys
 import sysconfig
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
 from functools import partial
-from types import CellType, CodeType, FrameType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +23,6 @@ from ..comm.mesh import OnMesh
 from ..core import tree
 from ..core.arguments import NOT_THE_USER
 from ..core.tracing import Marked
-from ..core.tree import Tree
 
 _LIBRARIES = (*NOT_THE_USER, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
@@ -73,7 +70,7 @@ class Capture(NamedTuple):
 
 def _is_plain(x: object) -> bool:
     dense = isinstance(x, Tensor) and not isinstance(x, FakeTensor | Marked) and x.layout is torch.strided
-    return dense and not x.requires_grad  # type: ignore[attr-defined]  # mypy: `dense` is no proof
+    return dense and not x.requires_grad  # type: ignore[attr-defined]  # mypy does not see what `dense` implies
 
 
 def captures(fn: object, seen: set[int] | None = None) -> Iterator[Capture]:
@@ -163,7 +160,7 @@ def _names_in(code: CodeType) -> Iterator[tuple[str, ...]]:
             yield from _names_in(inner)
 
 
-def generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any: classes of numpy, if it is there
+def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any: classes of numpy, if it is there
     """Yield the random generators of Python and numpy that an object refers to, itself or through others.
 
     `seen` are the objects looked at, by id: kept, so that no other object gets the id of one. Functions are followed as
@@ -189,77 +186,31 @@ def generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any: 
             unseen += gc.get_referents(x)
 
 
-def _is_of_library(x: type | ModuleType) -> bool:
-    module = sys.modules.get(x.__module__) if isinstance(x, type) else x
-    file = getattr(module, "__file__", None)
-    if file is None:  # as of `__main__` in a notebook, and of what is not imported
-        return module is not None and module.__name__ != "__main__"
-    return file.startswith(_LIBRARIES)
+def random_states(fn: object, leaves: Sequence[object]) -> dict[str, list[object]]:
+    """The states of Python's and numpy's random generators by class; "" for those of `random` and `numpy.random`.
 
-
-class OfAnyThread(Exception):
-    """Numbers were drawn, perhaps by another thread: the function has to be run again, with its calls watched."""
-
-
-@contextmanager
-def watched(
-    fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, of_this_thread: bool
-) -> Iterator[list[str]]:
-    """Yield a list that says, after the block, what it drew from: a generator that the function or an argument holds.
-
-    An empty text stands for the generators of the modules `random` and `numpy.random`. `of_this_thread` leaves out what
-    other threads drew from generators of Python (calls of numpy's cannot be watched), which is slower; without it the
-    block raises OfAnyThread if there are other threads.
+    They are those of the modules, and those that a function or its arguments hold.
     """
-    states = [(holder, x, _state(x)) for holder, x in _reached(fn, leaves, spec)]
-    drawn: list[str] = []
-    with _calls() if of_this_thread else nullcontext() as called:
-        yield drawn
-    changed = [(holder, x) for holder, x, before in states if _state(x) != before]
-    if changed and called is None and threading.active_count() > 1:
-        raise OfAnyThread
-    drawn += [
-        holder and f"a {type(x).__module__}.{type(x).__qualname__} that {holder} holds"
-        for holder, x in changed
-        if called is None or id(x) in called or not isinstance(x, random.Random)
-    ]
-
-
-def _reached(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec) -> list[tuple[str, Any]]:
-    """Return the generators of the modules, and those that a function and its arguments hold, with who holds them."""
-    # of the functions of a module, which are methods of its generator
     np = sys.modules.get("numpy")
-    shared: list[Any] = [random.random, *([] if np is None else [np.random.rand])]
-    reached = [("", method.__self__) for method in shared]
-    seen: dict[int, object] = {id(x): x for _, x in reached}
-    # the innermost variable first, which tells most
-    roots: list[tuple[str, object]] = [("the function", fn), *((c.name, c.read()) for c in captures(fn))][::-1]
-    roots += [(repr(path), leaf) for path, leaf in zip(tree.paths(spec), leaves, strict=True)]
-    return reached + [(holder, x) for holder, root in roots for x in generators(root, seen)]
-
-
-@contextmanager
-def _calls() -> Iterator[set[int]]:
-    """Yield the objects, by id, whose methods this thread calls in the block: of generators of Python."""
-    called, before = set[int](), sys.getprofile()
-
-    def note(frame: FrameType, event: str, arg: object) -> None:
-        if event == "c_call":
-            called.add(id(getattr(arg, "__self__", None)))
-        elif event == "call" and frame.f_code.co_filename == random.__file__:
-            called.add(id(frame.f_locals.get("self")))
-
-    sys.setprofile(note)
-    try:
-        yield called
-    finally:
-        sys.setprofile(before)
+    methods: list[Any] = [random.random, *([] if np is None else [np.random.rand])]
+    shared = [method.__self__ for method in methods]
+    states, seen = {"": [_state(x) for x in shared]}, {id(x): x for x in shared}
+    for root in (fn, *leaves):
+        for x in _generators(root, seen):
+            states.setdefault(f"{type(x).__module__}.{type(x).__qualname__}", []).append(_state(x))
+    return states
 
 
 def _state(generator: Any) -> object:  # Any: numpy's classes have no common one
-    if isinstance(generator, random.SystemRandom):
-        return None  # it has none
     if isinstance(generator, random.Random):
-        return generator.getstate()
+        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
     # as text, because == of its arrays has no truth value; their position is in it, too
     return str(generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state())
+
+
+def _is_of_library(x: type | ModuleType) -> bool:
+    module = sys.modules.get(x.__module__) if isinstance(x, type) else x
+    file = getattr(module, "__file__", None)
+    if file is None:  # such as `__main__` in a notebook, or a module that is not imported
+        return module is not None and module.__name__ != "__main__"
+    return file.startswith(_LIBRARIES)

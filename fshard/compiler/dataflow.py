@@ -1,4 +1,4 @@
-"""How values flow through a graph: what reads, writes and shares memory, and which tensors depend on which."""
+"""How values flow through a graph: what reads, writes and shares memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.autograd.graph import Node, get_gradient_edge
+from torch import fx
 from torch.fx.node import Argument
 
 from ..core.random import draws
@@ -23,7 +22,7 @@ VIEWS = (
     *("unbind", "as_strided", "expand", "t", "transpose", "permute", "unsqueeze", "squeeze"),
 )
 
-# Operators that write to running statistics, of which their schemas say nothing.
+# Operators that write to running statistics, although their schemas do not say so.
 _UNMARKED = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 
 
@@ -176,36 +175,6 @@ def gathers(graph: fx.Graph) -> list[Gather]:
     return sorted(result, key=lambda gather: order[gather.readers[0]] if gather.readers else -1)
 
 
-def is_same_value(a: fx.Node, b: fx.Node, nodes: Index) -> bool:
-    """Whether two nodes surely have the same value: equal operators of the same nodes, which nothing writes between."""
-    shared: list[fx.Node] = []
-    if not _is_alike(a, b, shared):
-        return False
-    first, last = sorted((nodes.order[a], nodes.order[b]))
-    return nodes.first_write(shared, first) > last
-
-
-def _is_alike(a: fx.Node, b: fx.Node, shared: list[fx.Node]) -> bool:
-    """Whether two nodes call equal operators on equal arguments. Adds the nodes that both read to `shared`."""
-    if a is b:
-        shared.append(a)
-        return True
-    if a.op != "call_function" or a.target is not b.target:
-        return False
-    if is_call(a, "copy_"):  # its value is that of its source in the dtype of the buffer, whichever buffer that is
-        same_dtype = values(a)[0].dtype == values(b)[0].dtype
-        return same_dtype and _is_alike(a.args[1], b.args[1], shared)  # type: ignore[arg-type]
-    # the tag of operators that draw random numbers; those of fshard have it for other reasons (`core.tracing.define`)
-    is_random = torch.Tag.nondeterministic_seeded in getattr(a.target, "tags", ())
-    if writes(a) or (is_random and not is_call(a, "fshard.all_gather")):
-        return False
-    # Arguments that are not nodes are compared with every node replaced by its number among the inputs.
-    numbers = [{x: i for i, x in enumerate(node.all_input_nodes)} for node in (a, b)]
-    constants = [fx.node.map_arg((node.args, node.kwargs), numbers[i].__getitem__) for i, node in enumerate((a, b))]
-    inputs = zip(a.all_input_nodes, b.all_input_nodes, strict=False)  # equal in number if the constants are equal
-    return constants[0] == constants[1] and all(_is_alike(x, y, shared) for x, y in inputs)
-
-
 def _read_by(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node reads: of a collective not the place of its result, of a wait none."""
     if is_call(node, "fshard.wait"):
@@ -237,57 +206,3 @@ def call(graph: fx.Graph, target: Callable[..., object], *args: Argument, **kwar
     with next(x for n in node.all_input_nodes for x in values(n)).fake_mode:  # type: ignore[attr-defined]
         node.meta["val"] = target(*fakes, **kwargs)
     return node
-
-
-Depends = Mapping[int, tuple[int, ...]]  # numbers of tensors, and of those that they depend on
-
-
-def depends(tensors: Sequence[Tensor]) -> Depends:
-    """Return which tensors were computed from which others, as autograd recorded it.
-
-    A view of another tensor is left out if that one was computed from none: fake tensors have the same view.
-    """
-    edges = {i: tuple(get_gradient_edge(x))[:2] for i, x in enumerate(tensors) if x.requires_grad}
-    if len(edges) < 2 or all(tensors[i].is_leaf for i in edges):
-        return {}
-    reached = {i: _before(tensors[i]) for i in edges}
-    others = {i: [j for j in edges if edges[j] in reached[i]] for i in edges}
-    # private: torch shows the tensor that a view is of by no other name
-    apart = {i: tuple(j for j in others[i] if others[j] or tensors[i]._base is not tensors[j]) for i in edges}
-    return {i: numbers for i, numbers in apart.items() if numbers}
-
-
-def _before(x: Tensor) -> set[tuple[Node | None, int]]:
-    """Return what a tensor was computed from: nodes of autograd, each with the number of its output."""
-    reached = set[tuple[Node | None, int]]()
-    waiting = [x.grad_fn]
-    while waiting:
-        new = {edge for edge in getattr(waiting.pop(), "next_functions", ()) if edge not in reached}
-        reached |= new
-        waiting += [node for node, _ in new]
-    return reached
-
-
-class _Linked(torch.autograd.Function):
-    """The first tensor; a gradient that goes on from it to the others is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, error: Exception, x: Tensor, *others: Tensor) -> Tensor:
-        ctx.error = error
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ctx.error
-
-
-def linked(inputs: Sequence[Tensor], depend: Depends, errors: Sequence[Exception]) -> list[Tensor]:
-    """Return the inputs, each linked with those that it depends on: a gradient on that way raises its error."""
-    made: dict[int, Tensor] = {}  # by id: an input may be in several places
-    pairs = zip(depend, errors, strict=True)
-    for number, error in sorted(pairs, key=lambda pair: len(depend[pair[0]])):  # each after those it depends on
-        x, others = inputs[number], [made.get(id(inputs[i]), inputs[i]) for i in depend[number]]
-        if id(x) not in made:
-            with torch.enable_grad():
-                made[id(x)] = _Linked.apply(error, x, *others)
-    return [made.get(id(x), x) for x in inputs]

@@ -52,7 +52,7 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
     with graph.inserting_before(output):
         # An output may be (a view of) an input that is written to, as in a swap of two leaves: clone it before.
         written = {_storage(inputs[move.input]) for move in moves}
-        outputs = [_cloned(graph, node) if _storage(node) in written else node for node in outputs]
+        outputs = [call(graph, _clone, node) if _storage(node) in written else node for node in outputs]
     _write(graph, copied, inputs, outputs)
     for move in moves:
         results[move.leaf] = Input(move.input)
@@ -159,7 +159,3 @@ def _check_fit(moves: Sequence[_Move], inputs: Sequence[fx.Node], outputs: Seque
 
 def _storage(node: fx.Node) -> int:
     return address(node.meta["val"])
-
-
-def _cloned(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    return call(graph, _clone, node)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
-from torch import fx
 
 from ..comm.mesh import OnMesh
 from ..core import func_levels, tree
@@ -16,7 +15,6 @@ from ..hosts.check import Checked, is_wanted
 from ..sharding.sharded import Sharded
 from .captures import Capture, captures
 from .lowered import Compiled, Lowered, Options, lower
-from .passes import is_cheap
 from .signature import Contents, Signature, changed, contents, difference, flatten, inputs_of, on_meshes, signature
 
 P = ParamSpec("P")
@@ -56,7 +54,11 @@ class Jitted(Generic[P, R]):
         return (Checked(self._run) if checked else self._run)(*args, **kwargs)
 
     def _run(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        _check_outermost()
+        if func_levels.inside():
+            raise TypeError(
+                "jit: a jitted function cannot run inside torch.func.grad, jvp or vmap, which would not see through "
+                "its graph: jit the outermost function, as in jit(torch.func.grad(fn))"
+            )
         (leaves, spec), nodes = flatten(args, kwargs), on_meshes((args, kwargs))
         graphs = self._graphs_for(nodes)
         called, variables = signature(leaves, spec, nodes), self._captures
@@ -102,22 +104,12 @@ class Jitted(Generic[P, R]):
         return f"traced again: {difference(old_signature, new_signature)}"
 
 
-def _check_outermost() -> None:
-    if func_levels.inside():
-        raise TypeError(
-            "jit: a jitted function cannot run inside torch.func.grad, jvp or vmap, which would not see through its "
-            "graph: jit the outermost function, as in jit(torch.func.grad(fn))"
-        )
-
-
 def jit(
     fn: Callable[P, R],
     donate: bool = False,
     *,
     backend: str = "inductor",
     in_flight: int = 0,
-    budget: int | None = None,
-    recompute: Callable[[fx.Node], bool] = is_cheap,
     bucket: int = _SMALL,
 ) -> Jitted[P, R]:
     """Return a function that runs `fn` (a step, a loss, a gradient, any pure function) as one compiled graph.
@@ -135,10 +127,6 @@ def jit(
     - `donate`: reuse the memory of the first argument for the first result, which must have the same structure.
     - `backend`: the name of a backend of torch.compile.
     - `in_flight`: start gathers of parameters early, up to this many bytes ahead; 0 means one unit ahead.
-    - `budget`: recompute cheap values instead of storing them until the peak memory is at most this many bytes, if
-      that is possible.
-    - `recompute`: a predicate of an fx node that says which values are cheap; by default, elementwise and other
-      operators that only pass over memory.
     - `bucket`: merge consecutive collectives of one kind, up to this many bytes; 0 merges none. What is merged is in
       memory together. Results have the same bits: sums are element by element, in the order of ranks.
 
@@ -161,8 +149,4 @@ def jit(
         raise TypeError(f"jit: {wrong('backend', backend, 'the name of a backend of torch.compile')}")
     check_whole("jit: in_flight", in_flight, least=0, what="a number of bytes")
     check_whole("jit: bucket", bucket, least=0, what="a number of bytes")
-    if budget is not None:
-        check_whole("jit: budget", budget, 0, what="None or a number of bytes")
-    if not callable(recompute):
-        raise TypeError(f"jit: {wrong('recompute', recompute, 'a function of a node')}")
-    return Jitted(fn, backend, Options(donate, in_flight, budget, recompute, bucket))
+    return Jitted(fn, backend, Options(donate, in_flight, bucket))

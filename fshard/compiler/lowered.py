@@ -168,21 +168,17 @@ class Options:
 
     donate: bool = False
     in_flight: int = 0
-    budget: int | None = None
-    recompute: Callable[[fx.Node], bool] = passes.is_cheap
     bucket: int = 0
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a pass may read besides the graph.
+    """What a pass may read in addition to the graph.
 
-    `units`: names of the units that plans gather again in the backward; `inputs`: as `Lowered.holds`; `lasting`: names
-    of the units of `Plan.lasting`.
+    `units`: names of the units that plans gather again in the backward; `lasting`: those of `Plan.lasting`.
     """
 
     units: Sequence[str]
-    inputs: Sequence[str]
     options: Options
     lasting: Collection[str] = ()
 
@@ -203,16 +199,9 @@ PASSES = (
     Pass("regather", lambda graph, setting: passes.regather(graph, setting.units, setting.lasting)),
     Pass("sink", lambda graph, setting: passes.sink(graph, setting.options.in_flight)),
     Pass("bucket", lambda graph, setting: bucket(graph, setting.options.bucket)),
-    Pass("recompute", lambda graph, setting: _within_budget(graph, setting)),
     Pass("materialize", lambda graph, _: passes.materialize(graph)),
     Pass("chain", lambda graph, _: passes.chain(graph)),
 )
-
-
-def _within_budget(graph: fx.Graph, setting: Setting) -> None:
-    options = setting.options
-    if options.budget is not None:
-        passes.recompute(graph, list(setting.inputs), options.budget, options.recompute)
 
 
 def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, options: Options) -> Lowered:
@@ -230,7 +219,7 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     plans = [node.plan for node in tree.nodes(arguments, Sharded)]
     units = [unit.name for plan in plans for unit in plan.units if unit.kept is None and unit.name != ROOT]
     lasting = {plan.units[unit].name for plan in plans for unit in plan.lasting}
-    setting = Setting(units, lowered.holds(), options, lasting)
+    setting = Setting(units, options, lasting)
     for each in PASSES:
         each.apply(lowered.graph, setting)
     lowered.graph.lint()

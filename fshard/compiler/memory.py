@@ -12,10 +12,10 @@ Note [Memory of a graph]
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import fx
@@ -58,20 +58,6 @@ class Footprint:
     def _top(self) -> int:
         return max(range(len(self.bytes)), key=lambda i: sum(self.bytes[i].values()))
 
-    def draw(self, path: str | Path) -> None:
-        """Write a plot of the bytes by purpose over the nodes to `path`. Needs matplotlib."""
-        from matplotlib.figure import Figure
-
-        kinds = list(dict.fromkeys(kind for row in self.bytes for kind in row))
-        figure = Figure(figsize=(9, 4), layout="constrained")
-        axes = figure.subplots()
-        axes.stackplot(
-            range(len(self.nodes)), [[row.get(k, 0) / 2**20 for row in self.bytes] for k in kinds], labels=kinds
-        )
-        axes.set(xlabel="node", ylabel="MiB", title=f"peak {self.peak / 2**20:.1f} MiB at {self.at}")
-        axes.legend(loc="upper left", fontsize="small")
-        figure.savefig(path)
-
 
 @dataclass
 class _Storage:
@@ -87,8 +73,9 @@ def footprint(graph: fx.Graph, inputs: Sequence[str]) -> Footprint:
     """Estimate the memory of a graph. `inputs` gives the purpose of each input, such as "parameters"."""
     nodes = list(graph.nodes)
     storages = _storages(nodes, inputs)
-    barriers = [i for i, node in enumerate(nodes) if node.op == "call_function" and _is_barrier(node)]
-    counted = [s for s in storages.values() if not (s.fusible and s.last <= _next(barriers, s.first, len(nodes)))]
+    barriers = [i for i, node in enumerate(nodes) if node.op == "call_function" and _is_barrier(node)] + [len(nodes)]
+    # what is read up to the next barrier alone is computed inside its readers
+    counted = [s for s in storages.values() if not s.fusible or s.last > barriers[bisect(barriers, s.first)]]
     # changes[i]: bytes by purpose that appear at node i, or were last needed at node i - 1
     changes: list[Counter[str]] = [Counter() for _ in range(len(nodes) + 2)]
     for s in counted:
@@ -179,10 +166,6 @@ def _what(node: fx.Node) -> str:
 def storages_of(node: fx.Node) -> Iterator[int]:
     """Yield a number for each tensor that a node produces, equal for tensors that share a storage."""
     return map(address, values(node))
-
-
-def _next(barriers: Sequence[int], i: int, end: int) -> int:
-    return next((b for b in barriers if b > i), end)
 
 
 def _is_barrier(node: fx.Node) -> bool:

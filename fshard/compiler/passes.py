@@ -24,7 +24,7 @@ from __future__ import annotations
 import operator as python
 from bisect import bisect, bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -38,7 +38,6 @@ from .dataflow import (
     REDUCTIONS,
     VIEWS,
     Gather,
-    Index,
     acts,
     call,
     copy,
@@ -47,16 +46,12 @@ from .dataflow import (
     index,
     is_call,
     is_fixed,
-    is_same_value,
     writes,
 )
 from .inspect import arguments, operator, starts, values
-from .memory import footprint, storages_of
+from .memory import storages_of
 
 _get, _as_strided = python.getitem, torch.ops.aten.as_strided.default
-
-# Operators that cost one pass over memory and are not pointwise: cheap to run again, beside a matrix product.
-_CHEAP = ("native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "clone", "_to_copy")
 
 
 def drop_dead(graph: fx.Graph) -> None:
@@ -133,8 +128,8 @@ def _fix_place(graph: fx.Graph, start: fx.Node, before: fx.Node) -> None:
 def keep_unread(graph: fx.Graph) -> None:
     """Keep a compiler from dropping what must run though nothing reads its result: return one element of the result.
 
-    That are collectives, for which peers wait, and operators of other libraries. A caller of the graph reads only the
-    outputs that it knows, which come first.
+    These are collectives (peers wait for them) and operators of other libraries (they may have side effects). A caller
+    of the graph reads only the outputs that it knows, which come first.
     """
     output, read = graph.output_node(), _read_storages(graph)
     kept: list[fx.Node] = []
@@ -339,7 +334,7 @@ def regather(graph: fx.Graph, units: Iterable[str], lasting: Collection[str] = E
         if gather.unit in lasting and len(groups) > 2:
             continue
         for first, last in groups[1:]:
-            _put_copies(graph, chain, {}, gather.readers[first:last])
+            _copy_before(graph, chain, gather.readers[first:last])
 
 
 def _apart(readers: Sequence[int], heads: Sequence[int]) -> list[tuple[int, int]]:
@@ -351,93 +346,12 @@ def _apart(readers: Sequence[int], heads: Sequence[int]) -> list[tuple[int, int]
     return list(pairwise([0, *cuts, len(readers)]))
 
 
-def _put_copies(
-    graph: fx.Graph, nodes: Iterable[fx.Node], other: dict[fx.Node, fx.Node], readers: list[fx.Node]
-) -> None:
-    """Copy nodes to before the first of `readers`, which then read the copies; `other` maps old to new nodes."""
+def _copy_before(graph: fx.Graph, nodes: Iterable[fx.Node], readers: Sequence[fx.Node]) -> None:
+    """Copy nodes to before the first of `readers`, which then read the copies."""
+    copies: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(readers[0]):
         for node in nodes:
-            other[node] = copy(graph, node, other)
+            copies[node] = copy(graph, node, copies)
     for reader in readers:
-        for old, new in other.items():
-            reader.replace_input_with(old, new)
-
-
-def is_cheap(node: fx.Node) -> bool:
-    """Whether a node costs no more than a pass over memory."""
-    return is_call(node, *_CHEAP) or (
-        node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())
-    )
-
-
-def recompute(graph: fx.Graph, inputs: list[str], budget: int, policy: Callable[[fx.Node], bool] = is_cheap) -> None:
-    """Compute values again before late readers, largest first, until the peak is at most `budget` bytes.
-
-    Only values are computed again that `policy` allows, and whose inputs are in memory at that point anyway. `policy`
-    is not asked about inputs, collectives, and calls that write, assert or draw random numbers.
-    """
-    tried = set[fx.Node]()  # each node once: computing it again may not lower the peak
-    while (now := footprint(graph, inputs)).peak > budget:
-        nodes = index(graph)
-        in_order, top = list(nodes.order), now.nodes.index(now.at)
-        # storages that are read after the peak, and so are in memory at the peak if they exist before
-        late = {storage for node in in_order[top + 1 :] for x in node.all_input_nodes for storage in storages_of(x)}
-        candidates = [n for n in in_order[:top] if n not in tried and late & set(storages_of(n)) and _repeats(n)]
-        candidates = [n for n in candidates if policy(n)]
-        if not candidates:
-            return
-        best = max(candidates, key=lambda n: values(n)[0].nbytes)
-        tried.add(best)
-        _make_again(graph, best, nodes, top)
-        drop_dead(graph)
-
-
-def _repeats(node: fx.Node) -> bool:
-    """Whether a node has the same value if it is called again, and does nothing else."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False  # an input; a part of a result, which is a view; an operator of higher order
-    return node.target.namespace != "fshard" and not has_effect(node)
-
-
-def _make_again(graph: fx.Graph, node: fx.Node, nodes: Index, top: int) -> None:
-    """Let readers after index `top` read a copy of `node`, if that is possible."""
-    storages, order = set(storages_of(node)), dict(nodes.order)
-    if storages & {storage for x in node.all_input_nodes for storage in storages_of(x)}:
-        return  # a view, or written in place
-    views = [other for other in order if other is not node and storages & set(storages_of(other))]
-    readers = sorted({user for value in [node, *views] for user in value.users} - set(views), key=order.__getitem__)
-    late = [reader for reader in readers if order[reader] > top]
-    if not late or late[-1].op == "output" or any(operator(v) not in VIEWS for v in views):
-        return
-    if nodes.first_write(node.all_input_nodes, order[node]) < order[late[0]]:
-        return  # the copy would read other values
-    sources = {x: _at_hand(graph, x, late[0], nodes, order) for x in node.all_input_nodes}
-    if all(sources.values()):
-        other = {x: new for x, new in sources.items() if new is not None and new is not x}
-        _put_copies(graph, [node, *views], other, late)
-
-
-def _at_hand(graph: fx.Graph, x: fx.Node, reader: fx.Node, nodes: Index, order: dict[fx.Node, int]) -> fx.Node | None:
-    """Return a node with the value of `x` that is in memory at `reader` anyway, or None if there is none.
-
-    That is `x`, or the same view of a later gather of the unit. `order` gets the numbers of new nodes.
-    """
-    storages = set(storages_of(x))
-    users = {user for node in order if storages & set(storages_of(node)) for user in node.users}
-    if x.op == "placeholder" or any(order[user] >= order[reader] for user in users if user in order):
-        return x
-    sources = [g for g in gathers(graph) if storages & set(storages_of(g.start))]  # the gather `x` is a view of, if any
-    # Not by the name of the unit: a unit has several buffers if its leaves differ in dtype, and another `Sharded` among
-    # the arguments may have units of the same names.
-    again = [g for g in gathers(graph) if sources and order.get(g.wait, 0) > order[x]]
-    again = [g for g in again if is_same_value(sources[0].start, g.start, nodes)]
-    fits = [g for g in again if order[g.wait] < order[reader] <= order[g.readers[-1]]]
-    (value,) = values(x)
-    if not fits or not _is_plain(value, values(fits[0].start)[0]):
-        return None
-    with graph.inserting_before(fits[0].wait.next):
-        # both buffers have the same values, so the shape, strides and offset of `x` select the same elements
-        buffer = call(graph, _get, fits[0].start, 0)  # (n,)
-        new = call(graph, _as_strided, buffer, list(value.shape), list(value.stride()), value.storage_offset())
-    order |= {buffer: order[fits[0].wait], new: order[fits[0].wait]}
-    return new
+        for node, new in copies.items():
+            reader.replace_input_with(node, new)

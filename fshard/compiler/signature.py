@@ -26,7 +26,6 @@ from ..core.storage import address
 from ..core.tracing import Marked
 from ..core.tree import Tree
 from .captures import Capture
-from .dataflow import depends
 from .trace import resolved
 
 Key = tuple[type, *tuple[object, ...]]  # the type of a value, and what is compared of the value
@@ -117,21 +116,13 @@ def _trained(leaves: Sequence[object]) -> tuple[tuple[object, ...], ...]:
     """For each tensor that requires a gradient: the first leaf that is this tensor, the first in its memory, its place.
 
     Autograd adds up the gradients of all places of a tensor, and those of its views. Other tensors may be one or not.
-    The last entry says which tensors depend on which others.
     """
     first: dict[int, int] = {}  # by the address of a tensor, or of a storage
-    numbered = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-    depend = depends([x for _, x in numbered])
-    places = tuple(
-        (
-            first.setdefault(id(x), i),
-            first.setdefault(address(x), i),
-            x.storage_offset(),
-            x.is_leaf,
-        )
-        for i, x in numbered
+    return tuple(
+        (first.setdefault(id(x), i), first.setdefault(address(x), i), x.storage_offset(), x.is_leaf)
+        for i, x in enumerate(leaves)
+        if isinstance(x, Tensor) and x.requires_grad
     )
-    return (*places, tuple(depend.items())) if depend else places
 
 
 def _kind(leaf: object) -> TensorKey | Key:

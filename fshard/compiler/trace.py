@@ -33,8 +33,7 @@ from ..core.random import draws
 from ..core.storage import address
 from ..core.tracing import Marked, kind_of, mark
 from ..core.tree import Tree
-from .captures import OfAnyThread, captures, watched
-from .dataflow import depends, linked
+from .captures import captures, random_states
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,24 +86,19 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
     """
     out_spec: tree.Spec
     results: list[object] = []
-    of_this_thread = False
 
     def flat(*inputs: Tensor) -> list[Tensor]:
         """Call `fn` with the fake tensors `inputs`; make_fx, which accepts only tensors, calls this function."""
         nonlocal out_spec
         inputs, more = inputs[: len(tensors(leaves))], inputs[len(tensors(leaves)) :]
-        given = linked(
-            inputs, depend, [_between(paths[number], paths[first]) for number, (first, *_) in depend.items()]
-        )
         fake_of = {id(x): fake for x, fake in reversed([*zip(captured, more, strict=True)])}
         before = [_identity(x) for x in (*inputs, *more)]
-        for x, leaf in zip(given, tensors(leaves), strict=True):
+        for x, leaf in zip(inputs, tensors(leaves), strict=True):
             if isinstance(leaf, Marked):
                 mark(x, type(leaf))
-        args, kwargs = tree.unflatten(spec, _merged(leaves, given))
-        with watched(fn, leaves, spec, of_this_thread) as drawn, _without_random_state(fake_of):
+        args, kwargs = tree.unflatten(spec, _merged(leaves, inputs))
+        with _without_random_state(fake_of), _undrawn(fn, leaves):
             out, out_spec = tree.flatten(fn(*args, **kwargs))
-        _check_undrawn(drawn)
         out = [fake_of.get(id(leaf), leaf) for leaf in out]
         _check_same([*inputs, *more], before, [*paths, *("a captured tensor" for _ in more)])
         _check_constants(out, out_spec, leaves)
@@ -114,20 +108,15 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
             outputs += [leaf] * isinstance(leaf, Tensor)
         return outputs
 
-    depend, paths = depends(tensors(leaves)), input_paths(leaves, spec)
+    paths = input_paths(leaves, spec)
     # Private API: torch has no public way to save and restore a thread's dispatch keys. An error inside a transform of
     # torch.func may leave keys of that transform set, and later transforms then fail. test_func_losses.py fails if
     # torch removes the guard.
     try:
         with _mode_of(leaves) as mode, torch._C._PreserveDispatchKeyGuard():
             fakes = list(_fakes(mode, [*tensors(leaves), *map(resolved, captured)]))
-            make = make_fx(flat, tracing_mode="fake", record_stack_traces=True)
             try:
-                module = make(*fakes)
-            except OfAnyThread as failure:
-                _let_go(failure)
-                of_this_thread = True
-                module = make(*fakes)
+                module = make_fx(flat, tracing_mode="fake", record_stack_traces=True)(*fakes)
             except Exception as failure:
                 _let_go(failure)
                 raise
@@ -168,7 +157,9 @@ def _mode_of(leaves: Sequence[object], takes_real: bool = False) -> Iterator[Fak
     """The mode of fake tensors for a run with these arguments; `takes_real`: other tensors become fake where read."""
     # Fake tensors of two modes cannot meet in one operator, so arguments that are fake already decide the mode.
     fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
-    mode = fakes[0].fake_mode if fakes else FakeTensorMode(shape_env=_shapes())
+    # Shapes that depend on values are refused. Inductor uses its cache only if there is a ShapeEnv.
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    mode = fakes[0].fake_mode if fakes else FakeTensorMode(shape_env=shapes)
     # A view that comes out of the mode's cache cannot be the primal of forward mode (torch 2.13: `has_fw_view`).
     before = mode.cache_enabled, mode.allow_non_fake_inputs
     mode.cache_enabled, mode.allow_non_fake_inputs = False, takes_real
@@ -176,11 +167,6 @@ def _mode_of(leaves: Sequence[object], takes_real: bool = False) -> Iterator[Fak
         yield mode
     finally:
         mode.cache_enabled, mode.allow_non_fake_inputs = before
-
-
-def _shapes() -> ShapeEnv:
-    """Return a ShapeEnv that refuses shapes that depend on values. Inductor uses its cache only if there is one."""
-    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
 
 
 def _fake(mode: FakeTensorMode, leaf: Tensor, apart: bool = False) -> Tensor:
@@ -221,13 +207,6 @@ def _merged(leaves: Sequence[object], inputs: Sequence[Tensor]) -> list[object]:
 def input_paths(leaves: Sequence[object], spec: tree.Spec) -> list[str]:
     """Return the paths of the leaves that are tensors, in order. The inputs of a graph are named by these paths."""
     return [path for path, leaf in zip(tree.paths(spec), leaves, strict=True) if isinstance(leaf, Tensor)]
-
-
-def _between(path: str, other: str) -> TraceError:
-    return TraceError(
-        f"jit: the function takes a gradient that leads from its argument {path!r} to its argument {other!r}, from "
-        "which it was computed before the call: detach it, or compute it inside of the function"
-    )
 
 
 def _identity(x: Tensor) -> _Identity:
@@ -364,14 +343,20 @@ def _without_random_state(fake_of: Mapping[int, Tensor]) -> Iterator[None]:
         torch.default_generator.set_state(saved)
 
 
-def _check_undrawn(drawn: Sequence[str]) -> None:
-    for text in drawn:
-        if text:
-            raise TraceError(f"jit: the function, or another thread meanwhile, draws from {text}{_REPEATED}")
-        raise TraceError(
-            "jit: the function draws Python's or numpy's random numbers, which a graph would repeat: draw torch's "
-            "inside (a step's come from its state), or pass drawn numbers as arguments"
-        )
+@contextmanager
+def _undrawn(fn: Callable[..., Tree], leaves: Sequence[object]) -> Iterator[None]:
+    """Raise TraceError if the block, or another thread meanwhile, draws random numbers of Python or numpy."""
+    before = random_states(fn, leaves)
+    yield
+    after = random_states(fn, leaves)
+    for held, states in before.items():
+        if after[held] != states:
+            numbers = f"from a {held} that it holds" if held else "Python's or numpy's random numbers"
+            raise TraceError(
+                f"jit: the function draws {numbers}, which a graph would repeat: draw torch's inside (a step's come "
+                "from its state), or pass drawn numbers as arguments. If another thread draws meanwhile, give it a "
+                "generator of its own"
+            )
 
 
 def _let_go(failure: BaseException | None) -> None:

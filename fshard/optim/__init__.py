@@ -16,47 +16,37 @@ from .base import (
     clip,
     clip_by_global_norm,
     clip_by_leaf_norm,
-    ema,
     identity,
     scale,
     scale_by_schedule,
 )
 from .matrix import adafactor, lamb, muon, whole_leaves
 from .optimizers import (
-    adadelta,
     adagrad,
     adam,
     adamw,
-    amsgrad,
     lion,
-    nadam,
     rmsprop,
-    schedule_free_adamw,
-    schedule_free_params,
     sgd,
 )
 from .quasi_newton import lbfgs
 from .torch_optim import from_torch
-from .transforms import by_label, chain, every_k, masked, resting, with_hyperparams
+from .transforms import by_label, chain, masked, resting, with_hyperparams
 
 __all__ = [
     "Transform",
-    "adadelta",
     "adafactor",
     "adagrad",
     "adam",
     "adamw",
     "adamw_8bit",
     "add_decayed_weights",
-    "amsgrad",
     "apply_updates",
     "by_label",
     "chain",
     "clip",
     "clip_by_global_norm",
     "clip_by_leaf_norm",
-    "ema",
-    "every_k",
     "from_torch",
     "global_norm",
     "identity",
@@ -65,13 +55,10 @@ __all__ = [
     "lion",
     "masked",
     "muon",
-    "nadam",
     "resting",
     "rmsprop",
     "scale",
     "scale_by_schedule",
-    "schedule_free_adamw",
-    "schedule_free_params",
     "schedules",
     "sgd",
     "state",

@@ -158,7 +158,7 @@ def adamw_8bit(
 
     def update(grads: Tree, state: Adam8bitState, params: Tree = None, **extra: object) -> tuple[Tree, Adam8bitState]:
         _check_state(state, tree.leaves(params), block)
-        constants = adam_constants(state, lr, b1, b2, eps, weight_decay, decoupled=True)
+        constants = adam_constants(state.count, lr, b1, b2, eps, weight_decay, decoupled=True)
         moments = [*state.mu, *state.nu]
         rows_of_grads = tree.leaves(without_padding(grads))  # a NaN would be its whole block's scale
         columns = zip(tree.leaves(params), rows_of_grads, *(m.tensors for m in moments), strict=True)

@@ -1,7 +1,7 @@
 """Gradient transformations: pairs of pure functions over trees, as in optax.
 
 `init(params) -> state`; `update(grads, state, params, **extra) -> (updates, state)`; `apply_updates(params, updates)`.
-They do not use ranks directly: a tree may be plain, or `Parts`, of which other ranks hold the rest (`fshard.layout`).
+They do not use ranks directly: a tree may be plain, or `Parts`: then other ranks hold the rest (`fshard.layout`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..comm import consensus
 from ..comm.mesh import AnyMesh
 from ..core import tree
-from ..core.arguments import check_flags, check_function, check_hyperparams, check_positive, check_rate, shown, wrong
+from ..core.arguments import check_function, check_hyperparams, check_positive, check_rate, shown, wrong
 from ..core.scalars import Number, beside
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
@@ -30,7 +30,8 @@ T = TypeVar("T")
 # From the number of updates made (float64, 0-d) to the value of a hyper-parameter.
 Schedule = Callable[[Tensor], Number]
 
-# A label of leaves, any hashable value. `Hashable` would not do: a dict with keys str is no Mapping with keys Hashable.
+# A label of leaves, any hashable value. `Hashable` would not do: a dict with keys str is not a Mapping with keys
+# Hashable.
 Label: TypeAlias = Any
 
 # Whether to skip an update (0-d, 1 or 0), or a dict that says so for each label.
@@ -182,8 +183,8 @@ def as_transform(tx: TransformLike) -> Transform:
 def apply_updates(params: Tree, updates: Tree) -> Tree:
     """params + updates, leaf by leaf, in the dtype of params; a leaf whose update is None stays.
 
-    ValueError for updates of another structure, and for an update that is no tensor, has another shape than its
-    parameter, or is complex where the parameter is real.
+    ValueError for updates of another structure, and for an update that is not a tensor, differs from its parameter in
+    shape, or is complex where the parameter is real.
 
     >>> apply_updates({"w": torch.tensor(1.0)}, {"w": torch.tensor(-0.5)})
     {'w': tensor(0.5000)}
@@ -369,9 +370,22 @@ def clip_factor(norm: Tensor, max_norm: Number) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _check_norm(name: str, max_norm: object, p: object) -> None:
+def _clip_by(name: str, max_norm: Number, p: float, clipped: Callable[[Tree, bool, bool], Tree]) -> Transform:
+    """The transformation `clipped(grads, own_grads, exact_norms)`, which clips to a p-norm of at most `max_norm`."""
     check_positive(f"optim.{name}: max_norm", max_norm)
     check_positive(f"optim.{name}: p", p, tensors=False)
+
+    def update(
+        grads: Tree,
+        state: Tree,
+        params: Tree = None,
+        own_grads: bool = False,
+        exact_norms: bool = False,
+        **extra: object,
+    ) -> tuple[Tree, Tree]:
+        return clipped(grads, own_grads, exact_norms), state
+
+    return checked(Transform(lambda params: (), update), Needs(name))
 
 
 def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
@@ -383,18 +397,10 @@ def clip_by_global_norm(max_norm: Number, p: float = 2) -> Transform:
     tensor([0.6000, 0.8000])
     """
 
-    def update(
-        grads: Tree,
-        state: Tree,
-        params: Tree = None,
-        own_grads: bool = False,
-        exact_norms: bool = False,
-        **extra: object,
-    ) -> tuple[Tree, Tree]:
-        return scaled(grads, clip_factor(global_norm(grads, p, exact_norms), max_norm), own_grads), state
+    def clipped(grads: Tree, own_grads: bool, exact_norms: bool) -> Tree:
+        return scaled(grads, clip_factor(global_norm(grads, p, exact_norms), max_norm), own_grads)
 
-    _check_norm("clip_by_global_norm", max_norm, p)
-    return checked(Transform(lambda params: (), update), Needs("clip_by_global_norm"))
+    return _clip_by("clip_by_global_norm", max_norm, p, clipped)
 
 
 def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
@@ -404,46 +410,8 @@ def clip_by_leaf_norm(max_norm: Number, p: float = 2) -> Transform:
     {'a': tensor([0.6000, 0.8000]), 'b': tensor(0.5000)}
     """
 
-    def update(
-        grads: Tree,
-        state: Tree,
-        params: Tree = None,
-        own_grads: bool = False,
-        exact_norms: bool = False,
-        **extra: object,
-    ) -> tuple[Tree, Tree]:
+    def clipped(grads: Tree, own_grads: bool, exact_norms: bool) -> Tree:
         factors = clip_factor(leaf_norms(grads, p, exact=exact_norms), max_norm)  # (leaves,)
-        return scale_leaves_(grads if own_grads else tree.map(torch.clone, grads), factors), state
+        return scale_leaves_(grads if own_grads else tree.map(torch.clone, grads), factors)
 
-    _check_norm("clip_by_leaf_norm", max_norm, p)
-    return checked(Transform(lambda params: (), update), Needs("clip_by_leaf_norm"))
-
-
-class EmaState(NamedTuple):
-    """Number of updates made (float32, 0-d) and their running mean."""
-
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    mean: Tree
-
-
-def ema(decay: float, debias: bool = True) -> Transform:
-    """m <- decay m + (1 - decay) g; u = m, or with `debias` m / (1 - decay^t), t counting from 1.
-
-    >>> tx = ema(0.9)
-    >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)))[0]
-    tensor(2.)
-    """
-    check_hyperparams("ema", decay=decay)
-    check_flags(**{"optim.ema: debias": debias})
-
-    def init(params: Tree) -> EmaState:
-        return EmaState(start_count(params), tree.map(torch.zeros_like, params))
-
-    def update(grads: Tree, state: EmaState, params: Tree = None, **extra: object) -> tuple[Tree, EmaState]:
-        mean = tree.map(lambda m, g: (decay * m + (1 - decay) * g).to(m.dtype), state.mean, grads)
-        count = state.count + 1
-        # the weights of the gradients so far sum to 1 - decay^t: in float64, because in float32 it cancels
-        total_weight = 1 - decay ** count.double() if debias else 1.0
-        return tree.map(lambda m: (m / beside(total_weight, m)).to(m.dtype), mean), EmaState(count, mean)
-
-    return checked(Transform(init, update, elementwise=True), Needs("ema", EmaState))
+    return _clip_by("clip_by_leaf_norm", max_norm, p, clipped)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -15,14 +15,14 @@ from ..core.scalars import Number, beside, is_zero
 from ..core.tree import Tree
 from ..layout.pieces import Parts, aligned, copied, pieces
 from . import kernels
-from .base import Needs, Schedule, Transform, apply_updates, at, checked, choose, start_count
+from .base import Needs, Schedule, Transform, apply_updates, at, checked, choose, num_made, start_count
 from .kernels import constants_beside
 
 Rate = Number | Schedule
 
 
 class State(Protocol):
-    """The state of an elementwise optimizer: a NamedTuple of a count, moments (None if not kept) and 0-d scalars."""
+    """The state of an elementwise optimizer: a NamedTuple of a count and of moments, None if they are not kept."""
 
     @property
     def _fields(self) -> tuple[str, ...]: ...
@@ -35,14 +35,11 @@ class State(Protocol):
         """The number of updates made (float32, 0-d)."""
 
 
-S = TypeVar("S", bound=State)
-
-
 class SgdState(NamedTuple):
     """Number of updates made (float32, 0-d) and the momenta, None without momentum."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    momentum: Tree
+    momentum: Tree = None
 
 
 class AdamState(NamedTuple):
@@ -53,31 +50,13 @@ class AdamState(NamedTuple):
     nu: Tree
 
 
-class AmsgradState(NamedTuple):
-    """Adam's state and the largest nu so far."""
-
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    mu: Tree
-    nu: Tree
-    nu_max: Tree
-
-
-class NadamState(NamedTuple):
-    """Number of updates made (float32, 0-d), the product of the momenta so far (float64, 0-d) and the two moments."""
-
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    mu_product: Tensor
-    mu: Tree
-    nu: Tree
-
-
 class RmspropState(NamedTuple):
     """Number of updates made (float32, 0-d), mean of squares; if centered of gradients; with momentum the momenta."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     square_avg: Tree
-    grad_avg: Tree
-    momentum_buffer: Tree
+    grad_avg: Tree = None
+    momentum_buffer: Tree = None
 
 
 class AdagradState(NamedTuple):
@@ -87,14 +66,6 @@ class AdagradState(NamedTuple):
     sum: Tree
 
 
-class AdadeltaState(NamedTuple):
-    """Number of updates made (float32, 0-d) and running means of squared gradients and squared steps."""
-
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    square_avg: Tree
-    acc_delta: Tree
-
-
 class LionState(NamedTuple):
     """Number of updates made (float32, 0-d) and the momenta."""
 
@@ -102,65 +73,43 @@ class LionState(NamedTuple):
     mu: Tree
 
 
-class ScheduleFreeState(NamedTuple):
-    """Number of updates made (float32), largest rate and sum of weights so far (float64); 0-d; the points z, and nu."""
-
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    lr_max: Tensor
-    weight_sum: Tensor
-    z: Tree
-    nu: Tree
-
-
-PARAMS = "params"  # the initial value of a moment that starts as a copy of the parameters
-
-
 @dataclass(frozen=True)
-class Rule(Generic[S]):
-    """An elementwise optimizer: a reference function of `kernels`, and `prepare`, which computes its constants.
+class Rule:
+    """An elementwise optimizer: a reference function of `kernels`, and `constants`, which computes its constants.
 
     - `name`: the function's name in `fshard.optim`, for errors
-    - `state_type`: a NamedTuple of a `count` of updates, of scalars, and of moments, which are trees like `params`
+    - `state_type`: a NamedTuple of a `count` of updates and of moments, which are trees like `params`
     - `reference(param, grad, moments, **constants) -> (update, new moments)`, of one tensor each
-    - `prepare(state) -> (constants, scalars)`: the constants of the next update by name, and the state's new scalars
-    - `initial_moments`, `initial_scalars`: the first value of each field of the state but `count`
+    - `constants(count)`: the constants of the next update by name
+    - `initial_moments`: the number that each moment is filled with at first
     - `fused_kernel`: torch's fused twin of the reference; it takes no tensors as hyper-parameters, except as the rate
     - `reads_params`: an update needs the parameters; `takes_sparse`: sparse gradients are allowed
     """
 
     name: str
-    state_type: type[S]
+    state_type: type[State]
     reference: Callable[..., kernels.Change]
-    prepare: Callable[[S], tuple[kernels.Constants, dict[str, Tensor]]]
-    initial_moments: Mapping[str, float | str]
-    initial_scalars: dict[str, float] = field(default_factory=dict)
+    constants: Callable[[Tensor], kernels.Constants]
+    initial_moments: Mapping[str, float]
     fused_kernel: Callable[..., None] | None = None
     reads_params: bool = True
     takes_sparse: bool = False
 
 
-def from_rule(rule: Rule[S]) -> Transform:
+def from_rule(rule: Rule) -> Transform:
     """Return the transformation of a rule."""
     tx = Transform(partial(_init, rule), partial(_update, rule), partial(_fused, rule), elementwise=True, views=True)
     return checked(tx, Needs(rule.name, rule.state_type, rule.reads_params, rule.takes_sparse))
 
 
-def _init(rule: Rule[S], params: Tree) -> S:
-    count = start_count(params)
-    scalars = {
-        name: torch.full((), number, dtype=torch.float64, device=count.device)
-        for name, number in rule.initial_scalars.items()
-    }
-    moments = {name: _first_moment(params, value) for name, value in rule.initial_moments.items()}
-    make: Callable[..., S] = rule.state_type
-    fields = dict.fromkeys(rule.state_type._fields)  # type: ignore[call-overload]  # a class has no properties to read
-    return make(**fields | {"count": count} | scalars | moments)
+def _init(rule: Rule, params: Tree) -> State:
+    make: Callable[..., State] = rule.state_type
+    moments = {name: _filled(params, value) for name, value in rule.initial_moments.items()}
+    return make(start_count(params), **moments)
 
 
-def _first_moment(params: Tree, value: float | str) -> Tree:
-    """The first value of a moment, a tree of the structure of `params`: filled with a number, or a copy of `params`."""
-    if isinstance(value, str):  # PARAMS
-        return tree.map(torch.clone, params)
+def _filled(params: Tree, value: float) -> Tree:
+    """A tree of the structure of `params`, filled with a number."""
     moment = tree.map(torch.zeros_like, params)
     if value:
         for _, piece in pieces(moment):  # the padding of flat rows must stay zero
@@ -168,11 +117,9 @@ def _first_moment(params: Tree, value: float | str) -> Tree:
     return moment
 
 
-def _check_moments(rule: Rule[S], state: S) -> None:
-    """Raise ValueError for a state that lacks a moment of this rule, or has one that the rule has not (None)."""
-    for name in state._fields:
-        if name in ("count", *rule.initial_scalars):
-            continue
+def _check_moments(rule: Rule, state: State) -> None:
+    """Raise ValueError for a state that lacks a moment of this rule, or has one that the rule does not keep (None)."""
+    for name in state._fields[1:]:  # without the count
         expected = name in rule.initial_moments
         if expected != (getattr(state, name) is not None):
             raise ValueError(
@@ -185,18 +132,18 @@ def _is_sparse(grads: Tree) -> bool:
     return any(isinstance(g, Tensor) and g.layout is not torch.strided for g in tree.tops(grads, Parts))
 
 
-def _moments_of(rule: Rule[S], state: S) -> list[Tree]:
+def _moments_of(rule: Rule, state: State) -> list[Tree]:
     return [getattr(state, name) for name in rule.initial_moments]
 
 
-def _next_state(rule: Rule[S], state: S, count: Tensor, scalars: Mapping[str, Tensor], moments: Sequence[Tree]) -> S:
-    return state._replace(count=count, **scalars, **dict(zip(rule.initial_moments, moments, strict=True)))
+def _next_state(rule: Rule, state: State, count: Tensor, moments: Sequence[Tree]) -> State:
+    return state._replace(count=count, **dict(zip(rule.initial_moments, moments, strict=True)))
 
 
-def _update(rule: Rule[S], grads: Tree, state: S, params: Tree = None, **extra: object) -> tuple[Tree, S]:
+def _update(rule: Rule, grads: Tree, state: State, params: Tree = None, **extra: object) -> tuple[Tree, State]:
     """Run the reference on one row (or leaf) after another: no kernel, and nothing in place."""
     _check_moments(rule, state)
-    constants, scalars = rule.prepare(state)
+    constants = rule.constants(state.count)
     flat, spec = tree.flatten(grads)
     # a rule that does not read parameters may be given none: the gradients fill their place
     columns = [flat if params is None else tree.leaves(params), flat, *map(tree.leaves, _moments_of(rule, state))]
@@ -209,12 +156,12 @@ def _update(rule: Rule[S], grads: Tree, state: S, params: Tree = None, **extra: 
         for i, old in enumerate(_moments_of(rule, state))
     ]
     updates = tree.unflatten(spec, [delta for delta, _ in changes])
-    return updates, _next_state(rule, state, state.count + 1, scalars, moments)
+    return updates, _next_state(rule, state, state.count + 1, moments)
 
 
 def _fused(
-    rule: Rule[S], grads: Tree, state: S, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
-) -> tuple[Tree, S]:
+    rule: Rule, grads: Tree, state: State, params: Tree, found_inf: Tensor | None, donate: bool, **extra: object
+) -> tuple[Tree, State]:
     """Update parameters and moments in place, or copies of them unless `donate`; nothing changes if `found_inf` is 1.
 
     Rows are cut at the boundaries of all `Views`, so that the tensors of a row have equal sizes.
@@ -225,20 +172,17 @@ def _fused(
         return choose(found_inf, (params, state), (apply_updates(params, updates), new_state))
     if not donate:
         params, state = copied(params), tree.map(torch.clone, state)
-    constants, scalars = rule.prepare(state)
-    moments = _moments_of(rule, state)
+    constants, moments = rule.constants(state.count), _moments_of(rule, state)
     columns = aligned(params, grads, *moments)
     # one kernel call takes tensors of one device
     for device in dict.fromkeys(p.device for p in columns[0]):
         on_device = [n for n, p in enumerate(columns[0]) if p.device == device]
         _run(rule, [[column[n] for n in on_device] for column in columns], state.count, found_inf, constants)
-    count = state.count + (1 if found_inf is None else 1 - found_inf)
-    scalars = choose(found_inf, {name: getattr(state, name) for name in scalars}, scalars)
-    return params, _next_state(rule, state, count, scalars, moments)
+    return params, _next_state(rule, state, state.count + num_made(found_inf), moments)
 
 
 def _run(
-    rule: Rule[S], columns: list[list[Tensor]], count: Tensor, found_inf: Tensor | None, constants: kernels.Constants
+    rule: Rule, columns: list[list[Tensor]], count: Tensor, found_inf: Tensor | None, constants: kernels.Constants
 ) -> None:
     """Update the rows on one device, in place: `columns` has lists of parameters, gradients and each of the moments."""
     params, grads, *moments = columns
@@ -259,44 +203,32 @@ def all_numbers(*hyperparams: object) -> bool:
     return not any(isinstance(h, Tensor) for h in hyperparams)
 
 
-def bias_correction(beta: Number, t: Tensor) -> Tensor:
-    """The sum of the weights of the first t terms of a running mean: 1 - beta^t."""
-    return 1 - beta**t
+def with_rate(lr: Rate, **constants: object) -> Callable[[Tensor], kernels.Constants]:
+    """Return the function from the number of updates made to the constants; the rate alone depends on it."""
+    return lambda count: {"lr": at(lr, count), **constants}
 
 
 def adam_constants(
-    state: State, lr: Rate, b1: Number, b2: Number, eps: Number, weight_decay: Number, decoupled: bool
+    count: Tensor, lr: Rate, b1: Number, b2: Number, eps: Number, weight_decay: Number, decoupled: bool
 ) -> kernels.Constants:
-    """The constants of `kernels.adam` for the next update of a state with a `count`."""
-    t = state.count.double() + 1  # in float32, 1 - b2^t would lose digits for b2 near 1
+    """The constants of `kernels.adam` for the update after `count` others."""
+    t = count.double() + 1  # in float32, 1 - b2^t would lose digits for b2 near 1
     numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
-    corrections = {"correction1": bias_correction(b1, t), "correction2": bias_correction(b2, t)}
-    return {"lr": at(lr, state.count), **numbers, **corrections}
+    # the sums of the weights of the first t terms of the running means
+    return {"lr": at(lr, count), **numbers, "correction1": 1 - b1**t, "correction2": 1 - b2**t}
 
 
 def adam_transform(
-    name: str,
-    lr: Rate,
-    b1: Number,
-    b2: Number,
-    eps: Number,
-    weight_decay: Number,
-    decoupled: bool,
-    amsgrad: bool = False,
+    name: str, lr: Rate, b1: Number, b2: Number, eps: Number, weight_decay: Number, decoupled: bool
 ) -> Transform:
-    """Adam, AdamW or AMSGrad, under the name that errors give."""
-
-    def prepare(state: AdamState | AmsgradState) -> tuple[kernels.Constants, dict[str, Tensor]]:
-        return adam_constants(state, lr, b1, b2, eps, weight_decay, decoupled), {}
-
-    state_class: type[AdamState | AmsgradState] = AmsgradState if amsgrad else AdamState
+    """Adam or AdamW, under the name that errors give."""
     return from_rule(
         Rule(
             name,
-            state_class,
+            AdamState,
             kernels.adam,
-            prepare,
-            {"mu": 0.0, "nu": 0.0} | ({"nu_max": 0.0} if amsgrad else {}),
+            lambda count: adam_constants(count, lr, b1, b2, eps, weight_decay, decoupled),
+            {"mu": 0.0, "nu": 0.0},
             fused_kernel=kernels.adam_ if all_numbers(b1, b2, eps, weight_decay) else None,
             reads_params=not is_zero(weight_decay),
         )

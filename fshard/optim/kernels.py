@@ -70,39 +70,14 @@ def adam(
     """mu <- b1 mu + (1 - b1) g; nu <- b2 nu + (1 - b2) g²; the change is -lr mû / (sqrt(nû) + eps).
 
     mû is mu / correction1, nû is nu / correction2: of update t they are 1 - b1^t and 1 - b2^t. Weight decay is added to
-    g, or if `decoupled` to the step. With a third moment, the largest nu so far takes the place of nu in the step.
+    g, or if `decoupled` to the step.
     """
     if not decoupled:
         g = _decayed(p, g, weight_decay)
     mu = b1 * moments[0] + (1 - b1) * g
     nu = b2 * moments[1] + (1 - b2) * g * g
-    nu_max = tuple(torch.maximum(largest, nu) for largest in moments[2:])
-    step = mu / correction1 / (((nu_max or (nu,))[0] / correction2).sqrt() + eps)
-    return -lr * (_decayed(p, step, weight_decay) if decoupled else step), (mu, nu, *nu_max)
-
-
-def nadam(
-    p: Tensor,
-    g: Tensor,
-    moments: Moments,
-    *,
-    lr: Number,
-    b1: Number,
-    b2: Number,
-    eps: Number,
-    weight_decay: Number,
-    decoupled: bool,
-    g_factor: Number,
-    mu_factor: Number,
-    correction2: Number,
-) -> Change:
-    """The moments of Adam; the change is -lr (g_factor g + mu_factor mu) / (sqrt(nu / correction2) + eps)."""
-    decay = -lr * weight_decay * p if decoupled and not is_zero(weight_decay) else 0
-    if not decoupled:
-        g = _decayed(p, g, weight_decay)
-    mu = b1 * moments[0] + (1 - b1) * g
-    nu = b2 * moments[1] + (1 - b2) * g * g
-    return decay - lr * (g_factor * g + mu_factor * mu) / ((nu / correction2).sqrt() + eps), (mu, nu)
+    step = mu / correction1 / ((nu / correction2).sqrt() + eps)
+    return -lr * (_decayed(p, step, weight_decay) if decoupled else step), (mu, nu)
 
 
 def rmsprop(
@@ -139,43 +114,10 @@ def adagrad(p: Tensor, g: Tensor, moments: Moments, *, lr: Number, eps: Number, 
     return -lr * g / (total.sqrt() + eps), (total,)
 
 
-def adadelta(
-    p: Tensor, g: Tensor, moments: Moments, *, lr: Number, rho: Number, eps: Number, weight_decay: Number
-) -> Change:
-    """nu <- rho nu + (1 - rho) g²; s = g sqrt(delta + eps) / sqrt(nu + eps); delta <- rho delta + (1 - rho) s²."""
-    g = _decayed(p, g, weight_decay)
-    nu = rho * moments[0] + (1 - rho) * g * g
-    step = (moments[1] + eps).sqrt() / (nu + eps).sqrt() * g
-    return -lr * step, (nu, rho * moments[1] + (1 - rho) * step * step)
-
-
 def lion(p: Tensor, g: Tensor, moments: Moments, *, lr: Number, b1: Number, b2: Number, weight_decay: Number) -> Change:
     """The change is -lr (sign(b1 m + (1 - b1) g) + weight_decay p); m <- b2 m + (1 - b2) g."""
     step = (b1 * moments[0] + (1 - b1) * g).sign()
     return -lr * _decayed(p, step, weight_decay), (b2 * moments[0] + (1 - b2) * g,)
-
-
-def schedule_free(
-    p: Tensor,
-    g: Tensor,
-    moments: Moments,
-    *,
-    lr: Number,
-    b1: Number,
-    b2: Number,
-    eps: Number,
-    weight_decay: Number,
-    weight_of_z: Number,
-    correction2: Number,
-) -> Change:
-    """p is (1 - b1) z + b1 x; z takes AdamW's step without mu, x moves towards z by `weight_of_z`, and p follows."""
-    z, nu = moments
-    nu = b2 * nu + (1 - b2) * g * g
-    step = g / ((nu / correction2).sqrt() + eps)
-    x = (p - (1 - b1) * z) / b1
-    z = z - lr * _decayed(p, step, weight_decay)
-    x = (1 - weight_of_z) * x + weight_of_z * z
-    return b1 * x + (1 - b1) * z - p, (z, nu)
 
 
 def apply(reference: Reference, p: Tensor, g: Tensor, moments: Moments) -> Change:
@@ -288,7 +230,7 @@ def adam_(
         grads,
         moments[0],
         moments[1],
-        moments[2] if len(moments) > 2 else [],
+        [],
         list(count.repeat(len(params)).unbind()),
         fused=True,
         found_inf=skip,
@@ -298,7 +240,7 @@ def adam_(
         eps=constants["eps"],
         weight_decay=constants["weight_decay"],
         decoupled_weight_decay=constants["decoupled"],
-        amsgrad=len(moments) > 2,
+        amsgrad=False,
         maximize=False,
     )
 

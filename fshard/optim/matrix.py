@@ -65,7 +65,7 @@ class AdafactorState:
     row_var: dict[str, Tensor]  # (..., n, 1)
     col_var: dict[str, Tensor]  # (..., 1, m)
     variance: Tree
-    vectors: Layout | None  # of the leaves of fewer than two dims, which `variance` is of
+    vectors: Layout | None  # of the leaves of fewer than two dims, the leaves of `variance`
 
 
 tree.register_fields(AdafactorState, ("count", "row_var", "col_var", "variance"), ("vectors",))
@@ -163,7 +163,7 @@ def adafactor(
 
 
 def _averaged(state: AdafactorState, grads: Tree, layout: Layout, weight: Tensor) -> AdafactorState:
-    """The state after one more update, whose squared gradients count `weight` (0-d) in the running means."""
+    """The state after one more update; its squared gradients have the weight `weight` (0-d) in the running means."""
     means = _row_and_column_means(grads, layout)
     row, col = (
         {path: old[path].lerp(new.to(old[path].dtype), weight.to(old[path].dtype)) for path, new in now.items()}
@@ -304,8 +304,8 @@ def muon(
 
     m <- momentum m + (1 - momentum) g. O by `steps` Newton-Schulz iterations in `dtype`. For a matrix (A, B), a is
     sqrt(max(1, A / B)), or with adjust_lr="match_rms_adamw" 0.2 sqrt(max(A, B)). As torch.optim.Muon. Leaves that are
-    no matrices are `rest`'s (by default adamw(lr)); to give it embeddings too, use `by_label`. Of matrices that are cut
-    over ranks each is brought to one rank, evenly by cost: two all-to-alls for all of them.
+    not matrices are `rest`'s (by default adamw(lr)); to give it embeddings too, use `by_label`. Each matrix that is cut
+    over ranks is brought to one rank, evenly by cost: two all-to-alls for all of them.
 
     >>> tx = muon(0.1, weight_decay=0.0)
     >>> params = {"w": torch.eye(2), "b": torch.ones(2)}

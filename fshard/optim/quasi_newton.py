@@ -33,7 +33,7 @@ class LbfgsState(NamedTuple):
 
 
 def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transform:
-    """Steps along -H g, H the inverse Hessian that the latest differences of parameters and gradients tell of.
+    """Steps along -H g, with H the inverse Hessian estimated from the latest differences of parameters and gradients.
 
     H by the two-loop recursion over the `history_size` latest pairs (s, y) with sᵀy > 1e-10. The step's length is `lr`,
     that of the first iteration min(1, 1 / |g|₁) lr. An update is one iteration; given the gradient as a function,
@@ -61,7 +61,7 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
 
     def iterate(grads: Tree, state: LbfgsState, params: Tree, exact_norms: bool) -> tuple[Tree, LbfgsState]:
         moved = state.count > 0
-        # with m = history_size: m + 1 differences each, of which either the oldest or the newest is dropped
+        # with m = history_size: m + 1 differences each; either the oldest or the newest is dropped
         s = (*state.s, _difference(params, state.params, moved))
         y = (*state.y, _difference(grads, state.grads, moved))
         products = gram([*s, *y, grads])  # (2 m + 3, 2 m + 3): dot products of s, y and g
@@ -97,7 +97,7 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
 
 
 def _difference(new: Tree, old: Tree, moved: Tensor) -> Tree:
-    """New - old, or zeros before the first iteration, when `old` is not of an earlier one."""
+    """New - old, or zeros before the first iteration, when there is no earlier value."""
     return tree.map(lambda a, b: where(moved, a - b, torch.zeros_like(a)), new, old)
 
 

@@ -7,7 +7,7 @@ usual ones. Sources: torch.optim.lr_scheduler and optax.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -76,60 +76,6 @@ def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end:
     _check("warmup_cosine", warmup, peak=peak, start=start, end=end)
     check_whole("schedule warmup_cosine: steps", steps, warmup + 1, what="a number of steps, warm-up included")
     return join([linear(start, peak, warmup), cosine(peak, steps - warmup, end)], [warmup])
-
-
-def one_cycle(peak: float, steps: int, rise: float = 0.3, div: float = 25.0, final_div: float = 1e4) -> Schedule:
-    """Return a schedule with one cosine rise and one cosine fall.
-
-    The value rises from `peak / div` to `peak` in the fraction `rise` of the steps, and falls to
-    `peak / div / final_div` at the last step. As torch.optim.lr_scheduler.OneCycleLR(total_steps=steps) with torch's
-    defaults. Raises ValueError if `rise` leaves no step for the rise or for the fall.
-
-    >>> one_cycle(1.0, 10)(torch.tensor(2.0)).item()
-    1.0
-    """
-    _check("one_cycle", steps, peak=peak, rise=rise, div=div, final_div=final_div)
-    for name, value in {"div": div, "final_div": final_div}.items():
-        if not value > 0:
-            raise ValueError(f"schedule one_cycle: {wrong(name, value, 'a number above 0')}")
-    top = rise * steps - 1
-    if not 0 < top < steps - 1:
-        raise ValueError(f"schedule one_cycle: {rise} of {steps} steps leaves none to rise or to fall in")
-
-    def between(a: float, b: float, share: Tensor) -> Tensor:
-        return b + (a - b) * (1 + torch.cos(math.pi * share.clamp(0, 1))) / 2
-
-    def schedule(count: Tensor) -> Tensor:
-        t = double(count)
-        up = between(peak / div, peak, t / top)
-        return torch.where(t <= top, up, between(peak, peak / div / final_div, (t - top) / (steps - 1 - top)))
-
-    return schedule
-
-
-def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
-    """Return a schedule that begins with `start`, and multiplies the value by `factors[n]` from step `n` on.
-
-    As optax.piecewise_constant_schedule and torch's MultiStepLR.
-
-    >>> piecewise(1.0, {2: 0.5, 4: 0.5})(torch.tensor(4.0)).item()
-    0.25
-    """
-    _check("piecewise", start=start)
-    if not isinstance(factors, Mapping):
-        raise TypeError(f"schedule piecewise: {wrong('factors', factors, 'a dict of a factor for each step')}")
-    for step, factor in factors.items():
-        check_whole("schedule piecewise: a step", step, least=0)
-        _check("piecewise", factor=factor)
-
-    def schedule(count: Tensor) -> Tensor:
-        t = double(count)
-        value = torch.full((), start, dtype=torch.float64, device=t.device)
-        for step, factor in sorted(factors.items()):
-            value = torch.where(t >= step, value * factor, value)
-        return value
-
-    return schedule
 
 
 def join(schedules: Sequence[Callable[[Tensor], Tensor]], boundaries: Sequence[int]) -> Schedule:

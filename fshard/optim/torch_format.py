@@ -24,13 +24,12 @@ _TORCH = {
     "count": "step",
     "mu": "exp_avg",
     "nu": "exp_avg_sq",
-    "nu_max": "max_exp_avg_sq",
     "momentum": "momentum_buffer",
 }
 
 
 def joined(*names: str) -> str:
-    """The path of names, of which some may be empty."""
+    """The names joined to a path; empty ones are left out."""
     return ".".join(name for name in names if name)
 
 
@@ -60,9 +59,9 @@ class Field(NamedTuple):
 
 
 def _leaf_names(x: Tree, leaves: list[str], spec: tree.Spec | None) -> list[str] | None:
-    """The paths of the leaves to which the tensors of a part of the state belong, or None for what is no such tree.
+    """The paths of the leaves to which the tensors of a part of the state belong; None if they belong to none.
 
-    Such trees are `Parts`, dicts by leaf path, and trees of the parameters' structure.
+    They belong to leaves if the part is `Parts`, a dict by leaf path, or a tree of the parameters' structure.
     """
     if isinstance(x, Parts):
         return _paths(x.layout)
@@ -112,7 +111,7 @@ def _label_sets(state: Tree) -> Iterator[set[str]]:
 
 
 def _without_tensors(state: Tree, leaves: Sequence[str]) -> set[str]:
-    """The leaves of which a torch optimizer keeps nothing, as SGD without momentum: they are in its groups."""
+    """The leaves for which a torch optimizer keeps no state, as SGD without momentum does: they are in its groups."""
     nodes = tree.tops(state, lambda x: isinstance(x, TorchState | LabelState))
     in_groups = {leaf for node in nodes if isinstance(node, TorchState) and node == ({}, {}) for leaf in leaves}
     labelled = [(node.inner[label], x) for node in nodes if isinstance(node, LabelState) for label, x in node.layouts]
@@ -133,7 +132,7 @@ def _paths(layout: Layout) -> list[str]:
 
 
 class Known(NamedTuple):
-    """What torch's format needs to know of a state."""
+    """The facts about a state that torch's format needs."""
 
     fields: list[Field]
     named: dict[tuple[str, str], Field]  # the field of every leaf and name in torch's format
@@ -222,7 +221,7 @@ def check_tensor(name: str, x: object, expected: str) -> None:
 
 
 def _value(name: str, x: object) -> Tensor:
-    """A value of torch's format as a tensor; TypeError for what is neither a tensor nor a number."""
+    """A value of torch's format as a tensor; TypeError unless it is a tensor or a number."""
     x = double(x) if is_number(x) else x
     check_tensor(f"load_state_dict: {name}", x, "a tensor or a number")
     return cast("Tensor", x)
@@ -253,7 +252,7 @@ def _check_used(entries: Mapping[str, Mapping[str, Tree]], with_state: Set[str])
 
 
 def _path_of(saved: Mapping[str, Tree], state: Known, order: Sequence[str] | None) -> Callable[[str | int], str]:
-    """What gives the path of a leaf from torch's key for it: the path itself, or the number of the parameter."""
+    """Return the function from torch's key of a leaf, its path or the number of the parameter, to the path."""
     groups = [list(group["params"]) for group in saved["param_groups"]] if "param_groups" in saved else None
     keys = [*saved["state"], *chain.from_iterable(groups or ())]
     is_numbered = any(isinstance(key, int) for key in keys)

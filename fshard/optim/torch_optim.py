@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -15,7 +16,7 @@ from ..core import tree
 from ..core.scalars import double
 from ..core.tree import Tree
 from ..layout.cuts import Whole
-from ..layout.layout import Layout, Leaf
+from ..layout.layout import Layout
 from ..layout.pieces import Pieces, clear_padding_, layout_of
 from .base import Needs, Transform, checked, choose
 from .matrix import whole_leaves
@@ -90,23 +91,14 @@ def _on_leaves(cls: type[Optimizer], hyperparams: Settings) -> Transform:
     """A class of torch.optim that looks at whole leaves: each row is one leaf, and its state may have any shapes."""
 
     def init(params: Tree) -> TorchState:
-        rows, layout = tree.leaves(params), layout_of(params)
-        # every rank describes the state of all leaves, on the meta device, and has memory for that of its own
-        shapes = {n: _begin(cls, hyperparams, _meta(layout.leaves[n])) for n in layout.numbers}
-        local_entries = {s.leaf: _begin(cls, hyperparams, rows[s.row]) for s in layout.mine}
-        return TorchState(_by_name(layout, shapes, local_entries), {})
+        return TorchState(_first_by_name(params, partial(_begin, cls, hyperparams), "meta"), {})
 
     def run(grads: Tree, state: TorchState, params: Tree, extra: Settings) -> TorchState:
         rows, layout = [row.detach() for row in tree.leaves(params)], layout_of(params)
         if not rows:  # torch makes no optimizer without parameters
             return state
         new_entries = _stepped(cls, hyperparams, rows, tree.leaves(grads), _by_leaf(state, layout))
-        entries = dict(zip((s.leaf for s in layout.mine), new_entries, strict=True))
-        tensors = {
-            name: Pieces(old.layout, [entries[s.leaf][name] for s in old.layout.mine])
-            for name, old in state.tensors.items()
-        }
-        return TorchState(tensors, {})
+        return TorchState(_next_by_name(state, layout, new_entries), {})
 
     return _adapted(init, run)
 
@@ -173,10 +165,6 @@ def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
     return entry
 
 
-def _meta(leaf: Leaf) -> Tensor:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-
-
 def _like_params(entries: Sequence[Entry], params: Tree, first: Entry, scalars: set[str]) -> TorchState:
     """The entries of all rows as trees of the structure of `params`; `first` gives the names, and the 0-d tensors."""
     spec = tree.flatten(params)[1]
@@ -184,14 +172,26 @@ def _like_params(entries: Sequence[Entry], params: Tree, first: Entry, scalars: 
     return TorchState({n: clear_padding_(x) for n, x in tensors.items()}, {n: first[n] for n in first if n in scalars})
 
 
-def _by_name(layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> dict[str, Pieces]:
-    """The state that a class keeps of whole leaves, by the class's names.
+def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) -> dict[str, Pieces]:
+    """The state that a class makes of whole leaves, by the class's names.
 
-    `shapes` has an entry for every leaf, of tensors whose shapes and dtypes alone count; `local_entries` those of the
-    leaves that this rank holds.
+    Every rank describes the state of all leaves, made on `device`, and keeps memory for that of its own leaves.
     """
+    rows, layout = tree.leaves(params), layout_of(params)
+    leaves = {n: layout.leaves[n] for n in layout.numbers}
+    shapes = {n: begin(torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)) for n, leaf in leaves.items()}
+    local_entries = {s.leaf: begin(rows[s.row]) for s in layout.mine}
     names = dict.fromkeys(name for entry in shapes.values() for name in entry)
     return {name: _pieces_of(name, layout, shapes, local_entries) for name in names}
+
+
+def _next_by_name(state: TorchState, layout: Layout, entries: Sequence[Entry]) -> dict[str, Pieces]:
+    """The state after a step, by the class's names, of the new entries of this rank's leaves."""
+    entry_of = dict(zip((s.leaf for s in layout.mine), entries, strict=True))
+    return {
+        name: Pieces(old.layout, [entry_of[s.leaf][name] for s in old.layout.mine])
+        for name, old in state.tensors.items()
+    }
 
 
 def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> Pieces:
@@ -239,12 +239,8 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
         return {name: _value(x) for name, x in _first_step(cls, hyperparams, row).items()}
 
     def init(params: Tree) -> TorchState:
-        rows, layout = tree.leaves(params), layout_of(params)
-        leaves = {n: layout.leaves[n] for n in layout.numbers}
-        shapes = {n: begin(torch.zeros(leaf.shape, dtype=leaf.dtype, device="cpu")) for n, leaf in leaves.items()}
-        local_entries = {s.leaf: begin(rows[s.row]) for s in layout.mine}
         begun = torch.zeros((), dtype=torch.float32, device="cpu")  # 1 after the first update
-        return TorchState(_by_name(layout, shapes, local_entries), {"begun": begun})
+        return TorchState(_first_by_name(params, begin, "cpu"), {"begun": begun})
 
     def run(grads: Tree, state: TorchState, params: Tree, extra: Settings) -> TorchState:
         if missing := [name for name in needed if name not in extra]:
@@ -253,7 +249,7 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
                 f"{missing[0]}=...)"
             )
         rows, layout = [row.detach() for row in tree.leaves(params)], layout_of(params)
-        new_entries = dict[int, Numbers]()
+        entries = list[Entry]()
         begun = bool(state.scalars["begun"])  # on the CPU: no wait for a device
         if rows:
             optimizer = cls(rows, **hyperparams)
@@ -266,13 +262,11 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
             for alias, row in zip(aliases, rows, strict=True):
                 if row.data_ptr() != alias.data_ptr():  # a class may give its parameter other memory (p.data = ...)
                     alias.copy_(row)
-            new_entries = {s.leaf: optimizer.state[row] for s, row in zip(layout.mine, rows, strict=True)}
-        _check_names(cls, {name for entry in new_entries.values() for name in entry}, state)
-        tensors = {
-            name: Pieces(x.layout, [_value(new_entries[s.leaf][name]) for s in x.layout.mine])
-            for name, x in state.tensors.items()
-        }
-        return TorchState(tensors, {"begun": torch.ones((), dtype=torch.float32, device="cpu")})
+            entries = [{name: _value(x) for name, x in optimizer.state[row].items()} for row in rows]
+        _check_names(cls, {name for entry in entries for name in entry}, state)
+        return TorchState(
+            _next_by_name(state, layout, entries), {"begun": torch.ones((), dtype=torch.float32, device="cpu")}
+        )
 
     return _adapted(init, run)
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from ..comm import consensus
 from ..comm.mesh import AnyMesh, OnMesh, mesh_device
 from ..core import tree
-from ..core.arguments import check_whole, shown, wrong
-from ..core.scalars import beside, double
+from ..core.arguments import shown, wrong
+from ..core.scalars import double
 from ..core.tree import Tree
 from ..layout.layout import Layout, Leaf
 from ..layout.pieces import Views, copied, layout_of, packed, pick, put, write
@@ -98,46 +98,6 @@ def _is_bare(tx: Transform) -> bool:
 def _not_own(extra: Mapping[str, object]) -> Mapping[str, object]:
     """Arguments for a transformation whose gradients are another's updates, which that one may keep in its state."""
     return {**extra, "own_grads": False} if "own_grads" in extra else extra
-
-
-class EveryState(NamedTuple):
-    """Gradients since the last update (float32, 0-d), their mean, and the state of the inner transformation."""
-
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    mean: Tree
-    inner: Tree
-
-
-def every_k(tx: TransformLike, k: int) -> Transform:
-    """Apply `tx` to the mean of k gradients, every k-th time; the updates between are zero. No host read.
-
-    >>> tx = every_k(scale(-1.0), 2)
-    >>> first, state = tx.update(torch.tensor(2.0), tx.init(torch.tensor(0.0)))
-    >>> first, tx.update(torch.tensor(4.0), state)[0]
-    (tensor(0.), tensor(-3.))
-    """
-    inner = as_transform(tx)
-    check_whole("optim.every_k: k", k, what="a number of gradients")
-
-    def init(params: Tree) -> EveryState:
-        return EveryState(start_count(params), tree.map(torch.zeros_like, params), inner.init(params))
-
-    def update(grads: Tree, state: EveryState, params: Tree = None, **extra: object) -> tuple[Tree, EveryState]:
-        count = state.count + 1
-        mean = tree.map(lambda m, g: (m + (g - m) / beside(count, m)).to(m.dtype), state.mean, grads)
-        due = (count == k).float()
-        # every call runs `inner`, because the host does not know `due`; unless it is due, the result is thrown away.
-        # `mean` is needed below, so `inner` must not overwrite it
-        updates, new_inner = inner.update(mean, state.inner, params, **_not_own(extra))
-        zero = tree.map(torch.zeros_like, updates)
-        updates = choose(due, updates, zero)
-        new_inner = choose(due, new_inner, state.inner)
-        mean = choose(due, tree.map(torch.zeros_like, mean), mean)
-        return updates, EveryState(count * (1 - due), mean, new_inner)
-
-    return checked(
-        Transform(init, update, elementwise=inner.elementwise, mesh=inner.mesh), Needs("every_k", EveryState)
-    )
 
 
 class HyperState(NamedTuple):

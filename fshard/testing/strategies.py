@@ -18,7 +18,7 @@ from ..core import tree
 from ..core.lazy import Branch
 from ..core.losses import Mean, Sum
 from ..optim import base, matrix, optimizers, schedules
-from ..optim.transforms import by_label, chain, every_k
+from ..optim.transforms import by_label, chain
 from ..plan.leaves import first_places
 from ..plan.precision import Policy
 
@@ -164,7 +164,6 @@ _CHOSEN = (
             lambda path, leaf: "matrix" if leaf.ndim > 1 else "other",
         ),
     ),
-    Named("every_k(sgd(0.1), 2)", lambda: every_k(optimizers.sgd(0.1), 2)),
     Named("lamb(0.01)", lambda: matrix.lamb(0.01)),
 )
 

@@ -187,7 +187,7 @@ class Part:
     runs: Runs | None = None
 
     def update(self, params: Tensor, grads: Tensor, unit: int, kind: int) -> Tree:
-        """Update the intervals of one unit and kind in place; returns a state of which only the 0-d tensors are new."""
+        """Update the intervals of one unit and kind in place; returns a state in which only the 0-d tensors are new."""
         if self.runs is None:
             return self._step([params], [grads], lambda x: [x.piece(unit, kind)])
         runs = self.runs.get((unit, kind), ())

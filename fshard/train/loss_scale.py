@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,25 +36,6 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 
-class LossScale(Protocol):
-    """What a step asks of a loss scaler, which is a pytree node."""
-
-    @property
-    def value(self) -> Tensor:
-        """The scale (0-d, float32)."""
-
-    def scale(self, x: Tree) -> Tree:
-        """A tree times the scale, each leaf in its own dtype."""
-
-    def unscale(
-        self, grads: Tree, *, own: bool = False, labels: Labels = None, mesh: AnyMesh = None
-    ) -> tuple[Tree, Tree]:
-        """`(grads, found_inf)`: gradients divided by the scale, and 1 if any rank's are not finite, else 0."""
-
-    def adjust(self, found_inf: FoundInf) -> LossScale:
-        """The scaler of the next step."""
-
-
 def _times(x: Tree, scale: Tensor) -> Tree:
     """Every leaf times a 0-d scale, in the leaf's dtype (torch promotes a product of two 0-d tensors to the wider)."""
     leaves, spec = tree.flatten(x)
@@ -69,8 +50,8 @@ class Unscaled(Marked):
     """A gradient that was divided by the loss scale: `unscale` refuses to divide it again.
 
     What torch computes from it is a plain tensor, and so is what is pickled: files can be loaded without this class. A
-    copy, and what `detach` returns, is unscaled as well. Sparse gradients, of which torch makes no other class, stay
-    plain.
+    copy, and what `detach` returns, is unscaled as well. Sparse gradients stay plain, because torch cannot give them
+    another class.
     """
 
     @classmethod
@@ -123,25 +104,17 @@ def _unscale(grads: Tree, scale: Tensor, own: bool, labels: Labels, mesh: AnyMes
     _check_grads(grads)
     sparse = any(row.layout is torch.sparse_coo for row in tree.leaves(grads))
     if not own or sparse:  # `coalesce` in `_values` makes a new tensor of one that is not coalesced
-        grads = tree.map(_copy, grads)
+        grads = tree.map(lambda row: (row.coalesce() if row.layout is torch.sparse_coo else row).clone(), grads)
     meshes, by_label = _meshes(grads, mesh), dict[Label, Tensor]()
     if labels is not None:  # before the division: a scale below 1 may make what is finite overflow
         by_label = _not_finite_by(lambda leaf: label_of(leaf, labels), grads, meshes)
     found_inf = kernels.unscale_([_values(row) for row in tree.leaves(grads)], scale.double().reciprocal())
-    return _marked(grads), by_label if labels is not None else _agreed(found_inf, meshes)
-
-
-def _copy(row: Tensor) -> Tensor:
-    return row.coalesce().clone() if row.layout is torch.sparse_coo else row.clone()
+    grads = tree.map(lambda row: row if row.layout is torch.sparse_coo else mark(row, Unscaled), grads)
+    return grads, by_label if labels is not None else _agreed(found_inf, meshes)
 
 
 def _values(row: Tensor) -> Tensor:
     return row.coalesce().values() if row.layout is torch.sparse_coo else row
-
-
-def _marked(grads: Tree) -> Tree:
-    """The gradients as `Unscaled`, in the same memory."""
-    return tree.map(lambda row: row if row.layout is torch.sparse_coo else mark(row, Unscaled), grads)
 
 
 def _check_grads(grads: Tree) -> None:
@@ -158,7 +131,7 @@ def _check_grads(grads: Tree) -> None:
 
 def _meshes(x: Tree, mesh: AnyMesh) -> list[AnyMesh]:
     """The meshes whose ranks agree on what is finite: that of sharded gradients, and `mesh`."""
-    axis_sizes(mesh)  # raises for what is no mesh
+    axis_sizes(mesh)  # raises unless it is a mesh
     return [present for present in (mesh_of(x), mesh) if present is not None]
 
 
@@ -225,7 +198,7 @@ class StaticLossScale:
         vars(self).update(value=_as_scale(scale))
 
     def scale(self, x: Tree) -> Tree:
-        """A tree times the scale, each leaf in its own dtype. TypeError for a leaf that is no floating tensor."""
+        """A tree times the scale, each leaf in its own dtype. TypeError for a leaf that is not a floating tensor."""
         return _times(x, self.value)
 
     def unscale(
@@ -398,7 +371,7 @@ class NoLossScale:
         return self
 
     def scale(self, x: Tree) -> Tree:
-        """Return the tree times 1. TypeError for a leaf that is no floating tensor."""
+        """Return the tree times 1. TypeError for a leaf that is not a floating tensor."""
         return _times(x, self.value)
 
     def unscale(
@@ -420,6 +393,9 @@ tree.register_fields(
     ("growth_factor", "backoff_factor", "growth_interval", "min_scale", "max_scale", "hysteresis"),
 )
 tree.register_fields(NoLossScale, ())
+
+
+LossScale = StaticLossScale | NoLossScale
 
 
 def select(found_inf: Tensor, if_inf: Tree, if_finite: Tree) -> Tree:

@@ -192,7 +192,7 @@ def train_step(
     What the loss takes and returns:
 
     - `has_aux`: it returns `(loss, aux)`; `metrics["aux"]` is this rank's aux (a list with one for each micro-batch if
-      there are several). In place of each `Mean` and `Sum` in it is the value over all ranks and micro-batches, as of
+      there are several). In place of each `Mean` and `Sum` in it is the value over all ranks and micro-batches, as for
       the loss, from the loss's own collective.
     - `with_extra`: it is `loss_fn(params, extra, batch, *args) -> (loss, extra)`, or `(loss, extra, aux)`.
       `state.extra` goes from micro-batch to micro-batch, detached, and into the new state, and keeps structure, shapes

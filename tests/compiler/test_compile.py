@@ -42,7 +42,7 @@ def by(backend: str) -> Any:
 
 
 # These run through functionalization (aot_eager), which takes twice the time; the others run as they were traced.
-FUNCTIONALIZED = {"adamw", "muon", "by_label", "adafactor", "clip_by_global_norm", "every_k"}
+FUNCTIONALIZED = {"adamw", "muon", "by_label", "adafactor", "clip_by_global_norm"}
 FUNCTIONALIZED |= {"plan-wide-2x2", "plan-keep", "int8, keep", "wires", "accumulate", "tied leaves", "bf16"}
 
 

@@ -165,13 +165,6 @@ def test_memory_of_an_all_reduce(op: str, fast: bool, size: int, numel: int, mon
     assert footprint(graph, ["arguments", "results"]).bytes[2].get("gradients", 0) == ranks.nbytes
 
 
-def test_a_picture_of_memory(tmp_path):
-    """`memory().draw(path)` would write no picture."""
-    pytest.importorskip("matplotlib")
-    fshard.jit(lambda x: x @ x, backend="eager").lower(rand(3, 3, seed=1)).memory().draw(tmp_path / "memory.png")
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_text():
     """`as_text()` would differ from run to run, or not name inputs and units."""
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fshard
-from fshard.compiler.dataflow import VIEWS, index, is_same_value
+from fshard.compiler.dataflow import VIEWS
 from fshard.compiler.inspect import arguments, operator, starts, values
 from fshard.compiler.lowered import PASSES, Lowered, Options, Pass, Setting
 from fshard.compiler.memory import storages_of
@@ -26,10 +26,8 @@ from fshard.compiler.passes import fix_places
 from fshard.testing import World
 
 # Options that let every pass do as much as it can.
-BUSY = Options(in_flight=EVERYTHING, budget=1, bucket=EVERYTHING)
-# Everything that can be computed again is.
-AGAIN = Options(budget=1, recompute=lambda node: True)
-SETTINGS = {"default": Options(), "in flight": Options(in_flight=EVERYTHING), "busy": BUSY, "again": AGAIN}
+BUSY = Options(in_flight=EVERYTHING, bucket=EVERYTHING)
+SETTINGS = {"default": Options(), "in flight": Options(in_flight=EVERYTHING), "busy": BUSY}
 
 # `fix_places` runs where Inductor makes CUDA graphs.
 EVERY = (*PASSES, Pass("fix_places", lambda graph, _: fix_places(graph)))
@@ -80,7 +78,7 @@ def keeps(chosen: Sequence[Pass], options: Options, fn: Callable[..., Any], *arg
     torch.manual_seed(0)
     expected, lowered = fn(*args), graph_of(fn, *args)
     asserts = targets(lowered.graph)["_assert_async"]
-    setting = Setting(["blocks.0", "blocks.1"], lowered.holds(), options)
+    setting = Setting(["blocks.0", "blocks.1"], options)
     for each in chosen:
         each.apply(lowered.graph, setting)
     check_kept(lowered, expected, args)
@@ -241,29 +239,6 @@ def test_ranks_may_read_results_in_any_order_or_not_at_all(program):
 KINDS = {"gather": "fshard.all_gather", "reduce": "fshard.all_reduce", "scatter": "fshard.reduce_scatter"}
 KINDS["max"] = KINDS["reduce"]
 KINDS |= dict.fromkeys(["swap", "broadcast"], "fshard.exchange")
-
-
-CALLS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "slice": lambda x, i: x[i : i + 2],
-    "number": lambda x, i: x + i,
-    "keyword": lambda x, i: torch.sub(x, x, alpha=i),
-    "dtype": lambda x, i: x.to([torch.float16, torch.float64][i]),
-    "argument": lambda x, i: torch.atan2(*[(x, x[:1]), (x[:1], x)][i]),
-    "operator": lambda x, i: [x.sin, x.cos][i](),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_two_calls_are_the_same_value_only_with_equal_arguments(name):
-    """One of two gathers of other parts of a tensor would be left out."""
-    x, call = torch.arange(6.0), CALLS[name]
-    graph = make_fx(lambda x: (call(x, 0), call(x, 0) + 0, call(x, 1)))(x).graph
-    nodes = index(graph)
-    (outs,) = next(node for node in graph.nodes if node.op == "output").args
-    first, again, another = outs[0], outs[1].args[0], outs[2]
-    assert first is not again
-    assert is_same_value(first, again, nodes)
-    assert not is_same_value(first, another, nodes)
 
 
 @pytest.mark.parametrize("ops", [("sum", "max"), ("max", "min"), ("min", "sum")])

@@ -1,9 +1,7 @@
 """What a graph depends on: each such thing changed between two calls of a jitted function gives the eager result."""
 
 import gc
-import queue
 import random
-import threading
 import weakref
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -510,7 +508,7 @@ RNGS = {
 @pytest.mark.parametrize("place", HOLDING)
 def test_generators_that_a_function_holds(place, rng):
     """A graph would repeat the numbers that the first call drew from a generator of numpy or Python."""
-    with pytest.raises(TraceError, match=rf"draws from a {rng} that .* holds.*or pass drawn numbers as arguments"):
+    with pytest.raises(TraceError, match=rf"draws from a {rng} that it holds.*or pass drawn numbers as arguments"):
         eager(HOLDING[place](RNGS[rng]()))(torch.ones(3))
 
 
@@ -518,50 +516,9 @@ def test_generators_that_a_loss_holds_and_those_that_are_at_rest():
     """A generator in a loss would be missed, or one that is not drawn from would be an error."""
     numpys = RNGS["numpy.random.*Generator"]()
     state, step = start(None, loss_fn=lambda p, b: loss(p, {**b, "gain": numpys(b["gain"])}))
-    with pytest.raises(TraceError, match=r"draws from a numpy.*'numpys' of .*<lambda> holds"):
+    with pytest.raises(TraceError, match=r"draws from a numpy.* that it holds"):
         eager(step)(state, batch(0, 0))
     assert same_bits(eager(lambda x: 2 * x if numpys.parts else x)(torch.ones(3)), 2 * torch.ones(3))
-
-
-@contextmanager
-def other_thread(draw: Any) -> Any:
-    """A thread beside this one, which draws whenever the function that is given back is called."""
-    asked: Any = queue.SimpleQueue()
-    answers: Any = queue.SimpleQueue()
-
-    def serve() -> None:
-        while asked.get():
-            answers.put(draw())
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield lambda: (asked.put(True), answers.get())
-    finally:
-        asked.put(False)
-        thread.join()
-
-
-RNG = random.Random(0)
-DRAWN: dict[str, Any] = {
-    "random.random": random.random,
-    "random.gauss": lambda: random.gauss(0, 1),
-    "random.choice": lambda: random.choice([1, 2]),
-    "random.shuffle": lambda: random.shuffle([1, 2, 3]),
-    "Random": lambda: RNG.gauss(0, 1),
-}
-
-
-@pytest.mark.parametrize("draw", DRAWN)
-def test_random_numbers_of_other_threads(draw):
-    """A thread that prepares batches would make a trace fail, or hide what the function itself draws."""
-    with other_thread(DRAWN[draw]) as ask:
-        run = eager(lambda x: ask() and RNG and 2 * x)
-        for _ in range(2):
-            assert same_bits(run(torch.ones(3)), 2 * torch.ones(3))
-        for _ in range(2):  # `gauss` has every second number already
-            with pytest.raises(TraceError, match=r"draws from a|draws Python's or numpy's"):
-                eager(lambda x: (DRAWN[draw](), ask(), 2 * x)[-1])(torch.ones(3))
 
 
 REFUSED = [
@@ -679,7 +636,6 @@ WORLDS = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)]
 PASSES: list[dict[str, Any]] = [
     {"bucket": 10**6},
     {"in_flight": 10**6},
-    {"budget": 1},
     {"bucket": 300, "in_flight": 500},
 ]
 
@@ -694,52 +650,3 @@ def test_a_step_by_every_way(world, donate, options, name):
     run = eager(start(None, EXACT)[1], donate=donate, **options)
     replicate, shard = world
     simulated(partial(steps, run=run, donate=donate, plan=STRATEGIES[name]), replicate=replicate, shard=shard)
-
-
-# --- gradients between arguments ---
-
-BEFORE: dict[str, Any] = {
-    "twice": lambda x: (x, 2 * x),
-    "of a value": lambda x: (h := x.sin(), 2 * h),
-    "two of a value": lambda x: (x, x.sin(), 3 * x),
-    "one after the other": lambda x: (x, h := x.sin(), h * h, 2 * h),
-    "in two places": lambda x: (h := x.sin(), h, g := h.exp(), g),
-    "outputs of one operator": lambda x: tuple(torch.stack([x, x.sin()]).unbind()),
-    "of another output": lambda x: ((h := torch.stack([x, x.sin()]).unbind())[0], 2 * h[1]),
-    "apart": lambda x: (x, x.detach().sin().requires_grad_()),
-    "a view": lambda x: (x, x[:], x.view(3, 1).squeeze(1)),
-    "of a view": lambda x: (x[:], 2 * x),
-    "a view of a view": lambda x: (h := (2 * x)[:], h.view(3, 1).squeeze(1)),
-    "a view of what was computed": lambda x: (x, h := 2 * x, h[:]),
-    "a view of an output": lambda x: ((h := torch.stack([x, x]).unbind()[1]), h.view(3, 1).view(3)),
-    "a view of a value": lambda x: (x, (2 * x)[:]),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # by torch, where it makes fake tensors of others than leaves
-@pytest.mark.parametrize("graded", [torch.enable_grad, torch.no_grad])
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.sample(4)
-def test_gradients_between_arguments(before, graded):
-    """A gradient that leads from one argument to another would be left out, without a word."""
-    make = BEFORE[before]
-    args = make(torch.tensor([0.5, 1.0, 2.0], requires_grad=True))
-    apart = {id(x): x.detach().requires_grad_() for x in args}
-    detached = [apart[id(x)] for x in args]
-    for wanted in ([0], [len(args) - 1], [*range(len(args))]):
-
-        @torch.enable_grad()
-        def fn(*args: Tensor, wanted: Any = wanted) -> Any:
-            y = sum((k * x * x).sum() for k, x in enumerate(args, 2))
-            return torch.autograd.grad(y, [args[i] for i in wanted], retain_graph=True)
-
-        run = eager(fn)
-        with graded():
-            assert same_bits(run(*detached), fn(*detached))
-            # but views of one tensor stay that
-            other = not same_bits(fn(*args), fn(*detached))
-            refused = pytest.raises(TraceError, match=r"leads from its argument .*detach it, or compute it inside")
-            with refused if other and before != "a view" else nullcontext():
-                assert same_bits(run(*args), fn(*args))
-            assert same_bits(run(*detached), fn(*detached))
-    assert same_bits(eager(lambda *args: [x.detach() + 1 for x in args])(*args), [x.detach() + 1 for x in args])

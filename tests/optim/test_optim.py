@@ -256,7 +256,7 @@ def compiled_once(tx: Any, leaves: str = "w", states: Callable[[int, Any], Any] 
 @pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in UNCOMPILED])
 def test_an_update_compiles_once(name):
     """A compiled training loop would compile again at later updates, or in pieces."""
-    compiled_once(TRANSFORMS[name](), "ws" if name in ("adamw", "every_k", "by_label") else "w")
+    compiled_once(TRANSFORMS[name](), "ws" if name in ("adamw", "by_label") else "w")
 
 
 @pytest.mark.parametrize("make", [optim.sgd, optim.adamw])
@@ -349,7 +349,7 @@ def test_a_step_is_an_update_and_its_application(name):
 def test_the_state_of_another_optimizer_is_refused(name):
     """A checkpoint of another optimizer would be trained on in silence."""
     tx, params, (grads, *_) = start(name, plain)
-    for other in ("adamw", "nadam", "rmsprop-all", "adafactor", "masked", "by_label"):
+    for other in ("adamw", "rmsprop-all", "adafactor", "masked", "by_label"):
         state = TRANSFORMS[other]().init(params)
         if tree.flatten(state)[1] != tree.flatten(tx.init(params))[1]:
             for run in (by_update, by_step):
@@ -415,7 +415,7 @@ def test_parameters_are_asked_for_where_they_are_read(name):
     assert f"optim.{asks}: its update needs the parameters" in error, row_of(name, "asks=...")
 
 
-@pytest.mark.parametrize("make", [optim.adam, optim.adamw, optim.amsgrad, optim.nadam, optim.adadelta, optim.lion])
+@pytest.mark.parametrize("make", [optim.adam, optim.adamw, optim.adagrad, optim.lion])
 def test_without_decay_no_parameters_are_needed(make):
     """A user who updates without parameters, and without weight decay, would be asked for them."""
     tx, (_, params, (grads, *_)) = make(0.1, weight_decay=0), start("sgd", plain)
@@ -553,7 +553,7 @@ def test_gradients_that_are_views_are_clipped(shard):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ["sgd", "sgd-all", "adam", "adamw", "amsgrad"])
+@pytest.mark.parametrize("name", ["sgd", "sgd-all", "adam", "adamw"])
 def test_long_rows_are_updated_as_the_reference_says(name, dtype):
     """A fused kernel would be wrong in whole vectors or in what is left over, in a half-precision dtype."""
     tx, one = TRANSFORMS[name](), rand(67, seed=1, dtype=dtype)

@@ -272,10 +272,10 @@ def by_kind(matrix: Any, rest: Any) -> Any:
 # Ours, and what makes torch's optimizer of leaves.
 CLASSES: dict[str, tuple[optim.Transform, Make]] = {
     "AdamW": (optim.adamw(0.1, weight_decay=0.1), lambda xs: to.AdamW(xs, 0.1, weight_decay=0.1)),
-    "amsgrad": (optim.amsgrad(0.1), lambda xs: to.Adam(xs, 0.1, amsgrad=True)),
+    "amsgrad": (optim.from_torch(to.Adam, lr=0.1, amsgrad=True), lambda xs: to.Adam(xs, 0.1, amsgrad=True)),
     "SGD": (optim.sgd(0.1, 0.9), lambda xs: to.SGD(xs, 0.1, 0.9)),
     "SGD-bare": (optim.sgd(0.1), lambda xs: to.SGD(xs, 0.1)),
-    "NAdam": (optim.nadam(0.1), lambda xs: to.NAdam(xs, 0.1)),
+    "NAdam": (optim.from_torch(to.NAdam, lr=0.1), lambda xs: to.NAdam(xs, 0.1)),
     "Adagrad": (optim.adagrad(0.1, lr_decay=0.1), lambda xs: to.Adagrad(xs, 0.1, 0.1)),
     "RMSprop": (
         optim.rmsprop(0.1, momentum=0.9, centered=True),

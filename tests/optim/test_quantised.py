@@ -136,9 +136,10 @@ def held_blocks(mesh: Any, how: str, block: int, shapes: list[tuple[int, ...]]) 
     """The leaf and number of every block this rank holds, read from elements that encode their position."""
     axes = tuple(axis_sizes(mesh))
     params = [torch.arange(1.0, 1 + math.prod(s)).reshape(s) + 1000 * i for i, s in enumerate(shapes)]
-    if how == "flat":  # this state begins as a copy of the parameters
-        zero = fshard.zero(optim.schedule_free_adamw(0.1), mesh, over=axes, bucket=8 * 20, block=block)
-        rows = zero.init(params).inner.z.tensors
+    if how == "flat":  # the state is a copy of the parameters
+        kept = optim.Transform(lambda xs: tree.map(torch.clone, xs), lambda *args: args[:2], elementwise=True)
+        zero = fshard.zero(kept, mesh, over=axes, bucket=8 * 20, block=block)
+        rows = zero.init(params).inner.tensors
     else:
         over = dict.fromkeys(("params_over", "grads_over", "state_over"), axes)
         plan = fshard.make_plan(params, mesh, units=20 if how == "units" else None, block=block, **over)

@@ -196,7 +196,7 @@ def skipping(mesh: Any, tx: Any, strategy: dict[str, Any], bad: str, donate: boo
         assert same_bits(of_label(*result, other), clean)
 
 
-SKIPPED = ["sgd-all", "adamw", "rmsprop", "lamb", "muon", "clip_by_global_norm", "every_k", "from_torch-Adam", "masked"]
+SKIPPED = ["sgd-all", "adamw", "rmsprop", "lamb", "muon", "clip_by_global_norm", "from_torch-Adam", "masked"]
 
 
 @pytest.mark.sample(5)
@@ -255,8 +255,7 @@ def test_a_step_skips_a_label_alone(reduction, jitted):
 
 SHARED: dict[str, Callable[[], Any]] = {
     "a norm": lambda: optim.chain(optim.clip_by_global_norm(1.0), TRANSFORMS["by_label"]()),
-    "a mean": lambda: optim.chain(optim.ema(0.9), TRANSFORMS["by_label"]()),
-    "a count": lambda: optim.every_k(TRANSFORMS["by_label"](), 2),
+    "norms": lambda: optim.chain(optim.clip_by_leaf_norm(1.0), TRANSFORMS["by_label"]()),
     "a schedule": lambda: optim.with_hyperparams(
         lambda f: optim.chain(optim.scale(f), TRANSFORMS["by_label"]()), f=optim.schedules.cosine(0.1, 9)
     ),
@@ -270,65 +269,6 @@ def test_labels_that_share_something_cannot_be_skipped_alone(name):
     others."""
     with pytest.raises(ValueError, match=r"skip_labels: .*share a norm, a mean or a count.*Clip by norm, count and"):
         fshard.train_step(lambda p, x: x, SHARED[name](), skip_labels=lambda path, leaf: "matrix")
-
-
-SCHEDULE_FREE: dict[str, Callable[[], Any]] = {
-    "alone": lambda: optim.schedule_free_adamw(0.1),
-    "chained": lambda: optim.chain(optim.clip(0.5), optim.schedule_free_adamw(0.1)),
-    "labelled": lambda: optim.by_label({True: optim.schedule_free_adamw(0.1), False: optim.sgd(0.1)}, _matrices),
-    "nested": lambda: optim.by_label(
-        {True: _labelled(lambda: optim.schedule_free_adamw(0.1)), False: optim.schedule_free_adamw(0.2)},
-        lambda path, leaf: path.startswith("blocks"),
-    ),
-}
-
-
-def evaluated(mesh: Any, name: str, strategy: dict[str, Any]) -> Any:
-    """The averaged parameters, whole, after three steps."""
-    params, state = trained(functools.partial(by_step, donate=True), SCHEDULE_FREE[name](), mesh, strategy)
-    held = fshard.shard_params(whole(0), params.plan).updated(params)
-    return fshard.gather_params(optim.schedule_free_params(state, held))
-
-
-@pytest.mark.parametrize("name", SCHEDULE_FREE)
-def test_schedule_free_parameters_are_evaluated_wherever_their_state_lies(name):
-    """Averaged parameters have one device's bits in every strategy: otherwise a user would evaluate another model
-    than was trained."""
-    tx, params = SCHEDULE_FREE[name](), {k: x for k, x in whole(0).items() if k != "fixed"}
-    state = tx.init(params)
-    for i in (1, 2, 3):
-        params, state = tx.step({k: x for k, x in whole(100 * i).items() if k != "fixed"}, state, params)
-    expected = optim.schedule_free_params(state, params)
-    if name == "alone":
-        assert same_bits(expected, tree.map(lambda y, z: (y - (1 - 0.9) * z) / 0.9, params, state.z))
-    assert not torch.equal(expected["w" if name != "nested" else "s"], params["w" if name != "nested" else "s"])
-    for strategy, replicate, shard in PLACES[1:]:
-        for got in simulated(evaluated, name, STRATEGIES[strategy], replicate=replicate, shard=shard):
-            assert same_bits(got, {**{k: expected[k] for k in got if k in expected}, "fixed": whole(0)["fixed"]})
-
-
-def under_zero(mesh: Any, partition: str, name: str) -> Any:
-    """The averaged parameters after three steps of ZeRO."""
-    tx, params = fshard.zero(SCHEDULE_FREE[name](), mesh, partition), whole(0)
-    state = tx.init(params)
-    for i in (1, 2, 3):
-        params, state = tx.step(whole(100 * i), state, params)
-    return optim.schedule_free_params(state, params)
-
-
-@pytest.mark.parametrize("name", SCHEDULE_FREE)
-def test_schedule_free_parameters_are_evaluated_under_zero(name):
-    """Under ZeRO averaged parameters have one device's bits: otherwise a user would evaluate another model."""
-    expected = under_zero(None, "flat", name)
-    for partition in ("flat", "leaf"):
-        for got in simulated(under_zero, partition, name, shard=3):
-            assert same_bits(got, expected)
-
-
-def test_schedule_free_parameters_need_its_state():
-    """Another optimizer's state is an error that says what was expected; without it a user would evaluate nonsense."""
-    with pytest.raises(TypeError, match=r"expected the state of schedule_free_adamw, or one it is part of, got .*Sgd"):
-        optim.schedule_free_params(optim.sgd(0.1).init(torch.ones(1)), torch.ones(1))
 
 
 def trace(decay: float) -> Any:
@@ -364,7 +304,7 @@ def zero_stepped(mesh: Any, tx: Any, partition: str, donate: bool) -> Any:
     return params
 
 
-ZEROED = ["adamw", "rmsprop", "lamb", "muon", "from_torch-Adam", "by_label", "schedule_free_adamw", "whole_leaves"]
+ZEROED = ["adamw", "rmsprop", "lamb", "muon", "from_torch-Adam", "by_label", "whole_leaves"]
 
 
 @pytest.mark.sample(6)
@@ -486,7 +426,6 @@ def clipped() -> optim.Transform:
 OF_ALL = {
     "clip": clipped,
     "clip by label": lambda: optim.by_label({"x": clipped(), "y": clipped()}, {"a": "x", "b": "y"}),
-    "every_k": lambda: optim.every_k(clipped(), 2),
     "masked": lambda: optim.masked(clipped(), {"a": True, "b": False}),
     "lbfgs by label": lambda: optim.by_label({"x": optim.lbfgs(0.1), "y": optim.lbfgs(0.1)}, {"a": "x", "b": "y"}),
 }

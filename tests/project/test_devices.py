@@ -144,7 +144,6 @@ ADAM = {"b1": 0.9, "b2": 0.99, "eps": 1e-8}
 FUSED = {
     "adamw": (kernels.adam_, 2, {**ADAM, "weight_decay": 0.1, "decoupled": True}),
     "adam": (kernels.adam_, 2, {**ADAM, "weight_decay": 0.1, "decoupled": False}),
-    "amsgrad": (kernels.adam_, 3, {**ADAM, "weight_decay": 0.0, "decoupled": False}),
     "sgd": (kernels.sgd_, 0, {"momentum": 0.0, "nesterov": False, "weight_decay": 0.1}),
     "momentum": (kernels.sgd_, 1, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.0}),
 }

@@ -40,15 +40,10 @@ ROWS: dict[str, Row] = {
     "adam": Row(lambda: optim.adam(0.1, b1=0.8, b2=0.95, weight_decay=0.1), kernel=True),
     "adamw": Row(lambda: optim.adamw(0.1, weight_decay=0.1), kernel=True),
     "adamw-schedule": Row(lambda: optim.adamw(optim.schedules.warmup_cosine(0.1, 2, 8)), kernel=True),
-    "amsgrad": Row(lambda: optim.amsgrad(0.1, weight_decay=0.1), kernel=True),
-    "nadam": Row(lambda: optim.nadam(0.1, weight_decay=0.1)),
-    "nadam-decoupled": Row(lambda: optim.nadam(0.1, weight_decay=0.1, decoupled=True)),
     "rmsprop": Row(lambda: optim.rmsprop(0.1)),
     "rmsprop-all": Row(lambda: optim.rmsprop(0.1, weight_decay=0.1, momentum=0.9, centered=True)),
     "adagrad": Row(lambda: optim.adagrad(0.1, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.3)),
-    "adadelta": Row(lambda: optim.adadelta(0.5, weight_decay=0.1)),
     "lion": Row(lambda: optim.lion(0.1)),
-    "schedule_free_adamw": Row(lambda: optim.schedule_free_adamw(0.1, weight_decay=0.1)),
     "adamw_8bit": Row(lambda: optim.adamw_8bit(0.1, block=4), block=4, real=True),
     "lamb": Row(lambda: optim.lamb(0.1, weight_decay=0.1)),
     "adafactor": Row(lambda: optim.adafactor(0.1, weight_decay=0.1), real=True),
@@ -66,11 +61,6 @@ ROWS: dict[str, Row] = {
     ),
     "clip_by_leaf_norm": Row(
         lambda: optim.chain(optim.clip_by_leaf_norm(0.5, p=3), optim.sgd(0.1, momentum=0.5)), kernel=True
-    ),
-    "ema": Row(lambda: optim.chain(optim.ema(0.9), optim.scale(-0.1))),
-    "every_k": Row(lambda: optim.every_k(optim.adamw(0.1), 2), asks="adamw", any_state=True),
-    "every_k-clip": Row(
-        lambda: optim.every_k(optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1)), 2), any_state=True
     ),
     "masked": Row(lambda: optim.masked(optim.lamb(0.1), lambda path, leaf: leaf.ndim > 1), asks="lamb"),
     "by_label": Row(
@@ -97,7 +87,7 @@ KERNELS = {name for name, row in ROWS.items() if row.kernel}
 # The value that a hyper-parameter of a name has in tests that compare numbers with tensors.
 VALUES: dict[str, float] = {
     **{"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "b1": 0.8, "b2": 0.95, "eps": 1e-3},
-    **{"alpha": 0.9, "rho": 0.8, "lr_decay": 0.1, "momentum_decay": 0.01, "beta2_decay": -0.7, "d": 1.5},
+    **{"alpha": 0.9, "lr_decay": 0.1, "beta2_decay": -0.7, "d": 1.5},
     **{"factor": -0.1, "max_magnitude": 0.3, "max_norm": 0.5},
 }
 

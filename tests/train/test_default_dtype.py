@@ -145,7 +145,6 @@ def _values() -> dict[str, Any]:
         "join": optim.schedules.join([optim.schedules.constant(1.0), optim.schedules.linear(0.0, 1.0, 5000)], [3])(
             3001.0
         ),
-        "one_cycle": optim.schedules.one_cycle(1.0, 5000)(3001.0),
         "load_state_dict": optim.state.load_state_dict(saved, state, like),
         "mean": fshard.evaluate(lambda p: fshard.Mean(p["w"].sum(), 3001.0))(
             fshard.shard_params(like, fshard.make_plan(like))

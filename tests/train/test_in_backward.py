@@ -23,7 +23,7 @@ def _is_matrix(path: str, leaf: torch.Tensor) -> bool:
 
 TRANSFORMS = TRANSFORMS | {
     "decay": lambda: optim.by_label(
-        {True: optim.nadam(0.1, weight_decay=0.1), False: optim.nadam(0.1), "no leaf": optim.lion(0.1)}, _is_matrix
+        {True: optim.adagrad(0.1, weight_decay=0.1), False: optim.adagrad(0.1), "no leaf": optim.lion(0.1)}, _is_matrix
     ),
     "decay-kernel": lambda: optim.masked(optim.adamw(0.1), _is_matrix),
 }
@@ -65,7 +65,7 @@ CASES += [("2x2", s, 0.5) for s in STRATEGIES] + [("3", s, None) for s in WIRED 
 def test_it_trains_as_a_step_that_updates_last(world, strategy, clip):
     """Some strategy would update a unit with other gradients, twice, or not at all."""
     (replicate, shard), how = WORLDS[world], WIRED[strategy]
-    for name in ("sgd-all", "nadam"):
+    for name in ("sgd-all", "rmsprop-all"):
         last, first = (
             simulated(train, in_backward, name, how, clip, replicate=replicate, shard=shard)
             for in_backward in (False, True)

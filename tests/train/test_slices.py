@@ -210,7 +210,6 @@ WRAPPED: dict[str, Callable[[], optim.Transform]] = {
     "alone": keeping_norms,
     "first in a chain": lambda: optim.chain(keeping_norms(), optim.scale(1.0)),
     "last in a chain": lambda: optim.chain(optim.scale(1.0), keeping_norms()),
-    "every_k": lambda: optim.every_k(keeping_norms(), 1),
     "with_hyperparams": lambda: optim.with_hyperparams(
         lambda rate: optim.chain(keeping_norms(), optim.scale(rate)), rate=1.0
     ),

@@ -27,7 +27,7 @@ EVEN = [16, 8, 2, 12, 24, 2]  # each even to 16 bytes
 BUCKETS, BUCKET = [24, 38, 2], 8 * 20  # w and v, then s, c and m, then one; bytes of 20 elements
 THIRDS = [8, 14, 2]  # what each of three ranks has of them, even to 16 bytes
 WAYS = [(partition, grads) for partition in ("flat", "leaf") for grads in ("reduced", "local")]
-NAMES = ["sgd", "sgd-all", "adamw", "lion", "every_k", "muon", "lamb", "adafactor", "by_label", "clip_by_global_norm"]
+NAMES = ["sgd", "sgd-all", "adamw", "lion", "muon", "lamb", "adafactor", "by_label", "clip_by_global_norm"]
 TXS = {name: TRANSFORMS[name]() for name in [*NAMES, "from_torch-Adam", "from_torch-Adafactor"]}
 ADAMW, LION = TXS["adamw"], TXS["lion"]
 # Steps of these run a kernel of torch's that rounds the last few elements in another way than the others.
@@ -53,7 +53,6 @@ def skipped_on_one(mesh: Any, partition: str, way: str) -> Any:
     txs = {
         "alone": lambda: local(optim.sgd(0.1)),
         "chain": lambda: optim.chain(local(optim.sgd(0.1)), optim.scale(0.5)),
-        "every_k": lambda: optim.every_k(local(optim.sgd(0.1)), 1),
         "with_hyperparams": lambda: optim.with_hyperparams(lambda lr: local(optim.sgd(lr)), lr=0.1),
     }
     tx, params = txs[way](), {"w": torch.ones(5)}
@@ -62,7 +61,7 @@ def skipped_on_one(mesh: Any, partition: str, way: str) -> Any:
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize("way", ["alone", "chain", "every_k", "with_hyperparams"])
+@pytest.mark.parametrize("way", ["alone", "chain", "with_hyperparams"])
 def test_an_overflow_on_one_rank_skips_on_all_wherever_zero_is(way, partition):
     """An overflow on one rank skips the update on all, also with `zero` inside others: otherwise ranks would hold
     different parameters."""
