@@ -1,4 +1,4 @@
-"""The difference of two checkpoints: names, shapes, dtypes, values, and which leaves have other bits."""
+"""The difference of two checkpoints: names, shapes, dtypes, values, and which leaves have different bits."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -19,7 +18,7 @@ from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..files.checksum import checksum
 from ..files.index import Json, rank_key
-from ..files.safetensors_file import CHUNK, METADATA, NAMES
+from ..files.safetensors_file import CHUNK, check_fits
 from ..layout.cuts import EVERYONE
 from ..layout.pieces import Parts, pieces, typed
 from ..sharding.names import Form
@@ -88,10 +87,7 @@ def contents_of(state: Tree, function: str, mesh: AnyMesh) -> Contents:
         else:
             names.append(path)
             contents.values[path] = _value(function, path, node)
-    if twice := [name for name, number in Counter(names).items() if number > 1 or name == METADATA]:
-        raise ValueError(f"{function}: names that come twice, or mean something else: {', '.join(map(repr, twice))}")
-    if lacking := [f"{name!r} is {form.dtype}" for name, form in contents.forms.items() if form.dtype not in NAMES]:
-        raise ValueError(f"{function}: dtypes that safetensors files do not have: {'; '.join(lacking)}")
+    check_fits(function, names, ((name, form.dtype) for name, form in contents.forms.items()))
     return contents
 
 
@@ -144,11 +140,13 @@ def _value(function: str, path: str, value: object) -> Json:
     )
 
 
-def check_has_values(contents: Contents) -> None:
-    """Raise ValueError for a leaf on meta, which has no values to save."""
+def contents_to_save(state: Tree, mesh: AnyMesh) -> Contents:
+    """Return what a state to save consists of. ValueError also for a leaf on meta, which has no values."""
+    contents = contents_of(state, "save", mesh)
     for part in contents.parts:
         if part.elements.is_meta:
             raise ValueError(f"save: leaf {part.name!r}: expected a tensor with values, got one on meta")
+    return contents
 
 
 def check_same_call(contents: Contents, function: str, **arguments: object) -> None:
@@ -161,7 +159,7 @@ def check_same_call(contents: Contents, function: str, **arguments: object) -> N
 
 
 def differing(contents: Contents) -> set[str]:
-    """Return the names of the leaves and values that every rank has, and of which two ranks have other bits."""
+    """Return the names of the leaves and values that every rank has, and whose bits differ between ranks."""
     texts = {name: repr(value) for name, value in contents.values.items()}
     for part in contents.parts if contents.ranks > 1 else ():
         if part.holders == contents.ranks:

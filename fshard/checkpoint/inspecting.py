@@ -63,7 +63,7 @@ def _summary(place: Place, step: int) -> list[str]:
 
 
 def _left_over(there: Place, files: Mapping[str, int]) -> dict[str, int | None]:
-    """The files of a folder that its index does not name, with sizes; None for what is no regular file."""
+    """The files of a folder that its index does not name, with sizes; None for what is not a regular file."""
     return {name: _size(there, name) for name in there.names() if name != INDEX and name not in files}
 
 

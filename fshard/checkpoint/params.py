@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -23,7 +22,7 @@ from ..core.foreign import legible, open_file
 from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..files.hugging_face import Leaf, entries_at, finish, new_files, put, remove_partial
-from ..files.safetensors_file import METADATA, NAMES, Entry, read_chunks
+from ..files.safetensors_file import Entry, check_fits, read_chunks
 from ..plan.plan import Plan, Slot, check_plain
 from ..sharding.names import Form, Rename, form_difference, name_differences, renamed, unreadable
 from ..sharding.sharded import Sharded, cut, empty_params, gather_unit, intervals
@@ -59,7 +58,7 @@ def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | 
     lines = "\n".join(map(str, there.values()))
     consensus.check_same(mesh, lines, f"load_safetensors: {path}", _REMEDY)
     entry_of = {slot: [given[name] for name in names[slot] if name in given] for slot in names}
-    reads = sorted(_reads(sharded, entry_of), key=lambda read: (read.again, read.file, read.start))
+    reads = sorted(_reads(sharded, entry_of), key=attrgetter("again", "file", "start"))
     consensus.together(mesh, lambda: _read(reads), _REMEDY)
     return sharded
 
@@ -93,33 +92,14 @@ def _differences(plan: Plan, names: Mapping[Slot, Sequence[str]], given: Mapping
 
 
 class _Read(NamedTuple):
-    """Elements to read from a file into a part of a row, or to compare with it: then they are read there `again`."""
+    """Elements to read from a file into a part of a row, or, if they are read `again`, to compare with it."""
 
-    entry: Entry
-    begin: int
+    again: bool  # whether the leaf has been read already, under another of its names
+    file: Path
+    start: int  # where the elements begin in the file
+    dtype: torch.dtype  # in the file
     out: Tensor  # (n,)
-    first: Entry
-
-    @property
-    def again(self) -> bool:
-        """Whether the leaf has been read already, under another of its names."""
-        return self.entry is not self.first
-
-    @property
-    def file(self) -> Path:
-        """The file to read."""
-        return self.entry.file
-
-    @property
-    def start(self) -> int:
-        """Where the elements begin in the file."""
-        return self.entry.start + self.begin * self.dtype.itemsize
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in the file."""
-        assert self.entry.dtype is not None
-        return self.entry.dtype
+    names: tuple[str, str]  # of the leaf, and the one under which it is read first
 
 
 def _reads(into: Sharded, entry_of: Mapping[Slot, Sequence[Entry]]) -> Iterator[_Read]:
@@ -128,8 +108,12 @@ def _reads(into: Sharded, entry_of: Mapping[Slot, Sequence[Entry]]) -> Iterator[
     for unit, kind in plan.places:
         row = into.piece(unit, kind)
         for slot, begin, end, start in intervals(plan, unit, kind, plan.params_over):
+            first = entry_of[slot][0]
             for entry in entry_of[slot]:
-                yield _Read(entry, begin, row[start : start + end - begin], entry_of[slot][0])
+                assert entry.dtype is not None  # `_differences` has refused it
+                at = entry.start + begin * entry.dtype.itemsize
+                out, names = row[start : start + end - begin], (entry.name, first.name)
+                yield _Read(entry is not first, entry.file, at, entry.dtype, out, names)
 
 
 def _read(reads: Sequence[_Read]) -> None:
@@ -143,7 +127,7 @@ def _read(reads: Sequence[_Read]) -> None:
                     if not read.again:
                         out.copy_(values)
                     elif not torch.equal(as_bytes(out.cpu()), as_bytes(values.to(out.dtype))):
-                        raise ValueError(f"{path}: {read.entry.name!r} and {read.first.name!r} are tied, but differ")
+                        raise ValueError(f"{path}: {read.names[0]!r} and {read.names[1]!r} are tied, but differ")
 
 
 def save_safetensors(
@@ -152,7 +136,7 @@ def save_safetensors(
     """Write sharded parameters to model.safetensors in a directory, as transformers' `from_pretrained` reads them.
 
     A tied leaf is written once, under the first of its names. `buffers` are whole tensors by name, or a tree of them
-    (`apply.persistent`), that are written besides. One unit at a time is whole in memory, and rank 0 writes it; every
+    (`apply.persistent`); they are written as well. One unit at a time is whole in memory, and rank 0 writes it; every
     rank must call it, and if one rank has an error, all ranks raise. If there is more than `max_bytes`, several files
     and model.safetensors.index.json are written.
 
@@ -170,7 +154,7 @@ def save_safetensors(
             raise failure
         if is_writer:
             for name, value in beside:
-                # in memory, lazy views have other bits than their values
+                # in memory, the bits of a lazy view are not those of its values
                 put(entries[name], value.resolve_conj().resolve_neg().contiguous())
             finish(folder, entries)
 
@@ -191,12 +175,12 @@ def _checked(
     check_whole("save_safetensors: max_bytes", max_bytes, what="a number of bytes")
     folder, beside = check_path("save_safetensors: dir", dir, _FILE), _buffers(buffers)
     leaves = [*_leaves(params), *((name, tuple(x.shape), x.dtype) for name, x in beside)]
-    _check_leaves(leaves)
+    check_fits("save_safetensors", (name for name, _, _ in leaves), ((name, dtype) for name, _, dtype in leaves))
     return folder, _groups(leaves, max_bytes), beside
 
 
 def _buffers(buffers: Tree) -> list[tuple[str, Tensor]]:
-    """The buffers by name, of which two may have one name: {"a": {"b": x}, "a.b": y}."""
+    """The buffers by name. Two of them may have the same name: {"a": {"b": x}, "a.b": y}."""
     check_plain("save_safetensors: buffers", buffers)
     leaves, spec = tree.flatten(buffers)
     named = list(zip(tree.paths(spec), leaves, strict=True))
@@ -246,16 +230,6 @@ def _leaves(params: Sharded) -> Iterator[Leaf]:
     dtypes = dict(zip(params.view.kinds, (row.dtype for row in params.tensors), strict=True))
     for place in _places(params):
         yield from ((names[slot][0], slot.shape, dtypes[slot.kind]) for slot in params.plan.places[place])
-
-
-def _check_leaves(leaves: Sequence[Leaf]) -> None:
-    counts = Counter(name for name, _, _ in leaves)
-    if twice := [name for name, number in counts.items() if number > 1 or name == METADATA]:
-        raise ValueError(
-            f"save_safetensors: names that come twice, or mean something else: {', '.join(map(repr, twice))}"
-        )
-    if lacking := [f"{name!r} is {dtype}" for name, _, dtype in leaves if dtype not in NAMES]:
-        raise ValueError(f"save_safetensors: dtypes that safetensors files do not have: {'; '.join(lacking)}")
 
 
 def _groups(leaves: Sequence[Leaf], max_bytes: int) -> list[list[Leaf]]:

@@ -70,8 +70,15 @@ def restore(
     ValueError lists all names, shapes and dtypes that differ. Dual: `save`.
     """
     mesh = mesh_of(like) if mesh is None else mesh
-    place = consensus.together(mesh, lambda: at(dir))
-    wanted = consensus.together(mesh, lambda: _wanted(place, like, step, fall_back, donate, mesh))
+
+    def checked() -> tuple[Place, Contents]:
+        check_flags(fall_back=fall_back, donate=donate)
+        place = at(dir)
+        if step is not None:
+            folder(place, step)  # is a step, and leads nowhere else
+        return place, contents_of(like, "restore", mesh)
+
+    place, wanted = consensus.together(mesh, checked)
     check_same_call(wanted, "restore", dir=place, step=step, fall_back=fall_back, donate=donate)
     path = str(place)
     # one rank looks: object stores are paid for each look
@@ -100,13 +107,6 @@ def restore(
             if read is readers[-1]:
                 raise
     raise AssertionError("unreachable")
-
-
-def _wanted(place: Place, like: Tree, step: int | None, fall_back: bool, donate: bool, mesh: AnyMesh) -> Contents:
-    check_flags(fall_back=fall_back, donate=donate)
-    if step is not None:
-        folder(place, step)  # is a step, and leads nowhere else
-    return contents_of(like, "restore", mesh)
 
 
 def _check_one(place: Place, kind: str, step: int | None, fall_back: bool) -> None:

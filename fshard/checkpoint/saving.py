@@ -32,7 +32,7 @@ from ..files.index import CheckpointError
 from ..files.places import Place
 from ..layout.pieces import mesh_of
 from ..plan.offload import empty
-from .contents import Contents, check_has_values, check_same_call, contents_of, differing, own_pieces
+from .contents import Contents, check_same_call, contents_to_save, differing, own_pieces
 from .host_copies import copied, device_of
 from .writing import Named, Writer
 
@@ -144,9 +144,13 @@ def save(
     {'w': tensor([1., 1.]), 'epoch': 3}
     """
     mesh = mesh_of(state) if mesh is None else mesh
-    consensus.together(mesh, lambda: _check_arguments(wait, keep_last, keep_every))
-    place = consensus.together(mesh, lambda: at(dir))
-    contents = consensus.together(mesh, lambda: _contents(place, state, step, mesh))
+
+    def checked() -> tuple[Place, Contents]:
+        _check_arguments(wait, keep_last, keep_every)
+        folder(place := at(dir), step)  # is a step, and leads nowhere else
+        return place, contents_to_save(state, mesh)
+
+    place, contents = consensus.together(mesh, checked)
     grid = adapted(mesh)
     in_flight = _ALONE if grid is None else grid.once(_in_flight)
     in_flight.end(mesh)
@@ -198,13 +202,6 @@ def _in_a_thread(task: Callable[[], None]) -> Future[None]:
     # no ThreadPoolExecutor: its threads would be joined while the main thread still counts as alive
     threading.Thread(target=run, name="fshard.checkpoint").start()
     return done
-
-
-def _contents(place: Place, state: Tree, step: int, mesh: AnyMesh) -> Contents:
-    folder(place, step)  # is a step, and leads nowhere else
-    contents = contents_of(state, "save", mesh)
-    check_has_values(contents)
-    return contents
 
 
 def _check_arguments(wait: bool, keep_last: int | None, keep_every: int | None) -> None:

@@ -25,7 +25,7 @@ _STEP = re.compile(r"step-([0-9]{12})")
 
 
 def at(directory: str | os.PathLike[str]) -> Place:
-    """Return the place of a directory. TypeError for what is no path."""
+    """Return the place of a directory. TypeError for what is not a path."""
     check_path("dir", directory, "the path of a directory")
     return place_of(directory)
 
@@ -37,7 +37,7 @@ def folder(place: Place, step: int) -> Place:
 
 
 def steps(dir: str | os.PathLike[str]) -> list[int]:
-    """Return the steps of which a directory has a whole checkpoint, the earliest first; [] if there is none.
+    """Return the steps that have a whole checkpoint in a directory, the earliest first; [] if there is none.
 
     >>> steps("no/such/directory")
     []
@@ -46,7 +46,7 @@ def steps(dir: str | os.PathLike[str]) -> list[int]:
 
 
 def latest(dir: str | os.PathLike[str]) -> int | None:
-    """Return the last step of which a directory has a whole checkpoint; None if there is none.
+    """Return the last step that has a whole checkpoint in a directory; None if there is none.
 
     >>> latest("no/such/directory") is None
     True
@@ -57,7 +57,7 @@ def latest(dir: str | os.PathLike[str]) -> int | None:
 def delete(dir: str | os.PathLike[str], step: int) -> None:
     """Delete the checkpoint of a step. CheckpointError if there is none.
 
-    The index goes first, so a checkpoint of which a part is deleted is none. One process calls it, not every rank.
+    The index goes first, so a checkpoint that is deleted in part no longer counts. One process calls this.
     """
     place = at(dir)
     if not folder(place, step).has(INDEX):

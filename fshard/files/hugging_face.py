@@ -92,7 +92,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def _free_names(folder: Path, num_files: int) -> list[str]:
-    """The names of the files, of which no file of an earlier index has one: it stays whole until the index is new."""
+    """The names of the new files. No file has one of them yet, so an earlier index stays whole until it is replaced."""
     if num_files == 1:
         return [FILE]
     stems = chain(["model"], (f"model-{number}" for number in count(2)))

@@ -11,9 +11,9 @@ An index is JSON that anyone can read:
      "by_rank": ["extra.position"]}
 
 A piece is [file, offset of its first byte, begin, number of elements, `checksum` of each `CHUNK` bytes]: the elements
-[begin, begin + number) of the flattened leaf. A leaf or value of which ranks have others, such as the position of each
-rank in its data, is one of `by_rank`, and has an entry for each rank. "threads" is the number that torch used when the
-state was saved. "checksum" is the CRC-32 of the text without it.
+[begin, begin + number) of the flattened leaf. A leaf or value that differs between ranks, such as the position of
+each rank in its data, is one of `by_rank`, and has an entry for each rank. "threads" is the number that torch used when
+the state was saved. "checksum" is the CRC-32 of the text without it.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Index:
     files: Mapping[str, int]
     leaves: Mapping[str, Entry]
     values: Mapping[str, Json]
-    by_rank: frozenset[str] = frozenset()  # names of which each rank has its own entry
-    left_out: Mapping[str, str] = field(default_factory=dict)  # what formats of others have besides, and why
+    by_rank: frozenset[str] = frozenset()  # names with an entry for each rank
+    left_out: Mapping[str, str] = field(default_factory=dict)  # what else formats of others have, and why
     threads: int = 0  # 0 where nothing says it
 
     @property
@@ -135,10 +135,10 @@ def read_index(text: bytes, where: str) -> Index:
     try:
         raw = parsed(text, "the text")
         head = (_field(raw, "format", str), _field(raw, "version", int))
-        _require(head == ("fshard", VERSION), f"expected format and version {('fshard', VERSION)}, got {head}")
+        require(head == ("fshard", VERSION), f"expected format and version {('fshard', VERSION)}, got {head}")
         seal = _SEAL.match(text)
         is_sealed = seal and int(seal[1]) == zlib.crc32(memoryview(text)[seal.end() :], zlib.crc32(b"{"))
-        _require(is_sealed, "it was changed or damaged: its checksum is that of another text")
+        require(is_sealed, "it was changed or damaged: its checksum is that of another text")
         return _index(raw)
     except ValueError as error:
         raise CheckpointError(f"{where}: not an index of a checkpoint: {str(error)[:1000]}") from None
@@ -146,13 +146,13 @@ def read_index(text: bytes, where: str) -> Index:
 
 def _index(raw: Json) -> Index:
     step, ranks = _count(_field(raw, "step", int)), _count(_field(raw, "ranks", int))
-    _require(ranks, "ranks: expected at least 1")
+    require(ranks, "ranks: expected at least 1")
     plans, by_rank = _strings(raw, "plans"), _strings(raw, "by_rank")
     files = {_file_name(name): _count(size) for name, size in _field(raw, "files", dict).items()}
     leaves = {name: _entry(name, entry, files) for name, entry in _field(raw, "leaves", dict).items()}
     values = _field(raw, "values", dict)
     for name, value in values.items():
-        _require(isinstance(value, bool | int | float | str), f"{name!r}: expected a tensor, a number or a string")
+        require(isinstance(value, bool | int | float | str), f"{name!r}: expected a tensor, a number or a string")
     _check_apart(leaves)
     _check_names(by_rank, ranks, leaves, values)
     threads = _count(raw.get("threads", 0))  # checkpoints of older versions do not say it
@@ -171,14 +171,14 @@ def _field(raw: Json, key: str, kind: type) -> Json:
 
 def _strings(raw: Json, key: str) -> list[str]:
     strings = _field(raw, key, list)
-    _require(all(isinstance(string, str) for string in strings), f"{key}: expected strings")
+    require(all(isinstance(string, str) for string in strings), f"{key}: expected strings")
     return strings
 
 
 def _entry(name: str, raw: Json, files: Mapping[str, int]) -> Entry:
     try:
         kind = _field(raw, "dtype", str)
-        _require(kind in DTYPES, f"expected one of the dtypes of safetensors, got {reprlib.repr(kind)}")
+        require(kind in DTYPES, f"expected one of the dtypes of safetensors, got {reprlib.repr(kind)}")
         dtype, shape = DTYPES[kind], tuple(map(_count, _field(raw, "shape", list)))
         pieces = map(read_piece, _field(raw, "pieces", list))
         entry = Entry(shape, dtype, in_order(pieces, _numel(shape), "its pieces"))
@@ -237,7 +237,7 @@ def in_order(pieces: Iterable[Piece], numel: int, name: str) -> tuple[Piece, ...
         if piece.begin != end or not piece.numel:
             raise ValueError(f"{name}: expected elements from {end} on, got {piece.numel} from {piece.begin} on")
         end = piece.end
-    _require(end == numel, f"{name}: expected {numel} elements, got {end}")
+    require(end == numel, f"{name}: expected {numel} elements, got {end}")
     return ordered
 
 
@@ -263,7 +263,8 @@ def _count(number: Json) -> int:
     return number
 
 
-def _require(condition: object, otherwise: str) -> None:
+def require(condition: object, otherwise: str) -> None:
+    """Raise ValueError with a text unless a condition holds."""
     if not condition:
         raise ValueError(otherwise)
 

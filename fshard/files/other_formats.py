@@ -134,7 +134,7 @@ def _chunks(folder: Place, name: str) -> Iterator[_Chunk]:
 
 
 def _index(chunks: Iterable[_Chunk]) -> Index:
-    """The index of tensors, of which each may be in several boxes."""
+    """The index of tensors. Each of them may be in several boxes."""
     by_name = dict[str, list[_Chunk]]()
     for chunk in chunks:
         by_name.setdefault(chunk[0].name, []).append(chunk)

@@ -14,53 +14,16 @@ import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from ..core.arguments import check_path
 from ..core.foreign import open_file
-from .remote import remote_place
+from .remote import RemotePlace, RemoteReader, remote_place
 
 _LONGEST_NAME = 255  # of a file, on any file system
-
-
-class Reader(Protocol):
-    """An open file, of which ranges of bytes are read."""
-
-    size: int
-
-    def read_into(self, offset: int, view: memoryview) -> int:
-        """Fill `view` with the bytes from `offset` on, and return their number: less where the file ends before."""
-
-
-class Place(Protocol):
-    """A folder of files and folders, which need not exist; `str` of it is what errors call it."""
-
-    def inside(self, name: str) -> Place:
-        """Return the folder of this name in this one. OSError if a symbolic link has the name."""
-
-    def names(self) -> list[str]:
-        """Return the names of files and folders in this one; [] if there is no such folder."""
-
-    def has(self, name: str) -> bool:
-        """Whether there is a file of this name."""
-
-    def write(self, name: str, chunks: Iterable[memoryview]) -> None:
-        """Write a new file, which outlives a loss of power when this returns; make the folder if need be."""
-
-    def put(self, name: str, data: bytes) -> None:
-        """Write a file that is there as a whole or not at all, in the place of one that was there."""
-
-    def open(self, name: str) -> AbstractContextManager[Reader]:
-        """Open a file to read it. FileNotFoundError; OSError for what is no regular file."""
-
-    def remove(self, name: str) -> None:
-        """Delete a file, if there is one."""
-
-    def remove_folder(self) -> None:
-        """Delete this folder, if it is there and empty."""
 
 
 class LocalPlace:
@@ -121,10 +84,10 @@ class LocalPlace:
             raise
 
     @contextmanager
-    def open(self, name: str) -> Iterator[Reader]:
-        """Open a file to read it. FileNotFoundError; OSError for what is no regular file."""
+    def open(self, name: str) -> Iterator[LocalReader]:
+        """Open a file to read it. FileNotFoundError; OSError for what is not a regular file."""
         with open_file(self._path / name, follow=False) as file:
-            yield _LocalReader(file.fileno())
+            yield LocalReader(file.fileno())
 
     def remove(self, name: str) -> None:
         """Delete a file, if there is one."""
@@ -144,7 +107,9 @@ class LocalPlace:
             flush(self._path.parent)
 
 
-class _LocalReader:
+class LocalReader:
+    """A file of a local disk, read by ranges of bytes."""
+
     def __init__(self, number: int):
         self._number, self.size = number, os.fstat(number).st_size
 
@@ -157,6 +122,11 @@ class _LocalReader:
                 break
             filled += count
         return filled
+
+
+# A folder of files and folders, which need not exist; `str` of it is what errors call it.
+Place: TypeAlias = LocalPlace | RemotePlace
+Reader: TypeAlias = LocalReader | RemoteReader  # an open file
 
 
 def _write_chunk(file: FileIO, chunk: memoryview) -> None:

@@ -111,7 +111,7 @@ class RemotePlace:
 
 
 class RemoteReader:
-    """A file of a remote store, of which ranges of bytes are read."""
+    """A file of a remote store, read by ranges of bytes."""
 
     def __init__(self, fs: Any, path: str, url: str, size: int):
         self._fs, self._path, self._url, self.size = fs, path, url, size

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedIOBase, FileIO
@@ -77,6 +78,14 @@ def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: P
         entries.append(Entry(name, NAMES[dtype], shape, start, math.prod(shape) * dtype.itemsize, file))
         start += entries[-1].num_bytes
     return entries
+
+
+def check_fits(function: str, names: Iterable[str], dtypes: Iterable[tuple[str, torch.dtype]]) -> None:
+    """Raise ValueError for names and dtypes of leaves that a file of this format cannot have."""
+    if twice := [name for name, number in Counter(names).items() if number > 1 or name == METADATA]:
+        raise ValueError(f"{function}: names that come twice, or mean something else: {', '.join(map(repr, twice))}")
+    if lacking := [f"{name!r} is {dtype}" for name, dtype in dtypes if dtype not in NAMES]:
+        raise ValueError(f"{function}: dtypes that safetensors files do not have: {'; '.join(lacking)}")
 
 
 def header(entries: Iterable[Entry]) -> bytes:

@@ -24,7 +24,7 @@ import torch
 from ..core.arguments import shown
 from .boxes import MOST_RUNS, check_box, num_runs, runs_of
 from .directory import read_all
-from .index import CheckpointError, Entry, Index, Json, Piece, in_order
+from .index import CheckpointError, Entry, Index, Json, Piece, in_order, require
 from .inert_pickle import PERSISTENT, Plain, Record, read_pickle
 from .places import Place, is_file_name
 from .safetensors_file import NAMES
@@ -89,7 +89,7 @@ def index_of_dcp(place: Place) -> tuple[Index, bytes]:
     """Return the index of a checkpoint of torch.distributed.checkpoint, whose pieces are of class `Run`, and its text.
 
     Numbers and strings, which torch pickles one by one, are values; those in lists and tuples by name and number.
-    What is something else is left out. CheckpointError for what is no such checkpoint.
+    Everything else is left out. CheckpointError for anything but such a checkpoint.
     """
     where = f"{place}/{METADATA}"
     try:
@@ -124,12 +124,12 @@ def _naming(where: str) -> Iterator[None]:
 
 def _fields(record: Plain, name: str) -> dict[str, Plain]:
     """Return the fields of an object of a class."""
-    _require(type(record) is Record and record.name == name, f"expected {name}, got {_kind(record)}")
+    require(type(record) is Record and record.name == name, f"expected {name}, got {_kind(record)}")
     return _expect(record.state, dict, name)
 
 
 def _expect(x: Plain, kind: type, name: str) -> Any:
-    _require(isinstance(x, kind), f"{name}: expected {kind.__name__}, got {_kind(x)}")
+    require(isinstance(x, kind), f"{name}: expected {kind.__name__}, got {_kind(x)}")
     return x
 
 
@@ -140,18 +140,13 @@ def _kind(x: Plain) -> str:
     return f"an object of type {type(x).__name__}" if isinstance(x, list | tuple | dict) else shown(x)[:80]
 
 
-def _require(condition: object, otherwise: str) -> None:
-    if not condition:
-        raise ValueError(otherwise)
-
-
 def _counts(x: Plain, name: str) -> tuple[int, ...]:
     """Return the numbers of a torch.Size, or of a tuple."""
     if type(x) is Record and x.name == "torch.Size" and x.args is not None and len(x.args) == 1:
         x = x.args[0]
     counts = tuple(_expect(x, tuple, name))
     is_plain = len(counts) <= _MOST_DIMS and all(type(n) is int and n >= 0 for n in counts)
-    _require(is_plain, f"{name}: expected up to {_MOST_DIMS} numbers of at least 0")
+    require(is_plain, f"{name}: expected up to {_MOST_DIMS} numbers of at least 0")
     return counts
 
 
@@ -159,13 +154,14 @@ _Item = tuple[str, int, int]  # a file, the offset and the length of what torch.
 
 
 def _items(storage_data: Plain) -> dict[tuple[str, tuple[int, ...] | None], _Item]:
-    """The item of each name and each offset of a chunk; None in place of the offset for what is no tensor."""
+    """The item of each name and each offset of a chunk; None in place of the offset for what is not a tensor."""
     items, by_file = dict[tuple[str, tuple[int, ...] | None], _Item](), dict[str, list[tuple[int, int]]]()
     for key, info in _expect(storage_data, dict, "storage_data").items():
         index = _fields(key, f"{_OURS}MetadataIndex")
         name = _expect(index["fqn"], str, "a name")
         fields = _fields(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
-        file = _file_name(_expect(fields["relative_path"], str, f"{name!r}: relative_path"))
+        file = _expect(fields["relative_path"], str, f"{name!r}: relative_path")
+        require(is_file_name(file), f"expected the name of a file beside {METADATA}, got {file[:80]!r}")
         offset, length = _counts((fields["offset"], fields["length"]), f"{name!r}: offset and length")
         if fields.get("transform_descriptors"):
             raise ValueError(f"{name!r}: its bytes were transformed when they were written, as by compression")
@@ -174,21 +170,16 @@ def _items(storage_data: Plain) -> dict[tuple[str, tuple[int, ...] | None], _Ite
         by_file.setdefault(file, []).append((offset, offset + length))
     for file, intervals in by_file.items():
         for (_, end), (begin, _) in pairwise(sorted(intervals)):
-            _require(end <= begin, f"items of {file} overlap: one ends at byte {end:,}, the next begins at {begin:,}")
+            require(end <= begin, f"items of {file} overlap: one ends at byte {end:,}, the next begins at {begin:,}")
     return items
 
 
-def _file_name(name: str) -> str:
-    _require(is_file_name(name), f"expected the name of a file beside {METADATA}, got {name[:80]!r}")
-    return name
-
-
 def _leaves(forms: Plain, items: dict[tuple[str, tuple[int, ...] | None], _Item]) -> tuple[dict[str, Entry], list[str]]:
-    """The tensors by name, and the names of what is no tensor."""
+    """The tensors by name, and the names of what is not a tensor."""
     leaves, others, left = dict[str, Entry](), list[str](), MOST_RUNS
     for name, form in _expect(forms, dict, "state_dict_metadata").items():
         if _expect(form, Record, f"{name!r}").name == f"{_OURS}BytesStorageMetadata":
-            _require((name, None) in items, f"{name!r}: no file has it")
+            require((name, None) in items, f"{name!r}: no file has it")
             others.append(name)
             continue
         fields = _fields(form, f"{_OURS}TensorStorageMetadata")
@@ -200,9 +191,9 @@ def _leaves(forms: Plain, items: dict[tuple[str, tuple[int, ...] | None], _Item]
             if not math.prod(sizes):
                 continue  # of a rank without elements
             check_box(name, shape, offsets, sizes)
-            _require((name, offsets) in items, f"{name!r}: no file has the chunk at {offsets}")
+            require((name, offsets) in items, f"{name!r}: no file has the chunk at {offsets}")
             left -= num_runs(shape, sizes)
-            _require(left >= 0, f"{name!r}: its chunks are cut so that there are more than {MOST_RUNS:,} runs")
+            require(left >= 0, f"{name!r}: its chunks are cut so that there are more than {MOST_RUNS:,} runs")
             file, offset, length = items[name, offsets]
             for first, begin, numel in runs_of(shape, offsets, sizes):
                 runs.append(Run(file, offset, begin, numel, (), name, dtype, length, sizes, first))
@@ -213,9 +204,9 @@ def _leaves(forms: Plain, items: dict[tuple[str, tuple[int, ...] | None], _Item]
 def _dtype(name: str, properties: Plain) -> torch.dtype:
     record = _expect(properties, Record, f"{name!r}: properties")
     state = _expect(record.state, tuple, f"{name!r}: properties")
-    _require(record.name == f"{_OURS}TensorProperties" and len(state) == 5, f"{name!r}: properties of another form")
+    require(record.name == f"{_OURS}TensorProperties" and len(state) == 5, f"{name!r}: properties of another form")
     dtype = _expect(state[0], Record, f"{name!r}: dtype")
-    _require(dtype.name in _DTYPES, f"{name!r}: expected one of the dtypes of safetensors, got {dtype.name}")
+    require(dtype.name in _DTYPES, f"{name!r}: expected one of the dtypes of safetensors, got {dtype.name}")
     return _DTYPES[dtype.name]
 
 
@@ -233,52 +224,53 @@ def located(place: Place, pieces: Sequence[Piece]) -> list[Piece]:
                 run = items[item]
                 with _naming(f"{place}/{file}: leaf {run.leaf!r}"):
                     starts[item] = _start(ZipItem(reader, run.offset, run.length), run)
-    return [_at(piece, starts[piece.file, piece.offset]) if isinstance(piece, Run) else piece for piece in pieces]
 
+    def at(run: Run) -> Piece:
+        start = starts[run.file, run.offset] + run.first * run.dtype.itemsize
+        return Piece(run.file, start, run.begin, run.numel, ())
 
-def _at(run: Run, start: int) -> Piece:
-    return Piece(run.file, start + run.first * run.dtype.itemsize, run.begin, run.numel, ())
+    return [at(piece) if isinstance(piece, Run) else piece for piece in pieces]
 
 
 def _start(item: ZipItem, run: Run) -> int:
     """The offset in the file of the first element of a chunk."""
     key, dtype, first, sizes, strides = _tensor(read_pickle(item.read("data.pkl"), _OF_TENSOR))
-    _require((dtype, sizes) == (run.dtype, run.sizes), f"expected {run.dtype} {[*run.sizes]}, got {dtype} {[*sizes]}")
+    require((dtype, sizes) == (run.dtype, run.sizes), f"expected {run.dtype} {[*run.sizes]}, got {dtype} {[*sizes]}")
     order = item.read("byteorder") if item.has("byteorder") else b"little"
-    _require(order == b"little", f"expected little-endian numbers, got {str(order)[:40]}")
+    require(order == b"little", f"expected little-endian numbers, got {str(order)[:40]}")
     expected, step = list[int](), 1
     for size in reversed(sizes):
         expected.insert(0, step)
         step *= size
     is_plain = all(size == 1 or a == b for size, a, b in zip(sizes, expected, strides, strict=True))
-    _require(is_plain, f"a chunk {[*sizes]} with strides {[*strides]}: expected {expected}; save x.contiguous()")
+    require(is_plain, f"a chunk {[*sizes]} with strides {[*strides]}: expected {expected}; save x.contiguous()")
     start, num_bytes = item.data(f"data/{key}")
     needed = (first + math.prod(sizes)) * dtype.itemsize
-    _require(needed <= num_bytes, f"expected {needed:,} bytes, got {num_bytes:,}")
+    require(needed <= num_bytes, f"expected {needed:,} bytes, got {num_bytes:,}")
     return start + first * dtype.itemsize
 
 
 def _tensor(record: Plain) -> tuple[str, torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
     """The key of the storage, the dtype, the first element in the storage, the sizes and the strides of a tensor."""
-    _require(type(record) is Record and record.args is not None, f"expected a tensor, got {_kind(record)}")
+    require(type(record) is Record and record.args is not None, f"expected a tensor, got {_kind(record)}")
     args, is_typed = record.args, record.name == "torch._utils._rebuild_tensor_v2"
-    _require(is_typed or record.name == "torch._utils._rebuild_tensor_v3", f"expected a tensor, got {record.name}")
+    require(is_typed or record.name == "torch._utils._rebuild_tensor_v3", f"expected a tensor, got {record.name}")
     fewest = 6 if is_typed else 7
-    _require(len(args) >= fewest and not any(args[fewest:]), "a tensor that is conjugated, or has attributes")
-    _require(type(args[0]) is Record and args[0].name == PERSISTENT, "a tensor without a storage")
+    require(len(args) >= fewest and not any(args[fewest:]), "a tensor that is conjugated, or has attributes")
+    require(type(args[0]) is Record and args[0].name == PERSISTENT, "a tensor without a storage")
     storage = _expect(args[0].args[0], tuple, "a storage")
     kind, key = _expect(storage[1], Record, "a storage").name, _expect(storage[2], str, "the key of a storage")
     dtype = _STORAGE_DTYPES.get(kind) if is_typed else _DTYPES.get(_expect(args[6], Record, "the dtype").name)
-    _require(dtype is not None, f"a storage of another kind: {kind}")
+    require(dtype is not None, f"a storage of another kind: {kind}")
     assert dtype is not None
     (first,) = _counts((args[1],), "the first element")
     sizes, strides = _counts(args[2], "the shape"), _counts(args[3], "the strides")
-    _require(len(sizes) == len(strides), "a tensor with strides of other dimensions")
+    require(len(sizes) == len(strides), "a tensor with strides of other dimensions")
     return key, dtype, first, sizes, strides
 
 
 def _value(place: Place, file: str, offset: int, length: int) -> Plain:
-    """What an item that is no tensor has."""
+    """The value of an item that is not a tensor."""
     with _naming(f"{place}/{file}: the item at byte {offset:,}"), place.open(file) as reader:
         return read_pickle(ZipItem(reader, offset, length).read("data.pkl"), set())
 

@@ -65,7 +65,7 @@ def check(fn: Callable[P, R], mesh: AnyMesh | EllipsisType = ...) -> Checked[P, 
     if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"check: {wrong('fn', fn, 'a step, or any function')}")
     if mesh is not ...:
-        adapted(mesh)  # raises for what is no mesh here, and not at the first call
+        adapted(mesh)  # raises here for what is not a mesh, and not at the first call
     return Checked(fn, mesh)
 
 

@@ -42,7 +42,7 @@ from .links import Link, reason
 
 _GREETING = struct.Struct("<I32s")  # number of the dialling rank, and its digest
 _ANSWER = 32  # bytes of a digest
-_MOST_SILENT = 256  # most strangers' connections kept without a greeting, besides one for each peer
+_MOST_SILENT = 256  # most strangers' connections kept without a greeting, in addition to one for each peer
 _RETRY = 0.01  # seconds until a rank with a full queue of connections is dialled again
 _SOMEWHERE = "192.0.2.1"  # an address that no host has (RFC 5737)
 

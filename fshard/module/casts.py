@@ -125,7 +125,7 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
     """A tree with its real floating tensors in `dtype`, also those in dataclasses; the same object if all are."""
     if isinstance(x, Tensor):
         return x.to(dtype) if x.is_floating_point() else x
-    if is_dataclass(x) and not isinstance(x, type):  # as outputs of transformers, which are no nodes of a tree
+    if is_dataclass(x) and not isinstance(x, type):  # as outputs of transformers, which are not nodes of a tree
         values = {field.name: getattr(x, field.name) for field in fields(x) if field.init}
         cast = {name: _cast(value, dtype) for name, value in values.items()}
         changed = {name: value for name, value in cast.items() if value is not values[name]}

@@ -19,7 +19,7 @@ _AS_IT_IS = "which a copy does not replace: make it a method, or give it these a
 
 
 def check_parameters(params: Mapping[str, Tensor]) -> None:
-    """Raise for parameters of which a function of plain tensors would lose something: their class, or hooks."""
+    """Raise for parameters that would lose something in a function of plain tensors: their class, or hooks."""
     for path, x in params.items():
         if type(x) not in (nn.Parameter, Tensor):
             raise TypeError(

@@ -155,7 +155,7 @@ def _refuse(path: str) -> NoReturn:
 def nodes_of(results: Tree) -> set[Any]:
     """The last nodes of the graph of some results; parameters that are not gathered are left out."""
     leaves = tree.tops(placed(results), Branch)
-    # objects that are no nodes of a tree, as a user's dataclass
+    # objects that are not nodes of a tree, such as a user's dataclass
     leaves += tree.leaves([vars(x) for x in leaves if not isinstance(x, Tensor) and hasattr(x, "__dict__")])
     grad_fn: Any = Tensor.grad_fn  # the true one, also of a parameter that says it is a leaf
     nodes = [grad_fn.__get__(x) for x in leaves if isinstance(x, Tensor)]

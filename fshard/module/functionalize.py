@@ -32,11 +32,11 @@ from .submodules import Which, frozen_of, policy_for, units_of
 class ModuleFunction:
     """A module as a pure function: `apply(params, buffers, *args, **kwargs) -> (out, buffers)`.
 
-    `functionalize` makes one. `params` are a tree of tensors, or the parameters that a loss is given, of which each
-    unit is gathered when a submodule reads it. `buffers` are not changed: new ones are returned, the same tensors where
-    the module read nothing. Calls of one function may run side by side in threads. It keeps nothing of a call, apart
-    from weak references while the graph of the call is alive (for activation checkpointing), and from what a forward
-    assigns to attributes that are not buffers, in a copy of the module for each thread.
+    `functionalize` makes one. `params` are a tree of tensors, or the parameters that a loss is given. Each
+    unit of those is gathered when a submodule reads it. `buffers` are not changed: new ones are returned, the same
+    tensors where the module read nothing. Calls of one function may run side by side in threads. It keeps nothing of a
+    call, apart from weak references while the graph of the call is alive (for activation checkpointing), and from what
+    a forward assigns to attributes that are not buffers, in a copy of the module for each thread.
     """
 
     def __init__(self, copies: Copies, training: bool, calls: Calls, params: tree.Spec, buffers: tree.Spec):

@@ -63,7 +63,7 @@ class Initializer:
         return part
 
     def _around(self, above: str, path: str, part: nn.Module) -> nn.Module:
-        """A module around `part`, of which all other tensors are on meta."""
+        """A module around `part`. All its other tensors are on meta."""
         module = _with_tensors(self._skeleton.get_submodule(above), _form)
         parent, _, name = path.removeprefix(above).removeprefix(".").rpartition(".")
         vars(module.get_submodule(parent))["_modules"][name] = part

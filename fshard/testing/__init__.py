@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypedDict, TypeVar, Unpack
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from ..comm.ranks import MismatchError
 from .compare import assert_trees_equal
@@ -11,7 +11,7 @@ from .late import InFlightError
 from .oracle import oracle, whole_state
 from .recording import record
 from .replaying import replay
-from .scheduler import Collective, Dies, Fault, Garbage, RankDied, Slow
+from .scheduler import Collective, Dies, Garbage, RankDied, Slow
 from .world import SimulatedMesh, World
 
 __all__ = [
@@ -36,21 +36,12 @@ __all__ = [
 T = TypeVar("T")
 
 
-class _Settings(TypedDict, total=False):
-    """The arguments of `World` that `simulate` does not name."""
-
-    axes: Mapping[str, int] | None
-    faults: Sequence[Fault]
-    late: bool
-    threads: int
-
-
 def simulate(
     fn: Callable[[SimulatedMesh], T],
     shard: int = 4,
     replicate: int = 1,
     device: str = "cpu",
-    **more: Unpack[_Settings],
+    **more: Any,
 ) -> list[T]:
     """Call `fn(mesh)` once per simulated rank, and return the results in rank order.
 

@@ -3,7 +3,7 @@
 Note [Recorded steps]
     DIR/step-00000012/rank-0/ has `before.pt` (tensors of state, batch and further arguments), `after.pt` (tensors of
     the new state and metrics) and `about.json` (leaf paths, leaves that are not tensors, mesh axes, plan, and what the
-    bits of an operator depend on besides: the number of threads, and where the tensors of before.pt started in memory).
+    bits of an operator also depend on: the number of threads, and where the tensors of before.pt started in memory).
     Every rank writes its folder under a temporary name and renames the folder afterwards, so a folder `rank-N` is
     complete. A leaf is stored by its number in the order of `tree.flatten`. The tree structure is not stored, because
     the code that replays a step also builds the structure.
@@ -269,7 +269,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 
 class _Bounded(BufferedReader):
-    """A file of which zipfile reads no directory that would fill the memory."""
+    """A file that refuses to give zipfile a directory that would fill the memory."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Return the next bytes. ValueError for a directory that is too long."""
@@ -292,7 +292,7 @@ def _check_packed(packed: zipfile.ZipFile, size: int) -> None:
 
 
 def _is_number(x: object, least: int, most: int) -> bool:
-    return type(x) is int and least <= x <= most  # not isinstance: JSON's true is no number
+    return type(x) is int and least <= x <= most  # not isinstance: JSON's true is not a number
 
 
 def _are_sizes(x: dict[str, object]) -> bool:

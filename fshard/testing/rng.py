@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,23 +117,15 @@ class _Torch:
         self._set(self._before)
 
 
-class _Generator(Protocol):
-    """A process-wide generator whose state is exchanged at each turn."""
-
-    def bring(self, rank: int) -> None: ...
-
-    def put_away(self, rank: int) -> None: ...
-
-    def restore(self) -> None: ...
-
-
 class Generators:
     """The random states of simulated ranks, which run in turns, seeded from the random states of the process."""
 
     def __init__(self, num_ranks: int, device: torch.device):
         host = torch.default_generator
-        self._kinds: list[_Generator] = [_Torch(num_ranks, torch.device("cpu"), host.get_state, host.set_state)]
-        self._kinds.append(_Python(num_ranks))
+        self._kinds: list[_Torch | _Python | _Numpy] = [
+            _Torch(num_ranks, torch.device("cpu"), host.get_state, host.set_state),
+            _Python(num_ranks),
+        ]
         np = sys.modules.get("numpy")
         if np is not None and hasattr(np.random, "set_bit_generator"):
             self._kinds.append(_Numpy(num_ranks, np))

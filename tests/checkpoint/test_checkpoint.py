@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import strategies
 from support.examples import examples
 from support.models import STRATEGIES, TREES, padding, rand, same_bits
 from support.worlds import simulated
@@ -16,7 +17,6 @@ from torch import Tensor
 import fshard
 from fshard import checkpoint, tree
 from fshard.files.safetensors_file import DTYPES
-from fshard.testing import strategies
 
 SHAPES = ((), (0,), (3, 0), (1,), (7,), (2, 5))
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from support import strategies
 from support.files import plain, saved
 from support.models import STRATEGIES, counting, same_bits
 from support.worlds import gloo, simulated
@@ -26,7 +27,6 @@ from fshard import tree
 from fshard.checkpoint import load_safetensors, save_safetensors
 from fshard.checkpoint import params as params_of_files
 from fshard.files import hugging_face, safetensors_file
-from fshard.testing import strategies
 
 # --- any tree ---
 

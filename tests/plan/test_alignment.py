@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import strategies
 from support.examples import examples
 from support.models import same_bits
 from support.optimizers import TRANSFORMS
@@ -23,7 +24,6 @@ from fshard.core import storage
 from fshard.grad import gradients
 from fshard.layout import norms
 from fshard.layout.pieces import pieces
-from fshard.testing import strategies
 
 
 def odd_params() -> Any:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import strategies
 from support.examples import examples
 from support.models import padding, same_bits
 from support.worlds import simulated
 
 import fshard
 from fshard.core import tree
-from fshard.testing import assert_trees_equal, oracle, strategies, whole_state
+from fshard.testing import assert_trees_equal, oracle, whole_state
 
 ROLES = ("storage", "compute", "reduce", "grads")
 

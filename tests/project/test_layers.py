@@ -72,7 +72,7 @@ DOORS = {
     "torch.compile": set(),
     "torch.fx": {"compiler.*", "core.tracing"},
     "rich": {"__main__"},
-    "hypothesis": {"testing.strategies"},
+    "hypothesis": set(),
     "pytest": set(),
     "argparse": {"__main__"},
     "matplotlib": set(),
@@ -189,7 +189,7 @@ def test_the_folders_and_doors_are_those_there_are() -> None:
         for door in doors:
             assert any(is_door(name, {door}) and uses(SOURCES[name], thing) for name in SOURCES), (thing, door)
     entered = {other for name, source in SOURCES.items() for other, _ in imported(name, source)}
-    assert {name for name in SOURCES if folder(name)} - entered <= {*FOLDERS, "testing.strategies"}
+    assert {name for name in SOURCES if folder(name)} - entered <= {*FOLDERS}
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,17 @@
-"""What fshard's Hypothesis strategies draw: everything they promise, and nothing that a plan or a step refuses."""
+"""What the tests' Hypothesis strategies draw: all that they promise, and nothing that a plan or a step refuses."""
 
-import importlib
-import sys
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
+from support import strategies
 from support.optimizers import makers
 
 import fshard
 from fshard import tree
 from fshard.optim import optimizers
-from fshard.testing import strategies
 
 PARAMS = {"w": torch.ones(4, 3), "blocks": [{"b": torch.ones(2)}, {"b": torch.ones(2, dtype=torch.int64)}]}
 ONCE = settings(
@@ -85,12 +83,3 @@ def test_transforms_say_how_they_were_made():
     assert all(isinstance(tx, fshard.optim.Transform) for tx in drawn.values())
     elementwise = [name for name in makers() if vars(optimizers).get(name) is not None]
     assert {name for name in elementwise if f" {name}(" not in " ".join(["", *drawn])} == {"lion"}
-
-
-def test_without_hypothesis_the_error_says_so(monkeypatch):
-    """Without Hypothesis the import error says what to install; without that text a user would search for the
-    reason."""
-    monkeypatch.setitem(sys.modules, "hypothesis", None)
-    monkeypatch.delitem(sys.modules, "fshard.testing.strategies")
-    with pytest.raises(ImportError, match=r"strategies: expected hypothesis .* pip install 'fshard\[test\]'"):
-        importlib.import_module("fshard.testing.strategies")

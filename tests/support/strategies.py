@@ -1,7 +1,4 @@
-"""Strategies for Hypothesis: trees of parameters, meshes, plans, transformations, policies, losses and their batches.
-
-No other module of fshard imports this module, because it needs hypothesis (`pip install 'fshard[test]'`).
-"""
+"""Strategies for Hypothesis: trees of parameters, meshes, plans, optimizers, policies, losses and their batches."""
 
 from __future__ import annotations
 
@@ -12,23 +9,17 @@ from functools import partial
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
-from ..core import tree
-from ..core.lazy import Branch
-from ..core.losses import Mean, Sum
-from ..optim import base, matrix, optimizers, schedules
-from ..optim.transforms import by_label, chain
-from ..plan.leaves import first_places
-from ..plan.precision import Policy
+from fshard.core import tree
+from fshard.core.lazy import Branch
+from fshard.core.losses import Mean, Sum
+from fshard.optim import base, matrix, optimizers, schedules
+from fshard.optim.transforms import by_label, chain
+from fshard.plan.leaves import first_places
+from fshard.plan.precision import Policy
 
-try:
-    from hypothesis import strategies as st
-except ImportError as missing:
-    raise ImportError(
-        "fshard.testing.strategies: expected hypothesis to be installed, it is not: pip install 'fshard[test]', or "
-        "hypothesis"
-    ) from missing
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool)
 
 # The sharding strategies of FSDP and ZeRO as arguments of make_plan. Hypothesis shrinks to the first, the simplest.
