@@ -249,6 +249,7 @@ def test_several_axes_are_reduced_over_once(strategy: str) -> None:
                 assert num == (each // 2 if axis in once else each), (once, axis)
 
 
+@pytest.mark.slow
 def test_processes_scatter_each_micro_batch():
     """Processes give the bits and collectives of simulated ranks: otherwise `reduce_once` would hold in simulation
     alone."""

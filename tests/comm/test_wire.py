@@ -256,6 +256,7 @@ def one_axis(mesh: Any, over: Any, how: str) -> Any:
     return (gather_params(state.params), metrics), sent, idle
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("over", OVERS)
 @pytest.mark.parametrize("how", TRAVELS)
 def test_an_axis_of_one_rank_changes_nothing(over, how):

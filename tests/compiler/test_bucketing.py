@@ -54,7 +54,7 @@ def test_a_step_of_small_units():
     simulated(law, shard=3)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("world", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy(name, world):
@@ -151,6 +151,7 @@ def test_a_bucket_is_as_large_as_it_may_be(kind):
     simulated(law)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("at", ["what is sent", "a view of it", "its base", "what is sent later", "the result"])
 @pytest.mark.parametrize("reads", [False, True], ids=["", "reads"])
 @pytest.mark.parametrize("kind", KINDS)

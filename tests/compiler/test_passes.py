@@ -92,6 +92,7 @@ COMPLEX = {  # of a complex leaf c and a real one w, whose views are conjugated 
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("budget", [None, 0])
 @pytest.mark.parametrize("name", COMPLEX)
 def test_views_that_are_conjugated_or_negated_stay_so(name: str, budget: int | None):
@@ -316,6 +317,7 @@ def under_way(found: list[Gather], order: dict[fx.Node, int]) -> dict[int, int]:
     return {begin: sum(n for a, b, n in spans if a <= begin < b) for begin, _, _ in spans}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_gathers_start_one_unit_ahead(name):
     """A gather would start too early, and hold memory, or too late, and not overlap."""
@@ -396,7 +398,7 @@ EVERY_WORLD: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", EVERY_WORLD)
 def test_steps_with_much_in_flight_are_right(name):
     """With much under way a buffer would be read before it is filled."""

@@ -162,6 +162,7 @@ def test_the_depth_changes_no_bit(plan, checkpointed, accumulate, jit, axes):
             assert all(map(torch.equal, first, other))
 
 
+@pytest.mark.slow
 def test_the_depth_changes_no_bit_in_processes():
     """Buffers in shared memory would be used again before a peer has read them."""
     for first, *others in gloo(trained, "full", True, 1, False, shard=2):
