@@ -126,6 +126,7 @@ def stopped(mesh: Any, dir: Path, plan: dict[str, Any]) -> None:
     assert same_bits((again, others), (state, metrics))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", WIRED)
 def test_a_run_that_was_stopped(tmp_path, name):
     """A checkpoint would lack something that a run goes on from: a moment, the scale, the seed, or what

@@ -328,6 +328,7 @@ def gathered_by(mesh: Any, gather: Any, strategy: str, how: str, **kw: Any) -> A
     return losses, gather_params(state.params), kinds
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("replicate", "shard", "strategy", "how"),
     [(1, 3, "full", "eager"), (1, 2, "keep", "eager"), (2, 2, "wide", "eager"), (1, 2, "full", "jit")],

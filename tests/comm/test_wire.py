@@ -209,6 +209,7 @@ def mixed(mesh: Any, together: bool, name: str, strategy: str) -> tuple[Any, lis
     return gather_params(state.params), [r.label for r in sent], sum(r.nbytes for r in sent)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["none", "int8"])
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 3), (2, 2)])
 def test_dtypes_travel_together(name, replicate, shard):

@@ -482,6 +482,7 @@ def test_a_gather_is_waited_for_before_what_it_sends_is_written_to():
 # --- a step ---
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("regather", [True, False])
 def test_the_graph_of_a_step(regather):
     """The graph of a step would read a value on the host, gather more than a unit ahead, or keep gathered units

@@ -405,7 +405,7 @@ def found(name: str, scaler: Any = None) -> set[str]:
     return ordered.hazards
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("name", SUMS)
 def test_no_sum_overtakes_or_is_overtaken(name):
     """Sums of gradients have no hazard in any strategy, wire or dtype: otherwise a GPU would add wrong gradients now

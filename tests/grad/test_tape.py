@@ -37,7 +37,7 @@ import fshard
 from fshard import tree
 from fshard.sharding.sharded import local_numel
 
-WORLDS = ["simulated", "gloo"]
+WORLDS = ["simulated", pytest.param("gloo", marks=pytest.mark.slow)]
 STRATEGIES = {
     "full": {},
     "keep": {"regather": False},

@@ -171,6 +171,7 @@ def test_a_hyperparameter_without_a_range_is_an_error():
         check_hyperparams("nova", 0.1, b1=0.9, b3=0.5)
 
 
+@pytest.mark.sample(2)
 @over_all
 def test_dtypes_are_kept(name):
     """Training in bfloat16 would go on in float32 after a step, or a complex leaf lose its imaginary part."""
@@ -214,7 +215,7 @@ def test_padding_stays_zero(name):
         assert sum(simulated(law, shard=size)) > 0
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(7)
 @over_all
 def test_the_number_of_ranks_makes_no_difference(name):
     """Training on another number of ranks would give other parameters; elementwise, other bits."""

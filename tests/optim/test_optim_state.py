@@ -69,7 +69,7 @@ def alike(a: Any, b: Any, tolerance: float = 1e-11) -> None:
     torch.testing.assert_close(xs, ys, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(11)
 @over_all
 def test_a_whole_state_says_nothing_of_ranks(name):
     """The gathered state is the same for every partition and world: otherwise a saved state would fit only the run
@@ -591,6 +591,7 @@ def read_groups(mesh: Any, labelled: bool, frozen: str, groups: list[str], order
         assert load(dict) == want
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("labelled", [False, True])
 @pytest.mark.parametrize("frozen", ["", "b"])
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_losses_and_scalers(loss, scaler):
     assert crossings(loss=loss, scaler=scaler, step="micro") == {}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("scaler", ["none", "dynamic"])
 @pytest.mark.parametrize("plan", WIRED)
 def test_plans(plan, scaler):

@@ -270,6 +270,7 @@ def table(found: dict[tuple[str, str], str]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+@pytest.mark.slow
 def test_the_table_of_the_docs_is_what_happens() -> None:
     """Programs behave as the table of docs/closed.md says: otherwise users would choose a library by wrong facts.
     To update the table, paste what this test prints between the two markers."""

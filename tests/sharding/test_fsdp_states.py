@@ -282,7 +282,7 @@ def fsdp1_both_ways(mesh: Any, on_mesh: bool) -> None:
     alike(ours.steps(range(5, 7)), stayed)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("on_mesh", [False, True], ids=["ShardedTensor", "DTensor"])
 def test_fsdp1_both_ways(on_mesh):
     """Full or sharded states of FSDP1 would be other values in fshard, or ours in FSDP1."""
@@ -321,6 +321,7 @@ def zero_both_ways(mesh: Any) -> None:
     alike(ours.steps(range(5, 7)), stayed)
 
 
+@pytest.mark.slow
 def test_ddp_and_zero_both_ways():
     """What one rank consolidated would be other values in fshard, or ours in ZeroRedundancyOptimizer."""
     gloo(zero_both_ways)
