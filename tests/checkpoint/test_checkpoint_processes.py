@@ -44,7 +44,7 @@ def segment(mesh: Any, dir: str, kind: str, reduction: str, first: int, last: in
     return torch.stack(losses), fshard.gather_params(state.params)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_ranks_then_two_then_four(tmp_path, kind):
     """A run that goes on with other numbers of processes would have other losses than the run that was not stopped."""

@@ -285,6 +285,7 @@ def test_units_by_name_are_gathered_again():
     simulated(law)
 
 
+@pytest.mark.slow
 def test_a_gradient_of_a_gradient():
     """Units that are read four times and more would be gathered wrongly."""
 

@@ -242,7 +242,7 @@ def fsdp1_to_fshard(mesh: Any, folder: str) -> None:
     alike(ours.steps(range(3, 5)), torch_steps(model, optimizer, range(3, 5)))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("library", [ddp_both_ways, fsdp1_to_fshard])
 def test_other_libraries(tmp_path, library):
     """Plain tensors, states by number, or ShardedTensors would be other values in fshard, or ours in DDP."""

@@ -200,7 +200,7 @@ def crossings_of_graphs(_: Any, cases: list[tuple[str, ...]]) -> list[Counter[st
     return [crossings_of_a_graph(device, *case) for case in cases]
 
 
-@pytest.mark.sample(PARTS)
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_graphs(part):
     """No operator in a step's graph mixes host and device, except listed ones: otherwise a compiled step would wait."""

@@ -356,7 +356,7 @@ def odd_leaves(mesh: Any) -> None:
     same_dtensors({"exp_avg": entry["exp_avg"]}, {"exp_avg": replicated})
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("shard", "replicate"), [(2, 1), (2, 2), (3, 1)])
 def test_dtensors_of_leaves_of_every_kind(shard, replicate):
     """A leaf that some ranks have nothing of, or that all have whole, would be other values in DTensors.

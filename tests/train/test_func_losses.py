@@ -114,7 +114,7 @@ def test_processes_have_the_bits_of_the_simulation() -> None:
     assert same_bits(gloo(several, shard=2), simulated(several, shard=2))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loss_that_is_run_again_draws_the_same_numbers(jitted: bool, accumulate: int) -> None:

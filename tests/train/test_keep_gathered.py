@@ -112,7 +112,7 @@ def test_each_unit_is_gathered_once_a_step(loss: Any, strategy: str, options: st
         assert before[name] > after[name] or not plan.get("params_over", "shard")
 
 
-@pytest.mark.sample(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full", "half", "wire"])
 @pytest.mark.parametrize("loss", [stack, repeated], ids=lambda loss: loss.__name__)
 def test_a_graph_gathers_each_unit_once(loss: Any, strategy: str) -> None:

@@ -68,7 +68,7 @@ def test_a_jitted_step(name, ranks, donate, optimizer):
     assert peak <= 1.05 * most, (peak / 1e6, most / 1e6)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("ranks", "donate"), [(1, True), (1, False), (2, True)])
 @pytest.mark.parametrize("name", NARROW)
 def test_an_eager_step(name, ranks, donate):
