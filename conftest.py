@@ -1,5 +1,6 @@
 """Names the examples in docstrings may use; which cases of slow tests are run."""
 
+import gc
 import os
 from collections import Counter
 from typing import Any
@@ -35,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: a test that CI alone runs (CONTRIBUTING.md)")
 
 
-MOST_OF_REST = 16  # cases of one test: some have hundreds, and CI has half an hour
+MOST_OF_REST = 8  # cases of one test: some have hundreds, and CI has 20 minutes
 
 
 def _evenly(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
@@ -53,26 +54,33 @@ def _evenly(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.It
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked `cuda` without a GPU; of tests marked `sample(n)` keep one case in n, and none marked `slow`.
 
-    With FSHARD_REST=1 keep only the others, and at most `MOST_OF_REST` of one test, evenly chosen; all if asked for by
-    name, or with FSHARD_ALL=1.
+    With FSHARD_CI=1 keep others, too, at most `MOST_OF_REST` of one test, evenly chosen, and with FSHARD_REST=1 those
+    alone; all if asked for by name, or with FSHARD_ALL=1.
     """
     for item in items:
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-    rest = bool(os.environ.get("FSHARD_REST"))
     if os.environ.get("FSHARD_ALL") or any("::" in arg for arg in config.args) or config.option.keyword:
         return
     counts = Counter[str]()
-    kept, left_out = list[pytest.Item](), list[pytest.Item]()
+    sampled, others = list[pytest.Item](), list[pytest.Item]()
     for item in items:
         mark = item.get_closest_marker("sample")
         name = item.nodeid.split("[")[0]
         in_sample = not item.get_closest_marker("slow") and (mark is None or counts[name] % mark.args[0] == 0)
         counts[name] += 1
-        (kept if in_sample != rest else left_out).append(item)
-    if rest:
-        kept, others = _evenly(kept)
-        left_out += others
+        (sampled if in_sample else others).append(item)
+    rest, left_out = _evenly(others)
+    if os.environ.get("FSHARD_REST"):
+        left_out += sampled
+    elif not os.environ.get("FSHARD_CI"):
+        left_out += rest
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
+        left = set(left_out)
+        items[:] = [item for item in items if item not in left]
+
+
+def pytest_collection_finish() -> None:
+    """Let no later collection of garbage look at what was imported and collected: that takes most of its time."""
+    gc.freeze()

@@ -109,8 +109,8 @@ PLACES: list[Any] = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", [name for name in TREES if name != "dtypes"])
-@pytest.mark.sample(3)
 def test_trees_of_every_kind(name):
     """Leaves of a user's classes, or of other shapes, kinds and strides, would come back elsewhere or changed."""
     params, extra = TREES[name](), {"all": TREES["strides"](), "more": [TREES[name](), 3, 0.5, "é", True, -(2**80)]}

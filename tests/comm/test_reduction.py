@@ -249,6 +249,7 @@ def test_several_axes_are_reduced_over_once(strategy: str) -> None:
                 assert num == (each // 2 if axis in once else each), (once, axis)
 
 
+@pytest.mark.slow
 def test_processes_scatter_each_micro_batch():
     """Processes give the bits and collectives of simulated ranks: otherwise `reduce_once` would hold in simulation
     alone."""
@@ -327,6 +328,7 @@ def gathered_by(mesh: Any, gather: Any, strategy: str, how: str, **kw: Any) -> A
     return losses, gather_params(state.params), kinds
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("replicate", "shard", "strategy", "how"),
     [(1, 3, "full", "eager"), (1, 2, "keep", "eager"), (2, 2, "wide", "eager"), (1, 2, "full", "jit")],

@@ -209,6 +209,7 @@ def mixed(mesh: Any, together: bool, name: str, strategy: str) -> tuple[Any, lis
     return gather_params(state.params), [r.label for r in sent], sum(r.nbytes for r in sent)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["none", "int8"])
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 3), (2, 2)])
 def test_dtypes_travel_together(name, replicate, shard):
@@ -256,6 +257,7 @@ def one_axis(mesh: Any, over: Any, how: str) -> Any:
     return (gather_params(state.params), metrics), sent, idle
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("over", OVERS)
 @pytest.mark.parametrize("how", TRAVELS)
 def test_an_axis_of_one_rank_changes_nothing(over, how):

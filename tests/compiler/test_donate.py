@@ -38,8 +38,8 @@ def test_what_was_given_away_is_not_copied(jitted):
                 copied(old)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("make", [eager, aot, fshard.jit])
-@pytest.mark.sample(2)
 def test_a_donated_state(make):
     """Donation would copy, leave the old state usable, or change results over ten steps."""
 
@@ -62,7 +62,7 @@ def test_a_donated_state(make):
     law(None) if make is fshard.jit else simulated(law)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)

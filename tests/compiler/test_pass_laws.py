@@ -99,7 +99,7 @@ def function(name: str, mesh: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]
     return DERIVATIVES[name], given_to(DERIVATIVES[name], mesh)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("number", range(len(EVERY)), ids=[each.name for each in EVERY])
 def test_each_pass_alone_keeps_what_functions_compute(number, name):
@@ -257,6 +257,7 @@ def test_reductions_of_two_kinds_are_not_merged(ops):
     simulated(law)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_compiler_keeps_a_collective_that_one_rank_reads(name):
     """A compiler would remove the collective on the other rank: its peer would get the result of the next one."""

@@ -92,6 +92,7 @@ COMPLEX = {  # of a complex leaf c and a real one w, whose views are conjugated 
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", COMPLEX)
 def test_views_that_are_conjugated_or_negated_stay_so(name: str):
     """Shape, strides and offset do not say that a view is conjugated: gradients of complex models would be wrong."""
@@ -283,6 +284,7 @@ def test_units_by_name_are_gathered_again():
     simulated(law)
 
 
+@pytest.mark.slow
 def test_a_gradient_of_a_gradient():
     """Units that are read four times and more would be gathered wrongly."""
 
@@ -315,6 +317,7 @@ def under_way(found: list[Gather], order: dict[fx.Node, int]) -> dict[int, int]:
     return {begin: sum(n for a, b, n in spans if a <= begin < b) for begin, _, _ in spans}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_gathers_start_one_unit_ahead(name):
     """A gather would start too early, and hold memory, or too late, and not overlap."""
@@ -395,7 +398,7 @@ EVERY_WORLD: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", EVERY_WORLD)
 def test_steps_with_much_in_flight_are_right(name):
     """With much under way a buffer would be read before it is filled."""
@@ -479,6 +482,7 @@ def test_a_gather_is_waited_for_before_what_it_sends_is_written_to():
 # --- a step ---
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("regather", [True, False])
 def test_the_graph_of_a_step(regather):
     """The graph of a step would read a value on the host, gather more than a unit ahead, or keep gathered units

@@ -46,6 +46,7 @@ def steps(mesh: Any, run: Any, donate: bool, **kw: Any) -> Any:
     return None if mesh is None else weakref.ref(mesh)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("donate", [False, True])
 def test_one_jitted_step_serves_all_ranks_and_worlds(donate):
     """One jitted step serves every rank and world, and keeps no mesh alive: otherwise a rank would run another's
@@ -640,7 +641,7 @@ PASSES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(49)
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("options", PASSES, ids=str)
 @pytest.mark.parametrize("donate", [False, True])

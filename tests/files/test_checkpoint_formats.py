@@ -182,7 +182,7 @@ def fsdp2_both_ways(mesh: Any, folder: str, kind: str, flat: bool, plan: dict[st
     alike(ours.steps(range(5, 7)), stayed)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "flat", "replicate"), [("adamw", False, 1), ("sgd", False, 1), ("adamw", True, 2), ("sgd", True, 2)]
 )
@@ -242,7 +242,7 @@ def fsdp1_to_fshard(mesh: Any, folder: str) -> None:
     alike(ours.steps(range(3, 5)), torch_steps(model, optimizer, range(3, 5)))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("library", [ddp_both_ways, fsdp1_to_fshard])
 def test_other_libraries(tmp_path, library):
     """Plain tensors, states by number, or ShardedTensors would be other values in fshard, or ours in DDP."""
@@ -824,6 +824,7 @@ def bombs(path: str) -> dict[str, bytes]:
 NAMES_OF_BOMBS = [*bombs("")]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NAMES_OF_BOMBS)
 def test_a_pickle_runs_nothing(tmp_path, name):
     """A pickle under the name .metadata would run code, take up the memory, or never end."""

@@ -74,7 +74,7 @@ def restored(mesh: Any, url: str, step: int | None = None, **options: Any) -> di
     return whole(checkpoint.restore(url, like, step, rename=without_position, **options))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_ranks_restore_what_was_saved(kind, url, wait):

@@ -200,6 +200,7 @@ def limited(run: Callable[[], object], num_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux's counts of bytes")
 def test_processes(tmp_path):
     """A rank would read whole files or rows, files be right in simulation alone, or ranks wait for one that failed."""

@@ -84,7 +84,7 @@ def test_products_are_those_of_one_device(world: str, strategy: str, name: str) 
         assert apart(found, wanted) < 1e-12 * largest
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("strategy", ["full", "zero2"])
 @pytest.mark.parametrize("name", ["regression", "laplacian"])
 def test_as_a_graph(name: str, strategy: str) -> None:
@@ -109,6 +109,7 @@ def in_processes(mesh: Any) -> Any:
     return [product(mesh, name, "full") for name in ("regression", "meanflow")]
 
 
+@pytest.mark.slow
 def test_processes_have_the_bits_of_the_simulation() -> None:
     """Gloo processes give the bits of simulated ranks: otherwise a simulation would say nothing about a real job."""
     assert same_bits(gloo(in_processes, shard=2), simulated(in_processes, shard=2))

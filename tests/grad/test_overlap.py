@@ -285,6 +285,7 @@ def kept_alive(mesh: Any, fails: bool) -> list[bool]:
     return [ref.expired() for ref in refs]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_forward_and_backward_keeps_nothing_alive(fails: bool) -> None:
     """A step would leave a reference cycle that holds the parameters."""

@@ -79,6 +79,7 @@ def test_a_gather_started_early_changes_no_bit(shard: int) -> None:
     assert all(map(all, simulated(results, shard=shard, replicate=2)))
 
 
+@pytest.mark.slow
 def test_a_gather_started_early_in_processes() -> None:
     """Real ranks would hang on a gather that is dropped."""
     assert all(map(all, gloo(results, shard=2)))
@@ -171,8 +172,8 @@ def test_the_backward_gathers_ahead_also_under_checkpoints(which: str, prefetch:
         check_ahead([(kind, label) for what, kind, label in log if what == "start"])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("which", WHICH)
-@pytest.mark.sample(2)
 def test_a_graph_gathers_ahead_also_under_checkpoints(which: str) -> None:
     """As in the eager step."""
 

@@ -267,7 +267,7 @@ def graph_of(mesh: Any, name: str, regather: Any) -> tuple[dict[str, dict[str, i
     return counts, same
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", ["chain", "checkpointed"])
 @pytest.mark.parametrize("choice", GATHERED)
 def test_a_graph_gathers_over_the_axes_of_the_copy_alone(choice: str, name: str) -> None:

@@ -405,7 +405,7 @@ def found(name: str, scaler: Any = None) -> set[str]:
     return ordered.hazards
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("name", SUMS)
 def test_no_sum_overtakes_or_is_overtaken(name):
     """Sums of gradients have no hazard in any strategy, wire or dtype: otherwise a GPU would add wrong gradients now
@@ -417,9 +417,9 @@ def test_no_sum_overtakes_or_is_overtaken(name):
 PLANS = {**STRATEGIES, "cast": {"policy": "compute=bf16", "whole": "**.b"}, "whole": {"whole": "**.b"}}
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.sample(3)
 def test_an_update_in_the_backward_overtakes_nothing(plan, clip_norm):
     """The norm of the gradients would be read while it is overwritten, also that by which they are clipped."""
     with streams() as ordered:

@@ -37,7 +37,7 @@ import fshard
 from fshard import tree
 from fshard.sharding.sharded import local_numel
 
-WORLDS = ["simulated", "gloo"]
+WORLDS = ["simulated", pytest.param("gloo", marks=pytest.mark.slow)]
 STRATEGIES = {
     "full": {},
     "keep": {"regather": False},
@@ -155,6 +155,7 @@ def test_gradients_are_right_under_every_strategy(name: str, world: Any) -> None
     check_gradients(name, world(name))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["chain", "shared across depth", "tied across units", "whole leaf", "frozen leaf"])
 def test_gradients_on_two_axes(name: str) -> None:
     """Some strategy would give other gradients on a mesh of two axes."""

@@ -121,7 +121,7 @@ def test_dp_sgd_is_that_of_one_device(world, strategy, optimizer):
     assert not torch.allclose(whole["embed"], lm_params()["embed"]), "nothing was trained"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["processes", "graphs"])
 def test_processes_and_graphs_do_the_same(how):
     """DP-SGD would be right in eager simulation alone."""

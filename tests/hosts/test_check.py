@@ -66,6 +66,7 @@ def ended_well(fault: Fault) -> None:
             assert told or fault.kind != "kill", (fault, rank)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("over", ["host", "gloo"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_is_killed(place: str, over: str) -> None:
@@ -108,6 +109,7 @@ def test_between_hosts() -> None:
         assert "rank 1 all_reduce(float64[3]" in dtype
 
 
+@pytest.mark.slow
 def test_a_jitted_step() -> None:
     """The collectives of a compiled step are compared as well: otherwise a mismatch in a graph would be a hang."""
     fault = Fault("shape", "forward", 1)

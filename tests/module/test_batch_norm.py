@@ -130,6 +130,7 @@ def test_norms_take_the_batch_of_all_ranks(norm, world):
     is_near(simulated(run, norm, replicate=world[0], shard=world[1]), norm)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("again", "jitted"), [(True, False), (False, True), (True, True)])
 def test_norms_that_run_again_or_in_a_graph(again, jitted):
     """What runs again would have the statistics of its rank, or update running statistics twice."""

@@ -85,7 +85,7 @@ def is_trained(results: list[Any], name: str, optimizer: str) -> None:
 CASES = [(name, again) for name in MODELS for again in (False, True) if MODELS[name].checkpoints or not again]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(23)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("name", "again"), CASES)

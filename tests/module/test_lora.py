@@ -201,7 +201,7 @@ def test_adapters_train_as_in_torch(kind, world, optimizer, again):
     is_trained(simulated(train, kind, optimizer, again, shard=shard, replicate=replicate), kind, optimizer)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_train_in_processes(kind):
     """Adapters would train in simulation alone."""

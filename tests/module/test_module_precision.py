@@ -85,7 +85,7 @@ def expected(name: str, optimizer: str, world: int) -> Any:
     return state.params, losses
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(19)
 @pytest.mark.parametrize(
     ("way", "optimizer"),
     [("plain", "sgd"), ("plain", "adamw"), ("checkpointed", "sgd"), ("checkpointed", "adamw"), ("jitted", "sgd")],
@@ -556,6 +556,7 @@ CHOSEN: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("chosen", CHOSEN)
 def test_chosen_submodules_cast_what_they_are_given(chosen, how):

@@ -340,7 +340,7 @@ def test_a_transformation_equals_its_authority(name):
         agree(displacement(run(CASES[name].ours, how, start, grads)[1], start), expected(name), how)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("name", LAST)
 @pytest.mark.parametrize("world", WORLDS)
 def test_ranks_change_nothing(world, name):

@@ -69,7 +69,7 @@ def alike(a: Any, b: Any, tolerance: float = 1e-11) -> None:
     torch.testing.assert_close(xs, ys, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(11)
 @over_all
 def test_a_whole_state_says_nothing_of_ranks(name):
     """The gathered state is the same for every partition and world: otherwise a saved state would fit only the run
@@ -106,6 +106,7 @@ def gathered_to_others(mesh: Any) -> None:
     gather_state(state, rank=mesh.get_rank())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [simulated, gloo])
 def test_ranks_agree_on_which_has_a_state(world):
     """Ranks that ask for the state on different ranks get an error with both wishes; without it they would wait
@@ -114,7 +115,7 @@ def test_ranks_agree_on_which_has_a_state(world):
         world(gathered_to_others, shard=2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @over_all
 def test_training_goes_on_elsewhere(name):
     """A state moves between partitions and numbers of ranks bit by bit: otherwise a run resumed on other hardware
@@ -343,6 +344,7 @@ def test_we_go_on_with_torchs(double, name):
             alike(fshard.tree.leaves(params), want, 1e-12)
 
 
+@pytest.mark.sample(2)
 @over_all
 def test_torchs_format_keeps_a_state(name):
     """A state written in torch's format and read back has the same bits: otherwise such a checkpoint would lose part
@@ -489,6 +491,7 @@ def partly_saved(mesh: Any, name: str, how: str) -> None:
             assert same_bits(gather_state(found), want)
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_one_rank_alone_knows_which_leaves_have_a_state(name, how):
@@ -588,6 +591,7 @@ def read_groups(mesh: Any, labelled: bool, frozen: str, groups: list[str], order
         assert load(dict) == want
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("labelled", [False, True])
 @pytest.mark.parametrize("frozen", ["", "b"])
 @pytest.mark.parametrize(

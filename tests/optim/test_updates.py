@@ -128,7 +128,7 @@ def law(mesh: Any, name: str, way: str, strategy: dict[str, Any]) -> None:
 CASES = [(name, way) for name in TRANSFORMS for way in WAYS if name not in UNLABELLED or way in ("alone", "chained")]
 
 
-@pytest.mark.sample(25)
+@pytest.mark.sample(51)
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_step_is_an_update_and_its_application(name, way):
     """A step gives the bits of `update` and its application in every strategy: otherwise sharding would change an
@@ -199,7 +199,7 @@ def skipping(mesh: Any, tx: Any, strategy: dict[str, Any], bad: str, donate: boo
 SKIPPED = ["sgd-all", "adamw", "rmsprop", "lamb", "muon", "clip_by_global_norm", "from_torch-Adam", "masked"]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("way", APART)
 @pytest.mark.parametrize("name", SKIPPED)
@@ -244,6 +244,7 @@ def overflowing(mesh: Any, reduction: str, jitted: bool) -> None:
     assert all(x.all() for x in tree.leaves(moved))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("reduction", ["exact", "tree"])
 def test_a_step_skips_a_label_alone(reduction, jitted):
@@ -348,16 +349,17 @@ def rated(mesh: Any, strategy: dict[str, Any], jitted: bool) -> Any:
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("jitted", [False, True])
-def test_hyperparameters_change_between_steps_on_ranks(jitted):
+@pytest.mark.parametrize("name", NARROW)
+def test_hyperparameters_change_between_steps_on_ranks(name, jitted):
     """A hyperparameter changed between steps takes effect in every strategy, also jitted: otherwise a graph would
     keep the old rate."""
-    for name in NARROW:
-        expected = simulated(rated, STRATEGIES["full"], False, shard=2)[0]
-        for got in simulated(rated, STRATEGIES[name], jitted, shard=2):
-            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
-            assert same_bits(got[2], got[1]), "a rate of 0"
-            assert not any(map(torch.equal, tree.leaves(got[0]), tree.leaves(got[1])))
+    expected = simulated(rated, STRATEGIES["full"], False, shard=2)[0]
+    for got in simulated(rated, STRATEGIES[name], jitted, shard=2):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+        assert same_bits(got[2], got[1]), "a rate of 0"
+        assert not any(map(torch.equal, tree.leaves(got[0]), tree.leaves(got[1])))
 
 
 def eight_bits(mesh: Any, numel: int) -> Any:

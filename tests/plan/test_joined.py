@@ -148,7 +148,7 @@ def close(a: Any, b: Any) -> bool:
     return all(torch.allclose(x, y, 1e-12, 1e-14) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -239,7 +239,7 @@ def test_what_the_backward_gathers_again_is_joined_in_a_graph_too() -> None:
 
 def in_turn(mesh: Any, graph: bool) -> tuple[int, list[str]]:
     """The number of units, and the labels of the gathers of a loss that reads two stacks in turn."""
-    whole = {name: [rand(8, 8, seed=i) for i in range(40)] for name in ("attention", "mlp")}
+    whole = {name: [rand(8, 8, seed=i) for i in range(16)] for name in ("attention", "mlp")}
     plan = fshard.make_plan(whole, mesh, units=["attention.*", "mlp.*"], bucket=8 << 9)  # eight of 512 bytes
     sharded = fshard.shard_params(whole, plan)
 
@@ -260,5 +260,5 @@ def in_turn(mesh: Any, graph: bool) -> tuple[int, list[str]]:
 def test_stacks_that_are_read_in_turn_are_not_gathered_for_each_layer(graph: bool) -> None:
     """Of a tree of stacks, as in JAX, layers of two joined units are read in turn: each would gather eight layers."""
     for num, gathers in simulated(in_turn, graph, shard=2):
-        assert num == 10
+        assert num == 4
         assert len(gathers) <= 4 * num  # by each layer it would be 16

@@ -116,6 +116,7 @@ def in_processes(mesh: Any) -> None:
         trained(mesh, name, CUTS["full"])
 
 
+@pytest.mark.slow
 def test_in_processes() -> None:
     """Two gloo processes train tied and frozen parameters as torch: otherwise only simulated ranks would be right."""
     gloo(in_processes)

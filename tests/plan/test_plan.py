@@ -54,7 +54,7 @@ def check_intervals(plan: fshard.Plan) -> None:
                 assert least <= nbytes * parts < least + 16 * finest
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", TREES)
 def test_gathering_undoes_sharding(name, world):

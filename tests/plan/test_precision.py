@@ -236,6 +236,7 @@ def test_gradients_are_those_made_by_hand(world, policy):
             assert same_bits(found, want), strategy
 
 
+@pytest.mark.slow
 def test_processes_give_the_same_bits():
     """In low precision processes have the bits and messages of simulated ranks: otherwise simulated tests would not
     hold on a cluster."""

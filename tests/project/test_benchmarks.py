@@ -97,7 +97,7 @@ def without_ranks(mesh: Any, rate: float) -> None:
     measure.step_times(task_of("S", tiny=True), ["fsdp2", "ddp"], mesh, rounds=2, warmup=0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e-3, 0.9e-3])
 def test_a_system_that_trains_otherwise_is_noticed(rate: float) -> None:
     """A system that does not communicate, or has another rate of learning, ends the run in its second step: otherwise
@@ -106,7 +106,7 @@ def test_a_system_that_trains_otherwise_is_noticed(rate: float) -> None:
         gloo(without_ranks, rate)
 
 
-@pytest.mark.sample(len(COMPILED))
+@pytest.mark.slow
 @pytest.mark.parametrize("model", COMPILED)
 def test_systems_train_alike(model: str) -> None:
     """Every system of `make bench` takes the steps of FSDP2 on every model, with other data on each rank: otherwise

@@ -59,6 +59,7 @@ gpu_parts.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
 def test_a_run_without_a_collective_of_the_backend_fails(tmp_path):
     """If no collective of NCCL ran, nothing would say so: on one rank fshard sends nothing."""
@@ -69,6 +70,7 @@ def test_a_run_without_a_collective_of_the_backend_fails(tmp_path):
     assert {row["what"] for row in rows if row["state"] == "failed"} == {"0 calls", "no call of the backend for [6]"}
 
 
+@pytest.mark.slow
 def test_what_dies_is_a_row(tmp_path):
     """A part that dies is a row of the results, and the command fails: otherwise a crash would pass for success."""
     done = ran("-c", "import gpu; gpu.PARTS = {'nothing': 60}; gpu.main()", "--out", str(tmp_path))
@@ -78,6 +80,7 @@ def test_what_dies_is_a_row(tmp_path):
     assert (row["state"], row["what"]) == ("failed", "ended with 1: KeyError: 'nothing'")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
 def test_a_folder_of_an_earlier_run(tmp_path):
     """Rows of an earlier run in the same folder are dropped: otherwise old failures would be reported as new."""
@@ -118,6 +121,7 @@ for name, kind in alternatives():
 """
 
 
+@pytest.mark.slow
 def test_cases_have_no_norm_of_two_dtypes():
     """A case of `make gpu` would fail on GPUs, where layer_norm refuses activations and weights of two dtypes."""
     done = ran("-c", LIKE_CUDA)
@@ -143,6 +147,7 @@ with Draws():
 """
 
 
+@pytest.mark.slow
 def test_cases_draw_on_the_cpu():
     """The case of `make gpu` with a default device would fail on GPUs, which take generators of their own alone."""
     done = ran("-c", DRAWS)

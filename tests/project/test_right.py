@@ -148,7 +148,7 @@ def simulated_runs(world: str, case: Case) -> list[Run]:
     return simulated(train, case, replicate=replicate, shard=shard)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("world", "case"), [(w, c) for w in WORLDS for c in cases(w)], ids=str)
 def test_training_equals_the_unsharded_oracle(world, case):
     """Some strategy would train otherwise than one device: parameters, moments, losses or norms."""
@@ -281,6 +281,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(strategy, tx, fused):
         assert [state[3].item() for state in states] == [0, 1, 2, 3]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tx", OPTIMIZERS)
 def test_a_static_scale_changes_no_bit(tx):
     """A power of two as loss scale would change results in float64."""

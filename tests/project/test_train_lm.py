@@ -82,6 +82,7 @@ def test_the_loss_falls_and_every_measurement_is_finite(trained: Any) -> None:
     assert math.isfinite(result["gzip_bits_per_byte"])
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_share_of_everything(trained: Any) -> None:
     """The example would claim sharding while a rank holds more than its share."""
     ranks, _, out = trained
@@ -92,6 +93,7 @@ def test_a_rank_holds_its_share_of_everything(trained: Any) -> None:
             assert whole <= mine * ranks <= whole * 1.01 + 16  # padding, and the optimizer's count on every rank
 
 
+@pytest.mark.slow
 def test_the_curve_is_a_picture(trained: Any) -> None:
     """The example would write no picture of the loss."""
     assert (trained[2] / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -282,7 +282,7 @@ def fsdp1_both_ways(mesh: Any, on_mesh: bool) -> None:
     alike(ours.steps(range(5, 7)), stayed)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("on_mesh", [False, True], ids=["ShardedTensor", "DTensor"])
 def test_fsdp1_both_ways(on_mesh):
     """Full or sharded states of FSDP1 would be other values in fshard, or ours in FSDP1."""
@@ -321,6 +321,7 @@ def zero_both_ways(mesh: Any) -> None:
     alike(ours.steps(range(5, 7)), stayed)
 
 
+@pytest.mark.slow
 def test_ddp_and_zero_both_ways():
     """What one rank consolidated would be other values in fshard, or ours in ZeroRedundancyOptimizer."""
     gloo(zero_both_ways)
@@ -355,7 +356,7 @@ def odd_leaves(mesh: Any) -> None:
     same_dtensors({"exp_avg": entry["exp_avg"]}, {"exp_avg": replicated})
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("shard", "replicate"), [(2, 1), (2, 2), (3, 1)])
 def test_dtensors_of_leaves_of_every_kind(shard, replicate):
     """A leaf that some ranks have nothing of, or that all have whole, would be other values in DTensors.

@@ -125,6 +125,7 @@ UNREAD: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", UNREAD)
 def test_graphs_that_read_nothing_of_a_collective(name, backend):

@@ -91,7 +91,7 @@ TURNS = [
 TRAINED = [(*case, "laplacian" if name in EAGER and "jitted" in how else name, how) for case, name, how in TURNS]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(17)
 @pytest.mark.parametrize(("world", "strategy", "name", "how"), TRAINED)
 def test_training_is_that_of_one_device(world: str, strategy: str, name: str, how: str) -> None:
     """Two clipped steps, jitted or in micro-batches, train as one device: otherwise options would alter training."""
@@ -114,6 +114,7 @@ def test_processes_have_the_bits_of_the_simulation() -> None:
     assert same_bits(gloo(several, shard=2), simulated(several, shard=2))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loss_that_is_run_again_draws_the_same_numbers(jitted: bool, accumulate: int) -> None:
@@ -251,7 +252,7 @@ DIRECTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", DIRECTIONS)
 def test_forward_mode_of_views_and_its_gradients(name: str) -> None:
     """Forward mode at views of tensors is traced, alone and inside of gradients: otherwise the second operator of a

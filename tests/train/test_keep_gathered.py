@@ -93,8 +93,8 @@ def train(mesh: Any, loss: Any, plan: Any, options: Any, jitted: bool, keep: boo
     return (fshard.gather_params(state.params), metrics["loss"]), [call.label for call in calls.select("all_gather")]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(("strategy", "options"), PAIRS)
 def test_each_unit_is_gathered_once_a_step(loss: Any, strategy: str, options: str) -> None:
     """Of the same step, with the same bits. A unit that was dropped too early is gathered again; one that was kept too
@@ -112,9 +112,9 @@ def test_each_unit_is_gathered_once_a_step(loss: Any, strategy: str, options: st
         assert before[name] > after[name] or not plan.get("params_over", "shard")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full", "half", "wire"])
 @pytest.mark.parametrize("loss", [stack, repeated], ids=lambda loss: loss.__name__)
-@pytest.mark.sample(4)
 def test_a_graph_gathers_each_unit_once(loss: Any, strategy: str) -> None:
     """The passes would gather the unit again for each backward, as the plan says of units that do not stay."""
     several, once = (simulated(train, loss, STRATEGIES[strategy][0], {}, True, keep)[0] for keep in (False, True))
@@ -128,6 +128,7 @@ def test_which_units_are_read_may_differ_by_micro_batch() -> None:
     assert same_bits(several[0], once[0])
 
 
+@pytest.mark.slow
 def test_on_processes() -> None:
     """Buffers that peers lend stay good for the whole step."""
     for plan in ({}, {"policy": "compute=bf16"}):

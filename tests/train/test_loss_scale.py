@@ -472,6 +472,7 @@ def of_two_meshes(mesh: Any) -> Any:
     return whole.item(), labelled["a"].item(), fshard.tree.nonfinite_leaves(sharded, other)
 
 
+@pytest.mark.slow
 def test_ranks_of_two_meshes_agree():
     """Only the ranks of the first mesh would skip an update."""
     assert gloo(of_two_meshes, shard=2, replicate=2) == [(1, 1, ["w"])] * 4

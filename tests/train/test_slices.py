@@ -164,7 +164,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", CASES)
 def test_cases(name):
     """Every strategy, mesh, optimizer, loss and policy gives one rank's bits: otherwise such a run would depend on

@@ -107,7 +107,7 @@ def test_arguments_go_to_every_micro_batch_uncut(loss, shard):
             close(found, expected)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if not name.startswith("wide")])
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_a_teacher_gathers_in_every_strategy(strategy, backend):
@@ -549,6 +549,7 @@ def test_ranks_that_built_other_steps_are_told(name):
     assert "rank 1" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_compiled_steps_and_real_processes_are_told_too():
     """The error comes in graphs and processes too: otherwise a cluster would train different models silently."""
     with pytest.raises(MismatchError, match=r"lr=0\.2"):

@@ -134,7 +134,7 @@ def unsharded(name: str, num_ranks: int, how: str) -> Any:
     return params, optim.state.gather_state(state)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", TXS)
 @pytest.mark.parametrize("world", PLACES)
 def test_it_computes_what_the_optimizer_does(world, name):
