@@ -349,9 +349,9 @@ def _undrawn(fn: Callable[..., Tree], leaves: Sequence[object]) -> Iterator[None
     before = random_states(fn, leaves)
     yield
     after = random_states(fn, leaves)
-    for held, states in before.items():
-        if after[held] != states:
-            numbers = f"from a {held} that it holds" if held else "Python's or numpy's random numbers"
+    for kind, states in before.items():
+        if after[kind] != states:
+            numbers = f"from a {kind} that it holds" if kind else "Python's or numpy's random numbers"
             raise TraceError(
                 f"jit: the function draws {numbers}, which a graph would repeat: draw torch's inside (a step's come "
                 "from its state), or pass drawn numbers as arguments. If another thread draws meanwhile, give it a "
