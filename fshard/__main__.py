@@ -76,7 +76,7 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(args: argparse.Namespace) -> int:
     if args.at is not None and args.against is None:
-        raise ValueError(f"--at {args.at}: expected --against DIR, too")
+        raise ValueError(f"--at {args.at}: expected --against DIR besides")
     place = at(args.dir)
     if args.against is not None:
         other = at(args.against)

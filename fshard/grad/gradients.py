@@ -146,7 +146,7 @@ def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, 
     `by` and `later` are as in `Reducer`.
     """
     plan, out = reduced.plan, _landing(reduced, unit, kind)
-    if plan.grad_wire is not None and plan.axes and flat.is_floating_point():
+    if plan.grad_wire is not None and _summed(reduced, kind, later)[1] and flat.is_floating_point():
         pending = _reduce_encoded(flat, reduced, unit, kind, out, by, later)
         pending = pending.then(lambda total: _unpadded(total, reduced, unit, kind))
     else:

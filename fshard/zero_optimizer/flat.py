@@ -21,6 +21,9 @@ from ..plan.planning import make_plan
 from ..sharding.sharded import Sharded, cut, intervals, local_numel, pack, whole_view
 from .leaf import ZeroState, check_zero_state, leaves_of
 
+# On the storage of a bucket, because users hold views of it: the plan, unit and kind. A tensor of the user's that fills
+# a bucket alone would look like one.
+_MARK = "fshard_bucket"
 _LARGE = 1 << 16  # mean elements of pieces from which reading them in place beats copying them into one row
 
 
@@ -103,7 +106,7 @@ def _bucket_of(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]
     slots, length = plan.places[place], plan.length(*place, ())
     first = leaves[slots[0]]
     storage = first.untyped_storage()
-    is_bucket = storage.nbytes() == length * first.itemsize and all(
+    is_bucket = getattr(storage, _MARK, None) == (plan.fingerprint, place) and all(
         leaves[slot].untyped_storage().data_ptr() == storage.data_ptr()
         and leaves[slot].storage_offset() == slot.start
         and leaves[slot].is_contiguous()
@@ -134,6 +137,7 @@ class _Buckets:
             bucket = None if given_away is None else _bucket_of(given_away, plan, (unit, kind))
             if bucket is None:
                 bucket = primitives.buffer(plan.live_mesh(), plan.state_over[-1:], length, like, lent=False)
+                setattr(bucket.untyped_storage(), _MARK, (plan.fingerprint, (unit, kind)))
             else:
                 self.reused.add((unit, kind))
             self.whole[unit, kind] = bucket

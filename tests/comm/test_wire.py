@@ -368,3 +368,45 @@ def test_numbers_near_zero_keep_their_signs(block):
     x = torch.tensor([2.66e-43, -2.66e-43, 1e-44, 0.0, -1e-41])
     decoded = Int8(block).decode(Int8(block).encode(x, [5]), [5])
     assert (decoded * 1e30 * x.sign() >= 0).all()
+
+
+@dataclass(frozen=True)
+class Clamped:
+    """A wire that sends elements as they are, and limits them where they arrive, in place."""
+
+    def encode(self, x, sizes):
+        """The same tensor."""
+        return x
+
+    def decode(self, data, sizes):
+        """Limited to [-1, 1]."""
+        return data.clamp_(-1, 1)
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_a_wire_may_decode_in_place(shard):
+    """On one rank what arrives is what was sent, and a loss would change the parameters."""
+
+    def law(mesh):
+        params = {"w": torch.tensor([3.0, -2.0, 0.5, 4.0])}
+        sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, param_wire=Clamped()))
+        value, _ = fshard.value_and_grad(lambda p: p["w"].sum())(sharded)
+        assert value == 1.5
+        assert fshard.gather_params(sharded)["w"].tolist() == params["w"].tolist()
+
+    simulated(law, shard=shard)
+
+
+def test_a_grad_wire_with_nothing_left_to_sum():
+    """`reduce_once` over all axes leaves nothing to sum in a micro-batch: the longest of no axes would be asked for."""
+
+    def law(mesh):
+        params, tx = {"w": torch.arange(6.0)}, fshard.optim.sgd(0.1)
+        plan = fshard.make_plan(params, mesh, grad_wire=Int8(), **STRATEGIES["ddp"])
+        state = fshard.init_state(fshard.shard_params(params, plan), tx)
+        step = fshard.train_step(lambda p, x: (p["w"] * x).sum(), tx, accumulate=2, reduce_once="shard")
+        state, _ = step(state, torch.ones(2, 1) + mesh.get_rank())
+        return fshard.gather_params(state.params)["w"]
+
+    for new in fshard.testing.World(axes={"shard": 2}).run(law):  # `simulated` has an axis `replicate`, too
+        torch.testing.assert_close(new, torch.arange(6.0) - 0.15)

@@ -25,8 +25,6 @@ TXS: dict[str, tuple[Any, Any]] = {
     "nesterov": (partial(optim.sgd, momentum=0.9, nesterov=True), partial(to.SGD, momentum=0.9, nesterov=True)),
     "adam": (optim.adam, to.Adam),
     "adamw": (partial(optim.adamw, weight_decay=0.1), partial(to.AdamW, weight_decay=0.1)),
-    "amsgrad": (optim.amsgrad, partial(to.Adam, amsgrad=True)),
-    "nadam": (optim.nadam, to.NAdam),
     "hyperparams": (lambda lr: optim.with_hyperparams(optim.adam, lr=lr), to.Adam),
     "from_torch": (lambda lr: optim.from_torch(to.Adam, lr=lr), to.Adam),
 }

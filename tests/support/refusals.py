@@ -151,6 +151,7 @@ def refusals(mesh: Any, strategy: str) -> dict[str, list[str]]:
     whole = parameters()
     plan = fshard.make_plan(whole, mesh, units=["norm"], frozen=FROZEN, **STRATEGIES[strategy])
     x, tx = torch.randn(5, 3, generator=torch.Generator().manual_seed(rank_of(mesh))), fshard.optim.sgd(0.1)
+    x = plan.policy.cast(x, "compute")
     found: dict[str, list[str]] = {}
     for name, (write, _) in WRITES.items():
         loss, said = loss_of(write), []

@@ -1,5 +1,6 @@
 """Steps that update each unit in the backward: they train as other steps do, and keep few gradients."""
 
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard
 from fshard import optim
+from fshard.comm.ranks import Pending
 from fshard.core.storage import DonatedError
 from fshard.train import in_backward
 
@@ -222,10 +224,25 @@ def test_a_unit_that_is_read_late(loss, whole, shard):
     assert same_bits(last, first)
 
 
-def five_layers(mesh: Any, loss: Any, in_backward: bool, whole: list[str]) -> Any:
+@dataclass(frozen=True)
+class Same:
+    """A gather that gives what it is given, for one rank."""
+
+    def all_gather(self, x: torch.Tensor, ranks: Any, label: str) -> Pending:
+        """The same tensor."""
+        return Pending(None, lambda _: x)
+
+
+def test_a_gather_may_give_the_shard_itself():
+    """The loss would read the parameters where the optimizer writes them."""
+    last, first = (simulated(five_layers, read_by_an_attribute, how, [], Same(), shard=1) for how in (False, True))
+    assert same_bits(last, first)
+
+
+def five_layers(mesh: Any, loss: Any, in_backward: bool, whole: list[str], gather: Any = None) -> Any:
     """Three steps of a stack of five layers, of which a loss may leave some: parameters."""
     params, tx = stack(5), optim.sgd(0.1)
-    plan = fshard.make_plan(params, mesh, units="layers.*", whole=whole)
+    plan = fshard.make_plan(params, mesh, units="layers.*", whole=whole, gather=gather)
     state = fshard.init_state(fshard.shard_params(params, plan), tx)
     step = fshard.train_step(loss, tx, donate=True, in_backward=in_backward)
     for _ in range(3):

@@ -577,3 +577,20 @@ def test_uneven_batches_end():
     assert simulated(lambda mesh: list(fshard.collectives.join_batches("ab", mesh))) == [[("a", 1.0), ("b", 1.0)]] * 2
     with pytest.raises(ValueError, match="join_batches: this rank has no batch at all: give one as `like`"):
         simulated(lambda mesh: list(fshard.collectives.join_batches("a"[mesh.get_rank() :], mesh)))
+
+
+@pytest.mark.parametrize("world", [None, 1, 2])
+def test_a_donated_step_leaves_the_users_tensors(world):
+    """A tensor of the user's that fills a bucket alone would be taken for a bucket of an earlier step."""
+
+    def law(mesh: Any) -> None:
+        params, tx = {"w": torch.ones(8, 8), "b": torch.ones(3)}, zero(optim.sgd(0.5), mesh, bucket=4 * 64)
+        new, state = tx.step(tree.map(torch.ones_like, params), tx.init(params), params, donate=True)
+        assert all(x.eq(1).all() for x in params.values())
+        again, _ = tx.step(tree.map(torch.ones_like, params), state, new, donate=True)
+        assert again["w"].data_ptr() == new["w"].data_ptr()  # what a step made is used again
+
+    if world is None:
+        law(None)
+    else:
+        simulated(law, shard=world)
