@@ -107,11 +107,10 @@ def check_has(name: str, value: object, methods: Sequence[str], what: str, remed
 
 # The range [least, below) of each hyper-parameter; torch.optim's constructors have the same ranges.
 RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(["lr", "lr_decay", "weight_decay", "momentum", "momentum_decay", "alpha"], (0, torch.inf)),
+    **dict.fromkeys(["lr", "lr_decay", "weight_decay", "momentum", "alpha"], (0, torch.inf)),
     **dict.fromkeys(["eps", "eps[0]", "eps[1]", "initial_accumulator_value"], (0, torch.inf)),
     **dict.fromkeys(["b1", "b2"], (0, 1)),
-    **dict.fromkeys(["rho", "decay"], (0, 1 + 1e-15)),  # 1 itself is allowed
-    **dict.fromkeys(["factor", "weight_power"], (-torch.inf, torch.inf)),
+    "factor": (-torch.inf, torch.inf),
     "beta2_decay": (-torch.inf, 1e-15),
     "d": (1, torch.inf),
 }
