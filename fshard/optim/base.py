@@ -7,7 +7,7 @@ They do not use ranks directly: a tree may be plain, or `Parts`: then other rank
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -195,6 +195,42 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
             raise ValueError(f"apply_updates: the update of leaf {tree.paths(spec)[number]!r} {misfit}")
     # a float32 update of a bfloat16 parameter promotes the sum, which is then rounded once
     return tree.unflatten(spec, [p if u is None else (p + u).to(p.dtype) for p, u in pairs])
+
+
+def update_part(
+    tx: Transform,
+    state: Tree,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    cut: Callable[[Any], Sequence[Tensor]],  # of a `Sharded`, say, which this folder does not know
+    found_inf: FoundInf | None = None,
+    **extra: object,
+) -> Tree:
+    """Update a part of the elements in place by an elementwise `tx`, while the gradients of others are on their way.
+
+    `cut` gives this part's views of each tree in the state. Of the state that is returned, the 0-d tensors alone are
+    new. Every part begins with those from before the step, so the last part's are those of all.
+    """
+
+    def begun(x: Tree) -> Tree:
+        return list(cut(x)) if isinstance(x, Parts) else x.clone() if isinstance(x, Tensor) else x
+
+    part = tree.map_tops(begun, Parts, state)
+    new_params, new_state = tx.step([*grads], part, [*params], found_inf, donate=True, **extra)
+    _put(params, new_params)
+
+    def kept(old: Tree, given: Tree, new: Tree) -> Tree:
+        if isinstance(old, Parts):
+            _put(given, new)
+        return old if isinstance(old, Parts) else new
+
+    return tree.map_tops(kept, Parts, state, part, new_state)
+
+
+def _put(into: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    for old, x in zip(into, new, strict=True):
+        if old is not x:  # an optimizer may return new tensors instead of writing to those it was given
+            old.copy_(x)
 
 
 def _unlike(x: object, p: Tensor) -> str | None:

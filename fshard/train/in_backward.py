@@ -10,7 +10,7 @@ Note [Steps that update in the backward]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -30,7 +30,7 @@ from ..layout.layout import Layout
 from ..layout.norms import square_sum
 from ..layout.pieces import Parts, Views
 from ..layout.rows import Rule, reshard
-from ..optim.base import Label, Transform, clip_factor
+from ..optim.base import Label, Transform, clip_factor, update_part
 from ..optim.transforms import LabelState
 from ..sharding.schedule import View
 from ..sharding.sharded import Sharded, refine
@@ -189,36 +189,14 @@ class Part:
     def update(self, params: Tensor, grads: Tensor, unit: int, kind: int) -> Tree:
         """Update the intervals of one unit and kind in place; returns a state in which only the 0-d tensors are new."""
         if self.runs is None:
-            return self._step([params], [grads], lambda x: [x.piece(unit, kind)])
+            return update_part(self.tx, self.state, [params], [grads], lambda x: [x.piece(unit, kind)], own_grads=True)
         runs = self.runs.get((unit, kind), ())
         of_params, of_grads = ([x[start : start + numel] for start, numel, _, _ in runs] for x in (params, grads))
-        return self._step(
-            of_params, of_grads, lambda x: [x.tensors[row][at : at + numel] for _, numel, row, at in runs]
-        )
 
-    def _step(self, params: list[Tensor], grads: list[Tensor], cut: Callable[[Tree], list[Tensor]]) -> Tree:
-        # 0-d tensors are copied: every unit's update begins with those from before the step
-        def begun(x: Tree) -> Tree:
-            return cut(x) if isinstance(x, Parts) else x.clone() if isinstance(x, Tensor) else x
+        def cut(x: Parts) -> list[Tensor]:
+            return [x.tensors[row][at : at + numel] for _, numel, row, at in runs]
 
-        state = tree.map_tops(begun, Parts, self.state)
-        new_params, new_state = self.tx.step(grads, state, params, None, donate=True, own_grads=True)
-        _put(params, new_params)
-
-        def kept(old: Tree, given: Tree, new: Tree) -> Tree:
-            if not isinstance(old, Parts):
-                return new
-            _put(given, new)
-            # a new container, because `give_away` empties the old one
-            return Sharded(old.view, old.tensors) if isinstance(old, Sharded) else old
-
-        return tree.map_tops(kept, Parts, self.state, state, new_state)
-
-
-def _put(into: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-    for old, x in zip(into, new, strict=True):
-        if old is not x:
-            old.copy_(x)
+        return update_part(self.tx, self.state, of_params, of_grads, cut, own_grads=True)
 
 
 def parts_of(tx: Transform, opt_state: Tree, params: Sharded | Views) -> dict[Label, Part]:
@@ -289,6 +267,6 @@ class Updates:
             self.make(0, kind, self._interval(0, kind))
         for pending in self._gathers:
             pending.wait()
-        if None in self._parts:
-            return self._new[None]
-        return LabelState(self._new, self._old.layouts)
+        new = self._new[None] if None in self._parts else LabelState(self._new, self._old.layouts)
+        # new containers, because `give_away` empties the old ones
+        return tree.map_tops(lambda x: Sharded(x.view, x.tensors) if isinstance(x, Sharded) else x, Sharded, new)

@@ -14,7 +14,7 @@ from ..comm.ranks import Pending
 from ..core import tree
 from ..core.tree import Tree
 from ..layout.rows import COPIES, Rule, reshard
-from ..optim.base import FoundInf, Transform
+from ..optim.base import FoundInf, Transform, update_part
 from ..plan.leaves import is_differentiable
 from ..plan.plan import Plan, Slot
 from ..plan.planning import make_plan
@@ -230,14 +230,13 @@ def _step_by_bucket(
             pack(old, plan, *place, plan.state_over, interval)
         sources = ([] if local else _large_views(gradients, plan, place)) or [(0, pending.wait())]
         grads, spans = [grad for _, grad in sources], [(start, grad.numel()) for start, grad in sources]
-        params, state = _views(interval, spans), _of_place(inner, place, spans)
-        new, after = tx.step(tuple(grads), state, params, found_inf, True, **extra)
-        # an optimizer may return new tensors instead of writing to those it was given
-        tree.map(_write, params, new)
-        tree.map_tops(lambda kept, x, place=place, spans=spans: _keep(kept, x, place, spans), Sharded, inner, after)
+
+        def cut(x: Sharded, place: tuple[int, int] = place, spans: Sequence[tuple[int, int]] = spans) -> list[Tensor]:
+            return _views(x.piece(*place), spans)
+
+        after = update_part(tx, inner, _views(interval, spans), grads, cut, found_inf, **extra)
         buckets.gather({place: interval})
-    # every bucket's step began with the same counters and hyper-parameters, so those of the last are those of all
-    return tree.map_tops(lambda kept, last: kept if isinstance(kept, Sharded) else last, Sharded, inner, after)
+    return after
 
 
 def _large_views(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, int]) -> list[tuple[int, Tensor]]:
@@ -247,23 +246,6 @@ def _large_views(leaves: Mapping[Slot, Tensor], plan: Plan, place: tuple[int, in
     return views if sum(view.numel() for _, view in views) >= _LARGE * len(views) else []
 
 
-def _views(x: Tensor, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
+def _views(x: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Views of a row at spans (start, numel): the pieces of leaves without the padding between them."""
-    return tuple(x[start : start + numel] for start, numel in spans)
-
-
-def _of_place(state: Tree, place: tuple[int, int], spans: Sequence[tuple[int, int]]) -> Tree:
-    """The state of one bucket's pieces, views of the sharded trees of `state`."""
-    return tree.map_tops(lambda x: _views(x.piece(*place), spans) if isinstance(x, Sharded) else x, Sharded, state)
-
-
-def _keep(kept: Tree, new: Tree, place: tuple[int, int], spans: Sequence[tuple[int, int]]) -> None:
-    """Write the new state of one bucket's pieces into the sharded tree that they are pieces of."""
-    if isinstance(kept, Sharded):
-        tree.map(_write, _views(kept.piece(*place), spans), new)
-
-
-def _write(old: Tensor, new: Tensor) -> None:
-    # an empty tensor may have a null address: there is nothing to copy either
-    if old.data_ptr() != new.data_ptr():
-        old.copy_(new)
+    return [x[start : start + numel] for start, numel in spans]
