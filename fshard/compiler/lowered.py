@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from ..core import tree
 from ..core.tracing import mark
 from ..core.tree import Tree
+from ..plan.plan import Plan
 from ..plan.units import ROOT
 from ..sharding.sharded import Sharded
 from . import inspect, passes
@@ -173,14 +174,25 @@ class Options:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a pass may read in addition to the graph.
+    """What a pass may read in addition to the graph: the options, and the plans, which an eager step reads, too."""
 
-    `units`: names of the units that plans gather again in the backward; `lasting`: those of `Plan.lasting`.
-    """
-
-    units: Sequence[str]
+    plans: Sequence[Plan]
     options: Options
-    lasting: Collection[str] = ()
+
+    @property
+    def units(self) -> list[str]:
+        """The names of the units that are gathered again in the backward."""
+        return [unit.name for plan in self.plans for unit in plan.units if unit.kept is None and unit.name != ROOT]
+
+    @property
+    def lasting(self) -> set[str]:
+        """The names of the units of `Plan.lasting`."""
+        return {plan.units[unit].name for plan in self.plans for unit in plan.lasting}
+
+    @property
+    def ahead(self) -> int:
+        """How many units are gathered ahead of the one that is computed with; one, where plans leave it to sizes."""
+        return max((1 if plan.prefetch is None else plan.prefetch for plan in self.plans), default=1)
 
 
 class Pass(NamedTuple):
@@ -197,7 +209,7 @@ PASSES = (
     Pass("shorten", lambda graph, _: passes.shorten(graph)),
     Pass("keep_unread", lambda graph, _: passes.keep_unread(graph)),
     Pass("regather", lambda graph, setting: passes.regather(graph, setting.units, setting.lasting)),
-    Pass("sink", lambda graph, setting: passes.sink(graph, setting.options.in_flight)),
+    Pass("sink", lambda graph, setting: passes.sink(graph, setting.options.in_flight, setting.ahead)),
     Pass("bucket", lambda graph, setting: bucket(graph, setting.options.bucket)),
     Pass("materialize", lambda graph, _: passes.materialize(graph)),
     Pass("chain", lambda graph, _: passes.chain(graph)),
@@ -217,9 +229,7 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
         traced = donated(traced, leaves)
     lowered = Lowered(traced, key, options.donate, variables, contents(variables, inputs_of(variables)))
     plans = [node.plan for node in tree.nodes(arguments, Sharded)]
-    units = [unit.name for plan in plans for unit in plan.units if unit.kept is None and unit.name != ROOT]
-    lasting = {plan.units[unit].name for plan in plans for unit in plan.lasting}
-    setting = Setting(units, options, lasting)
+    setting = Setting(plans, options)
     for each in PASSES:
         each.apply(lowered.graph, setting)
     lowered.graph.lint()

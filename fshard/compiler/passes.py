@@ -239,10 +239,10 @@ def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
             output.prepend(node)
 
 
-def sink(graph: fx.Graph, in_flight: int = 0) -> None:
-    """Move gathers: each starts one unit before its first reader, and its wait is right before that reader.
+def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
+    """Move gathers: each starts `ahead` units before its first reader, and its wait is right before that reader.
 
-    With `in_flight` a gather starts several units ahead, as many as have at most `in_flight` bytes together, and
+    With `in_flight` a gather starts further ahead, as many units as have at most `in_flight` bytes together, and
     reductions are waited for as late as this number of bytes allows. A gather without a label starts where it did.
     """
     nodes, places = index(graph), dict[fx.Node, _Place]()
@@ -252,7 +252,7 @@ def sink(graph: fx.Graph, in_flight: int = 0) -> None:
         sent = nodes.first_write([arguments(gather.start)["x"]], order[gather.start])
         places |= dict.fromkeys([gather.wait, *gather.views], (min(order[gather.readers[0]], sent), _WAIT))
     moved = [gather for gather in read if not gather.fixed]
-    for gather, early in zip(moved, _early(moved, order, in_flight), strict=True):
+    for gather, early in zip(moved, _early(moved, order, in_flight, ahead), strict=True):
         shard, traced_at = arguments(gather.start)["x"], order[gather.start]  # shard: (n / W,)
         # The shard must have the value that it has where the gather was traced: the gather starts after the last write
         # to the shard before that point, and before the first write after it.
@@ -265,21 +265,24 @@ def sink(graph: fx.Graph, in_flight: int = 0) -> None:
         _delay(graph, in_flight)
 
 
-def _early(moved: Sequence[Gather], order: Mapping[fx.Node, int], in_flight: int) -> Iterator[_Place]:
+def _early(moved: Sequence[Gather], order: Mapping[fx.Node, int], in_flight: int, ahead: int) -> Iterator[_Place]:
     """Yield the place where each gather starts: at the first reader of an earlier gather.
 
-    That is the gather before, or with `in_flight` the earliest gather such that all gathers after it, up to this one,
-    have at most `in_flight` bytes together. The first gather of a graph starts at its own first reader.
+    That is the gather before, the last gather of the unit `ahead` units before, or with `in_flight` the earliest gather
+    such that all gathers after it, up to this one, have at most `in_flight` bytes together. The first gather of a graph
+    starts at its own first reader, and so do all if `ahead` is 0.
     """
     heads = [order[gather.readers[0]] for gather in moved]  # ascending
     ends = list(accumulate((gather.nbytes for gather in moved), initial=0))  # ends[i]: the bytes of all before gather i
-    for gather, head in zip(moved, heads, strict=True):
+    units = list(accumulate((a.unit != b.unit for a, b in pairwise(moved)), initial=0))  # of each gather, by number
+    for gather, head, unit in zip(moved, heads, units, strict=False):  # without gathers there is a first unit still
         before = bisect_left(heads, head)  # the number of gathers with an earlier reader
-        if not before:
+        if not (before and (ahead or in_flight)):
             yield head, _FIRST_START
         else:
             earliest = bisect_left(ends, ends[before] + gather.nbytes - in_flight, 1, before)
-            yield heads[earliest - 1], _START
+            further = bisect(units, max(unit - ahead, 0)) if ahead > 1 else before
+            yield heads[min(earliest, further) - 1], _START
 
 
 def _delay(graph: fx.Graph, in_flight: int) -> None:

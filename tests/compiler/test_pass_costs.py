@@ -67,7 +67,7 @@ def costs(units: int) -> dict[str, int]:
     leaves = fshard.tree.leaves(((state, torch.empty(3, 4)), {}))
     traces = []
     counts["donated"] = bytecodes(lambda: traces.append(donated(lowered.traced, leaves)))
-    graph, setting = traces[0].module.graph, Setting([f"layers.{i}" for i in range(units)], lowered.holds(), BUSY)
+    graph, setting = traces[0].module.graph, Setting([state.params.plan], BUSY)
     for each in PASSES:
         counts[each.name] = bytecodes(lambda each=each: each.apply(graph, setting))  # type: ignore[misc]
     counts["footprint"] = bytecodes(lambda: footprint(graph, lowered.holds()))

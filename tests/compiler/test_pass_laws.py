@@ -78,7 +78,8 @@ def keeps(chosen: Sequence[Pass], options: Options, fn: Callable[..., Any], *arg
     torch.manual_seed(0)
     expected, lowered = fn(*args), graph_of(fn, *args)
     asserts = targets(lowered.graph)["_assert_async"]
-    setting = Setting(["blocks.0", "blocks.1"], options)
+    plan = fshard.make_plan({"blocks": [torch.ones(1), torch.ones(1)]}, units=["blocks.*"])
+    setting = Setting([plan], options)
     for each in chosen:
         each.apply(lowered.graph, setting)
     check_kept(lowered, expected, args)

@@ -337,6 +337,24 @@ def test_gathers_start_one_unit_ahead(name):
     simulated(law)
 
 
+def test_a_graph_gathers_as_many_units_ahead_as_the_plan_says() -> None:
+    """An eager step and its graph would have other units in memory, and `prefetch` would be for one of them."""
+
+    def law(mesh: Any) -> None:
+        most = []
+        for prefetch in (0, 1, 2, 3, None):
+            args = given_to(gradient, mesh, widths=(8, 8, 8, 8, 8), prefetch=prefetch)
+            lowered = fshard.jit(gradient, backend="eager", bucket=0).lower(*args)
+            order, found = places(lowered.graph), [g for g in gathers(lowered.graph) if not g.fixed]
+            heads = [order[g.readers[0]] for g in found]
+            ahead = [sum(order[g.start] <= at < head for at in heads) for g, head in zip(found, heads, strict=True)]
+            most.append(max(ahead))
+            is_right(lowered, gradient, *args)
+        assert most == [0, 1, 2, 3, 1], most
+
+    simulated(law)
+
+
 @pytest.mark.parametrize("widths", [(8, 8, 8, 8), (4, 40, 4, 12)], ids=["alike", "unlike"])
 @pytest.mark.sample(2)
 def test_bytes_in_flight(widths):
