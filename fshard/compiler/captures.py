@@ -186,22 +186,21 @@ def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any:
             unseen += gc.get_referents(x)
 
 
-def random_states(fn: object, leaves: Sequence[object]) -> dict[str, list[object]]:
-    """The states of Python's and numpy's random generators by class; "" for those of `random` and `numpy.random`.
+def generators(fn: object, leaves: Sequence[object]) -> list[tuple[str, Any]]:
+    """The random generators of Python and numpy, with their classes; "" for those of `random` and `numpy.random`.
 
     They are those of the modules, and those that a function or its arguments hold.
     """
     np = sys.modules.get("numpy")
     methods: list[Any] = [random.random, *([] if np is None else [np.random.rand])]
     shared = [method.__self__ for method in methods]
-    states, seen = {"": [_state(x) for x in shared]}, {id(x): x for x in shared}
-    for root in (fn, *leaves):
-        for x in _generators(root, seen):
-            states.setdefault(f"{type(x).__module__}.{type(x).__qualname__}", []).append(_state(x))
-    return states
+    seen: dict[int, object] = {id(x): x for x in shared}
+    others = [x for root in (fn, *leaves) for x in _generators(root, seen)]
+    return [*(("", x) for x in shared), *((f"{type(x).__module__}.{type(x).__qualname__}", x) for x in others)]
 
 
-def _state(generator: Any) -> object:  # Any: numpy's classes have no common one
+def state_of(generator: Any) -> object:  # Any: numpy's classes have no common one
+    """What of a generator changes when a number is drawn from it."""
     if isinstance(generator, random.Random):
         return None if isinstance(generator, random.SystemRandom) else generator.getstate()
     # as text, because == of its arrays has no truth value; their position is in it, too

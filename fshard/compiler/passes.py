@@ -274,8 +274,8 @@ def _early(moved: Sequence[Gather], order: Mapping[fx.Node, int], in_flight: int
     """
     heads = [order[gather.readers[0]] for gather in moved]  # ascending
     ends = list(accumulate((gather.nbytes for gather in moved), initial=0))  # ends[i]: the bytes of all before gather i
-    units = list(accumulate((a.unit != b.unit for a, b in pairwise(moved)), initial=0))  # of each gather, by number
-    for gather, head, unit in zip(moved, heads, units, strict=False):  # without gathers there is a first unit still
+    units = list(accumulate(a.unit != b.unit for a, b in pairwise([*moved[:1], *moved])))  # of each gather, by number
+    for gather, head, unit in zip(moved, heads, units, strict=True):
         before = bisect_left(heads, head)  # the number of gathers with an earlier reader
         if not (before and (ahead or in_flight)):
             yield head, _FIRST_START

@@ -33,7 +33,7 @@ from ..core.random import draws
 from ..core.storage import address
 from ..core.tracing import Marked, kind_of, mark
 from ..core.tree import Tree
-from .captures import captures, random_states
+from .captures import captures, generators, state_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -346,11 +346,10 @@ def _without_random_state(fake_of: Mapping[int, Tensor]) -> Iterator[None]:
 @contextmanager
 def _undrawn(fn: Callable[..., Tree], leaves: Sequence[object]) -> Iterator[None]:
     """Raise TraceError if the block, or another thread meanwhile, draws random numbers of Python or numpy."""
-    before = random_states(fn, leaves)
+    before = [(kind, x, state_of(x)) for kind, x in generators(fn, leaves)]
     yield
-    after = random_states(fn, leaves)
-    for kind, states in before.items():
-        if after[kind] != states:
+    for kind, generator, state in before:
+        if state_of(generator) != state:
             numbers = f"from a {kind} that it holds" if kind else "Python's or numpy's random numbers"
             raise TraceError(
                 f"jit: the function draws {numbers}, which a graph would repeat: draw torch's inside (a step's come "

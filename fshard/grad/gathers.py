@@ -124,16 +124,17 @@ class Gathers:
     def _gather(self, entry: Entry, part: Part) -> Pending:
         """Start the gather of one flat buffer: (n / W,) on each rank -> (n,)."""
         lent = _wire(self._plan, part.kind) is None  # a wire may decode in place
-        whole = self._over(self._sent(entry, part), part.axes, entry.name, lent).then(partial(self._apart, part, lent))
+        whole = self._over(self._sent(entry, part), part.axes, entry.name, lent)
+        if self._copied or not lent:
+            whole = whole.then(partial(self._apart, part))
         if lent:
             return whole
         num = self._plan.num_parts(part.axes)
         return whole.then(lambda full: self._arrived(entry, part.kind, part.axes, full.chunk(num), encoded=True))
 
-    def _apart(self, part: Part, lent: bool, full: Tensor) -> Tensor:
-        """A buffer that may be written to: on one rank a gather, or the user's, may give the shard itself."""
-        is_written = self._copied or not lent
-        return full.clone() if is_written and address(full) == address(part.of(self._rows)) else full
+    def _apart(self, part: Part, full: Tensor) -> Tensor:
+        """A buffer beside the parameters: on one rank a gather, or the user's, may give the shard itself."""
+        return full.clone() if address(full) == address(self._rows[part.row]) else full
 
     def from_copies(self, entry: Entry, copies: Mapping[int, Tensor], axes: Axes) -> dict[int, Pending]:
         """Start the gathers of a unit from copies that are cut over `axes`, by kind: (n / W,) on each rank -> (n,)."""

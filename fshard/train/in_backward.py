@@ -33,7 +33,7 @@ from ..layout.rows import Rule, reshard
 from ..optim.base import Label, Transform, clip_factor, update_part
 from ..optim.transforms import LabelState
 from ..sharding.schedule import View
-from ..sharding.sharded import Sharded, refine
+from ..sharding.sharded import Sharded, in_new_containers, refine
 from .accumulate import Recipe, rank_of, run_each
 from .loss_scale import NoLossScale
 
@@ -268,5 +268,4 @@ class Updates:
         for pending in self._gathers:
             pending.wait()
         new = self._new[None] if None in self._parts else LabelState(self._new, self._old.layouts)
-        # new containers, because `give_away` empties the old ones
-        return tree.map_tops(lambda x: Sharded(x.view, x.tensors) if isinstance(x, Sharded) else x, Sharded, new)
+        return in_new_containers(new)

@@ -27,7 +27,7 @@ from ..optim.base import FoundInf, Transform, TransformLike, any_found, as_trans
 from ..optim.kernels import where
 from ..optim.transforms import Labels, check_labelled, check_labels
 from ..plan import offload
-from ..sharding.sharded import Sharded, coarsen, refine
+from ..sharding.sharded import Sharded, coarsen, in_new_containers, refine
 from . import dynamo
 from .accumulate import Recipe, check_reduce_once, gradients_of_micro_batches
 from .describe import describe, place_of
@@ -358,9 +358,7 @@ def _update(
     updated, new_state = tx.step(
         fine_grads, opt_state, fine_params, skip, donate, own_grads=True, exact_norms=exact_norms
     )
-    # new containers, because `give_away` empties the old ones
-    new_state = tree.map_tops(lambda x: Sharded(x.view, x.tensors) if isinstance(x, Sharded) else x, Sharded, new_state)
-    return updated, new_state
+    return updated, in_new_containers(new_state)
 
 
 def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharded:

@@ -513,6 +513,13 @@ def test_generators_that_a_function_holds(place, rng):
         eager(HOLDING[place](RNGS[rng]()))(torch.ones(3))
 
 
+def test_a_function_that_makes_a_generator():
+    """A new generator beside one that is at rest would be taken for a draw from that."""
+    rngs = [random.Random(0)]
+    run = eager(lambda x: rngs.append(random.Random(1)) or 2 * x)
+    assert same_bits(run(torch.ones(3)), 2 * torch.ones(3))
+
+
 def test_generators_that_a_loss_holds_and_those_that_are_at_rest():
     """A generator in a loss would be missed, or one that is not drawn from would be an error."""
     numpys = RNGS["numpy.random.*Generator"]()
