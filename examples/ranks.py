@@ -1,0 +1,29 @@
+"""Where an example runs: on the processes that torchrun started, or on simulated ranks in this process.
+
+python examples/classifier.py                           # two simulated ranks
+torchrun --nproc-per-node=2 examples/classifier.py      # two processes: NCCL if each has a GPU, otherwise gloo
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fshard
+
+
+def on_ranks(main: Callable[[Any], object], shard: int = 2) -> None:
+    """Run `main(mesh)` on every rank; without torchrun on so many simulated ranks."""
+    torch.set_num_threads(1)  # of each rank, as torchrun does: the number changes the order of sums inside an operator
+    if "WORLD_SIZE" not in os.environ:
+        fshard.testing.simulate(main, shard=shard)
+        return
+    gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    if gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if gpus else "gloo")
+    main(init_device_mesh("cuda" if gpus else "cpu", (dist.get_world_size(),), mesh_dim_names=("shard",)))
+    dist.destroy_process_group()
