@@ -11,20 +11,18 @@ import griffe
 
 EXAMPLE = r"((?:^|(?<=\n))>>> .*(?:\n.+)*)"  # up to an empty line
 NAME = r"`(?:fshard\.)?([a-z]\w*(?:\.\w+)*|[A-Z]\w+)`"
-GROUPS = ("wire", "tree", "testing", "reduction", "optim.state", "optim.schedules", "optim", "module", "collectives")
-GROUPS += ("checkpoint",)
 
 
-def public(package: griffe.Module) -> Iterator[tuple[str, griffe.Object | griffe.Alias]]:
-    """Public functions and classes by the name that follows `fshard.`; those of `fshard` itself are last."""
-    for group in (*GROUPS, ""):
-        module = package[group] if group else package
-        for name in module.exports or [name for name, member in module.functions.items() if member.is_public]:
-            member = module[name]
-            # griffe takes `from .oracle import oracle` for the module
-            member = member.members.get(name, member) if member.is_module else member
-            if not member.is_module:
-                yield f"{group}.{name}".lstrip("."), member
+def public(module: griffe.Module) -> Iterator[tuple[str, griffe.Object | griffe.Alias]]:
+    """Public functions and classes by name, also those of public modules inside: these come first."""
+    members = [(name, module[name]) for name in module.exports or module.functions if not name.startswith("_")]
+    # griffe takes `from .oracle import oracle` for the module
+    members = [(name, x.members.get(name, x) if x.is_module else x) for name, x in members]
+    for name, member in sorted(members, key=lambda item: not item[1].is_module):
+        if member.is_module:
+            yield from ((f"{name}.{path}", x) for path, x in public(member))
+        else:
+            yield name, member
 
 
 def objects(x: griffe.Object) -> Iterator[griffe.Object]:

@@ -31,7 +31,7 @@ from ..sharding.state_dict import check_sharded, check_whole_tree
 
 @legible()
 def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | None = None) -> Sharded:
-    """Make sharded parameters from a .safetensors file, or from a directory as Hugging Face writes it.
+    """Make sharded parameters from the .safetensors file `path`, or from a directory as Hugging Face writes it.
 
     Each rank reads the headers, and of the data its own intervals alone. A directory has model.safetensors, or
     model.safetensors.index.json and the files it lists. Values are moved to the device of the plan and cast among
@@ -133,7 +133,7 @@ def _read(reads: Sequence[_Read]) -> None:
 def save_safetensors(
     dir: str | os.PathLike[str], params: Sharded, buffers: Tree = None, max_bytes: int = 5_000_000_000
 ) -> None:
-    """Write sharded parameters to model.safetensors in a directory, as transformers' `from_pretrained` reads them.
+    """Write `params` to model.safetensors in the directory `dir`, as transformers' `from_pretrained` reads them.
 
     A tied leaf is written once, under the first of its names. `buffers` are whole tensors by name, or a tree of them
     (`apply.persistent`); they are written as well. One unit at a time is whole in memory, and rank 0 writes it; every

@@ -166,7 +166,8 @@ def _check_parts(x: Tree, collective: _Collective) -> None:
 def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Concatenate the tensors of all ranks along dim 0: (n, ...) -> (W n, ...), varying -> replicated.
 
-    `x` is a tensor or a tree; a scalar counts as one row. Transpose: `reduce_scatter`.
+    `x` is a tensor or a tree; a scalar counts as one row. The ranks are those along `axis`; `label` names the call in
+    errors and in a `tally`. Transpose: `reduce_scatter`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_gather(torch.tensor([mesh.get_rank()]), mesh, "shard").tolist(), shard=2)
@@ -178,7 +179,8 @@ def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
 def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Sum over ranks, in rank order, and keep this rank's part: (W n, ...) -> (n, ...), partial -> varying.
 
-    `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError). Transpose: `all_gather`.
+    `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError); `axis` and `label` as for
+    `all_gather`. Transpose: `all_gather`.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: reduce_scatter(torch.tensor([1, 2]), mesh, "shard").tolist(), shard=2)
@@ -190,7 +192,8 @@ def reduce_scatter(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
 def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] = "sum", label: str = "") -> T:
     """Reduce over ranks by sum, max or min, in rank order: (...) -> (...), partial -> replicated.
 
-    `x` is a tensor or a tree. The sum is its own transpose. Max and min have no derivative (NotImplementedError).
+    `x` is a tensor or a tree, `op` "sum", "max" or "min"; `axis` and `label` as for `all_gather`. The sum is its own
+    transpose. Max and min have no derivative (NotImplementedError).
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_reduce(torch.tensor(1.5), mesh, "shard").item(), shard=2)
@@ -202,7 +205,8 @@ def all_reduce(x: T, mesh: AnyMesh, axis: str, op: Literal["sum", "max", "min"] 
 def vary(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Mark that ranks use a replicated value differently: identity in the forward, sum over ranks in the backward.
 
-    `x` is a tensor or a tree, invariant -> varying (JAX's pvary). Its transpose is the sum that JAX calls psum.
+    `x` is a tensor or a tree, invariant -> varying (JAX's pvary); `axis` and `label` as for `all_gather`. Its transpose
+    is the sum that JAX calls psum.
 
     >>> from fshard.testing import simulate
     >>> def grad_of_sum(mesh):
@@ -230,8 +234,8 @@ def total(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
 def all_to_all(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
     """Send part p of dim 0 to rank p: (W n, ...) -> (W n, ...), varying -> varying.
 
-    `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError). `all_to_all` is its own inverse
-    and its own transpose.
+    `x` is a tensor or a tree; dim 0 must divide by the number of ranks (ValueError); `axis` and `label` as for
+    `all_gather`. `all_to_all` is its own inverse and its own transpose.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: all_to_all(torch.arange(2) + 10 * mesh.get_rank(), mesh, "shard").tolist(), shard=2)
@@ -243,8 +247,8 @@ def all_to_all(x: T, mesh: AnyMesh, axis: str, label: str = "") -> T:
 def broadcast(x: T, mesh: AnyMesh, axis: str, src: int = 0, label: str = "") -> T:
     """Copy the tensor of rank `src` to all ranks of the axis: (...) -> (...), varying -> replicated.
 
-    `x` is a tensor or a tree, with the same shapes on all ranks; `src` is a number along the axis. Transpose: the sum
-    over ranks on `src`, zeros on the other ranks.
+    `x` is a tensor or a tree, with the same shapes on all ranks; `src` is a number along the axis; `axis` and `label`
+    as for `all_gather`. Transpose: the sum over ranks on `src`, zeros on the other ranks.
 
     >>> from fshard.testing import simulate
     >>> simulate(lambda mesh: broadcast(torch.tensor(mesh.get_rank()), mesh, "shard", src=1).item(), shard=2)

@@ -138,8 +138,8 @@ class Grid:
 class AbstractMesh(Grid):
     """A mesh of any size without processes, for planning and for lowering functions, which cannot be run on it.
 
-    Axes are given by name, and the first varies slowest; `rank` is the number of the rank that sees the mesh.
-    ValueError for "cuda" if torch is built for CPUs only.
+    `axes` are sizes by name, the first varies slowest; `rank` is the number of the rank that sees the mesh, `device`
+    the kind of its device. ValueError for "cuda" if torch is built for CPUs only.
 
     >>> mesh = AbstractMesh(replicate=2, shard=64)
     >>> mesh.size(), mesh.get_local_rank("shard")

@@ -141,8 +141,14 @@ def fold_rows(rows: Tensor, op: str, out: Tensor, group: int = GROUP) -> Tensor:
 def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = None, *, lent: bool = False) -> Pending:
     """Concatenate the tensors of all ranks along dim 0: (n, ...) on each rank -> (W n, ...) on all.
 
-    Each rank sends its tensor W - 1 times. `lent` promises that nobody writes to the result, so that peers may read
-    this rank's part directly from the result's memory.
+    Each rank sends its tensor `x` W - 1 times. `label` names the call in errors; the result is written to `out`, if
+    given. `lent` promises that nobody writes to the result, so that peers may read this rank's part directly from the
+    result's memory.
+
+    >>> import fshard
+    >>> start = lambda mesh: fshard.reduction.start_all_gather(torch.ones(1), mesh.ranks("shard"))
+    >>> fshard.testing.simulate(lambda mesh: start(mesh).wait().tolist(), shard=2)
+    [[1.0, 1.0], [1.0, 1.0]]
     """
     x = x.contiguous()
     call = _called("all_gather", x, ranks, label, (ranks.size - 1) * x.nbytes)
@@ -178,7 +184,13 @@ def reduce_scatter(
     """Sum over ranks and keep this rank's part of dim 0: (W n, ...) on each rank -> (n, ...).
 
     Each rank sends W - 1 parts. With `fast` the backend may choose the order of the sum; otherwise the sum is in rank
-    order. ValueError if dim 0 does not divide by the number of ranks.
+    order. `label` names the call in errors; the sum is written to `out`, if given, which may have a wider dtype.
+    ValueError if dim 0 of `x` does not divide by the number of ranks.
+
+    >>> import fshard
+    >>> start = lambda mesh: fshard.reduction.start_reduce_scatter(torch.tensor([1, 2]), mesh.ranks("shard"))
+    >>> fshard.testing.simulate(lambda mesh: start(mesh).wait().tolist(), shard=2)
+    [[2], [4]]
     """
     x = x.contiguous()
     call = _called("reduce_scatter", x, ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
@@ -211,7 +223,12 @@ def scatter(
 ) -> Pending:
     """Send `sends[p]` to rank p; the result is `finish(received)`, with what each rank sent here, in rank order.
 
-    All tensors have the same number of elements.
+    All tensors have the same number of elements. `ranks` are those of an axis; `label` names the call in errors.
+
+    >>> import fshard
+    >>> start = lambda mesh: fshard.reduction.start_scatter([torch.ones(1), torch.zeros(1)], mesh.ranks("shard"), sum)
+    >>> fshard.testing.simulate(lambda mesh: start(mesh).wait().tolist(), shard=2)
+    [[2.0], [0.0]]
     """
     sends, nbytes = [x.contiguous() for x in sends], sum(x.nbytes for p, x in enumerate(sends) if p != ranks.rank)
     call = _called("reduce_scatter", sends[0], ranks, label, nbytes)
@@ -250,8 +267,14 @@ def all_reduce(
     Each rank sends 2 (W - 1) / W of a large tensor (a reduce-scatter, then an all-gather), and W - 1 copies of a small
     one. `out` may have a wider dtype; the summed parts are then gathered in this dtype. If it is `x` itself, the result
     replaces it, part by part: a rank's own part is summed aside, (numel / W,), because the sum reads it, and another
-    rank's arrives when that rank has read it. `more` is part of the text that ranks compare when calls are checked.
-    ValueError for an unknown `op`, TypeError for a dtype without this reduction.
+    rank's arrives when that rank has read it. With `fast` the backend may choose the order of the sum. `label` names
+    the call in errors; `more` is part of the text that ranks compare when calls are checked. ValueError for an unknown
+    `op`, TypeError for a dtype without this reduction.
+
+    >>> import fshard
+    >>> start = lambda mesh: fshard.reduction.start_all_reduce(torch.ones(1), mesh.ranks("shard"), op="max")
+    >>> fshard.testing.simulate(lambda mesh: start(mesh).wait().tolist(), shard=2)
+    [[1.0], [1.0]]
     """
     check_combines("all_reduce", op, x.dtype)
     x, size = x.contiguous(), ranks.size
@@ -322,7 +345,13 @@ def check_combines(kind: str, op: str, dtype: torch.dtype, leaf: str = "") -> No
 def all_to_all(x: Tensor, ranks: Ranks, label: str = "", kind: str = "all_to_all") -> Pending:
     """Send part p of dim 0 to rank p, which stores it at this rank's index: (W n, ...) -> (W n, ...).
 
-    `kind` is what the tally calls it. ValueError if dim 0 does not divide by the number of ranks.
+    `kind` is what the tally calls it, `label` names it in errors. ValueError if dim 0 of `x` does not divide by the
+    number of ranks.
+
+    >>> import fshard
+    >>> start = lambda mesh: fshard.reduction.start_all_to_all(torch.arange(2) + mesh.get_rank(), mesh.ranks("shard"))
+    >>> fshard.testing.simulate(lambda mesh: start(mesh).wait().tolist(), shard=2)
+    [[0, 1], [1, 2]]
     """
     x = x.contiguous()
     check_divides(x.shape, ranks)
@@ -363,7 +392,13 @@ def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks,
 def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending:
     """Send rank `src`'s tensor to all ranks: `src` sends W - 1 copies, and values on other ranks are ignored.
 
-    ValueError if `src` is not a rank of the axis.
+    `x` has the same shape on all ranks; `label` names the call in errors. ValueError if `src` is not a rank of the
+    axis.
+
+    >>> import fshard
+    >>> start = lambda mesh: fshard.reduction.start_broadcast(torch.tensor(mesh.get_rank()), mesh.ranks("shard"), src=1)
+    >>> fshard.testing.simulate(lambda mesh: start(mesh).wait().tolist(), shard=2)
+    [1, 1]
     """
     if not 0 <= src < ranks.size:
         raise ValueError(f"broadcast: src={src}: expected one of the {ranks.size} ranks of axis {ranks.axis!r}, from 0")

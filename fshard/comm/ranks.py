@@ -33,7 +33,8 @@ from torch import Tensor
 class Call:
     """One collective of one rank: what it is, along which axis, for whom, and the bytes that this rank sends.
 
-    All ranks of a collective must agree on all but the bytes; `str` is how errors name it.
+    `kind` is "all_gather", say, `label` the unit or what the caller named, `nbytes` what this rank sends. All ranks of
+    a collective must agree on all but the bytes; `str` is how errors name it.
     """
 
     kind: str

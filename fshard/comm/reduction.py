@@ -24,7 +24,8 @@ from .ranks import Pending, Ranks
 class Reduction(Protocol):
     """How gradients are summed along one axis.
 
-    The result is written to `out`, which may have a wider dtype than `x`; without `out` it is a new tensor.
+    `x` is a flat tensor, `ranks` are those of the axis, `label` names the call in errors. The result is written to
+    `out`, which may have a wider dtype than `x`; without `out` it is a new tensor.
     """
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:

@@ -26,13 +26,16 @@ Sizes = Sequence[int]
 
 
 class Wire(Protocol):
-    """How a flat tensor is encoded. Make yours a frozen dataclass: ranks compare plans by the fields of their wires."""
+    """How a flat tensor is encoded. Make yours a frozen dataclass: ranks compare plans by the fields of their wires.
+
+    `sizes` has the number of elements of each leaf in the tensor, in order, the padding after a leaf included.
+    """
 
     def encode(self, x: Tensor, sizes: Sizes) -> Tensor:
-        """Encode (n,), n the sum of `sizes`, as a flat tensor; only n and the number of `sizes` decide its length."""
+        """Encode `x` (n,), n the sum of `sizes`, as a flat tensor, whose length n and the number of `sizes` decide."""
 
     def decode(self, data: Tensor, sizes: Sizes) -> Tensor:
-        """Decode what `encode` returned: (n,), floating."""
+        """Decode `data`, which `encode` returned: (n,), floating."""
 
 
 def pack(*tensors: Tensor) -> Tensor:
@@ -45,7 +48,7 @@ def pack(*tensors: Tensor) -> Tensor:
 
 
 def unpack(data: Tensor, *held: tuple[torch.dtype, int]) -> list[Tensor]:
-    """Return the packed tensors, given dtype and number of elements of each. Dual: `pack`.
+    """Return the tensors that are packed in `data`; `held` are dtype and number of elements of each. Dual: `pack`.
 
     >>> unpack(pack(torch.tensor([True])), (torch.bool, 1))
     [tensor([True])]
@@ -130,7 +133,7 @@ class Int8:
 class Float8:
     """Send a float8 for each element, and a float32 scale for every leaf: s = max |x| / largest float8.
 
-    A leaf with an element that is not finite arrives as NaN.
+    `dtype` is one of torch's float8 dtypes.     A leaf with an element that is not finite arrives as NaN.
 
     >>> wire = Float8()
     >>> wire.decode(wire.encode(torch.tensor([1.0, -2.0, 1e6]), [2, 1]), [2, 1])

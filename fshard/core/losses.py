@@ -33,7 +33,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """A loss that is a sum: of all totals, across ranks and micro-batches.
+    """A loss that is a sum: of all totals, across ranks and micro-batches. `total` is a 0-d tensor.
 
     >>> value_and_grad(lambda w: Sum((w * 3).sum()))(shard_of(torch.ones(2)))[0]
     tensor(6.)

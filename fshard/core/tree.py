@@ -52,7 +52,12 @@ def _mirror(kind: type) -> None:
 
 
 def flatten(tree: Tree) -> tuple[list[Tree], Spec]:
-    """Return the leaves in the order of use, and the structure; None is an empty subtree."""
+    """Return the leaves of `tree` in the order of use, and the structure; None is an empty subtree.
+
+    >>> leaves, spec = tree.flatten({"b": [1, 2], "a": None})
+    >>> leaves, spec.num_leaves
+    ([1, 2], 2)
+    """
     leaves, spec = optree.tree_flatten(tree, namespace=_NAMESPACE)
     # what only torch.utils._pytree knows is a leaf to optree: register its type, and flatten again
     unknown: set[type] = {
@@ -66,12 +71,20 @@ def flatten(tree: Tree) -> tuple[list[Tree], Spec]:
 
 
 def unflatten(spec: Spec, leaves: Sequence[Tree]) -> Tree:
-    """Return the tree of structure `spec` with these leaves."""
+    """Return the tree of structure `spec` with these leaves.
+
+    >>> tree.unflatten(tree.flatten({"b": 1, "a": [2, 3]})[1], [4, 5, 6])
+    {'b': 4, 'a': [5, 6]}
+    """
     return optree.tree_unflatten(spec, leaves)
 
 
 def leaves(tree: Tree) -> list[Tree]:
-    """Return the leaves in the order of use."""
+    """Return the leaves of `tree` in the order of use.
+
+    >>> tree.leaves({"b": 1, "a": [2, 3]})
+    [1, 2, 3]
+    """
     return flatten(tree)[0]
 
 
@@ -87,7 +100,11 @@ def flatten_up_to(spec: Spec, tree: Tree) -> list[Tree]:
 
 
 def map(fn: Callable[..., Tree], tree: Tree, *rest: Tree) -> Tree:
-    """Apply `fn` to the leaves of `tree`, and to the subtrees of `rest` at the same places."""
+    """Apply `fn` to the leaves of `tree`, and to the subtrees of `rest` at the same places.
+
+    >>> tree.map(lambda x, y: x + y, {"a": 1, "b": [2]}, {"a": 10, "b": [20]})
+    {'a': 11, 'b': [22]}
+    """
     first, spec = flatten(tree)
     others = [flatten_up_to(spec, other) for other in rest]
     return unflatten(spec, [fn(*args) for args in zip(first, *others, strict=True)])
@@ -139,7 +156,11 @@ def map_tops(fn: Callable[..., Tree], stop: Stop, tree: Tree, *rest: Tree) -> Tr
 
 
 def detached(tree: T, stop: Stop = lambda x: False) -> T:
-    """Detach the leaves that require a gradient; nodes for which `stop` holds stay as they are."""
+    """Detach the leaves of `tree` that require a gradient; nodes for which `stop` holds stay as they are.
+
+    >>> tree.detached({"w": torch.ones(1, requires_grad=True)})
+    {'w': tensor([1.])}
+    """
     return map_tops(lambda x: x.detach() if isinstance(x, Tensor) and x.requires_grad else x, stop, tree)
 
 
@@ -149,6 +170,13 @@ def register(
     """Make `cls` a node for optree (every namespace) and for `torch.utils._pytree` (which torch.func flattens with).
 
     `flatten(x) -> (children, metadata)` and `unflatten(metadata, children) -> x`.
+
+    >>> class Pair:
+    ...     def __init__(self, a, b):
+    ...         self.a, self.b = a, b
+    >>> tree.register(Pair, lambda pair: ([pair.a, pair.b], None), lambda _, children: Pair(*children))
+    >>> tree.leaves({"x": Pair(1, 2)})
+    [1, 2]
     """
     optree.register_pytree_node(cls, flatten, unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)
     pytree.register_pytree_node(
@@ -223,9 +251,18 @@ def _listed(flat: tuple[Sequence[Tree], Metadata]) -> tuple[list[Tree], Metadata
 def register_fields(
     cls: type, children: Sequence[str], metadata: Sequence[str] = (), names: Sequence[str] | None = None
 ) -> None:
-    """Register a dataclass as a node: `children` are subtrees, `metadata` is part of the structure.
+    """Register a dataclass `cls` as a node: `children` are subtrees, `metadata` is part of the structure.
 
     `names` are the names of the children in paths; an empty name is left out of paths.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass
+    ... class Layer:
+    ...     w: torch.Tensor
+    ...     width: int
+    >>> tree.register_fields(Layer, ["w"], ["width"])
+    >>> tree.paths(tree.flatten([Layer(torch.ones(2), 2)])[1])
+    ['0.w']
     """
 
     def flatten(x: Tree) -> tuple[tuple[Tree, ...], tuple[Metadata, ...]]:
@@ -284,7 +321,11 @@ def children(spec: Spec) -> Iterator[tuple[Spec, int]]:
 
 
 def paths(spec: Spec) -> list[str]:
-    """Return the dotted path of every leaf, in the order of use."""
+    """Return the dotted path of every leaf of the structure `spec`, in the order of use.
+
+    >>> tree.paths(tree.flatten({"b": 1, "a": [2, 3]})[1])
+    ['b', 'a.0', 'a.1']
+    """
     return [".".join(name for name in path if name) for path, node, _ in walk(spec) if node.is_leaf()]
 
 

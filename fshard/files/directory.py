@@ -37,7 +37,7 @@ def folder(place: Place, step: int) -> Place:
 
 
 def steps(dir: str | os.PathLike[str]) -> list[int]:
-    """Return the steps that have a whole checkpoint in a directory, the earliest first; [] if there is none.
+    """Return the steps that have a whole checkpoint in the directory `dir`, the earliest first; [] if there is none.
 
     >>> steps("no/such/directory")
     []
@@ -46,7 +46,7 @@ def steps(dir: str | os.PathLike[str]) -> list[int]:
 
 
 def latest(dir: str | os.PathLike[str]) -> int | None:
-    """Return the last step that has a whole checkpoint in a directory; None if there is none.
+    """Return the last step that has a whole checkpoint in the directory `dir`; None if there is none.
 
     >>> latest("no/such/directory") is None
     True
@@ -55,9 +55,16 @@ def latest(dir: str | os.PathLike[str]) -> int | None:
 
 
 def delete(dir: str | os.PathLike[str], step: int) -> None:
-    """Delete the checkpoint of a step. CheckpointError if there is none.
+    """Delete the checkpoint of a step in the directory `dir`. CheckpointError if there is none.
 
     The index goes first, so a checkpoint that is deleted in part no longer counts. One process calls this.
+
+    >>> import tempfile, fshard
+    >>> with tempfile.TemporaryDirectory() as dir:
+    ...     _ = fshard.checkpoint.save(dir, {"epoch": 3}, step=100)
+    ...     fshard.checkpoint.delete(dir, 100)
+    ...     fshard.checkpoint.steps(dir)
+    []
     """
     place = at(dir)
     if not folder(place, step).has(INDEX):

@@ -294,7 +294,8 @@ def value_and_grad(
     of any `Sharded` among `args` (a teacher's, say), which gets no gradient. The loss is `Mean(total, count)`,
     `Sum(total)`, or a plain 0-d tensor, which means the mean of equally weighted ranks. Gradients are cut as the plan's
     `grads_over` says; with `reduce=False` they are this rank's own, as `Unreduced`. A leaf that the loss does not use
-    gets zeros. This is eager: inside torch.func's transforms call `gather_params` in the differentiated function.
+    gets zeros. With `has_aux` the loss returns `(loss, aux)`; `reduction` as for `train_step`. This is eager: inside
+    torch.func's transforms call `gather_params` in the differentiated function.
 
     >>> value, grads = value_and_grad(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
     >>> value, gather_params(grads)
@@ -319,6 +320,8 @@ def value_and_grad(
 def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..., Tree]:
     """`fn(sharded, *args) -> value`, or `(value, aux)`: the loss over all ranks, without a gradient.
 
+    `loss_fn` and `has_aux` as for `value_and_grad`.
+
     >>> evaluate(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
     tensor(5.)
     """
@@ -342,6 +345,8 @@ def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..
 
 def reduce_grads(grads: Unreduced, reduction: str | Reduction | None = None) -> Sharded:
     """Sum every rank's own gradients; the result is cut as the plan's `grads_over` says. TypeError for reduced ones.
+
+    `grads` is what `value_and_grad(reduce=False)` returns; `reduction` as for `train_step`.
 
     >>> _, own = value_and_grad(lambda w: (w * w).sum(), reduce=False)(shard_of(torch.tensor([1.0, 2.0])))
     >>> gather_params(reduce_grads(own))

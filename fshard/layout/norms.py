@@ -156,7 +156,7 @@ def scale_leaves_(x: T, factors: Tensor, layout: Layout | None = None) -> T:
 
 
 def global_norm(x: Tree, p: float = 2, exact: bool = False) -> Tensor:
-    """The p-norm of a whole tree, plain or sharded or both: 0-d, from one collective.
+    """The p-norm of a whole tree `x`, plain or sharded or both: 0-d, from one collective.
 
     A leaf that all ranks hold counts once. With `exact` the bits do not depend on the number of ranks, for two
     collectives: what `train_step(reduction="tree")` takes, and asks of optimizers by `exact_norms=True`.

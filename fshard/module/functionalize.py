@@ -124,7 +124,7 @@ class ModuleFunction:
         return init_params(plan, Initializer(self._skeleton, seed, plan.device), seed)
 
     def init_buffers(self, device: torch.device | str = "cpu", seed: int = 0) -> Tree:
-        """The buffers of a module on meta, made on a device as `init` makes parameters."""
+        """The buffers of a module on meta, made on a device as `init` makes parameters, from the same `seed`."""
         names = tree.paths(self._buffers)
         made = Initializer(self._skeleton, seed, torch.device(device))
         return tree.unflatten(self._buffers, [made.buffer(name) for name in names])
@@ -134,8 +134,8 @@ class ModuleFunction:
     ) -> dict[str, Tensor]:
         """The module's own state dict, for `module.load_state_dict`: parameters, and the buffers that it saves.
 
-        `rank` and `dtensors` as for `fshard.state_dict`. Buffers are those of each rank. What `get_extra_state` of a
-        submodule returns is left out. Dual: `load_state_dict`.
+        `params` and `buffers` are those of a call; `rank` and `dtensors` as for `fshard.state_dict`. Buffers are those
+        of each rank. What `get_extra_state` of a submodule returns is left out. Dual: `load_state_dict`.
         """
         names = StateDict(self._skeleton, self._params, self._buffers)
         return names.write(params, self._listed(buffers), rank, dtensors)
@@ -151,8 +151,8 @@ class ModuleFunction:
     ) -> tuple[Sharded, Tree]:
         """Return parameters and buffers with the values of a module's state dict; these are not changed.
 
-        The other arguments are those of `fshard.load_state_dict`. A buffer that the module does not save stays as it
-        is. Dual: `state_dict`.
+        `mapping`, `rename`, `src` and `strict` are those of `fshard.load_state_dict`. A buffer that the module does not
+        save stays as it is. Dual: `state_dict`.
         """
         names = StateDict(self._skeleton, self._params, self._buffers)
         return names.read(params, self._listed(buffers), mapping, rename, src, strict)

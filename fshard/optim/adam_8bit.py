@@ -130,9 +130,10 @@ def adamw_8bit(
 ) -> Transform:
     """AdamW whose moments are kept in 8 bits, in blocks of `block` elements of a leaf: 2 bytes an element instead of 8.
 
-    Each update decodes the moments, makes AdamW's step in float32 and encodes them again. Over flat shards the plan
-    must keep blocks together: `make_plan(..., block=256)`. The result does not depend on the number of ranks. Unlike in
-    the paper, a second moment above zero is never rounded to zero.
+    `lr`, `b1`, `b2`, `eps` and `weight_decay` are those of `adamw`. Each update decodes the moments, makes AdamW's step
+    in float32 and encodes them again. Over flat shards the plan must keep blocks together: `make_plan(..., block=256)`.
+    The result does not depend on the number of ranks. Unlike in the paper, a second moment above zero is never rounded
+    to zero.
 
     >>> tx = adamw_8bit(0.1, weight_decay=0.0)
     >>> tx.update(torch.tensor([2.0]), tx.init(torch.tensor([1.0])), torch.tensor([1.0]))[0]

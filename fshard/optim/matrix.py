@@ -34,6 +34,8 @@ from .transforms import by_label
 def lamb(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, weight_decay: Number = 0.0) -> Transform:
     """AdamW's step u of each leaf, scaled to its norm: p <- p - lr (|p| / |u|) u, a ratio of 1 where either is 0.
 
+    u = mû / (sqrt(nû) + eps) + weight_decay p, with `b1` and `b2` as in `adam`.
+
     >>> tx = lamb(0.1)
     >>> tx.update(torch.tensor([2.0]), tx.init(torch.tensor([3.0])), torch.tensor([3.0]))[0]
     tensor([-0.3000])
@@ -115,6 +117,7 @@ def adafactor(
 ) -> Transform:
     """Second moments of matrices kept as means of rows and of columns: nu = row col / mean(row).
 
+    nu is a running mean of g² whose decay at step t is 1 - t^beta2_decay; eps = (eps1, eps2).
     u = g / sqrt(max(nu, eps1²)), of RMS at most d; p <- p - lr weight_decay p - max(eps2, RMS(p)) min(lr, t^-½) u.
     Leaves of fewer than two dims keep their second moment whole. As torch.optim.Adafactor.
 
@@ -302,10 +305,12 @@ def muon(
 ) -> Transform:
     """Momentum, made orthogonal: p <- p - lr weight_decay p - lr a O, O near U Vᵀ of m = U S Vᵀ; a as `adjust_lr` says.
 
-    m <- momentum m + (1 - momentum) g. O by `steps` Newton-Schulz iterations in `dtype`. For a matrix (A, B), a is
-    sqrt(max(1, A / B)), or with adjust_lr="match_rms_adamw" 0.2 sqrt(max(A, B)). As torch.optim.Muon. Leaves that are
-    not matrices are `rest`'s (by default adamw(lr)); to give it embeddings too, use `by_label`. Each matrix that is cut
-    over ranks is brought to one rank, evenly by cost: two all-to-alls for all of them.
+    m <- momentum m + (1 - momentum) g; with `nesterov`, O is that of momentum m + (1 - momentum) g. O by `steps`
+    Newton-Schulz iterations with `coefficients` in `dtype`, of m divided by its norm (at least `eps`). For a matrix
+    (A, B), a is sqrt(max(1, A / B)), or with adjust_lr="match_rms_adamw" 0.2 sqrt(max(A, B)), ValueError for another
+    word. As torch.optim.Muon. Leaves that are not matrices are `rest`'s (by default adamw(lr)); to give it embeddings
+    too, use `by_label`. Each matrix that is cut over ranks is brought to one rank, evenly by cost: two all-to-alls for
+    all of them.
 
     >>> tx = muon(0.1, weight_decay=0.0)
     >>> params = {"w": torch.eye(2), "b": torch.ones(2)}

@@ -26,7 +26,7 @@ def sgd(lr: Rate, momentum: Number = 0, nesterov: bool = False, weight_decay: Nu
     """Stochastic gradient descent, with optional momentum. As torch.optim.SGD with dampening 0.
 
     m <- momentum m + g + weight_decay p; p <- p - lr m (nesterov: p - lr (g + weight_decay p + momentum m)).
-    Accepts sparse gradients if momentum and weight decay are 0.
+    Accepts sparse gradients if momentum and weight decay are 0. ValueError for nesterov without momentum.
 
     >>> tx = sgd(0.5)
     >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
@@ -57,7 +57,8 @@ def sgd(lr: Rate, momentum: Number = 0, nesterov: bool = False, weight_decay: Nu
 def adam(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0) -> Transform:
     """Adam: p <- p - lr mû / (sqrt(nû) + eps), mû and nû the bias-corrected running means of g and g².
 
-    Adds weight_decay p to g; for decoupled weight decay use `adamw`. As torch.optim.Adam.
+    m <- b1 m + (1 - b1) g; nu <- b2 nu + (1 - b2) g². Adds weight_decay p to g; for decoupled weight decay use `adamw`.
+    As torch.optim.Adam.
 
     >>> tx = adam(0.1)
     >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
@@ -72,7 +73,7 @@ def adam(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, wei
 def adamw(lr: Rate, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0.01) -> Transform:
     """Adam with decoupled weight decay: p <- p - lr (mû / (sqrt(nû) + eps) + weight_decay p).
 
-    As torch.optim.AdamW.
+    mû and nû with `b1` and `b2` as in `adam`. As torch.optim.AdamW.
 
     >>> tx = adamw(0.1, weight_decay=0.0)
     >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
@@ -95,7 +96,7 @@ def rmsprop(
     """RMSprop: nu <- alpha nu + (1 - alpha) g²; p <- p - lr g / (sqrt(nu) + eps). As torch.optim.RMSprop.
 
     With `centered`, the square of the running mean of g is subtracted from nu under the root. With momentum,
-    b <- momentum b + g / (sqrt(nu) + eps); p <- p - lr b.
+    b <- momentum b + g / (sqrt(nu) + eps); p <- p - lr b. Adds weight_decay p to g.
 
     >>> tx = rmsprop(0.1)
     >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]
@@ -120,6 +121,8 @@ def adagrad(
     eps: Number = 1e-10,
 ) -> Transform:
     """Adagrad: sum <- sum + g²; p <- p - lr / (1 + (t - 1) lr_decay) g / (sqrt(sum) + eps). As torch.optim.Adagrad.
+
+    The sum begins at `initial_accumulator_value`. Adds weight_decay p to g.
 
     >>> tx = adagrad(0.1)
     >>> tx.update(torch.tensor(2.0), tx.init(torch.tensor(1.0)), torch.tensor(1.0))[0]

@@ -81,7 +81,8 @@ def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end:
 def join(schedules: Sequence[Callable[[Tensor], Tensor]], boundaries: Sequence[int]) -> Schedule:
     """Return a schedule that runs `schedules` one after another. As optax.join_schedules.
 
-    Schedule `i + 1` begins at step `boundaries[i]`, and counts its steps from there.
+    Schedule `i + 1` begins at step `boundaries[i]`, and counts its steps from there. ValueError unless boundaries rise
+    and are one fewer than schedules.
 
     >>> join([constant(1.0), linear(1.0, 0.0, 2)], [3])(torch.tensor(4.0)).item()
     0.5

@@ -292,7 +292,7 @@ def state_dict(
     groups: Sequence[Mapping[str, object]] = (),
     dtensors: bool = False,
 ) -> dict[str, Tree]:
-    """A state in torch.optim's format, leaves by path (as FSDP keys it) or by "index" (as DDP and ZeRO do).
+    """A state in torch.optim's format, with `key` "path" (leaves as FSDP keys them) or "index" (as DDP and ZeRO do).
 
     A parameter group for every label of `by_label`, in order; `groups` adds to each what torch is to find there (its
     hyper-parameters; those of `with_hyperparams` are there already). Frozen leaves of `params` have a number and no

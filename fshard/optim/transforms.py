@@ -35,7 +35,7 @@ from .base import (
 
 
 def chain(*txs: TransformLike) -> Transform:
-    """Apply transformations in sequence: each gets the updates of the one before it.
+    """Apply the transformations `txs` in sequence: each gets the updates of the one before it.
 
     ValueError for `zero(grads="local")` behind another, which would be given one rank's gradients.
 
@@ -191,7 +191,7 @@ tree.register_fields(LabelState, ("inner",), ("layouts",))
 
 
 def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Transform:
-    """Apply to every leaf the transformation of its label.
+    """Apply to every leaf the one of `transforms` that has its label.
 
     `labels` is a function `(path, tensor) -> label` (the tensor is a meta tensor of the leaf's shape and dtype), or a
     tree of labels, for leaves or for subtrees, whose keys may be patterns of `make_plan`'s kind; the first that fits a

@@ -46,7 +46,7 @@ def make_plan(
     prefetch: int | None = None,
     bucket: int = 0,
 ) -> Plan:
-    """Lay a tree of tensors (real, meta or fake) out over the axes of a mesh.
+    """Lay `params`, a tree of tensors (real, meta or fake), out over the axes of a mesh.
 
     Which leaves are gathered together, and over which axes:
 

@@ -211,7 +211,7 @@ def local_numel(plan: Plan, kind: int, over: Axes) -> int:
 
 
 def shard_params(params: Tree, plan: Plan, src: int | None = None) -> Sharded:
-    """Cut a tree of whole tensors into this rank's intervals; its values are copied, the tree is left as it is.
+    """Cut `params`, a tree of whole tensors, into this rank's intervals. Values are copied, the tree stays as it is.
 
     `src` is a rank of the mesh whose values all ranks take, leaf by leaf; the others' may then be meta tensors.
     Without it every rank passes the same values. Raises ValueError if the tree, or a leaf's shape, dtype or device,
@@ -329,7 +329,8 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
 def gather_params(x: Tree) -> Tree:
     """The whole tensors of a `Sharded` (or of a subtree of one), as a plain tree; a plain tree comes back unchanged.
 
-    Of a tree with `Sharded` nodes in it those are gathered. Tied leaves come as one tensor. TypeError for a plan.
+    If `x` is a tree with `Sharded` nodes in it, those are gathered. Tied leaves come as one tensor. TypeError for a
+    plan.
 
     Differentiable to any order, under autograd and torch.func: the transpose reduce-scatters over the axes the tree is
     cut over and sums over the rest of the mesh, so that differentiating on every rank gives the gradient of the sum

@@ -72,7 +72,7 @@ class Gap(NamedTuple):
 
 
 def assert_trees_equal(got: Tree, expected: Tree, *, ulps: int = 0) -> None:
-    """Raise AssertionError unless two trees have the same structure, dtypes, shapes, devices and values.
+    """Raise AssertionError unless `got` has the structure, dtypes, shapes, devices and values of `expected`.
 
     Structure, shapes, dtypes and devices are compared first, then the bits of values: 0.0 and -0.0 differ, and NaNs are
     equal only if their bits are equal. With `ulps`, floating-point values may differ by that many units in the last

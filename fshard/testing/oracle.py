@@ -95,9 +95,9 @@ def oracle(
 ) -> Oracle:
     """Return a reference for `train_step`, valid for any plan and mesh, without shards and collectives.
 
-    `frozen` and `policy` are arguments of the plan, the others of the step; arguments missing here change no value.
-    `threads` is that of the `World` whose ranks it is compared with.
-    Compare the resulting state with `whole_state` of the sharded state.
+    `loss_fn`, `tx`, `clip_norm`, `accumulate`, `skip_labels`, `has_aux` and `with_extra` are the step's, `frozen` and
+    `policy` the plan's; arguments missing here change no value. `threads` is that of the `World` whose ranks it is
+    compared with. Compare the resulting state with `whole_state` of the sharded state.
 
     Sums are in rank order, as in a step, but over all ranks at once and of whole tensors. So sums over two mesh axes,
     over micro-batches or for a norm may differ in the last bits from those of a step, and so may values that overflow

@@ -275,9 +275,10 @@ def _check_result(result: Tree, rank: int, run: Run) -> None:
 class World:
     """Simulated ranks: `run(fn, *args)` calls `fn(mesh, *args)` once per rank in this process; returns the results.
 
-    `axes` maps names of mesh axes to sizes, slowest-varying axis first, and replaces `replicate` and `shard`. Ranks run
-    in a fixed order, whatever the timing, and reductions add in rank order. Each rank has its own random states of
-    python, numpy (if imported before) and torch, seeded from the caller's states, which are restored after the run.
+    `axes` maps names of mesh axes to sizes, slowest-varying axis first, and replaces `replicate` and `shard`; `device`
+    is where all ranks compute. Ranks run in a fixed order, whatever the timing, and reductions add in rank order. Each
+    rank has its own random states of python, numpy (if imported before) and torch, seeded from the caller's states,
+    which are restored after the run.
 
     The first exception of any rank stops all ranks and is raised, with a note that names the rank. MismatchError names
     both sides if ranks call different collectives or one rank returns early. `log` lists each collective of the latest

@@ -185,7 +185,7 @@ def nonfinite_leaves(x: Tree, mesh: AnyMesh = None) -> list[str]:
 
 @dataclass(frozen=True, init=False)
 class StaticLossScale:
-    """A fixed scale. An update whose scaled gradients are not finite is skipped.
+    """A fixed `scale`. An update whose scaled gradients are not finite is skipped.
 
     >>> StaticLossScale(8.0).scale(torch.tensor(2.0))
     tensor(16.)
@@ -332,6 +332,8 @@ class DynamicLossScale(StaticLossScale):
     def load_state_dict(self, saved: Mapping[str, Any]) -> DynamicLossScale:  # values from a file, checked by __init__
         """The scaler that was saved. A state dict of torch.amp.GradScaler gets this scaler's bounds and hysteresis.
 
+        ValueError for a state dict that is empty or lacks a value.
+
         >>> DynamicLossScale().load_state_dict(torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()).value.item()
         8.0
         """
@@ -399,7 +401,9 @@ LossScale = StaticLossScale | NoLossScale
 
 
 def select(found_inf: Tensor, if_inf: Tree, if_finite: Tree) -> Tree:
-    """Return `if_inf` if `found_inf` is 1, else `if_finite`: trees of one structure, shapes and dtypes. No host read.
+    """Return `if_inf` if `found_inf` is 1, else `if_finite`. No host read.
+
+    ValueError unless both are trees of one structure, with the same shapes and dtypes.
 
     >>> select(torch.tensor(1.0), {"w": torch.tensor(1)}, {"w": torch.tensor(2)})
     {'w': tensor(1)}

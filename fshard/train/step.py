@@ -79,7 +79,8 @@ def init_state(
 ) -> TrainState:
     """The state before the first step; the optimizer's state is cut as the plan's `state_over` says.
 
-    `loss_scale` and `extra` are copied, because a donated state is written to. Every rank of the plan's mesh must call
+    `sharded` are the parameters, `tx` the optimizer; all random numbers of the steps come from `seed`. `loss_scale` and
+    `extra` are copied, because a donated state is written to. Every rank of the plan's mesh must call
     this function: seeds, loss scales or copies of parameters that differ between ranks are a MismatchError.
 
     >>> from fshard.optim import sgd
@@ -144,7 +145,7 @@ class Step:
         return id(self)
 
     def __call__(self, state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
-        """The new state and the metrics. TypeError if `state` is not a TrainState."""
+        """Return the new state and the metrics, as `train_step` says. TypeError if `state` is not a TrainState."""
         if not isinstance(state, TrainState):
             raise TypeError(f"step(state, batch): expected a TrainState (fshard.init_state) first, got {shown(state)}")
         if not torch.compiler.is_dynamo_compiling():
