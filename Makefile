@@ -5,7 +5,7 @@ ARGS ?=
 WHEELS ?=
 CUDA_VENV ?= .venv-cuda
 
-.PHONY: train test lint bench gpu fakegpu mutants clean
+.PHONY: train test lint docs bench gpu fakegpu mutants clean
 
 train: .venv/train
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_lm.py $(ARGS)
@@ -15,6 +15,11 @@ test: .venv/ready
 
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+# the second sees what Zensical does not: a page that the navigation lacks
+docs: .venv/docs
+	$(BIN)/zensical build --strict --clean
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/mkdocs
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/suite.py $(ARGS)
@@ -32,6 +37,10 @@ bench: .venv/ready
 .venv/ready: .venv/torch pyproject.toml
 	$(INSTALL) -e ".[bench,examples,test,lint]"
 	$(INSTALL) --no-deps --upgrade --target .venv/timm timm torchvision
+	touch $@
+
+.venv/docs: .venv/torch pyproject.toml
+	$(INSTALL) -e ".[docs]"
 	touch $@
 
 # with the .venv if there is one: a machine with a GPU may have torch, and no package index
@@ -56,4 +65,4 @@ mutants: .venv/ready
 	$(BIN)/python benchmarks/mutants.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-cuda tools/fakegpu/stub/build runs mutants .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-cuda tools/fakegpu/stub/build build site runs mutants .pytest_cache .mypy_cache .ruff_cache
