@@ -15,7 +15,7 @@ from ..files.directory import folder, index_at
 from ..files.index import CheckpointError, Entry, Index
 from ..files.places import Place
 from ..files.safetensors_file import NAMES
-from .inspecting import Line
+from .inspecting import Line, sentence
 
 _WINDOW = 1 << 18  # elements that are read and compared at a time
 
@@ -26,14 +26,14 @@ def compare(place: Place, step: int, other_place: Place, other_step: int) -> Ite
     Leaves that were cut alike and have the same checksums are taken to have the same bits; of others, the data is read.
     """
     index, other = index_at(place, step)[0], index_at(other_place, other_step)[0]
-    yield Line(f"A: {place}: step {index.step:,}, saved by {index.ranks:,} rank(s)")
-    yield Line(f"B: {other_place}: step {other.step:,}, saved by {other.ranks:,} rank(s)")
+    yield sentence(f"A: {place}: step {index.step:,}, saved by {index.ranks:,} rank(s)")
+    yield sentence(f"B: {other_place}: step {other.step:,}, saved by {other.ranks:,} rank(s)")
     num_different = 0
     for line in _differences(folder(place, step), index, folder(other_place, other_step), other):
         num_different += 1
-        yield Line(line, is_fault=True)
+        yield sentence(line, is_fault=True)
     total = len({*index.leaves, *index.values, *other.leaves, *other.values})
-    yield Line(f"{num_different:,} of {total:,} leaves and values differ")
+    yield sentence(f"{num_different:,} of {total:,} leaves and values differ")
 
 
 def _differences(place: Place, index: Index, other_place: Place, other: Index) -> Iterator[str]:

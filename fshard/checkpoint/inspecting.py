@@ -1,4 +1,4 @@
-"""What a directory of checkpoints has, line by line, for people: `python -m fshard inspect`.
+"""What a directory of checkpoints has, line by line, for people and programs: `fshard inspect`.
 
 Data is read in blocks, so that a checkpoint may be larger than the memory. Names come from files that anyone may have
 written: what a terminal would not print as it is, is escaped.
@@ -10,11 +10,12 @@ import errno
 import re
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from ..core.foreign import printable
+from ..core.tables import aligned
 from ..files.checksum import read_block
 from ..files.directory import INDEX, folder, index_at, numbers
 from ..files.index import CheckpointError, Entry, Index, Piece
@@ -29,10 +30,16 @@ _LEVELS = 16  # of a tree; deeper names are shown as one
 
 
 class Line(NamedTuple):
-    """A line to print; `is_fault`: it says that something is damaged, or differs."""
+    """A line to print; `is_fault`: it says that something is damaged, or differs. `data` is what it says, by name."""
 
     text: str
     is_fault: bool = False
+    data: Mapping[str, object] | None = None
+
+
+def sentence(text: str, is_fault: bool = False) -> Line:
+    """A line that is not of a table."""
+    return Line(text, is_fault, {"text": text, "fault": is_fault})
 
 
 def overview(place: Place) -> Iterator[Line]:
@@ -40,26 +47,31 @@ def overview(place: Place) -> Iterator[Line]:
     steps = numbers(place)
     if not steps:
         raise CheckpointError(f"{place}: there is no checkpoint, nor a part of one")
-    rows = [["step", "leaves", "bytes", "ranks", "files", "left over", ""], *(_summary(place, step) for step in steps)]
-    yield from (
-        Line(line, row[-1].startswith(_DAMAGED)) for line, row in zip(aligned(rows, right=range(6)), rows, strict=True)
-    )
+    names = ["step", "leaves", "bytes", "ranks", "files", "left over", "note"]
+    rows = [_summary(place, step) for step in steps]
+    title, *texts = aligned([[*names[:-1], ""], *([_cell(x) for x in row] for row in rows)], right=range(6))
+    yield Line(title)
+    for text, row in zip(texts, rows, strict=True):
+        yield Line(text, str(row[-1]).startswith(_DAMAGED), dict(zip(names, row, strict=True)))
 
 
-def _summary(place: Place, step: int) -> list[str]:
+def _cell(x: object) -> str:
+    return f"{x:,}" if isinstance(x, int) else "" if x is None else str(x)
+
+
+def _summary(place: Place, step: int) -> list[int | str | None]:
     """The row of a step."""
     try:
         there = folder(place, step)
         if not there.has(INDEX):
             left_over = sum(size or 0 for size in _left_over(there, {}).values())
-            return [f"{step:,}", "", "", "", "", f"{left_over:,}", "not whole: it has no index"]
+            return [step, None, None, None, None, left_over, "not whole: it has no index"]
         index = index_at(place, step)[0]
         left_over = sum(size or 0 for size in _left_over(there, index.files).values())
     except (CheckpointError, OSError) as error:
-        return [f"{step:,}", "", "", "", "", "", printable(f"{_DAMAGED}: {error}", 2000)]
+        return [step, None, None, None, None, None, printable(f"{_DAMAGED}: {error}", 2000)]
     size = sum(entry.num_bytes for entry in index.leaves.values())
-    counts = (step, len(index.leaves), size, index.ranks, len(index.files), left_over)
-    return [*(f"{count:,}" for count in counts), ""]
+    return [step, len(index.leaves), size, index.ranks, len(index.files), left_over, ""]
 
 
 def _left_over(there: Place, files: Mapping[str, int]) -> dict[str, int | None]:
@@ -82,7 +94,7 @@ def step_lines(place: Place, step: int) -> Iterator[Line]:
     """Yield what the checkpoint of a step has: leaves as a tree, values, files, and what killed saves have left."""
     index, there = index_at(place, step)[0], folder(place, step)
     yield Line(f"{place}: step {index.step:,}, saved by {index.ranks:,} rank(s)")
-    yield from (Line(f"plan {printable(plan)}") for plan in index.plans if plan)
+    yield from (sentence(f"plan {printable(plan)}") for plan in index.plans if plan)
     yield from contents_lines(index)
     yield Line("")
     yield from _file_lines(there, index)
@@ -91,16 +103,19 @@ def step_lines(place: Place, step: int) -> Iterator[Line]:
 def contents_lines(index: Index) -> Iterator[Line]:
     """Yield the leaves of a checkpoint as a tree, other values, and what cannot be restored."""
     yield Line("")
-    yield from map(Line, aligned([["leaf", "shape", "dtype", "bytes", "checksum", "on"], *_tree(index)], right={3}))
+    rows, leaves = zip((["leaf", "shape", "dtype", "bytes", "checksum", "on"], None), *_tree(index), strict=True)
+    yield from (Line(text, False, leaf) for text, leaf in zip(aligned(rows, right={3}), leaves, strict=True))
     for title, texts in (("value", index.values), ("not readable", index.left_out)):
         if texts:
             yield Line("")
-            rows = [[printable(name), printable(repr(text))] for name, text in texts.items()]
-            yield from map(Line, aligned([[title, ""], *rows]))
+            cells = [[printable(name), printable(repr(text))] for name, text in texts.items()]
+            said = [None, *({title: name, "text": text} for name, text in cells)]
+            lines = aligned([[title, ""], *cells])
+            yield from (Line(text, False, data) for text, data in zip(lines, said, strict=True))
 
 
-def _tree(index: Index) -> Iterator[list[str]]:
-    """The rows of the leaves, and of the subtrees that they are in."""
+def _tree(index: Index) -> Iterator[tuple[list[str], dict[str, object] | None]]:
+    """The rows of the leaves, and of the subtrees that they are in; of a leaf also what the row says."""
     paths = {name: tuple(name.split(".", _LEVELS)) for name in index.leaves}
     sizes = Counter[tuple[str, ...]]()
     for name, path in paths.items():
@@ -110,11 +125,12 @@ def _tree(index: Index) -> Iterator[list[str]]:
     for name, path in paths.items():
         shared = next((n for n, (a, b) in enumerate(zip(path[:-1], before, strict=False)) if a != b), len(before))
         for depth in range(min(shared, len(path) - 1), len(path) - 1):
-            yield ["  " * depth + printable(path[depth]), "", "", f"{sizes[path[: depth + 1]]:,}", "", ""]
+            yield ["  " * depth + printable(path[depth]), "", "", f"{sizes[path[: depth + 1]]:,}", "", ""], None
         entry = index.leaves[name]
         label, size = "  " * (len(path) - 1) + printable(path[-1]), f"{entry.num_bytes:,}"
         seals = (_digest(entry), _holders(entry)) if index.files else ("", "")  # formats of others do not say it
-        yield [label, printable([*entry.shape]), NAMES[entry.dtype], size, *seals]
+        data = {"leaf": name, "shape": [*entry.shape], "dtype": NAMES[entry.dtype], "bytes": entry.num_bytes}
+        yield [label, printable([*entry.shape]), NAMES[entry.dtype], size, *seals], data
         before = path[:-1]
 
 
@@ -142,17 +158,17 @@ def _holders(entry: Entry) -> str:
 def _file_lines(there: Place, index: Index) -> Iterator[Line]:
     pieces = Counter(piece.file for entry in index.leaves.values() for piece in entry.pieces)
     sizes = {name: _size(there, name) for name in index.files}
-    rows = [
-        [printable(name), f"{size:,}", f"{pieces[name]:,}", _fault(sizes[name], size)]
-        for name, size in index.files.items()
-    ]
-    lines = aligned([["file", "bytes", "pieces", ""], *rows], right={1, 2})
-    yield from map(Line, lines, [False, *(sizes[name] != size for name, size in index.files.items())])
+    rows = [[printable(name), size, pieces[name], _fault(sizes[name], size)] for name, size in index.files.items()]
+    title, *texts = aligned([["file", "bytes", "pieces", ""], *([_cell(x) for x in row] for row in rows)], right={1, 2})
+    yield Line(title)
+    for text, row in zip(texts, rows, strict=True):
+        yield Line(text, bool(row[-1]), dict(zip(("file", "bytes", "pieces", "note"), row, strict=True)))
     if left_over := _left_over(there, index.files):
         yield Line("")
         yield Line("left over by saves that were killed, or are under way:")
-        rows = [[printable(name), "no file" if size is None else f"{size:,}"] for name, size in left_over.items()]
-        yield from map(Line, aligned(rows, right={1}))
+        cells = [[printable(name), "no file" if size is None else f"{size:,}"] for name, size in left_over.items()]
+        said = [{"left over": name, "bytes": size} for name, size in left_over.items()]
+        yield from (Line(text, False, data) for text, data in zip(aligned(cells, right={1}), said, strict=True))
 
 
 def _fault(size: int | None, expected: int) -> str:
@@ -166,7 +182,7 @@ def verify(place: Place, step: int) -> Iterator[Line]:
     try:
         index, there = index_at(place, step)[0], folder(place, step)
     except (CheckpointError, OSError) as error:
-        yield Line(printable(f"step {step:,}: {error}", 2000), is_fault=True)
+        yield sentence(printable(f"step {step:,}: {error}", 2000), is_fault=True)
         return
     pieces = [(name, entry, piece) for name, entry in index.leaves.items() for piece in entry.pieces]
     pieces.sort(key=lambda of_leaf: (of_leaf[2].file, of_leaf[2].offset))
@@ -175,11 +191,11 @@ def verify(place: Place, step: int) -> Iterator[Line]:
     for file, of_file in groupby(pieces, lambda of_leaf: of_leaf[2].file):
         for fault in _file_faults(there, file, index.files[file], [*of_file]):
             is_whole = False
-            yield Line(f"step {step:,}: {there}/{printable(file)}: {fault}", is_fault=True)
+            yield sentence(f"step {step:,}: {there}/{printable(file)}: {fault}", is_fault=True)
     size = sum(entry.num_bytes for entry in index.leaves.values()) - unchecked
     if is_whole:
         without = f", {unchecked:,} bytes have no checksum" if unchecked else ""
-        yield Line(f"step {step:,}: {size:,} bytes of {len(index.leaves):,} leaves are as they were saved{without}")
+        yield sentence(f"step {step:,}: {size:,} bytes of {len(index.leaves):,} leaves are as they were saved{without}")
 
 
 def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str, Entry, Piece]]) -> Iterator[str]:
@@ -198,17 +214,3 @@ def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str,
                         yield f"leaf {printable(leaf)!r}: {where} are not those that were saved"
     except OSError as error:
         yield f"{error}. It has leaf {printable(pieces[0][0])!r}"
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> Iterator[str]:
-    """Yield rows of cells as lines, with columns that are as wide as their widest cell; `right` are numbers.
-
-    >>> [*aligned([["w", "8"], ["bias", "16"]], right={1})]
-    ['w      8', 'bias  16']
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.rjust(w) if n in right else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()

@@ -66,7 +66,7 @@ def record(
     Recorded are the steps in `steps` (numbers, or a predicate of the number `state.step`), and with `nonfinite` also
     steps whose loss is not finite or whose `found_inf` is not 0, while `dir` has fewer than `keep` steps (None: no
     limit). Reading the number and the metrics synchronizes with the device. Every rank writes its own folder, and
-    renames the folder when all files are written; `python -m fshard replay` runs recorded steps again.
+    renames the folder when all files are written; `fshard replay` runs recorded steps again.
 
     Use `donate=True` for a step that donates its state: the state is then copied before each step that may be
     recorded, which is every step if `nonfinite` is set. Raises TypeError for a leaf that is not a tensor, a number, a

@@ -1,4 +1,4 @@
-"""`python -m fshard inspect`: what checkpoints have, whether it is whole, and how two of them differ."""
+"""`fshard inspect`: what checkpoints have, whether it is whole, and how two of them differ."""
 
 import json
 import math
@@ -60,7 +60,8 @@ def inspect(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list
     def run(*args: Any) -> tuple[int, list[str]]:
         capsys.readouterr()
         status = main(["inspect", *map(str, args)])
-        return status, capsys.readouterr().out.splitlines()
+        said = capsys.readouterr()
+        return status, [*said.out.splitlines(), *said.err.splitlines()]
 
     return run
 
@@ -106,6 +107,29 @@ def test_a_step_is_shown(kind, ranks, tmp_path, inspect):
     assert len([row for row in cells if row and "-rank-0000" in row[0]]) == ranks
     plan = fshard.make_plan({"blocks": [{"w": leaves()["blocks.0.w"]}]}).fingerprint
     assert [len(row[1]) for row in cells if row[:1] == ["plan"]] == [len(plan)]
+
+
+def test_programs_read_what_people_read(tmp_path, inspect):
+    """JSON would lack a step, a leaf, a file or a fault that the text has, or have other numbers."""
+    for step in (1, 2):
+        save(str(tmp_path), step, 2)
+    damaged, _ = data_files(tmp_path / "step-000000000002")
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    status, lines = inspect(tmp_path, "--json")
+    steps = [json.loads(line) for line in lines]
+    assert (status, [row["step"] for row in steps], [row["files"] for row in steps]) == (0, [1, 2], [2, 2])
+    status, lines = inspect(tmp_path, "--step", 2, "--json")
+    rows = [json.loads(line) for line in lines]
+    by_name = {row["leaf"]: row for row in rows if "leaf" in row}
+    assert by_name["params.blocks.1.w"] == {
+        **{"leaf": "params.blocks.1.w", "shape": [7, 5], "dtype": "F32", "bytes": 140},
+    }
+    assert [row["note"][:7] for row in rows if "file" in row] == ["damaged", ""]
+    assert status == 1
+    status, lines = inspect(tmp_path, "--verify", "--json")
+    assert (status, json.loads(lines[0])["fault"]) == (1, False)
+    status, lines = inspect(tmp_path, "--against", tmp_path, "--step", 1, "--at", 1, "--json")
+    assert (status, json.loads(lines[-1])["text"][:4]) == (0, "0 of")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")

@@ -182,7 +182,7 @@ def check_refused(reader: Reader, folder: Path, capsys: Any) -> None:
     main(
         ["inspect", str(root)] if root.name != "recorded" else ["replay", str(root), "--step", "support.replayed:make"]
     )
-    said = capsys.readouterr().out
+    said = "".join(capsys.readouterr())
     assert said.replace("\n", "").isprintable(), repr(said)[:300]
     assert len(said) < 20_000
 

@@ -47,6 +47,7 @@ FOLDERS = {
         *("core", "comm", "layout", "plan", "sharding", "grad", "optim"),
         *("zero_optimizer", "train", "compiler"),
     },
+    "cli": {"core", "files", "checkpoint", "testing"},
 }
 
 # Which modules may name an outside thing, in an import or as an attribute.
@@ -71,10 +72,10 @@ DOORS = {
     "torch.nn.Module": {"module.*"},
     "torch.compile": set(),
     "torch.fx": {"compiler.*", "core.tracing"},
-    "rich": {"__main__"},
+    "rich": {"cli.output"},
     "hypothesis": set(),
     "pytest": set(),
-    "argparse": {"__main__"},
+    "argparse": {"cli.*"},
     "matplotlib": set(),
     "numpy": set(),
     "safetensors": set(),

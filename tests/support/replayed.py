@@ -1,4 +1,4 @@
-"""Steps that are recorded and run again: what `python -m fshard replay` is given to import."""
+"""Steps that are recorded and run again: what `fshard replay` is given to import."""
 
 from typing import Any
 

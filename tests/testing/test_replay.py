@@ -217,7 +217,10 @@ def test_the_exit_status_says_what_was_found(folder, capsys, tmp_path):
         ((folder, *make, "--at", "7"), "expected a recorded step (rank-0, ...), found none"),
     ]:
         assert run(*args) == 2
-        assert text in capsys.readouterr().out
+        said = capsys.readouterr()
+        assert (said.out, text in said.err, said.err.count("\n")) == ("", True, 1)
+    assert run(folder, *make, *clean, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"number": 1, "num_ranks": 3, "different": None, "nonfinite": None}
     with pytest.raises(SystemExit) as caught:
         main(["replay", folder])
     assert caught.value.code == 2

@@ -1,0 +1,1 @@
+"""The command line: `fshard COMMAND ...`, and `python -m fshard COMMAND ...`."""

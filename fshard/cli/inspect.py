@@ -1,0 +1,69 @@
+"""Show checkpoints, verify them, or compare two.
+
+  fshard inspect run                             # the steps: sizes, and what killed saves have left
+  fshard inspect run --step 100                  # leaves, values and files of one
+  fshard inspect run --verify                    # read all data, and compare it with the checksums
+  fshard inspect run --against other --at 100    # the difference of the last step and step 100 of `other`
+
+Exit status: 0: nothing is wrong; 1: something is damaged, or two checkpoints differ; 2: an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from itertools import chain
+
+from ..checkpoint import inspecting
+from ..checkpoint.comparing import compare
+from ..checkpoint.inspecting import contents_lines, overview, step_lines, verify
+from ..files.directory import at, finished, no_checkpoint, numbers
+from ..files.index import CheckpointError
+from ..files.other_formats import format_at, source_at
+from ..files.places import Place
+from .output import FAULT, OK, Line, report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("dir", help="a directory of checkpoints, or its URL")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="show leaves, values and files of the checkpoint of a step"
+    )
+    task = parser.add_mutually_exclusive_group()
+    task.add_argument("--verify", action="store_true", help="read all data, and compare it with the checksums")
+    task.add_argument("--against", metavar="DIR", help="show how the checkpoint differs from one of this directory")
+    parser.add_argument("--at", type=int, metavar="N", help="with --against: the step there (the last one)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what a directory has."""
+    if args.at is not None and args.against is None:
+        raise ValueError(f"--at {args.at}: expected --against DIR besides")
+    lines = (Line(line.text, line.data, FAULT if line.is_fault else OK) for line in _lines(args, at(args.dir)))
+    return report(lines, args.json)
+
+
+def _lines(args: argparse.Namespace, place: Place) -> Iterator[inspecting.Line]:
+    if args.against is not None:
+        other = at(args.against)
+        return compare(place, _step(place, args.step), other, _step(other, args.at))
+    if args.verify:
+        steps = finished(place) if args.step is None else [args.step]
+        if not steps:
+            raise CheckpointError(no_checkpoint(place, None))
+        return chain.from_iterable(verify(place, step) for step in steps)
+    if args.step is not None:
+        return step_lines(place, args.step)
+    if not numbers(place) and (kind := format_at(str(place), place)):
+        title = inspecting.Line(f"{place}: a checkpoint of {kind}")
+        return chain([title], contents_lines(source_at(str(place), place, kind).index))
+    return overview(place)
+
+
+def _step(place: Place, step: int | None) -> int:
+    """The step that is asked for, or the last one."""
+    steps = [step] if step is not None else finished(place)[-1:]
+    if not steps:
+        raise CheckpointError(no_checkpoint(place, None))
+    return steps[0]

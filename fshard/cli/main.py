@@ -1,0 +1,54 @@
+"""The commands, and what they have in common: help, `--json`, errors and exit statuses.
+
+A command is a module with `add_arguments(parser)` and `run(args) -> int`, the exit status. Its docstring is its help:
+the first line in the list of commands; all of it, an example and the exit statuses included, in its own `--help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+from . import inspect, replay
+from .output import ERROR, say
+
+
+class _Command(Protocol):
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+COMMANDS: dict[str, _Command] = {"inspect": inspect, "replay": replay}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status; 2 is an error, which is one line on stderr."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except BrokenPipeError:  # whoever reads the output has seen enough, as `head` does; Python would flush the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ERROR
+    except (ValueError, TypeError, OSError, ImportError) as wrong:
+        say(f"fshard {args.command}: {' '.join(str(wrong).split())}", "red", is_error=True)
+        return ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("fshard", description="Functional sharding for PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in COMMANDS.items():
+        text = str(module.__doc__)
+        command = commands.add_parser(
+            name,
+            help=text.partition("\n")[0],
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.add_argument("--json", action="store_true", help="print JSON, one object a line")
+        command.set_defaults(run=module.run)
+    return parser

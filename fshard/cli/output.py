@@ -1,0 +1,49 @@
+"""What a command prints: lines for people, in colour where rich is installed, or JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ..core.foreign import printable
+
+OK, FAULT, ERROR, NONFINITE = range(4)  # exit statuses; what is wrong with a command itself is an ERROR
+_COLOURS = {OK: "", NONFINITE: "yellow"}
+
+
+class Line(NamedTuple):
+    """A line of output: what `--json` prints instead (nothing for None), and the exit status that it calls for."""
+
+    text: str
+    data: Mapping[str, object] | None = None
+    status: int = OK
+
+
+def report(lines: Iterable[Line], as_json: bool) -> int:
+    """Print each line as soon as there is one, and return the exit status: the lowest that is not 0, if there is one.
+
+    With `as_json` each line is a JSON object.
+    """
+    statuses = set[int]()
+    for line in lines:
+        statuses.add(line.status)
+        if not as_json:
+            say(line.text, _COLOURS.get(line.status, "red"))
+        elif line.data is not None:
+            print(json.dumps(line.data))
+    return min(statuses - {OK}, default=OK)
+
+
+def say(text: str, colour: str = "", is_error: bool = False) -> None:
+    """Print, in colour where rich is installed; paths and errors may have codes for a terminal."""
+    text = "\n".join(printable(line, 10_000) for line in text.splitlines())
+    try:
+        from rich.console import Console
+    except ImportError:
+        colour = ""
+    if colour:
+        Console(soft_wrap=True, highlight=False, stderr=is_error).print(text, style=colour, markup=False)
+    else:
+        print(text, file=sys.stderr if is_error else sys.stdout)

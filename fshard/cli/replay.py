@@ -1,0 +1,36 @@
+"""Run recorded steps again on simulated ranks, and compare every bit.
+
+  fshard replay crash --step my_training:make --at 7
+
+Exit status: 0: the same bits; 1: other bits; 2: an error; 3: the same bits, of which some are not finite.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from ..testing.replaying import Replayed, replay
+from .output import FAULT, NONFINITE, OK, Line, report
+from .values import function
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("dir", help="the folder that fshard.testing.record wrote to")
+    parser.add_argument(
+        "--step",
+        required=True,
+        metavar="MODULE:FUNCTION",
+        help="a function of the mesh that gives (step, state, batch), or (step, state, batch, loss_fn)",
+    )
+    parser.add_argument("--at", type=int, metavar="N", help="only the step of this number")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay, and print a line for each step."""
+    return report(map(_line, replay(args.dir, function("--step", args.step), args.at)), args.json)
+
+
+def _line(step: Replayed) -> Line:
+    return Line(str(step), asdict(step), FAULT if step.different else NONFINITE if step.nonfinite else OK)

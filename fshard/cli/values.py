@@ -1,0 +1,20 @@
+"""Arguments of commands that are more than text: functions by import path."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def function(option: str, name: str) -> Callable[..., Any]:
+    """Return the function that `module:function` names. Raises ValueError if it cannot be imported."""
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:  # a console script has its own folder there instead, `python -m` the working one
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as failure:
+        raise ValueError(f"{option} {name}: expected MODULE:FUNCTION that can be imported: {failure}") from failure
