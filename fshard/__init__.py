@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from . import checkpoint, testing
     from .compiler.jit import jit
     from .compiler.trace import TraceError, eval_shape
+    from .pictures.show import show
 
 __version__ = "0.1.0"
 
@@ -66,6 +67,7 @@ __all__ = [
     "reduction",
     "select",
     "shard_params",
+    "show",
     "state_dict",
     "testing",
     "train_step",
@@ -76,7 +78,12 @@ __all__ = [
 ]
 
 # what is imported when it is first used: the compiler takes torch half a second of imports
-_LAZY = {"TraceError": "compiler.trace", "eval_shape": "compiler.trace", "jit": "compiler.jit"}
+_LAZY = {
+    "TraceError": "compiler.trace",
+    "eval_shape": "compiler.trace",
+    "jit": "compiler.jit",
+    "show": "pictures.show",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -47,20 +47,40 @@ def starts(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "call_function" and operator(node) in _COLLECTIVES]
 
 
+class Flight(NamedTuple):
+    """One collective: the bytes that a rank sends, and the numbers of the nodes that start it and wait for it."""
+
+    kind: str
+    unit: str
+    axis: str
+    bytes: int
+    start: int
+    wait: int
+
+
+def flights(graph: fx.Graph) -> list[Flight]:
+    """Return the collectives of a graph, in the order in which they start."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    tickets = {arguments(node)["ticket"]: number for node, number in order.items() if operator(node) == "fshard.wait"}
+    # the ticket is an element of the result, or all of it
+    waits = {ticket.args[0] if operator(ticket) == "getitem" else ticket: n for ticket, n in tickets.items()}
+    result = []
+    for node in starts(graph):
+        by_name = arguments(node)
+        # only an exchange has a kind, because several collectives are composed of exchanges
+        kind = by_name.get("kind", operator(node).removeprefix("fshard.").removesuffix("_into"))
+        at = by_name["label"], by_name["axis"], by_name["nbytes"]
+        result.append(Flight(kind, *at, order[node], waits[node]))
+    return result
+
+
 def collectives(graph: fx.Graph) -> list[Traffic]:
     """Return the collectives of a graph, summed by kind, unit and axis, in the order of first use."""
     counts: Counter[tuple[str, str, str]] = Counter()
     sent: Counter[tuple[str, str, str]] = Counter()
-    for node in starts(graph):
-        by_name = arguments(node)
-        # only an exchange has a kind, because several collectives are composed of exchanges
-        key = (
-            by_name.get("kind", operator(node).removeprefix("fshard.").removesuffix("_into")),
-            by_name["label"],
-            by_name["axis"],
-        )
-        counts[key] += 1
-        sent[key] += by_name["nbytes"]
+    for flight in flights(graph):
+        counts[flight[:3]] += 1
+        sent[flight[:3]] += flight.bytes
     return [Traffic(*key, sent[key], count) for key, count in counts.items()]
 
 

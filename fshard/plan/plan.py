@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -25,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, mesh_device, present
+from ..comm.mesh import AnyMesh, Axes, axis_sizes, coordinate, digits, mesh_device, present
 from ..comm.reduction import Gather
 from ..comm.wire import Wire
 from ..core import tree
@@ -38,10 +41,13 @@ from ..layout.pieces import Parts
 from ..layout.rows import interval
 from .ahead import Ahead
 from .offload import Crossings, crossings
+from .owners import Holders, Picture, Row, Share, picture, span
 from .precision import Policy, Precision
 from .units import ENDS, ROOT
 
 _ALIGN = 16  # bytes
+
+Shares = Mapping[str, tuple[Axes, Sequence[int]]]
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,12 @@ class Kind:
         return max(1, _ALIGN // self.precision.itemsize)
 
     def __str__(self) -> str:
-        words = ["frozen"] * (not self.trainable) + ["whole"] * self.whole + ["host"] * self.host
-        return " ".join([str(self.precision), *words])
+        return " ".join([str(self.precision), *self.words])
+
+    @property
+    def words(self) -> list[str]:
+        """The properties that are not the usual ones."""
+        return ["frozen"] * (not self.trainable) + ["whole"] * self.whole + ["host"] * self.host
 
 
 @dataclass(frozen=True)
@@ -308,30 +318,77 @@ class Plan:
             )
         return lines
 
+    def holders(self, axes: Axes) -> Holders:
+        """Return the ranks that hold each interval of a partition over these axes."""
+        sizes = dict(self.axes)
+        by_interval = dict[tuple[int, ...], list[int]]()
+        for rank in range(math.prod(sizes.values())):
+            at = dict(zip(sizes, digits(rank, [*sizes.values()]), strict=True))
+            by_interval.setdefault(tuple(at[axis] for axis in axes), []).append(rank)
+        return tuple(tuple(by_interval[at]) for at in sorted(by_interval))
+
+    def rows(self, shares: Shares, units: Iterable[int]) -> list[Row]:
+        """Return what units consist of and who holds it, a row for each kind of equal units.
+
+        Names of equal units differ in numbers alone. `shares` has, by name, the axes over which something is cut, and
+        the bytes of an element of each kind; 0 for kinds that do not have it.
+        """
+        equal = dict[object, list[int]]()
+        for number in units:
+            unit = self.units[number]
+            leaves = [len(self.places.get((number, kind), ())) for kind in range(len(self.kinds))]
+            key = (re.sub(r"\d+", "0", unit.name), unit.lengths, unit.kept, tuple(leaves))
+            equal.setdefault(key, []).append(number)
+        pairs = [(numbers, kind) for numbers in equal.values() for kind in range(len(self.kinds))]
+        holders = {axes: self.holders(axes) for axes in ((), *(axes for axes, _ in shares.values()))}
+        return [self._row(shares, holders, *pair) for pair in pairs if (pair[0][0], pair[1]) in self.places]
+
+    def _row(self, shares: Shares, holders: Mapping[Axes, Holders], units: Sequence[int], number: int) -> Row:
+        kind, first, last = self.kinds[number], self.units[units[0]], self.units[units[-1]]
+        slots = [slot for unit in units for slot in self.places[unit, number]]
+        lengths = {name: self.length(units[0], number, axes) * len(units) for name, (axes, _) in shares.items()}
+        return Row(
+            unit=span(first.name, last.name),
+            num_units=len(units),
+            kind=str(kind),
+            brief=" ".join([kind.precision.brief] * (len({k.precision for k in self.kinds}) > 1) + kind.words),
+            regather=first.regather,
+            leaves=len(slots),
+            elements=sum(slot.numel for slot in slots),
+            nbytes=first.lengths[number] * len(units) * kind.dtype.itemsize,
+            shares={
+                name: Share(holders[self.over(axes, number)], lengths[name] * sizes[number])
+                for name, (axes, sizes) in shares.items()
+                if sizes[number]
+            },
+        )
+
+    def picture(self) -> Picture:
+        """Return who holds what of each unit: what `print` and `fshard.show` show."""
+        trained = [kind.dtype.itemsize * kind.trainable for kind in self.kinds]
+        shares = {
+            "parameters": (self.params_over, [kind.dtype.itemsize for kind in self.kinds]),
+            "gradients": (self.grads_over, [kind.precision.grads.itemsize * kind.trainable for kind in self.kinds]),
+            "state": (self.state_over, trained),
+        }
+        over = {name: ",".join(axes) for name, (axes, _) in shares.items()}
+        regather = {unit.regather for unit in self.units}
+        names = ("params_over", "grads_over", "state_over")
+        words = [f"{name}={axes or '-'}" for name, axes in zip(names, over.values(), strict=True)]
+        words += [f"regather={text}" for text in regather if len(regather) == 1]
+        numel = sum(slot.numel for slot in self.slots)
+        head = f"Plan on {dict(self.axes) or 'one device'}: leaves {len(self.slots):,}, elements {numel:,}"
+        said = {name: f"over {axes}" if axes else "whole on every rank" for name, axes in over.items()}
+        note = "Bytes of a line's units, and of a rank; state: of one tensor (AdamW has two)."
+        return picture(
+            [head, *textwrap.wrap(" ".join(words), 80), note], said, self.rows(shares, range(len(self.units)))
+        )
+
     def __str__(self) -> str:
-        over = {name: ", ".join(axes) or "-" for name, axes in _strategy(self).items()}
-        head = " ".join(f"{name}={axes}" for name, axes in over.items())
-        width = max([len(u.name) for u in self.units] + [4])
-        choices = list(dict.fromkeys(unit.regather for unit in self.units))
-        head += f" regather={' '.join(choices)}" * (len(choices) == 1)
-        lines = [f"Plan on {dict(self.axes) or 'one device'}: {head}"]
-        lines.append(f"{'unit':<{width}}  {'leaves':>6}  {'elements':>12}  {'bytes':>14}  {'bytes per rank':>14}")
-        lines[1] += "  regather" * (len(choices) > 1)
-        slots_of: list[list[Slot]] = [[] for _ in self.units]
-        for slot in self.slots:
-            slots_of[slot.unit].append(slot)
-        for number, (unit, slots) in enumerate(zip(self.units, slots_of, strict=True)):
-            sizes = [k.dtype.itemsize for k in self.kinds]
-            total = sum(length * size for length, size in zip(unit.lengths, sizes, strict=True))
-            on_rank = sum(self.length(number, k, self.params_over) * size for k, size in enumerate(sizes))
-            numel = sum(s.numel for s in slots)
-            lines.append(f"{unit.name:<{width}}  {len(slots):>6}  {numel:>12,}  {total:>14,}  {on_rank:>14,}")
-            lines[-1] += f"  {unit.regather}" * (len(choices) > 1)
-        return "\n".join(lines)
+        return self.picture().text
 
-
-def _strategy(plan: Plan) -> dict[str, Axes]:
-    return {"params_over": plan.params_over, "grads_over": plan.grads_over, "state_over": plan.state_over}
+    def _repr_html_(self) -> str:
+        return self.picture()._repr_html_()
 
 
 def check_plain(name: str, params: Tree) -> None:

@@ -197,6 +197,11 @@ class Precision:
         """The bytes of an element of the narrowest of the dtypes."""
         return min(dtype.itemsize for dtype in vars(self).values())
 
+    @property
+    def brief(self) -> str:
+        """The dtypes of storage and computation: "f32", "f32/bf16"."""
+        return "/".join(map(_name, dict.fromkeys((self.storage, self.compute))))
+
     def __str__(self) -> str:
         words = [str(self.storage).removeprefix("torch.")]
         words += [f"computed in {_name(self.compute)}"] * (self.compute != self.storage)

@@ -24,6 +24,7 @@ from ..layout.pieces import Parameters, Parts, Pieces, Views
 from ..layout.rows import COPIES, Rule
 from ..plan import offload
 from ..plan.leaves import check_tensors, identity
+from ..plan.owners import Picture, picture
 from ..plan.plan import Plan, Slot, check_plain
 from ..plan.planning import with_policy
 from ..plan.precision import Policy
@@ -159,6 +160,19 @@ class Sharded(Parameters, Branch):
             start, low, high = (plan.offset(u, kind, over) for u in (first_unit, *view.units))
             rows.append(row[low - start : high - start])
         return Sharded(view, rows, self._life)
+
+    def picture(self) -> Picture:
+        """Return which ranks hold what of this tree: what `fshard.show` shows."""
+        sizes = [0] * len(self.plan.kinds)
+        for kind, row in zip(self.view.kinds, self.tensors, strict=True):
+            sizes[kind] = row.itemsize
+        over = f"over {', '.join(self.view.over)}" if self.view.over else "whole on every rank"
+        rows = self.plan.rows({"of a rank": (self.view.over, sizes)}, range(*self.view.units))
+        rows = [row for row in rows if row.shares]
+        return picture([f"Sharded on {dict(self.plan.axes) or 'one device'}"], {"of a rank": over}, rows)
+
+    def _repr_html_(self) -> str:
+        return self.picture()._repr_html_()
 
     def __repr__(self) -> str:
         rows = ", ".join(

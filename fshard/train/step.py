@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, SupportsIndex
 
 import torch
@@ -17,6 +17,7 @@ from ..core import tree
 from ..core.arguments import check_flags, check_has, check_positive, check_whole, shown
 from ..core.scalars import beside, wide
 from ..core.storage import Life, addresses
+from ..core.tables import size
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..grad.grad import check_loss, check_sharded
@@ -27,6 +28,7 @@ from ..optim.base import FoundInf, Transform, TransformLike, any_found, as_trans
 from ..optim.kernels import where
 from ..optim.transforms import Labels, check_labelled, check_labels
 from ..plan import offload
+from ..plan.owners import Picture
 from ..sharding.sharded import Sharded, coarsen, in_new_containers, refine
 from . import dynamo
 from .accumulate import Recipe, check_reduce_once, gradients_of_micro_batches
@@ -59,6 +61,16 @@ class TrainState:
         """Make every use of the state, and of what is sharded in it, a DonatedError."""
         tree.give_away((self.params, self.opt_state))
         vars(self).clear()
+
+    def picture(self) -> Picture:
+        """Return which ranks hold what of the parameters, and what each field has here: what `fshard.show` shows."""
+        sizes = {name: sum(x.nbytes for x in tree.leaves(x) if isinstance(x, Tensor)) for name, x in vars(self).items()}
+        plan = self.params.plan.picture()
+        lines = ["TrainState, on this rank: " + ", ".join(f"{name} {size(n)}" for name, n in sizes.items() if n)]
+        return replace(plan, text="\n".join([*lines, plan.text]))
+
+    def _repr_html_(self) -> str:
+        return self.picture()._repr_html_()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         if not vars(self):  # a copy, or a file, would have no fields

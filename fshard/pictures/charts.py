@@ -1,0 +1,119 @@
+"""The memory and the collectives of a graph over its nodes, as tables and as a chart of matplotlib."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..compiler.inspect import Flight, flights
+from ..compiler.lowered import Lowered
+from ..compiler.memory import Footprint
+from ..core.tables import aligned, size
+from ..plan.owners import Picture, shortened, span
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_PURPOSES = {
+    "parameters": "#4c78a8",
+    "optimizer": "#9ecae9",
+    "arguments": "#bab0ac",
+    "gathered": "#f58518",
+    "gradients": "#e45756",
+    "activations": "#54a24b",
+    "results": "#b279a2",
+}
+_KINDS = {"all_gather": "#f58518", "reduce_scatter": "#e45756", "all_reduce": "#54a24b"}
+_OTHERS = "#72609d"  # the colour of other kinds
+_LINES, _LABELS = 10, 30  # the most lines of a table, and names of units beside a chart
+
+
+def chart(lowered: Lowered) -> Picture:
+    """Return the picture of a lowered function; its rows are the collectives."""
+    memory, sent = lowered.memory(), flights(lowered.graph)
+    return Picture("\n".join(_lines(memory, sent)), sent, lambda: _svg(memory, sent))
+
+
+def _lines(memory: Footprint, sent: Sequence[Flight]) -> list[str]:
+    """Tables that fit a screen: the peak by purpose, and the collectives of equal units."""
+    by = sorted(memory.by.items(), key=lambda item: -item[1])
+    head = f"{len(memory.nodes):,} nodes; the peak of memory is {size(memory.peak)}, at {memory.at}:"
+    lines = [head, *aligned([[purpose, size(nbytes)] for purpose, nbytes in by], right={1})]
+    alike = dict[tuple[str, str, str], list[Flight]]()
+    for flight in sent:
+        alike.setdefault((flight.kind, re.sub(r"\d+", "0", flight.unit), flight.axis), []).append(flight)
+    groups = [*alike.values()]
+    rows = [_row(group[0].kind, span(group[0].unit, group[-1].unit), group) for group in groups[:_LINES]]
+    if rest := [flight for group in groups[_LINES:] for flight in group]:
+        rows.append(_row("others", "", rest))
+    title = ["collective", "unit", "axis", "number", "sent", "nodes in flight"]
+    return [*lines, "", *aligned([title, *rows], right={3, 4, 5})]
+
+
+def _row(kind: str, unit: str, group: Sequence[Flight]) -> list[str]:
+    nodes = [flight.wait - flight.start for flight in group]
+    far = f"{min(nodes)} to {max(nodes)}" if len({*nodes}) > 1 else str(nodes[0])
+    sent = size(sum(flight.bytes for flight in group))
+    return [kind, shortened(unit, 24), group[0].axis if unit else "", str(len(group)), sent, far]
+
+
+def _svg(memory: Footprint, sent: Sequence[Flight]) -> str:
+    from matplotlib import rc_context
+
+    text = io.StringIO()
+    with rc_context({"svg.hashsalt": "fshard"}):  # the same text for the same numbers
+        figure(memory, sent).savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
+
+
+def figure(memory: Footprint, sent: Sequence[Flight]) -> Figure:
+    """Return the chart: above the memory by purpose, below a bar for each collective, in the row of its unit."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("show: the chart of a graph needs matplotlib: pip install 'fshard[show]'") from error
+    units = list(dict.fromkeys(flight.unit or "(no label)" for flight in sent))
+    heights = [2.6, 0.5 + 0.19 * min(max(len(units), 1), _LABELS)]
+    result = Figure(figsize=(10, sum(heights) + 1.1), layout="constrained", facecolor="white")
+    above, below = result.subplots(2, 1, sharex=True, height_ratios=heights)
+    _memory(above, memory)
+    _timeline(below, sent, units)
+    below.set_xlabel("node of the graph, in the order of execution")
+    return result
+
+
+def _memory(axes: Axes, memory: Footprint) -> None:
+    used = [purpose for purpose in _PURPOSES if any(purpose in row for row in memory.bytes)]
+    *_, unit = size(memory.peak).split()
+    scale = 1 << 10 * ["B", "KiB", "MiB", "GiB", "TiB", "PiB"].index(unit)
+    layers = [[row.get(purpose, 0) / scale for row in memory.bytes] for purpose in used]
+    numbers, at = range(len(memory.nodes)), memory.nodes.index(memory.at)
+    axes.stackplot(numbers, layers, labels=used, colors=[_PURPOSES[x] for x in used], step="post", linewidth=0)
+    axes.plot([at], [memory.peak / scale], "k.")
+    axes.set_title(f"memory: {size(memory.peak)} at node {at:,}, {memory.at}", fontsize=10, loc="left")
+    axes.set(ylabel=unit, xlim=(0, max(len(numbers) - 1, 1)), ylim=(0, 1.08 * memory.peak / scale or 1))
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+
+
+def _timeline(axes: Axes, sent: Sequence[Flight], units: Sequence[str]) -> None:
+    for kind in dict.fromkeys(flight.kind for flight in sent):
+        of_kind = [flight for flight in sent if flight.kind == kind]
+        axes.barh(
+            [units.index(flight.unit or "(no label)") for flight in of_kind],
+            [flight.wait - flight.start for flight in of_kind],
+            left=[flight.start for flight in of_kind],
+            color=(colour := _KINDS.get(kind, _OTHERS)),
+            edgecolor=colour,  # what takes few nodes is seen, too
+            linewidth=0.8,
+            label=kind,
+        )
+    each = -(-len(units) // _LABELS) or 1
+    axes.set_yticks(range(0, len(units), each), [shortened(name, 28) for name in units[::each]], fontsize=8)
+    axes.set_ylim(max(len(units), 1) - 0.4, -0.6)
+    axes.set_title("collectives: from the node that starts one to the node that waits for it", fontsize=10, loc="left")
+    if sent:
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
