@@ -46,18 +46,20 @@ def _lines(memory: Footprint, sent: Sequence[Flight]) -> list[str]:
     for flight in sent:
         alike.setdefault((flight.kind, re.sub(r"\d+", "0", flight.unit), flight.axis), []).append(flight)
     groups = [*alike.values()]
-    rows = [_row(group[0].kind, span(group[0].unit, group[-1].unit), group) for group in groups[:_LINES]]
+    rows = [_row(group[0].kind, group[0].axis, group) for group in groups[:_LINES]]
     if rest := [flight for group in groups[_LINES:] for flight in group]:
         rows.append(_row("others", "", rest))
-    title = ["collective", "unit", "axis", "number", "sent", "nodes in flight"]
-    return [*lines, "", *aligned([title, *rows], right={3, 4, 5})]
+    title = ["collective", "unit", "axis", "number", "sent", "in flight"]
+    return (
+        [*lines, "", *aligned([title, *rows], right={3, 4}), "in flight: nodes from start to wait"] if sent else lines
+    )
 
 
-def _row(kind: str, unit: str, group: Sequence[Flight]) -> list[str]:
-    nodes = [flight.wait - flight.start for flight in group]
-    far = f"{min(nodes)} to {max(nodes)}" if len({*nodes}) > 1 else str(nodes[0])
-    sent = size(sum(flight.bytes for flight in group))
-    return [kind, shortened(unit, 24), group[0].axis if unit else "", str(len(group)), sent, far]
+def _row(kind: str, axis: str, group: Sequence[Flight]) -> list[str]:
+    nodes, units = {flight.wait - flight.start for flight in group}, list(dict.fromkeys(x.unit for x in group))
+    unit = shortened(span(units[0], units[-1]), 24) if axis else ""
+    far = f"{min(nodes)} to {max(nodes)}" if len(nodes) > 1 else str(*nodes)
+    return [kind, unit, axis, str(len(group)), size(sum(flight.bytes for flight in group)), far]
 
 
 def _svg(memory: Footprint, sent: Sequence[Flight]) -> str:
@@ -76,22 +78,25 @@ def figure(memory: Footprint, sent: Sequence[Flight]) -> Figure:
     except ImportError as error:
         raise ImportError("show: the chart of a graph needs matplotlib: pip install 'fshard[show]'") from error
     units = list(dict.fromkeys(flight.unit or "(no label)" for flight in sent))
-    heights = [2.6, 0.5 + 0.19 * min(max(len(units), 1), _LABELS)]
+    heights = [2.6, *([0.5 + 0.19 * min(len(units), _LABELS)] if units else [])]
     result = Figure(figsize=(10, sum(heights) + 1.1), layout="constrained", facecolor="white")
-    above, below = result.subplots(2, 1, sharex=True, height_ratios=heights)
+    above, *below = result.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     _memory(above, memory)
-    _timeline(below, sent, units)
-    below.set_xlabel("node of the graph, in the order of execution")
+    for axes in below:  # one, unless there is no collective
+        _timeline(axes, sent, units)
+    result.axes[-1].set_xlabel("node of the graph, in the order of execution")
     return result
 
 
 def _memory(axes: Axes, memory: Footprint) -> None:
-    used = [purpose for purpose in _PURPOSES if any(purpose in row for row in memory.bytes)]
+    # without those that are too small to be seen
+    used = [x for x in _PURPOSES if max(row.get(x, 0) for row in memory.bytes) > memory.peak / 500]
     *_, unit = size(memory.peak).split()
     scale = 1 << 10 * ["B", "KiB", "MiB", "GiB", "TiB", "PiB"].index(unit)
     layers = [[row.get(purpose, 0) / scale for row in memory.bytes] for purpose in used]
     numbers, at = range(len(memory.nodes)), memory.nodes.index(memory.at)
-    axes.stackplot(numbers, layers, labels=used, colors=[_PURPOSES[x] for x in used], step="post", linewidth=0)
+    for area in axes.stackplot(numbers, layers, labels=used, colors=[_PURPOSES[x] for x in used], step="post"):
+        area.set(edgecolor="face", linewidth=0.5)  # a peak of one node of thousands is seen, too
     axes.plot([at], [memory.peak / scale], "k.")
     axes.set_title(f"memory: {size(memory.peak)} at node {at:,}, {memory.at}", fontsize=10, loc="left")
     axes.set(ylabel=unit, xlim=(0, max(len(numbers) - 1, 1)), ylim=(0, 1.08 * memory.peak / scale or 1))
@@ -113,7 +118,6 @@ def _timeline(axes: Axes, sent: Sequence[Flight], units: Sequence[str]) -> None:
         )
     each = -(-len(units) // _LABELS) or 1
     axes.set_yticks(range(0, len(units), each), [shortened(name, 28) for name in units[::each]], fontsize=8)
-    axes.set_ylim(max(len(units), 1) - 0.4, -0.6)
+    axes.set_ylim(len(units) - 0.4, -0.6)
     axes.set_title("collectives: from the node that starts one to the node that waits for it", fontsize=10, loc="left")
-    if sent:
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)

@@ -48,7 +48,10 @@ FOLDERS = {
         *("zero_optimizer", "train", "compiler"),
     },
     "pictures": {"core", "plan", "sharding", "train", "compiler"},
-    "cli": {"core", "files", "checkpoint", "testing"},
+    "cli": {
+        *("core", "files", "comm", "plan", "sharding", "optim", "train", "compiler", "module"),
+        *("checkpoint", "testing"),
+    },
 }
 
 # Which modules may name an outside thing, in an import or as an attribute.
