@@ -1,7 +1,10 @@
 """The code that the documents show runs, and the files, tests and notes that they name exist."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 WITHOUT_PYTHON = {"architecture", "benchmarks", "benchmarks_history", "contributing", "from_fsdp", "mutants", "parity"}
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -22,7 +26,7 @@ def test_the_python_of_a_page_runs(page: Path) -> None:
     """A page's Python blocks run one after the other without an error: otherwise readers would copy code that fails."""
     scope: dict[str, object] = {}
     text = page.read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = BLOCK.findall(text)
     assert len(blocks) == text.count("```python")  # the pattern takes every fence; what needs GPUs has "```py"
     # the examples of the API are in docstrings
     assert bool(blocks) == (page.stem not in WITHOUT_PYTHON and page.parent.name != "api")
@@ -32,8 +36,7 @@ def test_the_python_of_a_page_runs(page: Path) -> None:
 
 def test_the_recipes_run_on_ranks() -> None:
     """The recipes run on several ranks as they stand: otherwise they would be recipes for one device."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE | re.DOTALL)
-    code = "".join(blocks)
+    code = "".join(BLOCK.findall((ROOT / "docs" / "recipes.md").read_text()))
     assert code.count("mesh = None") == 1
 
     def on_a_rank(mesh: object) -> torch.Tensor:
@@ -43,6 +46,23 @@ def test_the_recipes_run_on_ranks() -> None:
 
     first, second = simulate(on_a_rank, shard=2)
     assert first == second
+
+
+@pytest.mark.slow
+def test_the_tutorial_is_a_file_for_torchrun(tmp_path: Path) -> None:
+    """The tutorial's blocks are one program, which goes on with two processes: otherwise who pastes them has none."""
+    *blocks, calls, start = BLOCK.findall((ROOT / "docs" / "tutorial.md").read_text())
+    assert "main(None" in calls
+    (tmp_path / "tutorial.py").write_text("\n\n".join([*blocks, start]))
+    printed = []
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]):
+        command = [sys.executable, *launcher, "tutorial.py"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        printed += re.findall(r"epoch (\d): loss ([\d.]+), validation ([\d.]+)", done.stdout)
+    assert [epoch for epoch, *_ in printed] == ["0", "1", "2", "3"]
+    assert float(printed[-1][-1]) < 0.85 * float(printed[0][-1])
 
 
 LINK = r"\]\(([^)#:]+)\)"
