@@ -1,0 +1,200 @@
+"""The recipes of docs/recipes.md that need several ranks, or memory of two kinds, do what the page says."""
+
+import re
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.accelerator import DEVICE, Mesh, on_accelerator
+from support.worlds import simulated
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+import fshard
+from fshard import optim, tree
+from fshard.testing import World, assert_trees_equal, simulate
+
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+
+
+def recipe(title: str, mesh: Any = None) -> dict[str, Any]:
+    """What the first block of the page defines, and the blocks of a section; functions in it are on the mesh."""
+    first, *sections = re.split(r"(?m)^## ", PAGE.read_text())
+    (section,) = (text for text in sections if text.startswith(f"{title}\n"))
+    scope: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", first + section, re.MULTILINE | re.DOTALL):
+        exec(compile(block, "recipes.md", "exec"), scope)
+    scope["mesh"] = mesh
+    return scope
+
+
+def batch_of(*seeds: int) -> dict[str, Tensor]:
+    """Rows that differ by seed, one seed after the other."""
+    made = [torch.Generator().manual_seed(seed) for seed in seeds]
+    x = torch.cat([torch.randn(4, 8, generator=generator) for generator in made])
+    return {"x": x, "y": torch.cat([torch.randint(3, (4,), generator=generator) for generator in made])}
+
+
+def gradients_with_saved_inputs(mesh: Any) -> tuple[list[int], list[tuple[int, ...]]]:
+    """How many gathers a plain loss and that of the recipe have, and the shapes of what goes to the host."""
+    page, shapes, gathers = recipe("Activations in host memory", mesh), list[tuple[int, ...]](), list[int]()
+
+    def to_host() -> saved_tensors_hooks:
+        return saved_tensors_hooks(lambda x: shapes.append(tuple(x.shape)) or x.clone(), lambda x: x)
+
+    def in_host_memory(params: Any, batch: Any) -> Tensor:
+        return page["loss_in_host_memory"](params, batch, to_host)
+
+    params, results = page["sharded"](page["new_params"](), units=["blocks.*"]), list[Any]()
+    for loss in (page["class_loss"], in_host_memory):
+        with fshard.collectives.tally() as records:
+            results.append(fshard.value_and_grad(loss)(params, batch_of(mesh.get_rank())))
+        gathers.append(len(records.select("all_gather")))
+    assert_trees_equal(results[1], results[0])
+    return gathers, shapes
+
+
+def test_activations_in_host_memory_change_no_gradient():
+    """Parameters would go to the host too, a unit would not be gathered again, or a gradient would be wrong."""
+    for gathers, shapes in simulated(gradients_with_saved_inputs):
+        # two blocks and what is after them; a block whose input needs a gradient again, or both that run again
+        assert gathers == [4, 5]
+        assert shapes == [(4, 8)] * 2, "the input of each block, and no parameter"
+
+
+def trained_with_state_on_host(mesh: Any) -> None:
+    page = recipe("Optimizer state in host memory", mesh)
+    tx, loss = page["tx"], page["class_loss"]
+    params = page["sharded"](page["new_params"](), units=["blocks.*"])
+    state, plain = fshard.init_state(params, tx), fshard.train_step(loss, tx)
+    on_host, step = tree.map(torch.clone, state.opt_state), page["train_with_state_on_host"](tx, loss, "cpu")
+    params = tree.map(torch.clone, params)
+    for i in range(3):
+        params, on_host, value = step(params, on_host, batch_of(i, mesh.get_rank()))
+        state, metrics = plain(state, batch_of(i, mesh.get_rank()))
+        assert_trees_equal((params, on_host, value), (state.params, state.opt_state, metrics["loss"]))
+
+
+def test_a_step_with_its_state_on_the_host_is_the_step():
+    """It would train otherwise than a step whose state stays on the device."""
+    simulated(trained_with_state_on_host)
+
+
+def test_the_state_is_on_the_device_for_the_update_alone():
+    """The state would stay on the device, or be updated in host memory, or more would cross than the state."""
+    with on_accelerator() as apart:
+        mesh = Mesh()
+        page = recipe("Optimizer state in host memory")
+        page["mesh"] = mesh
+        whole = tree.map(lambda x: x.to(DEVICE), page["new_params"]())
+        params = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["blocks.*"]))
+        on_host = tree.map(lambda x: x.cpu(), fshard.init_state(params, page["tx"]).opt_state)
+        step = page["train_with_state_on_host"](page["tx"], page["class_loss"], DEVICE)
+        batch = tree.map(lambda x: x.to(DEVICE), batch_of(0))
+        apart.crossed.clear()
+        params, on_host, _ = step(params, on_host, batch)
+    assert {x.device.type for x in tree.leaves(on_host)} == {"cpu"}
+    assert {x.device for x in tree.leaves(params)} == {DEVICE}
+    number = len(tree.leaves(on_host))
+    assert sorted((to, count) for (to, _), count in apart.crossed.items()) == [
+        ("to the device", number),
+        ("to the host", number),
+    ]
+
+
+STEPS, ROUNDS = 2, 2
+
+
+def local_sgd(mesh: Any, start: Any) -> Any:
+    """The common parameters after some rounds of DiLoCo; each rank has other data."""
+    page, rank = recipe("Local SGD and DiLoCo", mesh), mesh.get_rank()
+    data = [batch_of(10 * i + rank) for i in range(STEPS * ROUNDS)]
+    return fshard.gather_params(page["rounds"](start, page["class_loss"], optim.adamw(1e-2), data, STEPS))
+
+
+def plain_local_sgd(loss: Any, start: Any) -> Any:
+    """The same with torch's optimizers on one device: two replicas, each with the rows of two ranks."""
+    common, spec = tree.flatten(start)
+    outer_params = [torch.nn.Parameter(x.clone()) for x in common]
+    outer = torch.optim.SGD(outer_params, 0.7, momentum=0.9, nesterov=True)
+    replicas = [[torch.nn.Parameter(x.clone()) for x in common] for _ in range(2)]
+    optimizers = [torch.optim.AdamW(params, 1e-2) for params in replicas]
+    for i in range(STEPS * ROUNDS):
+        for number, (params, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            rows = batch_of(10 * i + 2 * number, 10 * i + 2 * number + 1)
+            grads = torch.autograd.grad(loss(tree.unflatten(spec, params), rows), params)
+            for x, grad in zip(params, grads, strict=True):
+                x.grad = grad
+            optimizer.step()
+        if (i + 1) % STEPS == 0:
+            for x, *others in zip(outer_params, *replicas, strict=True):
+                x.grad = x.detach() - sum(other.detach() for other in others) / 2
+            outer.step()
+            with torch.no_grad():
+                for params in replicas:
+                    for x, value in zip(params, outer_params, strict=True):
+                        x.copy_(value)
+    return tree.unflatten(spec, [x.detach() for x in outer_params])
+
+
+def test_local_sgd_is_that_of_a_plain_loop():
+    """Replicas would communicate in inner steps, or average otherwise than a loop written down for one device."""
+    page = recipe("Local SGD and DiLoCo")
+    start = page["new_params"]()
+    world = World(replicate=2, shard=2)
+    expected = plain_local_sgd(page["class_loss"], start)
+    for result in world.run(local_sgd, start):
+        torch.testing.assert_close(result, expected)
+    between = [call.kind for call in world.log if call.axis == "replicate"]
+    assert between == ["all_reduce"] * ROUNDS * 2, "one in each outer step, between the first ranks and the second ones"
+
+
+@pytest.mark.parametrize("policy", [None, "storage=bf16"])
+def test_weights_arrive_at_another_mesh(policy):
+    """Generators would have other values than the trainers, or hold more than their part."""
+    page = recipe("Weights for another mesh")
+    whole = page["new_params"]()
+
+    def on_a_rank(mesh: Any) -> Any:
+        part = mesh["shard"]
+        if mesh.get_local_rank("role") == 0:
+            plan = fshard.make_plan(whole, part, units=["blocks.*"])
+            return page["send"](fshard.shard_params(whole, plan), mesh)
+        shapes = tree.map(lambda x: x.to("meta"), whole)
+        received = page["receive"](fshard.make_plan(shapes, part, units=["**.w"], policy=policy), mesh)
+        return fshard.gather_params(received), sum(x.numel() for x in tree.leaves(received))
+
+    for result in World(axes={"role": 2, "shard": 2}).run(on_a_rank)[2:]:
+        values, held = result
+        dtype = torch.bfloat16 if policy else torch.float32
+        assert_trees_equal(values, tree.map(lambda x: x.to(dtype), whole))
+        assert held <= sum(x.numel() for x in tree.leaves(whole)) / 2 + 8
+
+
+def test_the_noise_scale_is_right_in_the_mean():
+    """Over all ways to halve a batch, the mean would not be the covariance and the gradient of its rows."""
+    page = recipe("Gradient noise scale")
+    params, batch, count = page["new_params"](), batch_of(0), 4
+    rows = [
+        tree.leaves(torch.func.grad(page["class_loss"])(params, tree.map(lambda x: x[i : i + 1], batch)))
+        for i in range(count)
+    ]
+    flat = torch.stack([torch.cat([x.flatten() for x in row]) for row in rows]).double()
+    mean = flat.mean(0)
+    noise = (flat - mean).square().sum() / (count - 1)
+
+    def on_a_rank(mesh: Any) -> Tensor:
+        page["mesh"], estimates = mesh, list[Tensor]()
+        sharded = page["sharded"](params, units=["blocks.*"])
+        for first in combinations(range(count), 2):
+            order = [*first, *(i for i in range(count) if i not in first)]
+            mine = [tree.map(lambda x: x[order[i + mesh.get_rank()]][None], batch) for i in (0, 2)]
+            estimates.append(torch.stack(page["noise_scale"](page["class_loss"], sharded, mine, rows=2)))
+        return torch.stack(estimates).double().mean(0)
+
+    for result in simulate(on_a_rank, shard=2):
+        torch.testing.assert_close(
+            result, torch.stack([noise, mean.square().sum() - noise / count]), rtol=1e-4, atol=1e-6
+        )
