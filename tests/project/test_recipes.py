@@ -166,10 +166,9 @@ def test_weights_arrive_at_another_mesh(policy):
         received = page["receive"](fshard.make_plan(shapes, part, units=["**.w"], policy=policy), mesh)
         return fshard.gather_params(received), sum(x.numel() for x in tree.leaves(received))
 
-    for result in World(axes={"role": 2, "shard": 2}).run(on_a_rank)[2:]:
-        values, held = result
-        dtype = torch.bfloat16 if policy else torch.float32
-        assert_trees_equal(values, tree.map(lambda x: x.to(dtype), whole))
+    expected = tree.map(lambda x: x.to(torch.bfloat16 if policy else torch.float32), whole)
+    for values, held in World(axes={"role": 2, "shard": 2}).run(on_a_rank)[2:]:
+        assert_trees_equal(values, expected)
         assert held <= sum(x.numel() for x in tree.leaves(whole)) / 2 + 8
 
 
@@ -177,11 +176,12 @@ def test_the_noise_scale_is_right_in_the_mean():
     """Over all ways to halve a batch, the mean would not be the covariance and the gradient of its rows."""
     page = recipe("Gradient noise scale")
     params, batch, count = page["new_params"](), batch_of(0), 4
-    rows = [
-        tree.leaves(torch.func.grad(page["class_loss"])(params, tree.map(lambda x: x[i : i + 1], batch)))
-        for i in range(count)
-    ]
-    flat = torch.stack([torch.cat([x.flatten() for x in row]) for row in rows]).double()
+
+    def rows(*numbers: int) -> dict[str, Tensor]:
+        return tree.map(lambda x: x[list(numbers)], batch)
+
+    grads = [tree.leaves(torch.func.grad(page["class_loss"])(params, rows(i))) for i in range(count)]
+    flat = torch.stack([torch.cat([x.flatten() for x in row]) for row in grads]).double()
     mean = flat.mean(0)
     noise = (flat - mean).square().sum() / (count - 1)
 
@@ -190,11 +190,10 @@ def test_the_noise_scale_is_right_in_the_mean():
         sharded = page["sharded"](params, units=["blocks.*"])
         for first in combinations(range(count), 2):
             order = [*first, *(i for i in range(count) if i not in first)]
-            mine = [tree.map(lambda x: x[order[i + mesh.get_rank()]][None], batch) for i in (0, 2)]
+            mine = [rows(order[i + mesh.get_rank()]) for i in (0, 2)]
             estimates.append(torch.stack(page["noise_scale"](page["class_loss"], sharded, mine, rows=2)))
         return torch.stack(estimates).double().mean(0)
 
+    expected = torch.stack([noise, mean.square().sum() - noise / count])
     for result in simulate(on_a_rank, shard=2):
-        torch.testing.assert_close(
-            result, torch.stack([noise, mean.square().sum() - noise / count]), rtol=1e-4, atol=1e-6
-        )
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
