@@ -24,6 +24,7 @@ def on_ranks(main: Callable[[Any], object], shard: int = 2) -> None:
     gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     if gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device("cuda")  # where an example makes its tensors
     dist.init_process_group("nccl" if gpus else "gloo")
     main(init_device_mesh("cuda" if gpus else "cpu", (dist.get_world_size(),), mesh_dim_names=("shard",)))
     dist.destroy_process_group()
