@@ -93,8 +93,8 @@ def main(mesh: Any) -> None:
         optim.global_norm(tree.map(torch.sub, state.params, params)) for params in (reference, other.params)
     )
     if mesh.get_rank() == 0:
-        print(f"accuracy of preferences: {before:.3f} before training, {after:.3f} after")
-        print(f"difference of a jitted step, as part of the change: {difference / change:.0e}")
+        print(f"accuracy of preferences: before {before:.3f}, after {after:.3f}")
+        print(f"difference of a jitted step relative to the change: {difference / change:.0e}")
 
 
 if __name__ == "__main__":

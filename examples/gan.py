@@ -81,7 +81,7 @@ def main(mesh: Any) -> None:
         generator, _ = train_generator(generator, real, critic.params)
     after = fshard.evaluate(distance)(generator.params, data(2000))
     if mesh.get_rank() == 0:
-        print(f"distance of mean and covariance to those of the data: {before:.3f} before training, {after:.3f} after")
+        print(f"distance of mean and covariance to those of the data: before {before:.3f}, after {after:.3f}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch.func import grad, vmap
 
 import fshard
 
-STEPS, TASKS, WIDTH, INNER_LR = 300, 32, 40, 0.05  # the tasks are those of one rank
+STEPS, TASKS, WIDTH, INNER_LR = 200, 32, 40, 0.05  # the tasks are those of one rank
 
 
 def tasks(number: int) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ def main(mesh: Any) -> None:
     new = tasks(200)
     losses = [fshard.evaluate(loss)(state.params, new, steps) for steps in (0, 1, 5)]  # means over all ranks
     if mesh.get_rank() == 0:
-        print("loss on new tasks: {:.3f} without adaptation, {:.3f} after one step, {:.3f} after five".format(*losses))
+        print("loss on new tasks: without adaptation {:.3f}, after one step {:.3f}, after five {:.3f}".format(*losses))
 
 
 if __name__ == "__main__":

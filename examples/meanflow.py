@@ -70,8 +70,8 @@ def main(mesh: Any) -> None:
         state, _ = step(state, data(ROWS))
     after, velocity = mean_distance(state.params, 0.0), mean_distance(state.params, 1.0)
     if mesh.get_rank() == 0:
-        print(f"energy distance of one-step samples to the data: {before:.3f} before training, {after:.3f} after")
-        print(f"with the velocity at t = 1 instead of the mean velocity: {velocity:.3f}")
+        print(f"energy distance of one-step samples to the data: before {before:.3f}, after {after:.3f}")
+        print(f"the same with the velocity at t = 1 in place of the mean velocity: {velocity:.3f}")
 
 
 if __name__ == "__main__":
