@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import tree
-from ..core.arguments import call_site, check_function, frame_of
+from ..core.arguments import call_site, check_function, frame_of, line_of
 from ..core.random import draws
 from ..core.storage import address
 from ..core.tracing import Marked, kind_of, mark
@@ -420,4 +420,4 @@ def _forward_mode(where: str) -> TraceError:
 def _site(failure: BaseException) -> str:
     """Return file, line number and text of the innermost line of user code, or of the innermost line if none is."""
     frame = frame_of(failure)
-    return f"{frame.filename}:{frame.lineno} ({frame.line})"
+    return f"{line_of(frame.filename, frame.lineno)} ({frame.line})"

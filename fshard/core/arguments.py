@@ -162,7 +162,14 @@ def call_site(frame: FrameType | None = None) -> str:
     frame = frame or sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USER):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return line_of(frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_of(file: str, number: int | None) -> str:
+    """Return "file:line"; in a notebook "Cell In[5]:line", as IPython does: the file of a cell has no name to know."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cell = shell and shell.compile.format_code_name(file)
+    return f"{' '.join(cell) if cell else file}:{number}"
 
 
 def frame_of(failure: BaseException) -> traceback.FrameSummary:

@@ -30,7 +30,7 @@ from ..comm.consensus import rows_of_bytes
 from ..comm.mesh import AnyMesh, Mesh, ProcessMesh, adapted
 from ..comm.primitives import along
 from ..comm.ranks import MismatchError, Ranks, tally
-from ..core.arguments import call_site, frame_of
+from ..core.arguments import call_site, frame_of, line_of
 from .links import Link, listen
 from .rendezvous import links_to
 
@@ -180,7 +180,7 @@ def _read(text: str, peer: int) -> _Status:
 
 def _raised(number: int, failure: BaseException) -> _Status:
     frame, text = frame_of(failure), f"{type(failure).__name__}: {failure}"
-    return _Status(number, _RAISED, text[:_LONGEST], f"{frame.filename}:{frame.lineno}")
+    return _Status(number, _RAISED, text[:_LONGEST], line_of(frame.filename, frame.lineno))
 
 
 def _difference(statuses: Mapping[int, _Status]) -> str | None:
