@@ -126,8 +126,10 @@ def sections(name: str) -> dict[str, list[str]]:
 
 
 def cell(lines: list[str]) -> str:
-    """Code in a cell of a table, without annotations."""
-    return "<br>".join(f"`{re.sub(': Any| -> Any', '', line)}`" for line in lines)
+    """Code in a cell of a table, without annotations. Spaces before code are outside it: inside, a site drops them."""
+    spaces = [len(line) - len(line.lstrip()) for line in lines]
+    code = [re.sub(": Any| -> Any", "", line.lstrip()) for line in lines]
+    return "<br>".join(f"{'&nbsp;' * n}`{line}`" for n, line in zip(spaces, code, strict=True))
 
 
 def table() -> str:
