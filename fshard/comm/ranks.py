@@ -218,12 +218,16 @@ class Whole(Protocol):
 
 
 class Ranks(Protocol):
-    """The ranks along one axis of a mesh, as one of them sees them."""
+    """The ranks along one axis of a mesh, as one of them sees them.
+
+    `axis` is its name, `rank` the number of this rank along it, `size` the number of ranks, `device` where received
+    tensors are made if no place is given.
+    """
 
     axis: str
     rank: int
     size: int
-    device: torch.device  # where received tensors are made if no place is given
+    device: torch.device
 
     @property
     def built_in(self) -> object:

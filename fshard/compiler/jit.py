@@ -127,8 +127,8 @@ def jit(
     - `donate`: reuse the memory of the first argument for the first result, which must have the same structure.
     - `backend`: the name of a backend of torch.compile.
     - `in_flight`: start gathers of parameters early, up to this many bytes ahead; 0 means one unit ahead.
-    - `bucket`: merge consecutive collectives of one kind, up to this many bytes; 0 merges none. What is merged is in
-      memory together. Results have the same bits: sums are element by element, in the order of ranks.
+    - `bucket`: merge consecutive collectives of one kind, up to this many bytes (by default 1 MiB); 0 merges none. What
+      is merged is in memory together. Results have the same bits: sums are element by element, in the order of ranks.
 
     Gradients cannot be taken through a jitted function from outside: put the gradient inside.
 

@@ -54,7 +54,8 @@ def zero(
       which are summed over the whole mesh into each rank's part (ZeRO-2); an update is then skipped on all ranks if
       `found_inf` is 1 on any rank.
     - `over`: the mesh axes to partition along; by default "shard", or all axes if the mesh has no such axis.
-    - `bucket`: a number of bytes (the mean, if leaves have several dtypes). A bucket ends with the leaf that fills it.
+    - `bucket`: a number of bytes (the mean, if leaves have several dtypes), by default 16 MiB. A bucket ends with the
+      leaf that fills it.
     - `block`: a number of elements, as in `make_plan`.
 
     Do not wrap an optimizer of `Sharded` parameters: its state is partitioned already, and `init` raises TypeError.
