@@ -44,7 +44,8 @@ def members(options: str) -> list[str]:
 def test_every_public_name_is_on_one_page() -> None:
     """A public name would be on no page of the API, or on two, or a page would name what does not exist."""
     shown = Counter(id(pkgutil.resolve_name(path)) for path, _ in BLOCKS)
-    assert [name for name, value in public() if shown[id(value)] != 1] == []
+    wrong = [name for name, value in public() if shown[id(value)] != 1]
+    assert not wrong, f"a page of docs/api/ must have, once: {', '.join(f'::: {name}' for name in wrong)}"
     assert max(shown.values()) == 1
     listed = [(path, name) for path, options in BLOCKS for name in members(options)]
     assert [f"{path}.{name}" for path, name in listed if not hasattr(pkgutil.resolve_name(path), name)] == []
