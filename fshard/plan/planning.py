@@ -80,7 +80,7 @@ def make_plan(
     - `policy`: the dtypes in which floating leaves are stored, computed with and reduced (a `Policy`, or its text).
     - `param_wire`, `grad_wire`: how shards and gradients are encoded to be sent (`fshard.wire`).
     - `together`: all dtypes of a unit are gathered in one message.
-    - `gather`: an object whose `all_gather` gathers the shards of parameters (`fshard.reduction.Gather`).
+    - `gather`: an object that gathers the shards of parameters (`fshard.reduction.Gather`).
     - `prefetch`: how many units are gathered ahead of the one that is computed with, in forward and backward, and how
       many are reduced behind it. The buffers of one unit more are in memory. By default one, and more where units are
       of unequal sizes: as many as fit into the memory of two of the largest (Note [Two units] in `ahead.py`).

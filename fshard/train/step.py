@@ -145,7 +145,7 @@ def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
 
 @tree.constant
 class Step:
-    """A step, which torch.compile takes as one call (Note [torch.compile])."""
+    """What `train_step` returns: torch.compile takes it as one call (Note [torch.compile])."""
 
     def __init__(self, run: Callable[..., tuple[TrainState, dict[str, Tree]]], with_extra: bool):
         self.run, self.with_extra = run, with_extra
