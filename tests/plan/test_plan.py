@@ -408,17 +408,20 @@ def test_one_rank_gives_its_values_to_all():
 
 
 def test_a_plan_prints_as_a_table():
-    """`print(plan)` would not show units, leaves, elements and bytes."""
+    """`print(plan)` would not show the strategy, units, and the bytes of a rank."""
 
     def run(mesh: Any) -> str:
-        return str(make_plan({"a": counting(100), "b": [counting(3), counting(4)]}, mesh, units="b"))
+        return str(make_plan({"a": counting(100), "b": [counting(3), counting(4)]}, mesh, units="b", params_over=()))
 
-    head, columns, *rows = simulated(run, shard=2)[0].splitlines()
-    assert "'shard': 2" in head
-    assert "params_over=shard" in head
-    assert "regather=True" in head
-    assert columns.split() == ["unit", "leaves", "elements", "bytes", "bytes", "per", "rank"]
-    assert [row.split() for row in rows] == [["(first)", "1", "100", "416", "208"], ["b", "2", "7", "32", "16"]]
+    assert simulated(run, shard=2)[0].splitlines() == [
+        "Plan on {'shard': 2}: leaves 3, elements 107",
+        "params_over=- grads_over=shard state_over=shard regather=True",
+        "Bytes of a line's units, and of a rank; state: of one tensor (AdamW has two).",
+        "unit     bytes  parameters  gradients  state",
+        "(first)  416 B       416 B      208 B  208 B",
+        "b         32 B        32 B       16 B   16 B",
+        "total    448 B       448 B      224 B  224 B",
+    ]
 
 
 ERRORS = {

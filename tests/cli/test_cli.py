@@ -1,0 +1,175 @@
+"""The command `fshard`: what docs/cli.md shows is what it prints; plans by import path and of files; errors; JSON."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import fshard
+from fshard.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "cli.md"
+CONSOLE = re.compile(r"(?ms)^```console\n(.*?)^```")
+MODEL = """
+import torch
+def build():
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))})
+    model["head"] = torch.nn.Linear(8, 3).requires_grad_(False)
+    return model
+def tree(): return {"w": torch.empty(1 << 50)}
+def number(): return 3
+def broken(): raise ValueError("two\\nlines")
+"""
+
+
+def shown(page: str) -> str:
+    """The page with the outputs of its commands as they are now; they run in the working directory."""
+    (block,) = re.findall(r"(?ms)^```python\n(.*?)^```", page)
+    Path("my_model.py").write_text(block)
+    scope: dict[str, Any] = {}
+    exec(block, scope)
+    scope["train"]()
+    return CONSOLE.sub(lambda found: f"```console\n{printed(found[1])}```", page)
+
+
+def printed(block: str) -> str:
+    """The commands of a block, each with what it prints."""
+    lines = []
+    for command in re.findall(r"(?m)^\$ fshard (.*)$", block):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert main(shlex.split(command)) == 0
+        lines += [f"$ fshard {command}", out.getvalue()]
+    return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty working directory, from which modules are imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("my_model", None)
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """The exit status of a command, and what it prints."""
+    status = main(args)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_the_page_shows_what_commands_print(here):
+    """Readers would see other tables than they get: write the page anew with python tests/cli/test_cli.py."""
+    page = PAGE.read_text()
+    assert len(CONSOLE.findall(page)) == 4
+    assert shown(page) == page
+
+
+def test_a_plan_of_a_module(here, capsys):
+    """The bytes of a rank would not be those of the plan and of the state that a rank makes."""
+    (here / "my_model.py").write_text(MODEL)
+    args = ["plan", "my_model:build", "--units", "layers.*", "--mesh", "replicate=2", "shard=4", "--params-over"]
+    status, out, err = run(capsys, *args, "--json")
+    said = json.loads(out)
+    assert (status, err, said["mesh"]) == (0, "", {"replicate": 2, "shard": 4})
+    assert (said["params_over"], said["grads_over"], said["state_over"]) == ([], ["shard"], ["shard"])
+    blocks, head = said["units"]
+    assert (blocks["unit"], blocks["num_units"], blocks["leaves"], blocks["elements"]) == ("layers.0 ... 3", 4, 8, 288)
+    padded = 4 * 96 * 4  # 72 elements are padded to a multiple of 8 ranks times 16 bytes
+    assert blocks["shares"] == {"parameters": padded, "gradients": padded // 4, "state": padded // 4}
+    assert (head["kind"], [*head["shares"]]) == ("float32 frozen", ["parameters"])
+    whole = padded + head["nbytes"]
+    moments = 2 * padded // 4
+    assert said["rank"] == {"parameters": whole, "gradients": padded // 4, "optimizer state": moments + 4}
+    assert main(args) == 0
+    assert "optimizer state 772 B\n" in capsys.readouterr().out
+    assert run(capsys, *args, "--optimizer", "sgd", "--json")[1].count('"optimizer state": 4}') == 1
+
+
+def test_a_plan_of_files_reads_headers_alone(here, capsys):
+    """A file whose data is larger than the disk could not be planned for, or the plan would be of other tensors."""
+    tensors = {"a.0.w": torch.ones(6, 4), "a.1.w": torch.ones(6, 4), "n": torch.ones(3, dtype=torch.int64)}
+    save_file(tensors, "x.safetensors")
+    header = Path("x.safetensors").read_bytes()[: -2 * 96 - 24]
+    with open("model.safetensors", "wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 2 * 96 + 24)  # of zeros, which are not read
+    status, out, _ = run(capsys, "plan", ".", "--units", "a.*", "--mesh", "shard=2", "--json")
+    assert status == 0
+    rows = json.loads(out)["units"]
+    assert [(row["unit"], row["leaves"], row["kind"]) for row in rows] == [
+        ("(first)", 1, "int64 frozen"),  # a file has large elements first
+        ("a.0 ... 1", 2, "float32"),
+    ]
+
+
+def test_a_model_that_no_host_has_room_for(here, capsys):
+    """A model of petabytes would be made, or its numbers would be cut off."""
+    (here / "my_model.py").write_text(MODEL)
+    status, out, _ = run(capsys, "plan", "my_model:tree", "--mesh", "shard=1024")
+    assert status == 0
+    assert "(root)  4.00 PiB    4.00 TiB   4.00 TiB  4.00 TiB\n" in out
+
+
+ERRORS = {
+    "nothing there": (["plan", "nothing"], "fshard plan: nothing: expected MODULE:FUNCTION, or the path of a file"),
+    "no module": (["plan", "no_such:build"], "fshard plan: model no_such:build: expected MODULE:FUNCTION"),
+    "no tree": (["plan", "my_model:number"], "fshard plan: leaf '': expected a tensor, got int"),
+    "an error of two lines": (["plan", "my_model:broken"], "fshard plan: two lines"),
+    "mesh": (["plan", "my_model:build", "--mesh", "shard"], "fshard plan: --mesh shard: expected the name of an axis"),
+    "units": (["plan", "my_model:build", "--units", "x"], "fshard plan: units: the pattern 'x' matches nothing"),
+    "no checkpoint": (["inspect", "."], ": there is no checkpoint, nor a part of one\n"),
+    "no recording": (["replay", ".", "--step", "my_model:build"], "expected recorded steps"),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_is_one_line_on_stderr(error, here, capsys):
+    """A script would take an error for output, or the status for success; a person would see a traceback."""
+    (here / "my_model.py").write_text(MODEL)
+    args, text = ERRORS[error]
+    status, out, err = run(capsys, *args)
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert text in err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command(command, capsys):
+    """Help would have no example, or not say what an exit status means."""
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    assert f"\n  fshard {command} " in text
+    assert "\nExit status: 0" in text
+    assert "--json" in text
+
+
+def test_the_command_and_the_module_are_one():
+    """`fshard` would be another program than `python -m fshard`, or there would be none."""
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["fshard"]
+    assert script == f"{main.__module__}:{main.__name__}"
+    done = subprocess.run([sys.executable, "-m", "fshard"], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr.splitlines()[0][:13]) == (2, "usage: fshard")
+    assert Path(fshard.__file__).parent == ROOT / "fshard"
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        PAGE.write_text(shown(text))
