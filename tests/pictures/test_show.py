@@ -1,7 +1,9 @@
 """`fshard.show`: the numbers of pictures are those of plans, states and graphs; nothing is cut off or overlaps."""
 
 import itertools
+import runpy
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ import fshard
 from fshard import AbstractMesh, optim
 from fshard.core import tree
 from fshard.pictures.charts import figure
+
+ROOT = Path(__file__).parents[2]
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "everything": {},
@@ -154,6 +158,12 @@ def test_a_chart_has_the_numbers_of_the_graph(mesh):
         assert units == {flight.unit for flight in shown.rows}
     assert f"the peak of memory is {memory.peak / 1024:.3g}"[:27] in str(shown)
     assert max(map(len, str(shown).splitlines())) <= 80
+
+
+def test_the_page_has_the_picture_of_its_plan():
+    """docs/cli.md would show another plan than that of its table: draw it anew with python tools/pictures.py."""
+    drawn = runpy.run_path(str(ROOT / "tools" / "pictures.py"))["plan_picture"]()
+    assert (ROOT / "docs" / "plan.svg").read_text() == drawn
 
 
 def test_a_notebook_shows_text_and_picture():
