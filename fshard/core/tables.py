@@ -27,5 +27,5 @@ def size(nbytes: int) -> str:
     """
     unit = min(max(nbytes.bit_length() - 1, 0) // 10, 5)
     number = nbytes / (1 << 10 * unit)
-    digits = 0 if unit == 0 or number >= 99.95 else 1 if number >= 9.995 else 2
+    digits = (unit > 0) * (2 - (number >= 9.995) - (number >= 99.95))
     return f"{number:.{digits}f} {['B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB'][unit]}"

@@ -414,7 +414,7 @@ def test_a_plan_prints_as_a_table():
         return str(make_plan({"a": counting(100), "b": [counting(3), counting(4)]}, mesh, units="b", params_over=()))
 
     assert simulated(run, shard=2)[0].splitlines() == [
-        "Plan on {'shard': 2}: leaves 3, elements 107",
+        "Plan on {'replicate': 1, 'shard': 2}: leaves 3, elements 107",
         "params_over=- grads_over=shard state_over=shard regather=True",
         "Bytes of a line's units, and of a rank; state: of one tensor (AdamW has two).",
         "unit     bytes  parameters  gradients  state",
