@@ -14,6 +14,7 @@ from ..comm.dtensors import is_sharded, sharding
 from ..comm.mesh import AnyMesh, adapted, axis_sizes, coordinate, num_ranks, rank_in
 from ..core import tree
 from ..core.arguments import shown
+from ..core.differences import Form, unreadable
 from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..files.checksum import checksum
@@ -21,7 +22,6 @@ from ..files.index import Json, rank_key
 from ..files.safetensors_file import CHUNK, check_fits
 from ..layout.cuts import EVERYONE
 from ..layout.pieces import Parts, pieces, typed
-from ..sharding.names import Form
 from ..sharding.sharded import Sharded
 
 _SMALL = 1 << 18  # elements: larger parts that several ranks have are split between them, others written by one
@@ -144,8 +144,8 @@ def contents_to_save(state: Tree, mesh: AnyMesh) -> Contents:
     """Return what a state to save consists of. ValueError also for a leaf on meta, which has no values."""
     contents = contents_of(state, "save", mesh)
     for part in contents.parts:
-        if part.elements.is_meta:
-            raise ValueError(f"save: leaf {part.name!r}: expected a tensor with values, got one on meta")
+        if reason := unreadable(part.name, part.elements):
+            raise ValueError(f"save: leaf {reason}")
     return contents
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -18,13 +18,14 @@ from ..comm.dtensors import is_sharded, sharding
 from ..comm.mesh import rank_in
 from ..core import tree
 from ..core.arguments import check_path, check_whole, shown, wrong
+from ..core.differences import Form, Wanted, differences, unreadable
 from ..core.foreign import legible, open_file
 from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..files.hugging_face import Leaf, entries_at, finish, new_files, put, remove_partial
 from ..files.safetensors_file import Entry, check_fits, read_chunks
 from ..plan.plan import Plan, Slot, check_plain
-from ..sharding.names import Form, Rename, form_difference, name_differences, renamed, unreadable
+from ..sharding.names import Rename, renamed
 from ..sharding.sharded import Sharded, cut, empty_params, gather_unit, intervals
 from ..sharding.state_dict import check_sharded, check_whole_tree
 
@@ -53,11 +54,11 @@ def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | 
     if not isinstance(plan, Plan):
         raise TypeError(wrong("load_safetensors: plan", plan, "what fshard.make_plan gives"))
     mesh, sharded = plan.live_mesh(), empty_params(plan, plan.device)
-    names = sharded.view.names()
-    there, given = consensus.together(mesh, lambda: _entries(path, plan, names, rename), _REMEDY)
+    wanted = sharded.view.wanted()
+    there, given = consensus.together(mesh, lambda: _entries(path, wanted.values(), rename), _REMEDY)
     lines = "\n".join(map(str, there.values()))
     consensus.check_same(mesh, lines, f"load_safetensors: {path}", _REMEDY)
-    entry_of = {slot: [given[name] for name in names[slot] if name in given] for slot in names}
+    entry_of = {slot: [given[name] for name in leaf.names if name in given] for slot, leaf in wanted.items()}
     reads = sorted(_reads(sharded, entry_of), key=attrgetter("again", "file", "start"))
     consensus.together(mesh, lambda: _read(reads), _REMEDY)
     return sharded
@@ -68,27 +69,16 @@ _FILE = "the path of a file or directory"
 
 
 def _entries(
-    path: str | os.PathLike[str], plan: Plan, names: Mapping[Slot, Sequence[str]], rename: Rename | None
+    path: str | os.PathLike[str], wanted: Iterable[Wanted], rename: Rename | None
 ) -> tuple[dict[str, Entry], dict[str, Entry]]:
     """The tensors of the files by their names there, and those that the plan needs by its names."""
     folder = check_path("load_safetensors: path", path, _FILE)
     there = entries_at(folder)
     given = {name: there[origin] for name, origin in renamed(there, rename).items()}
-    if differences := [*_differences(plan, names, given)]:
-        raise ValueError(f"load_safetensors: {folder}: " + "; ".join(differences))
+    forms = {name: Form(x.shape, x.dtype) if x.dtype else f"{x.kind}, no dtype of torch" for name, x in given.items()}
+    if found := [*differences(wanted, forms)]:
+        raise ValueError(f"load_safetensors: {folder}: " + "; ".join(found))
     return there, given
-
-
-def _differences(plan: Plan, names: Mapping[Slot, Sequence[str]], given: Mapping[str, Entry]) -> Iterator[str]:
-    """Say how tensors in files, by their names in the plan, differ from what the leaves of the plan need."""
-    yield from name_differences(names.values(), given)
-    for slot, tied in names.items():
-        form = Form(slot.shape, plan.kinds[slot.kind].dtype)
-        for name, entry in ((name, given[name]) for name in tied if name in given):
-            if entry.dtype is None:
-                yield f"{name!r}: expected a dtype of torch, got {entry.kind}"
-            elif difference := form_difference(name, form, Form(entry.shape, entry.dtype)):
-                yield difference
 
 
 class _Read(NamedTuple):
@@ -110,7 +100,7 @@ def _reads(into: Sharded, entry_of: Mapping[Slot, Sequence[Entry]]) -> Iterator[
         for slot, begin, end, start in intervals(plan, unit, kind, plan.params_over):
             first = entry_of[slot][0]
             for entry in entry_of[slot]:
-                assert entry.dtype is not None  # `_differences` has refused it
+                assert entry.dtype is not None  # `_entries` has refused it
                 at = entry.start + begin * entry.dtype.itemsize
                 out, names = row[start : start + end - begin], (entry.name, first.name)
                 yield _Read(entry is not first, entry.file, at, entry.dtype, out, names)

@@ -19,6 +19,7 @@ from ..comm import consensus
 from ..comm.mesh import AnyMesh, mesh_device
 from ..core import tree
 from ..core.arguments import check_flags, is_number
+from ..core.differences import Form, equal_values, form_difference, name_differences
 from ..core.foreign import legible
 from ..core.storage import from_bytes
 from ..core.tree import Tree
@@ -30,7 +31,7 @@ from ..files.places import Place, Reader
 from ..files.safetensors_file import CHUNK
 from ..files.torch_dcp import located
 from ..layout.pieces import Parts, mesh_of
-from ..sharding.names import Form, Rename, form_difference, name_differences
+from ..sharding.names import Rename
 from ..sharding.names import origins as names_by_new
 from .contents import Contents, Part, check_same_call, contents_of
 
@@ -329,9 +330,5 @@ def _read(file: Reader, read: _Read, where: str, buffer: bytearray) -> None:
         out = read.out[(low - first) // size : (high - first) // size]
         if not read.unlike:
             out.copy_(values)
-        elif not _are_equal(out, values.to(out)):
+        elif not equal_values(out, values.to(out)):
             raise CheckpointError(f"{where}: leaf {read.name!r}: {read.unlike}")
-
-
-def _are_equal(a: Tensor, b: Tensor) -> bool:
-    return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is equal to NaN here

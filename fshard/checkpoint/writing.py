@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..core.differences import Form
 from ..core.foreign import parsed
 from ..files.checksum import checksum
 from ..files.directory import INDEX, folder, index_at, read_all
@@ -29,7 +30,6 @@ from ..files.index import (
 )
 from ..files.places import Place
 from ..files.safetensors_file import CHUNK, copied_into, header, laid_out
-from ..sharding.names import Form
 from .contents import Contents
 from .host_copies import in_host_memory
 

@@ -23,6 +23,8 @@ import torch.utils._cxx_pytree  # noqa: F401
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from .differences import lacking
+
 _NAMESPACE = "torch"
 # A tree of any node types: Python cannot say more of its type. `Any` without this name is not a tree.
 Tree: TypeAlias = Any
@@ -350,11 +352,8 @@ def difference(expected: Tree, got: Tree) -> str:
     """
     if type(expected) is not type(got):
         return f"expected a {type(expected).__name__}, got a {type(got).__name__}"
-    wanted, present = (paths(flatten(tree)[1]) for tree in (expected, got))
-    missing, extra = ([p for p in a if p not in b] for a, b in ((wanted, set(present)), (present, set(wanted))))
-    if not missing and not extra:
-        return "the leaves have the same paths, in other containers or laid out by another plan"
-    return f"it lacks {missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} besides"
+    same = "the leaves have the same paths, in other containers or laid out by another plan"
+    return lacking(*(paths(flatten(tree)[1]) for tree in (expected, got))) or same
 
 
 def matches(path: Sequence[str], pattern: str) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..core.differences import lacking
 from ..core.foreign import parsed, read_text
 from .places import flush, is_file_name, naming
 from .safetensors_file import PICKLES, Entry, header, laid_out, read_entries, write_tensor
@@ -42,17 +43,13 @@ def entries_at(path: Path) -> dict[str, Entry]:
 def indexed(raw: Mapping[str, object], index: object, read: Callable[[str], dict[str, Entry]]) -> dict[str, Entry]:
     """Return the tensors of the files that an index lists; errors call it `index`, and `read` reads one file."""
     file_of = _weight_map(raw, index)
-    entries, names_of = dict[str, Entry](), dict[str, set[str]]()
+    entries, names_of = dict[str, Entry](), dict[str, list[str]]()
     for name, file in file_of.items():
-        names_of.setdefault(file, set()).add(name)
+        names_of.setdefault(file, []).append(name)
     for file, listed in names_of.items():
         there = read(file)
-        if there.keys() != listed:
-            lacks, more = (sorted(map(repr, names))[:8] for names in (listed - there.keys(), there.keys() - listed))
-            raise ValueError(
-                f"{index}: {file} has other tensors: it lacks {', '.join(lacks) or 'none'}, "
-                f"and has {', '.join(more) or 'none'} besides"
-            )
+        if difference := lacking(listed, there):
+            raise ValueError(f"{index}: {file} has other tensors: {difference}")
         entries |= there
     return entries
 

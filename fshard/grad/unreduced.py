@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from ..core import tree
+from ..core.differences import form_difference, listed, unreadable
 from ..core.tree import Tree
 from ..layout.pieces import Unreduced
 from ..plan.plan import check_plain
-from ..sharding.names import Form, form_difference
 from ..sharding.sharded import Sharded, pack
 from .grad import check_sharded, empty_grads
 
@@ -40,8 +39,8 @@ def unreduced(grads: Tree, params: Sharded) -> Unreduced:
     check_plain("grads", grads)
     flat, spec = tree.flatten(grads)
     by_name = dict(zip(tree.paths(spec), flat, strict=True))
-    if differences := [*_differences(params, by_name)]:
-        raise ValueError("unreduced: " + "; ".join(differences))
+    if found := [*_differences(params, by_name)]:
+        raise ValueError("unreduced: " + "; ".join(found))
     local = empty_grads(params, (), local=True)  # (n,) for each trainable kind
     for (unit, kind), slots in plan.places.items():
         if kind in local.view.kinds:
@@ -62,18 +61,14 @@ def _sum(grads: Sequence[Tensor]) -> Tensor:
 
 def _differences(params: Sharded, grads: Mapping[str, object]) -> Iterator[str]:
     """Say how gradients by name differ from what the trainable leaves of parameters need."""
-    names = params.trainable.view.names()
+    wanted = params.trainable.view.wanted().values()
     known, trained = ({name for tied in x.view.names().values() for name in tied} for x in (params, params.trainable))
-    if missing := [tied[0] for tied in names.values() if not any(name in grads for name in tied)]:
-        yield f"{len(missing)} leaves have no gradient: {', '.join(map(repr, missing[:8]))}. One that is 0 is zeros"
+    if missing := [leaf.names[0] for leaf in wanted if not any(name in grads for name in leaf.names)]:
+        yield f"{len(missing)} leaves have no gradient: {listed(missing)}. One that is 0 is zeros"
     if unknown := [name for name in grads if name not in known]:
-        yield f"{len(unknown)} gradients are of no parameter: {', '.join(map(repr, unknown[:8]))}"
+        yield f"{len(unknown)} gradients are of no parameter: {listed(unknown)}"
     if frozen := [name for name in grads if name in known - trained]:
-        yield f"{len(frozen)} gradients are of frozen leaves: {', '.join(map(repr, frozen[:8]))}. Pass None, or nothing"
-    for slot, tied in names.items():
-        form = Form(slot.shape, params.plan.kinds[slot.kind].dtype)
-        for name, grad in ((name, grads[name]) for name in tied if name in grads):
-            if difference := form_difference(name, form, grad):
-                yield difference + ". Sum over the samples first" * (getattr(grad, "shape", ())[1:] == slot.shape)
-            elif isinstance(grad, Tensor) and (grad.is_meta or grad.layout is not torch.strided):
-                yield f"{name!r}: expected a dense tensor with values, got one on {grad.device}, {grad.layout}"
+        yield f"{len(frozen)} gradients are of frozen leaves: {listed(frozen)}. Pass None, or nothing"
+    for name, form in ((name, leaf.form) for leaf in wanted for name in leaf.names if name in grads):
+        if difference := form_difference(name, form, grads[name]) or unreadable(name, grads[name]):
+            yield difference + ". Sum over the samples first" * (getattr(grads[name], "shape", ())[1:] == form.shape)

@@ -21,6 +21,7 @@ from ..comm.dtensors import check_no_rank, device_mesh, dtensor_of, is_sharded, 
 from ..comm.mesh import AnyMesh, axis_sizes, mesh_device, num_ranks, rank_in
 from ..core import tree
 from ..core.arguments import check_flags, check_whole, check_word, wrong
+from ..core.differences import Form, Wanted, differences, listed
 from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..layout.cuts import EVERYONE, Span
@@ -185,31 +186,26 @@ def _check(whole: Mapping[str, Tensor] | None, like: Tree, kept: Set[str]) -> No
     if not isinstance(whole, Mapping):
         order = "The order is shard_state(whole, like)"
         raise TypeError(f"shard_state: {wrong('whole', whole, 'a dict of tensors, as gather_state returns', order)}")
-    for key, shape, dtype in (entry for entry in _forms(like) if entry[0] not in kept):
-        if key not in whole:
-            raise ValueError(f"shard_state: the state lacks {key!r}; it has {list(whole)[:6]} and so on")
-        check_tensor(f"shard_state: {key!r}", whole[key], "a tensor")
-        if tuple(whole[key].shape) != shape:
-            raise ValueError(f"shard_state: {key!r}: expected shape {list(shape)}, got {list(whole[key].shape)}")
-        # a count may be an integer in one and a float in the other: it is the same number
-        if shape and _kind(whole[key].dtype) != _kind(dtype):
-            expected = f"expected {_kind(dtype)} numbers ({dtype})"
-            raise ValueError(f"shard_state: {key!r}: {expected}, got {whole[key].dtype}")
+    forms = {key: form for key, form in _forms(like) if key not in kept}
+    given = {key: whole[key] for key in forms if key in whole}
+    for key, x in given.items():
+        check_tensor(f"shard_state: {key!r}", x, "a tensor")
+        if not forms[key].shape:  # a count may be an integer in one and a float in the other: it is the same number
+            forms[key] = Form((), x.dtype)
+    if found := [*differences((Wanted([key], form) for key, form in forms.items()), given)]:
+        there = f". The state has {listed([*whole]) or 'nothing'}" * (len(given) < len(forms))
+        raise ValueError(f"shard_state: {'; '.join(found)}{there}")
 
 
-def _kind(dtype: torch.dtype) -> str:
-    return "complex" if dtype.is_complex else "floating-point" if dtype.is_floating_point else "whole"
-
-
-def _forms(like: Tree) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    """The key, the shape and the dtype of every tensor of a whole state."""
+def _forms(like: Tree) -> Iterator[tuple[str, Form]]:
+    """The key of every tensor of a whole state, and its form."""
     for path, node in tree.paths_to(like, Parts):
         if isinstance(node, Parts):
             layout = typed(node)
             leaves = [layout.leaves[n] for n in layout.numbers]
-            yield from ((joined(path, leaf.path), leaf.shape, leaf.dtype) for leaf in leaves)
+            yield from ((joined(path, leaf.path), Form(leaf.shape, leaf.dtype)) for leaf in leaves)
         else:
-            yield path, tuple(node.shape), node.dtype
+            yield path, Form(tuple(node.shape), node.dtype)
 
 
 def _cut(whole: Mapping[str, Tensor], path: str, like: Parts, mesh: AnyMesh, src: int | None, kept: Set[str]) -> Parts:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..comm.mesh import Axes
 from ..core import tree
+from ..core.differences import Form, Wanted
 from ..core.flat import Places
 from ..layout.cuts import Interval, Intervals
 from ..layout.layout import Layout, Leaf
@@ -49,6 +50,11 @@ class View:
             if slot.kind in self.kinds:
                 names.setdefault(slot, []).append(name)
         return names
+
+    def wanted(self) -> dict[Slot, Wanted]:
+        """Return what is read into each leaf that is held: a tensor of one of its names, of its shape and dtype."""
+        kinds = self.plan.kinds
+        return {x: Wanted(names, Form(x.shape, kinds[x.kind].dtype)) for x, names in self.names().items()}
 
     def axes(self, kind: int) -> Axes:
         """Return the axes over which a kind is cut in this view: none for kinds that are kept whole."""

@@ -14,6 +14,7 @@ from ..comm import collectives, primitives
 from ..comm.mesh import AnyMesh, Axes, coordinate, mesh_device
 from ..core import tree
 from ..core.arguments import check_whole, wrong
+from ..core.differences import lacking
 from ..core.flat import Places
 from ..core.lazy import Branch, Container
 from ..core.storage import Life, Source
@@ -293,16 +294,13 @@ def _placed_leaves(params: Tree, plan: Plan) -> list[Tensor]:
     """The leaf of a tree for every slot of the plan, matched by path."""
     flat, spec = tree.flatten(params)
     by_path = dict(zip(tree.paths(spec), flat, strict=True))
-    expected, known = plan.paths, set(plan.paths)
-    if set(by_path) != known:
-        missing = [p for p in expected if p not in by_path]
-        extra = [p for p in by_path if p not in known]
+    if difference := lacking(plan.paths, [*by_path]):
         raise ValueError(
-            f"the tree is not the plan's: it lacks {missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} besides "
-            f"(expected {len(expected)} leaves, got {len(by_path)}). Make the plan from this tree, or pass the plan's."
+            f"the tree is not the plan's: {difference} (expected {len(plan.paths)} leaves, got {len(by_path)}). Make "
+            "the plan from this tree, or pass the plan's."
         )
     placed: dict[int, Tensor] = {}
-    for path, number in zip(expected, plan.leaves, strict=True):
+    for path, number in zip(plan.paths, plan.leaves, strict=True):
         leaf = by_path[path]
         first = placed.setdefault(number, leaf)
         same = isinstance(first, Tensor) and isinstance(leaf, Tensor) and identity(first) == identity(leaf)

@@ -14,9 +14,10 @@ from ..comm import primitives
 from ..comm.consensus import check_same, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
 from ..core.arguments import check_flags, check_whole, wrong
+from ..core.differences import Form, Wanted, differences, equal_values
 from ..plan.plan import Slot
 from .initial import filled
-from .names import Form, Rename, form_difference, name_differences, renamed, unreadable
+from .names import Rename, renamed
 from .sharded import Sharded, cut, gather_unit, intervals
 
 
@@ -102,9 +103,8 @@ def load_with_buffers(
     `paths` has the names in the plan and in `buffers` of what is called otherwise when it has been renamed.
     """
     check_sharded("load_state_dict: x", x)
-    mesh, kinds = x.plan.live_mesh(), x.plan.kinds
-    slots = {s: _Wanted(names, Form(s.shape, kinds[s.kind].dtype)) for s, names in x.view.names().items()}
-    wanted = [*slots.values(), *(_Wanted([name], Form(tuple(old.shape), old.dtype)) for name, old in buffers.items())]
+    mesh, slots = x.plan.live_mesh(), x.view.wanted()
+    wanted = [*slots.values(), *(Wanted([name], Form(tuple(old.shape), old.dtype)) for name, old in buffers.items())]
     is_source = src is None or mesh is None or rank_in(mesh) == src
 
     def checked() -> _Source:
@@ -123,10 +123,10 @@ def load_with_buffers(
     there = {leaf.names[0] for leaf, flag in zip(wanted, is_there.tolist(), strict=True) if flag}
     tied = [leaf for leaf in wanted if len(leaf.names) > 1]
     if tied:
-        differences = [text for leaf in tied for text in source.differences(leaf, mesh)]
-        together(mesh, partial(_raise_if_any, differences))
+        unequal = [text for leaf in tied for text in source.unequal(leaf, mesh)]
+        together(mesh, partial(_raise_if_any, unequal))
 
-    def read(leaf: _Wanted) -> Tensor:
+    def read(leaf: Wanted) -> Tensor:
         if leaf.names[0] not in there:
             return torch.zeros((), dtype=leaf.form.dtype, device=x.plan.device).expand(leaf.form.shape)
         if is_source:
@@ -153,13 +153,6 @@ def _keep(absent: Collection[Slot], x: Sharded, into: Sharded) -> None:
                 into.piece(unit, kind)[part] = x.piece(unit, kind)[part].detach()
 
 
-class _Wanted(NamedTuple):
-    """A leaf to be read: all its names, its shape and the dtype in which it is stored."""
-
-    names: list[str]
-    form: Form
-
-
 class _Source(NamedTuple):
     """A mapping of tensors, its names by those of the leaves, and what all ranks must have alike, as lines of text."""
 
@@ -167,7 +160,7 @@ class _Source(NamedTuple):
     names: Mapping[str, str]
     described: str
 
-    def has(self, leaf: _Wanted) -> bool:
+    def has(self, leaf: Wanted) -> bool:
         """Whether a leaf is there, by any of its names."""
         return any(name in self.names for name in leaf.names)
 
@@ -175,13 +168,13 @@ class _Source(NamedTuple):
         """Return the value of a leaf, as it is in the mapping."""
         return self.mapping[self.names[name]]
 
-    def read(self, leaf: _Wanted, mesh: AnyMesh) -> Tensor:
+    def read(self, leaf: Wanted, mesh: AnyMesh) -> Tensor:
         """Return a leaf whole, by the first of its names that is there; every rank must call it."""
         return torch_sharded.whole_tensor(
             self.get(next(filter(self.names.__contains__, leaf.names))), mesh, "state dict"
         )
 
-    def differences(self, leaf: _Wanted, mesh: AnyMesh) -> Iterator[str]:
+    def unequal(self, leaf: Wanted, mesh: AnyMesh) -> Iterator[str]:
         """Say which values of a tied leaf differ; every rank must call it, and read all that it yields."""
         first, *others = [name for name in leaf.names if name in self.names] or [""]
         for name in others:
@@ -190,14 +183,14 @@ class _Source(NamedTuple):
                 continue
             label = f"load_state_dict: {name!r}"
             a, b = (torch_sharded.whole_tensor(x, mesh, label).to(leaf.form.dtype) for x in (a, b))
-            if not ((a == b) | ((a != a) & (b != b))).all():  # NaN is equal to NaN here
+            if not equal_values(a, b):
                 yield f"{name!r} and {first!r} are tied, but differ"
 
 
 def _source(
     mapping: Mapping[str, Tensor],
     rename: Rename | None,
-    wanted: Sequence[_Wanted],
+    wanted: Sequence[Wanted],
     src: int | None,
     strict: bool,
     paths: Mapping[str, str] | None,
@@ -208,33 +201,24 @@ def _source(
     new = renamed(mapping, rename)
     to_path = paths or {}
     names = {path: new[name] for path, name in renamed(new, lambda name: to_path.get(name, name)).items()}
-    expected, sharded = [leaf.names for leaf in wanted], list[str]()
-    is_partial = not strict and (not names or any(name in names for of_leaf in expected for name in of_leaf))
-    differences = [] if is_partial else [*name_differences(expected, names)]
-    for leaf in wanted:
-        for name in (name for name in leaf.names if name in names):
-            value = mapping[names[name]]
-            differences += [text] if (text := _difference(name, value, leaf.form)) else []
-            sharded += [f"{name!r}: {torch_sharded.sharding(value)}"] if torch_sharded.is_sharded(value) else []
+    known = [name for leaf in wanted for name in leaf.names if name in names]
+    values = {name: mapping[names[name]] for name in known}
+    sharded = [f"{n!r}: {torch_sharded.sharding(x)}" for n, x in values.items() if torch_sharded.is_sharded(x)]
+    if not strict and (known or not names):
+        found = [*differences((leaf for leaf in wanted if not values.keys().isdisjoint(leaf.names)), values)]
+    else:
+        found = [*differences(wanted, {**names, **values})]
     if sharded and src is not None:
-        differences.append(f"{sharded[0]}, which rank {src} alone cannot make whole: leave src out")
-    _raise_if_any(differences)
+        found.append(f"{sharded[0]}, which rank {src} alone cannot make whole: leave src out")
+    _raise_if_any(found)
     source = _Source(mapping, names, "")
     absent = [f"{leaf.names[0]!r} is not there" for leaf in wanted if src is None and not source.has(leaf)]
     return source._replace(described="\n".join([*sharded, *absent]))
 
 
-def _raise_if_any(differences: Sequence[str]) -> None:
-    if differences:
-        raise ValueError("load_state_dict: " + "; ".join(differences))
-
-
-def _difference(name: str, value: object, form: Form) -> str:
-    """Say why a value cannot be that of a leaf; "" if it can."""
-    difference = form_difference(name, form, value)
-    if difference or not isinstance(value, Tensor):
-        return difference
-    return "" if torch_sharded.is_sharded(value) else unreadable(name, value)
+def _raise_if_any(found: Sequence[str]) -> None:
+    if found:
+        raise ValueError("load_state_dict: " + "; ".join(found))
 
 
 def check_sharded(argument: str, x: object) -> None:

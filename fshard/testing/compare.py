@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import tree
+from ..core.differences import lacking
 from ..core.scalars import double
 from ..core.tree import Tree
 from ..layout.pieces import Parts, pieces
@@ -105,9 +106,8 @@ def _check_structure(got: Tree, expected: Tree) -> None:
     if got_spec == expected_spec:
         return
     paths, wanted = tree.paths(got_spec), tree.paths(expected_spec)
-    lacks, more = [p for p in wanted if p not in paths], [p for p in paths if p not in wanted]
-    text = f"it lacks {lacks[:3] or 'nothing'} and has {more[:3] or 'nothing'} besides"
-    if not lacks and not more:
+    text = lacking(wanted, paths)
+    if not text:
         text = f"its nodes are others: expected {_short(expected_spec)}, got {_short(got_spec)}"
         for node, wanted_node in zip(tree.nodes(got, Parts), tree.nodes(expected, Parts), strict=False):
             if hasattr(node, "plan") and hasattr(wanted_node, "plan") and node.plan != wanted_node.plan:

@@ -28,6 +28,7 @@ from ..comm import consensus
 from ..comm.mesh import coordinate
 from ..core import tree
 from ..core.arguments import check_function, check_path, wrong
+from ..core.differences import lacking
 from ..core.foreign import legible, open_file, parsed, read_text
 from ..core.scalars import double
 from ..core.storage import DonatedError
@@ -207,10 +208,9 @@ class Recorded:
         leaves, spec = flatten(like)
         paths, wanted = tree.paths(spec), self.about[f"{name} {what}"]["paths"]
         if paths != wanted:
-            more, lacks = [p for p in paths if p not in wanted], [p for p in wanted if p not in paths]
             raise ValueError(
-                f"{self.folder}: the {what} that was recorded has other leaves: expected {lacks[:3] or 'no others'}, "
-                f"got {more[:3] or 'no others'}. Give replay the code that made the recorded step."
+                f"{self.folder}: the {what} is not the one that was recorded: {lacking(wanted, paths) or 'its order'}. "
+                "Give replay the code that made the recorded step."
             )
         tensors, plain = _tensors(self.folder / f"{name}.pt"), self.about[f"{name} {what}"]["plain"]
         keys = [f"{what} {i}" for i in range(len(leaves))]

@@ -157,12 +157,8 @@ def _check_extra(old: Tree, new: Tree, versions: Sequence[int | None]) -> None:
         if written:
             raise ValueError(f"with_extra: extra leaf {path!r} was changed in place: write to a clone, and return that")
     if tree.structure_above(old, Sharded) != tree.structure_above(new, Sharded):
-        lacks, more = [p for p in expected if p not in got], [p for p in got if p not in expected]
-        raise ValueError(
-            f"with_extra: the loss must return an extra of the structure that it was given: it lacks "
-            f"{lacks[:3] or 'nothing'} and has {more[:3] or 'nothing'} besides"
-            + ("" if lacks or more else f" (a {type(new).__name__} for a {type(old).__name__}, at some depth)")
-        )
+        must = "the loss must return an extra of the structure that it was given"
+        raise ValueError(f"with_extra: {must}: {tree.difference(old, new)}")
     for path, before in expected.items():
         if (form := _form(before)) != _form(got[path]):
             raise ValueError(

@@ -12,6 +12,7 @@ from ..comm import primitives
 from ..comm.mesh import AnyMesh, Axes, mesh_device
 from ..comm.ranks import Pending
 from ..core import tree
+from ..core.differences import Form, form_difference
 from ..core.tree import Tree
 from ..layout.rows import COPIES, Rule, reshard
 from ..optim.base import FoundInf, Transform, update_part
@@ -43,9 +44,10 @@ def _by_slot(plan: Plan, x: Tree, what: str) -> dict[Slot, Tensor]:
     """
     by_slot = dict(zip(plan.slots, leaves_of(x, plan.spec, what), strict=True))
     for slot, leaf in by_slot.items():
-        if plan.kinds[slot.kind].trainable and (not isinstance(leaf, Tensor) or tuple(leaf.shape) != slot.shape):
-            got = list(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise ValueError(f"zero: {what}: leaf {slot.path!r}: expected shape {list(slot.shape)}, got {got}")
+        kind = plan.kinds[slot.kind]
+        difference = form_difference(slot.path, Form(slot.shape, kind.dtype), leaf)
+        if kind.trainable and difference:
+            raise ValueError(f"zero: {what}: leaf {difference}")
     return by_slot
 
 

@@ -15,6 +15,7 @@ from ..comm.mesh import AnyMesh, Axes, OnMesh, axis_sizes, coordinate
 from ..comm.ranks import Ranks
 from ..comm.reduction import DEFAULT
 from ..core import storage, tree
+from ..core.differences import Form, form_difference
 from ..core.flat import put
 from ..core.tree import Tree
 from ..hosts import one_host
@@ -121,10 +122,9 @@ def _owned_leaves(parting: Layout, x: Tree, what: str) -> Pieces:
     flat = leaves_of(x, parting.spec, what)
     # all leaves are checked, not only those owned, so that every rank raises
     for number in parting.numbers:
-        leaf, got = parting.leaves[number], flat[number]
-        if not isinstance(got, Tensor) or tuple(got.shape) != leaf.shape:
-            actual = list(got.shape) if isinstance(got, Tensor) else type(got).__name__
-            raise ValueError(f"zero: {what}: leaf {leaf.path!r}: expected shape {list(leaf.shape)}, got {actual}")
+        leaf = parting.leaves[number]
+        if difference := form_difference(leaf.path, Form(leaf.shape, leaf.dtype), flat[number]):
+            raise ValueError(f"zero: {what}: leaf {difference}")
     return Pieces(parting, [flat[span.leaf] for span in parting.mine])
 
 

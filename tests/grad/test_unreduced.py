@@ -176,10 +176,10 @@ def test_gradients_of_a_tied_leaf_are_added():
         ({"b": torch.ones(7, dtype=torch.int64)}, "'b': expected torch.float64, got torch.int64"),
         ({"b": torch.ones(7) * 1j}, "'b': expected torch.float64, got torch.complex64"),
         ({"b": 1.0}, "'b': expected a tensor [7], got 1.0"),
-        ({"b": torch.ones(7, device="meta")}, "'b': expected a dense tensor with values, got one on meta"),
+        ({"b": torch.ones(7, device="meta")}, "'b': expected a tensor with values, got one on meta"),
         (
             {"b": torch.ones(7).to_sparse()},
-            "'b': expected a dense tensor with values, got one on cpu, torch.sparse_coo",
+            "'b': expected a dense tensor, got torch.sparse_coo: call to_dense() on it",
         ),
     ],
 )

@@ -182,5 +182,5 @@ def test_what_cannot_be_extended_is_an_error():
     apart = optim.by_label({"a": tx, "b": tx}, {"lora": "b", "**": "a"})
     with pytest.raises(ValueError, match=re.escape("extend: 'count' would go on from 'inner.a.count' and 'inner.b.co")):
         extend(apart.init(new), tx, new)
-    with pytest.raises(ValueError, match=r"'inner\.a\.mu\.w': expected shape \[4\], got \[3\]"):
+    with pytest.raises(ValueError, match=r"'inner\.a\.mu\.w': expected a tensor \[4\], got one \[3\]"):
         extend(state, apart, {"w": torch.ones(4), "lora": torch.ones(2)})

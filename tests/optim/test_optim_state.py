@@ -390,11 +390,11 @@ def test_errors():
     for call, words in (
         (
             lambda: shard_state({"count": whole["count"]}, state),
-            "shard_state: the state lacks 'mu.w'; it has ['count'] and so on",
+            "'mu.tail', 'nu.w', and so on. The state has 'count'",
         ),
         (
             lambda: shard_state({**whole, "nu.s": whole["nu.w"]}, state),
-            "shard_state: 'nu.s': expected shape [], got [5, 3]",
+            "shard_state: 'nu.s': expected a tensor [], got one [5, 3]",
         ),
         (
             lambda: load_state_dict({"state": {**entries, "x": w}}, state, START),

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import fshard
 from fshard.core import tree
+from fshard.core.differences import name_differences
 from fshard.module import functionalize
-from fshard.sharding.names import name_differences, renamed
+from fshard.sharding.names import renamed
 
 SHAPES = {"a": {"w": (3, 5), "b": (5,)}, "c": [(7,), ()]}
 

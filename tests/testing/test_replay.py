@@ -182,8 +182,8 @@ def test_a_leaf_that_cannot_be_written_is_an_error(tmp_path):
     ("make", "text"),
     [
         (replayed.other_plan, ": recorded with another plan: expected leaf 'blocks.0.w'"),
-        (replayed.other_state, "the state that was recorded has other leaves: expected ['opt_state.inner.m.count'"),
-        (replayed.other_batch, "the batch that was recorded has other leaves: expected ['gain']"),
+        (replayed.other_state, "the state is not the one that was recorded: it lacks ['opt_state.inner.m.count'"),
+        (replayed.other_batch, "the batch is not the one that was recorded: it lacks ['gain']"),
     ],
 )
 def test_other_code_is_an_error(folder, make, text):

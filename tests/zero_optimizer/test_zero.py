@@ -526,11 +526,11 @@ def test_gradients_and_states_that_are_refused(mesh, partition, how):
     tx, lion, others = zero(ADAMW, mesh, partition), zero(LION, mesh, partition), {"flat": "leaf", "leaf": "flat"}
     state, w, v, own = tx.init(START), START["w"], START["v"], "expected the state of its own init"
     for grads, held, params, words in (
-        ({**START, "w": w.T}, state, START, "zero: gradients: leaf 'w': expected shape [5, 3], got [3, 5]"),
-        ({**START, "v": None}, state, START, "zero: gradients: leaf 'v': expected shape [7], got NoneType"),
+        ({**START, "w": w.T}, state, START, "zero: gradients: leaf 'w': expected a tensor [5, 3], got one [3, 5]"),
+        ({**START, "v": None}, state, START, "zero: gradients: leaf 'v': expected a tensor [7], got None"),
         ({**START, "w": w.to_sparse()}, state, START, "leaf 'w' is sparse: make it dense with .to_dense()"),
         ({"w": w}, state, START, "zero: the gradients are not of the tree the state was made for"),
-        (START, state, {**START, "v": v[:6]}, "zero: parameters: leaf 'v': expected shape [7], got [6]"),
+        (START, state, {**START, "v": v[:6]}, "zero: parameters: leaf 'v': expected a tensor [7], got one [6]"),
         (START, zero(ADAMW, mesh, others[partition]).init(START), START, f"zero: {own}, of this partition, got Z"),
         (START, ADAMW.init(START), START, f"zero: {own}, of this partition, got AdamState"),
         (START, lion.init(START), START, f"optim.adamw: {own} (AdamState), got LionState"),

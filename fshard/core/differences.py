@@ -1,0 +1,163 @@
+"""How names, shapes and dtypes differ from those that are expected: one sentence for each, and what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .arguments import shown
+
+# What torch's wrappers put into names: torch.compile, activation checkpointing, FSDP1.
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+_BUFFERS = ". Buffers of a module: functionalize(module)'s apply.load_state_dict reads them"
+_LEFT_OUT = ". Names for which rename gives None are left out"
+
+
+class Form(NamedTuple):
+    """What is known of a tensor that has not been read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+
+class Wanted(NamedTuple):
+    """A leaf to be read: all its names, its shape and the dtype in which it is stored."""
+
+    names: list[str]
+    form: Form
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as an error shows them: the first eight.
+
+    >>> listed(["a", "b"])
+    "'a', 'b'"
+    """
+    return ", ".join(map(repr, names[:8])) + ", and so on" * (len(names) > 8)
+
+
+def lacking(expected: Collection[str], got: Collection[str]) -> str:
+    """Say which paths or names a tree or a file lacks, and which it has besides; "" if they are the same.
+
+    >>> lacking(["a", "b"], ["a"]), lacking(["a"], ["a"])
+    ("it lacks ['b'] and has nothing besides", '')
+    """
+    (missing, extra) = ([x for x in a if x not in b] for a, b in ((expected, {*got}), (got, {*expected})))
+    if not missing and not extra:
+        return ""
+    return f"it lacks {missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} besides"
+
+
+def differences(wanted: Iterable[Wanted], given: Mapping[str, object], of: str = "the plan") -> Iterator[str]:
+    """Say how tensors by name, or forms of tensors, differ from what the leaves of `of` need.
+
+    >>> [*differences([Wanted(["w"], Form((2,), torch.float32))], {"w": torch.zeros(3)})]
+    ["'w': expected a tensor [2], got one [3]"]
+    """
+    wanted = [*wanted]
+    yield from name_differences([leaf.names for leaf in wanted], given, of)
+    for name, form in ((name, leaf.form) for leaf in wanted for name in leaf.names if name in given):
+        if text := form_difference(name, form, given[name]) or unreadable(name, given[name]):
+            yield text
+
+
+def name_differences(expected: Iterable[Sequence[str]], given: Collection[str], of: str = "the plan") -> Iterator[str]:
+    """Say which names are missing or unknown, and what to do; each of `expected` has all names of one leaf of `of`.
+
+    >>> list(name_differences([["w"]], ["v"]))
+    ["it lacks 1 names: 'w'", "it has 1 names that the plan has not: 'v'"]
+    """
+    expected = [list(names) for names in expected]
+    known = {name for names in expected for name in names}
+    missing = [names[0] for names in expected if not any(name in given for name in names)]
+    unknown = [name for name in given if name not in known]
+    remedy = _remedy(missing, unknown)
+    if missing:
+        yield f"it lacks {len(missing)} names: {listed(missing)}" + remedy * (not unknown)
+    if unknown:
+        buffers = _BUFFERS * (remedy == _LEFT_OUT and of == "the plan")
+        yield f"it has {len(unknown)} names that {of} has not: {listed(unknown)}{buffers}{remedy}"
+
+
+def _remedy(missing: Sequence[str], unknown: Sequence[str]) -> str:
+    """What to do about names that differ; "" if that is not known."""
+    if any(name.rpartition(".")[2].startswith("_flat_param") for name in unknown):
+        return (
+            ". FSDP1's LOCAL_STATE_DICT has flat parameters, which do not say which leaves are in them: let FSDP1 "
+            "write FULL_STATE_DICT or SHARDED_STATE_DICT"
+        )
+    if call := _call(missing, unknown):
+        return f". Pass rename=lambda name: {call}"
+    if any(word in name for name in missing for word in WRAPPERS):
+        return ". The plan has names of a wrapped module: make plans of the module before it is wrapped"
+    return _LEFT_OUT * (not missing)
+
+
+def _call(missing: Sequence[str], unknown: Sequence[str]) -> str:
+    """An expression of `name` by which most unknown names become missing ones; "" if there is none."""
+    words = [word for word in WRAPPERS if any(word in name for name in unknown)]
+    replaced = "name" + "".join(f".replace({word!r}, '')" for word in words)
+    plain = [_without(name, words) for name in unknown]
+    if set(plain) & set(missing):
+        return replaced
+    for leaf in missing[:1]:
+        for name in plain:
+            if name.endswith(f".{leaf}"):
+                return f"{replaced}.removeprefix({name.removesuffix(leaf)!r})"
+            if leaf.endswith(f".{name}"):
+                return f"{leaf.removesuffix(name)!r} + {replaced}"
+    return ""
+
+
+def _without(name: str, words: Sequence[str]) -> str:
+    for word in words:
+        name = name.replace(word, "")
+    return name
+
+
+def form_difference(name: str, expected: Form, given: object) -> str:
+    """Say how a tensor, or the form of one, is not one that a leaf can take: "" if only the floating dtype differs.
+
+    >>> form_difference("w", Form((2,), torch.float32), torch.zeros(2, dtype=torch.int64))
+    "'w': expected torch.float32, got torch.int64"
+    """
+    if not isinstance(given, Tensor | Form) or tuple(given.shape) != expected.shape:
+        got = f"one {list(given.shape)}" if isinstance(given, Tensor | Form) else shown(given)
+        return f"{name!r}: expected a tensor {list(expected.shape)}, got {got}"
+    if _kind(given.dtype) != _kind(expected.dtype):
+        return f"{name!r}: expected {expected.dtype}, got {given.dtype}"
+    return ""
+
+
+def _kind(dtype: torch.dtype) -> torch.dtype | str:
+    """What is cast into what: floating dtypes into each other, complex ones into each other, others into none."""
+    return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else dtype
+
+
+def unreadable(name: str, value: object) -> str:
+    """Say why a tensor's values cannot be read; "" if they can, and of what is no tensor.
+
+    >>> unreadable("w", torch.zeros(2, device="meta"))
+    "'w': expected a tensor with values, got one on meta"
+    """
+    if not isinstance(value, Tensor):
+        return ""
+    if value.layout != torch.strided:
+        return f"{name!r}: expected a dense tensor, got {value.layout}: call to_dense() on it"
+    return f"{name!r}: expected a tensor with values, got one on meta" * value.is_meta
+
+
+def equal_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have equal elements, where NaN is equal to NaN."""
+    return bool(((a == b) | ((a != a) & (b != b))).all())
