@@ -191,7 +191,10 @@ class Setting:
 
     @property
     def ahead(self) -> int:
-        """How many units are gathered ahead of the one that is computed with; one, where plans leave it to sizes."""
+        """How many units are gathered ahead of the one that is computed with; one, where plans leave it to sizes.
+
+        As many as an eager step has ahead there (Note [Two units] in `ahead.py`) would raise the peak of a graph.
+        """
         return max((1 if plan.prefetch is None else plan.prefetch for plan in self.plans), default=1)
 
 

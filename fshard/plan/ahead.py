@@ -43,6 +43,9 @@ class Ahead:
         """The most units whose gathers are under way at once.
 
         Of gathers of several stages that run one after the other one more is under way for each.
+
+        >>> [Ahead((6, 1, 1, 6), None).most(1), Ahead((6, 1, 1, 6), None).most(2), Ahead((6,), 0).most(2)]
+        [4, 2, 0]
         """
         number = 1 if self.number is None and stages > 1 else self.number
         return _MOST if number is None else number + stages - 1 if number else 0

@@ -283,7 +283,15 @@ def deeper(p: Any) -> None:
     inside.append(p["emb"])
 
 
-CHANGES = [twice, by_another, all_at_once, in_another, tied, filled, in_the_loop, last_first, deeper]
+def alone(p: Any) -> None:
+    """Containers inside of units that only the program has when other units are read."""
+    inside, inmost = p["norm"]["inside"], p["blocks"][0]["more"]["in"]
+    sums(p["emb"])
+    inside.append(p["emb"])
+    inmost["x"] = 3 * inmost["x"]
+
+
+CHANGES = [twice, by_another, all_at_once, in_another, tied, filled, in_the_loop, last_first, deeper, alone]
 UNITS = [["emb", "norm", "blocks.*"], ["emb", "norm.*", "blocks.*.*"], ["emb", "blocks"], ["**"], None]
 
 
@@ -295,6 +303,7 @@ def test_a_program_reads_what_it_changed(change: Callable[[Any], None], units: A
     whole: dict[str, Any] = {"emb": torch.full((2,), 0.3), "norm": {"w": torch.ones(2), "b": torch.full((2,), 2.0)}}
     whole |= {"blocks": [{"w": torch.full((2,), i / 7)} for i in range(1, 4)], "empty": []}
     whole["norm"]["inside"] = [torch.full((2,), 0.9), torch.full((2,), 1.1)]
+    whole["blocks"][0]["more"] = {"in": {"x": torch.full((2,), 0.7)}}
 
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
         change(p)

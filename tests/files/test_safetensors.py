@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import resource
@@ -361,10 +362,10 @@ def test_an_index_that_is_not_of_its_files(tmp_path):
     """Tensors would be taken from files that the index does not mean, or be left out."""
     save_file({"w": torch.zeros(2), "v": torch.zeros(2)}, tmp_path / "a.safetensors")
     for listed, words in (
-        ({"w": "a.safetensors"}, "a.safetensors has other tensors: it lacks nothing and has ['v'] besides"),
+        ({"w": "a.safetensors"}, r"a.safetensors has other tensors: it lacks nothing and has \['v'\] besides"),
         (
             dict.fromkeys("wvu", "a.safetensors"),
-            "has other tensors: it lacks ['u'] and has nothing besides",
+            r"has other tensors: it lacks \['u'\] and has nothing besides",
         ),
         ({"w": "b.safetensors"}, "No such file or directory: .*b.safetensors"),
         ({"w": 1}, "expected weight_map, a name of a file for every tensor"),
@@ -525,6 +526,17 @@ def test_a_full_disk_is_an_error_on_every_rank(tmp_path):
         assert sentences == [f"OSError: [Errno {errno.EFBIG}] {of_0}{sentence}" for of_0 in ("", *["rank 0: "] * 2)]
         assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
         assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [([4, 4, 4], [[4, 4], [4]]), ([6, 4, 8, 12, 2], [[6, 4], [8], [12], [2]]), ([11], [[11]]), ([], [[]])],
+)
+def test_files_have_at_most_so_many_bytes(sizes, groups):
+    """A file would be larger than a file system or a reader allows."""
+    leaves = [("w", (size // 2, 2), torch.int8) if not size % 2 else ("w", (size,), torch.int8) for size in sizes]
+    files = params_of_files._groups(leaves, max_bytes=10)
+    assert [[math.prod(shape) for _, shape, _ in file] for file in files] == groups
 
 
 GIVEN = {"w": torch.ones(4), "v.u": torch.ones(2)}

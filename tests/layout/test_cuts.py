@@ -133,6 +133,10 @@ def test_blocks_of_other_cuts() -> None:
         assert layout.cut.step(number) % 8 == 0
         blocks = sum(holder.numel for holder in cut.holders(number, range(3)))
         assert blocks == -(-layout.leaves[number].numel // 8)
+    for rank in range(3):
+        for span, inside in zip(layout.cut.of(rank), cut.of(rank), strict=True):
+            assert (8 * inside.start, 8 * inside.begin, inside.leaf) == (span.start, span.begin, span.leaf)
+            assert inside.numel == -(-span.numel // 8)
     with pytest.raises(TypeError, match="the row of a whole leaf differs from rank to rank"):
         reshard.owned(layout, layout.mesh, layout.axes).cut.row(0)
 

@@ -779,7 +779,7 @@ def test_values_that_are_no_tensors():
         (
             lambda: shard_state({**whole, "mu.w": whole_numbers}, state),
             ValueError,
-            "'mu.w': expected floating-point numbers (torch.float32), got torch.int64",
+            "'mu.w': expected torch.float32, got torch.int64",
         ),
     ):
         with pytest.raises(error, match=re.escape(words)):

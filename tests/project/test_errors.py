@@ -305,6 +305,9 @@ def test_has_aux_without_aux() -> None:
     """`has_aux=True` with a loss that returns no pair is an error that says so: otherwise unpacking it would fail."""
     words = ["the loss function", "expected (loss, aux), as has_aux=True says", "got Mean"]
     says(lambda: fshard.value_and_grad(loss, has_aux=True)(sharded(), torch.ones(2, 4)), ValueError, *words)
+    for returned, got in (([torch.ones(()), 1], "got list"), ((torch.ones(()), 1, 2), "got a tuple of 3")):
+        many = fshard.value_and_grad(lambda p, x, returned=returned: returned, has_aux=True)
+        says(lambda many=many: many(sharded(), None), ValueError, *words[:2], got)
 
 
 def test_parameters_that_are_not_sharded() -> None:

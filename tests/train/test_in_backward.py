@@ -320,6 +320,15 @@ def test_in_a_graph():
     assert all(far(a, b) < 1e-5 for a, b in zip(eager, jitted, strict=True))
 
 
+def test_parameters_without_elements():
+    """The count of updates would stand still, and with it a schedule."""
+    params, tx = {"w": torch.zeros(0)}, optim.adamw(0.1)
+    state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params)), tx)
+    step = fshard.train_step(lambda p, x: p["w"].sum() + x.sum(), tx, donate=True, in_backward=True)
+    state, _ = step(state, torch.ones(1))
+    assert optim.state.gather_state(state.opt_state)["count"] == 1
+
+
 def test_the_loss_may_return_more():
     """Extra and aux would be lost, or an extra that is a view of parameters would change with them."""
 
