@@ -76,8 +76,8 @@ def _entries(
     there = entries_at(folder)
     given = {name: there[origin] for name, origin in renamed(there, rename).items()}
     forms = {name: Form(x.shape, x.dtype) if x.dtype else f"{x.kind}, no dtype of torch" for name, x in given.items()}
-    if found := [*differences(wanted, forms)]:
-        raise ValueError(f"load_safetensors: {folder}: " + "; ".join(found))
+    if errors := [*differences(wanted, forms)]:
+        raise ValueError(f"load_safetensors: {folder}: " + "; ".join(errors))
     return there, given
 
 

@@ -39,8 +39,8 @@ def unreduced(grads: Tree, params: Sharded) -> Unreduced:
     check_plain("grads", grads)
     flat, spec = tree.flatten(grads)
     by_name = dict(zip(tree.paths(spec), flat, strict=True))
-    if found := [*_differences(params, by_name)]:
-        raise ValueError("unreduced: " + "; ".join(found))
+    if errors := [*_differences(params, by_name)]:
+        raise ValueError("unreduced: " + "; ".join(errors))
     local = empty_grads(params, (), local=True)  # (n,) for each trainable kind
     for (unit, kind), slots in plan.places.items():
         if kind in local.view.kinds:

@@ -192,9 +192,9 @@ def _check(whole: Mapping[str, Tensor] | None, like: Tree, kept: Set[str]) -> No
         check_tensor(f"shard_state: {key!r}", x, "a tensor")
         if not forms[key].shape:  # a count may be an integer in one and a float in the other: it is the same number
             forms[key] = Form((), x.dtype)
-    if found := [*differences((Wanted([key], form) for key, form in forms.items()), given)]:
+    if errors := [*differences((Wanted([key], form) for key, form in forms.items()), given)]:
         there = f". The state has {listed([*whole]) or 'nothing'}" * (len(given) < len(forms))
-        raise ValueError(f"shard_state: {'; '.join(found)}{there}")
+        raise ValueError(f"shard_state: {'; '.join(errors)}{there}")
 
 
 def _forms(like: Tree) -> Iterator[tuple[str, Form]]:

@@ -205,20 +205,20 @@ def _source(
     values = {name: mapping[names[name]] for name in known}
     sharded = [f"{n!r}: {torch_sharded.sharding(x)}" for n, x in values.items() if torch_sharded.is_sharded(x)]
     if not strict and (known or not names):
-        found = [*differences((leaf for leaf in wanted if not values.keys().isdisjoint(leaf.names)), values)]
+        errors = [*differences((leaf for leaf in wanted if not values.keys().isdisjoint(leaf.names)), values)]
     else:
-        found = [*differences(wanted, {**names, **values})]
+        errors = [*differences(wanted, {**names, **values})]
     if sharded and src is not None:
-        found.append(f"{sharded[0]}, which rank {src} alone cannot make whole: leave src out")
-    _raise_if_any(found)
+        errors.append(f"{sharded[0]}, which rank {src} alone cannot make whole: leave src out")
+    _raise_if_any(errors)
     source = _Source(mapping, names, "")
     absent = [f"{leaf.names[0]!r} is not there" for leaf in wanted if src is None and not source.has(leaf)]
     return source._replace(described="\n".join([*sharded, *absent]))
 
 
-def _raise_if_any(found: Sequence[str]) -> None:
-    if found:
-        raise ValueError("load_state_dict: " + "; ".join(found))
+def _raise_if_any(errors: Sequence[str]) -> None:
+    if errors:
+        raise ValueError("load_state_dict: " + "; ".join(errors))
 
 
 def check_sharded(argument: str, x: object) -> None:

@@ -530,7 +530,7 @@ def test_a_full_disk_is_an_error_on_every_rank(tmp_path):
 
 @pytest.mark.parametrize(
     ("sizes", "groups"),
-    [([4, 4, 4], [[4, 4], [4]]), ([6, 4, 8, 12, 2], [[6, 4], [8], [12], [2]]), ([11], [[11]]), ([], [[]])],
+    [([4, 4, 4], [[4, 4], [4]]), ([6, 4, 8, 2, 12, 2], [[6, 4], [8, 2], [12], [2]]), ([11], [[11]]), ([], [[]])],
 )
 def test_files_have_at_most_so_many_bytes(sizes, groups):
     """A file would be larger than a file system or a reader allows."""
