@@ -71,7 +71,9 @@ def main(mesh: Any) -> None:
             # of parameters and buffers; a leaf of `state.params` is this rank's shard, and is never gathered here
             number += 1
             rate = max(0.02, 1 / number)
-            average = fshard.tree.map(lambda a, b, r=rate: a.lerp(b, r) if b.is_floating_point() else b, average, (state.params, state.extra))
+            average = fshard.tree.map(
+                lambda a, b, r=rate: a.lerp(b, r) if b.is_floating_point() else b, average, (state.params, state.extra)
+            )
 
     test = slice(TRAIN + rank, None, ranks)  # 297 images: one rank has one more
     value = fshard.evaluate(accuracy)

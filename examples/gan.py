@@ -18,7 +18,7 @@ from torch.nn.functional import softplus
 
 import fshard
 
-STEPS, ROWS, WIDTH = 300, 128, 64  # the rows are those of one rank
+STEPS, ROWS, WIDTH = 200, 128, 64  # the rows are those of one rank
 
 
 def perceptron(*sizes: int) -> nn.Module:
@@ -68,7 +68,7 @@ def main(mesh: Any) -> None:
     tx = fshard.optim.adam(fshard.optim.schedules.cosine(5e-3, STEPS), b1=0.0, b2=0.9)
 
     def start(params: Any, apply: Any, seed: int) -> fshard.TrainState:
-        plan = fshard.make_plan(params, mesh, units=apply.units(nn.Linear), regather=False)
+        plan = fshard.make_plan(params, mesh, regather=False)  # so small a network is one unit
         return fshard.init_state(apply.init(plan, seed=seed), tx, seed=seed)
 
     generator, critic = start(GENERATOR, generate, 0), start(CRITIC, judge, 1)
