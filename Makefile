@@ -8,7 +8,7 @@ CUDA_VENV ?= .venv-cuda
 .PHONY: train test lint docs bench gpu fakegpu mutants clean
 
 train: .venv/train
-	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_lm.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=2 examples/nanogpt.py $(ARGS)
 
 test: .venv/ready
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)

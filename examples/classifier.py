@@ -37,6 +37,11 @@ def images(device: str) -> tuple[Tensor, Tensor]:
     return x[order].to(device), y[order].to(device)
 
 
+def averaged(average: Any, new: Any, rate: float) -> Any:
+    """The average after one more step. A leaf of parameters is this rank's shard here, and is not gathered."""
+    return fshard.tree.map(lambda a, b: a.lerp(b, rate) if b.is_floating_point() else b, average, new)
+
+
 def main(mesh: Any) -> None:
     rank, ranks = mesh.get_rank(), mesh.size()
     x, y = images(mesh.device_type)
@@ -68,19 +73,15 @@ def main(mesh: Any) -> None:
         for rows in torch.randperm(TRAIN).split(ROWS):
             own = rows[rank::ranks]  # the last batch has 28 images: the loss counts them
             state, metrics = step(state, (x[own], y[own]))
-            # of parameters and buffers; a leaf of `state.params` is this rank's shard, and is never gathered here
             number += 1
-            rate = max(0.02, 1 / number)
-            average = fshard.tree.map(
-                lambda a, b, r=rate: a.lerp(b, r) if b.is_floating_point() else b, average, (state.params, state.extra)
-            )
+            average = averaged(average, (state.params, state.extra), max(0.02, 1 / number))
 
     test = slice(TRAIN + rank, None, ranks)  # 297 images: one rank has one more
     value = fshard.evaluate(accuracy)
     last = value(state.params, state.extra, (x[test], y[test])).item()
-    averaged = value(*average, (x[test], y[test])).item()
+    smooth = value(*average, (x[test], y[test])).item()
     if rank == 0:
-        print(f"loss {metrics['loss'].item():.4f}, test accuracy {last:.4f}, of the average {averaged:.4f}")
+        print(f"loss {metrics['loss'].item():.4f}, test accuracy {last:.4f}, of the average {smooth:.4f}")
 
 
 if __name__ == "__main__":

@@ -84,4 +84,4 @@ def main(mesh: Any) -> None:
 
 
 if __name__ == "__main__":
-    on_ranks(main)
+    on_ranks(main, default_device=True)

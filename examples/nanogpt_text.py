@@ -1,6 +1,4 @@
-"""The text of `train_lm.py`: files, their split into training and validation, and windows of it."""
-
-from __future__ import annotations
+"""The text of `nanogpt.py`: files, their split into training and validation, and windows of it."""
 
 import hashlib
 import random
@@ -20,16 +18,17 @@ Batch = dict[str, Tensor]
 
 
 def find_files(data: Path | None) -> list[tuple[str, Path]]:
-    """The files to read, each with its name relative to the folder. ValueError if `data` does not exist."""
-    root = Path(sysconfig.get_paths()["stdlib"]) if data is None else data
-    if not root.exists():
-        raise ValueError(f"--data {root}: there is no such file or folder")
+    """The files to read, each with its name relative to the folder; without one, the standard library's source."""
+    root = data or Path(sysconfig.get_paths()["stdlib"])
     if root.is_file():
         return [(root.name, root)]
-    files = [(path.relative_to(root), path) for path in root.rglob("*" if data else "*.py") if path.is_file()]
-    skipped = set() if data else SKIPPED
-    visible = [(name, path) for name, path in files if not any(part.startswith(".") for part in name.parts)]
-    return [(name.as_posix(), path) for name, path in visible if not skipped & set(name.parts)]
+    skipped, files = set() if data else SKIPPED, root.rglob("*" if data else "*.py")
+    named = [(path.relative_to(root), path) for path in files if path.is_file()]
+    return [
+        (name.as_posix(), path)
+        for name, path in named
+        if not any(part.startswith(".") or part in skipped for part in name.parts)
+    ]
 
 
 def split(files: Sequence[tuple[str, bytes]]) -> tuple[bytes, bytes]:
@@ -46,15 +45,12 @@ def split(files: Sequence[tuple[str, bytes]]) -> tuple[bytes, bytes]:
 
 def read_text(data: Path | None, context: int, most: int) -> tuple[bytes, bytes]:
     """Training text, and at most so many bytes of validation text in whole windows. ValueError for too little text."""
-    source = f"--data {data}" if data else "the standard library's source"
     files = [(name, text) for name, path in find_files(data) if (text := path.read_bytes())]
-    if not files:
-        raise ValueError(f"{source}: there is no text in it")
-    text, valid = split(files)
+    text, valid = split(files) if files else (b"", b"")
     if min(len(text), len(valid)) <= context:
         raise ValueError(
-            f"{source}: too little text. It splits into {len(text)} bytes for training and {len(valid)} for "
-            f"validation, and each part needs more than the {context} of --context."
+            f"--data {data}: {len(text)} bytes for training and {len(valid)} for validation, and each part needs more "
+            f"than the {context} of --context"
         )
     return text, valid[: min(most, len(valid)) // context * context]
 
