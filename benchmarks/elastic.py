@@ -28,9 +28,9 @@ from typing import Any
 
 from fshard import checkpoint
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lm.py"
-MODEL = ["--d-model=64", "--layers=2", "--context=64", "--batch=8"]
-TINY = ["--d-model=16", "--layers=1", "--heads=2", "--context=16", "--batch=4"]  # for a test
+EXAMPLE = Path(__file__).parents[1] / "examples" / "nanogpt.py"
+MODEL = ["--width=64", "--layers=2", "--context=64", "--batch=8"]
+TINY = ["--width=16", "--layers=1", "--heads=2", "--context=16", "--batch=4"]  # for a test
 SETTINGS = ["--reduction=tree", "--minutes=600", "--eval-every=100000", "--sample=1"]
 STORE = """
 import sys, time
@@ -171,7 +171,7 @@ class Watch:
 
     def has_saved(self) -> bool:
         """Whether there is a checkpoint."""
-        return bool(checkpoint.steps(self.out / "checkpoints"))
+        return bool(checkpoint.steps(self.out))
 
     def has_restarted_since(self, restarts: int) -> bool:
         """Whether there are more restarts than so many."""

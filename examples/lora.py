@@ -1,4 +1,4 @@
-"""LoRA (Hu et al., 2021): a frozen base, cut over the ranks like any parameters, and small adapters that alone are trained.
+"""LoRA (Hu et al., 2021): a frozen base, cut over the ranks like any parameters, and adapters that alone are trained.
 
     python examples/lora.py                           # two simulated ranks
     torchrun --nproc-per-node=2 examples/lora.py      # two processes

@@ -213,15 +213,19 @@ def train(
     return state
 
 
-def main(mesh: Any, s: argparse.Namespace, received: list[int]) -> None:
-    """Train; rank 0 writes metrics and a picture of the loss, and prints what came of it."""
+def started(s: argparse.Namespace, mesh: Any) -> tuple[GPT, Any, fshard.TrainState]:
+    """The module, the function that it is, and the first state."""
     torch.manual_seed(s.seed)  # all ranks make the same model, and each keeps its shards
     model = GPT(GPTConfig(s.context, 256, s.layers, s.heads, s.width)).to(mesh.device_type)
     apply, params, _ = fshard.module.functionalize(model)
     plan = fshard.make_plan(params, mesh, units=apply.units(Block))
-    state = fshard.init_state(fshard.shard_params(params, plan), optimizer(s), seed=s.seed)
-    state, history = resumed(s, mesh, state)
+    return model, apply, fshard.init_state(fshard.shard_params(params, plan), optimizer(s), seed=s.seed)
 
+
+def main(mesh: Any, s: argparse.Namespace, received: list[int]) -> None:
+    """Train; rank 0 writes metrics and a picture of the loss, and prints what came of it."""
+    model, apply, state = started(s, mesh)
+    state, history = resumed(s, mesh, state)
     say = print if mesh.get_rank() == 0 else lambda *_, **__: None
     if history:
         verb = "Ended before, at" if is_over(s, int(state.step), history) else "Goes on from"

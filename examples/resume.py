@@ -1,7 +1,7 @@
 """Train on four ranks, save, go on with two ranks and then with one: the losses have the bits of a run without a stop.
 
     python examples/resume.py                           # four simulated ranks, then two, then one
-    torchrun --nproc-per-node=4 examples/resume.py      # four processes; what is run next goes on, on any of 1, 2, 4 ranks
+    torchrun --nproc-per-node=4 examples/resume.py      # four processes; another number of them goes on
 
 A checkpoint is read by any number of ranks. `reduction="tree"` adds gradients in an order that does not depend on the
 number, and a row of the data depends on the step alone, so not even rounding differs. Delete runs/resume to start anew.

@@ -5,10 +5,12 @@ import inspect
 import re
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import fits
 import pytest
 from support.worlds import gloo, simulated
 
@@ -21,8 +23,10 @@ def number(printed: str, words: str) -> float:
 # what must hold of what an example prints
 EXAMPLES: dict[str, Callable[[str], bool]] = {
     "classifier": lambda text: number(text, "of the average") > 0.95,
+    "lora": lambda text: number(text, "->") < 0.1 < number(text, "of the parameters") < 0.2 and "036925814703" in text,
+    "resume": lambda text: "10 of 10 losses have the bits" in text,
 }
-SLOW: set[str] = {"classifier"}  # over four seconds
+SLOW = {"classifier", "lora"}  # over four seconds
 
 
 def main(mesh: Any, name: str, folder: Path) -> None:
@@ -60,3 +64,30 @@ def test_an_example_in_processes(name, tmp_path):
     first, *others = gloo(printed_by_a_process, name, tmp_path / "processes")
     assert first == printed(name, tmp_path / "simulated")
     assert not any(others)
+
+
+def test_a_run_goes_on_with_other_ranks_and_in_processes(tmp_path):
+    """A run would have other losses after it was stopped, on fewer ranks, or in processes."""
+    simulated_ranks = partial(simulated, main, "resume", tmp_path)
+    with redirect_stdout(StringIO()) as text:
+        simulated_ranks(shard=4)
+        simulated_ranks(shard=1)
+    assert "20 of 20 losses have the bits" in text.getvalue()
+    first, _ = gloo(printed_by_a_process, "resume", tmp_path)
+    assert "steps 21 to 30: ranks 2" in first
+    assert "30 of 30 losses have the bits" in first
+
+
+@pytest.mark.slow
+def test_figures_of_many_layers_follow_from_those_of_few():
+    """`fits.py` would print other bytes than a step of the whole model has."""
+    assert fits.continued("FULL_SHARD", 8) == fits.traced("FULL_SHARD", 8)
+
+
+@pytest.mark.slow
+def test_whether_a_model_fits():
+    """`fits.py` would fail, or not print its table."""
+    with redirect_stdout(StringIO()) as text:
+        fits.main()
+    answers = {row.split()[1]: row.split()[-4] for row in text.getvalue().splitlines() if "yes" in row or "no" in row}
+    assert answers == {"DDP": "no", "ZeRO-1": "yes", "FULL_SHARD": "yes"}, text.getvalue()
