@@ -6,6 +6,7 @@ its sources, counts DeepSpeed as well. A row of what is not there stays as it is
 
 import argparse
 import ast
+import functools
 import importlib.util
 import io
 import re
@@ -44,33 +45,39 @@ class Size:
     function: str
 
 
-def code_lines(source: str) -> set[int]:
+@functools.cache
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@functools.cache
+def code_lines(source: str) -> frozenset[int]:
     """The lines of a module that are code: not blank, no comment, no docstring."""
     documented = set[int]()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in NO_CODE]
-    return {line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - documented
+    return frozenset(line for token in tokens for line in range(token.start[0], token.end[0] + 1)) - documented
 
 
 def longest(source: str) -> tuple[int, str]:
     """The function with the most lines of code, functions inside it included: their number, and its name."""
     lines, found = code_lines(source), (0, "")
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             found = max(found, (len(lines & set(range(node.lineno, (node.end_lineno or 0) + 1))), node.name))
     return found
 
 
 def _defined(source: str) -> dict[str, ast.FunctionDef | ast.ClassDef]:
-    return {x.name: x for x in ast.parse(source).body if isinstance(x, ast.FunctionDef | ast.ClassDef)}
+    return {x.name: x for x in _parsed(source).body if isinstance(x, ast.FunctionDef | ast.ClassDef)}
 
 
 def exported(source: str) -> set[str]:
     """The names of `__all__`; without one, what the module defines, and what it imports as itself or from beside it."""
     found = set(_defined(source))
-    for node in ast.parse(source).body:
+    for node in _parsed(source).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return set(ast.literal_eval(node.value))
         if isinstance(node, ast.ImportFrom):
@@ -118,9 +125,9 @@ def others(deepspeed: Path | None) -> Iterator[Subject]:
     yield Subject("ZeroRedundancyOptimizer", optim, (zero,), (zero,))
     yield Subject("ShardedGradScaler", fsdp, (scaler,), (scaler,))
     if deepspeed is not None:
+        zero_files = ("__init__.py", "runtime/zero/*.py", "runtime/engine.py")
         doors = ("__init__.py", "runtime/zero/__init__.py")
-        files = ("__init__.py", "runtime/zero/*.py", "runtime/engine.py")
-        yield Subject("DeepSpeed ZeRO", deepspeed, files, doors, ("runtime/zero/test.py",))
+        yield Subject("DeepSpeed ZeRO", deepspeed, zero_files, doors, ("runtime/zero/test.py",))
     if jax is not None and optax is not None:
         files = tuple(f"_src/{name}.py" for name in SHARDING)
         yield Subject("JAX's sharding", jax, files, ("sharding.py", "__init__.py"))
