@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan, and the bytes of a rank."""
-    params, frozen = _params(args.model)
+    params = _params(args.model)
     mesh = AbstractMesh(**_sizes(args.mesh)) if args.mesh else None
     plan = make_plan(
         params,
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         grads_over=args.grads_over,
         state_over=args.state_over,
         regather=not args.no_regather,
-        frozen=[*frozen, *(args.frozen or ())] or None,
+        frozen=args.frozen,
         whole=args.whole,
         policy=args.policy,
     )
@@ -81,22 +81,19 @@ def run(args: argparse.Namespace) -> int:
     return report([Line(f"{plan}\nbytes of a rank with {args.optimizer}: {said}", _data(plan, nbytes))], args.json)
 
 
-def _params(model: str) -> tuple[Tree, Sequence[str]]:
-    """The parameters of a model on the device meta, and the paths of those that are frozen."""
+def _params(model: str) -> Tree:
+    """The parameters of a model, on the device meta."""
     if Path(model).exists():
         entries = entries_at(Path(model)).values()
         if lacking := [f"{x.name!r} is {x.kind}" for x in entries if x.dtype is None]:
             raise ValueError(f"{model}: dtypes that torch lacks: {'; '.join(lacking)}")
-        return nested({x.name: torch.empty(x.shape, dtype=x.dtype, device="meta") for x in entries}), []
+        return nested({x.name: torch.empty(x.shape, dtype=x.dtype, device="meta") for x in entries})
     if ":" not in model:
         raise ValueError(f"{model}: expected MODULE:FUNCTION, or the path of a file or folder, of which there is none")
     build = function("model", model)
     with torch.device("meta"):
         made = build()
-    if isinstance(made, nn.Module):
-        apply, params, _ = functionalize(made)
-        return params, apply.frozen
-    return made, []
+    return functionalize(made)[1] if isinstance(made, nn.Module) else made
 
 
 def _sizes(texts: Sequence[str]) -> dict[str, Any]:

@@ -81,6 +81,7 @@ PLANS = {
     "200 equal units": lambda: fshard.make_plan(params(200), AbstractMesh(shard=8), units=["blocks.*"]),
     "64 ranks": lambda: fshard.make_plan(params(), AbstractMesh(replicate=8, shard=8), units=["blocks.*"]),
     "4096 ranks": lambda: fshard.make_plan(params(), AbstractMesh(replicate=8, shard=512), units=["blocks.*"]),
+    "a long kind": lambda: fshard.make_plan(params(), units=["blocks.*"], policy="compute=bf16,reduce=f32,grads=f64"),
     "long names": lambda: fshard.make_plan(
         {"a_transformer": {"a_name_that_is_long": [{"w": torch.ones(8)} for _ in range(3)]}},
         AbstractMesh(replicate=2, shard=4),
