@@ -68,7 +68,7 @@ def differences(wanted: Iterable[Wanted], given: Mapping[str, object], of: str =
     wanted = [*wanted]
     yield from name_differences([leaf.names for leaf in wanted], given, of)
     for name, form in ((name, leaf.form) for leaf in wanted for name in leaf.names if name in given):
-        if text := form_difference(name, form, given[name]) or unreadable(name, given[name]):
+        if text := unfit(name, form, given[name]):
             yield text
 
 
@@ -124,6 +124,15 @@ def _without(name: str, words: Sequence[str]) -> str:
     for word in words:
         name = name.replace(word, "")
     return name
+
+
+def unfit(name: str, expected: Form, given: object) -> str:
+    """Say why a value, or the form of one, cannot be read into a leaf; "" if it can.
+
+    >>> unfit("w", Form((2,), torch.float32), torch.zeros(3))
+    "'w': expected a tensor [2], got one [3]"
+    """
+    return form_difference(name, expected, given) or unreadable(name, given)
 
 
 def form_difference(name: str, expected: Form, given: object) -> str:

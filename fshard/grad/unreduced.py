@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from ..core import tree
-from ..core.differences import form_difference, listed, unreadable
+from ..core.differences import listed, unfit
 from ..core.tree import Tree
 from ..layout.pieces import Unreduced
 from ..plan.plan import check_plain
@@ -70,5 +70,5 @@ def _differences(params: Sharded, grads: Mapping[str, object]) -> Iterator[str]:
     if frozen := [name for name in grads if name in known - trained]:
         yield f"{len(frozen)} gradients are of frozen leaves: {listed(frozen)}. Pass None, or nothing"
     for name, form in ((name, leaf.form) for leaf in wanted for name in leaf.names if name in grads):
-        if difference := form_difference(name, form, grads[name]) or unreadable(name, grads[name]):
+        if difference := unfit(name, form, grads[name]):
             yield difference + ". Sum over the samples first" * (getattr(grads[name], "shape", ())[1:] == form.shape)

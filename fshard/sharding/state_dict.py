@@ -14,7 +14,7 @@ from ..comm import primitives
 from ..comm.consensus import check_same, together
 from ..comm.mesh import AnyMesh, num_ranks, rank_in
 from ..core.arguments import check_flags, check_whole, wrong
-from ..core.differences import Form, Wanted, differences, equal_values
+from ..core.differences import Form, Wanted, equal_values, name_differences, unfit
 from ..plan.plan import Slot
 from .initial import filled
 from .names import Rename, renamed
@@ -201,13 +201,13 @@ def _source(
     new = renamed(mapping, rename)
     to_path = paths or {}
     names = {path: new[name] for path, name in renamed(new, lambda name: to_path.get(name, name)).items()}
-    known = [name for leaf in wanted for name in leaf.names if name in names]
-    values = {name: mapping[names[name]] for name in known}
-    sharded = [f"{n!r}: {torch_sharded.sharding(x)}" for n, x in values.items() if torch_sharded.is_sharded(x)]
-    if not strict and (known or not names):
-        errors = [*differences((leaf for leaf in wanted if not values.keys().isdisjoint(leaf.names)), values)]
-    else:
-        errors = [*differences(wanted, {**names, **values})]
+    known, sharded = [(name, leaf.form) for leaf in wanted for name in leaf.names if name in names], list[str]()
+    is_partial = not strict and (known or not names)
+    errors = [] if is_partial else [*name_differences([leaf.names for leaf in wanted], names)]
+    for name, form in known:
+        value = mapping[names[name]]  # one at a time, because a mapping may read it from a file
+        errors += filter(None, [unfit(name, form, value)])
+        sharded += [f"{name!r}: {torch_sharded.sharding(value)}"] if torch_sharded.is_sharded(value) else []
     if sharded and src is not None:
         errors.append(f"{sharded[0]}, which rank {src} alone cannot make whole: leave src out")
     _raise_if_any(errors)

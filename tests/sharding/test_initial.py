@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import weakref
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -281,6 +283,23 @@ def test_all_differences_are_listed_at_once():
         "'c.0': expected a tensor [7], got [1]",
     ):
         assert words in str(failure.value)
+
+
+def test_a_mapping_is_read_a_unit_at_a_time():
+    """All tensors of a file that is read when it is asked for would be in memory together."""
+    params = fshard.init_params(fshard.make_plan(like(), units=["*"]), drawn)
+    values, alive, most = fshard.state_dict(params), list[weakref.ref](), list[int]()
+
+    class Reading(UserDict):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            value = self.data[name].clone()
+            alive.append(weakref.ref(value))
+            most.append(sum(x() is not None for x in alive))
+            return value
+
+    for strict in (True, False):
+        assert same_bits(fshard.state_dict(fshard.load_state_dict(params, Reading(values), strict=strict)), values)
+    assert max(most) <= 3 < len(values)
 
 
 WRAPPED = {
