@@ -26,8 +26,8 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         (rows, length, width), heads = x.shape, self.config.n_head
-        qkv = self.c_attn(x).view(rows, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(*qkv, dropout_p=self.config.dropout * self.training, is_causal=True)
+        q, k, v = self.c_attn(x).view(rows, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.config.dropout * self.training, is_causal=True)
         return self.c_proj(y.transpose(1, 2).reshape(rows, length, width))
 
 

@@ -76,9 +76,9 @@ def main(mesh: Any) -> None:
 
     model.requires_grad_(False)
     torch.manual_seed(0)
-    for block in model.h:
-        block.attn.c_attn, block.mlp.c_fc = Adapted(block.attn.c_attn), Adapted(block.mlp.c_fc)
-        block.attn.c_proj, block.mlp.c_proj = Adapted(block.attn.c_proj), Adapted(block.mlp.c_proj)
+    for name, layer in [*model.h.named_modules()]:
+        if isinstance(layer, nn.Linear):
+            model.h.set_submodule(name, Adapted(layer))
     model.to(mesh.device_type)
     torch.manual_seed(mesh.get_rank())
     losses, tuned = fit(model, mesh, by=3, steps=100)
