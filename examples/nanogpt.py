@@ -177,10 +177,10 @@ def validate(s: argparse.Namespace, mesh: Any, loss: Any, params: fshard.Sharded
 
 def train(
     s: argparse.Namespace, mesh: Any, loss: Any, state: fshard.TrainState, history: list[Record], received: list[int]
-) -> fshard.TrainState:
+) -> tuple[fshard.TrainState, int]:
     """Train until all steps are made, the time is over or a rank has received a signal; adds records to `history`.
 
-    The signal is in `received` of all ranks then.
+    Returns the new state, and the number of the signal or 0: the same on all ranks.
     """
     rank, ranks, number, losses = mesh.get_rank(), mesh.size(), int(state.step), list[torch.Tensor]()
     began, text = time.perf_counter() - (history[-1]["seconds"] if history else 0.0), as_tensor(s.text)
@@ -208,9 +208,7 @@ def train(
         if is_last or number % s.save_every < LOG_EVERY:
             whole = {"state": state, "run": s.run, "history": json.dumps(history)}
             checkpoint.save(s.out, whole, number, wait=is_last, keep_last=2)
-    if stop:
-        received.append(int(stop))
-    return state
+    return state, int(stop)
 
 
 def started(s: argparse.Namespace, mesh: Any) -> tuple[GPT, Any, fshard.TrainState]:
@@ -233,8 +231,9 @@ def main(mesh: Any, s: argparse.Namespace, received: list[int]) -> None:
     if mesh.get_rank() == 0:
         s.out.mkdir(parents=True, exist_ok=True)
         (s.out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in history))
-    state = train(s, mesh, loss_of(apply), state, history, received)
-    if received:
+    state, stop = train(s, mesh, loss_of(apply), state, history, received)
+    if stop:
+        received.append(stop)  # also of ranks that have received none
         return say(f"Stopped and saved at step {int(state.step)}: the same command goes on from there")
 
     weights = fshard.state_dict(state.params, rank=0)  # the module's own state dict, on rank 0 alone
@@ -243,10 +242,9 @@ def main(mesh: Any, s: argparse.Namespace, received: list[int]) -> None:
         gzip_bits = 8 * len(gzip.compress(s.valid, 9)) / len(s.valid)
         draw(history, gzip_bits, s.out / "loss.png")
         print(f"The model writes: {write(model.eval(), s)}")
-        print(
-            f"Bits a byte on {len(s.valid):,} bytes of validation text: {history[-1]['validation_bits_per_byte']:.3f}"
-        )
-        print(f"Of gzip -9: {gzip_bits:.3f}. Metrics and a picture of the loss are in {s.out}")
+        bits = history[-1]["validation_bits_per_byte"]
+        print(f"Bits a byte of {len(s.valid):,} bytes of validation text: {bits:.3f}, with gzip -9 {gzip_bits:.3f}")
+        print(f"Metrics and a picture of the loss are in {s.out}")
 
 
 def run(argv: Sequence[str] | None = None) -> int:
