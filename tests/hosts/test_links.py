@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import random
-import shutil
 import socket
 import struct
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 import torch
 from support import hostile
 from support.heard import NUM, values
+from support.namespaces import ADDRESSES, two_hosts
 from support.worlds import fates, gloo
 
 import fshard
@@ -238,49 +238,25 @@ def test_the_users_timeout(tmp_path: Path) -> None:
     assert "did not answer within 2 s in all_reduce(float32[3], axis='shard')" in texts[2]
 
 
-ADDRESSES = {"IPv4": ("10.77.0.1", "10.77.0.2"), "IPv6": ("fd77::1", "fd77::2")}
-
-
-@pytest.fixture(params=ADDRESSES)
-def namespaces(request: pytest.FixtureRequest) -> Iterator[tuple[list[str], tuple[str, str]]]:
-    """Two network namespaces that are connected as two hosts would be, and their addresses."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("needs root and the command ip, to make network namespaces")
-    names, addresses = [f"fshard-{os.getpid()}-{i}" for i in range(2)], ADDRESSES[request.param]
-    width = "/64 nodad" if request.param == "IPv6" else "/24"
-    commands = [f"netns add {name}" for name in names]
-    commands.append(f"link add cable netns {names[0]} type veth peer name cable netns {names[1]}")
-    for name, address in zip(names, addresses, strict=True):
-        commands += [f"-n {name} addr add {address}{width} dev cable"]
-        commands += [f"-n {name} link set {device} up" for device in ("lo", "cable")]
-    try:
-        for command in commands:
-            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
-            if done.returncode:
-                pytest.skip(f"no network namespaces here: ip {command}: {done.stderr}")
-        yield names, addresses
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
+@pytest.mark.parametrize("kind", ADDRESSES)
 @pytest.mark.slow
-def test_two_hosts(namespaces: Any) -> None:
+def test_two_hosts(kind: str) -> None:
     """Two hosts connect by a named interface, by the route, or as copies of one machine: otherwise jobs would hang."""
-    names, addresses = namespaces
     script = [sys.executable, str(Path(__file__).parents[1] / "support" / "two_hosts.py")]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
-    runs = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", name, *script, str(rank), addresses[0]],
-            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment},
-        )
-        for rank, name in enumerate(names)
-    ]
-    for rank, run in enumerate(runs):
-        out, errors = run.communicate(timeout=60)
-        ways = [f"{way} GroupRanks {addresses[1 - rank]}\nTrue\n2.0\n" for way in ("named", "route", "copies")]
-        assert out == "".join(ways), errors
+    addresses = ADDRESSES[kind]
+    with two_hosts(kind) as names:
+        runs = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *script, str(rank), addresses[0]],
+                **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment},
+            )
+            for rank, name in enumerate(names)
+        ]
+        for rank, run in enumerate(runs):
+            out, errors = run.communicate(timeout=60)
+            ways = [f"{way} GroupRanks {addresses[1 - rank]}\nTrue\n2.0\n" for way in ("named", "route", "copies")]
+            assert out == "".join(ways), errors
 
 
 def test_the_address_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,22 @@
+#!/bin/bash
+#SBATCH --job-name=fshard
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=96
+#SBATCH --exclusive
+#SBATCH --requeue
+# Slurm: one task on each host, torchrun, which starts a process for each GPU. In a clone that all hosts see:
+#
+#   OUT=/shared/run sbatch examples/clusters/slurm.sh
+set -euo pipefail
+
+# The first host of the job. SLURM_LAUNCH_NODE_IPADDR is the host where srun was called: under salloc the login host.
+HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# srun does not take --cpus-per-task over from sbatch.
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+ulimit -n "$(ulimit -Hn)"
+
+srun --kill-on-bad-exit=1 torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" \
+  --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$HEAD:29500" \
+  examples/clusters/train.py --out "$OUT" "$@"

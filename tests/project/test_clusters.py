@@ -1,0 +1,115 @@
+"""The scripts of examples/clusters and docs/launch.md: those that can run here run; the others have what they need."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.namespaces import ADDRESSES, on, two_hosts
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "examples" / "clusters"
+PAGE = ROOT / "docs" / "launch.md"
+ENVIRONMENT = os.environ | {
+    **{"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HOSTS": "2", "RANKS": "1"},
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+}
+# what takes a minute, and packages that a clone does not install
+BY_HAND = pytest.mark.skipif("FSHARD_CLUSTERS" not in os.environ, reason="docs/launch.md says how to run it")
+
+
+def started(command: list[str], **more: str) -> subprocess.Popen[str]:
+    """A command that has been started in the clone."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT | more, **pipes)
+
+
+def losses(text: str) -> list[tuple[str, str]]:
+    """The hosts and the steps of the lines that train.py prints."""
+    return re.findall(r"2 ranks on \[(.*)\]: steps (\d+ to \d+), loss \d\.\d+", text)
+
+
+@pytest.mark.slow
+def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
+    """The command of the page would start no job, two jobs, or one that does not go on from its checkpoint."""
+    with two_hosts() as names:
+        for steps, first in (("10", "0"), ("20", "10")):
+            command = [str(SCRIPTS / "torchrun.sh"), f"--out={tmp_path}", f"--steps={steps}"]
+            runs = [started(on(name, *command), HEAD=names[0]) for name in names]
+            texts = [run.communicate(timeout=120)[0] for run in runs]
+            assert losses("".join(texts)) == [(f"'{names[0]}', '{names[1]}'", f"{first} to {steps}")], texts
+
+
+# --- Slurm (apt-get install slurm-wlm munge)
+
+SLURM = """
+ClusterName=fshard
+SlurmctldHost={names[0]}({addresses[0]})
+AuthInfo=socket={folder}/munge.sock
+SlurmUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+GresTypes=gpu
+NodeName={names[0]} NodeAddr={addresses[0]} CPUs=2 Gres=gpu:1
+NodeName={names[1]} NodeAddr={addresses[1]} CPUs=2 Gres=gpu:1
+PartitionName=all Nodes=ALL Default=YES
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Two hosts with Slurm's daemons, and the environment of its commands."""
+    for name in ("state", "spool"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "munge.key").write_bytes(os.urandom(1024))
+    (tmp_path / "munge.key").chmod(0o400)
+    files = [f"--{name}={tmp_path}/munge.{end}" for name, end in {"key-file": "key", "socket": "sock"}.items()]
+    files += [f"--{name}-file={tmp_path}/munge.{name}" for name in ("pid", "log", "seed")]
+    with ExitStack() as stack:
+        names = stack.enter_context(two_hosts())
+        settings = SLURM.format(names=names, addresses=ADDRESSES["IPv4"], folder=tmp_path)
+        (tmp_path / "slurm.conf").write_text(settings)
+        (tmp_path / "gres.conf").write_text("Name=gpu File=/dev/null\n")  # stands for a GPU
+        more = {"SLURM_CONF": str(tmp_path / "slurm.conf")}
+        daemons = [["munged", "--foreground", "--force", *files], on(names[0], "slurmctld", "-D", "-c")]
+        for command in (*daemons, *(on(name, "slurmd", "-D") for name in names)):
+            log = stack.enter_context((tmp_path / "daemons.log").open("a"))
+            daemon = subprocess.Popen(command, env=ENVIRONMENT | more, stdout=log, stderr=log)
+            stack.callback(daemon.wait)
+            stack.callback(daemon.terminate)
+        yield names, more
+
+
+@BY_HAND
+def test_slurm_on_two_hosts(slurm: tuple[list[str], dict[str, str]], tmp_path: Path) -> None:
+    """Slurm would refuse the script, or it would start two jobs of one host each."""
+    names, more = slurm
+    sizes = ["--gpus-per-node=1", "--cpus-per-task=1", f"--output={tmp_path}/out", "--wait"]
+    command = on(names[0], "sbatch", *sizes, str(SCRIPTS / "slurm.sh"), "--steps=10")
+    said = started(command, OUT=str(tmp_path / "run"), **more).communicate(timeout=60)[0]
+    assert losses((tmp_path / "out").read_text()) == [(f"'{names[0]}', '{names[1]}'", "0 to 10")], said
+
+
+# --- Ray (pip install ray[train])
+
+
+@BY_HAND
+def test_ray_with_two_workers(tmp_path: Path) -> None:
+    """Ray's workers would not find each other, or a second run would begin anew."""
+    for steps, first in (("10", "0"), ("20", "10")):
+        command = [sys.executable, str(SCRIPTS / "ray_train.py"), f"--storage={tmp_path}", f"--steps={steps}"]
+        text = started(command).communicate(timeout=300)[0]
+        assert {steps for _, steps in losses(text)} == {f"{first} to {steps}"}, text
