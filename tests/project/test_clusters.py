@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from support.namespaces import ADDRESSES, on, two_hosts
 
 ROOT = Path(__file__).parents[2]

@@ -28,6 +28,7 @@ def two_hosts(kind: str = "IPv4", own_name: str = "") -> Iterator[list[str]]:
             known = {n: own_name if own_name and n == name else a for n, a in zip(names, ADDRESSES[kind], strict=True)}
             lines = [f"{address} {n}" for n, address in {"localhost": "127.0.0.1", **known}.items()]
             (ETC / name / "hosts").write_text("\n".join(lines) + "\n")
+            (ETC / name / "nsswitch.conf").write_text("hosts: files\n")  # a question to DNS would wait for seconds
         for command in _commands(names, ADDRESSES[kind], "/64 nodad" if kind == "IPv6" else "/24"):
             done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
             if done.returncode:
@@ -50,6 +51,6 @@ def _commands(names: Sequence[str], addresses: Sequence[str], width: str) -> lis
 
 def on(host: str, *command: str) -> list[str]:
     """The command that runs another one on a host."""
-    script = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
-    named = ("unshare", "--uts", "--mount", "sh", "-c", script, host, str(ETC / host / "hosts"))
+    mounts = " && ".join(f'mount --bind "{ETC}/$0/{file}" /etc/{file}' for file in ("hosts", "nsswitch.conf"))
+    named = ("unshare", "--uts", "--mount", "sh", "-c", f'hostname "$0" && {mounts} && exec "$@"', host)
     return ["nsenter", f"--net=/run/netns/{host}", *named, *command]
