@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from . import inspect, plan, replay
+from . import doctor, inspect, plan, replay
 from .output import ERROR, say
 
 
@@ -21,7 +21,7 @@ class _Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-COMMANDS: dict[str, _Command] = {"plan": plan, "inspect": inspect, "replay": replay}
+COMMANDS: dict[str, _Command] = {"plan": plan, "inspect": inspect, "replay": replay, "doctor": doctor}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -166,11 +166,11 @@ def _listening(stack: ExitStack, family: int, address: Address) -> socket.socket
 def _interface() -> str:
     """Return the address of gloo's interface if one is named, else that of packets to the host where ranks met."""
     if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
-        return _address_of(name)
+        return address_of(name)
     return _way_to(meeting_host())
 
 
-def _address_of(interface: str) -> str:
+def address_of(interface: str) -> str:
     """Return the IPv4 address of a network interface, or its IPv6 address. OSError if it has neither."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         request = struct.pack("256s", interface.encode()[:15])

@@ -261,7 +261,7 @@ def test_two_hosts(kind: str) -> None:
 
 def test_the_address_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     """An address comes from the named interface or from the route: otherwise ranks would dial a wrong address."""
-    assert rendezvous._address_of("lo") == "127.0.0.1"
+    assert rendezvous.address_of("lo") == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing")
     with pytest.raises(OSError, match="GLOO_SOCKET_IFNAME=nothing: expected an interface with an address"):
         rendezvous._interface()

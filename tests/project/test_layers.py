@@ -49,7 +49,7 @@ FOLDERS = {
     },
     "pictures": {"core", "plan", "sharding", "train", "compiler"},
     "cli": {
-        *("core", "files", "comm", "plan", "sharding", "optim", "train", "compiler", "module"),
+        *("core", "files", "comm", "hosts", "plan", "sharding", "optim", "train", "compiler", "module"),
         *("checkpoint", "testing"),
     },
 }
@@ -62,11 +62,14 @@ DOORS = {
     "torch.library": {"core.tracing"},
     "torch.ops.fshard": {"core.storage", "core.flat", "core.tracing", "core.random", "comm.traced", "compiler.*"},
     "torch.utils._cxx_pytree": {"core.tree"},
-    "torch.distributed": {"comm.dtensors", "comm.mesh", "comm.primitives", "comm.process_groups"},
+    "torch.distributed": {
+        *("comm.dtensors", "comm.mesh", "comm.primitives", "comm.process_groups"),
+        *("cli.doctor", "cli.self_test"),
+    },
     "torch.optim": {"optim.kernels", "optim.torch_optim"},
     "torch.autograd.graph": {"grad.tape"},
     "torch.multiprocessing": {"grad.autograd"},
-    "socket": {"hosts.links", "hosts.rendezvous"},
+    "socket": {"hosts.links", "hosts.rendezvous", "cli.doctor"},
     "mmap": {"hosts.links"},
     "fsspec": {"files.remote"},
     "threading": {

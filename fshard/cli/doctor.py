@@ -1,0 +1,153 @@
+"""Look for what is often wrong on a host: versions, networks and limits, and run a step on two processes.
+
+  fshard doctor                            # this host
+  fshard doctor --endpoint host1:29500     # a host of several, whose ranks meet there: what torchrun is given
+  srun fshard doctor --endpoint $HEAD:29500
+
+Names, interfaces and the rendezvous are looked at where a job has several hosts: with --endpoint, or if the environment
+of torchrun, Slurm or SkyPilot says so.
+
+Exit status: 0: nothing is wrong; 1: something is; 2: an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import fshard
+
+from ..hosts.rendezvous import address_of
+from .output import FAULT, Line, report
+from .traps import TRAPS, Facts, several_hosts
+
+_SELF_TEST = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fshard.cli.self_test")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("--endpoint", metavar="HOST:PORT", help="where the ranks of several hosts meet")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what is there, what is wrong, and what to do."""
+    return report(_lines(facts_here(os.environ, args.endpoint)), args.json)
+
+
+def _lines(facts: Facts) -> Iterator[Line]:
+    for name, version in versions().items():
+        yield Line(f"{name:18} {version}", {"check": name, "ok": True, "found": version})
+    if not facts.several:
+        yield Line("one host: for a job of several give --endpoint HOST:PORT")
+    for name, trap in TRAPS.items():
+        findings = list(trap(facts))
+        yield from (_line(name, *finding) for finding in findings or [("", "")])
+    yield _line("two processes", self_test(), "what is wrong above may explain it")
+
+
+def _line(name: str, wrong: str, do: str) -> Line:
+    if not wrong:
+        return Line(f"{name:18} ok", {"check": name, "ok": True})
+    return Line(f"{name:18} {wrong}\n{'':15} -> {do}", {"check": name, "ok": False, "found": wrong, "do": do}, FAULT)
+
+
+def versions() -> dict[str, str]:
+    """Return versions, backends and GPUs."""
+    here = {"python": platform.python_version(), "torch": torch.__version__}
+    here |= {"optree": importlib.metadata.version("optree"), "fshard": fshard.__version__}
+    here["backends"] = ", ".join(name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name))
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        here |= {"CUDA": str(torch.version.cuda), "NCCL": nccl, "GPUs": ", ".join(names)}
+    return here
+
+
+def facts_here(env: Mapping[str, str], given: str | None) -> Facts:
+    """Return the facts of this host. ValueError for an endpoint without a port."""
+    endpoint, several = endpoint_of(env, given), given is not None or several_hosts(env)
+    name = socket.gethostname()
+    return Facts(
+        env=env,
+        several=several,
+        name=name,
+        addresses=_addresses(name),
+        interfaces=_interfaces(),
+        shm=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
+        memlock=_limit(resource.RLIMIT_MEMLOCK),
+        files=_limit(resource.RLIMIT_NOFILE),
+        infiniband=any(Path("/sys/class/infiniband").glob("*")),
+        gpus=torch.cuda.device_count(),
+        endpoint=endpoint,
+        port=_port(endpoint) if endpoint and several else "",
+    )
+
+
+def endpoint_of(env: Mapping[str, str], given: str | None) -> tuple[str, int] | None:
+    """Return where ranks meet, as it is given, or as torchrun or torch would read it from the environment."""
+    text = given or env.get("PET_RDZV_ENDPOINT", "")
+    for prefix in ("PET_", ""):
+        if not text and f"{prefix}MASTER_ADDR" in env:
+            text = f"{env[f'{prefix}MASTER_ADDR']}:{env.get(f'{prefix}MASTER_PORT', '29500')}"
+    if not text:
+        return None
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"--endpoint {text}: expected HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _addresses(host: str) -> tuple[str, ...]:
+    """The addresses of a name; none if it does not resolve."""
+    with suppress(OSError):
+        return tuple(sorted({str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}))
+    return ()
+
+
+def _interfaces() -> dict[str, str]:
+    addresses = {}
+    for _, name in socket.if_nameindex():
+        with suppress(OSError):  # it has no address
+            addresses[name] = address_of(name)
+    return addresses
+
+
+def _limit(which: int) -> float:
+    soft, _ = resource.getrlimit(which)
+    return float("inf") if soft == resource.RLIM_INFINITY else soft
+
+
+def _port(endpoint: tuple[str, int]) -> str:
+    """What a connection meets: "open"; "refused" while nobody listens, as before a job starts; or an error's text."""
+    try:
+        socket.create_connection(endpoint, timeout=5).close()
+    except ConnectionRefusedError:
+        return "refused"
+    except OSError as failure:
+        return str(failure)
+    return "open"
+
+
+def self_test() -> str:
+    """Return what went wrong in a step on two processes of this host; nothing if all went well."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    command = [sys.executable, *_SELF_TEST]
+    try:
+        done = subprocess.run(command, env=env | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return "a step did not end within 120 s"
+    errors = [line for line in done.stderr.splitlines() if "Error" in line or "differs" in line]
+    return f"a step failed: {errors[0] if errors else done.stderr[-500:]}" if done.returncode else ""

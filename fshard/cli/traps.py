@@ -1,0 +1,168 @@
+"""What is often wrong on clusters, by facts of a host: pure functions, which `fshard doctor` calls."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+SMALL_SHM = 1 << 30  # bytes
+FEW_FILES = 4096
+# where launchers say how many hosts a job has
+HOSTS = ("PET_NNODES", "GROUP_WORLD_SIZE", "SLURM_NNODES", "SKYPILOT_NUM_NODES")
+
+
+class Facts(NamedTuple):
+    """What a host is like. `port` is what a connection to the rendezvous met: "open", "refused", or an error's text."""
+
+    env: Mapping[str, str]
+    several: bool  # the job has several hosts
+    name: str
+    addresses: tuple[str, ...]  # of the host's own name
+    interfaces: Mapping[str, str]  # address by name, of those that have one
+    shm: int
+    memlock: float
+    files: float
+    infiniband: bool
+    gpus: int
+    endpoint: tuple[str, int] | None
+    port: str
+
+
+class Finding(NamedTuple):
+    """Something wrong, and what to do."""
+
+    wrong: str
+    do: str
+
+
+def several_hosts(env: Mapping[str, str]) -> bool:
+    """Whether the environment of a launcher says that the job has several hosts; PET_NNODES may be a range."""
+    counts = [env[name].rpartition(":")[2] for name in HOSTS if name in env]
+    return any(count.isdigit() and int(count) > 1 for count in counts)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is the host's own, on every host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def worlds(facts: Facts) -> Iterator[Finding]:
+    """Every host its own world."""
+    env, host = facts.env, (facts.endpoint or ("", 0))[0]
+    head = "give all hosts the name of one: HEAD=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
+    if facts.several and is_loopback(host):
+        yield Finding(f"the rendezvous is at {host}: each host waits for itself, or trains alone", head)
+    if facts.several and host and host == env.get("SLURM_LAUNCH_NODE_IPADDR"):
+        yield Finding(f"the rendezvous is at SLURM_LAUNCH_NODE_IPADDR ({host}), the host where srun was called", head)
+    tasks, size = env.get("SLURM_NTASKS"), env.get("WORLD_SIZE")
+    if tasks and size and size != tasks and "TORCHELASTIC_RUN_ID" not in env:
+        yield Finding(
+            f"WORLD_SIZE is {size}, and Slurm started {tasks} tasks",
+            "unset WORLD_SIZE and let torchrun set it, or set WORLD_SIZE=$SLURM_NTASKS RANK=$SLURM_PROCID",
+        )
+    if tasks and not size and int(tasks) > int(env.get("SLURM_NNODES", tasks)):
+        yield Finding(
+            f"{tasks} tasks on {env['SLURM_NNODES']} hosts: several torchrun of one host would be hosts of their own",
+            "#SBATCH --ntasks-per-node=1, and torchrun --nproc-per-node=$SLURM_GPUS_ON_NODE",
+        )
+
+
+def own_name(facts: Facts) -> Iterator[Finding]:
+    """The host's own name is a loopback address."""
+    if facts.several and "GLOO_SOCKET_IFNAME" not in facts.env and all(map(is_loopback, facts.addresses)):
+        yield Finding(
+            f"{facts.name} resolves to {', '.join(facts.addresses) or 'nothing'} here: gloo tells others that address",
+            f"correct /etc/hosts, or export GLOO_SOCKET_IFNAME={_likely(facts)} (and torchrun --local-addr=ADDRESS)",
+        )
+
+
+def gloo_interface(facts: Facts) -> Iterator[Finding]:
+    """GLOO_SOCKET_IFNAME names no interface."""
+    value = facts.env.get("GLOO_SOCKET_IFNAME", "")
+    for name in value.split(",") if value else []:
+        if name not in facts.interfaces:
+            yield Finding(
+                f"GLOO_SOCKET_IFNAME={value}: no interface {name!r} has an address here",
+                f"name one of {', '.join(facts.interfaces)}, whole: `^lo` and prefixes are for NCCL",
+            )
+        elif facts.several and is_loopback(facts.interfaces[name]):
+            yield Finding(f"GLOO_SOCKET_IFNAME={value}: a loopback", f"GLOO_SOCKET_IFNAME={_likely(facts)}")
+
+
+def nccl_interface(facts: Facts) -> Iterator[Finding]:
+    """NCCL may take an interface that other hosts do not reach."""
+    value, names = facts.env.get("NCCL_SOCKET_IFNAME"), _outer(facts)
+    if not facts.several or not facts.gpus:
+        return
+    if value is None and len(names) > 1:
+        yield Finding(
+            f"NCCL_SOCKET_IFNAME is not set, and NCCL may take any of {', '.join(names)}",
+            f"export NCCL_SOCKET_IFNAME={_likely(facts)}, or that with which hosts reach each other",
+        )
+    elif value is not None and not any(_nccl_takes(value, name) for name in facts.interfaces):
+        yield Finding(f"NCCL_SOCKET_IFNAME={value} fits no interface", f"name one of {', '.join(names)}")
+
+
+def _nccl_takes(value: str, name: str) -> bool:
+    """Whether NCCL's list takes an interface: prefixes, `=` before whole names, `^` before those to leave out."""
+    parts = value.lstrip("^=").split(",")
+    fits = name in parts if "=" in value[:2] else any(name.startswith(part) for part in parts)
+    return fits != value.startswith("^")
+
+
+def _outer(facts: Facts) -> list[str]:
+    return [name for name, address in facts.interfaces.items() if not is_loopback(address)]
+
+
+def _likely(facts: Facts) -> str:
+    """The interface of the host that is most likely the network's."""
+    real = [name for name in _outer(facts) if not name.startswith(("docker", "veth", "virbr", "br-", "cni"))]
+    return next(iter(real), "INTERFACE")
+
+
+def shared_memory(facts: Facts) -> Iterator[Finding]:
+    """/dev/shm is small."""
+    if facts.shm < SMALL_SHM:
+        yield Finding(
+            f"/dev/shm has {facts.shm >> 20} MiB: NCCL, DataLoader's workers and gloo on one host use it",
+            "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir of medium Memory at /dev/shm",
+        )
+
+
+def limits(facts: Facts) -> Iterator[Finding]:
+    """The limits of locked memory and of open files are low."""
+    if facts.infiniband and facts.memlock < float("inf"):
+        yield Finding(
+            f"ulimit -l is {int(facts.memlock) >> 10} KiB, and InfiniBand locks the memory that it sends",
+            "docker run --ulimit memlock=-1; in Slurm LimitMEMLOCK=infinity for slurmd",
+        )
+    if facts.several and facts.files < FEW_FILES:
+        yield Finding(
+            f"ulimit -n is {int(facts.files)}: each rank has a socket for each other one",
+            'ulimit -n "$(ulimit -Hn)" before torchrun',
+        )
+
+
+def rendezvous(facts: Facts) -> Iterator[Finding]:
+    """The port of the rendezvous is not reached."""
+    if facts.several and facts.endpoint is not None and facts.port not in ("open", "refused"):
+        host, port = facts.endpoint
+        yield Finding(
+            f"{host}:{port} is not reached: {facts.port}",
+            "all hosts must resolve the name, and reach that port and those above 1024 of each other (firewall)",
+        )
+
+
+TRAPS: dict[str, Callable[[Facts], Iterator[Finding]]] = {
+    "one world": worlds,
+    "own name": own_name,
+    "gloo's interface": gloo_interface,
+    "NCCL's interface": nccl_interface,
+    "/dev/shm": shared_memory,
+    "limits": limits,
+    "rendezvous": rendezvous,
+}
