@@ -32,7 +32,7 @@ import fshard
 
 from ..hosts.rendezvous import address_of
 from .output import FAULT, Line, report
-from .traps import TRAPS, Facts, several_hosts
+from .traps import TRAPS, Facts, Finding, several_hosts
 
 _SELF_TEST = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fshard.cli.self_test")
 
@@ -53,8 +53,7 @@ def _lines(facts: Facts) -> Iterator[Line]:
     if not facts.several:
         yield Line("one host: for a job of several give --endpoint HOST:PORT")
     for name, trap in TRAPS.items():
-        findings = list(trap(facts))
-        yield from (_line(name, *finding) for finding in findings or [("", "")])
+        yield from (_line(name, *finding) for finding in list(trap(facts)) or [Finding()])
     yield _line("two processes", self_test(), "what is wrong above may explain it")
 
 

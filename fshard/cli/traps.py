@@ -30,10 +30,10 @@ class Facts(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Something wrong, and what to do."""
+    """What is wrong, and what to do; nothing is wrong if both are empty."""
 
-    wrong: str
-    do: str
+    wrong: str = ""
+    do: str = ""
 
 
 def several_hosts(env: Mapping[str, str]) -> bool:

@@ -36,13 +36,12 @@ def losses(text: str) -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
-    """The command of the page would start no job, two jobs, or one that does not go on from its checkpoint."""
+    """The command of the page would start no job, or each host a job of its own."""
     with two_hosts() as names:
-        for steps, first in (("10", "0"), ("20", "10")):
-            command = [str(SCRIPTS / "torchrun.sh"), f"--out={tmp_path}", f"--steps={steps}"]
-            runs = [started(on(name, *command), HEAD=names[0]) for name in names]
-            texts = [run.communicate(timeout=120)[0] for run in runs]
-            assert losses("".join(texts)) == [(f"'{names[0]}', '{names[1]}'", f"{first} to {steps}")], texts
+        command = [str(SCRIPTS / "torchrun.sh"), f"--out={tmp_path}", "--steps=10"]
+        runs = [started(on(name, *command), HEAD=names[0]) for name in names]
+        texts = [run.communicate(timeout=120)[0] for run in runs]
+    assert losses("".join(texts)) == [(f"'{names[0]}', '{names[1]}'", "0 to 10")], texts
 
 
 # --- Slurm (apt-get install slurm-wlm munge)
