@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support.namespaces import ADDRESSES, on, two_hosts
+from torch.distributed.run import get_args_parser
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "clusters"
@@ -111,3 +113,68 @@ def test_ray_with_two_workers(tmp_path: Path) -> None:
         command = [sys.executable, str(SCRIPTS / "ray_train.py"), f"--storage={tmp_path}", f"--steps={steps}"]
         text = started(command).communicate(timeout=300)[0]
         assert {steps for _, steps in losses(text)} == {f"{first} to {steps}"}, text
+
+
+# --- Scripts that cannot run here, and the page
+
+
+# commands in place of those of a cluster: torchrun prints its arguments
+STUBS = {"torchrun": """printf '%s\\n' "$@" """, "srun": 'shift; exec "$@"', "scontrol": "echo host1; echo host2"}
+VARIABLES = {
+    "torchrun.sh": {"HEAD": "host1", "HOSTS": "2", "RANKS": "8"},
+    "slurm.sh": {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "OUT": "/shared/run"}
+    | dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_CPUS_PER_TASK", "SLURM_JOB_ID"), "x"),
+    "skypilot.yaml": {
+        **{"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"},
+        "SKYPILOT_NODE_IPS": "host1\nhost2",
+    },
+}
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_a_script_tells_torchrun_where_the_hosts_meet(name: str, tmp_path: Path) -> None:
+    """A launcher would stop at a typing error or an unset variable, or each host would wait for itself."""
+    for command, script in STUBS.items():
+        (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / command).chmod(0o755)
+    text = (SCRIPTS / name).read_text()
+    command = ["bash", "-c", yaml.safe_load(text)["run"]] if name.endswith("yaml") else ["bash", str(SCRIPTS / name)]
+    env = VARIABLES[name] | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    given = get_args_parser().parse_args(done.stdout.splitlines())
+    assert (given.nnodes, given.nproc_per_node) == ("2", "8")
+    assert (given.rdzv_backend, given.rdzv_endpoint) == ("c10d", "host1:29500")
+    assert (ROOT / given.training_script).samefile(SCRIPTS / "train.py")
+
+
+def test_the_train_job_starts_torchrun_and_has_shared_memory() -> None:
+    """Pods would have 64 MiB of /dev/shm, or mount a volume that is not there."""
+    spec = yaml.safe_load((SCRIPTS / "trainjob.yaml").read_text())["spec"]
+    assert spec["trainer"]["command"][:2] == ["torchrun", "train.py"]
+    assert spec["trainer"]["numProcPerNode"] == spec["trainer"]["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    (job,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    volumes, (container,) = {volume["name"]: volume for volume in pod["volumes"]}, pod["containers"]
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    assert job["name"] == container["name"] == "node", "as the runtime torch-distributed names them"
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+
+
+def with_scripts(page: str) -> str:
+    """The page with each script in the block after the line that links to it."""
+
+    def shown(match: re.Match[str]) -> str:
+        return f"{match[1]}{(SCRIPTS / match[2]).read_text()}```\n"
+
+    return re.sub(r"(?ms)^(\[examples/clusters/([\w.]+)\]\([^)]*\)\n\n```\w+\n).*?^```\n", shown, page)
+
+
+def test_the_page_shows_the_scripts() -> None:
+    """The page would show other scripts than those that were tried."""
+    page = PAGE.read_text()
+    assert page == with_scripts(page), "write it anew: python tests/project/test_clusters.py"
+    assert sum((SCRIPTS / name).read_text() in page for name in os.listdir(SCRIPTS) if name != "__pycache__") == 5
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_scripts(PAGE.read_text()))
