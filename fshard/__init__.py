@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .compiler.trace import TraceError, eval_shape
     from .pictures.show import show
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AbstractMesh",

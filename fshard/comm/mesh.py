@@ -90,8 +90,11 @@ class Grid:
     members: tuple[int, ...] = ()  # the global ranks of the mesh's processes
 
     def __init__(self, axes: Mapping[str, int], rank: int, place: Sequence[int], device: torch.device):
-        self.mesh_dim_names, self.shape, self.ndim = tuple(axes), tuple(axes.values()), len(axes)
-        self.device, self.device_type = device, device.type
+        self.mesh_dim_names: tuple[str, ...] = tuple(axes)
+        self.shape: tuple[int, ...] = tuple(axes.values())
+        self.ndim: int = len(axes)
+        self.device: torch.device = device
+        self.device_type: str = device.type
         self._rank, self._place = rank, tuple(place)
         self._kept: dict[Callable[..., object], Any] = {}  # what `once` made: each function's own type
 
@@ -198,10 +201,10 @@ class ProcessMesh(Grid):
         names, device = mesh.mesh_dim_names or (), numbered(mesh.device_type)
         axes = {name: mesh.size(i) for i, name in enumerate(names)}
         super().__init__(axes, mesh.get_rank(), mesh.get_coordinate() or (), device)
-        self.members = tuple(mesh.mesh.flatten().tolist())
+        self.members: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         self._groups = [weakref.ref(mesh.get_group(axis)) for axis in names]
         self._ranks: dict[str, Ranks] = {axis: GroupRanks(axis, mesh.get_group(axis), device) for axis in names}
-        self.owners = {axis: MESHES.owner(mesh.get_group(axis)) for axis in names}
+        self.owners: dict[str, Owner] = {axis: MESHES.owner(mesh.get_group(axis)) for axis in names}
 
     def is_of(self, mesh: DeviceMesh) -> bool:
         """Whether `mesh` still has these process groups; after a new `init_process_group` the mesh has others."""

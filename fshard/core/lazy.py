@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, ItemsView, Iterator, KeysView, Sequence, ValuesView
+from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
 from typing import Any
 
 from .tree import Spec, Tree, children, names
@@ -13,11 +13,13 @@ class Container:
     """The children of a container, listed once: their names, structures and first leaves."""
 
     def __init__(self, spec: Spec):
-        self.names = names(spec)
-        self.positions = {name: position for position, name in enumerate(self.names)}
-        self.children = list(children(spec))  # the structure, and the number of the first leaf in this container
+        self.names: list[Hashable] = names(spec)
+        self.positions: dict[Hashable, int] = {name: position for position, name in enumerate(self.names)}
+        # the structure, and the number of the first leaf in this container
+        self.children: list[tuple[Spec, int]] = list(children(spec))
         kind = spec.type or tuple
-        self.is_mapping, self.sliced = issubclass(kind, dict), tuple if issubclass(kind, tuple) else list
+        self.is_mapping: bool = issubclass(kind, dict)
+        self.sliced: Callable[[Iterable[Any]], Any] = tuple if issubclass(kind, tuple) else list
 
 
 class Branch:

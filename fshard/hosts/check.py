@@ -24,7 +24,8 @@ class Checked(Generic[P, R]):
     """A function returned by `check`. Its calls take the arguments of `run`, the original function."""
 
     def __init__(self, run: Callable[P, R], mesh: AnyMesh | EllipsisType = ...):
-        self.run, self._mesh = run, mesh
+        self.run: Callable[P, R] = run
+        self._mesh = mesh
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call `run(*args, **kwargs)`, with every collective compared between ranks."""

@@ -31,7 +31,8 @@ class memo(Generic[S, T]):  # lower case, because it is a decorator like `proper
     """functools.cached_property, without the lock it takes before Python 3.12, which torch.compile cannot trace."""
 
     def __init__(self, fn: Callable[[S], T]):
-        self.fn, self.__doc__ = fn, fn.__doc__
+        self.fn: Callable[[S], T] = fn
+        self.__doc__ = fn.__doc__
 
     def __get__(self, instance: S, owner: type[S]) -> T:
         value = self.fn(instance)

@@ -62,7 +62,7 @@ class Parameters(Parts):
 
     @property
     @abstractmethod
-    def for_state(self) -> Parts | Views:
+    def for_state(self) -> Parts | Views[Any]:
         """The trainable parameters, sharded as optimizer state is: `Views` of these rows if that is finer."""
 
     @abstractmethod
@@ -186,7 +186,7 @@ def pieces(x: Tree, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
     return [(s.leaf, rows[s.row][s.start : s.start + s.numel]) for s in layout.mine]
 
 
-def pick(x: Tree, layout: Layout) -> Pieces | Views:
+def pick(x: Tree, layout: Layout) -> Pieces | Views[Any]:
     """The leaves of `x` that are in `layout`, a subset of its own layout: views of flat rows, or whole rows."""
     if not layout.flat:
         rows = tree.leaves(x)

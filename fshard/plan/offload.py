@@ -60,7 +60,8 @@ class Crossing:
     """A stream beside the computation: for one direction between host memory and a device, or for sums."""
 
     def __init__(self, device: torch.device):
-        self.device, self._module = device, torch.get_device_module(device)
+        self.device: torch.device = device
+        self._module = torch.get_device_module(device)
         self._stream = self._module.Stream()  # of a class of the device's own: torch.cuda's, torch.cpu's
 
     @contextmanager

@@ -87,11 +87,11 @@ class Sharded(Parameters, Branch):
         return self.only(k for k in self.view.kinds if self.plan.kinds[k].trainable)
 
     @property
-    def for_state(self) -> Sharded | Views:
+    def for_state(self) -> Sharded | Views[Any]:
         """The trainable kinds, cut over the plan's `state_over`."""
         return refine(self.trainable, self.plan.state_over)
 
-    def with_trained(self, fine: Sharded | Views) -> Sharded:
+    def with_trained(self, fine: Sharded | Views[Any]) -> Sharded:
         """Return these parameters with the trainable kinds gathered from `fine`, which is cut over `state_over`."""
         return self.updated(coarsen(fine, self.plan.params_over))
 
@@ -387,7 +387,7 @@ def cut(plan: Plan, full: Tensor, unit: int, kind: int) -> list[Tensor]:
     return Places(full.numel(), [slot.start for slot in slots], [slot.shape for slot in slots]).views(full)
 
 
-def refine(x: Sharded, over: Axes) -> Sharded | Views:
+def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
     """Cut a whole tree further, over axes that extend its own: views of its rows, or `x` if nothing changes.
 
     Views, because a unit's smaller interval lies inside its larger one: in a row they are not next to each other.
@@ -404,7 +404,7 @@ def refine(x: Sharded, over: Axes) -> Sharded | Views:
     return Views(Sharded, view, runs)
 
 
-def coarsen(x: Sharded | Views, over: Axes, into: Sharded | None = None) -> Sharded:
+def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) -> Sharded:
     """Gather a whole tree over the axes that it is cut over beyond `over`, into `into` if given. Dual: `refine`."""
     fine: View = x.key
     view = replace(fine, over=over)

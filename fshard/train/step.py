@@ -148,7 +148,8 @@ class Step:
     """What `train_step` returns: torch.compile takes it as one call (Note [torch.compile])."""
 
     def __init__(self, run: Callable[..., tuple[TrainState, dict[str, Tree]]], with_extra: bool):
-        self.run, self.with_extra = run, with_extra
+        self.run: Callable[..., tuple[TrainState, dict[str, Tree]]] = run
+        self.with_extra: bool = with_extra
 
     def __eq__(self, other: object) -> bool:
         return self is other
