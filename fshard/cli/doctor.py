@@ -31,10 +31,11 @@ import torch.distributed as dist
 import fshard
 
 from ..hosts.rendezvous import address_of
+from . import self_test
 from .output import FAULT, Line, report
 from .traps import TRAPS, Facts, Finding, several_hosts
 
-_SELF_TEST = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "fshard.cli.self_test")
+_SELF_TEST = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", self_test.__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +55,7 @@ def _lines(facts: Facts) -> Iterator[Line]:
         yield Line("one host: for a job of several give --endpoint HOST:PORT")
     for name, trap in TRAPS.items():
         yield from (_line(name, *finding) for finding in list(trap(facts)) or [Finding()])
-    yield _line("two processes", self_test(), "what is wrong above may explain it")
+    yield _line("two processes", two_processes(), "what is wrong above may explain it")
 
 
 def _line(name: str, wrong: str, do: str) -> Line:
@@ -140,7 +141,7 @@ def _port(endpoint: tuple[str, int]) -> str:
     return "open"
 
 
-def self_test() -> str:
+def two_processes() -> str:
     """Return what went wrong in a step on two processes of this host; nothing if all went well."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     command = [sys.executable, *_SELF_TEST]

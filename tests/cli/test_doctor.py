@@ -126,7 +126,7 @@ def test_what_is_wrong_here_is_printed_with_a_remedy(
 ) -> None:
     """Programs would not see that something is wrong, or people not what to do."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing")
-    monkeypatch.setattr(doctor, "self_test", lambda: "")
+    monkeypatch.setattr(doctor, "two_processes", lambda: "")
     assert main(["doctor", "--json"]) == 1
     rows = {row["check"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
     assert [name for name, row in rows.items() if not row["ok"]] == ["gloo's interface"]
@@ -139,9 +139,9 @@ def test_what_is_wrong_here_is_printed_with_a_remedy(
 @pytest.mark.slow
 def test_two_processes_run_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor would call a good host ill, or one well on which processes cannot talk."""
-    assert doctor.self_test() == ""
+    assert doctor.two_processes() == ""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing")
-    assert "nothing" in doctor.self_test()
+    assert "nothing" in doctor.two_processes()
 
 
 def test_a_step_has_the_bits_of_one_device() -> None:
