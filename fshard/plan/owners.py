@@ -127,13 +127,13 @@ def _svg(title: str, shares: Mapping[str, str], rows: Sequence[Row]) -> str:
     for column, (name, said) in enumerate(shares.items()):
         x = _NAMES + column * (_BAR + _GAP)
         total = size(sum(row.shares[name].nbytes for row in rows if name in row.shares))
-        shapes += [_text(x, 48, name, bold=True), _text(x, 62, f"{said}: {total} a rank", small=True)]
+        shapes += [_text(x, 48, name, bold=True), _text(x, 62, shortened(f"{said}: {total} a rank", 36), small=True)]
         for y, row in zip(range(top, height, _ROW), rows, strict=False):
             shapes += _bar(x, y, row.shares.get(name))
     for y, row in zip(range(top, height, _ROW), rows, strict=False):
         said = f"leaves {row.leaves:,}, {size(row.nbytes)}, {row.brief or row.kind}"
         shapes += [_text(_GAP, y + 14, shortened(row.label, 33)), _text(_GAP, y + 27, shortened(said, 40), small=True)]
-    said = "A bar is a flat buffer of each unit; its numbers are the ranks that hold each interval."
+    said = "A bar is a flat buffer of a unit, with the ranks that hold each interval."
     shapes.append(_text(_GAP, height - 14, said, small=True))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '

@@ -72,6 +72,7 @@ def test_the_numbers_are_those_of_the_ranks(strategy, tied):
             assert sorted(itertools.chain(*share.holders)) == [*range(6)]
 
 
+OVERS = ("params_over", "grads_over", "state_over")
 PLANS = {
     "one device": lambda: fshard.make_plan(params(), units=["blocks.*"]),
     "one unit": lambda: fshard.make_plan({"w": torch.ones(10)}, AbstractMesh(shard=2)),
@@ -82,6 +83,13 @@ PLANS = {
     "64 ranks": lambda: fshard.make_plan(params(), AbstractMesh(replicate=8, shard=8), units=["blocks.*"]),
     "4096 ranks": lambda: fshard.make_plan(params(), AbstractMesh(replicate=8, shard=512), units=["blocks.*"]),
     "a long kind": lambda: fshard.make_plan(params(), units=["blocks.*"], policy="compute=bf16,reduce=f32,grads=f64"),
+    "two axes": lambda: fshard.make_plan(
+        params(40),
+        AbstractMesh(replicate=2, shard=4),
+        units=["blocks.*"],
+        **dict.fromkeys(OVERS, ("replicate", "shard")),
+    ),
+    "sharded parameters": lambda: fshard.shard_params(params(), PLANS["one device"]()),
     "long names": lambda: fshard.make_plan(
         {"a_transformer": {"a_name_that_is_long": [{"w": torch.ones(8)} for _ in range(3)]}},
         AbstractMesh(replicate=2, shard=4),
