@@ -15,12 +15,12 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ..core.foreign import printable
-from ..core.tables import aligned
 from ..files.checksum import read_block
 from ..files.directory import INDEX, folder, index_at, numbers
 from ..files.index import CheckpointError, Entry, Index, Piece
 from ..files.places import Place
 from ..files.safetensors_file import CHUNK, NAMES
+from ..plan.tables import aligned
 
 _RANK = re.compile(r"-rank-(\d{1,9})(-\d+)?\.safetensors")
 _DAMAGED = "damaged"

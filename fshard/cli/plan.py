@@ -23,13 +23,13 @@ from .. import optim
 from ..comm.mesh import AbstractMesh
 from ..compiler.trace import eval_shape
 from ..core import tree
-from ..core.tables import size
 from ..core.tree import Tree
 from ..files.hugging_face import entries_at
 from ..module.functionalize import functionalize
 from ..module.skeleton import nested
 from ..plan.plan import Plan
 from ..plan.planning import make_plan
+from ..plan.tables import size
 from ..sharding.sharded import shard_params
 from ..train.step import init_state
 from .output import Line, report

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ..compiler.inspect import Flight, flights
 from ..compiler.lowered import Lowered
 from ..compiler.memory import Footprint
-from ..core.tables import aligned, size
 from ..plan.owners import Picture, shortened, span
+from ..plan.tables import aligned, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from html import escape
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ..core.tables import aligned, size
+from .tables import aligned, size
 
 Holders = tuple[tuple[int, ...], ...]  # the ranks that hold each interval
 

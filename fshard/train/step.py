@@ -17,7 +17,6 @@ from ..core import tree
 from ..core.arguments import check_flags, check_has, check_positive, check_whole, shown
 from ..core.scalars import beside, wide
 from ..core.storage import Life, addresses
-from ..core.tables import size
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..grad.grad import check_loss, check_sharded
@@ -29,6 +28,7 @@ from ..optim.kernels import where
 from ..optim.transforms import Labels, check_labelled, check_labels
 from ..plan import offload
 from ..plan.owners import Picture
+from ..plan.tables import size
 from ..sharding.sharded import Sharded, coarsen, in_new_containers, refine
 from . import dynamo
 from .accumulate import Recipe, check_reduce_once, gradients_of_micro_batches
