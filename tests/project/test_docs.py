@@ -94,30 +94,31 @@ def test_the_files_and_tests_a_page_names_exist(page: Path) -> None:
         assert re.search(rf"def {name}\(", source.read_text()), (file, name)
 
 
-# lists as GitHub reads them, and the site does not
-NO_LISTS = {
+# Markdown that GitHub shows, and the site does not
+LOST = {
     "a list begins without an empty line before it": r"(?m)^[^\s\-|>#<\d].*\n- ",
-    "what belongs to an item is indented by fewer than 4 spaces": r"(?m)^\n {1,3}[^\s|]|^ {1,3}[-*] ",
+    "what belongs to an item of a list is indented by fewer than 4 spaces": r"(?m)^\n {1,3}[^\s|]|^ {1,3}[-*] ",
+    "code in a table begins with spaces: write &nbsp; before it": r"<br>` ",
 }
 
 
-def wrong_lists(text: str) -> dict[str, str]:
-    """The first line of each kind of list that the site would show as a paragraph, or on another level."""
+def lost(text: str) -> dict[str, str]:
+    """The first place of each kind that the site would show in another way."""
     prose = re.sub(r"(?ms)^ *```.*?^ *```", "", text)
-    return {what: found[0] for what, pattern in NO_LISTS.items() if (found := re.search(pattern, prose))}
+    return {what: found[0] for what, pattern in LOST.items() if (found := re.search(pattern, prose))}
 
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=NAMES[1:])
-def test_lists_are_lists_on_the_site(page: Path) -> None:
-    """A list that GitHub shows would be a paragraph of dashes on the site, or lose its levels."""
-    assert wrong_lists(page.read_text()) == {}
+def test_the_site_shows_lists_and_code_of_a_page(page: Path) -> None:
+    """A list that GitHub shows would be a paragraph of dashes on the site, or lose its levels; code its indentation."""
+    assert lost(page.read_text()) == {}
 
 
-def test_lists_that_the_site_does_not_show_are_seen() -> None:
-    """The test above would pass with any list."""
-    assert wrong_lists("One:\n\n- two,\n  three\n- four\n\n    five\n\n  | six |\n") == {}
-    for text in ("One:\n- two\n", "- one\n  - two\n", "- one\n\n  two\n"):
-        assert len(wrong_lists(text)) == 1, text
+def test_what_the_site_does_not_show_is_seen() -> None:
+    """The test above would pass with any page."""
+    assert lost("One:\n\n- two,\n  three\n- four\n\n    five\n\n  | six |\n") == {}
+    for text in ("One:\n- two\n", "- one\n  - two\n", "- one\n\n  two\n", "| `if a:`<br>`    b` |\n"):
+        assert len(lost(text)) == 1, text
 
 
 SOURCES = {path: path.read_text() for path in sorted((ROOT / "fshard").rglob("*.py"))}
