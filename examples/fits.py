@@ -70,7 +70,7 @@ def traced(strategy: str, layers: int) -> Counter[str]:
     return Counter({**lowered.memory().by, "sent": sum(row.bytes for row in lowered.collectives())})
 
 
-def continued(strategy: str, layers: int, few: int = 4, more: int = 6) -> Counter[str]:
+def continued(strategy: str, layers: int, few: int = 4, more: int = 5) -> Counter[str]:
     """`traced` for any number of layers, from two small numbers of them.
 
     Not from fewer than four: with one or two, the peak is at another place, where the head has its gradient.

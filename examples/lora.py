@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fshard
 
-DIGITS, LENGTH, ROWS = 10, 12, 16  # the rows are those of one rank
+DIGITS, LENGTH, ROWS, STEPS = 10, 12, 16, 100  # the rows are those of one rank; the steps, of base and adapters each
 
 
 class Adapted(nn.Module):
@@ -38,7 +38,7 @@ def counting(rows: int, by: int) -> Tensor:
     return (torch.randint(DIGITS, (rows, 1)) + by * torch.arange(LENGTH)) % DIGITS
 
 
-def fit(model: GPT, mesh: Any, by: int, steps: int) -> tuple[list[float], fshard.Sharded]:
+def fit(model: GPT, mesh: Any, by: int) -> tuple[list[float], fshard.Sharded]:
     """Train what requires a gradient, with the losses; frozen parameters have no gradient and no optimizer state."""
     apply, params, _ = fshard.module.functionalize(model)
 
@@ -51,7 +51,7 @@ def fit(model: GPT, mesh: Any, by: int, steps: int) -> tuple[list[float], fshard
     tx = fshard.optim.adamw(1e-2)
     state = fshard.init_state(fshard.shard_params(params, plan), tx)
     step, losses = fshard.train_step(loss, tx, clip_norm=1.0, donate=True), []
-    for _ in range(steps):
+    for _ in range(STEPS):
         state, metrics = step(state, counting(ROWS, by).to(mesh.device_type))
         losses.append(metrics["loss"].item())
     return losses, state.params
@@ -70,7 +70,7 @@ def main(mesh: Any) -> None:
     torch.manual_seed(0)  # all ranks make the same model, and each keeps its shards
     model = GPT(GPTConfig(LENGTH, DIGITS, n_layer=2, n_head=2, n_embd=32)).to(mesh.device_type)
     torch.manual_seed(mesh.get_rank())  # and have different digits
-    _, base = fit(model, mesh, by=1, steps=100)
+    _, base = fit(model, mesh, by=1)
     model.load_state_dict(fshard.state_dict(base))
     ones = written(model, mesh.device_type)
 
@@ -81,7 +81,7 @@ def main(mesh: Any) -> None:
             model.h.set_submodule(name, Adapted(layer))
     model.to(mesh.device_type)
     torch.manual_seed(mesh.get_rank())
-    losses, tuned = fit(model, mesh, by=3, steps=100)
+    losses, tuned = fit(model, mesh, by=3)
     adapters = fshard.state_dict(tuned.trainable)  # the base is not gathered
     model.load_state_dict(adapters, strict=False)  # it is in the module already, and has not changed
     threes = written(model, mesh.device_type)
