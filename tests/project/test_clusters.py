@@ -161,12 +161,12 @@ def test_the_train_job_starts_torchrun_and_has_shared_memory() -> None:
 
 
 def with_scripts(page: str) -> str:
-    """The page with each script in the block after the line that links to it."""
+    """The page with each script in the block after the line that names it."""
 
     def shown(match: re.Match[str]) -> str:
         return f"{match[1]}{(SCRIPTS / match[2]).read_text()}```\n"
 
-    return re.sub(r"(?ms)^(\[examples/clusters/([\w.]+)\]\([^)]*\)\n\n```\w+\n).*?^```\n", shown, page)
+    return re.sub(r"(?ms)^(`examples/clusters/([\w.]+)`\n\n```\w+\n).*?^```\n", shown, page)
 
 
 def test_the_page_shows_the_scripts() -> None:

@@ -85,7 +85,10 @@ def test_the_files_and_tests_a_page_names_exist(page: Path) -> None:
     """Links to files and names of tests are right: otherwise a reader would follow a link to nothing."""
     text = page.read_text()
     for target in re.findall(LINK, text):
-        assert (page.parent / target).exists(), target
+        path = Path(os.path.normpath(page.parent / target))
+        assert path.exists(), target
+        outside = page.parent != ROOT and ROOT / "docs" not in path.parents
+        assert not outside, f"{target}: the site has no such page: name the file without a link"
     file = ""
     for named, test, short in re.findall(NAMED_TEST, text):
         file = named or file  # a test without a file is in the file that was named last
