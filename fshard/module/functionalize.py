@@ -114,7 +114,7 @@ class ModuleFunction:
         """Make the parameters on a plan with the module's own initialization, as `init_params` does.
 
         The module may be on meta. Each submodule that has parameters is made once, with its own parameters alone, and
-        initialized by the module's `_init_weights` (as in transformers), else by its own `reset_parameters`. Numbers
+        initialized by its own `reset_parameters`, then by the module's `_init_weights` (as in transformers). Numbers
         are drawn under a seed of (seed, path of the submodule). ValueError for a parameter that neither sets.
         """
         if plan.spec != self._params:

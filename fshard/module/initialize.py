@@ -70,16 +70,16 @@ class Initializer:
         return module
 
     def _initialize(self, path: str, part: nn.Module) -> None:
-        """Initialize one module as its library does: by the innermost `_init_weights` around it, or by itself."""
+        """Initialize one module as its code does: by itself, then by the innermost `_init_weights` around it."""
         names = path.split(".") if path else []
         around = [self._skeleton.get_submodule(".".join(names[:end])) for end in range(len(names), -1, -1)]
         whole = next((module for module in around if callable(getattr(module, "_init_weights", None))), None)
         reset: Any = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-        if whole is not None:
+        if callable(reset):
+            reset()
+        if whole is not None:  # which may leave modules of some classes as they are
             library: Any = whole
             library._init_weights(part)
-        elif callable(reset):
-            reset()
 
 
 def _counts(x: Tensor) -> bool:

@@ -727,11 +727,11 @@ def test_wrong_arguments_of_state_dicts():
 
 
 class Library(nn.Module):
-    """A model of a library that initializes all submodules by one method."""
+    """A model of a library that initializes submodules by one method, as nanoGPT: all but its norms."""
 
     def __init__(self, std: float) -> None:
         super().__init__()
-        self.std, self.linear = std, nn.Linear(40, 40)
+        self.std, self.linear, self.norm = std, nn.Linear(40, 40), nn.LayerNorm(40)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -760,6 +760,7 @@ def test_a_model_inside_a_model_is_initialized_by_itself():
         for path, std in expected.items():
             if f"{path}.weight" in whole:
                 assert whole[f"{path}.weight"].std().item() == pytest.approx(std, rel=0.1), path
+                assert whole[f"{path.replace('linear', 'norm')}.weight"].eq(1).all(), "by itself"
 
 
 @pytest.mark.parametrize("value", [torch.ones(2, dtype=torch.complex64), torch.arange(2), torch.tensor([True, False])])
