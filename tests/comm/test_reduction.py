@@ -281,6 +281,21 @@ def test_what_waits_is_a_shard():
     assert whole > partial + full // 2
 
 
+def test_what_was_added_locally_is_sent_in_the_dtype_of_the_policy():
+    """Twice the bytes would be sent, and a step with `reduce_once` would round otherwise than one without."""
+
+    def run(mesh: Any) -> Tensor:
+        params, tx = {"w": torch.ones(4)}, optim.sgd(1.0)
+        plan = fshard.make_plan(params, mesh, policy="reduce=bf16")
+        state = fshard.init_state(fshard.shard_params(params, plan), tx)
+        loss = lambda p, x: fshard.Sum((p["w"] * x).sum())  # noqa: E731
+        state, _ = fshard.train_step(loss, tx, accumulate=2, reduce_once=True)(state, torch.tensor([[1.0], [2**-10]]))
+        return fshard.gather_params(state.params)["w"]
+
+    for w in simulated(run, shard=2):
+        assert torch.equal(w, torch.full((4,), -1.0))  # 1 + 2^-10 is 1 in bfloat16
+
+
 def test_axes_that_cannot_wait():
     """A `reduce_once` that cannot be done is an error that says what was expected; without it gradients would be
     wrong."""

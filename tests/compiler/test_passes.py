@@ -337,6 +337,14 @@ def test_gathers_start_one_unit_ahead(name):
     simulated(law)
 
 
+def test_a_number_is_computed_before_the_loop_that_reads_it() -> None:
+    """A compiler would compute the factor of a clipped gradient again for each element."""
+    graph = fshard.jit(lambda x: x * (x.sum() + 1).sqrt() + 1, backend="eager").lower(torch.ones(4)).graph
+    (number,) = (node for node in graph.nodes if is_call(node, "fshard.materialize"))
+    assert operator(number.args[0]) == "sqrt"
+    assert [operator(reader) for reader in number.users] == ["mul"]
+
+
 def test_a_graph_gathers_as_many_units_ahead_as_the_plan_says() -> None:
     """An eager step and its graph would have other units in memory, and `prefetch` would be for one of them."""
 

@@ -627,6 +627,7 @@ def on_ranks(mesh: Any) -> None:
         ("rows", lambda: fshard.reduce_scatter(torch.ones(3), mesh, "shard"), ["dim 0", "(3,)", "2 ranks"]),
         ("src=5", lambda: fshard.shard_params(params(), sharded.plan, src=5), ["src=5", "a rank", "from 0 to 1"]),
         ("src=-1", lambda: fshard.shard_params(params(), sharded.plan, src=-1), ["src=-1", "from 0 to 1"]),
+        ("rank=9", lambda: fshard.state_dict(sharded, rank=9), ["rank=9", "from 0 to 1"]),
         ("rank=9", lambda: optim.state.gather_state(state.opt_state, rank=9), ["rank=9", "from 0 to 1"]),
         ("rank=9", lambda: optim.state.state_dict(state.opt_state, sharded, rank=9), ["rank=9", "from 0 to 1"]),
         ("src=2", lambda: optim.state.shard_state({}, state.opt_state, src=2), ["src=2", "from 0 to 1"]),
