@@ -1,10 +1,14 @@
-"""Rows that are cut at other places, as views of equal sizes."""
+"""Rows that are cut at other places, as views of equal sizes, and leaves of owners."""
 
+import pickle
 import random
+from typing import Any
 
 import torch
+from support.worlds import simulated
 
-from fshard.layout import pieces
+import fshard
+from fshard.layout import pieces, reshard
 
 
 def test_rows_are_cut_alike() -> None:
@@ -21,3 +25,20 @@ def test_rows_are_cut_alike() -> None:
         assert len({tuple(map(len, views)) for views in alike}) == 1
         for row, views in zip(rows, alike, strict=True):
             assert torch.equal(torch.cat([row[:0], *views]), row)
+
+
+def test_leaves_of_owners_are_gathered() -> None:
+    """What an owner computed would not reach the others; or a state could not be pickled, or take ranks with it."""
+    params = {"w": torch.arange(6.0), "b": torch.ones(3)}
+
+    def run(mesh: Any) -> None:
+        sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
+        layout = pieces.layout_of(sharded)
+        again = pickle.loads(pickle.dumps(layout))
+        assert again == layout
+        assert again.mesh is None
+        owned = reshard.collect(sharded, reshard.owned(layout, mesh, layout.axes))
+        whole = fshard.gather_params(owned)
+        assert all(torch.equal(whole[name], params[name]) for name in params)
+
+    simulated(run, shard=2)
