@@ -115,13 +115,8 @@ def test_every_public_name_has_a_type(tmp_path: Path) -> None:
     )
     config = {"typeCheckingMode": "strict", "include": ["uses.py"], "extraPaths": [str(ROOT)]}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
-    command = [
-        str(Path(sys.executable).with_name("basedpyright")),
-        "--project",
-        tmp_path,
-        "--pythonpath",
-        sys.executable,
-    ]
+    checker = str(Path(sys.executable).with_name("basedpyright"))
+    command = [checker, "--project", str(tmp_path), "--pythonpath", sys.executable]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.startswith("0 errors, 0 warnings"), done.stdout
     assert len(uses) > 100
