@@ -81,7 +81,14 @@ def continued(strategy: str, layers: int, few: int = 4, more: int = 5) -> Counte
 
 def main() -> None:
     names = ("parameters", "gradients", "optimizer", "activations", "gathered")
-    table = Table("strategy", *names, "peak", "fits", "sent", title=f"GB on each of {RANKS} ranks at the peak of a step, and sent by each in a step")
+    table = Table(
+        "strategy",
+        *names,
+        "peak",
+        "fits",
+        "sent",
+        title=f"GB on each of {RANKS} ranks at the peak of a step, and sent by each in a step",
+    )
     for strategy in STRATEGIES:
         by = continued(strategy, LAYERS)
         sent, peak = by.pop("sent"), by.total()
