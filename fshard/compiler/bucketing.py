@@ -153,8 +153,14 @@ def _start(graph: fx.Graph, group: Sequence[_Collective], place: Sequence[fx.Nod
 def _merge_gathers(graph: fx.Graph, group: Sequence[_Collective], order: dict[fx.Node, int]) -> list[fx.Node]:
     """Gather all shards as one, at the first start. Collective i gathers n_i elements; n is the sum of the n_i.
 
-    Adds the numbers of new results to `order`. Returns the nodes to erase.
+    What is gathered again, as a unit in the backward, is sent once. Adds the numbers of new results to `order`. Returns
+    the nodes to erase.
     """
+    dead = [x for collective in group for x in (collective.wait, *collective.start.users, collective.start)]
+    alike = dict[object, list[_Collective]]()
+    for collective in group:
+        alike.setdefault(_source(collective.x), []).append(collective)
+    group = [collectives[0] for collectives in alike.values()]
     first = group[0].start
     size = group[0].numel // values(group[0].x)[0].numel()  # W, the number of ranks
     with graph.inserting_before(first):
@@ -163,7 +169,7 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_Collective], order: dict[fx
         )  # (n / W,)
         start = _start(graph, group, [], row)
         place, ticket = (call(graph, python.getitem, start, i) for i in range(2))
-    wait = min((collective.wait for collective in group), key=order.__getitem__)
+    wait = min((collective.wait for collective in group), key=order.__getitem__)  # of the first of those alike
     with graph.inserting_before(wait):
         call(graph, _fshard.wait.default, place, ticket, [row])
         rows = call(graph, _aten.view.default, place, [size, -1])  # (W, n / W): each rank's shards
@@ -173,10 +179,17 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_Collective], order: dict[fx
         parts = [call(graph, _aten.clone.default, part, **whole) for part in parts]
         parts = [call(graph, _aten.view.default, part, [-1]) for part in parts]
     order |= dict.fromkeys(parts, order[wait])
-    for collective, part in zip(group, parts, strict=True):
-        for old in collective.places:
+    for collectives, part in zip(alike.values(), parts, strict=True):
+        for old in (place for collective in collectives for place in collective.places):
             old.replace_all_uses_with(part)
-    return [x for collective in group for x in (collective.wait, *collective.start.users, collective.start)]
+    return dead
+
+
+def _source(x: fx.Node) -> object:
+    """Equal for nodes that are equal views of one value."""
+    if operator(x) not in VIEWS:
+        return x
+    return x.target, fx.map_arg((x.args, tuple(x.kwargs.items())), _source)
 
 
 def _there(graph: fx.Graph, x: fx.Node, at: int, order: Mapping[fx.Node, int]) -> fx.Node:
