@@ -14,7 +14,7 @@ import fshard
 
 def stepped(mesh: Any, rows: torch.Tensor) -> torch.Tensor:
     """Return parameters after a step on a rank's rows."""
-    params = {"blocks": [{"w": torch.linspace(-1, 1, 64).view(8, 8) * n} for n in (1, 2)]}
+    params = {"blocks": [{"w": torch.linspace(-1, 1, 64, device="cpu").view(8, 8) * n} for n in (1, 2)]}
     tx = fshard.optim.adamw(0.1)
 
     def loss_fn(params: Any, x: torch.Tensor) -> fshard.Mean:
@@ -33,7 +33,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
-    rows = torch.linspace(0, 1, 8 * 8 * size).view(-1, 8)
+    rows = torch.linspace(0, 1, 8 * 8 * size, device="cpu").view(-1, 8)
     sharded, whole = stepped(mesh, rows[8 * rank : 8 * rank + 8]), stepped(None, rows)
     dist.destroy_process_group()
     if not torch.equal(sharded, whole):

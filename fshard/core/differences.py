@@ -160,7 +160,7 @@ def unreadable(name: str, value: object) -> str:
     >>> unreadable("w", torch.zeros(2, device="meta"))
     "'w': expected a tensor with values, got one on meta"
     """
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or hasattr(value, "local_shards"):  # a ShardedTensor may have no part here to ask
         return ""
     if value.layout != torch.strided:
         return f"{name!r}: expected a dense tensor, got {value.layout}: call to_dense() on it"
