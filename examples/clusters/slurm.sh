@@ -12,7 +12,7 @@
 set -euo pipefail
 
 # The first host of the job. SLURM_LAUNCH_NODE_IPADDR is the host where srun was called: under salloc the login host.
-HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)  # `head` would end scontrol early: an error here
 # srun does not take --cpus-per-task over from sbatch.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 ulimit -n "$(ulimit -Hn)"

@@ -53,7 +53,7 @@ def is_loopback(host: str) -> bool:
 def worlds(facts: Facts) -> Iterator[Finding]:
     """Every host its own world."""
     env, host = facts.env, (facts.endpoint or ("", 0))[0]
-    head = "give all hosts the name of one: HEAD=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
+    head = "give all hosts the name of one: HEAD=$(scontrol show hostnames $SLURM_JOB_NODELIST | sed -n 1p)"
     if facts.several and is_loopback(host):
         yield Finding(f"the rendezvous is at {host}: each host waits for itself, or trains alone", head)
     if facts.several and host and host == env.get("SLURM_LAUNCH_NODE_IPADDR"):

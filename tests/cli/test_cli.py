@@ -159,6 +159,7 @@ def test_the_help_of_a_command(command, capsys):
     assert "--json" in text
 
 
+@pytest.mark.slow
 def test_the_command_and_the_module_are_one():
     """`fshard` would be another program than `python -m fshard`, or there would be none."""
     script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["fshard"]

@@ -33,7 +33,7 @@ EXAMPLES: dict[str, Callable[[str], bool]] = {
     "gan": lambda text: number(text, "after") < 0.5 < 2 < number(text, "before"),
     "diffusion": lambda text: number(text, "average") < 0.01 and number(text, "average") < number(text, "parameters"),
 }
-SLOW = {"classifier", "lora", "meanflow", "dpo", "gan"}  # over four seconds
+SLOW = {"classifier", "lora", "meanflow", "pinn", "maml", "dpo", "gan"}  # over three seconds
 FEW = 10  # steps, in which processes show that they print the same
 
 
@@ -77,6 +77,7 @@ def test_an_example_in_processes(name, tmp_path, monkeypatch):
     assert not any(others)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_ranks_and_in_processes(tmp_path):
     """A run would have other losses after it was stopped, on fewer ranks, or in processes."""
     simulated_ranks = partial(simulated, main, "resume", tmp_path)

@@ -54,6 +54,7 @@ def test_the_wheel_needs_torch_and_optree_and_has_the_commands(wheel: Path) -> N
     ]
 
 
+@pytest.mark.slow
 def test_the_wheel_runs(wheel: Path, tmp_path: Path) -> None:
     """The command of an install would fail: a file that it reads would be in the repository alone."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
