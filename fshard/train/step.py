@@ -93,7 +93,8 @@ def init_state(
 
     `sharded` are the parameters, `tx` the optimizer; all random numbers of the steps come from `seed`. `loss_scale` and
     `extra` are copied, because a donated state is written to. Every rank of the plan's mesh must call
-    this function: seeds, loss scales or copies of parameters that differ between ranks are a MismatchError.
+    this function: seeds, loss scales or copies of parameters that differ between ranks are a MismatchError. A tensor on
+    meta in `extra` has no value: ValueError.
 
     >>> from fshard.optim import sgd
     >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
@@ -113,6 +114,11 @@ def init_state(
     device = device_of(sharded)
     # on the device of the loss: a scaler elsewhere would make every step wait for the device
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device, copy=True), loss_scale)
+    empty = [path for path, x in tree.paths_to(extra, Sharded) if isinstance(x, Tensor) and x.is_meta]
+    if empty and device.type != "meta" and not is_tracing():
+        raise ValueError(
+            f"init_state: extra leaf {empty[0]!r}: expected values, got a tensor on meta. Use apply.init_buffers()"
+        )
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
     several = any(size > 1 for _, size in sharded.plan.axes)  # one rank has nothing to compare, and reads no scale
     if several and not is_tracing() and not present(sharded.plan.live_mesh()).abstract:

@@ -100,3 +100,16 @@ def test_a_state_that_is_not_there_is_not_compared() -> None:
     plan = fshard.make_plan(params(), fshard.AbstractMesh(shard=4), params_over=())
     shapes_of(plan)
     fshard.init_state(fshard.shard_params(params(), plan), TX)  # tensors with values, of one rank
+
+
+def test_an_extra_without_values_is_an_error() -> None:
+    """The first call of a module with buffers on meta would fail, far from the place that made them."""
+    extra = {"norm": {"mean": torch.zeros(2), "var": torch.ones(2, device="meta")}}
+
+    def begin(p: Any) -> Any:
+        return fshard.init_state(fshard.shard_params(p, fshard.make_plan(params())), TX, extra=extra)
+
+    with pytest.raises(ValueError, match=r"extra leaf 'norm.var': expected values.* Use apply.init_buffers"):
+        begin(params())
+    fshard.eval_shape(begin, params())  # shapes alone are asked for
+    begin({name: x.to("meta") for name, x in params().items()})
