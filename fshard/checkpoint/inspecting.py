@@ -93,8 +93,10 @@ def _size(there: Place, name: str) -> int | None:
 def step_lines(place: Place, step: int) -> Iterator[Line]:
     """Yield what the checkpoint of a step has: leaves as a tree, values, files, and what killed saves have left."""
     index, there = index_at(place, step)[0], folder(place, step)
-    yield Line(f"{place}: step {index.step:,}, saved by {index.ranks:,} rank(s)")
-    yield from (sentence(f"plan {printable(plan)}") for plan in index.plans if plan)
+    title = f"{place}: step {index.step:,}, saved by {index.ranks:,} rank(s)"
+    yield Line(title, False, {"step": index.step, "ranks": index.ranks})
+    # once: parameters and optimizer state have the same
+    yield from (sentence(f"plan {printable(plan)}") for plan in dict.fromkeys(index.plans) if plan)
     yield from contents_lines(index)
     yield Line("")
     yield from _file_lines(there, index)
@@ -130,6 +132,7 @@ def _tree(index: Index) -> Iterator[tuple[list[str], dict[str, object] | None]]:
         label, size = "  " * (len(path) - 1) + printable(path[-1]), f"{entry.num_bytes:,}"
         seals = (_digest(entry), _holders(entry)) if index.files else ("", "")  # formats of others do not say it
         data = {"leaf": name, "shape": [*entry.shape], "dtype": NAMES[entry.dtype], "bytes": entry.num_bytes}
+        data |= {"checksum": seals[0], "on": seals[1]}
         yield [label, printable([*entry.shape]), NAMES[entry.dtype], size, *seals], data
         before = path[:-1]
 

@@ -48,6 +48,9 @@ def _lines(args: argparse.Namespace, place: Place) -> Iterator[inspecting.Line]:
     if args.against is not None:
         other = at(args.against)
         return compare(place, _step(place, args.step), other, _step(other, args.at))
+    kind = "" if numbers(place) else format_at(str(place), place)
+    if kind and (args.verify or args.step is not None):
+        raise CheckpointError(f"{place}: a checkpoint of {kind}, which has neither steps nor checksums")
     if args.verify:
         steps = finished(place) if args.step is None else [args.step]
         if not steps:
@@ -55,7 +58,7 @@ def _lines(args: argparse.Namespace, place: Place) -> Iterator[inspecting.Line]:
         return chain.from_iterable(verify(place, step) for step in steps)
     if args.step is not None:
         return step_lines(place, args.step)
-    if not numbers(place) and (kind := format_at(str(place), place)):
+    if kind:
         title = inspecting.Line(f"{place}: a checkpoint of {kind}")
         return chain([title], contents_lines(source_at(str(place), place, kind).index))
     return overview(place)

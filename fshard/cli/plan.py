@@ -90,7 +90,7 @@ def _params(model: str) -> Tree:
         return nested({x.name: torch.empty(x.shape, dtype=x.dtype, device="meta") for x in entries})
     if ":" not in model:
         raise ValueError(f"{model}: expected MODULE:FUNCTION, or the path of a file or folder, of which there is none")
-    build = function("model", model)
+    build = function("model", model, "without arguments", 0)
     with torch.device("meta"):
         made = build()
     return functionalize(made)[1] if isinstance(made, nn.Module) else made

@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay, and print a line for each step."""
-    return report(map(_line, replay(args.dir, function("--step", args.step), args.at)), args.json)
+    make = function("--step", args.step, "of the mesh", 1)
+    return report(map(_line, replay(args.dir, make, args.at)), args.json)
 
 
 def _line(step: Replayed) -> Line:

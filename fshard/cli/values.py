@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 
-def function(option: str, name: str) -> Callable[..., Any]:
-    """Return the function that `module:function` names. Raises ValueError if it cannot be imported."""
+def function(option: str, name: str, what: str, num_args: int) -> Callable[..., Any]:
+    """Return the function that `module:function` names; ValueError unless it is there and takes so many arguments."""
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:  # a console script has its own folder there instead, `python -m` the working one
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), attribute)
+        imported = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as failure:
         raise ValueError(f"{option} {name}: expected MODULE:FUNCTION that can be imported: {failure}") from failure
+    try:
+        inspect.signature(imported).bind(*[None] * num_args)
+    except TypeError as failure:
+        raise ValueError(f"{option} {name}: expected a function {what}: {failure}") from failure
+    return imported

@@ -120,9 +120,11 @@ def test_programs_read_what_people_read(tmp_path, inspect):
     assert (status, [row["step"] for row in steps], [row["files"] for row in steps]) == (0, [1, 2], [2, 2])
     status, lines = inspect(tmp_path, "--step", 2, "--json")
     rows = [json.loads(line) for line in lines]
+    assert rows[0] == {"step": 2, "ranks": 2}
     by_name = {row["leaf"]: row for row in rows if "leaf" in row}
-    assert by_name["params.blocks.1.w"] == {
-        **{"leaf": "params.blocks.1.w", "shape": [7, 5], "dtype": "F32", "bytes": 140},
+    (shown,) = [line.split() for line in inspect(tmp_path, "--step", 1)[1] if line.startswith("scale ")]
+    assert by_name["scale"] == {
+        **{"leaf": "scale", "shape": [], "dtype": "F32", "bytes": 4, "checksum": shown[4], "on": " ".join(shown[5:])},
     }
     assert [row["note"][:7] for row in rows if "file" in row] == ["damaged", ""]
     assert status == 1
@@ -130,6 +132,14 @@ def test_programs_read_what_people_read(tmp_path, inspect):
     assert (status, json.loads(lines[0])["fault"]) == (1, False)
     status, lines = inspect(tmp_path, "--against", tmp_path, "--step", 1, "--at", 1, "--json")
     assert (status, json.loads(lines[-1])["text"][:4]) == (0, "0 of")
+
+
+def test_a_plan_is_shown_once(tmp_path, inspect):
+    """The plan of parameters, and of what is cut like them, would be shown again and again."""
+    plan = fshard.make_plan({"w": torch.ones(2)})
+    average, params = (fshard.shard_params({"w": torch.ones(2)}, plan) for _ in range(2))
+    checkpoint.save(tmp_path, {"params": params, "average": average}, 1)
+    assert inspect(tmp_path, "--step", 1)[1][1:3] == [f"plan {plan.fingerprint}", ""]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
@@ -146,6 +156,9 @@ def test_checkpoints_of_other_libraries_are_shown(kind, tmp_path, inspect):
     assert lines[0] == f"{tmp_path}: a checkpoint of {kind}"
     assert {"  w   [4, 3]  F32       48", "  b   [3]     BF16       6"} <= {line.rstrip() for line in lines}
     assert ("epoch  3" in lines) == (kind != "safetensors")
+    sentence = f"{tmp_path}: a checkpoint of {kind}, which has neither steps nor checksums"
+    for args in (["--verify"], ["--step", 1]):
+        assert inspect(tmp_path, *args) == (2, [f"fshard inspect: {sentence}"])
 
 
 def test_steps_are_shown_with_what_killed_saves_left(tmp_path, inspect):

@@ -32,6 +32,7 @@ def build():
     return model
 def tree(): return {"w": torch.empty(1 << 50)}
 def number(): return 3
+def make(mesh): return 3
 def broken(): raise ValueError("two\\nlines")
 """
 
@@ -133,7 +134,15 @@ ERRORS = {
     "mesh": (["plan", "my_model:build", "--mesh", "shard"], "fshard plan: --mesh shard: expected the name of an axis"),
     "units": (["plan", "my_model:build", "--units", "x"], "fshard plan: units: the pattern 'x' matches nothing"),
     "no checkpoint": (["inspect", "."], ": there is no checkpoint, nor a part of one\n"),
-    "no recording": (["replay", ".", "--step", "my_model:build"], "expected recorded steps"),
+    "no recording": (["replay", ".", "--step", "my_model:make"], "expected recorded steps"),
+    "a model of a mesh": (
+        ["plan", "my_model:make"],
+        "fshard plan: model my_model:make: expected a function without arguments: missing a required argument: 'mesh'",
+    ),
+    "a replay of nothing": (
+        ["replay", ".", "--step", "my_model:build"],
+        "fshard replay: --step my_model:build: expected a function of the mesh: too many positional arguments",
+    ),
 }
 
 
