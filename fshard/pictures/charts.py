@@ -57,9 +57,19 @@ def _lines(memory: Footprint, sent: Sequence[Flight]) -> list[str]:
 
 def _row(kind: str, axis: str, group: Sequence[Flight]) -> list[str]:
     nodes, units = {flight.wait - flight.start for flight in group}, list(dict.fromkeys(x.unit for x in group))
-    unit = shortened(span(units[0], units[-1]), 24) if axis else ""
+    unit = brief(units[0], 24) if len(units) == 1 else shortened(span(units[0], units[-1]), 24)
     far = f"{min(nodes)} to {max(nodes)}" if len(nodes) > 1 else str(*nodes)
-    return [kind, unit, axis, str(len(group)), size(sum(flight.bytes for flight in group)), far]
+    return [kind, unit if axis else "", axis, str(len(group)), size(sum(flight.bytes for flight in group)), far]
+
+
+def brief(unit: str, width: int) -> str:
+    """Return the name of a unit, or of several that are gathered together, in at most so many characters.
+
+    >>> brief("embed+layers.0+layers.1+layers.2", 28)
+    'embed and 3 more'
+    """
+    first, *others = unit.split("+")
+    return shortened(f"{first} and {len(others)} more" if others and len(unit) > width else unit, width)
 
 
 def _svg(memory: Footprint, sent: Sequence[Flight]) -> str:
@@ -117,7 +127,7 @@ def _timeline(axes: Axes, sent: Sequence[Flight], units: Sequence[str]) -> None:
             label=kind,
         )
     each = -(-len(units) // _LABELS) or 1
-    axes.set_yticks(range(0, len(units), each), [shortened(name, 28) for name in units[::each]], fontsize=8)
+    axes.set_yticks(range(0, len(units), each), [brief(name, 28) for name in units[::each]], fontsize=8)
     axes.set_ylim(len(units) - 0.4, -0.6)
     axes.set_title("collectives: from the node that starts one to the node that waits for it", fontsize=10, loc="left")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)

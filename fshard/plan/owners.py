@@ -70,7 +70,7 @@ class Picture:
 
 def picture(title: Sequence[str], shares: Mapping[str, str], rows: Sequence[Row]) -> Picture:
     """Return the picture of some rows. `shares` has the name of each column of shares, and what is said of it."""
-    return Picture("\n".join([*title, *table([*shares], rows)]), rows, lambda: _svg(title[0], shares, rows))
+    return Picture("\n".join([*title, *table([*shares], rows)]), rows, lambda: _svg(title, shares, rows))
 
 
 def span(first: str, last: str) -> str:
@@ -120,14 +120,16 @@ def _sizes(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
     return [size(sum(row.nbytes for row in rows)), *(size(sum(sizes)) if sizes else "-" for sizes in of_rank)]
 
 
-def _svg(title: str, shares: Mapping[str, str], rows: Sequence[Row]) -> str:
-    width, top = _NAMES + len(shares) * (_BAR + _GAP) + _GAP, 72
+def _svg(title: Sequence[str], shares: Mapping[str, str], rows: Sequence[Row]) -> str:
+    width, top = _NAMES + len(shares) * (_BAR + _GAP) + _GAP, 60 + 14 * len(title)
     height = top + len(rows) * _ROW + 30
-    shapes = [f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>', _text(_GAP, 24, title, bold=True)]
+    shapes = [f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>', _text(_GAP, 24, title[0], bold=True)]
+    shapes += [_text(_GAP, y, line, small=True) for y, line in zip(range(40, top, 14), title[1:], strict=False)]
     for column, (name, said) in enumerate(shares.items()):
         x = _NAMES + column * (_BAR + _GAP)
         total = size(sum(row.shares[name].nbytes for row in rows if name in row.shares))
-        shapes += [_text(x, 48, name, bold=True), _text(x, 62, shortened(f"{said}: {total} a rank", 36), small=True)]
+        shapes += [_text(x, top - 24, name, bold=True)]
+        shapes.append(_text(x, top - 10, shortened(f"{said}: {total} a rank", 37), small=True))
         for y, row in zip(range(top, height, _ROW), rows, strict=False):
             shapes += _bar(x, y, row.shares.get(name))
     for y, row in zip(range(top, height, _ROW), rows, strict=False):
@@ -160,7 +162,10 @@ def _bar(x: int, y: int, share: Share | None) -> list[str]:
         )
         if len(said) * 6.2 + 4 < width:
             shapes.append(_text(left + width / 2, y + 14, said, small=True, anchor="middle"))
-    return [*shapes, _text(x, y + 29, f"{size(share.nbytes)} a rank{f', 1/{num}' * (num > 1)}", small=True)]
+    said = f"{size(share.nbytes)} a rank" + f", 1/{num}" * (num > 1)
+    if len(shapes) < 2 * len(parts):  # intervals without room for their ranks
+        said += f", {sum(map(len, parts))} ranks"
+    return [*shapes, _text(x, y + 29, said, small=True)]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -363,8 +363,8 @@ class Plan:
             },
         )
 
-    def picture(self) -> Picture:
-        """Return who holds what of each unit: what `print` and `fshard.show` show."""
+    def picture(self, *above: str) -> Picture:
+        """Return who holds what of each unit, below some lines: what `print` and `fshard.show` show."""
         trained = [kind.dtype.itemsize * kind.trainable for kind in self.kinds]
         shares = {
             "parameters": (self.params_over, [kind.dtype.itemsize for kind in self.kinds]),
@@ -380,9 +380,8 @@ class Plan:
         head = f"Plan on {dict(self.axes) or 'one device'}: leaves {len(self.slots):,}, elements {numel:,}"
         said = {name: f"over {axes}" if axes else "whole on every rank" for name, axes in over.items()}
         note = "Bytes of a line's units, and of a rank; state: of one tensor (AdamW has two)."
-        return picture(
-            [head, *textwrap.wrap(" ".join(words), 80), note], said, self.rows(shares, range(len(self.units)))
-        )
+        title = [*above, head, *textwrap.wrap(" ".join(words), 80), note]
+        return picture(title, said, self.rows(shares, range(len(self.units))))
 
     def __str__(self) -> str:
         return self.picture().text

@@ -168,7 +168,7 @@ class Sharded(Parameters, Branch):
         sizes = [0] * len(self.plan.kinds)
         for kind, row in zip(self.view.kinds, self.tensors, strict=True):
             sizes[kind] = row.itemsize
-        over = f"over {', '.join(self.view.over)}" if self.view.over else "whole on every rank"
+        over = f"over {','.join(self.view.over)}" if self.view.over else "whole on every rank"
         rows = self.plan.rows({"of a rank": (self.view.over, sizes)}, range(*self.view.units))
         rows = [row for row in rows if row.shares]
         return picture([f"Sharded on {dict(self.plan.axes) or 'one device'}"], {"of a rank": over}, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn, SupportsIndex
 
 import torch
@@ -65,9 +65,8 @@ class TrainState:
     def picture(self) -> Picture:
         """Return which ranks hold what of the parameters, and what each field has here: what `fshard.show` shows."""
         sizes = {name: sum(x.nbytes for x in tree.leaves(x) if isinstance(x, Tensor)) for name, x in vars(self).items()}
-        plan = self.params.plan.picture()
-        lines = ["TrainState, on this rank: " + ", ".join(f"{name} {size(n)}" for name, n in sizes.items() if n)]
-        return replace(plan, text="\n".join([*lines, plan.text]))
+        line = "TrainState, on this rank: " + ", ".join(f"{name} {size(n)}" for name, n in sizes.items() if n)
+        return self.params.plan.picture(line)
 
     def _repr_html_(self) -> str:
         return self.picture()._repr_html_()

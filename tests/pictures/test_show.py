@@ -89,6 +89,7 @@ PLANS = {
         units=["blocks.*"],
         **dict.fromkeys(OVERS, ("replicate", "shard")),
     ),
+    "a state": lambda: fshard.init_state(fshard.shard_params(params(), PLANS["one device"]()), optim.adamw(0.1)),
     "sharded parameters": lambda: fshard.shard_params(params(), PLANS["one device"]()),
     "long names": lambda: fshard.make_plan(
         {"a_transformer": {"a_name_that_is_long": [{"w": torch.ones(8)} for _ in range(3)]}},
@@ -128,6 +129,20 @@ def test_nothing_is_cut_off(name):
         assert x >= right2 or x2 >= right or y >= bottom2 or y2 >= bottom
     for rect in svg.iter("{http://www.w3.org/2000/svg}rect"):
         assert float(rect.get("x", 0)) + float(rect.get("width")) <= width
+
+
+def drawn(x: Any) -> list[str]:
+    """The texts of the picture of a plan or a state."""
+    return [text for text in ET.fromstring(fshard.show(x).svg()).itertext() if text.strip()]
+
+
+def test_what_a_bar_has_no_room_for_is_said():
+    """Two axes would be cut off, or nobody would know how many ranks hold a buffer whose bars have no numbers."""
+    mesh, w = AbstractMesh(replicate=2, shard=4), torch.empty(1 << 22, device="meta")
+    texts = drawn(fshard.make_plan({"w": w}, mesh, state_over=("shard", "replicate")))
+    assert "over shard,replicate: 2.00 MiB a rank" in texts
+    assert not [text for text in texts if text.endswith("ranks")]
+    assert "128 B a rank, 1/8, 64 ranks" in drawn(PLANS["64 ranks"]())
 
 
 def test_the_total_of_a_long_table_is_that_of_all_units():
@@ -173,6 +188,18 @@ def test_a_chart_has_the_numbers_of_the_graph(mesh):
     assert max(map(len, str(shown).splitlines())) <= 80
 
 
+def test_a_chart_names_units_that_are_gathered_together():
+    """A name of many units would be cut in its middle, and nobody would know how many they are."""
+    plan, tx = fshard.make_plan(params(), AbstractMesh(shard=2), units=["blocks.*"]), optim.sgd(0.1)
+    state = fshard.eval_shape(lambda x: fshard.init_state(fshard.shard_params(x, plan), tx), params())
+    lowered = fshard.jit(fshard.train_step(loss_fn, tx)).lower(state, torch.ones(4))
+    shown = fshard.show(lowered)
+    assert shown.rows[0].unit == "+".join(["(first)", *(f"blocks.{n}" for n in range(5)), "(last)"])
+    assert "all_gather      (first) and 6 more  shard" in str(shown)
+    names = [label.get_text() for label in figure(lowered.memory(), shown.rows).axes[1].get_yticklabels()]
+    assert names[0] == "(first) and 6 more"
+
+
 def test_the_page_has_the_picture_of_its_plan():
     """docs/cli.md would show another plan than that of its table: draw it anew with python tools/pictures.py."""
     drawn = runpy.run_path(str(ROOT / "tools" / "pictures.py"))["plan_picture"]()
@@ -192,5 +219,6 @@ def test_a_notebook_shows_text_and_picture():
         str(fshard.show(state)).splitlines()[0]
         == "TrainState, on this rank: params 480 B, opt_state 4 B, step 8 B, rng 8 B"
     )
+    assert drawn(state)[:4] == str(fshard.show(state)).splitlines()[:4]
     with pytest.raises(TypeError, match=r"expected a Plan, a Sharded, a TrainState, or what fshard\.jit"):
         fshard.show(3)
