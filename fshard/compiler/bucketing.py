@@ -6,6 +6,7 @@ import operator as python
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import fx
@@ -185,7 +186,7 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_Collective], order: dict[fx
     return dead
 
 
-def _source(x: fx.Node) -> object:
+def _source(x: fx.Node) -> Any:  # hashable
     """Equal for nodes that are equal views of one value."""
     if operator(x) not in VIEWS:
         return x
