@@ -18,6 +18,7 @@ from ..core.foreign import printable
 from ..files.checksum import read_block
 from ..files.directory import INDEX, folder, index_at, numbers
 from ..files.index import CheckpointError, Entry, Index, Piece
+from ..files.other_formats import header_of
 from ..files.places import Place
 from ..files.safetensors_file import CHUNK, NAMES
 from ..plan.tables import aligned
@@ -202,12 +203,14 @@ def verify(place: Place, step: int) -> Iterator[Line]:
 
 
 def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str, Entry, Piece]]) -> Iterator[str]:
-    """What is wrong with a file: it cannot be read, its size, or blocks of leaves."""
+    """What is wrong with a file: it cannot be read, its size, its header, or blocks of leaves."""
     buffer = bytearray(CHUNK)
     try:
         with there.open(name) as file:
             if file.size != size:
                 yield f"expected {size:,} bytes, got {file.size:,}"
+            else:
+                yield from _header_faults(there, name, pieces)
             for leaf, entry, piece in pieces:
                 end = piece.numel * entry.dtype.itemsize
                 for start, expected in zip(range(0, end, CHUNK), piece.checksums, strict=False):
@@ -215,5 +218,14 @@ def _file_faults(there: Place, name: str, size: int, pieces: Sequence[tuple[str,
                     if not read_block(file, piece.offset + start, view, expected):
                         where = f"the {len(view):,} bytes from byte {piece.offset + start:,} on"
                         yield f"leaf {printable(leaf)!r}: {where} are not those that were saved"
-    except OSError as error:
-        yield f"{error}. It has leaf {printable(pieces[0][0])!r}"
+    except (OSError, ValueError) as error:
+        yield f"{printable(error, 2000)}. It has leaf {printable(pieces[0][0])!r}"
+
+
+def _header_faults(there: Place, name: str, pieces: Sequence[tuple[str, Entry, Piece]]) -> Iterator[str]:
+    """Which leaves have another name, dtype, shape or place in the header of their file, which other programs read."""
+    said = {(x.name.rstrip("'"), x.dtype, x.shape, x.start) for x in header_of(there, name)[0].values()}
+    for leaf, entry, x in pieces:
+        title, shape = (leaf, entry.shape) if x.numel == entry.numel else (f"{leaf}[{x.begin}:{x.end}]", (x.numel,))
+        if (title.rstrip("'"), entry.dtype, shape, x.offset) not in said:
+            yield f"leaf {printable(leaf)!r}: the file's header has another name, dtype, shape or place for it"

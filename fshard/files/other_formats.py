@@ -93,7 +93,7 @@ def _files(path: Path, folder: Place) -> Iterator[list[_Chunk]]:
     """Yield the tensors of the files of a path."""
 
     def read(name: str) -> dict[str, File]:
-        return _header(folder, name)[0]
+        return header_of(folder, name)[0]
 
     if os.path.isfile(path):
         yield [(x, None) for x in read(path.name).values()]
@@ -107,7 +107,8 @@ def _files(path: Path, folder: Place) -> Iterator[list[_Chunk]]:
             yield [*_chunks(folder, name)]
 
 
-def _header(folder: Place, name: str) -> tuple[dict[str, File], dict[str, Any]]:
+def header_of(folder: Place, name: str) -> tuple[dict[str, File], dict[str, Any]]:
+    """Return the tensors and the metadata of a safetensors file. ValueError as `read_header`."""
     position = 0
     with folder.open(name) as file:
 
@@ -122,7 +123,7 @@ def _header(folder: Place, name: str) -> tuple[dict[str, File], dict[str, Any]]:
 
 def _chunks(folder: Place, name: str) -> Iterator[_Chunk]:
     """Yield the tensors of a file of torch's HuggingFaceStorageWriter, and where they begin in the whole ones."""
-    entries, metadata = _header(folder, name)
+    entries, metadata = header_of(folder, name)
     where = f"{folder}/{name}"
     places = parsed(str(metadata.get(_SHARDING)).encode(), where, _SHARDING)
     for x in entries.values():
