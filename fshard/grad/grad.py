@@ -320,7 +320,7 @@ def value_and_grad(
 def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..., Tree]:
     """`fn(sharded, *args) -> value`, or `(value, aux)`: the loss over all ranks, without a gradient.
 
-    `loss_fn` and `has_aux` as for `value_and_grad`.
+    `loss_fn` and `has_aux` as for `value_and_grad`. Random numbers, as of dropout, are drawn from torch's generator.
 
     >>> evaluate(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
     tensor(5.)

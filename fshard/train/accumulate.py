@@ -255,8 +255,8 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
     """`(batch, weight)` until every rank's data are used up: one that has run out gets its last batch, with weight 0.
 
     Multiply total and count of a `Mean` by the weight (0-d, 1 or 0), a further argument of the step: the mean stays
-    that of the batches there are, and every rank takes part in every collective. One small collective a batch, over the
-    ranks of `mesh`. `like` is a batch for ranks without any (ValueError if one is needed).
+    that of the batches there are, and every rank takes part in every collective. One small collective a batch, and one
+    at the end, over the ranks of `mesh`. `like` is a batch for ranks without any (ValueError if one is needed).
 
     >>> [(batch, weight.item()) for batch, weight in join_batches([1, 2])]
     [(1, 1.0), (2, 1.0)]

@@ -353,7 +353,7 @@ class DynamicLossScale(StaticLossScale):
 
 @dataclass(frozen=True)
 class NoLossScale:
-    """No scaling: gradients are not looked at, and no update is skipped.
+    """No scaling, and no update is skipped. `metrics["found_inf"]` of a step says if a gradient is not finite.
 
     >>> NoLossScale().scale(torch.tensor(2.0))
     tensor(2.)

@@ -223,10 +223,10 @@ def train_step(
     - `donate`: the step takes the state over, updates it in place, and touching it raises DonatedError; ValueError for
       a batch or `args` that share its memory. Without it nothing that goes in is changed.
     - `in_backward`: each unit is updated in the backward, as soon as its gradients are reduced, so that gradients of
-      two units are in memory, not of all. It needs `donate`, an elementwise `tx` (ValueError) and a state without a
-      loss scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves that a rank holds
-      whole are copied when they are read. An error in the backward gives the state away. In a graph of `jit` the passes
-      place the updates.
+      two units are in memory, not of all. It needs `donate`, `accumulate=1`, an elementwise `tx` (ValueError) and a
+      state without a loss scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves that a
+      rank holds whole are copied when they are read. An error in the backward gives the state away. In a graph of `jit`
+      the passes place the updates.
     - `keep_gathered`: a gathered unit stays in memory until the last micro-batch: each unit is gathered once a step,
       and the memory of all gathered parameters is taken. Results have the same bits.
 
