@@ -157,33 +157,34 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_Collective], order: dict[fx
     What is gathered again, as a unit in the backward, is sent once. Adds the numbers of new results to `order`. Returns
     the nodes to erase.
     """
-    dead = [x for collective in group for x in (collective.wait, *collective.start.users, collective.start)]
     alike = dict[object, list[_Collective]]()
     for collective in group:
         alike.setdefault(_source(collective.x), []).append(collective)
-    group = [collectives[0] for collectives in alike.values()]
+    sent = [collectives[0] for collectives in alike.values()]
     first = group[0].start
     size = group[0].numel // values(group[0].x)[0].numel()  # W, the number of ranks
     with graph.inserting_before(first):
         row = call(
-            graph, _aten.cat.default, [_there(graph, collective.x, order[first], order) for collective in group]
+            graph, _aten.cat.default, [_there(graph, collective.x, order[first], order) for collective in sent]
         )  # (n / W,)
-        start = _start(graph, group, [], row)
+        start = _start(graph, sent, [], row)
         place, ticket = (call(graph, python.getitem, start, i) for i in range(2))
-    wait = min((collective.wait for collective in group), key=order.__getitem__)  # of the first of those alike
+    wait = min((collective.wait for collective in group), key=order.__getitem__)
     with graph.inserting_before(wait):
         call(graph, _fshard.wait.default, place, ticket, [row])
         rows = call(graph, _aten.view.default, place, [size, -1])  # (W, n / W): each rank's shards
-        parts = [call(graph, _aten.slice.Tensor, rows, 1, *ends) for ends in _ends(group, size)]
-        # copies: readers may ask for strides and offsets, which count from the start of a buffer
+        slices = [call(graph, _aten.slice.Tensor, rows, 1, *ends) for ends in _ends(sent, size)]
+        to_copy = [(one, x) for x, ones in zip(slices, alike.values(), strict=True) for one in ones]
+        # copies, one for each gather: readers may write to them, or ask for strides and offsets, which count from the
+        # start of a buffer
         whole = {"memory_format": torch.contiguous_format}
-        parts = [call(graph, _aten.clone.default, part, **whole) for part in parts]
-        parts = [call(graph, _aten.view.default, part, [-1]) for part in parts]
-    order |= dict.fromkeys(parts, order[wait])
-    for collectives, part in zip(alike.values(), parts, strict=True):
-        for old in (place for collective in collectives for place in collective.places):
+        copies = [(one, call(graph, _aten.clone.default, x, **whole)) for one, x in to_copy]
+        parts = [(one, call(graph, _aten.view.default, x, [-1])) for one, x in copies]
+    order |= dict.fromkeys((part for _, part in parts), order[wait])
+    for collective, part in parts:
+        for old in collective.places:
             old.replace_all_uses_with(part)
-    return dead
+    return [x for collective in group for x in (collective.wait, *collective.start.users, collective.start)]
 
 
 def _source(x: fx.Node) -> Any:  # hashable

@@ -190,7 +190,8 @@ def _check(whole: Mapping[str, Tensor] | None, like: Tree, kept: Set[str]) -> No
     given = {key: whole[key] for key in forms if key in whole}
     for key, x in given.items():
         check_tensor(f"shard_state: {key!r}", x, "a tensor")
-        if not forms[key].shape:  # a count may be an integer in one and a float in the other: it is the same number
+        # a count may be an integer in one and a float in the other: it is the same number
+        if not forms[key].shape and not x.is_complex() and x.dtype != torch.bool:
             forms[key] = Form((), x.dtype)
     if errors := [*differences((Wanted([key], form) for key, form in forms.items()), given)]:
         there = f". The state has {listed([*whole]) or 'nothing'}" * (len(given) < len(forms))

@@ -187,3 +187,33 @@ def test_small_collectives_are_merged_without_being_asked():
         is_right(merged, step, *args)
 
     simulated(law)
+
+
+def gathered_twice(s: Any) -> tuple[Tensor, Tensor, Any]:
+    """One tree gathered three times: the first is written to, the last is a result."""
+    scaled, raw = fshard.gather_params(s), fshard.gather_params(s)
+    scaled["a"].mul_(2)
+    return scaled["a"].sum(), raw["a"].sum(), fshard.gather_params(s)
+
+
+def read_before(s: Any) -> tuple[Tensor, Any, Any]:
+    """A tree gathered, and gathered again: the second is read first."""
+    whole = fshard.gather_params(s)
+    value, _ = fshard.value_and_grad(lambda p: p["a"].square().sum() + p["b"].sum())(s)
+    return value, torch.func.grad(lambda p: fshard.gather_params(p)["a"].square().sum())(s), whole
+
+
+@pytest.mark.parametrize("fn", [gathered_twice, read_before])
+def test_what_is_sent_once_is_a_value_for_each_gather(fn):
+    """A write to one gathered tensor would change another, or it would be read before it is there."""
+
+    def law(mesh: Any) -> None:
+        whole = {"a": torch.ones(4, 4), "b": torch.ones(4, 4)}
+        s = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["a", "b"]))
+        assert same_bits(eager(fn, in_flight=EVERYTHING)(s), fn(s))
+        assert all(len({*units}) == len(units) for units in gathers_of(fn, s))
+
+    def gathers_of(fn: Any, s: Any) -> list[list[str]]:
+        return [label.split("+") for label in labels(eager(fn, in_flight=EVERYTHING).lower(s).graph)]
+
+    simulated(law, shard=2)

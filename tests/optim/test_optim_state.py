@@ -787,3 +787,14 @@ def test_values_that_are_no_tensors():
     for step in (3, torch.tensor(3), 3.0):  # a count may be a whole number
         loaded = load_state_dict({"state": {"w": {**entry, "step": step}}}, state, start)
         assert loaded.count == 3
+
+
+@pytest.mark.parametrize("value", [torch.tensor(3 + 4j), torch.tensor(True)])
+def test_a_scalar_moment_is_a_real_number(value):
+    """The imaginary part of a moment of a scalar leaf would be lost, or a flag taken for a number."""
+    params = fshard.shard_params({"z": torch.tensor(1.0)}, fshard.make_plan({"z": torch.tensor(1.0)}))
+    state = optim.adamw(0.1).init(params)
+    whole = gather_state(state)
+    assert gather_state(shard_state({**whole, "mu.z": torch.tensor(3)}, state))["mu.z"].item() == 3.0
+    with pytest.raises(ValueError, match=r"'mu\.z': expected torch\.float32, got torch\."):
+        shard_state({**whole, "mu.z": value}, state)
