@@ -71,8 +71,8 @@ def load_state_dict(
 
     Each rank reads all names, one unit at a time, and keeps its part; a mapping may read a tensor when it is asked for
     it. Values are whole tensors, DTensors or ShardedTensors, and are moved to the device and cast among floating
-    dtypes, and among complex ones. A tied leaf may be under one of its names or under all. With `src` that rank of the mesh alone passes
-    whole tensors, and the others an empty mapping. Every rank must call it.
+    dtypes, and among complex ones. A tied leaf may be under one of its names or under all. With `src` that rank of the
+    mesh alone passes whole tensors, and the others an empty mapping. Every rank must call it.
 
     `rename` is a function from a name to the plan's name, or a dict of the names that change; None leaves a name out.
     ValueError lists every difference: names that are missing or unknown, shapes, dtypes, tied leaves that differ; and
