@@ -174,12 +174,12 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_Collective], order: dict[fx
         call(graph, _fshard.wait.default, place, ticket, [row])
         rows = call(graph, _aten.view.default, place, [size, -1])  # (W, n / W): each rank's shards
         slices = [call(graph, _aten.slice.Tensor, rows, 1, *ends) for ends in _ends(sent, size)]
-        to_copy = [(one, x) for x, ones in zip(slices, alike.values(), strict=True) for one in ones]
+        to_copy = [(gather, x) for x, gathers in zip(slices, alike.values(), strict=True) for gather in gathers]
         # copies, one for each gather: readers may write to them, or ask for strides and offsets, which count from the
         # start of a buffer
         whole = {"memory_format": torch.contiguous_format}
-        copies = [(one, call(graph, _aten.clone.default, x, **whole)) for one, x in to_copy]
-        parts = [(one, call(graph, _aten.view.default, x, [-1])) for one, x in copies]
+        copies = [(gather, call(graph, _aten.clone.default, x, **whole)) for gather, x in to_copy]
+        parts = [(gather, call(graph, _aten.view.default, x, [-1])) for gather, x in copies]
     order |= dict.fromkeys((part for _, part in parts), order[wait])
     for collective, part in parts:
         for old in collective.places:
