@@ -22,7 +22,14 @@ WITHOUT_PYTHON |= {"from_fsdp", "launch", "limits", "mutants", "parity", "releas
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+# the tutorial takes five seconds
+RUN = [
+    pytest.param(x, id=name, marks=pytest.mark.slow if x.stem == "tutorial" else ())
+    for x, name in zip(PAGES, NAMES, strict=True)
+]
+
+
+@pytest.mark.parametrize("page", RUN)
 def test_the_python_of_a_page_runs(page: Path) -> None:
     """A page's Python blocks run one after the other without an error: otherwise readers would copy code that fails."""
     scope: dict[str, object] = {}

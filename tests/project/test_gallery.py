@@ -33,7 +33,7 @@ EXAMPLES: dict[str, Callable[[str], bool]] = {
     "gan": lambda text: number(text, "after") < 0.5 < 2 < number(text, "before"),
     "diffusion": lambda text: number(text, "average") < 0.01 and number(text, "average") < number(text, "parameters"),
 }
-SLOW = {"classifier", "lora", "meanflow", "pinn", "maml", "dpo", "gan"}  # over three seconds
+SLOW = {*EXAMPLES} - {"resume", "diffusion"}  # over three seconds
 FEW = 10  # steps, in which processes show that they print the same
 
 
@@ -68,7 +68,7 @@ def test_an_example_on_simulated_ranks(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "resume"])  # which has a test of its own
 def test_an_example_in_processes(name, tmp_path, monkeypatch):
     """The example would have other results under torchrun, or each rank would print them."""
     first, *others = gloo(printed_by_a_process, name, tmp_path / "processes")

@@ -205,6 +205,7 @@ def ends_at(mesh: Any, wire: Any) -> float:
     return sum(losses[-10:])
 
 
+@pytest.mark.slow
 def test_it_trains_as_well_with_shards_in_8_bits() -> None:
     """Training with shards sent in 8 bits ends within 1 % of the float32 loss: otherwise Int8 would cost users
     accuracy."""
