@@ -27,6 +27,7 @@ from ..core.tree import Tree
 from ..files.hugging_face import entries_at
 from ..module.functionalize import functionalize
 from ..module.skeleton import nested
+from ..plan.owners import Row
 from ..plan.plan import Plan
 from ..plan.planning import make_plan
 from ..plan.tables import size
@@ -76,9 +77,11 @@ def run(args: argparse.Namespace) -> int:
         whole=args.whole,
         policy=args.policy,
     )
-    nbytes = _nbytes(plan, params, args.optimizer)
+    picture = plan.picture()
+    nbytes = _nbytes(plan, picture.rows, params, args.optimizer)
     said = ", ".join(f"{name} {size(number)}" for name, number in nbytes.items())
-    return report([Line(f"{plan}\nbytes of a rank with {args.optimizer}: {said}", _data(plan, nbytes))], args.json)
+    text = f"{picture.text}\nbytes of a rank with {args.optimizer}: {said}"
+    return report([Line(text, _data(plan, picture.rows, nbytes))], args.json)
 
 
 def _params(model: str) -> Tree:
@@ -103,11 +106,11 @@ def _sizes(texts: Sequence[str]) -> dict[str, Any]:
     return {axis: int(number) for axis, _, number in pairs}
 
 
-def _nbytes(plan: Plan, params: Tree, optimizer: str) -> dict[str, int]:
+def _nbytes(plan: Plan, rows: Sequence[Row], params: Tree, optimizer: str) -> dict[str, int]:
     """The bytes of a rank by purpose; those of optimizer state are of the state that the optimizer makes."""
     tx = getattr(optim, optimizer)(1e-3)
     state = eval_shape(lambda x: init_state(shard_params(x, plan), tx), params)
-    shares = [row.shares for row in plan.picture().rows]
+    shares = [row.shares for row in rows]
     return {
         "parameters": sum(share["parameters"].nbytes for share in shares),
         "gradients": sum(share["gradients"].nbytes for share in shares if "gradients" in share),
@@ -115,9 +118,6 @@ def _nbytes(plan: Plan, params: Tree, optimizer: str) -> dict[str, int]:
     }
 
 
-def _data(plan: Plan, nbytes: dict[str, int]) -> dict[str, object]:
-    rows = []
-    for row in plan.picture().rows:
-        of_rank = {name: share.nbytes for name, share in row.shares.items()}
-        rows.append({**row._asdict(), "shares": of_rank})
-    return {"mesh": dict(plan.axes), **{name: getattr(plan, name) for name in _OVERS}, "rank": nbytes, "units": rows}
+def _data(plan: Plan, rows: Sequence[Row], nbytes: dict[str, int]) -> dict[str, object]:
+    units = [{**row._asdict(), "shares": {name: x.nbytes for name, x in row.shares.items()}} for row in rows]
+    return {"mesh": dict(plan.axes), **{name: getattr(plan, name) for name in _OVERS}, "rank": nbytes, "units": units}

@@ -125,7 +125,7 @@ def _likely(facts: Facts) -> str:
 
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:
-    """/dev/shm is small."""
+    """/dev/shm is too small for what NCCL and the workers of loaders put there."""
     if facts.shm < SMALL_SHM:
         yield Finding(
             f"/dev/shm has {facts.shm >> 20} MiB: NCCL, DataLoader's workers and gloo on one host use it",

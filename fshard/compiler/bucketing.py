@@ -157,10 +157,10 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_Collective], order: dict[fx
     What is gathered again, as a unit in the backward, is sent once. Adds the numbers of new results to `order`. Returns
     the nodes to erase.
     """
-    alike = dict[object, list[_Collective]]()
+    by_source = dict[object, _Collective]()
     for collective in group:
-        alike.setdefault(_source(collective.x), []).append(collective)
-    sent = [collectives[0] for collectives in alike.values()]
+        by_source.setdefault(_source(collective.x), collective)
+    sent = [*by_source.values()]
     first = group[0].start
     size = group[0].numel // values(group[0].x)[0].numel()  # W, the number of ranks
     with graph.inserting_before(first):
@@ -173,15 +173,15 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_Collective], order: dict[fx
     with graph.inserting_before(wait):
         call(graph, _fshard.wait.default, place, ticket, [row])
         rows = call(graph, _aten.view.default, place, [size, -1])  # (W, n / W): each rank's shards
-        slices = [call(graph, _aten.slice.Tensor, rows, 1, *ends) for ends in _ends(sent, size)]
-        to_copy = [(gather, x) for x, gathers in zip(slices, alike.values(), strict=True) for gather in gathers]
+        ends = dict(zip(by_source, _ends(sent, size), strict=True))
+        parts = [call(graph, _aten.slice.Tensor, rows, 1, *ends[_source(collective.x)]) for collective in group]
         # copies, one for each gather: readers may write to them, or ask for strides and offsets, which count from the
         # start of a buffer
         whole = {"memory_format": torch.contiguous_format}
-        copies = [(gather, call(graph, _aten.clone.default, x, **whole)) for gather, x in to_copy]
-        parts = [(gather, call(graph, _aten.view.default, x, [-1])) for gather, x in copies]
-    order |= dict.fromkeys((part for _, part in parts), order[wait])
-    for collective, part in parts:
+        parts = [call(graph, _aten.clone.default, part, **whole) for part in parts]
+        parts = [call(graph, _aten.view.default, part, [-1]) for part in parts]
+    order |= dict.fromkeys(parts, order[wait])
+    for collective, part in zip(group, parts, strict=True):
         for old in collective.places:
             old.replace_all_uses_with(part)
     return [x for collective in group for x in (collective.wait, *collective.start.users, collective.start)]
