@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,17 +13,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fshard
 from fshard import optim, tree, wire
-from fshard.comm.mesh import Mesh
+from fshard.comm.mesh import Mesh, mesh_device
 from fshard.core.tree import Tree
 from fshard.train.loss_scale import LossScale
 
 CUDA = torch.cuda.is_available()
+FAKE = "libfakegpu" in os.environ.get("LD_PRELOAD", "")  # tools/fakegpu: operators are the CPU's, and none is compiled
+INDUCTOR = CUDA and not FAKE
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 VOCAB = 128
 Make = Callable[[], Any]
 
 
-def params(d: int = 64 if CUDA else 16, layers: int = 4 if CUDA else 2) -> Any:
+def params(
+    d: int = 64 if CUDA else 16,
+    layers: int = 4 if CUDA else 2,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Any:
     """Parameters of a small model. The gate has one element, so the leaves after it need padding to be aligned."""
     generator = torch.Generator().manual_seed(0)
 
@@ -34,7 +42,7 @@ def params(d: int = 64 if CUDA else 16, layers: int = 4 if CUDA else 2) -> Any:
         return {"gate": torch.ones(1), "norm": norm, "w": matrix(d, 4 * d), "b": bias, "v": matrix(4 * d, d)}
 
     whole = {"embed": matrix(VOCAB, d), "blocks": [block() for _ in range(layers)], "head": matrix(d, VOCAB)}
-    return tree.map(lambda x: x.to(DEVICE), whole)
+    return tree.map(lambda x: x.to(device or DEVICE, dtype), whole)
 
 
 def loss(p: Tree, tokens: Tensor, dropout: float = 0.0) -> fshard.Mean:
@@ -44,45 +52,58 @@ def loss(p: Tree, tokens: Tensor, dropout: float = 0.0) -> fshard.Mean:
         h = F.layer_norm(x.to(b["norm"].dtype), (x.shape[-1],), b["norm"]).to(x.dtype)  # CUDA refuses two dtypes
         h = F.gelu(h @ b["w"] + b["b"]) @ b["v"]
         x = x + (F.dropout(h, dropout) if dropout else h) * b["gate"]
-    losses = F.cross_entropy((x @ p["head"]).float().flatten(0, 1), ((tokens + 1) % VOCAB).flatten(), reduction="sum")
+    logits = x @ p["head"]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+    losses = F.cross_entropy(logits, ((tokens + 1) % VOCAB).flatten(), reduction="sum")
     return fshard.Mean(losses, tokens.numel())
 
 
-def batch(step: int, rank: int = 0, rows: int = 8) -> Tensor:
+def batch(step: int, rank: int = 0, rows: int = 8, device: torch.device | None = None) -> Tensor:
     """Random tokens (rows, length) of one rank in one step."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     tokens = torch.randint(0, VOCAB, (rows, 32 if CUDA else 8), generator=generator, device="cpu")
-    return tokens.to(DEVICE)
+    return tokens.to(device or DEVICE)
+
+
+def device_of(mesh: DeviceMesh | Mesh | None) -> torch.device:
+    """Where a rank of a mesh trains: on the device, unless the mesh is one of CPUs."""
+    return DEVICE if mesh is None else mesh_device(mesh)
 
 
 def start(
-    mesh: DeviceMesh | Mesh, tx: optim.Transform, scale: LossScale | None = None, plan: dict[str, Any] | None = None
+    mesh: DeviceMesh | Mesh | None,
+    tx: optim.Transform,
+    scale: LossScale | None = None,
+    plan: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> fshard.TrainState:
     """The training state before the first step, for `plan` as further arguments of `make_plan`."""
-    whole = params()
+    whole = params(dtype=dtype, device=device_of(mesh))
     made = fshard.make_plan(whole, mesh, units=["blocks.*"], **(plan or {}))
     return fshard.init_state(fshard.shard_params(whole, made), tx, scale)
 
 
 def trained(
-    mesh: DeviceMesh | Mesh,
+    mesh: DeviceMesh | Mesh | None,
     tx: Make = lambda: optim.adamw(1e-3),
     scale: Make = lambda: None,
     plan: dict[str, Any] | None = None,
     jit: str | None = None,
     fn: Callable[..., Any] = loss,
     steps: int = 2,
+    dtype: torch.dtype = torch.float32,
     **how: Any,
 ) -> Any:
     """Train for a few steps. Returns the whole parameters, and the losses (steps,)."""
     transform = tx()
-    state, donate = start(mesh, transform, scale(), plan), how.pop("donate", False)
+    state, donate = start(mesh, transform, scale(), plan, dtype), how.pop("donate", False)
     # in rank order if nothing else is said: what is compared is bits
     step: Any = fshard.train_step(fn, transform, donate=donate and jit is None, **{"reduction": "exact"} | how)
     step = step if jit is None else fshard.jit(step, backend=jit, donate=donate)
     losses = []
     for i in range(steps):
-        state, metrics = step(state, batch(i, mesh.get_rank()))
+        rank = 0 if mesh is None else mesh.get_rank()
+        state, metrics = step(state, batch(i, rank, device=device_of(mesh)))
         losses.append(metrics["loss"])
     return fshard.gather_params(state.params), torch.stack(losses)
 

@@ -1,16 +1,15 @@
-"""The parts of `make gpu`, each run in a process: `python benchmarks/gpu_parts.py PART FILE` appends rows to FILE."""
+"""The parts of `make gpu`, each in a process: `python benchmarks/gpu_parts.py PART FOLDER SECONDS`."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,13 @@ import torch
 import torch.distributed as dist
 from gpu_cases import CUDA, DEVICE, FROZEN, KINDS, OPTIMIZERS, alternatives, batch, frozen, loss, same, start, trained
 from gpu_primitives import of_one_rank
+from gpu_rows import Rows
+from gpu_steps import correct, difference, waits
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
-from fshard import optim
-from fshard.comm.mesh import Mesh
+from fshard import optim, tree
+from fshard.comm.mesh import Mesh, mesh_device
 from fshard.comm.process_groups import GroupRanks
 from fshard.core.tree import Tree
 from fshard.testing import World, scheduler
@@ -31,28 +32,12 @@ from fshard.testing.world import _SimulatedRanks
 ROOT = Path(__file__).resolve().parent.parent
 NO_GPU = "no GPU"
 _LONGEST = 45  # seconds that a rank has for all kinds of steps
-
-
-class Rows:
-    """A file of result rows, each written at once: rows are not lost if a later case hangs."""
-
-    def __init__(self, part: str, path: str):
-        self.part, self._path = part, path
-
-    def add(self, case: str, state: str, what: str = "", **more: Any) -> None:
-        """Append a row; `state` is "right", "failed", "skipped" or "measured"."""
-        with open(self._path, "a") as file:
-            file.write(json.dumps({"part": self.part, "case": case, "state": state, "what": what, **more}) + "\n")
-
-    def check(self, case: str, run: Callable[[], str | None]) -> None:
-        """Run a case and append its row: right if `run` returns nothing, failed with the text or error otherwise."""
-        try:
-            wrong = run() or ""
-        except Exception as failure:
-            lines = [f for f in traceback.extract_tb(failure.__traceback__) if f"{os.sep}fshard{os.sep}" in f.filename]
-            where = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in lines[-2:]]
-            wrong = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''} {where}"
-        self.add(case, "failed" if wrong else "right", wrong)
+# the files with tests marked `cuda`
+MARKED = (
+    "tests/plan/test_offload.py",
+    "tests/checkpoint/test_checkpoint_devices.py",
+    "tests/testing/test_generators.py",
+)
 
 
 def one_rank() -> DeviceMesh:
@@ -69,23 +54,35 @@ def world(size: int) -> World:
     return World(size, device=str(DEVICE))
 
 
-def tests(rows: Rows) -> None:
-    """Run the tests that are marked `cuda`."""
+def tests(rows: Rows, mesh: DeviceMesh) -> None:
+    """Run the tests that are marked `cuda`; other files need packages that a machine with a GPU may lack."""
     if not CUDA or importlib.util.find_spec("pytest") is None:
         return rows.add("marked cuda", "skipped", NO_GPU if not CUDA else "no pytest: name a folder with its wheel")
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "tests"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "cuda",
+        "-p",
+        "no:cacheprovider",
+        *(f"tests/{file}" for file in MARKED),
+    ]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     last = ran.stdout.strip().splitlines()[-1:]
     rows.add("marked cuda", "right" if ran.returncode == 0 else "failed", " ".join(last))
 
 
-def crashes(rows: Rows) -> None:
-    """Run steps of every kind with warnings as errors, frozen dtypes, deterministic algorithms and a default device."""
-    mesh = one_rank()
+def values(rows: Rows, mesh: DeviceMesh) -> None:
+    """Compare optimizers, policies and kinds of steps with the CPU's, with warnings as errors; rows of odd sizes."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
     for name, kind in alternatives():
-        rows.check(name, lambda kind=kind: trained(mesh, **kind) and None)  # type: ignore[misc]
+        rows.check(name, lambda kind=kind: _as_on_cpus(mesh, kind))  # type: ignore[misc]
+    for name in OPTIMIZERS:
+        for dtype in (torch.float32, torch.bfloat16):
+            rows.check(f"optimizer {name}, odd rows of {dtype}", partial(_odd_rows, mesh, name, dtype))
     for dtype in FROZEN:
         rows.check(f"a frozen leaf of {dtype}", lambda dtype=dtype: frozen(mesh, dtype))  # type: ignore[misc]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -102,35 +99,32 @@ def crashes(rows: Rows) -> None:
     torch.set_default_device(None)
 
 
-def reads(rows: Rows) -> None:
-    """Run steps in a mode of torch in which waits of the host for the device raise errors."""
-    if not CUDA:
-        return rows.add("set_sync_debug_mode", "skipped", f"{NO_GPU}: test_crossings.py counts without one")
-    mesh = one_rank()
-    kinds = {**KINDS, "scaled": {"scale": lambda: fshard.DynamicLossScale(8.0)}}
-    kinds |= {f"optimizer {name}": {"tx": tx} for name, tx in OPTIMIZERS.items() if "torch" not in name}
-    for name, kind in kinds.items():
-        if name != "host":  # the host updates these rows itself, so it waits for their gradients
-            rows.check(name, lambda kind=kind: _without_waiting(mesh, **kind))  # type: ignore[misc]
+def _as_on_cpus(mesh: DeviceMesh, kind: dict[str, Any]) -> str:
+    """How a kind of steps differs from the CPU's, as text; empty if it is close."""
+    return same(trained(mesh, **kind), World(1).run(lambda cpu: trained(cpu, **kind))[0], exact=False)
 
 
-def _without_waiting(
-    mesh: DeviceMesh | Mesh,
-    tx: Any = lambda: optim.adamw(1e-3),
-    scale: Any = lambda: None,
-    plan: Any = None,
-    **how: Any,
-) -> None:
-    transform, tokens = tx(), batch(0)
-    how = {"reduction": "exact"} | how
-    state, step = start(mesh, transform, scale(), plan), fshard.train_step(loss, transform, **how)
-    state, _ = step(state, tokens)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step(state, tokens)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+ODD = (1, 3, 1023, 2**20 + 1 if CUDA else 1025)  # elements: kernels take several at once
+
+
+def _odd_rows(mesh: DeviceMesh, name: str, dtype: torch.dtype) -> str:
+    """How two updates of rows of odd lengths differ from the CPU's, as text; empty if they are close."""
+
+    def updated(mesh: DeviceMesh | Mesh) -> Tree:
+        draw, device = torch.Generator().manual_seed(2), mesh_device(mesh)
+        names = {1: "embed", 3: "three"} | {n: f"rows.{n}" for n in ODD[2:]}  # `labels` has a rule for "embed"
+        trees = [{names[n]: torch.randn(n, generator=draw).to(device, dtype) for n in ODD} for _ in range(3)]
+        plan = fshard.make_plan(trees[0], mesh, units=["*"])
+        params, *grads = (fshard.shard_params(x, plan) for x in trees)
+        tx = OPTIMIZERS[name]()
+        state = tx.init(params)
+        for g in grads:
+            updates, state = tx.update(g, state, params)
+            params = optim.apply_updates(params, updates)
+        return fshard.gather_params(params)
+
+    far = difference(updated(mesh), tree.map(lambda x: x.to(DEVICE).double(), World(1).run(updated)[0]))
+    return "" if far < (1e-2 if dtype == torch.bfloat16 else 1e-5) else f"{far:.1e} apart"
 
 
 def _exact(mesh: DeviceMesh | Mesh, device: torch.device) -> Tree:
@@ -152,8 +146,8 @@ def _exact(mesh: DeviceMesh | Mesh, device: torch.device) -> Tree:
     return fshard.gather_params(state.params)
 
 
-def bits(rows: Rows) -> None:
-    """Compare bits: of the device and the CPU, of 1 and 4 ranks, of graphs and eager steps (these nearly)."""
+def bits(rows: Rows, mesh: DeviceMesh) -> None:
+    """Compare bits: of the device and the CPU, of 1 and 4 ranks, and masks of dropout in graphs and eager steps."""
 
     def against_cpu() -> str:
         near = world(4).run(_exact, DEVICE)
@@ -169,10 +163,6 @@ def bits(rows: Rows) -> None:
 
     rows.check("exact sums: the CPU's bits", against_cpu)
     rows.check("tree: the same bits on 1 and 4 ranks", lambda: same(world(1).run(dropped)[0], world(4).run(dropped)[3]))
-    mesh = one_rank()
-    plain = trained(mesh, clip_norm=0.1)
-    for backend in ("eager", "aot_eager", *["inductor"] * CUDA):
-        rows.check(f"jit {backend}", lambda b=backend: same(trained(mesh, jit=b, clip_norm=0.1), plain, exact=False))  # type: ignore[misc]
 
     def masks(jit: str | None) -> Any:
         return trained(mesh, jit=jit, fn=lambda p, x: loss(p, x, 0.5))
@@ -219,7 +209,7 @@ def _on_side_stream() -> Callable[..., Any]:
     return meet
 
 
-def late(rows: Rows) -> None:
+def late(rows: Rows, mesh: DeviceMesh) -> None:
     """Compare steps with late collectives, which deliver when they are waited for, or (on a GPU) on a side stream."""
     plain, kinds = _SimulatedRanks._meet, KINDS if CUDA else {k: KINDS[k] for k in ("full", "donate", "int8")}
     for name, kind in kinds.items():
@@ -238,33 +228,33 @@ def late(rows: Rows) -> None:
         _SimulatedRanks._meet = plain  # type: ignore[method-assign]
 
 
-def collectives(rows: Rows) -> None:
+def collectives(rows: Rows, mesh: DeviceMesh) -> None:
     """Call the backend's own collectives on one rank, which else sends nothing: NCCL's, gloo's without a GPU."""
-    mesh = one_rank()
     group: Any = mesh.get_group("shard")  # torch's stubs lack the number of its calls
     ranks = GroupRanks("shard", group, DEVICE)
     ranks.built_in, ranks._in_pairs = group, False
     of_one_rank(rows, ranks, group._get_sequence_number_for_group)
 
 
-def nccl(rows: Rows) -> None:
+def nccl(rows: Rows, mesh: DeviceMesh) -> None:
     """Compare processes with NCCL (gloo without a GPU), several on one GPU, with simulated ranks, to the bit."""
     for size in (2, 4) if CUDA else (2,):
-        name = f"{'nccl' if CUDA else 'gloo'} of {size} ranks"
+        name, ranks = f"{'nccl' if CUDA else 'gloo'} of {size} ranks", []
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, str(ROOT / "benchmarks" / "gpu_ranks.py"), folder, str(size)]
-            ranks = []
+            command = [
+                sys.executable,
+                str(ROOT / "benchmarks" / "gpu_ranks.py"),
+                folder,
+                str(rows.out),
+                name,
+                str(size),
+            ]
             for rank in range(size):
                 # each rank claims to be on its own host, because NCCL refuses two ranks of one host on one GPU
                 own = {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-                environment = {**os.environ, **own}
-                ranks.append(
-                    subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
-                )
+                env = {**os.environ, **own}
+                ranks.append(subprocess.Popen([*command, str(rank)], env=env, stderr=subprocess.PIPE, text=True))
             rows.check(name, lambda ranks=ranks: _ended(ranks))  # type: ignore[misc]
-            for line in (Path(folder) / "rows").read_text().splitlines() if (Path(folder) / "rows").exists() else []:
-                row = json.loads(line)
-                rows.add(f"{name}, {row['case']}", row["state"], row["what"])
 
 
 def _ended(ranks: Sequence[Any]) -> str:
@@ -284,11 +274,13 @@ def _ended(ranks: Sequence[Any]) -> str:
 
 def main() -> None:
     """Run the part that the arguments name, and end the process."""
-    from gpu_speed import overlap, speed
+    from gpu_speed import speed
 
-    part, path = sys.argv[1:]
-    parts = {"tests": tests, "crashes": crashes, "reads": reads, "bits": bits, "late": late, "nccl": nccl}
-    {**parts, "collectives": collectives, "speed": speed, "overlap": overlap}[part](Rows(part, path))
+    part, out, seconds = sys.argv[1:]
+    parts: dict[str, Callable[[Rows, DeviceMesh], None]] = {"correct": correct, "waits": waits, "speed": speed}
+    parts |= {"collectives": collectives, "values": values, "bits": bits, "tests": tests, "late": late, "nccl": nccl}
+    rows = Rows(part, Path(out), float(seconds))
+    parts[part](rows, one_rank())
     sys.stdout.flush()
     os._exit(0)  # a process that used FSDP2 may abort at its regular end (torch 2.13)
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from gpu_cases import CUDA, DEVICE
+from gpu_rows import Rows
 from torch import Tensor
 
 from fshard.comm import primitives
 from fshard.comm.process_groups import GroupRanks
 from fshard.comm.reduction import TREE
 from fshard.core.storage import as_bytes
-
-if TYPE_CHECKING:
-    from gpu_parts import Rows
 
 Collective = Callable[[Tensor, GroupRanks], Tensor]
 SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.complex64)

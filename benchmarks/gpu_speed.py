@@ -1,182 +1,234 @@
-"""Speed and memory on one GPU compared with FSDP2 and a compiled step without shards; overlap of collectives."""
+"""Part "speed" of `make gpu`: one system after the other on one GPU, each built once; its time, memory and kernels."""
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from gpu_cases import CUDA, DEVICE
-from gpu_parts import NO_GPU, Rows, one_rank
+from gpu_cases import CUDA, DEVICE, FAKE, INDUCTOR
+from gpu_rows import Rows
 from networks import transformer
-from tasks import Reference, Task
-from timing import in_turn, ratio
+from tasks import LR, Reference, Task
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import ProfilerActivity, profile
 
 import fshard
-from fshard import optim, tree
+from fshard import optim
 
-Run = Callable[[], object]
-# about a billion parameters on a GPU, very few in a dry run
-WIDTH, LAYERS, HEADS, ROWS, LENGTH = (2048, 20, 16, 4, 1024) if CUDA else (32, 2, 2, 2, 16)
-LR = 1e-3
-BACKEND = "inductor" if CUDA else "eager"  # a dry run compiles nothing
+Run = Callable[[], Tensor]  # a step; returns its loss
+# a dry run has very few parameters, and compiles nothing
+WIDTH, LAYERS, HEADS, ROWS, LENGTH = (2048, 12, 16, 8, 1024) if INDUCTOR else (32, 2, 2, 2, 16)
+BACKEND = "inductor" if INDUCTOR else "eager"
+STEPS, TIMES = (12, 3) if INDUCTOR else (2, 2)  # without a wait between them, and how often
+TRACED = 2  # steps
+SECONDS = 30  # that a system needs at least
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMalloc", "cudaFree")
 
 
 def _task() -> tuple[Task, Any, Tensor]:
     torch.manual_seed(0)
     task = transformer(WIDTH, LAYERS, HEADS, ROWS, LENGTH)
-    whole = tree.map(lambda x: x.to(DEVICE), task.init())
-    return task, whole, task.batch(torch.Generator().manual_seed(1)).to(DEVICE)
+    tokens = task.batch(torch.Generator().manual_seed(1)).to(DEVICE)
+    with torch.device(DEVICE):
+        return task, task.init(), tokens
 
 
-def _fshard(mesh: DeviceMesh, jit: bool = False, reduction: str | None = None) -> Run:
+def _fshard(mesh: DeviceMesh | None, jit: bool = False, **how: Any) -> Run:
     task, whole, tokens = _task()
     tx = optim.adamw(LR)
-    plan = fshard.make_plan(whole, mesh, units=["blocks.*"], policy="compute=bf16, reduce=f32")
+    plan = fshard.make_plan(whole, mesh, units=task.units, policy="compute=bf16, reduce=f32")
     state = fshard.init_state(fshard.shard_params(whole, plan), tx)
     del whole
-    step: Any = fshard.train_step(task.loss, tx, donate=not jit, reduction=reduction)
+    step: Any = fshard.train_step(task.loss, tx, donate=not jit, **how)
     step = fshard.jit(step, donate=True, backend=BACKEND) if jit else step
 
-    def run() -> None:
+    def run() -> Tensor:
         nonlocal state
-        state, _ = step(state, tokens)
+        state, metrics = step(state, tokens)
+        return metrics["loss"]
 
     return run
 
 
-def _fsdp2(mesh: DeviceMesh, compiled: bool = False) -> Run:
+def _torch(mesh: DeviceMesh | None, compiled: bool = False) -> Run:
+    """FSDP2 over a mesh; without one a step on one device, with bfloat16 by autocast: the floor if it is compiled."""
     task, whole, tokens = _task()
     model = Reference(task, whole)
     del whole
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for part in task.parts(model):
+    for part in task.parts(model) if mesh is not None else []:
         if compiled:
             part.compile(backend=BACKEND)
-        fully_shard(part, mesh=mesh, mp_policy=mixed)
-    fully_shard(model, mesh=mesh, mp_policy=mixed)
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    if mesh is not None:
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    forward = torch.compile(model, backend=BACKEND) if compiled and mesh is None else model
 
-    def run() -> None:
-        model(tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return run
-
-
-def _unsharded(mesh: DeviceMesh) -> Run:
-    """A compiled step on one device, with bfloat16 by autocast: the lower bound, without collectives."""
-    task, whole, tokens = _task()
-    model = Reference(task, whole)
-    del whole
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    forward = torch.compile(model, backend=BACKEND)
-
-    def run() -> None:
-        with torch.autocast(DEVICE.type, torch.bfloat16):
+    def run() -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=mesh is None):
             loss = forward(tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
 
     return run
 
 
+FLOOR = "unsharded, compiled"
 SYSTEMS: dict[str, Callable[[DeviceMesh], Run]] = {
+    FLOOR: lambda mesh: _torch(None, compiled=True),
     "fshard": _fshard,
-    "fshard exact": lambda mesh: _fshard(mesh, reduction="exact"),
-    "fshard jit": lambda mesh: _fshard(mesh, jit=True),
-    "FSDP2": _fsdp2,
-    "FSDP2 compiled": lambda mesh: _fsdp2(mesh, compiled=True),
-    "unsharded compiled": _unsharded,
+    "fshard, jit": lambda mesh: _fshard(mesh, jit=True),
+    "unsharded": lambda mesh: _torch(None),
+    "FSDP2": _torch,
+    "fshard, in backward": lambda mesh: _fshard(mesh, in_backward=True),
+    "FSDP2, compiled": lambda mesh: _torch(mesh, compiled=True),
 }
-PAIRS = [("fshard", "FSDP2"), ("fshard exact", "FSDP2"), ("fshard jit", "FSDP2 compiled")]
-PAIRS += [(name, "unsharded compiled") for name in ("fshard", "fshard jit", "FSDP2", "FSDP2 compiled")]
+WITH_TRACE = ("fshard", "fshard, jit", FLOOR, "FSDP2")  # files of a few MB
 
 
-def _peak(build: Callable[[DeviceMesh], Run], mesh: DeviceMesh) -> dict[str, float]:
-    """Peak GiB of a system that is alone on the device, allocated and reserved, and retries of the allocator."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    run = build(mesh)
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    stats = torch.cuda.memory_stats()
-    return {
-        "allocated": stats["allocated_bytes.all.peak"] / 2**30,
-        "reserved": stats["reserved_bytes.all.peak"] / 2**30,
-        "retries": stats.get("num_alloc_retries", 0) - before,
-    }
-
-
-def speed(rows: Rows) -> None:
-    """Measure the peak of each system alone, then ratios of pairs of systems that run in turn."""
-    mesh = one_rank()
-    for name, build in SYSTEMS.items() if CUDA else ():
-        try:
-            got = _peak(build, mesh)
-        except Exception as failure:
-            rows.add(f"peak of {name}", "failed", f"{type(failure).__name__}: {failure}")
-            continue
-        text = f"{got['allocated']:.2f} GiB, {got['reserved']:.2f} reserved, {got['retries']:.0f} retries"
-        rows.add(f"peak of {name}", "measured", text, **got)
-    for a, b in PAIRS:
-        try:
-            runs = {name: _until_done(SYSTEMS[name](mesh)) for name in (a, b)}
-            got = ratio(in_turn(runs, 10 if CUDA else 2, warmup=3 if CUDA else 1), a, b)
-        except Exception as failure:
-            rows.add(f"{a} / {b}", "failed", f"{type(failure).__name__}: {failure}")
-            continue
-        rows.add(f"{a} / {b}", "measured", f"{got['ratio']:.3f} ({got['low']:.3f} to {got['high']:.3f})", **got)
-        del runs
-        if CUDA:
-            torch.cuda.empty_cache()
-
-
-def _until_done(run: Run) -> Run:
-    def whole() -> None:
-        run()
-        if CUDA:
-            torch.cuda.synchronize()
-
-    return whole
-
-
-def overlap(rows: Rows) -> None:
-    """Measure which share of the time on other streams (collectives) overlaps with kernels of the computation."""
-    if not CUDA:
-        return rows.add("a trace of a step", "skipped", f"{NO_GPU}: no streams")
-    run = _fshard(one_rank())
-    for _ in range(3):
-        run()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
+def _sync() -> None:
+    if CUDA:
         torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "trace.json")
-        profile.export_chrome_trace(path)
-        events = json.loads(Path(path).read_text())["traceEvents"]
-    streams: dict[int, list[tuple[float, float]]] = {}
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy") and "dur" in event:
-            begin = float(event["ts"])
-            streams.setdefault(event["args"]["stream"], []).append((begin, begin + float(event["dur"])))
-    main = max(streams, key=lambda stream: sum(end - begin for begin, end in streams[stream]))
-    others = [span for stream, spans in streams.items() if stream != main for span in spans]
-    total = sum(end - begin for begin, end in others)
-    beside = sum(max(0.0, min(end, to) - max(begin, at)) for begin, end in others for at, to in streams[main])
-    share = beside / max(total, 1e-9)
-    text = f"{len(others)} operations, {total / 1e3:.2f} ms on other streams, {share:.0%} beside the computation"
-    rows.add("a trace of a step", "measured" if others else "failed", text, total=total, beside=beside)
 
 
-__all__ = ["overlap", "speed"]
+def _ms(run: Run, steps: int) -> tuple[float, float]:
+    """Milliseconds of a step, of `steps` steps without a wait between; and those of the host until its calls return."""
+    _sync()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        run()
+    host = time.perf_counter() - begin
+    _sync()
+    return (time.perf_counter() - begin) / steps * 1e3, host / steps * 1e3
+
+
+def measured(build: Callable[[], Run]) -> tuple[dict[str, Any], Run]:
+    """The figures of one system that is alone on the device, and its step."""
+    gc.collect()
+    if CUDA:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    run = build()
+    losses = [run()]
+    _sync()
+    ready = time.perf_counter() - begin
+    losses += [run() for _ in range(3)]
+    rows = [_ms(run, STEPS) for _ in range(TIMES)]  # the host may be ahead of the device
+    alone = [_ms(run, 1) for _ in range(TIMES)]
+    ms, tokens = statistics.median(ms for ms, _ in rows), ROWS * LENGTH
+    # six for each number of a matrix and token, and causal attention
+    flops = tokens * LAYERS * (72 * WIDTH**2 + 6 * LENGTH * WIDTH)
+    stats = torch.cuda.memory_stats() if CUDA else {}
+    peak, reserved = (stats.get(f"{kind}_bytes.all.peak", 0) / 2**30 for kind in ("allocated", "reserved"))
+    figures = {"ms": ms, "low": min(rows)[0], "high": max(rows)[0], "tokens_per_s": 1e3 * tokens / ms}
+    figures |= {"tflops": flops / ms / 1e9, "host_alone_ms": min(host for _, host in alone)}
+    figures |= {"host_in_a_row_ms": min(host for _, host in rows), "ready_s": ready, "peak_gib": peak}
+    figures |= {"reserved_gib": reserved, "retries": stats.get("num_alloc_retries", 0)}
+    return {**figures, "losses": [float(x) for x in losses]}, run
+
+
+def words(f: dict[str, Any], floor: float) -> str:
+    """The figures of one system as text; `floor` are the milliseconds of a step of the floor, or 0."""
+    ratio = f", {f['ms'] / floor:.3f} of {FLOOR}" if floor else ""
+    speed = (
+        f"{f['ms']:.2f} ms a step ({f['low']:.2f} to {f['high']:.2f}){ratio}, {f['tokens_per_s'] / 1e3:.1f} k tokens/s"
+    )
+    host = (
+        f"host {f['host_alone_ms']:.1f} ms alone, {f['host_in_a_row_ms']:.1f} in a row, ready in {f['ready_s']:.1f} s"
+    )
+    memory = f"peak {f['peak_gib']:.2f} GiB, {f['reserved_gib']:.2f} reserved, {f['retries']} retries"
+    return f"{speed}, {f['tflops']:.0f} TFLOP/s; {host}; {memory}; losses {[round(x, 4) for x in f['losses']]}"
+
+
+class Kernel(NamedTuple):
+    """A kernel, copy or fill in a trace, with its times in microseconds."""
+
+    begin: float
+    end: float
+    name: str
+
+
+def idle(kernels: Sequence[Kernel]) -> list[tuple[float, str]]:
+    """Where no kernel runs on any stream: for how long, and the kernel after it; `kernels` are in order of begin.
+
+    >>> idle([Kernel(0, 4, "a"), Kernel(1, 2, "b"), Kernel(7, 8, "c")])
+    [(3, 'c')]
+    """
+    gaps, end = list[tuple[float, str]](), kernels[0].end
+    for kernel in kernels[1:]:
+        if kernel.begin > end:
+            gaps.append((kernel.begin - end, kernel.name))
+        end = max(end, kernel.end)
+    return gaps
+
+
+def kernels_of(run: Run, trace: str | None) -> tuple[str, dict[str, Any]]:
+    """How busy the GPU is in a step, the longest gaps, the largest kernels, waits of the host; as text and figures."""
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * CUDA]) as profiled:
+        for _ in range(TRACED):
+            run()
+        _sync()
+    events = profiled.events() or []
+    on_gpu = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
+    kernels = sorted(Kernel(e.time_range.start, e.time_range.end, e.name) for e in on_gpu)
+    if trace:
+        profiled.export_chrome_trace(trace)
+    if not kernels:
+        return "no kernel in the trace", {}
+    gaps, by_name = sorted(idle(kernels), reverse=True), dict[str, list[float]]()
+    for one in kernels:
+        by_name.setdefault(one.name[:50], []).append((one.end - one.begin) / 1e3)
+    number, lost = len(kernels) // TRACED, sum(gap for gap, _ in gaps) / 1e3 / TRACED
+    busy = 1 - lost * 1e3 * TRACED / (max(one.end for one in kernels) - kernels[0].begin)
+    host = {name: sum(e.name == name for e in events) for name in WAITS}
+    said = [f"{number} kernels a step, {busy:.1%} busy, idle {lost:.2f} ms a step"]
+    said += [f"{gap:.0f} us idle before {name[:40]}" for gap, name in gaps[:5]]
+    for name, ms in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:8]:
+        said.append(f"{len(ms) // TRACED} {name} {sum(ms) / TRACED:.2f} ms")
+    said += [f"{n} {name} in {TRACED} steps and a wait" for name, n in host.items() if n]
+    return "; ".join(said), {"kernels": number, "busy": busy, "idle_ms": lost}
+
+
+def _ceilings() -> str:
+    """What the device does at most: products of matrices of bfloat16, and copies."""
+    n = 8192 if INDUCTOR else 64
+    a, b = (torch.randn(n, n, device=DEVICE).bfloat16() for _ in range(2))
+    x = torch.randn(4 * n * n, device=DEVICE)
+    product, _ = min(_ms(lambda: a @ b, 10) for _ in range(3))
+    copy, _ = min(_ms(x.clone, 10) for _ in range(3))
+    return f"{2 * n**3 / product / 1e9:.0f} TFLOP/s of bfloat16, {2 * x.nbytes / copy / 1e6:.0f} GB/s of copies"
+
+
+def _system(rows: Rows, name: str, build: Callable[[], Run], ms: dict[str, float]) -> None:
+    figures, run = measured(build)
+    rows.add(name, "measured", words(figures, ms.get(FLOOR, 0.0)), **figures)
+    ms[name] = figures["ms"]
+    trace = str(rows.out / f"trace_{name.replace(', ', '_')}.json.gz") if name in WITH_TRACE else None
+    said, more = kernels_of(run, trace)
+    rows.add(f"kernels of {name}", "measured" if more or not INDUCTOR else "failed", said, **more)
+
+
+def speed(rows: Rows, mesh: DeviceMesh) -> None:
+    """Measure the systems one after the other: the floor, fshard, FSDP2."""
+    if FAKE:  # the CPU has no kernels of these names
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+    rows.measure("ceilings", _ceilings)
+    torch.compile(lambda x: x.sin().sum(), backend=BACKEND)(torch.ones(8, device=DEVICE))  # starts the compiler
+    ms: dict[str, float] = {}
+    for name, build in SYSTEMS.items():
+        if rows.left() < SECONDS:
+            rows.add(name, "skipped", "left out: no time")
+        else:
+            rows.attempt(name, partial(_system, rows, name, partial(build, mesh), ms))
