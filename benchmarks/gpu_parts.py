@@ -15,14 +15,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_cases import CUDA, DEVICE, FROZEN, KINDS, OPTIMIZERS, alternatives, batch, frozen, loss, same, start, trained
+from gpu_cases import (
+    CUDA,
+    DEVICE,
+    FAKE,
+    FROZEN,
+    KINDS,
+    OPTIMIZERS,
+    alternatives,
+    batch,
+    frozen,
+    loss,
+    same,
+    start,
+    trained,
+)
 from gpu_primitives import of_one_rank
 from gpu_rows import Rows
-from gpu_steps import correct, difference, waits
+from gpu_steps import correct, near, waits
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
-from fshard import optim, tree
+from fshard import optim
 from fshard.comm.mesh import Mesh, mesh_device
 from fshard.comm.process_groups import GroupRanks
 from fshard.core.tree import Tree
@@ -32,6 +46,7 @@ from fshard.testing.world import _SimulatedRanks
 ROOT = Path(__file__).resolve().parent.parent
 NO_GPU = "no GPU"
 _LONGEST = 45  # seconds that a rank has for all kinds of steps
+WITHOUT_STUB = ("bits", "tests", "late", "nccl")
 # the files with tests marked `cuda`
 MARKED = (
     "tests/plan/test_offload.py",
@@ -58,20 +73,12 @@ def tests(rows: Rows, mesh: DeviceMesh) -> None:
     """Run the tests that are marked `cuda`; other files need packages that a machine with a GPU may lack."""
     if not CUDA or importlib.util.find_spec("pytest") is None:
         return rows.add("marked cuda", "skipped", NO_GPU if not CUDA else "no pytest: name a folder with its wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "cuda",
-        "-p",
-        "no:cacheprovider",
-        *(f"tests/{file}" for file in MARKED),
-    ]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    last = ran.stdout.strip().splitlines()[-1:]
-    rows.add("marked cuda", "right" if ran.returncode == 0 else "failed", " ".join(last))
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", "-o", "addopts=-p no:logging"]
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # not the plugins that a machine happens to have
+    done = subprocess.run([*command, *MARKED], cwd=ROOT, env=alone, capture_output=True, text=True)
+    print(done.stdout, done.stderr, file=sys.stderr)  # for the log
+    last = (done.stdout + done.stderr).strip().splitlines()[-1:]
+    rows.add("marked cuda", "right" if done.returncode == 0 else "failed", " ".join(last))
 
 
 def values(rows: Rows, mesh: DeviceMesh) -> None:
@@ -101,7 +108,8 @@ def values(rows: Rows, mesh: DeviceMesh) -> None:
 
 def _as_on_cpus(mesh: DeviceMesh, kind: dict[str, Any]) -> str:
     """How a kind of steps differs from the CPU's, as text; empty if it is close."""
-    return same(trained(mesh, **kind), World(1).run(lambda cpu: trained(cpu, **kind))[0], exact=False)
+    expected = World(1).run(lambda cpu: trained(cpu, **kind))[0]
+    return near(trained(mesh, **kind), expected, 5e-3 if "policy" in kind.get("plan", ()) else 1e-3)
 
 
 ODD = (1, 3, 1023, 2**20 + 1 if CUDA else 1025)  # elements: kernels take several at once
@@ -123,8 +131,7 @@ def _odd_rows(mesh: DeviceMesh, name: str, dtype: torch.dtype) -> str:
             params = optim.apply_updates(params, updates)
         return fshard.gather_params(params)
 
-    far = difference(updated(mesh), tree.map(lambda x: x.to(DEVICE).double(), World(1).run(updated)[0]))
-    return "" if far < (1e-2 if dtype == torch.bfloat16 else 1e-5) else f"{far:.1e} apart"
+    return near(updated(mesh), World(1).run(updated)[0], 1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
 def _exact(mesh: DeviceMesh | Mesh, device: torch.device) -> Tree:
@@ -280,7 +287,10 @@ def main() -> None:
     parts: dict[str, Callable[[Rows, DeviceMesh], None]] = {"correct": correct, "waits": waits, "speed": speed}
     parts |= {"collectives": collectives, "values": values, "bits": bits, "tests": tests, "late": late, "nccl": nccl}
     rows = Rows(part, Path(out), float(seconds))
-    parts[part](rows, one_rank())
+    if FAKE and part in WITHOUT_STUB:
+        rows.add("the whole part", "skipped", "a stub: operators of other threads and processes have no values")
+    else:
+        parts[part](rows, one_rank())
     sys.stdout.flush()
     os._exit(0)  # a process that used FSDP2 may abort at its regular end (torch 2.13)
 

@@ -28,8 +28,8 @@ class Rows:
         row = {"part": self.part, "case": case, "state": state, "what": what, **more}
         with open(self.out / "gpu.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
-        print(f"{time.strftime('%X')} {state:8} {self.part}: {case}{': ' * bool(what)}{what}", flush=True)
         written(table(read(self.out)), self.out / "gpu.md")
+        print(f"{time.strftime('%X')} {state:8} {self.part}: {case}{': ' * bool(what)}{what}", flush=True)
 
     def attempt(self, case: str, run: Callable[[], object]) -> None:
         """Run a case that appends its rows; an error is a failed row."""

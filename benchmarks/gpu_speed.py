@@ -23,8 +23,10 @@ import fshard
 from fshard import optim
 
 Run = Callable[[], Tensor]  # a step; returns its loss
-# a dry run has very few parameters, and compiles nothing
-WIDTH, LAYERS, HEADS, ROWS, LENGTH = (2048, 12, 16, 8, 1024) if INDUCTOR else (32, 2, 2, 2, 16)
+Size = tuple[int, int, int, int, int]
+# width, layers, heads, rows, length; a dry run has very few parameters, and compiles nothing
+LARGE = (2048, 12, 16, 8, 1024) if INDUCTOR else (32, 2, 2, 2, 16)
+SMALL = (64, 12, 2, 2, 16)  # so little to compute that the host's time is a step's
 BACKEND = "inductor" if INDUCTOR else "eager"
 STEPS, TIMES = (12, 3) if INDUCTOR else (2, 2)  # without a wait between them, and how often
 TRACED = 2  # steps
@@ -32,16 +34,16 @@ SECONDS = 30  # that a system needs at least
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMalloc", "cudaFree")
 
 
-def _task() -> tuple[Task, Any, Tensor]:
+def _task(size: Size) -> tuple[Task, Any, Tensor]:
     torch.manual_seed(0)
-    task = transformer(WIDTH, LAYERS, HEADS, ROWS, LENGTH)
+    task = transformer(*size)
     tokens = task.batch(torch.Generator().manual_seed(1)).to(DEVICE)
     with torch.device(DEVICE):
         return task, task.init(), tokens
 
 
-def _fshard(mesh: DeviceMesh | None, jit: bool = False, **how: Any) -> Run:
-    task, whole, tokens = _task()
+def _fshard(mesh: DeviceMesh | None, size: Size, jit: bool = False, **how: Any) -> Run:
+    task, whole, tokens = _task(size)
     tx = optim.adamw(LR)
     plan = fshard.make_plan(whole, mesh, units=task.units, policy="compute=bf16, reduce=f32")
     state = fshard.init_state(fshard.shard_params(whole, plan), tx)
@@ -57,9 +59,9 @@ def _fshard(mesh: DeviceMesh | None, jit: bool = False, **how: Any) -> Run:
     return run
 
 
-def _torch(mesh: DeviceMesh | None, compiled: bool = False) -> Run:
+def _torch(mesh: DeviceMesh | None, size: Size, compiled: bool = False) -> Run:
     """FSDP2 over a mesh; without one a step on one device, with bfloat16 by autocast: the floor if it is compiled."""
-    task, whole, tokens = _task()
+    task, whole, tokens = _task(size)
     model = Reference(task, whole)
     del whole
     for part in task.parts(model) if mesh is not None else []:
@@ -83,16 +85,17 @@ def _torch(mesh: DeviceMesh | None, compiled: bool = False) -> Run:
 
 
 FLOOR = "unsharded, compiled"
-SYSTEMS: dict[str, Callable[[DeviceMesh], Run]] = {
-    FLOOR: lambda mesh: _torch(None, compiled=True),
+SYSTEMS: dict[str, Callable[[DeviceMesh, Size], Run]] = {
+    FLOOR: lambda mesh, size: _torch(None, size, compiled=True),
     "fshard": _fshard,
-    "fshard, jit": lambda mesh: _fshard(mesh, jit=True),
-    "unsharded": lambda mesh: _torch(None),
+    "fshard, jit": partial(_fshard, jit=True),
+    "unsharded": lambda mesh, size: _torch(None, size),
     "FSDP2": _torch,
-    "fshard, in backward": lambda mesh: _fshard(mesh, in_backward=True),
-    "FSDP2, compiled": lambda mesh: _torch(mesh, compiled=True),
+    "fshard, in backward": partial(_fshard, in_backward=True),
+    "FSDP2, compiled": partial(_torch, compiled=True),
 }
-WITH_TRACE = ("fshard", "fshard, jit", FLOOR, "FSDP2")  # files of a few MB
+EAGER = ("unsharded", "fshard", "fshard, in backward", "FSDP2")
+WITH_TRACE = (FLOOR, "fshard", "fshard, jit", "fshard, in backward", "FSDP2")  # files of less than a MB
 
 
 def _sync() -> None:
@@ -125,9 +128,10 @@ def measured(build: Callable[[], Run]) -> tuple[dict[str, Any], Run]:
     losses += [run() for _ in range(3)]
     rows = [_ms(run, STEPS) for _ in range(TIMES)]  # the host may be ahead of the device
     alone = [_ms(run, 1) for _ in range(TIMES)]
-    ms, tokens = statistics.median(ms for ms, _ in rows), ROWS * LENGTH
+    width, layers, _, sequences, length = LARGE
+    ms, tokens = statistics.median(ms for ms, _ in rows), sequences * length
     # six for each number of a matrix and token, and causal attention
-    flops = tokens * LAYERS * (72 * WIDTH**2 + 6 * LENGTH * WIDTH)
+    flops = tokens * layers * (72 * width**2 + 6 * length * width)
     stats = torch.cuda.memory_stats() if CUDA else {}
     peak, reserved = (stats.get(f"{kind}_bytes.all.peak", 0) / 2**30 for kind in ("allocated", "reserved"))
     figures = {"ms": ms, "low": min(rows)[0], "high": max(rows)[0], "tokens_per_s": 1e3 * tokens / ms}
@@ -218,17 +222,30 @@ def _system(rows: Rows, name: str, build: Callable[[], Run], ms: dict[str, float
     rows.add(f"kernels of {name}", "measured" if more or not INDUCTOR else "failed", said, **more)
 
 
+def _hosts_time(run: Run) -> str:
+    for _ in range(5):
+        run()
+    times = sorted(_ms(run, 5 * STEPS)[0] for _ in range(TIMES))
+    return f"{statistics.median(times):.2f} ms a step ({times[0]:.2f} to {times[-1]:.2f}), which is the host's time"
+
+
 def speed(rows: Rows, mesh: DeviceMesh) -> None:
     """Measure the systems one after the other: the floor, fshard, FSDP2."""
+    systems = dict(SYSTEMS)
     if FAKE:  # the CPU has no kernels of these names
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
+        for name in [name for name in systems if name.startswith("FSDP2")]:
+            del systems[name]
+            rows.add(name, "skipped", "a stub: operators of DTensors have no values")
     rows.measure("ceilings", _ceilings)
+    for name in (name for name in EAGER if name in systems):
+        rows.measure(f"{name}, small model", lambda name=name: _hosts_time(systems[name](mesh, SMALL)))  # type: ignore[misc]
     torch.compile(lambda x: x.sin().sum(), backend=BACKEND)(torch.ones(8, device=DEVICE))  # starts the compiler
     ms: dict[str, float] = {}
-    for name, build in SYSTEMS.items():
+    for name, build in systems.items():
         if rows.left() < SECONDS:
             rows.add(name, "skipped", "left out: no time")
         else:
-            rows.attempt(name, partial(_system, rows, name, partial(build, mesh), ms))
+            rows.attempt(name, partial(_system, rows, name, partial(build, mesh, LARGE), ms))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,44 +12,92 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-STATES = {"tests": "skipped", "reads": "skipped", "overlap": "skipped", "speed": "measured"}  # the other parts: right
+BENCHMARKS = ROOT / "benchmarks"
+# of the parts that are not right without a GPU
+STATES = {"waits": "skipped", "tests": "skipped", "correct": "measured", "speed": "measured"}
 
 
 def ran(*command: str) -> Any:
     """Run a Python command in the benchmarks' folder."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT / "benchmarks",
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, *command], cwd=BENCHMARKS, env=environment(), capture_output=True, text=True, check=False
     )
+
+
+def environment() -> dict[str, str]:
+    """The environment in which a Python process finds the project."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+
+def rows_of(folder: Path) -> list[Any]:
+    """The rows of a run."""
+    return [json.loads(line) for line in (folder / "gpu.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
 @pytest.mark.parametrize(
-    "part", ["reads", "tests", "overlap", "crashes", "bits", "late", "collectives", "nccl", "speed"]
+    "part", ["correct", "waits", "collectives", "speed", "values", "bits", "tests", "late", "nccl"]
 )
 @pytest.mark.slow
 def test_dry_run(part, tmp_path):
-    """Every part runs or is skipped with a reason, and is in the JSON: otherwise its first run on a GPU would fail."""
+    """Every part runs or is skipped with a reason, and is in the table: otherwise its first run on a GPU would fail."""
     done = ran("gpu.py", "--parts", part, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "gpu.json").read_text())
+    rows = rows_of(tmp_path)
     calls = [row["what"] for row in rows if row["case"] == "calls of the backend" and row["state"] == "measured"]
     assert len(calls) == (part == "collectives")
     states = {(row["part"], row["state"]) for row in rows if row["what"] not in calls}
     assert states == {(part, STATES.get(part, "right"))}
     assert all(row["what"].startswith("no GPU") for row in rows if row["state"] == "skipped")
     assert f"| {part} |" in (tmp_path / "gpu.md").read_text()
+    assert len(list(tmp_path.iterdir())) <= 8
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
+@pytest.mark.parametrize("number", [1, 2, 30, 60, 90])
+def test_a_command_that_is_killed_has_lost_no_row(number, tmp_path):
+    """What was printed before a command is killed is in its files: a GPU is lent for minutes, and taken back."""
+    command = [sys.executable, "gpu.py", "--parts", "collectives", "--out", str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=BENCHMARKS, env=environment(), text=True, **pipes) as run:
+        printed = [run.stdout.readline() for _ in range(number)]
+        run.kill()
+    rows = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()[:number]]
+    assert [row["state"] for row in rows] == ["right"] * number, printed
+    (line,) = (tmp_path / "gpu.md").read_text().splitlines()[2:]
+    assert int(line.removeprefix("| collectives | ").partition(" ")[0]) >= number
+
+
+@pytest.mark.slow
+def test_a_part_without_time_is_left_out(tmp_path):
+    """What no longer fits is said: else a table without failures would look complete."""
+    assert ran("gpu.py", "--seconds", "1", "--parts", "correct,nccl", "--out", str(tmp_path)).returncode == 0
+    assert [(row["part"], row["what"]) for row in rows_of(tmp_path)] == [
+        ("correct", "left out: no time"),
+        ("nccl", "left out: no time"),
+    ]
+
+
+def test_files_with_tests_for_gpus_are_named():
+    """A test marked `cuda` in another file would never run: nothing else collects those on a machine with a GPU."""
+    marked = [
+        path for path in (ROOT / "tests").rglob("test_*.py") if re.search(r"pytest\.mark\.cuda\b", path.read_text())
+    ]
+    named = re.findall(r'"(tests/.*\.py)"', (BENCHMARKS / "gpu_parts.py").read_text())
+    assert sorted(named) == sorted(str(path.relative_to(ROOT)) for path in marked if path != Path(__file__))
+
+
+@pytest.mark.slow
+def test_gaps_between_kernels():
+    """A kernel on another stream that outlasts others would leave a gap where the GPU is busy."""
+    done = ran("-c", "import doctest, gpu_speed; print(doctest.testmod(gpu_speed))")
+    assert done.stdout == "TestResults(failed=0, attempted=1)\n", done.stdout + done.stderr
 
 
 SILENT = """
 import gpu_parts, gpu_primitives, sys
-one_rank, sys.argv = gpu_parts.of_one_rank, ["", "collectives", sys.argv[1]]
+one_rank, sys.argv = gpu_parts.of_one_rank, ["", "collectives", sys.argv[1], "60"]
 
 def silent(rows, ranks, calls):
     ranks.built_in = None
@@ -63,11 +112,32 @@ gpu_parts.main()
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
 def test_a_run_without_a_collective_of_the_backend_fails(tmp_path):
     """If no collective of NCCL ran, nothing would say so: on one rank fshard sends nothing."""
-    assert ran("-c", SILENT, str(tmp_path / "rows")).returncode == 0
-    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert ran("-c", SILENT, str(tmp_path)).returncode == 0
+    rows = rows_of(tmp_path)
     (last,) = (row for row in rows if row["case"] == "calls of the backend")
     assert (last["state"], last["what"]) == ("failed", "0 calls")
     assert {row["what"] for row in rows if row["state"] == "failed"} == {"0 calls", "no call of the backend for [6]"}
+
+
+WRONG = """
+import gpu_steps, sys
+from fshard import optim
+adamw, gpu_steps.adamw = gpu_steps.adamw, lambda: optim.adamw(1.001e-2, weight_decay=0.01)
+gpu_steps.CASES = {"eager": gpu_steps.CASES["eager"]}
+from gpu_parts import main
+sys.argv = ["", "correct", sys.argv[1], "60"]
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
+def test_a_step_that_is_not_plain_torchs_fails(tmp_path):
+    """A rate that is off by a thousandth would pass: the part compares values, and does not only run."""
+    assert ran("-c", WRONG, str(tmp_path)).returncode == 0
+    (row,) = rows_of(tmp_path)
+    assert row["state"] == "failed"
+    assert "from plain torch in float64" in row["what"]
 
 
 @pytest.mark.slow
@@ -76,7 +146,7 @@ def test_what_dies_is_a_row(tmp_path):
     done = ran("-c", "import gpu; gpu.PARTS = {'nothing': 60}; gpu.main()", "--out", str(tmp_path))
     assert done.returncode == 1
     assert "1 case(s) failed" in done.stderr
-    (row,) = json.loads((tmp_path / "gpu.json").read_text())
+    (row,) = rows_of(tmp_path)
     assert (row["state"], row["what"]) == ("failed", "ended with 1: KeyError: 'nothing'")
 
 
@@ -84,14 +154,14 @@ def test_what_dies_is_a_row(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
 def test_a_folder_of_an_earlier_run(tmp_path):
     """Rows of an earlier run in the same folder are dropped: otherwise old failures would be reported as new."""
-    earlier = {"part": "overlap", "case": "of another day", "state": "failed", "what": ""}
-    (tmp_path / "overlap.json").write_text(json.dumps(earlier) + "\n")
-    args = f"--parts overlap --out {tmp_path}"
+    earlier = {"part": "waits", "case": "of another day", "state": "failed", "what": ""}
+    (tmp_path / "gpu.jsonl").write_text(json.dumps(earlier) + "\n")
+    args = f"--parts waits --out {tmp_path}"
     command = ["make", "gpu", f"PYTHON={sys.executable}", f"ARGS={args}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads((tmp_path / "gpu.json").read_text())
-    assert (row["part"], row["state"]) == ("overlap", "skipped")
+    (row,) = rows_of(tmp_path)
+    assert (row["part"], row["state"]) == ("waits", "skipped")
 
 
 LIKE_CUDA = """
