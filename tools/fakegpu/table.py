@@ -3,7 +3,7 @@
 Runs are rank 0 of a mesh, a reduction, and eager or a graph: `8-fast`, `2x4-exact-graph`, `8-fast-registered`. It
 fails if a step raises, if there is a race, if a step needs a fifth more memory than estimated, or if a count of a
 step is not the one in `expected.json`; then it prints those that differ. `--update` writes them instead. `--page`
-prints the table of docs/gpus.md.
+prints the table of docs/fakegpu.md.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def wrong(run: str, cases: dict[str, Case], expected: dict[str, dict[str, int]])
 
 
 def page(results: dict[str, dict[str, Case]]) -> str:
-    """The table of docs/gpus.md: a row for each kind, and in each run what a step calls, and what is not 0."""
+    """The table of docs/fakegpu.md: a row for each kind, and in each run what a step calls, and what is not 0."""
     kinds = list(dict.fromkeys(name for cases in results.values() for name in cases))
     rows = [["kind", *results], ["---"] * (1 + len(results))]
     rows += [[name.replace("_", " "), *(cell(cases.get(name)) for cases in results.values())] for name in kinds]
