@@ -118,6 +118,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "muon": {"tx": OPTIMIZERS["muon"], "donate": True},
     "host": {"plan": {"offload": "blocks.*"}, "donate": True},
     "keep": {"plan": {"regather": False}},
+    "frozen": {"plan": {"frozen": ["**.gate", "**.norm", "**.b"]}},
 }
 POLICIES = ("compute=bf16", "compute=f16", "storage=bf16", "compute=bf16, grads=bf16")
 FROZEN = (torch.int16, torch.uint16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
