@@ -109,6 +109,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "once": {"accumulate": 2, "reduce_once": True},
     "fast": {"reduction": "fast"},
     "tree": {"reduction": "tree", "clip_norm": 1.0},
+    "tree ddp": {"reduction": "tree", "plan": OVER},
+    "tree whole": {"reduction": "tree", "plan": {"whole": "**.b"}},
     "ddp": {"plan": OVER},
     "zero1": {"plan": {"params_over": (), "grads_over": ()}, "donate": True},
     "bf16": {"plan": {"policy": "compute=bf16, reduce=f32"}},

@@ -374,6 +374,10 @@ SUMS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "fast": (HYBRID, {}, {"reduction": "fast"}),
     "fast-half": (HYBRID, {"policy": "compute=bf16, reduce=bf16"}, {"reduction": "fast"}),
     "tree": (HYBRID, {"slices": 4}, {"reduction": "tree"}),
+    # with one slice a rank, sums are taken beside the backward
+    "tree-ddp": (TWO, STRATEGIES["ddp"] | {"slices": 2}, {"reduction": "tree"}),
+    "tree-zero1": (TWO, STRATEGIES["zero1"] | {"slices": 2}, {"reduction": "tree"}),
+    "tree-whole": (TWO, {"whole": "**.b", "slices": 2}, {"reduction": "tree"}),
     "bf16": (HYBRID, {"policy": "compute=bf16, reduce=bf16"}, MICRO),
     "half": (HYBRID, {"policy": "compute=f32, reduce=f16"}, MICRO),
     "int8": (HYBRID, {"param_wire": Int8(16), "grad_wire": Int8(16)}, MICRO),
@@ -482,7 +486,7 @@ def test_what_is_summed_lives_until_the_computation_has_waited(name, monkeypatch
     assert any(word.startswith("memory is used again while") for word in found(name))
 
 
-@pytest.mark.parametrize("name", ["int8-ddp", "fast", "fast-half", "careless"])
+@pytest.mark.parametrize("name", ["int8-ddp", "fast", "fast-half", "careless", "tree-ddp"])
 def test_what_is_sent_lives_until_the_computation_has_waited(name, monkeypatch):
     """If sent tensors were freed early, as NCCL allows, a hazard is reported: otherwise the check would miss
     overwritten messages."""
