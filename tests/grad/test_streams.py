@@ -39,8 +39,9 @@ Clock = dict[Any, int]
 class Stream:
     """A queue of a device: a clock of what it has run, and of what it knows to be done on other streams."""
 
-    def __init__(self) -> None:
+    def __init__(self, priority: int = 0) -> None:
         self.clock: Clock = defaultdict(int)
+        self.priority = priority
 
     def wait_stream(self, other: "Stream") -> None:
         """Learn all that the other stream has been given so far."""
@@ -104,9 +105,9 @@ class Ordered(TorchDispatchMode):
         self.hazards: set[str] = set()
         self.ran: dict[Stream, list[str]] = defaultdict(list)
 
-    def Stream(self) -> Stream:
+    def Stream(self, priority: int = 0) -> Stream:
         """A new stream."""
-        self._streams.append(Stream())
+        self._streams.append(Stream(priority))
         return self._streams[-1]
 
     def current_stream(self) -> Stream:
@@ -447,6 +448,14 @@ def test_the_computation_waits_for_no_reduction(name):
     assert name == "fast" or "add" in ordered.ran[side]
     assert "sqrt" in ordered.ran[ordered.main]
     assert "sqrt" not in ordered.ran[side]
+
+
+def test_what_the_computation_waits_for_comes_first():
+    """Streams beside the computation have a high priority: otherwise their short kernels would wait for room on the
+    GPU, and the computation for them."""
+    with streams() as ordered:
+        sums, stages = made(TWO, {}, optim.sgd(0.1)).params.plan.crossings[2:]
+    assert ordered.main.priority > sums._stream.priority == stages._stream.priority
 
 
 def test_the_update_waits_for_sums(monkeypatch):
