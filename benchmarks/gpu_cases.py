@@ -130,6 +130,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "once": {"accumulate": 2, "reduce_once": True},
     "fast": {"reduction": "fast"},
     "tree": {"reduction": "tree", "clip_norm": 1.0},
+    "tree ddp": {"reduction": "tree", "plan": OVER},
+    "tree whole": {"reduction": "tree", "plan": {"whole": "**.b"}},
     "ddp": {"plan": OVER},
     "zero1": {"plan": {"params_over": (), "grads_over": ()}, "donate": True},
     "bf16": {"plan": {"policy": "compute=bf16, reduce=f32"}},
@@ -139,6 +141,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "muon": {"tx": OPTIMIZERS["muon"], "donate": True},
     "host": {"plan": {"offload": "blocks.*"}, "donate": True},
     "keep": {"plan": {"regather": False}},
+    "frozen": {"plan": {"frozen": ["**.gate", "**.norm", "**.b"]}},
 }
 POLICIES = ("compute=bf16", "compute=f16", "storage=bf16", "compute=bf16, grads=bf16")
 FROZEN = (torch.int16, torch.uint16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)

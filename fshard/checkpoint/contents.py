@@ -24,6 +24,8 @@ from ..layout.cuts import EVERYONE
 from ..layout.pieces import Parts, pieces, typed
 from ..sharding.sharded import Sharded
 
+# a piece of a leaf: the name of the leaf, the piece's first element, the one after its last, and tensors with its bytes
+Named = tuple[str, int, int, list[Tensor]]
 _SMALL = 1 << 18  # elements: larger parts that several ranks have are split between them, others written by one
 
 
@@ -179,18 +181,16 @@ def _digest(x: Tensor) -> str:
     return "".join(f"{checksum(block):08x}{checksum(block, 1009):08x}" for block in as_bytes(x).split(CHUNK))
 
 
-def own_pieces(contents: Contents, by_rank: set[str]) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield the pieces that this rank writes: the name of the leaf, where the piece begins in it, its elements.
+def own_pieces(contents: Contents, by_rank: set[str]) -> Iterator[Named]:
+    """Yield the pieces that this rank writes.
 
     Of the leaves `by_rank`, which differ between ranks, every rank writes its own, under a name with its number.
     """
     numbers = {name: number for number, name in enumerate(contents.forms)}  # alike on all ranks
     for part in contents.parts:
-        if part.name in by_rank:
-            yield rank_key(part.name, contents.rank), part.begin, part.elements
-            continue
-        begin, end = part.share(numbers[part.name])
+        begin, end = (0, part.elements.numel()) if part.name in by_rank else part.share(numbers[part.name])
         if begin < end:
+            name = rank_key(part.name, contents.rank) if part.name in by_rank else part.name
             is_whole = end - begin == part.elements.numel()
             elements = part.elements if is_whole else part.elements.reshape(-1)[begin:end]
-            yield part.name, part.begin + begin, elements
+            yield name, part.begin + begin, part.begin + end, [elements]

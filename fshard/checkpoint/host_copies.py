@@ -3,56 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..core.storage import aligned, as_bytes, from_bytes
+from ..core.storage import aligned, as_bytes
 from ..files.safetensors_file import CHUNK
 from ..plan.offload import HOST, empty
 
+T = TypeVar("T")
+_BLOCK = 1 << 30  # bytes of one allocation: torch rounds pinned ones up to a power of two, and keeps them
 
-def copied(tensors: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
-    """Copy tensors to host memory (bytes,), one behind the other; returns the copies, flat.
 
-    All copies from a device are under way at once, and the host waits for the device when the last has started.
+def snapshot(tensors: Sequence[Tensor], blocks: list[Tensor]) -> list[list[Tensor]]:
+    """Copy tensors to blocks of host memory; returns the bytes of each, in parts of `CHUNK` and a last one.
+
+    Blocks (bytes,) that are missing or too small are made. All copies from a device are under way at once, and the host
+    waits for the device when the last has started.
     """
-    copies, end = list[Tensor](), 0
-    for x in tensors:
-        start, end = aligned(end), aligned(end) + x.nbytes
-        copies.append(from_bytes(memory[start:end], x.dtype).copy_(x.reshape(-1), non_blocking=True))
-    for device in dict.fromkeys(x.device for x in tensors if x.device != HOST):
-        torch.get_device_module(device).synchronize(device)
+    copies: list[list[Tensor]] = [[] for _ in tensors]
+    for number, batch in enumerate(_batches(enumerate(tensors), _BLOCK)):
+        size = sum(aligned(part.nbytes) for _, part in batch)
+        if number == len(blocks) or len(blocks[number]) < size:
+            # copies from a GPU to pinned memory are several times faster, and the host need not wait for each
+            blocks[number : number + 1] = [empty(size, torch.uint8, _device_of(tensors))]
+        for n, copy in _started(batch, blocks[number]):
+            copies[n].append(copy)
+    _wait_for(tensors)
     return copies
-
-
-def device_of(tensors: Iterable[Tensor]) -> torch.device:
-    """The device from which some of the tensors are copied to host memory: the CPU if all are there."""
-    return next((x.device for x in tensors if x.device != HOST), HOST)
 
 
 def in_host_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield named tensors as bytes (n,) in host memory, at most `CHUNK` at a time, each of them until the next one.
 
-    From a device they come through as many bytes of pinned memory: several small ones at once.
+    From a device they come through two pieces of pinned memory that take turns, several small ones at once: the next
+    ones are copied while the caller works on these.
     """
-    memory: Tensor | None = None
-    for batch in _batches((name, part) for name, x in tensors for part in as_bytes(x).split(CHUNK)):
-        if (device := device_of([x for _, x in batch])) == HOST:
-            yield from batch
-            continue
-        memory = empty(CHUNK, torch.uint8, device) if memory is None else memory
-        yield from zip([name for name, _ in batch], copied([x for _, x in batch], memory), strict=True)
+    memory, arrived = list[Tensor](), list[tuple[str, Tensor]]()
+    for number, batch in enumerate(_batches(tensors, CHUNK)):
+        parts = [part for _, part in batch]
+        if (device := _device_of(parts)) != HOST:
+            memory = memory or [empty(CHUNK, torch.uint8, device) for _ in range(2)]
+            batch = _started(batch, memory[number % 2])
+        yield from arrived
+        _wait_for(parts)
+        arrived = batch
+    yield from arrived
 
 
-def _batches(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Cut a sequence of named tensors of at most `CHUNK` bytes into lists that fit into as many."""
-    batch, end = list[tuple[str, Tensor]](), 0
-    for name, x in tensors:
-        if batch and aligned(end) + x.nbytes > CHUNK:
+def _started(batch: Sequence[tuple[T, Tensor]], memory: Tensor) -> list[tuple[T, Tensor]]:
+    """Start to copy bytes to host memory (bytes,), one behind the other; returns the copies."""
+    sizes = [aligned(x.nbytes) for _, x in batch]
+    places = memory[: sum(sizes)].split(sizes)
+    return [(name, to[: x.nbytes].copy_(x, non_blocking=True)) for (name, x), to in zip(batch, places, strict=True)]
+
+
+def _wait_for(tensors: Iterable[Tensor]) -> None:
+    """Make the host wait for the devices from which tensors are copied."""
+    for device in dict.fromkeys(x.device for x in tensors if x.device != HOST):
+        torch.get_device_module(device).synchronize(device)
+
+
+def _device_of(tensors: Iterable[Tensor]) -> torch.device:
+    """The device from which some of the tensors are copied to host memory: the CPU if all are there."""
+    return next((x.device for x in tensors if x.device != HOST), HOST)
+
+
+def _batches(tensors: Iterable[tuple[T, Tensor]], size: int) -> Iterator[list[tuple[T, Tensor]]]:
+    """Cut tensors into bytes, at most `CHUNK` at a time, and these into lists that fit into `size` bytes."""
+    batch, end = list[tuple[T, Tensor]](), 0
+    for name, part in ((name, part) for name, x in tensors for part in as_bytes(x).split(CHUNK)):
+        if batch and end + part.nbytes > size:
             yield batch
             batch, end = [], 0
-        batch.append((name, x))
-        end = aligned(end) + x.nbytes
+        batch.append((name, part))
+        end = aligned(end + part.nbytes)
     if batch:
         yield batch

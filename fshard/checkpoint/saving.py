@@ -14,27 +14,24 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from ..comm import consensus
 from ..comm.mesh import AnyMesh, Mesh, adapted
 from ..core.arguments import check_flags, check_whole
-from ..core.storage import aligned
 from ..core.tree import Tree
 from ..files.directory import at, folder, prune
 from ..files.index import CheckpointError
 from ..files.places import Place
 from ..layout.pieces import mesh_of
-from ..plan.offload import empty
 from .contents import Contents, check_same_call, contents_to_save, differing, own_pieces
-from .host_copies import copied, device_of
-from .writing import Named, Writer
+from .host_copies import snapshot
+from .writing import Writer
 
 _SEEN = 60.0  # seconds after which every rank must see a file that is written: network file systems look again so late
 _WRITTEN = 3600.0  # seconds that rank 0 waits in the background for ranks that write slower
@@ -80,7 +77,7 @@ class InFlight:
 
     last: _Writing | None = None
     # of the copies of a state: kept, because memory is slow when it is touched for the first time
-    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
+    memory: list[Tensor] = field(default_factory=list)
 
     def end(self, mesh: AnyMesh) -> None:
         """Wait for the last save. CheckpointError if it failed and nobody was told."""
@@ -161,7 +158,8 @@ def save(
     contents = replace(contents, parts=[])
     writer = Writer(place, step, consensus.of_first(secrets.token_hex(4), mesh), contents, by_rank)
     if not wait:
-        pieces, in_flight.memory = _snapshot(pieces, in_flight.memory)
+        copies = snapshot([x for *_, (x,) in pieces], in_flight.memory)
+        pieces = [(*piece[:3], parts) for piece, parts in zip(pieces, copies, strict=True)]
 
     def finish(patience: float, stop: threading.Event) -> None:
         writer.finish(patience, stop)
@@ -212,13 +210,3 @@ def _check_arguments(wait: bool, keep_last: int | None, keep_every: int | None) 
         check_whole("save: keep_every", keep_every, what="a number of steps")
         if keep_last is None:
             raise ValueError(f"save: keep_every={keep_every}: expected keep_last besides: without it all are kept")
-
-
-def _snapshot(pieces: Sequence[Named], memory: Tensor) -> tuple[list[Named], Tensor]:
-    """Copy pieces to host memory; returns the copies, and the memory."""
-    names, begins, tensors = zip(*pieces, strict=True) if pieces else ((), (), ())
-    size = sum(aligned(x.nbytes) for x in tensors)
-    if size > len(memory):
-        # copies from a GPU to pinned memory are several times faster, and the host need not wait for each
-        memory = empty(size, torch.uint8, device_of(tensors))
-    return [*zip(names, begins, copied(tensors, memory), strict=True)], memory

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor
+import torch
 
 from ..core.differences import Form
 from ..core.foreign import parsed
@@ -30,15 +30,11 @@ from ..files.index import (
 )
 from ..files.places import Place
 from ..files.safetensors_file import CHUNK, copied_into, header, laid_out
-from .contents import Contents
+from .contents import Contents, Named
 from .host_copies import in_host_memory
 
 _PAUSES = 0.01, 1.0  # seconds between two looks for the records of other ranks, the first and the longest
-_AFTER_THE_PROGRAM = (
-    30.0  # seconds to wait for slower ranks when this rank's program has ended and nothing else is left
-)
-
-Named = tuple[str, int, Tensor]  # a piece of a leaf: the name of the leaf, its first element, its elements
+_AFTER_THE_PROGRAM = 30.0  # seconds to wait for slower ranks when this rank's program has ended
 
 
 @dataclass(frozen=True)
@@ -81,8 +77,7 @@ class Writer:
             return Record()
         file, forms = f"{self._name(self.contents.rank)}.safetensors", self.contents.forms
         by_name = _by_name_in_file(pieces, forms)
-        shapes = [(name, _shape(x, _form(leaf, forms)), x.dtype) for name, (leaf, _, x) in by_name.items()]
-        entries = laid_out(shapes, Path(file))
+        entries = laid_out((_shaped(name, piece, forms) for name, piece in by_name.items()), Path(file))
         head = header(entries)
         size = sum(entry.num_bytes for entry in entries)
         checksums: dict[str, list[int]] = {entry.name: [] for entry in entries}
@@ -90,17 +85,16 @@ class Writer:
         def stream() -> Iterator[memoryview]:
             yield memoryview(head)
             buffer = bytearray(min(size, CHUNK))
-            for name, data in in_host_memory(
-                (entry.name, by_name[entry.name][2]) for entry in entries if entry.num_bytes
-            ):
+            parts = ((entry.name, x) for entry in entries if entry.num_bytes for x in by_name[entry.name][3])
+            for name, data in in_host_memory(parts):
                 checksums[name].append(checksum(data))
                 yield copied_into(buffer, data)
 
         folder(self.directory, self.step).write(file, stream())
         by_leaf = dict[str, list[Piece]]()
         for entry in entries:
-            leaf, begin, x = by_name[entry.name]
-            piece = Piece(file, len(head) + entry.start, begin, x.numel(), tuple(checksums[entry.name]))
+            leaf, begin, end, _ = by_name[entry.name]
+            piece = Piece(file, len(head) + entry.start, begin, end - begin, tuple(checksums[entry.name]))
             by_leaf.setdefault(leaf, []).append(piece)
         return Record({file: len(head) + size}, by_leaf)
 
@@ -162,8 +156,7 @@ class Writer:
         for record in records:
             values |= record.values
         files = {name: size for record in records for name, size in record.files.items()}
-        plans, by_rank = (*self.contents.plans,), frozenset(self.by_rank)
-        threads = self.contents.threads
+        plans, by_rank, threads = (*self.contents.plans,), frozenset(self.by_rank), self.contents.threads
         return Index(self.step, len(records), plans, files, leaves, values, by_rank, threads=threads)
 
 
@@ -171,20 +164,21 @@ def _form(leaf: str, forms: dict[str, Form]) -> Form:
     return forms[leaf] if leaf in forms else forms[leaf.rpartition("@")[0]]  # of a leaf that differs between ranks
 
 
-def _shape(x: Tensor, form: Form) -> tuple[int, ...]:
-    """The shape of a piece in its file: that of the leaf, if the piece is the whole leaf."""
-    return form.shape if x.numel() == form.numel else (x.numel(),)
+def _shaped(name: str, piece: Named, forms: dict[str, Form]) -> tuple[str, tuple[int, ...], torch.dtype]:
+    """Name, shape and dtype of a piece in its file: the shape of the leaf, if the piece is the whole leaf."""
+    form, numel = _form(piece[0], forms), piece[2] - piece[1]
+    return name, form.shape if numel == form.numel else (numel,), form.dtype
 
 
 def _by_name_in_file(pieces: Sequence[Named], forms: dict[str, Form]) -> dict[str, Named]:
     """Pieces by what the file calls them: the name of the leaf, if the piece is the whole leaf."""
     by_name = dict[str, Named]()
-    for leaf, begin, x in pieces:
-        is_whole = x.numel() == _form(leaf, forms).numel
-        name = leaf if is_whole else f"{leaf}[{begin}:{begin + x.numel()}]"
+    for leaf, begin, end, parts in pieces:
+        is_whole = end - begin == _form(leaf, forms).numel
+        name = leaf if is_whole else f"{leaf}[{begin}:{end}]"
         while name in by_name or (name in forms and name != leaf):  # the name of a leaf may look like that of a piece
             name += "'"
-        by_name[name] = (leaf, begin, x)
+        by_name[name] = (leaf, begin, end, parts)
     return by_name
 
 

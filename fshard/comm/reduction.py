@@ -95,7 +95,7 @@ class TreeSums:
             whole = primitives.all_gather(x.reshape(1, -1), ranks, label)  # (W, numel)
             return whole.then(lambda rows: tree_sum([row.view(x.shape) for row in rows], out))
         part = self.reduce_scatter(x.contiguous().view(-1), ranks, label, None)  # (numel / W,)
-        whole = part.then(lambda part: primitives.all_gather(part, ranks, label))
+        whole = part.then(lambda part: primitives.all_gather(part, ranks, label).keeping(part))
         return whole.then(lambda full: full.view(x.shape) if out is None else out.copy_(full.view(x.shape)))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import compress, pairwise
+from operator import eq, not_
 
 import torch
 from torch import Tensor
@@ -60,13 +61,16 @@ class Places:
             return
         pieces = flat.split_with_sizes(self._sizes)
         into = self._shaped(pieces)  # views of `flat`, each of its part's shape
+        # for one pair of unlike strides torch would start a kernel for each pair of the list
+        fits = [*map(eq, map(Tensor.stride, into), map(Tensor.stride, parts))]
         if self.numel > most:  # a foreach kernel may index the elements of a tensor with int32
-            for to, part in zip(into, parts, strict=True):
-                to.add_(part) if add else to.copy_(part)
+            fits = [False] * len(fits)
+        for to, part in compress(zip(into, parts, strict=True), map(not_, fits)):
+            to.add_(part) if add else to.copy_(part)
         # Private: one call, and on a GPU one kernel, where a loop starts one for each leaf (test_blocks.py notices
         # when they go)
-        elif into:
-            (torch._foreach_add_ if add else torch._foreach_copy_)(into, parts)
+        if any(fits):
+            (torch._foreach_add_ if add else torch._foreach_copy_)([*compress(into, fits)], [*compress(parts, fits)])
         if self._gaps and not add:
             torch._foreach_zero_([pieces[number] for number in self._gaps])
 

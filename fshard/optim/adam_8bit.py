@@ -22,7 +22,7 @@ from ..layout.layout import Layout
 from ..layout.pieces import Pieces, layout_of, without_padding
 from . import kernels
 from .base import Needs, Transform, checked, start_count
-from .elementwise import Rate, adam_constants
+from .elementwise import Rate, adam_corrections, with_rate
 
 _CHUNK = 1 << 15  # elements that stay in a CPU's cache, with their codes
 Books = tuple[Tensor, Tensor]  # code books of the first and of the second moment
@@ -144,6 +144,7 @@ def adamw_8bit(
     check_hyperparams("adamw_8bit", lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     check_whole("optim.adamw_8bit: block", block, what="a number of elements")
     numbers = [code_book(signed).tolist() for signed in (True, False)]
+    plain = with_rate(lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, decoupled=True)
 
     def init(params: Tree) -> Adam8bitState:
         layout, rows = layout_of(params), tree.leaves(params)
@@ -159,7 +160,7 @@ def adamw_8bit(
 
     def update(grads: Tree, state: Adam8bitState, params: Tree = None, **extra: object) -> tuple[Tree, Adam8bitState]:
         _check_state(state, tree.leaves(params), block)
-        constants = adam_constants(state.count, lr, b1, b2, eps, weight_decay, decoupled=True)
+        constants = {**plain(state.count), **adam_corrections(state.count, b1, b2)}
         moments = [*state.mu, *state.nu]
         rows_of_grads = tree.leaves(without_padding(grads))  # a NaN would be its whole block's scale
         columns = zip(tree.leaves(params), rows_of_grads, *(m.tensors for m in moments), strict=True)

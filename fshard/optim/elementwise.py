@@ -82,6 +82,7 @@ class Rule:
     - `reference(param, grad, moments, **constants) -> (update, new moments)`, of one tensor each
     - `constants(count)`: the constants of the next update by name
     - `initial_moments`: the number that each moment is filled with at first
+    - `corrections(count)`: constants of the reference that the fused kernel computes itself
     - `fused_kernel`: torch's fused twin of the reference; it takes no tensors as hyper-parameters, except as the rate
     - `reads_params`: an update needs the parameters; `takes_sparse`: sparse gradients are allowed
     """
@@ -91,6 +92,7 @@ class Rule:
     reference: Callable[..., kernels.Change]
     constants: Callable[[Tensor], kernels.Constants]
     initial_moments: Mapping[str, float]
+    corrections: Callable[[Tensor], kernels.Constants] = lambda count: {}
     fused_kernel: Callable[..., None] | None = None
     reads_params: bool = True
     takes_sparse: bool = False
@@ -128,10 +130,6 @@ def _check_moments(rule: Rule, state: State) -> None:
             )
 
 
-def _is_sparse(grads: Tree) -> bool:
-    return any(isinstance(g, Tensor) and g.layout is not torch.strided for g in tree.tops(grads, Parts))
-
-
 def _moments_of(rule: Rule, state: State) -> list[Tree]:
     return [getattr(state, name) for name in rule.initial_moments]
 
@@ -143,7 +141,7 @@ def _next_state(rule: Rule, state: State, count: Tensor, moments: Sequence[Tree]
 def _update(rule: Rule, grads: Tree, state: State, params: Tree = None, **extra: object) -> tuple[Tree, State]:
     """Run the reference on one row (or leaf) after another: no kernel, and nothing in place."""
     _check_moments(rule, state)
-    constants = rule.constants(state.count)
+    constants = {**rule.constants(state.count), **rule.corrections(state.count)}
     flat, spec = tree.flatten(grads)
     # a rule that does not read parameters may be given none: the gradients fill their place
     columns = [flat if params is None else tree.leaves(params), flat, *map(tree.leaves, _moments_of(rule, state))]
@@ -167,7 +165,8 @@ def _fused(
     Rows are cut at the boundaries of all `Views`, so that the tensors of a row have equal sizes.
     """
     _check_moments(rule, state)
-    if _is_sparse(grads):  # no kernel takes sparse gradients
+    # no kernel takes sparse gradients
+    if any(isinstance(g, Tensor) and g.layout is not torch.strided for g in tree.tops(grads, Parts)):
         updates, new_state = _update(rule, grads, state, params)
         return choose(found_inf, (params, state), (apply_updates(params, updates), new_state))
     if not donate:
@@ -188,13 +187,13 @@ def _run(
     params, grads, *moments = columns
     # gradients may have another dtype than parameters; a fused kernel takes one dtype
     grads = [g.to(p.dtype) for g, p in zip(grads, params, strict=True)]
-    count, skip = beside(count, params[0]), beside(found_inf, params[0])
-    constants = constants_beside(constants, params[0])
+    skip, constants = beside(found_inf, params[0]), constants_beside(constants, params[0])
     if rule.fused_kernel and kernels.can_fuse(rule.fused_kernel, [*params, *grads], constants["lr"]):
-        rule.fused_kernel(params, grads, moments, count, skip, constants)
+        rule.fused_kernel(params, grads, moments, beside(count, params[0]), skip, constants)
     else:
         # one tuple of moments for each row; empty tuples for a rule without moments, where zip() gives nothing
         moments_of_rows = [*zip(*moments, strict=True)] or [()] * len(params)
+        constants = {**constants, **constants_beside(rule.corrections(count), params[0])}
         kernels.in_blocks(partial(rule.reference, **constants), params, grads, moments_of_rows, skip)
 
 
@@ -208,28 +207,18 @@ def with_rate(lr: Rate, **constants: object) -> Callable[[Tensor], kernels.Const
     return lambda count: {"lr": at(lr, count), **constants}
 
 
-def adam_constants(
-    count: Tensor, lr: Rate, b1: Number, b2: Number, eps: Number, weight_decay: Number, decoupled: bool
-) -> kernels.Constants:
-    """The constants of `kernels.adam` for the update after `count` others."""
+def adam_corrections(count: Tensor, b1: Number, b2: Number) -> kernels.Constants:
+    """The sums of the weights of all terms of `kernels.adam`'s running means, in the update after `count` others."""
     t = count.double() + 1  # in float32, 1 - b2^t would lose digits for b2 near 1
-    numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
-    # the sums of the weights of the first t terms of the running means
-    return {"lr": at(lr, count), **numbers, "correction1": 1 - b1**t, "correction2": 1 - b2**t}
+    return {"correction1": 1 - b1**t, "correction2": 1 - b2**t}
 
 
 def adam_transform(
     name: str, lr: Rate, b1: Number, b2: Number, eps: Number, weight_decay: Number, decoupled: bool
 ) -> Transform:
     """Adam or AdamW, under the name that errors give."""
-    return from_rule(
-        Rule(
-            name,
-            AdamState,
-            kernels.adam,
-            lambda count: adam_constants(count, lr, b1, b2, eps, weight_decay, decoupled),
-            {"mu": 0.0, "nu": 0.0},
-            fused_kernel=kernels.adam_ if all_numbers(b1, b2, eps, weight_decay) else None,
-            reads_params=not is_zero(weight_decay),
-        )
-    )
+    constants = with_rate(lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, decoupled=decoupled)
+    corrections, moments = partial(adam_corrections, b1=b1, b2=b2), {"mu": 0.0, "nu": 0.0}
+    fused = kernels.adam_ if all_numbers(b1, b2, eps, weight_decay) else None
+    reads = not is_zero(weight_decay)
+    return from_rule(Rule(name, AdamState, kernels.adam, constants, moments, corrections, fused, reads_params=reads))

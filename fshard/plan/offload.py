@@ -62,7 +62,8 @@ class Crossing:
     def __init__(self, device: torch.device):
         self.device: torch.device = device
         self._module = torch.get_device_module(device)
-        self._stream = self._module.Stream()  # of a class of the device's own: torch.cuda's, torch.cpu's
+        # of a class of the device's own: torch.cuda's, torch.cpu's; -1 is high: the computation waits for its results
+        self._stream = self._module.Stream(priority=-1)
 
     @contextmanager
     def ahead(self) -> Iterator[None]:

@@ -39,8 +39,9 @@ Clock = dict[Any, int]
 class Stream:
     """A queue of a device: a clock of what it has run, and of what it knows to be done on other streams."""
 
-    def __init__(self) -> None:
+    def __init__(self, priority: int = 0) -> None:
         self.clock: Clock = defaultdict(int)
+        self.priority = priority
 
     def wait_stream(self, other: "Stream") -> None:
         """Learn all that the other stream has been given so far."""
@@ -104,9 +105,9 @@ class Ordered(TorchDispatchMode):
         self.hazards: set[str] = set()
         self.ran: dict[Stream, list[str]] = defaultdict(list)
 
-    def Stream(self) -> Stream:
+    def Stream(self, priority: int = 0) -> Stream:
         """A new stream."""
-        self._streams.append(Stream())
+        self._streams.append(Stream(priority))
         return self._streams[-1]
 
     def current_stream(self) -> Stream:
@@ -374,6 +375,10 @@ SUMS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "fast": (HYBRID, {}, {"reduction": "fast"}),
     "fast-half": (HYBRID, {"policy": "compute=bf16, reduce=bf16"}, {"reduction": "fast"}),
     "tree": (HYBRID, {"slices": 4}, {"reduction": "tree"}),
+    # with one slice a rank, sums are taken beside the backward
+    "tree-ddp": (TWO, STRATEGIES["ddp"] | {"slices": 2}, {"reduction": "tree"}),
+    "tree-zero1": (TWO, STRATEGIES["zero1"] | {"slices": 2}, {"reduction": "tree"}),
+    "tree-whole": (TWO, {"whole": "**.b", "slices": 2}, {"reduction": "tree"}),
     "bf16": (HYBRID, {"policy": "compute=bf16, reduce=bf16"}, MICRO),
     "half": (HYBRID, {"policy": "compute=f32, reduce=f16"}, MICRO),
     "int8": (HYBRID, {"param_wire": Int8(16), "grad_wire": Int8(16)}, MICRO),
@@ -445,6 +450,14 @@ def test_the_computation_waits_for_no_reduction(name):
     assert "sqrt" not in ordered.ran[side]
 
 
+def test_what_the_computation_waits_for_comes_first():
+    """Streams beside the computation have a high priority: otherwise their short kernels would wait for room on the
+    GPU, and the computation for them."""
+    with streams() as ordered:
+        sums, stages = made(TWO, {}, optim.sgd(0.1)).params.plan.crossings[2:]
+    assert ordered.main.priority > sums._stream.priority == stages._stream.priority
+
+
 def test_the_update_waits_for_sums(monkeypatch):
     """If the update did not wait for sums, hazards are reported: otherwise the check would miss an update that comes
     too early."""
@@ -482,7 +495,7 @@ def test_what_is_summed_lives_until_the_computation_has_waited(name, monkeypatch
     assert any(word.startswith("memory is used again while") for word in found(name))
 
 
-@pytest.mark.parametrize("name", ["int8-ddp", "fast", "fast-half", "careless"])
+@pytest.mark.parametrize("name", ["int8-ddp", "fast", "fast-half", "careless", "tree-ddp"])
 def test_what_is_sent_lives_until_the_computation_has_waited(name, monkeypatch):
     """If sent tensors were freed early, as NCCL allows, a hazard is reported: otherwise the check would miss
     overwritten messages."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.accelerator import DEVICE, Mesh, on_accelerator
 from support.refusals import FROZEN, STRATEGIES, check_words, parameters, rank_of, refusals
 from support.worlds import simulated
 from torch.nn import functional as F
@@ -61,3 +62,19 @@ def test_statistics_are_carried_as_values(strategy: str) -> None:
         assert [type(x) for x in found] == [torch.Tensor] * len(found)
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("names", [["w"], ["a" * 300], ["ä" * 150], [f"layers.{n}.norm.weight" for n in range(9)]])
+def test_a_device_is_given_few_words(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words of an assertion on a device have fewer than 255 bytes, whatever the leaves are called: CUDA takes no
+    more, and a loss beside frozen leaves would stop."""
+    said = list[str]()
+    monkeypatch.setattr(torch, "_assert_async", lambda _, words: said.append(words))
+    with on_accelerator():
+        whole = {"trained": torch.ones(8, device=DEVICE), **{name: torch.ones(8, device=DEVICE) for name in names}}
+        plan = fshard.make_plan(whole, Mesh(), frozen=lambda path, _: path in names)
+        tx = fshard.optim.sgd(0.1)
+        step = fshard.train_step(lambda p, x: (x * p["trained"] * p[names[0]]).sum(), tx)
+        step(fshard.init_state(fshard.shard_params(whole, plan), tx), torch.ones(8, device=DEVICE))
+    assert any("work on a clone" in words and names[0][:50] in words for words in said)
+    assert all(len(words.encode()) < 255 for words in said)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.accelerator import Mesh, on_accelerator
 from support.models import counting, rand, same_bits
 from support.optimizers import TRANSFORMS
 from support.worlds import gloo, simulated
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 
 import fshard
 from fshard import optim, zero
+from fshard.comm import primitives
 from fshard.core import tree
 from fshard.layout.reshard import assign
+from fshard.train import accumulate
 
 SHAPES = {"w": (5, 3), "v": (7,), "s": (), "blocks": [{"c": (2, 3, 2), "m": (4, 6)}, {"one": (1,)}]}
 NUMELS = [15, 7, 1, 12, 24, 1]
@@ -577,6 +580,25 @@ def test_uneven_batches_end():
     assert simulated(lambda mesh: list(fshard.collectives.join_batches("ab", mesh))) == [[("a", 1.0), ("b", 1.0)]] * 2
     with pytest.raises(ValueError, match="join_batches: this rank has no batch at all: give one as `like`"):
         simulated(lambda mesh: list(fshard.collectives.join_batches("a"[mesh.get_rank() :], mesh)))
+
+
+def test_ranks_ask_for_the_next_batch_before_they_use_one(monkeypatch):
+    """A GPU would be idle between steps: the host would start one only after it has waited for the one before."""
+    seen, total, read = list[str](), primitives.total, torch.cpu.Event.synchronize
+
+    def asked(*args, **how):
+        seen.append("asked")
+        return total(*args, **how)
+
+    monkeypatch.setattr(primitives, "total", asked)
+    monkeypatch.setattr(torch.cpu.Event, "synchronize", lambda event: seen.append("answered") or read(event))
+    for _ in range(2):
+        for batch, _ in fshard.collectives.join_batches("ab"):
+            seen.append(batch)
+    assert seen == ["asked", "answered", "asked", "a", "answered", "asked", "b", "answered"] * 2
+    with on_accelerator() as apart:
+        accumulate._asked(iter("a"), None, Mesh())
+    assert apart.crossed == {("to the host", "accumulate._asked"): 1}  # a copy, and nothing is read
 
 
 @pytest.mark.parametrize("world", [None, 1, 2])
