@@ -45,7 +45,7 @@ from fshard.testing.world import _SimulatedRanks
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_GPU = "no GPU"
-_LONGEST = 45  # seconds that a rank has for all kinds of steps
+_LONGEST = 60  # seconds that a rank has for all kinds of steps
 WITHOUT_STUB = ("bits", "tests", "late", "nccl")
 # the files with tests marked `cuda`
 MARKED = (
