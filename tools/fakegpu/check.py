@@ -34,8 +34,9 @@ def ran(part: str, arguments: list[str]) -> bool:
     """Run a part in a process of its own. Returns whether all is right."""
     with tempfile.TemporaryDirectory() as folder:
         alone = environment(FAKEGPU_ALONE="1", FAKEGPU_LOG=f"{folder}/log")
+        poisoned = {**alone, "FAKEGPU_POISON": "1"}
         commands = {
-            "detectors": ([*PYTEST, "-W", "error", f"{HERE}/test_detectors.py"], alone),
+            "detectors": ([*PYTEST, "-W", "error", f"{HERE}/test_detectors.py"], poisoned),
             "processes": ([*PYTEST, f"{HERE}/test_processes.py"], None),
             "table": ([f"{HERE}/table.py", *arguments], None),
             "compiled": ([*PYTEST, "-W", "error", f"{HERE}/test_compiled.py", *arguments], alone),

@@ -82,6 +82,7 @@ class Races:
         self.events: dict[str, Clock] = {}
         self.races: Counter[str] = Counter()
         self.beside: Counter[str] = Counter()  # collectives of the counted step during which the computation went on
+        self.counted = dict[str, int]()  # `beside` at the end of the step
         self._blocks = {} if blocks is None else blocks  # of torch's allocator, by address
         self._freed: dict[str, set[Access]] = defaultdict(set)  # by the block's stream: of memory that it got back
         self._reused: dict[str, set[Access]] = defaultdict(set)  # and may have given out again

@@ -54,7 +54,7 @@ def ran(run: str, chosen: str, folder: Path) -> tuple[dict[str, Case], list[str]
     more = {"FAKEGPU_MULTICAST": "1"} if "registered" in how else {}
     log = folder / f"{run}.log"
     command = [sys.executable, str(HERE / "steps.py"), mesh, reduction, "eager" if "graph" in how else "off"]
-    env = environment(FAKEGPU_ALONE="1", FAKEGPU_LOG=str(log), NCCL_CHECK_POINTERS="1", **more)
+    env = environment(FAKEGPU_ALONE="1", FAKEGPU_LOG=str(log), FAKEGPU_POISON="1", NCCL_CHECK_POINTERS="1", **more)
     done = subprocess.run(
         [*command, *filter(None, [chosen])], env=env, capture_output=True, text=True, timeout=SECONDS, check=False
     )

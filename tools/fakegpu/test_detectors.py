@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from counts import counts_of
-from races import races_of
+from races import judged, races_of
 from recorder import Recorder, mark
 from table import Case, wrong
 from torch import Tensor
@@ -26,8 +26,8 @@ N = 1 << 18  # elements of a block that the allocator gives out by itself
 def _device() -> Iterator[None]:
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=8)
-    dist.all_reduce(torch.zeros(1, device="cuda"))  # makes the communicator
     with Recorder():
+        dist.all_reduce(torch.zeros(1, device="cuda"))  # makes the communicator
         yield
     torch.cuda.synchronize()
     dist.destroy_process_group()
@@ -322,6 +322,23 @@ def test_a_cuda_malloc() -> None:
     assert counts(lambda: ones(64 * N))["cudaMallocs"] == 0
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_collectives_beside_the_computation(early: bool) -> None:
+    """A gather that is under way while the computation goes on is counted, one that it waits for at once is not."""
+    x, outs = ones(8), [ones(64), ones(64)]
+
+    def program() -> None:
+        for n, out in enumerate(outs):
+            work = dist.all_gather_single(out, x, async_op=True)
+            if early and n:
+                ones(8)
+            work.wait()
+            out.sum()
+
+    log, name = log_of(program)
+    assert judged(log)[name].counted == ({"all_gather": 1} if early else {})
+
+
 def test_collectives_are_counted() -> None:
     """Each call of NCCL is counted, and each message."""
     found = counts(lambda: dist.all_reduce(ones(8)))
@@ -337,6 +354,20 @@ def test_a_null_pointer(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(dist.DistBackendError, match="is no memory of the device"):
         dist.all_gather_single(ones(0), ones(0))
     dist.all_to_all([ones(0)] * 8, [ones(0)] * 8)
+
+
+def test_what_nobody_wrote_is_sent() -> None:
+    """A number that nobody wrote is refused by NCCL, of new memory and of memory that is used again."""
+    torch.cuda.empty_cache()
+    for _ in range(2):
+        x = torch.empty(N, device="cuda")
+        x[: N - 1] = 1
+        with pytest.raises(dist.DistBackendError, match=f"nobody wrote element {N - 1} of what is sent"):
+            dist.all_reduce(x)
+        x[N - 1] = float("nan")  # a number
+        dist.all_reduce(x)
+        x.zero_()
+        del x
 
 
 def test_a_sum_of_flags() -> None:

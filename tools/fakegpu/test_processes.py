@@ -18,7 +18,7 @@ BEFORE = {*os.listdir("/dev/shm")}
 def ran(program: str, folder: Path, size: int = 2, **env: str) -> list[tuple[int, str]]:
     """Run a program on `size` processes. Returns the exit status and the words of each, errors after the rest."""
     command = [sys.executable, str(HERE / "processes.py"), program, str(folder)]
-    env = environment(**env)
+    env = environment(FAKEGPU_POISON="1", **env)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen([*command, str(rank), str(size)], env=env, **pipes) for rank in range(size)]
     words = [rank.communicate(timeout=240) for rank in ranks]
@@ -122,7 +122,7 @@ def test_an_elastic_restart(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     command = [sys.executable, *torchrun, str(HERE / "processes.py"), "elastic", str(tmp_path)]
     # torch 2.13 else keeps the store of the world that died, from which a rank may read that world's ncclUniqueId
-    env = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    env = environment(FAKEGPU_POISON="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     steps = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
