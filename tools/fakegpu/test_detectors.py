@@ -407,8 +407,8 @@ def test_what_differs_from_the_expected_numbers() -> None:
     assert wrong("8-fast", {"full": case}, expected) == []
     for other, words in (
         (case._replace(races=Counter({"a on b reads": 2})), "2 times: a on b reads"),
-        (case._replace(counts={"collectives": 19}), "got {'collectives': 19, 'peak KiB': 1024}"),
-        (case._replace(peak=1 << 19), "got {'collectives': 18, 'peak KiB': 512}"),
+        (case._replace(counts={"collectives": 19}), "18 collectives expected, got 19"),
+        (case._replace(peak=1 << 19), "1024 peak KiB expected, got 512"),
         (case._replace(estimate=1 << 19), "needs 1024 KiB, estimated were 512 KiB"),
     ):
         (line,) = wrong("8-fast", {"full": other}, expected)
