@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -145,14 +146,14 @@ def death(job: Job) -> None:
 # ---- fshard, unchanged ----
 
 
-def beside_cpus(mesh: DeviceMesh, every: dict[str, dict[str, Any]], **world: int) -> None:
+def beside_cpus(mesh: DeviceMesh, every: dict[str, dict[str, Any]], world: Callable[[], World]) -> None:
     """Every kind of step; rank 0 compares with simulated ranks of CPUs, and prints a line for each."""
     for name, kind in every.items():
         got, losses = trained(mesh, **kind)
         if mesh.get_rank() == 0:
             got, losses = fshard.tree.map(lambda x: x.cpu(), (got, losses))
             device, gpu_cases.DEVICE = gpu_cases.DEVICE, torch.device("cpu")
-            expected = World(**world).run(partial(trained, **kind))[0]
+            expected = world().run(partial(trained, **kind))[0]
             gpu_cases.DEVICE = device
             wrong = same((got, losses), expected, exact=False)
             exactly = same((got, losses), expected)
@@ -162,14 +163,14 @@ def beside_cpus(mesh: DeviceMesh, every: dict[str, dict[str, Any]], **world: int
 
 def kinds(job: Job) -> None:
     """Steps on one axis."""
-    beside_cpus(job.mesh(), KINDS, shard=job.size)
+    beside_cpus(job.mesh(), KINDS, partial(World, job.size))
 
 
 def two_axes(job: Job) -> None:
     """Steps on two axes, of more kinds; not those that draw numbers, which CPUs draw otherwise."""
     more = {**MORE, **HYBRID, "jit": {"jit": "eager", "donate": True}}
     every = {name: kind for name, kind in {**KINDS, **more}.items() if name != "dropout"}
-    beside_cpus(job.mesh(2, job.size // 2), every, replicate=2, shard=job.size // 2)
+    beside_cpus(job.mesh(2, job.size // 2), every, partial(World, replicate=2, shard=job.size // 2))
 
 
 def plans(job: Job) -> None:

@@ -18,9 +18,10 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Timer
 from typing import NamedTuple
 
-from counts import COLUMNS, counts_of
+from counts import BESIDE, COLUMNS, counts_of
 from races import judged, lines
 from run import environment
 
@@ -38,7 +39,7 @@ RUNS = {
     "2x4-exact-graph-last": FEW,
     "8-fast-registered": FEW,
 }
-AT_ONCE = 2
+AT_ONCE, SECONDS = 2, 600  # of a run, at most
 SAY = 20  # seconds between the lines of a run that is under way
 
 
@@ -66,7 +67,10 @@ def ran(run: str, chosen: str, folder: Path) -> Result:
     command = [sys.executable, str(HERE / "steps.py"), run, *filter(None, [chosen])]
     env = environment(FAKEGPU_ALONE="1", FAKEGPU_LOG=str(log), FAKEGPU_POISON="1", NCCL_CHECK_POINTERS="1", **more)
     with errors.open("w") as file, subprocess.Popen(command, env=env, stdout=-1, stderr=file, text=True) as process:
+        late = Timer(SECONDS, process.kill)
+        late.start()
         failed += followed(run, process)
+        late.cancel()
     if process.returncode:
         failed.append(f"{run}: ended with {process.returncode}: {errors.read_text().strip()[-2000:]}")
         print(failed[-1], flush=True)
@@ -93,7 +97,7 @@ def cases_of(log: Path) -> dict[str, Case]:
         name = line.says.get("name", name) if line.word == "case" else name
         if line.word == "peak":
             counts[name].update(beside(found[name].counted))
-            of = {column: counts[name][column] for column in COLUMNS if counts[name][column]}
+            of = {column: counts[name][column] for column in COLUMNS + BESIDE if counts[name][column]}
             cases[name] = Case(found[name].races, of, line.number("bytes"), line.number("estimate"))
     return cases
 
@@ -101,7 +105,7 @@ def cases_of(log: Path) -> dict[str, Case]:
 def beside(collectives: Mapping[str, int]) -> dict[str, int]:
     """How many gathers, and sums, were under way while the computation went on."""
     gathers = collectives.get("all_gather", 0)
-    return {"gathers beside": gathers, "sums beside": sum(collectives.values()) - gathers}
+    return dict(zip(BESIDE, (gathers, sum(collectives.values()) - gathers), strict=True))
 
 
 def numbers(case: Case) -> dict[str, int]:

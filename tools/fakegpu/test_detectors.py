@@ -151,10 +151,17 @@ def test_memory_is_freed_too_early(kept: str) -> None:
     assert set(races(program)) == ({words} if kept == "dropped" else set())
 
 
+def dropped(x: Tensor, side: torch.cuda.Stream) -> None:
+    """Give the memory of `x` back to torch's allocator, which asks `side` when it is used next."""
+    x.record_stream(side)
+    x.set_(ones(1))
+    ones()
+
+
 QUESTIONS: dict[str, Callable[[torch.cuda.Stream, torch.cuda.Event, Tensor], object]] = {
     "of an event": lambda side, event, x: event.query(),
     "of a stream": lambda side, event, x: side.query(),
-    "of torch's allocator of the device": lambda side, event, x: (x.record_stream(side), x.set_(), ones()),
+    "of torch's allocator of the device": lambda side, event, x: dropped(x, side),
     "of torch's allocator of the host": lambda side, event, x: torch.zeros(N, pin_memory=True),
 }
 
