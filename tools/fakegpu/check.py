@@ -17,9 +17,9 @@ from run import environment
 HERE = Path(__file__).resolve().parent
 PARTS = {  # what each does, and its time on two free cores
     "detectors": "each detector is seen to fire on a small fault; 10 seconds",
-    "processes": "2 to 4 processes, with values between them; MINUTES",
-    "table": "every kind of step on one rank of several, two runs at a time; MINUTES",
-    "compiled": "what Inductor makes of a step; MINUTES",
+    "processes": "2 to 4 processes, with values between them; 3 minutes",
+    "table": "every kind of step on one rank of several, two runs at a time; 3 minutes",
+    "compiled": "what Inductor makes of a step; 2 minutes",
 }
 # without the repository's conftest.py, which needs packages that the CUDA environment does not have
 PYTEST = [

@@ -167,9 +167,10 @@ def kinds(job: Job) -> None:
 
 
 def two_axes(job: Job) -> None:
-    """Steps on two axes, of more kinds; not those that draw numbers, which CPUs draw otherwise."""
+    """Steps on two axes, of more kinds, without those that concern no axis; CPUs draw other numbers for dropout."""
     more = {**MORE, **HYBRID, "jit": {"jit": "eager", "donate": True}}
-    every = {name: kind for name, kind in {**KINDS, **more}.items() if name != "dropout"}
+    without = {"dropout", "lion", "8 bits", "sums f16", "micro bf16"}
+    every = {name: kind for name, kind in {**KINDS, **more}.items() if name not in without}
     beside_cpus(job.mesh(2, job.size // 2), every, partial(World, replicate=2, shard=job.size // 2))
 
 

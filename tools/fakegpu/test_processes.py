@@ -75,6 +75,7 @@ def test_groups(tmp_path: Path) -> None:
         ("other_dtype", "rank 0 calls all_reduce by sum of 8 f32, root 0, rank 1 calls all_reduce by sum of 8 i32"),
         ("death", "rank 0 waits for rank 1, which is gone"),
     ],
+    ids=["order", "count", "dtype", "death"],
 )
 def test_what_would_hang(program: str, words: str, tmp_path: Path) -> None:
     """Ranks that call other collectives end with an error that shows what both called."""
