@@ -1,8 +1,7 @@
-"""All checks on GPUs that are not there: `make fakegpu`, or `python tools/fakegpu/check.py [PART ...]`.
+"""All checks on GPUs that are not there: `make fakegpu`, or `python tools/fakegpu/check.py [PART [ARGUMENT ...]]`.
 
-Needs a CUDA build of torch, gcc, and no GPU. The parts are `detectors` (each is seen to fire), `processes` (several,
-with values between them), `table` (kinds of steps; its arguments follow it: `table 8-fast --update`) and `compiled`
-(what Inductor makes of a step).
+Needs a CUDA build of torch, gcc, and no GPU. `PARTS` are all of them; arguments follow the part that they are for:
+`table 8-fast --update`, `processes -k axes`.
 """
 
 from __future__ import annotations
@@ -10,17 +9,24 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from run import environment
 
 HERE = Path(__file__).resolve().parent
-PARTS = ("detectors", "processes", "table", "compiled")
+PARTS = {  # what each does, and its time on two free cores
+    "detectors": "each detector is seen to fire on a small fault; 10 seconds",
+    "processes": "2 to 4 processes, with values between them; 3 minutes",
+    "table": "every kind of step on one rank of several, two runs at a time; 3 minutes",
+    "compiled": "what Inductor makes of a step; 2 minutes",
+}
 # without the repository's conftest.py, which needs packages that the CUDA environment does not have
 PYTEST = [
     "-m",
     "pytest",
-    "-q",
+    "-v",
+    "--no-header",
     "-c",
     "/dev/null",
     f"--rootdir={HERE}",
@@ -34,23 +40,27 @@ def ran(part: str, arguments: list[str]) -> bool:
     """Run a part in a process of its own. Returns whether all is right."""
     with tempfile.TemporaryDirectory() as folder:
         alone = environment(FAKEGPU_ALONE="1", FAKEGPU_LOG=f"{folder}/log")
+        poisoned = {**alone, "FAKEGPU_POISON": "1"}
         commands = {
-            "detectors": ([*PYTEST, "-W", "error", f"{HERE}/test_detectors.py"], alone),
-            "processes": ([*PYTEST, f"{HERE}/test_processes.py"], None),
+            "detectors": ([*PYTEST, "-W", "error", f"{HERE}/test_detectors.py", *arguments], poisoned),
+            "processes": ([*PYTEST, "-s", f"{HERE}/test_processes.py", *arguments], None),
             "table": ([f"{HERE}/table.py", *arguments], None),
             "compiled": ([*PYTEST, "-W", "error", f"{HERE}/test_compiled.py", *arguments], alone),
         }
         command, env = commands[part]
-        print(f"--- {part}", flush=True)
-        return subprocess.run([sys.executable, *command], env=env, cwd=HERE, check=False).returncode == 0
+        print(f"--- {part}: {PARTS[part]}", flush=True)
+        begin = time.monotonic()
+        code = subprocess.run([sys.executable, *command], env=env, cwd=HERE, check=False).returncode
+        print(f"--- {part}: {'failed' if code else 'right'}, {time.monotonic() - begin:.0f} s", flush=True)
+        return not code
 
 
 def main() -> None:
     """Run the parts that the arguments name, or all, and exit with an error if one fails."""
     words = sys.argv[1:]
-    parts = [words[0]] if words and words[0] in PARTS else PARTS
-    arguments = words[1:] if words and words[0] in PARTS else words
-    failed = [part for part in parts if not ran(part, arguments)]
+    if words and words[0] not in PARTS:
+        sys.exit(f"{words[0]!r} is no part: expected one of {', '.join(PARTS)}")
+    failed = [part for part in words[:1] or PARTS if not ran(part, words[1:])]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 

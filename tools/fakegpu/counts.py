@@ -9,6 +9,7 @@ from pathlib import Path
 from races import Line, lines
 
 COLUMNS = ("host waits", "stream waits", "copies", "pageable copies", "cudaMallocs", "collectives", "messages")
+BESIDE = ("gathers beside", "sums beside")  # the computation; races.py knows what waits for what
 
 
 def counted(line: Line) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from gpu_cases import KINDS, batch, loss, same, start, trained
 from recorder import Recorder
+from steps import HYBRID, MORE
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
@@ -144,20 +146,32 @@ def death(job: Job) -> None:
 # ---- fshard, unchanged ----
 
 
-def kinds(job: Job) -> None:
-    """Every kind of step; rank 0 compares with simulated ranks of CPUs."""
-    mesh = job.mesh()
-    for name, kind in KINDS.items():
+def beside_cpus(mesh: DeviceMesh, every: dict[str, dict[str, Any]], world: Callable[[], World]) -> None:
+    """Every kind of step; rank 0 compares with simulated ranks of CPUs, and prints a line for each."""
+    for name, kind in every.items():
         got, losses = trained(mesh, **kind)
-        if job.rank == 0:
+        if mesh.get_rank() == 0:
             got, losses = fshard.tree.map(lambda x: x.cpu(), (got, losses))
             device, gpu_cases.DEVICE = gpu_cases.DEVICE, torch.device("cpu")
-            expected = World(job.size).run(partial(trained, **kind))[0]
+            expected = world().run(partial(trained, **kind))[0]
             gpu_cases.DEVICE = device
             wrong = same((got, losses), expected, exact=False)
             exactly = same((got, losses), expected)
             print(name, wrong or "right", exactly or "to the bit", sep="; ", flush=True)
-        dist.barrier(device_ids=[0])
+        dist.all_reduce(ones(1))  # wait for rank 0; a barrier of torch sends what nobody wrote
+
+
+def kinds(job: Job) -> None:
+    """Steps on one axis."""
+    beside_cpus(job.mesh(), KINDS, partial(World, job.size))
+
+
+def two_axes(job: Job) -> None:
+    """Steps on two axes, of more kinds, without those that concern no axis; CPUs draw other numbers for dropout."""
+    more = {**MORE, **HYBRID, "jit": {"jit": "eager", "donate": True}}
+    without = {"dropout", "lion", "8 bits", "sums f16", "micro bf16"}
+    every = {name: kind for name, kind in {**KINDS, **more}.items() if name not in without}
+    beside_cpus(job.mesh(2, job.size // 2), every, partial(World, replicate=2, shard=job.size // 2))
 
 
 def plans(job: Job) -> None:

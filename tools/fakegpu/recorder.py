@@ -76,6 +76,9 @@ class Recorder(TorchDispatchMode):
             return self._sent(func, args, kwargs)
         if is_counted(func, args) and any(x.is_cuda for x in tensors(args, kwargs)):
             return self._counted(func, args, kwargs)
+        if func.overloadpacket.__name__ == "record_stream":
+            told = torch.cuda.Stream(stream_id=args[1].stream_id, device_index=0, device_type=args[1].device_type)
+            mark(f"recorded at={args[0].untyped_storage().data_ptr():#x} stream={told.cuda_stream:#x}")
         waits = STUB.fakegpu_waits()
         out = func(*args, **kwargs)
         if is_view(func) or func.overloadpacket.__name__ in EMPTY:

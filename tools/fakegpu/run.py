@@ -6,6 +6,7 @@ Needs a CUDA build of torch and gcc. The names that the stub reads in the enviro
 |---|---|
 | `FAKEGPU_LOG` | a file for the log: launches, copies, events, waits, collectives (races.py and counts.py read it) |
 | `FAKEGPU_ALONE=1` | this process is one rank of as many as it likes; collectives get from all others what it sends |
+| `FAKEGPU_POISON=1` | memory is full of NaN when it is given out, and to send a number that nobody wrote is an error |
 | `FAKEGPU_MULTICAST=1` | NVLink can add up, so ProcessGroupNCCL registers its memory |
 | `FAKEGPU_WAIT` | seconds that a rank waits for another one before it is an error; 20 |
 | `NCCL_CHECK_POINTERS=1` | as NCCL's: what is sent and received must be memory of the device |

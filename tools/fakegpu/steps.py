@@ -1,6 +1,9 @@
 """One rank of many trains on a GPU that is not there: every kind of step, for the log. `table.py` starts it.
 
-python tools/fakegpu/run.py FAKEGPU_ALONE=1 FAKEGPU_LOG=log tools/fakegpu/steps.py 2x4 fast eager [KIND,...]
+python tools/fakegpu/run.py FAKEGPU_ALONE=1 FAKEGPU_LOG=log tools/fakegpu/steps.py 2x4-exact-last [KIND,...]
+
+A run is named by the shape of its mesh, its reduction, and words: `graph` for steps of `fshard.jit`, `last` for the
+last rank, which may have padding alone, else it is the first; `registered` is for table.py.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 import gpu_cases
 import torch
 import torch.distributed as dist
-from gpu_cases import KINDS, OPTIMIZERS, batch, loss, start
+from gpu_cases import KINDS, OPTIMIZERS, alternatives, batch, loss, start
 from recorder import Recorder, mark
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -42,26 +45,49 @@ MORE: dict[str, dict[str, Any]] = {
     "lion": {"tx": OPTIMIZERS["lion"]},
     "micro bf16": {"accumulate": 3, "plan": {"policy": "compute=bf16, reduce=bf16"}},
 }
+WIDE, FURTHER = {"params_over": BOTH, "grads_over": BOTH, "state_over": BOTH}, ("shard", "replicate")
 HYBRID: dict[str, dict[str, Any]] = {
     "later": {"accumulate": 2, "reduce_once": "replicate"},
-    "wide": {"plan": {"params_over": BOTH, "grads_over": BOTH, "state_over": BOTH}},
+    "wide": {"plan": WIDE},
+    "wide grads": {"plan": {"grads_over": FURTHER, "state_over": FURTHER}},
+    "wide state": {"plan": {"state_over": FURTHER}},
+    "wide in backward": {**IN_BACKWARD, "plan": {"state_over": FURTHER}},
+    "wide bf16": {"plan": {**WIDE, "policy": "compute=bf16"}},
+    "wide together": {"plan": {**WIDE, "together": True, "policy": "compute=bf16; **.norm: compute=f32"}},
 }
+# on one mesh of each shape: they differ in what they do with gradients, not in how these travel
+ONCE = {name.replace(",", ""): kind for name, kind in alternatives() if not name.startswith(("step ", "jit"))}
 WAITS = {"host"}  # the host updates these rows itself, so it waits for their gradients
 
 
-def kinds(shape: tuple[int, ...], reduction: str, backend: str) -> dict[str, dict[str, Any]]:
+def kinds(shape: tuple[int, ...], reduction: str, graph: bool) -> dict[str, dict[str, Any]]:
     """The kinds of steps of a mesh; a kind that names its reduction runs with "fast" alone, to run once."""
-    every = {**KINDS, **MORE, **(HYBRID if len(shape) == 2 else {})}
+    every = {**KINDS, **MORE, **(HYBRID if len(shape) == 2 else {}), **ONCE}
     if reduction != "fast":
-        every = {name: kind for name, kind in every.items() if "reduction" not in kind}
+        every = {name: kind for name, kind in every.items() if name not in ONCE and "reduction" not in kind}
     eager_only = {"host", *(name for name, kind in every.items() if "in_backward" in kind)}
-    return {name: kind for name, kind in every.items() if backend == "off" or name not in eager_only}
+    return {name: kind for name, kind in every.items() if not graph or name not in eager_only}
 
 
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    """A mesh in which this process is rank 0, and the only one there is."""
+class Store(dist.Store):
+    """A store in which the other ranks have said what this one asks for: names of communicators, which nobody reads."""
+
+    def set(self, key: str, value: object) -> None:
+        """Do nothing."""
+
+    def get(self, key: str) -> bytes:
+        """As many zeros as NCCL's names have."""
+        return bytes(128)
+
+
+STORE = Store()  # torch forgets the methods of an object that Python frees
+
+
+def mesh_of(shape: tuple[int, ...], last: bool = False) -> DeviceMesh:
+    """A mesh in which this process is rank 0, or the last one, and the only one there is."""
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=math.prod(shape))
+    size = math.prod(shape)
+    dist.init_process_group("nccl", store=STORE, rank=size - 1 if last else 0, world_size=size)
     return init_device_mesh("cuda", shape, mesh_dim_names=AXES[len(shape)])
 
 
@@ -108,8 +134,8 @@ class Model:
 class Runs:
     """Runs of kinds of steps on one mesh; every run is a case of the log."""
 
-    def __init__(self, mesh: DeviceMesh, backend: str):
-        self.mesh, self.backend, self._model = mesh, backend, Model()
+    def __init__(self, mesh: DeviceMesh, graph: bool):
+        self.mesh, self.graph, self._model = mesh, graph, Model()
 
     def run(
         self,
@@ -124,9 +150,8 @@ class Runs:
         gc.collect()
         torch.cuda.empty_cache()  # cudaMallocs do not depend on the case before
         transform, donate = tx(), how.pop("donate", False)
-        graph = self.backend != "off"
-        step: Any = fshard.train_step(fn, transform, donate=donate and not graph, **how)
-        step = fshard.jit(step, backend=self.backend, donate=donate) if graph else step
+        step: Any = fshard.train_step(fn, transform, donate=donate and not self.graph, **how)
+        step = fshard.jit(step, backend="eager", donate=donate) if self.graph else step
         state, tokens = start(self.mesh, transform, scale(), plan), batch(0)
         state, metrics = step(state, tokens)
         torch.cuda.synchronize()
@@ -150,28 +175,34 @@ class Runs:
 
 
 def main() -> None:
-    """Run the kinds that the arguments name, and print a line for each that fails."""
-    shape = tuple(int(n) for n in sys.argv[1].split("x"))
-    reduction, backend = sys.argv[2], sys.argv[3]
-    chosen = sys.argv[4].split(",") if len(sys.argv) > 4 else None
+    """Run the kinds that the arguments name, and print a line for each: that it ran, or how it failed."""
+    words = sys.argv[1].split("-")
+    shape, reduction = tuple(int(n) for n in words[0].split("x")), words[1]
+    chosen = sys.argv[2].split(",") if len(sys.argv) > 2 else None
     torch.set_num_threads(1)
     torch.cuda.set_sync_debug_mode("error")  # says once that it is a prototype
     torch.cuda.set_sync_debug_mode("default")
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
     with Recorder():
-        runs = Runs(mesh_of(shape), backend)
-        for name, kind in kinds(shape, reduction, backend).items():
+        runs = Runs(mesh_of(shape, "last" in words), "graph" in words)
+        for name, kind in kinds(shape, reduction, "graph" in words).items():
             if chosen and name not in chosen:
                 continue
             try:
                 runs.run(name, **{"reduction": reduction, **kind})
+                print(f"ran {name}", flush=True)
             except Exception as failure:
-                place = [f for f in traceback.extract_tb(failure.__traceback__) if "/fshard/" in f.filename][-1:]
-                where = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in place]
-                print(f"{name}: {type(failure).__name__}: {str(failure)[:300]} {where}", flush=True)
+                print(f"{name}: {described(failure)}", flush=True)
     sys.stdout.flush()
     os._exit(0)  # without the threads of ProcessGroupNCCL, which wait for ranks that are not there
+
+
+def described(failure: Exception) -> str:
+    """An error on one line, with the place in fshard where it was raised."""
+    place = [f for f in traceback.extract_tb(failure.__traceback__) if "/fshard/" in f.filename][-1:]
+    where = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in place]
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())[-400:]} {where}"
 
 
 if __name__ == "__main__":

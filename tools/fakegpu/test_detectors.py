@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from counts import counts_of
-from races import races_of
+from races import judged, races_of
 from recorder import Recorder, mark
 from table import Case, wrong
 from torch import Tensor
@@ -26,9 +26,11 @@ N = 1 << 18  # elements of a block that the allocator gives out by itself
 def _device() -> Iterator[None]:
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=8)
-    dist.all_reduce(torch.zeros(1, device="cuda"))  # makes the communicator
     with Recorder():
+        dist.all_reduce(torch.zeros(1, device="cuda"))  # makes the communicator
         yield
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
 
 
 def log_of(program: Callable[[], object]) -> tuple[str, str]:
@@ -118,8 +120,103 @@ def test_a_dropped_reference(kept: str) -> None:
         torch.cuda.current_stream().wait_stream(side)
         del held
 
-    words = "ones on the computation writes what sum on a side stream still reads"
+    words = {
+        "ones on the computation writes what sum on a side stream still reads",
+        "freed while sum on a side stream still reads it",
+    }
+    assert set(races(program)) == (words if kept == "dropped" else set())
+
+
+@pytest.mark.parametrize("kept", ["dropped", "kept", "recorded", "nothing is allocated"])
+def test_memory_is_freed_too_early(kept: str) -> None:
+    """The same where the allocator gives out other memory: on a GPU it is chance which it is."""
+    side = torch.cuda.Stream()
+    torch.cuda.empty_cache()
+
+    def program() -> None:
+        x = ones()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.sum()
+        if kept == "recorded":
+            x.record_stream(side)
+        held = x if kept == "kept" else None
+        del x
+        y = None if kept == "nothing is allocated" else ones(64 * N)
+        torch.cuda.current_stream().wait_stream(side)
+        y = ones(64 * N) if y is None else y
+        del held
+
+    words = "freed while sum on a side stream still reads it"
     assert set(races(program)) == ({words} if kept == "dropped" else set())
+
+
+def dropped(x: Tensor, side: torch.cuda.Stream) -> None:
+    """Give the memory of `x` back to torch's allocator, which asks `side` when it is used next."""
+    x.record_stream(side)
+    x.set_(ones(1))
+    ones()
+
+
+QUESTIONS: dict[str, Callable[[torch.cuda.Stream, torch.cuda.Event, Tensor], object]] = {
+    "of an event": lambda side, event, x: event.query(),
+    "of a stream": lambda side, event, x: side.query(),
+    "of torch's allocator of the device": lambda side, event, x: dropped(x, side),
+    "of torch's allocator of the host": lambda side, event, x: torch.zeros(N, pin_memory=True),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_is_no_wait(question: str) -> None:
+    """A missing wait is found though somebody asks, before it, whether the side stream is done."""
+    side, event = torch.cuda.Stream(), torch.cuda.Event()
+
+    def program() -> None:
+        x, other, row = ones(), ones(), torch.zeros(N, pin_memory=True)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.mul_(2)
+            row.copy_(x, non_blocking=True)
+            event.record()
+        del row
+        QUESTIONS[question](side, event, other)
+        x.sum()
+        torch.cuda.current_stream().wait_stream(side)
+
+    assert set(races(program)) == {"sum on the computation reads what mul_ on a side stream still writes"}
+
+
+def test_who_asks_again_and_again_waits() -> None:
+    """A loop of questions ends, and is an order."""
+    side, event = torch.cuda.Stream(), torch.cuda.Event()
+
+    def program() -> None:
+        x = ones()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.mul_(2)
+            event.record()
+        while not event.query():
+            pass
+        x.sum()
+
+    assert set(races(program)) == set()
+
+
+def test_a_race_between_cases_belongs_to_none() -> None:
+    """What follows the end of a case is not booked on it."""
+    side = torch.cuda.Stream()
+
+    def program() -> None:
+        with torch.cuda.stream(side):
+            ones(8)
+
+    log, name = log_of(program)
+    x = ones()
+    with torch.cuda.stream(side):
+        x.sum()
+    torch.cuda.synchronize()
+    assert races_of(log)[name] == Counter()
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -195,8 +292,7 @@ def test_what_the_watchdog_learns() -> None:
     # torch has no public name for it; a thread of another name is one of the program, and sees another answer here
     with ThreadPoolExecutor(1, initializer=torch._C._set_thread_name, initargs=("pt_nccl_watchdg",)) as watchdog:
         event.record()
-        assert not watchdog.submit(event.query).result()
-        assert event.query()  # of the program: it has an order from it, so it is in the log
+        assert not any(watchdog.submit(event.query).result() for _ in range(2000))
         torch.cuda.synchronize()
         assert watchdog.submit(event.query).result()
 
@@ -233,6 +329,23 @@ def test_a_cuda_malloc() -> None:
     assert counts(lambda: ones(64 * N))["cudaMallocs"] == 0
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_collectives_beside_the_computation(early: bool) -> None:
+    """A gather that is under way while the computation goes on is counted, one that it waits for at once is not."""
+    x, outs = ones(8), [ones(64), ones(64)]
+
+    def program() -> None:
+        for n, out in enumerate(outs):
+            work = dist.all_gather_single(out, x, async_op=True)
+            if early and n:
+                ones(8)
+            work.wait()
+            out.sum()
+
+    log, name = log_of(program)
+    assert judged(log)[name].counted == ({"all_gather": 1} if early else {})
+
+
 def test_collectives_are_counted() -> None:
     """Each call of NCCL is counted, and each message."""
     found = counts(lambda: dist.all_reduce(ones(8)))
@@ -248,6 +361,20 @@ def test_a_null_pointer(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(dist.DistBackendError, match="is no memory of the device"):
         dist.all_gather_single(ones(0), ones(0))
     dist.all_to_all([ones(0)] * 8, [ones(0)] * 8)
+
+
+def test_what_nobody_wrote_is_sent() -> None:
+    """A number that nobody wrote is refused by NCCL, of new memory and of memory that is used again."""
+    torch.cuda.empty_cache()
+    for _ in range(2):
+        x = torch.empty(N, device="cuda")
+        x[: N - 1] = 1
+        with pytest.raises(dist.DistBackendError, match=f"nobody wrote element {N - 1} of what is sent"):
+            dist.all_reduce(x)
+        x[N - 1] = float("nan")  # a number
+        dist.all_reduce(x)
+        x.zero_()
+        del x
 
 
 def test_a_sum_of_flags() -> None:
@@ -287,8 +414,8 @@ def test_what_differs_from_the_expected_numbers() -> None:
     assert wrong("8-fast", {"full": case}, expected) == []
     for other, words in (
         (case._replace(races=Counter({"a on b reads": 2})), "2 times: a on b reads"),
-        (case._replace(counts={"collectives": 19}), "got {'collectives': 19, 'peak KiB': 1024}"),
-        (case._replace(peak=1 << 19), "got {'collectives': 18, 'peak KiB': 512}"),
+        (case._replace(counts={"collectives": 19}), "18 collectives expected, got 19"),
+        (case._replace(peak=1 << 19), "1024 peak KiB expected, got 512"),
         (case._replace(estimate=1 << 19), "needs 1024 KiB, estimated were 512 KiB"),
     ):
         (line,) = wrong("8-fast", {"full": other}, expected)

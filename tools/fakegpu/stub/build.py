@@ -20,7 +20,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 SITE = Path(torch.__file__).parent.parent
-FILES = ("device.c", "capture.c", "kernels.c", "nccl.c", "meeting.c")
+FILES = ("device.c", "streams.c", "capture.c", "kernels.c", "nccl.c", "meeting.c")
 # libraries that are replaced; the others (cuDNN, CUPTI, NVRTC, NVSHMEM) are loaded as they are, and never called
 REPLACED = ("cudart", "cublas", "cublasLt", "cufft", "cufile", "curand", "cusolver", "cusparse", "cusparseLt", "nccl")
 

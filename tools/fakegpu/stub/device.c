@@ -1,9 +1,8 @@
-/* The runtime (cudart) of a GPU that is not there: memory, copies, streams and events.
+/* The runtime (cudart) of a GPU that is not there: the log, memory and copies. (Streams and events are in streams.c.)
  *
- * Memory of the device is memory of the host, and a copy is a memmove at once. A stream has no queue: what is given to
- * it is done when the call returns. So an order that a program forgot does no harm here; it is read off the log, where
- * every copy, event and wait is a line. */
+ * Memory of the device is memory of the host, and a copy is a memmove at once. */
 #include "fake.h"
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -27,8 +26,13 @@ static void open_log(void) {
         setvbuf(log_file, NULL, _IOLBF, 0); /* whole lines, also of a process that is killed */
 }
 
+static unsigned long log_lines;
+
+unsigned long fake_time(void) { return __atomic_load_n(&log_lines, __ATOMIC_SEQ_CST); }
+
 void fake_log(const char *format, ...) {
     pthread_once(&log_once, open_log);
+    __atomic_add_fetch(&log_lines, 1, __ATOMIC_SEQ_CST);
     if (!log_file)
         return;
     va_list arguments;
@@ -42,22 +46,6 @@ void fake_log(const char *format, ...) {
 
 /* A program's own line: what an operator reads and writes, where a step begins. */
 void fakegpu_mark(const char *words) { fake_log("%s", words); }
-
-static __thread unsigned long waits; /* of this thread of the host for the device */
-static unsigned long device_waits;   /* of all threads for all streams of a device */
-
-/* How often the calling thread has waited for the device. */
-unsigned long fakegpu_waits(void) { return waits; }
-
-static Status waited(const char *what, const void *handle) {
-    if (fake_captures())
-        return cudaErrorStreamCaptureUnsupported;
-    waits++;
-    if (!strcmp(what, "device"))
-        __atomic_add_fetch(&device_waits, 1, __ATOMIC_SEQ_CST);
-    fake_log("sync %s=%p", what, handle);
-    return 0;
-}
 
 /* ---- memory ---- */
 
@@ -103,10 +91,14 @@ const Block *fake_block(const void *address) {
     return block;
 }
 
+bool fake_poison(void) { return getenv("FAKEGPU_POISON") != NULL; }
+
 void *fake_allocate(size_t size, bool host) {
     void *begin = mmap(NULL, size ? size : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (begin == MAP_FAILED)
         return NULL;
+    if (fake_poison() && !host)
+        memset(begin, 0xff, size);
     remember(begin, size, host);
     return begin;
 }
@@ -135,7 +127,7 @@ Status cudaFree(void *begin) {
         return 0;
     fake_log("free at=%p", begin);
     fake_release(begin);
-    return waited("device", NULL);
+    return cudaDeviceSynchronize();
 }
 
 Status cudaFreeAsync(void *begin, Stream stream) { return cudaFree(begin); }
@@ -177,6 +169,37 @@ Status cudaPointerGetAttributes(struct cudaPointerAttributes *of, const void *ad
     return 0;
 }
 
+/* ---- memory of torch's allocator, which calls this function of libc10 for a profiler when it gives memory out
+ * (`size` > 0) or takes it back: the stub is loaded first, so this one is called ---- */
+
+typedef struct { int8_t type, index; } Device;
+typedef struct { Device device; int64_t id; } TorchStream;
+
+/* The calling thread's current stream: that of what torch allocates. */
+static Stream torch_stream(int8_t device) {
+    static TorchStream (*current)(int8_t);
+    static Stream (*handle)(const TorchStream *);
+    if (!current) {
+        void *library = dlopen("libc10_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+        handle = dlsym(library, "_ZNK3c104cuda10CUDAStream6streamEv");
+        current = dlsym(library, "_ZN3c104cuda20getCurrentCUDAStreamEa");
+    }
+    TorchStream stream = current(device);
+    return handle(&stream);
+}
+
+void _ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE(void *at, int64_t size, size_t allocated, size_t reserved,
+                                                           Device device) {
+    if (device.type != 1) /* not CUDA */
+        return;
+    if (size > 0 && fake_poison())
+        memset(at, 0xff, size);
+    if (size > 0)
+        fake_log("given at=%p n=%zu stream=%p", at, (size_t)size, torch_stream(device.index));
+    else
+        fake_log("back at=%p n=%zu", at, (size_t)-size);
+}
+
 static const char *kind_of_memory(const void *address) {
     const Block *block = fake_block(address);
     return !block ? "pageable" : block->host ? "pinned" : "device";
@@ -191,7 +214,7 @@ Status cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, Stream
 Status cudaMemcpy(void *to, const void *from, size_t size, int kind) {
     fake_log("copy from=%s to=%s n=%zu blocking=1", kind_of_memory(from), kind_of_memory(to), size);
     memmove(to, from, size);
-    return waited("device", NULL);
+    return cudaDeviceSynchronize();
 }
 
 Status cudaMemcpyPeerAsync(void *to, int device, const void *from, int peer, size_t size, Stream stream) {
@@ -214,91 +237,9 @@ Status cudaMemsetAsync(void *to, int value, size_t size, Stream stream) {
 
 Status cudaMemset(void *to, int value, size_t size) { return cudaMemsetAsync(to, value, size, NULL); }
 
-/* ---- streams and events ---- */
-
 void *fake_handle(void) {
     static uintptr_t last = 0x1000; /* streams 0, 1 and 2 have meanings */
     return (void *)__atomic_add_fetch(&last, 0x10, __ATOMIC_SEQ_CST);
-}
-
-Status cudaStreamCreateWithPriority(Stream *to, unsigned flags, int priority) {
-    *to = fake_handle();
-    fake_log("stream stream=%p priority=%d", *to, priority);
-    return 0;
-}
-
-Status cudaStreamCreateWithFlags(Stream *to, unsigned flags) { return cudaStreamCreateWithPriority(to, flags, 0); }
-Status cudaStreamCreate(Stream *to) { return cudaStreamCreateWithPriority(to, 0, 0); }
-
-Status cudaStreamGetPriority(Stream stream, int *priority) {
-    *priority = 0;
-    return 0;
-}
-
-Status cudaStreamSynchronize(Stream stream) { return waited("stream", stream); }
-Status cudaDeviceSynchronize(void) { return waited("device", NULL); }
-Status cudaEventSynchronize(Event event) { return waited("event", event); }
-
-Status cudaStreamWaitEvent(Stream stream, Event event, unsigned flags) {
-    fake_log("wait stream=%p event=%p", stream, event);
-    return 0;
-}
-
-/* An event is the number of the first wait for the device after it was recorded; 0 if it was not. */
-Status cudaEventCreateWithFlags(Event *to, unsigned flags) {
-    *to = calloc(1, sizeof device_waits);
-    return 0;
-}
-
-Status cudaEventCreate(Event *to) { return cudaEventCreateWithFlags(to, 0); }
-
-Status cudaEventRecord(Event event, Stream stream) {
-    fake_log("record stream=%p event=%p", stream, event);
-    *(unsigned long *)event = device_waits + 1;
-    return 0;
-}
-
-Status cudaEventRecordWithFlags(Event event, Stream stream, unsigned flags) { return cudaEventRecord(event, stream); }
-
-/* ProcessGroupNCCL's own threads ask all the time whether collectives are done, and drop what was sent when they are.
- * They are told what a network does that is slow: a collective is done when the host has waited for the device. With
- * "done" at once the memory of what was sent would be free while, by the log, it is still read. What they learn is no
- * order for the program: its own questions alone are in the log, and to these the answer is "done". */
-static bool is_of_nccl(void) {
-    static __thread int known; /* 1: a thread of the program, 2: one of ProcessGroupNCCL */
-    char name[16] = "";
-    if (!known) {
-        pthread_getname_np(pthread_self(), name, sizeof name);
-        known = strncmp(name, "pt_nccl", 7) ? 1 : 2;
-    }
-    return known == 2;
-}
-
-Status cudaEventQuery(Event event) {
-    if (is_of_nccl())
-        return *(unsigned long *)event > device_waits ? cudaErrorNotReady : 0;
-    fake_log("query event=%p", event);
-    return 0;
-}
-
-Status cudaStreamQuery(Stream stream) {
-    fake_log("query stream=%p", stream);
-    return 0;
-}
-
-Status cudaEventElapsedTime(float *to, Event from, Event until) {
-    *to = 1;
-    return 0;
-}
-
-Status cudaLaunchHostFunc(Stream stream, void (*run)(void *), void *data) {
-    run(data);
-    return 0;
-}
-
-Status cudaStreamAddCallback(Stream stream, void (*run)(Stream, int, void *), void *data, unsigned flags) {
-    run(stream, 0, data);
-    return 0;
 }
 
 /* ---- the device ---- */
@@ -418,6 +359,7 @@ Status cudaFuncGetAttributes(struct cudaFuncAttributes *of, const void *kernel) 
 
 const char *cudaGetErrorName(Status status) {
     return status == cudaErrorMemoryAllocation           ? "out of memory"
+           : status == cudaErrorNotReady                 ? "not ready"
            : status == cudaErrorStreamCaptureUnsupported ? "not permitted while a stream is captured"
                                                          : "error";
 }

@@ -9,8 +9,10 @@ typedef void *Stream;
 typedef void *Event;
 typedef int Status; /* 0 is success in every one of NVIDIA's libraries */
 
-/* Append a line to the file that FAKEGPU_LOG names; nothing without it. */
+/* Append a line to the file that FAKEGPU_LOG names; without it the line is only counted. */
 void fake_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
+/* The number of lines so far: whatever the device is given is one. */
+unsigned long fake_time(void);
 
 typedef struct Block {
     char *begin;
@@ -22,7 +24,9 @@ typedef struct Block {
 
 /* The block that an address lies in; NULL for memory that the stub did not give out: pageable memory of the host. */
 const Block *fake_block(const void *address);
-/* Memory filled with zeros, as a block; NULL if there is none. */
+/* Whether memory of the device is full of NaN when it is given out, so that what nobody wrote is seen. */
+bool fake_poison(void);
+/* Memory filled with zeros, or as `fake_poison` says, as a block; NULL if there is none. */
 void *fake_allocate(size_t size, bool host);
 /* Give back what `fake_allocate` returned. */
 void fake_release(void *begin);

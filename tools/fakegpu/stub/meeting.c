@@ -254,13 +254,19 @@ static Status take(Comm *comm, const Message *message) {
     return 0;
 }
 
-/* A rank that is alone receives what it sends to the rank as far on the other side: all do as this one does. */
+/* A rank that is alone receives what it sends to the rank as far on the other side, again and again if that is shorter:
+ * all do as this one does. Without such a message it receives zeros. */
 static Status mirror(const Comm *comm, const Message *messages, size_t number) {
-    for (size_t i = 0; i < number; i++)
-        for (size_t j = 0; j < number && !messages[i].sends; j++)
-            if (messages[j].sends && (messages[i].peer + messages[j].peer - 2 * comm->rank) % comm->size == 0)
-                memmove(messages[i].at, messages[j].at,
-                        messages[i].size < messages[j].size ? messages[i].size : messages[j].size);
+    for (size_t i = 0; i < number; i++) {
+        const Message *to = &messages[i], *from = NULL;
+        for (size_t j = 0; j < number && !to->sends && !from; j++)
+            if (messages[j].sends && messages[j].size && (to->peer + messages[j].peer - 2 * comm->rank) % comm->size == 0)
+                from = &messages[j];
+        if (!to->sends && !from)
+            memset(to->at, 0, to->size);
+        for (size_t at = 0; from && at < to->size; at += from->size)
+            memmove((char *)to->at + at, from->at, to->size - at < from->size ? to->size - at : from->size);
+    }
     return 0;
 }
 

@@ -263,9 +263,28 @@ static void receive_into(Comm *comm, const Call *call, const void *send, char *t
         reduce(comm, call, send, comm->rank * call->count, to);
 }
 
+/* The first of `n` numbers that has all bits set, as memory that nobody wrote under FAKEGPU_POISON; -1 if none has.
+ * Other NaN have other bits. Bytes are not looked at: they may be anything. */
+static ptrdiff_t unwritten(const void *at, size_t n, Type type) {
+    static const char ones[8] = {-1, -1, -1, -1, -1, -1, -1, -1};
+    if (fake_poison() && (type == F16 || type == F32 || type == F64 || type == BF16))
+        for (size_t i = 0; i < n; i++)
+            if (!memcmp((const char *)at + i * size_of(type), ones, size_of(type)))
+                return i;
+    return -1;
+}
+
+static Status check_written(const char *kind, const void *at, size_t n, Type type) {
+    ptrdiff_t number = unwritten(at, n, type);
+    return number < 0 ? 0 : refuse(INVALID_ARGUMENT, "%s of %zu %s: nobody wrote element %td of what is sent", kind, n,
+                                   TYPES[type], number);
+}
+
 static Status collective(Comm *comm, Call call, const void *send, void *receive, Stream stream) {
     char words[128];
     Status status = check(comm, &call, send, receive);
+    if (!status)
+        status = check_written(KINDS[call.kind], send, sent_size(comm, &call) / size_of(call.type), call.type);
     if (status)
         return status;
     fake_log("nccl kind=%s comm=%d ranks=%d n=%zu size=%zu type=%s stream=%p send=%p receive=%p", KINDS[call.kind],
@@ -346,6 +365,8 @@ static Status message(bool sends, void *at, size_t n, Type type, int peer, Comm 
         return refuse(INVALID_ARGUMENT, "a message of %zu %s: %p is no memory of the device", n, TYPES[type], at);
     if (peer < 0 || peer >= comm->size || waiting == MOST_MESSAGES)
         return refuse(INVALID_ARGUMENT, "a message: peer %d of %d ranks", peer, comm->size);
+    if (sends && check_written("a message", at, n, type))
+        return INVALID_ARGUMENT;
     fake_log("nccl kind=%s comm=%d ranks=%d n=%zu size=%zu type=%s stream=%p %s=%p peer=%d", sends ? "send" : "receive",
              comm->number, comm->size, n, size_of(type), TYPES[type], stream, sends ? "send" : "receive", at, peer);
     snprintf(words, sizeof words, "%s rank %d %zu %s", sends ? "send to" : "receive from", peer, n, TYPES[type]);
