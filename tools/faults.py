@@ -1,6 +1,6 @@
 """Faults that only GPUs would show, put into a copy of fshard: which check finds each?
 
-    python tools/fakegpu/faults.py [--tools COMMIT] [WORD ...]    # all, or those that have a word in their names
+    python tools/faults.py [--tools COMMIT] [WORD ...]    # all, or those that have a word in their names
 
 A fault is found if what must find it does (`SIGNS`). With `--tools` the checks are those of a commit. A line of the
 result has the fault, what finds it, and how often.
@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 SIGNS = {  # of what the checks print
     "freed too early": r"(\d+) times: freed while",
     "race": r"(\d+) times: .* still",
