@@ -222,8 +222,8 @@ def system(rows: Rows, mesh: DeviceMesh, name: str) -> None:
     figures, run = measured(partial(SYSTEMS[name], mesh, LARGE))
     floor = [row["ms"] for row in read(rows.out) if row["case"] == FLOOR and "ms" in row]
     rows.add(name, "measured", words(figures, floor[0] if floor else 0.0), **figures)
-    trace = str(rows.out / f"trace_{re.sub(r'\W+', '_', name)}.json.gz") if name in WITH_TRACE else None
-    said, more = kernels_of(run, trace)
+    trace = rows.out / f"trace_{'_'.join(re.findall('[a-zA-Z0-9]+', name))}.json.gz"
+    said, more = kernels_of(run, str(trace) if name in WITH_TRACE else None)
     rows.add(f"kernels of {name}", "measured" if more or not INDUCTOR else "failed", said, **more)
 
 
