@@ -6,7 +6,7 @@
 Each part is a process of its own with a time limit, so a part that hangs or dies does not stop the others, and a part
 that no longer fits is left out. Each row is printed and kept when it is known: a command that is killed has lost none.
 The folder has `gpu.md` (the table; docs/benchmarks.md describes the parts), `gpu.jsonl` (the same with figures),
-`gpu.log` (what the parts said) and four traces. The command fails if a case failed that is not in `MAY_FAIL`.
+`gpu.log` (what the parts said) and traces. The command fails if a case failed that is not in `MAY_FAIL`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as packages:
         out = Path(args.out or tempfile.mkdtemp())
         out.mkdir(parents=True, exist_ok=True)
-        for old in out.glob("gpu.*"):  # an earlier run's
+        for old in (*out.glob("gpu.*"), *out.glob("trace_*.json.gz")):  # an earlier run's
             old.unlink()
         paths = with_wheels(args.wheels, Path(packages))
         for part in args.parts.split(","):
