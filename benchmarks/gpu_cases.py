@@ -153,7 +153,7 @@ def same(got: Tree, expected: Tree, exact: bool = True) -> str:
     if exact:
         wrong = sum(not torch.equal(x, y.to(x.device)) for x, y in pairs)
         return f"{wrong} of {len(pairs)} tensors have other bits" if wrong else ""
-    far = max(float((x - y.to(x.device)).abs().max()) for x, y in pairs)
+    far = float(torch.stack([(x - y.to(x.device)).abs().max().float() for x, y in pairs]).max())  # NaN if there is one
     return "" if far < 2e-3 else f"up to {far:.1e} apart"
 
 

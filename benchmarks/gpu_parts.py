@@ -36,7 +36,7 @@ from gpu_steps import correct, near, waits
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
-from fshard import optim
+from fshard import optim, tree
 from fshard.comm.mesh import Mesh, mesh_device
 from fshard.comm.process_groups import GroupRanks
 from fshard.core.tree import Tree
@@ -122,7 +122,9 @@ def _odd_rows(mesh: DeviceMesh, name: str, dtype: torch.dtype) -> str:
     def updated(mesh: DeviceMesh | Mesh) -> Tree:
         draw, device = torch.Generator().manual_seed(2), mesh_device(mesh)
         names = {1: "embed", 3: "three"} | {n: f"rows.{n}" for n in ODD[2:]}  # `labels` has a rule for "embed"
-        trees = [{names[n]: torch.randn(n, generator=draw).to(device, dtype) for n in ODD} for _ in range(3)]
+        # small parameters, so that updates are more than rounding
+        drawn = ({names[n]: torch.randn(n, generator=draw) * size for n in ODD} for size in (1e-3, 1, 1))
+        trees = [tree.map(lambda x: x.to(device, dtype), x) for x in drawn]
         plan = fshard.make_plan(trees[0], mesh, units=["*"])
         params, *grads = (fshard.shard_params(x, plan) for x in trees)
         tx = OPTIMIZERS[name]()

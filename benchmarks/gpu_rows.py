@@ -7,6 +7,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class Rows:
         """Append a row; `state` is "right", "failed", "skipped" or "measured", `more` are figures."""
         row = {"part": self.part, "case": case, "state": state, "what": what, **more}
         with open(self.out / "gpu.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row) + "\n")  # at once: rows of several ranks do not mix
         written(table(read(self.out)), self.out / "gpu.md")
         print(f"{time.strftime('%X')} {state:8} {self.part}: {case}{': ' * bool(what)}{what}", flush=True)
 
@@ -61,9 +62,11 @@ def sentence(failure: Exception) -> str:
 
 def read(out: Path) -> list[Row]:
     """The rows of a folder. A line that was cut off is left out."""
-    path = out / "gpu.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    path, rows = out / "gpu.jsonl", list[Row]()
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -81,6 +84,6 @@ def table(rows: Sequence[Row]) -> str:
 
 def written(text: str, path: Path) -> None:
     """Write a file whole or not at all: a command that is killed leaves the old one."""
-    new = path.with_suffix(".new")
+    new = path.with_suffix(f".{os.getpid()}")  # several ranks may write at once
     new.write_text(text)
     new.replace(path)

@@ -65,12 +65,14 @@ class Places:
         fits = [*map(eq, map(Tensor.stride, into), map(Tensor.stride, parts))]
         if self.numel > most:  # a foreach kernel may index the elements of a tensor with int32
             fits = [False] * len(fits)
-        for to, part in compress(zip(into, parts, strict=True), map(not_, fits)):
-            to.add_(part) if add else to.copy_(part)
+        if not all(fits):
+            for to, part in compress(zip(into, parts, strict=True), map(not_, fits)):
+                to.add_(part) if add else to.copy_(part)
+            into, parts = [*compress(into, fits)], [*compress(parts, fits)]
         # Private: one call, and on a GPU one kernel, where a loop starts one for each leaf (test_blocks.py notices
         # when they go)
-        if any(fits):
-            (torch._foreach_add_ if add else torch._foreach_copy_)([*compress(into, fits)], [*compress(parts, fits)])
+        if into:
+            (torch._foreach_add_ if add else torch._foreach_copy_)(into, parts)
         if self._gaps and not add:
             torch._foreach_zero_([pieces[number] for number in self._gaps])
 

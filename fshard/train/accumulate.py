@@ -257,8 +257,7 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
 
     Multiply total and count of a `Mean` by the weight (0-d, 1 or 0), a further argument of the step: the mean stays
     that of the batches there are, and every rank takes part in every collective. One small collective a batch, and one
-    at the end, over the ranks of `mesh`: the one of a batch starts before the batch before it is yielded, so `data` are
-    read one batch ahead. `like` is a batch for ranks without any (ValueError if one is needed).
+    at the end, over the ranks of `mesh`. `like` is a batch for ranks without any (ValueError if one is needed).
 
     >>> [(batch, weight.item()) for batch, weight in join_batches([1, 2])]
     [(1, 1.0), (2, 1.0)]
@@ -266,28 +265,19 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
     if not isinstance(data, Iterable):
         raise TypeError(f"join_batches: {wrong('data', data, 'batches to go through')}")
     axis_sizes(mesh)
-    following = _asked(batches := iter(data), like, mesh)
+    batches, batch = iter(data), like
     while True:
-        batch, weight, answer, copied = following
-        copied.synchronize()
-        # every rank stops at the same step: a rank that went on alone would wait for the others forever
-        if not answer:
+        following = [*islice(batches, 1)]  # none at the end
+        weight = torch.full((), float(len(following)), dtype=torch.float32, device=mesh_device(mesh))
+        has_any = primitives.total(weight, mesh, op="max", label="batches")
+        # every rank stops at the same step: a rank that went on alone would wait for the others forever. One that has a
+        # batch knows the answer: to read it, its host would wait for the step before
+        if not following and not has_any:
             return
+        batch = following[0] if following else batch
         if batch is None:
             raise ValueError("join_batches: this rank has no batch at all: give one as `like`, whose weight will be 0")
-        following = _asked(batches, batch, mesh)
         yield batch, weight
-
-
-def _asked(batches: Iterator[T], last: T | None, mesh: AnyMesh) -> tuple[T | None, Tensor, Tensor, torch.Event]:
-    """The next batch, or else `last`, its weight, and whether any rank has one: in host memory after the event."""
-    following, device = [*islice(batches, 1)], mesh_device(mesh)  # none at the end
-    weight = torch.full((), float(len(following)), dtype=torch.float32, device=device)
-    # to read the device later, the host would wait for the step that it has started since: it waits for a copy, which
-    # is in pinned memory because it does not block
-    answer = primitives.total(weight, mesh, op="max", label="batches").to("cpu", non_blocking=True)
-    (copied := torch.get_device_module(device).Event()).record()
-    return following[0] if following else last, weight, answer, copied
 
 
 def cut(batch: Tree, num: int, rank: int) -> list[Tree]:
