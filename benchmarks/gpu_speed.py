@@ -146,16 +146,16 @@ def measured(build: Callable[[], Run]) -> tuple[dict[str, Any], Run]:
 
 
 def words(f: dict[str, Any], floor: float) -> str:
-    """The figures of one system as text; `floor` are the milliseconds of a step of the floor, or 0."""
-    ratio = f", {f['ms'] / floor:.3f} of {FLOOR}" if floor else ""
-    speed = (
-        f"{f['ms']:.2f} ms a step ({f['low']:.2f} to {f['high']:.2f}){ratio}, {f['tokens_per_s'] / 1e3:.1f} k tokens/s"
-    )
-    host = (
-        f"host {f['host_alone_ms']:.1f} ms alone, {f['host_in_a_row_ms']:.1f} in a row, ready in {f['ready_s']:.1f} s"
-    )
-    memory = f"peak {f['peak_gib']:.2f} GiB, {f['reserved_gib']:.2f} reserved, {f['retries']} retries"
-    return f"{speed}, {f['tflops']:.0f} TFLOP/s; {host}; {memory}; losses {[round(x, 4) for x in f['losses']]}"
+    """The figures of one system as text; `floor` are the milliseconds of a step of the floor."""
+    parts = [
+        f"{f['ms'] / floor:.3f} of the floor, {f['ms']:.2f} ms a step ({f['low']:.2f} to {f['high']:.2f})",
+        f"{f['tokens_per_s']:.0f} tokens/s, {f['tflops']:.0f} TFLOP/s",
+        f"host {f['host_alone_ms']:.1f} ms alone, {f['host_in_a_row_ms']:.1f} in a row",
+        f"ready in {f['ready_s']:.1f} s",
+        f"peak {f['peak_gib']:.2f} GiB, {f['reserved_gib']:.2f} reserved, {f['retries']} retries",
+        f"losses {[round(x, 4) for x in f['losses']]}",
+    ]
+    return "; ".join(parts)
 
 
 class Kernel(NamedTuple):

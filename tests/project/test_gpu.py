@@ -88,6 +88,48 @@ def test_files_with_tests_for_gpus_are_named():
     assert sorted(named) == sorted(str(path.relative_to(ROOT)) for path in marked if path != Path(__file__))
 
 
+NOT_RIGHT = """
+import sys
+from pathlib import Path
+import torch, gpu, gpu_speed
+from gpu_cases import same
+from gpu_rows import Rows
+from gpu_steps import near
+
+nan, zero = torch.tensor([0.0, float("nan")]), torch.zeros(2)
+assert same({"a": zero, "b": nan}, {"a": zero, "b": zero}, exact=False)
+assert near({"a": zero, "b": nan}, {"a": zero, "b": zero}, 1e9)
+
+ranks = {"case": "nccl of 2 ranks", "state": "failed"}
+assert gpu._refused(ranks["case"], [ranks])  # NCCL did
+assert not gpu._refused(ranks["case"], [{"case": "nccl of 2 ranks, full", "state": "right"}, ranks])  # a rank died
+
+figures = {**dict.fromkeys(["ms", "low", "high", "tokens_per_s", "tflops", "host_alone_ms", "host_in_a_row_ms"], 1.0)}
+figures |= {"ready_s": 1.0, "peak_gib": 1.0, "reserved_gib": 1.0, "retries": 0}
+gpu_speed.kernels_of = lambda run, trace: ("none", {})
+for name, loss in ((gpu_speed.FLOOR, 6.0), ("fshard", 6.1), ("fshard, jit", 6.2), ("FSDP2", float("nan"))):
+    gpu_speed.measured = lambda build: ({**figures, "losses": [loss]}, None)
+    gpu_speed.system(Rows("speed", Path(sys.argv[1])), None, name)
+"""
+
+
+@pytest.mark.slow
+def test_what_is_not_right_is_not_called_right(tmp_path):
+    """NaN, another loss than the floor's, a rank that died after NCCL began: a table without failures would have them."""
+    done = ran("-c", NOT_RIGHT, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    states = {row["case"]: row["state"] for row in rows_of(tmp_path) if not row["case"].startswith("kernels")}
+    assert list(states.values()) == ["measured", "measured", "failed", "failed"], states
+
+
+@pytest.mark.slow
+def test_a_word_that_is_no_part_is_an_error():
+    """A part that is misspelled would be left out after the others have run."""
+    done = ran("gpu.py", "--parts", "waits,sped")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no such part: sped; expected some of correct, waits" in done.stderr
+
+
 @pytest.mark.slow
 def test_gaps_between_kernels():
     """A kernel on another stream that outlasts others would leave a gap where the GPU is busy."""
@@ -156,12 +198,15 @@ def test_a_folder_of_an_earlier_run(tmp_path):
     """Rows of an earlier run in the same folder are dropped: otherwise old failures would be reported as new."""
     earlier = {"part": "waits", "case": "of another day", "state": "failed", "what": ""}
     (tmp_path / "gpu.jsonl").write_text(json.dumps(earlier) + "\n")
+    for name in ("trace_fshard.json.gz", "gpu.py"):
+        (tmp_path / name).touch()
     args = f"--parts waits --out {tmp_path}"
     command = ["make", "gpu", f"PYTHON={sys.executable}", f"ARGS={args}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = rows_of(tmp_path)
     assert (row["part"], row["state"]) == ("waits", "skipped")
+    assert {path.name for path in tmp_path.iterdir()} == {"gpu.jsonl", "gpu.md", "gpu.log", "gpu.py"}  # files of others
 
 
 LIKE_CUDA = """
