@@ -104,7 +104,7 @@ def test_a_stream_that_begins_too_early(waits: bool) -> None:
 @pytest.mark.parametrize("then", ["the same size", "another size", "nothing"])
 @pytest.mark.parametrize("kept", ["dropped", "kept", "recorded"])
 def test_a_dropped_reference(kept: str, then: str) -> None:
-    """Memory that a side stream reads is freed, and may be given out again; it may not if nothing is before the wait."""
+    """Memory that a side stream reads is freed: right if nothing is allocated before the computation waits."""
     side, sizes = torch.cuda.Stream(), {"the same size": N, "another size": 64 * N, "nothing": 0}
     torch.cuda.empty_cache()
 
