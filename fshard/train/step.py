@@ -91,9 +91,9 @@ def init_state(
     """The state before the first step; the optimizer's state is cut as the plan's `state_over` says.
 
     `sharded` are the parameters, `tx` the optimizer; all random numbers of the steps come from `seed`. `loss_scale` and
-    `extra` are copied, because a donated state is written to. Every rank of the plan's mesh must call
-    this function: seeds, loss scales or copies of parameters that differ between ranks are a MismatchError. A tensor on
-    meta in `extra` has no value: ValueError.
+    `extra` are copied, because a donated state is written to, and of the optimizer's state what lies in the memory of
+    the parameters. Every rank of the plan's mesh must call this function: seeds, loss scales or copies of parameters
+    that differ between ranks are a MismatchError. A tensor on meta in `extra` has no value: ValueError.
 
     >>> from fshard.optim import sgd
     >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step
@@ -102,12 +102,8 @@ def init_state(
     check_sharded(sharded)
     check_whole("seed", seed, -(2**63), 2**63)
     if loss_scale is not None:
-        check_has(
-            "loss_scale",
-            loss_scale,
-            ("value", "scale", "unscale", "adjust"),
-            "a scaler, as fshard.DynamicLossScale() is",
-        )
+        names = ("value", "scale", "unscale", "adjust")
+        check_has("loss_scale", loss_scale, names, "a scaler, as fshard.DynamicLossScale() is")
     transform = as_transform(tx)
     trained = packed(sharded.for_state)  # (n / W_state,) for each kind
     device = device_of(sharded)
@@ -124,7 +120,20 @@ def init_state(
         _check_alike(sharded, seed, scaler)
     # int64 on the host, because random numbers of a step are seeded there, without waiting for a device
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
-    return TrainState(sharded, transform.init(trained), scaler, step, rng, extra)
+    return TrainState(sharded, _of_its_own(transform.init(trained), sharded.tensors), scaler, step, rng, extra)
+
+
+def _of_its_own(opt_state: Tree, params: Sequence[Tensor]) -> Tree:
+    """Return a state whose tensors lie in memory of their own: a donated one is written to, as parameters are."""
+    held = addresses(params)
+
+    def own(x: object) -> object:
+        places = addresses(x)
+        is_own = held.isdisjoint(places)
+        held.update(places)
+        return x if is_own or not isinstance(x, Tensor) else x.detach().clone()
+
+    return tree.map(own, opt_state)
 
 
 def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.models import NARROW, STRATEGIES, rand
 from support.worlds import gloo, simulated
+from torch import Tensor
 
 import fshard
 from fshard import DynamicLossScale, MismatchError, StaticLossScale, optim
@@ -113,3 +114,69 @@ def test_an_extra_without_values_is_an_error() -> None:
         begin(params())
     fshard.eval_shape(begin, params())  # shapes alone are asked for
     begin({name: x.to("meta") for name, x in params().items()})
+
+
+ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda p: p,
+    "detached": lambda p: p.detach(),
+    "a view": lambda p: p.view(-1)[:].view(p.shape),
+}
+WRAPPERS: dict[str, Callable[[optim.Transform], optim.Transform]] = {
+    "alone": lambda tx: tx,
+    "chain": lambda tx: optim.chain(tx, optim.scale(0.5)),
+    "by_label": lambda tx: optim.by_label({"a": tx, "b": optim.sgd(0.1)}, {"a": "a", "**": "b"}),
+    "masked": lambda tx: optim.masked(tx, lambda path, _: path == "a"),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "donated": {"donate": True},
+    "in backward": {"donate": True, "in_backward": True},
+    "jit": {"donate": True, "backend": "eager"},
+}
+
+
+def pulled(alias: Callable[[Tensor], Tensor]) -> optim.Transform:
+    """Pulls to the first parameters, as L2-SP does, and to a mean that begins there: a state of one tensor, twice."""
+
+    def init(params: Any) -> Any:
+        first = fshard.tree.map(alias, params)
+        return {"first": first, "mean": first}
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: object) -> tuple[Any, Any]:
+        mean = fshard.tree.map(lambda m, g: m - 0.5 * g, state["mean"], grads)
+        new = {"first": state["first"], "mean": mean}
+        return fshard.tree.map(
+            lambda g, p, first, m: -0.1 * (g + 2 * p - first - m), grads, params, state["first"], mean
+        ), new
+
+    return optim.Transform(init, update, elementwise=True)
+
+
+def trained(mesh: Any, tx: optim.Transform, way: dict[str, Any]) -> Any:
+    """Whole parameters after three steps, on this rank's rows of the batches."""
+    whole = {"a": rand(5, 3, seed=1), "b": {"c": rand(7, seed=2), "d": rand(3, seed=3)}}
+    state = fshard.init_state(fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=["a", "b"])), tx)
+
+    def loss(p: Any, x: Tensor) -> fshard.Sum:
+        return fshard.Sum((x @ p["a"]).square().sum() + sum((x[:, :1] * y).square().sum() for y in p["b"].values()))
+
+    step: Any = fshard.train_step(loss, tx, **({} if "backend" in way else way))
+    step = fshard.jit(step, **way) if "backend" in way else step
+    for i in range(3):
+        rows = rand(12, 5, seed=10 + i)
+        state, _ = step(state, rows if mesh is None else rows.chunk(mesh.size())[mesh.get_rank()])
+    return fshard.gather_params(state.params)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("alias", ALIASES)
+def test_an_optimizer_may_return_the_parameters(alias: str, wrapper: str, way: str) -> None:
+    """An update in place would move what the optimizer has kept of the parameters, or two tensors of its as one."""
+    make = WRAPPERS[wrapper]
+    expected = trained(None, make(pulled(torch.clone)), {})
+    for size in (None, 1, 2, 3) if way != "jit" else (None, 2):
+        tx = make(pulled(ALIASES[alias]))
+        got = trained(None, tx, WAYS[way]) if size is None else simulated(trained, tx, WAYS[way], shard=size)[0]
+        for x, y in zip(fshard.tree.leaves(got), fshard.tree.leaves(expected), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
