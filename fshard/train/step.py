@@ -125,12 +125,12 @@ def init_state(
 
 def _of_its_own(opt_state: Tree, params: Sequence[Tensor]) -> Tree:
     """Return a state whose tensors lie in memory of their own: a donated one is written to, as parameters are."""
-    held = addresses(params)
+    memory = addresses(params)
 
     def own(x: object) -> object:
         places = addresses(x)
-        is_own = held.isdisjoint(places)
-        held.update(places)
+        is_own = memory.isdisjoint(places)
+        memory.update(places)
         return x if is_own or not isinstance(x, Tensor) else x.detach().clone()
 
     return tree.map(own, opt_state)
