@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from gpu_rows import Row, Rows, read, table
+from gpu_rows import FAKE, Row, Rows, read, table
 
 ROOT = Path(__file__).resolve().parent.parent
 # In this order, with limits in seconds: they are more than SECONDS together, as few parts need theirs.
@@ -50,8 +50,7 @@ def run(part: str, paths: list[str], out: Path, seconds: float) -> None:
     """Run one part for at most so many seconds. A part that ends early, or is ended, is a failed row."""
     path = os.pathsep.join([*paths, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    on_stub = "libfakegpu" in os.environ.get("LD_PRELOAD", "")  # tools/fakegpu/run.py: there operators need help
-    first = [str(ROOT / "tools" / "fakegpu" / "recorder.py")] if on_stub else []
+    first = [str(ROOT / "tools" / "fakegpu" / "recorder.py")] if FAKE else []  # else operators would have no values
     command = [sys.executable, *first, str(ROOT / "benchmarks" / "gpu_parts.py"), part, str(out), str(seconds)]
     with open(out / "gpu.log", "a") as log:
         log.write(f"--- {part}\n")

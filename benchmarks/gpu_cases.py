@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu_rows import FAKE
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,8 +18,7 @@ from fshard.core.tree import Tree
 from fshard.train.loss_scale import LossScale
 
 CUDA = torch.cuda.is_available()
-FAKE = "libfakegpu" in os.environ.get("LD_PRELOAD", "")  # tools/fakegpu: operators are the CPU's, and none is compiled
-INDUCTOR = CUDA and not FAKE
+INDUCTOR = CUDA and not FAKE  # else nothing is compiled
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 VOCAB = 128
 Make = Callable[[], Any]
@@ -123,6 +122,7 @@ OPTIMIZERS: dict[str, Make] = {
     "torch's RAdam": lambda: optim.from_torch(torch.optim.RAdam, lr=1e-3),
     "labels": lambda: optim.by_label({"a": optim.sgd(0.1), "b": optim.adamw(1e-3)}, {"embed": "a", "**": "b"}),
 }
+IN_BACKWARD: dict[str, Any] = {"donate": True, "in_backward": True}
 OVER: dict[str, Any] = {"params_over": (), "grads_over": (), "state_over": ()}
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},

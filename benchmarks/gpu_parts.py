@@ -18,7 +18,6 @@ import torch.distributed as dist
 from gpu_cases import (
     CUDA,
     DEVICE,
-    FAKE,
     FROZEN,
     KINDS,
     OPTIMIZERS,
@@ -31,7 +30,7 @@ from gpu_cases import (
     trained,
 )
 from gpu_primitives import of_one_rank
-from gpu_rows import Rows
+from gpu_rows import FAKE, Rows
 from gpu_steps import correct, near, waits
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+FAKE = "libfakegpu" in os.environ.get("LD_PRELOAD", "")  # tools/fakegpu/run.py: operators are the CPU's
 
 
 class Rows:

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from gpu_cases import CUDA, DEVICE, FAKE, INDUCTOR
-from gpu_rows import Rows, read
+from gpu_cases import CUDA, DEVICE, INDUCTOR
+from gpu_rows import FAKE, Rows, read
 from networks import transformer
 from tasks import LR, Reference, Task
 from torch import Tensor
@@ -219,7 +219,8 @@ def _ceilings() -> str:
 
 def system(rows: Rows, mesh: DeviceMesh, name: str) -> None:
     """Measure one system, in a process that has run no other: after a large graph the host of others is slower."""
-    torch.compile(lambda x: x.sin().sum(), backend=BACKEND)(torch.ones(8, device=DEVICE))  # starts the compiler
+    if name not in EAGER:  # start the compiler
+        torch.compile(lambda x: x.sin().sum(), backend=BACKEND)(torch.ones(8, device=DEVICE))
     figures, run = measured(partial(SYSTEMS[name], mesh, LARGE))
     floor = next((row for row in read(rows.out) if row["case"] == FLOOR and "ms" in row), figures)
     pairs = zip(figures["losses"], floor["losses"], strict=True)

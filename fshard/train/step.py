@@ -92,8 +92,9 @@ def init_state(
 
     `sharded` are the parameters, `tx` the optimizer; all random numbers of the steps come from `seed`. `loss_scale` and
     `extra` are copied, because a donated state is written to, and of the optimizer's state what lies in the memory of
-    the parameters. Every rank of the plan's mesh must call this function: seeds, loss scales or copies of parameters
-    that differ between ranks are a MismatchError. A tensor on meta in `extra` has no value: ValueError.
+    the parameters or of its other leaves. Every rank of the plan's mesh must call this function: seeds, loss scales or
+    copies of parameters that differ between ranks are a MismatchError. A tensor on meta in `extra` has no value:
+    ValueError.
 
     >>> from fshard.optim import sgd
     >>> init_state(shard_of(torch.ones(2)), sgd(0.1)).step

@@ -19,7 +19,7 @@ from typing import Any
 import gpu_cases
 import torch
 import torch.distributed as dist
-from gpu_cases import KINDS, OPTIMIZERS, alternatives, batch, loss, start
+from gpu_cases import IN_BACKWARD, KINDS, OPTIMIZERS, alternatives, batch, loss, start
 from recorder import Recorder, mark
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,7 +29,6 @@ from fshard import optim, tree
 
 AXES = {1: ("shard",), 2: ("replicate", "shard")}
 BOTH = ("replicate", "shard")
-IN_BACKWARD: dict[str, Any] = {"donate": True, "in_backward": True}
 MORE: dict[str, dict[str, Any]] = {
     "scaled": {"scale": lambda: fshard.DynamicLossScale(8.0)},
     "in_backward": IN_BACKWARD,
