@@ -125,11 +125,15 @@ def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | Non
 
 
 def without_place(sums: Tensor, local: Tensor, mesh: AnyMesh) -> Tensor:
-    """Return sums over ranks (n,) without the last: that of the ranks' places in the training, whole numbers.
+    """Return sums over ranks (n,) without the last: that of whole numbers, made of what a rank's step stands for.
 
-    RuntimeError if places differ. The host waits for no device, which stops with these words instead.
+    RuntimeError if they differ. The host waits for no device, which stops with these words instead.
     """
-    words = "step: ranks have states of different steps or seeds: restore the same state on all of them"
+    words = (  # fewer than 255 bytes: CUDA takes no more
+        "ranks have states of different steps or seeds: restore the same; or read different units: read the same on "
+        "all, with an empty batch if need be, or use regather=False where some are not used, params_over=() where not "
+        "read, or one unit"
+    )
     torch._assert_async(sums[-1] == local[-1] * num_ranks(mesh), words)  # private: torch has no public name for it
     return sums[:-1]
 

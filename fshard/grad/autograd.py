@@ -7,6 +7,21 @@ Note [Anchors]
     touches. Of earlier outputs the tape keeps none but that one, of one element, so that no node keeps a buffer alive.
     The tape waits for the reductions at the end of the backward.
 
+Note [One order on all ranks]
+    Ranks may differ in what they compute: a branch, an expert or a head that the batch chooses. Their collectives must
+    not. Between several ranks each anchor takes an output of the anchor before it, and the backward starts from the
+    last one, beside the loss. So every anchor runs on every rank, in the reverse of the order in which they were made,
+    and gets None for what the loss does not use. That is the order in which units were first read: ranks that gather
+    units must read the same ones. Where a unit is whole on every rank, ranks may read different units. Then the order
+    is the plan's: units that come before another one, and were not read, get an anchor without leaves with that one.
+
+    The gathers of a backward are in one order, too. Autograd runs the nodes made last first. So when an anchor runs,
+    every unit whose place was saved after that anchor was made has been gathered again, if the loss depends on what
+    saved the place. If it does not, the tape gathers the unit then, and it gathers no unit before those whose places
+    were saved later (`Tape._catch_up`). The places may differ: ranks compare them in the collective that sums the loss.
+    If they differ, all ranks gather all units that were read, before the backward begins. On an accelerator the host
+    does not wait for that sum: the device stops with an error.
+
 Note [One root]
     A backward runs only the nodes on the way to the tensor that it differentiates with respect to. Here that is the
     root, a constant that all anchors take as input. So a backward also reaches leaves of an earlier call or
@@ -58,7 +73,8 @@ def another_root() -> Iterator[None]:
 class Anchor(torch.autograd.Function):
     """The node of a touch of a unit: its backward gets the gradients of all leaves and calls `take(unit, gradients)`.
 
-    `before` is the root for the first touch of a unit, for others the last output of the first (Note [Anchors]).
+    `before` is the root, or the last output of another anchor: for further touches of a unit, that of the first (Note
+    [Anchors]); else that of the unit before (Note [One order on all ranks]).
     """
 
     @staticmethod
@@ -71,7 +87,7 @@ class Anchor(torch.autograd.Function):
         ctx.take, ctx.unit, leaves = touch  # one argument: torch looks at each in Python
         # None, not zeros, for a leaf that the loss does not use: the tape zeroes its place in the flat buffer
         ctx.set_materialize_grads(False)
-        return (*[leaf.view_as(leaf) for leaf in leaves], leaves[0].new_empty(()))
+        return (*[leaf.view_as(leaf) for leaf in leaves], (leaves or [before])[0].new_empty(()))
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[None, ...]:

@@ -72,17 +72,32 @@ def _local(loss: Mean | Sum) -> list[Tensor]:
     return [loss.total, count] if isinstance(count, Tensor) and count.requires_grad else [loss.total]
 
 
-def _start_sums(returned: _Returned, mesh: AnyMesh, built: str = "", place: Number | None = None) -> Pending:
+def _start_sums(
+    tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "", place: Number | None = None
+) -> Pending:
     """Start the small collective that sums the totals and counts of all ranks: (2,), and 2 more for each in aux.
 
-    With a `place` ranks compare it in the same collective. With several axes those before the last have ended.
+    In the same collective ranks compare a `place` and what they read (Note [One order on all ranks] in `autograd.py`).
+    With several axes those before the last have ended.
     """
     loss, kind, _, aux, words = returned
-    device = loss.total.device
-    places = [] if place is None else [on_device(place, device)]
-    local = torch.stack([*local_sums([loss, *averages(aux).values()], device), *places])
+    device, reads = loss.total.device, tape.reads() if mesh else []
+    saved = [reads.pop()] if reads and tape.is_compared else []
+    together = [] if place is None and not reads else [sum(reads, 0 if place is None else place)]
+    numbers = [*together, *saved]
+    compared = [on_device(number, device) for number in numbers]
+    local = torch.stack([*local_sums([loss, *averages(aux).values()], device), *compared])
     sums = primitives.start_total(local, mesh, label="loss", more=described(kind, aux, words + built))
-    return sums if place is None else sums.then(lambda x: consensus.without_place(x, local, mesh))
+    return sums.then(partial(_alike, tape, local, len(numbers), mesh)) if numbers else sums
+
+
+def _alike(tape: Tape, local: Tensor, compared: int, mesh: AnyMesh, sums: Tensor) -> Tensor:
+    """Sums over ranks without the numbers that ranks compare."""
+    if compared == 1:
+        return consensus.without_place(sums, local, mesh)
+    if sums[-1] != local[-1] * num_ranks(mesh):
+        tape.keep_read()
+    return consensus.without_place(sums[:-1], local[:-1], mesh)
 
 
 def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> Outcome:
@@ -181,10 +196,12 @@ def run(
             returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
         mesh = None if alone else params.plan.live_mesh()
         # before `tape.end` starts the first gather of the backward, behind which this small collective would queue
-        sums = _start_sums(returned, mesh, built, place if mesh else None)
+        sums = _start_sums(tape, returned, mesh, built, place if mesh else None)
         with _dropped_on_error(sums):
-            tape.end()
             outs, outcome = _local(returned.loss), _outcome(returned, sums, params.plan, mesh)
+            if tape.is_compared:
+                outcome.sums()
+            tape.end()
             del returned
             _check_differentiable(outs, whole)
             seed = scale(divisor(outcome).reciprocal())  # 0-d, the gradient of the scaled loss in the total
@@ -211,10 +228,13 @@ def _backward(tape: Tape, outs: Sequence[Tensor], seeds: Sequence[Tensor]) -> No
     """The gradients of `outs`, times `seeds`, into the tape's destination, reduced."""
     pairs = [(out, seed.to(out.dtype)) for out, seed in zip(outs, seeds, strict=True) if out.requires_grad]
     differentiated = [out for out, _ in pairs]
+    if len(tape.chain) > 1:  # the gradient of an anchor's last output is not read
+        pairs.append((tape.chain[-1], tape.chain[-1].detach()))
     # on this thread: the tally and simulated ranks belong to it
     with torch.autograd.set_multithreading_enabled(False):
         # the root gets no gradient: the anchors on the way to it hand the leaves' gradients to the tape
-        torch.autograd.grad(differentiated, [tape.root], [seed for _, seed in pairs], allow_unused=True)
+        outputs, seeds = zip(*pairs, strict=True)
+        torch.autograd.grad(outputs, [tape.root], seeds, allow_unused=True)
     tape.check_reached(differentiated)
     tape.finish()
 
@@ -337,7 +357,7 @@ def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..
             tape.end()
         finally:
             tape.close()
-        outcome = _outcome(returned, _start_sums(returned, plan.live_mesh()), plan, plan.live_mesh())
+        outcome = _outcome(returned, _start_sums(tape, returned, plan.live_mesh()), plan, plan.live_mesh())
         return (outcome.value, outcome.metrics) if has_aux else outcome.value
 
     return fn

@@ -39,7 +39,8 @@ class _Duals(Tape):
 
     def __init__(self, params: Sharded, tangents: Sharded, into: Gradients, beside: Sequence[Sharded]):
         super().__init__(params, into, beside)
-        self._tangents = Tape(tangents)
+        self._tangents = Tape(tangents, chain=self.chain)
+        self._followers.append(self._tangents)
         self._levels: Sequence[object] = ()  # of torch.func, innermost first: those inside which tangents are made
 
     def view(self) -> Tree:
@@ -69,16 +70,6 @@ class _Duals(Tape):
     def unpack(self, saved: object) -> Tensor:
         """The value or tangent that `pack` was given."""
         return self._tangents.unpack(saved.saved) if isinstance(saved, _OfTangents) else super().unpack(saved)
-
-    def end(self) -> None:
-        """End the forward of both tapes."""
-        super().end()
-        self._tangents.end()
-
-    def close(self) -> None:
-        """Close the tape of the values and that of the tangents."""
-        super().close()
-        self._tangents.close()
 
 
 def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -36,7 +37,9 @@ from ..comm.ranks import MismatchError, Pending
 from ..core import func_levels, tree
 from ..core.random import bookmark
 from ..core.storage import address
+from ..core.tracing import is_tracing
 from ..core.tree import Tree
+from ..plan.offload import HOST
 from ..plan.units import select_units
 from ..sharding.access import Shown, lazy, loss_of
 from ..sharding.schedule import Reads, schedule
@@ -49,6 +52,7 @@ from .unit import Buffers, Gathered, Leaves, Unit
 from .writes import Writes
 
 T = TypeVar("T")
+_BITS = (1 << 31) - 1  # of a number that ranks compare: its sums over ranks are exact in float64
 
 
 class Tape:
@@ -66,18 +70,24 @@ class Tape:
         into: Gradients | None = None,
         beside: Sequence[Sharded] = (),
         gathered: Gathered | None = None,
+        chain: list[Tensor] | None = None,
     ):
-        self.beside = [(x, Tape(x)) for x in beside]
         self._params = params
         self.plan = params.plan
         self._into = into
         self.root = autograd.root()
+        self._is_chained = bool(gathers.several(self.plan, self.plan.rest(())))
+        self.chain = [self.root] if chain is None else chain  # and the last output of each anchor that is chained
+        self.beside = [(x, Tape(x, chain=self.chain)) for x in beside]
+        self._followers = [tape for _, tape in self.beside]  # which gather beside this tape
         self._schedule = schedule(params.view)
+        # whether anchors are in the order of the plan, and the unit before which all have one
+        self._plans, self._linked = into is not None and self._is_chained and self._schedule.any_whole, 0
         self._units = {n: Unit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
         self._here: list[Unit] = []  # whose buffers stay at least until another unit is read
-        # with places that were saved, or read in a checkpoint, the last one last; after the forward: those that the
-        # backward will gather again
-        self._saved: dict[Unit, None] = {}
+        # with places that were saved, or read in a checkpoint, the last one last, and the length of the chain then;
+        # after the forward: those that the backward will gather again
+        self._saved: dict[Unit, int] = {}
         self.shown: Shown | None = Shown()  # until the forward ends
         self._owners = Owners()
         self._reductions = Reductions(self.plan, into)
@@ -87,6 +97,7 @@ class Tape:
         self._writes = Writes()
         self._rows = {address(row) for row in params.tensors}
         self._gradless = self._binds = False  # whether a unit was touched where gradients are off; bound to an anchor
+        self._reached = False  # whether a unit was given a gradient
         self._makes_buffers = any(gathers.is_buffer(params, kind, copied) for kind in params.view.kinds)
         # in the forward: places are saved
         self._regather = self._makes_buffers and self._schedule.regathers and gathered is None
@@ -142,22 +153,22 @@ class Tape:
         leaves = unit.leaves
         if leaves is None:
             leaves = self._gather(unit)
+        if self._into is not None:
+            self._gradless |= not torch.is_grad_enabled()
+            if unit.bound is None:
+                with torch.enable_grad():  # what is read under no_grad may be used outside of it
+                    self._keep(unit)
+                    unit.bound = self._bind(unit, leaves)
+            leaves = unit.bound
         # without a unit that trains, this or an earlier one, a checkpoint has nothing to run again for
         if self._regather and in_checkpoint() and (self._binds or unit.entry.trained):
             self._save(unit)
-        if self._into is None:
-            return leaves
-        self._gradless |= not torch.is_grad_enabled()
-        if unit.bound is None:
-            with torch.enable_grad():  # what is read under no_grad may be used outside of it
-                self._keep(unit)
-                unit.bound = self._bind(unit, leaves)
-        return unit.bound
+        return leaves
 
     def _save(self, unit: Unit) -> None:
         """Note that the backward will gather a unit again, before those that were noted before."""
         self._saved.pop(unit, None)
-        self._saved[unit] = None
+        self._saved[unit] = len(self.chain)
 
     def _gather(self, unit: Unit) -> Leaves:
         """The leaves of a unit that is not in memory; the others are let go of, but for those that stay."""
@@ -235,13 +246,25 @@ class Tape:
             return leaves
         self._binds = True
         self._writes.bound.append(entry)
-        if len(entry.trained) == len(leaves):
-            return unit.bind(self.root, self.reduce, leaves)
+        if self._plans and unit.anchor is None:
+            self._link(unit.number)
+        everything = len(entry.trained) == len(leaves)
+        trained = leaves if everything else [leaves[number] for number in entry.trained]
+        bound = unit.bind(self.chain, self._is_chained, self.reduce, trained)
+        if everything:
+            return bound
         both = list(leaves)
-        bound = unit.bind(self.root, self.reduce, [leaves[number] for number in entry.trained])
         for number, leaf in zip(entry.trained, bound, strict=True):
             both[number] = leaf
         return both
+
+    def _link(self, stop: int) -> None:
+        """Give an anchor to each unit before `stop` that was not read (Note [One order on all ranks])."""
+        for number in range(self._linked, stop):
+            unit = self._units[number]
+            if unit.anchor is None and unit.entry.trained:
+                unit.bind(self.chain, True, self.reduce, [])
+        self._linked = max(self._linked, stop)
 
     def forward(self, loss: Callable[[Tree], T]) -> T:
         """The loss of the parameters. After it call `end`."""
@@ -270,9 +293,35 @@ class Tape:
         with self._hooks(), self._writes.refusing(), loss_of(self.plan.policy, self.plan.mesh):
             return loss(self.view())
 
+    @property
+    def is_compared(self) -> bool:
+        """Whether the host waits, before the backward, to know whether ranks saved the same units to gather again."""
+        tapes = [self, *self._followers]
+        return self.plan.device == HOST and not is_tracing() and any(x._regather and x._schedule.sent for x in tapes)
+
+    def reads(self) -> list[int]:
+        """Numbers that ranks compare: of the units gathered, and of those saved, in order; none if no unit is sent."""
+        tapes = [tape for tape in [self, *self._followers] if tape._schedule.sent]
+        if not tapes or is_tracing():
+            return []
+        gathered = [tuple(filter(tape._schedule.sent.__contains__, tape._arrivals.started)) for tape in tapes]
+        saved = [tuple(map(attrgetter("number"), tape._saved)) for tape in tapes]
+        return [hash(tuple(numbers)) & _BITS for numbers in (gathered, saved)]
+
+    def keep_read(self) -> None:
+        """Gather all units that were read, and keep them for the backward, which then sends nothing for them."""
+        for tape in [self, *self._followers]:
+            for unit in tape._units.values():
+                if unit.is_touched and unit.keeps != ():
+                    buffers = tape._buffers(unit)
+                    unit.keeps = ()
+                    unit.keep(buffers)
+
     def end(self) -> None:
         """End the forward: drop all buffers but those that the backward begins with, and start the next gather."""
-        for _, tape in self.beside:
+        if self._plans:
+            self._link(self._params.view.units[1])
+        for tape in self._followers:
             tape.end()
         self._writes.check()
         if self.shown:
@@ -335,19 +384,32 @@ class Tape:
         """A unit's buffers in the backward: the first use gathers them, and starts the units that follow."""
         if unit.is_again and unit.buffers is not None:
             return unit.buffers
+        if self._is_chained and unit in self._saved and self._backward:
+            while (last := next(reversed(self._saved))) is not unit:
+                self._regathered(last)
         buffers, unit.is_again = self._buffers(unit), True
         if self._backward:
             self._saved.pop(unit, None)
             self._arrivals.ahead(unit, self._before())
         return buffers
 
+    def _catch_up(self, since: int) -> None:
+        """Gather the units again whose places were saved when there were so many anchors, or more."""
+        while self._saved and self._saved[last := next(reversed(self._saved))] > since:
+            self._regathered(last)
+        for tape in self._followers:
+            tape._catch_up(since)
+
     def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Put a unit's gradients into flat buffers and start their reduction."""
         into = self._into
         assert into is not None
         unit.check("reduce")
+        if self._is_chained and (self._saved or self._followers):
+            self._catch_up(unit.since)
         grads = unit.total(grads)
         unit.gradients, unit.is_complete = "summing", all(grad is not None for grad in grads)
+        self._reached = self._reached or any(grad is not None for grad in grads)
         if not unit.saved:
             unit.drop_kept()
             unit.let_go()  # of a checkpoint that ran again
@@ -379,7 +441,7 @@ class Tape:
                 "the loss function: torch.utils.checkpoint(use_reentrant=True) hides the parameters it uses from the "
                 "gradient of the loss. Pass use_reentrant=False."
             )
-        if not any(unit.gradients != "due" for unit in bound):
+        if not self._reached:
             raise ValueError(
                 "the loss function: the loss depends on no trainable parameter, though on other tensors that require "
                 "a gradient (were the parameters touched under no_grad, or detached?)"
@@ -413,7 +475,7 @@ class Tape:
         No next stage of a collective starts: other ranks, which may not have raised, would take it for another
         collective.
         """
-        for _, tape in self.beside:
+        for tape in self._followers:
             tape.close()
         with suppress(MismatchError):  # raised here only after another error, which says more
             self._reductions.drop()
@@ -422,6 +484,7 @@ class Tape:
         for unit in self._units.values():
             unit.close()
         self.shown = None
+        self.chain.clear()  # its nodes hold this tape, in a cycle that Python's garbage collector cannot see
 
 
 def _saved_by(tapes: Sequence[Tape], x: Tensor) -> object:

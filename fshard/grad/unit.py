@@ -65,7 +65,8 @@ class Unit:
     saved = 0  # the number of saved places that were not used yet
     gradients: Literal["forward", "due", "summing", "taken", "closed"] = "forward"
     is_complete = False  # whether gradients of all leaves that train have come
-    _anchor: Tensor | None = None  # the last output of its anchor (Note [Anchors] in `autograd.py`)
+    anchor: Tensor | None = None  # the last output of its anchor (Note [Anchors] in `autograd.py`)
+    since = 0  # the number of the root and the anchors before its own
     _added: Sequence[Tensor | None] | None = None  # the gradients of later touches until the anchor runs
 
     def __init__(self, entry: Entry, stays: bool):
@@ -122,28 +123,38 @@ class Unit:
     @property
     def is_bound(self) -> bool:
         """Whether gradients may come to it."""
-        return self._anchor is not None
+        return self.anchor is not None
 
-    def bind(self, root: Tensor, take: Take, leaves: Leaves) -> list[Tensor]:
-        """The leaves of a touch, whose gradients, summed with those of other touches, `take` gets once."""
-        if self._anchor is None:
-            *bound, self._anchor = Anchor.apply(root, (take, self, leaves))
+    def bind(self, chain: list[Tensor], is_link: bool, take: Take, leaves: Leaves) -> list[Tensor]:
+        """The leaves of a touch, whose gradients, summed with those of other touches, `take` gets once.
+
+        With `is_link` its anchor is the next one of the chain.
+        """
+        if self.anchor is None:
+            *bound, self.anchor = Anchor.apply(chain[-1], (take, self, leaves))
+            if is_link:
+                self.since = len(chain)
+                chain.append(self.anchor)
         else:
-            *bound, _ = Anchor.apply(self._anchor, (Unit._add, self, leaves))
+            *bound, _ = Anchor.apply(self.anchor, (Unit._add, self, leaves))
         return bound
 
     def _add(self, grads: Sequence[Tensor | None]) -> None:
         self._added = self.total(grads)
 
     def total(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The sum of these gradients and those of later touches, which are dropped; by leaf, None for none."""
+        """The sum of these gradients and those of later touches, which are dropped; by leaf, None for none.
+
+        An anchor without leaves has no gradients.
+        """
+        grads = grads or [None] * len(self.entry.trained)
         added, self._added = self._added, None
         return grads if added is None else [_sum(x, y) for x, y in zip(added, grads, strict=True)]
 
     def close(self) -> None:
         """Drop all tensors: nodes of autograd hold this unit, in a cycle that Python's garbage collector cannot see."""
         self.let_go()
-        self.buffers = self.kept = self.coming = self._anchor = self._added = None
+        self.buffers = self.kept = self.coming = self.anchor = self._added = None
         self.gradients = "closed"
 
 

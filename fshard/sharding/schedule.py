@@ -150,6 +150,10 @@ class Schedule:
         self.entries = {unit: _entry(view, unit) for unit in range(*view.units)}
         self.parts = {(e.unit, part.kind): part for e in self.entries.values() for part in e.parts}
         self.regathers = any(unit.kept != () for unit in plan.units)
+        several = {axis for axis, size in plan.axes if size > 1}
+        # the units that ranks send parts of, and whether one that trains is whole on every rank
+        self.sent = {n for n, e in self.entries.items() if any(not several.isdisjoint(part.axes) for part in e.parts)}
+        self.any_whole = any(e.trained and n not in self.sent for n, e in self.entries.items())
         place_of = {slot: (e.unit, number) for e in self.entries.values() for number, slot in enumerate(e.slots)}
         # by the number of the leaf in the whole tree: the unit that claimed it, the unit that it lies in, its number
         # there; leaves of kinds that the view lacks are not there

@@ -85,6 +85,7 @@ def test_the_whole_order_of_a_small_stack() -> None:
         ("wait", "all_gather", "1"),
         ("use", "forward", "1"),
         ("start", "all_reduce", "loss"),
+        ("wait", "all_reduce", "loss"),
         ("start", "all_gather", "0"),
         ("use", "backward", "1"),
         ("start", "reduce_scatter", "1"),
@@ -93,7 +94,6 @@ def test_the_whole_order_of_a_small_stack() -> None:
         ("start", "reduce_scatter", "0"),
         ("wait", "reduce_scatter", "1"),
         ("wait", "reduce_scatter", "0"),
-        ("wait", "all_reduce", "loss"),
     ]
 
 
@@ -105,11 +105,13 @@ LOSSES = {
 }
 
 
-def around_the_backward(mesh: Any, name: str, has_aux: bool, accumulate: int) -> list[list[Event]]:
+def around_the_backward(
+    mesh: Any, name: str, has_aux: bool, accumulate: int, strategy: dict[str, Any]
+) -> list[list[Event]]:
     """What each micro-batch of a step starts, waits for and computes after its forward."""
     params, tx = [torch.full((6, 6), 0.1) for _ in range(3)], fshard.optim.sgd(0.1)
     logged = Logged(mesh)
-    plan = fshard.make_plan(params, logged, units=["*"])
+    plan = fshard.make_plan(params, logged, units=["*"], **strategy)
     state = fshard.init_state(fshard.shard_params(params, plan), tx)
     log = logged.log
 
@@ -121,7 +123,8 @@ def around_the_backward(mesh: Any, name: str, has_aux: bool, accumulate: int) ->
     log.clear()
     batch = torch.ones(2 * accumulate, 6, requires_grad=True) + mesh.get_rank()
     fshard.train_step(loss_fn, tx, has_aux=has_aux, accumulate=accumulate)(state, batch)
-    begins = [*at(log, "start", "all_gather", "0")[::2], len(log)]  # it is gathered once more in each backward
+    # it is gathered once more in each backward, if it was not kept
+    begins = [*at(log, "start", "all_gather", "0")[:: 1 if strategy else 2], len(log)]
     return [log[at(log, "use", "forward", "2")[i] : begins[i + 1]] for i in range(accumulate)]
 
 
@@ -137,20 +140,24 @@ def steps_of(log: list[Event]) -> dict[str, int]:
 @pytest.mark.parametrize("has_aux", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 2, "replicate": 2}])
+@pytest.mark.parametrize("strategy", [FULL, KEEP])
 def test_the_sum_of_the_loss_is_not_behind_the_first_gather_of_the_backward(
-    name: str, has_aux: bool, accumulate: int, axes: dict[str, int]
+    strategy: dict[str, Any], name: str, has_aux: bool, accumulate: int, axes: dict[str, int]
 ) -> None:
-    """The loss's small collective would wait until a unit has been gathered, or the backward for a sum that it does
-    not need: those of scalars and sums, and of all micro-batches but the first."""
+    """The loss's small collective would wait until a unit has been gathered. Or ranks would gather in the backward
+    before they know that all will gather the same; or a backward that gathers nothing would wait for a sum that it
+    does not need: those of scalars and sums, and of all micro-batches but the first."""
     if accumulate > 1 and "varying" in name:
         return  # an error: test_step.py
-    for parts in simulated(around_the_backward, name, has_aux, accumulate, **axes):
+    for parts in simulated(around_the_backward, name, has_aux, accumulate, strategy, **axes):
         assert len(parts) == accumulate
         for number, log in enumerate(parts):
             step = steps_of(log)
-            assert step["sum"] < step["gather"] < step["backward"]
-            if "mean" in name and number == 0:  # the seed of the backward is 1 / count
-                assert step["gather"] < step["summed"] < step["backward"]
+            assert step["sum"] < step["backward"]
+            if strategy == FULL:
+                assert step["summed"] < step["gather"] < step["backward"]
+            elif "mean" in name and number == 0:  # the seed of the backward is 1 / count
+                assert step["summed"] < step["backward"]
             else:
                 assert step["last reduction"] < step["summed"]
 
