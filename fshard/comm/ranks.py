@@ -249,5 +249,12 @@ def message_timeout(ranks: Ranks) -> timedelta:
     return ranks.timeout  # type: ignore[attr-defined]  # simulated and abstract ranks have none, and connect to nobody
 
 
+# what to do where ranks call different collectives
+SAME_ORDER = (
+    "All ranks must call the same collectives in the same order. So units that are gathered are read on all ranks, "
+    "with an empty batch where a rank has no use for one; or make a plan with one unit, or with params_over=()."
+)
+
+
 class MismatchError(RuntimeError):
     """Ranks that must call the same collectives, or have the same values, do not."""

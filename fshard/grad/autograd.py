@@ -87,7 +87,9 @@ class Anchor(torch.autograd.Function):
         ctx.take, ctx.unit, leaves = touch  # one argument: torch looks at each in Python
         # None, not zeros, for a leaf that the loss does not use: the tape zeroes its place in the flat buffer
         ctx.set_materialize_grads(False)
-        return (*[leaf.view_as(leaf) for leaf in leaves], (leaves or [before])[0].new_empty(()))
+        # without leaves not of `before`, which in a graph may be a tensor of no graph
+        last = leaves[0].new_empty(()) if leaves else torch.empty((), dtype=torch.float32, device=before.device)
+        return (*[leaf.view_as(leaf) for leaf in leaves], last)
 
     @staticmethod
     def backward(ctx: Ctx, *grads: Tensor | None) -> tuple[None, ...]:

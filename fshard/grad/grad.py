@@ -81,14 +81,19 @@ def _start_sums(
     With several axes those before the last have ended.
     """
     loss, kind, _, aux, words = returned
-    device, reads = loss.total.device, tape.reads() if mesh else []
-    saved = [reads.pop()] if reads and tape.is_compared else []
-    together = [] if place is None and not reads else [sum(reads, 0 if place is None else place)]
-    numbers = [*together, *saved]
+    device, numbers = loss.total.device, _numbers(tape, place) if mesh else []
     compared = [on_device(number, device) for number in numbers]
     local = torch.stack([*local_sums([loss, *averages(aux).values()], device), *compared])
     sums = primitives.start_total(local, mesh, label="loss", more=described(kind, aux, words + built))
     return sums.then(partial(_alike, tape, local, len(numbers), mesh)) if numbers else sums
+
+
+def _numbers(tape: Tape, place: Number | None) -> list[Number]:
+    """The numbers that ranks compare; what they saved is apart where all may be gathered."""
+    reads = tape.reads()
+    saved = [reads.pop()] if tape.is_compared else []
+    together = [] if place is None and not reads else [sum(reads, 0 if place is None else place)]
+    return [*together, *saved]
 
 
 def _alike(tape: Tape, local: Tensor, compared: int, mesh: AnyMesh, sums: Tensor) -> Tensor:
@@ -98,6 +103,13 @@ def _alike(tape: Tape, local: Tensor, compared: int, mesh: AnyMesh, sums: Tensor
     if sums[-1] != local[-1] * num_ranks(mesh):
         tape.keep_read()
     return consensus.without_place(sums[:-1], local[:-1], mesh)
+
+
+def _compare_alone(tape: Tape, mesh: AnyMesh, device: torch.device) -> None:
+    """Compare what ranks read where they sum no losses."""
+    if numbers := _numbers(tape, None):
+        local = torch.stack([on_device(number, device) for number in numbers])
+        _alike(tape, local, len(numbers), mesh, primitives.total(local, mesh, label="loss"))
 
 
 def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> Outcome:
@@ -199,7 +211,9 @@ def run(
         sums = _start_sums(tape, returned, mesh, built, place if mesh else None)
         with _dropped_on_error(sums):
             outs, outcome = _local(returned.loss), _outcome(returned, sums, params.plan, mesh)
-            if tape.is_compared:
+            if alone:
+                _compare_alone(tape, params.plan.live_mesh(), outs[0].device)
+            elif tape.is_compared:
                 outcome.sums()
             tape.end()
             del returned

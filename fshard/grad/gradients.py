@@ -155,7 +155,7 @@ def reduce(flat: Tensor, reduced: Sharded, unit: int, kind: int, by: Reduction, 
 
 
 def nothing(reduced: Sharded, unit: int, kind: int, by: Reduction, later: Axes) -> Pending:
-    """Zeros for a unit without a gradient on any rank; `by.after` is still called."""
+    """Zeros for a unit that no rank gives a gradient: none has read it. `by.after` is still called."""
     out = _landing(reduced, unit, kind).zero_()
     return _landed(Pending(None, lambda _: out), out, reduced, unit, kind, None if later else by)
 

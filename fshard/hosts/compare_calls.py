@@ -29,7 +29,7 @@ from ..comm.announce import Announced, announcing
 from ..comm.consensus import rows_of_bytes
 from ..comm.mesh import AnyMesh, Mesh, ProcessMesh, adapted
 from ..comm.primitives import along
-from ..comm.ranks import MismatchError, Ranks, tally
+from ..comm.ranks import SAME_ORDER, MismatchError, Ranks, tally
 from ..core.arguments import call_site, frame_of, line_of
 from .links import Link, listen
 from .rendezvous import links_to
@@ -149,7 +149,7 @@ class Lines:
             # a peer that has ended has closed its data, too, but said before what it called, or why it ended
             listen(awaited.values(), f"{local.what} at {local.site}", beside=data.values())
         if difference := _difference(dict(sorted(statuses.items()))):
-            raise MismatchError(f"{difference}. All ranks must call the same collectives in the same order.")
+            raise MismatchError(f"{difference}. {SAME_ORDER}")
 
     def _next(self, peer: int, link: Link) -> _Status | None:
         """Return a peer's next message in this call; None if it has not arrived; its last one if its call has ended."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..comm.ranks import MismatchError
+from ..comm.ranks import SAME_ORDER, MismatchError
 
 # If a mapped segment were truncated, a process reading it would die of SIGBUS: the seals forbid truncation.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -245,8 +245,7 @@ class Link:
             self.say(_REFUSES + call)  # the peer waits for this rank's plan, and would wait for ever
         if message.call != call and message.call != _read(_sent(call)):
             raise MismatchError(
-                f"ranks called different collectives: this rank {call}, {self.peer} {message.call}. "
-                "All ranks must call the same ones in the same order."
+                f"ranks called different collectives: this rank {call}, {self.peer} {message.call}. {SAME_ORDER}"
             )
         return message
 
@@ -270,7 +269,7 @@ class Link:
                 self.socket.shutdown(socket.SHUT_RDWR)
             raise MismatchError(
                 f"ranks called different collectives: this rank {PLANS}, {self.peer} {call.removeprefix(_REFUSES)}. "
-                "All ranks must call the same ones in the same order."
+                f"{SAME_ORDER}"
             )
         return numbers[0] == number
 

@@ -23,7 +23,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ..comm.ranks import Call, MismatchError
+from ..comm.ranks import SAME_ORDER, Call, MismatchError
 from ..core.arguments import call_site
 from ..core.storage import as_bytes, from_bytes
 from .rng import Generators
@@ -191,7 +191,7 @@ class Run:
                 lines.append(f"rank {rank} waits in {self._told(self._posts[rank])}")
             else:
                 lines.append(f"rank {rank} has returned")
-        return "; ".join(lines) + ". All ranks must call the same collectives in the same order."
+        return f"{'; '.join(lines)}. {SAME_ORDER}"
 
     def meet(self, group: tuple[int, ...], post: Post) -> Sequence[Tensor]:
         """Take part in a collective: wait for the other ranks of the group, and return the output tensors, filled."""
@@ -251,7 +251,7 @@ class Run:
             if not post.call.agrees(first.call):
                 self._fail(
                     f"ranks called different collectives: rank {first.rank} {self._told(first)}; rank {post.rank} "
-                    f"{self._told(post)}. All ranks must call the same ones in the same order."
+                    f"{self._told(post)}. {SAME_ORDER}"
                 )
         with torch.no_grad():
             first.act(posts)
