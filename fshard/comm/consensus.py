@@ -125,11 +125,12 @@ def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | Non
 
 
 def without_place(sums: Tensor, local: Tensor, mesh: AnyMesh) -> Tensor:
-    """Return sums over ranks (n,) without the last: that of the ranks' places in the training, whole numbers.
+    """Return sums over ranks (n,) without the last: that of the ranks' places in the training and of what they sum.
 
-    RuntimeError if places differ. The host waits for no device, which stops with these words instead.
+    Both are whole numbers. RuntimeError if they differ; a host waits for no device, which stops with these words.
     """
-    words = "step: ranks have states of different steps or seeds: restore the same state on all of them"
+    words = "step: ranks have states of different steps or seeds: restore the same state on all of them; or losses of "
+    words += "other classes or dtypes: return the same from the loss on all of them"
     torch._assert_async(sums[-1] == local[-1] * num_ranks(mesh), words)  # private: torch has no public name for it
     return sums[:-1]
 

@@ -72,23 +72,24 @@ def _local(loss: Mean | Sum) -> list[Tensor]:
     return [loss.total, count] if isinstance(count, Tensor) and count.requires_grad else [loss.total]
 
 
-def _start_sums(returned: _Returned, mesh: AnyMesh, built: str = "", place: Number | None = None) -> Pending:
+def _start_sums(returned: _Returned, plan: Plan, mesh: AnyMesh, built: str = "", place: Number = 0) -> Pending:
     """Start the small collective that sums the totals and counts of all ranks: (2,), and 2 more for each in aux.
 
-    With a `place` ranks compare it in the same collective. With several axes those before the last have ended.
+    In the same collective ranks compare `place`, and what they sum. With several axes those before the last have ended.
     """
     loss, kind, _, aux, words = returned
-    device = loss.total.device
-    places = [] if place is None else [on_device(place, device)]
+    device, output = loss.total.device, plan.policy.output
+    text, checksum = described(kind, value_dtype(loss.total, output), aux, output)
+    places = [on_device(place + checksum, device)] if mesh is not None else []
     local = torch.stack([*local_sums([loss, *averages(aux).values()], device), *places])
-    sums = primitives.start_total(local, mesh, label="loss", more=described(kind, aux, words + built))
-    return sums if place is None else sums.then(lambda x: consensus.without_place(x, local, mesh))
+    sums = primitives.start_total(local, mesh, label="loss", more=text + words + built)
+    return sums.then(lambda x: consensus.without_place(x, local, mesh)) if places else sums
 
 
 def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> Outcome:
     """The outcome of a forward whose sums over ranks were started."""
     loss, kind, extra, aux, _ = returned
-    output = plan.policy.output if isinstance(plan.policy.output, torch.dtype) else None
+    output = plan.policy.output
     # every rank's loss that is no Mean counts 1
     weight = None if kind is Mean else loss.total.new_full((), num_ranks(mesh), dtype=torch.float64)
     dtype = value_dtype(loss.total, output)
@@ -160,7 +161,7 @@ def run(
     has_aux: bool = False,
     with_extra: bool = False,
     built: str = "",
-    place: Number | None = None,
+    place: Number = 0,
     divisor: Callable[[Outcome], Tensor] = lambda outcome: outcome.divisor,
     alone: bool = False,
     whole: bool = True,
@@ -171,7 +172,7 @@ def run(
     """Forward and backward: the gradients of `scale(total / divisor)` are written to `into`.
 
     `divisor` is a function of the outcome: that of all ranks, or with `alone` that of this rank. `whole` says that this
-    is the only micro-batch of the step. `place` is a number that ranks compare. `gathered` is as in `Tape`.
+    is the only micro-batch of the step. `place` is a whole number that ranks compare. `gathered` is as in `Tape`.
     """
     _check_eager()
     tape = tape or Tape(params, into, tree.nodes(args, Sharded), gathered)
@@ -181,7 +182,7 @@ def run(
             returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
         mesh = None if alone else params.plan.live_mesh()
         # before `tape.end` starts the first gather of the backward, behind which this small collective would queue
-        sums = _start_sums(returned, mesh, built, place if mesh else None)
+        sums = _start_sums(returned, params.plan, mesh, built, place)
         with _dropped_on_error(sums):
             tape.end()
             outs, outcome = _local(returned.loss), _outcome(returned, sums, params.plan, mesh)
@@ -337,7 +338,7 @@ def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..
             tape.end()
         finally:
             tape.close()
-        outcome = _outcome(returned, _start_sums(returned, plan.live_mesh()), plan, plan.live_mesh())
+        outcome = _outcome(returned, _start_sums(returned, plan, plan.live_mesh()), plan, plan.live_mesh())
         return (outcome.value, outcome.metrics) if has_aux else outcome.value
 
     return fn

@@ -9,6 +9,7 @@ from support.worlds import gloo, simulated
 
 import fshard
 from fshard import tree
+from fshard.comm import primitives
 from fshard.testing import oracle
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -297,3 +298,50 @@ def test_a_loss_in_half_precision_is_averaged_in_float32() -> None:
     x_of = [torch.tensor([256.0], dtype=torch.bfloat16), torch.tensor([258.0], dtype=torch.bfloat16)]
     for loss in fshard.testing.simulate(one_rank, shard=2):
         assert (loss.dtype, loss.item()) == (torch.float32, 257.0)
+
+
+# What rank 1 returns where rank 0 returns a Mean of float64, and an aux of one.
+UNLIKE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "loss": lambda total: (fshard.Mean(total.float(), 3), fshard.Mean(total, 3)),
+    "class": lambda total: (fshard.Sum(total), fshard.Mean(total, 3)),
+    "scalar": lambda total: (total, fshard.Mean(total, 3)),
+    "aux": lambda total: (fshard.Mean(total, 3), fshard.Mean(total.float(), 3)),
+}
+CALLS: dict[str, Any] = {
+    "step": {},
+    "accumulate": {"accumulate": 2},
+    "tree": {"reduction": "tree"},
+    "in_backward": {"donate": True, "in_backward": True},
+    "value_and_grad": fshard.value_and_grad,
+    "evaluate": fshard.evaluate,
+}
+
+
+def unlike(mesh: Any, what: str, call: str) -> None:
+    """A call whose loss returns something else on rank 1."""
+    odd = mesh.get_rank() == 1
+    tx = fshard.optim.sgd(0.0)
+
+    def loss(p: Any, x: torch.Tensor) -> Any:
+        total = (x @ p["w"]).square().sum() / 3
+        return UNLIKE[what](total) if odd else (fshard.Mean(total, 3), fshard.Mean(total, 3))
+
+    params = fshard.shard_params(parameters(), fshard.make_plan(parameters(), mesh))
+    if isinstance(CALLS[call], dict):
+        state = fshard.init_state(params, tx)
+        fshard.train_step(loss, tx, has_aux=True, **CALLS[call])(state, batch_of(0))
+    else:
+        CALLS[call](loss, has_aux=True)(params, batch_of(0))
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("what", UNLIKE)
+def test_ranks_whose_losses_have_another_dtype_or_class(what: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks would log values that differ, or divide by another count: an error, also where they compare no texts."""
+    with pytest.raises(fshard.MismatchError, match=r"float64.*(float32|Sum|a scalar)"):
+        simulated(unlike, what, call, shard=2)
+    for name in ("total", "start_total"):
+        start = getattr(primitives, name)
+        monkeypatch.setattr(primitives, name, lambda *args, more="", start=start, **how: start(*args, **how))
+    with pytest.raises(RuntimeError, match="or losses of other classes or dtypes"):
+        simulated(unlike, what, call, shard=2)
