@@ -245,7 +245,7 @@ def extend(state: Tree, tx: TransformLike, params: Tree) -> Tree:
     >>> [*optim.state.gather_state(optim.state.extend(state, tx, {"w": torch.ones(1), "lora": torch.ones(1)}))][:2]
     ['inner.old.count', 'inner.old.mu.w']
     """
-    begun = as_transform(tx).init(packed(params.for_state) if isinstance(params, Parameters) else params)
+    begun = as_transform(tx).init(params.for_state if isinstance(params, Parameters) else params)
     mesh, origins = _mesh(begun, params), _origins(state, begun, params)
     src = None if mesh is None else 0
     old = gather_state(state, src)

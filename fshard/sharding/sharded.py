@@ -22,7 +22,7 @@ from ..core.storage import Life, Source
 from ..core.tree import Tree
 from ..layout import reshard, rows
 from ..layout.layout import Layout
-from ..layout.pieces import Parameters, Parts, Pieces, Views
+from ..layout.pieces import Parameters, Parts, Pieces, Views, packed
 from ..layout.rows import COPIES, Rule
 from ..plan import offload
 from ..plan.leaves import check_tensors, identity
@@ -88,9 +88,9 @@ class Sharded(Parameters, Branch):
         return self.only(k for k in self.view.kinds if self.plan.kinds[k].trainable)
 
     @property
-    def for_state(self) -> Sharded | Views[Any]:
-        """The trainable kinds, cut over the plan's `state_over`."""
-        return refine(self.trainable, self.plan.state_over)
+    def for_state(self) -> Sharded:
+        """The trainable kinds, cut over the plan's `state_over`: a copy if that cuts them further."""
+        return packed(refine(self.trainable, self.plan.state_over))
 
     def with_trained(self, fine: Sharded | Views[Any]) -> Sharded:
         """Return these parameters with the trainable kinds gathered from `fine`, which is cut over `state_over`."""
