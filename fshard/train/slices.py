@@ -80,7 +80,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
 
 def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree]]:
     """This rank's slices, each a list of micro-batches."""
-    plan, rank = params.plan, rank_of(params)
+    plan = params.plan
     ranks = num_ranks(plan.live_mesh())
     rows = num_rows(batch) * ranks
     num = min(plan.slices, rows & -rows)  # the largest power of two that divides it
@@ -90,7 +90,7 @@ def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree
             f"whose {rows} rows (over all ranks) divide by their number: each needs one at least. Give every rank as "
             "many rows, a power of two times the same, or make_plan(..., slices=) more."
         )
-    return [cut(part, min(accumulate, rows // num), rank) for part in cut(batch, num // ranks, rank)]
+    return [cut(part, min(accumulate, rows // num)) for part in cut(batch, num // ranks)]
 
 
 def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Plan, rank: int) -> Tensor:

@@ -345,3 +345,41 @@ def test_ranks_whose_losses_have_another_dtype_or_class(what: str, call: str, mo
         monkeypatch.setattr(primitives, name, lambda *args, more="", start=start, **how: start(*args, **how))
     with pytest.raises(RuntimeError, match="or losses of other classes or dtypes"):
         simulated(unlike, what, call, shard=2)
+
+
+FEW_ROWS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "accumulate": {"accumulate": 3},
+    "reduce_once": {"accumulate": 2, "reduce_once": True},
+    "in_backward": {"donate": True, "in_backward": True},
+}
+
+
+def with_few_rows(mesh: Any, kind: str, how: str) -> dict[str, Any]:
+    """Parameters after a step in which rank 1 has no row, and rank 0 fewer than micro-batches."""
+    loss: Any = {"Mean": row_mean, "Sum": lambda p, x: fshard.Sum(row_mean(p, x).total)}[kind]
+    found, tx = {}, fshard.optim.sgd(0.1)
+    for name, strategy in STRATEGIES.items():
+        plan = fshard.make_plan(parameters(), mesh, units=["gate"], **strategy)
+        state = fshard.init_state(fshard.shard_params(parameters(), plan), tx)
+        state, metrics = fshard.train_step(loss, tx, **FEW_ROWS[how])(state, batch_of(0)[: 0 if mesh.get_rank() else 2])
+        found[name] = metrics["loss"], fshard.gather_params(state.params)
+    return found
+
+
+def row_mean(p: Any, x: torch.Tensor) -> fshard.Mean:
+    return fshard.Mean(((x[:, :3] @ p["gate"]).sigmoid() * (x @ p["w"]).square()).sum(), len(x))
+
+
+@pytest.mark.parametrize("how", FEW_ROWS)
+@pytest.mark.parametrize("kind", ["Mean", "Sum"])
+def test_a_rank_may_have_no_rows(kind: str, how: str) -> None:
+    """The step would refuse what DDP computes, or an empty batch would count."""
+    whole = {path: x.requires_grad_() for path, x in parameters().items()}
+    out = row_mean(whole, batch_of(0)[:2])
+    value = out.total / (2 if kind == "Mean" else 1)
+    grads = torch.autograd.grad(value, [*whole.values()])
+    want = {path: (x - 0.1 * g).detach() for (path, x), g in zip(whole.items(), grads, strict=True)}
+    for found in simulated(with_few_rows, kind, how, shard=2):
+        for loss, params in found.values():
+            torch.testing.assert_close((loss, dict(params)), (value.detach(), want))
