@@ -153,10 +153,9 @@ def highest(mesh: Any, *numbers: float) -> list[float]:
 
 def resumed(s: argparse.Namespace, mesh: Any, state: fshard.TrainState) -> tuple[fshard.TrainState, list[Record]]:
     """The state and the records of the last checkpoint that is whole; without one, `state` and none."""
-    (last,) = highest(mesh, -1 if (step := checkpoint.latest(s.out)) is None else step)
-    if last < 0:
+    if checkpoint.latest(s.out, mesh) is None:
         return state, []
-    saved = checkpoint.restore(s.out, {"state": state, "run": "", "history": ""}, int(last), fall_back=True)
+    saved = checkpoint.restore(s.out, {"state": state, "run": "", "history": ""}, fall_back=True)
     return saved["state"], json.loads(saved["history"])
 
 

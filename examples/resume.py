@@ -49,7 +49,7 @@ def train(mesh: Any, state: fshard.TrainState, steps: int) -> tuple[fshard.Train
 
 def main(mesh: Any, out: Path = Path("runs/resume")) -> None:
     state, losses = started(mesh), list[float]()
-    if checkpoint.latest(out) is not None:
+    if checkpoint.latest(out, mesh) is not None:
         saved = checkpoint.restore(out, {"state": state, "losses": ""})
         state, losses = saved["state"], json.loads(saved["losses"])
     state, new = train(mesh, state, STEPS)

@@ -52,7 +52,7 @@ def train(out: Path, steps: int) -> None:
     like = {"blocks": [{"w": torch.empty(WIDTH, WIDTH, device="meta")} for _ in range(3)]}
     plan, tx = fshard.make_plan(like, mesh, units=["blocks.*"]), fshard.optim.adamw(1e-2)
     state = fshard.init_state(fshard.init_params(plan, init), tx)
-    if fshard.checkpoint.latest(out) is not None:
+    if fshard.checkpoint.latest(out, mesh) is not None:
         state = fshard.checkpoint.restore(out, state)
     step_fn = fshard.train_step(loss_fn, tx)
 

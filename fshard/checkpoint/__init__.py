@@ -1,9 +1,9 @@
 """State to files and back: checkpoints of whole runs, and parameters in Hugging Face's safetensors files."""
 
-from ..files.directory import delete, latest, steps
+from ..files.directory import delete
 from ..files.index import CheckpointError
 from .params import load_safetensors, save_safetensors
-from .restoring import restore
+from .restoring import latest, restore, steps
 from .saving import Saving, save
 
 __all__ = [

@@ -10,13 +10,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import AnyMesh, mesh_device
+from ..comm.mesh import AnyMesh, mesh_device, rank_in
 from ..core import tree
 from ..core.arguments import check_flags, is_number
 from ..core.differences import Form, equal_values, form_difference, name_differences
@@ -35,7 +35,38 @@ from ..sharding.names import Rename
 from ..sharding.names import origins as names_by_new
 from .contents import Contents, Part, check_same_call, contents_of
 
+T = TypeVar("T")
 _REMEDY = "let all ranks see the same files"
+
+
+def steps(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> list[int]:
+    """Return the steps that have a whole checkpoint in the directory `dir`, the earliest first; [] if there is none.
+
+    With `mesh` rank 0 looks, and every rank, which must call this, gets what it sees, or its error: on a network file
+    system others may see less, and would train apart.
+
+    >>> steps("no/such/directory")
+    []
+    """
+    return _seen_by_first(mesh, lambda: finished(at(dir)))
+
+
+def latest(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> int | None:
+    """Return the last step that has a whole checkpoint in the directory `dir`; None if there is none.
+
+    `mesh` as for `steps`: a job of several ranks passes it.
+
+    >>> latest("no/such/directory") is None
+    True
+    """
+    return max(steps(dir, mesh), default=None)
+
+
+def _seen_by_first(mesh: AnyMesh, look: Callable[[], T]) -> T:
+    """What rank 0 sees, or its error, on every rank: JSON. Object stores are paid for each look."""
+    seen = consensus.together(mesh, lambda: "" if rank_in(mesh) else json.dumps(look()), _REMEDY, CheckpointError)
+    result: T = json.loads(consensus.of_first(seen, mesh))
+    return result
 
 
 @legible()
@@ -82,20 +113,14 @@ def restore(
     place, wanted = consensus.together(mesh, checked)
     check_same_call(wanted, "restore", dir=place, step=step, fall_back=fall_back, donate=donate)
     path = str(place)
-    # one rank looks: object stores are paid for each look
-    look = partial(format_at, path, place) if wanted.rank == 0 else str
-    kind = consensus.of_first(consensus.together(mesh, look, _REMEDY, CheckpointError), mesh)
-    if kind:
+    if kind := _seen_by_first(mesh, lambda: format_at(path, place)):
         consensus.together(mesh, lambda: _check_one(place, kind, step, fall_back))
         readers = [partial(source_at, path, place, kind)]
     else:
-        candidates = consensus.together(
-            mesh, lambda: _candidates(place, step, fall_back) if wanted.rank == 0 else [], _REMEDY, CheckpointError
-        )
-        steps: list[int] = json.loads(consensus.of_first(json.dumps(candidates), mesh))
-        if not steps:
+        candidates = _seen_by_first(mesh, lambda: _candidates(place, step, fall_back))
+        if not candidates:
             raise CheckpointError(no_checkpoint(place, step))
-        readers = [partial(_of_step, place, number) for number in steps]
+        readers = [partial(_of_step, place, number) for number in candidates]
     for read in readers:
         try:
             source, origins = _matched(read, wanted, rename)

@@ -20,6 +20,11 @@ from .ranks import MismatchError, Ranks
 T = TypeVar("T")
 _SAME_TREE = "Build the same tree, in the same order, on all of them"
 _NEAR = 200  # most characters that are quoted before and after the first that differs
+# of fewer than 255 bytes: CUDA takes no more
+_UNEQUAL = (
+    "ranks have states of different steps or seeds: restore the same; or losses of other classes or dtypes: return the "
+    "same; or read different units: read the same, with an empty batch, or params_over=(), or regather=False if some use it"
+)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element; else int64
 
 
@@ -125,16 +130,11 @@ def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes) -> int | Non
 
 
 def without_place(sums: Tensor, local: Tensor, mesh: AnyMesh) -> Tensor:
-    """Return sums over ranks (n,) without the last: that of whole numbers, made of what a rank's step stands for.
+    """Return sums over ranks (n,) without the last: that of whole numbers, made of what must be equal on all ranks.
 
-    RuntimeError if they differ. The host waits for no device, which stops with these words instead.
+    RuntimeError if they differ; a host waits for no device, which stops with these words.
     """
-    words = (  # fewer than 255 bytes: CUDA takes no more
-        "ranks have states of different steps or seeds: restore the same; or read different units: read the same on "
-        "all, with an empty batch if need be, or use regather=False where some are not used, params_over=() where not "
-        "read, or one unit"
-    )
-    torch._assert_async(sums[-1] == local[-1] * num_ranks(mesh), words)  # private: torch has no public name for it
+    torch._assert_async(sums[-1] == local[-1] * num_ranks(mesh), _UNEQUAL)  # private: torch has no public name for it
     return sums[:-1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -110,10 +111,15 @@ def read_loss(loss: Tree) -> tuple[Mean | Sum, type]:
     return loss, kind
 
 
-def described(kind: type, aux: Tree, built: str) -> str:
-    """Return the text that ranks compare with the loss's collective: what is summed, and a step's options."""
-    summed = averaged(aux)
-    return f", loss={'a scalar' if kind is Tensor else kind.__name__}{summed and f', aux={{{summed}}}'}{built}"
+def described(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tuple[str, int]:
+    """Return the text that ranks compare with the loss's collective, which says what is summed; and a checksum of it.
+
+    The checksum is for ranks that compare no texts: their losses would differ, or be divided by other counts.
+    """
+    summed = [f"{k!r}: {type(x).__name__} of {value_dtype(x.total, output)}" for k, x in averages(aux).items()]
+    text = f", loss={'a scalar' if kind is Tensor else kind.__name__} of {dtype}"
+    text += f", aux={{{', '.join(summed)}}}" * bool(summed)
+    return text, zlib.crc32(text.encode())
 
 
 def put_averages(aux: Tree, sums: Sequence[Tensor], output: object) -> Tree:
@@ -160,7 +166,7 @@ class Outcome:
     dtype: torch.dtype  # of the value
     extra: Tree
     aux: Tree
-    output: torch.dtype | None = None  # the policy's, which Means and Sums in `aux` are cast to
+    output: object = None  # the policy's, which Means and Sums in `aux` are cast to
     several: bool = False  # whether `aux` is a list of one for each micro-batch
 
     @property

@@ -36,24 +36,6 @@ def folder(place: Place, step: int) -> Place:
     return place.inside(f"step-{step:012}")
 
 
-def steps(dir: str | os.PathLike[str]) -> list[int]:
-    """Return the steps that have a whole checkpoint in the directory `dir`, the earliest first; [] if there is none.
-
-    >>> steps("no/such/directory")
-    []
-    """
-    return finished(at(dir))
-
-
-def latest(dir: str | os.PathLike[str]) -> int | None:
-    """Return the last step that has a whole checkpoint in the directory `dir`; None if there is none.
-
-    >>> latest("no/such/directory") is None
-    True
-    """
-    return max(steps(dir), default=None)
-
-
 def delete(dir: str | os.PathLike[str], step: int) -> None:
     """Delete the checkpoint of a step in the directory `dir`. CheckpointError if there is none.
 

@@ -72,50 +72,47 @@ def _local(loss: Mean | Sum) -> list[Tensor]:
     return [loss.total, count] if isinstance(count, Tensor) and count.requires_grad else [loss.total]
 
 
-def _start_sums(
-    tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "", place: Number | None = None
-) -> Pending:
+def _start_sums(tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "", place: Number = 0) -> Pending:
     """Start the small collective that sums the totals and counts of all ranks: (2,), and 2 more for each in aux.
 
-    In the same collective ranks compare a `place` and what they read (Note [One order on all ranks] in `autograd.py`).
-    With several axes those before the last have ended.
+    In the same collective ranks compare `place`, what they sum, and what they read (Note [One order on all ranks] in
+    `autograd.py`). With several axes those before the last have ended.
     """
     loss, kind, _, aux, words = returned
-    device, numbers = loss.total.device, _numbers(tape, place) if mesh else []
-    compared = [on_device(number, device) for number in numbers]
-    local = torch.stack([*local_sums([loss, *averages(aux).values()], device), *compared])
-    sums = primitives.start_total(local, mesh, label="loss", more=described(kind, aux, words + built))
-    return sums.then(partial(_alike, tape, local, len(numbers), mesh)) if numbers else sums
+    device, output = loss.total.device, tape.plan.policy.output
+    text, checksum = described(kind, value_dtype(loss.total, output), aux, output)
+    numbers = [on_device(number, device) for number in _numbers(tape, place + checksum)] if mesh is not None else []
+    local = torch.stack([*local_sums([loss, *averages(aux).values()], device), *numbers])
+    sums = primitives.start_total(local, mesh, label="loss", more=text + words + built)
+    return sums.then(partial(_alike, tape, local, mesh)) if numbers else sums
 
 
-def _numbers(tape: Tape, place: Number | None) -> list[Number]:
-    """The numbers that ranks compare; what they saved is apart where all may be gathered."""
+def _numbers(tape: Tape, place: Number) -> list[Number]:
+    """The numbers that ranks compare: if all can be gathered, what they saved is apart."""
     reads = tape.reads()
-    saved = [reads.pop()] if tape.is_compared else []
-    together = [] if place is None and not reads else [sum(reads, 0 if place is None else place)]
-    return [*together, *saved]
+    return [place + reads[0], reads[1]] if tape.is_compared else [place + sum(reads)]
 
 
-def _alike(tape: Tape, local: Tensor, compared: int, mesh: AnyMesh, sums: Tensor) -> Tensor:
+def _alike(tape: Tape, local: Tensor, mesh: AnyMesh, sums: Tensor) -> Tensor:
     """Sums over ranks without the numbers that ranks compare."""
-    if compared == 1:
-        return consensus.without_place(sums, local, mesh)
-    if sums[-1] != local[-1] * num_ranks(mesh):
-        tape.keep_read()
-    return consensus.without_place(sums[:-1], local[:-1], mesh)
+    if tape.is_compared:
+        if sums[-1] != local[-1] * num_ranks(mesh):
+            tape.keep_read()
+        sums, local = sums[:-1], local[:-1]
+    return consensus.without_place(sums, local, mesh)
 
 
 def _compare_alone(tape: Tape, mesh: AnyMesh, device: torch.device) -> None:
     """Compare what ranks read where they sum no losses."""
-    if numbers := _numbers(tape, None):
-        local = torch.stack([on_device(number, device) for number in numbers])
-        _alike(tape, local, len(numbers), mesh, primitives.total(local, mesh, label="loss"))
+    if tape.reads():
+        local = torch.stack([on_device(number, device) for number in _numbers(tape, 0)])
+        _alike(tape, local, mesh, primitives.total(local, mesh, label="loss"))
 
 
 def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> Outcome:
     """The outcome of a forward whose sums over ranks were started."""
     loss, kind, extra, aux, _ = returned
-    output = plan.policy.output if isinstance(plan.policy.output, torch.dtype) else None
+    output = plan.policy.output
     # every rank's loss that is no Mean counts 1
     weight = None if kind is Mean else loss.total.new_full((), num_ranks(mesh), dtype=torch.float64)
     dtype = value_dtype(loss.total, output)
@@ -187,7 +184,7 @@ def run(
     has_aux: bool = False,
     with_extra: bool = False,
     built: str = "",
-    place: Number | None = None,
+    place: Number = 0,
     divisor: Callable[[Outcome], Tensor] = lambda outcome: outcome.divisor,
     alone: bool = False,
     whole: bool = True,
@@ -198,7 +195,7 @@ def run(
     """Forward and backward: the gradients of `scale(total / divisor)` are written to `into`.
 
     `divisor` is a function of the outcome: that of all ranks, or with `alone` that of this rank. `whole` says that this
-    is the only micro-batch of the step. `place` is a number that ranks compare. `gathered` is as in `Tape`.
+    is the only micro-batch of the step. `place` is a whole number that ranks compare. `gathered` is as in `Tape`.
     """
     _check_eager()
     tape = tape or Tape(params, into, tree.nodes(args, Sharded), gathered)
@@ -208,7 +205,7 @@ def run(
             returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
         mesh = None if alone else params.plan.live_mesh()
         # before `tape.end` starts the first gather of the backward, behind which this small collective would queue
-        sums = _start_sums(tape, returned, mesh, built, place if mesh else None)
+        sums = _start_sums(tape, returned, mesh, built, place)
         with _dropped_on_error(sums):
             outs, outcome = _local(returned.loss), _outcome(returned, sums, params.plan, mesh)
             if alone:

@@ -248,12 +248,10 @@ class Tape:
         self._writes.bound.append(entry)
         if self._plans and unit.anchor is None:
             self._link(unit.number)
-        everything = len(entry.trained) == len(leaves)
-        trained = leaves if everything else [leaves[number] for number in entry.trained]
-        bound = unit.bind(self.chain, self._is_chained, self.reduce, trained)
-        if everything:
-            return bound
+        if len(entry.trained) == len(leaves):
+            return unit.bind(self.chain, self._is_chained, self.reduce, leaves)
         both = list(leaves)
+        bound = unit.bind(self.chain, self._is_chained, self.reduce, [leaves[number] for number in entry.trained])
         for number, leaf in zip(entry.trained, bound, strict=True):
             both[number] = leaf
         return both
@@ -263,7 +261,7 @@ class Tape:
         for number in range(self._linked, stop):
             unit = self._units[number]
             if unit.anchor is None and unit.entry.trained:
-                unit.bind(self.chain, True, self.reduce, [])
+                unit.bind(self.chain, True, self._reduce_unread, [])
         self._linked = max(self._linked, stop)
 
     def forward(self, loss: Callable[[Tree], T]) -> T:
@@ -296,8 +294,9 @@ class Tape:
     @property
     def is_compared(self) -> bool:
         """Whether the host waits, before the backward, to know whether ranks saved the same units to gather again."""
-        tapes = [self, *self._followers]
-        return self.plan.device == HOST and not is_tracing() and any(x._regather and x._schedule.sent for x in tapes)
+        if self._into is None or self.plan.device != HOST or is_tracing():
+            return False
+        return any(tape._regather and tape._schedule.sent for tape in [self, *self._followers])
 
     def reads(self) -> list[int]:
         """Numbers that ranks compare: of the units gathered, and of those saved, in order; none if no unit is sent."""
@@ -409,7 +408,8 @@ class Tape:
             self._catch_up(unit.since)
         grads = unit.total(grads)
         unit.gradients, unit.is_complete = "summing", all(grad is not None for grad in grads)
-        self._reached = self._reached or any(grad is not None for grad in grads)
+        if not self._reached:
+            self._reached = any(grad is not None for grad in grads)
         if not unit.saved:
             unit.drop_kept()
             unit.let_go()  # of a checkpoint that ran again
@@ -432,6 +432,10 @@ class Tape:
         unit.gradients = "taken"
         self._take(unit.number, kind, total)
         return total
+
+    def _reduce_unread(self, unit: Unit, _: Sequence[Tensor | None]) -> None:
+        """Reduce a unit whose anchor has no leaves: the gradients of later touches, if there were any."""
+        self.reduce(unit, [None] * len(unit.entry.trained))
 
     def check_reached(self, outs: Sequence[Tensor]) -> None:
         """ValueError if the backward of what a loss returned has not reached parameters it depends on."""

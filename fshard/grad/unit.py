@@ -143,11 +143,7 @@ class Unit:
         self._added = self.total(grads)
 
     def total(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The sum of these gradients and those of later touches, which are dropped; by leaf, None for none.
-
-        An anchor without leaves has no gradients.
-        """
-        grads = grads or [None] * len(self.entry.trained)
+        """The sum of these gradients and those of later touches, which are dropped; by leaf, None for none."""
         added, self._added = self._added, None
         return grads if added is None else [_sum(x, y) for x, y in zip(added, grads, strict=True)]
 

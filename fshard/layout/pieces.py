@@ -62,8 +62,8 @@ class Parameters(Parts):
 
     @property
     @abstractmethod
-    def for_state(self) -> Parts | Views[Any]:
-        """The trainable parameters, sharded as optimizer state is: `Views` of these rows if that is finer."""
+    def for_state(self) -> Parts:
+        """The trainable parameters, sharded as optimizer state is."""
 
     @abstractmethod
     def with_trained(self, fine: Tree) -> Parameters:

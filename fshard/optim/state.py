@@ -236,15 +236,16 @@ def extend(state: Tree, tx: TransformLike, params: Tree) -> Tree:
 
     As torch's `add_param_group`. `tx` gives new leaves a label of their own, and so a count: then their bias correction
     begins at 1, while that of the others goes on. Leaves have the paths that they had; plan, partition and labels may
-    be others. In `resting` and `from_torch` each leaf has its own count, and no label is needed. Every rank must call
-    it; the state passes through the host of rank 0. ValueError for new leaves that would share a count with others.
+    be others. In `resting`, and in `from_torch` of Adafactor and Muon, no leaves share a count, and no label is needed.
+    Every rank must call it; the state passes through the host of rank 0. ValueError for new leaves that would share a
+    count with others.
 
     >>> state = adamw(0.1).init({"w": torch.ones(1)})
     >>> tx = by_label({"old": adamw(0.1), "new": adamw(0.1)}, {"lora": "new", "**": "old"})
     >>> [*optim.state.gather_state(optim.state.extend(state, tx, {"w": torch.ones(1), "lora": torch.ones(1)}))][:2]
     ['inner.old.count', 'inner.old.mu.w']
     """
-    begun = as_transform(tx).init(packed(params.for_state) if isinstance(params, Parameters) else params)
+    begun = as_transform(tx).init(params.for_state if isinstance(params, Parameters) else params)
     mesh, origins = _mesh(begun, params), _origins(state, begun, params)
     src = None if mesh is None else 0
     old = gather_state(state, src)
@@ -262,7 +263,7 @@ def _origins(state: Tree, begun: Tree, params: Tree) -> dict[str, str]:
     new = {leaf for field in fields if not field.lone for leaf in field.leaves} - old
     for field in (field for field in fields if field.lone):
         leaves = set(field.leaves)
-        beside = {x.leaves[0] for x in fields if not x.lone and x.parent == field.parent} & leaves
+        beside = {x.leaves[0] for x in fields if field.counts(x)}
         if beside & new and beside & old:
             raise ValueError(
                 f"extend: {min(beside & new)!r} is new, and would share {field.key!r} with {min(beside & old)!r}: give "
@@ -351,7 +352,9 @@ def load_state_dict(
     Leaves by path, or by index: `order` has the paths in the order torch's groups have the parameters in. Without it
     the groups are `state_dict`'s, with frozen leaves or without; ValueError for groups of other sizes. What torch does
     not keep stays as in `like`; with `strict=False` so does a leaf without a state, such as torch keeps none of before
-    its first gradient, and the state of a frozen leaf is left out. Leaves that share a count must have equal steps.
+    its first gradient, and what `like` has no place for (the state of a frozen leaf, AMSGrad's maximum in `adamw`) is
+    left out. Leaves that share a count must have equal steps, those without a state the steps of `like`: else give them
+    labels of their own (`by_label`). Settings of groups are left out, but those of `with_hyperparams`.
     DTensors and ShardedTensors are made whole, one at a time: then every rank passes its own `saved`. `src` as for
     `shard_state`, also for numbers alone. ValueError names a leaf, or what a leaf lacks. Dual: `state_dict`.
 

@@ -46,10 +46,12 @@ class Field(NamedTuple):
         """The key in a state without labels."""
         return self.path if self.lone else joined(self.path, *self.leaves)
 
-    @property
-    def parent(self) -> str:
-        """The path of the node of which this is a field."""
-        return self.path.rpartition(".")[0]
+    def counts(self, other: Field) -> bool:
+        """Whether `other` belongs to one of these leaves, in the part of the state that has this tensor."""
+        *parents, _ = self.path.split(".")
+        if parents[-1:] == ["scalars"]:  # a TorchState has its trees beside them
+            parents.pop()
+        return not other.lone and other.path.split(".")[: len(parents)] == parents and other.leaves[0] in self.leaves
 
     @property
     def hyperparam(self) -> str | None:
@@ -169,9 +171,13 @@ def read_saved(
     path_of = _path_of(saved, state, order)
     entries = _by_path(saved, path_of, state.leaves)
     whole = {path: node for path, node in tree.paths_to(like, Parts) if not isinstance(node, Parts)}
-    untouched, lone = set[str](), dict[str, dict[str, Tensor]]()  # `lone`: for each key the values that leaves have
+    untouched = set[str]()
+    # for each number of several leaves, the values in `saved`, and that of `like` for leaves that have none there
+    lone, kept = dict[str, dict[str, Tensor]](), dict[str, dict[str, Tensor]]()
     for (leaf, name), field in state.named.items():
         entry = entries.get(leaf, {})
+        if entry and name == "begun":  # torch makes an entry in the first step of a class of the user's
+            entry = {name: 1.0, **entry}
         if name in entry:
             value = _value(f"leaf {leaf!r}: {name}", entry[name])
             if src is not None and is_sharded(value):
@@ -181,16 +187,18 @@ def read_saved(
                 lone.setdefault(field.key, {})[leaf] = value
             else:
                 whole[field.key] = value
-        elif not entry and not strict and not field.lone:
+        elif field.lone:
+            kept.setdefault(field.key, {})[leaf] = whole[field.key]
+        elif not entry and not strict:
             untouched.add(field.key)
-        elif not field.lone:
+        else:
             names = ", ".join(map(repr, entry)) or "nothing"
             raise ValueError(
                 f"load_state_dict: leaf {leaf!r}: expected {name!r} in its state, there is {names}. With strict=False "
                 "leaves without any state keep the one they have"
             )
     if strict:
-        _check_used(entries, {leaf for leaf, _ in state.named})
+        _check_used(entries, state.named.keys())
     named = {field.key: name for (_, name), field in state.named.items()}
     hyperparams = {path_of(key): group for group in saved.get("param_groups", ()) for key in group["params"]}
     for field in (field for field in state.fields if field.hyperparam):
@@ -201,7 +209,7 @@ def read_saved(
             for leaf, group in groups.items()
             if field.hyperparam in group
         }
-    whole.update({key: _agreed(key, named[key], values) for key, values in lone.items() if values})
+    whole.update({key: _agreed(key, named[key], values, kept.get(key, {})) for key, values in lone.items() if values})
     return whole, untouched
 
 
@@ -227,28 +235,33 @@ def _value(name: str, x: object) -> Tensor:
     return cast("Tensor", x)
 
 
-def _agreed(key: str, name: str, values: Mapping[str, Tensor]) -> Tensor:
-    """The one value that all these leaves have; ValueError names two leaves that differ."""
-    (leaf, value), *others = values.items()
+def _agreed(key: str, name: str, values: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Tensor:
+    """The one value that these leaves have, and those that keep it; ValueError names two leaves that differ."""
+    (leaf, value), *others = {**values, **kept}.items()
     for other, its in others:
         # a DTensor's value is known to all ranks together, and not here
         if not is_sharded(value) and not is_sharded(its) and not torch.equal(value.cpu().double(), its.cpu().double()):
+            none = f"none for leaf {other!r}, which would keep the {its.tolist()} of `like`"
+            there = none if other in kept else f"{its.tolist()} for leaf {other!r}"
             raise ValueError(
                 f"load_state_dict: {name!r}: expected one value for all leaves of {key!r}, because the state has one "
-                f"for all of them; saved has {value.tolist()} for leaf {leaf!r} and {its.tolist()} for leaf {other!r}. "
+                f"for all of them; saved has {value.tolist()} for leaf {leaf!r} and {there}. "
                 "optim.by_label keeps one for each label: give leaves that differ different labels"
             )
     return value
 
 
-def _check_used(entries: Mapping[str, Mapping[str, Tree]], with_state: Set[str]) -> None:
-    """Raise ValueError for a leaf that has a state in torch's format and none in the one to make."""
-    if unused := [leaf for leaf, entry in entries.items() if entry and leaf not in with_state]:
-        names = ", ".join(map(repr, entries[unused[0]]))
-        raise ValueError(
-            f"load_state_dict: leaf {unused[0]!r}: expected no state, because it has none in `like` (it is frozen, or "
-            f"not given to the optimizer), there is {names}. With strict=False the state of such leaves is left out"
-        )
+def _check_used(entries: Mapping[str, Mapping[str, Tree]], named: Set[tuple[str, str]]) -> None:
+    """Raise ValueError for what a leaf has in torch's format and not in the state to make."""
+    for leaf, entry in entries.items():
+        wanted = ", ".join(repr(name) for of, name in named if of == leaf)
+        if unused := [name for name, x in entry.items() if x is not None and (leaf, name) not in named]:
+            why = "like the optimizer of `like`" if wanted else "because it is frozen, or not given to the optimizer"
+            raise ValueError(
+                f"load_state_dict: leaf {leaf!r}: expected {wanted or 'no state'}, {why}, there is "
+                f"{', '.join(map(repr, unused))}. Make `like` by an optimizer that keeps it (from_torch runs torch's), "
+                "or leave it out with strict=False"
+            )
 
 
 def _path_of(saved: Mapping[str, Tree], state: Known, order: Sequence[str] | None) -> Callable[[str | int], str]:

@@ -22,7 +22,7 @@ from ..core.storage import Life, Source
 from ..core.tree import Tree
 from ..layout import reshard, rows
 from ..layout.layout import Layout
-from ..layout.pieces import Parameters, Parts, Pieces, Views
+from ..layout.pieces import Parameters, Parts, Pieces, Views, packed
 from ..layout.rows import COPIES, Rule
 from ..plan import offload
 from ..plan.leaves import check_tensors, identity
@@ -88,9 +88,9 @@ class Sharded(Parameters, Branch):
         return self.only(k for k in self.view.kinds if self.plan.kinds[k].trainable)
 
     @property
-    def for_state(self) -> Sharded | Views[Any]:
-        """The trainable kinds, cut over the plan's `state_over`."""
-        return refine(self.trainable, self.plan.state_over)
+    def for_state(self) -> Sharded:
+        """The trainable kinds, cut over the plan's `state_over`: a copy if that cuts them further."""
+        return packed(refine(self.trainable, self.plan.state_over))
 
     def with_trained(self, fine: Sharded | Views[Any]) -> Sharded:
         """Return these parameters with the trainable kinds gathered from `fine`, which is cut over `state_over`."""
@@ -129,7 +129,16 @@ class Sharded(Parameters, Branch):
         return row[start : start + plan.length(unit, kind, axes)]
 
     def local_views(self) -> dict[str, Tensor]:
-        """This rank's piece of every leaf, by path: 1-D views, empty if other ranks hold the whole leaf."""
+        """This rank's piece of every leaf, by path: 1-D views, empty if other ranks hold the whole leaf.
+
+        Ranks along axes that the tree is not cut over have the same pieces, and of leaves that the plan keeps `whole`
+        all ranks have all elements. So a sum over ranks counts some elements several times: `optim.global_norm(x)` and
+        `tree.dot`, of the tree, a subtree or a leaf (`x["head"]`), count each once, under every strategy.
+
+        >>> grads = shard_of({"w": torch.ones(4), "head": torch.full((4,), 2.0)})
+        >>> grads.local_views()["w"], optim.global_norm(grads["head"])
+        (tensor([1., 1., 1., 1.]), tensor(4.))
+        """
         views = {}
         names = self.plan.paths[self.view.first :][: self.view.spec.num_leaves]
         for path, slot in zip(names, self.view.slots(), strict=True):

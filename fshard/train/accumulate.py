@@ -76,7 +76,7 @@ def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: S
     """The gradients of a batch, micro-batch by micro-batch."""
     params, num = state.params, recipe.accumulate
     plan, rank = params.plan, rank_of(params)
-    micro_batches = cut(batch, num, rank)
+    micro_batches = cut(batch, num)
     outcomes: list[Outcome] = []
 
     def divisor(outcome: Outcome) -> Tensor:
@@ -120,6 +120,12 @@ def run_each(
     scaler = state.loss_scale
     scale = (lambda seed: seed) if isinstance(scaler, NoLossScale) else scaler.scale
     extra = state.extra
+
+    def checked_divisor(outcome: Outcome) -> Tensor:
+        # before the backward: a rank that raised after it would leave the others with an update that it lacks
+        _check_equal_parts(outcome, micro_batches, state.params)
+        return divisor(outcome)
+
     for number, (micro_batch, into) in enumerate(zip(micro_batches, destinations, strict=True)):
         arguments = [*[extra] * recipe.with_extra, micro_batch, *args]
         versions = _versions(extra) if recipe.with_extra else []
@@ -133,13 +139,12 @@ def run_each(
                 with_extra=recipe.with_extra,
                 built=recipe.built,
                 place=recipe.place,
-                divisor=divisor,
+                divisor=checked_divisor,
                 alone=alone,
                 whole=whole,
                 scale=scale,
                 gathered=recipe.gathered,
             )
-        _check_equal_parts(outcome, micro_batches)
         if recipe.with_extra:
             _check_extra(extra, outcome.extra, versions)
             extra = outcome.extra
@@ -235,15 +240,16 @@ def summed_locally(reduced: Later | None, local: Later, num: int, by: Reduction)
     return (Gradients(reduced if number == num - 1 else None, local, number > 0, by) for number in range(num))
 
 
-def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree]) -> None:
-    """Raise ValueError for a plain scalar, a mean of equal weights, of micro-batches that have different lengths."""
-    if outcome.kind is not Tensor or len(micro_batches) == 1:
+def _check_equal_parts(outcome: Outcome, micro_batches: Sequence[Tree], params: Sharded) -> None:
+    """Raise ValueError for a plain scalar, a mean of equal weights, of micro-batches of different lengths, or empty."""
+    if outcome.kind is not Tensor:
         return
-    sizes = {len(tree.leaves(micro_batch)[0]) for micro_batch in micro_batches}
-    if len(sizes) > 1:
+    sizes = {len(x) for micro_batch in micro_batches for x in tree.leaves(micro_batch)[:1] if x.dim()}
+    if len(sizes) > 1 or 0 in sizes:
         raise ValueError(
             f"the loss function: a plain scalar is the mean of equally weighted micro-batches, but these have "
-            f"{sorted(sizes)} rows. Return fshard.Mean(total, count), or a batch that divides by {len(micro_batches)}."
+            f"{sorted(sizes)} rows on rank {rank_of(params)}. Return fshard.Mean(total, count), which may be (0, 0), "
+            f"or give every rank a batch of rows that divides by {len(micro_batches)}."
         )
 
 
@@ -280,16 +286,12 @@ def join_batches(data: Iterable[T], mesh: AnyMesh = None, like: T | None = None)
         yield batch, weight
 
 
-def cut(batch: Tree, num: int, rank: int) -> list[Tree]:
-    """The batch as `num` micro-batches, views along dim 0. ValueError if it has fewer rows than that."""
-    rows = num_rows(batch, num)
+def cut(batch: Tree, num: int) -> list[Tree]:
+    """The batch as `num` micro-batches, views along dim 0, the last ones empty if it has fewer rows than that."""
+    num_rows(batch, num)
     leaves, spec = tree.flatten(batch)
-    if rows < num and (leaves or num > 1):
-        raise ValueError(
-            f"batch leaf {next(iter(tree.paths(spec)), '')!r}: expected at least {num} row(s) along dim 0, one a "
-            f"micro-batch, got {rows} on rank {rank}. Every rank needs data: give this one a row whose weight in "
-            "fshard.Mean's count is 0."
-        )
+    if num > 1 and not leaves:
+        raise ValueError(f"batch: expected rows to cut into {num} micro-batches, got a tree without tensors")
     if num == 1:
         return [batch]
     parts = [leaf.tensor_split(num) for leaf in leaves]

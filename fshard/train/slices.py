@@ -80,7 +80,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
 
 def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree]]:
     """This rank's slices, each a list of micro-batches."""
-    plan, rank = params.plan, rank_of(params)
+    plan = params.plan
     ranks = num_ranks(plan.live_mesh())
     rows = num_rows(batch) * ranks
     num = min(plan.slices, rows & -rows)  # the largest power of two that divides it
@@ -90,7 +90,7 @@ def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree
             f"whose {rows} rows (over all ranks) divide by their number: each needs one at least. Give every rank as "
             "many rows, a power of two times the same, or make_plan(..., slices=) more."
         )
-    return [cut(part, min(accumulate, rows // num), rank) for part in cut(batch, num // ranks, rank)]
+    return [cut(part, min(accumulate, rows // num)) for part in cut(batch, num // ranks)]
 
 
 def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Plan, rank: int) -> Tensor:
@@ -100,10 +100,11 @@ def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Pla
     Where none does, n ranks have equal rows exactly if n times the sum of squares is the square of the sum.
     """
     count = outcome.shared(1) if rank == 0 else torch.zeros_like(outcome.count)
-    words = f"{described(outcome.kind, outcome.aux, recipe.built)}, rows={rows}"
+    text, checksum = described(outcome.kind, outcome.dtype, outcome.aux, outcome.output)
+    words = f"{text}{recipe.built}, rows={rows}"
     words += f", threads={torch.get_num_threads()}" * (outcome.count.device.type == "cpu")  # a GPU's bits are its own
     words += " (reduction='tree': as many on every rank)"
-    numbers = [on_device(x, count.device) for x in (rows, rows**2, recipe.place)]
+    numbers = [on_device(x, count.device) for x in (rows, rows**2, recipe.place + checksum)]
     sent, mesh = torch.stack([count, *numbers]), plan.live_mesh()
     sums = primitives.total(sent, mesh, label="loss", more=words)
     count, total, squares = consensus.without_place(sums, sent, mesh).unbind()

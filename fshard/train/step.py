@@ -22,7 +22,7 @@ from ..core.tree import Tree
 from ..grad.grad import check_loss, check_sharded
 from ..hosts.check import Checked, is_wanted
 from ..layout.norms import global_norm
-from ..layout.pieces import Views, device_of, packed
+from ..layout.pieces import Views, device_of
 from ..optim.base import FoundInf, Transform, TransformLike, any_found, as_transform, clip_factor
 from ..optim.kernels import where
 from ..optim.transforms import Labels, check_labelled, check_labels
@@ -106,7 +106,7 @@ def init_state(
         names = ("value", "scale", "unscale", "adjust")
         check_has("loss_scale", loss_scale, names, "a scaler, as fshard.DynamicLossScale() is")
     transform = as_transform(tx)
-    trained = packed(sharded.for_state)  # (n / W_state,) for each kind
+    trained = sharded.for_state  # (n / W_state,) for each kind
     device = device_of(sharded)
     # on the device of the loss: a scaler elsewhere would make every step wait for the device
     scaler = NoLossScale() if loss_scale is None else tree.map(lambda x: x.to(device, copy=True), loss_scale)

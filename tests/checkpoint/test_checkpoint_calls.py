@@ -44,6 +44,28 @@ def files(dir: Path, step: int) -> list[str]:
 WHOLE = ["index.json", "rank-00000.safetensors", "rank-00001.safetensors"]
 
 
+@pytest.mark.parametrize("first", [[], [3, 7], None], ids=["none", "two", "an error"])
+def test_ranks_that_see_other_folders(tmp_path, first):
+    """A rank that sees a checkpoint would restore while the others train, and one whose look fails would leave the
+    others waiting: the answer is that of rank 0, or its error."""
+    checkpoint.save(tmp_path, {"n": 1}, 9)
+    seen = tmp_path / "first"
+    for step in first or []:
+        checkpoint.save(seen, {"n": 1}, step)
+    no_folder = tmp_path / "file"
+    for path in [no_folder, seen] if first is None else [no_folder]:
+        path.write_text("no folder")
+
+    def law(mesh: Any) -> Any:
+        folder = [seen, tmp_path, tmp_path / "nothing", no_folder][mesh.get_rank()]
+        for look in (checkpoint.steps, checkpoint.latest):
+            with nullcontext() if first is not None else pytest.raises(OSError, match=r"Not a directory.*first"):
+                assert look(folder, mesh) == (first if look is checkpoint.steps else max(first, default=None))
+        assert checkpoint.latest(tmp_path) == 9
+
+    simulated(law, replicate=2, shard=2)
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_save_replaces_the_one_of_its_step(tmp_path, wait):
     """A checkpoint would not be there when `save` or `wait` returns, or files of an earlier one would stay."""

@@ -305,3 +305,28 @@ def test_trees_that_do_not_fit_are_errors(call, error, words):
     """Elements of one leaf would be multiplied by those of another."""
     with pytest.raises(error, match=re.escape(words)):
         call()
+
+
+LEAVES = {"blocks": [{"w": torch.arange(15.0).view(3, 5), "b": torch.arange(5.0)}], "s": torch.tensor(2.0)}
+
+
+def norms(mesh: Any, strategy: str, whole: list[str] | None) -> Any:
+    """Norms of the gradients of a subtree and of leaves, some of which every rank has whole."""
+    plan = fshard.make_plan(LEAVES, mesh, units=["blocks.*"], whole=whole, **STRATEGIES[strategy])
+
+    def loss(p: Any) -> Tensor:
+        return (p["blocks"][0]["w"].square().sum() + p["blocks"][0]["b"].square().sum() + p["s"].square()) / 2
+
+    _, grads = fshard.value_and_grad(loss)(fshard.shard_params(LEAVES, plan))
+    block = grads["blocks"][0]
+    return [fshard.optim.global_norm(x) for x in (block, block["w"], block["b"], grads["s"])]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_norm_of_a_leaf_counts_each_element_once(strategy):
+    """The norm of a leaf or a subtree would count what several ranks hold several times."""
+    block = LEAVES["blocks"][0]
+    want = [torch.cat([x.flatten() for x in block.values()]).norm(), block["w"].norm(), block["b"].norm(), LEAVES["s"]]
+    for whole in (None, ["**.b", "s"]):
+        for found in simulated(norms, strategy, whole, replicate=2):
+            torch.testing.assert_close(found, want)

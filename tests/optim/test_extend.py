@@ -1,5 +1,6 @@
 """Optimizer state for leaves added to a training (`optim.state.extend`): old ones go on, new ones begin anew."""
 
+import copy
 import re
 from dataclasses import replace
 from functools import partial
@@ -9,12 +10,13 @@ import pytest
 import torch
 import torch.optim as to
 from support.models import rand, same_bits
+from support.optimizers import TRANSFORMS
 from support.worlds import simulated
 
 import fshard
 from fshard import checkpoint, optim
 from fshard.core import tree
-from fshard.optim.state import extend, gather_state, state_dict
+from fshard.optim.state import extend, gather_state, load_state_dict, state_dict
 
 SHAPES = {"w": (5, 3), "blocks": [{"a": (3, 4), "b": (5,)}, {"a": (2, 3, 2), "b": (1,)}], "s": ()}
 MORE = [{"lora": {"down": (3, 2), "up": (2, 5)}}, {"head": (7,)}]
@@ -184,3 +186,115 @@ def test_what_cannot_be_extended_is_an_error():
         extend(apart.init(new), tx, new)
     with pytest.raises(ValueError, match=r"'inner\.a\.mu\.w': expected a tensor \[4\], got one \[3\]"):
         extend(state, apart, {"w": torch.ones(4), "lora": torch.ones(2)})
+
+
+class Counting(to.Optimizer):
+    """A class of a user's, which counts the steps of each parameter."""
+
+    def __init__(self, params: Any, lr: float):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for x in group["params"]:
+                if x.grad is not None:
+                    entry = self.state[x]
+                    entry["step"] = entry.get("step", 0) + 1
+                    x.data -= group["lr"] / entry["step"] * x.grad
+
+
+SMALL = {"w": (3, 2), "late": (2, 4)}
+OWN = {"adam": to.Adam, "adamw": to.AdamW, "adagrad": to.Adagrad, "rmsprop": to.RMSprop, "adafactor": to.Adafactor}
+IN_TORCH = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+CLASSES: dict[str, tuple[Any, Any]] = {
+    **{name: (getattr(optim, name)(0.1, weight_decay=0), partial(cls, weight_decay=0)) for name, cls in OWN.items()},
+    **{x: (optim.from_torch(getattr(to, x), lr=0.1), getattr(to, x)) for x in (*IN_TORCH, "Adafactor", "Muon")},
+    "momentum": (optim.sgd(0.1, momentum=0.9), partial(to.SGD, momentum=0.9)),
+    "amsgrad": (optim.from_torch(to.AdamW, lr=0.1, amsgrad=True), partial(to.AdamW, amsgrad=True)),
+    "users": (optim.from_torch(Counting, lr=0.1), Counting),
+}
+
+
+def small(seed: int) -> Any:
+    return {path: rand(*shape, seed=seed + shape[0]) for path, shape in SMALL.items()}
+
+
+def apart(tx: Any) -> Any:
+    return optim.by_label({"first": tx, "added": tx}, {"late": "added", "**": "first"})
+
+
+def stepped(tx: Any, params: Any, state: Any, steps: range) -> tuple[Any, Any]:
+    """Parameters and state after steps on those leaves."""
+    for i in steps:
+        params, state = tx.step({path: small(1 + i)[path] for path in params}, state, params)
+    return params, state
+
+
+def joins_late(make: Any, function: str) -> tuple[Any, Any, Any]:
+    """torch's state and leaves after steps of the first leaf alone, and the leaves after steps of both."""
+    leaves = {path: torch.nn.Parameter(x) for path, x in small(0).items()}
+    optimizer = make([leaves["w"]] if function == "extend" else [*leaves.values()], lr=0.1)
+    for i in range(2 * STEPS):
+        if i == STEPS:
+            saved, start = copy.deepcopy(optimizer.state_dict()), {k: x.detach().clone() for k, x in leaves.items()}
+            if function == "extend":
+                optimizer.add_param_group({"params": [leaves["late"]]})
+        for path in SMALL if i >= STEPS else ("w",):
+            leaves[path].grad = small(1 + i)[path]
+        optimizer.step()
+    return saved, start, {path: x.detach() for path, x in leaves.items()}
+
+
+def taken(tx: Any, of_all: Any, function: str, saved: Any, start: Any) -> Any:
+    """The state of `of_all` over both leaves, of which one has none yet."""
+    if function == "load":
+        return load_state_dict(saved, of_all.init(start), start, order=[*SMALL], strict=False)
+    first = {"w": small(0)["w"]}
+    return extend(stepped(tx, first, tx.init(first), range(STEPS))[1], of_all, start)
+
+
+@pytest.mark.parametrize("function", ["extend", "load"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_leaf_that_joins_late_has_a_count_of_its_own(name, function):
+    """A leaf without a state beside one with it trains as in torch, or is an error that says how it would: otherwise
+    its bias correction would be that of an older leaf."""
+    tx, make = CLASSES[name]
+    torch.set_default_dtype(torch.float64)  # in which torch's NAdam keeps the product of its momenta
+    try:
+        saved, start, want = joins_late(make, function)
+        refused = []
+        for of_all in (tx, apart(tx), optim.resting(tx)):
+            try:
+                state = taken(tx, of_all, function, saved, start)
+            except ValueError as error:
+                refused.append((of_all, str(error)))
+                continue
+            got, _ = stepped(of_all, start, state, range(STEPS, 2 * STEPS))
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+        assert [of_all for of_all, _ in refused] in ([], [tx])
+        assert all(word in text for _, text in refused for word in ("'late'", "'w'", "by_label"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# One number for all leaves is meant: the count of a schedule, or a norm.
+SHARED = {"scale_by_schedule", "clip_by_global_norm", "clip_by_global_norm-inf"}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS.keys() - SHARED)
+def test_added_leaves_share_no_count(name):
+    """An added leaf is an error, or trains as it would alone: otherwise it would go on from another leaf's count."""
+    tx = TRANSFORMS[name]()
+    first, late = ({path: small(0)[path]} for path in SMALL)
+    ready, state = stepped(tx, first, tx.init(first), range(STEPS))
+    try:
+        both = extend(state, tx, ready | late)
+    except ValueError as refused:
+        error = str(refused)
+        both = None
+    if both is None:
+        assert "'late' is new, and would share" in error
+        return
+    later = range(STEPS, 2 * STEPS)
+    old, new = stepped(tx, ready, state, later)[0], stepped(tx, late, tx.init(late), later)[0]
+    torch.testing.assert_close(stepped(tx, ready | late, both, later)[0], old | new, rtol=1e-9, atol=1e-9)

@@ -457,7 +457,7 @@ def unfrozen_late(mesh: Any) -> Any:
     reference.step()
     sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
     like = optim.adamw(0.1).init(fshard.tree.map(torch.ones_like, sharded))
-    like = like._replace(mu=fshard.tree.map(torch.ones_like, like.mu))
+    like = like._replace(mu=fshard.tree.map(torch.ones_like, like.mu), count=torch.ones(()))
     with pytest.raises(ValueError, match="leaf 'late': expected 'exp_avg' in its state, there is nothing"):
         load_state_dict(reference.state_dict(), like, params)
     state = load_state_dict(reference.state_dict(), like, sharded, strict=False)
@@ -476,7 +476,7 @@ def test_a_leaf_without_a_state_keeps_its_own():
 def partly_saved(mesh: Any, name: str, how: str) -> None:
     """Each rank in turn alone has a state in which some leaves have none; the others keep what they had."""
     me, tx = mesh.get_rank(), TXS[name]
-    (state, params), (before, _) = go(mesh, tx, how, [0, 1]), go(mesh, tx, how, [2])
+    (state, params), (before, _) = go(mesh, tx, how, [0, 1]), go(mesh, tx, how, [2, 3])
     for lost in (["w"], ["blocks.0.a", "tail"], []):
         saved = state_dict(state, params)
         saved["state"] = {path: entry for path, entry in saved["state"].items() if path not in lost}
@@ -529,7 +529,7 @@ def test_leaves_with_other_numbers_of_steps(double, name, strict):
 
 
 def test_a_count_for_each_label(double):
-    """Each label's count is that of its leaves in torch's format; and a leaf without a state has none to compare."""
+    """Each label's count is that of its leaves in torch's format; and a leaf without a state keeps that of `like`."""
     tx, make = CLASSES["groups"]
     vectors = {n for n, x in enumerate(fshard.tree.leaves(START)) if x.ndim < 2}
     whole = gather_state(load_state_dict(late_saved(make, vectors), tx.init(START), START))
@@ -537,7 +537,45 @@ def test_a_count_for_each_label(double):
     plain, make = CLASSES["AdamW"]
     saved = late_saved(make, {1})
     del saved["state"][1]
-    assert gather_state(load_state_dict(saved, plain.init(START), START, strict=False))["count"] == 3
+    words = "saved has 3.0 for leaf 'w' and none for leaf 'blocks.0.a', which would keep the 0.0 of `like`"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load_state_dict(saved, plain.init(START), START, strict=False)
+    like = plain.init(START)._replace(count=torch.tensor(3.0))
+    assert gather_state(load_state_dict(saved, like, START, strict=False))["count"] == 3
+
+
+MATRIX = {"w": rand(4, 3, seed=7)}
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "Rprop", "SGD")},
+    **{"Adafactor": {}, "Muon": {}, "SGD momentum": {"momentum": 0.9}, "AdamW": {"amsgrad": True}},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+}
+
+
+@over_all
+def test_nothing_of_a_state_is_dropped(name):
+    """All that torch kept is in the state that was read, or is an error that names it; `strict=False` alone drops it:
+    otherwise an AMSGrad run would go on as AdamW, without a word."""
+    like = TXS[name].init(MATRIX)
+    names = state_dict(like, MATRIX)["state"].get("w", {}).keys()
+    for cls, settings in SETTINGS.items():
+        optimizer = torchs(functools.partial(getattr(to, cls.split()[0]), lr=0.1, **settings), MATRIX)
+        optimizer.leaves[0].grad = MATRIX["w"].clone()
+        optimizer.step()
+        entry = dict(optimizer.state[optimizer.leaves[0]])
+        saved = {"state": {"w": entry}}
+        try:
+            loaded = load_state_dict(saved, like, MATRIX)
+        except ValueError as error:
+            if missing := re.search("leaf 'w': expected '(.*)' in its state", str(error)):
+                assert missing[1] in names - entry.keys()
+                continue
+            listed = set(re.findall(r"'(\w+)'", str(error).split("there is ")[1]))
+            loaded = load_state_dict(saved, like, MATRIX, strict=False)
+            assert listed == entry.keys() - names
+            entry = {key: x for key, x in entry.items() if key not in listed}
+        back = state_dict(loaded, MATRIX)["state"].get("w", {})
+        torch.testing.assert_close({key: back[key].double() for key in entry}, tree.map(Tensor.double, entry))
 
 
 SIX = {name: torch.full((2,), float(i)) for i, name in enumerate("abcdef")}

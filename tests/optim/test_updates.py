@@ -140,6 +140,32 @@ def test_a_step_is_an_update_and_its_application(name, way):
             simulated(law, name, way, STRATEGIES[strategy], replicate=replicate, shard=shard)
 
 
+def by_hand(mesh: Any, name: str, strategy: dict[str, Any]) -> None:
+    """Check that a loop over `for_state`, as one over plain trees, is a step's; with a running mean by `tree.map`."""
+    tx = WAYS["alone"](TRANSFORMS[name])
+    plan = fshard.make_plan(whole(0), mesh, units=["blocks.*"], frozen=["fixed"], block=4, **strategy)
+    params = fshard.shard_params(whole(0), plan)
+    state, mean, want = tx.init(params.for_state), params.for_state, fshard.gather_params(params)
+    for i in (1, 2, 3):
+        given = fshard.shard_params(whole(100 * i), plan).trainable
+        grads = packed(refine(given, plan.grads_over))
+        updates, state = tx.update(grads.for_state, state, params.for_state)
+        params = params.with_trained(optim.apply_updates(params.for_state, updates))
+        mean = tree.map(lambda x, y: torch.lerp(x, y, 0.5), mean, params.for_state)
+        want = tree.map(lambda x, y: torch.lerp(x, y, 0.5), want, fshard.gather_params(params))
+    assert all(isinstance(x, torch.Tensor) for x in tree.leaves(mean))
+    assert same_bits((params.trainable, state), trained(by_update, tx, mesh, strategy))
+    torch.testing.assert_close(fshard.gather_params(params.with_trained(mean)), want)
+
+
+@pytest.mark.sample(7)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_tree_for_state_is_a_tree(name):
+    """A loop by hand would be right under some strategies alone."""
+    for strategy, replicate, shard in [*((each, 1, 2) for each in NARROW), ("wide_state", 2, 2)]:
+        simulated(by_hand, name, STRATEGIES[strategy], replicate=replicate, shard=shard)
+
+
 def _first(path: str, leaf: torch.Tensor) -> str:
     return path[0]
 

@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -349,10 +350,8 @@ def test_arguments_of_a_step() -> None:
 
 
 def test_too_few_rows() -> None:
-    """A batch with too few rows names leaf and rank: otherwise a micro-batch would be empty on this rank only."""
+    """A leaf with other rows than the batch names both: otherwise its micro-batches would be those of other rows."""
     batch = {"x": torch.ones(2, 4)}
-    words = ["batch leaf 'x'", "at least 3 row(s)", "got 2 on rank 0", "Every rank needs data", "fshard.Mean's count"]
-    says(lambda: run_step(batch=batch, accumulate=3), ValueError, *words)
     words = ["batch leaf 'y'", "expected 2 rows along dim 0, as leaf 'x' has", "got 4", "step(state, batch, *args)"]
     says(lambda: run_step(batch={**batch, "y": torch.ones(4)}, accumulate=2), ValueError, *words)
 
@@ -369,16 +368,13 @@ def test_micro_batches_of_unequal_size_under_a_plain_scalar() -> None:
     run_step(batch=torch.ones(4, 4), loss=plain, accumulate=2)
     run_step(batch=torch.ones(3, 4), accumulate=2)
 
+    def job(mesh: Any, **options: Any) -> Any:
+        return run_step(mesh, torch.ones(0 if mesh.get_rank() == 2 else 4, 4), plain, **options)
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_batch_that_is_empty_on_one_rank(accumulate: int) -> None:
-    """An empty batch stops every rank and names the rank: otherwise the other ranks would wait for it forever."""
-
-    def job(mesh: Any) -> Any:
-        return run_step(mesh, torch.ones(0 if mesh.get_rank() == 2 else 4, 4), accumulate=accumulate)
-
-    words = ["batch leaf", f"at least {accumulate} row(s)", "got 0 on rank 2", "Every rank needs data", "count is 0"]
-    says(lambda: simulated(job, shard=3), ValueError, *words)
+    words = ["[0] rows on rank 2", "fshard.Mean(total, count), which may be (0, 0)", "give every rank a batch of rows"]
+    for options in ({"accumulate": 1}, {"accumulate": 2}, {"donate": True, "in_backward": True}):
+        odd = partial(job, **options)
+        says(lambda odd=odd: simulated(odd, shard=3), ValueError, *words)
 
 
 def test_an_optimizer_state_made_for_other_parameters() -> None:

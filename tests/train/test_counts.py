@@ -9,6 +9,7 @@ from support.worlds import gloo, simulated
 
 import fshard
 from fshard import tree
+from fshard.comm import primitives
 from fshard.testing import oracle
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -297,3 +298,88 @@ def test_a_loss_in_half_precision_is_averaged_in_float32() -> None:
     x_of = [torch.tensor([256.0], dtype=torch.bfloat16), torch.tensor([258.0], dtype=torch.bfloat16)]
     for loss in fshard.testing.simulate(one_rank, shard=2):
         assert (loss.dtype, loss.item()) == (torch.float32, 257.0)
+
+
+# What rank 1 returns where rank 0 returns a Mean of float64, and an aux of one.
+UNLIKE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "loss": lambda total: (fshard.Mean(total.float(), 3), fshard.Mean(total, 3)),
+    "class": lambda total: (fshard.Sum(total), fshard.Mean(total, 3)),
+    "scalar": lambda total: (total, fshard.Mean(total, 3)),
+    "aux": lambda total: (fshard.Mean(total, 3), fshard.Mean(total.float(), 3)),
+}
+CALLS: dict[str, Any] = {
+    "step": {},
+    "accumulate": {"accumulate": 2},
+    "tree": {"reduction": "tree"},
+    "in_backward": {"donate": True, "in_backward": True},
+    "value_and_grad": fshard.value_and_grad,
+    "evaluate": fshard.evaluate,
+}
+
+
+def unlike(mesh: Any, what: str, call: str) -> None:
+    """A call whose loss returns something else on rank 1."""
+    odd = mesh.get_rank() == 1
+    tx = fshard.optim.sgd(0.0)
+
+    def loss(p: Any, x: torch.Tensor) -> Any:
+        total = (x @ p["w"]).square().sum() / 3
+        return UNLIKE[what](total) if odd else (fshard.Mean(total, 3), fshard.Mean(total, 3))
+
+    params = fshard.shard_params(parameters(), fshard.make_plan(parameters(), mesh))
+    if isinstance(CALLS[call], dict):
+        state = fshard.init_state(params, tx)
+        fshard.train_step(loss, tx, has_aux=True, **CALLS[call])(state, batch_of(0))
+    else:
+        CALLS[call](loss, has_aux=True)(params, batch_of(0))
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("what", UNLIKE)
+def test_ranks_whose_losses_have_another_dtype_or_class(what: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks would log values that differ, or divide by another count: an error, also where they compare no texts."""
+    with pytest.raises(fshard.MismatchError, match=r"float64.*(float32|Sum|a scalar)"):
+        simulated(unlike, what, call, shard=2)
+    for name in ("total", "start_total"):
+        start = getattr(primitives, name)
+        monkeypatch.setattr(primitives, name, lambda *args, more="", start=start, **how: start(*args, **how))
+    with pytest.raises(RuntimeError, match="or losses of other classes or dtypes"):
+        simulated(unlike, what, call, shard=2)
+
+
+FEW_ROWS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "accumulate": {"accumulate": 3},
+    "reduce_once": {"accumulate": 2, "reduce_once": True},
+    "in_backward": {"donate": True, "in_backward": True},
+}
+
+
+def with_few_rows(mesh: Any, kind: str, how: str) -> dict[str, Any]:
+    """Parameters after a step in which rank 1 has no row, and rank 0 fewer than micro-batches."""
+    loss: Any = {"Mean": row_mean, "Sum": lambda p, x: fshard.Sum(row_mean(p, x).total)}[kind]
+    found, tx = {}, fshard.optim.sgd(0.1)
+    for name, strategy in STRATEGIES.items():
+        plan = fshard.make_plan(parameters(), mesh, units=["gate"], **strategy)
+        state = fshard.init_state(fshard.shard_params(parameters(), plan), tx)
+        state, metrics = fshard.train_step(loss, tx, **FEW_ROWS[how])(state, batch_of(0)[: 0 if mesh.get_rank() else 2])
+        found[name] = metrics["loss"], fshard.gather_params(state.params)
+    return found
+
+
+def row_mean(p: Any, x: torch.Tensor) -> fshard.Mean:
+    return fshard.Mean(((x[:, :3] @ p["gate"]).sigmoid() * (x @ p["w"]).square()).sum(), len(x))
+
+
+@pytest.mark.parametrize("how", FEW_ROWS)
+@pytest.mark.parametrize("kind", ["Mean", "Sum"])
+def test_a_rank_may_have_no_rows(kind: str, how: str) -> None:
+    """The step would refuse what DDP computes, or an empty batch would count."""
+    whole = {path: x.requires_grad_() for path, x in parameters().items()}
+    out = row_mean(whole, batch_of(0)[:2])
+    value = out.total / (2 if kind == "Mean" else 1)
+    grads = torch.autograd.grad(value, [*whole.values()])
+    want = {path: (x - 0.1 * g).detach() for (path, x), g in zip(whole.items(), grads, strict=True)}
+    for found in simulated(with_few_rows, kind, how, shard=2):
+        for loss, params in found.values():
+            torch.testing.assert_close((loss, dict(params)), (value.detach(), want))

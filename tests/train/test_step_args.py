@@ -204,7 +204,7 @@ def test_a_batch_of_nothing_is_taken_once():
         sums(fshard.init_state(sharded(None), TX), torch.tensor(2.0))
     state = fshard.init_state(sharded(None), TX)
     fshard.train_step(lambda p, b: fshard.Sum(p["a"]["w"].sum()), TX)(state, None)
-    with pytest.raises(ValueError, match="expected at least 2 row"):
+    with pytest.raises(ValueError, match="batch: expected rows to cut into 2 micro-batches"):
         fshard.train_step(lambda p, b: fshard.Sum(p["a"]["w"].sum()), TX, accumulate=2)(state, None)
 
 

@@ -237,7 +237,7 @@ def elastic(job: Job) -> None:
     mesh = init_device_mesh("cuda", (job.size,), mesh_dim_names=("shard",))
     tx, folder = optim.adamw(1e-3), job.folder / "checkpoint"
     state, step = start(mesh, tx, plan=SLICES), fshard.train_step(loss, tx, reduction="tree")
-    state = checkpoint.restore(folder, like=state) if checkpoint.steps(folder) else state
+    state = checkpoint.restore(folder, like=state) if checkpoint.steps(folder, mesh) else state
     for i in range(int(state.step), 4):
         state = _run(job, state, fshard.check(step), i, i + 1)
         if job.rank == 1 and i == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
