@@ -43,7 +43,8 @@ def say(text: str, colour: str = "", is_error: bool = False) -> None:
         from rich.console import Console
     except ImportError:
         colour = ""
-    if colour:
-        Console(soft_wrap=True, highlight=False, stderr=is_error).print(text, style=colour, markup=False)
+    if colour:  # a name such as "x:smile:" stays as it is
+        console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False, stderr=is_error)
+        console.print(text, style=colour)
     else:
         print(text, file=sys.stderr if is_error else sys.stdout)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import zipfile
 from collections.abc import Callable, Collection, Container
@@ -29,10 +30,12 @@ from ..comm.mesh import coordinate
 from ..core import tree
 from ..core.arguments import check_function, check_path, wrong
 from ..core.differences import lacking
-from ..core.foreign import legible, open_file, parsed, read_text
+from ..core.foreign import MOST_ITEMS, legible, open_file, parsed, read_text
 from ..core.scalars import double
-from ..core.storage import DonatedError
+from ..core.storage import DonatedError, from_bytes
 from ..core.tree import Tree, flatten, map, unflatten
+from ..files.inert_pickle import read_pickle
+from ..files.torch_dcp import OF_TENSOR, stored_tensor
 from ..sharding.sharded import Sharded
 from ..train.step import TrainState
 
@@ -45,6 +48,7 @@ _MOST = 1 << 20  # ranks
 _MOST_THREADS = 1 << 10
 _MOST_AXES = 16
 _MOST_BYTES = 1 << 22  # of a zip file's directory, and of its pickle
+_CHUNK = 1 << 20  # bytes of a tensor that are read at a time
 _MOST_SHOWN = 60  # characters of a value in an error
 
 
@@ -251,21 +255,38 @@ def _placed(value: object, like: object, start: int) -> object:
 def _tensors(file: Path) -> dict[str, Tensor]:
     """Load the tensors of a file by name, on the CPU. Raises ValueError for a file that `record` did not write.
 
-    Loading runs no code of the file, and allocates no more memory than the size of the file.
+    Loading runs no code of the file: its pickle is read as data. It allocates no more memory than the size of the file.
     """
     try:
         with _Bounded(open_file(file)) as opened:
-            _check_packed(zipfile.ZipFile(opened), file.stat().st_size)
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-        if not isinstance(tensors, dict):
-            raise ValueError(f"a {type(tensors).__name__} in place of tensors by name")
-        for key, x in tensors.items():
-            # `record` writes no views. A view (an expanded one) with a small storage could have any size.
-            if type(x) is not Tensor or x.layout is not torch.strided or x.untyped_storage().nbytes() != x.nbytes:
-                raise ValueError(f"{key!r} is no whole tensor")
-    except Exception as wrong:  # for a corrupt file, torch.load raises errors of many types
+            packed = zipfile.ZipFile(opened)
+            _check_packed(packed, os.fstat(opened.fileno()).st_size)
+            members = {name.partition("/")[2]: name for name in packed.namelist()}
+            if packed.read(members["byteorder"]) != b"little":
+                raise ValueError("expected little-endian numbers")
+            records = read_pickle(packed.read(members["data.pkl"]), OF_TENSOR)
+            if not isinstance(records, dict):
+                raise ValueError(f"a {type(records).__name__} in place of tensors by name")
+            return {key: _tensor(packed, members, key, record) for key, record in records.items()}
+    except Exception as wrong:  # of many types, for what is corrupt
         raise ValueError(f"{file}: expected the tensors of a recorded step: {wrong}") from wrong
-    return tensors
+
+
+def _tensor(packed: zipfile.ZipFile, members: dict[str, str], key: str, record: Any) -> Tensor:
+    """Load a tensor that has a member of the zip file for itself, all of it, and take the member off `members`."""
+    try:
+        number, dtype, first, sizes, strides = stored_tensor(record)
+    except ValueError as wrong:
+        raise ValueError(f"{key!r} is no whole tensor: {wrong}") from wrong
+    member = packed.getinfo(members.pop(f"data/{number}", ""))
+    # `record` writes no views. A view (an expanded one) with a small storage could have any size.
+    if first or math.prod(sizes) * dtype.itemsize != member.file_size:
+        raise ValueError(f"{key!r} is no whole tensor")
+    x = torch.empty(member.file_size, dtype=torch.uint8, device="cpu")
+    with packed.open(member) as file:
+        for part in x.split(_CHUNK) if len(x) else ():
+            part.copy_(torch.frombuffer(bytearray(file.read(len(part))), dtype=torch.uint8))
+    return from_bytes(x, dtype).as_strided(sizes, strides)
 
 
 class _Bounded(BufferedReader):
@@ -287,7 +308,7 @@ def _check_packed(packed: zipfile.ZipFile, size: int) -> None:
         raise ValueError(f"{swollen[0]!r} is compressed, which torch.save does not do")
     if (unpacked := sum(entry.file_size for entry in entries)) > size:
         raise ValueError(f"{unpacked:,} bytes in a file of {size:,}")
-    if torn := packed.testzip():  # torch.load does not verify checksums
+    if torn := packed.testzip():
         raise ValueError(f"{torn!r} is not what was written")
 
 
@@ -303,9 +324,10 @@ def _is_filed(x: object) -> bool:
     """Return whether `x` is a valid entry for a tree: leaf paths, and by number the values of non-tensor leaves."""
     if not isinstance(x, dict) or not isinstance(x.get("paths"), list) or not isinstance(x.get("plain"), dict):
         return False
+    if len(x["paths"]) > MOST_ITEMS or not all(isinstance(path, str) for path in x["paths"]):
+        return False
     keys = {str(i) for i in range(len(x["paths"]))}
-    words = all(isinstance(path, str) for path in x["paths"])
-    return words and all(key in keys and isinstance(v, int | float | str) for key, v in x["plain"].items())
+    return all(key in keys and isinstance(v, int | float | str) for key, v in x["plain"].items())
 
 
 # By key of about.json: a predicate of valid values, and their description for error messages.

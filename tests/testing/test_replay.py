@@ -21,7 +21,7 @@ from support.worlds import gloo, simulated
 
 import fshard
 from fshard.__main__ import main
-from fshard.testing import assert_trees_equal, record
+from fshard.testing import assert_trees_equal, record, recording
 from fshard.testing.replaying import replay
 
 
@@ -389,7 +389,7 @@ def contents(rank: Path) -> Any:
     """What the files of a rank hold, without the number of threads and addresses: any give these results the same
     bits."""
     about = json.loads((rank / "about.json").read_bytes()) | {"threads": None, "starts": None}
-    return about, [torch.load(rank / name, weights_only=True) for name in ("before.pt", "after.pt")]
+    return about, [recording._tensors(rank / name) for name in ("before.pt", "after.pt")]
 
 
 @pytest.mark.sample(8)
