@@ -86,9 +86,9 @@ def printable(text: object, longest: int = 200) -> str:
     'a\\x1b[2J'
     """
     text = str(text)
-    if len(text) <= longest and text.isprintable():
-        return text
     cut = text if len(text) <= longest else text[:longest] + "..."
+    if cut.isprintable():
+        return cut
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in cut)
 
 

@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from io import BytesIO
-from pickletools import ArgumentDescriptor, opcodes
+from pickletools import opcodes, read_uint1, read_uint4
 from typing import Any
 
 from ..core.foreign import MOST_MEMORY, MOST_OPERATIONS
@@ -147,9 +147,8 @@ def _require(condition: object, otherwise: str) -> None:
 
 # at most so many bytes are taken by an operation, and by what a dict or the memo adds for it
 _MEMORY = {
-    **dict.fromkeys(
-        ("BINUNICODE", "SHORT_BINUNICODE", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "EMPTY_DICT"), 160
-    ),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ"), 160),
+    "EMPTY_DICT": 160,
     **dict.fromkeys(("EMPTY_LIST", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT"), 80),
     **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "BINFLOAT", "BININT", "BININT2", "LONG1"), 80),
     **dict.fromkeys(("PROTO", "FRAME", "NONE", "NEWTRUE", "NEWFALSE", "BININT1", "BINGET", "LONG_BINGET"), 16),
@@ -157,19 +156,15 @@ _MEMORY = {
 }
 # what takes their place: a call of the name _DICT; a call; and nothing, because lengths differ
 _INSTEAD = {"EMPTY_DICT": b"c.\n.\n)R", "NEWOBJ": b"R", "FRAME": b""}
-
-
-def _argument(name: str, arg: ArgumentDescriptor | None) -> tuple[Callable[[BytesIO], Plain] | None, int]:
-    """What reads the argument of an operation, or None and its size."""
-    if name == "GLOBAL":
-        return _skip_name, 0
-    is_read = arg is not None and (arg.n < 0 or name in ("BINPUT", "LONG_BINPUT"))
-    return (arg.reader if arg and is_read else None), (arg.n if arg and not is_read else 0)
-
-
-# an operation's argument, what takes its place, and the bytes that it takes, by the operation's byte
+_READERS = {"GLOBAL": _skip_name, "BINPUT": read_uint1, "LONG_BINPUT": read_uint4}
+# by the operation's byte: what reads its argument, else the argument's size; what takes its place; the bytes it takes
 _BY_CODE: dict[bytes, tuple[Callable[[BytesIO], Plain] | None, int, bytes | None, int]] = {
-    x.code.encode("latin-1"): (*_argument(x.name, x.arg), _INSTEAD.get(x.name), _MEMORY[x.name])
-    for x in opcodes
-    if x.name in _MEMORY
+    operation.code.encode("latin-1"): (
+        _READERS.get(operation.name, operation.arg.reader if operation.arg and operation.arg.n < 0 else None),
+        max(operation.arg.n, 0) if operation.arg else 0,
+        _INSTEAD.get(operation.name),
+        _MEMORY[operation.name],
+    )
+    for operation in opcodes
+    if operation.name in _MEMORY
 }

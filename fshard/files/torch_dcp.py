@@ -125,14 +125,12 @@ def _naming(where: str) -> Iterator[None]:
 
 def _fields(record: Plain, name: str) -> dict[str, Plain]:
     """Return the fields of an object of a class."""
-    if type(record) is not Record or record.name != name:  # no `require`, for which the text is made each time
-        raise ValueError(f"expected {name}, got {_kind(record)}")
+    require(type(record) is Record and record.name == name, f"expected {name}, got {_kind(record)}")
     return _expect(record.state, dict, name)
 
 
 def _expect(x: Plain, kind: type, name: str) -> Any:
-    if not isinstance(x, kind):
-        raise ValueError(f"{name}: expected {kind.__name__}, got {_kind(x)}")
+    require(isinstance(x, kind), f"{name}: expected {kind.__name__}, got {_kind(x)}")
     return x
 
 

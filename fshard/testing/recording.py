@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import zipfile
 from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
-from io import BufferedReader
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,8 +32,12 @@ from ..core.foreign import MOST_ITEMS, legible, open_file, parsed, read_text
 from ..core.scalars import double
 from ..core.storage import DonatedError, from_bytes
 from ..core.tree import Tree, flatten, map, unflatten
+from ..files.index import require
 from ..files.inert_pickle import read_pickle
+from ..files.places import LocalReader
+from ..files.safetensors_file import CHUNK, read_chunks
 from ..files.torch_dcp import OF_TENSOR, stored_tensor
+from ..files.zip_item import ZipItem
 from ..sharding.sharded import Sharded
 from ..train.step import TrainState
 
@@ -47,8 +49,6 @@ _ALIGN = 64  # bytes: new tensors start at multiples of it
 _MOST = 1 << 20  # ranks
 _MOST_THREADS = 1 << 10
 _MOST_AXES = 16
-_MOST_BYTES = 1 << 22  # of a zip file's directory, and of its pickle
-_CHUNK = 1 << 20  # bytes of a tensor that are read at a time
 _MOST_SHOWN = 60  # characters of a value in an error
 
 
@@ -252,64 +252,36 @@ def _placed(value: object, like: object, start: int) -> object:
     return memory.as_strided(x.shape, dense.stride(), (start - memory.data_ptr()) % _ALIGN // x.itemsize).copy_(x)
 
 
-def _tensors(file: Path) -> dict[str, Tensor]:
+def _tensors(path: Path) -> dict[str, Tensor]:
     """Load the tensors of a file by name, on the CPU. Raises ValueError for a file that `record` did not write.
 
     Loading runs no code of the file: its pickle is read as data. It allocates no more memory than the size of the file.
     """
     try:
-        with _Bounded(open_file(file)) as opened:
-            packed = zipfile.ZipFile(opened)
-            _check_packed(packed, os.fstat(opened.fileno()).st_size)
-            members = {name.partition("/")[2]: name for name in packed.namelist()}
-            if packed.read(members["byteorder"]) != b"little":
-                raise ValueError("expected little-endian numbers")
-            records = read_pickle(packed.read(members["data.pkl"]), OF_TENSOR)
-            if not isinstance(records, dict):
-                raise ValueError(f"a {type(records).__name__} in place of tensors by name")
-            return {key: _tensor(packed, members, key, record) for key, record in records.items()}
+        with open_file(path) as file:
+            item = ZipItem(reader := LocalReader(file.fileno()), 0, reader.size)
+            item.check()
+            require(item.read("byteorder") == b"little", "expected little-endian numbers")
+            records = read_pickle(item.read("data.pkl"), OF_TENSOR)
+            require(isinstance(records, dict), f"a {type(records).__name__} in place of tensors by name")
+            taken = set[str]()
+            return {key: _tensor(file, item, taken, key, record) for key, record in records.items()}
     except Exception as wrong:  # of many types, for what is corrupt
-        raise ValueError(f"{file}: expected the tensors of a recorded step: {wrong}") from wrong
+        raise ValueError(f"{path}: expected the tensors of a recorded step: {wrong}") from wrong
 
 
-def _tensor(packed: zipfile.ZipFile, members: dict[str, str], key: str, record: Any) -> Tensor:
-    """Load a tensor that has a member of the zip file for itself, all of it, and take the member off `members`."""
-    try:
-        number, dtype, first, sizes, strides = stored_tensor(record)
-    except ValueError as wrong:
-        raise ValueError(f"{key!r} is no whole tensor: {wrong}") from wrong
-    member = packed.getinfo(members.pop(f"data/{number}", ""))
+def _tensor(file: FileIO, item: ZipItem, taken: set[str], key: str, record: object) -> Tensor:
+    """Load a tensor that is all of a member of a zip file, which no tensor has taken."""
+    name, dtype, first, sizes, strides = stored_tensor(record)
+    start, num_bytes = item.data(f"data/{name}")
     # `record` writes no views. A view (an expanded one) with a small storage could have any size.
-    if first or math.prod(sizes) * dtype.itemsize != member.file_size:
-        raise ValueError(f"{key!r} is no whole tensor")
-    x = torch.empty(member.file_size, dtype=torch.uint8, device="cpu")
-    with packed.open(member) as file:
-        for part in x.split(_CHUNK) if len(x) else ():
-            part.copy_(torch.frombuffer(bytearray(file.read(len(part))), dtype=torch.uint8))
+    is_whole = not first and math.prod(sizes) * dtype.itemsize == num_bytes
+    require(is_whole and name not in taken, f"{key!r} is no whole tensor")
+    taken.add(name)
+    x = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    for part, chunk in zip(x.split(CHUNK), read_chunks(file, Path(), start, num_bytes, torch.uint8), strict=False):
+        part.copy_(chunk)
     return from_bytes(x, dtype).as_strided(sizes, strides)
-
-
-class _Bounded(BufferedReader):
-    """A file that refuses to give zipfile a directory that would fill the memory."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes. ValueError for a directory that is too long."""
-        if size is not None and size > _MOST_BYTES:
-            raise ValueError(f"expected at most {_MOST_BYTES:,} bytes at a time, got {size:,}")
-        return super().read(size)
-
-
-def _check_packed(packed: zipfile.ZipFile, size: int) -> None:
-    """Raise ValueError for a compressed file, a long pickle, entries larger than the file, or a wrong checksum."""
-    entries = packed.infolist()
-    if long := [entry for entry in entries if "/data/" not in entry.filename and entry.file_size > _MOST_BYTES]:
-        raise ValueError(f"{long[0].filename!r}: expected at most {_MOST_BYTES:,} bytes, got {long[0].file_size:,}")
-    if swollen := [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]:
-        raise ValueError(f"{swollen[0]!r} is compressed, which torch.save does not do")
-    if (unpacked := sum(entry.file_size for entry in entries)) > size:
-        raise ValueError(f"{unpacked:,} bytes in a file of {size:,}")
-    if torn := packed.testzip():
-        raise ValueError(f"{torn!r} is not what was written")
 
 
 def _is_number(x: object, least: int, most: int) -> bool:

@@ -23,7 +23,7 @@ import fshard
 from fshard import checkpoint
 from fshard.__main__ import main
 from fshard.core import foreign
-from fshard.files import hugging_face, index, inert_pickle
+from fshard.files import hugging_face, index, inert_pickle, zip_item
 from fshard.files.index import sealed
 from fshard.files.safetensors_file import Entry
 from fshard.testing import record, recording, replay
@@ -151,7 +151,7 @@ def folder(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(foreign, "MOST_BYTES", 1 << 20)
     monkeypatch.setattr(foreign, "MOST_MEMORY", 1 << 22)
     monkeypatch.setattr(inert_pickle, "MOST_MEMORY", 1 << 22)
-    monkeypatch.setattr(recording, "_MOST_BYTES", 1 << 17)
+    monkeypatch.setattr(zip_item, "_MOST_BYTES", 1 << 17)
     return Path(shutil.copytree(good, tmp_path / good.name))
 
 
@@ -425,7 +425,7 @@ def elements_in_one_member(shape: bytes, num: int) -> Callable[[Path], object]:
         (FILES["allocations"], "in place of tensors by name"),
         (FILES["a storage"], "in place of tensors by name"),
         (FILES["nested keys"], "keys that are no strings"),
-        (elements_in_one_member(b"K\x40", 2), "no item named"),
+        (elements_in_one_member(b"K\x40", 2), "'state 1' is no whole tensor"),
         (elements_in_one_member(b"K\x41", 1), "'state 0' is no whole tensor"),
         (elements_in_one_member(b"J\x00\x00\x00\x40", 1), "'state 0' is no whole tensor"),
         (elements_in_one_member(b"K\x40", 1), "expected 'state 1'"),  # all is right but for what is missing

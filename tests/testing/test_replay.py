@@ -343,12 +343,12 @@ EDITS = {
         tensors(lambda x: list(x.values())),
         "before.pt: expected the tensors of a recorded step: a list",
     ),
-    "words among tensors": (tensors(lambda x: x | {"state 0": "w"}), "'state 0' is no whole tensor"),
+    "words among tensors": (tensors(lambda x: x | {"state 0": "w"}), "expected a tensor, got 'w'"),
     "a view without memory": (
         tensors(lambda x: x | {"state 0": torch.ones(1).expand(1 << 40)}),
         "'state 0' is no whole",
     ),
-    "packed tensors": (bomb, "is compressed, which torch.save does not do"),
+    "packed tensors": (bomb, "is compressed: expected plain bytes, as torch.save writes them"),
     "a tensor that is missing": (
         tensors(lambda x: {k: v for k, v in x.items() if k != "state 0"}),
         "expected 'state 0' (",
