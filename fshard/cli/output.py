@@ -44,7 +44,6 @@ def say(text: str, colour: str = "", is_error: bool = False) -> None:
     except ImportError:
         colour = ""
     if colour:  # a name such as "x:smile:" stays as it is
-        console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False, stderr=is_error)
-        console.print(text, style=colour)
+        Console(soft_wrap=True, highlight=False, emoji=False, stderr=is_error).print(text, style=colour, markup=False)
     else:
         print(text, file=sys.stderr if is_error else sys.stdout)
