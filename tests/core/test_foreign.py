@@ -9,6 +9,7 @@ import shutil
 import tracemalloc
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from fshard.__main__ import main
 from fshard.core import foreign
 from fshard.files import hugging_face, index, inert_pickle, zip_item
 from fshard.files.index import sealed
+from fshard.files.places import LocalReader
 from fshard.files.safetensors_file import Entry
 from fshard.testing import record, recording, replay
 
@@ -437,6 +439,33 @@ def test_tensors_of_a_record_are_read_as_data(put, words, folder, capsys):
     check_refused(OTHERS["tensors"], folder, capsys)
     with pytest.raises(ValueError, match=words):
         OTHERS["tensors"].read(folder)
+
+
+def test_members_of_a_record_lie_apart(tmp_path):
+    """A zip file whose members lie in one another would take its size many times over."""
+    inner = bytes(4096)
+    for number in range(9):  # each member has the one before, with its head
+        packed = zipped((f"a/data/{number}", inner))
+        inner = packed[: packed.index(b"PK\x01\x02")]
+    file = io.BytesIO(packed)
+    with zipfile.ZipFile(file, "a") as opened:
+        members, at = [opened.infolist()[0]], 0
+        for number in range(7, -1, -1):
+            at += 30 + len(f"a/data/{number}")
+            member = zipfile.ZipInfo(f"a/data/{number}")
+            member.header_offset = at
+            member.file_size = member.compress_size = members[-1].file_size - 30 - len("a/data/0")
+            data = packed[at + 30 + len(member.filename) :][: member.file_size]
+            member.CRC = zlib.crc32(data)
+            members.append(member)
+            opened.filelist.append(member)
+        opened._didModify = True
+    (tmp_path / "x").write_bytes(file.getvalue())
+    with (tmp_path / "x").open("rb") as whole:
+        reader = LocalReader(whole.fileno())
+        item = zip_item.ZipItem(reader, 0, reader.size)
+        with pytest.raises(ValueError, match="bytes in a file of"):
+            item.check()
 
 
 EMPTY = {"dtype": "F32", "shape": [0], "pieces": []}

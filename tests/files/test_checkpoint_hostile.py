@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from fshard import checkpoint
 from fshard.checkpoint import CheckpointError
 from fshard.core import foreign
 from fshard.files.index import sealed
+from fshard.files.places import flush
 
 STEP = "step-000000000007"
 
@@ -408,6 +410,14 @@ def test_what_is_not_flushed_is_an_error_that_names_it(of_folder, number, tmp_pa
         saved(None, tmp_path / "run")
     assert failure.value.errno == number
     return None
+
+
+def test_a_file_that_cannot_be_flushed_is_an_error(tmp_path, monkeypatch):
+    """Weights that are not on the disk would count as saved, as if they were a folder."""
+    (tmp_path / "x").touch()
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.EINVAL, "no")))
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "x"))):
+        flush(tmp_path / "x")
 
 
 def test_links_in_a_folder_are_deleted_and_not_followed(folder, tmp_path):
