@@ -6,6 +6,7 @@
 #SBATCH --cpus-per-task=96
 #SBATCH --exclusive
 #SBATCH --requeue
+#SBATCH --open-mode=append
 # Slurm: one task on each host, torchrun, which starts a process for each GPU. In a clone that all hosts see:
 #
 #   OUT=/shared/run sbatch examples/clusters/slurm.sh

@@ -9,7 +9,6 @@ import argparse
 import os
 import socket
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,8 +38,8 @@ def batch_of(step: int, rank: int, device: torch.device) -> Any:
     return {"x": x.to(device), "y": x.flip(1).to(device)}
 
 
-def train(out: Path, steps: int) -> None:
-    """Train up to a number of steps. `out` is a folder that all hosts share."""
+def train(out: str, steps: int) -> None:
+    """Train up to a number of steps. `out` is a folder that all hosts share, or a URL as s3://bucket/run."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
@@ -61,7 +60,7 @@ def train(out: Path, steps: int) -> None:
     first = int(state.step)
     for step in range(first, steps):
         state, metrics = step_fn(state, batch_of(step, mesh.get_rank(), device))
-        if step % 10 == 9:
+        if step % 10 == 9 or step == steps - 1:
             fshard.checkpoint.save(out, state, step + 1)
     if first < steps and mesh.get_rank() == 0:
         loss = float(metrics["loss"])
@@ -70,7 +69,7 @@ def train(out: Path, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=Path("runs/cluster"))
+    parser.add_argument("--out", default="runs/cluster")  # no Path: it would take a slash from s3://
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     train(args.out, args.steps)

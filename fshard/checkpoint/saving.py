@@ -169,9 +169,9 @@ def save(
     is_first, stop = contents.rank == 0, threading.Event()
     try:
         if wait:
-            record = consensus.together(mesh, lambda: writer.write(pieces))
-            consensus.together(mesh, lambda: writer.put(record))
-            consensus.together(mesh, lambda: finish(_SEEN, stop) if is_first else None)
+            record = consensus.together(mesh, lambda: writer.write(pieces), _REMEDY, CheckpointError)
+            consensus.together(mesh, lambda: writer.put(record), _REMEDY, CheckpointError)
+            consensus.together(mesh, lambda: finish(_SEEN, stop) if is_first else None, _REMEDY, CheckpointError)
             return Saving(mesh, None)
         written = _in_a_thread(lambda: writer.put(writer.write(pieces)))
         finished = _in_a_thread(lambda: finish(_WRITTEN, stop)) if is_first else None

@@ -145,9 +145,15 @@ def two_processes() -> str:
     """Return what went wrong in a step on two processes of this host; nothing if all went well."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     command = [sys.executable, *_SELF_TEST]
-    try:
-        done = subprocess.run(command, env=env | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
-    except subprocess.TimeoutExpired:
-        return "a step did not end within 120 s"
-    errors = [line for line in done.stderr.splitlines() if "Error" in line or "differs" in line]
-    return f"a step failed: {errors[0] if errors else done.stderr[-500:]}" if done.returncode else ""
+    env |= {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            _, said = run.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            run.terminate()  # not killed at once: torchrun ends its processes, which are in sessions of their own
+            with suppress(subprocess.TimeoutExpired):
+                run.communicate(timeout=60)
+            run.kill()
+            return "a step did not end within 120 s"
+    errors = [line for line in said.splitlines() if "Error" in line or "differs" in line]
+    return f"a step failed: {errors[0] if errors else said[-500:]}" if run.returncode else ""

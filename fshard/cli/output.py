@@ -43,7 +43,7 @@ def say(text: str, colour: str = "", is_error: bool = False) -> None:
         from rich.console import Console
     except ImportError:
         colour = ""
-    if colour:
-        Console(soft_wrap=True, highlight=False, stderr=is_error).print(text, style=colour, markup=False)
+    if colour:  # a name such as "x:smile:" stays as it is
+        Console(soft_wrap=True, highlight=False, emoji=False, stderr=is_error).print(text, style=colour, markup=False)
     else:
         print(text, file=sys.stderr if is_error else sys.stdout)

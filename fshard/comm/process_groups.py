@@ -113,12 +113,14 @@ class Works:
     parts: Sequence[Tensor]
     call: Call | str = ""
     timeout: timedelta | None = None  # None: the timeout of the process group
+    peers: Sequence[str] = ()  # what errors call the peer of each work
 
     def wait(self) -> Sequence[Tensor]:
         """Wait for every `Work`, and return the output tensors. MismatchError if a peer is gone or does not answer."""
-        with _answering(self.call):
+        with _answering(self.call, peers := [*self.peers]):
             for work in self.works:
                 work.wait() if self.timeout is None else work.wait(self.timeout)
+                del peers[:1]
         return self.parts
 
     def done(self) -> None:
@@ -126,8 +128,8 @@ class Works:
 
 
 @contextmanager
-def _answering(call: Call | str) -> Iterator[None]:
-    """Raise a MismatchError that names the collective where torch raises a RuntimeError.
+def _answering(call: Call | str, peers: Sequence[str] = ()) -> Iterator[None]:
+    """Raise a MismatchError that names the collective, and the first of `peers`, where torch raises a RuntimeError.
 
     Not for an error of the device, which any call raises that waits for it: no peer has gone.
     """
@@ -136,8 +138,8 @@ def _answering(call: Call | str) -> Iterator[None]:
     except (torch.AcceleratorError, torch.OutOfMemoryError):
         raise
     except RuntimeError as failure:
-        reason = "a peer has gone, or did not answer within the process group's timeout"
-        raise MismatchError(f"{reason}, in {call}: {failure}") from failure
+        reason = "has gone, or did not answer within the process group's timeout"
+        raise MismatchError(f"{next(iter(peers), 'a peer')} {reason}, in {call}: {failure}") from failure
 
 
 def places(sends: Sequence[Tensor], recvs: Sequence[Tensor | None], rank: int) -> list[Tensor]:
@@ -161,6 +163,8 @@ class GroupRanks:
         self.axis, self.device, self._group = axis, device, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._in_pairs = device.type == "cpu"  # gloo has no all-to-all of tensors of different sizes
+        others = [p for p in range(self.size if self._in_pairs else 0) if p != self.rank]
+        self._peers = [f"rank {p} of axis {axis!r}" for p in others for _ in range(2)]  # of each message in pairs
         # one rank sends nothing
         self.built_in = None if self.size == 1 or (device.type == "cpu" and self.size <= few) else group
 
@@ -214,13 +218,13 @@ class GroupRanks:
         NCCL would hold the memory of point-to-point messages until the device has finished them.
         """
         parts = places(sends, recvs, self.rank)
-        with _answering(call):
-            works = [] if self.size == 1 else self._start(sends, parts)
+        with _answering(call, peers := [*self._peers]):
+            works = [] if self.size == 1 else self._start(sends, parts, peers)
         # with a timeout, NCCL's `wait` would block the host; NCCL's watchdog applies the timeout of the group
-        return Works(works, parts, call, self.timeout if self._in_pairs else None)
+        return Works(works, parts, call, self.timeout if self._in_pairs else None, self._peers)
 
-    def _start(self, sends: Sequence[Tensor], parts: Sequence[Tensor]) -> list[dist.Work]:
-        """Start sending `sends[p]` to rank p, and receiving into `parts[p]` from it."""
+    def _start(self, sends: Sequence[Tensor], parts: Sequence[Tensor], peers: list[str]) -> list[dist.Work]:
+        """Start sending `sends[p]` to rank p, and receiving into `parts[p]` from it; takes it off `peers`."""
         sends, parts = [as_sent(x) for x in sends], [as_sent(x) for x in parts]
         if not self._in_pairs:
             spare = self._spare.view(sends[0].dtype)
@@ -229,11 +233,12 @@ class GroupRanks:
                 for x, xs in zip(spare, (parts, sends), strict=True)
             )
             return [dist.all_to_all(outs, ins, group=self._group, async_op=True)]
-        ops = []
+        works = list[Any]()
         for peer in (p for p in range(self.size) if p != self.rank):
-            ops.append(dist.P2POp(dist.irecv, parts[peer], group=self._group, group_peer=peer))
-            ops.append(dist.P2POp(dist.isend, sends[peer], group=self._group, group_peer=peer))
-        return dist.batch_isend_irecv(ops)
+            works.append(dist.irecv(parts[peer], group=self._group, group_src=peer))
+            works.append(dist.isend(sends[peer], group=self._group, group_dst=peer))
+            del peers[:2]
+        return works
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:

@@ -13,6 +13,8 @@ from typing import Any
 
 MOST_BYTES = 1 << 27  # of a text that is read as a whole
 MOST_MEMORY = 1 << 30  # bytes that the objects of one text, or of one pickle, may take
+MOST_OPERATIONS = 1 << 24  # of a pickle: torch's `.metadata` has 70 a chunk, and takes MOST_MEMORY before
+MOST_ITEMS = 400_000  # leaves, tensors, values or files of one text
 _LONGEST = 10_000  # characters of an error
 # At most so many bytes of memory for each byte of JSON of a kind: for a comma a number or a short string, for a colon
 # the key and its entries in tables. `test_foreign.py` measures them.
@@ -52,6 +54,8 @@ def parsed(text: bytes, where: object, what: str = "it") -> dict[str, Any]:
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
+        if len(values) > MOST_ITEMS:
+            raise ValueError(f"{len(values):,} names in one object: expected at most {MOST_ITEMS:,}")
         if len(values) < len(pairs):
             raise ValueError("a name comes twice")
         return values
@@ -83,6 +87,8 @@ def printable(text: object, longest: int = 200) -> str:
     """
     text = str(text)
     cut = text if len(text) <= longest else text[:longest] + "..."
+    if cut.isprintable():
+        return cut
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in cut)
 
 

@@ -67,7 +67,7 @@ def remove(place: Place, step: int) -> None:
 def prune(place: Place, step: int, keep_last: int, keep_every: int | None) -> None:
     """Delete the checkpoints before `step` but for the last ones and every so many steps, and what is not whole."""
     # later steps are of a run that was taken up again from an earlier one: they stay
-    earlier = [number for number in numbers(place) if number <= step]
+    earlier = [number for number in numbers(place, folders=True) if number <= step]
     kept = {number for number in finished(place) if number <= step}
     kept = {*sorted(kept)[-keep_last:], *(number for number in kept if keep_every and number % keep_every == 0)}
     for number in earlier:
@@ -76,13 +76,13 @@ def prune(place: Place, step: int, keep_last: int, keep_every: int | None) -> No
 
 
 def finished(place: Place) -> list[int]:
-    """Return the steps that have an index."""
-    return [number for number in numbers(place) if folder(place, number).has(INDEX)]
+    """Return the steps that have an index. A link or a file that has the name of a step is passed over."""
+    return [number for number in numbers(place, folders=True) if folder(place, number).has(INDEX)]
 
 
-def numbers(place: Place) -> list[int]:
-    """Return the steps that have a folder, whole or not, in order."""
-    return sorted(int(name.group(1)) for name in map(_STEP.fullmatch, place.names()) if name)
+def numbers(place: Place, folders: bool = False) -> list[int]:
+    """Return the steps whose name something has, a link also, in order; with `folders` a folder, whole or not."""
+    return sorted(int(name.group(1)) for name in map(_STEP.fullmatch, place.names(folders)) if name)
 
 
 def index_at(place: Place, step: int) -> tuple[Index, bytes]:

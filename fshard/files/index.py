@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from ..core.foreign import parsed
+from ..core.foreign import MOST_ITEMS, parsed
 from .safetensors_file import CHUNK, DTYPES, NAMES
 
 VERSION = 1
@@ -171,7 +171,7 @@ def _field(raw: Json, key: str, kind: type) -> Json:
 
 def _strings(raw: Json, key: str) -> list[str]:
     strings = _field(raw, key, list)
-    require(all(isinstance(string, str) for string in strings), f"{key}: expected strings")
+    require(len(strings) <= MOST_ITEMS and all(isinstance(x, str) for x in strings), f"{key}: expected strings")
     return strings
 
 

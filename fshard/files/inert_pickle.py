@@ -13,13 +13,11 @@ import pickle
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from io import BytesIO
-from pickletools import opcodes
+from pickletools import opcodes, read_uint1, read_uint4
 from typing import Any
 
-from ..core.foreign import MOST_MEMORY
+from ..core.foreign import MOST_MEMORY, MOST_OPERATIONS
 
-# torch's `.metadata` has 70 operations a chunk, and takes MOST_MEMORY before it has so many
-_MOST_OPERATIONS = 1 << 24
 PERSISTENT = "a persistent id"  # the name of records of what lies outside of the pickle
 _DICT = "..."  # the name of `_Dict` in programs
 
@@ -103,26 +101,29 @@ def read_pickle(data: bytes, names: Set[str]) -> Plain:
 
 def _inert(data: bytes) -> bytes:
     """Return the program of a pickle with the operations of `_BY_CODE`. ValueError for others, and for too many."""
-    file, program = BytesIO(data), bytearray()
-    memory, left, num_remembered = 4 * len(data), _MOST_OPERATIONS, 0  # memory of strings
-    while (code := file.read(1)) != b".":
-        begin = file.tell()
+    file, program, copied, at = BytesIO(data), bytearray(), 0, 0
+    memory, left, num_remembered = 4 * len(data), MOST_OPERATIONS, 0  # memory of strings
+    while (code := data[at : at + 1]) != b".":
         if code not in _BY_CODE:
-            raise ValueError(_refusal(code, begin - 1))
-        # the argument is decoded only now: to decode those of other operations may warn, or take long
-        read, instead, num_bytes = _BY_CODE[code]
-        argument = read(file) if read else None
-        memory, left = memory + num_bytes, left - 1
+            raise ValueError(_refusal(code, at))
+        begin, (read, size, instead, num_bytes) = at, _BY_CODE[code]
+        at, memory, left = at + 1 + size, memory + num_bytes, left - 1
         if memory > MOST_MEMORY or left < 0:
-            most = f"{_MOST_OPERATIONS:,} operations" if left < 0 else f"{MOST_MEMORY:,} bytes of memory"
+            most = f"{MOST_OPERATIONS:,} operations" if left < 0 else f"{MOST_MEMORY:,} bytes of memory"
             raise ValueError(f"a pickle that takes more than {most}")
-        # the unpickler has a list of what is remembered, as long as the largest number
-        if isinstance(argument, int):
-            most_number = num_remembered if code in b"qr" else (1 << 63) - 1
-            _require(-(1 << 63) <= argument <= most_number, f"has a number above {most_number}")
+        if read is not None:
+            # the argument is decoded only now: to decode those of other operations may warn, or take long
+            file.seek(begin + 1)
+            argument, at = read(file), file.tell()
+            # the unpickler has a list of what is remembered, as long as the largest number
+            if isinstance(argument, int):
+                most_number = num_remembered if code in b"qr" else (1 << 63) - 1
+                _require(-(1 << 63) <= argument <= most_number, f"has a number above {most_number}")
         num_remembered += code in b"qr\x94"
-        program += code + data[begin : file.tell()] if instead is None else instead
-    return bytes(program + code)
+        if instead is not None:
+            program += data[copied:begin] + instead
+            copied = at
+    return bytes(program + data[copied : at + 1])
 
 
 def _refusal(code: bytes, position: int) -> str:
@@ -147,17 +148,20 @@ def _require(condition: object, otherwise: str) -> None:
 # at most so many bytes are taken by an operation, and by what a dict or the memo adds for it
 _MEMORY = {
     **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ"), 160),
-    **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT"), 80),
+    "EMPTY_DICT": 160,
+    **dict.fromkeys(("EMPTY_LIST", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT"), 80),
     **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "BINFLOAT", "BININT", "BININT2", "LONG1"), 80),
     **dict.fromkeys(("PROTO", "FRAME", "NONE", "NEWTRUE", "NEWFALSE", "BININT1", "BINGET", "LONG_BINGET"), 16),
     **dict.fromkeys(("EMPTY_TUPLE", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "BINPERSID", "BUILD"), 16),
 }
 # what takes their place: a call of the name _DICT; a call; and nothing, because lengths differ
 _INSTEAD = {"EMPTY_DICT": b"c.\n.\n)R", "NEWOBJ": b"R", "FRAME": b""}
-# what reads the argument of an operation, what takes its place, and the bytes that it takes, by the operation's byte
-_BY_CODE: dict[bytes, tuple[Callable[[BytesIO], Plain] | None, bytes | None, int]] = {
+_READERS = {"GLOBAL": _skip_name, "BINPUT": read_uint1, "LONG_BINPUT": read_uint4}
+# by the operation's byte: what reads its argument, else the argument's size; what takes its place; the bytes it takes
+_BY_CODE: dict[bytes, tuple[Callable[[BytesIO], Plain] | None, int, bytes | None, int]] = {
     operation.code.encode("latin-1"): (
-        _skip_name if operation.name == "GLOBAL" else operation.arg.reader if operation.arg else None,
+        _READERS.get(operation.name, operation.arg.reader if operation.arg and operation.arg.n < 0 else None),
+        max(operation.arg.n, 0) if operation.arg else 0,
         _INSTEAD.get(operation.name),
         _MEMORY[operation.name],
     )

@@ -24,6 +24,7 @@ from ..core.foreign import open_file
 from .remote import RemotePlace, RemoteReader, remote_place
 
 _LONGEST_NAME = 255  # of a file, on any file system
+_CANNOT_FLUSH = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS)
 
 
 class LocalPlace:
@@ -41,10 +42,10 @@ class LocalPlace:
             raise OSError(errno.ELOOP, "expected a folder, got a symbolic link", str(self._path / name))
         return LocalPlace(self._path / name)
 
-    def names(self) -> list[str]:
-        """Return the names of files and folders in this one; [] if there is no such folder."""
-        with suppress(FileNotFoundError):
-            return sorted(os.listdir(self._path))
+    def names(self, folders: bool = False) -> list[str]:
+        """Return the names in this folder, or those of `folders` in it, no links; [] if there is no such folder."""
+        with suppress(FileNotFoundError), os.scandir(self._path) as entries:
+            return sorted(x.name for x in entries if not folders or x.is_dir(follow_symlinks=False))
         return []
 
     def has(self, name: str) -> bool:
@@ -152,7 +153,12 @@ def flush(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk, so that what was done outlives a loss of power."""
     number = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(number)
+        with naming(path):
+            os.fsync(number)
+    except OSError as error:
+        # some network file systems cannot flush a folder, and write its names at once; databases go on, too
+        if error.errno not in _CANNOT_FLUSH or not path.is_dir():
+            raise
     finally:
         os.close(number)
 

@@ -36,17 +36,18 @@ class RemotePlace:
         """Return the folder of this name in this one."""
         return RemotePlace(self._fs, f"{self._path}/{name}", f"{self._url}/{name}")
 
-    def names(self) -> list[str]:
-        """Return the names of files and folders in this one; [] if there is no such folder, but a bucket for it."""
+    def names(self, folders: bool = False) -> list[str]:
+        """Return the names in this folder, or those of `folders` in it; [] if there is none, but a bucket for it."""
         self._fs.invalidate_cache()
         try:
             with _naming(self._url):
-                paths = [path.rstrip("/") for path in self._fs.ls(self._path, detail=False)]
+                entries = self._fs.ls(self._path, detail=True)
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error.__cause__ and error.__cause__.__cause__):  # botocore's, under s3fs's
                 raise
             return []
-        return sorted({path.rpartition("/")[2] for path in paths if path != self._path.rstrip("/")})
+        paths = {x["name"].rstrip("/") for x in entries if not folders or x["type"] == "directory"}
+        return sorted(path.rpartition("/")[2] for path in paths - {self._path.rstrip("/")})
 
     def has(self, name: str) -> bool:
         """Whether there is a file of this name. OSError if the store does not answer: fsspec's isfile says False."""

@@ -49,6 +49,7 @@ _STORAGES = {
     "Byte": torch.uint8,
     "Bool": torch.bool,
     "ComplexFloat": torch.complex64,
+    "ComplexDouble": torch.complex128,
 }
 _STORAGE_DTYPES = {f"torch.{name}Storage": dtype for name, dtype in _STORAGES.items()}
 _DTYPES = {str(dtype): dtype for dtype in NAMES}  # "torch.float32"
@@ -63,7 +64,7 @@ _OF_METADATA = {
     *(f"pathlib.{module}{kind}Path" for module in ("", "_local.") for kind in ("Posix", "Windows")),
     *_DTYPES,
 }
-_OF_TENSOR = {
+OF_TENSOR = {
     "torch._utils._rebuild_tensor_v2",
     "torch._utils._rebuild_tensor_v3",  # of dtypes that have no class of storages
     "torch.storage.UntypedStorage",
@@ -234,7 +235,7 @@ def located(place: Place, pieces: Sequence[Piece]) -> list[Piece]:
 
 def _start(item: ZipItem, run: Run) -> int:
     """The offset in the file of the first element of a chunk."""
-    key, dtype, first, sizes, strides = _tensor(read_pickle(item.read("data.pkl"), _OF_TENSOR))
+    key, dtype, first, sizes, strides = stored_tensor(read_pickle(item.read("data.pkl"), OF_TENSOR))
     require((dtype, sizes) == (run.dtype, run.sizes), f"expected {run.dtype} {[*run.sizes]}, got {dtype} {[*sizes]}")
     order = item.read("byteorder") if item.has("byteorder") else b"little"
     require(order == b"little", f"expected little-endian numbers, got {str(order)[:40]}")
@@ -250,8 +251,11 @@ def _start(item: ZipItem, run: Run) -> int:
     return start + first * dtype.itemsize
 
 
-def _tensor(record: Plain) -> tuple[str, torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
-    """The key of the storage, the dtype, the first element in the storage, the sizes and the strides of a tensor."""
+def stored_tensor(record: Plain) -> tuple[str, torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
+    """Return what torch.save wrote of a tensor: key of its storage, dtype, first element there, sizes and strides.
+
+    ValueError for any other record of a pickle, which was read with the names `OF_TENSOR`.
+    """
     require(type(record) is Record and record.args is not None, f"expected a tensor, got {_kind(record)}")
     args, is_typed = record.args, record.name == "torch._utils._rebuild_tensor_v2"
     require(is_typed or record.name == "torch._utils._rebuild_tensor_v3", f"expected a tensor, got {record.name}")

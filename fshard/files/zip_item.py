@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import zipfile
 
+from .index import require
 from .places import Reader
 
-_MOST_BYTES = 1 << 20  # of the directory of a zip file, and of a member that is read: those of a tensor have hundreds
+_MOST_BYTES = 1 << 22  # of the directory of a zip file, and of a member that is read: those of a tensor have hundreds
 
 
 class ZipItem:
@@ -21,14 +22,20 @@ class ZipItem:
             raise ValueError(f"bytes {offset:,} to {offset + length:,} are beyond the end of the file, {file.size:,}")
         self._file, self._offset, self._length = file, offset, length
         try:
-            members = zipfile.ZipFile(_View(file, offset, length)).infolist()
+            self._zip = zipfile.ZipFile(_View(file, offset, length))
         except (zipfile.BadZipFile, NotImplementedError) as error:
             raise ValueError(f"expected a zip file that torch.save wrote: {error}") from error
-        self._members = {member.filename.partition("/")[2]: member for member in members}
+        self._members = {member.filename.partition("/")[2]: member for member in self._zip.infolist()}
 
     def has(self, name: str) -> bool:
         """Whether there is a member of this name, without the folder."""
         return name in self._members
+
+    def check(self) -> None:
+        """Read all. ValueError for a member that is compressed or not as it was written, or if members overlap."""
+        size = sum(self.data(name)[1] for name in self._members)
+        require(size <= self._length, f"{size:,} bytes in a file of {self._length:,}")
+        require(not (torn := self._zip.testzip()), f"{torn!r} is not what was written")
 
     def data(self, name: str) -> tuple[int, int]:
         """Return where the bytes of a member lie: the offset in the whole file, and their number."""

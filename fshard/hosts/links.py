@@ -108,13 +108,15 @@ def _sealed(size: int) -> int:
 
 
 def received(fd: int, number: int) -> Segment:
-    """Map a peer's segment and close `fd`. ValueError if `fd` is not a sealed memfd or cannot be mapped."""
+    """Map a peer's segment and close `fd`. ValueError if `fd` is no sealed memfd; OSError if this rank lacks room."""
     try:
         seals, size = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
         if seals & _SEALS != _SEALS or not size:
             raise ValueError(f"memory that may change its size under its readers (seals {seals}, {size} bytes)")
         return Segment(fd, number)
-    except OSError as failure:  # the descriptor is not a memfd, or cannot be mapped
+    except OSError as failure:
+        if failure.errno in (errno.ENOMEM, *_TOO_FEW):
+            raise
         raise ValueError(f"a descriptor that cannot be mapped ({reason(failure)})") from failure
     finally:
         os.close(fd)
@@ -363,6 +365,9 @@ class Link:
             data = self.mapped[number].data
             if offset + size > data.numel():
                 raise ValueError(f"bytes {offset:,} to {offset + size:,} of segment {number}, of {data.numel():,}")
+        except OSError as lack:
+            self._refused("")  # closes the link: without this message no later one is right
+            raise OSError(lack.errno, f"this rank lacks room for memory of {self.peer}: {reason(lack)}") from lack
         except ValueError as wrong:
             raise self._refused(str(wrong)) from wrong
         return data[offset : offset + size]

@@ -14,10 +14,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import zipfile
 from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
-from io import BufferedReader
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,10 +28,16 @@ from ..comm.mesh import coordinate
 from ..core import tree
 from ..core.arguments import check_function, check_path, wrong
 from ..core.differences import lacking
-from ..core.foreign import legible, open_file, parsed, read_text
+from ..core.foreign import MOST_ITEMS, legible, open_file, parsed, read_text
 from ..core.scalars import double
-from ..core.storage import DonatedError
+from ..core.storage import DonatedError, from_bytes
 from ..core.tree import Tree, flatten, map, unflatten
+from ..files.index import require
+from ..files.inert_pickle import read_pickle
+from ..files.places import LocalReader
+from ..files.safetensors_file import CHUNK, read_chunks
+from ..files.torch_dcp import OF_TENSOR, stored_tensor
+from ..files.zip_item import ZipItem
 from ..sharding.sharded import Sharded
 from ..train.step import TrainState
 
@@ -44,7 +49,6 @@ _ALIGN = 64  # bytes: new tensors start at multiples of it
 _MOST = 1 << 20  # ranks
 _MOST_THREADS = 1 << 10
 _MOST_AXES = 16
-_MOST_BYTES = 1 << 22  # of a zip file's directory, and of its pickle
 _MOST_SHOWN = 60  # characters of a value in an error
 
 
@@ -248,47 +252,36 @@ def _placed(value: object, like: object, start: int) -> object:
     return memory.as_strided(x.shape, dense.stride(), (start - memory.data_ptr()) % _ALIGN // x.itemsize).copy_(x)
 
 
-def _tensors(file: Path) -> dict[str, Tensor]:
+def _tensors(path: Path) -> dict[str, Tensor]:
     """Load the tensors of a file by name, on the CPU. Raises ValueError for a file that `record` did not write.
 
-    Loading runs no code of the file, and allocates no more memory than the size of the file.
+    Loading runs no code of the file: its pickle is read as data. It allocates no more memory than the size of the file.
     """
     try:
-        with _Bounded(open_file(file)) as opened:
-            _check_packed(zipfile.ZipFile(opened), file.stat().st_size)
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-        if not isinstance(tensors, dict):
-            raise ValueError(f"a {type(tensors).__name__} in place of tensors by name")
-        for key, x in tensors.items():
-            # `record` writes no views. A view (an expanded one) with a small storage could have any size.
-            if type(x) is not Tensor or x.layout is not torch.strided or x.untyped_storage().nbytes() != x.nbytes:
-                raise ValueError(f"{key!r} is no whole tensor")
-    except Exception as wrong:  # for a corrupt file, torch.load raises errors of many types
-        raise ValueError(f"{file}: expected the tensors of a recorded step: {wrong}") from wrong
-    return tensors
+        with open_file(path) as file:
+            item = ZipItem(reader := LocalReader(file.fileno()), 0, reader.size)
+            item.check()
+            require(item.read("byteorder") == b"little", "expected little-endian numbers")
+            records = read_pickle(item.read("data.pkl"), OF_TENSOR)
+            require(isinstance(records, dict), f"a {type(records).__name__} in place of tensors by name")
+            taken = set[str]()
+            return {key: _tensor(file, item, taken, key, record) for key, record in records.items()}
+    except Exception as wrong:  # of many types, for what is corrupt
+        raise ValueError(f"{path}: expected the tensors of a recorded step: {wrong}") from wrong
 
 
-class _Bounded(BufferedReader):
-    """A file that refuses to give zipfile a directory that would fill the memory."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes. ValueError for a directory that is too long."""
-        if size is not None and size > _MOST_BYTES:
-            raise ValueError(f"expected at most {_MOST_BYTES:,} bytes at a time, got {size:,}")
-        return super().read(size)
-
-
-def _check_packed(packed: zipfile.ZipFile, size: int) -> None:
-    """Raise ValueError for a compressed file, a long pickle, entries larger than the file, or a wrong checksum."""
-    entries = packed.infolist()
-    if long := [entry for entry in entries if "/data/" not in entry.filename and entry.file_size > _MOST_BYTES]:
-        raise ValueError(f"{long[0].filename!r}: expected at most {_MOST_BYTES:,} bytes, got {long[0].file_size:,}")
-    if swollen := [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]:
-        raise ValueError(f"{swollen[0]!r} is compressed, which torch.save does not do")
-    if (unpacked := sum(entry.file_size for entry in entries)) > size:
-        raise ValueError(f"{unpacked:,} bytes in a file of {size:,}")
-    if torn := packed.testzip():  # torch.load does not verify checksums
-        raise ValueError(f"{torn!r} is not what was written")
+def _tensor(file: FileIO, item: ZipItem, taken: set[str], key: str, record: object) -> Tensor:
+    """Load a tensor that is all of a member of a zip file, which no tensor has taken."""
+    name, dtype, first, sizes, strides = stored_tensor(record)
+    start, num_bytes = item.data(f"data/{name}")
+    # `record` writes no views. A view (an expanded one) with a small storage could have any size.
+    is_whole = not first and math.prod(sizes) * dtype.itemsize == num_bytes
+    require(is_whole and name not in taken, f"{key!r} is no whole tensor")
+    taken.add(name)
+    x = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    for part, chunk in zip(x.split(CHUNK), read_chunks(file, Path(), start, num_bytes, torch.uint8), strict=False):
+        part.copy_(chunk)
+    return from_bytes(x, dtype).as_strided(sizes, strides)
 
 
 def _is_number(x: object, least: int, most: int) -> bool:
@@ -303,9 +296,10 @@ def _is_filed(x: object) -> bool:
     """Return whether `x` is a valid entry for a tree: leaf paths, and by number the values of non-tensor leaves."""
     if not isinstance(x, dict) or not isinstance(x.get("paths"), list) or not isinstance(x.get("plain"), dict):
         return False
+    if len(x["paths"]) > MOST_ITEMS or not all(isinstance(path, str) for path in x["paths"]):
+        return False
     keys = {str(i) for i in range(len(x["paths"]))}
-    words = all(isinstance(path, str) for path in x["paths"])
-    return words and all(key in keys and isinstance(v, int | float | str) for key, v in x["plain"].items())
+    return all(key in keys and isinstance(v, int | float | str) for key, v in x["plain"].items())
 
 
 # By key of about.json: a predicate of valid values, and their description for error messages.

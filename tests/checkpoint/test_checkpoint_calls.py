@@ -18,6 +18,7 @@ from support.worlds import gloo, simulated
 import fshard
 from fshard import checkpoint, tree
 from fshard.checkpoint import CheckpointError
+from fshard.checkpoint.writing import Writer
 from fshard.files.index import sealed
 from fshard.files.places import LocalPlace
 from fshard.testing import World
@@ -239,6 +240,31 @@ def test_an_error_on_the_spot_is_raised_on_all_ranks(tmp_path, monkeypatch, rank
         assert (checkpoint.steps(tmp_path), restored(mesh, tmp_path)) == ([1], 1)
         save(mesh, tmp_path, 1, 3, wait=False).wait()
         assert restored(mesh, tmp_path) == 3
+
+    simulated(law)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("error", [CheckpointError("it is not whole"), ValueError("a bug"), OSError(28, "it is full")])
+@pytest.mark.parametrize(("stage", "rank"), [("write", 0), ("write", 1), ("put", 1), ("finish", 0)])
+def test_all_ranks_hear_which_rank_failed_and_why(tmp_path, monkeypatch, stage, rank, error, wait):
+    """On the other ranks a failed save would be arguments that differ, with the advice to make them the same."""
+    good = getattr(Writer, stage)
+
+    def fails(self: Writer, *args: Any) -> Any:
+        if self.contents.rank == rank:
+            raise error
+        return good(self, *args)
+
+    monkeypatch.setattr(Writer, stage, fails)
+
+    def law(mesh: Any) -> None:
+        is_own = mesh.get_rank() == rank
+        kinds = type(error) if wait and (is_own or isinstance(error, OSError)) else CheckpointError
+        with pytest.raises(kinds, match=r"it is not whole|a bug|it is full") as failure:
+            save(mesh, tmp_path, 1, wait=wait).wait()
+        assert is_own or str(failure.value).startswith((f"rank {rank}: ", f"[Errno 28] rank {rank}: "))
+        assert "same arguments" not in str(failure.value)
 
     simulated(law)
 

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 import fshard
 from fshard.cli.main import COMMANDS, main
+from fshard.cli.output import say
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "cli.md"
@@ -183,3 +184,12 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         PAGE.write_text(shown(text))
+
+
+@pytest.mark.parametrize("colour", ["", "red", "yellow"])
+def test_names_are_printed_as_they_are(colour, capsys, monkeypatch):
+    """A leaf of the name "x:smile:" would be another one on a terminal, and "[red]" nothing."""
+    monkeypatch.setenv("COLUMNS", "20")
+    text = "leaf x:smile: [red] [/] \\[b] **w** a/b.py:12 'q' 3.5 http://x" * 3
+    say(text, colour)
+    assert capsys.readouterr().out == f"{text}\n"

@@ -144,6 +144,33 @@ def test_two_processes_run_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nothing" in doctor.two_processes()
 
 
+@pytest.mark.slow
+def test_nothing_is_left_of_a_step_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The doctor would leave two processes behind, for ever, on the host that is ill."""
+    (tmp_path / "hang.py").write_text(
+        "import os, pathlib, signal, sys\n"
+        "path = pathlib.Path(__file__).parent / os.environ['RANK']\n"
+        "os.mkfifo(path)\n"
+        "path.write_text(str(os.getpid()))\n"  # waits for the reader
+        "signal.pause()\n"
+    )
+    numbers, communicate = list[int](), subprocess.Popen.communicate
+
+    def times_out(run: Any, *args: Any, timeout: float) -> Any:
+        if timeout < 120:  # after the end
+            return communicate(run, *args, timeout=timeout)
+        ranks = [tmp_path / str(rank) for rank in range(2)]
+        while not all(path.exists() for path in ranks):
+            os.sched_yield()
+        numbers.extend(int(path.read_text()) for path in ranks)
+        raise subprocess.TimeoutExpired("torchrun", timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", times_out)
+    monkeypatch.setattr(doctor, "_SELF_TEST", (*doctor._SELF_TEST[:-2], str(tmp_path / "hang.py")))
+    assert doctor.two_processes() == "a step did not end within 120 s"
+    assert [number for number in numbers if Path(f"/proc/{number}").exists()] == []
+
+
 def test_a_step_has_the_bits_of_one_device() -> None:
     """The self-test would compare a step with something else."""
     rows = torch.linspace(0, 1, 128).view(16, 8)

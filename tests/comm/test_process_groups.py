@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -238,6 +239,30 @@ def test_memory_is_registered_when_there_is_a_communicator() -> None:
         for _ in range(2):
             ranks.empty(3, torch.empty(0), lent=True)
     assert done == ["collective", "memory", "memory"]
+
+
+@pytest.mark.parametrize("where", ["irecv", "isend", "wait for a receive", "wait for a send"])
+@pytest.mark.parametrize("gone", [0, 1, 3])
+def test_an_error_names_the_rank_that_is_gone(where: str, gone: int) -> None:
+    """Of a hundred ranks nobody would know where to look for the first error."""
+
+    def started(kind: str, peer: int) -> Any:
+        if (where, gone) == (kind, peer):
+            raise RuntimeError("Connection closed by peer")
+        work = mock.Mock()
+        if (where, gone) == ({"irecv": "wait for a receive", "isend": "wait for a send"}[kind], peer):
+            work.wait.side_effect = RuntimeError("Connection closed by peer")
+        return work
+
+    x = torch.ones(2)
+    with mock.patch.object(process_groups, "dist") as stand_in:
+        stand_in.get_rank.return_value, stand_in.get_world_size.return_value = 2, 4
+        stand_in.irecv.side_effect = lambda x, group, group_src: started("irecv", group_src)
+        stand_in.isend.side_effect = lambda x, group, group_dst: started("isend", group_dst)
+        ranks = process_groups.GroupRanks("shard", mock.Mock(), torch.device("cpu"))
+        ranks.timeout = timedelta(seconds=1)
+        with pytest.raises(fshard.MismatchError, match=f"rank {gone} of axis 'shard' has gone, or did not answer"):
+            ranks.exchange([x] * 4, [None] * 4, "a call").wait()
 
 
 FAULTS = {

@@ -9,6 +9,7 @@ import shutil
 import tracemalloc
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,9 @@ import fshard
 from fshard import checkpoint
 from fshard.__main__ import main
 from fshard.core import foreign
-from fshard.files import hugging_face, inert_pickle
+from fshard.files import hugging_face, index, inert_pickle, zip_item
 from fshard.files.index import sealed
+from fshard.files.places import LocalReader
 from fshard.files.safetensors_file import Entry
 from fshard.testing import record, recording, replay
 
@@ -151,7 +153,7 @@ def folder(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(foreign, "MOST_BYTES", 1 << 20)
     monkeypatch.setattr(foreign, "MOST_MEMORY", 1 << 22)
     monkeypatch.setattr(inert_pickle, "MOST_MEMORY", 1 << 22)
-    monkeypatch.setattr(recording, "_MOST_BYTES", 1 << 17)
+    monkeypatch.setattr(zip_item, "_MOST_BYTES", 1 << 17)
     return Path(shutil.copytree(good, tmp_path / good.name))
 
 
@@ -314,7 +316,7 @@ def test_a_pickle_takes_no_more_memory_than_is_counted(name, monkeypatch):
 @pytest.mark.parametrize("operation", [b"N", b"\x88", b")", b"h\0", b"\x80\x04"])
 def test_a_pickle_has_bounded_operations(operation, monkeypatch):
     """Operations that take next to no memory would keep a reader busy for minutes: a file may have 128 MiB of them."""
-    monkeypatch.setattr(inert_pickle, "_MOST_OPERATIONS", 1000)
+    monkeypatch.setattr(inert_pickle, "MOST_OPERATIONS", 1000)
     begin = b"\x80\x04Nq\0"  # three of them
     assert inert_pickle.read_pickle(begin + b"\x80\x04" * 997 + b".", set()) is None
     with pytest.raises(ValueError, match="a pickle that takes more than 1,000 operations"):
@@ -327,8 +329,8 @@ def test_metadata_is_bounded_by_memory_first(tmp_path):
         dcp.save({f"layers.{n}.weight": torch.ones(2) for n in range(200)}, checkpoint_id=tmp_path, no_dist=True)
     data = (tmp_path / ".metadata").read_bytes()
     codes = [op.code.encode("latin-1") for op, _, _ in pickletools.genops(data)][:-1]
-    memory = 4 * len(data) + sum(inert_pickle._BY_CODE[code][2] for code in codes)
-    assert len(codes) / inert_pickle._MOST_OPERATIONS < memory / foreign.MOST_MEMORY
+    memory = 4 * len(data) + sum(inert_pickle._BY_CODE[code][-1] for code in codes)
+    assert len(codes) / foreign.MOST_OPERATIONS < memory / foreign.MOST_MEMORY
 
 
 def test_an_index_is_read_in_linear_time():
@@ -372,7 +374,17 @@ def a_folder(path: Path) -> None:
     path.mkdir()
 
 
+def pickled(*operations: bytes, members: tuple[tuple[str, bytes], ...] = ()) -> Callable[[Path], object]:
+    """Put what torch.save would write, with a pickle of these operations in it, in the place of a file."""
+    parts = (("a/data.pkl", b"\x80\x02" + b"".join(operations) + b"."), ("a/byteorder", b"little"), *members)
+    return lambda path: path.write_bytes(zipped(*parts))
+
+
 FILES: dict[str, Callable[[Path], object]] = {
+    "an allocation": pickled(b"cbuiltins\nbytearray\nJ\x00\x00\x00\x10\x85R"),
+    "allocations": pickled(b"]", b"ccollections\nOrderedDict\n)Ra" * 4000),
+    "a storage": pickled(b"ctorch.storage\nUntypedStorage\nJ\x00\x00\x00\x10\x85R"),
+    "nested keys": pickled(b"})", *(b"q%ch%c\x86" % (n, n) for n in range(20)), b"Ns"),
     "a pipe": a_pipe,
     "a device": a_device,
     "a folder": a_folder,
@@ -396,6 +408,145 @@ def test_hostile_files_are_an_error(name, file, folder, capsys):
     reader = (READERS | OTHERS)[name]
     FILES[file](folder / reader.file)
     check_refused(reader, folder, capsys)
+
+
+def elements_in_one_member(shape: bytes, num: int) -> Callable[[Path], object]:
+    """A record whose leaves are all the same bytes of the file."""
+    storage = (
+        b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuJ\x40\x00\x00\x00tQ"
+    )
+    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00(" + shape + b"t(K\x01t\x89N" + b"tR"
+    pairs = (b"X\x07\x00\x00\x00state %d" % n + tensor + b"s" for n in range(num))
+    return pickled(b"}", *pairs, members=(("a/data/0", bytes(256)),))
+
+
+@pytest.mark.parametrize(
+    ("put", "words"),
+    [
+        (FILES["an allocation"], "names 'builtins.bytearray', which plain data does not need"),
+        (FILES["allocations"], "in place of tensors by name"),
+        (FILES["a storage"], "in place of tensors by name"),
+        (FILES["nested keys"], "keys that are no strings"),
+        (elements_in_one_member(b"K\x40", 2), "'state 1' is no whole tensor"),
+        (elements_in_one_member(b"K\x41", 1), "'state 0' is no whole tensor"),
+        (elements_in_one_member(b"J\x00\x00\x00\x40", 1), "'state 0' is no whole tensor"),
+        (elements_in_one_member(b"K\x40", 1), "expected 'state 1'"),  # all is right but for what is missing
+    ],
+)
+def test_tensors_of_a_record_are_read_as_data(put, words, folder, capsys):
+    """A record of a kilobyte would take gigabytes, or double the work with each level of a key."""
+    put(folder / OTHERS["tensors"].file)
+    check_refused(OTHERS["tensors"], folder, capsys)
+    with pytest.raises(ValueError, match=words):
+        OTHERS["tensors"].read(folder)
+
+
+def test_members_of_a_record_lie_apart(tmp_path):
+    """A zip file whose members lie in one another would take its size many times over."""
+    inner = bytes(4096)
+    for number in range(9):  # each member has the one before, with its head
+        packed = zipped((f"a/data/{number}", inner))
+        inner = packed[: packed.index(b"PK\x01\x02")]
+    file = io.BytesIO(packed)
+    with zipfile.ZipFile(file, "a") as opened:
+        members, at = [opened.infolist()[0]], 0
+        for number in range(7, -1, -1):
+            at += 30 + len(f"a/data/{number}")
+            member = zipfile.ZipInfo(f"a/data/{number}")
+            member.header_offset = at
+            member.file_size = member.compress_size = members[-1].file_size - 30 - len("a/data/0")
+            data = packed[at + 30 + len(member.filename) :][: member.file_size]
+            member.CRC = zlib.crc32(data)
+            members.append(member)
+            opened.filelist.append(member)
+        opened._didModify = True
+    (tmp_path / "x").write_bytes(file.getvalue())
+    with (tmp_path / "x").open("rb") as whole:
+        reader = LocalReader(whole.fileno())
+        item = zip_item.ZipItem(reader, 0, reader.size)
+        with pytest.raises(ValueError, match="bytes in a file of"):
+            item.check()
+
+
+EMPTY = {"dtype": "F32", "shape": [0], "pieces": []}
+HEAD = {"format": "fshard", "version": 1, "step": 1, "threads": 1, "values": {}, "leaves": {}, "files": {}}
+HEAD |= {"ranks": 1, "plans": [], "by_rank": []}
+# many items of a kind in an index
+INDEXES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "leaves": lambda n: {"leaves": {f"w{i}": EMPTY for i in range(n)}},
+    "deep leaves": lambda n: {"leaves": {f"w{i}.{'x.' * 40}": EMPTY for i in range(n)}},
+    "values": lambda n: {"values": {f"v{i}": i for i in range(n)}},
+    "plans": lambda n: {"plans": [f"p{i}" for i in range(n)]},
+    "files": lambda n: {"files": {f"{i}.safetensors": 1 for i in range(n)}},
+    "ranks": lambda n: {"ranks": n, "values": {f"x@{i}": i for i in range(n)}, "by_rank": ["x"]},
+}
+# and in other files: what reads it, and its bytes for a number and the good ones
+ITEMS: dict[str, tuple[str, Callable[[int, bytes], bytes]]] = {
+    "tensors": (
+        "safetensors",
+        lambda n, good: with_header(
+            good[:8] + b" " * (len(good) - 8),
+            json.dumps({f"w{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(n)}).encode(),
+        ),
+    ),
+    "weights": (
+        "weights",
+        lambda n, good: json.dumps({"weight_map": {f"w{i}": f"{i}.safetensors" for i in range(n)}}).encode(),
+    ),
+    "paths": (
+        "about",
+        lambda n, good: json.dumps(
+            json.loads(good) | {"before state": {"paths": [str(i) for i in range(n)], "plain": {}}}
+        ).encode(),
+    ),
+    "operations": ("metadata", lambda n, good: b"\x80\x02" + b"})s" * n + b"."),
+    "nested tuples": ("metadata", lambda n, good: b"\x80\x02)" + b"\x85" * n + b"."),
+}
+COMMANDS = {"restore": (), "show": ("--step", "1"), "compare": ("--against", ""), "list": ()}
+MANY_OF = [*ITEMS, *(f"{what}: {command}" for what in INDEXES for command in COMMANDS)]
+
+
+def put_many(what: str, num: int, folder: Path) -> Callable[[], None]:
+    """Write a file of so many items, and return what reads it."""
+    kind, _, command = what.partition(": ")
+    name, text = ITEMS.get(kind, ("index", lambda n, good: sealed(HEAD | INDEXES[kind](n))))
+    reader, own = (READERS | OTHERS)[name], str(folder / "own")
+    path = folder / reader.file
+    path.write_bytes(text(num, path.read_bytes()))
+
+    def call() -> None:
+        if command in ("", "restore"):
+            with contextlib.suppress(ValueError, OSError):
+                reader.read(folder)
+        else:
+            main(["inspect", own, *(x or own for x in COMMANDS[command])])
+
+    return call
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("what", MANY_OF)
+def test_work_grows_with_the_items_and_no_faster(what, folder, capsys):
+    """A file of as many items as there may be would keep a reader busy for hours."""
+    few = cost(put_many(what, 20, folder))
+    assert cost(put_many(what, 80, folder)) < 4.5 * few
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("what", MANY_OF)
+def test_there_may_be_so_many_items(what, folder, monkeypatch, capsys):
+    """A text of 128 MiB has a million leaves, which take a minute to read and show."""
+    for module in (foreign, index, recording):
+        monkeypatch.setattr(module, "MOST_ITEMS", 100)
+    monkeypatch.setattr(inert_pickle, "MOST_OPERATIONS", 200)
+    put_many(what, 90 if what != "operations" else 60, folder)()
+    said = "".join(capsys.readouterr())
+    assert "expected at most" not in said
+    work = cost(put_many(what, 1000, folder))
+    assert cost(put_many(what, 4000, folder)) < 1.5 * work
+    if what == "paths":
+        with pytest.raises(ValueError, match="'before state': expected the paths of a tree"):
+            READERS["about"].read(folder)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Checkpoints that were made to do harm, or damaged: refused in bounded time and memory; nothing else happens."""
 
+import errno
 import gzip
 import json
 import os
@@ -7,12 +8,14 @@ import pickle
 import random
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from fshard import checkpoint
 from fshard.checkpoint import CheckpointError
 from fshard.core import foreign
 from fshard.files.index import sealed
+from fshard.files.places import flush
 
 STEP = "step-000000000007"
 
@@ -332,9 +336,8 @@ def test_a_link_in_the_place_of_a_folder_leads_nowhere(folder, tmp_path):
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
     before, dir = all_files(tmp_path), tmp_path / "run"
+    assert checkpoint.latest(dir) == 6
     for call in (
-        lambda: checkpoint.steps(dir),
-        lambda: checkpoint.latest(dir),
         lambda: checkpoint.delete(dir, 7),
         lambda: restored(None, dir),
         lambda: saved(None, dir),
@@ -342,6 +345,79 @@ def test_a_link_in_the_place_of_a_folder_leads_nowhere(folder, tmp_path):
         with pytest.raises(OSError, match=rf"expected a folder, got a symbolic link: '{folder}'"):
             call()
     assert all_files(tmp_path) == before
+
+
+# what may have the name of a step and is no checkpoint
+ODD: dict[str, Callable[[Path], None]] = {
+    "a link to a checkpoint": lambda path: path.symlink_to(path.with_name(STEP)),
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a link to nothing": lambda path: path.symlink_to("nothing"),
+    "a link to a file": lambda path: path.symlink_to("/dev/zero"),
+    "a file": lambda path: path.touch(),
+    "a pipe": os.mkfifo,
+    "an empty folder": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_what_has_the_name_of_a_step_is_passed_over(what, folder, tmp_path):
+    """One odd name in the directory of a run would make every look at its checkpoints, and every save, fail."""
+    dir, first, last = tmp_path / "run", folder.with_name("step-000000000001"), folder.with_name("step-000000000008")
+    for path in (first, last):
+        ODD[what](path)
+    assert (checkpoint.steps(dir), checkpoint.latest(dir)) == ([6, 7], 7)
+    assert simulated(restored, dir, None) == simulated(wanted)
+    torn(folder / "index.json")
+    before = all_files(dir)
+    assert simulated(restored, dir, None, True) == simulated(wanted, 2.0)
+    assert all_files(dir) == before
+    checkpoint.save(dir, state_of(None), 9, keep_last=1)
+    assert checkpoint.steps(dir) == [9]
+    left = {x.name for x in dir.iterdir()} - {"step-000000000009"}
+    assert left == (set() if what == "an empty folder" else {first.name, last.name})
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EBADF])
+def test_a_folder_that_cannot_be_flushed(number, tmp_path, monkeypatch):
+    """On some network file systems nothing could be saved, because they cannot flush a folder."""
+    flush, asked = os.fsync, list[bool]()
+
+    def fsync(fd: int) -> None:
+        asked.append(is_folder := stat.S_ISDIR(os.fstat(fd).st_mode))
+        if is_folder:
+            raise OSError(number, os.strerror(number))
+        flush(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    saved(None, tmp_path / "run")
+    assert restored(None, tmp_path / "run") == wanted(None)
+    assert set(asked) == {False, True}
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("of_folder", [False, True])
+def test_what_is_not_flushed_is_an_error_that_names_it(of_folder, number, tmp_path, monkeypatch):
+    """A checkpoint that is not on the disk would count as saved; or the error would not say where that is."""
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode) == of_folder:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if of_folder and number == errno.EINVAL:
+        return saved(None, tmp_path / "run")  # the test above
+    with pytest.raises(OSError, match=re.escape(str(tmp_path))) as failure:
+        saved(None, tmp_path / "run")
+    assert failure.value.errno == number
+    return None
+
+
+def test_a_file_that_cannot_be_flushed_is_an_error(tmp_path, monkeypatch):
+    """Weights that are not on the disk would count as saved, as if they were a folder."""
+    (tmp_path / "x").touch()
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.EINVAL, "no")))
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "x"))):
+        flush(tmp_path / "x")
 
 
 def test_links_in_a_folder_are_deleted_and_not_followed(folder, tmp_path):

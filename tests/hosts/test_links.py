@@ -1,7 +1,9 @@
 """Links between processes: who may connect, what may be sent over a link, and what happens when a peer ends."""
 
+import errno
 import fcntl
 import json
+import mmap
 import os
 import random
 import socket
@@ -11,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -158,6 +161,24 @@ def test_memory_that_no_rank_sends(make: Any, part: tuple[int, int], words: str,
     assert text.startswith("rank 7 sent ")
     assert words in text
     link.mapped.clear()
+    assert hostile.num_open() == before
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EMFILE, errno.ENFILE])
+def test_memory_that_this_rank_has_no_room_for(number: int, ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without memory would say that its peer sent what no rank sends."""
+    theirs, link, _ = ends
+    before, fd = hostile.num_open(), _memfd(4096, SEALS)
+    socket.send_fds(theirs, [HEADER.pack(2, 0, 0, 0, 8)], [fd])
+    os.close(fd)
+    monkeypatch.setattr(mmap, "mmap", mock.Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(OSError, match="this rank lacks room for memory of rank 7") as failure:
+        link.take(0, "a call")
+    assert failure.value.errno == number
+    monkeypatch.undo()
+    with pytest.raises(fshard.MismatchError, match="rank 7 has gone"):  # the link is closed, for both
+        link.take(0, "a call")
+    assert theirs.recv(1) == b""
     assert hostile.num_open() == before
 
 

@@ -131,25 +131,57 @@ VARIABLES = {
 }
 
 
+def told(name: str, folder: Path, **more: str) -> Any:
+    """The arguments that a script gives to torchrun."""
+    for command, script in STUBS.items():
+        (folder / command).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / command).chmod(0o755)
+    text = (SCRIPTS / name).read_text()
+    command = ["bash", "-c", yaml.safe_load(text)["run"]] if name.endswith("yaml") else ["bash", str(SCRIPTS / name)]
+    env = VARIABLES[name] | more | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return get_args_parser().parse_args(done.stdout.splitlines())
+
+
 @pytest.mark.parametrize("name", VARIABLES)
 def test_a_script_tells_torchrun_where_the_hosts_meet(name: str, tmp_path: Path) -> None:
     """A launcher would stop at a typing error or an unset variable, or each host would wait for itself."""
-    for command, script in STUBS.items():
-        (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / command).chmod(0o755)
-    text = (SCRIPTS / name).read_text()
-    command = ["bash", "-c", yaml.safe_load(text)["run"]] if name.endswith("yaml") else ["bash", str(SCRIPTS / name)]
-    env = VARIABLES[name] | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    given = get_args_parser().parse_args(done.stdout.splitlines())
+    given = told(name, tmp_path)
     assert (given.nnodes, given.nproc_per_node) == ("2", "8")
     assert (given.rdzv_backend, given.rdzv_endpoint) == ("c10d", "host1:29500")
     assert (ROOT / given.training_script).samefile(SCRIPTS / "train.py")
 
 
+def test_two_jobs_of_one_host_do_not_meet(tmp_path: Path) -> None:
+    """A second job would join the first, or its store could not listen."""
+    jobs = [told("torchrun.sh", tmp_path, **more) for more in ({}, {"PORT": "29501"})]
+    assert [job.rdzv_endpoint for job in jobs] == ["host1:29500", "host1:29501"]
+    assert len({job.rdzv_id for job in jobs}) == 2
+
+
+def test_a_job_that_slurm_starts_again_keeps_its_output() -> None:
+    """The output from before the failure, with its reason, would be overwritten."""
+    lines = (SCRIPTS / "slurm.sh").read_text().splitlines()
+    assert {"#SBATCH --requeue", "#SBATCH --open-mode=append"} <= {*lines}
+
+
+def test_the_job_saves_its_last_step_also_to_a_url() -> None:
+    """Steps after the last multiple of ten would be lost, and a URL would be a folder "s3:"."""
+    code = (
+        f"import runpy, sys, fshard\nsys.path.insert(0, {str(SCRIPTS)!r})\n"
+        "sys.argv[1:] = ['--out', 'memory://run', '--steps', '3']\n"
+        f"runpy.run_path({str(SCRIPTS / 'train.py')!r}, run_name='__main__')\n"
+        "print(fshard.checkpoint.steps('memory://run'))"
+    )
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_RANK": "0"}
+    text = started([sys.executable, "-c", code], **alone).communicate(timeout=120)[0]
+    assert text.endswith("[3]\n"), text
+
+
 def test_the_train_job_starts_torchrun_and_has_shared_memory() -> None:
-    """Pods would have 64 MiB of /dev/shm, or mount a volume that is not there."""
-    spec = yaml.safe_load((SCRIPTS / "trainjob.yaml").read_text())["spec"]
+    """Pods would have 64 MiB of /dev/shm, or mount a volume that is not there, or that one host alone may have."""
+    claim, whole = yaml.safe_load_all((SCRIPTS / "trainjob.yaml").read_text())
+    spec = whole["spec"]
     assert spec["trainer"]["command"][:2] == ["torchrun", "train.py"]
     assert spec["trainer"]["numProcPerNode"] == spec["trainer"]["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
     (job,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
@@ -157,6 +189,8 @@ def test_the_train_job_starts_torchrun_and_has_shared_memory() -> None:
     volumes, (container,) = {volume["name"]: volume for volume in pod["volumes"]}, pod["containers"]
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     assert job["name"] == container["name"] == "node", "as the runtime torch-distributed names them"
+    assert mounts["/shared"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
 
 

@@ -44,7 +44,7 @@ FOLDERS = {
     "module": {"core", "comm", "layout", "plan", "sharding"},
     "checkpoint": {"core", "files", "comm", "layout", "plan", "sharding"},
     "testing": {
-        *("core", "comm", "layout", "plan", "sharding", "grad", "optim"),
+        *("core", "files", "comm", "layout", "plan", "sharding", "grad", "optim"),
         *("zero_optimizer", "train", "compiler"),
     },
     "pictures": {"core", "plan", "sharding", "train", "compiler"},

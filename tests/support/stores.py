@@ -102,8 +102,8 @@ def fails(patch: pytest.MonkeyPatch, kind: str, what: str, part: str) -> None:
     name = {"write": "_open", "read": "cat_file", "info": "info"}[what]
     function = getattr(fs, name)
 
-    def fail(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-        if part in path and (what != "write" or "w" in kwargs.get("mode", args[0] if args else "")):
+    def fail(self: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if part in os.fspath(path) and (what != "write" or "w" in kwargs.get("mode", args[0] if args else "")):
             raise error
         return function(self, path, *args, **kwargs)
 
