@@ -338,7 +338,7 @@ def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     except Exception as failure:
         raise TypeError(
             f"functionalize: {type(module).__name__} cannot be copied: {type(failure).__name__}: {failure}. Remove "
-            "what it keeps of graphs, locks and files (instead of the old weight_norm and prune: parametrizations)"
+            "what it keeps of graphs, locks and files"
         ) from failure
 
 
