@@ -33,10 +33,10 @@ class Initializer:
         """The parameter at a path; `like` is not needed. ValueError if the module has set its own in another way."""
         value = self._tensor(path, "_parameters")
         owner, _, name = path.rpartition(".")
-        part, own = self._skeleton.get_submodule(owner), self._own[path]()
+        part, given = self._skeleton.get_submodule(owner), self._own[path]()
         kind, place = type(part), place_of(vars(part)["_parameters"].stands[name])
         again = kind.__init__.__module__.startswith("torch.") and place.writes > (writes(value) or 0)
-        if again if own is None or own.is_meta else _is_other(value, own):  # Note [What constructors write]
+        if again if given is None or given.is_meta else _is_other(value, given):  # Note [What constructors write]
             raise ValueError(
                 f"init: the module has set {path!r} after {owner!r} ({kind.__name__}) initialized itself, and init "
                 "does not: set it in _init_weights or reset_parameters, use fshard.init_params(plan, fn), or make the "

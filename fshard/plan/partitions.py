@@ -65,8 +65,8 @@ def kept_over(
             raise TypeError(wrong("regather: a key", pattern, "the name of a unit, or a pattern such as 'blocks.*'"))
     kept = [_kept(f"regather[{pattern!r}]", x, sizes, params_over) for pattern, x in regather.items()]
     names = [*units, *chain.from_iterable(units.values())]
-    found = dict(zip(names, fitting([name.split(".") for name in names], list(regather)), strict=True))
-    fits = [sorted({*chain(found[name], *(found[part] for part in parts))}) for name, parts in units.items()]
+    numbers = dict(zip(names, fitting([name.split(".") for name in names], list(regather)), strict=True))
+    fits = [sorted({*chain(numbers[name], *(numbers[part] for part in parts))}) for name, parts in units.items()]
     matched, chosen = set(chain.from_iterable(fits)), {row[0] for row in fits if row}
     for number, pattern in enumerate(regather):
         if number not in matched:
